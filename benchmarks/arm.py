@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,7 @@ class Arm:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
+            start_new_session=True,
         )
         self._answer()
 
@@ -49,7 +51,7 @@ class Arm:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        late = threading.Timer(self._limit_s, self._process.kill)
+        late = threading.Timer(self._limit_s, os.killpg, (self._process.pid, signal.SIGKILL))  # engines have processes
         late.start()
         try:
             for line in self._process.stdout:

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from browser import MISSING, Browser
 from hypothesis import HealthCheck, settings
 from long_tests import GROUPS, not_asked_for
 
+from ndp_device.transport.shm import ShmChannel
+
 # An example takes as long as the machine lets it.
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
+
+
+@pytest.fixture
+def channels() -> Iterator[tuple[ShmChannel, ShmChannel]]:
+    """Host's and device's end of the same shared memory."""
+    device = ShmChannel.create()
+    assert device is not None
+    host = ShmChannel.attach(device.offer)
+    assert host is not None
+    yield host, device
+    host.close()
+    device.close()
 
 
 @pytest.fixture(scope="session")

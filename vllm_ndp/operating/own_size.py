@@ -53,8 +53,8 @@ class OwnSize:
         loss: of an expert's output, relative, at the average width; None: the replicas do not exist yet.
         """
         option, model, measured = self.option, self.sizing.model, self.measured
-        others = self.sizing.other_weights * _LINEAR_BITS // 16 if self._is_quantized else self.sizing.other_weights
-        step_s = measured.decode_step_s(model, option.num_hot, others)
+        read = self._linear_bytes if self._is_quantized else self.sizing.other_weights
+        step_s = measured.decode_step_s(model, option.num_hot, read)
         lost = "unknown before the replicas are built" if loss is None else f"{loss:.1%} of an expert's output"
         kept = f", KV cache {human(self.kv_cache_bytes)}" if with_kv else ""
         linear = f", linear layers at {_LINEAR_BITS}" if self._is_quantized else ""
@@ -71,7 +71,16 @@ class OwnSize:
 
     @property
     def _held(self) -> int:
-        return sum(self.option.host.values()) - self.sizing.kv_cache + self.kv_cache_bytes
+        held = sum(self.option.host.values()) - self.sizing.kv_cache + self.kv_cache_bytes
+        if not self._is_quantized:
+            return held
+        model = self.sizing.model
+        return held - self.sizing.other_weights + self._linear_bytes + model.dtype_bytes * model.head_weights
+
+    @property
+    def _linear_bytes(self) -> int:
+        """Of all that a token reads beside experts, at the server's width. The embedding stays as it is."""
+        return (self.sizing.model.beside_weights + self.sizing.model.head_weights) * _LINEAR_BITS // 8
 
 
 def own_size(sizing: Sizing, batch: int, measured: Measured) -> OwnSize:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -20,17 +19,6 @@ from ndp_device.transport.shm import NUM_RING_SLOTS, Put, ShmChannel
 pytestmark = pytest.mark.skipif(shm.native is None, reason="the extension is not built: everything takes the socket")
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[ShmChannel, ShmChannel]]:
-    device = ShmChannel.create()
-    assert device is not None
-    host = ShmChannel.attach(device.offer)
-    assert host is not None
-    yield host, device
-    host.close()
-    device.close()
-
-
 def tensors_of(rng: np.random.Generator, rows: int, hidden: int, pairs: int, dtype: str) -> dict[str, Any]:
     return {
         "x": rng.integers(0, 256, (rows, hidden * codec.DTYPES[dtype].itemsize), np.uint8).view(codec.DTYPES[dtype]),
@@ -45,8 +33,10 @@ def asked_of(rng: np.random.Generator) -> tuple[int, ...]:
     return tuple(int(rng.integers(0, 1 << int(rng.integers(1, 63)))) for _ in range(6))
 
 
-def test_the_device_reads_from_any_execute_what_the_codec_would_have_sent(pair: tuple[ShmChannel, ShmChannel]) -> None:
-    host, device = pair
+def test_the_device_reads_from_any_execute_what_the_codec_would_have_sent(
+    channels: tuple[ShmChannel, ShmChannel],
+) -> None:
+    host, device = channels
     rng = np.random.default_rng(1)
     sizes = [(0, 8, 0), (1, 64, 1), (1, 4096, 8), (3, 100, 5), (8, 4096, 16), (16, 4096, 129)]  # up to 256 KiB
     for number in range(120):
@@ -66,8 +56,8 @@ def test_the_device_reads_from_any_execute_what_the_codec_would_have_sent(pair: 
         device.release()
 
 
-def test_what_an_execute_in_memory_cannot_be_is_left_to_the_codec(pair: tuple[ShmChannel, ShmChannel]) -> None:
-    host, device = pair
+def test_what_an_execute_in_memory_cannot_be_is_left_to_the_codec(channels: tuple[ShmChannel, ShmChannel]) -> None:
+    host, device = channels
     rng = np.random.default_rng(2)
     right = tensors_of(rng, 4, 64, 3, "float32")
     wrong: list[dict[str, Any]] = [
@@ -103,8 +93,8 @@ def result_of(rng: random.Random, rows: int, hidden: int) -> tuple[msg.Result, d
     return msg.Result(number, incarnation="i" * rng.randrange(1, 200), epoch=epoch, timing=timing), {"y": y}
 
 
-def test_a_sound_result_is_read_as_the_codec_reads_it(pair: tuple[ShmChannel, ShmChannel]) -> None:
-    host, device = pair
+def test_a_sound_result_is_read_as_the_codec_reads_it(channels: tuple[ShmChannel, ShmChannel]) -> None:
+    host, device = channels
     rng = random.Random(3)
     for rows, hidden in [(1, 1), (1, 64), (2, 4096), (7, 33), (4, 4096), (5, 4096), (16, 4096)] * 20:
         frames = codec.encode(*result_of(rng, rows, hidden))
@@ -121,8 +111,8 @@ def test_a_sound_result_is_read_as_the_codec_reads_it(pair: tuple[ShmChannel, Sh
         host.release()
 
 
-def test_any_other_message_stays_where_it_lies_for_the_codec(pair: tuple[ShmChannel, ShmChannel]) -> None:
-    host, device = pair
+def test_any_other_message_stays_where_it_lies_for_the_codec(channels: tuple[ShmChannel, ShmChannel]) -> None:
+    host, device = channels
     result, tensors = result_of(random.Random(4), 2, 64)
     infinite = {"y": np.where(np.arange(128).reshape(2, 64) == 77, np.float32("inf"), tensors["y"])}
     replace = msgspec.structs.replace
@@ -146,9 +136,9 @@ def test_any_other_message_stays_where_it_lies_for_the_codec(pair: tuple[ShmChan
 
 
 def test_no_header_is_a_sound_result_that_the_codec_refuses_or_reads_otherwise(
-    pair: tuple[ShmChannel, ShmChannel],
+    channels: tuple[ShmChannel, ShmChannel],
 ) -> None:
-    host, device = pair
+    host, device = channels
     rng = random.Random(5)
     num_sound = 0
     for _ in range(20_000):
@@ -173,8 +163,8 @@ def test_no_header_is_a_sound_result_that_the_codec_refuses_or_reads_otherwise(
     assert num_sound > 1000  # numbers and names that changed
 
 
-def test_a_flipped_bit_is_no_sound_result(pair: tuple[ShmChannel, ShmChannel]) -> None:
-    host, device = pair
+def test_a_flipped_bit_is_no_sound_result(channels: tuple[ShmChannel, ShmChannel]) -> None:
+    host, device = channels
     rng = random.Random(6)
     frames = codec.encode(*result_of(rng, 1, 64))
     first = 3 * 4096 + NUM_RING_SLOTS * host.ring.slot_stride + 64  # behind the slots of the other ring
@@ -190,8 +180,8 @@ def test_a_flipped_bit_is_no_sound_result(pair: tuple[ShmChannel, ShmChannel]) -
         host.release()
 
 
-def test_nonsense_in_the_rings_is_the_carriers_to_name(pair: tuple[ShmChannel, ShmChannel]) -> None:
-    host, _ = pair
+def test_nonsense_in_the_rings_is_the_carriers_to_name(channels: tuple[ShmChannel, ShmChannel]) -> None:
+    host, _ = channels
     host._mapping[2 * 4096 : 2 * 4096 + 8] = (1 << 40).to_bytes(8, "little")  # so many messages have been published
     assert layer_messages.take(host) is None
     with pytest.raises(RemoteProtocolError, match="damaged"):

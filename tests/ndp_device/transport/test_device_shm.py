@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,17 +25,6 @@ from ndp_device.transport import checksum, shm
 from ndp_device.transport.shm import NUM_RING_SLOTS, Put, ShmChannel
 
 pytestmark = pytest.mark.skipif(shm.native is None, reason="the extension is not built: everything takes the socket")
-
-
-@pytest.fixture
-def pair() -> Iterator[tuple[ShmChannel, ShmChannel]]:
-    device = ShmChannel.create()
-    assert device is not None
-    host = ShmChannel.attach(device.offer)
-    assert host is not None
-    yield host, device
-    host.close()
-    device.close()
 
 
 LENGTHS = (*range(200), 255, 256, 257, 1023, 4096, 8191, 65536, 65537, 300_001)
@@ -56,8 +44,10 @@ def test_the_checksum_is_zlibs_for_any_length_alignment_and_beginning(name: str)
 
 
 @pytest.mark.parametrize("size", [*range(0, 130, 3), 8191, 65535, 65536, 65537, 300_001])
-def test_the_checksum_made_while_copying_is_that_of_the_socket(pair: tuple[ShmChannel, ShmChannel], size: int) -> None:
-    host, device = pair
+def test_the_checksum_made_while_copying_is_that_of_the_socket(
+    channels: tuple[ShmChannel, ShmChannel], size: int
+) -> None:
+    host, device = channels
     body = random.Random(size).randbytes(size)
     for length in (4, 5, 67, 68, 200, 4096):
         header = random.Random(length).randbytes(length)
@@ -72,9 +62,9 @@ def test_the_checksum_made_while_copying_is_that_of_the_socket(pair: tuple[ShmCh
 
 
 def test_any_flipped_bit_of_a_message_in_memory_is_seen_while_it_is_taken(
-    pair: tuple[ShmChannel, ShmChannel],
+    channels: tuple[ShmChannel, ShmChannel],
 ) -> None:
-    host, device = pair
+    host, device = channels
     rng = random.Random(9)
     first = 3 * mmap.PAGESIZE + 64  # the header of the first slot; its body lies 4096 bytes further
     for number in range(200):
@@ -90,9 +80,9 @@ def test_any_flipped_bit_of_a_message_in_memory_is_seen_while_it_is_taken(
 
 @pytest.mark.parametrize("size", [0, 1, 63, 4096, 65536, 65537, 256 << 10, (256 << 10) + 1, 1 << 20, 20 << 20])
 def test_a_message_of_any_size_arrives_as_it_was_in_both_directions(
-    pair: tuple[ShmChannel, ShmChannel], size: int
+    channels: tuple[ShmChannel, ShmChannel], size: int
 ) -> None:
-    for sender, receiver in (pair, pair[::-1]):
+    for sender, receiver in (channels, channels[::-1]):
         body = random.Random(size).randbytes(size)
         for number in range(2 * NUM_RING_SLOTS + 1):
             assert sender.put((b"header %d" % number, body)) is Put.DONE
@@ -104,8 +94,8 @@ def test_a_message_of_any_size_arrives_as_it_was_in_both_directions(
             receiver.release()
 
 
-def test_a_large_body_is_read_where_it_lies_and_cannot_be_written(pair: tuple[ShmChannel, ShmChannel]) -> None:
-    host, device = pair
+def test_a_large_body_is_read_where_it_lies_and_cannot_be_written(channels: tuple[ShmChannel, ShmChannel]) -> None:
+    host, device = channels
     host.put((b"h", bytes(1 << 20)))
     frames = device.take()
     assert frames is not None
@@ -116,8 +106,8 @@ def test_a_large_body_is_read_where_it_lies_and_cannot_be_written(pair: tuple[Sh
     device.close = lambda: None  # type: ignore[method-assign]
 
 
-def test_a_full_ring_and_a_body_too_large_are_left_to_the_socket(pair: tuple[ShmChannel, ShmChannel]) -> None:
-    host, device = pair
+def test_a_full_ring_and_a_body_too_large_are_left_to_the_socket(channels: tuple[ShmChannel, ShmChannel]) -> None:
+    host, device = channels
     assert host.put((b"h", bytes(shm.BODY_ROOM + 1))) is Put.REFUSED
     assert host.put((bytes(4097), b"")) is Put.REFUSED
     for _ in range(NUM_RING_SLOTS):
@@ -130,9 +120,9 @@ def test_a_full_ring_and_a_body_too_large_are_left_to_the_socket(pair: tuple[Shm
 
 
 def test_a_sleeper_is_rung_for_once_and_nobody_falls_asleep_beside_a_message(
-    pair: tuple[ShmChannel, ShmChannel],
+    channels: tuple[ShmChannel, ShmChannel],
 ) -> None:
-    for writer, sleeper in (pair, pair[::-1]):
+    for writer, sleeper in (channels, channels[::-1]):
         assert sleeper.prepare_sleep()
         assert not is_rung(sleeper)
         assert writer.put((b"h", b"")) is Put.DONE
@@ -155,9 +145,9 @@ def is_rung(sleeper: ShmChannel) -> bool:
     return bool(select.select([sleeper.doorbell], [], [], 0)[0])
 
 
-def test_a_bell_that_nobody_hears_never_blocks_who_rings(pair: tuple[ShmChannel, ShmChannel]) -> None:
+def test_a_bell_that_nobody_hears_never_blocks_who_rings(channels: tuple[ShmChannel, ShmChannel]) -> None:
     """A hostile reader asks to be rung and does not read its pipe of 64 KiB."""
-    host, device = pair
+    host, device = channels
     for _ in range(70_000):
         assert host.prepare_sleep()
         assert device.put((b"h", b"")) is Put.DONE
@@ -166,8 +156,8 @@ def test_a_bell_that_nobody_hears_never_blocks_who_rings(pair: tuple[ShmChannel,
     assert is_rung(host)
 
 
-def test_a_host_that_went_away_is_left_to_the_socket(pair: tuple[ShmChannel, ShmChannel]) -> None:
-    host, device = pair
+def test_a_host_that_went_away_is_left_to_the_socket(channels: tuple[ShmChannel, ShmChannel]) -> None:
+    host, device = channels
     assert host.prepare_sleep()
     for fd in host._fds[1:]:
         os.close(fd)
@@ -205,8 +195,8 @@ def test_no_descriptor_outlives_a_channel() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_spinning_ends_with_a_message_or_with_its_time(pair: tuple[ShmChannel, ShmChannel]) -> None:
-    host, device = pair
+def test_spinning_ends_with_a_message_or_with_its_time(channels: tuple[ShmChannel, ShmChannel]) -> None:
+    host, device = channels
     assert not shm.Spinner(100).spin([device])
     timer = threading.Timer(0.05, lambda: host.put((b"h", b"")))
     timer.start()
@@ -215,7 +205,7 @@ def test_spinning_ends_with_a_message_or_with_its_time(pair: tuple[ShmChannel, S
 
 
 def test_after_a_spin_in_vain_the_next_ones_are_brief(
-    pair: tuple[ShmChannel, ShmChannel], monkeypatch: pytest.MonkeyPatch
+    channels: tuple[ShmChannel, ShmChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where answers take longer than a spin, the core belongs to whoever computes them."""
     asked: list[int] = []
@@ -227,13 +217,13 @@ def test_after_a_spin_in_vain_the_next_ones_are_brief(
     monkeypatch.setattr(shm, "native", SimpleNamespace(spin=spin))
     spinner = shm.Spinner(500)
     for _ in range(34):
-        spinner.spin([pair[1]])
+        spinner.spin([channels[1]])
     assert [asked.index(500_000), asked.count(500_000), asked[32]] == [0, 2, 500_000]
     assert set(asked) == {500_000, 20_000}
 
 
 def test_a_lost_core_pauses_spinning_for_10_ms_and_longer_only_while_losses_go_on(
-    pair: tuple[ShmChannel, ShmChannel], monkeypatch: pytest.MonkeyPatch
+    channels: tuple[ShmChannel, ShmChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other programs take a core for a millisecond several times a second: that must not end spinning for seconds."""
     now, found, looks = [0], [0], [0]
@@ -247,7 +237,7 @@ def test_a_lost_core_pauses_spinning_for_10_ms_and_longer_only_while_losses_go_o
         """How often a spinner looks if it is asked once, so much later."""
         now[0] += milliseconds * 1_000_000
         before, found[0] = looks[0], result
-        spinner.spin([pair[1]], 50_000)
+        spinner.spin([channels[1]], 50_000)
         return looks[0] - before
 
     monkeypatch.setattr(shm, "native", SimpleNamespace(spin=spin))
@@ -259,7 +249,7 @@ def test_a_lost_core_pauses_spinning_for_10_ms_and_longer_only_while_losses_go_o
     assert [looks_after(0, lost), looks_after(9, 0), looks_after(2, 0)] == [1, 0, 1]
 
 
-def test_who_loses_the_core_while_spinning_stops_spinning_for_a_while(pair: tuple[ShmChannel, ShmChannel]) -> None:
+def test_who_loses_the_core_while_spinning_stops_spinning_for_a_while(channels: tuple[ShmChannel, ShmChannel]) -> None:
     """Two spinners and two busy loops on one core: each spin of 20 ms is interrupted."""
     program = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\nwhile True: pass"
     rivals = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(2)]
@@ -268,12 +258,12 @@ def test_who_loses_the_core_while_spinning_stops_spinning_for_a_while(pair: tupl
     try:
         spinner = shm.Spinner(20_000)
         for _ in range(500):
-            spinner.spin([pair[1]])
+            spinner.spin([channels[1]])
             if spinner.is_calm:
                 break
         assert spinner.is_calm
-        pair[0].put((b"h", b""))
-        assert not spinner.spin([pair[1]])  # it does not even look
+        channels[0].put((b"h", b""))
+        assert not spinner.spin([channels[1]])  # it does not even look
     finally:
         os.sched_setaffinity(0, mine)
         for rival in rivals:
@@ -290,16 +280,16 @@ def test_who_loses_the_core_while_spinning_stops_spinning_for_a_while(pair: tupl
         (3 * mmap.PAGESIZE + 16, 1 << 40),  # bytes of its body
     ],
 )
-def test_what_the_peer_scribbles_is_refused(pair: tuple[ShmChannel, ShmChannel], offset: int, value: int) -> None:
-    host, device = pair
+def test_what_the_peer_scribbles_is_refused(channels: tuple[ShmChannel, ShmChannel], offset: int, value: int) -> None:
+    host, device = channels
     host.put((b"h", b"body"))
     host._mapping[offset : offset + 8] = value.to_bytes(8, "little")
     with pytest.raises(RemoteProtocolError, match="shared memory was damaged"):
         device.take()
 
 
-def test_a_reader_that_returns_what_it_never_had_is_refused(pair: tuple[ShmChannel, ShmChannel]) -> None:
-    host, device = pair
+def test_a_reader_that_returns_what_it_never_had_is_refused(channels: tuple[ShmChannel, ShmChannel]) -> None:
+    host, device = channels
     device._mapping[mmap.PAGESIZE + 64 : mmap.PAGESIZE + 72] = (9).to_bytes(8, "little")
     with pytest.raises(RemoteProtocolError, match="returned slots"):
         host.put((b"h", b""))
@@ -333,8 +323,8 @@ def test_a_file_that_the_device_holds_a_lease_on_does_not_keep_its_host_waiting(
         holder.communicate()
 
 
-def test_only_the_very_segment_is_attached(pair: tuple[ShmChannel, ShmChannel], tmp_path: Path) -> None:
-    offer = pair[1].offer
+def test_only_the_very_segment_is_attached(channels: tuple[ShmChannel, ShmChannel], tmp_path: Path) -> None:
+    offer = channels[1].offer
     total = os.fstat(offer.fd).st_size
     plain = (tmp_path / "file").open("w+b")  # right size, right token, but it can shrink under us
     plain.truncate(total)

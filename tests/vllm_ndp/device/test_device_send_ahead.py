@@ -79,18 +79,7 @@ def wanted(splitter: Splitter, packet: Packet, layer: int) -> Split:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[ShmChannel, ShmChannel]]:
-    device = ShmChannel.create()
-    assert device is not None
-    host = ShmChannel.attach(device.offer)
-    assert host is not None
-    yield host, device
-    host.close()
-    device.close()
-
-
-@pytest.fixture
-def crossing(pair: tuple[ShmChannel, ShmChannel]) -> Iterator[Crossing]:
+def crossing(channels: tuple[ShmChannel, ShmChannel]) -> Iterator[Crossing]:
     crossing = Crossing()
     yield crossing
     crossing.cancel()  # before the memory goes
@@ -113,9 +102,9 @@ def until_taken(device: ShmChannel) -> Any:
 
 
 def test_the_thread_sends_the_bytes_that_the_host_would_and_puts_the_sums_where_it_is_told(
-    pair: tuple[ShmChannel, ShmChannel], crossing: Crossing
+    channels: tuple[ShmChannel, ShmChannel], crossing: Crossing
 ) -> None:
-    host, device = pair
+    host, device = channels
     rng = np.random.default_rng(1)
     for number in range(60):
         num_rows, layer = int(rng.integers(1, 9)), number % LAYERS
@@ -167,9 +156,9 @@ def run(host: ShmChannel, crossing: Crossing, splitter: Splitter, packet: Packet
     return crossing.end(never)
 
 
-def test_what_wants_python_is_left_to_it(pair: tuple[ShmChannel, ShmChannel], crossing: Crossing) -> None:
+def test_what_wants_python_is_left_to_it(channels: tuple[ShmChannel, ShmChannel], crossing: Crossing) -> None:
     """Warm experts have prices that Python knows, and an unknown expert an error."""
-    host, device = pair
+    host, device = channels
     assert run(host, crossing, splitter_of(1, place=WARM), cold()).state is State.LEFT
     unknown = cold()
     unknown.ids[0, 1] = EXPERTS
@@ -181,9 +170,9 @@ def test_what_wants_python_is_left_to_it(pair: tuple[ShmChannel, ShmChannel], cr
 
 
 def test_a_message_that_finds_no_room_is_the_caller_s_to_send(
-    pair: tuple[ShmChannel, ShmChannel], crossing: Crossing
+    channels: tuple[ShmChannel, ShmChannel], crossing: Crossing
 ) -> None:
-    host, _ = pair
+    host, _ = channels
     for _ in range(NUM_RING_SLOTS):
         assert run(host, crossing, splitter_of(1), cold()).state is State.SENT
     splitter = splitter_of(1)
@@ -192,9 +181,9 @@ def test_a_message_that_finds_no_room_is_the_caller_s_to_send(
 
 
 def test_an_answer_that_is_no_sound_result_stays_for_the_codec(
-    pair: tuple[ShmChannel, ShmChannel], crossing: Crossing
+    channels: tuple[ShmChannel, ShmChannel], crossing: Crossing
 ) -> None:
-    host, device = pair
+    host, device = channels
     y = np.zeros((1, HIDDEN), np.float32)
     result = msg.Result(7, incarnation="i", epoch=2, timing=None)
     others: list[tuple[Any, Any]] = [
@@ -208,12 +197,12 @@ def test_an_answer_that_is_no_sound_result_stays_for_the_codec(
         assert run(host, crossing, splitter_of(1), cold()).state is State.SENT
         assert layer_messages.take(host) is not None or host.take() is not None
         device.take()
-        for end in pair:
+        for end in channels:
             end.release()
 
 
-def test_a_packet_that_never_comes_holds_up_nobody(pair: tuple[ShmChannel, ShmChannel], crossing: Crossing) -> None:
-    host, device = pair
+def test_a_packet_that_never_comes_holds_up_nobody(channels: tuple[ShmChannel, ShmChannel], crossing: Crossing) -> None:
+    host, device = channels
     packet = cold()
     crossing.begin(host, packet.order(crossing, splitter_of(1), 0), ASKED, SPIN_NS)
     with pytest.raises(RuntimeError, match="a layer is under way"):
@@ -226,9 +215,9 @@ def test_a_packet_that_never_comes_holds_up_nobody(pair: tuple[ShmChannel, ShmCh
     assert run(host, crossing, splitter_of(1), cold()).state is State.SENT
 
 
-def test_a_thread_whose_packet_never_comes_ends_with_its_owner(pair: tuple[ShmChannel, ShmChannel]) -> None:
+def test_a_thread_whose_packet_never_comes_ends_with_its_owner(channels: tuple[ShmChannel, ShmChannel]) -> None:
     crossing, packet = Crossing(), cold()
-    crossing.begin(pair[0], packet.order(crossing, splitter_of(1), 0), ASKED, SPIN_NS)
+    crossing.begin(channels[0], packet.order(crossing, splitter_of(1), 0), ASKED, SPIN_NS)
     threads = set(os.listdir("/proc/self/task"))
     native = crossing._native
     del crossing
@@ -238,9 +227,9 @@ def test_a_thread_whose_packet_never_comes_ends_with_its_owner(pair: tuple[ShmCh
 
 
 def test_it_sleeps_when_no_layer_comes_and_wakes_for_the_next(
-    pair: tuple[ShmChannel, ShmChannel], crossing: Crossing
+    channels: tuple[ShmChannel, ShmChannel], crossing: Crossing
 ) -> None:
-    host, device = pair
+    host, device = channels
     for spin_ns in (0, 1_000_000):
         packet = cold()
         crossing.begin(host, packet.order(crossing, splitter_of(1), 0), ASKED, spin_ns)
@@ -276,7 +265,7 @@ def ask_ahead(client: DeviceClient, crossing: Crossing, packet: Packet, between:
     if between is not None:
         between()
     packet.write(np.arange(len(packet.x)))
-    time.sleep(0.002)  # launches
+    time.sleep(0.02)  # launches
     crossed = crossing.end(never)
     rows = None if crossed.reply is None else crossed.reply.tensors[0].shape[0]
     client.executed_ahead(handle, crossed, packet.x, None if rows is None else packet.sums[:rows])
@@ -287,6 +276,8 @@ def test_a_real_device_gives_the_sums_and_times_that_it_gives_without_the_thread
     device: DeviceProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NDP_SPIN_US", "50000")
+    for pause in ("CALM_FIRST_NS", "CALM_LAST_NS"):  # else the thread does not look where others took a core
+        monkeypatch.setattr(shm, pause, 0)
     crossing, taken = Crossing(), 0
     ahead, plain = client_of(device), client_of(device)
     for num_rows in (1, 2, 5, 1, 8) * 6:
@@ -345,9 +336,9 @@ def test_an_answer_to_a_layer_that_was_given_up_is_ignored(device: DeviceProcess
     client.close()
 
 
-def test_a_forked_child_leaves_its_parents_thread_alone(pair: tuple[ShmChannel, ShmChannel]) -> None:
+def test_a_forked_child_leaves_its_parents_thread_alone(channels: tuple[ShmChannel, ShmChannel]) -> None:
     crossing = Crossing()
-    assert run(pair[0], crossing, splitter_of(1), cold()).state is State.SENT
+    assert run(channels[0], crossing, splitter_of(1), cold()).state is State.SENT
     child = os.fork()
     if not child:
         del crossing
@@ -356,4 +347,4 @@ def test_a_forked_child_leaves_its_parents_thread_alone(pair: tuple[ShmChannel, 
     waited.start()
     assert os.waitpid(child, 0)[1] == 0
     waited.cancel()
-    assert run(pair[0], crossing, splitter_of(1), cold()).state is State.SENT
+    assert run(channels[0], crossing, splitter_of(1), cold()).state is State.SENT

@@ -11,7 +11,7 @@ import pytest
 from ndp_device.errors import ConfigError
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.operating.own_size import OwnSize, own_size
-from vllm_ndp.operating.sizing import GB, Demand, MachineSize, Sizing
+from vllm_ndp.operating.sizing import GB, Demand, MachineSize, Sizing, human
 from vllm_ndp.operating.sources import source_named
 from vllm_ndp.operating.speed import Measured
 
@@ -59,6 +59,7 @@ def test_the_kv_cache_grows_to_what_may_be_asked_at_once_and_leaves_half_of_the_
 
 def test_what_is_said_holds_the_line_that_says_it_by_hand() -> None:
     size = size_of(64 * GB)
+    linear = MODEL.beside_weights + MODEL.head_weights  # a byte each; the embedding stays in 16 bits
     chosen, expected, by_hand = size.said(0.03, with_kv=True)
     words = shlex.split(by_hand.removeprefix("by hand: "))
     settings = NdpSettings.from_mapping(json.loads(words[words.index("--additional-config") + 1])["ndp"])
@@ -66,8 +67,10 @@ def test_what_is_said_holds_the_line_that_says_it_by_hand() -> None:
     assert words[words.index("--kv-cache-memory-bytes") + 1] == str(size.kv_cache_bytes)
     assert "0 of 8 experts hot in full precision, the others at 4 bits, linear layers at 8" in chosen
     assert "mapped 93.4 GB of checkpoint" in chosen
+    held = sum(size.option.host.values()) - size.sizing.kv_cache + size.kv_cache_bytes - linear
+    assert f"held {human(held)};" in chosen
     assert "loss 3.0% of an expert" in expected
-    step_s = 64 * 6e-3 + size.sizing.other_weights / 2 / 20e9  # 32 layers, 2 of 8 experts each
+    step_s = 64 * 6e-3 + linear / 20e9  # 32 layers, 2 of 8 experts each
     assert f"at most {1 / step_s:.1f} tokens/s" in expected
     assert "unknown before the replicas are built" in size.said(None, with_kv=False)[1]
     assert "--kv-cache" not in size.said(None, with_kv=False)[2]
