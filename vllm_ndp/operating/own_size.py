@@ -79,7 +79,7 @@ class OwnSize:
 
     @property
     def _linear_bytes(self) -> int:
-        """Of all that a token reads beside experts, at the server's width. The embedding stays as it is."""
+        """Bytes that a token reads beside experts, at the server's width. The embedding stays as it is."""
         return (self.sizing.model.beside_weights + self.sizing.model.head_weights) * _LINEAR_BITS // 8
 
 
