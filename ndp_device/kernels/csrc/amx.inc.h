@@ -1,5 +1,5 @@
-// Several tokens by AMX int8 tiles; one token goes the VNNI way, because a tile instruction costs the same for 1 row as
-// for 16. The including file gives `struct Tiles`: the tile instructions, real or done in software.
+// Several tokens of quantized weights by AMX int8 tiles; one token goes the VNNI way, because a tile instruction costs the
+// same for 1 row as for 16. The including file gives `struct Tiles`: the tile instructions, real or done in software.
 // Tiles 0..3 hold sums [16 rows][16], 4 and 5 activations [16 rows][64 columns], 6 and 7 codes [16 steps][16][4].
 #pragma once
 
@@ -94,9 +94,18 @@ void multiply_with_tiles(const QuantizedView& w, const Activations& a, int first
     Tiles::release();
 }
 
+}  // namespace
+
+#include "amx_full.inc.h"
+
+namespace {
+
 constexpr KernelTable make_tile_table(const char* name) {
     KernelTable table = make_table(name);
     table.multiply = multiply_with_tiles;
+    table.multiply_full = multiply_full_with_tiles;
+    table.split_row = split_row;
+    table.split_together = kTileRows;
     return table;
 }
 

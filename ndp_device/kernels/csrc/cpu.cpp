@@ -26,12 +26,12 @@ bool has_avx512bf16() {
     return has_avx512vnni() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kBfloat16) != 0;
 }
 
-// AMX needs the processor (tile and int8), the operating system's state saving, and this process's permission.
+// AMX needs the processor (tile, int8 and bfloat16), the operating system's state saving, and this process's permission.
 bool has_amx() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     if (!has_avx512vnni() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-    constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25;
-    if ((d & kTile) == 0 || (d & kInt8) == 0) return false;
+    constexpr unsigned kBfloat16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kAll = kBfloat16 | kTile | kInt8;
+    if ((d & kAll) != kAll) return false;
     constexpr long kRequestPermission = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }

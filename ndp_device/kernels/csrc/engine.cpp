@@ -237,9 +237,11 @@ void Engine::quantize_inputs(const float* x, int hidden, const Pairs& pairs, std
         const int first_token = destinations->front().token;
         if (first.expert->full) {
             for (const Destination& to : *destinations) {
-                float* own = to.job->x_rows + to.token * to.job->x_stride;
-                if (splits_rows(*to.job->expert)) to.job->rests[to.token] = kernels_.split_row(row, hidden, true, own);
-                else std::memcpy(own, row, sizeof(float) * hidden);
+                Job& job = *to.job;
+                if (splits_rows(*job.expert))
+                    job.rests[to.token] = kernels_.split_row(row, hidden, true, job.x_rows, job.x_stride, to.token);
+                else
+                    std::memcpy(job.x_rows + to.token * job.x_stride, row, sizeof(float) * hidden);
             }
             return;
         }
@@ -303,7 +305,7 @@ void Engine::quantize_hidden(std::vector<Job>& jobs) {
         const ptrdiff_t at = token * job->h_stride;
         if (job->expert->full) {
             bool& rest = job->rests[token];
-            rest = kernels_.split_row(job->hidden + at, job->expert->intermediate, rest, job->h_rows + at);
+            rest = kernels_.split_row(job->hidden + at, job->expert->intermediate, rest, job->h_rows, job->h_stride, token);
         } else {
             kernels_.quantize(quantize_job(job->hidden + at, job->expert->w2, job->h, token));
         }
@@ -407,10 +409,13 @@ void Engine::execute(const float* x, int tokens, int hidden, const std::vector<c
         job.h_stride = job.padded + kBetweenRows;
         job.hidden = arena_.take<float>(job.tokens * job.h_stride);
         if (job.expert->full) {
-            job.x_rows = arena_.take<float>(job.tokens * job.x_stride);
+            const bool splits = splits_rows(*job.expert);
+            const int together = splits ? kernels_.split_together : 1;
+            const int rows = (job.tokens + together - 1) / together * together;
+            job.x_rows = arena_.take<float>(rows * job.x_stride);
             job.h_rows = job.hidden;
-            if (splits_rows(*job.expert)) {
-                job.h_rows = arena_.take<float>(job.tokens * job.h_stride);
+            if (splits) {
+                job.h_rows = arena_.take<float>(rows * job.h_stride);
                 job.rests = arena_.take<bool>(job.tokens);
             }
         } else {

@@ -1,4 +1,4 @@
-// AMX int8 tiles for several tokens, AVX-512 VNNI for one. The tile instructions are written out with a memory clobber:
+// AMX tiles: int8 for several tokens of quantized weights (AVX-512 VNNI for one), bfloat16 for full precision. The tile instructions are written out with a memory clobber:
 // g++ 12's intrinsics have none, and the stores that they read were dropped.
 #include "vectors.inc.h"
 
@@ -22,6 +22,10 @@ struct Tiles {
     template <int SUM, int ACTIVATIONS, int CODES>
     static NDP_INLINE void multiply() {  // signed by unsigned bytes
         asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(ACTIVATIONS), "i"(CODES));
+    }
+    template <int SUM, int WEIGHTS, int ACTIVATIONS>
+    static NDP_INLINE void multiply_bfloats() {
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(WEIGHTS), "i"(ACTIVATIONS));
     }
     template <int TILE>
     static NDP_INLINE void save(void* base, ptrdiff_t stride) {

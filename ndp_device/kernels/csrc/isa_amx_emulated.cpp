@@ -1,4 +1,4 @@
-// The AMX path with its tile instructions done in software, so that everything but the eight instructions themselves
+// The AMX path with its tile instructions done in software, so that everything but the instructions themselves
 // is tested on machines without AMX. Never chosen by itself.
 #include "vectors.inc.h"
 
@@ -8,6 +8,15 @@ struct TileConfig;
 
 struct Tiles {
     static inline thread_local int8_t tile[8][16][64];
+
+    static float value(const int8_t* bfloat) {
+        uint16_t bits;
+        std::memcpy(&bits, bfloat, 2);
+        const uint32_t whole = static_cast<uint32_t>(bits) << 16;
+        float result;
+        std::memcpy(&result, &whole, 4);
+        return result;
+    }
 
     static void configure(const TileConfig&) {}
     static void release() {}
@@ -28,6 +37,19 @@ struct Tiles {
                     for (int j = 0; j < 4; ++j)
                         sum += tile[ACTIVATIONS][row][4 * step + j] *
                                static_cast<uint8_t>(tile[CODES][step][4 * n + j]);
+                std::memcpy(tile[SUM][row] + 4 * n, &sum, 4);
+            }
+        }
+    }
+    template <int SUM, int WEIGHTS, int ACTIVATIONS>
+    static void multiply_bfloats() {
+        for (int row = 0; row < 16; ++row) {
+            for (int n = 0; n < 16; ++n) {
+                float sum;
+                std::memcpy(&sum, tile[SUM][row] + 4 * n, 4);
+                for (int pair = 0; pair < 16; ++pair)
+                    for (int j = 0; j < 2; ++j)
+                        sum += value(tile[WEIGHTS][row] + 4 * pair + 2 * j) * value(tile[ACTIVATIONS][pair] + 4 * n + 2 * j);
                 std::memcpy(tile[SUM][row] + 4 * n, &sum, 4);
             }
         }

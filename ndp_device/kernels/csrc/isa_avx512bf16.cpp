@@ -27,9 +27,9 @@ NDP_INLINE __m512bh some_bfloats(__mmask32 which, const uint16_t* p) {
     return (__m512bh)_mm512_maskz_loadu_epi16(which, p);
 }
 
-// to: [cols] bfloat16 and after them [cols] of what these leave, or zeros. An infinity or NaN leaves nothing.
-bool split_row(const float* x, int cols, bool rest, float* to) {
-    uint16_t* high = reinterpret_cast<uint16_t*>(to);
+// A row: [cols] bfloat16 and after them [cols] of what these leave, or zeros. An infinity or NaN leaves nothing.
+bool split_row(const float* x, int cols, bool rest, float* rows, ptrdiff_t stride, int row) {
+    uint16_t* high = reinterpret_cast<uint16_t*>(rows + row * stride);
     bool any = false;
     for (int i = 0; i < cols; i += 16) {
         const __mmask16 which = cols - i < 16 ? (1u << (cols - i)) - 1 : 0xffff;

@@ -92,15 +92,28 @@ def test_experts_with_one_limb_and_with_two_give_in_one_call_what_they_give_alon
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(64, 96), (41, 23), (7, 130)])
 def test_full_precision_experts_are_exact_to_float32(isa: str, dtype: str, hidden: int, intermediate: int) -> None:
-    """On avx512bf16 rows that meet bfloat16 weights keep 16 bits of mantissa, of which the weights have 8."""
+    """On avx512bf16 and AMX rows that meet bfloat16 weights keep 16 bits of mantissa, of which the weights have 8."""
     rng = np.random.default_rng(hidden)
-    limit = 1e-5 if (isa, dtype) == ("avx512bf16", "bfloat16") else 2e-6
+    limit = 1e-5 if isa in ("avx512bf16", "amx", "amx_emulated") and dtype == "bfloat16" else 2e-6
     expert = full_expert(rng, hidden, intermediate, dtype)
     kernel = NativeKernel(isa=isa, threads=2)
     for tokens in (1, 6):
         x = rng.standard_normal((tokens, hidden)).astype(np.float32)
         pairs = random_pairs(rng, tokens, 1, 1)
         assert relative_error(kernel.execute(x, [kernel.prepare(expert)], *pairs), exact(x, [expert], pairs)) < limit
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "portable"])
+@pytest.mark.parametrize(("hidden", "intermediate", "tokens"), [(1100, 520, 40), (520, 1100, 97), (72, 56, 530)])
+def test_full_precision_is_exact_for_more_tokens_and_columns_than_are_worked_on_at_once(
+    isa: str, hidden: int, intermediate: int, tokens: int
+) -> None:
+    rng = np.random.default_rng(tokens)
+    expert = full_expert(rng, hidden, intermediate, "bfloat16")
+    kernel = NativeKernel(isa=isa, threads=2)
+    x = rng.standard_normal((tokens, hidden)).astype(np.float32)
+    pairs = random_pairs(rng, tokens, 1, 1)
+    assert relative_error(kernel.execute(x, [kernel.prepare(expert)], *pairs), exact(x, [expert], pairs)) < 1e-5
 
 
 @pytest.mark.parametrize("isa", ISAS)
