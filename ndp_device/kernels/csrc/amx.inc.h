@@ -9,9 +9,8 @@ namespace {
 
 constexpr int kTileRows = 16;
 constexpr int kTileSteps = 16;
-// Below this many rows VNNI wins: for a block and 64 columns R rows cost it 8 R cycles, the tiles 16 whatever R, and a
-// pass over the sums, about 3 R. From instruction rates: no machine with AMX was at hand.
-constexpr int kFewestTileRows = 4;
+// Below this many rows VNNI wins (docs/log/kernels.md).
+constexpr int kFewestTileRows = 9;
 constexpr int kFewRows = kFewestTileRows - 1;
 
 struct TileConfig {
