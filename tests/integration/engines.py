@@ -65,6 +65,11 @@ _SMALL: dict[str, Any] = {
 }
 
 
+def latent_attention(model: Path) -> dict[str, Any]:
+    """Options of a model with latent attention: on AMX vLLM chooses a backend for it that has no float32."""
+    return {"attention_backend": "CPU_MLA"} if "kv_lora_rank" in (model / "config.json").read_text() else {}
+
+
 @contextmanager
 def engine(model: Path = MODEL, *, settings: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
     """A small `vllm.LLM` in this process: stock, or with the plugin when `settings` is given (`{}` = its defaults).
@@ -78,7 +83,7 @@ def engine(model: Path = MODEL, *, settings: dict[str, Any] | None = None, **opt
     if settings is not None:
         ndp = {"deadline_ms": PATIENT_DEADLINE_MS, "hardware": "h100-ndp512"} | settings
         plugin = {"quantization": "ndp", "additional_config": {"ndp": ndp}}
-    llm = LLM(str(model), **(_SMALL | plugin | options))
+    llm = LLM(str(model), **(_SMALL | latent_attention(model) | plugin | options))
     try:
         yield llm
         if settings is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from draft_layers import add_mtp, make_head
-from engines import PROMPTS, engine, greedy, token_ids
+from engines import PROMPTS, engine, greedy, latent_attention, token_ids
 from paths import ROOT
 
 from ndp_device.checkpoint.opening import open_checkpoint
@@ -66,7 +66,8 @@ def draft_slots(worker: Any) -> list[int]:
 
 
 def run(drafted: Drafted, settings: dict[str, Any] | None, **options: Any) -> Run:
-    options |= {"speculative_config": drafted.speculative_config, "disable_log_stats": False}
+    drafts = drafted.speculative_config | latent_attention(drafted.model)
+    options |= {"speculative_config": drafts, "disable_log_stats": False}
     with engine(drafted.model, settings=settings, **options) as llm:
         outputs = greedy(llm, [prompt * 4 for prompt in PROMPTS], TOKENS)
         metrics = {metric.name: metric for metric in llm.get_metrics()}
