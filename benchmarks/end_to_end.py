@@ -11,9 +11,9 @@ decode apart; beside it the memory of engine and device, and the processor time 
     python benchmarks/gguf_mixtral.py MODEL GGUF                    # for llama.cpp only
     python benchmarks/end_to_end.py --model MODEL --replicas REPLICAS [--gguf GGUF] [--cores 2] [--rounds 3]
 
-Many small experts: `make_random_mixtral.py MODEL --shape qwen3-30b-a3b --layers 2`, and the rest likewise. With --avx2
-no system uses wider vectors: vLLM, torch and oneDNN are told that the processor has none, and llama.cpp is another
-build (--llama-avx2). Systems named 3db895e... run the code of that commit in a checkout of its own (--before).
+Many small experts: `make_random_mixtral.py MODEL --shape qwen3-30b-a3b --layers 2`, and the rest likewise. With --isa
+no system uses more of the processor: vLLM, torch and oneDNN are told that it has no more, and llama.cpp is another
+build (--llama). Systems named 3db895e... run the code of that commit in a checkout of its own (--before).
 Random weights route almost evenly, so half of the decode pairs of "4 of 8 hot" are cold; a trained model's prompts
 choose better. A round's figure is the mean of the steps beside which other programs used at most a tenth of a core, or
 of all steps, marked ~, where there are too few such ones. A system's figure is the median of its rounds; a ratio is the
@@ -39,7 +39,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arm import Arm
-from end_to_end_systems import AVX2_ONLY, KV_BYTES, Job, Order, serve
+from end_to_end_systems import ISAS, KV_BYTES, Job, Order, serve
 from end_to_end_threads import table_of_threads
 from measured import Measurement, add_json_option
 from rich.console import Console
@@ -128,8 +128,8 @@ def job_of(name: str, arguments: argparse.Namespace) -> Job:
         path = arguments.gguf / f"{system.file}.gguf"
         if not path.exists():
             raise Unavailable(f"{path.name} is missing: run benchmarks/gguf_mixtral.py")
-        if arguments.avx2 and arguments.llama_avx2 is None:
-            raise Unavailable("--llama-avx2 was not given")
+        if arguments.isa and arguments.llama is None:
+            raise Unavailable("--llama was not given")
         model = str(path)
     elif system.hot is not None:
         settings = {"deadline_ms": LONG_DEADLINE_MS, **system.settings}
@@ -168,10 +168,10 @@ def environment_of(name: str, arguments: argparse.Namespace) -> dict[str, str]:
     if system.hot is None and system.kind == "vllm":
         # vLLM would leave one core to its scheduler, which sleeps meanwhile; the plugin sees to this itself
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, arguments.cores))
-    if arguments.avx2 and system.kind == "vllm":
-        environment |= AVX2_ONLY
-    elif arguments.avx2:
-        libraries = str(arguments.llama_avx2 / "llama_cpp/lib")
+    if arguments.isa and system.kind == "vllm":
+        environment |= ISAS[arguments.isa]
+    elif arguments.isa:
+        libraries = str(arguments.llama / "llama_cpp/lib")
         environment |= {"LLAMA_CPP_LIB_PATH": libraries, "LD_LIBRARY_PATH": libraries}
     return environment
 
@@ -439,8 +439,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--before", type=Path, metavar="DIR", help="checkout of 3db895e with its .venv, for 3db895e-..."
     )
-    parser.add_argument("--avx2", action="store_true", help="no system uses vectors wider than AVX2's")
-    parser.add_argument("--llama-avx2", type=Path, metavar="DIR", help="llama-cpp-python built without AVX-512")
+    parser.add_argument("--isa", choices=ISAS, help="no system uses more of the processor")
+    parser.add_argument("--llama", type=Path, metavar="DIR", help="llama-cpp-python built for that")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cores", type=int, help="how many cores each system gets; default: all")
     add_json_option(parser)
@@ -508,7 +508,7 @@ def main() -> None:
         "prompt_tokens": arguments.prompt_tokens,
         "tokens": arguments.tokens,
         "rounds": arguments.rounds,
-        "avx2_only": arguments.avx2,
+        "isa": arguments.isa,
         "results": entries,
     }
     measurement.end(figures, arguments.json)

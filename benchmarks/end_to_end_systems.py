@@ -25,20 +25,31 @@ CORES = frozenset(os.sched_getaffinity(0))  # asked first: OpenMP may bind this 
 LOOK_EVERY_S = 0.25
 WARM_TOKENS = 4
 FIRST_TOKEN_ID = 3  # below: unknown, begin and end of text
-AVX2_ONLY = {"NDP_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "END_TO_END_AVX2": "1"}
-"""Environment of a system that must take the processor for one without AVX-512."""
+_HIDDEN = "END_TO_END_HIDDEN"
+_AMX = ("_is_amx_tile_supported", "_is_amx_fp16_supported")
+_AVX512 = ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_vnni_supported")
+ISAS: dict[str, dict[str, str]] = {
+    "avx512": {"NDP_ISA": "avx512bf16", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", _HIDDEN: " ".join(_AMX)},
+    "avx2": {
+        "NDP_ISA": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        _HIDDEN: " ".join(_AMX + _AVX512),
+    },
+}
+"""Environment of a system that must take the processor for one that has no more than this."""
 
 
-def hide_avx512() -> None:
+def hide(names: Sequence[str]) -> None:
     """vLLM asks torch which extension to load. Its other processes come here, too: they import the program."""
     import torch
 
-    for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_vnni_supported", "_is_amx_tile_supported"):
+    for name in names:
         setattr(torch.cpu, name, lambda: False)
 
 
-if "END_TO_END_AVX2" in os.environ:
-    hide_avx512()
+if _HIDDEN in os.environ:
+    hide(os.environ[_HIDDEN].split())
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,9 @@ WORK = ROOT / "build" / "figures"
 BIN = Path(sys.executable).parent
 NIGHT = "How long does it take to take the figures again that need no special machine?"
 WRITE = "python benchmarks/make_random_mixtral.py"
-_FLAGS = ";".join(f"-DGGML_{name}=ON" for name in ("AVX", "AVX2", "FMA", "F16C", "BMI2")) + ";-DGGML_NATIVE=OFF"
-_FROM_SOURCE = "--no-deps --no-binary llama-cpp-python --target LLAMA_AVX2 llama-cpp-python==0.3.36"
+_NARROW = "-DGGML_NATIVE=OFF;" + ";".join(f"-DGGML_{name}=ON" for name in ("AVX", "AVX2", "FMA", "F16C", "BMI2"))
+_WIDE = ";".join(f"-DGGML_AVX512{name}=ON" for name in ("", "_VBMI", "_VNNI", "_BF16"))
+_BUILD = "python -m pip install --no-cache-dir --quiet --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36"
 INPUTS = {
     "WIDE": f"{WRITE} WIDE --hidden 4096 --intermediate 14336 --layers 2 --experts 8",
     "WIDE1": f"{WRITE} WIDE1 --hidden 4096 --intermediate 14336 --layers 1 --experts 8",
@@ -38,7 +39,8 @@ INPUTS = {
     "FINE": f"{WRITE} FINE --shape qwen3-30b-a3b --layers 2",
     "FINE_REPLICAS": "vllm-ndp quantize FINE --out FINE_REPLICAS",
     "FINE_GGUF": "python benchmarks/gguf_mixtral.py FINE FINE_GGUF",
-    "LLAMA_AVX2": f"python -m pip install --quiet -C 'cmake.args={_FLAGS}' {_FROM_SOURCE}",
+    "LLAMA_AVX512": f"{_BUILD} --target LLAMA_AVX512 -C 'cmake.args={_NARROW};{_WIDE}'",
+    "LLAMA_AVX2": f"{_BUILD} --target LLAMA_AVX2 -C 'cmake.args={_NARROW}'",
     "BEFORE": "sh benchmarks/older_code.sh 3db895e BEFORE",
 }
 """Files that commands read: the word in figures.toml, and what writes it below build/figures."""

@@ -193,7 +193,7 @@ def _thread(numbers: list[int]) -> end_to_end_threads.Thread:
     return end_to_end_threads.Thread("front-end", _comm(), numbers[0] if numbers else 0)
 
 
-def test_a_share_of_the_experts_is_a_number_of_this_model_s_and_avx2_is_a_matter_of_the_environment(
+def test_a_share_of_the_experts_is_a_number_of_this_model_s_and_the_instruction_sets_are_a_matter_of_the_environment(
     tmp_path: Path,
 ) -> None:
     arguments = end_to_end.parse(["--model", str(MODEL), "--replicas", str(tmp_path), "--long-prompt", "64"])
@@ -204,16 +204,19 @@ def test_a_share_of_the_experts_is_a_number_of_this_model_s_and_avx2_is_a_matter
         assert (job.longest, job.most_at_once) == (96, 1024)
     assert "hot_experts" not in end_to_end.job_of("defaults", arguments).engine["additional_config"]["ndp"]
     assert "NDP_ISA" not in end_to_end.environment_of("defaults", arguments)
-    narrow = end_to_end.parse(["--model", str(MODEL), "--replicas", str(tmp_path), "--avx2"])
+    narrow = end_to_end.parse(["--model", str(MODEL), "--replicas", str(tmp_path), "--isa", "avx2"])
     assert end_to_end.environment_of("defaults", narrow)["NDP_ISA"] == "avx2"
 
 
-def test_a_process_that_is_told_of_avx2_only_does_not_load_wider_extensions() -> None:
-    said = "torch.cpu._is_avx512_supported(), torch.backends.cpu.get_cpu_capability()"
-    source = f"import end_to_end_systems, torch; print({said})"
-    environment = os.environ | end_to_end_systems.AVX2_ONLY | {"PYTHONPATH": str(ROOT / "benchmarks")}
+@pytest.mark.parametrize(("isa", "said"), [("avx512", ["False"]), ("avx2", ["False", "False", "AVX2"])])
+def test_a_process_that_is_told_of_fewer_instruction_sets_loads_no_wider_extension(isa: str, said: list[str]) -> None:
+    asked = "torch.cpu._is_amx_tile_supported()"
+    if isa == "avx2":
+        asked += ", torch.cpu._is_avx512_supported(), torch.backends.cpu.get_cpu_capability()"
+    source = f"import end_to_end_systems, torch; print({asked})"
+    environment = os.environ | end_to_end_systems.ISAS[isa] | {"PYTHONPATH": str(ROOT / "benchmarks")}
     done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "AVX2"]
+    assert done.stdout.split() == said
 
 
 def test_a_job_survives_the_way_to_its_process() -> None:
