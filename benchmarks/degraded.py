@@ -44,6 +44,8 @@ OPTIONS = ("model", "batch", "tokens", "dtype", "fallback", "pool")
 class NoCall:
     """What stands where a call would: nothing comes."""
 
+    answer = None
+
     def add(self, out: Any) -> bool:
         return False
 

@@ -23,11 +23,13 @@ CPP_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 @dataclass(frozen=True)
 class Figure:
-    """One table of figures.toml. `command` is empty where the figure needs another machine."""
+    """One table of figures.toml. `command` is empty where the figure needs another machine. `alone` is false where a
+    figure reports no time of its own, so that another may run beside it."""
 
     sources: tuple[str, ...]
     command: str = ""
     minutes: float = 0.0
+    alone: bool = True
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,11 @@ def read_table(root: Path) -> FigureTable:
     content = tomllib.loads(path.read_text())
     figures = {}
     for name, row in content["figures"].items():
-        if unknown := sorted(row.keys() - {"sources", "command", "minutes"}) or not row.get("sources"):
-            raise ValueError(f"{path.name}: figures.{name} wants sources, command, minutes; came {unknown or 'none'}")
-        figures[name] = Figure(tuple(row["sources"]), row.get("command", ""), float(row.get("minutes", 0)))
+        if unknown := sorted(row.keys() - {"sources", "command", "minutes", "alone"}) or not row.get("sources"):
+            raise ValueError(
+                f"{path.name}: figures.{name} wants sources, command, minutes, alone; came {unknown or 'none'}"
+            )
+        figures[name] = Figure(**row | {"sources": tuple(row["sources"])})
     return FigureTable(figures, dict(content.get("stale", {})))
 
 

@@ -4,9 +4,10 @@
     python benchmarks/figures.py --all --hours 8     fresh ones, too; nothing starts that would end after 8 hours
     python benchmarks/figures.py kernel_lowbit --dry-run
 
-Each command runs alone, in this repository, with `--json` and its file. A command that fails leaves its old file; its
-output is in build/figures/NAME.log. The last line counts what was taken, failed and left; docs/measured/night.json
-keeps the minutes of each. Then: `make docs`.
+Each command runs in this repository, with `--json` and its file: first those that report times, alone; then those of
+which figures.toml says `alone = false`, two at a time. A command that fails leaves its old file; its output is in
+build/figures/NAME.log. The last line counts what was taken, failed and left; docs/measured/night.json keeps the minutes
+of each. Then: `make docs`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
 from figure_sources import MEASURED, Figure, FigureTable, changed_sources, read_table
 from measured import ROOT, save_row
@@ -53,12 +56,13 @@ def is_stale(name: str, root: Path = ROOT) -> bool:
 
 
 def wanted(table: FigureTable, names: Sequence[str], everything: bool) -> dict[str, Figure]:
-    """Figures to take, short ones first. Raises SystemExit for a name that has no command."""
+    """Figures to take: those that run alone, then the others, short ones first. Raises SystemExit for a name that has
+    no command."""
     known = {name: figure for name, figure in table.figures.items() if figure.command}
     if unknown := sorted(set(names) - known.keys()):
         raise SystemExit(f"no figure with a command is called {unknown[0]}: give some of {', '.join(sorted(known))}")
     chosen = names or [name for name in known if everything or is_stale(name)]
-    return {name: known[name] for name in sorted(chosen, key=lambda name: known[name].minutes)}
+    return {name: known[name] for name in sorted(chosen, key=lambda name: (not known[name].alone, known[name].minutes))}
 
 
 def words_of(command: str) -> list[str]:
@@ -109,18 +113,26 @@ def main() -> int:
     WORK.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     end, outcomes = time.monotonic() + 3600 * given.hours, dict[str, list[str]](taken=[], failed=[], left=[])
-    for name, figure in figures.items():
+    kept = Lock()
+
+    def take_in_time(name: str) -> None:
+        figure = figures[name]
         if time.monotonic() + 60 * figure.minutes > end:
             outcomes["left"].append(name)
-            continue
+            return
         began = time.monotonic()
         outcome = "taken" if take(name, figure) else "failed"
         outcomes[outcome].append(name)
         minutes = round((time.monotonic() - began) / 60, 1)
         print(f"{name}: {outcome} in {minutes} min (about {figure.minutes:.0f})", flush=True)
         if outcome == "taken":
-            night = ROOT / MEASURED / "night.json"
-            save_row(night, NIGHT, "make figures", name, {"minutes": minutes, "load": round(os.getloadavg()[0], 1)})
+            night, row = ROOT / MEASURED / "night.json", {"minutes": minutes, "load": round(os.getloadavg()[0], 1)}
+            with kept:
+                save_row(night, NIGHT, "make figures", name, row)
+
+    for at_once in (1, 2):
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(take_in_time, [name for name in figures if figures[name].alone == (at_once == 1)]))
     print("; ".join(f"{outcome}: {', '.join(names) or 'none'}" for outcome, names in outcomes.items()))
     return 1 if outcomes["failed"] else 0
 

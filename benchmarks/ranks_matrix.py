@@ -5,8 +5,9 @@
     python benchmarks/ranks_matrix.py --wall 3 --modes TP1 TP2 --json FILE                      stock's time, in turns
 
 Each cell is an engine of its own, fp32, greedy, 4 prompts in two passes: chunked prefill, then prefix cache. Cells that
-FILE holds already are kept; `--again` takes them anew. `identity` computes every expert in full precision and is
-compared with stock vLLM in one process, and with stock of the same ranks and form where its CPU build runs them.
+FILE holds of today's sources are kept; those of earlier ones that are not asked for say so. `identity` computes every
+expert in full precision and is compared with stock vLLM in one process, and with stock of the same ranks and form where
+its CPU build runs them.
 `quantized` is compared with the plugin in one process, eager, at the same settings. Of a pipeline, two batches are in
 flight, so other requests decode while a prompt ends, and plans change at other tokens: `alone` sends one request after
 the other, in both. Engines and workers are forked from this process, which has imported vLLM once; Ray starts its own.
@@ -30,6 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from figure_sources import version
 from measured import Measurement, add_json_option, commit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -370,7 +372,6 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=[*FORMS])
     parser.add_argument("--precisions", nargs="+", choices=SETTINGS, default=[*SETTINGS])
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--again", action="store_true", help="take cells anew that the file of --json holds")
     parser.add_argument("--references", type=Path, help="directory that keeps what cells are compared with")
     parser.add_argument("--wall", type=int, metavar="ROUNDS", help="time stock and the plugin in turns instead")
     add_json_option(parser)
@@ -390,6 +391,10 @@ def main() -> None:
     kept: list[dict[str, Any]] = []
     if arguments.json is not None and arguments.json.exists():
         kept = json.loads(arguments.json.read_text())["figures"]["cells"]
+    today = version("ranks_matrix", ROOT)
+    for cell in kept:
+        if cell.get("sources") != today:
+            cell["earlier"] = "of earlier code"
     cells = {tuple(cell[key] for key in ("mode", "executor", "form", "precision")): cell for cell in kept}
     wanted = [
         (mode, executor, form, precision)
@@ -401,11 +406,11 @@ def main() -> None:
     ]
     made = Cells(runs)
     for name in wanted:
-        if name in cells and "reason" not in cells[name] and not arguments.again:
+        if name in cells and not {"reason", "earlier"} & cells[name].keys():
             continue
         found = made.cell(*name)
         cells[name] = dict(zip(("mode", "executor", "form", "precision"), name, strict=True))
-        cells[name] |= found | {"commit": commit()}
+        cells[name] |= found | {"commit": commit(), "sources": today}
         said = found.get("reason") or f"{found['identical']}/{found['total']}, fallback {found['fallback_pairs']}"
         print(" ".join(f"{part:12}" for part in name), said, found.get("stock_alike", ""), flush=True)
         measurement.save({"tokens": arguments.tokens, "cells": ordered(cells)}, arguments.json)

@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "tiny-mixtral"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import end_to_end  # noqa: E402
+import end_to_end_named  # noqa: E402
+import end_to_end_rows  # noqa: E402
 import end_to_end_systems  # noqa: E402
 import end_to_end_threads  # noqa: E402
 
@@ -90,7 +92,7 @@ def test_laps_leave_no_time_out_and_looks_at_other_programs_are_few(monkeypatch:
 def test_steps_beside_which_others_computed_do_not_count() -> None:
     one = one_pass(0.1)
     one["steps_s"][5:], one["foreign"][6:] = [0.5] * 4, [1.0] * 4
-    assert end_to_end.step_ms(
+    assert end_to_end_rows.step_ms(
         one_pass(0.1) | {"steps_s": one["steps_s"] + [0.1] * 3, "foreign": one["foreign"] + [0.0] * 3}
     ) == (
         pytest.approx(100),
@@ -100,31 +102,31 @@ def test_steps_beside_which_others_computed_do_not_count() -> None:
 
 def test_too_few_quiet_steps_and_all_are_taken() -> None:
     one = one_pass(0.5, foreign=1.0, steps=5)
-    assert end_to_end.step_ms(one) == (pytest.approx(500), 0)
+    assert end_to_end_rows.step_ms(one) == (pytest.approx(500), 0)
 
 
 def test_a_system_s_figure_is_the_median_of_its_rounds_and_a_ratio_that_of_the_rounds_ratios() -> None:
     """Stock's second round met a slow minute, as ours did: the ratio does not move."""
-    stock = end_to_end.figures_of([one_pass(step) for step in (0.2, 0.8, 0.2)], batch=8, prompt_tokens=32)
-    ours = end_to_end.figures_of([one_pass(step) for step in (0.1, 0.4, 0.1)], batch=8, prompt_tokens=32)
+    stock = end_to_end_rows.figures_of([one_pass(step) for step in (0.2, 0.8, 0.2)], batch=8, prompt_tokens=32)
+    ours = end_to_end_rows.figures_of([one_pass(step) for step in (0.1, 0.4, 0.1)], batch=8, prompt_tokens=32)
     assert ours["decode_tokens_per_s"] == pytest.approx(80)
     assert ours["prefill_tokens_per_s"] == pytest.approx(256)
     assert ours["first_step_ms"] == pytest.approx(1000)
     assert ours["quiet_steps"] == 24
     assert ours["rounds"]["decode_tokens_per_s"] == pytest.approx([80, 20, 80])
-    assert end_to_end.in_turns(ours, stock, "decode_tokens_per_s") == pytest.approx(2)
+    assert end_to_end_rows.in_turns(ours, stock, "decode_tokens_per_s") == pytest.approx(2)
 
 
 def test_a_token_reads_its_experts_attention_and_output_matrix() -> None:
     """Mixtral's width: 352 MB an expert in bf16, 71.6 at 3 bits; attention 84 MB a layer; 4096 words 34 MB."""
-    other = end_to_end.other_bytes(MIXTRAL)
+    other = end_to_end_rows.other_bytes(MIXTRAL)
     assert other == pytest.approx(2 * 83.9e6 + 33.6e6, rel=0.01)
-    stock = end_to_end.floor_bytes(end_to_end.SYSTEMS["stock-bf16"], MIXTRAL, 1.0, 0)
+    stock = end_to_end_rows.floor_bytes(end_to_end_named.SYSTEMS["stock-bf16"], MIXTRAL, 1.0, 0)
     assert stock == pytest.approx(other + 4 * 352.3e6, rel=1e-3)
-    half = end_to_end.floor_bytes(end_to_end.SYSTEMS["hot4-cold3"], MIXTRAL, 0.5, 0)
+    half = end_to_end_rows.floor_bytes(end_to_end_named.SYSTEMS["hot4-cold3"], MIXTRAL, 0.5, 0)
     assert half == pytest.approx(other + 2 * 352.3e6 + 2 * 71.6e6, rel=1e-3)
     whole = other + 16 * 352.3e6
-    same = end_to_end.floor_bytes(end_to_end.SYSTEMS["llama-q4_0"], MIXTRAL, 1.0, int(whole))
+    same = end_to_end_rows.floor_bytes(end_to_end_named.SYSTEMS["llama-q4_0"], MIXTRAL, 1.0, int(whole))
     assert same == pytest.approx(stock, rel=1e-3)  # a file of 16 bits costs what stock costs
 
 
@@ -138,16 +140,16 @@ def test_table_and_json_hold_measured_and_missing_systems() -> None:
     }
     plugin = {"memory": memory, "status": status, "pairs": {"hot_pairs": 30, "cold_pairs": 10, "prefill_pairs": 99}}
     entries = [
-        end_to_end.summarise("stock-bf16", rounds[0.2], {"memory": memory}, arguments),
-        end_to_end.summarise("hot4-cold3", rounds[0.1], plugin, arguments),
+        end_to_end_rows.summarise("stock-bf16", rounds[0.2], {"memory": memory}, arguments),
+        end_to_end_rows.summarise("hot4-cold3", rounds[0.1], plugin, arguments),
         {"system": "vllm-int4", "unavailable": "no AMX"},
     ]
     entries = [{"group": 0, **entry} for entry in entries]
     for entry in entries[:2]:
-        entry["resident_over_served"] = end_to_end.resident_over_served(entry, MIXTRAL)
+        entry["resident_over_served"] = end_to_end_rows.resident_over_served(entry, MIXTRAL)
     assert json.loads(json.dumps(entries))[1]["hot_share"] == 0.75
     output = StringIO()
-    Console(file=output, width=250).print(end_to_end.table_of(entries, arguments, "title"))
+    Console(file=output, width=250).print(end_to_end_rows.table_of(entries, arguments, "title"))
     assert "10.0 (2.00)" in output.getvalue()
     assert entries[1]["long_prompt"]["prefill_tokens_per_s"] == 128
     assert "one prompt of 512" in output.getvalue()
@@ -199,13 +201,13 @@ def test_a_share_of_the_experts_is_a_number_of_this_model_s_and_the_instruction_
     arguments = end_to_end.parse(["--model", str(MODEL), "--replicas", str(tmp_path), "--long-prompt", "64"])
     experts = json.loads((MODEL / "config.json").read_text())["num_local_experts"]
     for name, count in (("all-hot", experts), ("hot4-cold3", experts // 2), ("hot0-cold4", 0)):
-        job = end_to_end.job_of(name, arguments)
+        job = end_to_end_named.job_of(name, arguments)
         assert job.engine["additional_config"]["ndp"]["hot_experts"] == count
         assert (job.longest, job.most_at_once) == (96, 1024)
-    assert "hot_experts" not in end_to_end.job_of("defaults", arguments).engine["additional_config"]["ndp"]
-    assert "NDP_ISA" not in end_to_end.environment_of("defaults", arguments)
+    assert "hot_experts" not in end_to_end_named.job_of("defaults", arguments).engine["additional_config"]["ndp"]
+    assert "NDP_ISA" not in end_to_end_named.environment_of("defaults", arguments)
     narrow = end_to_end.parse(["--model", str(MODEL), "--replicas", str(tmp_path), "--isa", "avx2"])
-    assert end_to_end.environment_of("defaults", narrow)["NDP_ISA"] == "avx2"
+    assert end_to_end_named.environment_of("defaults", narrow)["NDP_ISA"] == "avx2"
 
 
 @pytest.mark.parametrize(("isa", "said"), [("avx512", ["False"]), ("avx2", ["False", "False", "AVX2"])])
@@ -226,18 +228,23 @@ def test_a_job_survives_the_way_to_its_process() -> None:
 
 def test_memory_is_held_against_the_weights_that_are_served_and_the_cache() -> None:
     """Stock holds all in 16 bits; the plugin the device's replicas, and nothing of the experts."""
-    experts, rest = 16 * end_to_end.expert_bytes(MIXTRAL, 16), end_to_end.other_bytes(MIXTRAL) + 2 * 4096 * 4096
+    experts, rest = (
+        16 * end_to_end_rows.expert_bytes(MIXTRAL, 16),
+        end_to_end_rows.other_bytes(MIXTRAL) + 2 * 4096 * 4096,
+    )
     cache = end_to_end_systems.KV_BYTES
     stock = {"system": "stock-bf16", "memory": {"engine_anonymous_bytes": experts + rest + cache}}
-    assert end_to_end.resident_over_served(stock, MIXTRAL) == pytest.approx(1)
+    assert end_to_end_rows.resident_over_served(stock, MIXTRAL) == pytest.approx(1)
     status = {"hot_bytes": 0, "staging_bytes": 0, "device_bytes": 1 << 30}
     memory = {"engine_anonymous_bytes": rest + cache, "device_anonymous_bytes": 2 << 30, "device_rss_bytes": 9 << 30}
     ours = {"system": "defaults-linear16", "memory": memory, "status": status}
-    assert end_to_end.resident_over_served(ours, MIXTRAL) == pytest.approx(1 + (1 << 30) / (rest + cache + (1 << 30)))
+    assert end_to_end_rows.resident_over_served(ours, MIXTRAL) == pytest.approx(
+        1 + (1 << 30) / (rest + cache + (1 << 30))
+    )
 
 
 def test_a_system_without_its_files_says_which_are_missing(tmp_path: Path) -> None:
     arguments = end_to_end.parse(["--model", str(MODEL), "--gguf", str(tmp_path)])
     for name, missing in (("hot4-cold3", "--replicas"), ("llama-q4_0", "q4_0.gguf")):
-        with pytest.raises(end_to_end.Unavailable, match=missing):
-            end_to_end.job_of(name, arguments)
+        with pytest.raises(end_to_end_named.Unavailable, match=missing):
+            end_to_end_named.job_of(name, arguments)

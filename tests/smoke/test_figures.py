@@ -14,16 +14,22 @@ import figures
 from figure_sources import Figure, FigureTable, read_table
 
 TABLE = FigureTable(
-    {"long": Figure(("a",), "python a.py", 9), "short": Figure(("a",), "python b.py", 1), "away": Figure(("a",))}, {}
+    {
+        "long": Figure(("a",), "python a.py", 9),
+        "beside": Figure(("a",), "python c.py", 0, alone=False),
+        "short": Figure(("a",), "python b.py", 1),
+        "away": Figure(("a",)),
+    },
+    {},
 )
 
 
-def test_short_figures_come_first_and_those_of_other_machines_not_at_all() -> None:
-    assert list(figures.wanted(TABLE, [], everything=True)) == ["short", "long"]
+def test_short_figures_come_first_those_beside_others_last_and_those_of_other_machines_not_at_all() -> None:
+    assert list(figures.wanted(TABLE, [], everything=True)) == ["short", "long", "beside"]
 
 
 def test_a_name_without_a_command_is_refused_with_the_names_that_have_one() -> None:
-    with pytest.raises(SystemExit, match="no figure with a command is called away: give some of long, short"):
+    with pytest.raises(SystemExit, match="no figure with a command is called away: give some of beside, long, short"):
         figures.wanted(TABLE, ["away"], everything=False)
 
 
