@@ -4,10 +4,9 @@
     python benchmarks/figures.py --all --hours 8     fresh ones, too; nothing starts that would end after 8 hours
     python benchmarks/figures.py kernel_lowbit --dry-run
 
-Each command runs in this repository, with `--json` and its file: first those that report times, alone; then those of
-which figures.toml says `alone = false`, two at a time. A command that fails leaves its old file; its output is in
-build/figures/NAME.log. The last line counts what was taken, failed and left; docs/measured/night.json keeps the minutes
-of each. Then: `make docs`.
+Each command runs in this repository with `--json` and its file: alone, or, with `alone = false`, two at a time at the
+end. A command that fails leaves its old file, as does one that takes three times its minutes and three more; its output
+is in build/figures/NAME.log. The last line counts what was taken, failed and left; docs/measured/night.json
 """
 
 from __future__ import annotations
@@ -16,11 +15,13 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
@@ -72,11 +73,20 @@ def words_of(command: str) -> list[str]:
     return [str(program) if program.is_file() else words[0], *words[1:]]
 
 
-def run(command: str, log: Path, more: Sequence[str] = ()) -> bool:
-    """Whether it ended well."""
+def run(command: str, log: Path, more: Sequence[str] = (), patience_s: float | None = None) -> bool:
+    """Whether it ended well, and in time. A late one ends with the processes of its group."""
     with log.open("w") as file:
-        done = subprocess.run([*words_of(command), *more], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
-    return done.returncode == 0
+        words = [*words_of(command), *more]
+        done = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            return done.wait(patience_s) == 0
+        except subprocess.TimeoutExpired:
+            file.write(f"\nended after {patience_s:.0f} s\n")
+            return False
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(done.pid, signal.SIGKILL)
+            done.wait()
 
 
 def prepare(command: str) -> bool:
@@ -91,7 +101,8 @@ def take(name: str, figure: Figure) -> bool:
     kept = ROOT / MEASURED / f"{name}.json"
     more = [] if figure.command.startswith("make ") else ["--json", str(kept)]
     before = kept.read_bytes() if kept.is_file() else None
-    if prepare(figure.command) and run(figure.command, WORK / f"{name}.log", more):
+    patience_s = 60 * (3 * figure.minutes + 3)
+    if prepare(figure.command) and run(figure.command, WORK / f"{name}.log", more, patience_s):
         return True
     if before is not None:
         kept.write_bytes(before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,13 @@ def test_a_command_that_fails_leaves_the_old_figures(tmp_path: Path, monkeypatch
     assert kept.read_text() == "old"
     assert figures.take("one", Figure(("a",), f"python -c {shlex.quote(script.format(0))}"))
     assert kept.read_text() == "half"
+
+
+def test_a_command_that_hangs_ends_with_what_it_started(tmp_path: Path) -> None:
+    begun_s, number = time.monotonic(), tmp_path / "number"
+    script = f"sleep 60 & echo $! > {number}; wait"
+    assert not figures.run(f"sh -c {shlex.quote(script)}", tmp_path / "log", patience_s=1.0)
+    assert time.monotonic() - begun_s < 30
+    assert "ended after 1 s" in (tmp_path / "log").read_text()
+    started = Path("/proc", number.read_text().strip(), "status")
+    assert not started.exists() or "zombie" in started.read_text()
