@@ -8,6 +8,7 @@ layouts. Does not know requests, plans or the device.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -186,20 +187,25 @@ class NativeSlotKernel(CpuSlotKernel):
 
 def weighted_sums(
     kernel: Kernel,
-    experts: Mapping[int, Any],
+    experts: Mapping[int, Any] | Sequence[Any],
     x: torch.Tensor,
-    rows: NDArray[np.int64],
+    rows: NDArray[np.integer],
     slots: NDArray[Any],
     weights: NDArray[np.float32],
 ) -> torch.Tensor:
-    """x [T, H]; rows, slots and weights of each pair [P]; experts: prepared, by slot. Rows without a pair are 0."""
-    used, places = np.unique(slots, return_inverse=True)
+    """x [T, H]; rows, slots and weights of each pair [P]; experts: prepared, by slot. Rows without a pair are 0.
+
+    Slots are sorted as a list: for the few pairs of a decode step numpy takes longer.
+    """
+    named = slots.tolist()
+    used = sorted(set(named))
+    place = dict(zip(used, itertools.count(), strict=False))
     sums = kernel.execute(
         x.detach().float().numpy(),
-        [experts[slot] for slot in used.tolist()],
-        rows.astype(np.int32),
-        places.astype(np.int32),
-        weights.astype(np.float32),
+        [experts[slot] for slot in used],
+        rows.astype(np.int32, copy=False),
+        np.array([place[slot] for slot in named], np.int32),
+        weights.astype(np.float32, copy=False),
     )
     return torch.from_numpy(sums).to(x.dtype)
 

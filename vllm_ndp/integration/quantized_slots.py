@@ -105,7 +105,7 @@ class QuantizedSlots(HotSlots):
     ) -> torch.Tensor:
         """x [T, H]; rows, slots and weights of each pair [P]."""
         assert self._low is not None
-        return weighted_sums(self._low, dict(enumerate(self._experts)), x, rows, slots, weights)
+        return weighted_sums(self._low, self._experts, x, rows, slots, weights)
 
 
 class ReplicaFill:
