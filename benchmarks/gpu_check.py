@@ -46,7 +46,7 @@ PIECES = {
         ("4 hot, asynchronous", "4 hot, eager", "8 hot, asynchronous", "8 hot, eager"), dry_ways=2,
     ),
     "wide": Piece("How long does it take to make and to quantize eight layers at full width?", 2.5, speed.wide),
-    "speed": Piece("How fast is it beside stock and beside offloading?", 7, speed.speed, OF_SPEED[:5], 2, apart=True),
+    "speed": Piece("How fast is it beside what a user has?", 8, speed.speed, OF_SPEED[:6], 2, apart=True),
     "waits": Piece("How often does a layer wait for the GPU?", 2, speed.waits, tuple(speed.WAITS)),
     "timeline": Piece("What lies beside what?", 1, speed.timeline),
     "closeness": Piece("How close is it in bf16?", 1.2, right.closeness),
@@ -61,7 +61,7 @@ PIECES = {
         "What do slots of 8 and 4 bits lose?", 2, right.narrow_slots, ("16 bits", "8 bits", "4 bits")
     ),
     "speed_more": Piece(
-        "How fast is it with more and fewer hot experts, and at fewer bits?", 8, speed.speed, OF_SPEED[5:], 2,
+        "How fast is it with more and fewer hot experts, and at fewer bits?", 8, speed.speed, OF_SPEED[6:], 2,
         apart=True,
     ),
     "quantizing": Piece(

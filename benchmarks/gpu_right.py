@@ -43,8 +43,8 @@ def versions(run: Run) -> dict[str, Any]:
 
 
 def kernels(run: Run) -> dict[str, Any]:
-    """The tests of the device's kernels on every path of this processor. AMX is chosen by itself where there is one;
-    it has run nowhere yet."""
+    """The tests of the device's kernels on every path of this processor. AMX is chosen by itself where there is
+    one."""
     tests = ROOT / "tests/ndp_device/kernels" / ("test_kernels_reference.py" if run.dry else "")
     return {"tests": passed([str(tests)], "go on with NDP_ISA=avx512vnni in front of every command")}
 

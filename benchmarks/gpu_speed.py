@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +38,10 @@ WAITS: dict[str, dict[str, Any] | None] = {
 
 
 def waits(run: Run, way: str) -> list[Row]:
-    """Host waits, copies and launches per layer and decode step, from the profiler."""
+    """Host waits, copies and launches per layer and decode step, from the profiler; and the lines that wait."""
     if not engines.on_gpu():
         raise LeftOutError("what waits for a GPU is counted by the profiler of one; without: test_cuda_layer.py")
+    import torch
     from torch.profiler import ProfilerActivity, profile
 
     llm = engines.engine(WAITS[way])
@@ -51,8 +54,20 @@ def waits(run: Run, way: str) -> list[Row]:
         for event in profiled.key_averages():
             if event.key.startswith(kinds):
                 counts[event.key] = counts.get(event.key, 0) + sign * event.count
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        engines.greedy(llm, PROMPTS[:1], 2)
+    torch.cuda.set_sync_debug_mode("default")
     engines.end(llm)
-    return [{key: round(count / 32 / 4, 2) for key, count in sorted(counts.items())}]  # steps, layers
+    per_layer = {key: round(count / 32 / 4, 2) for key, count in sorted(counts.items())}  # steps, layers
+    return [{**per_layer, "waiting lines of a prompt and a step": waiting_lines(warned)}]
+
+
+def waiting_lines(warned: list[warnings.WarningMessage]) -> dict[str, int]:
+    """How often each line made the host wait, as torch warns of it, the most often first."""
+    waits = [one for one in warned if "synchronizing CUDA operation" in str(one.message)]
+    return dict(Counter(f"{'/'.join(Path(one.filename).parts[-3:])}:{one.lineno}" for one in waits).most_common())
 
 
 def timeline(run: Run) -> dict[str, Any]:
@@ -79,12 +94,12 @@ WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "8 of 8 hot": ({"hot_experts": 8, "deadline_ms": PATIENT_MS}, {}),
     "stock with graphs": (None, {"enforce_eager": False}),
     "stock, half the experts offloaded": (None, {"cpu_offload_gb": WIDE_LAYERS * 4 * 0.33}),
+    "8 of 8 hot at 4 bits": ({"hot_experts": 8, "slot_bits": 4, "deadline_ms": PATIENT_MS}, {}),
     "4 of 8 hot, spinning 5 ms": ({"hot_experts": 4, **SLOW}, {}),
     "4 of 8 hot, eager layers": ({"hot_experts": 4, "layers": "eager", **SLOW}, {}),
     "6 of 8 hot": ({"hot_experts": 6, **SLOW}, {}),
     "2 of 8 hot": ({"hot_experts": 2, **SLOW}, {}),
     "8 of 8 hot at 8 bits": ({"hot_experts": 8, "slot_bits": 8, "deadline_ms": PATIENT_MS}, {}),
-    "8 of 8 hot at 4 bits": ({"hot_experts": 8, "slot_bits": 4, "deadline_ms": PATIENT_MS}, {}),
 }
 """What is timed: settings of the plugin, None = stock; options of the engine."""
 

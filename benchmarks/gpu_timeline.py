@@ -1,34 +1,36 @@
 """What lies beside what in a profile of asynchronous layers, from the events of a Chrome trace.
 
-A lane carries a packet to the host and the sums back; between the two the device works, of which a GPU's profiler knows
-nothing. All three are hidden as far as kernels run meanwhile. Pure: knows the trace's format, measures nothing.
+A kernel writes a packet into the host's memory, and a copy of the same stream brings the sums. Between the two the
+device works, of which a GPU's profiler knows nothing. Lanes carry experts. Both are hidden as far as kernels run
+meanwhile. Pure: knows the trace's format and a kernel's name, measures nothing.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 Span = tuple[float, float]
 Event = dict[str, Any]
+LAST_OF_PACKET = "gather_rows"
+"""Its name in vllm_ndp/integration/cuda/kernels.py."""
 
 
 def beside(events: Iterable[Event]) -> dict[str, Any]:
-    """In us and shares: copies of the lane, the device's part between them, and how much of both kernels hide."""
+    """In us and shares: copies of lanes, the device's part between packet and sums, how much of both kernels hide."""
     on_gpu = [event for event in events if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy")]
     kernels = joined((event["ts"], event["ts"] + event["dur"]) for event in on_gpu if event["cat"] == "kernel")
     computing = {event["args"]["stream"] for event in on_gpu if event["cat"] == "kernel"}
-    lanes = defaultdict(list)
+    copies, device, asked = list[Span](), list[Span](), dict[int, float]()
     for event in sorted(on_gpu, key=lambda event: event["ts"]):
-        if event["cat"] == "gpu_memcpy" and event["args"]["stream"] not in computing:
-            lanes[event["args"]["stream"]].append(event)
-    copies, device = list[Span](), list[Span]()
-    for lane in lanes.values():
-        for event, following in zip(lane, [*lane[1:], None], strict=True):
-            copies.append((event["ts"], event["ts"] + event["dur"]))
-            if "DtoH" in event["name"] and following is not None and "HtoD" in following["name"]:
-                device.append((event["ts"] + event["dur"], following["ts"]))
+        stream, end = event["args"]["stream"], event["ts"] + event["dur"]
+        if event["cat"] == "kernel":
+            if event["name"].startswith(LAST_OF_PACKET):
+                asked[stream] = end
+        elif stream not in computing:
+            copies.append((event["ts"], end))
+        elif "HtoD" in event["name"] and stream in asked:
+            device.append((asked.pop(stream), event["ts"]))
     total = max((end for _, end in kernels), default=0.0) - min((start for start, _ in kernels), default=0.0)
     return {
         "gpu_busy_share": _share(length(kernels), total),
