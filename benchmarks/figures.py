@@ -7,6 +7,7 @@
 Each command runs in this repository with `--json` and its file: alone, or, with `alone = false`, two at a time at the
 end. A command that fails leaves its old file, as does one that takes three times its minutes and three more; its output
 is in build/figures/NAME.log. The last line counts what was taken, failed and left; docs/measured/night.json
+keeps the minutes of each. Then: `make docs`.
 """
 
 from __future__ import annotations
