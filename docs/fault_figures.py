@@ -1,4 +1,4 @@
-"""The generated parts of docs/faults.md: kinds of faults, a long night, attacks, a layer without its device.
+"""The generated parts of docs/faults.md: kinds of faults, kills, memory over time, attacks, a layer without its device.
 
 Faults come from docs/faults.toml, figures from one file of docs/measured/ each. A part says if that is not taken yet.
 """
@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from measured_figures import Figures, about
+from measured_figures import Figures, about, cited
 
 ABSENT = "Not taken yet: `{}` with `--json`, as {}.json beside the other measurements."
 WAYS = ("socket", "memory")
@@ -67,6 +67,30 @@ def every_fault(root: Path) -> str:
         lines += ["", f"## {kind}", "", "| fault | noticed by | what happens | test |", "|---|---|---|---|"]
         own = (fault for fault in known["fault"] if fault["group"] == kind)
         lines += [f"| {one['fault']} | {one['noticed_by']} | {one['then']} | {one['tests']} |" for one in own]
+    return "\n".join(lines)
+
+
+def kills(measured: dict[str, Figures]) -> str:
+    """What became of requests, pairs and processes when something was killed: a row for each file."""
+    disturbed = measured["chaos"].figures
+    bursts = measured["burst"].figures.values()
+    unequal = sum(len(burst["wrong"]) for burst in bursts)
+    cases = [row["left"] for row in measured["ends"].figures["results"] if row["engine"] == "plugin"]
+    left = sum(bool(case["processes"] or case["files"]) for case in cases)
+    results = {
+        "chaos": (
+            "do kills and stops under vLLM lose a request?",
+            f"{disturbed['kills']} kills, {disturbed['stops']} stops, {disturbed['requests']} requests: "
+            f"{len(disturbed['unfinished'])} lost, {len(disturbed['wrong'])} wrong",
+        ),
+        "burst": (
+            "is every pair counted once?",
+            f"reports, `/metrics` and totals: {unequal or 'no'} differences",
+        ),
+        "ends": ("does a killed script leave processes?", f"{left} of {len(cases)} do"),
+    }
+    lines = ["| question | result | |", "|---|---|---|"]
+    lines += [f"| {question} | {result} | {cited(measured[name])} |" for name, (question, result) in results.items()]
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from import_graph import ROOT
-from measured_figures import about, load_measured, table
+from measured_figures import about, cited, load_measured, table
 
 # -- vLLM's hooks ------------------------------------------------------------------------------------------------------
 
@@ -109,7 +109,8 @@ def compiled_kernels(root: Path = ROOT) -> str:
 
 def ranks_matrix(root: Path = ROOT) -> str:
     """Tokens identical of all, by how the model is split, who starts the ranks, the form and the precision."""
-    cells = load_measured(root / "docs" / "measured")["ranks_matrix"].figures["cells"]
+    measured = load_measured(root / "docs" / "measured")["ranks_matrix"]
+    cells = measured.figures["cells"]
     of = {tuple(cell[key] for key in ("mode", "executor", "form", "precision")): cell for cell in cells}
     modes = list(dict.fromkeys(cell["mode"] for cell in cells if cell["precision"] == "quantized"))
     columns = [(form, precision) for precision in ("identity", "quantized") for form in ("eager", "compiled")]
@@ -147,7 +148,62 @@ def ranks_matrix(root: Path = ROOT) -> str:
     beside = [cell for cell in cells if cell["mode"] not in modes]
     lines += ["| beside the matrix: mp, eager, identity | tokens identical |", "|---|---|"]
     lines += [f"| {cell['mode']} | {said(cell)} |" for cell in beside]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", cited(measured)])
+
+
+def ranks_wall(root: Path = ROOT) -> str:
+    """Least seconds of a pass by mode and side, and their ratio to stock."""
+    measured = load_measured(root / "docs" / "measured")["ranks_wall"]
+    rows = measured.figures["wall"]
+    sides = {"stock": "stock", "all hot": "every expert hot", "half hot": "half hot, 2 bits, one device"}
+    lines = [f"| | {' | '.join(sides.values())} |", f"|{'---|' * (len(sides) + 1)}"]
+    for row in rows:
+        least = {side: f"{min(row['measured_seconds'][side]):.3f} s" for side in sides}
+        cells = [least.pop("stock"), *(f"{took} ({row['of_stock'][side]:.2f})" for side, took in least.items())]
+        lines.append(f"| {row['mode']} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", cited(measured)])
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def prefill_sides(root: Path = ROOT) -> str:
+    """Time until the first token of streamed and of split prompts: simulated, and on the wall beside stock."""
+    measured = load_measured(root / "docs" / "measured")["prefill_sides"]
+    lines = ["| model | tokens | first token: streamed | split | | token and moves: streamed | split |"]
+    lines += ["|---" * 7 + "|"]
+    for row in (row for row in measured.figures["simulated"] if row["tokens"] == 256):
+        of = {key.removeprefix("simulated_"): value for key, value in row.items()}
+        times = of["streamed_ttft_ms"], of["split_ttft_ms"], of["streamed_both_ms"], of["split_both_ms"]
+        streamed, split, both, both_split = (f"{ms:.0f}" for ms in times)
+        lines.append(
+            f"| {row['model']} | 256 | {streamed} | {split} | {times[0] / times[1]:.1f}x | {both} | {both_split} |"
+        )
+    lines += ["", "**On the wall**, one layer of Mixtral-8x7B's width, ms (times stock):", ""]
+    lines += ["| tokens | stock | streamed | split (default) | simulated: streamed | split |", "|---" * 6 + "|"]
+    live = measured.figures["live"]
+    for row in live:
+        cells = [f"{row['measured_stock_ttft_ms']:.0f}"]
+        kinds = ("streamed", "split")
+        cells += [f"{row[f'measured_{kind}_ttft_ms']:.0f} ({row[f'{kind}_over_stock']:.2f})" for kind in kinds]
+        cells += [f"{row[f'simulated_{kind}_ttft_us'] / 1000:.1f}" for kind in kinds]
+        lines.append(f"| {row['tokens']} | {' | '.join(cells)} |")
+    faster = sum(row["streamed_over_stock"] > row["split_over_stock"] for row in live)
+    return "\n".join([
+        *lines, "", cited(measured), "",
+        f'On two cores, `"prefill": "streamed"` is faster at {faster} of {len(live)} lengths.',
+    ])  # fmt: skip
+
+
+# -- calibration -------------------------------------------------------------------------------------------------------
+
+
+def calibration_memory(root: Path = ROOT) -> str:
+    """What calibrating one expert takes."""
+    measured = load_measured(root / "docs" / "measured")["calibration_memory"]
+    of = measured.figures
+    took = f"{of['peak_private_gb']} GB and {of['seconds_per_expert'] / 60:.1f} minutes of one core"
+    return f"One expert of {of['hidden']} x {of['intermediate']} takes {took} ({cited(measured)})."
 
 
 # -- quality -----------------------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@
     docs/architecture.md    its arrows, from the imports of every file
     docs/compatibility.md   how long installing takes
     docs/gpu.md             what was measured on a GPU, and what a dry run of the same pieces did without one
-    docs/faults.md          kinds of faults (faults.toml), a long night, attacks beside an honest host, a lost device
-    docs/distributed.md     its tables of ranks, from docs/measured/ranks_matrix.json
+    docs/faults.md          kinds of faults (faults.toml), kills, memory over time, attacks, a lost device
+    docs/distributed.md     its tables of ranks, from docs/measured/ranks_matrix.json and ranks_wall.json
+    docs/systems.md         prompts on both sides, from docs/measured/prefill_sides.json
     docs/log/house.md       words of pages before and after, from docs/measured/words.json
-    docs/replica-format.md  its tables of what is lost, from docs/measured/quality_uncovered*.json
+    docs/replica-format.md  its tables of what is lost (quality_uncovered*.json), and what calibration takes
     README.md               the sentences with measured figures
 
 In a hand-written page, the text from `<!-- generated: NAME -->` to `<!-- end -->` is replaced; the rest is prose.
@@ -75,7 +76,11 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
         "compiled kernels": lambda: figure_tables.compiled_kernels(root),
         "dry run without a GPU": lambda: figure_tables.gpu_dry_run(root),
         "faults": lambda: fault_figures.kinds(root),
-        "a long night": lambda: fault_figures.soak(load_measured(root / "docs" / "measured")),
+        "kills": lambda: fault_figures.kills(load_measured(root / "docs" / "measured")),
+        "memory over time": lambda: fault_figures.soak(load_measured(root / "docs" / "measured")),
+        "prompts on both sides": lambda: figure_tables.prefill_sides(root),
+        "ranks, wall time": lambda: figure_tables.ranks_wall(root),
+        "calibration memory": lambda: figure_tables.calibration_memory(root),
         "attacks": lambda: fault_figures.hostile(load_measured(root / "docs" / "measured")),
         "degraded": lambda: fault_figures.degraded(load_measured(root / "docs" / "measured")),
         "quality on uncovered subjects": lambda: figure_tables.quality_uncovered(root),
@@ -116,6 +121,7 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         "docs/gpu.md",
         "docs/log/house.md",
         "docs/replica-format.md",
+        "docs/systems.md",
         "README.md",
     ):
         path = root / name

@@ -67,6 +67,12 @@ def about(measured: Figures) -> str:
     return f"{command}{', '.join(parts)}{before(measured)}"
 
 
+def cited(measured: Figures) -> str:
+    """Where figures come from, in short: the file has the rest."""
+    age = ", **stale**" if measured.changed else ""
+    return f"[{measured.commit}](measured/{measured.name}.json), {measured.machine['processor']}{age}"
+
+
 def before(measured: Figures) -> str:
     """Empty where the figures are of today's code, or the first of the sources that changed."""
     if not measured.changed:
