@@ -85,17 +85,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: str) -> Iterator
     port, log = free_port(), directory / "log"
     options = [
         *("--quantization", "ndp", "--served-model-name", NAME, "--additional-config", json.dumps({"ndp": SETTINGS})),
-        # float32, so that an answer does not depend on which side computed a prompt: that depends on what the slots hold.
-        *(
-            "--chat-template",
-            directory / "chat.jinja",
-            "--max-model-len",
-            "512",
-            "--max-num-seqs",
-            "8",
-            "--dtype",
-            "float32",
-        ),
+        *("--chat-template", directory / "chat.jinja", "--max-model-len", "512", "--max-num-seqs", "8"),
+        # An answer in bfloat16 depends on which side computed a prompt, hence on what the slots hold.
+        *("--dtype", "float32"),
         *("--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager", "--shutdown-timeout", "30", "--api-key", KEY),
         *("--middleware", "vllm_ndp.integration.serving.routes.NdpRoutes", "--otlp-traces-endpoint", collector),
     ]
