@@ -267,3 +267,18 @@ def test_the_log_counts_the_findings_about_the_path_for_a_gpu_as_their_list_does
     numbers = {1: "one", 2: "two", 3: "three", 4: "four"}
     said = f"{mended} of {len(outcomes)} findings are mended, {numbers[otherwise]} of them otherwise than proposed"
     assert said in (ROOT / "docs/log/gpu.md").read_text()
+
+
+def test_each_finding_about_the_path_for_a_gpu_that_is_mended_names_code_or_a_test_that_is_there() -> None:
+    """The list said that `speed` has a row that another piece has."""
+    folders = ("benchmarks", "docs", "ndp_device", "tests", "vllm_ndp")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.*") if path.is_file()]
+    wrong = []
+    for finding, outcome in tomllib.loads((ROOT / "docs/measured/gpu_review.toml").read_text()).items():
+        named = re.findall(r"([\w.]+)::([^,\]]+)", outcome)
+        if outcome.startswith("done") and not named:
+            wrong.append((finding, "names nothing"))
+        for name, words in named:
+            if not any(words in path.read_text() for path in files if path.name == name):
+                wrong.append((finding, f"{name}::{words}"))
+    assert wrong == []
