@@ -8,10 +8,8 @@ Engines print what they like: an answer is a line with a mark before it. Knows p
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -22,16 +20,6 @@ from typing import Any
 
 _MARK = "ANSWER "
 _QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def ask_for_tiles() -> None:
-    """AMX's registers, which Linux gives a process that asks for them: llama.cpp 0.3.36 does not ask, and dies."""
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    if platform.machine() == "x86_64":
-        ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data)
-
-
-ask_for_tiles()
 
 
 class Arm:
