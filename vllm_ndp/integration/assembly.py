@@ -427,10 +427,7 @@ class Assembly:
         return HotExperts(self.pool, self.tiers, layers, streamer, compat.engine_cores(), fill)
 
     def _make_streamer(self, slots: HotSlots) -> Streamer:
-        """The layout depends on the kernel, the dtype and the build of vLLM: each combination has its own copy."""
-        dtype = str(slots.held.w13.dtype).removeprefix("torch.")
-        name = f"{self.digest}-packed-{slots.kernel_name}-{dtype}-{vllm.__version__}"
-        return make_streamer(self.settings.pool, self.pool, slots, default_cache_dir(self.digest).with_name(name))
+        return make_streamer(self.settings.pool, self.pool, slots, default_cache_dir(self.digest))
 
     def _make_replica_fill(self, replicas: Path | None, slots: dict[int, HotSlots]) -> ReplicaFill | None:
         """Make the object that fills hot slots with replicas; None where the checkpoint fills them."""

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
+import vllm
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
@@ -229,11 +230,22 @@ class PackedStreamer:
             raise ConfigError(f"{self.description} is in another kernel's layout: delete it and start again")
 
 
-def make_streamer(kind: str, pool: ExpertsPool, slots: HotSlots, packed_dir: Path) -> Streamer:
-    """The streamer of the setting `pool`. slots: any layer's, for kernel, layout and dtype."""
+def make_streamer(kind: str, pool: ExpertsPool, slots: HotSlots, cache_dir: Path) -> Streamer:
+    """The streamer of the setting `pool`. slots: any layer's, for kernel, layout and dtype; a packed copy lies beside
+    cache_dir."""
     if kind == "checkpoint":
         return StagingStreamer(pool, slots.kernel, slots.held)
-    return PackedStreamer(packed_dir, pool, slots.kernel, slots.held)
+    return PackedStreamer(packed_dir(cache_dir, slots), pool, slots.kernel, slots.held)
+
+
+def packed_dir(cache_dir: Path, slots: HotSlots) -> Path:
+    """The layout depends on the kernel that streams, the dtype and the build of vLLM: each has a copy of its own.
+
+    Where slots are quantized, another kernel streams than the one that computes them.
+    """
+    dtype = str(slots.held.w13.dtype).removeprefix("torch.")
+    isa = getattr(slots.kernel, "isa", "triton")
+    return cache_dir.with_name(f"{cache_dir.name}-packed-{isa}-{dtype}-{vllm.__version__}")
 
 
 def _paths(directory: Path, layer: int) -> tuple[Path, Path]:
