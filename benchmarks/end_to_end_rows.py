@@ -68,7 +68,7 @@ def floor_bytes(system: System, config: Mapping[str, Any], hot_share: float, fil
         outside = other_bytes(config) / (other_bytes(config) + layers * experts * expert_bytes(config, 16))
         return file_bytes * (outside + (1 - outside) * top_k / experts)
     cold = expert_bytes(config, system.bits)
-    pair = hot_share * expert_bytes(config, 16) + (1 - hot_share) * cold
+    pair = hot_share * expert_bytes(config, system.settings.get("slot_bits", 16)) + (1 - hot_share) * cold
     return other_bytes(config, system.linear_bits) + layers * top_k * pair
 
 

@@ -274,6 +274,7 @@ def numbers(text: str) -> list[int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default="", help="any of torch, vllm, ggml")
+    parser.add_argument("--llama", type=Path, help="where llama-cpp-python is installed apart, for ggml")
     parser.add_argument("--bits", type=numbers, default=[4, 3, 2, 1])
     parser.add_argument("--tokens", type=numbers, default=[1, 4, 16, 128])
     parser.add_argument("--rounds", type=int, default=3)
@@ -285,7 +286,7 @@ def main() -> int:
         raise ConfigError("--bits must be among 1, 2, 3, 4; --tokens, --rounds and --threads at least 1")
     if arguments.gate and 1 not in arguments.tokens:
         raise ConfigError(f"--gate looks at one token, --tokens {arguments.tokens} has none: add 1")
-    peers = load_peers(arguments.peers)
+    peers = load_peers(arguments.peers, arguments.llama)
     stream = Stream(NativeKernel(threads=1))
     measurement = Measurement(__doc__)
     results: list[dict[str, Any]] = []

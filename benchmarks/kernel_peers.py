@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import itertools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -35,8 +34,9 @@ class Peer:
     caller: Callable[[int], Callable[[int], object]]
 
 
-def load_peers(names: str) -> list[Peer]:
-    makers = {"torch": torch_peers, "vllm": vllm_peers, "ggml": ggml_peers}
+def load_peers(names: str, llama: Path | None) -> list[Peer]:
+    """llama: where llama-cpp-python was installed apart, which brings ggml; None: the installed one."""
+    makers = {"torch": torch_peers, "vllm": vllm_peers, "ggml": partial(ggml_peers, llama)}
     wanted = [name for name in names.split(",") if name]
     for name in wanted:
         if name not in makers:
@@ -144,9 +144,9 @@ GGML_TYPES = {"q4_0": (2, 4), "q4_k": (12, 4), "q3_k": (11, 3), "q2_k": (10, 2),
 """ggml's type numbers (ggml.h) and the width of ours that each is set beside."""
 
 
-def ggml_peers() -> list[Peer]:
+def ggml_peers(llama: Path | None) -> list[Peer]:
     """ggml's matrix products through its C interface: as stored, and in its special layouts for this CPU."""
-    ggml = Ggml(_ggml_directory())
+    ggml = Ggml(_llama() / "lib" if llama is None else llama / "llama_cpp/lib")
     peers = []
     for name, (kind, bits) in GGML_TYPES.items():
         for layout, buffer in {"": None, **ggml.buffer_types()}.items():
@@ -157,15 +157,11 @@ def ggml_peers() -> list[Peer]:
     return peers
 
 
-def _ggml_directory() -> Path:
-    if "NDP_GGML_DIR" in os.environ:
-        return Path(os.environ["NDP_GGML_DIR"])
+def _llama() -> Path:
     spec = importlib.util.find_spec("llama_cpp")
     if spec is None or spec.origin is None:
-        raise ConfigError(
-            "--peers ggml needs libggml: install llama-cpp-python, or set NDP_GGML_DIR to where libggml-cpu.so is"
-        )
-    return Path(spec.origin).parent / "lib"
+        raise ConfigError("--peers ggml needs llama-cpp-python: install it, or give its directory with --llama")
+    return Path(spec.origin).parent
 
 
 class _Parameters(ctypes.Structure):

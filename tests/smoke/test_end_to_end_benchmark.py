@@ -125,6 +125,9 @@ def test_a_token_reads_its_experts_attention_and_output_matrix() -> None:
     assert stock == pytest.approx(other + 4 * 352.3e6, rel=1e-3)
     half = end_to_end_rows.floor_bytes(end_to_end_named.SYSTEMS["hot4-cold3"], MIXTRAL, 0.5, 0)
     assert half == pytest.approx(other + 2 * 352.3e6 + 2 * 71.6e6, rel=1e-3)
+    slots = end_to_end_rows.floor_bytes(end_to_end_named.SYSTEMS["slots4-linear4"], MIXTRAL, 1.0, 0)
+    on_device = end_to_end_rows.floor_bytes(end_to_end_named.SYSTEMS["defaults-linear4"], MIXTRAL, 0.0, 0)
+    assert slots == pytest.approx(on_device)  # hot slots of 4 bits
     whole = other + 16 * 352.3e6
     same = end_to_end_rows.floor_bytes(end_to_end_named.SYSTEMS["llama-q4_0"], MIXTRAL, 1.0, int(whole))
     assert same == pytest.approx(stock, rel=1e-3)  # a file of 16 bits costs what stock costs
