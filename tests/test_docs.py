@@ -38,6 +38,18 @@ def test_every_link_of_a_page_leads_to_a_file(page: Path) -> None:
     assert dead == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_each_table_has_a_header_and_rows_of_one_width(page: Path) -> None:
+    """A template left a blank line after each row, and cells of four widths in one: the page showed no table."""
+    lines = [re.sub(r"`[^`]*`|\\\|", "", line).strip() for line in page.read_text().split("\n")]
+    widths: list[int] = []
+    for number, line in enumerate(lines, 1):
+        widths = [*widths, line.count("|")] if line.startswith("|") else []
+        if len(widths) == 1:
+            assert re.fullmatch(r"\|[ :|-]+\|?", lines[number]), f"{page.name}:{number} begins a table without a header"
+        assert len(set(widths)) < 2, f"{page.name}:{number} has another number of cells than the rows above it"
+
+
 def test_every_page_of_the_docs_that_a_source_names_exists() -> None:
     dead = {
         f"{path.relative_to(ROOT)} names {name}"

@@ -189,6 +189,8 @@ def test_a_packed_copy_of_the_pool_streams_and_fills_the_same_bits(dtype, tmp_pa
         assert slots.expert_in.tolist() == [-1, -1]
         assert torch.equal(packed.run(layer, x, pairs, slots, {}, [WHOLE]), want)
         assert torch.equal(again.run(layer, x, pairs, slots, {}, [WHOLE]), want)
+        packed.release()
+        staged.release()  # memory that prices were measured with; the next prompt fills it anew
         assert torch.equal(staged.run(layer, x, pairs, slots, {7: 1, 0: 0}, [WHOLE]), want)
         assert slots.expert_in.tolist() == [0, 7]
         again.fill(layer, 7, held, 0)

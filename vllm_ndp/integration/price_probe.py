@@ -88,12 +88,14 @@ class PriceProbe:
         if asked.slot_bits == FULL_PRECISION_BITS and "gpu:16" not in experts:
             experts["gpu:16"] = _rising(self._in_slots(rows) for rows in ROWS)
         messages, on_device, beside = self._on_device(asked.device_widths, reach_device)
+        streamed = self._streamed()
+        self._hot.streamer.release()
         return MeasuredPrices(
             rows=ROWS,
             experts=experts | on_device,
             slot_bits=asked.slot_bits,
             messages=messages,
-            streamed=self._streamed(),
+            streamed=streamed,
             copied=_least_ps(lambda: self._hot.streamer.fill(0, self._next(), self._two, 0)),
             expert_bytes=self._hot.pool.expert_bytes,
             beside=beside,

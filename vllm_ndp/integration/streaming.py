@@ -57,13 +57,16 @@ class Streamer(Protocol):
         shares: which parts of each expert; an expert that stays passes through in its own worker's part only.
         """
 
+    def release(self) -> None:
+        """Give back memory that calls so far have filled, and that may never be needed again."""
+
 
 class StagingStreamer:
     keeps = True
 
     def __init__(self, pool: ExpertsPool, kernel: SlotKernel, like: SlotWeights) -> None:
         self._pool, self._kernel = pool, kernel
-        self._copies = kernel.copies if isinstance(kernel, CudaSlotKernel) else None
+        self._copies, self._like = kernel.copies if isinstance(kernel, CudaSlotKernel) else None, like
         self._staging = [like.empty_like(1) for _ in range(1 if self._copies is None else 2)]
         self._free: list[Mark | None] = [None for _ in self._staging]  # passed when what lay there has been read
         self._turn = 0
@@ -71,6 +74,10 @@ class StagingStreamer:
         self.description = "the checkpoint, read page by page"
         if isinstance(kernel, CpuSlotKernel):
             self.description += '; {"debug": {"pool": "packed"}} prefills faster, for a copy on disk'
+
+    def release(self) -> None:
+        if self._copies is None:  # fresh pages take memory once they are written
+            self._staging = [self._like.empty_like(1)]
 
     def fill(self, layer: int, expert: int, to: SlotWeights, slot: int) -> None:
         self._load(layer, expert, None, None, to, slot)
@@ -174,6 +181,9 @@ class PackedStreamer:
         part = slots.kernel.fused(x.index_select(0, rows), self._layers[layer], weights, experts)
         self._refuse_cut(layer)
         return torch.zeros(x.shape, dtype=torch.float32).index_add_(0, rows, part.float())
+
+    def release(self) -> None:
+        """The map is the system's to take."""
 
     def _refuse_cut(self, layer: int) -> None:
         """The kernel has read the map: zeros may have stood in for the end of a file that was cut short."""
