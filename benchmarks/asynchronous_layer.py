@@ -183,7 +183,7 @@ def main() -> None:
     measurement, stamps = Measurement(__doc__), Stamps()
     if arguments.before is not None:
         options = ["--tokens", str(arguments.tokens), "--rounds", str(arguments.rounds)]
-        rows = in_turns(arguments.before, arguments.turns, options)
+        rows = in_turns(arguments.before.resolve(), arguments.turns, options)
         measurement.end({"hot_us": arguments.hot_us, "turns": arguments.turns, "results": rows}, arguments.json)
         return
     watch(stamps)

@@ -161,8 +161,11 @@ def without_experts(message: tuple[Any, ...]) -> tuple[Any, ...]:
 def run_arm(arguments: argparse.Namespace) -> None:
     """Measure once for each line that comes in."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import torch
     from vllm import LLM, SamplingParams
 
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()  # stock dies without it: patches/PROPOSALS.md, 11
     settings = ARMS[arguments.arm]
     plugin: dict[str, Any] = {}
     if settings is not None:
