@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -280,7 +281,10 @@ def test_a_real_device_gives_the_sums_and_times_that_it_gives_without_the_thread
         monkeypatch.setattr(shm, pause, 0)
     crossing, taken = Crossing(), 0
     ahead, plain = client_of(device), client_of(device)
-    for num_rows in (1, 2, 5, 1, 8) * 6:
+    patience_s, sizes = time.monotonic() + 60, itertools.cycle((1, 2, 5, 1, 8))
+    for count, num_rows in enumerate(sizes):
+        if count >= 30 and (taken or time.monotonic() > patience_s):  # on a busy machine the thread is often too late
+            break
         packet = cold(num_rows)
         mine = ask_ahead(ahead, crossing, packet)
         pairs = wanted(splitter_of(num_rows), packet, 0).device
