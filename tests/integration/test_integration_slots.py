@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytestmark = pytest.mark.vllm
@@ -146,6 +148,28 @@ def test_migration_replaces_an_expert_and_forgets_the_old_one(parts) -> None:  #
     weights, ids = torch.full((3, TOP_K), 0.5), torch.tensor([[6, 2], [4, 6], [2, 0]], dtype=torch.int32)
     got = slots.run(x, hot_pairs(slots, weights, ids)).double()
     torch.testing.assert_close(got, by_hand(x, weights, ids, experts, {4, 6}), rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_staging_slot_was_filled_with_is_given_back() -> None:
+    """Prices were measured through it: an engine kept 336 MiB that no later prompt used."""
+    from engines import MODEL
+
+    from vllm_ndp.integration.experts_pool import ExpertsPool
+    from vllm_ndp.integration.hot_slots import CpuSlotKernel, SlotWeights
+    from vllm_ndp.integration.streaming import StagingStreamer
+
+    def held() -> int:
+        found = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+        return int(found.split()[1]) << 10
+
+    like = SlotWeights(torch.empty(0, 8192, 4096), torch.empty(0, 4096, 4096))
+    streamer = StagingStreamer(ExpertsPool(MODEL), CpuSlotKernel(torch.float32, HIDDEN, INTERMEDIATE, "silu"), like)
+    for part in (streamer._staging[0].w13, streamer._staging[0].w2):
+        part.fill_(1)
+    del part
+    filled = held()
+    streamer.release()
+    assert filled - held() > 150 << 20
 
 
 def test_no_slots_at_all_computes_nothing(parts) -> None:  # type: ignore[no-untyped-def]
