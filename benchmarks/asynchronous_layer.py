@@ -1,13 +1,14 @@
 """What does the host pay for an asynchronous decode layer with a cold pair, part by part, where no GPU computes?
 
-    python benchmarks/asynchronous_layer.py                    the hot experts release the GIL for 150 us
-    python benchmarks/asynchronous_layer.py --holds-gil        they hold it for 150 us, as launches from Python do
-    python benchmarks/asynchronous_layer.py --before CHECKOUT  both, in turns with another commit's, built in CHECKOUT
+    python benchmarks/asynchronous_layer.py                the host sends; the hot experts release the GIL for 150 us
+    python benchmarks/asynchronous_layer.py --thread       the thread of C++ sends
+    python benchmarks/asynchronous_layer.py --holds-gil    they hold it for 150 us, as launches from Python do
+    python benchmarks/asynchronous_layer.py --turns 3      all four, in turns
 
-Real are engine, layer, messenger, link, device process and shared memory; batch 1, half of the bundled model's experts
-hot. In place of the hot experts the thread sleeps. Streams are the host's: `split` and `add` are torch operators here,
-and launches on a GPU. The bundled experts are so small that their message passes beside the hot ones. `fixed` is the
-layer less the hot experts.
+Real are engine, layer, messenger, link, device process, shared memory, and the launches of our Triton kernels; batch 1,
+half of the bundled model's experts hot. In place of the hot experts the host sleeps. In place of the GPU a driver
+computes the two kernels (launches.c), so that the real driver's part of a launch is missing. `fixed` is the layer
+less the hot experts. The bundled experts are so small that their message passes beside the hot ones.
 """
 
 from __future__ import annotations
@@ -18,27 +19,38 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from measured import ROOT, Measurement, add_json_option
 
 MODEL, REPLICAS = ROOT / "models/tiny-mixtral", ROOT / "models/tiny-mixtral-replicas"
+LIBRARY = ROOT / "build/figures/launches"
+_BEGIN: dict[str, tuple[str, str]] = {"sidecar": ("begin", "noted")}
+_END = {"sums": ("answered", "brought"), "add": ("brought", "added"), "account": ("added", "end")}
 PARTS = {
-    "sidecar": ("begin", "noted"),
-    "order": ("noted", "ordered"),  # to the thread that sends
-    "split": ("ordered", "split"),
-    "hot experts": ("split", "hot end"),  # beside them the thread splits for the message, sends, and takes the answer
-    "crossed": ("hot end", "crossed"),  # what the thread has done
-    "device": ("crossed", "answered"),  # what is left of its handling, and of both ways
-    "sums": ("answered", "brought"),
-    "add": ("brought", "added"),
-    "account": ("added", "end"),
+    "host": {
+        **_BEGIN,
+        "split": ("noted", "split"),  # one launch
+        "packet, send": ("split", "asked"),
+        "hot experts": ("asked", "hot end"),
+        "device": ("hot end", "answered"),  # what is left of its handling, and of both ways
+        **_END,
+    },
+    "thread": {
+        **_BEGIN,
+        "order": ("noted", "ordered"),  # to the thread that sends
+        "split": ("ordered", "split"),
+        "hot experts": ("split", "hot end"),  # beside them the thread splits for the message, sends, takes the answer
+        "crossed": ("hot end", "crossed"),  # what the thread has done
+        "device": ("crossed", "answered"),
+        **_END,
+    },
 }
-"""Name -> the stamps that it lies between."""
+"""Who sends -> name -> the stamps that it lies between."""
 _TIMER_SLACK = 29  # of prctl: sleeps end within a microsecond
 
 
@@ -72,22 +84,57 @@ class Stamps:
             self.layers.append(self._now)
 
 
-def watch(stamps: Stamps) -> None:
+def watch(stamps: Stamps, driver: ctypes.CDLL) -> None:
     """Before the engine starts, whose layers bind these functions."""
     from vllm_ndp.integration import moe_layer, step
-    from vllm_ndp.integration.cuda import layer, messenger, routing
+    from vllm_ndp.integration.cuda import kernels, layer, messenger, routing
     from vllm_ndp.integration.device_link import DeviceCall
 
     stamps.on(moe_layer.MoELayer, "_run", before="begin", after="end")
     stamps.on(step.Step, "note_routing", after="noted")
-    split = stamps.stamped(routing.split, "", "split")
-    add_rows = stamps.stamped(routing.add_rows, "", "added")
+    known: list[bool] = []
+
+    def launch(expert_map: Any, topk_ids: Any, topk_weights: Any, x: Any, *into: Any) -> None:
+        if not known:
+            driver.launches_set(topk_ids.shape[1], topk_ids.element_size(), x.element_size())
+            known.append(True)
+        kernels.split(expert_map, topk_ids, topk_weights, x, *into)
+
+    split = stamps.stamped(launch, "", "split")
+    add_rows = stamps.stamped(kernels.add_rows, "", "added")
     layer.routing_for = lambda device: routing.Routing(split, add_rows)
     stamps.on(layer.AsideLayer, "_send_ahead", after="ordered")
     stamps.on(layer.AsideLayer, "_sent_ahead", after="crossed")
+    stamps.on(layer.AsideLayer, "_ask", after="asked")
     stamps.on(messenger.Messenger, "bring", after="brought")
     stamps.on(layer.AsideLayer, "_run_hot", after="hot end")
     stamps.on(DeviceCall, "result", after="answered")
+
+
+def launch_without_gpu() -> ctypes.CDLL:
+    """Triton launches by launches.c from now on."""
+    LIBRARY.mkdir(parents=True, exist_ok=True)
+    path = LIBRARY / "libcuda.so.1"
+    words = ["cc", "-O2", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", path, ROOT / "benchmarks/launches.c"]
+    subprocess.run(words, check=True)
+    os.environ["TRITON_LIBCUDA_PATH"] = str(LIBRARY)
+    driver = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+    import triton
+    from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
+
+    class Driver(CudaDriver):
+        """Triton's, on a build of torch that knows no CUDA."""
+
+        def __init__(self) -> None:
+            self.utils, self.launcher_cls = CudaUtils(), CudaLauncher
+            self.get_current_device = lambda: 0
+            self.set_current_device = lambda device: None
+            self.get_current_stream = lambda device: 0
+            self.get_device_capability = lambda device: (9, 0)
+
+    triton.runtime.driver.set_active(Driver())
+    return driver
 
 
 def stand_in(microseconds: float, *, holds_gil: bool) -> None:
@@ -109,14 +156,14 @@ def stand_in(microseconds: float, *, holds_gil: bool) -> None:
     CpuSlotKernel.run = run  # type: ignore[method-assign]
 
 
-def parts_of(layer: dict[str, int]) -> dict[str, float]:
-    """Microseconds of each part; of the whole layer; and of all of it but the hot experts."""
-    found = {name: (layer[end] - layer[start]) / 1e3 for name, (start, end) in PARTS.items()}
+def parts_of(layer: dict[str, int], parts: dict[str, tuple[str, str]]) -> dict[str, float]:
+    """Microseconds of each part; of the whole layer; of all of it but the hot experts."""
+    found = {name: (layer[end] - layer[start]) / 1e3 for name, (start, end) in parts.items()}
     whole = (layer["end"] - layer["begin"]) / 1e3
     return {**found, "fixed": whole - found["hot experts"], "layer": whole}
 
 
-def run(stamps: Stamps, num_tokens: int, num_rounds: int) -> list[dict[str, Any]]:
+def run(stamps: Stamps, who: str, num_tokens: int, num_rounds: int) -> list[dict[str, Any]]:
     from vllm import LLM, SamplingParams
 
     settings = {"hot_experts": 4, "layers": "asynchronous", "execution": "paper", "replicas": str(REPLICAS)}
@@ -132,10 +179,10 @@ def run(stamps: Stamps, num_tokens: int, num_rounds: int) -> list[dict[str, Any]
     rounds = []
     for _ in range(num_rounds):
         generate()
-        rounds.append([parts_of(layer) for layer in stamps.layers])
+        rounds.append([parts_of(layer, PARTS[who]) for layer in stamps.layers])
         stamps.layers.clear()
     llm.llm_engine.engine_core.shutdown()
-    return [_row(part, rounds) for part in (*PARTS, "fixed", "layer")]
+    return [_row(part, rounds) for part in (*PARTS[who], "fixed", "layer")]
 
 
 def _row(part: str, rounds: list[list[dict[str, float]]]) -> dict[str, Any]:
@@ -146,21 +193,21 @@ def _row(part: str, rounds: list[list[dict[str, float]]]) -> dict[str, Any]:
     return {"part": part, "median_us": round(middle, 1), "tenth_us": round(least, 1)}
 
 
-def in_turns(other: Path, turns: int, options: list[str]) -> list[dict[str, Any]]:
-    """Rows of both checkouts. Of the turns the one whose fixed part is the middle one: its parts belong together."""
+def in_turns(turns: int, options: list[str]) -> list[dict[str, Any]]:
+    """Rows of both who send. Of the turns the one whose fixed part is the middle one: its parts belong together."""
     found = []
     for holds in ([], ["--holds-gil"]):
-        runs: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
+        runs: dict[str, list[dict[str, Any]]] = {"host": [], "thread": []}
         for _ in range(turns):
-            for name, root in (("before", other), ("after", ROOT)):
-                words = [root / ".venv/bin/python", root / "benchmarks/asynchronous_layer.py", *holds, *options]
-                said = subprocess.run(words, cwd=root, check=True, capture_output=True, text=True).stdout
-                runs[name].append(json.loads(said.splitlines()[-1]))
-        for name, of_turns in runs.items():
+            for who, asked in (("host", []), ("thread", ["--thread"])):
+                words = [sys.executable, __file__, *asked, *holds, *options]
+                said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+                runs[who].append(json.loads(said.splitlines()[-1]))
+        for who, of_turns in runs.items():
             by_fixed = sorted(of_turns, key=lambda run: _median_of(run, "fixed"))
             middle, fixed = by_fixed[turns // 2], [_median_of(run, "fixed") for run in by_fixed]
             parts = {row["part"]: row["median_us"] for row in middle["figures"]["results"]}
-            row = {"which": name, "commit": middle["commit"], "holds_gil": bool(holds), "fixed_us_of_turns": fixed}
+            row = {"sends": who, "holds_gil": bool(holds), "fixed_us_of_turns": fixed}
             found.append(row | {"us": parts})
     return found
 
@@ -173,22 +220,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hot-us", type=float, default=150.0, help="time of the hot experts' stand-in")
     parser.add_argument("--holds-gil", action="store_true", help="while it runs, as a program that launches does")
+    parser.add_argument("--thread", action="store_true", help="the thread sends, however few cores there are")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="of another commit, with its .venv")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, metavar="N", help="both who send, lock released and held, N times each")
     add_json_option(parser)
     arguments = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     measurement, stamps = Measurement(__doc__), Stamps()
-    if arguments.before is not None:
+    if arguments.turns is not None:
         options = ["--tokens", str(arguments.tokens), "--rounds", str(arguments.rounds)]
-        rows = in_turns(arguments.before.resolve(), arguments.turns, options)
+        rows = in_turns(arguments.turns, options)
         measurement.end({"hot_us": arguments.hot_us, "turns": arguments.turns, "results": rows}, arguments.json)
         return
-    watch(stamps)
+    driver = launch_without_gpu()
+    from vllm_ndp.integration.cuda import messenger
+
+    messenger.CORES = 1 if arguments.thread else sys.maxsize
+    watch(stamps, driver)
     stand_in(arguments.hot_us, holds_gil=arguments.holds_gil)
-    rows = run(stamps, arguments.tokens, arguments.rounds)
+    rows = run(stamps, "thread" if arguments.thread else "host", arguments.tokens, arguments.rounds)
     for row in rows:
         print(f"{row['part']:14s} {row['median_us']:8.1f} {row['tenth_us']:8.1f}")
     spin = os.environ.get("NDP_SPIN_US", "")

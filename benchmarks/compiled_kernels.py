@@ -50,21 +50,21 @@ def cases() -> Iterator[Case]:
         yield split(1, 2, "*i32", elsewhere)
     for dtype in FLOATS:
         for hidden in HIDDEN:
-            sizes: dict[str, str | int] = {"stride": hidden, "hidden": hidden}
-            block = {"WIDTH": kernels.BLOCK}
-            rows_of = {"x": dtype, "sent_rows": "*i64", "head": "*i32", "out": dtype, "word": "*i32"}
-            yield Case(f"{dtype[1:]}, hidden {hidden}", kernels.gather_rows, rows_of | sizes, block)
-            sums = {"out": dtype, "partial": "*fp32", "rows": "*i64"}
-            yield Case(f"{dtype[1:]}, hidden {hidden}", kernels.add_partial, sums | sizes, block)
+            yield split(2, 2, "*i32", 4, dtype, hidden)
+            sums: dict[str, str | int] = {"out": dtype, "stride": hidden, "partial": "*fp32", "rows": "*i64"}
+            name = f"{dtype[1:]}, hidden {hidden}"
+            yield Case(name, kernels.add_partial, sums | {"hidden": hidden}, {"WIDTH": kernels.BLOCK})
 
 
-def split(rows: int, top_k: int, ids: str, elsewhere: int) -> Case:
-    pointers = {"expert_map": "*i32", "ids": ids, "weights": "*fp32", "slots": "*i32", "head": "*i32"}
-    results = {"sent_rows": "*i64", "ids_out": "*i32", "weights_out": "*fp32"}
-    given = {**pointers, **results, "num_rows": rows, "elsewhere": elsewhere}
+def split(rows: int, top_k: int, ids: str, elsewhere: int, dtype: str = "*bf16", hidden: int = 4096) -> Case:
+    router = {"expert_map": "*i32", "ids": ids, "weights": "*fp32", "x": dtype, "stride": hidden}
+    here = {"slots": "*i32", "head": "*i32", "sent_rows": "*i64"}
+    there = {"ids_out": "*i32", "weights_out": "*fp32", "out": dtype, "word": "*i32"}
+    given = {**router, **here, **there, "num_rows": rows, "elsewhere": elsewhere, "hidden": hidden}
     constants = {"STAYS": ELSEWHERE, "K": top_k, "ROWS": triton.next_power_of_2(rows)}
-    constants["COLUMNS"] = triton.next_power_of_2(top_k)
-    return Case(f"{rows} rows, top {top_k}, ids {ids[1:]}, elsewhere {elsewhere}", kernels.split_rows, given, constants)
+    constants |= {"COLUMNS": triton.next_power_of_2(top_k), "WIDTH": kernels.BLOCK}
+    name = f"{rows} rows, top {top_k}, ids {ids[1:]}, elsewhere {elsewhere}, {dtype[1:]}, hidden {hidden}"
+    return Case(name, kernels.split_rows, given, constants)
 
 
 def compiled(case: Case, target: int) -> dict[str, Any]:

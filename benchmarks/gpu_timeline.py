@@ -12,7 +12,7 @@ from typing import Any
 
 Span = tuple[float, float]
 Event = dict[str, Any]
-LAST_OF_PACKET = "gather_rows"
+LAST_OF_PACKET = "split_rows"
 """Its name in vllm_ndp/integration/cuda/kernels.py."""
 
 

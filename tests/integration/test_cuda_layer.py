@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import numpy as np
 import pytest
@@ -12,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_gpu import GPUS
 
+from ndp_device.transport.crossing import Crossing
+from vllm_ndp.integration.cuda.lanes import pinned_for
+from vllm_ndp.integration.cuda.messenger import Messenger
+from vllm_ndp.integration.cuda.packet import RowForm
 from vllm_ndp.integration.hot_slots import CudaSlotKernel
+from vllm_ndp.layer.split import SplitRules, Splitter
+from vllm_ndp.layer.tiers import Tiers
 
 LAYERS = 3
 
@@ -141,3 +148,13 @@ def test_a_row_that_is_not_sent_costs_the_eager_layer_two_waits_more() -> None:
     setup.ids[:, 1] = [0, 1]
     assert run(setup, asynchronous=False).waits_by_layer == [5] * LAYERS
     assert run(setup, asynchronous=True).waits_by_layer == [1] * LAYERS
+
+
+@pytest.mark.parametrize("cores", [2, 3])
+def test_a_thread_sends_only_where_host_and_device_leave_it_a_core(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    """On two cores the host's own way takes less time."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    cpu = torch.device("cpu")
+    messenger = Messenger(pinned_for(cpu), cpu, RowForm(2, 16, torch.float32), Crossing())
+    splitter = Splitter(Tiers(1, 4), 2, SplitRules(), weighs_input=False, aliases=False)
+    assert (messenger.packet(1).order(splitter, 0) is not None) is (cores == 3)

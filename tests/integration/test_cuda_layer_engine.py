@@ -12,7 +12,7 @@ from ndp_device.errors import ConfigError
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.connector import NdpConnector
 from vllm_ndp.integration.controller import current_controller
-from vllm_ndp.integration.cuda import limits
+from vllm_ndp.integration.cuda import limits, messenger
 from vllm_ndp.integration.report import StepReport
 from vllm_ndp.integration.step_log import LateReport
 from vllm_ndp.integration.worker import NdpWorker
@@ -35,6 +35,7 @@ def test_an_engine_gives_the_same_tokens_counts_and_simulated_times_whichever_wa
     with engine(settings={**PAPER, "layers": "eager"}) as llm:
         eager, wanted = outcome(llm)
         of_two = token_ids(greedy(llm, PROMPTS[:2], 8))  # who runs beside a request decides with it what is hot
+    monkeypatch.setattr(messenger, "CORES", 1)  # so that the thread sends here, too
     with engine(settings={**PAPER, "layers": "asynchronous"}) as llm:
         layers, found = outcome(llm)
         carrier = llm.collective_rpc("ndp_status")[0]["carrier"]

@@ -1,12 +1,15 @@
 """Triton kernels for routing.py, one for each of its steps: launches are what a small decode layer pays for.
 
-About 25 torch operators to split and to gather become two launches, five to add become one. Imported on a GPU only, and
+About 25 torch operators to split and to gather become one launch, five to add another. Imported on a GPU only, and
 by tests in Triton's interpreter; they hold the results equal to routing.py's. Knows pointers of one layer.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -21,42 +24,43 @@ BLOCK = 1024
 
 @triton.jit
 def split_rows(
-    expert_map, ids, weights, slots, head, sent_rows, ids_out, weights_out,
-    num_rows, elsewhere, STAYS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    expert_map, ids, weights, x, stride, slots, head, sent_rows, ids_out, weights_out, out, word,
+    num_rows, elsewhere, hidden,
+    STAYS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program for all pairs. STAYS: the place that is no slot and whose pairs stay. ROWS and COLUMNS: T and k
-    rounded up to powers of two."""
+    """Program (i, b): block b of the i-th row that leaves, into the host's memory. STAYS: the place that is no slot and
+    whose pairs stay. ROWS and COLUMNS: T and k rounded up to powers of two.
+
+    Each finds the rows for itself, since a second launch costs the host more; the first writes them. The last to end
+    tells the host that all of it is there. Each counts after it has written, and the word follows the last count."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     here = (row[:, None] < num_rows) & (column[None, :] < K)
     at = row[:, None] * K + column[None, :]
     expert = tl.load(ids + at, mask=here, other=0)
     where = tl.load(expert_map + expert, mask=here, other=0)
-    tl.store(slots + at, tl.where(where >= 0, where, elsewhere), mask=here)
-    tl.store(ids_out + at, expert.to(tl.int32), mask=here)
-    tl.store(weights_out + at, tl.load(weights + at, mask=here, other=0.0), mask=here)
     in_row = tl.sum((here & (where < 0) & (where != STAYS)).to(tl.int32), axis=1)
     leaves = (in_row > 0).to(tl.int32)
     rank = tl.cumsum(leaves, axis=0) - leaves
-    tl.store(sent_rows + rank, row.to(tl.int64), mask=leaves > 0)
-    tl.store(head, tl.sum(in_row, axis=0))
-    tl.store(head + 1, tl.sum(leaves, axis=0))
-    tl.store(head + 2, 0)
-
-
-@triton.jit
-def gather_rows(x, stride, sent_rows, head, out, word, hidden, WIDTH: tl.constexpr):
-    """Program (i, b): block b of the i-th row that leaves, into the host's memory. The last one to end tells the
-    host that all of it is there. Each counts after it has written, and the word follows the last count."""
+    num_sent = tl.sum(leaves, axis=0)
     i = tl.program_id(0)
-    if i < tl.load(head + 1):
-        row = tl.load(sent_rows + i)
-        column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-        inside = column < hidden
-        tl.store(out + i.to(tl.int64) * hidden + column, tl.load(x + row * stride + column, mask=inside), mask=inside)
+    if (i == 0) & (tl.program_id(1) == 0):
+        tl.store(slots + at, tl.where(where >= 0, where, elsewhere), mask=here)
+        tl.store(ids_out + at, expert.to(tl.int32), mask=here)
+        tl.store(weights_out + at, tl.load(weights + at, mask=here, other=0.0), mask=here)
+        tl.store(sent_rows + rank, row.to(tl.int64), mask=leaves > 0)
+        tl.store(head, tl.sum(in_row, axis=0))
+        tl.store(head + 1, num_sent)
+    if i < num_sent:
+        mine = tl.sum(tl.where((rank == i) & (leaves > 0), row, 0), axis=0)
+        part = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+        inside = part < hidden
+        value = tl.load(x + mine.to(tl.int64) * stride + part, mask=inside)
+        tl.store(out + i.to(tl.int64) * hidden + part, value, mask=inside)
     tl.debug_barrier()
     before = tl.atomic_add(head + 2, 1, sem="acq_rel", scope="sys")
     if before == tl.num_programs(0) * tl.num_programs(1) - 1:
+        tl.store(head + 2, 0)
         tl.atomic_xchg(word, 1, sem="release", scope="sys")
 
 
@@ -82,18 +86,52 @@ def split(
 ) -> None:
     """As routing.split."""
     num_rows, top_k = topk_ids.shape
-    split_rows[(1,)](
-        expert_map, topk_ids.contiguous(), topk_weights.contiguous(), into.slots, into.head, into.sent_rows,
-        into.ids, into.weights, num_rows, elsewhere,
-        STAYS=ELSEWHERE, K=top_k, ROWS=triton.next_power_of_2(num_rows), COLUMNS=triton.next_power_of_2(top_k),
+    hidden, stride = x.shape[1], x.stride(0)
+    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+    _launch(
+        split_rows,
+        (num_rows, -(-hidden // BLOCK), 1),
+        ("split", x.get_device(), num_rows, top_k, elsewhere, hidden, stride, topk_ids.dtype, x.dtype),
+        (expert_map, topk_ids, topk_weights, x),
+        expert_map, topk_ids, topk_weights, x, stride, into.slots, into.head, into.sent_rows, into.ids, into.weights,
+        into.x, into.word, num_rows, elsewhere, hidden,
+        ELSEWHERE, top_k, _rounded_up(num_rows), _rounded_up(top_k), BLOCK,
     )  # fmt: skip
-    hidden = x.shape[1]
-    grid = (num_rows, triton.cdiv(hidden, BLOCK))
-    gather_rows[grid](x, x.stride(0), into.sent_rows, into.head, into.x, into.word, hidden, WIDTH=BLOCK)
 
 
 def add_rows(out: torch.Tensor, partial: torch.Tensor, rows: torch.Tensor) -> None:
     """As routing.add_rows."""
-    hidden = out.shape[1]
-    grid = (len(rows), triton.cdiv(hidden, BLOCK))
-    add_partial[grid](out, out.stride(0), partial, rows, hidden, WIDTH=BLOCK)
+    hidden, stride = out.shape[1], out.stride(0)
+    _launch(
+        add_partial,
+        (len(rows), -(-hidden // BLOCK), 1),
+        ("add", out.get_device(), len(rows), hidden, stride, out.dtype),
+        (out, partial, rows),
+        out, stride, partial, rows, hidden, BLOCK,
+    )  # fmt: skip
+
+
+def _rounded_up(count: int) -> int:
+    """To a power of two. Triton's own function takes longer than a launch."""
+    return 1 << (count - 1).bit_length()
+
+
+_compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+
+def _launch(kernel, grid: tuple[int, int, int], key: tuple[Any, ...], pointers, *given) -> None:
+    """Launch, and keep what Triton has compiled: to find it again takes Triton longer than to launch it.
+
+    key: the device, and all that Triton compiles anew for but the alignment of pointers. Pointers: those that may not
+    be aligned to 16 bytes; such launches go through Triton.
+    """
+    addresses = 0
+    for pointer in pointers:
+        addresses |= pointer.data_ptr()
+    aligned = addresses % 16 == 0
+    if aligned and (run := _compiled.get(key)) is not None:
+        run(*given)
+        return
+    compiled = kernel[grid](*given)
+    if aligned and compiled is not None:  # None: Triton's interpreter
+        _compiled[key] = compiled[grid]

@@ -4,14 +4,15 @@
     thread        ...................... packet there: send | answer
     host          begin | launches ...................................... end | add
 
-The GPU writes the packet into the host's memory. Where the device shares memory with the host, a thread sends it, while
-the host launches (ndp_device/transport/crossing.py). Else the host waits for the packet, sends, then launches. Each
-buffer exists once: a packet has arrived only when the main stream has added what came back for the layer before. Knows
-buffers. Does not know what is hot, nor how the device is asked.
+The GPU writes the packet into the host's memory. Where the device shares memory with the host and cores suffice, a
+thread sends it, while the host launches (ndp_device/transport/crossing.py). Else the host waits for the packet, sends,
+then launches. Each buffer exists once: a packet has arrived only when the main stream has added what came back for the
+layer before. Knows buffers. Does not know what is hot, nor how the device is asked.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ from vllm_ndp.layer.split import Splitter
 MOST_ROWS = 256
 """Most rows of a step whose layers go this way. A step with more rows computes for so long that waiting costs
 little."""
+CORES = 3
+"""Fewest that the thread is used with: host, device and thread spin, and each needs one (docs/log/gpu.md)."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,8 @@ class Messenger:
         most_rows: int = MOST_ROWS,
     ) -> None:
         self.most_rows = most_rows
-        self._form, self._crossing = form, crossing
+        self._form = form
+        self._crossing = crossing if len(os.sched_getaffinity(0)) >= CORES else None
         here, there = packet_bytes(most_rows, form)
         self._memory = torch.zeros(here, dtype=torch.uint8, device=device)
         self._host_memory = pinned(there, dtype=torch.uint8)

@@ -34,7 +34,7 @@ class Fields:
     """The parts of a packet for T rows of k pairs, as tensors over its memory."""
 
     # on the GPU
-    head: torch.Tensor  # i32 [4]: pairs that leave, rows that leave, programs that have written
+    head: torch.Tensor  # i32 [4]: pairs that leave, rows that leave, programs that have written (0 between two layers)
     sent_rows: torch.Tensor  # i64 [T]: the rows that leave; what follows after head[1] of them means nothing
     slots: torch.Tensor  # i32 [T, k]: where each pair runs here
     # on the host, pinned
