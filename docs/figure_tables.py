@@ -79,15 +79,18 @@ def gpu_dry_run(root: Path = ROOT) -> str:
 
 
 def asynchronous_layer(root: Path = ROOT) -> str:
-    """Microseconds of each part of a decode layer, before and after a change."""
+    """Microseconds of each part of a decode layer, by who sends."""
     measured = load_measured(root / "docs" / "measured")["asynchronous_layer"]
     rows = measured.figures["results"]
     shown = [row for row in rows if not row["holds_gil"]]
-    lines = [f"{row['which']}: {', '.join(f'{part} {us:.0f}' for part, us in row['us'].items())}.\\" for row in shown]
+    lines = [
+        f"the {row['sends']} sends: {', '.join(f'{part} {us:.0f}' for part, us in row['us'].items())}.\\"
+        for row in shown
+    ]
     for row in rows:
         turns = row["fixed_us_of_turns"]
         lock = ", lock held" if row["holds_gil"] else ""
-        lines.append(f"{row['which']}{lock}: fixed {min(turns):.0f} to {max(turns):.0f}.\\")
+        lines.append(f"the {row['sends']} sends{lock}: fixed {min(turns):.0f} to {max(turns):.0f}.\\")
     return "\n".join([*lines, about(measured)])
 
 
