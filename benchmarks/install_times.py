@@ -57,7 +57,7 @@ class Way:
         self._environment = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("PYTHON", "VIRTUAL_ENV", "XDG_", "OMP_", "VLLM_", "HF_"))
+            if not name.startswith(("PYTHON", "VIRTUAL_ENV", "XDG_", "OMP_", "VLLM_", "HF_", "MAKE"))
         }
         self._environment |= {"HOME": str(self.room / "home"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
         # HOME is new, and with it pip's cache; which index pip asks is the machine's own business
