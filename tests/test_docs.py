@@ -152,6 +152,14 @@ def test_a_figure_is_stale_after_code_changed_and_not_after_words(
     assert figure_sources.changed_sources("a", taken, tmp_path) == (["one.*"] if stale else [])
 
 
+def test_a_figure_that_a_newer_python_took_is_not_stale_for_that() -> None:
+    """From 3.12 on a dump names parameters of types, and from 3.13 on it leaves out what is empty."""
+    name = "Name(id='x', ctx=Load())"
+    arguments = "arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])"
+    function = f"FunctionDef(name='f', args={arguments}, body=[Return(value={name})], decorator_list=[])"
+    assert figure_sources.python_code("def f():\n    return x") == f"Module(body=[{function}], type_ignores=[])"
+
+
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
     """The docs and a small package beside them, all pages current."""
