@@ -66,7 +66,13 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "identity": {"cold_precision": "full", "hot_experts": 3},
-    "quantized": {"hot_experts": 4, "avg_bits": 2.0, "replicas": str(REPLICAS)},
+    # a rule for each layer: by default bits are dealt over all layers that a process has, and a stage has its own
+    "quantized": {
+        "hot_experts": 4,
+        "avg_bits": 2.0,
+        "replicas": str(REPLICAS),
+        "policy_options": {"bit_rule": "importance"},
+    },
 }
 SETTINGS["alone"] = SETTINGS["quantized"]
 EXECUTORS = ("mp", "ray")

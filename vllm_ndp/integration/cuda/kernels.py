@@ -122,8 +122,8 @@ _compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
 def _launch(kernel, grid: tuple[int, int, int], key: tuple[Any, ...], pointers, *given) -> None:
     """Launch, and keep what Triton has compiled: to find it again takes Triton longer than to launch it.
 
-    key: the device, and all that Triton compiles anew for but the alignment of pointers. Pointers: those that may not
-    be aligned to 16 bytes; such launches go through Triton.
+    key: the device, and all that decides what Triton compiles, but the alignment of pointers. pointers: those that may
+    lie at any address. Where 16 does not divide it, Triton decides.
     """
     addresses = 0
     for pointer in pointers:
