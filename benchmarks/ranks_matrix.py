@@ -21,6 +21,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -190,8 +191,9 @@ def forked(environments: list[dict[str, str]], act: Callable[[int], Result]) -> 
 
 def failure(log: str, *, is_late: bool, is_ended: bool) -> Result:
     """is_ended: by us, since another of its group had failed."""
-    last = (log.strip().splitlines() or ["it ended without a word"])[-1]
-    return {"failed": f"no answer within {PATIENCE_S:.0f} s" if is_late else last, "log": log, "is_ended": is_ended}
+    first = re.search(r"(?:^|\] )(\w*(?:Error|Exception): .+)", log, re.MULTILINE)  # others follow from it
+    said = first[1] if first else (log.strip().splitlines() or ["it ended without a word"])[-1]
+    return {"failed": f"no answer within {PATIENCE_S:.0f} s" if is_late else said, "log": log, "is_ended": is_ended}
 
 
 class Runs:

@@ -145,12 +145,11 @@ def ranks_matrix(root: Path = ROOT) -> str:
                     text += f"; alone {said(alone)}"
                 row.append(text)
             lines.append(f"| {mode} | {executor} | {' | '.join(row)} |")
+    beside = [f"| {cell['mode']} | {said(cell)} |" for cell in cells if cell["mode"] not in modes]
     lines += ["", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)), ""] if reasons else [""]
-    if earlier := {f"{cell['earlier']}, at {cell['commit']}" for cell in cells if "earlier" in cell}:
-        lines += [f"\\* {'; '.join(sorted(earlier))}", ""]
-    beside = [cell for cell in cells if cell["mode"] not in modes]
-    lines += ["| beside the matrix: mp, eager, identity | tokens identical |", "|---|---|"]
-    lines += [f"| {cell['mode']} | {said(cell)} |" for cell in beside]
+    if earlier := sorted({cell["commit"] for cell in cells if "earlier" in cell}):
+        lines += [f"\\* of earlier code: {', '.join(earlier)}", ""]
+    lines += ["| beside the matrix: mp, eager, identity | tokens identical |", "|---|---|", *beside]
     return "\n".join([*lines, "", cited(measured)])
 
 
