@@ -69,7 +69,11 @@ def gpu_dry_run(root: Path = ROOT) -> str:
         return "No dry run is recorded."
     became = [{piece["piece"]: piece["became"] for piece in run.figures["pieces"]} for run in runs.values()]
     lines = [f"| piece | {' | '.join(runs)} |", "|---" * (1 + len(runs)) + "|"]
-    lines += [f"| `{piece}` | {' | '.join(of.get(piece, '-') for of in became)} |" for piece in became[0]]
+    for piece, said in became[0].items():
+        others = (of.get(piece, "-") for of in became[1:])
+        lines.append(
+            f"| `{piece}` | {' | '.join([said, *('the same' if other == said else other for other in others)])} |"
+        )
     kit = next((run.figures["kit"] for run in reversed(runs.values()) if run.figures["kit"]), [])
     lines += ["", "| part of the kit | MiB | holds |", "|---|---|---|"]
     for part in kit:
