@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -173,8 +174,10 @@ print(sorted(key[0] for key in kernels._compiled))
 
 @pytest.mark.slow
 def test_a_launch_of_what_was_compiled_before_passes_what_the_first_one_passed() -> None:
-    """A driver without a GPU computes what it is passed. Kept: two of each k and kind of ids; one that adds."""
+    """A driver without a GPU computes what it is passed. Kept: one for each k and kind of ids; one that adds."""
     pytest.importorskip("triton")
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler is called cc")
     assert program(LAUNCHED, ROOT / "benchmarks", Path(__file__).parent) == [str(["add"] + ["split"] * 4)]
 
 
