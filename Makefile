@@ -17,7 +17,7 @@ BY_FILE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-rest
 PYTEST = PYTHONHASHSEED=0 $(BIN)/python -m pytest $(BY_FILE)
 LONG = PYTHONHASHSEED=0 $(BIN)/python tests/long_tests.py
 
-.PHONY: figures map wheel-check site gpu-check fuzz simulate audit docs demo test test-fast test-vllm test-long test-changed test-families check gate format wheel setup clean
+.PHONY: map wheel-check site gpu-check fuzz simulate audit docs demo test test-fast test-vllm test-long test-changed test-families check gate format wheel setup clean
 
 demo: export VLLM_LOGGING_LEVEL := ERROR
 demo: $(SERVES)
@@ -50,16 +50,11 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini
-	$(BIN)/python -m pytest -q tests/test_import_rules.py tests/test_architecture.py tests/test_docs.py tests/test_plain_words.py
+	$(BIN)/python -m pytest -q tests/test_import_rules.py tests/test_architecture.py tests/test_docs.py
 
 # The generated parts of the docs: performance.md from docs/measured/, the file tables and arrows of architecture.md.
 docs: $(READY)
 	$(BIN)/python docs/generate.py
-	$(BIN)/python docs/plain_words.py --keep > /dev/null || true
-
-# Takes stale figures of docs/measured again, unattended, HOURS at most; FIGURES: those named, or --all. Then `make docs`.
-figures: $(SERVES)
-	$(BIN)/python benchmarks/figures.py --hours $(or $(HOURS),8) $(FIGURES)
 
 # Every figure of docs/map.md anew.
 map: $(READY)

@@ -2,7 +2,6 @@
 
 The envelope says the question, the command, the machine, its load before and after, the date and the commit, so that a
 figure can be judged and taken again. `docs/measured/` holds such files; `make docs` makes docs/performance.md of them.
-A file of that folder also gets digests of the sources that its figures depend on (figure_sources.py).
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from figure_sources import MEASURED, digests, version
-
 ROOT = Path(__file__).resolve().parent.parent
+MEASURED = Path("docs", "measured")
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
 LINE_WIDTH = 160
 
@@ -54,19 +52,14 @@ class Measurement:
             "figures": figures,
         }
         if path is not None:
-            if path.resolve().parent == ROOT / MEASURED:
-                envelope["sources"] = digests(path.stem, ROOT)
             path.write_text(readable(envelope) + "\n")
         return envelope
 
 
 def save_row(path: Path, question: str, command: str, name: str, row: dict[str, Any]) -> None:
-    """Into a table that several runs fill. Each row says its commit and the version of its sources; the file has
-    digests, without which a page calls it stale, only while every row is of today's sources."""
+    """Into a table that several runs fill. Each row says its commit."""
     known = json.loads(path.read_text())["figures"] if path.is_file() else {}
-    now, today = commit(), version(path.stem, ROOT)
-    rows = dict(sorted((known | {name: row | {"commit": now, "sources": today}}).items()))
-    is_current = all(one.get("sources") == today for one in rows.values())
+    now = commit()
     envelope = {
         "question": question,
         "command": command,
@@ -74,8 +67,7 @@ def save_row(path: Path, question: str, command: str, name: str, row: dict[str, 
         "date": datetime.date.today().isoformat(),
         "commit": now,
         "machine": machine(),
-        "figures": rows,
-        "sources": digests(path.stem, ROOT) if is_current else {},
+        "figures": dict(sorted((known | {name: row | {"commit": now}}).items())),
     }
     path.write_text(readable(envelope) + "\n")
 

@@ -32,7 +32,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from figure_sources import version
 from measured import Measurement, add_json_option, commit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -399,9 +398,9 @@ def main() -> None:
     kept: list[dict[str, Any]] = []
     if arguments.json is not None and arguments.json.exists():
         kept = json.loads(arguments.json.read_text())["figures"]["cells"]
-    today = version("ranks_matrix", ROOT)
+    today = commit()
     for cell in kept:
-        if cell.get("sources") != today:
+        if cell["commit"] != today:
             cell["earlier"] = "of earlier code"
     cells = {tuple(cell[key] for key in ("mode", "executor", "form", "precision")): cell for cell in kept}
     wanted = [
@@ -418,7 +417,7 @@ def main() -> None:
             continue
         found = made.cell(*name)
         cells[name] = dict(zip(("mode", "executor", "form", "precision"), name, strict=True))
-        cells[name] |= found | {"commit": commit(), "sources": today}
+        cells[name] |= found | {"commit": today}
         said = found.get("reason") or f"{found['identical']}/{found['total']}, fallback {found['fallback_pairs']}"
         print(" ".join(f"{part:12}" for part in name), said, found.get("stock_alike", ""), flush=True)
         measurement.save({"tokens": arguments.tokens, "cells": ordered(cells)}, arguments.json)

@@ -1,4 +1,4 @@
-"""Tables of measurements, one function for each: hooks of vLLM, a GPU, ranks, quality, installing, words of pages.
+"""Tables of measurements, one function for each: hooks of vLLM, a GPU, ranks, quality, installing.
 
 Returns Markdown. Each reads its file of docs/measured/ below a root; those of faults are in fault_figures.py.
 """
@@ -270,40 +270,3 @@ def install_times(root: Path) -> str:
         disk = figures["disk_bytes"] / 1e9
         lines.append(f"| {WAYS[name]} | {figures['seconds']:.0f} s | {figures['processor_s']:.0f} s | {disk:.1f} GB |")
     return "\n".join([*lines, "", about(found)])
-
-
-# -- words of pages ----------------------------------------------------------------------------------------------------
-
-GROUPS = {
-    "users' pages: README, start, howto, serving, families, compatibility": (),
-    "extend, glossary, artifact": ("docs/extend.md", "docs/glossary.md", "docs/artifact.md"),
-    "architecture": ("docs/architecture.md",),
-    "timing, systems, lab, map": ("docs/timing.md", "docs/systems.md", "docs/lab.md", "docs/map.md"),
-    "performance": ("docs/performance.md",),
-    "protocol, replica-format, trace-format": ("docs/protocol.md", "docs/replica-format.md", "docs/trace-format.md"),
-    "distributed, faults, gpu, SECURITY": ("docs/distributed.md", "docs/faults.md", "docs/gpu.md", "SECURITY.md"),
-    "log": ("docs/log/",),
-    "docstrings of ndp_device": ("ndp_device",),
-    "docstrings of vllm_ndp": ("vllm_ndp",),
-    "READMEs of patches": ("patches/",),
-}
-"""Pages and packages by what they are for; the first group is kept in the figures."""
-
-
-def words(root: Path = ROOT) -> str:
-    """Words and sentences that must be read twice, before and after the rewrite, by group."""
-    measured = load_measured(root / "docs" / "measured")["words"]
-    figures = measured.figures
-    groups = {name: starts or tuple(figures["pages_of_users"]) for name, starts in GROUPS.items()}
-    lines = [f"| | words at {figures['since']} | now | sentences to mend at {figures['since']} | now |"]
-    lines.append("|---|---|---|---|---|")
-    for name, starts in {**groups, "**in all**": ("",)}.items():
-        count = {
-            (kind, when): sum(row[when] for row in figures[kind] if row["name"].startswith(starts))
-            for kind in ("words", "sentences")
-            for when in ("before", "now")
-        }
-        has_pages = any(row["name"].startswith(starts) for row in figures["words"])
-        cells = [str(number) if kind == "sentences" or has_pages else "" for (kind, _), number in count.items()]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", about(measured)])

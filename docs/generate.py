@@ -12,7 +12,6 @@
     docs/faults.md          kinds of faults (faults.toml), kills, memory over time, attacks, a lost device
     docs/distributed.md     its tables of ranks, from docs/measured/ranks_matrix.json and ranks_wall.json
     docs/systems.md         prompts on both sides, from docs/measured/prefill_sides.json
-    docs/log/house.md       words of pages before and after, from docs/measured/words.json
     docs/replica-format.md  its tables of what is lost (quality_uncovered*.json), and what calibration takes
     README.md               the sentences with measured figures
 
@@ -84,7 +83,6 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
         "attacks": lambda: fault_figures.hostile(load_measured(root / "docs" / "measured")),
         "degraded": lambda: fault_figures.degraded(load_measured(root / "docs" / "measured")),
         "quality on uncovered subjects": lambda: figure_tables.quality_uncovered(root),
-        "words of pages": lambda: figure_tables.words(root),
         "install times": lambda: figure_tables.install_times(root),
         "measured": lambda: rendered("readme-measured.md.j2", root),
     }
@@ -119,7 +117,6 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         "docs/distributed.md",
         "docs/faults.md",
         "docs/gpu.md",
-        "docs/log/house.md",
         "docs/replica-format.md",
         "docs/systems.md",
         "README.md",

@@ -5,24 +5,16 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-from figure_sources import changed_sources
-
 
 class Figures(SimpleNamespace):
-    """One file of docs/measured/: `question`, `command`, `origin`, `date`, `commit`, `machine`, `figures`.
-
-    `changed` holds the globs of sources that changed since: with any, the figures are stale.
-    """
+    """One file of docs/measured/: `question`, `command`, `origin`, `date`, `commit`, `machine`, `figures`."""
 
     name: str
     figures: Any
-    changed: tuple[str, ...] = ()
 
     def row(self, table: str = "results", /, **wanted: Any) -> Any:
         """The only row of a list of figures that has these values."""
@@ -48,8 +40,7 @@ def load_measured(folder: Path) -> dict[str, Figures]:
         content = json.loads(path.read_text())
         if missing := sorted(ENVELOPE - content.keys()):
             raise ValueError(f"{path.name} must say {', '.join(missing)}: write it with the benchmark's --json")
-        changed = changed_sources(path.stem, content.pop("sources", None), folder.parent.parent)
-        found[path.stem.replace("-", "_")] = Figures(**content, name=path.stem, changed=tuple(changed))
+        found[path.stem.replace("-", "_")] = Figures(**content, name=path.stem)
     return found
 
 
@@ -64,20 +55,12 @@ def about(measured: Figures) -> str:
         low, high = min(load), max(load)
         parts.append(f"load {low:.1f}" if high - low < 0.05 else f"load {low:.1f} to {high:.1f}")
     command = "" if measured.command == BY_HAND else f"`{measured.command}`\\\n"
-    return f"{command}{', '.join(parts)}{before(measured)}"
+    return f"{command}{', '.join(parts)}"
 
 
 def cited(measured: Figures) -> str:
     """Where figures come from, in short: the file has the rest."""
-    age = ", **stale**" if measured.changed else ""
-    return f"[{measured.commit}](measured/{measured.name}.json), {measured.machine['processor']}{age}"
-
-
-def before(measured: Figures) -> str:
-    """Empty where the figures are of today's code, or the first of the sources that changed."""
-    if not measured.changed:
-        return ""
-    return f"; **stale**: `{measured.changed[0]}` changed"
+    return f"[{measured.commit}](measured/{measured.name}.json), {measured.machine['processor']}"
 
 
 def headline(
@@ -89,7 +72,7 @@ def headline(
     command = source.command if source.command == BY_HAND else f"`{source.command.split(' --')[0]}`"
     while (round(now, digits) >= target if at_least else round(now, digits) <= target) != met:
         digits += 1  # 40.3 of 40 would read as met
-    verdict = ("met" if met else "**missed**") + (f", [stale](measured/{source.name}.json)" if source.changed else "")
+    verdict = "met" if met else "**missed**"
     return f"| {claim} | {f'{now:.{digits}f} {unit}'.rstrip()} | {wanted} | {verdict} | {command} |"
 
 

@@ -1,15 +1,14 @@
-"""The map's page follows from docs/measured/map.json, and what the README says of it does too."""
+"""The map's page follows from docs/measured/map.json."""
 
 from __future__ import annotations
 
 import sys
 from xml.etree import ElementTree
 
-import pytest
 from paths import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
-from map_page import AS_FITTED, Map, compared, history, page, renewed
+from map_page import AS_FITTED, Map, compared, history, page
 from map_picture import picture
 from measured_figures import Figures, load_measured
 
@@ -133,13 +132,3 @@ def test_a_win_by_a_part_needs_that_lead():
     known = Map(small({"assumed": AS_FITTED, "rows": rows}))
     assert len(known.won(AS_FITTED, "4 bits")) == len(known.won(AS_FITTED, "4 bits", by=0.02)) == 1
     assert known.won(AS_FITTED, "4 bits", by=0.05) == []
-
-
-def test_the_readmes_sentence_follows_from_the_map():
-    readme = (ROOT / "README.md").read_text()
-    assert renewed(readme, SOURCE) == readme
-    known, limit = Map(SOURCE), "4 bits"
-    won, filled = len(known.won(AS_FITTED, limit)), known.filled(AS_FITTED, limit)
-    assert f"{filled} pairs of model and GPU memory: the device wins {won}, " in readme
-    with pytest.raises(LookupError, match="0 times"):
-        renewed("", SOURCE)
