@@ -20,7 +20,7 @@ from ndp_device.turns import Turns
 
 _IDLE_MS = 250  # how often an idle device looks for its parent and for a signal
 _SILENT_NS = 500_000_000  # nobody asked for so long: no decode is running, which would ask every few milliseconds
-_FAILS_AT_MOST = 100  # one after the other: then there is no hope
+_FAILS_AT_MOST = 100  # one after the other, of no single peer's doing (transport/base.py): then there is no hope
 _log = logging.getLogger(__name__)
 
 
@@ -100,18 +100,20 @@ class Server:
         handler.queue_depth = self._turns.num_waiting
         try:
             reply = handler.reply(client, received.frames, received.damage, (start_ns - received.seen_ns) // 1000)
+            received.release()
+            self._send(client, reply)
         except Exception:  # a mistake of this program: one peer loses its connection, nobody loses the device
             _log.exception("a request could not even be refused")
             self._transport.drop(client)
-            return
-        received.release()
-        if self._failpoints is None:
-            self._transport.send(client, reply)
-        else:
-            for outgoing in self._failpoints(self._transport.with_checksum(client, reply)):
-                self._transport.send_as_is(client, outgoing)
         now_ns = self._served_ns = self._clock.monotonic_ns()
         self._turns.served(client, now_ns - start_ns, now_ns, computed=handler.num_executed > executed)
+
+    def _send(self, client: bytes, reply: Frames) -> None:
+        if self._failpoints is None:
+            self._transport.send(client, reply)
+            return
+        for outgoing in self._failpoints(self._transport.with_checksum(client, reply)):
+            self._transport.send_as_is(client, outgoing)
 
     def _others_compute(self, client: bytes) -> bool:
         return self._turns.others_compute(client, self._clock.monotonic_ns())

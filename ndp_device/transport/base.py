@@ -43,7 +43,8 @@ class ServerTransport(Protocol):
     """The device's end of all connections. A client is a name that the transport makes for one connection.
 
     Frames come out checked, with their damage named, and go in without a checksum. Nothing here raises because of what
-    a peer did: a connection that is of no use ends, and `on_gone` says so from within `receive`.
+    a peer did: a connection that is of no use ends, and `on_gone` says so from within `receive`. Where `receive` raises
+    for another reason, the next call hands over what had been read.
     """
 
     on_gone: Callable[[bytes], None]

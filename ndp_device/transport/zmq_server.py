@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import secrets
 import socket
 import stat
 import time
@@ -49,6 +50,10 @@ _ENDLESS = 6  # checks that saw bytes of one message arrive: its frames have 8 M
 _TRIMS = 2  # checks after a connection's end that give its memory back: a queue of libzmq's ends a while later
 _SPIN_SLICE_NS = 50_000  # after which a spinning device looks at its socket
 _FLUSH_MS = 500
+_DOMAIN = b"ndp"
+"""Named, libzmq ends peers of ZMTP 1 and 2, as which it takes any bytes that are no greeting. They have no handshake,
+and their messages no descriptor. Without a ZAP handler the name has no other effect."""
+
 _KEEP_MEMORY_NS = 1_000_000_000  # that a host may take to use its memory for the first time
 _ASLEEP_NS = 300_000_000_000
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
@@ -80,6 +85,7 @@ class ZmqServer:
         self._peers: dict[bytes, _Peer] = {}
         self._names: dict[int, bytes] = {}  # descriptor -> the peer behind it
         self._gone: list[bytes] = []
+        self._read: list[Received] = []  # and not handed over yet: what fails afterwards loses none of them
         self._num_cut = 0
         self._spinner = shm.Spinner(shm.DEVICE_SPIN_US)
         self._active_ns = self._looked_ns = self._checked_ns = self._emptied_ns = 0
@@ -88,6 +94,7 @@ class ZmqServer:
         self._is_bound = False
         self._allowed = None if keys is None else AllowList(keys, _log.warning)
         sockets.allow_many_descriptors()
+        _make_names_unknown()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(_IO_THREADS)
         self._socket = self._context.socket(zmq.ROUTER)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
@@ -106,17 +113,24 @@ class ZmqServer:
 
     def receive(self, timeout_ms: int) -> list[Received]:
         """Requests that arrived. While they come by memory, a look at the socket before each would cost too much."""
+        if not self._read:  # else the last call failed after it had read them
+            self._take(timeout_ms)
+        arrived, self._read = self._read, []
+        return arrived
+
+    def _take(self, timeout_ms: int) -> None:
         now = time.monotonic_ns()
-        arrived = self._from_rings(now)
+        self._from_rings(now)
         if now - self._looked_ns > _SPIN_SLICE_NS or now - self._active_ns > self._spinner.spin_ns:
-            self._look(now, arrived)
+            self._look(now)
         while self._gone:
             self.on_gone(self._gone.pop())
-        if arrived or not timeout_ms:
-            return arrived
-        return self._spin() or self._sleep(timeout_ms)
+        if not self._read and timeout_ms:
+            self._spin()
+            if not self._read:
+                self._sleep(timeout_ms)
 
-    def _look(self, now_ns: int, arrived: list[Received]) -> None:
+    def _look(self, now_ns: int) -> None:
         """Take what the socket has, in a bounded number of messages."""
         self._looked_ns = now_ns
         self._watch()
@@ -124,27 +138,32 @@ class ZmqServer:
             if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 self._emptied_ns = now_ns
                 break
-            if received := self._from_socket(now_ns):
-                arrived.append(received)
+            self._from_socket(now_ns)
         if now_ns - self._checked_ns > _CHECK_NS:
             self._check(now_ns)
 
-    def _from_socket(self, now_ns: int) -> Received | None:
+    def _from_socket(self, now_ns: int) -> None:
         first: zmq.Frame = self._socket.recv(zmq.NOBLOCK, copy=False)
         frames: list[codec.Buffer] = []
         while self._socket.getsockopt(zmq.RCVMORE):
             frame = self._socket.recv(copy=False)
             if len(frames) <= MAX_FRAMES:
                 frames.append(sockets.content(frame))
-        peer = self._peers.get(first.bytes) or self._meet(first)
-        if peer is None:
-            self._trims = _TRIMS
-            return None  # its connection has ended meanwhile: nobody would read an answer
-        self._open[peer.fd] = now_ns
-        if len(frames) > MAX_FRAMES:
-            self._end(peer, f"a message may have {MAX_FRAMES} frames")
-            return None
-        return self._message(peer, frames, now_ns)
+        peer = self._peers.get(first.bytes)
+        try:
+            peer = peer or self._meet(first)
+            if peer is None:
+                self._trims = _TRIMS
+                return  # its connection has ended meanwhile: nobody would read an answer
+            self._open[peer.fd] = now_ns
+            if len(frames) > MAX_FRAMES:
+                self._end(peer, f"a message may have {MAX_FRAMES} frames")
+            elif received := self._message(peer, frames, now_ns):
+                self._read.append(received)
+        except Exception:  # a mistake of this program, or no memory: this peer's loss, and nobody else's
+            _log.exception("a message could not be looked at")
+            if peer is not None:
+                self._end(peer, "its message could not be looked at")
 
     def _message(self, peer: _Peer, frames: Frames, now_ns: int) -> Received | None:
         if fragments.is_fragment(frames):
@@ -172,20 +191,19 @@ class ZmqServer:
             return Received(peer.name, (joining.header if joining is not None else b"", b""), str(error), now_ns)
         return None
 
-    def _from_rings(self, now_ns: int) -> list[Received]:
-        """One message of each ring: the next one of it comes when this one was served."""
-        arrived = []
-        for peer in self._peers.values():
+    def _from_rings(self, now_ns: int) -> None:
+        """Take one message of each ring: the next one of it comes when this one was served."""
+        for peer in list(self._peers.values()):
             channel = peer.channel
             if channel is not None and not peer.is_lent and channel.ring.readable():
                 try:
-                    taken = channel.take()
+                    if (taken := channel.take()) is not None:
+                        self._read.append(self._from_memory(peer, channel, taken, now_ns))
                 except (RemoteProtocolError, MemoryError) as error:
                     self._end(peer, str(error))
-                    break  # of a dictionary that may have changed
-                if taken is not None:
-                    arrived.append(self._from_memory(peer, channel, taken, now_ns))
-        return arrived
+                except Exception:
+                    _log.exception("a message in shared memory could not be looked at")
+                    self._end(peer, "its message could not be looked at")
 
     def _from_memory(self, peer: _Peer, channel: ShmChannel, taken: shm.Taken, now_ns: int) -> Received:
         header, body, intact = taken
@@ -201,24 +219,22 @@ class ZmqServer:
 
     # -- until there is something --------------------------------------------------------------------------------
 
-    def _spin(self) -> list[Received]:
+    def _spin(self) -> None:
         """A client that was served within the last milliseconds is likely to ask again before it could ring."""
         channels = [
             peer.channel for peer in self._peers.values() if peer.channel is not None and peer.channel.has_spoken
         ]
-        arrived: list[Received] = []
         while channels and time.monotonic_ns() - self._active_ns < self._spinner.spin_ns and not self._spinner.is_calm:
             seen = self._spinner.spin(channels, _SPIN_SLICE_NS)
             now = time.monotonic_ns()
             if seen:
-                arrived = self._from_rings(now)
+                self._from_rings(now)
             if not seen or now - self._looked_ns > _SPIN_SLICE_NS:
-                self._look(now, arrived)
-            if arrived or self._gone:
+                self._look(now)
+            if self._read or self._gone:
                 break
-        return arrived
 
-    def _sleep(self, timeout_ms: int) -> list[Received]:
+    def _sleep(self, timeout_ms: int) -> None:
         channels = [peer.channel for peer in self._peers.values() if peer.channel is not None]
         polled: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._monitor, zmq.POLLIN)]
         polled += [(channel.doorbell, zmq.POLLIN) for channel in channels]
@@ -228,9 +244,8 @@ class ZmqServer:
         for channel in channels:
             channel.awake()
         now = time.monotonic_ns()
-        arrived = self._from_rings(now)
-        self._look(now, arrived)
-        return arrived
+        self._from_rings(now)
+        self._look(now)
 
     # -- out -----------------------------------------------------------------------------------------------------
 
@@ -406,6 +421,7 @@ class ZmqServer:
             (zmq.HANDSHAKE_IVL, sockets.HANDSHAKE_MS),
             (zmq.BACKLOG, MAX_CONNECTIONS),
             (zmq.ROUTER_MANDATORY, 1),
+            *(() if keys is not None else ((zmq.ZAP_DOMAIN, _DOMAIN),)),  # with keys they do not come in anyway
             (zmq.IPV6, int("[" in address.text)),
             *sockets.KEEPALIVE,
         ):
@@ -413,7 +429,7 @@ class ZmqServer:
         if keys is not None and self._authenticator is not None:
             self._authenticate(self._authenticator, keys)
         if self._path is not None:
-            self._take(self._path)
+            self._take_path(self._path)
             for user in {os.geteuid(), 0}:  # whatever the path's mode says
                 self._socket.setsockopt(zmq.IPC_FILTER_UID, user)
         previous = os.umask(0o077)
@@ -429,7 +445,7 @@ class ZmqServer:
         finally:
             os.umask(previous)
 
-    def _take(self, path: Path) -> None:
+    def _take_path(self, path: Path) -> None:
         make_private(path.parent)
         self._lock = take(path)
         with contextlib.suppress(FileNotFoundError):
@@ -472,6 +488,12 @@ def _give_memory_back() -> None:
     """Give free memory back to the system. glibc keeps the memory of large messages for later ones."""
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def _make_names_unknown() -> None:
+    """libzmq counts the names of connections up from a rand() that nobody seeds; a name twice ends the process."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).srand(secrets.randbits(32))
 
 
 def _end_sockets(

@@ -6,6 +6,7 @@ and every answer can be read. Targets that keep something between inputs are mad
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import random
@@ -121,6 +122,40 @@ def _run_fragments(data: bytes) -> None:
                 joining = None
         except RemoteProtocolError:
             joining = None
+
+
+@functools.cache
+def _server_and_host() -> Any:
+    """A device's socket, and a host that has sent something: made once, because no peer may cost a host anything."""
+    sys.path.append(str(ROOT / "tests" / "ndp_device" / "transport"))
+    import raw_zmtp
+    import server_by_hand
+
+    server = server_by_hand.serving(Path(tempfile.mkdtemp(prefix="ndp-fuzz-")))
+    host = server_by_hand.host_of(server.address)
+    ping = codec.encode(msg.Ping(1))
+    server_by_hand.ask(server, host, ping)
+    return raw_zmtp, server, host, ping
+
+
+def _stream_seeds() -> list[bytes]:
+    zmtp, _, _, ping = _server_and_host()
+    hello = zmtp.GREETING + zmtp.READY
+    sound = checksum.write(*ping), bytes(ping[1])
+    return [*zmtp.WITHOUT_HANDSHAKE.values(), hello + zmtp.message(*map(bytes, sound)), hello + zmtp.message(b"", b"x")]
+
+
+def _run_stream(data: bytes) -> None:
+    """Whatever a connection carries: nothing is raised, and the message that an honest host sends meanwhile arrives."""
+    zmtp, server, host, ping = _server_and_host()
+    with zmtp.connected(server.address) as peer:
+        peer.setblocking(False)
+        with contextlib.suppress(OSError):
+            peer.sendall(data)
+        assert host.send(ping)
+        honest = bytes(checksum.write(*ping))
+        while bytes(server.until_one().frames[0]) != honest:
+            pass
 
 
 # -- device ------------------------------------------------------------------------------------------------------------
@@ -272,6 +307,7 @@ def targets() -> list[Target]:
         Target("codec-request", vectors, mutated_frames, functools.partial(_run_decode, codec.decode_request)),
         Target("codec-reply", vectors, mutated_frames, functools.partial(_run_decode, codec.decode_reply)),
         Target("fragments", _fragment_seeds, mutated_bytes, _run_fragments),
+        Target("stream", _stream_seeds, mutated_bytes, _run_stream),
         Target("handler", _handler_seeds, _mutated_conversation, _run_handler),
         Target("client", _client_seeds, _mutated_answer, _run_client),
     ]

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 from raw_zmtp import greeted, message
+from server_by_hand import LOOPBACK
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS
 
 from ndp_device.protocol import codec
@@ -28,19 +29,29 @@ PATIENCE_S = 60.0
 
 
 class Device:
-    def __init__(self, model_dir: Path, directory: Path, limits: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        directory: Path,
+        limits: Callable[[], None] | None = None,
+        *,
+        by_tcp: bool = False,
+    ) -> None:
         self.path = directory / "private" / "device"
-        self.address = f"ipc://{self.path}"
+        address, without_keys = f"ipc://{self.path}", []
+        if by_tcp:
+            address, without_keys = "tcp://127.0.0.1:0", ["--insecure-loopback"]
+        self._keys = LOOPBACK if by_tcp else None
         self.log = directory / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*PROGRAM, "serve", "--address", self.address, "--kernel", "reference", "--model", str(model_dir)],
+                [*PROGRAM, "serve", str(model_dir), "--address", address, "--kernel", "reference", *without_keys],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 preexec_fn=limits,
             )
         assert self.process.stdout is not None
-        assert json.loads(self.process.stdout.readline())["ready"]
+        self.address: str = json.loads(self.process.stdout.readline())["address"]
 
     def resident(self) -> int:
         return int(psutil.Process(self.process.pid).memory_info().rss)
@@ -51,7 +62,7 @@ class Device:
 
     @contextmanager
     def host(self, *, shared_memory: bool = True) -> Iterator[DeviceClient]:
-        client = DeviceClient(self.address, deadline_ms=PATIENCE_S * 1e3, shared_memory=shared_memory)
+        client = DeviceClient(self.address, deadline_ms=PATIENCE_S * 1e3, shared_memory=shared_memory, keys=self._keys)
         try:
             client.connect(PATIENCE_S)
             client.install_plan(1, np.full((LAYERS, EXPERTS), 16, np.uint8))
