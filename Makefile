@@ -52,11 +52,11 @@ check: $(READY)
 	$(BIN)/mypy --config-file tests/mypy.ini
 	$(BIN)/python -m pytest -q tests/test_import_rules.py tests/test_architecture.py tests/test_docs.py
 
-# The generated parts of the docs: performance.md from docs/measured/, the file tables and arrows of architecture.md.
+# Figures of docs/measured/ into the pages.
 docs: $(READY)
 	$(BIN)/python docs/generate.py
 
-# Every figure of docs/map.md anew.
+# Every figure of docs/map.md again.
 map: $(READY)
 	$(BIN)/python benchmarks/where_near_data_pays.py --json docs/measured/map.json
 	$(BIN)/python docs/generate.py

@@ -1,7 +1,6 @@
-"""Pages of the site that follow from the code: commands, settings, metrics, errors. A hook of mkdocs (mkdocs.yml).
+"""Pages of the site that follow from the code: commands, settings, metrics, models. A hook of mkdocs (mkdocs.yml).
 
-Made when the site is built and kept nowhere, so they cannot be out of date. Errors are read from the source: every
-`raise` of an error of ours, its sentence with the places that are filled in; error_families.py says why and what to do.
+Made when the site is built and kept nowhere, so they cannot be out of date.
 """
 
 from __future__ import annotations
@@ -10,111 +9,13 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import code_tables
-import fault_figures
-import figure_tables
-from error_families import FAMILIES, family_of
-
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("ndp_device", "vllm_ndp")
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)")
-NOT_SERVED = ("measured", "templates")
-"""Folders of docs/ that a site does not have."""
-
-
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sentence:
-    """What an error says, where it comes from."""
-
-    error: str
-    text: str
-    file: str
-
-    @property
-    def advice(self) -> str:
-        """Messages end with what to do, behind their last colon."""
-        last = self.text.rpartition(": ")[2] if ": " in self.text else ""
-        return last if re.search(r"[a-z]{3}", last) else ""
-
-
-def error_classes() -> dict[str, str]:
-    """Every class below NdpError, whichever file defines it -> the first line of its docstring."""
-    bases: dict[str, set[str]] = {}
-    about: dict[str, str] = {}
-    for path in _sources():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                bases[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
-                about[node.name] = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ")
-    ours = {"NdpError"}
-    while grown := {name for name, of in bases.items() if of & ours} - ours:
-        ours |= grown
-    return {name: about[name] for name in sorted(ours) if name in about}
-
-
-def sentences() -> Iterator[Sentence]:
-    """Of every error that the code raises or makes with a sentence of its own."""
-    classes = error_classes()
-    for path in _sources():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes):
-                continue
-            for argument in node.args:
-                text = _text(argument)
-                if " " in text.strip("… "):
-                    yield Sentence(node.func.id, text, path.relative_to(ROOT).as_posix())
-
-
-def _text(node: ast.expr) -> str:
-    """The sentence with … for what is filled in."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    if isinstance(node, ast.JoinedStr):
-        return "".join(_text(part) if isinstance(part, ast.Constant) else "…" for part in node.values)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _text(node.left) + _text(node.right)
-    return "…"
-
-
-def _sources() -> list[Path]:
-    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-
-
-def refusals() -> Iterator[Sentence]:
-    """What the plugin refuses beside itself: pairs of a condition and a sentence's end, in two functions."""
-    for name in ("compat.py", "cuda/limits.py"):
-        path = ROOT / "vllm_ndp" / "integration" / name
-        functions = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
-        for function in (one for one in functions if one.name in ("check", "refusals")):
-            for node in ast.walk(function):
-                text = _text(node.elts[1]) if isinstance(node, ast.Tuple) and len(node.elts) == 2 else ""
-                if " " in text:
-                    whole = f"quantization 'ndp' does not work together with {text}"
-                    yield Sentence("ConfigError", whole, path.relative_to(ROOT).as_posix())
-
-
-def errors_page() -> str:
-    """Families, each with its reason, what to do, and its sentences."""
-    found = sorted({*sentences(), *refusals()}, key=lambda one: (one.error, one.text))
-    classes = error_classes()
-    lines = ["# Errors", "", f"The {len(found)} sentences that errors of ours are made of, … for what is filled in. A"]
-    lines += ["command ends with one of them on stderr and exit code 2; a server refuses to start with one.", ""]
-    for family in FAMILIES:
-        own = [one for one in found if family_of(one.error, one.text, one.file) is family]
-        kinds = "; ".join(f"`{name}`: {classes[name]}" for name in sorted({one.error for one in own}))
-        lines += [f"## {family.title}", "", kinds, "", f"**Why.** {family.why}", ""]
-        lines += [f"**What to do.** {family.what_to_do}", "", "| sentence | which says | from |", "|---|---|---|"]
-        lines += [f"| {_cell(one.text)} | {_cell(one.advice)} | `{one.file}` |" for one in own]
-        lines.append("")
-    return "\n".join(lines)
+NOT_SERVED = ("claims.toml", "measured", "templates")
+"""What a site does not have of docs/."""
 
 
 def _cell(text: str) -> str:
@@ -200,16 +101,62 @@ def _table_of(tree: ast.Module, name: str) -> Iterator[tuple[str, str]]:
                     yield str(key.value), str(first.value)
 
 
+# -- published models --------------------------------------------------------------------------------------------------
+
+CONTEXT = 4096
+
+
+def models_page() -> str:
+    """Sizes of every published model, and what its GPU takes for one token beside routed experts."""
+    from ndp_device.timing.public_models import PUBLIC_MODELS
+    from ndp_device.timing.shapes import SHAPES
+    from ndp_device.timing.spec import load_hardware
+    from vllm_ndp.simulation.gpu_timing import GpuModel
+
+    hardware = load_hardware("h100-ndp512")
+    lines = [
+        "# Published models\n",
+        "| model | config.json of | MoE layers (of all) | E / top-k | H / I | attention | 10^9 parameters: here, card "
+        f"(active) | KV bytes/token | state KB/request | us/token beside experts, {CONTEXT} cached |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, public in PUBLIC_MODELS.items():
+        model = SHAPES[name]
+        gpu = GpuModel(hardware, model)
+        forms = dict.fromkeys(attention_name(layer.attention) for layer in model.decoder)
+        counts = [sum(attention_name(layer.attention) == form for layer in model.decoder) for form in forms]
+        attention = ", ".join(f"{count} {form}" for form, count in zip(forms, counts, strict=True))
+        total, active = public.published
+        beside = sum(gpu.before_experts_ps(1, CONTEXT)) + model.num_layers * gpu.shared_ps(1) + gpu.head_ps(1)
+        cells = (
+            name,
+            public.source,
+            f"{model.num_layers} ({len(model.decoder)})",
+            f"{model.num_experts} / {model.top_k}",
+            f"{model.hidden_size} / {model.intermediate_size}",
+            attention,
+            f"{model.num_parameters / 1e9:.1f}, {total:g} ({model.num_active_parameters / 1e9:.1f}, {active:g})",
+            f"{model.kv_bytes}",
+            f"{model.state_bytes / 1000:.0f}" if model.state_bytes else "-",
+            f"{beside / 1e6:.0f}",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def attention_name(attention: Any) -> str:
+    """What the table calls a form of attention."""
+    if attention.window:
+        return f"{'chunks' if attention.is_chunked else 'window'} of {attention.window}"
+    names = {"GroupedQuery": "full", "Latent": "latent", "GatedDelta": "linear", "StateSpace": "Mamba-2"}
+    return names.get(type(attention).__name__, type(attention).__name__)
+
+
 PAGES = {
     "reference/commands.md": commands_page,
     "reference/settings.md": settings_page,
     "reference/metrics.md": metrics_page,
-    "reference/errors.md": errors_page,
-    "reference/files.md": code_tables.files_page,
-    "reference/faults.md": lambda: f"# Faults that tests cover\n\n{fault_figures.every_fault(ROOT)}\n",
-    "reference/hooks.md": lambda: f"# Hooks of vLLM\n\n{figure_tables.vllm_hooks(ROOT)}\n",
-    "reference/models.md": lambda: f"# Published models\n\n{code_tables.published_models()}\n",
-    "reference/options.md": lambda: f"# Options of vllm serve\n\n{code_tables.option_answers()}\n",
+    "reference/models.md": models_page,
 }
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "docs"))
-
-import import_graph  # noqa: E402
+import import_graph
 
 
 def test_no_module_reaches_itself_again() -> None:

@@ -1,9 +1,11 @@
-"""What the docs point at exists: files that are linked, commands and settings that are named."""
+"""What the docs point at exists: files, commands, settings. Figures on pages are those that are kept."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +19,10 @@ from ndp_device.__main__ import app as ndp_device
 from vllm_ndp.app import app as vllm_ndp
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.setting_names import DEBUG, TOP
+
+sys.path.insert(0, str(ROOT / "docs"))
+
+import generate
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 TODAY = [page for page in PAGES if "log" not in page.parts and page.name != "CHANGELOG.md"]
@@ -81,3 +87,28 @@ def test_every_setting_that_a_page_shows_exists() -> None:
     named = {(page.name, name) for page in TODAY for name in settings_named(page.read_text())}
     assert len(named) > 10, "the pattern finds less than the pages hold"
     assert sorted((page, name) for page, name in named if name not in SETTINGS) == []
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def test_figures_on_pages_are_those_of_docs_measured() -> None:
+    """Run `make docs` where this fails: a file of docs/measured has changed, or a figure on a page."""
+    assert sorted(path.name for path in generate.stale()) == []
+
+
+def test_a_changed_figure_reaches_its_pages_and_one_without_its_origin_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    path = tmp_path / "docs" / "measured" / "protocol_roundtrip.json"
+    content = json.loads(path.read_text())
+    row = next(row for row in content["figures"]["results"] if (row["name"], row["bytes"]) == ("slot", 8192))
+    row["p50_us"] += 10
+    path.write_text(json.dumps(content))
+    pages = {path.name: text for path, text in generate.stale(tmp_path).items()}
+    assert set(pages) == {"README.md", "performance.md"}
+    assert f"| {row['p50_us']:.1f} us | ≤ 10 | **missed** |" in pages["performance.md"]
+    del content["command"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"protocol_roundtrip\.json must say command"):
+        generate.stale(tmp_path)

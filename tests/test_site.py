@@ -14,6 +14,7 @@ import typer
 import yaml
 from paths import ROOT
 
+from ndp_device.timing.public_models import PUBLIC_MODELS
 from vllm_ndp.app import app
 from vllm_ndp.setting_names import DEBUG, TOP
 
@@ -42,21 +43,18 @@ def test_every_page_has_a_place_in_the_site_and_every_place_a_page() -> None:
     assert set(placed) == (there - in_the_log) | set(site_pages.PAGES) | {"index.md"}
 
 
-def test_the_pages_of_commands_and_settings_leave_none_out() -> None:
+def test_the_pages_of_commands_settings_metrics_and_models_leave_none_out() -> None:
     commands = site_pages.commands_page()
     group: Any = typer.main.get_command(app)
     assert [name for name in group.commands if f"### vllm-ndp {name}\n" not in commands] == []
-    assert "$ vllm-ndp doctor" in commands
     settings = site_pages.settings_page()
     assert [name for name in (*TOP, *DEBUG) if f"| `{name}` |" not in settings and name != "debug"] == []
     assert all(row.count(" | ") >= 3 for row in settings.splitlines() if row.startswith("| `"))
-
-
-def test_the_page_of_metrics_names_those_that_are_served() -> None:
-    """The names are read without vLLM; test_integration_serve.py scrapes them from a server."""
-    page = site_pages.metrics_page()
+    metrics = site_pages.metrics_page()  # read without vLLM; test_integration_serve.py scrapes them from a server
     for name in ("vllm:ndp_pairs_total", "vllm:ndp_simulated_tpot_seconds", "vllm:ndp_measured_tpot_seconds"):
-        assert f"`{name}`" in page
+        assert f"`{name}`" in metrics
+    models = site_pages.models_page()
+    assert [name for name in PUBLIC_MODELS if f"| {name} |" not in models] == []
 
 
 def test_links_to_what_a_site_does_not_have_become_paths() -> None:

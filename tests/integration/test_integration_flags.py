@@ -13,11 +13,9 @@ import pytest
 import torch
 from engines import MODEL, PROMPTS, ROOT, engine, greedy, token_ids
 from safetensors.torch import load_file, save_file
+from serve_options import EACH_NOT_OURS, EACH_REFUSED, EACH_WORKS, NOT_OURS, REFUSED, WORKS
 
 from ndp_device.errors import ConfigError
-
-sys.path.insert(0, str(ROOT / "docs"))
-from serve_options import EACH_NOT_OURS, EACH_REFUSED, EACH_WORKS, NOT_OURS, REFUSED, WORKS
 
 pytestmark = pytest.mark.vllm
 

@@ -1,4 +1,4 @@
-"""Each option of `vllm serve`, given on a command line, does beside the plugin what docs/serve_options.py says.
+"""Each option of `vllm serve`, given on a command line, does beside the plugin what serve_options.py says.
 
 No engine starts: an option is read by vLLM's own parser and made into its configuration, with `--quantization ndp` and
 without. What vLLM itself refuses here (no GPU, no such file) it must refuse beside the plugin in the same words.
@@ -12,18 +12,15 @@ import dataclasses
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 import pytest
-from engines import MODEL, ROOT
+from engines import MODEL
+from serve_options import NOT_OURS, REFUSED, WORKS
 
 from ndp_device.errors import ConfigError
-
-sys.path.insert(0, str(ROOT / "docs"))
-from serve_options import NOT_OURS, REFUSED, WORKS
 
 pytestmark = pytest.mark.vllm
 

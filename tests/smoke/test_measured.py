@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
 
+import generate  # noqa: E402
 import measured  # noqa: E402
-import measured_figures  # noqa: E402
 
 
 def test_the_file_and_the_last_line_hold_the_same_and_the_docs_can_read_it(
@@ -27,7 +27,7 @@ def test_the_file_and_the_last_line_hold_the_same_and_the_docs_can_read_it(
     rows = [{"bits": bits, "ms": 1.5 * bits, "note": "x" * 100} for bits in (1, 2)]
     measured.Measurement("How fast?\n\nMore about it.").end({"results": rows}, arguments.json)
     assert json.loads(path.read_text()) == json.loads(capsys.readouterr().out.splitlines()[-1])
-    found = measured_figures.load_measured(tmp_path)["some_figure"]
+    found = generate.load_measured(tmp_path)["some_figure"]
     assert found.question == "How fast?"
     assert found.command == "python benchmarks/some.py --rounds 2"
     assert found.row(bits=2)["ms"] == 3.0
@@ -62,6 +62,6 @@ def test_a_table_that_several_runs_fill_keeps_the_rows_of_earlier_ones(tmp_path:
     file = tmp_path / "families.json"
     for name, tokens in (("second", 2), ("first", 1), ("second", 3)):
         measured.save_row(file, "Same?", "make it", name, {"tokens": tokens})
-    rows = measured_figures.load_measured(tmp_path)["families"].figures
+    rows = generate.load_measured(tmp_path)["families"].figures
     assert {name: row["tokens"] for name, row in rows.items()} == {"first": 1, "second": 3}
     assert all("commit" in row for row in rows.values())

@@ -1,10 +1,10 @@
-"""What becomes of every option of `vllm serve` beside `--quantization ndp`. Data only: docs/compatibility.md shows it.
+"""What becomes of every option of `vllm serve` beside `--quantization ndp`. Data only.
 
     WORKS        with the test that shows it
     REFUSED      at the start, in one sentence, with the test that shows it
     NOT_OURS     vLLM acts on it as ever, and the plugin takes no part
 
-tests/integration/test_integration_flags.py holds the three together equal to what vLLM offers, so that an option of a
+test_integration_flags.py holds the three together equal to what vLLM offers, so that an option of a
 new version is answered before that version is supported; test_integration_options.py gives each option on a command
 line, with the plugin and without. Imports nothing of vLLM.
 """
