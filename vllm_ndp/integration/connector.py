@@ -73,6 +73,25 @@ class MovesNoKv(KVTransferConfig):
         return False
 
 
+def _count_appended(request: Request, report: RequestReport) -> None:
+    """Count tokens as vLLM appends them: it forgets a part's before the report of its last step is in."""
+    append = request.append_output_token_ids
+    report.appended = 0
+
+    def counted(token_ids: int | list[int]) -> None:
+        append(token_ids)
+        report.appended = (report.appended or 0) + (1 if isinstance(token_ids, int) else len(token_ids))
+
+    request.append_output_token_ids = counted
+
+
+def _finish_of_part(request: Request) -> str:
+    """How the part of a session's input ended that was answered last; empty while it is being answered."""
+    if request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+        return ""
+    return "length" if request.num_output_tokens >= request.max_tokens else "stop"
+
+
 class NdpConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -126,7 +145,12 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         self._num_steps += 1
         for request_id in scheduler_output.num_scheduled_tokens:
             if request_id in self._requests:
-                self._requests[request_id][1].last_step = self._num_steps
+                request, report = self._requests[request_id]
+                report.last_step = self._num_steps
+                if request.num_prompt_tokens != report.prompt_end:  # what is computed here are parts before this one
+                    report.begin_part(
+                        request.num_prompt_tokens, request.num_prompt_tokens - request.num_computed_tokens
+                    )
         return FinishedReports(told, self._num_steps)
 
     def has_pending_push_work(self) -> bool:
@@ -134,10 +158,11 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         return bool(self._untold)
 
     def on_new_request(self, request: Request) -> None:
-        self._requests[request.request_id] = (
-            request,
-            RequestReport(request.arrival_time, request.num_prompt_tokens),
-        )
+        prompt_len = request.num_prompt_tokens
+        report = RequestReport(request.arrival_time, prompt_len, prompt_end=prompt_len)
+        if getattr(request, "resumable", False):
+            _count_appended(request, report)
+        self._requests[request.request_id] = request, report
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Runs once per step, after sampling and after `request_finished` of the requests that ended in it."""
@@ -153,6 +178,8 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
                     request, report = self._requests[request_id]
                     if report.add(request_id, step, request.num_output_tokens, now):
                         self._pipeline.note_token(request_id, step.end_ps)
+                    if report.appended is not None:
+                        report.part_finish = _finish_of_part(request)
             for request_id in [name for name in self._ended if self._requests[name][1].last_step <= meta.step]:
                 self._close(request_id)
         for request_id, answer in self._ended.items():
@@ -173,7 +200,10 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _report(self, name: str) -> dict[str, Any]:
         request, report = self._requests[name]
-        return report.as_dict(request.num_output_tokens, FINISHES.get(request.status, "stop"))
+        finish = FINISHES.get(request.status, "stop")
+        if finish == "aborted" and request.num_prompt_tokens == report.prompt_end:
+            finish = report.part_finish or finish  # vLLM aborts a session that waits for input when there is no more
+        return report.as_dict(request.num_output_tokens, finish)
 
     def _close(self, name: str) -> None:
         """A request has ended, and so have its steps: tell the client, /metrics, the worker and the client's trace."""

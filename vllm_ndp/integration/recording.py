@@ -59,6 +59,7 @@ class RunRecorder:
         self._sidecar = sidecar
         self._start_s = time.time()
         self._indices: dict[str, int] = {}
+        self._prompts: list[tuple[str, int]] = []  # id and prompt length of each request, by index
         self._drafted: _Drafted | None = None
 
     @contextmanager
@@ -71,16 +72,21 @@ class RunRecorder:
             say(f"{error}; what was written before is whole, and requests go on without a trace")
 
     def note_requests(self, step: int, spans: dict[str, Span]) -> None:
-        """First sight of a request: who it is, and the routing that the prefix cache already holds for it."""
+        """First sight of a request: who it is, and the routing that the prefix cache already holds for it.
+
+        A session whose input comes in parts is one request per part; what came before is cached to each.
+        """
         with self._writing() as writer:
             if writer is not None:
                 self._note_requests(writer, step, spans)
 
     def _note_requests(self, writer: TraceWriter, step: int, spans: dict[str, Span]) -> None:
         for request_id, span in spans.items():
-            if request_id in self._indices:
+            index, prompt = self._indices.get(request_id), (request_id, span.request.prompt_len)
+            if index is not None and self._prompts[index] == prompt:
                 continue
-            index = self._indices[request_id] = len(self._indices)
+            index = self._indices[request_id] = len(self._prompts)
+            self._prompts.append(prompt)
             writer.add_request(index, request_id, span.request.prompt_len, time.time() - self._start_s)
             if span.start:
                 positions = np.arange(span.start)

@@ -202,6 +202,10 @@ class RequestReport:
     prompt_tokens: int = 0
     unsimulated: str = ""  # as of the steps
     last_step: int = 0  # that the scheduler has put it into
+    prompt_end: int = 0  # position of the last part's first answered token; prompt_tokens are what the client sent
+    parts: list[int] = field(default_factory=list)  # how many tokens were made before each later part of the input
+    appended: int | None = None  # tokens so far, where vLLM forgets those of earlier parts
+    part_finish: str = ""  # how the last part ended, while the session waits for the next
     first_scheduled_ps: int | None = None
     token_ps: list[int] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
@@ -220,6 +224,8 @@ class RequestReport:
 
         output_tokens: of the request, those that this step made included.
         """
+        if self.appended is not None:
+            output_tokens = self.appended
         if self.first_scheduled_ps is None:
             self.first_scheduled_ps = step.start_ps
         pairs = step.pairs.get(request_id, {})
@@ -249,6 +255,7 @@ class RequestReport:
         simulated_device_us: stages of the device's answers that the request waited for, those beside it too; they are
         not divided among the requests of a step. Energy is. predicted_nats: null where it is not to be trusted.
         """
+        output_tokens = output_tokens if self.appended is None else self.appended
         report: dict[str, Any] = {"finish": finish, "prompt_tokens": self.prompt_tokens, "output_tokens": output_tokens}
         report |= {f"{phase}_rows": self.rows[phase] for phase in PHASES}
         report |= {f"{kind}_pairs": self.pairs.get(kind, 0) for kind in PAIR_KINDS}
@@ -261,7 +268,7 @@ class RequestReport:
         if self.unsimulated:
             report["unsimulated"] = self.unsimulated
         if self.token_s and self.first_scheduled_ps is not None:
-            measured = [(b - a) * 1e3 for a, b in pairwise(self.token_s)]
+            measured = [took * 1e3 for took in self._between(self.token_s)]
             report |= {
                 "measured_ttft_ms": round((self.token_s[0] - self.arrival_s) * 1e3, 3),
                 "measured_tpot_ms": round(sum(measured) / len(measured), 3) if measured else None,
@@ -278,11 +285,21 @@ class RequestReport:
             report["simulated_device_bound"] = dict(self.device_bounds)
         return report
 
+    def begin_part(self, prompt_end: int, sent: int) -> None:
+        """The client sent more input. prompt_end: where the prompt ends now, with the answers that vLLM keeps in it."""
+        self.parts.append(len(self.token_ps))
+        self.prompt_end, self.part_finish = prompt_end, ""
+        self.prompt_tokens += sent
+
+    def _between(self, times: Sequence[float]) -> list[float]:
+        """From each token to the next; the time until the client sends another part is the client's."""
+        return [b - a for count, (a, b) in enumerate(pairwise(times), 1) if count not in self.parts]
+
     def _simulated(self, begun_ps: int) -> dict[str, Any]:
         """Times in us; null where the simulated clock lacks something that ran."""
         if self.unsimulated:
             return dict.fromkeys(("simulated_ttft_us", "simulated_tpot_us", "simulated_token_us"))
-        took = [(b - a) / PS_PER_US for a, b in pairwise(self.token_ps)]
+        took = [ps / PS_PER_US for ps in self._between(self.token_ps)]
         return {
             "simulated_ttft_us": round((self.token_ps[0] - begun_ps) / PS_PER_US, 6),
             "simulated_tpot_us": round(sum(took) / len(took), 6) if took else None,
