@@ -352,7 +352,8 @@ def _refuse_what_does_not_fit(source: ReplicaFiles, what: str) -> None:
     if needed > memory.physical_bytes():
         raise ConfigError(
             f"{what} holds every expert of {manifest.model.name} in memory, {needed / 1e9:.1f} GB with their "
-            f"gradients, and this machine has {memory.physical_bytes() / 1e9:.1f} GB: serve the replicas as they are"
+            f"gradients, of which this process may have {memory.physical_bytes() / 1e9:.1f} GB: serve the replicas "
+            "as they are"
         )
 
 

@@ -8,11 +8,11 @@ same time; tests/ndp_device/calibration/test_calibration_streamed.py holds a rea
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields
 
 from ndp_device.calibration import calibrated, gptq
 from ndp_device.calibration.loss_table import ROWS_BYTES
+from ndp_device.machine_memory import usable_bytes
 from ndp_device.model_shape import ModelShape
 from ndp_device.replicas.checkpoint import CheckpointExperts
 
@@ -88,8 +88,8 @@ def tuning_bytes(shape: ModelShape, *, group_size: int, num_widths: int) -> int:
 
 
 def physical_bytes() -> int:
-    """Physical memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Memory of this machine within the limits that hold for this process."""
+    return usable_bytes()
 
 
 def _is_one_of(name: str, template: str) -> bool:

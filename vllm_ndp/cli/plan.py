@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -79,7 +78,9 @@ def plan(
 
 
 def _this_machine() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    from ndp_device.machine_memory import usable_bytes
+
+    return usable_bytes()
 
 
 def _count(parameters: int) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from ndp_device.errors import NdpError
-from vllm_ndp.operating.memory import memory_found
+from ndp_device.machine_memory import control_groups, memory_found
 from vllm_ndp.operating.mending import CUDA_BUILDS
 from vllm_ndp.operating.sizing import human
 from vllm_ndp.operating.versions import TESTED, Version, newest_tested
@@ -215,14 +215,14 @@ def _cores(machine: Machine) -> Iterator[Check]:
 
 
 def _cpu_quota(machine: Machine) -> float | None:
-    """Cores that a control group allows, versions 2 and 1."""
-    words = (machine.read("sys/fs/cgroup/cpu.max") or "").split()
-    if len(words) == 2 and words[0].isdigit():
-        return int(words[0]) / int(words[1])
-    quota, period = (machine.read(f"sys/fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
-    if quota is not None and period is not None and quota.isdigit():
-        return int(quota) / int(period)
-    return None
+    """Cores that the control groups around this process allow."""
+    found = []
+    for version, group in control_groups("cpu", machine.read):
+        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        words = " ".join(machine.read(f"{group}/{name}") or "" for name in names).split()
+        if len(words) == 2 and words[0].isdigit():  # else "max" or -1
+            found.append(int(words[0]) / int(words[1]))
+    return min(found, default=None)
 
 
 def _memory(machine: Machine) -> Iterator[Check]:

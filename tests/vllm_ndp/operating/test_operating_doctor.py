@@ -121,6 +121,18 @@ def test_a_control_group_that_allows_less_is_seen(elsewhere: Callable[..., Machi
     assert "limited to 2 GB" in found["memory"].found
 
 
+def test_limits_of_a_unit_below_the_root_are_seen(elsewhere: Callable[..., Machine]) -> None:
+    unit = "sys/fs/cgroup/system.slice/vllm.service"
+    machine = elsewhere(
+        **{f"{unit}/cpu.max": "max 100000\n", "sys/fs/cgroup/system.slice/cpu.max": "50000 100000\n"},
+        **{f"{unit}/memory.max": f"{2 * GB}\n", "proc/self/cgroup": "0::/system.slice/vllm.service\n"},
+        proc__meminfo=f"MemTotal: {64 * GB >> 10} kB\nMemAvailable: {60 * GB >> 10} kB\n",
+    )
+    found = checks(machine)
+    assert "a quota of 0.5" in found["cores"].found
+    assert "limited to 2 GB" in found["memory"].found
+
+
 def test_a_machine_without_shared_memory_fails(elsewhere: Callable[..., Machine]) -> None:
     assert checks(elsewhere())["shared memory"].state == "fail"
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from vllm_ndp.operating.memory import memory_found, process_memory
 
@@ -39,3 +44,68 @@ def test_the_room_is_what_is_available_within_the_limit() -> None:
     assert limited is not None
     assert limited.room == limited.limit == MIB
     assert memory_found({"sys/fs/cgroup/memory.max": "max"}.get) is None
+
+
+GIB = 1 << 30
+MACHINE = {"proc/meminfo": f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n"}
+SERVICE = "sys/fs/cgroup/system.slice/vllm.service"
+UNIT = {"proc/self/cgroup": "0::/system.slice/vllm.service\n"}
+JOB = {"proc/self/cgroup": "7:cpu,cpuacct:/\n4:memory:/slurm/uid_1/job_2\n0::/other\n"}
+JOB_2 = "sys/fs/cgroup/memory/slurm/uid_1/job_2/memory.limit_in_bytes"
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+UNLIMITED_V1 = "9223372036854771712"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {f"{V2}/memory.max": str(4 * GIB)},
+        {f"{V1}/memory.limit_in_bytes": str(4 * GIB), "proc/self/cgroup": "4:memory:/docker/0123\n"},
+        UNIT | {f"{SERVICE}/memory.max": str(4 * GIB)},
+        UNIT | {f"{SERVICE}/memory.high": str(4 * GIB)},
+        UNIT | {f"{SERVICE}/memory.max": "max", f"{V2}/system.slice/memory.max": str(4 * GIB)},
+        UNIT | {f"{SERVICE}/memory.max": str(8 * GIB), f"{SERVICE}/memory.high": str(4 * GIB)},
+        {"proc/self/cgroup": "0::/job\n", f"{V2}/unified/job/memory.max": str(4 * GIB)},
+        JOB | {JOB_2: str(4 * GIB), f"{V1}/memory.limit_in_bytes": UNLIMITED_V1},
+        JOB | {JOB_2: UNLIMITED_V1, f"{V1}/slurm/uid_1/memory.limit_in_bytes": str(4 * GIB)},
+        {"proc/self/limits": f"Max address space         {4 * GIB}           unlimited            bytes\n"},
+        {"proc/self/limits": f"Max data size             {4 * GIB}           {8 * GIB}           bytes\n"},
+    ],
+)
+def test_every_limit_around_the_process_counts(files: dict[str, str]) -> None:
+    found = memory_found((MACHINE | files).get)
+    assert found is not None
+    assert (found.room, found.usable, found.limit) == (4 * GIB, 4 * GIB, 4 * GIB)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        UNIT | {f"{V2}/other.slice/memory.max": str(GIB), f"{V2}/system.slice/other.service/memory.max": str(GIB)},
+        JOB | {JOB_2: UNLIMITED_V1, f"{V1}/slurm/uid_1/job_3/memory.limit_in_bytes": str(GIB)},
+        {"proc/self/cgroup": "0::/../other\n", f"{V2}/../other/memory.max": str(GIB)},
+        {"proc/self/limits": "Max address space         unlimited            unlimited            bytes\n"},
+        {"proc/self/cgroup": "nonsense\n\n::::\n"},
+    ],
+)
+def test_limits_of_others_do_not_count(files: dict[str, str]) -> None:
+    found = memory_found((MACHINE | files).get)
+    assert found is not None
+    assert (found.room, found.usable, found.limit) == (60 * GIB, 64 * GIB, None)
+
+
+def test_plan_and_tune_take_what_the_process_may_have() -> None:
+    """In a process with an address space of 6 GiB, less than this machine's memory."""
+    code = (
+        "from vllm_ndp.cli.plan import _this_machine; from ndp_device.calibration.memory import physical_bytes;"
+        "print(_this_machine(), physical_bytes())"
+    )
+    least = min(6 * GIB, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - MIB)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (least, least)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [str(least)] * 2
