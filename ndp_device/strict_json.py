@@ -28,6 +28,8 @@ __all__ = ["Refused", "decode", "read"]
 
 MAX_VALUES = 1 << 20
 """A value takes up to 72 bytes in memory, so a text of this many stays below 100 MiB."""
+_BYTES_PER_VALUE = 16
+"""A larger text may hold one more for so many of its bytes, as lists of a checkpoint's tensors do by far."""
 MAX_DEPTH = 64
 _MAX_DIGITS = 20  # of a 64 bit integer
 
@@ -37,15 +39,16 @@ _CONSTANTS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @overload
-def decode(raw: bytes | str, *, max_values: int = ..., constants: bool = ...) -> Any: ...
+def decode(raw: bytes | str, *, max_values: int | None = ..., constants: bool = ...) -> Any: ...
 @overload
-def decode(raw: bytes | str, kind: type[_T], *, max_values: int = ..., constants: bool = ...) -> _T: ...
-def decode(raw: bytes | str, kind: Any = Any, *, max_values: int = MAX_VALUES, constants: bool = False) -> Any:
+def decode(raw: bytes | str, kind: type[_T], *, max_values: int | None = ..., constants: bool = ...) -> _T: ...
+def decode(raw: bytes | str, kind: Any = Any, *, max_values: int | None = None, constants: bool = False) -> Any:
     """A text as plain values, or as the given type, which then has fields of the types it names. Raises Refused.
 
     constants: NaN and Infinity are accepted, which are not JSON and stand in the config.json of some models.
     """
     raw = raw.encode(errors="surrogatepass") if isinstance(raw, str) else raw
+    max_values = max(MAX_VALUES, len(raw) // _BYTES_PER_VALUE) if max_values is None else max_values
     if (found := sum(raw.count(mark) for mark in (b",", b"[", b"{"))) > max_values:
         raise Refused(f"it holds {found} values, and at most {max_values} are read")
     try:
@@ -72,11 +75,13 @@ def decode(raw: bytes | str, kind: Any = Any, *, max_values: int = MAX_VALUES, c
 
 
 @overload
-def read(path: Path, *, at_most: int = ..., max_values: int = ..., constants: bool = ...) -> Any: ...
+def read(path: Path, *, at_most: int = ..., max_values: int | None = ..., constants: bool = ...) -> Any: ...
 @overload
-def read(path: Path, kind: type[_T], *, at_most: int = ..., max_values: int = ..., constants: bool = ...) -> _T: ...
 def read(
-    path: Path, kind: Any = Any, *, at_most: int = MAX_BYTES, max_values: int = MAX_VALUES, constants: bool = False
+    path: Path, kind: type[_T], *, at_most: int = ..., max_values: int | None = ..., constants: bool = ...
+) -> _T: ...
+def read(
+    path: Path, kind: Any = Any, *, at_most: int = MAX_BYTES, max_values: int | None = None, constants: bool = False
 ) -> Any:
     """decode() of a file. Raises Refused or OSError."""
     return decode(read_bytes(path, at_most), kind, max_values=max_values, constants=constants)

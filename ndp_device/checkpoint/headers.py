@@ -1,25 +1,33 @@
-"""Contents of a checkpoint directory, from the headers of its files: names, dtypes, shapes, the file of each tensor.
+"""Contents of a checkpoint directory: which files make it, and of each tensor in them name, dtype, shape and place.
 
-Knows files and the index that lists them. Does not know what a tensor means (names.py), and reads no weight.
+`weight_names` alone says which files are the checkpoint: to its reader, to its digest, and to who fetches it.
+Does not know what a tensor means (names.py), and reads no weight.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from ndp_device import strict_json
-from ndp_device.checkpoint.files import checkpoint_files, tensor_header
+from ndp_device.checkpoint.tensor_files import tensor_header
 from ndp_device.errors import ReplicaError
+from ndp_device.model_shape import MAX_EXPERTS_IN_ALL
 
 INDEX = "model.safetensors.index.json"
-_MAX_INDEX_BYTES = 32 << 20  # 9 MiB for the 91 000 tensors of DeepSeek-V3
-_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.\w+)")
+SUFFIXES = (".safetensors", ".gguf")
+"""Suffixes of files with weights. If a directory has both kinds, the checkpoint is the first kind."""
+WHOLE = "model.safetensors"
+MAX_LISTING_BYTES = 3 * MAX_EXPERTS_IN_ALL * 128
+"""Most bytes of a file that names every matrix of every expert, in lines of 128 bytes: an index, a config.json."""
+_SHARD = re.compile(r"(.*)-(\d{1,6})-of-(\d{1,6})(\.\w+)")
+_BESIDE = re.compile(r"(adapter_|consolidated|optimizer|mmproj|imatrix).*")
+"""Files that stand beside a checkpoint: adapters, a second copy in another layout, states of training, other parts."""
 
 
 class _Index(msgspec.Struct):
@@ -54,36 +62,60 @@ def read_headers(model_dir: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def has_weights(model_dir: Path) -> bool:
+    return any(any(model_dir.glob(f"*{suffix}")) for suffix in SUFFIXES)
+
+
 def weight_files(model_dir: Path) -> list[Path]:
-    """The files that make the checkpoint: those its index names, or all of their kind where there is no index."""
+    """The files that make the checkpoint, sorted by name. Raises ReplicaError where there is none, or not all."""
     index = model_dir / INDEX
     if os.path.lexists(index):  # whatever it is: one that cannot be read is refused
-        named = sorted(set(_weight_map(index).values()))
+        named = indexed_files(model_dir)
         if missing := [name for name in named if not (model_dir / name).is_file()]:
             raise ReplicaError(
                 f"{model_dir.name} lacks {len(missing)} of the {len(named)} files that {INDEX} names, {missing[0]} "
                 "first: download the checkpoint again"
             )
         return [model_dir / name for name in named]
-    files = checkpoint_files(model_dir)
-    _refuse_gaps(model_dir, files)
-    return files
+    for suffix in SUFFIXES:
+        if names := weight_names([path.name for path in model_dir.glob(f"*{suffix}")]):
+            _refuse_gaps(model_dir, names)
+            return [model_dir / name for name in names]
+    raise ReplicaError(f"no file in {model_dir} is one of {' or '.join(SUFFIXES)}: the device reads no other weights")
 
 
-def _refuse_gaps(model_dir: Path, files: list[Path]) -> None:
-    """Shards say how many they are, so a missing one is known without an index."""
-    present = {path.name for path in files}
-    for path in files:
-        if shard := _SHARD.fullmatch(path.name):
-            stem, _, count, suffix = shard.groups()
-            for number in range(1, int(count) + 1):
-                if (wanted := f"{stem}-{number:05d}-of-{count}{suffix}") not in present:
+def indexed_files(model_dir: Path) -> list[str]:
+    """The files that the directory's index names, sorted; none where there is no index."""
+    index = model_dir / INDEX
+    return sorted(set(_weight_map(index).values())) if os.path.lexists(index) else []
+
+
+def weight_names(names: Collection[str]) -> list[str]:
+    """Which of a directory's files of one kind are the checkpoint where no index names them, sorted.
+
+    As transformers chooses: model.safetensors alone, or its shards. Otherwise all but those that by their names are
+    something else, and these where there are no others.
+    """
+    if WHOLE in names:
+        return [WHOLE]
+    shards = [name for name in names if (found := _SHARD.fullmatch(name)) and found[1] == "model"]
+    return sorted(shards or [name for name in names if not _BESIDE.fullmatch(name)] or names)
+
+
+def _refuse_gaps(model_dir: Path, names: Collection[str]) -> None:
+    """Shards say how many they are, so a missing one is known without an index. gpt-oss counts from 0."""
+    for name in names:
+        if shard := _SHARD.fullmatch(name):
+            stem, digits, count, suffix = shard.groups()
+            first = 0 if f"{stem}-{0:0{len(digits)}d}-of-{count}{suffix}" in names else 1
+            for number in range(first, first + int(count)):
+                if (wanted := f"{stem}-{number:0{len(digits)}d}-of-{count}{suffix}") not in names:
                     raise ReplicaError(f"{model_dir.name} lacks {wanted}: download the checkpoint again")
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
     try:
-        weight_map = strict_json.read(index, _Index, at_most=_MAX_INDEX_BYTES).weight_map
+        weight_map = strict_json.read(index, _Index, at_most=MAX_LISTING_BYTES).weight_map
         if outside := [
             name for name in weight_map.values() if Path(name).name != name or "\0" in name or len(name) > 255
         ]:

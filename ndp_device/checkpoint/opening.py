@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ndp_device.checkpoint.files import has_weights, read_config
-from ndp_device.checkpoint.headers import TensorInfo, read_headers
+from ndp_device.checkpoint.files import read_config
+from ndp_device.checkpoint.headers import TensorInfo, has_weights, read_headers
 from ndp_device.checkpoint.names import ExpertLayout, resolve
 from ndp_device.checkpoint.quantized import unpacked
 from ndp_device.checkpoint.spellings import keys_about_experts, text_config

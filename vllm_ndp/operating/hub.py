@@ -19,6 +19,7 @@ import numpy as np
 
 from ndp_device.cache import hub_cache_dir
 from ndp_device.checkpoint.files import model_digest
+from ndp_device.checkpoint.headers import INDEX, WHOLE, has_weights, indexed_files
 from ndp_device.errors import ConfigError, NdpError, ReplicaError
 from ndp_device.replicas.format import MANIFEST, Manifest, ReplicaFiles
 from ndp_device.replicas.loss_table import load_loss_table
@@ -26,8 +27,15 @@ from ndp_device.widths import REPLICA_WIDTHS
 
 CARD = "README.md"
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-"""Files that a checkpoint is loaded from. Weights in other formats are not fetched."""
+_BESIDE_WEIGHTS = [
+    *("config.json", "generation_config.json", "quant*_config.json", "hf_quant_config.json", "params.json", INDEX),
+    *("tokenizer*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "tekken.json"),
+    *("*.model", "*.jinja", "chat_template*", "*processor_config.json"),
+]
+_CHECKPOINT_FILES = [*_BESIDE_WEIGHTS, WHOLE, "model-*-of-*.safetensors"]
+"""Files that a checkpoint without an index is loaded from. Weights in other formats are not fetched."""
+_FOLDERS = ["*/*"]
+"""No part of a checkpoint lies in a folder: there are second copies (original/, checkpoint-500/, onnx/)."""
 _REPLICA_FILES = [MANIFEST, "experts-*.safetensors", CARD]
 
 
@@ -52,7 +60,17 @@ def checkpoint_dir(name: str, revision: str | None = None) -> Path:
     if not is_repo(name):
         return Path(name)
     with _hub(f"the checkpoint {name}") as hub:
-        return Path(hub.snapshot_download(name, revision=revision, allow_patterns=_CHECKPOINT_FILES))
+
+        def fetch(files: list[str], revision: str | None) -> Path:
+            wanted = {"allow_patterns": files, "ignore_patterns": _FOLDERS}
+            return Path(hub.snapshot_download(name, revision=revision, **wanted))
+
+        directory = fetch(_BESIDE_WEIGHTS, revision)
+        commit = directory.name  # whatever is pushed meanwhile
+        fetch(indexed_files(directory) or _CHECKPOINT_FILES, commit)
+        if not has_weights(directory):  # under other names
+            fetch(["*.safetensors"], commit)
+        return directory
 
 
 def pull(repo: str, out: Path | None, model: str | None = None, revision: str | None = None) -> Pulled:
@@ -63,8 +81,8 @@ def pull(repo: str, out: Path | None, model: str | None = None, revision: str | 
     _require_repo(repo)
     directory = hub_cache_dir(repo) if out is None else out
     with _hub(f"the replica set {repo}") as hub:
-        options = {"revision": revision, "allow_patterns": _REPLICA_FILES, "local_dir": directory}
-        fetched = Path(hub.snapshot_download(repo, **options))
+        options = {"revision": revision, "allow_patterns": _REPLICA_FILES, "ignore_patterns": _FOLDERS}
+        fetched = Path(hub.snapshot_download(repo, local_dir=directory, **options))
     if not (fetched / MANIFEST).exists():
         raise ReplicaError(f"{repo} has no {MANIFEST}: it holds no replica set of vllm-ndp")
     files = ReplicaFiles(fetched, model_digest=None if model is None else model_digest(checkpoint_dir(model)))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ndp_device import strict_json
 from ndp_device.checkpoint.files import read_config
+from ndp_device.checkpoint.headers import MAX_LISTING_BYTES, has_weights
 from ndp_device.checkpoint.spellings import text_config
 from ndp_device.errors import ConfigError
 from ndp_device.model_config import public_model
@@ -37,7 +38,7 @@ def source_named(name: str) -> CheckpointSource:
     path = Path(name)
     if path.is_file():
         return CheckpointSource(_of_config(path.parent.resolve().name, path), str(path.parent), f"{name} alone")
-    if path.is_dir() and not any(path.glob("*.safetensors")):
+    if path.is_dir() and not has_weights(path):
         return CheckpointSource(
             _of_config(path.resolve().name, path / "config.json"), name, f"{path / 'config.json'} alone"
         )
@@ -55,7 +56,11 @@ def source_named(name: str) -> CheckpointSource:
 
 def _of_config(name: str, path: Path) -> WholeModel:
     try:
-        config = read_config(path.parent) if path.name == "config.json" else strict_json.read(path, constants=True)
+        config = (
+            read_config(path.parent)
+            if path.name == "config.json"
+            else strict_json.read(path, at_most=MAX_LISTING_BYTES, constants=True)
+        )
     except (OSError, Refused) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device import strict_json
-from ndp_device.checkpoint.files import safetensors_header
+from ndp_device.checkpoint.tensor_files import safetensors_header
 from ndp_device.errors import TraceError
 from ndp_device.strict_files import read_lines
 from vllm_ndp.traces.rows import MOST_ROWS, Logged, Rows, chosen, requests_of, softmax

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from paths import ROOT
 
+from ndp_device.checkpoint.files import model_digest, read_config
 from ndp_device.checkpoint.headers import TensorInfo, read_headers
 from ndp_device.checkpoint.names import ExpertLayout, Place, resolve
 from ndp_device.checkpoint.spellings import OURS
@@ -296,6 +297,66 @@ def test_a_missing_shard_is_named_with_an_index_and_without(tmp_path: Path) -> N
     write(tmp_path / "model-00002-of-00002.safetensors", "b")
     write(tmp_path / "consolidated.safetensors", "a")  # not in the index: vLLM does not read it either
     assert {name: info.file.name for name, info in read_headers(tmp_path).items()} == index["weight_map"]
+
+
+BESIDE = ["adapter_model", "consolidated", "optimizer", "model.fp16", "aux", "model-00001-of-00001.lora"]
+"""Files that people keep beside a checkpoint's own."""
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        ["model.safetensors"],
+        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+        ["model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors"],
+        ["model-00001-of-000002.safetensors", "model-00002-of-000002.safetensors"],
+    ],
+    ids=["whole", "shards", "counted from 0", "two lengths of numbers"],
+)
+@pytest.mark.parametrize("indexed", [False, True])
+def test_files_beside_a_checkpoint_change_neither_its_tensors_nor_its_digest(
+    tmp_path: Path, own: list[str], indexed: bool
+) -> None:
+    for number, name in enumerate(own):
+        write(tmp_path / name, f"tensor{number}")
+    if indexed:
+        weight_map = {f"tensor{number}": name for number, name in enumerate(own)}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "config.json").write_text("{}")
+    alone = read_headers(tmp_path), model_digest(tmp_path)
+    for name in BESIDE:
+        write(tmp_path / f"{name}.safetensors", "tensor0", "another")
+    write(tmp_path / "mmproj.gguf", "a file of another format")
+    assert (read_headers(tmp_path), model_digest(tmp_path)) == alone
+    write(tmp_path / own[-1], "other weights")
+    assert model_digest(tmp_path) != alone[1]
+
+
+@pytest.mark.parametrize("name", ["weights", "consolidated", "pytorch_model-00001-of-00001"])
+def test_a_checkpoint_may_have_any_name_that_no_other_file_has(tmp_path: Path, name: str) -> None:
+    write(tmp_path / f"{name}.safetensors", "tensor")
+    assert list(read_headers(tmp_path)) == ["tensor"]
+
+
+def test_lists_as_long_as_the_largest_published_checkpoints_are_read(tmp_path: Path) -> None:
+    """48 layers of 512 experts in bitsandbytes' six tensors per matrix: Qwen3-Next-80B-A3B, 442 368 tensors."""
+    parts = ("weight", *(f"weight.{part}" for part in ("absmax", "nested_absmax", "nested_quant_map", "quant_map")))
+    parts += ("weight.quant_state.bitsandbytes__nf4",)
+    matrices = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{role}_proj"
+        for layer in range(48)
+        for expert in range(512)
+        for role in ("gate", "up", "down")
+    ]
+    names = [f"{matrix}.{part}" for matrix in matrices for part in parts]
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    write(tmp_path / "model-00001-of-00001.safetensors", *names)
+    assert len(read_headers(tmp_path)) == 442_368
+    setting = {"bits": 4, "data_type": "int", "group_size": 128, "sym": True, "act_bits": 16, "act_data_type": "float"}
+    each = {"extra_config": dict.fromkeys(matrices, setting)}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": each}, indent=2))
+    assert read_config(tmp_path)["quantization_config"] == each
 
 
 def test_a_tensor_in_two_files_and_an_index_that_leaves_the_directory_are_refused(tmp_path: Path) -> None:

@@ -142,3 +142,32 @@ def test_a_model_of_the_hub_is_planned_and_quantized_by_its_id(hub: Hub, tmp_pat
     assert done.returncode == 0, done.stderr
     pulled = json.loads((out / "manifest.json").read_text())
     assert pulled["model_digest"] == json.loads((REPLICAS / "manifest.json").read_text())["model_digest"]
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_of_a_model_only_the_checkpoint_is_fetched(hub: Hub, tmp_path: Path, indexed: bool) -> None:
+    repo = hub.root / "lab" / "tiny"
+    repo.mkdir(parents=True)
+    own = ["config.json", "tokenizer.json", "tokenizer_config.json"]
+    for name in own:
+        shutil.copy(MODEL / name, repo)
+    weights = "part-1.safetensors" if indexed else "model.safetensors"
+    shutil.copy(MODEL / "model.safetensors", repo / weights)
+    if indexed:
+        own.append("model.safetensors.index.json")
+        (repo / own[-1]).write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": weights}}))
+    for copy in (
+        *("original/config.json", "original/model-00001-of-00002.safetensors", "original/model.safetensors.index.json"),
+        *("checkpoint-500/model.safetensors", "checkpoint-500/optimizer.safetensors", "onnx/model.onnx"),
+        *("consolidated.safetensors", "adapter_model.safetensors", "model.fp16.safetensors", "metal/model.bin"),
+    ):
+        (repo / copy).parent.mkdir(exist_ok=True)
+        (repo / copy).write_bytes(b"a second copy")
+    done = run(hub, "quantize", "lab/tiny", "--out", tmp_path / "replicas", "--bits", "1")
+    assert done.returncode == 0, done.stderr
+    fetched = {request.split("/resolve/")[1].split("/", 1)[1] for request in hub.seen if "/resolve/" in request}
+    assert fetched == {*own, weights}
+    seen = len(hub.seen)
+    again = run(hub, "quantize", "lab/tiny", "--out", tmp_path / "again", "--bits", "1", HF_HUB_OFFLINE="1")
+    assert again.returncode == 0, again.stderr
+    assert len(hub.seen) == seen
