@@ -51,6 +51,8 @@ PARTS = {
     },
 }
 """Who sends -> name -> the stamps that it lies between."""
+GPU = {"host": "asynchronous", "thread": "thread"}
+"""Who sends -> the setting."""
 _TIMER_SLACK = 29  # of prctl: sleeps end within a microsecond
 
 
@@ -86,7 +88,7 @@ class Stamps:
 
 def watch(stamps: Stamps, driver: ctypes.CDLL) -> None:
     """Before the engine starts, whose layers bind these functions."""
-    from vllm_ndp.integration import moe_layer, step
+    from vllm_ndp.integration import assembly, moe_layer, step
     from vllm_ndp.integration.cuda import kernels, layer, messenger, routing
     from vllm_ndp.integration.device_link import DeviceCall
 
@@ -102,7 +104,7 @@ def watch(stamps: Stamps, driver: ctypes.CDLL) -> None:
 
     split = stamps.stamped(launch, "", "split")
     add_rows = stamps.stamped(kernels.add_rows, "", "added")
-    layer.routing_for = lambda device: routing.Routing(split, add_rows)
+    assembly.routing_by = lambda *, kernels: routing.Routing(split, add_rows)
     stamps.on(layer.AsideLayer, "_send_ahead", after="ordered")
     stamps.on(layer.AsideLayer, "_sent_ahead", after="crossed")
     stamps.on(layer.AsideLayer, "_ask", after="asked")
@@ -166,7 +168,7 @@ def parts_of(layer: dict[str, int], parts: dict[str, tuple[str, str]]) -> dict[s
 def run(stamps: Stamps, who: str, num_tokens: int, num_rounds: int) -> list[dict[str, Any]]:
     from vllm import LLM, SamplingParams
 
-    settings = {"hot_experts": 4, "layers": "asynchronous", "execution": "paper", "replicas": str(REPLICAS)}
+    settings = {"hot_experts": 4, "gpu": GPU[who], "execution": "paper", "replicas": str(REPLICAS)}
     llm = LLM(
         str(MODEL), quantization="ndp", additional_config={"ndp": settings | {"deadline_ms": 20_000.0}},
         enforce_eager=True, max_model_len=512, max_num_seqs=1, kv_cache_memory_bytes=64 << 20, dtype="bfloat16",
@@ -236,7 +238,7 @@ def main() -> None:
     driver = launch_without_gpu()
     from vllm_ndp.integration.cuda import messenger
 
-    messenger.CORES = 1 if arguments.thread else sys.maxsize
+    messenger.CORES = 1  # the thread sends, however few there are
     watch(stamps, driver)
     stand_in(arguments.hot_us, holds_gil=arguments.holds_gil)
     rows = run(stamps, "thread" if arguments.thread else "host", arguments.tokens, arguments.rounds)

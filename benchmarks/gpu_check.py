@@ -43,7 +43,7 @@ PIECES = {
     "serves": Piece("Does it serve?", 1.2, right.serves),
     "identity": Piece(
         "Is it stock vLLM in fp32 when nothing is quantized?", 2.5, right.identity,
-        ("4 hot, asynchronous", "4 hot, eager", "8 hot, asynchronous", "8 hot, eager"), dry_ways=2,
+        ("4 hot, thread", "4 hot, plain", "8 hot, thread", "8 hot, plain"), dry_ways=2,
     ),
     "wide": Piece("How long does it take to make and to quantize eight layers at full width?", 2.5, speed.wide),
     "speed": Piece("How fast is it beside what a user has?", 8, speed.speed, OF_SPEED[:6], 2, apart=True),

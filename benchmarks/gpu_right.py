@@ -156,7 +156,7 @@ def identity(run: Run, way: str) -> list[Row]:
         wanted = engines.token_ids(engines.greedy(llm, PROMPTS, tokens))
         engines.end(llm)
     hot, layers = way.split(" hot, ")
-    settings = {"hot_experts": int(hot), "cold_precision": "full", "layers": layers, "deadline_ms": PATIENT_MS}
+    settings = {"hot_experts": int(hot), "cold_precision": "full", "gpu": layers, "deadline_ms": PATIENT_MS}
     llm = engines.engine(settings, dtype="float32")
     found = engines.token_ids(engines.greedy(llm, PROMPTS, tokens))
     engines.end(llm)

@@ -32,7 +32,7 @@ WIDE_LAYERS = 8
 QUANTIZE = (sys.executable, "-c", "import sys; from vllm_ndp.app import main; sys.exit(main())", "quantize")
 
 WAITS: dict[str, dict[str, Any] | None] = {
-    "asynchronous": {**HALF, "layers": "asynchronous"}, "eager": {**HALF, "layers": "eager"}, "stock": None,
+    "asynchronous": {**HALF, "gpu": "thread"}, "eager": {**HALF, "gpu": "lanes"}, "stock": None,
     "all hot": {"hot_experts": 8, "deadline_ms": PATIENT_MS},
 }  # fmt: skip
 
@@ -76,7 +76,7 @@ def timeline(run: Run) -> dict[str, Any]:
         raise LeftOutError("a timeline of copies beside kernels needs a GPU that runs both")
     from torch.profiler import ProfilerActivity, profile
 
-    llm = engines.engine({**HALF, "layers": "asynchronous"})
+    llm = engines.engine({**HALF, "gpu": "thread"})
     engines.greedy(llm, PROMPTS, 8)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         engines.greedy(llm, PROMPTS, 9)
@@ -96,7 +96,7 @@ WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "stock, half the experts offloaded": (None, {"cpu_offload_gb": WIDE_LAYERS * 4 * 0.33}),
     "8 of 8 hot at 4 bits": ({"hot_experts": 8, "slot_bits": 4, "deadline_ms": PATIENT_MS}, {}),
     "4 of 8 hot, spinning 5 ms": ({"hot_experts": 4, **SLOW}, {}),
-    "4 of 8 hot, eager layers": ({"hot_experts": 4, "layers": "eager", **SLOW}, {}),
+    "4 of 8 hot, eager layers": ({"hot_experts": 4, "gpu": "lanes", **SLOW}, {}),
     "6 of 8 hot": ({"hot_experts": 6, **SLOW}, {}),
     "2 of 8 hot": ({"hot_experts": 2, **SLOW}, {}),
     "8 of 8 hot at 8 bits": ({"hot_experts": 8, "slot_bits": 8, "deadline_ms": PATIENT_MS}, {}),

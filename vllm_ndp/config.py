@@ -28,12 +28,14 @@ EMBEDDED = "embedded"
 MAX_DEADLINE_MS = 3_600_000.0
 DEFAULT_OFFLOAD_BITS = 3
 DEFAULT_HARDWARE = "h100-ndp512"
+GPU_RUNGS = ("plain", "lanes", "asynchronous", "kernels", "thread")
+"""Ways to run on a GPU, each with one thing more than the one before."""
 _CHOICES: dict[str, tuple[str, ...]] = {
     "plan": ("fixed", "joint"),
     "tiers": ("gpu+device", "gpu+host+device"),
     "cold_precision": ("quantized", "full"),
     "execution": ("auto", "balanced", "paper"),
-    "layers": ("auto", "eager", "asynchronous"),
+    "gpu": ("auto", *GPU_RUNGS),
     "prefill": ("auto", "split", "streamed"),
     "migration": ("kept", "difference"),
     "replan": ("prefill", "drift"),
@@ -97,9 +99,12 @@ class NdpSettings:
     """Bits of a hot expert while it runs on the device; None = 3, or 8 beside `avg_bits` 8."""
     device_hosts: int = 1
     """Hosts that share the device, this one included; balanced execution counts the device's time once for each."""
-    layers: str = "auto"
-    """Decode layers: `eager` ones wait at each step of the layer; `asynchronous` ones launch first and wait once.
-    `auto`: asynchronous on a GPU if hot experts stay there, else eager."""
+    gpu: str = "auto"
+    """How layers, copies and checks run on a GPU. `plain`: on one stream; the host waits wherever it needs a value.
+    `lanes`: copies, moves of experts and the check of rows have streams of their own. `asynchronous`: decode layers
+    launch first and wait once, by torch operators; the host sends. `kernels`: Triton kernels in place of these
+    operators. `thread`: a thread of C++ sends. `auto`: the last that a run on a GPU has passed (docs/gpu.md). On CPU
+    only decode layers differ: `plain`, `asynchronous` or `thread`."""
     prefill: str = "auto"
     """Where a prompt's cold experts run, in full precision. `streamed`: all on the GPU. `split`: the device computes so
     many that both sides end together on the simulated hardware. `auto`: split if the engine runs on CPU and the

@@ -21,11 +21,11 @@ TOP = (
     *("deadline_ms", "fallback", "record", "debug"),
 )
 DEBUG = (
-    *("tiers", "bits_for", "offload_bits", "device_hosts", "layers", "migration", "max_moves", "device_copies"),
+    *("tiers", "bits_for", "offload_bits", "device_hosts", "gpu", "migration", "max_moves", "device_copies"),
     *("device_moves", "prices", "pe_mode", "kernel", "linear_bits", "prepare", "pool", "report"),
 )
 """Settings for researchers and tests. Each has a default that decides by itself."""
-RENAMED = {"gain": "bit_rule", "spill_bits": "offload_bits"}
+RENAMED = {"gain": "bit_rule", "spill_bits": "offload_bits", "layers": "gpu"}
 RENAMED_OPTIONS = {"bits": "bit_rule"}
 """Inside `policy_options`."""
 MOVED = {
@@ -47,7 +47,7 @@ def by_field(raw: Mapping[str, Any], notice: Notice) -> dict[str, Any]:
         if name not in (*TOP, *MOVED, "device", "device_keys"):
             raise ConfigError(f"unknown ndp setting {name!r}: {_hint(name, TOP, 'known settings are ')}")
     values = _budget(_devices(_grouped(values, notice), notice))
-    debug = _debug(values.pop("debug", {}))
+    debug = _debug(values.pop("debug", {}), notice)
     return values | debug
 
 
@@ -73,13 +73,14 @@ def _grouped(raw: Mapping[str, Any], notice: Notice) -> dict[str, Any]:
     return values
 
 
-def _debug(group: Any) -> dict[str, Any]:
+def _debug(group: Any, notice: Notice) -> dict[str, Any]:
     if not isinstance(group, Mapping):
         raise ConfigError(f"ndp setting 'debug' must be Mapping[str, Any], got {group!r}")
-    for name in group:
+    values = with_new_names(group, RENAMED, notice)
+    for name in values:
         if name not in DEBUG:
             raise ConfigError(f"unknown ndp setting {name!r} in 'debug': {_hint(name, DEBUG, 'known are ')}")
-    return dict(group)
+    return values
 
 
 def _devices(raw: Mapping[str, Any], notice: Notice) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from vllm_ndp.integration.cuda.lanes import Arrival
 from vllm_ndp.integration.cuda.low_bit_slots import Fp8Rows, Int4Groups, LowBitSlots
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.cuda.packet import RowForm
+from vllm_ndp.integration.cuda.routing import routing_by
 from vllm_ndp.integration.device import DeviceView
 from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink
 from vllm_ndp.integration.experts_pool import ExpertWeights
@@ -203,7 +204,8 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
     link = device_link(Client(every, lambda layer: layer not in setup.silent), num_layers, setup.dtype)
     messenger = None
     if asynchronous:
-        messenger = Messenger(gpu.pinned, gpu.device, RowForm(top_k, HIDDEN, setup.dtype))
+        on_gpu = gpu.device.type == "cuda"
+        messenger = Messenger(gpu.pinned, gpu.device, RowForm(top_k, HIDDEN, setup.dtype), routing_by(kernels=on_gpu))
     model = GpuModel(HARDWARE, replace(MIXTRAL, num_layers=num_layers, decoder=MIXTRAL.decoder[:num_layers]))
     clock = StepClock(model)
     sidecar = RoutingSidecar(num_layers, top_k, gpu.device, ENTRIES, 1)

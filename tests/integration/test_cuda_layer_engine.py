@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 from engines import PROMPTS, REPLICAS, engine, greedy, token_ids
 
-from ndp_device.errors import ConfigError
-from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.connector import NdpConnector
 from vllm_ndp.integration.controller import current_controller
-from vllm_ndp.integration.cuda import limits, messenger
+from vllm_ndp.integration.cuda import messenger
 from vllm_ndp.integration.report import StepReport
 from vllm_ndp.integration.step_log import LateReport
 from vllm_ndp.integration.worker import NdpWorker
@@ -32,23 +30,32 @@ def outcome(llm: Any) -> tuple[str, Any]:
 def test_an_engine_gives_the_same_tokens_counts_and_simulated_times_whichever_way_its_layers_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with engine(settings={**PAPER, "layers": "eager"}) as llm:
+    with engine(settings={**PAPER, "gpu": "plain"}) as llm:
         eager, wanted = outcome(llm)
         of_two = token_ids(greedy(llm, PROMPTS[:2], 8))  # who runs beside a request decides with it what is hot
     monkeypatch.setattr(messenger, "CORES", 1)  # so that the thread sends here, too
-    with engine(settings={**PAPER, "layers": "asynchronous"}) as llm:
+    with engine(settings={**PAPER, "gpu": "thread"}) as llm:
         layers, found = outcome(llm)
         carrier = llm.collective_rpc("ndp_status")[0]["carrier"]
         late = ask_for_reports_as_runner_v2_does(monkeypatch)
         before, tokens = llm.collective_rpc("ndp_totals")[0], token_ids(greedy(llm, PROMPTS[:2], 8))
         after = llm.collective_rpc("ndp_totals")[0]
     assert carrier == "shared memory"
-    assert "asynchronous" in layers
-    assert "asynchronous" not in eager
+    assert (eager, layers) == ("plain", "thread, asynchronous up to 256 rows, a thread sends")
     assert found == wanted
     assert tokens == of_two
     counted = sum(report.pairs[name]["cold"] for report in late for name in report.pairs)
     assert counted == after["cold_pairs"] - before["cold_pairs"] > 0
+
+
+def test_the_host_sends_where_no_thread_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messenger, "CORES", 1)
+    with engine(settings={**PAPER, "gpu": "plain"}) as llm:
+        _, wanted = outcome(llm)
+    with engine(settings={**PAPER, "gpu": "asynchronous"}) as llm:
+        layers, found = outcome(llm)
+    assert layers == "asynchronous, asynchronous up to 256 rows, the host sends"
+    assert found == wanted
 
 
 def ask_for_reports_as_runner_v2_does(monkeypatch: pytest.MonkeyPatch) -> list[StepReport]:
@@ -71,7 +78,7 @@ def test_reports_of_steps_with_every_expert_hot_may_be_asked_for_after_the_next_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = {**PAPER, "hot_experts": 8}
-    with engine(settings={**settings, "layers": "eager"}) as llm:
+    with engine(settings={**settings, "gpu": "plain"}) as llm:
         tokens, wanted = token_ids(greedy(llm, PROMPTS, 16)), llm.collective_rpc("ndp_totals")[0]
     late: list[LateReport] = []
 
@@ -81,32 +88,10 @@ def test_reports_of_steps_with_every_expert_hot_may_be_asked_for_after_the_next_
             late.append(report)
 
     monkeypatch.setattr(NdpConnector, "build_connector_worker_meta", keep)
-    with engine(settings={**settings, "layers": "asynchronous"}) as llm:
+    with engine(settings={**settings, "gpu": "thread"}) as llm:
         assert token_ids(greedy(llm, PROMPTS, 16)) == tokens
         assert [report.made is None for report in late[-3:]] == [False, True, True]
         reports = [report.get() for report in reversed(late)][::-1]
         assert llm.collective_rpc("ndp_totals")[0] == wanted
     assert len(reports) == 15
     assert all(first.end_ps == then.start_ps == then.before_ps for first, then in pairwise(reports))
-
-
-@pytest.mark.parametrize(
-    ("asked", "on_gpu", "runs"),
-    [
-        ({}, True, True),
-        ({}, False, False),
-        ({"layers": "eager"}, True, False),
-        ({"layers": "asynchronous"}, False, True),
-    ],
-)
-def test_layers_are_asynchronous_where_it_pays_or_where_it_was_asked_for(
-    asked: dict[str, Any], on_gpu: bool, runs: bool
-) -> None:
-    assert limits.runs_aside(NdpSettings(**asked), 0, on_gpu=on_gpu) is runs
-
-
-def test_asynchronous_layers_beside_what_decides_on_the_host_are_refused() -> None:
-    settings = NdpSettings(layers="asynchronous")
-    with pytest.raises(ConfigError, match=r"'execution': 'paper'"):
-        limits.runs_aside(settings, 3, on_gpu=True)
-    assert not limits.runs_aside(NdpSettings(), 3, on_gpu=True)

@@ -15,7 +15,9 @@ from vllm_ndp.integration.cuda.late_check import LateCheck
 BLOCK = 4
 
 
-def located(moved: int | None, monkeypatch: pytest.MonkeyPatch, on: str = "pretended") -> tuple[RowLocator, Gpu]:
+def located(
+    moved: int | None, monkeypatch: pytest.MonkeyPatch, on: str = "pretended", *, is_late: bool = True
+) -> tuple[RowLocator, Gpu]:
     """Two requests of a decode row each, as vLLM pads them; the KV entry of one row may be another than expected."""
     spans = {
         name: Span(TrackedRequest(name, 3, [10 + number, 20 + number], prefilled=True), 5, 1)
@@ -28,7 +30,7 @@ def located(moved: int | None, monkeypatch: pytest.MonkeyPatch, on: str = "prete
     with gpu:
         context = SimpleNamespace(slot_mapping={"layer": gpu.tensor(entries)})
         monkeypatch.setattr(batch, "get_forward_context", lambda: context)
-        late = LateCheck(gpu.lane(), gpu.pinned, gpu.device, 8)
+        late = LateCheck(gpu.lane(), gpu.pinned, gpu.device, 8) if is_late else None
         runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b"]))
         locator = RowLocator(runner, KvGroup(0, BLOCK, "layer"), late)
         rows, found = locator.locate(spans)
@@ -52,6 +54,13 @@ def test_a_row_of_another_request_ends_the_step(row: int, on: str, monkeypatch: 
     with pytest.raises(RuntimeError, match="KV slots differ"):
         locator.settle()
     assert locator.mismatches == 1
+
+
+@pytest.mark.parametrize("on", KINDS)
+def test_without_a_stream_for_the_check_the_step_ends_before_it_runs(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="KV slots differ"):
+        located(1, monkeypatch, on, is_late=False)
+    assert located(None, monkeypatch, on, is_late=False)[0].row_checks == 1
 
 
 @pytest.mark.parametrize("on", KINDS)

@@ -262,9 +262,9 @@ def test_the_documented_settings_are_the_ones_that_exist():
 
 def test_what_only_researchers_turn_is_taken_under_debug_and_on_top_with_one_sentence():
     heard: list[str] = []
-    settings = NdpSettings.from_mapping({"debug": {"max_moves": 3, "layers": "eager"}}, notice=heard.append)
-    assert (settings.max_moves, settings.layers, heard) == (3, "eager", [])
-    assert NdpSettings.from_mapping({"max_moves": 3, "layers": "eager"}, notice=heard.append) == settings
+    settings = NdpSettings.from_mapping({"debug": {"max_moves": 3, "gpu": "lanes"}}, notice=heard.append)
+    assert (settings.max_moves, settings.gpu, heard) == (3, "lanes", [])
+    assert NdpSettings.from_mapping({"max_moves": 3, "gpu": "lanes"}, notice=heard.append) == settings
     assert heard[0] == """ndp setting 'max_moves' is in 'debug' now: write {"debug": {"max_moves": 3}}"""
     assert len(heard) == 2
     with pytest.raises(ConfigError, match="unknown ndp setting 'max_move' in 'debug': did you mean 'max_moves'"):
@@ -324,7 +324,8 @@ def test_older_names_of_devices_are_taken_with_a_sentence():
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "value"), [("gain", "bit_rule_in_force", "mse"), ("spill_bits", "offload_bits", 2)]
+    ("old", "new", "value"),
+    [("gain", "bit_rule_in_force", "mse"), ("spill_bits", "offload_bits", 2), ("layers", "gpu", "auto")],
 )
 def test_a_setting_by_its_older_name_is_taken_with_a_notice(old, new, value):
     heard: list[str] = []

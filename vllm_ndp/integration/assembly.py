@@ -34,11 +34,14 @@ from vllm_ndp.integration.batch import RequestTracker
 from vllm_ndp.integration.checkpoint_dir import model_dir
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.cuda import limits
+from vllm_ndp.integration.cuda.copies import CopiesByThread
 from vllm_ndp.integration.cuda.lanes import make_lane, pinned_for
 from vllm_ndp.integration.cuda.late_check import LateCheck
 from vllm_ndp.integration.cuda.layer import FixedOutput
+from vllm_ndp.integration.cuda.limits import Rung
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.cuda.packet import RowForm
+from vllm_ndp.integration.cuda.routing import routing_by
 from vllm_ndp.integration.device import DeviceView
 from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink
 from vllm_ndp.integration.device_members import DeviceMembers
@@ -165,7 +168,8 @@ class Assembly:
             num_quantized = num_experts
         bits = settings.slot_bits
         pool, load_kernel = self.pool, lambda: self._kernel
-        kernel = make_slot_kernel(module, pool.activation_of(index), pool.layout.activations, load_kernel)
+        activations = pool.layout.activations
+        kernel = make_slot_kernel(module, pool.activation_of(index), activations, load_kernel, self.copies)
         slots = slots_of_module(module, kernel, self.tiers, index, num_quantized=num_quantized, slot_bits=bits)
         name = f"{next(_numbers)}:{module.layer_name}"
         self.attached[index] = AttachedLayer(name, slots, bool(module.apply_router_weight_on_input))
@@ -200,7 +204,7 @@ class Assembly:
         requests, clock = RequestTracker(), StepClock(replace(self.gpu_model, slot_bytes=costs.slot_bytes))
         planner = PlanRunner(replanner, requests, hot, device, clock)
         planner.start()
-        messenger = self.make_messenger(device.facts.offload_bits)
+        messenger = self.make_messenger()
         splitter = self.make_splitter(device, costs, prices)
         views, stream = HotViews(splitter, self._held.w13.device), StreamedExperts(hot, planner)
         first = self.attached[0]
@@ -424,7 +428,8 @@ class Assembly:
         """The hot slots of all layers, and where they are filled from."""
         layers = {index: attached.slots for index, attached in self.attached.items()}
         streamer, fill = self._make_streamer(layers[0]), self._make_replica_fill(replicas, layers)
-        return HotExperts(self.pool, self.tiers, layers, streamer, compat.engine_cores(), fill)
+        beside = self.rung >= Rung.LANES or compat.on_cpu()
+        return HotExperts(self.pool, self.tiers, layers, streamer, compat.engine_cores(), fill, beside=beside)
 
     def _make_streamer(self, slots: HotSlots) -> Streamer:
         return make_streamer(self.settings.pool, self.pool, slots, default_cache_dir(self.digest))
@@ -455,18 +460,30 @@ class Assembly:
             return None
         return HostCpuExperts(self.model_dir, self._kernel, self.layers)
 
-    def make_messenger(self, offload_bits: int) -> Messenger | None:
+    @cached_property
+    def rung(self) -> Rung:
+        """How much of the way to run on a GPU is in force."""
+        offload_bits = self.settings.resolve_offload_bits(self.pool.model.num_experts)
+        return limits.rung_of(self.settings, offload_bits, on_gpu=not compat.on_cpu())
+
+    @cached_property
+    def copies(self) -> CopiesByThread | None:
+        """Of all layers: weights on their way to a GPU, beside what computes; None where they go plainly."""
+        return None if self.rung < Rung.LANES or compat.on_cpu() else CopiesByThread()
+
+    def make_messenger(self) -> Messenger | None:
         """Where decode layers do not wait for the GPU: their way to the device and back."""
-        weights = self._held.w13
-        if not limits.runs_aside(self.settings, offload_bits, on_gpu=weights.is_cuda):
+        if self.rung < Rung.ASYNCHRONOUS:
             return None
-        device, shape = weights.device, self.pool.shape
-        form = RowForm(shape.top_k, shape.hidden_size, weights.dtype)
-        return Messenger(pinned_for(device), device, form, None if shm.native is None else Crossing())
+        device, shape, dtype = self._held.w13.device, self.pool.shape, self._held.w13.dtype
+        form = RowForm(shape.top_k, shape.hidden_size, dtype)
+        routing = routing_by(kernels=self.rung >= Rung.KERNELS and device.type != "cpu")
+        crossing = Crossing() if self.rung >= Rung.THREAD and shm.native is not None else None
+        return Messenger(pinned_for(device), device, form, routing, crossing)
 
     def make_late_check(self) -> LateCheck | None:
         device = self._held.w13.device
-        if device.type == "cpu":
+        if self.rung < Rung.LANES or device.type == "cpu":
             return None
         most_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
         return LateCheck(make_lane(device), pinned_for(device), device, most_rows)

@@ -57,13 +57,16 @@ class HotExperts:
         streamer: Streamer,
         cores: Collection[int],
         replicas: ReplicaFill | None = None,
+        *,
+        beside: bool = True,
     ) -> None:
-        """layers: all of them. cores: where the copying thread may run. replicas: what fills quantized slots."""
+        """layers: all of them. cores: where the copying thread may run. replicas: what fills quantized slots. beside:
+        whether experts move beside the step."""
         self.pool, self.tiers, self.layers, self.streamer = pool, tiers, layers, streamer
         self._fill = streamer.fill if replicas is None else replicas.fill
         if isinstance(layers[0], LowBitSlots):
             self._fill = self._quantize
-        self._migrator = Migrator(cores)
+        self._migrator = Migrator(cores if beside else ())
 
     def _quantize(self, layer: int, expert: int, to: SlotWeights, slot: int) -> None:
         slots = self.layers[layer]

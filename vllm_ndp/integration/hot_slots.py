@@ -229,7 +229,7 @@ class CudaSlotKernel:
         self._maps: dict[int, torch.Tensor] = {}
 
     @classmethod
-    def of_vllm(cls, activation: Any, num_experts: int) -> CudaSlotKernel:
+    def of_vllm(cls, activation: Any, num_experts: int, copies: CopiesByThread | None = None) -> CudaSlotKernel:
         from vllm.model_executor.layers.fused_moe import fused_experts, override_config
         from vllm.model_executor.layers.fused_moe.config import _get_config_dtype_str
         from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
@@ -243,7 +243,7 @@ class CudaSlotKernel:
                 found[key] = try_get_optimal_moe_config(w13, w2, top_k, name, num_rows)
             return AlwaysLeft(override_config(found[key]))
 
-        return cls(activation, num_experts, fused_experts, tiles, CopiesByThread())
+        return cls(activation, num_experts, fused_experts, tiles, copies)
 
     def check_slots(self, num_slots: int) -> None:
         return
@@ -313,18 +313,23 @@ class AlwaysLeft:
 
 
 def make_slot_kernel(
-    layer: Any, activation: Activation, of_model: Collection[Activation], load_kernel: Callable[[], Kernel]
+    layer: Any,
+    activation: Activation,
+    of_model: Collection[Activation],
+    load_kernel: Callable[[], Kernel],
+    copies: CopiesByThread | None = None,
 ) -> CpuSlotKernel | CudaSlotKernel:
     """For the slots that vLLM's module `layer` has allocated, whose experts compute `activation`.
 
     of_model: of all layers, which lay out their slots alike. load_kernel: gives the device's kernel in this process.
+    copies: the worker's, to a GPU; None where they go plainly.
     """
     if not current_platform.is_cpu():
         if layer.moe_config.has_bias or activation != SILU:
             raise ConfigError(
                 f"quantization 'ndp' runs experts with biases or the activation {activation} on CPU only so far"
             )
-        return CudaSlotKernel.of_vllm(layer.activation, layer.moe_config.num_experts)
+        return CudaSlotKernel.of_vllm(layer.activation, layer.moe_config.num_experts, copies)
     name = next((name for name, one in NAMED.items() if {one} == set(of_model)), None)
     if name is None:
         return NativeSlotKernel(load_kernel(), activation)

@@ -27,8 +27,9 @@ class Beside(Protocol):
 
 class Migrator:
     def __init__(self, cores: Collection[int], beside: Callable[[], Beside | None] | None = None) -> None:
-        """`cores`: where the thread may run; the one that makes it may be bound to a single core. `beside`: asked for
-        each layer as it is begun; None where moves are done when they return."""
+        """`cores`: where the thread may run; the one that makes it may be bound to a single core. None of them: there
+        is no thread, and moves are carried out as they are begun, on the caller's stream. `beside`: asked for each
+        layer as it is begun; None where moves are done when they return."""
         self._cores = frozenset(cores)
         self._beside = beside or _OneStream()
         self._thread = ThreadPoolExecutor(1, "ndp-migration", self._start)
@@ -38,7 +39,9 @@ class Migrator:
         """Carry out the moves of a layer that has none pending, in the order in which layers were begun."""
         if layer in self._pending:
             raise ValueError(f"layer {layer} still waits for the moves before these")
-        if moves:
+        if moves and not self._cores:
+            _carry_out(moves, None)
+        elif moves:
             self._pending[layer] = self._thread.submit(_carry_out, tuple(moves), self._beside())
 
     def wait(self, layer: int) -> None:

@@ -12,9 +12,10 @@ from rich.table import Table
 
 from ndp_device.replicas.loss_table import load_layer_weights
 from ndp_device.widths import FULL_PRECISION_BITS, LIMB_BITS, LIMBS
-from vllm_ndp.config import NdpSettings
+from vllm_ndp.config import GPU_RUNGS, NdpSettings
 from vllm_ndp.integration import drafts
 from vllm_ndp.integration.assembly import LoadedWorker
+from vllm_ndp.integration.cuda.limits import Rung
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.device import DeviceView
 from vllm_ndp.integration.device_link import DeviceLink
@@ -75,15 +76,20 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
         "prices": settings.prices,
         "replan": settings.replan,
         "slot_kernel": hot.layers[0].kernel_name,
-        "decode_layers": _decode_layers(parts.messenger),
+        "decode_layers": _decode_layers(made.rung, parts.messenger),
         "record": settings.record or "off",
         "report": _report(worker.unsimulated) if made.has_report else "off (a KV connector of yours, or report=false)",
         **({} if device.link is None else _device(device.link, device, settings, hot.pool.mapped_bytes)),
     }
 
 
-def _decode_layers(messenger: Messenger | None) -> str:
-    return "native" if messenger is None else f"asynchronous up to {messenger.most_rows} rows"
+def _decode_layers(rung: Rung, messenger: Messenger | None) -> str:
+    """By the name of the rung, and what of it is not in force."""
+    name = GPU_RUNGS[rung]
+    if messenger is None:
+        return name
+    sends = "a thread sends" if messenger.has_thread else "the host sends"
+    return f"{name}, asynchronous up to {messenger.most_rows} rows, {sends}"
 
 
 def _report(unsimulated: str) -> str:

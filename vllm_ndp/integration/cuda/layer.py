@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from ndp_device.transport.crossing import Order, State
 from vllm_ndp.integration.cuda.messenger import Messenger, Packet
 from vllm_ndp.integration.cuda.packet import HostFields
-from vllm_ndp.integration.cuda.routing import routing_for
 from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
 from vllm_ndp.integration.host_cpu import HostCpuExperts
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots
@@ -45,7 +44,7 @@ class AsideLayer:
         self.index = index
         self._slots, self._link, self._host, self._messenger = slots, link, host, messenger
         self._compute_here = compute_here
-        self._routing = routing_for(slots.expert_map.device)
+        self._routing = messenger.routing
         self._kernel, self._held = slots.running()
         self._num_slots, self._num_experts = len(slots.expert_in), len(slots.expert_map)
         has_spare_id = isinstance(self._kernel, CudaSlotKernel) and self._num_slots < self._num_experts

@@ -9,17 +9,28 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ndp_device.errors import ConfigError
+from vllm_ndp.config import GPU_RUNGS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_ndp.config import NdpSettings
 
+
+class Rung(IntEnum):
+    """Values of the setting `gpu` in their order: each has all that the ones before it have."""
+
+    PLAIN, LANES, ASYNCHRONOUS, KERNELS, THREAD = range(len(GPU_RUNGS))
+
+
+PASSED = Rung.PLAIN
+"""What a GPU runs unless it is told: the last rung that a run on a GPU has passed (benchmarks/gpu_check.py)."""
 ENGINE_CORES = 2
 """Cores that an embedded device leaves to a GPU engine: one launches kernels, one hands out tokens."""
 SLOT_BITS = (8, 4)
@@ -35,20 +46,27 @@ def settings_on_gpu(settings: NdpSettings) -> NdpSettings:
     return settings
 
 
-def runs_aside(settings: NdpSettings, offload_bits: int, *, on_gpu: bool) -> bool:
-    """Whether decode layers are asynchronous. offload_bits: 0 where hot experts stay on the GPU.
+def rung_of(settings: NdpSettings, offload_bits: int, *, on_gpu: bool) -> Rung:
+    """How a worker runs. offload_bits: 0 where hot experts stay on the GPU.
 
-    Raises ConfigError where that was asked for and cannot be.
+    Raises ConfigError for what was asked for and cannot be.
     """
-    if offload_bits and settings.layers == "asynchronous":
+    if settings.gpu == "auto":
+        rung = PASSED if on_gpu else Rung.PLAIN
+        return min(rung, Rung.LANES) if offload_bits else rung
+    rung = Rung(GPU_RUNGS.index(settings.gpu))
+    if offload_bits and rung >= Rung.ASYNCHRONOUS:
         raise ConfigError(
-            f"ndp setting 'layers' is 'asynchronous', so that the GPU begins before the host has seen what the router "
+            f"ndp setting 'gpu' is {settings.gpu!r}, so that the GPU begins before the host has seen what the router "
             f"chose, but execution {settings.execution!r} decides from just that which hot experts leave the GPU: use "
             "'execution': 'paper'"
         )
-    if settings.layers == "auto":
-        return on_gpu and not offload_bits
-    return settings.layers == "asynchronous"
+    if not on_gpu and rung in (Rung.LANES, Rung.KERNELS):
+        raise ConfigError(
+            f"ndp setting 'gpu' is {settings.gpu!r}, which adds streams or kernels of a GPU, but this engine runs on "
+            "CPU: use 'plain', 'asynchronous' or 'thread'"
+        )
+    return rung
 
 
 def refusals(vllm_config: VllmConfig, settings: NdpSettings) -> Iterable[tuple[bool, str]]:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ndp_device.transport.crossing import Crossing, Order, Places
 from vllm_ndp.integration.cuda.lanes import Pinned
 from vllm_ndp.integration.cuda.packet import Fields, HostFields, RowForm, lay_out, packet_bytes
+from vllm_ndp.integration.cuda.routing import Routing
 from vllm_ndp.layer.split import Splitter
 
 MOST_ROWS = 256
@@ -76,11 +77,13 @@ class Messenger:
         pinned: Pinned,
         device: torch.device,
         form: RowForm,
+        routing: Routing,
         crossing: Crossing | None = None,
         *,
         most_rows: int = MOST_ROWS,
     ) -> None:
-        self.most_rows = most_rows
+        """routing: what writes packets and adds sums. crossing: of a thread that sends; the host does where None."""
+        self.most_rows, self.routing = most_rows, routing
         self._form = form
         self._crossing = crossing if len(os.sched_getaffinity(0)) >= CORES else None
         here, there = packet_bytes(most_rows, form)
@@ -91,6 +94,10 @@ class Messenger:
         self._host_sums = pinned(most_rows, form.hidden, dtype=torch.float32)
         self._by_rows: dict[int, Packet] = {}
         self._sums_by_rows: dict[int, _Sums] = {}
+
+    @property
+    def has_thread(self) -> bool:
+        return self._crossing is not None
 
     @property
     def num_bytes(self) -> int:

@@ -24,12 +24,14 @@ class Routing(NamedTuple):
     add_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-def routing_for(device: torch.device) -> Routing:
-    if device.type != "cuda":
+def routing_by(*, kernels: bool) -> Routing:
+    """kernels: those of Triton."""
+    if not kernels:
         return Routing(split, add_rows)
-    from vllm_ndp.integration.cuda import kernels
+    from vllm_ndp.integration.cuda.kernels import add_rows as add_partial
+    from vllm_ndp.integration.cuda.kernels import split as split_rows
 
-    return Routing(kernels.split, kernels.add_rows)
+    return Routing(split_rows, add_partial)
 
 
 def split(

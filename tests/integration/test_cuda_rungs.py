@@ -1,0 +1,140 @@
+"""Ways to run on a GPU: each value of the setting `gpu` selects what it says, one thing more than the value before.
+
+On stand-ins for a GPU: an assembly whose slots are said to be elsewhere, and streams that nobody may make.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.config import GPU_RUNGS, NdpSettings
+from vllm_ndp.integration import assembly, compat, startup_table
+from vllm_ndp.integration.assembly import Assembly
+from vllm_ndp.integration.cuda import limits, messenger
+from vllm_ndp.integration.cuda.limits import PASSED, Rung
+from vllm_ndp.integration.migration import Migrator
+
+pytestmark = pytest.mark.vllm
+ELSEWHERE = torch.device("meta")
+ADDS = {
+    "plain": set(),
+    "lanes": {"copies", "late check", "moves beside"},
+    "asynchronous": {"messenger"},
+    "kernels": {"kernels"},
+    "thread": {"thread"},
+}
+
+
+def assembly_on_gpu(gpu: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Assembly:
+    """Of two layers whose slots are on a GPU, as far as its parts can tell."""
+    monkeypatch.setattr(compat, "on_cpu", lambda: False)
+    made = Assembly.__new__(Assembly)
+    made.settings = NdpSettings(gpu=gpu, execution="paper", **settings)
+    shape = SimpleNamespace(num_layers=2, num_experts=8, top_k=2, hidden_size=16)
+    layout = SimpleNamespace(activations=(), moe_index=None)
+    made.pool = SimpleNamespace(shape=shape, model=shape, layout=layout, activation_of=lambda layer: None)  # type: ignore[assignment]
+    made.ranks, made.layers, made.attached = SimpleNamespace(share=None), range(2), {}  # type: ignore[assignment]
+    made.tiers = SimpleNamespace(where=np.zeros((2, 8)), without_slot=np.zeros((2, 8)))  # type: ignore[assignment]
+    made.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=32))  # type: ignore[assignment]
+    return made
+
+
+def has(made: Assembly, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What it selects beside what is plain."""
+    given: list[Any] = []  # the copies of each layer
+    held = SimpleNamespace(w13=torch.empty(0, device=ELSEWHERE, dtype=torch.bfloat16))
+    monkeypatch.setattr(assembly, "make_slot_kernel", lambda *of: given.append(of[-1]))
+    monkeypatch.setattr(assembly, "slots_of_module", lambda *of, **more: SimpleNamespace(held=held))
+    monkeypatch.setattr(assembly, "HotExperts", lambda *of, beside: beside)
+    monkeypatch.setattr(compat, "engine_cores", lambda: {0})
+    monkeypatch.setattr(messenger, "CORES", 1)
+    for index in range(2):
+        monkeypatch.setattr(compat, "moe_index", lambda *of, index=index: index)
+        made.attach(SimpleNamespace(layer_name="layer", apply_router_weight_on_input=False))
+    assert given[0] is given[1], "layers have copies of their own: buffers, streams and threads for each"
+    monkeypatch.setattr(made, "_make_streamer", lambda slots: None)
+    monkeypatch.setattr(made, "_make_replica_fill", lambda *of: None)
+    found, sends = set(), made.make_messenger()
+    found |= {"copies"} if given[0] is not None else set()
+    found |= {"late check"} if made.make_late_check() is not None else set()
+    found |= {"moves beside"} if made.open_pool(None) else set()
+    if sends is not None:
+        found |= {"messenger"}
+        found |= {"kernels"} if sends.routing.split.__module__.endswith("kernels") else set()
+        found |= {"thread"} if sends.has_thread else set()
+        assert ("a thread sends" if sends.has_thread else "the host sends") in startup_table._decode_layers(
+            made.rung, sends
+        )
+    return found
+
+
+@pytest.mark.parametrize("gpu", GPU_RUNGS)
+def test_each_way_has_one_thing_more_than_the_one_before(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = set[str]().union(*(ADDS[name] for name in GPU_RUNGS[: GPU_RUNGS.index(gpu) + 1]))
+    assert has(assembly_on_gpu(gpu, monkeypatch), monkeypatch) == wanted
+
+
+def test_a_gpu_runs_by_itself_what_a_run_has_passed_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto, passed = (has(assembly_on_gpu(gpu, monkeypatch), monkeypatch) for gpu in ("auto", GPU_RUNGS[PASSED]))
+    assert auto == passed
+
+
+def test_names_and_order_are_those_of_the_setting() -> None:
+    assert [rung.name.lower() for rung in Rung] == list(GPU_RUNGS) == list(ADDS)
+
+
+def test_plain_moves_are_done_when_they_are_begun_by_the_thread_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*of: object, **more: object) -> None:
+        raise AssertionError("a stream")
+
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    migrator, done = Migrator(()), list[tuple[int, int]]()
+    for layer in range(2):
+        migrator.begin(layer, [lambda layer=layer: done.append((layer, threading.get_ident()))])
+        assert done[-1] == (layer, threading.get_ident())
+    migrator.wait_for_all()
+    with pytest.raises(OSError, match="the pool is gone"):
+        migrator.begin(0, [lambda: open_nothing()])
+    migrator.close()
+
+
+def open_nothing() -> None:
+    raise OSError("the pool is gone")
+
+
+@pytest.mark.parametrize(
+    ("asked", "offload_bits", "on_gpu", "found"),
+    [
+        ("auto", 0, True, PASSED),
+        ("auto", 3, True, min(PASSED, Rung.LANES)),
+        ("auto", 0, False, Rung.PLAIN),
+        ("thread", 0, True, Rung.THREAD),
+        ("thread", 0, False, Rung.THREAD),
+        ("lanes", 3, True, Rung.LANES),
+    ],
+)
+def test_what_is_asked_for_is_what_runs(asked: str, offload_bits: int, on_gpu: bool, found: Rung) -> None:
+    assert limits.rung_of(NdpSettings(gpu=asked), offload_bits, on_gpu=on_gpu) is found
+
+
+@pytest.mark.parametrize(
+    ("asked", "offload_bits", "on_gpu", "why"),
+    [
+        ("asynchronous", 3, True, r"'execution': 'paper'"),
+        ("thread", 3, False, r"'execution': 'paper'"),
+        ("lanes", 0, False, "this engine runs on CPU"),
+        ("kernels", 0, False, "this engine runs on CPU"),
+    ],
+)
+def test_what_cannot_be_is_refused(asked: str, offload_bits: int, on_gpu: bool, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        limits.rung_of(NdpSettings(gpu=asked), offload_bits, on_gpu=on_gpu)
