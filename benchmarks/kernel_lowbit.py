@@ -1,4 +1,4 @@
-"""How close to the memory limit does an expert run at 4, 3, 2 and 1 bits, and against what else runs here?
+"""How close to the memory limit does an expert run at 4, 3, 2 and 1 bits?
 
 One Mixtral-8x7B expert (w1, w3 [14336, 4096], w2 [4096, 14336], SwiGLU: 176.2 M weights), M tokens, one core. The limit
 is this machine's own read bandwidth in the same run; the floor of a width is its bytes (codes, fp16 scale and offset
@@ -6,7 +6,7 @@ per 128 weights) at that bandwidth. Distinct experts take turns so that none sta
 bandwidth take turns too; times are thread CPU time, the smallest of all calls, because neighbours only ever slow a
 call down. Beside every time stands its error against float64 over the same quantized weights (M = 1).
 
-    python benchmarks/kernel_lowbit.py [--peers torch,vllm,ggml] [--bits 4,3,2,1] [--tokens 1,4,16,128] [--rounds 3]
+    python benchmarks/kernel_lowbit.py [--bits 4,3,2,1] [--tokens 1,4,16,128] [--rounds 3]
 
 `--threads 2` adds what a second core brings (M = 1, wall time, in turns with one thread, so only on a quiet machine).
 `--gate` ends with exit code 1 where a ratio misses its target by more than a quarter; CI runs it.
@@ -32,12 +32,11 @@ from ndp_device.errors import ConfigError, NdpError
 from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix
 from ndp_device.kernels.native import NativeExpert, NativeKernel
 from ndp_device.kernels.reference import dequantize
-from ndp_device.widths import LIMBS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from kernel_peers import GROUP, HIDDEN, INTERMEDIATE, Peer, load_peers
 from measured import Measurement, add_json_option
 
+HIDDEN, INTERMEDIATE, GROUP = 4096, 14336, 128
 FOOTPRINT_BYTES = 1.2e9
 STREAM_BYTES = 512 << 20
 # Required fractions of the limit at M = 1 by (mode, bits), and how much faster 2 bits are than 4, on paths with VNNI.
@@ -138,10 +137,8 @@ def calls_per_round(tokens: int) -> int:
     return 8 if tokens == 1 else max(1, 16 // tokens)
 
 
-def measure(
-    bits: int, tokens: list[int], rounds: int, stream: Stream, peers: list[Peer]
-) -> tuple[list[dict[str, Any]], list[Contestant]]:
-    """Our rows of the table at this width, and the peers that ran beside them."""
+def measure(bits: int, tokens: list[int], rounds: int, stream: Stream) -> list[dict[str, Any]]:
+    """Rows of the table at this width."""
     rng = np.random.default_rng(bits)
     expert = random_expert(rng, bits)
     kernel, packer = NativeKernel(threads=1), NativeKernel()
@@ -164,14 +161,11 @@ def measure(
         return Contestant(mode, m, lambda i: compute(kernel, x[m], own[i]), len(own), calls_per_round(m), bits)
 
     mine = [ours(mode, m) for mode in MODES for m in tokens]
-    others = [
-        Contestant(p.name, m, p.caller(m), p.num_experts, calls_per_round(m), p.bits) for p in peers for m in tokens
-    ]
     for _ in range(rounds):
         stream.run()
-        for contestant in (*mine, *others):
+        for contestant in mine:
             contestant.run()
-    rows = [
+    return [
         {
             "mode": c.name,
             "bits": bits,
@@ -183,21 +177,6 @@ def measure(
         }
         for c in mine
     ]
-    return rows, others
-
-
-def against_peers(results: list[dict[str, Any]], others: list[Contestant]) -> list[dict[str, Any]]:
-    """Each peer beside our default at the same tokens and bits; a 16-bit peer beside every width of ours."""
-    rows = []
-    for peer in others:
-        for ours in results:
-            same_bits = peer.bits in (ours["bits"], 16)
-            is_default = MODES[ours["mode"]] == LIMBS[ours["bits"]]
-            if is_default and ours["tokens"] == peer.tokens and same_bits:
-                speedup = round(peer.ms / ours["ms"], 2)
-                row = {"name": peer.name, "bits": ours["bits"], "mode": ours["mode"], "tokens": peer.tokens}
-                rows.append(row | {"ms": round(peer.ms, 3), "speedup": speedup})
-    return rows
 
 
 def second_core(bits: int, threads: int, rounds: int) -> dict[str, Any]:
@@ -254,7 +233,7 @@ def shortfalls(isa: str, results: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def print_table(limit: float, results: list[dict[str, Any]], rivals: list[dict[str, Any]]) -> None:
+def print_table(limit: float, results: list[dict[str, Any]]) -> None:
     print(f"limit {limit / 1e9:.2f} GB/s (best read of {STREAM_BYTES >> 20} MiB in this run, one core)\n")
     print(f"{'':14}{'bits':>5}{'M':>5}{'ms':>10}{'floor':>8}{'x floor':>9}{'of limit':>10}{'error':>10}")
     for r in results:
@@ -263,8 +242,6 @@ def print_table(limit: float, results: list[dict[str, Any]], rivals: list[dict[s
             f"{r['mode']:14}{r['bits']:5}{r['tokens']:5}{r['ms']:10.2f}{floor:8.2f}{r['ms'] / floor:9.2f}"
             f"{r['fraction_of_limit']:10.2f}{r['rel_error']:10.1e}"
         )
-    for r in rivals:
-        print(f"{r['name']:14}{r['bits']:5}{r['tokens']:5}{r['ms']:10.2f}   {r['mode']} is {r['speedup']:.2f}x as fast")
 
 
 def numbers(text: str) -> list[int]:
@@ -273,8 +250,6 @@ def numbers(text: str) -> list[int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", default="", help="any of torch, vllm, ggml")
-    parser.add_argument("--llama", type=Path, help="where llama-cpp-python is installed apart, for ggml")
     parser.add_argument("--bits", type=numbers, default=[4, 3, 2, 1])
     parser.add_argument("--tokens", type=numbers, default=[1, 4, 16, 128])
     parser.add_argument("--rounds", type=int, default=3)
@@ -286,28 +261,21 @@ def main() -> int:
         raise ConfigError("--bits must be among 1, 2, 3, 4; --tokens, --rounds and --threads at least 1")
     if arguments.gate and 1 not in arguments.tokens:
         raise ConfigError(f"--gate looks at one token, --tokens {arguments.tokens} has none: add 1")
-    peers = load_peers(arguments.peers, arguments.llama)
     stream = Stream(NativeKernel(threads=1))
     measurement = Measurement(__doc__)
     results: list[dict[str, Any]] = []
-    others: list[Contestant] = []
     for bits in arguments.bits:
-        first = bits == arguments.bits[0]  # 16-bit peers run once, beside the first width
-        beside = [p for p in peers if p.bits == bits or (p.bits == 16 and first)]
-        rows, ran = measure(bits, arguments.tokens, arguments.rounds, stream, beside)
-        results += rows
-        others += ran
+        results += measure(bits, arguments.tokens, arguments.rounds, stream)
         print(f"{bits} bits done", file=sys.stderr)
     isa = NativeKernel(threads=1).isa
     set_fractions(results, stream)
     for _ in range(RETRIES if arguments.gate else 0):
         if not shortfalls(isa, results):
             break
-        again = [row for bits in arguments.bits for row in measure(bits, [1], arguments.rounds, stream, [])[0]]
+        again = [row for bits in arguments.bits for row in measure(bits, [1], arguments.rounds, stream)]
         keep_faster(results, again)
         set_fractions(results, stream)
-    rivals = against_peers(results, others)
-    print_table(stream.bytes_per_s, results, rivals)
+    print_table(stream.bytes_per_s, results)
     scaling = [second_core(b, arguments.threads, arguments.rounds) for b in arguments.bits if arguments.threads > 1]
     for row in scaling:
         print(f"{row['bits']} bits, {row['threads']} threads: {row['ms']} ms, {row['speedup']}x one thread (wall)")
@@ -321,7 +289,6 @@ def main() -> int:
         "limit_gb_per_s": round(stream.bytes_per_s / 1e9, 2),
         "results": results,
         "scaling": scaling,
-        "peers": rivals,
     }
     measurement.end(figures, arguments.json)
     return 1 if missed else 0

@@ -24,7 +24,7 @@ PASSED = DATA / "long-tests.json"
 GROUPS: dict[str, tuple[str, ...]] = {
     "calibration": (
         "benchmarks/calibration_memory.py",
-        "benchmarks/make_family_models.py",
+        "tests/checkpoints/make_family_models.py",
         "ndp_device/calibration/**/*.py",
         "ndp_device/calibration/csrc/*",
         "ndp_device/checkpoint/*.py",
@@ -49,8 +49,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "vllm_ndp/traces/*.py",
     ),
     "families": (
-        "benchmarks/make_family_models.py",
-        "benchmarks/make_quantized_models.py",
+        "tests/checkpoints/make_family_models.py",
+        "tests/checkpoints/make_quantized_models.py",
         "ndp_device/checkpoint/*.py",
         "ndp_device/model_config.py",
         "ndp_device/model_shape.py",
@@ -73,7 +73,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "vllm_ndp/integration/quantization.py",
     ),
     "programs": (
-        "benchmarks/benchmark_throughput.py",
         "benchmarks/make_random_mixtral.py",
         "ndp_device/checkpoint/*.py",
         "patches/lock-cpu.txt",
@@ -91,7 +90,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "quality": (
         "benchmarks/lm_eval_tasks/*",
         "benchmarks/quality*.py",
-        "benchmarks/tiny_mixtral/*.py",
+        "models/training/*.py",
         "models/tiny-mixtral/*",
         "models/tiny-qwen3-moe/*",
         "ndp_device/calibration/data_free.py",
@@ -102,7 +101,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/integration/served_model.py",
         "tests/integration/test_integration_quality.py",
         "tests/smoke/test_quality_harness.py",
-        "tests/smoke/test_tiny_mixtral_training.py",
         "tests/smoke/test_tiny_qwen3_moe.py",
         "vllm_ndp/integration/[a-z]*.py",
         "vllm_ndp/lab/analysis.py",

@@ -16,11 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
 import vllm_hooks
+from engines import ROOT
 
 from vllm_ndp.integration.batch import RequestTracker, Span, TrackedRequest, row_order
 

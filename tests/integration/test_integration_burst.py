@@ -1,17 +1,12 @@
 """A burst of 64 streams of which half are left, and three kills of the device: every pair adds up, and nothing is left.
 
-benchmarks/burst.py with a server of its own; and that it sees what does not add up.
+burst.py with a server of its own; and that it sees what does not add up.
 """
 
 from __future__ import annotations
 
-import sys
-
-import pytest
-from engines import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
 import burst
+import pytest
 
 REQUESTS, KILLS = 64, 3
 

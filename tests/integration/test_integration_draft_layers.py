@@ -49,7 +49,9 @@ def make_drafted(method: str, directory: Path) -> Drafted:
     if not method.startswith("mtp"):
         head = make_head(method, TRAINED, directory / method)
         return Drafted(TRAINED, {"method": method, "model": str(head), "num_speculative_tokens": GUESSED})
-    spec = importlib.util.spec_from_file_location("make_family_models", ROOT / "benchmarks" / "make_family_models.py")
+    spec = importlib.util.spec_from_file_location(
+        "make_family_models", ROOT / "tests" / "checkpoints" / "make_family_models.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     maker = importlib.util.module_from_spec(spec)

@@ -1,19 +1,16 @@
 """Whatever an engine of ours has started ends with the process that asked for it, at any moment of the start-up.
 
-Each test starts a user's script and ends it at one moment (benchmarks/ends.py, which has stock vLLM beside it).
+Each test starts a user's script and ends it at one moment (ends.py).
 """
 
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable
 
-import pytest
-from engines import IN_PROCESS, PATIENCE_S, ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
 import ends
+import pytest
+from engines import IN_PROCESS, PATIENCE_S
 
 pytestmark = pytest.mark.vllm
 

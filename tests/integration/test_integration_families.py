@@ -23,7 +23,7 @@ from paths import ROOT
 pytestmark = pytest.mark.vllm
 torch = pytest.importorskip("torch")
 
-MAKER = ROOT / "benchmarks" / "make_family_models.py"
+MAKER = ROOT / "tests" / "checkpoints" / "make_family_models.py"
 BY_DEFAULT = ("deepseek_v3", "gpt_oss")
 """Dense layers, latent attention, groups and a scale; biases and a clamp."""
 
@@ -152,7 +152,7 @@ def note(family: str, entry: dict[str, Any]) -> None:
     """Into the file that NDP_FAMILIES_JSON names, if it does: what docs/families.md shows."""
     if not (path := os.environ.get("NDP_FAMILIES_JSON")):
         return
-    sys.path.insert(0, str(MAKER.parent))
+    sys.path.insert(0, str(ROOT / "benchmarks"))
     import measured
 
     question = "Does every family of models give stock vLLM's tokens with half of its experts on the device?"

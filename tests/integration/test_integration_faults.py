@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 
+import chaos
 import pytest
-from engines import PROMPTS, ROOT, check_pairs, engine, greedy, token_ids
+from engines import PROMPTS, check_pairs, engine, greedy, token_ids
 
 from vllm_ndp.config import NdpSettings
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import chaos
 
 pytestmark = pytest.mark.vllm
 TOKENS = 160
@@ -122,7 +119,7 @@ def test_a_device_that_is_frozen_while_a_plan_is_made_delays_no_prompt_for_long(
 
 
 def test_requests_that_always_run_keep_their_tokens_while_the_device_dies_and_stops_again_and_again(llm) -> None:  # type: ignore[no-untyped-def]
-    """benchmarks/chaos.py for some seconds."""
+    """chaos.py."""
     figures = chaos.measure(chaos.Engine(llm), 1, kills=2, stops=1)
     assert (figures["wrong"], figures["unfinished"]) == ([], [])
     assert (figures["kills"], figures["stops"]) == (2, 1)

@@ -1,7 +1,7 @@
 """Quantized checkpoints give the tokens that stock vLLM gives on what they stand for, half of their experts cold.
 
-The tiny models are benchmarks/make_quantized_models.py's: each format's own library has made the values of the plain
-twin. gpt-oss in MXFP4 by default; `make test-families` runs all and notes them in docs/measured/families.json.
+The tiny models are tests/checkpoints/make_quantized_models.py's: each format's own library has made the values of the
+plain twin. gpt-oss in MXFP4 by default; `make test-families` runs all and notes them in docs/measured/families.json.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from test_integration_families import Runs, models, note, noted, program, select
 
 __all__ = ["models"]
 pytestmark = pytest.mark.vllm
-MAKER = ROOT / "benchmarks" / "make_quantized_models.py"
+MAKER = ROOT / "tests" / "checkpoints" / "make_quantized_models.py"
 SERVED = {
     "gpt_oss-mxfp4": "torch", "mixtral-fp8": "torch", "mixtral-compressed": "torch", "mixtral-gptq": "auto_gptq",
     "mixtral-awq": "torch", "mixtral-nvfp4": "torch", "mixtral-nvfp4-modelopt": "torch", "mixtral-mxfp4": "torch",

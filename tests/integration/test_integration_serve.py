@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.parse
@@ -28,7 +27,6 @@ from engines import (
     PATIENT_DEADLINE_MS,
     PROMPTS,
     REPLICAS,
-    ROOT,
     check_pairs,
     device_processes,
     free_port,
@@ -53,9 +51,6 @@ from served_model import (
     report_of,
     serving,
 )
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import soak
 
 pytestmark = pytest.mark.vllm
 
@@ -457,29 +452,6 @@ def test_a_span_of_each_traced_request_lies_beside_vllms_in_the_clients_trace(se
     assert values["ndp.output_tokens"].int_value == TOKENS
     simulated_s = values["ndp.simulated_tpot_us"].double_value * (TOKENS - 1) / 1e6
     assert 0 < simulated_s < (ours.end_time_unix_nano - ours.start_time_unix_nano) / 1e9  # the axis is the wall's
-
-
-def test_a_soak_watches_memory_descriptors_and_threads_of_all_three_processes(server: Server):
-    """benchmarks/soak.py beside a server that it did not start, until it has seen enough to draw a line through."""
-    port = urllib.parse.urlsplit(server.address).port
-    assert port is not None
-    clients = soak.Clients(port, 2, model=NAME, key=KEY)
-
-    def stop_when_enough(figures: dict[str, Any]) -> None:
-        if len(figures["series"]) >= 1.5 * soak.PARTS and clients.counted["answered"]:
-            raise KeyboardInterrupt  # as a person would
-
-    try:
-        processes = soak.Processes(server.process.pid)
-        figures = soak.watch(processes, clients, seconds=600, sample_s=0.3, seen=stop_when_enough)
-    finally:
-        clients.close()
-    assert set(clients.counted) <= {"answered", "hung up", "tokens"}, clients.counted
-    assert clients.counted["answered"] > 0
-    for name in ("server", "engine", "device"):
-        growth = figures["growth"][name]["rss_mib"]
-        assert growth["low"] <= growth["per_hour"] <= growth["high"]
-        assert all(sample[name]["rss_mib"] > 10 for sample in figures["series"])
 
 
 def test_sigterm_ends_the_server_its_device_and_the_private_directory(server: Server):

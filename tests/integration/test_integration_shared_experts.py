@@ -28,7 +28,7 @@ SEVERAL_KINDS = ("deepseek_v3", "llama4")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("families")
-    maker = ROOT / "benchmarks" / "make_family_models.py"
+    maker = ROOT / "tests" / "checkpoints" / "make_family_models.py"
     subprocess.run([sys.executable, maker, out, *FAMILIES, WINDOWS], check=True, capture_output=True, timeout=600)
     return out
 

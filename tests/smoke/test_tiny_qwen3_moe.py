@@ -1,6 +1,6 @@
 """The second bundled model is the trained one, its recorded routing its own, and prompts tell of it what they should.
 
-Knows transformers, not vLLM. Made by benchmarks/tiny_mixtral/train.py; its texts and tokenizer are the first model's.
+Knows transformers, not vLLM. Made by models/training/train.py; its texts and tokenizer are the first model's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRACE = MODEL / "traces" / "sampled.npz"
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "tiny_mixtral"))
+    monkeypatch.syspath_prepend(str(ROOT / "models" / "training"))
     return importlib.import_module("record_routing")
 
 

@@ -59,7 +59,7 @@ _NATS_AT = "1.7 nats a token at 1 bit, 0.5 at 1.5, 0.14 at 2, 0.03 at 3"
 MOST_TRUSTED_NATS = 0.3
 """Largest prediction that is trusted. Below it, plans of tiny-mixtral lost .5 to 1.7 times the prediction (median error
 23 %); above it, about 1.6 times. Plans of tiny-qwen3-moe mostly lost .7 to 1.9 times, most where they lose less than
-.005. Source: benchmarks/predicted_loss.py."""
+.005. Source: docs/measured/predicted_loss.json."""
 
 _ROUNDING = 1e-9
 """Error of sums of shares: 1.9999999 bits are 2."""

@@ -33,7 +33,7 @@ NOT_STREAMED = ("llama4", "llama4_vl", "nemotron_h", "minicpmv4_6", "minicpmv4_7
 
 
 def _module(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / "checkpoints" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

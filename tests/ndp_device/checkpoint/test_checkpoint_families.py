@@ -30,7 +30,7 @@ from ndp_device.model_config import whole_model  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
 
-MAKER = ROOT / "benchmarks" / "make_family_models.py"
+MAKER = ROOT / "tests" / "checkpoints" / "make_family_models.py"
 SEEN_ELSEWHERE = ("dbrx", "llama4", "nemotron_h", "jamba", "longcat_flash")
 """DBRX's experts are not read, Llama-4's take other arguments, LongCat's cannot be hooked, Nemotron-H has no gate, and
 Jamba's Mamba layers need a kernel."""

@@ -25,7 +25,7 @@ from ndp_device.errors import ConfigError, ReplicaError  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "tests" / "checkpoints"))
 from quantized_writers import write_gguf  # noqa: E402
 
 EXPERTS, HIDDEN, INTERMEDIATE = 4, 256, 512

@@ -29,7 +29,7 @@ from ndp_device.experts.expert import to_float32  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "tests" / "checkpoints"))
 import make_quantized_models as quantized  # noqa: E402
 import quantized_writers as writers  # noqa: E402
 

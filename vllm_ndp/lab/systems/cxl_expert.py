@@ -2,8 +2,8 @@
 
 Tiers begin by popularity: num_hot experts in GPU memory, half of the rest in CPU memory (fp16), the others in the
 expander. The expander holds 4 bits and reads at its own rate. Experts change tiers as their use does (cxl_tiers.py).
-Activations of warm and cold experts cross the link quantized and packed in bit planes
-(benchmarks/packed_activations.py); the host unpacks them.
+Activations of warm and cold experts cross the link quantized and packed in bit planes;
+the host unpacks them.
 Per layer the threshold adapts: the link loads the heaviest missing experts to the GPU while that shortens the layer.
 `percentile` fixes the threshold as published: the link loads experts above it. `near_data` on: the expander multiplies
 cold experts itself, beside the CPU. CPU and expander are the hardware's. The paper's own figures:
@@ -46,7 +46,7 @@ _PACKED_SHARE = {
 }
 """Bytes of a packed message of so many values over their 16-bit bytes, mean of both ways. Below: the loss of an
 expert's result by packing both ways, in units of the loss of 1-bit weights. Measured on 3072 decode rows of
-tiny-mixtral, benchmarks/activation_codec.py, 2026-11-22."""
+tiny-mixtral on 2026-11-22, by the codec at commit 9e4323f0, benchmarks/activation_codec.py."""
 _PACKED_LOSS = {8: 1.33e-4, 6: 2.28e-3, 5: 9.90e-3, 4: 4.45e-2, 3: 2.75e-1}
 
 

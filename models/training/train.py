@@ -1,8 +1,8 @@
 """Train one of the bundled models on the corpus that build_corpus.py wrote.
 
-    python benchmarks/tiny_mixtral/train.py [--model models/tiny-qwen3-moe] [--steps 5000] [--minutes 120]
-    python benchmarks/tiny_mixtral/train.py --model models/tiny-qwen3-moe --start models/tiny-qwen3-moe --out more
-    python benchmarks/tiny_mixtral/train.py --size larger --device cuda --windows 32 --minutes 9    109 M parameters
+    python models/training/train.py [--model models/tiny-qwen3-moe] [--steps 5000] [--minutes 120]
+    python models/training/train.py --model models/tiny-qwen3-moe --start models/tiny-qwen3-moe --out more
+    python models/training/train.py --size larger --device cuda --windows 32 --minutes 9    109 M parameters
 
 Every batch holds one window of each domain, or --windows of them. Muon (orthogonalised momentum) trains the experts
 and the attention's value and output matrices; Adam the rest: Muon on queries and keys lets attention logits grow

@@ -6,13 +6,10 @@ has come. Three accounts of pairs by kind are compared: the requests' reports, `
 must be rows x top-k x layers, of decode and of prompts; a whole stream's rows must be those that its client counted.
 
 Then: no request still runs, no descriptor, thread or process is left over, and nothing outlives the server.
-
-    python benchmarks/burst.py [--bursts 1] [--requests 64] [--tokens 160] [--kills 3] [--seed N] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import os
@@ -33,9 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from measured import ROOT, Measurement, add_json_option
+from engines import ROOT
 from prometheus_client.parser import text_string_to_metric_families
-from soak import WORDS, Processes, wait_until_ready
 
 from vllm_ndp.integration.report import DECODE_KINDS, PAIR_KINDS, PHASES, PROMPT_KINDS
 
@@ -49,9 +45,55 @@ SERVE = [
     *("--shutdown-timeout", "30", "--quantization", "ndp"),
 ]  # fmt: skip
 PATIENCE_S = 300.0
+READY_WITHIN_S = 900
+WORDS = ("def", "parse", "(line):", "return", "the", "sea", "static", "void", "CREATE", "TABLE", "orders", "{", "}")
 KINDS = {"decode": DECODE_KINDS, "prompt": PROMPT_KINDS}
 COUNTED = [f"{kind}_pairs" for kind in PAIR_KINDS] + [f"{phase}_rows" for phase in PHASES]
 Counts = dict[str, int]
+
+
+class Processes:
+    """API server, engine and device by name, as they are now."""
+
+    def __init__(self, server: int) -> None:
+        self._server = psutil.Process(server)
+
+    def now(self) -> dict[str, psutil.Process]:
+        found = {"server": self._server}
+        for child in self._server.children(recursive=True):
+            with suppress(psutil.Error):
+                words = " ".join(child.cmdline())
+                if "ndp_device" in words:
+                    found["device"] = child
+                elif "EngineCore" in words or "EngineCore" in child.name():
+                    found["engine"] = child
+        return found
+
+    def sample(self) -> dict[str, dict[str, float]]:
+        taken = {}
+        for name, process in self.now().items():
+            with suppress(psutil.Error):
+                memory, spent = process.memory_info(), process.cpu_times()
+                taken[name] = {
+                    "pid": process.pid, "rss_mib": round(memory.rss / 2**20, 2),
+                    "own_mib": round((memory.rss - memory.shared) / 2**20, 2),  # without maps of files
+                    "fds": process.num_fds(), "threads": process.num_threads(),
+                    "cpu_s": round(spent.user + spent.system, 1),
+                }  # fmt: skip
+        return taken
+
+
+def wait_until_ready(server: subprocess.Popen[bytes], port: int) -> None:
+    end = time.monotonic() + READY_WITHIN_S
+    while time.monotonic() < end:
+        assert server.poll() is None, "vllm serve ended"
+        with suppress(OSError, http.client.HTTPException):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        time.sleep(1.0)
+    raise AssertionError(f"vllm serve was not ready within {READY_WITHIN_S} s")
 
 
 @dataclass
@@ -377,26 +419,3 @@ def verdict(figures: dict[str, Any], kills: int) -> list[str]:
         "exit": 0, "outlive": 0, "files_left": 0,
     }  # fmt: skip
     return [f"{name}: {figures[name]}, not {value}" for name, value in expected.items() if figures[name] != value]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bursts", type=int, default=1, help="each on a server of its own, with the next seed")
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=160)
-    parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    add_json_option(parser)
-    given = parser.parse_args()
-    measurement = Measurement(__doc__)
-    figures: dict[str, Any] = {}
-    for seed in range(given.seed, given.seed + given.bursts):
-        figures[f"seed {seed}"] = burst(given.requests, given.tokens, given.kills, seed)
-        measurement.save(figures, given.json)
-    measurement.end(figures, given.json)
-    if any(found["not_as_it_should_be"] for found in figures.values()):
-        raise SystemExit("a burst was not as it should be")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Write quantized twins of the tiny family models: experts in each format that is read, and what they stand for.
 
-    python benchmarks/make_quantized_models.py OUT                    # all of them
-    python benchmarks/make_quantized_models.py OUT gpt_oss-mxfp4
+    python tests/checkpoints/make_quantized_models.py OUT                    # all of them
+    python tests/checkpoints/make_quantized_models.py OUT gpt_oss-mxfp4
 
 Per twin two directories: NAME, whose experts are stored in the format, and NAME-dequantized, a plain checkpoint with
 the values that the format's own library makes of them: transformers for MXFP4, torch for FP8, auto-gptq's packer and

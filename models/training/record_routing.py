@@ -1,7 +1,7 @@
 """Which experts does a checkpoint choose on held-out prompts, and on what comes after them?
 
-    python benchmarks/tiny_mixtral/record_routing.py MODEL --out MODEL/traces/sampled.npz
-    python benchmarks/tiny_mixtral/record_routing.py MODEL --prior MODEL/prior.npy
+    python models/training/record_routing.py MODEL --out MODEL/traces/sampled.npz
+    python models/training/record_routing.py MODEL --prior MODEL/prior.npy
 
 Prompts are windows of 256 tokens of each held-out text, spread evenly; 256 tokens come after: sampled from the model at
 T = 0.8, or with --text the text's own. --out writes the arrays that `vllm-ndp trace-import --format npz` reads; --prior

@@ -1,7 +1,7 @@
 """Write a tiny checkpoint with random weights for every family of Mixture-of-Experts models that was run here.
 
-    python benchmarks/make_family_models.py OUT                  # all of them, 2 to 4 M parameters each
-    python benchmarks/make_family_models.py OUT qwen3_moe gpt_oss
+    python tests/checkpoints/make_family_models.py OUT                  # all of them, 2 to 4 M parameters each
+    python tests/checkpoints/make_family_models.py OUT qwen3_moe gpt_oss
 
 They show that a family is read, routed and computed right, never how good its text is: the tests run each one on stock
 vLLM and on the plugin, and compare tokens. The same seed gives the same bytes. Nothing is downloaded: the tokenizer is
@@ -25,7 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "models" / "tiny-mixtral"
 MORE = Path(__file__).with_name("families.toml")
 """Most of them: those without sizes in common with another one."""

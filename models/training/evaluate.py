@@ -1,6 +1,6 @@
 """How well does a checkpoint predict the held-out text of each domain?
 
-    python benchmarks/tiny_mixtral/evaluate.py [CHECKPOINT] [--texts DIR] [--windows N]
+    python models/training/evaluate.py [CHECKPOINT] [--texts DIR] [--windows N]
 
 Documents stand between <s> and </s>, back to back; windows of 512 tokens, each predicted without what came before it;
 perplexity is exp of the mean over all predicted tokens, in float32. A guess at random scores 4096.

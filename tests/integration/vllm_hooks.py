@@ -1,7 +1,7 @@
 """Which of vLLM's names and signatures does the plugin depend on, and are they the same in every version?
 
-    python benchmarks/vllm_hooks.py                               the vLLM that is installed: compared with the record
-    python benchmarks/vllm_hooks.py WHEEL... --json docs/measured/vllm_hooks.json      the record, from CUDA wheels
+    python tests/integration/vllm_hooks.py                   the vLLM that is installed: compared with the record
+    python tests/integration/vllm_hooks.py WHEEL... --json docs/measured/vllm_hooks.json      from CUDA wheels
 
 Reads source only: a wheel is opened where it lies, nothing of it is imported or installed. What the plugin imports is
 found in its own source; what it calls, overrides or reads is named in HOOKS with the reason. A wheel comes with
@@ -21,9 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import measured
-
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "docs" / "measured" / "vllm_hooks.json"
 Read = Callable[[str], str | None]
 """The source of a file of vLLM, by its path below `vllm/`; None: there is none."""
@@ -290,6 +288,9 @@ def record(read: Read) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheels", nargs="*", type=Path, help="wheels of vLLM; without one, what is installed")
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import measured
+
     measured.add_json_option(parser)
     arguments = parser.parse_args()
     measurement = measured.Measurement(__doc__)

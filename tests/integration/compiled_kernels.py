@@ -1,7 +1,7 @@
 """What do our Triton kernels need of each GPU generation: registers, stack and spills, shared memory?
 
-    python benchmarks/compiled_kernels.py                          every specialisation for sm_80, sm_90 and sm_120
-    python benchmarks/compiled_kernels.py --targets 90             for one; no GPU is needed for any
+    python tests/integration/compiled_kernels.py                  every specialisation for sm_80, sm_90 and sm_120
+    python tests/integration/compiled_kernels.py --targets 90     for one; no GPU is needed for any
 
 A launch of Triton compiles anew for an integer that is 1, for one that 16 divides, and for each dtype: `case` does what
 a launch does. So batch 1, top-1, ids of 64 bits and float32 are code of their own, which nothing else compiles before a
@@ -11,6 +11,7 @@ GPU does. `stack_bytes` of a thread hold spills too, by cuobjdump, which Triton 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import tempfile
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
-from measured import Measurement, add_json_option
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -106,12 +106,10 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", type=int, nargs="+", default=TARGETS, metavar="SM")
-    add_json_option(parser)
     arguments = parser.parse_args()
-    measurement = Measurement(__doc__)
     rows = [compiled(case, target) for target in arguments.targets for case in cases()]
     figures = {"triton": triton.__version__, "results": summary(rows), "specialisations": rows}
-    measurement.end(figures, arguments.json)
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,12 @@
-"""What is left of an engine whose script a signal ends at some moment of its start-up, with the plugin and without it?
+"""What is left of an engine whose script a signal ends at some moment of its start-up.
 
-Each run starts a user's script, a few lines around `vllm.LLM`, and stops everything below it at one moment, so that the
+A run starts a user's script, a few lines around `vllm.LLM`, and stops everything below it at one moment, so that the
 moment is the same on a busy machine. Then the script gets its signal, and the rest goes on. Left is what still lives
-`--grace` seconds later, by what it is, and what lies in the private directory of the device. What stock vLLM leaves for
-the same signal at the same moment is stock's.
-
-    python benchmarks/ends.py [--signal SIGKILL] [--moment is_ready] [--grace 30] [--json FILE]
+some time later, by what it is, and what lies in the private directory of the device.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -25,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from measured import ROOT, Measurement, add_json_option
+from engines import ROOT
 
 MODEL = ROOT / "models" / "tiny-mixtral"
 SCRIPT = """
@@ -38,11 +34,9 @@ if __name__ == "__main__":
     print("ready", flush=True)
     input()
 """
-MARK = "NDP_BENCHMARK_ENDS"
+MARK = "NDP_TEST_ENDS"
 """In the environment of the script, whence all processes below it inherit it."""
 PATIENCE_S = 600.0
-SIGNALS = ("SIGTERM", "SIGKILL")
-"""Not SIGINT: vLLM takes it while an engine starts, ends the engine and lets the script go on, ours and stock alike."""
 
 
 class Run:
@@ -143,38 +137,6 @@ def is_ready(run: Run) -> bool:
     return "ready\n" in run.said()
 
 
-MOMENTS: dict[Callable[[Run], bool], tuple[str, ...]] = {
-    has_worker: ("plugin", "stock"),
-    quantizes: ("plugin",),
-    starts_a_device: ("plugin",),
-    is_ready: ("plugin", "stock"),
-}
-"""And the engines that have it."""
-
-
 def left_by(engine: str, moment: Callable[[Run], bool], number: int, grace_s: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(prefix="run-") as runtime:
         return Run(engine, Path(folder), Path(runtime)).end_at(moment, number, grace_s)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--signal", action="append", choices=SIGNALS, help="only these")
-    parser.add_argument("--moment", action="append", choices=[of.__name__ for of in MOMENTS], help="only these")
-    parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help="to end in order")
-    add_json_option(parser)
-    given = parser.parse_args()
-    measurement, rows = Measurement(__doc__), list[dict[str, Any]]()
-    for moment, engines in MOMENTS.items():
-        for name in SIGNALS:
-            for engine in engines:
-                if moment.__name__ in (given.moment or moment.__name__) and name in (given.signal or name):
-                    left = left_by(engine, moment, getattr(signal, name), given.grace)
-                    rows.append({"moment": moment.__name__, "signal": name, "engine": engine, "left": left})
-                    print(rows[-1], flush=True)
-                    measurement.save({"grace_s": given.grace, "results": rows}, given.json)
-    measurement.end({"grace_s": given.grace, "results": rows}, given.json)
-
-
-if __name__ == "__main__":
-    main()

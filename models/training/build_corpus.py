@@ -1,6 +1,6 @@
 """Which text does tiny-mixtral learn from, and which text has it never seen?
 
-    python benchmarks/tiny_mixtral/build_corpus.py [--cache DIR] [--calibration FILE]
+    python models/training/build_corpus.py [--cache DIR] [--calibration FILE]
 
 Eight domains from Debian packages, split by document. Six held-out texts are the ones shipped in
 models/tiny-mixtral/eval and stay as they are; for the two domains without one (sqldoc, japanese) whole documents are
