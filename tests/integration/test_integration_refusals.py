@@ -103,27 +103,7 @@ def test_settings_of_other_plugins_are_left_alone():
         ({"load_format": "pt"}, "drop --load-format pt"),
         ({"load_format": "mistral"}, "drop --load-format mistral"),
         ({"load_format": "tensorizer"}, "drop --load-format tensorizer"),
-        ({"kv_offloading_size": 1.0}, "drop --kv-offloading-size"),
-        (
-            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-            "use kv_role 'kv_producer'",
-        ),
-        (
-            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_consumer"}},
-            "kv_role 'kv_producer'",
-        ),
-        (
-            {
-                "kv_transfer_config": {
-                    "kv_connector": "MultiConnector",
-                    "kv_role": "kv_producer",
-                    "kv_connector_extra_config": {
-                        "connectors": [{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}]
-                    },
-                }
-            },
-            "drop --kv-transfer-config",
-        ),
+        ({"kv_offloading_size": 1.0}, "name it in --kv-transfer-config"),
         ({"cpu_offload_gb": 1.0}, "lower 'hot_experts' instead"),
         ({"moe_backend": "triton"}, "drop --moe-backend triton"),
         ({"expert_placement_strategy": "round_robin"}, "drop --expert-placement-strategy"),

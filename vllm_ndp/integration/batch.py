@@ -48,6 +48,8 @@ class TrackedRequest:
     num_output_tokens: int = 0
     prefilled: bool = False
     score: ImportanceScore | None = None
+    num_loaded: int = 0
+    """Tokens of the prompt whose KV a connector loaded, so that `score` does not know their routing."""
     plan: Plan | None = None
 
 

@@ -33,7 +33,7 @@ from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.ranks import Share, Stage
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 
 def say(message: str) -> None:
@@ -45,6 +45,7 @@ def say(message: str) -> None:
 WORKER_CLASS = "vllm_ndp.integration.worker.NdpWorker"
 CONNECTOR = "NdpConnector"
 CONNECTOR_MODULE = "vllm_ndp.integration.connector"
+MULTI_CONNECTOR_MODULE = "vllm_ndp.integration.other_connectors"
 
 LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor")
 """Load formats that read `*.safetensors` of the model's directory and say which tensors it lacks. Others would read all
@@ -155,10 +156,9 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         (bool(asked("offload_config.uva.cpu_offload_gb") or asked("offload_config.prefetch.offload_group_size")),
          "weights that vLLM offloads, hot slots among them: drop the --offload-* and --cpu-offload-gb options, and "
          "lower 'hot_experts' instead"),
-        (_loads_kv(vllm_config.kv_transfer_config), "KV that another connector loads, which comes without the routing "
-         "that plans are made from: use kv_role 'kv_producer', or drop --kv-transfer-config"),
-        (asked("cache_config.kv_offloading_size") is not None, "KV that is offloaded, which comes back without the "
-         "routing that plans are made from: drop --kv-offloading-size"),
+        (asked("cache_config.kv_offloading_size") is not None, "--kv-offloading-size, whose connector would take the "
+         "place of the one that carries reports: name it in --kv-transfer-config ('OffloadingConnector', kv_role "
+         "'kv_both', cpu_bytes_to_use)"),
         (moe_backend != "auto", f"a kernel of vLLM's for the experts, which run in ours: drop --moe-backend "
          f"{moe_backend}"),
         (asked("parallel_config.expert_placement_strategy", "linear") != "linear", "another placement of experts on "
@@ -352,15 +352,6 @@ def _nested(config: object, path: str, default: Any = None) -> Any:
     for name in path.split("."):
         config = getattr(config, name, default)
     return config
-
-
-def _loads_kv(connector: KVTransferConfig | None) -> bool:
-    """Whether a connector that is not ours may bring KV in."""
-    if connector is None or connector.kv_connector == CONNECTOR:
-        return False
-    parts = connector.kv_connector_extra_config.get("connectors", ())
-    roles = {part.get("kv_role") for part in parts if part.get("kv_connector") != CONNECTOR}
-    return roles | {connector.kv_role} != {"kv_producer"}
 
 
 def _is_ours(worker_class: str) -> bool:

@@ -184,7 +184,7 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
                 self._close(request_id)
         for request_id, answer in self._ended.items():
             if answer is not None:  # it leaves now; a step that still runs is in the report that the worker gets
-                answer["ndp"] = self._report(request_id)
+                answer.update(self._report(request_id))
                 self._ended[request_id] = None
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -192,11 +192,12 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
             return False, None
         # Its last step may run still, so the report is complete when that step's is in (update_connector_output).
         # Aborted by the client, or by the front end that saw a stop string: the answer has left without a report.
-        answer: dict[str, Any] | None = None if request.status is RequestStatus.FINISHED_ABORTED else {"ndp": {}}
+        # The report is filled in where it lies: vLLM may have put it into an answer of several connectors.
+        answer: dict[str, Any] | None = None if request.status is RequestStatus.FINISHED_ABORTED else {}
         self._ended[request.request_id] = answer
         if answer is None and self._requests[request.request_id][1].last_step <= self._reported_step:
             self._close(request.request_id)
-        return False, answer
+        return False, None if answer is None else {"ndp": answer}
 
     def _report(self, name: str) -> dict[str, Any]:
         request, report = self._requests[name]
@@ -209,7 +210,7 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         """A request has ended, and so have its steps: tell the client, /metrics, the worker and the client's trace."""
         report, answer = self._report(name), self._ended.pop(name)
         if answer is not None:
-            answer["ndp"] = report
+            answer.update(report)
         request, _ = self._requests.pop(name)
         self._pipeline.forget(name)
         self._stats.add_request(report)

@@ -22,6 +22,7 @@ from vllm_ndp.integration.batch import RowLocator, TrackedRequest
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.cuda.lanes import Arrival, make_lane, pinned_for
 from vllm_ndp.integration.device import DeviceView
+from vllm_ndp.integration.other_connectors import loads_of
 from vllm_ndp.integration.recording import RunRecorder, run_provenance
 from vllm_ndp.integration.report import StepReport
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
@@ -99,7 +100,12 @@ class NdpController:
         global _current
         _current = self  # vLLM keeps one connector per process, whichever engine's step it reports
         parts, log = self.worker.parts, self.log
-        spans = self.worker.requests.update(scheduler_output, self.steps.locator.group.index)
+        group, sidecar = self.steps.locator.group, self.steps.sidecar
+        for load in loads_of(scheduler_output):
+            sidecar.forget(load.blocks[group.index][load.num_local // group.block_size :])
+        if copies := getattr(scheduler_output, "kv_cache_block_copies", None):  # of later versions
+            sidecar.copy_blocks(copies)
+        spans = self.worker.requests.update(scheduler_output, group.index)
         if not spans:
             yield
             return
@@ -148,6 +154,7 @@ class NdpController:
                 "epoch": request.plan.epoch,
                 "hot_experts": num_hot,
                 "warm_experts": num_warm,
+                "loaded_tokens": request.num_loaded,
                 "prices": self.worker.made.settings.prices,
                 "avg_bits": round(request.plan.bits_read(request.score.values, request.score.weights), 6)
                 if placement.num_cold.any()

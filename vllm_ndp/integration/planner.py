@@ -128,7 +128,8 @@ class PlanRunner:
             rows, sidecar = step.rows, step.parts.sidecar
             self.replanner.see(sidecar.read_ids(rows.expected_slot_mapping(sidecar.block_size)[rows.decode]))
         for request in step.ending:
-            request.score = self.replanner.score(self._stats(request, step.parts.sidecar))
+            stats = self._stats(request, step.parts.sidecar)
+            request.score, request.num_loaded = self.replanner.score(stats), request.prompt_len - stats.num_tokens
             request.prefilled = True
             self._ended.append(request)
         if self._ended:
@@ -148,7 +149,10 @@ class PlanRunner:
         return [request.score for request in self._requests.requests.values() if request.score is not None]
 
     def _stats(self, request: TrackedRequest, sidecar: RoutingSidecar, layer: int | None = None) -> RoutingStats:
-        """The prompt's routing, of one layer if one is named, even where another request wrote it."""
+        """The prompt's routing, of one layer if one is named, even where another request wrote it; without tokens
+        whose KV came without routing."""
         entries = slot_mapping(request.blocks, np.arange(request.prompt_len), sidecar.block_size)
+        if (noted := sidecar.noted(entries)) is not None:
+            entries = entries[noted]
         ids, weights = sidecar.read(entries, layer)
         return RoutingStats.from_choices(ids, weights, self.replanner.placement.hot.shape[1])

@@ -80,18 +80,20 @@ def configure(vllm_config: VllmConfig) -> None:
     compat.let_ray_run_on_cpu(vllm_config)
     waiting.configure(vllm_config)
     whole_weights.track(vllm_config.load_config)
-    if settings.report:
-        vllm_config.kv_transfer_config = _with_report_connector(vllm_config.kv_transfer_config)
+    vllm_config.kv_transfer_config = _with_connectors(vllm_config.kv_transfer_config, reports=settings.report)
 
 
-def _with_report_connector(theirs: KVTransferConfig | None) -> KVTransferConfig:
-    """A connector that moves no KV, beside the user's if there is one: finished requests carry their two clocks."""
+def _with_connectors(theirs: KVTransferConfig | None, *, reports: bool) -> KVTransferConfig | None:
+    """A connector that moves no KV, so that finished requests carry their two clocks; and the user's, if there is one,
+    of which we then see what it loads."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from vllm_ndp.integration import compat
     from vllm_ndp.integration.connector import MovesNoKv
 
+    if theirs is None and not reports:
+        return None
     ours = {
         "kv_connector": compat.CONNECTOR,
         "kv_connector_module_path": compat.CONNECTOR_MODULE,
@@ -103,13 +105,14 @@ def _with_report_connector(theirs: KVTransferConfig | None) -> KVTransferConfig:
         KVConnectorFactory.register_connector(compat.CONNECTOR, compat.CONNECTOR_MODULE, compat.CONNECTOR)
     extra = theirs.kv_connector_extra_config
     parts = extra["connectors"] if theirs.kv_connector == "MultiConnector" else [_as_part(theirs)]
-    if any(part["kv_connector"] == compat.CONNECTOR for part in parts):
-        return theirs
+    if parts[0]["kv_connector"] == compat.CONNECTOR or theirs.kv_connector_module_path == compat.MULTI_CONNECTOR_MODULE:
+        return theirs  # configured before
     return KVTransferConfig(
         kv_connector="MultiConnector",
+        kv_connector_module_path=compat.MULTI_CONNECTOR_MODULE,
         kv_role=theirs.kv_role,
         engine_id=theirs.engine_id,
-        kv_connector_extra_config={"connectors": [*parts, ours]},
+        kv_connector_extra_config={"connectors": [*parts, ours] if reports else parts},
     )
 
 

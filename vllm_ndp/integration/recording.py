@@ -91,8 +91,10 @@ class RunRecorder:
             if span.start:
                 positions = np.arange(span.start)
                 entries = slot_mapping(span.request.blocks, positions, self._sidecar.block_size)
+                if (noted := self._sidecar.noted(entries)) is not None:
+                    positions, entries = positions[noted], entries[noted]
                 ids, weights = self._sidecar.read(entries)
-                owner, phases = np.full(span.start, index), np.full(span.start, CACHED)
+                owner, phases = np.full(len(positions), index), np.full(len(positions), CACHED)
                 writer.append_step(step, owner, positions, phases, ids, weights)
 
     def note_plan(self, step: int, epoch: int, placement: Placement, plans: Mapping[str, Plan]) -> None:

@@ -1,10 +1,13 @@
 """The router's choices, paged like the KV cache: one entry per KV slot, so they live exactly as long as the KV does.
 
 Chunked prefill, prefix-cache hits, preemption and recompute therefore all give the counts of one uncached pass. The
-pass that wrote the KV of a position wrote its routing too. Knows KV entries, not requests or policies.
+pass that wrote the KV of a position wrote its routing too. KV that a connector loads has no routing: its entries count
+as none until a pass writes them. Knows KV entries, not requests or policies.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -26,6 +29,8 @@ class RoutingSidecar:
         self._ids = torch.empty(shape, dtype=torch.int16, device=device)
         self._weights = torch.empty(shape, dtype=torch.float32, device=device)
         self._of_layer = list(zip(self._ids.unbind(), self._weights.unbind(), strict=True))
+        self._lacks: NDArray[np.bool_] | None = None
+        """[entries], whose KV came without routing; None as long as no KV did, which is free in every step."""
 
     @property
     def on_host(self) -> tuple[NDArray[np.int16], NDArray[np.float32]] | None:
@@ -41,6 +46,39 @@ class RoutingSidecar:
         ids, weights = self._of_layer[layer]
         ids.index_copy_(0, slot_mapping, topk_ids.to(torch.int16))
         weights.index_copy_(0, slot_mapping, topk_weights.to(torch.float32))
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """The KV of these blocks comes from elsewhere: none of their entries has routing, until a pass writes it."""
+        if self._lacks is None:
+            self._lacks = np.zeros(self._ids.shape[1], np.bool_)
+        self._lacks.reshape(-1, self.block_size)[blocks] = True
+
+    @property
+    def lacks_some(self) -> bool:
+        """Whether any KV ever came without routing, so that passes must say what they write."""
+        return self._lacks is not None
+
+    def note_written(self, entries: NDArray[np.int64]) -> None:
+        """A pass writes the KV and the routing of these entries."""
+        if self._lacks is not None:
+            self._lacks[entries] = False
+
+    def noted(self, entries: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        """Which of these entries have routing; None: all."""
+        if self._lacks is None:
+            return None
+        noted: NDArray[np.bool_] = ~self._lacks[entries]
+        return noted
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """vLLM copies the KV of blocks (from, to), which some requests begin with: their routing goes along."""
+        of_block = np.arange(self.block_size)
+        source, target = (np.array(copies)[:, :, None] * self.block_size + of_block).swapaxes(0, 1).reshape(2, -1)
+        from_, to = (torch.from_numpy(entries).to(self._ids.device) for entries in (source, target))
+        for values in (self._ids, self._weights):
+            values.index_copy_(1, to, values.index_select(1, from_))
+        if self._lacks is not None:
+            self._lacks[target] = self._lacks[source]
 
     def ids_at(self, entries: torch.Tensor) -> torch.Tensor:
         """i16 [L, T, k], a fresh tensor where the sidecar lies, for entries i64 [T] that lie there too."""

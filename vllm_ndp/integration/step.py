@@ -121,7 +121,10 @@ class Step:
 
     def start(self) -> None:
         """The first layer runs."""
-        _ = self.located, self._sampled  # as requests are now, not as the next step has them
+        rows, entries = self.located
+        _ = self._sampled  # as requests are now, not as the next step has them
+        if (sidecar := self.parts.sidecar).lacks_some:
+            sidecar.note_written(entries.numpy() if entries.is_cpu else rows.expected_slot_mapping(sidecar.block_size))
         self.started = True
 
     @cached_property

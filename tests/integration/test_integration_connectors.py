@@ -1,0 +1,157 @@
+"""Connectors of vLLM's own beside the plugin. KV that they load has no routing: plans go without, whatever the role."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import MODEL, PROMPTS, check_pairs, engine, greedy, token_ids
+
+from ndp_device.checkpoint.files import model_digest
+from vllm_ndp.lab.exact.live import replay_live
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.traces.trace import Trace
+
+pytestmark = pytest.mark.vllm
+SETTINGS = {"hot_experts": 4, "cold_precision": "full"}
+TOKENS = 8
+STORED = "A store that another engine has filled holds keys and values, and no routing. " * 6
+OTHERS = tuple(prompt * 6 for prompt in PROMPTS)
+BLOCK = 32
+STAND_INS = "connector_stand_ins"
+
+
+def example(directory: Path, role: str = "kv_producer", name: str = "ExampleConnector", **more: str) -> dict[str, Any]:
+    extra = {"shared_storage_path": str(directory)}
+    return {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": extra} | more
+
+
+def offloading() -> dict[str, Any]:
+    extra = {"cpu_bytes_to_use": 64 << 20, "spec_name": "HostOffload", "spec_module_path": STAND_INS}
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def several(*parts: dict[str, Any]) -> dict[str, Any]:
+    extra = {"connectors": list(parts)}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def ask(llm: Any, prompt: str = STORED) -> tuple[list[int], dict[str, Any]]:
+    """Tokens and report of one request alone."""
+    (output,) = greedy(llm, [prompt], TOKENS)
+    report = output.kv_transfer_params["ndp"]
+    check_pairs(report, 4 * 2)
+    assert report["prompt_tokens"] == output.num_cached_tokens + report["prompt_rows"]
+    return token_ids([output])[0], report | {"cached": output.num_cached_tokens}
+
+
+def importance(llm: Any) -> Any:
+    """Of the request that was planned last, as its plan has it."""
+    return llm.collective_rpc("ndp_experts")[0]["importance"]
+
+
+@pytest.fixture(scope="module")
+def computed() -> tuple[list[int], int]:
+    """Tokens of the prompt where nothing is loaded, and how many tokens it has."""
+    with engine(settings=SETTINGS) as llm:
+        tokens, report = ask(llm)
+    assert report["loaded_tokens"] == 0
+    return tokens, report["prompt_tokens"]
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both", "kv_consumer"])
+def test_a_fresh_engine_on_a_filled_store_plans_by_the_rows_that_it_computes(
+    tmp_path: Path, computed: tuple[list[int], int], role: str
+) -> None:
+    """Whatever the role, which this connector ignores: it once ended the engine."""
+    for turn in range(2):
+        with engine(settings=SETTINGS, kv_transfer_config=example(tmp_path / "kv", role)) as llm:
+            tokens, report = ask(llm)
+            assert tokens == computed[0]
+            stored = (computed[1] - 1) // BLOCK * BLOCK
+            assert report["cached"] == report["loaded_tokens"] == turn * stored
+            tokens, report = ask(llm)  # the blocks are vLLM's own now, and their routing is as unknown
+            assert (tokens, report["cached"], report["loaded_tokens"]) == (computed[0], stored, turn * stored)
+
+
+def test_a_prompt_in_blocks_that_others_had_before_is_not_planned_by_their_routing(tmp_path: Path) -> None:
+    """Within one process it was, in silence: the same prompt then had a plan of its own after each of the others."""
+    found = []
+    for other in (STORED, *OTHERS[:3]):
+        with engine(settings=SETTINGS, kv_transfer_config=example(tmp_path / "kv")) as llm:
+            ask(llm, other)
+            llm.reset_prefix_cache()
+            _, report = ask(llm)
+            assert report["loaded_tokens"] == report["cached"] > 0
+            found.append(importance(llm))
+            ask(llm, OTHERS[3])
+            llm.reset_prefix_cache()
+            assert ask(llm, OTHERS[3])[1]["loaded_tokens"] > 0
+    assert found == found[:1] * 4
+
+
+@pytest.mark.parametrize("connector", [offloading(), several(offloading())], ids=["alone", "among several"])
+def test_kv_that_was_offloaded_comes_back_without_its_routing(
+    connector: dict[str, Any], computed: tuple[list[int], int]
+) -> None:
+    """vLLM's offloading connector loads beside the steps: the request waits, its blocks are given out already."""
+    with engine(settings=SETTINGS, kv_transfer_config=connector) as llm:
+        tokens, report = ask(llm)
+        assert (tokens, report["loaded_tokens"]) == (computed[0], 0)
+        of_whole = importance(llm)
+        for other in OTHERS:
+            ask(llm, other)
+        assert llm.reset_prefix_cache()
+        tokens, report = ask(llm)
+        assert tokens == computed[0]
+        assert report["loaded_tokens"] == report["cached"] > 0
+        of_rest = importance(llm)
+        assert of_rest != of_whole
+        for _ in range(2):  # hits of vLLM's own prefix cache
+            assert ask(llm)[1]["loaded_tokens"] == report["loaded_tokens"]
+            assert importance(llm) == of_rest
+        assert llm.reset_prefix_cache()
+        longer = STORED + OTHERS[0]  # what is computed behind it counts
+        assert ask(llm, longer)[1]["loaded_tokens"] == report["loaded_tokens"]
+
+
+def test_a_recorded_run_with_loads_has_none_of_their_rows_and_is_planned_anew_alike(tmp_path: Path) -> None:
+    """The replay makes its plans from the recorded rows alone: it makes the same ones."""
+    settings = SETTINGS | {"record": str(tmp_path / "trace")}
+    with engine(settings=settings, kv_transfer_config=example(tmp_path / "kv")) as llm:
+        ask(llm)
+        ask(llm, OTHERS[0])
+        llm.reset_prefix_cache()
+        _, report = ask(llm)
+        ask(llm)
+    trace = Trace.load(tmp_path / "trace", model_digest=model_digest(MODEL))
+    prompt = set(range(report["prompt_tokens"]))
+    lacking = [prompt - set(trace.position[trace.request == request].tolist()) for request in (0, 2, 3)]
+    assert lacking == [set(), set(range(report["loaded_tokens"])), set(range(report["loaded_tokens"]))]
+    replayed = replay_live(trace, LossTable.nominal(trace.provenance.num_layers, trace.provenance.num_experts))
+    assert replayed.plan_mismatches == 0
+    assert replayed.identical
+
+
+@pytest.mark.parametrize("order", ["theirs alone", "among several"])
+def test_both_find_their_own_words_in_the_answer_beside_a_connector_that_has_some(tmp_path: Path, order: str) -> None:
+    """vLLM copies the entries of both into one dictionary before the step's report is there."""
+    theirs = example(tmp_path / "kv", name="Tells", kv_connector_module_path=STAND_INS)
+    connector = theirs if order == "theirs alone" else several(theirs, example(tmp_path / "more"))
+    with engine(settings=SETTINGS, kv_transfer_config=connector) as llm:
+        outputs = greedy(llm, [STORED, *OTHERS], TOKENS)
+    for output in outputs:
+        assert output.kv_transfer_params["theirs"] > 0
+        report = output.kv_transfer_params["ndp"]
+        assert (report["output_tokens"], report["finish"]) == (TOKENS, "length")
+        check_pairs(report, 4 * 2)
+
+
+def test_loads_are_seen_where_no_report_is_wanted(tmp_path: Path, computed: tuple[list[int], int]) -> None:
+    for _ in range(2):
+        connector = example(tmp_path / "kv")
+        with engine(settings=SETTINGS | {"report": False}, kv_transfer_config=connector) as llm:
+            (output,) = greedy(llm, [STORED], TOKENS)
+    assert output.num_cached_tokens > 0
+    assert token_ids([output])[0] == computed[0]
