@@ -3,8 +3,8 @@
     DIR/manifest.json                what the replicas are of, how they were made, a digest per layer file
     DIR/experts-00000.safetensors    bit planes, scales and offsets of every expert of layer 0, and its loss table
 
-Knows files and digests, not kernels or solvers. A writer puts each file beside its name, syncs it and renames it, so a
-name holds a whole file or nothing. The manifest grows by one entry per layer, so a reader can name what is missing.
+Knows files and digests, not kernels or solvers. A name holds a whole file or nothing (durable.py). The manifest grows
+by one entry per layer, so a reader can name what is missing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from ndp_device import sealed, strict_json
+from ndp_device import durable, sealed, strict_json
 from ndp_device.activation import NAMED, SILU, Activation
 from ndp_device.errors import ConfigError, NdpError, ReplicaError, why_unwritable
 from ndp_device.experts.expert import Biases, NestedMatrix, QuantizedExpert, QuantizedMatrix
@@ -403,19 +403,9 @@ def _write_whole(path: Path, contents: bytes) -> None:
     """All of the contents under this name, or nothing new under it, whenever the machine stops."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}{_UNFINISHED}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("wb") as file:
+        durable.make_directory(path.parent)
+        with durable.written(path, aside=unfinished) as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # its writer lives: remove_unfinished
             file.write(contents)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
         raise ConfigError(f"cannot write {path}: {why_unwritable(error)}") from None

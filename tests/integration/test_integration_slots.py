@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,7 @@ def test_a_packed_copy_of_the_pool_streams_and_fills_the_same_bits(dtype, tmp_pa
     """The bundled model: checkpoint through one staging slot against the mapped copy, one call for all experts."""
     import numpy as np
     from engines import MODEL
+    from stopped_disk import StoppedDisk
 
     from ndp_device.errors import ConfigError
     from vllm_ndp.integration.experts_pool import ExpertsPool
@@ -199,8 +201,15 @@ def test_a_packed_copy_of_the_pool_streams_and_fills_the_same_bits(dtype, tmp_pa
     w2 = torch.zeros(2, hidden, intermediate, dtype=dtype)
     held = SlotWeights(w13, w2)
     staged = StagingStreamer(pool, kernel, held)
-    packed = PackedStreamer(tmp_path / "packed", pool, kernel, held)
-    again = PackedStreamer(tmp_path / "packed", pool, kernel, held)  # from the files alone
+    disk = StoppedDisk(tmp_path / "disk")
+    with disk.watched():
+        packed = PackedStreamer(disk.root / "packed", pool, kernel, held)
+    [kept] = disk.moments[-1]
+    assert kept == {f"packed/{file.name}": file.read_bytes() for file in (disk.root / "packed").iterdir()}
+    for state in itertools.chain(*disk.moments):
+        named = {name: contents for name, contents in state.items() if name.startswith("packed/")}
+        assert not named or named == kept, "there is the name, and not all of the contents"
+    again = PackedStreamer(disk.root / "packed", pool, kernel, held)  # from the files alone
     x = torch.randn(9, hidden, generator=torch.Generator().manual_seed(0)).to(dtype)
     rows, experts = np.array([0, 0, 1, 4, 4, 8]), np.array([1, 7, 7, 0, 3, 1])
     pairs = Pairs.of(rows, experts, np.array([0.5, 0.25, 1.0, 0.1, 0.9, 0.7], dtype=np.float32))
@@ -223,6 +232,6 @@ def test_a_packed_copy_of_the_pool_streams_and_fills_the_same_bits(dtype, tmp_pa
         streamer.fill(2, 5, held, slot)
     assert torch.equal(w13[0], w13[1])
     assert torch.equal(w2[0], w2[1])
-    (tmp_path / "packed" / "w2-00001.bin").write_bytes(b"short")
+    (disk.root / "packed" / "w2-00001.bin").write_bytes(b"short")
     with pytest.raises(ConfigError, match="wrong size"):
-        PackedStreamer(tmp_path / "packed", pool, kernel, held)
+        PackedStreamer(disk.root / "packed", pool, kernel, held)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
+from ndp_device import durable
 from ndp_device.errors import ConfigError
 from ndp_device.replicas._mapping import Watch
 from vllm_ndp.integration.cuda.lanes import Mark
@@ -219,7 +220,7 @@ class PackedStreamer:
         return held
 
     def _build(self, directory: Path) -> None:
-        """Into a directory aside, renamed when it is whole: a half-written one is never mapped."""
+        """Into a directory aside, renamed when it is whole and on disk: a half-written one is never mapped."""
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
             aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
@@ -230,7 +231,7 @@ class PackedStreamer:
             w13, w2 = self._map(aside, layer, create=True)
             for expert in range(self._pool.shape.num_experts):
                 self._kernel.load(SlotWeights(w13, w2), expert, self._pool.expert(layer, expert))
-        os.replace(aside, directory)
+        durable.move_directory(aside, directory)
 
     def _check(self) -> None:
         """The layout depends on the kernel's build: repack one expert and compare."""

@@ -7,8 +7,9 @@
     plans-00000.parquet      one row per placement (request -1) or per request's bits, from the step that activated it
     devices-00000.parquet    one row per step and device that was not simply up, where there were several
 
-A chunk appears under its name only when it is complete (written aside, synced, renamed). So a crash loses only the rows
-that were still in memory. Knows names, columns and provenance. Does not know threads or numpy views.
+A chunk appears under its name only when it is complete and on disk (durable.py). So a crash loses only the rows that
+were still in memory. A trace is its owner's alone: it holds names of requests, and routing tells of their contents.
+Knows names, columns and provenance. Does not know threads or numpy views.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ndp_device import sealed, strict_json
+from ndp_device import durable, sealed, strict_json
 from ndp_device.errors import TraceError
 from ndp_device.model_shape import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_LAYERS
 from ndp_device.strict_files import Refused, open_plain
@@ -39,6 +40,8 @@ PREFILL, DECODE, CACHED, REJECTED = 0, 1, 2, 3
 PHASES = ("prefill", "decode", "cached", "rejected")
 """`cached`: the row did not run, and its routing came from the prefix cache; it counts for statistics only. `rejected`:
 the row of a drafted token that was not accepted. It ran and took time, but is no token of its request."""
+
+PRIVATE_FILE, PRIVATE_DIRECTORY = 0o600, 0o700
 
 ALL_REQUESTS = -1
 
@@ -232,9 +235,8 @@ def chunk_path(directory: Path, table: str, index: int) -> Path:
 
 
 def write_chunk(path: Path, rows: pa.Table) -> None:
-    """Complete or absent: written under a temporary name, synced, renamed."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
+    """Complete and on disk, or absent."""
+    with durable.written(path, aside=path.with_suffix(".tmp"), mode=PRIVATE_FILE) as file:
         pq.write_table(
             rows,
             file,
@@ -244,19 +246,13 @@ def write_chunk(path: Path, rows: pa.Table) -> None:
             write_statistics=False,
             write_page_checksum=True,
         )
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def write_manifest(directory: Path, provenance: Provenance, chunks: dict[str, int] | None) -> None:
     manifest = TraceManifest(format=FORMAT, version=VERSION, provenance=provenance, chunks=chunks)
-    temporary = directory / (MANIFEST + ".tmp")
-    with temporary.open("wb") as file:
+    path = directory / MANIFEST
+    with durable.written(path, aside=directory / (MANIFEST + ".tmp"), mode=PRIVATE_FILE) as file:
         file.write(sealed.encode(manifest))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(directory / MANIFEST)
 
 
 def read_manifest(directory: Path) -> TraceManifest:

@@ -18,9 +18,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
+from ndp_device import durable
 from ndp_device.errors import TraceError, why_unwritable
 from vllm_ndp.traces.format import (
     ALL_REQUESTS,
+    PRIVATE_DIRECTORY,
     TABLES,
     Provenance,
     arrow_columns,
@@ -46,7 +48,7 @@ def require_writable(directory: Path) -> None:
 def _writing_to(directory: Path) -> Iterator[None]:
     """Write in a directory that exists then and holds nothing. Raises TraceError."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        durable.make_directory(directory, PRIVATE_DIRECTORY)
         if any(directory.iterdir()):
             raise TraceError(f"{directory} is not empty: a trace is recorded into a directory of its own")
         yield

@@ -16,12 +16,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ndp_device import durable
 from ndp_device.errors import TraceError
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.traces.format import (
     DECODE,
     MAY_LACK,
     PHASES,
+    PRIVATE_DIRECTORY,
     REJECTED,
     TABLES,
     UNTIMED,
@@ -222,7 +224,7 @@ class Trace:
         """Write the whole trace at once, one chunk per table."""
         if directory.exists() and any(directory.iterdir()):
             raise TraceError(f"{directory} is not empty: a trace is written into a directory of its own")
-        directory.mkdir(parents=True, exist_ok=True)
+        durable.make_directory(directory, PRIVATE_DIRECTORY)
         write_manifest(directory, self.provenance, None)
         columns: dict[str, dict[str, Any]] = {
             "requests": {

@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 from caller import Caller
 from small_checkpoint import HIDDEN, write_small_checkpoint
+from stopped_disk import StoppedDisk
 
 from ndp_device.calibration.build import build_data_free
 from ndp_device.errors import DeviceError, ReplicaError
 from ndp_device.handler import Handler
 from ndp_device.kernels import load_kernel
+from ndp_device.replicas.format import ReplicaFiles, check_layer_file, read_manifest
 from ndp_device.replicas.mapped import MappedFile
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.spec import load_hardware
@@ -209,3 +211,23 @@ def test_the_next_builder_removes_what_killed_ones_left_and_keeps_a_living_ones(
             builder.wait()
             assert builder.stdout is not None
             builder.stdout.close()
+
+
+def test_whenever_the_machine_stops_what_the_manifest_names_is_whole_and_what_was_built_stays(
+    model: Path, tmp_path: Path
+) -> None:
+    disk = StoppedDisk(tmp_path / "disk")
+    with disk.watched():
+        build_data_free(model, disk.root / "new" / "out", group_size=8, show_progress=False)
+    surely = []
+    for states in disk.laid_out("new/out", tmp_path):
+        layers = []
+        for out in states:
+            manifest = read_manifest(out) if (out / "manifest.json").exists() else None
+            for layer in manifest.layers if manifest else ():
+                check_layer_file(out, layer, manifest, check_contents=True)
+            layers.append(len(manifest.layers) if manifest else -1)
+        surely.append(min(layers))
+    assert surely == sorted(surely), "what was on disk is gone"
+    assert set(surely) == {-1, 0, 1, 2}
+    assert [len(ReplicaFiles(out).manifest.layers) for out in states] == [2]

@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 from paths import DATA
+from stopped_disk import StoppedDisk
 
 from ndp_device.errors import ConfigError, NdpError
 from vllm_ndp.lab.compare import CompareSettings, compare
@@ -80,6 +81,15 @@ def test_a_stopped_sweep_goes_on_and_ends_the_same_to_the_digit(tmp_path, kept):
     assert values(row for _, row in again.rows) == values(row for _, row in whole.rows)
     assert [point for point, _ in again.rows] == [point for point, _ in whole.rows]
     assert run_sweep(grid(), tmp_path / "stopped").found_before == len(grid().tasks)
+
+
+def test_every_row_that_was_found_is_kept_when_the_machine_stops(tmp_path):
+    disk = StoppedDisk(tmp_path / "disk")
+    with disk.watched():
+        whole = run_sweep(grid(Axes(("mixtral-8x7b",), ("h100-ndp512",), (80,)), batches=(1, 4)), disk.root / "new")
+    surely = [min(state.get(f"new/{NAME}", b"").count(b"\n") for state in states) for states in disk.moments]
+    assert surely == sorted(surely), "what was on disk is gone"
+    assert set(surely) == set(range(len(whole.rows) + 2)), "a heading, and a line when its row is found"
 
 
 def test_a_result_reads_back_from_disk_to_the_digit():

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from stopped_disk import StoppedDisk
 
 from ndp_device import sealed
 from ndp_device.errors import TraceError
@@ -153,6 +156,51 @@ for step in range(10**6):
     assert not trace.complete
     assert trace.position.tolist() == list(range(len(trace.position)))
     assert len(trace.position) > 1
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["recorded", "saved"])
+def test_whenever_the_machine_stops_a_trace_is_read_up_to_where_it_was_on_disk(tmp_path, monkeypatch, saved):
+    monkeypatch.setattr("vllm_ndp.traces.recorder._BUFFER_TOKEN_LAYERS", 20 * L)
+    disk, place = StoppedDisk(tmp_path / "disk"), "saved/new/trace" if saved else "new/trace"
+    with disk.watched():
+        record(disk.root / "new" / "trace", steps=30)
+        whole = Trace.load(disk.root / "new" / "trace")
+        if saved:
+            whole.save(disk.root / place)
+    surely = []
+    for states in disk.laid_out(place, tmp_path):
+        rows = []
+        for directory in states:
+            trace = Trace.load(directory) if (directory / "manifest.json").exists() else None
+            rows.append(len(trace.ids) if trace else -1)
+            if trace:
+                assert (trace.ids == whole.ids[: rows[-1]]).all()
+                assert (trace.weights == whole.weights[: rows[-1]]).all()
+                assert rows[-1] == len(whole.ids) or not trace.complete
+        surely.append(min(rows))
+    assert surely == sorted(surely), "what was on disk is gone"
+    assert set(surely) >= {-1, 0, len(whole.ids)}
+    assert [Trace.load(directory).complete for directory in states] == [True]
+
+
+def test_nobody_but_its_owner_reads_a_trace(tmp_path):
+    """Not even in a directory of another's making, nor one that was saved from another, nor while it is written."""
+    (tmp_path / "made").mkdir(mode=0o755)
+    previous = os.umask(0)
+    try:
+        record(tmp_path / "new" / "trace")
+        record(tmp_path / "made")
+        Trace.load(tmp_path / "made").save(tmp_path / "saved")
+        aside = []
+        with patch("os.fsync", lambda handle: aside.append(os.fstat(handle))):
+            record(tmp_path / "watched")
+    finally:
+        os.umask(previous)
+    files = [path for place in ("new/trace", "made", "saved", "watched") for path in (tmp_path / place).iterdir()]
+    assert {stat.filemode(path.stat().st_mode) for path in files} == {"-rw-------"}
+    assert {stat.filemode(status.st_mode) for status in aside if stat.S_ISREG(status.st_mode)} == {"-rw-------"}
+    made = [stat.filemode((tmp_path / name).stat().st_mode) for name in ("new/trace", "saved", "watched")]
+    assert made == ["drwx------"] * 3
 
 
 def test_what_became_of_devices_is_kept_and_a_trace_from_before_that_loads(tmp_path):

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ndp_device import durable
 from ndp_device.errors import ConfigError
 from vllm_ndp.lab.compare import Replayed
 from vllm_ndp.lab.sweep.grid import Result
@@ -68,7 +69,7 @@ class SweepFile:
         path = directory / NAME
         heading = msgspec.json.encode(Heading(FORMAT, dict(about)))
         self.known: dict[str, Result] = {}
-        directory.mkdir(parents=True, exist_ok=True)
+        durable.make_directory(directory)
         whole = 0
         if path.exists() and path.stat().st_size:
             lines = path.read_bytes().splitlines(keepends=True)
@@ -84,6 +85,7 @@ class SweepFile:
         self._file.seek(whole)
         if not whole:
             self._write(heading)
+            durable.sync(directory)
 
     def add(self, key: str, result: Result) -> None:
         """Keep a row. It is on disk when this returns."""
