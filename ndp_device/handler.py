@@ -26,7 +26,7 @@ from ndp_device.kernels import load_kernel
 from ndp_device.kernels.kernel import Kernel
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.protocol.session import ServedPlan, Session, listed
+from ndp_device.protocol.session import ServedPlan, Session, check_hello, listed
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.shelves import Shelf, Shelves
 from ndp_device.timing.model import DeviceModel
@@ -243,8 +243,7 @@ class Handler:
     def _greet(self, name: bytes, hello: msg.Hello) -> Shelf:
         """Begin a session: nothing but Hello does, so that nothing else can cost another host its own."""
         shape = self._files.shape
-        session = Session(self._files.model_digest, shape.num_layers, shape.num_experts, shape.hidden_size)
-        session.greet(hello)
+        check_hello(hello, self._files.model_digest)
         others = {client.shelf.store.part for other, client in self._clients.items() if other != name}
         try:
             shelf = self._shelves.take(WHOLE if hello.part is msgspec.UNSET else Part(*hello.part), others)
@@ -253,6 +252,7 @@ class Handler:
         self._clients.pop(name, None)
         while len(self._clients) >= MAX_SESSIONS:
             self._clients.popitem(last=False)
+        session = Session(shape.num_layers, shape.num_experts, shape.hidden_size)
         self._clients[name] = _Client(session, self._new_model(), shelf)
         if self._ahead is not None and self._ahead.shelf not in self._shelves:
             self._ahead = None

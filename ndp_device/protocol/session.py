@@ -1,6 +1,7 @@
-"""Order of one client's requests: Hello first, a plan before Execute, one epoch at a time. Pure, no socket, no clock.
+"""Order of one client's requests: a plan before Execute, one epoch at a time. Pure, no socket, no clock.
 
-The device keeps one Session per client. A request that is out of order raises DeviceError, whose code goes back.
+A Hello begins a new Session, without a plan. The device keeps one per client. A request that is out of order raises
+DeviceError, whose code goes back.
 """
 
 from __future__ import annotations
@@ -34,15 +35,26 @@ class ServedPlan:
     flags: NDArray[np.uint8]
 
 
+def check_hello(hello: Hello, model_digest: str) -> None:
+    """Raise DeviceError unless host and device speak one protocol about one model."""
+    lowest, highest = hello.versions
+    if not lowest <= VERSION <= highest and VERSION >> 8 not in (lowest >> 8, highest >> 8):
+        raise DeviceError("version", f"this device speaks {_version(VERSION)}, the host {_version(highest)}")
+    if hello.model_digest not in ("", model_digest):
+        raise DeviceError(
+            "digest",
+            f"the host serves model {hello.model_digest}, this device holds {model_digest}: "
+            "start the device with the same --model",
+        )
+
+
 @dataclass
 class Session:
-    """One client of a device that holds a model of L layers, E experts, H hidden size."""
+    """One client, from its Hello to its next, of a device that holds a model of L layers, E experts, H hidden size."""
 
-    model_digest: str
     num_layers: int
     num_experts: int
     hidden_size: int
-    greeted: bool = False
     active: ServedPlan | None = None
     installed: dict[int, ServedPlan] = field(default_factory=dict)  # at most one that is not active
 
@@ -55,26 +67,7 @@ class Session:
         """Installed and active ones: what may be asked for now or after the next message."""
         return [*self.installed.values(), *([self.active] if self.active else [])]
 
-    def greet(self, hello: Hello) -> None:
-        lowest, highest = hello.versions
-        if not lowest <= VERSION <= highest and VERSION >> 8 not in (lowest >> 8, highest >> 8):
-            raise DeviceError("version", f"this device speaks {_version(VERSION)}, the host {_version(highest)}")
-        if hello.model_digest not in ("", self.model_digest):
-            raise DeviceError(
-                "digest",
-                f"the host serves model {hello.model_digest}, this device holds {self.model_digest}: "
-                "start the device with the same --model",
-            )
-        self.greeted = True
-        self.active = None
-        self.installed.clear()
-
-    def require_greeting(self) -> None:
-        if not self.greeted:
-            raise DeviceError("no_session", "say Hello first", retryable=True)
-
     def check_install(self, request: InstallPlan, replicas: NDArray[np.uint8]) -> None:
-        self.require_greeting()
         if replicas.shape != (self.num_layers, self.num_experts):
             raise DeviceError(
                 "bad_request",
@@ -95,7 +88,6 @@ class Session:
         self.installed = {plan.epoch: plan}
 
     def activate(self, request: ActivatePlan) -> None:
-        self.require_greeting()
         if request.epoch == self.active_epoch:
             return  # asked twice
         plan = self.installed.pop(request.epoch, None)
@@ -113,7 +105,6 @@ class Session:
         gates: NDArray[np.float32],
     ) -> DistinctPairs:
         """The pairs by expert. The kernel may rely on: indices in range, one length, every replica promised."""
-        self.require_greeting()
         if self.active is None or request.epoch != self.active.epoch:
             raise DeviceError(
                 "stale_epoch",
