@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from dram_by_cycle import ByCycle
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ndp_device.errors import ConfigError
-from ndp_device.timing.dram import Transfer, channel_lines, idle_ps, stream, transfer
+from ndp_device.timing.dram import Streams, Transfer, channel_lines, idle_ps, stream, transfer
 from ndp_device.timing.dram_controller import Controller, Idle
 from ndp_device.timing.dram_map import ConcurrentStreams, StreamMap
 from ndp_device.timing.spec import DramSpec, load_hardware
@@ -258,6 +258,85 @@ def test_a_stream_that_begins_in_a_refresh_waits_for_its_end() -> None:
     inside, before = stream(DDR5, 4, 0), stream(DDR5, 4, DDR5.cycles_to_ps(5000))
     assert inside.total_ps - before.total_ps == pytest.approx(DDR5.cycles_to_ps(946), abs=313)
     assert before.refresh_stall_ps == 0
+
+
+@dataclass(frozen=True)
+class LastRank:
+    """A stream that begins in the rank which is refreshed last."""
+
+    dram: DramSpec
+    period: int = 0
+
+    def at(self, position: int) -> tuple[int, int]:
+        lines = StreamMap(self.dram)
+        return lines.at(position + lines.row_span // self.dram.ranks * (self.dram.ranks - 1))
+
+    def block_end(self, position: int) -> int:
+        return position
+
+
+@pytest.mark.parametrize("dram", [DDR5, replace(DDR5, rfc=1315), LPDDR5])
+def test_a_start_in_a_refresh_takes_what_the_simulation_says_to_the_cycle(dram: DramSpec) -> None:
+    """Every start until the refresh is over everywhere, those just after, and some until the next falls due."""
+    for start in [*range(dram.rfc + 10), *range(dram.rfc, dram.refi - 200, 97)]:
+        simulated = Controller(dram, LastRank(dram), Idle(0, start=start), 4, dram.outstanding).run().cycles + 1
+        read = stream(dram, 4, -(-start * dram.tck_fs // 1000))
+        assert (start, read.total_ps) == (start, dram.cycles_to_ps(simulated))
+
+
+@pytest.mark.parametrize("dram", [DDR5, LPDDR5])
+def test_a_stream_that_waits_for_one_refresh_may_meet_the_next_for_it(dram: DramSpec) -> None:
+    """Without the wait, these lines would have been read before the next falls due."""
+    lines = (dram.refi - dram.rfc // 2) // dram.burst
+    still = stream(replace(dram, refresh="off"), lines, 0).total_ps
+    simulated = Controller(dram, StreamMap(dram), Idle(0), lines, dram.outstanding).run()
+    assert simulated.refreshes == 2 * dram.ranks
+    assert still < dram.cycles_to_ps(dram.refi)
+    assert stream(dram, lines, 0).total_ps == pytest.approx(dram.cycles_to_ps(simulated.cycles + 1), rel=0.003)
+
+
+@pytest.mark.parametrize(("dram", "lines", "to_refresh", "rows"), [(DDR5, 300, 1000, 8), (LPDDR5, 500, 1000, 4)])
+def test_a_refresh_opens_again_as_many_rows_as_the_simulation_opens(
+    dram: DramSpec, lines: int, to_refresh: int, rows: int
+) -> None:
+    """One of each bank group. Here it comes in the middle of them, so that no row would have been opened anyway."""
+    still = replace(dram, refresh="off")
+    refreshed, undisturbed = (
+        Controller(one, StreamMap(one), Idle(to_refresh), lines, one.outstanding).run().activations
+        for one in (dram, still)
+    )
+    assert refreshed - undisturbed == rows
+    begun = dram.cycles_to_ps(dram.refi - to_refresh)
+    assert stream(dram, lines, begun).activations - stream(still, lines, begun).activations == rows * dram.channels
+
+
+CONSTANTS = {
+    "first lines": ((0, 101, 117, 133), (0, 36, 39, 43)),  # 1 + 46 + 46 + 8, then twice the burst; 1 + 15 + 1 + 17 + 2
+    "pace": ((32_770, 4096), (2048, 1024)),  # 8 cycles a line, and 2 in a rank for the change to the next; 2 cycles
+    "loss": ((8496, 8), (2096, 8)),  # 1062 = tRFC 946 + 116 for closing and opening; 262 = tRFC 224 + 38
+    "data_cycles": (46 + 8, 17 + 2),
+    "refresh_interval": (12_500, 3125),
+    "blocked": (1 + 946 - 1, 224 - 1 + 1),  # ranks one after the other; an activate acts in its last cycle
+    "rows_reopened": (8, 4),
+}
+"""What `stream` is made of, for DDR5 and for LPDDR5."""
+
+
+@pytest.mark.parametrize(("which", "dram"), [(0, DDR5), (1, LPDDR5)])
+def test_the_constants_of_the_closed_form_are_these(which: int, dram: DramSpec) -> None:
+    found = Streams(dram).constants()
+    found["first lines"] = found["ramp"][:4]
+    assert {name: found[name] for name in CONSTANTS} == {name: both[which] for name, both in CONSTANTS.items()}
+    assert len(found["ramp"]) == 33
+    assert found["first_pass"] > 10**12, "rows are always opened in closed banks: a refresh has closed them"
+
+
+def test_the_constants_without_refresh_and_with_that_of_one_bank_are_these() -> None:
+    """Without refresh the second pass over the rows finds them open; a refresh of one bank opens one row again."""
+    off, bank = (Streams(replace(LPDDR5, refresh=kind)).constants() for kind in ("off", "per-bank"))
+    assert (off["first_pass"], off["later_pace"], off["refresh_interval"]) == (1024, (2048, 1024), 0)
+    assert Streams(replace(DDR5, refresh="off")).constants()["later_pace"] == (65_548, 8192)
+    assert (bank["loss"], bank["refresh_interval"], bank["blocked"], bank["rows_reopened"]) == ((702, 43), 391, 0, 1)
 
 
 def test_an_ideal_dram_reads_at_its_rate() -> None:

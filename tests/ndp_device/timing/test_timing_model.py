@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ndp_device.errors import ConfigError
@@ -212,6 +212,45 @@ def test_a_second_command_waits_for_the_first_and_says_so() -> None:
     assert third.bound == "queue"  # it waited for two
     later = model.execute(work, third.done_ps)
     assert later.queue_ps == 0
+
+
+MESSAGES = st.tuples(st.integers(0, 300_000), st.integers(0, 300_000), EXPERTS, st.integers(0, 2 * 10**7))
+
+
+@settings(max_examples=60)
+@given(st.lists(MESSAGES, min_size=2, max_size=6), st.sampled_from(["cxlmem", "dma"]))
+@example([(0, 250_000, [], 0), (0, 64, [], 0), (0, 64, [], 0)], "cxlmem")
+@example([(0, 250_000, [], 0), (0, 250_000, [], 0)], "dma")
+@example([(250_000, 0, [], 0), (64, 0, [], 0)], "cxlmem")
+def test_each_wire_and_the_device_serve_one_command_at_a_time_in_order(
+    messages: list[tuple[int, int, list[tuple[int, int]], int]], launch: str
+) -> None:
+    """Three queues in a row, each busy for what a command alone needs of it; DRAM without refresh, whose time is the
+    same whenever it begins."""
+    hardware = load_hardware("h100-ndp512", launch=launch, **{"dram.kind": "ideal"})
+    link, model = hardware.link, DeviceModel(hardware)
+    wire_in = device = wire_out = 0
+    for bytes_in, bytes_out, experts, submit_ps in messages:
+        work = replace(work_of(*experts), bytes_in=bytes_in, bytes_out=bytes_out)
+        alone, timing = run(hardware, work), model.execute(work, submit_ps)
+        into, out = hop_in(link, bytes_in), hop_out(link, bytes_out)
+        sent = max(submit_ps + into.launch_ps, wire_in)
+        wire_in = sent + into.serial_ps
+        begun = max(sent + into.wire_ps + hardware.array.command_ps, device)
+        device = begun + device_ps(alone)
+        back = max(device + out.launch_ps, wire_out)
+        wire_out = back + out.serial_ps
+        assert (timing.start_ps, timing.done_ps) == (begun, back + out.wire_ps + out.completion_ps)
+        waited = timing.total_ps - alone.total_ps
+        assert timing.queue_ps == waited, "alone it waits for nothing"
+
+
+def test_the_second_of_two_results_leaves_when_the_first_has_left() -> None:
+    """Of 250 000 bytes, which take 85 wire bytes for each 64 at 31.5 GB/s; neither command has anything to read."""
+    model = DeviceModel(IDEAL_DRAM)
+    first, second = (model.execute(Work(64, 64, 64, 1, 0, size, ()), 0) for size in (250_000, 64))
+    assert first.queue_ps == 0
+    assert second.queue_ps == pytest.approx(3907 * 85 / 31.5e9 * 1e12, rel=1e-3)
 
 
 def test_a_command_split_in_two_reads_the_same_bytes_and_ends_no_earlier() -> None:
