@@ -115,6 +115,11 @@ class NestedMatrix:
             same_perm = matrix.perm is widest.perm or np.array_equal(matrix.perm, widest.perm)  # type: ignore[arg-type]
             if not same_perm or not np.array_equal(matrix.planes, widest.planes[: matrix.bits]):
                 raise ValueError(f"{matrix.bits} bits are not a prefix of {widest.bits}; they cannot be nested")
+            if matrix.group_size != widest.group_size:
+                raise ValueError(
+                    f"{matrix.bits} bits are in groups of {matrix.group_size} columns, {widest.bits} bits in groups of "
+                    f"{widest.group_size}; they cannot be nested"
+                )
         scale, offset = (np.stack([getattr(one, name) for one in matrices]) for name in ("scale", "offset"))
         return cls(bits, widest.planes, scale, offset, widest.group_size, widest.perm)
 

@@ -45,15 +45,14 @@ class Component:
     native: _native.Component
     source: QuantizedMatrix | NestedMatrix
     planes: range
-    group: int  # columns, as the engine groups them
 
     @property
     def nbytes(self) -> int:
         return self.native.nbytes
 
-    def places(self) -> list[tuple[int, int, int]]:
-        """Each plane: of which matrix, its number, in which groups; equal ones are packed to equal bits."""
-        return [(id(self.source), plane, self.group) for plane in self.planes]
+    def places(self) -> list[tuple[int, int]]:
+        """Each plane: of which matrix, its number; equal ones are packed to equal bits."""
+        return [(id(self.source), plane) for plane in self.planes]
 
 
 @dataclass(frozen=True)
@@ -194,11 +193,11 @@ class NativeKernel:
     def _component(self, matrix: QuantizedMatrix, planes: range, halves: int, group: int) -> Component:
         # The component keeps the matrix alive, so no other one can have its id while the entry exists.
         source = matrix if matrix.nested is None else matrix.nested
-        key = (id(source), planes.start, planes.stop, halves, group)
+        key = (id(source), planes.start, planes.stop, halves)
         component = self._shared.get(key)
         if component is None:
             packed = self._engine.pack(np.ascontiguousarray(matrix.planes[planes.start : planes.stop]), halves, group)
-            component = Component(packed, source, planes, group)
+            component = Component(packed, source, planes)
             self._shared[key] = component
         return component
 

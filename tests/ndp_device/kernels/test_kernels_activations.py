@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from ndp_device.activation import GELU_TANH, GPT_OSS, NAMED, SILU, Activation, activation_named
 from ndp_device.errors import ConfigError
 from ndp_device.experts.expert import FullExpert
+from ndp_device.kernels import _native
 from ndp_device.kernels.kernel import Kernel
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.kernels.reference import ReferenceKernel
-
-_native = pytest.importorskip("ndp_device.kernels._native", reason="the kernels are not built")
-from ndp_device.kernels.native import NativeKernel  # noqa: E402
 
 WIDTH = 40  # no multiple of a block of 16
 

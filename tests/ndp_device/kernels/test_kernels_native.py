@@ -30,11 +30,10 @@ from ndp_device.experts.expert import (
     QuantizedExpert,
     QuantizedMatrix,
 )
+from ndp_device.kernels import _native
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.widths import LIMBS, REPLICA_WIDTHS
-
-_native = pytest.importorskip("ndp_device.kernels._native", reason="the kernels are not built")
-from ndp_device.kernels.native import NativeKernel  # noqa: E402
 
 ISAS = _native.supported_isas()
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from drawn_experts import LIMIT, random_matrix
 
+from ndp_device.kernels import _native
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.kernels.reference import ReferenceKernel, dequantize
-
-_native = pytest.importorskip("ndp_device.kernels._native", reason="the kernels are not built")
-from ndp_device.kernels.native import NativeKernel  # noqa: E402
 
 ISAS = _native.supported_isas()
 

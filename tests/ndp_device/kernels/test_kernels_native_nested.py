@@ -11,10 +11,9 @@ from drawn_experts import SHAPES, full_expert, random_biases, random_expert, ran
 
 from ndp_device.activation import GPT_OSS
 from ndp_device.experts.expert import NestedMatrix, QuantizedExpert, QuantizedMatrix
+from ndp_device.kernels import _native
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.widths import LIMBS
-
-_native = pytest.importorskip("ndp_device.kernels._native", reason="the kernels are not built")
-from ndp_device.kernels.native import NativeKernel  # noqa: E402
 
 ISAS = _native.supported_isas()
 
@@ -155,6 +154,67 @@ def test_a_changed_copy_of_a_view_shares_no_component_with_the_matrix_it_came_fr
     first, other = kernel.prepare(whole), kernel.prepare(turned)
     assert not set(map(id, first.components[:2])) & set(map(id, other.components))
     assert first.components[2] is other.components[2]  # of w2, which is the same view
+
+
+def test_a_matrix_of_an_expert_that_is_a_linear_layer_too_is_arranged_for_each() -> None:
+    """Of w13 the kernel reads rows of gate and up in turn; of a linear layer, rows in order."""
+    rng = np.random.default_rng(12)
+    expert, kernel, alone = random_expert(rng, 64, 96, 4, 32), NativeKernel(threads=1), NativeKernel(threads=1)
+    x, pairs = rng.standard_normal((2, 64)).astype(np.float32), random_pairs(rng, 2, 1, 1)
+    held = kernel.prepare(expert), kernel.prepare_matrix(expert.w13)
+    np.testing.assert_array_equal(
+        kernel.execute(x, [held[0]], *pairs), alone.execute(x, [alone.prepare(expert)], *pairs)
+    )
+    gc.collect()
+    np.testing.assert_array_equal(kernel.multiply(x, held[1]), alone.multiply(x, alone.prepare_matrix(expert.w13)))
+
+
+def test_one_set_of_planes_in_other_groups_is_another_matrix() -> None:
+    rng = np.random.default_rng(13)
+    coarse, kernel = random_expert(rng, 64, 96, 4, 32), NativeKernel(threads=1)
+    fine = replace(
+        coarse,
+        w13=random_groups(rng, coarse.w13, 16),
+        w2=random_groups(rng, coarse.w2, 16),
+    )
+    x, pairs = rng.standard_normal((2, 64)).astype(np.float32), random_pairs(rng, 2, 1, 1)
+    held = kernel.prepare(coarse), kernel.prepare(fine)
+    for expert, prepared in zip((coarse, fine), held, strict=True):
+        alone = NativeKernel(threads=1)
+        np.testing.assert_array_equal(
+            kernel.execute(x, [prepared], *pairs), alone.execute(x, [alone.prepare(expert)], *pairs)
+        )
+
+
+def random_groups(rng: np.random.Generator, matrix: QuantizedMatrix, group: int) -> QuantizedMatrix:
+    rows, columns = matrix.shape
+    scale, offset = (rng.uniform(-1, 1, (rows, columns // group)).astype(np.float16) for _ in range(2))
+    return replace(matrix, scale=scale, offset=offset, group_size=group)
+
+
+def test_a_matrix_that_is_gone_is_not_taken_for_one_in_its_place() -> None:
+    """A new matrix may lie where one was whose components are in use still."""
+    rng = np.random.default_rng(14)
+    kernel, kept = NativeKernel(threads=1), []
+    x, pairs = rng.standard_normal((2, 64)).astype(np.float32), random_pairs(rng, 2, 1, 1)
+    for _ in range(20):
+        expert, alone = random_expert(rng, 64, 96, 2, 32), NativeKernel(threads=1)
+        kept.append(kernel.prepare(expert))
+        np.testing.assert_array_equal(
+            kernel.execute(x, [kept[-1]], *pairs), alone.execute(x, [alone.prepare(expert)], *pairs)
+        )
+        del expert
+        gc.collect()
+
+
+def test_widths_in_other_groups_are_not_nested() -> None:
+    """24 columns are two groups of 12 or of 16: scales of one shape say nothing of it."""
+    rng = np.random.default_rng(15)
+    planes = rng.integers(0, 256, (4, 8, 3), dtype=np.uint8)
+    scale = np.ones((8, 2), np.float16)
+    narrow, wide = (QuantizedMatrix(b, planes[:b], scale, scale, group) for b, group in ((2, 12), (4, 16)))
+    with pytest.raises(ValueError, match="2 bits are in groups of 12 columns, 4 bits in groups of 16"):
+        NestedMatrix.of([narrow, wide])
 
 
 def test_widths_that_are_views_of_one_matrix_need_no_proof_and_others_are_proven_to_nest() -> None:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ndp_device.experts.packing import pack
-
-_native = pytest.importorskip("ndp_device.kernels._native", reason="the kernels are not built")
+from ndp_device.kernels import _native
 
 ISAS = _native.supported_isas()
 STEP_OF_BIT = (0, 1, 4, 5, 2, 3, 6, 7)  # of a 1-bit component's byte, lowest bit first
