@@ -106,7 +106,7 @@ def test_a_frozen_device_costs_no_request_and_changes_no_token(llm, undisturbed)
     assert device_pid(llm) == frozen
 
 
-def test_a_device_that_is_frozen_while_a_plan_is_made_delays_no_prompt_for_long(llm, undisturbed) -> None:  # type: ignore[no-untyped-def]
+def test_prompts_whose_plan_is_made_while_the_device_is_frozen_are_answered_without_it(llm, undisturbed) -> None:  # type: ignore[no-untyped-def]
     frozen = device_pid(llm)
     os.kill(frozen, signal.SIGSTOP)
     try:

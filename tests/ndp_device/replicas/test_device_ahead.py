@@ -225,8 +225,6 @@ def test_only_a_device_that_is_told_to_and_has_a_bound_prepares_ahead(
         ("native", "asked", False),
         ("native", "idle", True),
     ):
-        if kernel == "native":
-            pytest.importorskip("ndp_device.kernels._native", reason="the kernels are not built")
         config = DeviceConfig("ipc:///x", *directories, kernel=kernel, prepare=prepare)
         assert Handler.from_config(config).can_prepare_ahead is expected
     with pytest.raises(ConfigError, match="prepare must be one of idle, asked"):

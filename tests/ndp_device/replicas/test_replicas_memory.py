@@ -99,7 +99,6 @@ def test_asking_again_for_many_at_once_is_asking_for_each(directories: tuple[Pat
 
 
 def test_the_native_kernel_counts_components_that_widths_share_once(directories: tuple[Path, Path]) -> None:
-    pytest.importorskip("ndp_device.kernels._native", reason="the kernels are not built")
     kernel = load_kernel("native")
     store = ExpertStore(*directories, kernel=kernel)
     two, three, four = (store.get(0, 0, bits) for bits in (2, 3, 4))
@@ -120,7 +119,6 @@ NOWHERE = ~EVERYWHERE
 
 @pytest.fixture(scope="module")
 def unpadded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    pytest.importorskip("ndp_device.kernels._native", reason="the kernels are not built")
     model = write_small_checkpoint(tmp_path_factory.mktemp("checkpoints") / "unpadded", hidden=64, intermediate=96)
     out = tmp_path_factory.mktemp("replicas") / "unpadded"
     build_data_free(model, out, group_size=32, show_progress=False)

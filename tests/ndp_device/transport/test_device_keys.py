@@ -94,17 +94,6 @@ def test_a_host_with_the_right_key_gets_its_own_bytes_back(echo: HandServer, key
         transport.close()
 
 
-def test_a_host_that_is_silent_for_seconds_stays_connected(echo: HandServer, keys: Path) -> None:
-    """PING and PONG travel in boxes as well; after 2 s without one the host would give up."""
-    transport = host_of(echo.address, keys / "host.key_secret")
-    try:
-        exchange(transport)
-        time.sleep(3)
-        assert exchange(transport, b"still", 2) == b"still"
-    finally:
-        transport.close()
-
-
 def test_a_host_whose_key_is_not_allowed_is_told_so(echo: HandServer, keys: Path) -> None:
     make_keys(keys, "stranger")
     (keys / "allowed" / "stranger.key").unlink()
@@ -170,11 +159,10 @@ def test_secrets_are_written_for_the_owner_alone_and_never_replaced(tmp_path: Pa
     assert HostKeys.read(tmp_path / "keys" / "b.key_secret").device == load_certificate(made[1])[0]
 
 
-@pytest.mark.parametrize("name", ["device", "../up", "", ".hidden", "a" * 65])
+@pytest.mark.parametrize("name", ["device", "../up", ".hidden", "a" * 65])
 def test_names_that_are_no_file_names_are_refused(tmp_path: Path, name: str) -> None:
-    if name:
-        with pytest.raises(ConfigError, match="name must be"):
-            make_keys(tmp_path / "keys", name)
+    with pytest.raises(ConfigError, match="name must be"):
+        make_keys(tmp_path / "keys", name)
 
 
 @pytest.mark.parametrize("file", ["device.key_secret", "host.key_secret"])

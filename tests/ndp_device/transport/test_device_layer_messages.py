@@ -16,8 +16,6 @@ from ndp_device.timing.work import Timing
 from ndp_device.transport import checksum, layer_messages, shm
 from ndp_device.transport.shm import NUM_RING_SLOTS, Put, ShmChannel
 
-pytestmark = pytest.mark.skipif(shm.native is None, reason="the extension is not built: everything takes the socket")
-
 
 def tensors_of(rng: np.random.Generator, rows: int, hidden: int, pairs: int, dtype: str) -> dict[str, Any]:
     return {

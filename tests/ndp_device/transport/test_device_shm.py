@@ -24,9 +24,6 @@ from ndp_device.protocol.messages import SlotOffer
 from ndp_device.transport import checksum, shm
 from ndp_device.transport.shm import NUM_RING_SLOTS, Put, ShmChannel
 
-pytestmark = pytest.mark.skipif(shm.native is None, reason="the extension is not built: everything takes the socket")
-
-
 LENGTHS = (*range(200), 255, 256, 257, 1023, 4096, 8191, 65536, 65537, 300_001)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from server_by_hand import HandServer, host_of, serving
+from server_by_hand import PATIENCE_S, HandServer, host_of, serving
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
 
 from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
@@ -23,8 +23,6 @@ from ndp_device.protocol.messages import VERSION, Ping
 from ndp_device.transport import shm
 from ndp_device.transport.zmq_client import ZmqTransport
 from vllm_ndp.device.client import DeviceClient
-
-pytestmark = pytest.mark.skipif(shm.native is None, reason="the extension is not built: everything takes the socket")
 
 
 @pytest.fixture
@@ -102,7 +100,8 @@ def test_a_flipped_bit_in_memory_is_noticed(sockets: tuple[HandServer, ZmqTransp
 def test_a_host_learns_at_once_that_the_device_gave_the_memory_up(
     sockets: tuple[HandServer, ZmqTransport], spin_us: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A damaged ring costs the connection: the host is told by its doorbell, not by its deadline."""
+    """A damaged ring costs the connection: the host is told by its doorbell, not by its deadline, nor by asking."""
+    monkeypatch.setattr("ndp_device.transport.zmq_client._DOORBELL_LOST_S", PATIENCE_S)
     server, transport = sockets
     client = attach(server, transport)
     transport._spinner.spin_ns = int(spin_us) * 1000
@@ -112,10 +111,8 @@ def test_a_host_learns_at_once_that_the_device_gave_the_memory_up(
     memory._mapping[mmap.PAGESIZE : mmap.PAGESIZE + 8] = (10**6).to_bytes(8, "little")
     assert server.one(100) is None
     assert client not in server._peers
-    begin = time.monotonic()
     with pytest.raises(DeviceUnavailable, match=r"given up|was lost"):
-        transport.receive(10.0)
-    assert time.monotonic() - begin < 5
+        transport.receive(PATIENCE_S)
 
 
 def test_a_request_whose_doorbell_was_written_over_is_answered_long_before_its_deadline(

@@ -1,6 +1,6 @@
 """Real processes, real signals: kill -9, SIGSTOP, hangs, lies and restarts while calls are on their way.
 
-Every answer is compared with the reference kernel to the bit; a call that gets none ends within one deadline.
+Every answer is compared with the reference kernel to the bit; a call that gets none ends and says why.
 """
 
 from __future__ import annotations
@@ -49,12 +49,10 @@ class Rig:
             shared_memory=memory,
         )
         self.served = self.unserved = 0
-        self.slowest_miss_s = 0.0
 
     def call(self, step: int, between: object = None) -> bool:
         """One call; `between` happens while it is on its way. True if the device served it."""
         call = CALLS[step % len(CALLS)]
-        begin = time.monotonic()
         handle = call.begin(self.client, step)
         if callable(between):
             between()
@@ -62,7 +60,6 @@ class Rig:
             result = self.client.finish_execute(handle)
         except DeviceUnavailable:
             self.unserved += 1
-            self.slowest_miss_s = max(self.slowest_miss_s, time.monotonic() - begin)
             return False
         np.testing.assert_array_equal(result.y, call.y)
         assert result.timing.submit_ps == step * 10**6

@@ -20,7 +20,6 @@ from vllm_ndp.device.client import DeviceClient, DeviceProcess
 from vllm_ndp.device.several import DeviceSet
 from vllm_ndp.simulation.devices import slowest
 
-pytestmark = pytest.mark.skipif(shm.native is None, reason="the extension is not built: everything takes the socket")
 LAYERS, EXPERTS, HIDDEN = 4, 8, 128
 WIDTHS = (1, 2, 3, 4, 16)
 DTYPES = (np.float32, np.float16, np.uint16)
