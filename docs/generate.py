@@ -120,6 +120,8 @@ def stale(root: Path = ROOT) -> dict[Path, str]:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    templates.tests["match_any"] = lambda text, starts: text.startswith(tuple(f"{start}: " for start in starts))
+    templates.filters["after_colon"] = lambda text: text.partition(": ")[2]
     templates.globals |= {"about": about, "in_turns": in_turns, "over": over, "by_kind": by_kind}
     templates.globals |= {**measured, "measured": measured, "claimed": claims(root, measured)}
 
