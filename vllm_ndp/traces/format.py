@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from ndp_device import durable, sealed, strict_json
 from ndp_device.errors import TraceError
@@ -55,6 +56,7 @@ DEVICE_CHANGES = ("down", "changed", "joined")
 """`down`: the device served nothing in the step. `changed`: a device was lost or came back within the step, so the
 step's time depends on the moment (device -1). `joined`: a device was added before the step."""
 
+_ROWS_AT_ONCE = 1 << 14
 _SMALL_BYTES = 128 << 20
 _MAX_UNFOLDING = {"plans": 256}
 """Factor by which the chunks of a table may unfold, 32 unless named here. Chunks may always unfold into _SMALL_BYTES.
@@ -175,6 +177,54 @@ class TraceManifest(msgspec.Struct, frozen=True, kw_only=True):
     provenance: Provenance
     chunks: dict[str, int] | None = None
     """Chunks per table, written when the trace was closed; None: still being written, or its writer died."""
+
+
+def require_choices(ids: NDArray[Any], weights: NDArray[Any], made: Provenance, first_row: int = 0) -> None:
+    """What every reader, importer and recorder of rows must hold: ids and weights [N, L, k] of a router.
+
+    ids before they are cast to the trace's type, which would wrap them. first_row: number of the first one. Raises
+    TraceError that names row, layer and what came.
+    """
+    want = (len(ids), made.num_layers, made.top_k)
+    if ids.shape != want or weights.shape != want:
+        raise TraceError(f"ids and weights must be {list(want)}, got {list(ids.shape)} {list(weights.shape)}")
+    if ids.dtype.kind not in "iu":
+        raise TraceError(f"expert ids must be whole numbers, got {ids.dtype}")
+    if not ids.size:
+        return
+    # the ufuncs themselves: ids.min() takes three times as long for the few ids of a small step
+    low, high = np.minimum.reduce(ids, axis=None), np.maximum.reduce(ids, axis=None)
+    if not 0 <= low <= high < made.num_experts:
+        cell = _first((ids < 0) | (ids >= made.num_experts))
+        raise TraceError(
+            f"expert ids must lie in 0..{made.num_experts - 1}, got {low}..{high}: {_cell(cell, first_row)} has "
+            f"{ids[cell].tolist()}"
+        )
+    for start in range(0, len(ids), _ROWS_AT_ONCE):
+        ranks = np.ascontiguousarray(np.moveaxis(ids[start : start + _ROWS_AT_ONCE], 2, 0))  # [k, rows, L]
+        for apart in range(1, made.top_k):
+            if (same := ranks[apart:] == ranks[:-apart]).any():
+                row, layer = _first(same.any(axis=0))
+                raise TraceError(
+                    f"a token chooses an expert at most once: {_cell((start + row, layer), first_row)} has "
+                    f"{ids[start + row, layer].tolist()}"
+                )
+    low, high = np.minimum.reduce(weights, axis=None), np.maximum.reduce(weights, axis=None)
+    if not 0 <= low <= high < np.inf:
+        cell = _first(~((weights >= 0) & (weights < np.inf)))
+        raise TraceError(
+            f"router weights must be finite and at least 0: {_cell(cell, first_row)} has {weights[cell].tolist()}"
+        )
+
+
+def _first(wrong: NDArray[np.bool_]) -> tuple[int, int]:
+    """(row, layer)"""
+    row, layer = np.argwhere(wrong)[0].tolist()[:2]
+    return row, layer
+
+
+def _cell(cell: tuple[int, int], first_row: int) -> str:
+    return f"row {first_row + cell[0]}, layer {cell[1]}"
 
 
 def schema(table: str, provenance: Provenance) -> pa.Schema:

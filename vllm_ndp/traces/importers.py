@@ -22,8 +22,8 @@ from __future__ import annotations
 import base64
 import difflib
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -38,6 +38,7 @@ from ndp_device import strict_json
 from ndp_device.errors import TraceError
 from ndp_device.strict_arrays import decode_array, read_arrays
 from ndp_device.strict_files import read_lines
+from vllm_ndp.traces.blanks import without_blanks
 from vllm_ndp.traces.engine_logs import read_routelog
 from vllm_ndp.traces.format import Provenance, open_parquet
 from vllm_ndp.traces.llama_logs import read_moe_trace
@@ -105,8 +106,8 @@ def from_npz(source: Path, settings: ImportSettings) -> Trace:
     key = "domain" if "domain" in arrays else "dom"
     domain = arrays[key] if key in arrays else np.zeros(num_requests, np.int64)
     labels = domain.astype(str) if "domains" not in arrays else arrays["domains"][domain]
-    sequences = [sequence_of(ids[r], weights[r], int(prompt[r]), str(labels[r])) for r in range(num_requests)]
-    return trace_of(sequences, settings, "npz", "router")
+    logged = [Logged(str(labels[r]) or str(r), ids[r], weights[r], int(prompt[r])) for r in range(num_requests)]
+    return _of_logged(logged, settings, "npz")
 
 
 def _npz_choices(arrays: dict[str, NDArray[Any]], settings: ImportSettings) -> tuple[NDArray[Any], NDArray[np.float32]]:
@@ -131,7 +132,7 @@ def from_vllm(source: Path, settings: ImportSettings) -> Trace:
     The last generated token has no forward pass. Older servers gave the prompt's part apart, as prompt_routed_experts
     [P, L, k] on the response.
     """
-    sequences = []
+    logged: list[Logged] = []
     for number, line in enumerate(read_lines(source), 1):
         if not line.strip():
             continue
@@ -146,9 +147,9 @@ def from_vllm(source: Path, settings: ImportSettings) -> Trace:
             if not whole or len(whole) < len(routed):
                 raise TraceError(f"{where} has no routed_experts: serve with --enable-return-routed-experts")
             lengths = _prompt_lens(where, response, [len(ids) for ids in whole])
-        label = str(response.get("id", number))
-        sequences += [sequence_of(ids, None, length, label) for ids, length in zip(whole, lengths, strict=True)]
-    return trace_of(sequences, settings, "vllm", "uniform")
+        name = str(response.get("id", number))
+        logged += [Logged(name, ids, None, length) for ids, length in zip(whole, lengths, strict=True)]
+    return _of_logged(logged, settings, "vllm")
 
 
 def _prompt_lens(where: str, response: dict[str, Any], rows: list[int]) -> list[int]:
@@ -175,26 +176,35 @@ def from_sglang(source: Path, settings: ImportSettings) -> Trace:
     Best, also rid and positions [T], or positions and forward_pass [T]. The recorder keeps no names of requests; from
     the latter two the importer recovers the requests.
 
-    Columns that are -1 throughout fill k up to the recorder's eight. The recorder's own .pt file is a pickle, which
-    this program does not open; docs/trace-format.md has the lines that turn it into this .npz.
+    Rows that are -1 throughout are padding of a pass. The recorder's own .pt file is a pickle, which this program does
+    not open; docs/trace-format.md has the lines that turn it into this .npz.
     """
     arrays = read_arrays(source)
     ids = np.moveaxis(arrays["topk_ids_of_layer"], 0, 1)
-    ids = ids[:, :, ~(ids < 0).all(axis=(0, 1))]
+    tokens = np.asarray((ids >= 0).any(axis=(1, 2)))
+    left_out = {"rows of padding": int((~tokens).sum())}
+    names_told = ("rid", "positions", "forward_mode", "forward_pass")
+    columns = {name: arrays[name] for name in names_told if name in arrays}
+    if wrong := sorted(name for name, values in columns.items() if values.shape != tokens.shape):
+        raise TraceError(f"{', '.join(wrong)} must have a value per row, of which there are {len(tokens)}")
+    ids, arrays = ids[tokens], {name: values[tokens] for name, values in columns.items()}
     if "rid" in arrays:
         names = arrays["rid"]
     elif "forward_pass" in arrays:
         names = _found_again(arrays["positions"], arrays["forward_mode"], arrays["forward_pass"])
     else:
-        return trace_of(list(_cut(ids, None, settings)), settings, "sglang", "uniform")
+        return _of_logged([Logged("", ids, None)], settings, "sglang", left_out)
     positions = arrays["positions"]
     rids, first, request = np.unique(names, return_index=True, return_inverse=True)
     order = np.lexsort((positions, first[request]))  # requests as they first appear, each by position
-    sequences = []
+    logged = []
     for rows in np.split(order, np.flatnonzero(np.diff(request[order])) + 1):
-        prompt = int((arrays["forward_mode"][rows] == 1).sum())
-        sequences.append(sequence_of(ids[rows], None, prompt, str(rids[request[rows[0]]])))
-    return trace_of(sequences, settings, "sglang", "uniform")
+        name, steps = str(rids[request[rows[0]]]), np.diff(positions[rows])
+        if (steps != 1).any():
+            after, next_one = positions[rows][int(np.argmax(steps != 1)) :][:2].tolist()
+            raise TraceError(f"request {name!r} must have each token once, got token {next_one} after {after}")
+        logged.append(Logged(name, ids[rows], None, int((arrays["forward_mode"][rows] == 1).sum())))
+    return _of_logged(logged, settings, "sglang", left_out)
 
 
 def _found_again(positions: NDArray[Any], modes: NDArray[Any], passes: NDArray[Any]) -> NDArray[np.int64]:
@@ -202,11 +212,6 @@ def _found_again(positions: NDArray[Any], modes: NDArray[Any], passes: NDArray[A
 
     That is the order of SGLang's batch. A request that a decode pass leaves out after one that had it has ended.
     """
-    if not positions.shape == modes.shape == passes.shape or positions.ndim != 1:
-        raise TraceError(
-            f"positions, forward_mode and forward_pass must have a value per row, got {list(positions.shape)}, "
-            f"{list(modes.shape)} and {list(passes.shape)}"
-        )
     owner = np.zeros(len(positions), np.int64)
     running: dict[int, int] = {}  # request -> position of its next row, in order of arrival
     decoding: set[int] = set()
@@ -239,7 +244,7 @@ def from_megatron(source: Path, settings: ImportSettings) -> Trace:
     files = sorted(source.glob("router_trace_rank*.jsonl")) if source.is_dir() else [source]
     if not files:
         raise TraceError(f"{source} holds no router_trace_rank*.jsonl")
-    sequences: list[Sequence] = []
+    logged: list[Logged] = []
     for path in files:
         layers: dict[int, dict[int, list[list[int]]]] = defaultdict(dict)
         for line in read_lines(path):
@@ -252,8 +257,8 @@ def from_megatron(source: Path, settings: ImportSettings) -> Trace:
         ids = np.stack(
             [np.concatenate([np.asarray(by_step[s]) for s in steps]) for _, by_step in sorted(layers.items())], axis=1
         )
-        sequences += _cut(ids, None, settings)
-    return trace_of(sequences, settings, "megatron", "uniform")
+        logged.append(Logged("", ids, None))
+    return _of_logged(logged, settings, "megatron")
 
 
 def from_flame(source: Path, settings: ImportSettings) -> Trace:
@@ -266,7 +271,7 @@ def from_flame(source: Path, settings: ImportSettings) -> Trace:
         rows = _first_rows(path, settings.max_tokens)
         ids.append(_matrix(rows.column("indices")))
         weights.append(_matrix(rows.column("scores")).astype(np.float32))
-    return trace_of(list(_cut(np.stack(ids, 1), np.stack(weights, 1), settings)), settings, "flame", "router")
+    return _of_logged([Logged("", np.stack(ids, 1), np.stack(weights, 1))], settings, "flame")
 
 
 def from_routelog(source: Path, settings: ImportSettings) -> Trace:
@@ -295,15 +300,19 @@ def _of_logged(
     logged: list[Logged], settings: ImportSettings, kind: str, left_out: dict[str, int] | None = None
 ) -> Trace:
     """Prompts are as long as the source says, else as the settings do; a request of one token is all prompt."""
+    if not logged:
+        raise TraceError(f"the {kind} recording holds no request")
+    choices, blanks = without_blanks(logged, settings.num_experts)
     sequences: list[Sequence] = []
-    for one in logged:
+    for one in choices:
         if not one.name:
             sequences += _cut(one.ids, one.weights, settings)
             continue
         prompt_len = settings.prompt_len if one.prompt_len is None else one.prompt_len
         sequences.append(sequence_of(one.ids, one.weights, min(prompt_len, len(one.ids)), one.name))
     weights = "uniform" if any(one.weights is None for one in logged) else "router"
-    return trace_of(sequences, settings, kind, weights, left_out)
+    told = Counter(left_out or {}) + Counter(blanks)
+    return _checked(sequences, settings, kind, weights, {why: count for why, count in told.items() if count})
 
 
 IMPORTERS: dict[str, Importer] = {
@@ -372,23 +381,35 @@ def trace_of(
     """
     if not sequences:
         raise TraceError(f"the {kind} recording holds no request")
-    shapes = {a.shape[1:] for s in sequences for a in (s.prompt_ids, s.decode_ids)}
-    if len(shapes) != 1:
+    if len(shapes := {a.shape[1:] for s in sequences for a in (s.prompt_ids, s.decode_ids)}) != 1:
         raise TraceError(f"every request must have the same [layers, k], got {sorted(shapes)}")
+    told = [
+        Logged(
+            str(number),
+            np.concatenate([one.prompt_ids, one.decode_ids]),
+            np.concatenate([one.prompt_weights, one.decode_weights]),
+            len(one.prompt_ids),
+        )
+        for number, one in enumerate(sequences)
+    ]
+    choices, blanks = without_blanks(told, settings.num_experts)
+    kept = [sequence_of(one.ids, one.weights, one.prompt_len or 0, sequences[int(one.name)].label) for one in choices]
+    return _checked(kept, settings, kind, weights, Counter(left_out or {}) + Counter(blanks))
+
+
+def _checked(
+    sequences: list[Sequence], settings: ImportSettings, kind: str, weights: str, left_out: Mapping[str, int]
+) -> Trace:
+    num_layers, top_k = sequences[0].prompt_ids.shape[1:]
     largest = max(int(a.max()) for s in sequences for a in (s.prompt_ids, s.decode_ids) if a.size)
-    smallest = min(int(a.min()) for s in sequences for a in (s.prompt_ids, s.decode_ids) if a.size)
-    num_experts = settings.num_experts or largest + 1
-    if smallest < 0 or largest >= num_experts:
-        raise TraceError(f"expert ids must lie in 0..{num_experts - 1}, got {smallest}..{largest}")
-    num_layers, top_k = shapes.pop()
     provenance = Provenance(
         model=settings.model,
         num_layers=num_layers,
-        num_experts=num_experts,
+        num_experts=settings.num_experts or largest + 1,
         top_k=top_k,
         source=f"import:{kind}",
         weights=weights,
-        settings={"left_out": left_out} if left_out else {},
+        settings={"left_out": dict(left_out)} if left_out else {},
     )
     return from_sequences(provenance, sequences)
 

@@ -32,6 +32,7 @@ from vllm_ndp.traces.format import (
     chunk_path,
     read_manifest,
     read_table,
+    require_choices,
     schema,
     write_chunk,
     write_manifest,
@@ -77,11 +78,6 @@ class Trace:
 
     def __post_init__(self) -> None:
         p, rows, requests = self.provenance, len(self.step), len(self.prompt_len)
-        want = (rows, p.num_layers, p.top_k)
-        if self.ids.shape != want or self.weights.shape != want:
-            raise TraceError(
-                f"ids and weights must be {list(want)}, got {list(self.ids.shape)} {list(self.weights.shape)}"
-            )
         for name in ("request", "position", "phase"):
             if len(getattr(self, name)) != rows:
                 raise TraceError(f"column {name!r} must have {rows} rows, got {len(getattr(self, name))}")
@@ -91,15 +87,34 @@ class Trace:
             raise TraceError(f"a routing row names request {int(self.request.max())} but the trace has {requests}")
         if rows and int(self.phase.max()) >= len(PHASES):
             raise TraceError(f"phases must be 0..{len(PHASES) - 1}, got {int(self.phase.max())}")
-        if self.ids.size and int(self.ids.max()) >= p.num_experts:
-            raise TraceError(f"expert ids must lie in 0..{p.num_experts - 1}, got {int(self.ids.max())}")
-        if not np.isfinite(self.weights).all():
-            raise TraceError("router weights must be finite")
+        if len(self.ids) != rows:
+            raise TraceError(f"column 'ids' must have {rows} rows, got {len(self.ids)}")
+        require_choices(self.ids, self.weights, p)
         for name in ("step", "position", "prompt_len", "arrival_s"):
             if len(values := getattr(self, name)) and not values.min() >= 0:
                 raise TraceError(f"column {name!r} of a trace must hold numbers of at least 0, got {values.min()}")
         if not np.isfinite(self.arrival_s).all():
             raise TraceError("the arrivals of a trace must be finite")
+        if len(back := np.flatnonzero(np.diff(self.step) < 0)):
+            row = int(back[0]) + 1
+            raise TraceError(
+                f"rows must stand in the order of their steps: row {row} is of step {self.step[row]}, after step "
+                f"{self.step[row - 1]}"
+            )
+        self._require_every_token()
+
+    def _require_every_token(self) -> None:
+        """Without a hole: a token that is not there would bring its neighbours together."""
+        order, ends, _ = self.executed
+        position = self.position[order]
+        hole = np.diff(position) != 1
+        hole[ends[1:-1][(ends[1:-1] > 0) & (ends[1:-1] < len(order))] - 1] = False  # from request to request
+        if hole.any():
+            at = int(np.argmax(hole))
+            raise TraceError(
+                f"a request must have each of its tokens: request {self.request[order[at]]} has token "
+                f"{position[at + 1]} after {position[at]} (row {order[at + 1]})"
+            )
 
     @cached_property
     def executed(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -262,17 +277,16 @@ def from_sequences(provenance: Provenance, sequences: Seq[Sequence], request_ids
         parts["position"].append(np.arange(prompt + decoded))
         parts["phase"].append(np.r_[np.zeros(prompt, int), np.full(decoded, DECODE)])
         next_step += 1 + decoded
-    empty = np.zeros((0, provenance.num_layers, provenance.top_k))
+    empty = np.zeros((0, provenance.num_layers, provenance.top_k), np.float32)
+    ids = np.concatenate([empty.astype(np.uint8), *(a for s in sequences for a in (s.prompt_ids, s.decode_ids))])
+    weights = np.concatenate([empty, *(a for s in sequences for a in (s.prompt_weights, s.decode_weights))])
+    require_choices(ids, weights, provenance)  # before the cast, which wraps
     kinds = {"step": np.int32, "request": np.int32, "position": np.int32, "phase": np.uint8}
     return Trace(
         provenance=provenance,
         **{name: np.concatenate([*parts[name], np.zeros(0)]).astype(kind) for name, kind in kinds.items()},
-        ids=np.concatenate([empty, *(a for s in sequences for a in (s.prompt_ids, s.decode_ids))]).astype(
-            provenance.id_type
-        ),
-        weights=np.concatenate([empty, *(a for s in sequences for a in (s.prompt_weights, s.decode_weights))]).astype(
-            np.float32
-        ),
+        ids=ids.astype(provenance.id_type),
+        weights=weights.astype(np.float32),
         prompt_len=np.array([len(s.prompt_ids) for s in sequences], np.int32),
         arrival_s=np.array([s.arrival_s for s in sequences], np.float64),
         request_ids=list(request_ids) if request_ids is not None else [str(i) for i in range(len(sequences))],

@@ -140,7 +140,7 @@ from vllm_ndp.traces.recorder import TraceWriter
 writer = TraceWriter(Path(sys.argv[1]), Provenance(model="m", num_layers=3, num_experts=8, top_k=2), flush_seconds=0.05)
 writer.add_request(0, "r", prompt_len=1)
 for step in range(10**6):
-    writer.append_step(step, [0], [step], [1], np.zeros((1, 3, 2), int), np.ones((1, 3, 2)))
+    writer.append_step(step, [0], [step], [1], np.tile([0, 1], (1, 3, 1)), np.ones((1, 3, 2)))
     time.sleep(0.001)
 """
     process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "trace")])
@@ -246,6 +246,9 @@ def test_a_disk_that_fails_is_told_to_the_caller_and_close(tmp_path, monkeypatch
         (np.zeros((1, L, 3), int), np.zeros((1, L, 3)), "must be"),
         (np.full((1, L, K), E), np.zeros((1, L, K)), r"0\.\.7"),
         (np.zeros((2, L, K), int), np.zeros((2, L, K)), "one entry for each of the 2 rows"),
+        (np.full((1, L, K), 3), np.zeros((1, L, K)), r"an expert at most once: row 0, layer 0 has \[3, 3"),
+        (np.tile(np.arange(K), (1, L, 1)), np.full((1, L, K), np.nan), "finite and at least 0: row 0, layer 0 has"),
+        (np.tile(np.arange(K), (1, L, 1)), np.full((1, L, K), -1.0), "finite and at least 0: row 0, layer 0 has"),
     ],
 )
 def test_rows_of_another_model_are_refused(tmp_path, ids, weights, says):

@@ -1,0 +1,227 @@
+"""What a trace must hold is checked where it comes in; what no router chose is left out of an import, and counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ndp_device.errors import TraceError
+from vllm_ndp.lab.locality import locality
+from vllm_ndp.traces.importers import ImportSettings, import_trace, sequence_of, trace_of
+from vllm_ndp.traces.trace import Trace
+
+E, K, LAYERS, PROMPT, ANSWER = 32, 4, 5, 12, 9
+TOKENS = PROMPT + ANSWER - 1
+
+
+def chosen(tokens: int = TOKENS, k: int = K, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).random((tokens, LAYERS, E)).argsort(axis=2)[:, :, :k]
+
+
+def vllm(tmp_path: Path, change: Any, *, k: int = K, num_experts: int = E) -> Trace:
+    """Import three answers of a server, each with its routing changed."""
+    lines = []
+    for number in range(3):
+        ids = change(chosen(k=k, seed=number).astype(np.int64))
+        usage = {"prompt_tokens": PROMPT, "completion_tokens": len(ids) - PROMPT + 1}
+        lines.append(json.dumps({"id": str(number), "usage": usage, "choices": [{"routed_experts": ids.tolist()}]}))
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
+    return import_trace(tmp_path / "log.jsonl", "vllm", ImportSettings(num_experts=num_experts))
+
+
+def filled(where: Any, value: int) -> Any:
+    def change(ids: np.ndarray) -> np.ndarray:
+        ids[where] = value
+        return ids
+
+    return change
+
+
+def with_column(value: int) -> Any:
+    return lambda ids: np.concatenate([ids, np.full((*ids.shape[:2], 1), value)], axis=2)
+
+
+@pytest.mark.parametrize("value", [0, -1, 65535])
+def test_dense_layers_are_left_out_and_counted(tmp_path: Path, value: int) -> None:
+    trace = vllm(tmp_path, filled((slice(None), [0, 3]), value))
+    assert trace.provenance.settings["left_out"] == {"layers without experts": 2}
+    assert np.array_equal(trace.ids[:TOKENS], chosen()[:, [1, 2, 4]])
+    locality(trace)
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_dense_layers_of_a_model_that_chooses_one_expert_are_left_out(tmp_path: Path, value: int) -> None:
+    trace = vllm(tmp_path, filled((slice(None), [0, 2, 4]), value), k=1)
+    assert trace.provenance.settings["left_out"] == {"layers without experts": 3}
+    assert np.array_equal(trace.ids[:TOKENS], chosen(k=1)[:, [1, 3]])
+
+
+@pytest.mark.parametrize("value", [0, -1, E])
+@pytest.mark.parametrize(
+    ("rows", "prompt", "tokens"),
+    [
+        (slice(-5, None), PROMPT, slice(0, -5)),
+        (slice(0, 4), PROMPT - 4, slice(4, None)),
+        (slice(PROMPT - 2, None), PROMPT - 2, slice(0, PROMPT - 2)),
+    ],
+)
+def test_padding_at_an_end_of_a_request_is_left_out_and_counted(
+    tmp_path: Path, value: int, rows: slice, prompt: int, tokens: slice
+) -> None:
+    trace = vllm(tmp_path, filled(rows, value))
+    kept = chosen()[tokens]
+    assert trace.provenance.settings["left_out"] == {"rows of padding": 3 * (TOKENS - len(kept))}
+    assert trace.prompt_len.tolist() == [prompt] * 3
+    assert np.array_equal(trace.ids[: len(kept)], kept)
+    locality(trace, "all")
+
+
+def test_dense_layers_and_padding_and_a_shared_expert_at_once(tmp_path: Path) -> None:
+    def change(ids: np.ndarray) -> np.ndarray:
+        ids = with_column(E)(ids)
+        ids[:, 0], ids[-2:] = 0, 0
+        return ids
+
+    trace = vllm(tmp_path, change)
+    told = {"columns of shared experts or padding": 1, "layers without experts": 1, "rows of padding": 6}
+    assert trace.provenance.settings["left_out"] == told
+    assert np.array_equal(trace.ids[: TOKENS - 2], chosen()[:-2, 1:])
+
+
+@pytest.mark.parametrize("num_experts", [E, 0])
+def test_a_column_of_shared_experts_is_left_out_and_counted(tmp_path: Path, num_experts: int) -> None:
+    trace = vllm(tmp_path, with_column(E), num_experts=num_experts)
+    assert trace.provenance.settings["left_out"] == {"columns of shared experts or padding": 1}
+    assert (trace.provenance.num_experts, trace.provenance.top_k) == (E, K)
+
+
+def test_too_few_experts_are_refused_and_no_column_is_taken_for_a_shared_one(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=rf"0\.\.15, got 0\.\.{E - 1}: row 0, layer 0 has \["):
+        vllm(tmp_path, lambda ids: ids, num_experts=16)
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_recording_without_any_choice_is_refused(tmp_path: Path, value: int) -> None:
+    with pytest.raises(TraceError, match="the recording chooses no expert"):
+        vllm(tmp_path, filled(slice(None), value))
+
+
+def test_a_request_without_any_choice_is_left_out(tmp_path: Path) -> None:
+    sequences = [sequence_of(ids, None, PROMPT, name) for name, ids in (("a", chosen()), ("b", chosen() * 0))]
+    trace = trace_of(sequences, ImportSettings(num_experts=E), "x", "uniform")
+    assert list(trace.labels) == ["a"]
+    assert trace.provenance.settings["left_out"] == {"rows of padding": TOKENS, "requests without a choice": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (filled((7, slice(None)), 0), "request 0 has no choice of token 7, but of tokens before and after it"),
+        (filled((7, 2), 0), r"at most once: row 7, layer 2 has \[0, 0, 0, 0\]"),
+        (filled((7, 2, 1), -1), r"must lie in 0\.\.31, got -1\.\.31: row 7, layer 2 has \[\d+, -1, "),
+        (filled((7, 2, slice(0, 2)), 5), r"at most once: row 7, layer 2 has \[5, 5, "),
+    ],
+)
+def test_what_nobody_can_tell_is_refused_by_row_and_layer(tmp_path: Path, change: Any, says: str) -> None:
+    with pytest.raises(TraceError, match=says):
+        vllm(tmp_path, change)
+
+
+def sglang(tmp_path: Path, ids: np.ndarray, **columns: np.ndarray) -> Trace:
+    """Two requests in a batch, of which rows may be padding; columns as SGLang's recorder has them."""
+    half = len(ids) // 2
+    told = {
+        "rid": np.repeat(["a", "b"], half),
+        "positions": np.tile(np.arange(half), 2),
+        "forward_mode": np.tile(np.repeat([1, 2], [PROMPT, half - PROMPT]), 2),
+    }
+    np.savez(tmp_path / "dump.npz", topk_ids_of_layer=np.moveaxis(ids, 0, 1), **(told | columns))
+    return import_trace(tmp_path / "dump.npz", "sglang", ImportSettings(num_experts=E))
+
+
+def test_sglangs_dense_layers_and_shared_experts_are_left_out(tmp_path: Path) -> None:
+    ids = np.full((2 * TOKENS, LAYERS, 8), -1)
+    ids[:, 1:, :K], ids[:, 1:, K] = chosen(2 * TOKENS)[:, 1:], E
+    trace = sglang(tmp_path, ids)
+    told = {"columns of shared experts or padding": 4, "layers without experts": 1}
+    assert trace.provenance.settings["left_out"] == told
+    assert np.array_equal(trace.ids, chosen(2 * TOKENS)[:, 1:])
+
+
+def test_sglangs_padding_of_a_pass_belongs_to_no_request(tmp_path: Path) -> None:
+    half = TOKENS + 2
+    ids = np.full((2 * half, LAYERS, K), -1)
+    tokens = np.tile(np.arange(half) < TOKENS, 2)
+    ids[tokens] = chosen(2 * TOKENS)
+    trace = sglang(tmp_path, ids)
+    assert trace.provenance.settings["left_out"] == {"rows of padding": 4}
+    assert np.array_equal(trace.ids, chosen(2 * TOKENS))
+    holes = np.tile(np.arange(half) != 5, 2)
+    ids[holes & ~tokens], ids[~holes] = ids[0], -1
+    with pytest.raises(TraceError, match="request 'a' must have each token once, got token 6 after 4"):
+        sglang(tmp_path, ids)
+
+
+def test_padding_of_npz_requests_of_different_lengths_is_left_out(tmp_path: Path) -> None:
+    ids = np.stack([chosen(), chosen(seed=1)])
+    ids[1, -6:] = 0
+    weights = np.full(ids.shape, 1 / K, np.float32)
+    np.savez(tmp_path / "x.npz", experts=ids, weights=weights, prompt_len=np.full(2, PROMPT))
+    trace = import_trace(tmp_path / "x.npz", "npz", ImportSettings(num_experts=E))
+    assert trace.provenance.settings["left_out"] == {"rows of padding": 6}
+    assert [len(one.decode_ids) for one in trace.sequences] == [TOKENS - PROMPT, TOKENS - PROMPT - 6]
+
+
+def test_a_stream_without_requests_loses_its_padding_before_it_is_cut(tmp_path: Path) -> None:
+    ids = np.full((48, LAYERS, K), -1)
+    ids[np.arange(48) % 3 != 1] = chosen(32)
+    np.savez(tmp_path / "dump.npz", topk_ids_of_layer=np.moveaxis(ids, 0, 1), forward_mode=np.ones(48))
+    trace = import_trace(tmp_path / "dump.npz", "sglang", ImportSettings(sequence_len=16, prompt_len=8, num_experts=E))
+    assert trace.provenance.settings["left_out"] == {"rows of padding": 16}
+    assert np.array_equal(trace.ids, chosen(32))
+
+
+GOOD = trace_of(
+    [sequence_of(chosen(seed=n), None, PROMPT, "") for n in range(2)], ImportSettings("m", E), "x", "uniform"
+)
+
+
+def changed(name: str, at: Any, value: Any) -> dict[str, Any]:
+    array = getattr(GOOD, name).copy()
+    array[at] = value
+    return {name: array}
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        (changed("ids", (3, 1), 9), r"at most once: row 3, layer 1 has \[9, 9, 9, 9\]"),
+        (changed("ids", (3, 1, 0), E), r"must lie in 0\.\.31, got 0\.\.32: row 3, layer 1 has \[32, "),
+        (changed("weights", (3, 1, 0), np.nan), r"finite and at least 0: row 3, layer 1 has \[nan, "),
+        (changed("weights", (3, 1, 0), np.inf), r"finite and at least 0: row 3, layer 1 has \[inf, "),
+        (changed("weights", (3, 1, 2), -0.5), r"finite and at least 0: row 3, layer 1 has \[0\.25, 0\.25, -0\.5, "),
+        (changed("step", 15, 9), "in the order of their steps: row 16 is of step 5, after step 9"),
+        (changed("position", TOKENS - 1, 90), r"request 0 has token 90 after 18 \(row 19\)"),
+        (changed("position", slice(TOKENS + 3, None), 3), None),
+    ],
+)
+def test_a_trace_in_memory_and_on_disk_is_held_to_the_same(
+    tmp_path: Path, columns: dict[str, Any], says: str | None
+) -> None:
+    """The last one, a position that ran several times, is none of these: vLLM repeats what it preempted."""
+    if says is None:
+        assert len(dataclasses.replace(GOOD, **columns).sequences[1].decode_ids) == 0
+        return
+    with pytest.raises(TraceError, match=says):
+        dataclasses.replace(GOOD, **columns)
+    damaged = dataclasses.replace(GOOD)
+    for name, values in columns.items():
+        object.__setattr__(damaged, name, values)
+    damaged.save(tmp_path / "trace")
+    with pytest.raises(TraceError, match=says):
+        Trace.load(tmp_path / "trace")
