@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -14,7 +15,7 @@ import pytest
 from paths import ROOT
 
 BIN = Path(sys.executable).parent
-FILE = re.compile(r"`([\w.]+)`:\n\n```\w+\n(.*?)```", re.DOTALL)
+FOLDER = re.compile(r"\[(examples/packages/\w+)\]")
 CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
 SECTIONS = dict(part.split("\n", 1) for part in (ROOT / "docs" / "extend.md").read_text().split("\n## ")[1:])
 
@@ -41,10 +42,8 @@ def commands(section: str) -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("title", SECTIONS)
 def test_a_section_followed_to_the_letter_does_what_it_says(title: str, tmp_path: Path) -> None:
-    files = dict(FILE.findall(SECTIONS[title]))
-    assert "pyproject.toml" in files
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
+    (folder,) = FOLDER.findall(SECTIONS[title])
+    shutil.copytree(ROOT / folder, tmp_path, dirs_exist_ok=True)
     install(tmp_path)
     env = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)}
     ran = list(commands(SECTIONS[title]))
