@@ -55,13 +55,15 @@ def write_small_checkpoint(
     return directory
 
 
-def write_safetensors(path: Path, tensors: dict[str, NDArray[Any]], dtype: str) -> None:
+def write_safetensors(path: Path, tensors: dict[str, NDArray[Any]], dtype: str, **others: str) -> None:
+    """others: dtypes of the tensors that have this word in their name."""
     header: dict[str, Any] = {}
     body = b""
     for name, values in tensors.items():
-        data = as_stored(values, dtype).tobytes()
+        own = next((other for word, other in others.items() if word in name.split(".")), dtype)
+        data = as_stored(values, own).tobytes()
         offsets = [len(body), len(body) + len(data)]
-        header[name] = {"dtype": _SAFETENSORS[dtype], "shape": values.shape, "data_offsets": offsets}
+        header[name] = {"dtype": _SAFETENSORS[own], "shape": values.shape, "data_offsets": offsets}
         body += data
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + body)

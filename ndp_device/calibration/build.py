@@ -213,7 +213,9 @@ def build_calibrated(
         for_solver = num_sequences - text.num_held_out
         inputs, held_out = batch.inputs(slice(None, for_solver)), batch.inputs(slice(for_solver, None))
         for expert in range(shape.num_experts):
-            weights = calibrated.FloatExpert(checkpoint.expert(layer, expert), device)
+            full = checkpoint.expert(layer, expert)
+            checkpoint.refuse_large(layer, expert, full)
+            weights = calibrated.FloatExpert(full, device)
             checkpoint.release()
             batch.answer(expert, weights, device)
             done.append(calibrated.quantize_expert(weights, expert, inputs, held_out, solve))

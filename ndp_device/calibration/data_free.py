@@ -64,6 +64,7 @@ def quantize_layer(
     experts, losses = [], []
     for expert in range(checkpoint.shape.num_experts):
         full = checkpoint.expert(layer, expert)
+        checkpoint.refuse_large(layer, expert, full)
         by_width = []
         for weights in (np.concatenate([full.w1, full.w3]), np.ascontiguousarray(full.w2)):
             by_width.append(quantize_nested(weights, group_size, track_weights, full.dtype))

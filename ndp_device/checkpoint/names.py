@@ -102,6 +102,7 @@ class ExpertLayout:
     hidden_size: int  # H
     intermediate_size: int  # I
     dtype: str
+    """Of all experts; float32, which holds the values of the others, where they are of several (some unquantized)."""
     layers: tuple[CheckpointLayer, ...]  # L, rising by decoder layer
     norm_offset: float = 0.0
 
@@ -484,17 +485,15 @@ def _dtype(tensors: Mapping[str, TensorInfo], layers: list[CheckpointLayer], num
         for source in layer.weights.values()
         for tensor in {source.place(expert).tensor for expert in range(num_experts)}
     }
-    if len(dtypes) > 1:
-        raise ReplicaError(f"{name}: its experts must be of one dtype, got {' and '.join(sorted(dtypes))}")
-    (dtype, example) = next(iter(dtypes.items()))
-    if dtype not in DTYPES:
-        raise ConfigError(
-            f"{name}: its experts are stored as {dtype} ({example}), which is not read yet: "
-            "give the checkpoint in bfloat16, float16 or float32"
-        )
+    for dtype, example in dtypes.items():
+        if dtype not in DTYPES:
+            raise ConfigError(
+                f"{name}: its experts are stored as {dtype} ({example}), which is not read yet: "
+                "give the checkpoint in bfloat16, float16 or float32"
+            )
     for source in (source for layer in layers for source in layer.biases.values()):
         if tensors[source.place(0).tensor].dtype not in DTYPES:
             raise ConfigError(
                 f"{name}: {source.name.format(0)} is {tensors[source.place(0).tensor].dtype}, not a float"
             )
-    return DTYPES[dtype]
+    return DTYPES[next(iter(dtypes))] if len(dtypes) == 1 else "float32"

@@ -7,6 +7,7 @@ computes with it makes a copy. Each request for a quantized expert dequantizes i
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,10 @@ from ndp_device.errors import ReplicaError
 from ndp_device.experts.expert import Biases, FullExpert, to_float32
 from ndp_device.replicas.mapped import MappedFile
 
+_LARGEST_OF_REPLICAS = float(np.finfo(np.float16).max) / 2
+"""A scale may be as large as the distance of two weights."""
+_DAMAGED = "the checkpoint is damaged or its training diverged, give it another"
+
 
 class CheckpointExperts:
     """The experts of one checkpoint: `expert(layer, expert) -> FullExpert`, views of the mapped files.
@@ -33,12 +38,14 @@ class CheckpointExperts:
         opened: Checkpoint = open_checkpoint(model_dir)
         self.shape, self.layout, self.tensors = opened.shape, opened.layout, opened.tensors
         self._packed = opened.packed
+        self._is_usable = np.zeros((self.shape.num_layers, self.shape.num_experts), np.bool_)
         # resolve(): the Hugging Face cache keeps checkpoints as links into its blob store
         files = {path: MappedFile(path.resolve()) for path in weight_files(model_dir)}
         self._files = files
         self.expert(0, 0)  # a file that is cut short is refused here, not in mid-decode
 
     def expert(self, layer: int, expert: int) -> FullExpert:
+        """Raises ReplicaError for an expert that is not there, and for one with a NaN or an infinity."""
         if not (0 <= layer < self.shape.num_layers and 0 <= expert < self.shape.num_experts):
             raise ReplicaError(
                 f"{self.shape.name} has {self.shape.num_layers} layers of {self.shape.num_experts} experts, "
@@ -52,22 +59,55 @@ class CheckpointExperts:
             if place.tensor in self._packed
         }
         w1, w3, w2 = (
-            replace(place, index=None).of(dequantized[place.tensor, place.index])
-            if place.tensor in self._packed
-            else self._values(place)
+            self._in_one_dtype(
+                replace(place, index=None).of(dequantized[place.tensor, place.index])
+                if place.tensor in self._packed
+                else self._values(place),
+                place.tensor,
+            )
             for place in places
         )
         biases = None
         if found.biases:
             of_biases = [found.biases[part].place(expert) for part in ("gate", "up", "down")]
             biases = Biases(*(to_float32(self._values(at), DTYPES[self.tensors[at.tensor].dtype]) for at in of_biases))
-        return FullExpert(self.layout.dtype, w1, w3, w2, biases=biases, activation=found.activation)
+        full = FullExpert(self.layout.dtype, w1, w3, w2, biases=biases, activation=found.activation)
+        if not self._is_usable[layer, expert]:  # once: the files are checked for changes
+            if not math.isfinite(largest_magnitude(full)):
+                raise ReplicaError(f"{self._named(layer, expert)} holds NaN or infinity: {_DAMAGED}")
+            self._is_usable[layer, expert] = True
+        return full
+
+    def refuse_large(self, layer: int, expert: int, full: FullExpert) -> None:
+        """Raise ReplicaError for an expert whose replicas' scales would not fit into float16."""
+        if (largest := largest_magnitude(full)) > _LARGEST_OF_REPLICAS:
+            raise ReplicaError(
+                f"{self._named(layer, expert)} holds {largest:.3g}, and replicas are made of weights up to "
+                f"{_LARGEST_OF_REPLICAS:.0f}: {_DAMAGED}"
+            )
+
+    def _named(self, layer: int, expert: int) -> str:
+        return f"{self.shape.name}: expert {expert} of layer {self.layout.layers[layer].decoder_layer}"
+
+    def _in_one_dtype(self, values: NDArray[Any], tensor: str) -> NDArray[Any]:
+        dtype = DTYPES[self.tensors[tensor].dtype]
+        return values if dtype == self.layout.dtype else to_float32(values, dtype)
 
     @property
     def lies_in_place(self) -> bool:
         """Whether a kernel reads experts where they lie: row by row and unquantized. Others are copied for it."""
         first = self.expert(0, 0)
-        return not self._packed and all(w.flags.c_contiguous for w in (first.w1, first.w3, first.w2))
+        dtypes = {
+            DTYPES[self.tensors[source.place(expert).tensor].dtype]
+            for found in self.layout.layers
+            for source in found.weights.values()
+            for expert in range(self.shape.num_experts)
+        }
+        return (
+            not self._packed
+            and dtypes == {self.layout.dtype}
+            and all(w.flags.c_contiguous for w in (first.w1, first.w3, first.w2))
+        )
 
     def check(self, layer: int) -> None:
         """Raise ReplicaError where a file that this layer's experts lie in has changed since it was opened."""
@@ -105,3 +145,21 @@ class CheckpointExperts:
             if name in file:
                 return file.tensor(name)
         raise ReplicaError(f"{self.shape.name} holds no tensor {name}: it is incomplete")
+
+
+def largest_magnitude(expert: FullExpert) -> float:
+    """The largest magnitude among an expert's weights and biases; infinity where one is infinite or no number."""
+    biases = () if expert.biases is None else (expert.biases.gate, expert.biases.up, expert.biases.down)
+    return max(
+        *(_magnitude(weights, expert.dtype) for weights in (expert.w1, expert.w3, expert.w2)),
+        *(_magnitude(bias, "float32") for bias in biases),
+    )
+
+
+def _magnitude(values: NDArray[Any], dtype: str) -> float:
+    """Of floats, by their bits as whole numbers, whose order is that of the magnitudes: no copy of the values."""
+    size = values.dtype.itemsize
+    positive = max(int(values.view(f"i{size}").max()), 0)
+    negative = int(values.view(f"u{size}").max()) & ((1 << (8 * size - 1)) - 1)
+    largest = float(to_float32(np.array([max(positive, negative)], f"u{size}").view(values.dtype), dtype)[0])
+    return largest if math.isfinite(largest) else math.inf

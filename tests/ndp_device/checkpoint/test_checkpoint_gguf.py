@@ -14,7 +14,7 @@ from paths import ROOT
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("torch")
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in multiply:RuntimeWarning")  # of drawn scales
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in (multiply|add):RuntimeWarning")  # of drawn scales
 
 from safetensors.numpy import save_file  # noqa: E402
 
@@ -38,13 +38,15 @@ CONFIG = {
     "moe_intermediate_size": INTERMEDIATE,
 }
 WORDS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+DEQUANTIZED = {one.name for one in gguf.quants._type_traits}
 ROLES = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
 
 
 def written(directory: Path, kind: str, config: dict[str, Any] = CONFIG) -> dict[str, np.ndarray[Any, Any]]:
     """A checkpoint of one type in `directory`; the stored bytes of its experts, by role.
 
-    Q8_0 is written from drawn weights. Other types are blocks of drawn bytes: gguf writes few of them.
+    Q8_0 is written from drawn weights. Other types are blocks of drawn bytes: gguf writes few of them. Blocks whose
+    drawn scale is no number have smaller bytes.
     """
     generator = np.random.default_rng(0)
     _, values, size = next(row for row in gguf_files.TYPES.values() if row[0] == kind)
@@ -55,7 +57,12 @@ def written(directory: Path, kind: str, config: dict[str, Any] = CONFIG) -> dict
             weight = generator.standard_normal((EXPERTS, rows, columns)).astype(np.float32)
             stored[role] = gguf.quants.quantize(weight, gguf.GGMLQuantizationType[kind])
         else:
-            stored[role] = generator.integers(0, 256, (EXPERTS, rows, columns // values * size), np.uint8)
+            drawn = generator.integers(0, 256, (EXPERTS, rows, columns // values * size), np.uint8)
+            if kind in DEQUANTIZED:
+                made = gguf.quants.dequantize(drawn, gguf.GGMLQuantizationType[kind])
+                is_bad = ~np.isfinite(made).reshape(EXPERTS, rows, -1, values).all(-1)
+                drawn.reshape(EXPERTS, rows, -1, size)[is_bad] >>= 2  # a float16 below 2
+            stored[role] = drawn
     experts = {f"blk.0.{role}.weight": one for role, one in stored.items()}
     plain = {
         "blk.0.ffn_gate_inp.weight": generator.standard_normal((EXPERTS, HIDDEN)).astype(np.float32),
@@ -70,7 +77,7 @@ def written(directory: Path, kind: str, config: dict[str, Any] = CONFIG) -> dict
 @pytest.mark.parametrize("kind", [name for name, _, _ in gguf_files.TYPES.values()])
 def test_every_expert_has_the_values_that_llama_cpps_package_makes(tmp_path: Path, kind: str) -> None:
     stored, of_kind = written(tmp_path, kind), gguf.GGMLQuantizationType[kind]
-    if kind not in {one.name for one in gguf.quants._type_traits}:
+    if kind not in DEQUANTIZED:
         with pytest.raises(ConfigError, match=f"llama.cpp's type {kind}, which the installed package gguf does not"):
             CheckpointExperts(tmp_path)
         return
