@@ -6,8 +6,9 @@
     X.qweight, X.scales, X.qzeros, X.g_idx           GPTQ, AWQ and auto-round, which writes either
     X.weight, X.weight.absmax, X.weight.quant_map    bitsandbytes, nf4 and fp4; X.SCB: its int8
 
-The tensors decide; config.json's quantization_config adds what they do not show. Knows shapes and dtypes; values are
-made in values.py. A format that is missing here is refused by the names of its tensors.
+The tensors decide; config.json's quantization_config (stated.py) adds what they do not show. Where it contradicts them,
+the checkpoint is refused. Knows shapes and dtypes; values are made in values.py. A format that is missing here is
+refused by the names of its tensors.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.checkpoint import values
 from ndp_device.checkpoint.headers import TensorInfo
+from ndp_device.checkpoint.stated import Settings, Weights
 from ndp_device.checkpoint.values import Packed
 from ndp_device.errors import ConfigError, ReplicaError
 
@@ -31,42 +32,9 @@ _WORDS, _NUMBERS = ("I32",), ("I32", "I64")
 _FLOATS = ("F32", "F16", "BF16")
 _E8M0 = ("U8", "F8_E8M0")
 _SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale")
-_WIDTHS = range(2, 9)
+_WIDTHS = range(1, 9)
 _LARGE_BLOCK = (128, 128)
 """Block of modelopt's FP8_PB_WO, which config.json does not name."""
-
-_Size = Annotated[int, msgspec.Meta(ge=1)]
-
-
-class Weights(msgspec.Struct):
-    """One group of weights in compressed-tensors' config_groups."""
-
-    num_bits: int | None = None
-    symmetric: bool | None = True
-    group_size: int | None = None
-    block_structure: tuple[_Size, _Size] | str | None = None
-
-
-class Group(msgspec.Struct):
-    weights: Weights | None = None
-
-
-class Settings(msgspec.Struct):
-    """The part of config.json's quantization_config that the code reads."""
-
-    quant_method: str = ""
-    bits: int | None = None  # GPTQ and AWQ
-    w_bit: int | None = None  # AWQ, older
-    version: str | None = None  # AWQ
-    checkpoint_format: str | None = None  # GPTQ
-    packing_format: str | None = None  # auto-round
-    weight_block_size: tuple[_Size, _Size] | None = None  # FP8
-    format: str | None = None  # compressed-tensors
-    config_groups: dict[str, Group] | None = None  # likewise
-
-    @property
-    def weights(self) -> list[Weights]:
-        return [group.weights for group in (self.config_groups or {}).values() if group.weights is not None]
 
 
 class Parts:
@@ -81,7 +49,7 @@ class Parts:
         small: Callable[[TensorInfo], NDArray[Any]],
     ) -> None:
         self.names, self._tensors, self._small = names, tensors, small
-        self.where = f"{model}: {prefix[:-1]}"
+        self.module, self.where = prefix[:-1], f"{model}: {prefix[:-1]}"
 
     def shape(self, part: str, dtypes: Sequence[str], *dimensions: int) -> tuple[int, ...]:
         """Shape of one part; refuses a part that is missing, has another dtype or another number of dimensions."""
@@ -105,10 +73,21 @@ class Parts:
 
     def agree(self, shapes: bool) -> None:
         if not shapes:
-            found = ", ".join(f"{part} {list(self._tensors[name].shape)}" for part, name in sorted(self.names.items()))
             raise ReplicaError(
-                f"{self.where}: its tensors do not belong together ({found}): it is damaged or of another version"
+                f"{self.where}: its tensors do not belong together ({self._found}): it is damaged or of another version"
             )
+
+    def contradicted(self, stated: object) -> ConfigError:
+        """The refusal of a file that is not as config.json states it."""
+        return ConfigError(
+            f"{self.where}: config.json's quantization_config states {stated}, and its tensors say otherwise "
+            f"({self._found}): take both from one checkpoint"
+        )
+
+    @property
+    def _found(self) -> str:
+        found = ((part, self._tensors[name]) for part, name in sorted(self.names.items()))
+        return ", ".join(f"{part} {info.dtype} {list(info.shape)}" for part, info in found)
 
     def named(self, **roles: str) -> dict[str, str]:
         """Role -> tensor, for the parts that are there."""
@@ -172,6 +151,7 @@ def _unknown(parts: Parts, settings: Settings) -> ConfigError:
 def _describe_blocks(row: Format, parts: Parts, settings: Settings) -> Packed:
     *outer, groups, half = parts.shape("blocks", row.stored, 4)
     parts.agree(half == 16 and parts.shape("scales", row.scaled, 3) == (*outer, groups))
+    _stated_of(row, parts, settings)
     names = parts.named(codes="blocks", scale="scales")
     return Packed(values.scaled, (*outer, groups * 2 * half), "BF16", names, "fp4", "U8", block=(1, 32))
 
@@ -185,88 +165,143 @@ def _describe_scaled(row: Format, parts: Parts, settings: Settings) -> Packed:
         parts.agree(set(parts.shape(part, ("F32",), 0, 1, 2, 3)) <= {1, *shape[:-2]})
     names = parts.named(codes=row.codes, scale=name, **row.more)
     dtype = parts.dtype(name) if row.elements.startswith("int8") else "BF16"
-    block = _block(row, shape, scale, settings, parts)
+    stated = _stated_of(row, parts, settings)
+    block = _block(row, shape, scale, stated, settings, parts)
     if "zero" in names:
         parts.agree(parts.shape("weight_zero_point", ("I8",), 1, 2) == scale)
-    return Packed(values.scaled, shape, dtype, names, row.elements, parts.dtype(name), 8, block)
+    elif row.elements == "int8" and stated and all(one.symmetric is False for one in stated):
+        raise parts.contradicted("zero points (symmetric: false)")
+    symmetric = bool(stated) and all(bool(one.symmetric) for one in stated)
+    return Packed(values.scaled, shape, dtype, names, row.elements, parts.dtype(name), 8, block, is_symmetric=symmetric)
+
+
+_NUMBERS_OF = {"fp4": ("float", range(4, 5)), "e4m3": ("float", range(8, 9)), "int8": ("int", _WIDTHS)}
+"""Elements -> type and widths of what is stated of them; whole numbers of fewer bits lie in bytes, too."""
+
+
+def _stated_of(row: Format, parts: Parts, settings: Settings) -> list[Weights]:
+    """What is stated of this tensor, where it can be meant; refuses other types, widths and fixed groups."""
+    kind, widths = _NUMBERS_OF.get(row.elements or "fp4", ("", range(0)))
+    stated = settings.of(parts.module)
+    meant = [
+        one
+        for one in stated
+        if (not kind or ((one.type or kind) == kind and (one.num_bits is None or one.num_bits in widths)))
+        and (not row.group or one.block_structure is not None or one.columns in (None, row.group))
+    ]
+    if not meant:
+        raise parts.contradicted(f"{stated[0].type or 'codes'} of {stated[0]}")
+    return meant
 
 
 def _block(
-    row: Format, shape: tuple[int, ...], scale: tuple[int, ...], settings: Settings, parts: Parts
+    row: Format,
+    shape: tuple[int, ...],
+    scale: tuple[int, ...],
+    stated: list[Weights],
+    settings: Settings,
+    parts: Parts,
 ) -> tuple[int, int]:
-    """Rows and columns under one scale: fixed, as config.json says, as the shapes allow, a row each, or all of them."""
+    """Rows and columns under one scale: fixed, or as config.json states it, or else as the shapes show it."""
     rows, columns = shape[-2:]
     if row.group:
-        parts.agree(scale == (*shape[:-1], columns // row.group) and columns % row.group == 0)
+        parts.agree(scale == (*shape[:-1], -(-columns // row.group)))
         return 1, row.group
     sizes = [size for size in scale if size > 1]
-    if not sizes or (len(shape) == 3 and sizes == [shape[0]]):
-        return rows, columns
-    given = [one.block_structure for one in settings.weights if isinstance(one.block_structure, tuple)]
-    groups = [(1, one.group_size) for one in settings.weights if one.group_size and one.group_size > 0]
+    if settings.quant_method == "modelopt" and not settings.config_groups:
+        stated = []  # its group_size is of NVFP4
+    said = [(block[0] or rows, block[1] or columns) for one in stated if (block := one.block) is not None]
     exponents = [(1, 32)] if parts.dtype(row.scale_of(parts) or "") in _E8M0 else []
     modelopt = [_LARGE_BLOCK] if settings.quant_method == "modelopt" else []
-    said = [settings.weight_block_size] if settings.weight_block_size else []
-    for of_rows, of_columns in [*said, *given, *groups, *exponents, *modelopt, (1, columns)]:
-        grid = (-(-rows // of_rows), -(-columns // of_columns))
-        if [*shape[:-2], *grid] == list(scale) or [one for one in (*shape[:-2], *grid) if one > 1] == sizes:
+    for of_rows, of_columns in said or [(rows, columns), *exponents, *modelopt, (1, columns)]:
+        grid = (*shape[:-2], -(-rows // of_rows), -(-columns // of_columns))
+        if grid == scale or [one for one in grid if one > 1] == sizes:
             return of_rows, of_columns
-    what = "weight_block_size is of another model" if said or given else "weight_block_size is missing"
-    wanted = (said or given or [(1, columns)])[0]
+    if said:
+        raise parts.contradicted(f"blocks of {list(said[0])}")
     raise ReplicaError(
         f"{parts.where}: its weight {list(shape)} and its scales {list(scale)} do not belong together in blocks of "
-        f"{list(wanted)}: config.json's {what}"
+        f"{[1, columns]}: config.json's weight_block_size is missing"
     )
 
 
 # -- words of codes ----------------------------------------------------------------------------------------------------
 
 
+def _columns_per_scale(stated: Weights, columns: int, groups: int) -> int | None:
+    """As stated, the last group short; where nothing is, all, or a power of two that leaves no rest. None: neither."""
+    if (size := stated.columns) is None:
+        size = columns // groups
+        return size if groups == 1 or (size * groups == columns and size & (size - 1) == 0) else None
+    size = size or columns
+    return size if -(-columns // size) == groups else None
+
+
 def _describe_compressed(row: Format, parts: Parts, settings: Settings) -> Packed:
+    """Codes of 3, 5, 6 and 7 bits lie dense, across words (compressed-tensors from 0.18 on), or none crosses a word."""
     rows, num_words = parts.shape("weight_packed", row.stored, 2)
     num_rows, num_groups = parts.shape("weight_scale", row.scaled, 2)
     parts.agree(num_rows == rows and parts.shape("weight_shape", _NUMBERS, 1) == (2,))
-    bits = _width(parts, settings, num_words)
-    each = 32 // bits
-    chosen = [one for one in settings.weights if one.num_bits == bits]
-    group = next((one.group_size for one in chosen if (one.group_size or 0) > 0), None)
-    columns = num_groups * group if group else int(parts.contents("weight_shape")[-1])  # words may be padded
-    parts.agree(-(-columns // each) == num_words)
-    if all(one.symmetric is False for one in chosen) or "weight_zero_point" in parts.names:
-        zeros = parts.shape("weight_zero_point", _WORDS, 2)
-        parts.agree(zeros == (-(-rows // each), num_groups))
-    if "weight_g_idx" in parts.names:
-        parts.agree(parts.shape("weight_g_idx", _NUMBERS, 1) == (columns,))
-    names = parts.named(codes="weight_packed", scale="weight_scale", **row.more)
-    return Packed(values.words, (rows, columns), parts.dtype("weight_scale"), names, bits=bits)
-
-
-def _width(parts: Parts, settings: Settings, num_words: int) -> int:
-    """Bits of a code: config.json's; where it gives several, the one that `weight_shape` and the words agree with."""
-    given = sorted({one.num_bits for one in settings.weights if one.num_bits is not None})
-    widths = [bits for bits in given if bits in _WIDTHS]
-    if len(given) > 1 and widths:
-        columns = int(parts.contents("weight_shape")[-1])
-        widths = [bits for bits in widths if -(-columns // (32 // bits)) == num_words]
-    if len(widths) != 1:
+    columns = int(parts.contents("weight_shape")[-1])  # words may be padded
+    parts.agree(columns > 0)
+    zeros = parts.shape("weight_zero_point", _WORDS, 2) if "weight_zero_point" in parts.names else None
+    stated = settings.of(parts.module)
+    readings: dict[tuple[int, int, bool], Weights] = {}
+    for one in stated:
+        bits, group = one.num_bits, _columns_per_scale(one, columns, num_groups)
+        if bits is None or bits not in _WIDTHS or group is None or one.type not in (None, "int"):
+            continue
+        for dense in (True, False) if 32 % bits else (True,):
+            if num_words == _num_words(columns, bits, dense) and (
+                zeros is None or zeros == (_num_words(rows, bits, dense), num_groups)
+            ):
+                readings[bits, group, dense] = one
+    if not readings:
+        raise parts.contradicted(stated[0])
+    if len(readings) > 1:
         raise ConfigError(
-            f"{parts.where}: config.json gives its weight_packed {' and '.join(map(str, given)) or 'no number of'} "
-            f"bits, of which {len(widths)} fit its {num_words} words: pack-quantized is read at 2 to 8 bits"
+            f"{parts.where}: config.json and its tensors allow more than one reading of its weight_packed ("
+            f"{' or '.join(f'{bits} bits, {group} columns to a scale' for bits, group, _ in readings)}, dense or "
+            "not): name it in the targets of one config group, or write it with compressed-tensors 0.18"
         )
-    return widths[0]
+    ((bits, group, dense), one) = next(iter(readings.items()))
+    if one.symmetric is False:
+        parts.shape("weight_zero_point", _WORDS, 2)
+    _order(parts, "weight_g_idx", one, columns, num_groups)
+    names = parts.named(codes="weight_packed", scale="weight_scale", **row.more)
+    return Packed(
+        values.words, (rows, columns), parts.dtype("weight_scale"), names, bits=bits, block=(1, group), is_dense=dense,
+        is_symmetric=bool(one.symmetric), is_in_order=one.in_order,
+    )  # fmt: skip
+
+
+def _num_words(codes: int, bits: int, dense: bool) -> int:
+    return -(-codes * bits // 32) if dense else -(-codes // (32 // bits))
+
+
+def _order(parts: Parts, part: str, stated: Weights, columns: int, groups: int) -> None:
+    """Refuses an order of columns that is stated and not there, or of another length."""
+    if part in parts.names:
+        parts.agree(parts.shape(part, _NUMBERS, 1) == (columns,))
+    elif stated.actorder and not stated.in_order and groups > 1:
+        raise parts.contradicted(f"another order of columns (desc_act or actorder), which {part} would hold")
 
 
 def _describe_words(row: Format, parts: Parts, settings: Settings) -> Packed:
     """GPTQ and AWQ name their tensors alike."""
-    method, is_v1 = _packer(settings)
+    method, less_one, borrows = _packer(settings, parts)
     num_words, width = parts.shape("qweight", row.stored, 2)
     groups, num_scales = parts.shape("scales", row.scaled, 2)
     zeros, dtype = parts.shape("qzeros", _WORDS, 2), parts.dtype("scales")
-    bits, names = settings.bits or settings.w_bit or 4, parts.named(codes="qweight", scale="scales", **row.more)
-    if method == "awq" and bits == 4 and (settings.version or "gemm").lower() == "gemm":
+    (stated,), names = settings.of(parts.module)[:1], parts.named(codes="qweight", scale="scales", **row.more)
+    bits, version = stated.num_bits or 4, settings.version or settings.checkpoint_format or "gemm"
+    symmetric = bool(stated.symmetric)
+    if method == "awq" and bits == 4 and version.lower() == "gemm":
         parts.agree(num_scales == width * 8 and zeros == (groups, width))
-        return Packed(values.awq, (width * 8, num_words), dtype, names)
-    widths = _WIDTHS if settings.packing_format else (2, 3, 4, 8)
+        if (group := _columns_per_scale(stated, num_words, groups)) is None:
+            raise parts.contradicted(stated)
+        return Packed(values.awq, (width * 8, num_words), dtype, names, block=(group, 1), is_symmetric=symmetric)
+    widths = range(2, 9) if settings.packing_format else (2, 3, 4, 8)
     if method != "gptq" or bits not in widths:
         version = f", version {settings.version}" if settings.version else ""
         raise ConfigError(
@@ -276,19 +311,33 @@ def _describe_words(row: Format, parts: Parts, settings: Settings) -> Packed:
     bits = own if (own := zeros[1] * 32 // width) in widths else bits  # a layer may have its own
     columns = num_words * 32 // bits
     parts.agree(num_scales == width and num_words * 32 % bits == 0 and zeros == (groups, width * bits // 32))
-    if "g_idx" in parts.names:
-        parts.agree(parts.shape("g_idx", _NUMBERS, 1) == (columns,))
-    return Packed(values.gptq, (width, columns), dtype, names, bits=bits, zero_is_less_one=is_v1)
+    group = _columns_per_scale(stated, columns, groups)
+    if group is None and ("g_idx" not in parts.names or stated.columns is not None):
+        raise parts.contradicted(stated)
+    _order(parts, "g_idx", stated, columns, groups)
+    return Packed(
+        values.gptq, (width, columns), dtype, names, bits=bits, block=(1, group or columns),
+        zero_is_less_one=less_one, zeros_borrow=borrows, is_symmetric=symmetric, is_in_order=stated.in_order,
+    )  # fmt: skip
 
 
-def _packer(settings: Settings) -> tuple[str, bool]:
-    """gptq or awq, and whether zero points are stored less one, as auto-gptq does and gptqmodel does not."""
+def _packer(settings: Settings, parts: Parts) -> tuple[str, bool, bool]:
+    """gptq or awq; whether zero points are stored less one, as auto-gptq does and gptqmodel need not; whether by words.
+
+    gptqmodel writes a label, auto-gptq writes none.
+    """
     method, packing = settings.quant_method, settings.packing_format or "auto_round:auto_gptq"
-    if method not in ("auto-round", "intel/auto-round"):
-        return method, settings.checkpoint_format != "gptq_v2"
-    if "awq" in packing:
-        return "awq", True
-    return "gptq", "gptq" in packing and "gptqmodel" not in packing
+    if method in ("auto-round", "intel/auto-round"):
+        if "awq" in packing:
+            return "awq", False, False
+        return "gptq", "gptq" in packing and "gptqmodel" not in packing, False
+    labels = {settings.checkpoint_format, settings.format} - {None} if method == "gptq" else set()
+    if len(labels) > 1 or not labels <= {"gptq", "gptq_v2"}:
+        raise ConfigError(
+            f"{parts.where}: config.json gives the checkpoint_format of its qweight as "
+            f"{' and '.join(sorted(map(str, labels)))}; we read either gptq or gptq_v2"
+        )
+    return method, "gptq_v2" not in labels, "gptq" in labels
 
 
 # -- bitsandbytes ------------------------------------------------------------------------------------------------------
@@ -300,7 +349,9 @@ def _describe_four_bit(row: Format, parts: Parts, settings: Settings) -> Packed:
     rows, columns = state.shape
     count = parts.shape("weight", row.stored, 2)
     blocks = -(-rows * columns // state.blocksize)
-    parts.agree(count[0] * count[1] * 2 == rows * columns and rows * columns % state.blocksize == 0)
+    parts.agree(count[0] * count[1] * 2 == rows * columns)
+    if (kind := settings.bnb_4bit_quant_type) is not None and not state_part.endswith(f"__{kind}"):
+        raise parts.contradicted(f"bnb_4bit_quant_type {kind}")
     parts.agree(parts.shape("weight.quant_map", ("F32",), 1) == (16,))
     nested = "weight.nested_absmax" in parts.names
     parts.agree(parts.shape("weight.absmax", ("U8",) if nested else ("F32",), 1, 2)[0] == blocks)

@@ -16,9 +16,10 @@ import msgspec
 from numpy.typing import NDArray
 
 from ndp_device.checkpoint import values
-from ndp_device.checkpoint.formats import PARTS, Parts, Settings, describe, small_values
+from ndp_device.checkpoint.formats import PARTS, Parts, describe, small_values
 from ndp_device.checkpoint.gguf_files import QUANTIZED, logical_shape
 from ndp_device.checkpoint.headers import TensorInfo
+from ndp_device.checkpoint.stated import Settings
 from ndp_device.checkpoint.tensor_files import read_tensor
 from ndp_device.checkpoint.values import Packed
 from ndp_device.errors import ConfigError

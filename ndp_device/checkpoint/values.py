@@ -46,6 +46,14 @@ class Packed:
     block: tuple[int, int] = (1, 1)
     """Rows and columns under one scale."""
     zero_is_less_one: bool = False
+    zeros_borrow: bool = False
+    """One was subtracted from all zero points of a word at once, as gptqmodel does: a zero point of 0 borrows."""
+    is_symmetric: bool = False
+    """config.json states that every zero point is the middle code."""
+    is_in_order: bool = False
+    """config.json states that the columns lie in the order of their groups."""
+    is_dense: bool = True
+    """Codes lie across words."""
 
     def values(self, read: Read, index: int | None) -> NDArray[Any]:
         """Dequantized, in `dtype` (bfloat16 as uint16); of a tensor of all experts only number `index`."""
@@ -55,7 +63,8 @@ class Packed:
             return values[index] if index is not None and values.shape[:1] == self.shape[:1] else values
 
         one = self if index is None else replace(self, shape=self.shape[1:])
-        return _as_stored(self.decode(one, part), self.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):  # who takes an expert refuses infinities and NaN
+            return _as_stored(self.decode(one, part), self.dtype)
 
 
 # -- decoders ----------------------------------------------------------------------------------------------------------
@@ -70,7 +79,9 @@ def scaled(packed: Packed, part: Read) -> Floats:
     if "factor" in packed.parts:
         scale = scale * _one_number(part("factor"))
     if "zero" in packed.parts:
-        _by_block(np.subtract, values, part("zero").view(np.int8).astype(np.float32), packed.block)
+        zero = part("zero").view(np.int8).astype(np.float32)
+        _refuse_zeros_of_symmetric(packed, zero, 0)
+        _by_block(np.subtract, values, zero, packed.block)
     _by_block(np.multiply, values, scale, packed.block)
     if packed.elements == "int8 of 127":
         values *= _ONE_127TH
@@ -84,33 +95,58 @@ def words(packed: Packed, part: Read) -> Floats:
         raise ReplicaError(
             f"{packed.parts['shape']} is {stored} and its codes are {[rows, columns]}: the checkpoint is damaged"
         )
-    values = _unpack_words(part("codes"), bits)[:, :columns].astype(np.float32)
+    unpack = _unpack_stream if packed.is_dense else _unpack_words
+    values = unpack(part("codes"), bits)[:, :columns].astype(np.float32)
     scale = _float(part("scale"))
     zero = np.full(scale.shape, 1 << (bits - 1), np.float32)
     if "zero" in packed.parts:
-        zero = _unpack_words(part("zero").T, bits).T[:rows].astype(np.float32)
-    if "group_of" in packed.parts and (order := part("group_of").astype(np.int64)).min() >= 0:  # -1: not in use
-        _refuse_groups(order, scale.shape[1], packed)
-        return (values - zero[:, order]) * scale[:, order]
-    block = 1, -(-columns // scale.shape[1])
-    _by_block(np.subtract, values, zero, block)
-    _by_block(np.multiply, values, scale, block)
+        zero = unpack(part("zero").T, bits).T[:rows].astype(np.float32)
+        _refuse_zeros_of_symmetric(packed, zero, 1 << (bits - 1))
+    group_of = _group_of_columns(packed, part, scale.shape[1])
+    if group_of is not None:
+        return (values - zero[:, group_of]) * scale[:, group_of]
+    _by_block(np.subtract, values, zero, packed.block)
+    _by_block(np.multiply, values, scale, packed.block)
     return values
 
 
 def gptq(packed: Packed, part: Read) -> Floats:
     """Codes [C, N] in a stream of bits down the columns; groups in any order."""
     values = _unpack_stream(part("codes").T, packed.bits).astype(np.float32)  # [N, C]
-    scale = _float(part("scale"))  # [G, N]
-    zero = _unpack_stream(part("zero"), packed.bits).astype(np.float32) + np.float32(packed.zero_is_less_one)
-    if "group_of" in packed.parts:
-        group_of = part("group_of").astype(np.int64)
-        _refuse_groups(group_of, len(scale), packed)
-    else:
-        group_of = np.arange(values.shape[1]) // -(-values.shape[1] // len(scale))
+    scale, zero = _float(part("scale")), _gptq_zeros(packed, part("zero"))  # [G, N]
+    group_of = _group_of_columns(packed, part, len(scale))
+    if group_of is None:
+        group_of = np.arange(values.shape[1]) // packed.block[1]
     values -= zero[group_of].T
     values *= scale[group_of].T
     return values
+
+
+def _gptq_zeros(packed: Packed, stored: NDArray[Any]) -> Floats:
+    """Zero points [G, N]. Those of symmetric codes are known, and stored as they are or less one, whatever the label
+    says. Those of others are stored as the label says. Less one, a zero point of 0 takes from those behind it."""
+    bits = packed.bits
+    fields, middle, top = _unpack_stream(stored, bits), 1 << (bits - 1), (1 << bits) - 1
+    if packed.is_symmetric:
+        first = int(fields.flat[0])
+        _refuse_zeros_of_symmetric(packed, fields, first if first in (middle, middle - 1) else middle)
+        return np.full(fields.shape, middle, np.float32)
+    if not packed.zero_is_less_one:
+        return fields.astype(np.float32)
+    is_zero = fields == top
+    whole = 32 % bits == 0
+    if whole:  # behind the last of a word lies none
+        is_zero = is_zero.reshape(*stored.shape, -1)[..., :-1]
+    if not is_zero.any():
+        return ((fields + np.uint8(1)) & np.uint8(top)).astype(np.float32)
+    if not (whole and packed.zeros_borrow):
+        raise ReplicaError(
+            f"{packed.parts['zero']} holds zero points of 0 stored less one, which may have changed those behind them, "
+            "and config.json has no checkpoint_format that says how: store them as gptq_v2"
+        )
+    ones = np.uint32(sum(1 << first for first in range(0, 32, bits)))
+    words = np.ascontiguousarray(stored).view(np.uint32) + ones
+    return _unpack_stream(words.view(np.int32), bits).astype(np.float32)
 
 
 def awq(packed: Packed, part: Read) -> Floats:
@@ -121,10 +157,40 @@ def awq(packed: Packed, part: Read) -> Floats:
         return nibbles[:, :, list(_AWQ_ORDER)].reshape(len(stored), -1).astype(np.float32)
 
     values, zero, scale = in_order(part("codes")), in_order(part("zero")), _float(part("scale"))
-    block = -(-len(values) // len(scale)), 1
-    _by_block(np.subtract, values, zero, block)
-    _by_block(np.multiply, values, scale, block)
+    _refuse_zeros_of_symmetric(packed, zero, 8)
+    _by_block(np.subtract, values, zero, packed.block)
+    _by_block(np.multiply, values, scale, packed.block)
     return np.ascontiguousarray(values.T)
+
+
+def _refuse_zeros_of_symmetric(packed: Packed, zero: NDArray[Any], middle: int) -> None:
+    if packed.is_symmetric and (odd := zero != middle).any():
+        raise ReplicaError(
+            f"config.json states symmetric codes, and {packed.parts['zero']} holds other zero points than {middle}, "
+            f"such as {zero[odd].flat[0]:g}: take both from one checkpoint"
+        )
+
+
+def _group_of_columns(packed: Packed, part: Read, count: int) -> NDArray[np.int64] | None:
+    """Group of each column where it is stored and not that of the column's place; None: that."""
+    if "group_of" not in packed.parts:
+        return None
+    group_of, name = part("group_of").astype(np.int64), packed.parts["group_of"]
+    if packed.decode is words and group_of.min() < 0:  # -1: not in use
+        return None
+    if group_of.min() < 0 or group_of.max() >= count:
+        raise ReplicaError(f"{name} names groups that have no scales: the checkpoint is damaged")
+    size = packed.block[1]
+    if (most := int(np.bincount(group_of).max())) > size:
+        raise ReplicaError(
+            f"{name} puts {most} columns under one scale, and config.json states {size}: take both from one checkpoint"
+        )
+    if packed.is_in_order and not np.array_equal(group_of, np.arange(len(group_of)) // size):
+        raise ReplicaError(
+            f"{name} puts columns into another order, and config.json states that there is none (desc_act or "
+            "actorder): take both from one checkpoint"
+        )
+    return group_of
 
 
 class FourBitState(msgspec.Struct):
@@ -181,11 +247,6 @@ def ggml(packed: Packed, part: Read) -> Floats:
         ) from None
 
 
-def _refuse_groups(group_of: NDArray[np.int64], count: int, packed: Packed) -> None:
-    if group_of.min() < 0 or group_of.max() >= count:
-        raise ReplicaError(f"{packed.parts['group_of']} names groups that have no scales: the checkpoint is damaged")
-
-
 # -- codes and scales --------------------------------------------------------------------------------------------------
 
 
@@ -203,13 +264,14 @@ def _by_block(operate: np.ufunc, values: Floats, by: NDArray[Any], block: tuple[
 
 
 def _unpack_stream(stored: NDArray[Any], bits: int) -> NDArray[np.uint8]:
-    """int32 [N, words] -> codes [N, words * 32 / bits]: a stream of bits, the lowest first."""
+    """int32 [N, words] -> codes [N, words * 32 // bits]: a stream of bits, the lowest first."""
     octets = np.ascontiguousarray(stored).view(np.uint8)
     if bits == 8:
         return octets
     if bits == 4:
         return np.stack([octets & 15, octets >> 4], axis=-1).reshape(len(octets), -1)
-    stream = np.unpackbits(octets, axis=1, bitorder="little").reshape(len(octets), -1, bits)
+    stream = np.unpackbits(octets, axis=1, bitorder="little")
+    stream = stream[:, : stream.shape[1] // bits * bits].reshape(len(octets), -1, bits)
     codes: NDArray[np.uint8] = (stream << np.arange(bits, dtype=np.uint8)).sum(-1, dtype=np.uint8)
     return codes
 

@@ -49,6 +49,8 @@ LAYERS: tuple[Stored, ...] = (
 )
 _BYTES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E8M0": 1, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}
 _WRITTEN = {
+    "weight_global_scale": np.ones(1, np.float32).tobytes(),
+    "weight.absmax": np.ones(SIZE, np.float32).tobytes(),
     "weight_shape": np.array([SIZE, SIZE], np.int64).tobytes(),
     "weight.quant_state.bitsandbytes__nf4": _STATE,
     "weight_g_idx": np.repeat(np.arange(2, dtype=np.int32), SIZE // 2).tobytes(),
@@ -56,8 +58,26 @@ _WRITTEN = {
 }
 _SETTINGS = {
     "quant_method": "gptq",
+    "checkpoint_format": "gptq",
     "bits": 4,
-    "config_groups": {"0": {"weights": {"num_bits": 4, "symmetric": False, "group_size": 32}}, "1": {}},
+    "group_size": 32,
+    "config_groups": {
+        str(layer): {"targets": [f"re:.*layers[.]{layer}[.]"], "weights": weights}
+        for layer, weights in enumerate(
+            (
+                {"num_bits": 4, "type": "float", "group_size": 16},
+                {"num_bits": 8, "type": "float", "group_size": 32},
+                {"num_bits": 4, "type": "float", "group_size": 32},
+                {"num_bits": 4, "symmetric": False, "group_size": 32, "actorder": "group"},
+                {"num_bits": 8, "symmetric": False, "strategy": "channel"},
+                {"symmetric": False},
+                {"num_bits": 4, "symmetric": False, "group_size": 32},
+            )
+        )
+    }
+    | {"no weights": {}},
+    "dynamic": {"+:.*layers[.]6[.].*": {"bits": 4, "group_size": 32}, "-:.*lm_head": {}},
+    "extra_config": {"lm_head": {"bits": 16}, ".*layers[.]6[.].*": {"bits": 4}},
 }
 
 

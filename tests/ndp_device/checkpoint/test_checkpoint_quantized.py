@@ -84,7 +84,7 @@ def test_auto_gptqs_packer_is_read_at_every_width_it_has(bits: int) -> None:
     packer = quantized.auto_gptq_linear()(bits, group, columns, rows, False, weight_dtype=torch.float32)
     packer.pack(linear, scales.clone(), zeros.clone(), group_of.to(torch.int32))
     parts = {"codes": "qweight", "zero": "qzeros", "scale": "scales", "group_of": "g_idx"}
-    packed = Packed(decoders.gptq, (rows, columns), "F32", parts, bits=bits, zero_is_less_one=True)
+    packed = Packed(decoders.gptq, (rows, columns), "F32", parts, bits=bits, block=(1, group), zero_is_less_one=True)
     values = packed.values(lambda name: getattr(packer, name).numpy(), None)
     np.testing.assert_allclose(values, linear.weight.detach(), rtol=1e-6, atol=1e-6)
 
@@ -309,7 +309,8 @@ def _but(whole: dict[str, Any], **changed: Any) -> dict[str, Any]:
         (_but(AWQ, bits=8), AWQ_PARTS, "awq with 8 bits"),
         (AWQ, _but(AWQ_PARTS, qzeros=("I32", (4, 8))), "do not belong together"),
         (FP8, _but(FP8_PARTS, weight_scale_inv=None), "its weight_scale is missing beside weight"),
-        (_but(FP8, weight_block_size=[128, 128]), FP8_PARTS, "weight_block_size is of another"),
+        (_but(FP8, weight_block_size=[128, 128]), FP8_PARTS,
+         r"states blocks of \[128, 128\], and its tensors say otherwise"),
         (_but(FP8, weight_block_size=None), FP8_PARTS, "weight_block_size is missing"),
         (_but(FP8, weight_block_size=[0, 32]), FP8_PARTS, "quantization_config cannot be read: .*weight_block_size"),
         (_but(FP8, weight_block_size=[32]), FP8_PARTS, "quantization_config cannot be read: .*weight_block_size"),
@@ -333,9 +334,9 @@ def _but(whole: dict[str, Any], **changed: Any) -> dict[str, Any]:
         ({}, _but(MXFP4_PARTS, scales=None), "its scales is missing beside blocks"),
         ({}, _but(MXFP4_PARTS, scales=("U8", (4, 64, 2))), "do not belong together"),
         ({}, _but(MXFP4_PARTS, blocks=("I8", (4, 64, 3, 16))), "its blocks is I8"),
-        (_but(COMPRESSED, config_groups=None), COMPRESSED_PARTS, "gives its weight_packed no number of bits"),
-        (_but(COMPRESSED, config_groups={"0": {"weights": {"num_bits": 9}}}), COMPRESSED_PARTS, "weight_packed 9 bits"),
-        (_but(COMPRESSED, config_groups={"0": {"weights": {"num_bits": 2}}}), COMPRESSED_PARTS, "do not belong"),
+        (_but(COMPRESSED, config_groups=None), COMPRESSED_PARTS, "states no number of bits"),
+        (_but(COMPRESSED, config_groups={"0": {"weights": {"num_bits": 9}}}), COMPRESSED_PARTS, "states 9 bits"),
+        (_but(COMPRESSED, config_groups={"0": {"weights": {"num_bits": 2}}}), COMPRESSED_PARTS, "states 2 bits"),
         (_but(COMPRESSED, config_groups=[1]), COMPRESSED_PARTS, "cannot be read: Expected `object.*config_groups"),
         (_but(COMPRESSED, config_groups={"0": {"weights": {"num_bits": 4, "symmetric": False}}}), COMPRESSED_PARTS,
          "weight_zero_point is missing"),

@@ -1,0 +1,148 @@
+"""What config.json's quantization_config states of one stored tensor, whichever maker wrote it: one form for all.
+
+GPTQ, AWQ, auto-round and FP8 state it once for the whole model, with entries for single modules (`dynamic`,
+`extra_config`); compressed-tensors and modelopt state it by group of modules. Each entry is found as its maker's own
+package finds it. Knows no tensor: formats.py holds a statement against the tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import msgspec
+
+from ndp_device.errors import ConfigError
+
+_Size = Annotated[int, msgspec.Meta(ge=1)]
+_Block = tuple[_Size, _Size]
+_OFF = (False, "weight", "static")
+"""Values of compressed-tensors' actorder that leave the columns in the order of their groups."""
+_OF_A_PATTERN = set(r"*+?^$()[]{}|\\")
+"""auto-round takes a key with one of these characters for a pattern."""
+
+
+class Weights(msgspec.Struct):
+    """Statements about one module's weights, in the words of compressed-tensors; None: not stated."""
+
+    num_bits: int | None = None
+    type: str | None = None
+    symmetric: bool | None = True
+    strategy: str | None = None
+    group_size: int | None = None
+    block_structure: _Block | str | None = None
+    actorder: bool | str | None = None
+
+    @property
+    def columns(self) -> int | None:
+        """Columns under one scale; 0: all of them; None: not stated."""
+        if self.group_size is not None:
+            return max(self.group_size, 0)
+        return 0 if self.strategy in ("channel", "tensor") else None
+
+    @property
+    def block(self) -> _Block | None:
+        """Rows and columns under one scale, 0: all of them; None: not stated."""
+        if isinstance(self.block_structure, str):  # compressed-tensors' older spelling, 128x128
+            sizes = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", self.block_structure)
+            return None if sizes is None else (int(sizes[1]), int(sizes[2]))
+        if self.block_structure is not None:
+            return self.block_structure
+        return None if self.columns is None else (0 if self.strategy == "tensor" else 1, self.columns)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether it is stated that the columns lie in the order of their groups."""
+        return self.actorder in _OFF
+
+    def __str__(self) -> str:
+        block, bits = self.block, f"{self.num_bits or 'no number of'} bits"
+        if block is None:
+            return f"{bits}, no group size"
+        rows, columns = (size or "all" for size in block)
+        return f"{bits}, {columns} columns to a scale" if rows == 1 else f"{bits}, blocks of {rows} x {columns}"
+
+
+class Group(msgspec.Struct):
+    weights: Weights | None = None
+    targets: list[str] = []
+
+
+class Entry(msgspec.Struct):
+    """Statements about single modules, in GPTQ's words."""
+
+    bits: int | None = None
+    group_size: int | _Block | None = None
+    sym: bool | None = None
+    desc_act: bool | None = None
+
+
+class Settings(msgspec.Struct):
+    """The part of config.json's quantization_config that the code reads."""
+
+    quant_method: str = ""
+    bits: int | None = None  # GPTQ and AWQ
+    w_bit: int | None = None  # AWQ, older
+    group_size: int | _Block | None = None  # GPTQ, AWQ, auto-round, modelopt
+    q_group_size: int | None = None  # AWQ, older
+    sym: bool | None = None  # GPTQ, auto-round
+    zero_point: bool | None = None  # AWQ
+    desc_act: bool | None = None  # GPTQ
+    dynamic: dict[str, Entry] | None = None  # GPTQ: patterns of modules
+    extra_config: dict[str, Entry] | None = None  # auto-round: modules and patterns of them
+    version: str | None = None  # AWQ
+    checkpoint_format: str | None = None  # GPTQ, and AWQ by gptqmodel
+    packing_format: str | None = None  # auto-round
+    weight_block_size: _Block | None = None  # FP8
+    format: str | None = None  # compressed-tensors; gptqmodel's second word for checkpoint_format
+    config_groups: dict[str, Group] | None = None  # compressed-tensors and modelopt
+    bnb_4bit_quant_type: str | None = None  # bitsandbytes
+
+    def of(self, module: str) -> list[Weights]:
+        """What is stated of one module: one entry, or one for each group of which none names the module."""
+        groups = [group for group in (self.config_groups or {}).values() if group.weights is not None]
+        if not groups:
+            return [self._of_all(self._entry(module))]
+        targets = {target: group.weights for group in groups for target in group.targets if group.weights is not None}
+        patterns = sorted(target for target in targets if target.startswith("re:"))
+        named = next((one for one in patterns if _matches(one[3:], module)), "Linear")  # as its package orders them
+        found = targets.get(module) or targets.get(named)
+        return [group.weights for group in groups if group.weights is not None] if found is None else [found]
+
+    def _entry(self, module: str) -> Entry:
+        return next(self._entries(module), Entry())
+
+    def _entries(self, module: str) -> Iterator[Entry]:
+        for pattern, entry in (self.dynamic or {}).items():
+            if _matches(pattern.removeprefix("-:").removeprefix("+:"), module):
+                yield Entry() if pattern.startswith("-:") else entry
+        entries = self.extra_config or {}
+        if module in entries:
+            yield entries[module]
+        yield from (entry for key, entry in entries.items() if module.endswith(f".{key}"))
+        for key, entry in entries.items():
+            if not _OF_A_PATTERN.isdisjoint(key) and _matches(key, module, re.search):
+                yield entry
+
+    def _of_all(self, own: Entry) -> Weights:
+        sym = own.sym if own.sym is not None else self.sym
+        if sym is None and self.zero_point is not None:
+            sym = not self.zero_point
+        desc_act = own.desc_act if own.desc_act is not None else self.desc_act
+        size = next((one for one in (own.group_size, self.group_size, self.q_group_size) if one is not None), None)
+        block = self.weight_block_size or (size if isinstance(size, tuple) else None)
+        return Weights(
+            num_bits=own.bits or self.bits or self.w_bit,
+            symmetric=sym,
+            group_size=size if isinstance(size, int) else None,
+            block_structure=block,
+            actorder="group" if desc_act else desc_act,
+        )
+
+
+def _matches(pattern: str, module: str, how: Callable[[str, str], Any] = re.match) -> bool:
+    try:
+        return how(pattern, module) is not None
+    except re.error as error:
+        raise ConfigError(f"config.json's quantization_config has the pattern {pattern!r}: {error}") from None

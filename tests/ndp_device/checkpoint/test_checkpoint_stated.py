@@ -1,0 +1,429 @@
+"""What config.json states of a quantized tensor is used, and held against what the tensors show. Written by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+from small_checkpoint import EXPERTS, LAYERS, as_stored, write_safetensors, write_small_checkpoint
+
+from ndp_device.calibration.build import build_data_free
+from ndp_device.checkpoint.headers import TensorInfo
+from ndp_device.checkpoint.names import DTYPES
+from ndp_device.checkpoint.quantized import unpacked
+from ndp_device.errors import ConfigError, NdpError, ReplicaError
+from ndp_device.experts.expert import to_float32
+from ndp_device.replicas.checkpoint import CheckpointExperts
+
+EXPERT = "model.layers.1.mlp.experts.2.down_proj"
+ROWS, COLUMNS = 64, 160  # 160 columns: two groups of 64 and one of 32
+SPELLED = {"float16": "F16", "float32": "F32", "int32": "I32", "int64": "I64", "int8": "I8", "uint8": "U8"}
+Stored = dict[str, NDArray[Any]]
+
+
+def read(settings: dict[str, Any], stored: Stored, **dtypes: str) -> NDArray[np.float32]:
+    """Values of one matrix, of which these parts are stored; dtypes: of parts that numpy has no dtype for."""
+    raw = {f"{EXPERT}.{part}": values for part, values in stored.items()}
+    infos = {
+        f"{EXPERT}.{part}": TensorInfo(
+            dtypes.get(part, SPELLED[str(values.dtype)]), values.shape, Path(f"{EXPERT}.{part}")
+        )
+        for part, values in stored.items()
+    }
+    config = {"quantization_config": settings}
+    _, packed = unpacked(infos, config, name="m", small=lambda info: raw[str(info.file)].reshape(-1))
+    one = packed[f"{EXPERT}.weight"]
+    return to_float32(one.values(raw.__getitem__, None), DTYPES[one.dtype])
+
+
+def stream(codes: NDArray[Any], bits: int) -> NDArray[np.int32]:
+    """[N, C] -> int32 [N, ceil(C * bits / 32)]: the lowest bit first, across words."""
+    each = ((codes[..., None] >> np.arange(bits)) & 1).astype(np.uint8).reshape(len(codes), -1)
+    each = np.pad(each, ((0, 0), (0, -each.shape[1] % 32)))
+    return np.ascontiguousarray(np.packbits(each, axis=1, bitorder="little")).view(np.int32)
+
+
+def words(codes: NDArray[Any], bits: int) -> NDArray[np.int32]:
+    """[N, C] -> int32 [N, ceil(C / (32 // bits))]: no code crosses a word."""
+    each = 32 // bits
+    codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % each))).reshape(len(codes), -1, each).astype(np.uint32)
+    return (codes << (np.arange(each, dtype=np.uint32) * np.uint32(bits))).sum(-1, dtype=np.uint32).view(np.int32)
+
+
+class Matrix:
+    """Drawn codes [N, C], scales and zero points [N, G], and the values they stand for, rounded once."""
+
+    def __init__(self, bits: int = 4, group: int = 64, *, symmetric: bool = True, least: int = 1) -> None:
+        generator, top = np.random.default_rng(bits), (1 << bits) - 1
+        groups = -(-COLUMNS // group)
+        self.codes = generator.integers(0, top + 1, (ROWS, COLUMNS))
+        self.scale = generator.uniform(0.01, 0.02, (ROWS, groups)).astype(np.float16)
+        drawn = generator.integers(least, top + 1, (ROWS, groups))
+        self.zero = np.full_like(drawn, 1 << (bits - 1)) if symmetric else drawn
+        self.group_of = np.arange(COLUMNS) // group
+
+    @property
+    def values(self) -> NDArray[np.float32]:
+        zero, scale = self.zero[:, self.group_of], self.scale[:, self.group_of].astype(np.float32)
+        return ((self.codes - zero) * scale).astype(np.float16).astype(np.float32)
+
+    def gptq(self, bits: int = 4, *, less_one: bool = True) -> Stored:
+        zeros = stream(self.zero.T - less_one, bits)
+        return {"qweight": stream(self.codes, bits).T.copy(), "qzeros": zeros, "scales": self.scale.T.copy()}
+
+    def awq(self) -> Stored:
+        def packed(values: NDArray[Any]) -> NDArray[np.int32]:  # [C, N]
+            order = values.reshape(len(values), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
+            return stream(order.reshape(len(values), -1), 4)
+
+        return {"qweight": packed(self.codes.T), "qzeros": packed(self.zero.T), "scales": self.scale.T.copy()}
+
+    def compressed(self, pack: Any = stream, bits: int = 4, *, symmetric: bool = True) -> Stored:
+        shape = np.array([ROWS, COLUMNS])
+        stored = {"weight_packed": pack(self.codes, bits), "weight_scale": self.scale, "weight_shape": shape}
+        return stored if symmetric else stored | {"weight_zero_point": pack(self.zero.T, bits).T.copy()}
+
+    def int8(self) -> Stored:
+        return {"weight": (self.codes - self.zero[:, self.group_of]).astype(np.int8), "weight_scale": self.scale}
+
+
+def groups(*weights: dict[str, Any], targets: tuple[list[str], ...] = (["Linear"],)) -> dict[str, Any]:
+    each = [{"targets": of, "weights": one} for of, one in zip(targets, weights, strict=True)]
+    return {"quant_method": "compressed-tensors", "config_groups": {str(n): one for n, one in enumerate(each)}}
+
+
+def in_groups(group: int | None, **others: Any) -> dict[str, Any]:
+    return groups({"num_bits": 4, "type": "int", "group_size": group} | others)
+
+
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
+AUTO_ROUND: dict[str, Any] = {"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": True}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}
+
+SHORT_GROUPS = [
+    pytest.param(GPTQ, Matrix().gptq(), "group_size", id="gptq"),
+    pytest.param(AUTO_ROUND, Matrix().gptq(), "group_size", id="auto-round"),
+    pytest.param(AWQ, Matrix().awq(), "group_size", id="awq"),
+    pytest.param(AWQ | {"group_size": None, "q_group_size": 64}, Matrix().awq(), "q_group_size", id="older-awq"),
+    pytest.param(in_groups(64), Matrix().compressed(), None, id="compressed-tensors"),
+    pytest.param(in_groups(64, num_bits=8), Matrix().int8(), None, id="int8"),
+]
+
+
+@pytest.mark.parametrize(("settings", "stored", "key"), SHORT_GROUPS)
+def test_groups_are_as_wide_as_stated_and_the_last_one_may_be_short(
+    settings: dict[str, Any], stored: Stored, key: str | None
+) -> None:
+    np.testing.assert_array_equal(read(settings, stored), Matrix().values)
+
+
+@pytest.mark.parametrize("size", [32, 128, -1, None])
+@pytest.mark.parametrize(("settings", "stored", "key"), SHORT_GROUPS)
+def test_another_group_size_than_the_scales_show_and_none_where_they_leave_a_rest_are_refused(
+    settings: dict[str, Any], stored: Stored, key: str | None, size: int | None
+) -> None:
+    """160 columns under 3 scales: no division says how wide the groups are."""
+    bits = 8 if "weight" in stored else 4
+    other = settings | {key: size} if key else in_groups(size, num_bits=bits, strategy="group" if size else None)
+    with pytest.raises(NdpError, match=rf"{EXPERT}: .*(its tensors say otherwise|do not belong together)"):
+        read(other, stored)
+
+
+def test_single_modules_have_group_sizes_of_their_own() -> None:
+    """GPTQ's dynamic, auto-round's extra_config (a name, its end, a pattern), compressed-tensors' targets."""
+    own, other = {"group_size": 64}, {"group_size": 32}
+    wide = GPTQ | {"group_size": 128}
+    for dynamic in ({r"+:.*experts\.2\..*": own}, {r".*down_proj": own, ".*": other}):
+        np.testing.assert_array_equal(read(wide | {"dynamic": dynamic}, Matrix().gptq()), Matrix().values)
+    for key in (EXPERT, "down_proj", r".*experts\.\d+"):
+        settings = AUTO_ROUND | {"group_size": 128, "extra_config": {"up_proj": other, key: own}}
+        np.testing.assert_array_equal(read(settings, Matrix().gptq()), Matrix().values)
+    weights = [{"num_bits": 4, "group_size": size} for size in (32, 64)]
+    for targets in ((["Linear"], [r"re:.*down_proj$"]), (["re:.*"], [EXPERT])):
+        for order in (1, -1):
+            settings = groups(*weights[::order], targets=targets[::order])
+            np.testing.assert_array_equal(read(settings, Matrix().compressed()), Matrix().values)
+    with pytest.raises(ConfigError, match=r"the pattern '\(': missing \), unterminated"):
+        read(GPTQ | {"dynamic": {"(": own}}, Matrix().gptq())
+
+
+def test_where_no_target_names_a_module_the_one_group_that_fits_is_meant() -> None:
+    weights = [{"num_bits": 4, "group_size": size} for size in (32, 64)]
+    settings = groups(*weights, targets=(["Embedding"], ["Attention"]))
+    np.testing.assert_array_equal(read(settings, Matrix().compressed()), Matrix().values)
+    both = groups(*[{"num_bits": 4, "group_size": size} for size in (64, 70)], targets=(["A"], ["B"]))
+    with pytest.raises(ConfigError, match="allow more than one reading of its weight_packed"):
+        read(both, Matrix().compressed())
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_codes_of_every_width_lie_dense_or_none_crosses_a_word(bits: int, symmetric: bool) -> None:
+    """compressed-tensors packs dense from 0.18 on; 0.17 and older fill up each word."""
+    matrix = Matrix(bits, symmetric=symmetric, least=0)
+    for pack in (stream, words):
+        settings = in_groups(64, num_bits=bits, symmetric=symmetric)
+        values = read(settings, matrix.compressed(pack, bits, symmetric=symmetric))
+        np.testing.assert_array_equal(values, matrix.values)
+
+
+# -- zero points -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("label", [None, "gptq", "gptq_v2"])
+@pytest.mark.parametrize("less_one", [True, False])
+def test_zero_points_of_symmetric_codes_are_known_whatever_the_label(
+    bits: int, label: str | None, less_one: bool
+) -> None:
+    settings = GPTQ | {"bits": bits, "checkpoint_format": label}
+    values = read(settings, Matrix(bits).gptq(bits, less_one=less_one))
+    np.testing.assert_array_equal(values, Matrix(bits).values)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_zero_point_of_0_that_borrows_is_read_where_the_label_says_who_wrote_it(bits: int) -> None:
+    """gptqmodel subtracts one from all zero points of a word at once."""
+    matrix = Matrix(bits, symmetric=False, least=0)
+    matrix.zero[:8] = 0
+    stored = matrix.gptq(bits, less_one=False)
+    ones = np.uint32(sum(1 << first for first in range(0, 32, bits)))
+    stored["qzeros"] = (stored["qzeros"].view(np.uint32) - ones).view(np.int32)
+    settings = GPTQ | {"bits": bits, "sym": False}
+    np.testing.assert_array_equal(read(settings | {"checkpoint_format": "gptq"}, stored), matrix.values)
+    with pytest.raises(ReplicaError, match=r"down_proj.qzeros holds zero points of 0 stored less one"):
+        read(settings, stored)
+
+
+def test_a_zero_point_of_0_that_has_none_behind_it_needs_no_label() -> None:
+    matrix = Matrix(symmetric=False)
+    matrix.zero[7::8] = 0
+    stored = matrix.gptq(less_one=False)
+    stored["qzeros"] = (stored["qzeros"].view(np.uint32) - np.uint32(0x11111111)).view(np.int32)
+    np.testing.assert_array_equal(read(GPTQ | {"sym": False}, stored), matrix.values)
+
+
+def _asymmetric(form: str) -> Stored:
+    return getattr(Matrix(symmetric=False), form)()
+
+
+@pytest.mark.parametrize(
+    ("settings", "stored"),
+    [
+        pytest.param(GPTQ, _asymmetric("gptq"), id="gptq"),
+        pytest.param(GPTQ | {"sym": None, "dynamic": {".*": {"sym": True}}}, _asymmetric("gptq"), id="dynamic"),
+        pytest.param(AUTO_ROUND, _asymmetric("gptq"), id="auto-round"),
+        pytest.param(AWQ | {"zero_point": False}, _asymmetric("awq"), id="awq"),
+        pytest.param(in_groups(64), Matrix(symmetric=False).compressed(symmetric=False), id="compressed-tensors"),
+        pytest.param(
+            in_groups(64, num_bits=8),
+            Matrix().int8() | {"weight_zero_point": np.ones((ROWS, 3), np.int8)},
+            id="int8",
+        ),
+    ],
+)  # fmt: skip
+def test_zero_points_that_symmetric_codes_cannot_have_are_refused(settings: dict[str, Any], stored: Stored) -> None:
+    with pytest.raises(
+        ReplicaError, match=r"states symmetric codes, and .*(qzeros|zero_point) holds other zero points"
+    ):
+        read(settings, stored)
+
+
+def test_zero_points_that_are_stated_and_not_there_are_refused() -> None:
+    with pytest.raises(ReplicaError, match="its weight_zero_point is missing"):
+        read(in_groups(64, symmetric=False), Matrix().compressed())
+    with pytest.raises(ConfigError, match="states zero points"):
+        read(in_groups(64, num_bits=8, symmetric=False), Matrix().int8())
+
+
+# -- other labels ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"checkpoint_format": "marlin"}, {"checkpoint_format": "gptq_p"}, {"format": "bitblas"},
+        {"checkpoint_format": "gptq", "format": "gptq_v2"},
+    ],
+)  # fmt: skip
+def test_a_layout_that_is_not_read_and_two_at_once_are_refused(labels: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="we read either gptq or gptq_v2"):
+        read(GPTQ | labels, Matrix().gptq())
+
+
+def test_gptqmodels_second_word_for_the_layout_counts() -> None:
+    matrix = Matrix(symmetric=False)
+    settings = GPTQ | {"sym": False, "format": "gptq_v2"}
+    np.testing.assert_array_equal(read(settings, matrix.gptq(less_one=False)), matrix.values)
+
+
+def test_the_stored_order_of_columns_is_held_against_what_is_stated() -> None:
+    matrix = Matrix()
+    in_order = {"g_idx": matrix.group_of.astype(np.int32)}
+    np.testing.assert_array_equal(read(GPTQ, matrix.gptq() | in_order), matrix.values)
+    matrix.group_of = np.random.default_rng(0).permutation(matrix.group_of)
+    shuffled, acting = {"g_idx": matrix.group_of.astype(np.int32)}, GPTQ | {"desc_act": True}
+    np.testing.assert_array_equal(read(acting, matrix.gptq() | shuffled), matrix.values)
+    with pytest.raises(ReplicaError, match=r"g_idx puts columns into another order, and config.json states that there"):
+        read(GPTQ, matrix.gptq() | shuffled)
+    with pytest.raises(ReplicaError, match=r"g_idx puts 160 columns under one scale, and config.json states 64"):
+        read(acting, matrix.gptq() | {"g_idx": np.zeros(COLUMNS, np.int32)})
+    with pytest.raises(ConfigError, match=r"states another order of columns .* which g_idx would hold"):
+        read(acting, matrix.gptq())
+    with pytest.raises(ConfigError, match=r"states another order of columns .* which weight_g_idx would hold"):
+        read(in_groups(64, actorder="group"), matrix.compressed())
+    ordered = matrix.compressed() | {"weight_g_idx": shuffled["g_idx"]}
+    np.testing.assert_array_equal(read(in_groups(64, actorder="dynamic"), ordered), matrix.values)
+    with pytest.raises(ReplicaError, match="weight_g_idx puts columns into another order"):
+        read(in_groups(64, actorder="weight"), ordered)
+
+
+@pytest.mark.parametrize(
+    ("weights", "stored", "dtypes"),
+    [
+        pytest.param({"num_bits": 4, "type": "float", "group_size": 64}, Matrix().compressed(), {}, id="words"),
+        pytest.param({"num_bits": 8, "type": "float", "group_size": 64}, Matrix().int8(), {}, id="int8"),
+        pytest.param(
+            {"num_bits": 4, "type": "float", "group_size": 32},
+            {"weight_packed": np.zeros((64, 64), np.uint8), "weight_scale": np.ones((64, 8), np.uint8)},
+            {"weight_scale": "F8_E4M3"},
+            id="nvfp4",
+        ),
+        pytest.param(
+            {"num_bits": 4, "type": "float", "group_size": 16},
+            {"weight_packed": np.zeros((64, 64), np.uint8), "weight_scale": np.ones((64, 4), np.uint8)},
+            {},
+            id="mxfp4",
+        ),
+        pytest.param(
+            {"num_bits": 8, "type": "int", "strategy": "channel"},
+            {"weight": np.zeros((64, 64), np.uint8), "weight_scale": np.ones((64, 1), np.float32)},
+            {"weight": "F8_E4M3"},
+            id="fp8",
+        ),
+        pytest.param(
+            {"num_bits": 8, "type": "float", "strategy": "tensor"},
+            {"weight": np.zeros((64, 64), np.uint8), "weight_scale": np.ones((64, 1), np.float32)},
+            {"weight": "F8_E4M3"},
+            id="fp8-strategy",
+        ),
+        pytest.param(
+            {"num_bits": 8, "type": "float", "block_structure": "32x32"},
+            {"weight": np.zeros((64, 64), np.uint8), "weight_scale": np.ones((64, 1), np.float32)},
+            {"weight": "F8_E4M3"},
+            id="fp8-blocks",
+        ),
+    ],
+)
+def test_types_widths_and_blocks_that_the_tensors_do_not_have_are_refused(
+    weights: dict[str, Any], stored: Stored, dtypes: dict[str, str]
+) -> None:
+    if dtypes.get("weight_scale") == "F8_E4M3":
+        stored = stored | {"weight_global_scale": np.ones(1, np.float32)}
+    with pytest.raises(ConfigError, match=r"states .*, and its tensors say otherwise"):
+        read(groups(weights), stored, **dtypes)
+
+
+def test_one_scale_for_all_is_refused_where_blocks_are_stated() -> None:
+    stored = {"weight": np.zeros((64, 64), np.uint8), "weight_scale_inv": np.ones((), np.float32)}
+    settings = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    with pytest.raises(ConfigError, match=r"states blocks of \[32, 32\], and its tensors say otherwise"):
+        read(settings, stored, weight="F8_E4M3")
+
+
+def test_bitsandbytes_last_block_may_be_short_and_its_kind_is_that_of_config_json() -> None:
+    """64 x 160 values in blocks of 4096."""
+    state = b'{"quant_type": "nf4", "blocksize": 4096, "dtype": "float32", "shape": [64, 160]}'
+    generator = np.random.default_rng(0)
+    codes, scale = generator.integers(0, 16, 64 * 160), generator.random(3).astype(np.float32)
+    table = np.linspace(-1, 1, 16, dtype=np.float32)
+    stored: Stored = {
+        "weight": (codes[0::2] << 4 | codes[1::2]).astype(np.uint8)[:, None],
+        "weight.absmax": scale,
+        "weight.quant_map": table,
+        "weight.quant_state.bitsandbytes__nf4": np.frombuffer(state, np.uint8),
+    }
+    settings = {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}
+    wanted = (table[codes] * np.repeat(scale, 4096)[: codes.size]).reshape(64, 160)
+    np.testing.assert_array_equal(read(settings, stored), wanted)
+    with pytest.raises(ConfigError, match="states bnb_4bit_quant_type fp4"):
+        read(settings | {"bnb_4bit_quant_type": "fp4"}, stored)
+
+
+# -- whole checkpoints -------------------------------------------------------------------------------------------------
+
+
+def rewritten(directory: Path, dtype: str, change: Stored | None = None, **others: str) -> tuple[Path, Stored]:
+    """A small checkpoint with its tensors in several dtypes, and its values before they are stored."""
+    write_small_checkpoint(directory)
+    tensors = load_file(directory / "model.safetensors") | (change or {})
+    write_safetensors(directory / "model.safetensors", tensors, dtype, **others)
+    return directory, tensors
+
+
+NAME = "model.layers.{}.block_sparse_moe.experts.{}.{}.weight"
+
+
+@pytest.mark.parametrize("word", ["w2", "1", "w1"])
+@pytest.mark.parametrize(
+    ("dtype", "other"), [("bfloat16", "float16"), ("float16", "bfloat16"), ("bfloat16", "float32")]
+)
+def test_experts_of_several_dtypes_are_read_exactly(tmp_path: Path, word: str, dtype: str, other: str) -> None:
+    """Some matrices of all experts, or some experts: float32 holds the values of each."""
+    directory, tensors = rewritten(tmp_path / "m", dtype, **{word: other})
+    experts = CheckpointExperts(directory)
+    assert not experts.lies_in_place
+    for layer in range(LAYERS):
+        for expert in range(EXPERTS):
+            full = experts.expert(layer, expert)
+            assert full.dtype == "float32"
+            for matrix in ("w1", "w3", "w2"):
+                name = NAME.format(layer, expert, matrix)
+                own = other if word in name.split(".") else dtype
+                wanted = to_float32(as_stored(tensors[name], own), own)
+                np.testing.assert_array_equal(getattr(full, matrix), wanted)
+
+
+def test_experts_of_one_dtype_lie_in_place(tmp_path: Path) -> None:
+    directory, _ = rewritten(tmp_path / "m", "bfloat16")
+    assert CheckpointExperts(directory).lies_in_place
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("matrix", ["w1", "w3", "w2"])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_an_expert_with_nan_or_infinity_is_refused_by_layer_and_number(
+    tmp_path: Path, dtype: str, matrix: str, value: float
+) -> None:
+    name = NAME.format(1, 2, matrix)
+    _, tensors = rewritten(tmp_path / "m", "float32")
+    spoilt = tensors[name].copy()
+    spoilt[3, 5] = value
+    directory, _ = rewritten(tmp_path / "spoilt", dtype, {name: spoilt})
+    experts = CheckpointExperts(directory)
+    experts.expert(1, 1)
+    with pytest.raises(ReplicaError, match="spoilt: expert 2 of layer 1 holds NaN or infinity"):
+        experts.expert(1, 2)
+    with pytest.raises(ReplicaError, match="spoilt: expert 2 of layer 1 holds NaN or infinity"):
+        build_data_free(directory, tmp_path / "replicas", show_progress=False)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_weights_that_no_replica_holds_are_served_and_not_quantized(tmp_path: Path, sign: int) -> None:
+    name = NAME.format(1, 2, "w2")
+    _, tensors = rewritten(tmp_path / "m", "float32")
+    large = tensors[name].copy()
+    large[3, 5] = sign * 1e38
+    directory, _ = rewritten(tmp_path / "large", "bfloat16", {name: large})
+    assert to_float32(CheckpointExperts(directory).expert(1, 2).w2, "bfloat16")[3, 5] == pytest.approx(
+        sign * 1e38, 0.01
+    )
+    with pytest.raises(ReplicaError, match=r"large: expert 2 of layer 1 holds 9.97e\+37, .* weights up to 32752"):
+        build_data_free(directory, tmp_path / "replicas", show_progress=False)
+    largest = tensors[name].clip(-1, 1) * 32000
+    directory, _ = rewritten(tmp_path / "largest", "bfloat16", {name: largest})
+    build_data_free(directory, tmp_path / "others", show_progress=False)
