@@ -10,8 +10,9 @@ class File:
     @property
     def faults(self) -> int:
         """How often zeros stood in for bytes that were gone."""
-    def stamp(self) -> tuple[int, int]:
-        """Size, and time of the last change in nanoseconds, of the file as it is now."""
+    def stamp(self) -> tuple[int, int, int]:
+        """Size in bytes, time of the last write and of the last change (ctime) in ns, of the file as it is now.
+        The last one is 0 of a file that has no name any more."""
     def release(self) -> None:
         """Give back the pages read so far."""
     def bytes(self) -> NDArray[np.uint8]:

@@ -32,6 +32,8 @@ _DTYPES: dict[str, tuple[str, np.dtype[Any]]] = {
     "F8_E8M0": ("float8_e8m0fnu", np.dtype("u1")),
     **{QUANTIZED + name: (name, np.dtype("u1")) for name, _, _ in TYPES.values()},
 }
+_WITHOUT_NAME = 0
+"""Replaced or removed: nobody can open it to write any more."""
 
 
 class MappedFile:
@@ -75,9 +77,12 @@ class MappedFile:
 
     def check(self) -> None:
         """Raise ReplicaError when the file is no longer what was opened: values read since then may be wrong."""
-        if self._file.faults or self._file.stamp() != self._stamp:
+        *written, changed = self._file.stamp()
+        has_changed = written != [*self._stamp[:2]] or changed not in (self._stamp[2], _WITHOUT_NAME)
+        if self._file.faults or has_changed:
             raise ReplicaError(
-                f"{self.path} was cut short or rewritten while it was in use: restore it, and start again what uses it"
+                f"{self.path} was cut short or rewritten while it was in use, or got another owner, mode or name: "
+                "restore it, and start again what uses it"
             )
 
     def _entry(self, name: str) -> tuple[str, np.dtype[Any], tuple[int, ...], int, int]:

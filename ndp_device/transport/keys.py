@@ -5,8 +5,9 @@
     DIR/allowed/NAME.key    one public key per host that may come in; deleting the file revokes it
     DIR/NAME.key_secret     the host's pair: move it to the host and lay device.key beside it
 
-Files with a secret have mode 0600 and are never replaced; wider ones are refused. Keys are 40 characters of Z85, as
-libzmq takes them. Knows files; CURVE is libzmq's.
+Files with a secret have mode 0600 and are never replaced; wider ones are refused. So is a public key that others could
+replace, as by sshd's StrictModes: it, its directory and all above belong to this user or to root. Keys are 40
+characters of Z85, as libzmq takes them. Knows files; CURVE is libzmq's.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class HostKeys:
         if path.name == f"{DEVICE}{_SECRET}":
             raise ConfigError(f"{path} is a device's own key: give the file that keygen made for this host")
         device = path.parent / f"{DEVICE}{_PUBLIC}"
-        return cls(*_read_pair(path), _read(device)[0])
+        own, public = _read_pair(path), _read(device)[0]
+        _require_own(device)
+        return cls(*own, public)
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,12 @@ class DeviceKeys:
         return keys
 
     def allowed(self) -> dict[bytes, str]:
-        """Public key -> the host's name. Files that are no public keys allow nobody, and are named."""
+        """Public key -> the host's name. Files that are no public keys, or that another user may have written, allow
+        nobody, and are named."""
+        _require_own(self.allowed_dir)
         paths = sorted(self.allowed_dir.glob(f"*{_PUBLIC}"))[:_MAX_HOSTS]
+        for path in paths:
+            _require_own(path, above=path.is_symlink())
         return {_read(path)[0]: path.stem for path in paths}
 
 
@@ -106,6 +113,7 @@ def make_keys(directory: Path, host: str | None) -> list[Path]:
     allowed = directory / ALLOWED
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     allowed.mkdir(mode=0o700, exist_ok=True)
+    _require_own(allowed)
     public = allowed / f"{host}{_PUBLIC}"
     for path in (directory / f"{host}{_SECRET}", public):
         if path.exists():
@@ -122,6 +130,22 @@ def _create(directory: Path, name: str) -> list[Path]:
         return [Path(path) for path in create_certificates(directory, name)]
     finally:
         os.umask(previous)
+
+
+def _require_own(path: Path, *, above: bool = True) -> None:
+    """Refuse what another user than this one and root can replace. above: through a directory above it, too."""
+    real = path.resolve()
+    for each in (real, *real.parents) if above else (real,):
+        try:
+            status = each.stat()
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read as a key that `ndp-device keygen` made: {error}") from None
+        is_shared = each.is_dir() and each != real and status.st_mode & stat.S_ISVTX  # such as /tmp
+        if status.st_uid not in (os.geteuid(), 0) or (status.st_mode & 0o022 and not is_shared):
+            raise ConfigError(
+                f"{each} must be writable by you and root alone, or others decide whose key {path} is: got "
+                f"{stat.filemode(status.st_mode)} of user {status.st_uid}; chown it, or chmod go-w"
+            )
 
 
 def _read_pair(path: Path) -> tuple[bytes, bytes]:

@@ -33,6 +33,10 @@ from vllm_ndp.simulation.devices import Devices, slowest
 
 _LEAST_MACS_PER_S = 2.5e9
 """Least speed of a device that computes prompt rows: a fourteenth of one core's with AVX-512 (docs/log/timing.md)."""
+_MOST_PROMPT_S = 10.0
+"""Most seconds that prompt rows add to a call's deadline: a device that hangs keeps the engine waiting as long, once.
+At the speed of one core with AVX-512 they are enough for 2000 pairs of Mixtral-8x7B in one layer."""
+
 _MOST_ROUND_TRIPS = 4096
 """Kept until a step takes them: of steps that fail nobody does."""
 
@@ -260,7 +264,7 @@ class DeviceLink:
         if step.rows.all_decode:
             return 0.0
         prompts = int((~step.rows.decode[pairs.rows]).sum())
-        return prompts * self._shape.weights_per_expert / _LEAST_MACS_PER_S
+        return min(prompts * self._shape.weights_per_expert / _LEAST_MACS_PER_S, _MOST_PROMPT_S)
 
     def take_round_trips(self) -> list[float]:
         """How long each answered message took since the last time, in seconds on the wall: until the host has it."""

@@ -3,16 +3,18 @@
 // zeros in the place of what is gone and counts that; whoever used the bytes asks afterwards (`faults`, `stamp`) and
 // throws its result away. The same is done by libwayland for buffers that a client may cut short.
 //
-// A fault outside the maps that are registered here goes to the handler that was there before.
+// A fault outside the maps that are registered here goes to the handler that was there before. Another handler may come
+// over ours, as Python's faulthandler does: see `install` and `pass_on`.
 
 #include <fcntl.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -20,7 +22,7 @@
 #include <cstdint>
 #include <mutex>
 #include <string>
-#include <utility>
+#include <tuple>
 
 namespace nb = nanobind;
 
@@ -38,36 +40,83 @@ std::atomic<size_t> used{0};  // entries that were ever in use
 std::mutex registering;
 struct sigaction before;
 
-// Only what may be called in a signal handler: atomics and mmap, which is one system call.
-void on_bus_error(int number, siginfo_t* info, void* context) {
-    const auto at = reinterpret_cast<uintptr_t>(info->si_addr);
-    if (info->si_code > 0) {  // a fault, not a kill()
-        for (size_t i = 0; i < used.load(std::memory_order_acquire); ++i) {
-            const uintptr_t end = regions[i].end.load(), begin = regions[i].begin.load();
-            if (at < begin || at >= end) continue;
-            const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-            const uintptr_t first = at & ~(page - 1);
-            const int saved = errno;
-            // to the end of the map: what follows a cut is gone as well, and the file is not used again
-            void* zeros = mmap(reinterpret_cast<void*>(first), end - first, PROT_READ,
-                               MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-            errno = saved;
-            if (zeros == MAP_FAILED) break;
-            regions[i].faults.fetch_add(1);
-            return;
+// Below: only what may be called in a signal handler, that is atomics and system calls.
+
+uintptr_t page_bytes() { return static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)); }
+
+// To the end of the map: what follows a cut is gone as well, and the file is not used again.
+bool put_zeros(Region& region, uintptr_t first) {
+    void* zeros = mmap(reinterpret_cast<void*>(first), region.end.load() - first, PROT_READ,
+                       MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (zeros == MAP_FAILED) return false;
+    region.faults.fetch_add(1);
+    return true;
+}
+
+bool replace_page_at(uintptr_t at) {
+    for (size_t i = 0; i < used.load(std::memory_order_acquire); ++i)
+        if (regions[i].begin.load() <= at && at < regions[i].end.load())
+            return put_zeros(regions[i], at & ~(page_bytes() - 1));
+    return false;
+}
+
+// The kernel reads the eight bytes before it finds that nothing is asked of it, and answers a bad address by a number.
+bool is_readable(uintptr_t at) {
+    return syscall(SYS_rt_sigprocmask, ~0, at, nullptr, sizeof(uint64_t)) != -1 || errno != EFAULT;
+}
+
+// The same without an address: in every map whose last page is gone, from the first page that is.
+bool replace_all_cuts() {
+    bool found = false;
+    const uintptr_t page = page_bytes();
+    for (size_t i = 0; i < used.load(std::memory_order_acquire); ++i) {
+        uintptr_t gone = regions[i].end.load();
+        if (gone == 0 || is_readable(gone - page)) continue;
+        gone -= page;
+        for (uintptr_t there = regions[i].begin.load() & ~(page - 1); there < gone;) {
+            const uintptr_t middle = there + (gone - there) / page / 2 * page;
+            if (is_readable(middle))
+                there = middle + page;
+            else
+                gone = middle;
         }
+        found = put_zeros(regions[i], gone) || found;
     }
-    if (before.sa_flags & SA_SIGINFO) {
-        before.sa_sigaction(number, info, context);
-    } else if (before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN) {
+    return found;
+}
+
+// Of this thread: it is in a handler that ours called. initial-exec: a handler may not allocate.
+static thread_local __attribute__((tls_model("initial-exec"))) bool passing_on = false;
+
+// What is not ours. A handler that came over ours, and that ours came over again, may hand the signal back to ours, by a
+// call or by raise(): the second time ends the process.
+void pass_on(int number, siginfo_t* info, void* context) {
+    const bool has_info = before.sa_flags & SA_SIGINFO;
+    if (passing_on || (!has_info && (before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN))) {
         signal(number, SIG_DFL);
         if (info->si_code <= 0) raise(number);  // a fault repeats by itself
+        return;
+    }
+    passing_on = true;
+    if (has_info) {
+        before.sa_sigaction(number, info, context);
     } else {
         before.sa_handler(number);
     }
+    passing_on = false;
 }
 
-// Again at every file: a library may have put its own handler in between (faulthandler does).
+void on_bus_error(int number, siginfo_t* info, void* context) {
+    const int saved = errno;
+    // A handler that came over ours reports a fault first, puts ours back and calls raise(), as faulthandler does.
+    const bool was_raised = info->si_code == SI_TKILL && info->si_pid == getpid() && !passing_on;
+    const bool is_ours = info->si_code > 0 ? replace_page_at(reinterpret_cast<uintptr_t>(info->si_addr))
+                                           : was_raised && replace_all_cuts();
+    errno = saved;
+    if (!is_ours) pass_on(number, info, context);
+}
+
+// Again at every file: another handler may have come over ours.
 void install() {
     struct sigaction now;
     sigaction(SIGBUS, nullptr, &now);
@@ -88,7 +137,7 @@ class Watch {
         for (index_ = 0; index_ < kRegions && regions[index_].end.load() != 0; ++index_) {
         }
         if (index_ == kRegions) throw std::runtime_error("too many mapped files");
-        const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+        const uintptr_t page = page_bytes();
         regions[index_].faults.store(0);
         regions[index_].begin.store(address);
         regions[index_].end.store((address + length + page - 1) & ~(page - 1));
@@ -135,11 +184,13 @@ class File {
     size_t length() const { return length_; }
     uint64_t faults() const { return watch_ ? watch_->faults() : 0; }
 
-    // Size and time of the last change, of the file as it is now.
-    std::pair<int64_t, int64_t> stamp() const {
+    // Size, time of the last write, and time of the last change, of the file as it is now. Whoever writes may put the
+    // second back, nobody the third. It is 0 of a file without a name: that it lost its name was a change as well.
+    std::tuple<int64_t, int64_t, int64_t> stamp() const {
         struct stat status;
-        if (fstat(descriptor_, &status) != 0) return {-1, -1};
-        return {status.st_size, status.st_mtim.tv_sec * 1000000000LL + status.st_mtim.tv_nsec};
+        if (fstat(descriptor_, &status) != 0) return {-1, -1, -1};
+        const auto ns = [](const timespec& time) { return time.tv_sec * 1000000000LL + time.tv_nsec; };
+        return {status.st_size, ns(status.st_mtim), status.st_nlink ? ns(status.st_ctim) : 0};
     }
 
     // Gives back the pages read so far; not after a fault, which would map what replaced them away from the file.

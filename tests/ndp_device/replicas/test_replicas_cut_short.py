@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import signal
@@ -51,7 +52,26 @@ def _rewritten(path: Path) -> None:
         file.write(b"\x55" * 8)
 
 
-DAMAGE = [_cut_to_nothing, _cut_within_the_last_page, _cut_and_grown_again, _rewritten]
+def _rewritten_with_its_time_put_back(path: Path) -> None:
+    """As rsync --inplace --times and cp --preserve do."""
+    before = path.stat()
+    _rewritten(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _mapped_by_the_writer(path: Path) -> None:
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as written:
+        written[-8:] = b"\x55" * 8
+
+
+DAMAGE = [
+    _cut_to_nothing,
+    _cut_within_the_last_page,
+    _cut_and_grown_again,
+    _rewritten,
+    _rewritten_with_its_time_put_back,
+    _mapped_by_the_writer,
+]
 
 
 @pytest.fixture
@@ -83,6 +103,8 @@ def test_a_file_replaced_by_another_of_its_name_stays_as_it_was(model: Path) -> 
     other = shutil.copy(file.path, file.path.with_name("other"))
     os.truncate(other, 8)
     os.replace(other, file.path)
+    file.check()
+    file.path.unlink()
     assert np.array_equal(file.tensor(file.names[-1]), before)
     file.check()
 
@@ -158,6 +180,55 @@ def test_other_bus_errors_still_end_the_process(tmp_path: Path, model: Path) -> 
     for how in ("sent", "fault"):
         done = subprocess.run([sys.executable, "-c", program, how], capture_output=True)
         assert done.returncode == -signal.SIGBUS
+
+
+ORDERS = {
+    "before": "faulthandler.enable(); file = MappedFile(first)",
+    "between": "kept = MappedFile(first); faulthandler.enable(); file = MappedFile(second)",
+    "after": "file = MappedFile(first); faulthandler.enable()",
+}
+
+
+@pytest.mark.parametrize("fault", ["ours", "ours in a thread", "another", "another in a thread", "sent"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_faulthandler_and_ours_never_call_each_other_for_ever(
+    tmp_path: Path, model: Path, order: str, fault: str
+) -> None:
+    """In each order: a file of ours that is cut is an error, another bus error ends the process after one report."""
+    fault, _, in_a_thread = fault.partition(" in a ")
+    shutil.copy(model / "model.safetensors", tmp_path / "second")
+    program = textwrap.dedent(f"""
+        import faulthandler, mmap, os, threading
+        from pathlib import Path
+        from ndp_device.errors import ReplicaError
+        from ndp_device.replicas.mapped import MappedFile
+        first, second = Path({str(model / "model.safetensors")!r}), Path({str(tmp_path / "second")!r})
+        {ORDERS[order]}
+        def ours():
+            os.truncate(file.path, 8)
+            for _ in range(2):
+                file.tensor(file.names[-1]).sum()
+                try:
+                    file.check()
+                except ReplicaError:
+                    print("disowned")
+        def sent():
+            os.kill(os.getpid(), 7)
+        def another():
+            with open({str(tmp_path / "other")!r}, "w+b") as other:
+                other.truncate({PAGE})
+                map = mmap.mmap(other.fileno(), {PAGE})
+                other.truncate(0)
+                map[0]
+        thread = threading.Thread(target={fault})
+        thread.start() if {bool(in_a_thread)} else {fault}()
+        thread.ident and thread.join()
+    """)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == (0 if fault == "ours" else -signal.SIGBUS), done.stderr[-2000:]
+    assert done.stdout == ("disowned\n" * 2 if fault == "ours" else "")
+    is_reported = order == "after" or fault != "ours"
+    assert done.stderr.count("Fatal Python error") == is_reported, done.stderr[-2000:]
 
 
 def execute_tensors(bits: int) -> dict[str, np.ndarray]:

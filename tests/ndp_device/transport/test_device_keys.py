@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from ndp_device.probe import Probe
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport.address import Address
-from ndp_device.transport.keys import DeviceKeys, HostKeys, make_keys
+from ndp_device.transport.keys import AllowList, DeviceKeys, HostKeys, make_keys
 from ndp_device.transport.zmq_client import ZmqTransport
 
 PATIENCE_S = 60.0
@@ -248,3 +248,53 @@ def test_errors_of_keys_are_this_packages(keys: Path) -> None:
         HostKeys.read(keys / "device.key_secret")
     with pytest.raises(ConfigError, match="has no secret"):
         HostKeys.read(keys / "allowed" / "host.key")
+
+
+def _writable(path: Path) -> None:
+    path.chmod(path.stat().st_mode | 0o020)
+
+
+def _of_another(path: Path) -> None:
+    os.chown(path, 65534, -1)
+
+
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+
+
+@pytest.mark.parametrize("opened", [_writable, pytest.param(_of_another, marks=AS_ROOT)])
+@pytest.mark.parametrize("where", ["allowed/host.key", "allowed", ".", ".."])
+def test_a_key_that_another_user_could_replace_lets_nobody_in(
+    tmp_path: Path, where: str, opened: Callable[[Path], None]
+) -> None:
+    """Before the device starts, while it runs, and when a key is made."""
+    keys = tmp_path / "above" / "keys"
+    make_keys(keys, None)
+    read = DeviceKeys.read(keys)
+    listed, warnings = read.allowed(), []
+    allow_list = AllowList(read, warnings.append)
+    opened((keys / where).resolve())
+    with pytest.raises(ConfigError, match="must be writable by you and root alone"):
+        DeviceKeys.read(keys)
+    allow_list._looked_s = 0.0
+    assert [allow_list.name(key) for key in listed] == [None]
+    assert "must be writable by you and root alone" in warnings[0]
+    if where != "allowed/host.key":
+        with pytest.raises(ConfigError, match="must be writable by you and root alone"):
+            make_keys(keys, "another")
+
+
+@pytest.mark.parametrize("opened", [_writable, pytest.param(_of_another, marks=AS_ROOT)])
+def test_a_host_takes_no_devices_key_that_another_user_could_replace(
+    keys: Path, opened: Callable[[Path], None]
+) -> None:
+    HostKeys.read(keys / "host.key_secret")
+    opened(keys / "device.key")
+    with pytest.raises(ConfigError, match="must be writable by you and root alone"):
+        HostKeys.read(keys / "host.key_secret")
+
+
+def test_a_directory_above_that_is_everybodys_may_be_so_if_its_entries_are_not(tmp_path: Path) -> None:
+    """As /tmp is."""
+    tmp_path.chmod(0o1777)
+    make_keys(tmp_path / "keys", None)
+    assert len(DeviceKeys.read(tmp_path / "keys").allowed()) == 1
