@@ -75,8 +75,8 @@ def _is_everywhere(host: str) -> bool:
 def make_private(directory: Path) -> None:
     """Make the directory of an ipc socket, or refuse one that others can enter."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+    status = directory.lstat()  # who owns a symbolic link chooses the directory
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(
             f"{directory} must belong to you alone (mode 0700) because the device's socket lives in it, got "
             f"{stat.filemode(status.st_mode)}; name a directory that does not exist yet and it will be made"
@@ -90,10 +90,15 @@ def require_private(path: Path) -> None:
         raise ConfigError(f"{path} must be closed to others, got mode {stat.filemode(mode)}")
 
 
-def is_foreign(path: Path) -> bool:
-    """Whether the socket here is of a user that this one has no reason to believe; root may use anybody's."""
+def is_foreign(user: int | None) -> bool:
+    """Whether this is a user that this one has no reason to believe; root may use anybody's device. None: not known."""
+    return user not in (None, os.geteuid(), 0) and os.geteuid() != 0
+
+
+def is_foreign_at(path: Path) -> bool:
+    """The same of who owns the socket here."""
     try:
-        return path.lstat().st_uid not in (os.geteuid(), 0) and os.geteuid() != 0
+        return is_foreign(path.lstat().st_uid)
     except OSError:  # none yet
         return False
 

@@ -7,6 +7,8 @@ import contextlib
 import fcntl
 import os
 import resource
+import socket
+import struct
 import sys
 import termios
 import weakref
@@ -63,6 +65,14 @@ def num_unread(descriptor: int) -> int:
     with contextlib.suppress(OSError):
         return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
     return 0
+
+
+def owner_of(descriptor: int) -> int | None:
+    """The user who listens at the other end of an ipc connection; None of one that has just ended."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        return int(struct.unpack("3i", credentials)[1])
+    return None
 
 
 def allow_many_descriptors() -> None:

@@ -25,7 +25,7 @@ from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import SlotOffer
 from ndp_device.transport import checksum, fragments, layer_messages, shm, sockets
-from ndp_device.transport.address import Address, is_foreign
+from ndp_device.transport.address import Address, is_foreign, is_foreign_at
 from ndp_device.transport.base import require_intact
 from ndp_device.transport.crossing import Crossed, Order, State
 from ndp_device.transport.keys import HostKeys
@@ -50,7 +50,7 @@ _REFUSALS: dict[int, tuple[str, str]] = {  # event -> (without keys, with keys);
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: _OTHER_MECHANISM,
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: ("", _OTHER_KEY),
 }
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | sum(_REFUSALS)
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | sum(_REFUSALS)
 
 
 class ZmqTransport:
@@ -65,6 +65,7 @@ class ZmqTransport:
         self._joining: fragments.Joining | None = None
         self._num_cut = 0
         self._connected = self._lost = False
+        self._listener: int | None = None  # the user behind an ipc address, as far as it is known
         self._refusal = ""  # why the handshake failed
         self._spinner = shm.Spinner(shm.HOST_SPIN_US)
         self._spun_ns = 0  # at most, by a Crossing
@@ -271,8 +272,11 @@ class ZmqTransport:
     def _watch(self) -> None:
         """Note what has become of the connection. A lost one stays lost, although libzmq makes another."""
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            happened = parse_monitor_message(self._monitor.recv_multipart())
+            event = happened["event"]
+            if event == zmq.EVENT_CONNECTED:
+                self._listener = None if self._address.ipc_path is None else sockets.owner_of(int(happened["value"]))
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._require_own()
                 self._connected = True
             elif event == zmq.EVENT_DISCONNECTED:
@@ -283,7 +287,7 @@ class ZmqTransport:
     def _require_own(self) -> None:
         """A device sees activations and is believed its numbers: it is one of root's or of this user."""
         path = self._address.ipc_path
-        if path is not None and is_foreign(path):
+        if path is not None and (is_foreign_at(path) or is_foreign(self._listener)):
             raise DeviceUnavailable(
                 f"{self._address.text}: another user than {os.geteuid()} listens there; name a path of your own"
             )

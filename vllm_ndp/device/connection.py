@@ -172,6 +172,8 @@ class Connection:
                 raise handle.failure  # greet and install again
             return
         y = tensors.get("y")
+        if y is not None and not is_sound:
+            y = y.copy()  # before it is looked at: it may lie in memory that the device can still write
         if not isinstance(reply, msg.Result) or y is None or reply.epoch != handle.epoch or y.shape != handle.x.shape:
             handle.failure = RemoteProtocolError(
                 f"an Execute of {list(handle.x.shape)} under epoch {handle.epoch} was answered by {named(reply)}"
@@ -184,7 +186,7 @@ class Connection:
             handle.failure = RemoteProtocolError("the result is not finite though the input is")
             self._counters.nonfinite += 1
             return
-        handle.result = ExecuteResult(y if is_sound else y.copy(), reply.timing)  # the device's frame is read-only
+        handle.result = ExecuteResult(y, reply.timing)
 
     def _answer(self, control: ControlCall, reply: msg.AnyReply, tensors: codec.Tensors) -> None:
         self.control = None
@@ -194,10 +196,10 @@ class Connection:
         if type(reply) is not control.expects or (plan is not None and getattr(reply, "epoch", None) != plan.epoch):
             raise RemoteProtocolError(f"{control.asked} was answered by {named(reply)}")
         if plan is not None and isinstance(reply, msg.PlanInstalled):
-            missing = tensors["missing"]
+            missing = tensors["missing"].copy()  # as above
             if missing.shape != plan.replicas.shape or (missing & ~plan.replicas).any():
                 raise RemoteProtocolError(f"{control.asked} was answered by {named(reply)}")
-            plan.missing = missing.copy()
+            plan.missing = missing
             self.installed = plan
         elif isinstance(reply, msg.PlanActivated):
             self.active = plan

@@ -32,6 +32,8 @@ _ENVIRONMENT_PREFIXES = ("LC_", "NDP_", "PYTHON", "ASAN_", "UBSAN_")
 
 RESPAWN_FIRST_S, RESPAWN_LAST_S = 0.5, 30.0
 _LISTENS_WITHIN_S = 10.0
+_MOST_SAID = 64 << 10
+"""Bytes of the line by which a device says that it is ready."""
 
 
 class DeviceProcess:
@@ -97,17 +99,22 @@ class DeviceProcess:
     def wait_until_ready(self, timeout_s: float) -> None:
         output = self._process.stdout
         assert output is not None
-        if not select.select([output], [], [], timeout_s)[0]:
-            raise DeviceUnavailable(
-                f"the device said nothing within {timeout_s:g} s; its log ends: {self.last_words()}"
-            )
-        line = output.readline()
+        line, deadline_s = b"", time.monotonic() + timeout_s
+        while not line.endswith(b"\n"):  # it may say half of it
+            if not select.select([output], [], [], max(deadline_s - time.monotonic(), 0.0))[0]:
+                raise DeviceUnavailable(
+                    f"the device said nothing within {timeout_s:g} s; its log ends: {self.last_words()}"
+                )
+            if not (said := os.read(output.fileno(), _MOST_SAID - len(line))):
+                break  # it has ended, or says something else than that it is ready
+            line += said
         try:
             ready = strict_json.decode(line)["ready"]
         except (ValueError, KeyError, TypeError):
             ready = False
         if ready is not True:
-            self._process.wait(5)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
             raise DeviceUnavailable(f"the device did not start: {self.last_words()}")
 
     def respawn(self) -> bool:

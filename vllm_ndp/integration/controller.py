@@ -114,7 +114,7 @@ class NdpController:
         if parts.device.link is not None:
             parts.device.link.revive()
         if log.recorder is not None:
-            log.recorder.note_requests(log.totals.steps, spans)
+            log.recorder.note_requests(log.totals.steps, spans, self.worker.requests.requests.keys())
         planned = parts.planner.replan()
         plan_s = time.perf_counter() - began_s if planned else None
         before = Before(began_s, plan_s, self._describe(planned))

@@ -6,6 +6,7 @@ Knows how a device is started, asked what it is and watched. Does not know plans
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ class Member:
     process: DeviceProcess | None
     client: DeviceClient
     description: msg.Description | None = None
+    _asking: threading.Thread | None = None
 
     @property
     def pid(self) -> int | None:
@@ -55,14 +57,20 @@ class Member:
             "pid": self.pid,
             "calls": asdict(self.client.counters),
         }
-        if self.client.state == "up":
-            with contextlib.suppress(DeviceUnavailable, DeviceError, ProtocolError):
-                self.describe(_LOOK_PATIENCE_S)
+        if self.client.state == "up" and (self._asking is None or not self._asking.is_alive()):
+            self._asking = threading.Thread(target=self._ask, daemon=True)
+            self._asking.start()  # for the next look: whoever looks is between two steps, and does not wait
         assert self.description is not None
         return now | {"resident_bytes": self.description.resident_bytes, "sessions": self.description.num_sessions}
 
+    def _ask(self) -> None:
+        with contextlib.suppress(DeviceUnavailable, DeviceError, ProtocolError):
+            self.describe(_LOOK_PATIENCE_S)
+
     def close(self) -> None:
         self.client.close()
+        if self._asking is not None:
+            self._asking.join()
         if self.process is not None:
             self.process.terminate()
 
@@ -247,8 +255,8 @@ class DeviceMembers:
                 member.process.respawn()
 
     def look(self, state: str) -> dict[str, Any]:
-        """The device's state, calls and memory now, between steps; of several the sums, and `devices` with each. A
-        device that does not answer at once tells less."""
+        """The device's state and calls now, between steps, its memory and sessions as they were at the look before; of
+        several the sums, and `devices` with each."""
         each = [member.look() for member in self.each]
         if len(each) == 1:
             return each[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +58,9 @@ class RunRecorder:
         self._writer: TraceWriter | None = TraceWriter(directory, provenance)
         self._sidecar = sidecar
         self._start_s = time.time()
-        self._indices: dict[str, int] = {}
-        self._prompts: list[tuple[str, int]] = []  # id and prompt length of each request, by index
+        self._indices: dict[str, int] = {}  # of requests that have not ended
+        self._prompt_lens: dict[str, int] = {}  # of the same
+        self._num_requests = 0
         self._drafted: _Drafted | None = None
 
     @contextmanager
@@ -71,22 +72,25 @@ class RunRecorder:
             self._writer = None
             say(f"{error}; what was written before is whole, and requests go on without a trace")
 
-    def note_requests(self, step: int, spans: dict[str, Span]) -> None:
-        """First sight of a request: who it is, and the routing that the prefix cache already holds for it.
+    def note_requests(self, step: int, spans: Mapping[str, Span], known: Collection[str]) -> None:
+        """First sight of a request: who it is, and the routing that the prefix cache already holds for it. known: the
+        requests that have not ended.
 
         A session whose input comes in parts is one request per part; what came before is cached to each.
         """
+        for ended in self._indices.keys() - known:
+            del self._indices[ended], self._prompt_lens[ended]
         with self._writing() as writer:
             if writer is not None:
                 self._note_requests(writer, step, spans)
 
-    def _note_requests(self, writer: TraceWriter, step: int, spans: dict[str, Span]) -> None:
+    def _note_requests(self, writer: TraceWriter, step: int, spans: Mapping[str, Span]) -> None:
         for request_id, span in spans.items():
-            index, prompt = self._indices.get(request_id), (request_id, span.request.prompt_len)
-            if index is not None and self._prompts[index] == prompt:
+            if self._prompt_lens.get(request_id) == span.request.prompt_len:
                 continue
-            index = self._indices[request_id] = len(self._prompts)
-            self._prompts.append(prompt)
+            index = self._indices[request_id] = self._num_requests
+            self._prompt_lens[request_id] = span.request.prompt_len
+            self._num_requests += 1
             writer.add_request(index, request_id, span.request.prompt_len, time.time() - self._start_s)
             if span.start:
                 positions = np.arange(span.start)

@@ -23,7 +23,7 @@ import psutil
 import pytest
 from attacked_device import PATIENCE_S, PROGRAM, Device, assert_serves, execute, is_ended, request
 from raw_zmtp import GREETING, READY, WITHOUT_HANDSHAKE, connected, greeted, message
-from server_by_hand import LOOPBACK, HandServer, ask, host_of, serving
+from server_by_hand import LOOPBACK, HandServer, answer, ask, host_of, serving
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS
 
 from ndp_device.errors import ConfigError, DeviceUnavailable
@@ -334,6 +334,83 @@ def test_a_host_does_not_speak_to_a_device_of_another_user(monkeypatch: pytest.M
         monkeypatch.undo()
         server.close()
         subprocess.run(["rm", "-rf", str(directory)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a socket away")
+def test_a_host_looks_at_the_sockets_owner_again_after_the_handshake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There was nothing at the path when it began to connect."""
+    host = host_of(f"ipc://{tmp_path}/private/device")
+    server = serving(tmp_path)
+    try:
+        os.chown(tmp_path / "private" / "device", 65534, -1)
+        monkeypatch.setattr(os, "geteuid", lambda: 1234)
+        with pytest.raises(DeviceUnavailable, match="another user than 1234 listens there"):
+            answer(host)
+    finally:
+        monkeypatch.undo()
+        host.close()
+        server.close()
+
+
+LISTENS = """
+import os, socket, sys, time
+listening = socket.socket(socket.AF_UNIX)
+listening.bind(sys.argv[1])
+os.chmod(sys.argv[1], 0o777)
+listening.listen()
+print("ready", flush=True)
+connection, _ = listening.accept()
+connection.sendall(bytes.fromhex(sys.argv[2]))
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_a_host_asks_the_system_who_listens_not_the_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = Path(tempfile.mkdtemp())
+    directory.chmod(0o777)
+    path = directory / "device"
+    python = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else sys.executable
+    said = (GREETING + READY.replace(b"DEALER", b"ROUTER")).hex()
+    process = subprocess.Popen([python, "-c", LISTENS, str(path), said], stdout=subprocess.PIPE, user=65534, cwd="/")
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline()
+        os.chown(path, 1234, -1)  # looks like the host's own
+        monkeypatch.setattr(os, "geteuid", lambda: 1234)
+        host = host_of(f"ipc://{path}")
+        with pytest.raises(DeviceUnavailable, match="another user than 1234 listens there"):
+            answer(host)
+        host.close()
+    finally:
+        monkeypatch.undo()
+        process.kill()
+        process.communicate()
+        subprocess.run(["rm", "-rf", str(directory)], check=True)
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o710, 0o720, 0o740, 0o701, 0o702, 0o704])
+def test_a_device_listens_in_no_directory_that_others_can_enter_or_read(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private").chmod(mode)
+    with pytest.raises(ConfigError, match="must belong to you alone"):
+        serving(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_device_listens_in_no_directory_of_another_user_nor_behind_a_link(tmp_path: Path) -> None:
+    """Whoever owns a link chooses the directory, and may choose another one later."""
+    (tmp_path / "private").mkdir(mode=0o700)
+    os.chown(tmp_path / "private", 65534, -1)
+    with pytest.raises(ConfigError, match="must belong to you alone"):
+        serving(tmp_path)
+    (tmp_path / "private").rmdir()
+    (tmp_path / "own").mkdir(mode=0o700)
+    (tmp_path / "private").symlink_to(tmp_path / "own")
+    with pytest.raises(ConfigError, match="must belong to you alone"):
+        serving(tmp_path)
 
 
 def test_by_tcp_who_has_no_key_of_the_list_is_refused_and_who_has_one_computes(model_dir: Path, tmp_path: Path) -> None:

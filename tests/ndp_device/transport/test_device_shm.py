@@ -344,3 +344,21 @@ def test_only_the_very_segment_is_attached(channels: tuple[ShmChannel, ShmChanne
     assert fcntl.fcntl(offer.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
     plain.close()
     other.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("which", ["segment", "doorbell"])
+def test_neither_a_segment_nor_a_doorbell_of_another_user_is_attached(which: str) -> None:
+    device = ShmChannel.create()
+    assert device is not None
+    assert device.offer is not None
+    segment, own_doorbell, _ = device._fds
+    os.fchown(segment if which == "segment" else own_doorbell, 65534, -1)
+    host = ShmChannel.attach(device.offer)
+    if which == "segment":
+        assert host is None
+    else:
+        assert host is not None
+        assert host.doorbell == -1
+        host.close()
+    device.close()

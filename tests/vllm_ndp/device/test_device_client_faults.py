@@ -25,6 +25,8 @@ from ndp_device.errors import DeviceUnavailable
 from ndp_device.transport.shm import MAX_CHANNELS
 from vllm_ndp.device import process as device_process
 from vllm_ndp.device.client import DeviceClient, DeviceProcess
+from vllm_ndp.integration import device_members
+from vllm_ndp.integration.device_members import Member
 
 pytestmark = pytest.mark.slow  # together: each test starts programs
 
@@ -362,3 +364,38 @@ def test_a_device_sees_nothing_of_the_engines_environment_but_what_it_needs(monk
         assert b"PATH=" in environment
     finally:
         rig.close()
+
+
+@pytest.mark.parametrize("said", ['{"ready"', '{"ready": true}', "x" * (1 << 17)])
+def test_a_device_that_says_half_a_line_keeps_nobody_waiting(
+    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "said").write_text(said)
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\ncat '{tmp_path}/said'\nexec sleep 600\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(DeviceUnavailable, match=r"said nothing within|did not start"):
+        DeviceProcess.spawn(MODEL, None, ready_timeout_s=0.5)
+
+
+def test_a_look_at_a_device_does_not_wait_for_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps, in the engine's loop: a frozen device would keep every request waiting."""
+    member = Member(rig.process.address, None, rig.process, rig.client)
+    member.describe()
+    first = member.description
+    rig.call(0)
+    os.kill(rig.process.pid, signal.SIGSTOP)
+    try:
+        monkeypatch.setattr(device_members, "_LOOK_PATIENCE_S", PATIENCE_S)
+        assert rig.client.state == "up"
+        for _ in range(3):
+            assert member.look()["sessions"] == 1
+        assert member.description is first
+    finally:
+        os.kill(rig.process.pid, signal.SIGCONT)
+    assert member._asking is not None
+    member._asking.join()
+    assert member.description is not None
+    assert first is not None
+    assert member.description.num_executed > first.num_executed
