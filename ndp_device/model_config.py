@@ -38,6 +38,22 @@ _OF_KIND = {
 _GATES_ATTENTION = ("afmoe",)
 """Model types whose attention is gated, number by number, without a word about it in config.json."""
 _RECURRENT = {"linear_attention", "mamba", "mamba2"}
+_PATTERN = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
+"""Letters of Nemotron-H's pattern: the kind of each layer, which is attention or experts or a dense part."""
+_FIRST_DENSE = (
+    *("first_k_dense_replace", "moe_layer_start_index"),  # DeepSeek and most; Ernie
+    *("num_dense_layers", "moe_layer_num_skipped", "dense_mlp_idx"),  # AFMoE and LFM2; Hunyuan; Inkling
+)
+"""How many of the first layers are dense."""
+_ABOUT_LAYERS = ("moe_layer", "layer_types", "dense", "sparse", "interleave", "pattern", "block_type")
+_FIRST_DENSE_UNSAID = {
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm5_next"), 3),
+    "lfm2_moe": 2,
+    **dict.fromkeys(("afmoe", "axk1", "axk2", "ernie4_5_moe", "ernie4_5_moe_vl", "exaone_moe", "glm4_moe"), 1),
+    **dict.fromkeys(("glm4_moe_lite", "glm4v_moe_text", "hy_v3", "hy_v4", "kimi_linear", "laguna"), 1),
+    **dict.fromkeys(("mimo_v2_flash", "param2moe", "sarvam_moe", "sarvam_mla", "step3_text", "step3p5"), 1),
+}
+"""Model type -> the same where config.json says nothing about it, as the classes of transformers and vLLM have it."""
 
 
 def whole_model(
@@ -58,14 +74,18 @@ def whole_model(
 def public_model(name: str, config: Mapping[str, Any]) -> WholeModel:
     """The model of a config.json alone, in bfloat16."""
     read = _Config(name, config)
-    moe_layers = [layer for layer in range(read.size(*spellings().num_layers)) if read.is_moe(layer)]
+    moe_layers = read.moe_layers()
+    if not moe_layers:
+        raise ConfigError(
+            f"model {name!r}: by its config.json no layer has experts: {keys_about(config, *_ABOUT_LAYERS)}"
+        )
     experts = ModelShape(
         name,
         len(moe_layers),
         read.size(*spellings().num_experts),
         read.size(*spellings().top_k),
         read.size("hidden_size"),
-        read.size("moe_intermediate_size", "intermediate_size"),
+        read.size("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
     )
     return whole_model(experts, config, moe_layers)
 
@@ -108,16 +128,68 @@ class _Config:
             for layer in range(self.size(*spellings().num_layers))
         )
 
-    def is_moe(self, layer: int) -> bool:
+    def moe_layers(self) -> list[int]:
+        """The decoder layers that have experts: those that a list names, or that rules of families leave."""
+        layers = range(self.size(*spellings().num_layers))
+        named = self._named_moe_layers(len(layers))
+        return [
+            layer for layer in layers if (self._has_experts(layer, len(layers)) if named is None else layer in named)
+        ]
+
+    def _named_moe_layers(self, count: int) -> set[int] | None:
+        """Those of a list: of the kind of each layer, of 0 and 1 for each, or of the numbers of these layers."""
+        get = self._config.get
+        of_each: dict[str, Any] = {
+            "mlp_layer_types": [kind != "dense" for kind in self._listed("mlp_layer_types")],
+            "moe_layer_freq": self._listed("moe_layer_freq"),  # MiMo; an integer is a period
+        }
+        if "moe" in (blocks := self._blocks()):
+            of_each["layers_block_type"] = [kind == "moe" for kind in blocks]
+        for key, has_experts in of_each.items():
+            if has_experts and len(has_experts) < count:
+                raise ConfigError(
+                    f"model {self._name!r}: {key} must say it of all {count} layers, got {len(has_experts)}"
+                )
+            if has_experts:
+                return {layer for layer, one in enumerate(has_experts) if one}
+        for key in ("moe_layers_enum", "moe_layers"):  # Step-3's text of numbers, Llama-4's list
+            if (numbers := get(key)) is not None:
+                words = numbers.split(",") if isinstance(numbers, str) else numbers
+                if not isinstance(words, list) or not all(str(word).strip().isdecimal() for word in words):
+                    raise ConfigError(f"model {self._name!r}: {key} must list numbers of layers, got {numbers!r:.80}")
+                return {int(word) for word in words}
+        return None
+
+    def _listed(self, key: str) -> list[Any]:
+        value = self._config.get(key)
+        return value if isinstance(value, list) else []
+
+    def _blocks(self) -> list[str]:
+        """The kind of each layer where a layer is attention or experts, and not both."""
+        pattern = self._config.get("hybrid_override_pattern")
+        return (
+            [_PATTERN.get(one, one) for one in pattern]
+            if isinstance(pattern, str)
+            else self._listed("layers_block_type")
+        )
+
+    def _has_experts(self, layer: int, count: int) -> bool:
         """Apply the rules that model files follow. A rule whose keys are missing is not applied."""
         get = self._config.get
-        if layer < self._or(0, "first_k_dense_replace", "moe_layer_start_index"):
+        model_type = str(get("model_type"))
+        first = self._or(_FIRST_DENSE_UNSAID.get(model_type, 0), *_FIRST_DENSE)
+        ends = get("moe_layer_end_index")
+        last = max((one for one in (ends if isinstance(ends, list) else [ends]) if type(one) is int), default=-1)
+        if not first <= layer <= (count if last < 0 else last):  # Ernie: -1 is the last one
             return False
         dense = get("mlp_only_layers")
         if isinstance(dense, list) and layer in dense:
             return False
+        if get("interleave_moe_layer_step") == 0:
+            return False
         step = self._period(1, "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
-        if (layer + 1) % step or layer % self._period(1, "moe_layer_freq"):
+        since = first if model_type.startswith("sarvam") else 0
+        if (layer + 1) % step or (layer - since) % self._period(1, "moe_layer_freq"):
             return False
         return layer % self._period(1, "expert_layer_period") == self._or(0, "expert_layer_offset")
 
@@ -140,7 +212,7 @@ class _Config:
     def _kind(self, layer: int) -> str:
         """Name of the layer's attention, from one of the keys that families use for it."""
         get = self._config.get
-        kinds = get("layer_types") or get("layers_block_type")
+        kinds = get("layer_types") or self._blocks()
         if isinstance(kinds, list) and layer < len(kinds):
             return str(kinds[layer])
         if get("full_attention_interval") is not None:
@@ -227,13 +299,13 @@ class _Config:
                 value_dim=self.size("linear_value_head_dim"),
                 kernel=self.size("linear_conv_kernel_dim"),
             )
-        if "mamba_n_heads" in self._config:
+        if "mamba_n_heads" in self._config or "mamba_num_heads" in self._config:  # Granite; Nemotron-H
             return StateSpace(
-                num_heads=self.size("mamba_n_heads"),
-                head_dim=self.size("mamba_d_head"),
-                state=self.size("mamba_d_state"),
-                groups=self.size("mamba_n_groups"),
-                kernel=self.size("mamba_d_conv"),
+                num_heads=self.size("mamba_n_heads", "mamba_num_heads"),
+                head_dim=self.size("mamba_d_head", "mamba_head_dim"),
+                state=self.size("mamba_d_state", "ssm_state_size"),
+                groups=self.size("mamba_n_groups", "n_groups"),
+                kernel=self.size("mamba_d_conv", "conv_kernel"),
             )
         if "mamba_expand" not in self._config:
             raise ConfigError(

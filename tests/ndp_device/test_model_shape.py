@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from ndp_device.checkpoint.files import read_config
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.decoder_layers import DecoderLayer, GroupedQuery, Latent
 from ndp_device.errors import ConfigError
-from ndp_device.model_config import whole_model
+from ndp_device.model_config import public_model, whole_model
 from ndp_device.model_shape import ModelShape, WholeModel
 from ndp_device.timing.shapes import SHAPES
 
@@ -171,3 +172,59 @@ def test_a_replica_manifest_holds_the_experts_alone() -> None:
     """Its `model` is a ModelShape: replicas of one checkpoint stay the same whatever is computed beside them."""
     manifest = json.loads((MODEL.parent / "tiny-mixtral-replicas" / "manifest.json").read_text())
     assert ModelShape(**manifest["model"]) == open_checkpoint(MODEL).shape
+
+
+OF_EIGHT: dict[str, Any] = {
+    "hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 1000,
+    "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 2,
+}  # fmt: skip
+MAMBA = {"mamba_expand": 2, "mamba_d_state": 16, "mamba_dt_rank": 8, "mamba_d_conv": 4}
+MAMBA_2 = {"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1, "conv_kernel": 4}
+
+
+@pytest.mark.parametrize(
+    ("said", "layers"),
+    [
+        ({"first_k_dense_replace": 2}, range(2, 8)),
+        ({"num_dense_layers": 2}, range(2, 8)),
+        ({"moe_layer_num_skipped": 2}, range(2, 8)),
+        ({"dense_mlp_idx": 1}, range(1, 8)),
+        ({"moe_layer_freq": [0, 0, 1, 1, 1, 1, 0, 1]}, [2, 3, 4, 5, 7]),
+        ({"moe_layer_freq": 2, "first_k_dense_replace": 1}, [2, 4, 6]),
+        ({"moe_layer_freq": 2, "first_k_dense_replace": 1, "model_type": "sarvam_moe"}, [1, 3, 5, 7]),
+        ({"mlp_layer_types": ["dense", *["sparse"] * 6, "dense"]}, range(1, 7)),
+        ({"mlp_layer_types": [*["hash_moe"] * 3, *["moe"] * 5]}, range(8)),
+        ({"moe_layers_enum": "2, 3,7"}, [2, 3, 7]),
+        ({"moe_layers": [1, 3, 5, 7], "interleave_moe_layer_step": 1}, [1, 3, 5, 7]),
+        ({"interleave_moe_layer_step": 2}, [1, 3, 5, 7]),
+        ({"moe_layer_start_index": 1, "moe_layer_end_index": 6, "moe_layer_interval": 1}, range(1, 7)),
+        ({"moe_layer_start_index": [1, 1], "moe_layer_end_index": [6, 6]}, range(1, 7)),
+        ({"moe_layer_start_index": 3, "moe_layer_end_index": -1}, range(3, 8)),
+        ({"mlp_only_layers": [0, 5], "decoder_sparse_step": 1}, [1, 2, 3, 4, 6, 7]),
+        ({"expert_layer_period": 2, "expert_layer_offset": 1}, [1, 3, 5, 7]),
+        ({"layers_block_type": ["mamba", "moe"] * 4, **MAMBA}, [1, 3, 5, 7]),
+        ({"hybrid_override_pattern": "ME*EM-ME", **MAMBA_2}, [1, 3, 7]),
+        ({"model_type": "deepseek_v3"}, range(3, 8)),
+        ({"model_type": "qwen3_moe"}, range(8)),
+    ],
+)
+def test_config_json_says_which_layers_have_experts_in_the_words_of_any_family(
+    said: dict[str, Any], layers: Iterable[int]
+) -> None:
+    model = public_model("m", OF_EIGHT | said)
+    assert [number for number, layer in enumerate(model.decoder) if layer.has_experts] == list(layers)
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ({"mlp_layer_types": ["dense"] * 8}, "no layer has experts"),
+        ({"interleave_moe_layer_step": 0}, "no layer has experts"),
+        ({"mlp_layer_types": ["dense", "sparse"]}, "must say it of all 8 layers, got 2"),
+        ({"moe_layers_enum": "2,three"}, "must list numbers of layers"),
+        ({"moe_layers": {"1": True}}, "must list numbers of layers"),
+    ],
+)
+def test_config_json_that_says_nothing_sure_of_its_layers_is_refused(said: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        public_model("m", OF_EIGHT | said)

@@ -26,7 +26,7 @@ from ndp_device.checkpoint.opening import open_checkpoint  # noqa: E402
 from ndp_device.checkpoint.spellings import text_config  # noqa: E402
 from ndp_device.errors import ConfigError, ReplicaError  # noqa: E402
 from ndp_device.kernels import load_kernel  # noqa: E402
-from ndp_device.model_config import whole_model  # noqa: E402
+from ndp_device.model_config import public_model, whole_model  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
 
@@ -111,6 +111,17 @@ def test_the_simulated_host_counts_every_weight_of_the_checkpoint(models: Path, 
     }
     assert model.num_parameters == sum(math.prod(shape) for shape in tensors.values())
     assert len(model.decoder) == config["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("family", _marked("nemotron_h", *NOT_READ))
+def test_config_json_alone_says_what_the_tensors_do(models: Path, family: str) -> None:
+    """`plan` of a model that is not here: which layers have experts, how many, of which sizes."""
+    directory = MAKE.make(family, models)
+    checkpoint, config = open_checkpoint(directory), text_config(read_config(directory))
+    alone = public_model(family, config)
+    with_experts = [number for number, layer in enumerate(alone.decoder) if layer.has_experts]
+    assert with_experts == list(checkpoint.layout.moe_index)
+    assert alone == whole_model(checkpoint.shape, config, checkpoint.layout.moe_index, dtype=alone.dtype)
 
 
 @pytest.mark.parametrize("family", _marked(*SEEN_ELSEWHERE, *MULTIMODAL, *WITHOUT_NORM, *WITHOUT_CLASS))
