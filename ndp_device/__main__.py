@@ -16,6 +16,7 @@ import typer
 from ndp_device import timing_cli
 from ndp_device.command_line import HardwareOption, SetOption, assignments, command, print_json, program, run
 from ndp_device.errors import ConfigError
+from ndp_device.outputs import KEYS
 from ndp_device.timing.spec import PE_MODES
 from ndp_device.transport.address import INSECURE_LOOPBACK
 
@@ -228,7 +229,9 @@ def verify(
 
 @command(app, "keygen", examples=("ndp-device keygen keys", "ndp-device keygen keys --host rack7"))
 def keygen(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the device's keys are, or will be made.")],
+    directory: Annotated[
+        Path, KEYS, typer.Argument(metavar="DIR", help="Where the device's keys are, or will be made.")
+    ],
     host: Annotated[str | None, typer.Option(help="Name of the host that the new key is for.")] = None,
 ) -> None:
     """Make the keys of a device and of a host that it lets in.

@@ -16,12 +16,13 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
 from ndp_device.errors import ConfigError, NdpError
+from ndp_device.outputs import Output, check_outputs
 
 Function = Callable[..., None]
 
@@ -111,14 +112,6 @@ def assignments(pairs: Sequence[str] | None, option: str, form: str = "name=valu
     return read
 
 
-def require_writable(*files: Path | None) -> None:
-    """Refuse a file that cannot be written before the work starts, not after it."""
-    for file in files:
-        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-            reason = "it is a directory" if file.is_dir() else f"there is no directory {file.absolute().parent}"
-            raise ConfigError(f"{file} cannot be used: {reason}")
-
-
 def _epilog(examples: Sequence[str]) -> str:
     """Lay out one example a line; "\\b" keeps the lines as they are."""
     return "Examples:\n\n\b\n" + "\n".join(f"$ {example}" for example in examples)
@@ -173,12 +166,32 @@ def _ungrouped(function: Function) -> Function:
                 inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=default, annotation=kinds[field.name])
             )
 
+    outputs = {one.name: mark for one in parameters if (mark := _output(one.annotation)) is not None}
+
     @functools.wraps(function)
     def call(**values: Any) -> None:
+        _check_paths(values, outputs)
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
         function(**values)
 
+    call.outputs = outputs  # type: ignore[attr-defined]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call
+
+
+def _output(annotation: Any) -> Output | None:
+    return next((mark for mark in get_args(annotation) if isinstance(mark, Output)), None)
+
+
+def _check_paths(values: Mapping[str, Any], outputs: Mapping[str, Output]) -> None:
+    """Every other path is read, and so is a checkpoint that may be named by an id as well."""
+    given = [one for name, value in values.items() if name not in outputs for one in _each(value)]
+    read = [Path(one) for one in given if isinstance(one, Path) or Path(one, "config.json").exists()]
+    check_outputs({values[name]: mark for name, mark in outputs.items() if values[name] is not None}, read)
+
+
+def _each(value: Any) -> list[Path | str]:
+    several = value if isinstance(value, list | tuple) else str(value).split(",") if isinstance(value, str) else [value]
+    return [one for one in several if isinstance(one, Path | str) and one != "" and "\0" not in str(one)]

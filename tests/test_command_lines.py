@@ -5,10 +5,12 @@ Every example of every help is read by the real parser, and run for real unless 
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -285,6 +287,80 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is(
     assert (done.returncode, done.stdout) == (2, "")
     assert says.replace("{tmp}", str(tmp_path)) in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+WRITES: dict[str, tuple[list[str], bool]] = {
+    "quantize": (["{model}", "--out", "{out}", "--bits", "1"], True),
+    "tune": (["{model}", "{replicas}", "--out", "{out}", "--calibration", "{model}/calibration.txt"], True),
+    "pull": (["org/name", "--model", "{model}", "--out", "{out}"], True),
+    "record": (["{model}", "--prompts", "{model}/calibration.txt", "--out", "{out}"], True),
+    "trace-import": (["{trace}", "--format", "vllm", "--out", "{out}"], True),
+    "trace-export": (["{trace}", "--format", "gate-stats", "--out", "{out}"], True),
+    "trace-synth": (["mixtral-8x7b", "--out", "{out}", "--requests", "1"], True),
+    "sweep": (["{trace}", "--model", "{model}", "--systems", "monde", "--out", "{out}"], True),
+    "compare": (["{trace}", "--systems", "monde", "--model", "{model}", "--csv", "{out}"], False),
+    "arrivals": (["{trace}", "{trace}", "--csv", "{out}"], False),
+    "locality": (["{trace}", "--json", "{out}"], False),
+    "locality --html": (["{trace}", "--html", "{out}"], False),
+    "analyze": (["{trace}", "--prior-out", "{out}", "--prior", "{model}/prior.npy"], False),
+    "report": (["{trace}", "--out", "{out}"], False),
+    "report --perfetto": (["{trace}", "--perfetto", "{out}"], False),
+    "scaling": (["--models", "mixtral-8x7b", "--out", "{out}"], False),
+    "ndp-device keygen": (["{out}"], True),
+}
+"""Every parameter that names what a command writes: the words of one call, and whether it is a folder."""
+
+
+def _writes(name: str, out: Path, places: dict[str, Path]) -> subprocess.CompletedProcess[str]:
+    words = [word.format(out=out, **places) for word in WRITES[name][0]]
+    program, command = ("ndp-device", "keygen") if name.startswith("ndp-device") else ("vllm-ndp", name.split()[0])
+    return run(program, command, *words)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, Path]:
+    given = {"model": "models/tiny-mixtral", "replicas": "models/tiny-mixtral-replicas", "trace": TRACE}
+    for name, path in given.items():
+        shutil.copytree(ROOT / path, tmp_path / name)
+    return {name: tmp_path / name for name in given}
+
+
+def _tree(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_no_command_writes_into_what_it_reads(name: str, places: dict[str, Path], tmp_path: Path) -> None:
+    """Into it, below it, or by another name of it; a command that reads nothing has only the folder of others."""
+    before, is_folder = _tree(tmp_path), WRITES[name][1]
+    (tmp_path / "other-name").symlink_to(tmp_path, target_is_directory=True)
+    read = [one for one in places if f"{{{one}}}" in WRITES[name][0]]
+    for one in read:
+        for out in (tmp_path / one / "new", tmp_path / "other-name" / one / "new", *[tmp_path / one] * is_folder):
+            done = _writes(name, out, places)
+            assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+            assert f"would be written into {places[one]}, which is read" in done.stderr
+    if is_folder:
+        done = _writes(name, tmp_path, places)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+        assert "is not empty: " in done.stderr
+    assert read or is_folder or name == "scaling"
+    (tmp_path / "other-name").unlink()
+    assert _tree(tmp_path) == before
+
+
+def test_every_parameter_that_names_an_output_is_held_to_the_rule() -> None:
+    """A new command that writes is marked, and stands in the table above."""
+    marked = set()
+    for path in commands():
+        callback = getattr(node_of(path), "callback", None)
+        outputs = getattr(inspect.unwrap(callback, stop=lambda one: hasattr(one, "outputs")), "outputs", {})
+        marked |= {f"{' '.join(path)} {name}" for name in outputs}
+        for parameter in node_of(path).params:
+            told = f"{parameter.name}: {getattr(parameter, 'help', '')}"
+            if re.search(r"^out:|_out:|\b[Ww]rite\b|will be made", told):
+                assert parameter.name in outputs, f"{path}: {told}"
+    assert len(marked) == len(WRITES)
 
 
 def test_modules_compiled_from_older_sources_cost_one_sentence(

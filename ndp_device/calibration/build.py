@@ -29,6 +29,7 @@ from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.names import DTYPES
 from ndp_device.errors import ConfigError, ReplicaError
 from ndp_device.model_shape import ModelShape
+from ndp_device.outputs import REPLICAS, require_own_folder
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import (
     MANIFEST,
@@ -389,6 +390,7 @@ def _refuse_few_tokens(num_sequences: int, sequence_length: int, shape: ModelSha
 
 def run_job(out_dir: Path, manifest: Manifest, make_layer: MakeLayer, *, show_progress: bool) -> Manifest:
     """Write every layer that is not there yet: safe, as one processor makes the same bytes of a job each time."""
+    require_own_folder(out_dir, REPLICAS)
     remove_unfinished(out_dir)
     manifest = _resume(out_dir, manifest)
     shape = manifest.model

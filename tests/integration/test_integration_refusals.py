@@ -51,7 +51,7 @@ def configure(model: Path = MODEL, *, additional_config: dict[str, Any] | None =
         ({"replicas": "/no/such/directory"}, "holds no replicas"),
         ({"record": "/dev/null/trace"}, "no trace can be written to /dev/null/trace: Not a directory; choose a"),
         ({"record": "/proc/trace"}, "no trace can be written to /proc/trace: "),
-        ({"record": str(MODEL)}, "is not empty: a trace is recorded into a directory of its own"),
+        ({"record": str(MODEL)}, "is not empty: README.md in it is none of the files that are written"),
         ({"replan": "drift", "hot_experts": 8}, "exchanges hot and cold experts, but 8 of 8 are hot"),
         ({"replan": "drift", "max_moves": 0}, "but 'max_moves' is 0, so that none may be copied: drop one of the two"),
         ({"prices": "measured", "devices": 2}, "so that none takes what one takes alone: use 'prices': 'simulated'"),

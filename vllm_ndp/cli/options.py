@@ -10,11 +10,14 @@ import typer
 
 from ndp_device.command_line import HardwareOption, SetOption, assignments
 from ndp_device.errors import ConfigError
+from ndp_device.outputs import A_NEW_FOLDER
 from ndp_device.widths import DEFAULT_AVG_BITS
 
 TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="Directory of the trace.")]
 CheckpointArgument = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory.")]
-OutOption = Annotated[Path, typer.Option(help="Directory of the trace to write; must be empty or absent.")]
+OutOption = Annotated[
+    Path, A_NEW_FOLDER, typer.Option(help="Directory of the trace to write; must be empty or absent.")
+]
 ReplicasOption = Annotated[
     Path | None, typer.Option(help="Replica directory whose loss table is used; default: what the run used.")
 ]

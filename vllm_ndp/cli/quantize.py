@@ -11,6 +11,7 @@ import typer
 
 from ndp_device.command_line import command, print_json
 from ndp_device.errors import ConfigError
+from ndp_device.outputs import REPLICAS
 from vllm_ndp.cli.options import integers
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class PassOptions:
 def quantize(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory, or id of the hub.")],
     out: Annotated[
-        Path, typer.Option(help="Directory of the replicas; an interrupted job continues where it stopped.")
+        Path, REPLICAS, typer.Option(help="Directory of the replicas; an interrupted job continues where it stopped.")
     ],
     by: SolverOptions,
     way: PassOptions,
@@ -120,7 +121,7 @@ def quantize(
 def tune(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory, or id of the hub.")],
     replicas: Annotated[Path, typer.Argument(metavar="REPLICAS", help="Directory that `quantize` wrote.")],
-    out: Annotated[Path, typer.Option(help="Directory of the tuned replicas.")],
+    out: Annotated[Path, REPLICAS, typer.Option(help="Directory of the tuned replicas.")],
     calibration: Annotated[Path, typer.Option(help="UTF-8 text to train on.")],
     way: PassOptions,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of training.")] = 300,

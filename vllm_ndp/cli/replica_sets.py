@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ndp_device.command_line import command, print_json
+from ndp_device.outputs import REPLICAS
 
 app = typer.Typer()
 RepoArgument = Annotated[str, typer.Argument(metavar="REPO", help="ORGANISATION/NAME on the hub.")]
@@ -29,7 +30,7 @@ def push(
 ) -> None:
     """Put a replica set on the hub, with a card that vouches.
 
-    Every byte is checked first. The card (README.md beside the replicas) has digests, losses and the licence.
+    Every byte is checked first. The card (README.md) has digests, losses and the licence; nothing is written here.
     """
     from vllm_ndp.operating.hub import push as push_to_hub
 
@@ -47,7 +48,7 @@ def push(
 )
 def pull(
     repo: RepoArgument,
-    out: Annotated[Path | None, typer.Option(help="Directory to write; default: in our cache.")] = None,
+    out: Annotated[Path | None, REPLICAS, typer.Option(help="Directory to write; default: in our cache.")] = None,
     model: Annotated[str | None, typer.Option(help="Directory or id of the model that they must be of.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
 ) -> None:

@@ -90,18 +90,18 @@ def pull(repo: str, out: Path | None, model: str | None = None, revision: str | 
 
 
 def push(directory: Path, repo: str, *, license_: str, base_model: str | None, private: bool) -> str:
-    """Check every byte, write the card beside them, and put both into the repository; the address of the commit."""
+    """Check every byte, and put the replicas and a card into the repository; the address of the commit."""
     _require_repo(repo)
     files = ReplicaFiles(directory)
     text = card(files, repo, license_=license_, base_model=base_model)
-    (directory / CARD).write_text(text)
+    names = [path.name for pattern in _REPLICA_FILES for path in sorted(directory.glob(pattern)) if path.name != CARD]
     with _hub(f"the replica set {repo}") as hub:
         api = hub.HfApi()
         api.create_repo(repo, private=private, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=repo,
-            folder_path=directory,
-            allow_patterns=_REPLICA_FILES,
+        added = {name: directory / name for name in names} | {CARD: text.encode()}
+        commit = api.create_commit(
+            repo,
+            [hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=what) for name, what in added.items()],
             commit_message=f"Replicas {files.manifest.digest} of model {files.manifest.model_digest}",
         )
     return str(commit.commit_url)

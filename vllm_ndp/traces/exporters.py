@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import TraceError
+from ndp_device.outputs import require_own_folder
 from vllm_ndp.traces.trace import Trace
 
 _LEAST = 1e-9
@@ -34,8 +35,7 @@ def export_trace(trace: Trace, kind: str, out: Path) -> list[Path]:
     if kind not in EXPORTERS:
         nearest = difflib.get_close_matches(kind, EXPORTERS, n=1, cutoff=0.0)[0]
         raise TraceError(f"format must be one of {', '.join(EXPORTERS)}, got {kind!r}: did you mean {nearest!r}?")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise TraceError(f"{out} must be a new or an empty directory")
+    require_own_folder(out)
     if not trace.sequences:
         raise TraceError("the trace has no request to export")
     written = []

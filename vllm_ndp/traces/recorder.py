@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ndp_device import durable
 from ndp_device.errors import TraceError, why_unwritable
+from ndp_device.outputs import require_own_folder
 from vllm_ndp.traces.format import (
     ALL_REQUESTS,
     PRIVATE_DIRECTORY,
@@ -50,8 +51,7 @@ def _writing_to(directory: Path) -> Iterator[None]:
     """Write in a directory that exists then and holds nothing. Raises TraceError."""
     try:
         durable.make_directory(directory, PRIVATE_DIRECTORY)
-        if any(directory.iterdir()):
-            raise TraceError(f"{directory} is not empty: a trace is recorded into a directory of its own")
+        require_own_folder(directory)
         yield
     except OSError as error:
         raise TraceError(f"no trace can be written to {directory}: {why_unwritable(error)}") from None

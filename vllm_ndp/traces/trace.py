@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ndp_device import durable
 from ndp_device.errors import TraceError
+from ndp_device.outputs import require_own_folder
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.traces.format import (
     DECODE,
@@ -237,8 +238,7 @@ class Trace:
 
     def save(self, directory: Path) -> None:
         """Write the whole trace at once, one chunk per table."""
-        if directory.exists() and any(directory.iterdir()):
-            raise TraceError(f"{directory} is not empty: a trace is written into a directory of its own")
+        require_own_folder(directory)
         durable.make_directory(directory, PRIVATE_DIRECTORY)
         write_manifest(directory, self.provenance, None)
         columns: dict[str, dict[str, Any]] = {

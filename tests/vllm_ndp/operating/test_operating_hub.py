@@ -53,8 +53,11 @@ def test_what_is_pushed_is_pulled_to_the_byte_and_serves_its_model(hub: Hub, tmp
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["replicas"] == str(out)
     assert result["bits"] == [1, 2, 3, 4]
-    for path in directory.iterdir():
+    for path in REPLICAS.iterdir():
         assert (out / path.name).read_bytes() == path.read_bytes()
+    assert {path.name for path in directory.iterdir()} == {path.name for path in REPLICAS.iterdir()}, "as it was"
+    again = run(hub, "pull", REPO, "--out", out)
+    assert again.returncode == 0, again.stderr
     verified = subprocess.run([BIN / "ndp-device", "verify", "--replicas", out], capture_output=True, text=True)
     assert json.loads(verified.stdout)["ok"] is True
 

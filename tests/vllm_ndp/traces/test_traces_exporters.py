@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from paths import DATA
 
-from ndp_device.errors import TraceError
+from ndp_device.errors import ConfigError, TraceError
 from vllm_ndp.traces.exporters import _ordinal, export_trace
 from vllm_ndp.traces.importers import ImportSettings, import_trace, sequence_of, trace_of
 from vllm_ndp.traces.trace import Trace
@@ -60,7 +60,7 @@ def test_what_cannot_be_exported_is_refused_before_a_file_is_written(tmp_path):
     with pytest.raises(TraceError, match="did you mean 'dynande'"):
         export_trace(BUNDLED, "dynand", tmp_path / "out")
     (tmp_path / "mine").write_text("")
-    with pytest.raises(TraceError, match="a new or an empty directory"):
+    with pytest.raises(ConfigError, match="is not empty"):
         export_trace(BUNDLED, "gate-stats", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ndp_device.command_line import command, print_json, require_writable
+from ndp_device.command_line import command, print_json
 from ndp_device.errors import ConfigError
+from ndp_device.outputs import A_FILE
 from vllm_ndp.cli.options import ArrivalOptions, HardwareOptions, ServerOptions, policy_options
 from vllm_ndp.lab.cli.recorded import BUNDLED, losses_chosen, losses_of_run
 
@@ -40,13 +41,14 @@ def arrivals(
     when: ArrivalOptions,
     where: HardwareOptions,
     server: ServerOptions,
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write every token with its causes here.")] = None,
+    csv_file: Annotated[
+        Path | None, A_FILE, typer.Option("--csv", help="Write every token with its causes here.")
+    ] = None,
 ) -> None:
     """Serve requests as they arrive; tail latencies by cause.
 
     Hosts share one device. All times are simulated.
     """
-    require_writable(csv_file)
     from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.lab.cli.tables import print_latencies
     from vllm_ndp.lab.serving.latency import percentiles, tokens_of

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ndp_device.command_line import command, print_json, require_writable
+from ndp_device.command_line import command, print_json
 from ndp_device.errors import ConfigError
+from ndp_device.outputs import A_FILE
 from vllm_ndp.cli.options import TraceArgument, integers
 
 if TYPE_CHECKING:
@@ -41,15 +42,15 @@ def show_locality(
     against: Annotated[
         Path | None, typer.Option(help="Another trace: are the two as local, request by request?")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every layer's curves to this file.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Draw the curves into this file.")] = None,
+    json_file: Annotated[
+        Path | None, A_FILE, typer.Option("--json", help="Write every layer's curves to this file.")
+    ] = None,
+    html: Annotated[Path | None, A_FILE, typer.Option("--html", help="Draw the curves into this file.")] = None,
 ) -> None:
     """Show how routing repeats, and what caches of it would hit.
 
     Beside the same tokens shuffled, and chance. No time is simulated.
     """
-    require_writable(json_file)
-    require_writable(html)
     from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.lab.locality import default_places, locality
     from vllm_ndp.lab.vectorised.prediction import found_ahead

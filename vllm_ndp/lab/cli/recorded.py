@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ndp_device.command_line import command, print_json, require_writable
+from ndp_device.command_line import command, print_json
 from ndp_device.errors import ConfigError
+from ndp_device.outputs import A_FILE, Output
 from ndp_device.widths import DEFAULT_AVG_BITS
 from vllm_ndp.cli.options import (
     OLD_HOT,
@@ -89,14 +90,13 @@ def compare(
     what: SystemOptions,
     where: HardwareOptions,
     plans: PlanOptions,
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the table to this file too.")] = None,
+    csv_file: Annotated[Path | None, A_FILE, typer.Option("--csv", help="Write the table to this file too.")] = None,
     jobs: JobsOption = "1",
 ) -> None:
     """Run systems and policies on one trace and one hardware.
 
     All times are simulated. docs/systems.md explains each column.
     """
-    require_writable(csv_file)
     from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.lab.cli.tables import print_comparison
     from vllm_ndp.lab.compare import beside_fastest
@@ -146,7 +146,11 @@ def sweep(
     grid: GridOptions,
     what: SystemOptions,
     plans: PlanOptions,
-    out: Annotated[Path, typer.Option(help="Directory of the results; one of the same sweep is gone on with.")],
+    out: Annotated[
+        Path,
+        Output(("sweep.jsonl", "sweep.csv")),
+        typer.Option(help="Directory of the results; one of the same sweep is gone on with."),
+    ],
     jobs: JobsOption = "all",
 ) -> None:
     """Run compare for every model, hardware and memory size.
@@ -247,7 +251,7 @@ def analyze(
     hot_experts: HotOption = None,
     prior: PriorOption = None,
     prior_out: Annotated[
-        Path | None, typer.Option(help="Write the popularity of this trace's experts to this .npy file.")
+        Path | None, A_FILE, typer.Option(help="Write the popularity of this trace's experts to this .npy file.")
     ] = None,
     calibrations: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Two replica directories: how much do their losses and bits agree?")
@@ -258,7 +262,6 @@ def analyze(
 
     Against a null, a prior and an oracle, with intervals.
     """
-    require_writable(prior_out)
     import numpy as np
 
     from vllm_ndp.cli.terminal import waiting
@@ -290,13 +293,13 @@ def analyze(
 class PageOptions:
     """Files that the command writes."""
 
-    out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("report.html")
+    out: Annotated[Path, A_FILE, typer.Option("--out", "-o", help="HTML file to write.")] = Path("report.html")
     shapes: Annotated[
         str | None,
         typer.Option(help="Also map these public models, or 'published' = five, on GPUs of 8 to 160 GB."),
     ] = None
     perfetto: Annotated[
-        Path | None, typer.Option(help="Also write the first steps to this file, for ui.perfetto.dev.")
+        Path | None, A_FILE, typer.Option(help="Also write the first steps to this file, for ui.perfetto.dev.")
     ] = None
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps in that file.")] = 64
 
@@ -323,7 +326,6 @@ def report(
 
     The plots show the first batch size.
     """
-    require_writable(page.out, page.perfetto)
     from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.lab.compare import CompareSettings
     from vllm_ndp.lab.frontier import SHAPES

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ndp_device.command_line import HardwareOption, SetOption, command, print_json, require_writable
+from ndp_device.command_line import HardwareOption, SetOption, command, print_json
+from ndp_device.outputs import A_FILE
 from vllm_ndp.cli.options import hardware_values, integers, names
 
 if TYPE_CHECKING:
@@ -73,14 +74,13 @@ def scaling(
     over: ScaleOptions,
     sharing: PoolOptions,
     at: SetupOptions,
-    out: Annotated[Path | None, typer.Option(help="Write a page of plots here.")] = None,
+    out: Annotated[Path | None, A_FILE, typer.Option(help="Write a page of plots here.")] = None,
 ) -> None:
     """Tokens/s over devices, GPUs, batches; hosts that share them.
 
     GPU memory holds as many hot experts as fit; all others are on devices. The table also names the part that takes
     most of a step. All times are simulated.
     """
-    require_writable(out)
     from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.lab.scaling import MODELS, Scale, curve, pool, stops_paying
 
