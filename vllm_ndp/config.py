@@ -7,7 +7,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -399,8 +399,8 @@ class NdpSettings:
         nats = said.pop("max_loss")
         return said if nats is None else said | {"avg_bits": {"max_loss": nats}}
 
-    def resolve_offload_bits(self, num_experts: int) -> int:
-        """Bits of hot experts that run on the device, 0 where none ever does.
+    def resolve_offload_bits(self, num_experts: int, widths: Collection[int] = REPLICA_WIDTHS) -> int:
+        """Bits of hot experts that run on the device, 0 where none ever does. widths: that the device serves.
 
         Raises ConfigError when `balanced` was asked for and the other settings leave it nothing to do.
         """
@@ -413,7 +413,9 @@ class NdpSettings:
                 f"got cold_precision {self.cold_precision!r} and {num_hot} of {num_experts} experts hot{warm}: use "
                 "'auto'"
             )
-        default = BYTE_BITS if self.avg_bits == BYTE_BITS else DEFAULT_OFFLOAD_BITS
+        there = sorted(set(widths) & set(REPLICA_WIDTHS)) or REPLICA_WIDTHS
+        usual = BYTE_BITS if self.avg_bits == BYTE_BITS else DEFAULT_OFFLOAD_BITS
+        default = max((bits for bits in there if bits <= usual), default=there[0])
         return (self.offload_bits or default) if possible and self.execution != "paper" else 0
 
     def make_policy(self) -> Policy:

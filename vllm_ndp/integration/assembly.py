@@ -330,7 +330,7 @@ class Assembly:
 
     def _facts_of(self, served: Served, *, wants_prompts: bool) -> DeviceFacts:
         """wants_prompts: whether the device is to compute for prompts, if it holds the checkpoint."""
-        offload_bits = self.settings.resolve_offload_bits(self.pool.model.num_experts)
+        offload_bits = self.settings.resolve_offload_bits(self.pool.model.num_experts, served.expert_bytes)
         computes_prompts = wants_prompts and FULL_PRECISION_BITS in served.expert_bytes
         return DeviceFacts(offload_bits, served.group_size, served.expert_bytes, computes_prompts)
 

@@ -15,7 +15,7 @@ from ndp_device.kernels.kernel import Kernel
 from ndp_device.replicas import loss_table
 from ndp_device.replicas.format import ReplicaFiles, read_manifest
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.widths import loss_columns
+from ndp_device.widths import BYTE_BITS, WIDTHS
 from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.integration.compat import say
 from vllm_ndp.planning.bitwidths import LossTable
@@ -47,14 +47,28 @@ def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path |
 
 
 def load_losses(replicas: Path, layers: range, settings: NdpSettings) -> LossTable:
-    """Load the losses of the MoE layers that this worker runs, of replicas that have all widths that plans may use."""
-    wanted = loss_columns({settings.avg_bits, settings.offload_bits})
-    missing = set(wanted) - set(read_manifest(replicas).bits)
-    if missing:
+    """Load the losses of the MoE layers that this worker runs. Plans use the widths that the replicas have.
+
+    Raises ConfigError where no plan can be made of these: fewer bits than the narrowest, 8 bits, or all for `joint`.
+    """
+    there = read_manifest(replicas).bits
+    dealt = [bits for bits in there if bits in WIDTHS]
+    asked = settings.avg_bits
+    wanted = {bits for bits in (settings.offload_bits, BYTE_BITS if asked == BYTE_BITS else None) if bits is not None}
+    if settings.plan == "joint":
+        wanted |= set(WIDTHS)
+    if missing := sorted(wanted - set(there)):
         raise ConfigError(
-            f"the replicas in {replicas} lack {sorted(missing)} bits; plans need all of {list(wanted)}: run "
-            f"`vllm-ndp quantize` with --bits {','.join(map(str, wanted))}"
+            f"the replicas in {replicas} have {list(there)} bits, and these settings need {missing} too: run "
+            f"`vllm-ndp quantize` with --bits {','.join(map(str, sorted({*there, *missing})))}, or ask for those"
         )
+    if asked < dealt[0]:
+        raise ConfigError(
+            f"ndp setting 'avg_bits' is {asked:g}, and the narrowest replicas in {replicas} have {dealt[0]} bits: ask "
+            f"for {dealt[0]} or more, or make narrower ones"
+        )
+    if dealt[-1] < asked < BYTE_BITS:
+        say(f"avg_bits is {asked:g}, and the widest replicas have {dealt[-1]} bits: cold experts read {dealt[-1]}")
     kind = settings.losses
     return LossTable.from_measured(*loss_table.load_losses(replicas, kind)).of_layers(slice(layers.start, layers.stop))
 

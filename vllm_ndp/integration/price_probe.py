@@ -173,7 +173,7 @@ class PriceProbe:
                 f"{bits} bits: use 'prices': 'simulated', or rebuild the replicas with `vllm-ndp quantize`"
             )
         client.activate_plan(1)
-        messages = _rising(self._asked(client, rows, 0, WIDTHS[0]) for rows in ROWS)
+        messages = _rising(self._asked(client, rows, 0, min(widths, default=WIDTHS[0])) for rows in ROWS)
         prices = {
             f"device:{bits}": _rising(
                 self._one_more(self._asked(client, rows, num_asked, bits), message, num_asked)

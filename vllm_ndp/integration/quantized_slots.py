@@ -19,7 +19,7 @@ from ndp_device.errors import ConfigError
 from ndp_device.kernels.kernel import Kernel
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
-from ndp_device.widths import FULL_PRECISION_BITS, loss_columns
+from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.integration.hot_slots import (
     CpuSlotKernel,
     CudaSlotKernel,
@@ -127,7 +127,7 @@ class ReplicaFill:
         self._bits, self._kernel = bits, kernel
         self._layers, self._slots = layers, slots
         if bits not in (*self._files.manifest.bits, FULL_PRECISION_BITS):
-            wanted = ",".join(map(str, loss_columns({bits})))
+            wanted = ",".join(map(str, sorted({*self._files.manifest.bits, bits})))
             raise ConfigError(
                 f"ndp setting 'slot_bits' is {bits}, the replicas in {replicas} have {list(self._files.manifest.bits)} "
                 f"bits: run `vllm-ndp quantize` with --bits {wanted}"

@@ -117,4 +117,5 @@ def _loss(settings: NdpSettings, model: Path, bits: int) -> float | None:
         relative: Any = load_losses(replicas, "relative")[0]
     except (NdpError, OSError):
         return None
-    return float(np.nanmean(relative[:, :, bits - 1]))
+    of_width = np.fmin.reduce(relative[:, :, :bits], axis=2)  # absent widths are read as narrower ones
+    return None if np.isnan(of_width).all() else float(np.nanmean(of_width))

@@ -19,13 +19,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
-from ndp_device.widths import BYTE_BITS, FULL_PRECISION_BITS, REPLICA_WIDTHS, WIDTHS
+from ndp_device.widths import BYTE_BITS, FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement
 from vllm_ndp.planning.same_everywhere import power
@@ -73,13 +74,15 @@ _BITS_OF_A_SIZE, _SIZES = 44, 1 << 14
 class LossTable:
     """Expert-output error of each replica on held-out calibration tokens, as LOSSES says; never rises with bits."""
 
-    mse: NDArray[np.float64]  # [L, E, 4], widths 1..4
+    mse: NDArray[np.float64]  # [L, E, 4], widths 1..4; at an absent width, that of the next narrower one
     layer_weights: NDArray[np.float64] = field(default=None)  # type: ignore[arg-type]  # [L]
     """Effect of the same loss in each layer on the model's answer, in units of their mean; None: the same in all."""
     nats: float | None = None
     """Nats a token that a loss of 1 in every layer does, to first order; None where it was not measured."""
     at_8: NDArray[np.float64] | None = None  # [L, E]
     """The loss at 8 bits; None where the replicas have none."""
+    dealt: tuple[int, ...] = WIDTHS
+    """Those of widths 1..4 that the replicas have, rising: plans use no others."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mse", frozen_array(self.mse, np.float64))
@@ -115,27 +118,44 @@ class LossTable:
     ) -> LossTable:
         """Measured losses are noisy: a width is never credited with more loss than a narrower one.
 
-        mse: [L, E, 4], or [L, E, 5] with that at 8 bits.
+        mse: [L, E, 4], or [L, E, 5] with that at 8 bits; NaN at widths that the replicas do not have.
         """
-        falling = np.minimum.accumulate(np.asarray(mse, np.float64), axis=2)
+        mse = np.asarray(mse, np.float64)
+        dealt = tuple(bits for column, bits in enumerate(WIDTHS) if not np.isnan(mse[:, :, column]).all())
+        if not dealt:
+            raise ConfigError(f"replicas must have one of the widths {list(WIDTHS)}: build them again")
+        falling = np.fmin.accumulate(mse, axis=2)
         narrow, at_8 = np.split(falling, [len(WIDTHS)], axis=2)
-        return cls(narrow, layer_weights, nats, at_8[:, :, 0] if at_8.size else None)  # type: ignore[arg-type]
+        narrow[:, :, : dealt[0] - WIDTHS[0]] = narrow[:, :, dealt[0] - WIDTHS[0], None]
+        of_8 = None if np.isnan(mse[:, :, len(WIDTHS) :]).all() else at_8[:, :, 0]
+        return cls(narrow, layer_weights, nats, of_8, dealt)  # type: ignore[arg-type]
 
     def of_layers(self, layers: slice | NDArray[np.integer]) -> LossTable:
         """Some layers of it, their weights as they are."""
         at_8 = None if self.at_8 is None else self.at_8[layers]
-        return LossTable(self.mse[layers], self.layer_weights[layers], self.nats, at_8)
+        return LossTable(self.mse[layers], self.layer_weights[layers], self.nats, at_8, self.dealt)
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Bits that the replicas have."""
-        return WIDTHS if self.at_8 is None else REPLICA_WIDTHS
+        return self.dealt if self.at_8 is None else (*self.dealt, BYTE_BITS)
+
+    @cached_property
+    def steps(self) -> NDArray[np.int64]:
+        """[W - 1]: bits from each width that plans use to the next."""
+        return np.diff(self.dealt)
+
+    @cached_property
+    def falls(self) -> NDArray[np.float64]:
+        """[L, E, W - 1]: how far the loss falls, by a bit of each of these steps."""
+        of_dealt = self.mse[:, :, np.array(self.dealt) - WIDTHS[0]]
+        return (of_dealt[:, :, :-1] - of_dealt[:, :, 1:]) / self.steps
 
     @cached_property
     def by_width(self) -> NDArray[np.float64]:
         """[L, E, 17]: 0 at widths that lose nothing or are not known."""
         table = np.zeros((*self.mse.shape[:2], FULL_PRECISION_BITS + 1))
-        table[:, :, list(WIDTHS)] = self.mse
+        table[:, :, self.dealt] = self.mse[:, :, np.array(self.dealt) - WIDTHS[0]]
         if self.at_8 is not None:
             table[:, :, BYTE_BITS] = self.at_8
         return table
@@ -162,7 +182,8 @@ class LossTable:
 def select_bitwidths(
     score: ImportanceScore, placement: Placement, loss: LossTable, budget: Budget, gain: str = "importance"
 ) -> BitwidthPlan:
-    """The widths of largest total gain that spend exactly the budget's increments in each layer.
+    """The widths of largest total gain that spend exactly the budget's increments in each layer, or as many as widths
+    that the replicas have can spend.
 
     Experts that are not cold have 0 bits here, as in `uniform_bitwidths`.
     """
@@ -188,7 +209,9 @@ def select_bitwidths(
         ranked = order[layers, :cold]
         prefix = np.zeros((len(layers), cold + 1, 3))
         np.cumsum(gains[layers[:, None], ranked], axis=1, out=prefix[:, 1:])
-        ends = _best_ends(prefix, _feasible(cold, spend), spend)
+        while not len((feasible := _feasible(cold, spend, loss.dealt)).n4):
+            spend -= 1
+        ends = _best_ends(prefix, feasible, spend)
         bits[layers[:, None], ranked] = 1 + (np.arange(cold) < ends[:, :, None]).sum(axis=0)
     return BitwidthPlan(bits)
 
@@ -206,16 +229,19 @@ def bits_over_layers(score: ImportanceScore, placement: Placement, loss: LossTab
     _require_one_model(score, placement, loss)
     cold = placement.cold
     worth = score.strength * loss.layer_weights[:, None]
-    gains = ((loss.mse[:, :, :-1] - loss.mse[:, :, 1:]) * worth[:, :, None])[cold].T  # [3, n], by a pair
-    best = np.argsort(-_concave(gains), axis=None, kind="stable")  # among equal ones every second bit before any third
-    expert = best % max(gains.shape[1], 1)
-    gained = gains.ravel()[best] * score.values[cold][expert]
+    gains = (loss.falls * worth[:, :, None])[cold].T  # [W - 1, n], by a pair and a bit
+    # among equal ones every second bit before any third
+    best = np.argsort(-_concave(gains, loss.steps), axis=None, kind="stable")
+    step, expert = np.divmod(best, max(gains.shape[1], 1))
+    bits_of_step = loss.steps[step]
+    gained = gains.ravel()[best] * bits_of_step * score.values[cold][expert]
+    narrowest = np.where(cold, loss.dealt[0], 0).astype(np.uint8)
     spent = min(
-        _num_paid(placement.cold_shares(score.values)[expert], budget.avg_bits - WIDTHS[0]),
-        _num_needed(gained, _to_gain(score, cold.astype(np.uint8), loss, budget.max_loss)),
+        _num_paid(placement.cold_shares(score.values)[expert] * bits_of_step, budget.avg_bits - loss.dealt[0]),
+        _num_needed(gained, _to_gain(score, narrowest, loss, budget.max_loss)),
     )
     bits = np.zeros(cold.shape, np.uint8)
-    bits[cold] = WIDTHS[0] + np.bincount(expert[:spent], minlength=gains.shape[1])
+    bits[cold] = np.array(loss.dealt)[np.bincount(expert[:spent], minlength=gains.shape[1])]
     return BitwidthPlan(bits)
 
 
@@ -231,19 +257,26 @@ def bits_of_pairs(score: ImportanceScore, placement: Placement, loss: LossTable,
         return bits_over_layers(score, placement, loss, budget)
     _require_one_model(score, placement, loss)
     cold, num_samples = placement.cold, score.weights.shape[2]
-    falls = np.moveaxis(loss.mse[:, :, :-1] - loss.mse[:, :, 1:], 2, 0)
-    falls = _concave(falls.reshape(len(falls), -1)).reshape(falls.shape) * loss.layer_weights[:, None]
-    gains = np.ascontiguousarray(falls[:, cold])[:, :, None] * score.pair_strength[cold]  # [3, n, Q]
-    read = placement.cold_shares(score.values)[:, None] / num_samples
-    gained = gains * (score.values[cold][:, None] / num_samples)
-    narrowest = np.repeat(cold[:, :, None], num_samples, axis=2).astype(np.uint8)
+    falls = np.moveaxis(loss.falls, 2, 0)
+    falls = (
+        _concave(falls.reshape(len(falls), cold.size), loss.steps).reshape(falls.shape) * loss.layer_weights[:, None]
+    )
+    gains = np.ascontiguousarray(falls[:, cold])[:, :, None] * score.pair_strength[cold]  # [W - 1, n, Q], by a bit
+    bits_of_step = loss.steps[:, None, None]
+    read = placement.cold_shares(score.values)[:, None] / num_samples * bits_of_step
+    gained = gains * bits_of_step * (score.values[cold][:, None] / num_samples)
+    narrowest = np.where(cold[:, :, None], loss.dealt[0], np.zeros(num_samples)).astype(np.uint8)
     price = max(
-        _price_paid(gains, np.broadcast_to(read, gains.shape), budget.avg_bits - WIDTHS[0]),
+        _price_paid(gains, np.broadcast_to(read, gains.shape), budget.avg_bits - loss.dealt[0]),
         _price_needed(gains, gained, _to_gain(score, narrowest, loss, budget.max_loss)),
     )
     squares = price * score.mean_squares[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):  # what gains nothing is bought where it is free
-        from_weight = np.nan_to_num(np.sqrt(squares / falls), posinf=np.inf)
+        of_step = np.nan_to_num(np.sqrt(squares / falls), posinf=np.inf)
+    from_weight = np.zeros((len(WIDTHS) - 1, *cold.shape), of_step.dtype)  # below the narrowest: every pair
+    for number, (narrow, wide) in enumerate(pairwise(loss.dealt)):
+        from_weight[narrow - WIDTHS[0] : wide - WIDTHS[0]] = of_step[number]
+    from_weight[loss.dealt[-1] - WIDTHS[0] :] = np.inf
     pairs = BitwidthPlan(cold.astype(np.uint8), np.moveaxis(from_weight, 0, 2))
     usual = np.sqrt(np.square(score.weights, dtype=np.float64).mean(axis=2, keepdims=True)).astype(np.float32)
     return BitwidthPlan(pairs.of_pairs(usual)[:, :, 0], pairs.from_weight)
@@ -321,18 +354,18 @@ def _to_gain(score: ImportanceScore, narrowest: NDArray[np.uint8], loss: LossTab
     return (at_least - max_loss) / loss.nats if loss.nats else 0.0
 
 
-def _concave(gains: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[3, n] gains of the second, third and fourth bit -> those of the least concave curve above their sums.
+def _concave(gains: NDArray[np.float64], steps: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[W - 1, n] gains by a bit of each step to the next width -> those of the least concave curve above their sums.
 
-    The k-th is the least over i <= k of the largest over j >= k of the mean of gains i to j.
+    The k-th is the least over i <= k of the largest over j >= k of the mean of gains i to j. steps [W - 1]: in bits.
     """
     sums = np.zeros((len(gains) + 1, gains.shape[1]))
-    np.cumsum(gains, axis=0, out=sums[1:])
-    places = range(len(gains))
+    np.cumsum(gains * steps[:, None], axis=0, out=sums[1:])
+    places, at = range(len(gains)), [0, *np.cumsum(steps).tolist()]
     curve = [
         np.min(
             [
-                np.max([(sums[j + 1] - sums[i]) / (j + 1 - i) for j in places if j >= k], axis=0)
+                np.max([(sums[j + 1] - sums[i]) / (at[j + 1] - at[i]) for j in places if j >= k], axis=0)
                 for i in places
                 if i <= k
             ],
@@ -340,7 +373,7 @@ def _concave(gains: NDArray[np.float64]) -> NDArray[np.float64]:
         )
         for k in places
     ]
-    return np.stack(curve)
+    return np.stack(curve) if curve else gains
 
 
 def verdict_on(avg_bits: float) -> str:
@@ -370,13 +403,16 @@ def verdict_on_loss(nats: float | None) -> str:
     )
 
 
-def uniform_bitwidths(placement: Placement, budget: Budget) -> BitwidthPlan:
-    """The same bits for every cold expert; what a fractional average leaves over goes to the lower expert ids."""
-    cold = placement.cold
-    num_cold = placement.num_cold
-    base, extra = np.divmod(budget.increments(num_cold), np.maximum(num_cold, 1))
-    bits = 1 + base[:, None] + (np.cumsum(cold, axis=1) <= extra[:, None])
-    return BitwidthPlan(np.where(cold, bits, 0))
+def uniform_bitwidths(placement: Placement, budget: Budget, widths: tuple[int, ...] = WIDTHS) -> BitwidthPlan:
+    """The same bits for every cold expert; what an average between two widths leaves over goes to the lower ids."""
+    cold, num_cold = placement.cold, placement.num_cold
+    spend = budget.increments(num_cold) + (WIDTHS[0] - widths[0]) * num_cold
+    bits, wider = np.where(cold, widths[0], 0), num_cold
+    for narrow, wide in pairwise(widths):
+        wider = np.clip(spend // (wide - narrow), 0, wider)
+        bits[cold & (np.cumsum(cold, axis=1) <= wider[:, None])] = wide
+        spend = spend - wider * (wide - narrow)
+    return BitwidthPlan(bits.astype(np.uint8))
 
 
 def full_precision(placement: Placement) -> BitwidthPlan:
@@ -408,11 +444,19 @@ class _Feasible(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _feasible(cold: int, spend: int) -> _Feasible:
-    """With n2 = spend - n4 - 2 m >= 0 and m + n2 = spend - n4 - m <= cold."""
-    n4 = np.arange(min(cold, spend // 3) + 1)
+def _feasible(cold: int, spend: int, widths: tuple[int, ...] = WIDTHS) -> _Feasible:
+    """With n2 = spend - n4 - 2 m >= 0 and m + n2 = spend - n4 - m <= cold. A width that is absent has no expert."""
+    if spend < (widths[0] - WIDTHS[0]) * cold:
+        raise ConfigError(f"{1 + spend / cold:.3g} bits on average are below the narrowest replicas' {widths[0]}")
+    n4 = np.arange(min(cold, spend // 3) + 1) if 4 in widths else np.zeros(1, np.int64)
     first = np.maximum(n4, spend - n4 - cold)
     last = np.minimum(cold, (spend - n4) // 2)
+    if 3 not in widths:
+        last = np.minimum(last, n4)
+    if 2 not in widths:
+        first = np.maximum(first, -((n4 - spend) // 2))
+    if 1 not in widths:
+        last = np.minimum(last, spend - n4 - cold)
     possible = first <= last
     return _Feasible(n4[possible], first[possible], last[possible])
 

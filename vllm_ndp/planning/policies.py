@@ -137,7 +137,7 @@ class ScoredPolicy:
         if budget.avg_bits == BYTE_BITS:
             return in_bytes(placement, loss)
         if self.settings.bit_rule == "uniform":
-            return uniform_bitwidths(placement, budget)
+            return uniform_bitwidths(placement, budget, loss.dealt)
         if self.settings.bit_rule == OVER_LAYERS:
             return bits_over_layers(score, placement, loss, budget)
         if self.settings.bit_rule == OF_PAIRS:

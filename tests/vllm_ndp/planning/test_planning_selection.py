@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations, combinations_with_replacement
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ndp_device.errors import ConfigError
+from ndp_device.widths import WIDTHS
 from vllm_ndp.planning.bitwidths import (
     GAINS,
     LossTable,
@@ -23,6 +27,7 @@ from vllm_ndp.planning.bitwidths import (
 from vllm_ndp.planning.importance import ImportanceScore, importance
 from vllm_ndp.planning.placement import BATCH_RULES, by_fairness, by_max, by_sum, by_tokens, top_experts
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan
+from vllm_ndp.planning.policies import PolicySettings, ScoredPolicy
 from vllm_ndp.planning.stats import RoutingStats
 
 
@@ -87,6 +92,59 @@ def test_a_plan_fits_its_budget_and_is_the_same_to_the_bit_the_second_time(layer
     assert average * cold.size - 1 - 1e-6 < cold.sum() <= average * cold.size + 1e-6
     assert first.bits.bits.tobytes() == second.bits.bits.tobytes()
     assert first.placement.hot.tobytes() == second.placement.hot.tobytes()
+
+
+SUBSETS = [subset for count in range(1, 5) for subset in combinations(WIDTHS, count)]
+
+
+def only(loss: LossTable, widths: Sequence[int]) -> LossTable:
+    """The same replicas without the other widths."""
+    measured = np.where(np.isin(WIDTHS, widths), loss.mse, np.nan)
+    return LossTable.from_measured(measured, loss.layer_weights, loss.nats)
+
+
+@pytest.mark.parametrize("widths", SUBSETS)
+@pytest.mark.parametrize("rule", [*GAINS, "uniform", "layers", "pairs"])
+def test_plans_use_the_widths_that_the_replicas_have(widths: tuple[int, ...], rule: str) -> None:
+    """Within the budget, as far as it reaches; all at the widest where it reaches further."""
+    score, loss = random_model(11, 3, 7)
+    score = replace(score, weights=np.random.default_rng(3).random((3, 7, 5), np.float32) if rule == "pairs" else None)
+    loss = only(loss, widths)
+    assert loss.widths == widths
+    for average in (1.0, 1.5, 2.0, 2.75, 3.0, 4.0):
+        if average < widths[0]:
+            continue
+        budget = Budget(2, average)
+        placement = by_sum([score], 2)
+        policy = ScoredPolicy("prefill", lambda stats, told: score, PolicySettings(bit_rule=rule))
+        plan = policy.assign(score, placement, loss, budget)
+        assert set(plan.bits[placement.cold].tolist()) <= set(widths)
+        if plan.from_weight is not None:
+            told = plan.of_pairs(score.weights)
+            assert set(told[placement.cold].ravel().tolist()) <= set(widths)
+        read = placement.cold_shares(score.values) if rule in ("layers", "pairs") else 1 / 15
+        if rule == "pairs":
+            assert (plan.of_pairs(score.weights)[placement.cold].mean(axis=1) * read).sum() <= average + 1e-6
+        else:
+            assert (plan.bits[placement.cold] * read).sum() <= average + 1e-6
+        if average >= widths[-1]:
+            assert (plan.bits[placement.cold] == widths[-1]).all()
+
+
+@pytest.mark.parametrize("widths", [one for one in SUBSETS if len(one) > 1])
+def test_of_some_widths_the_published_rule_finds_the_best_prefixes(widths: tuple[int, ...]) -> None:
+    """Against every plan of so many bits whose widths fall with importance."""
+    score, loss = random_model(13, 1, 6)
+    loss = only(loss, widths)
+    everyone = Placement(np.zeros((1, 6), bool))
+    order = np.argsort(-score.values[0], kind="stable")
+    for total in range(6 * widths[0], 6 * widths[-1] + 1):
+        chosen = select_bitwidths(score, everyone, loss, Budget(0, total / 6)).bits[0, order]
+        spent = int(chosen.sum())
+        falling = [np.array(one[::-1]) for one in combinations_with_replacement(widths, 6)]
+        assert spent == max(int(one.sum()) for one in falling if one.sum() <= total)
+        lost = [score.values[0, order] @ loss.by_width[0, order, one] for one in falling if one.sum() == spent]
+        assert score.values[0, order] @ loss.by_width[0, order, chosen] == pytest.approx(min(lost))
 
 
 def test_unweighted_gains_of_a_nominal_table_end_in_uniform_bits():

@@ -18,7 +18,7 @@ import pytest
 from stopped_disk import StoppedDisk
 
 from ndp_device import sealed
-from ndp_device.errors import TraceError
+from ndp_device.errors import ConfigError, TraceError
 from vllm_ndp.lab.report.figures import clocks
 from vllm_ndp.lab.serving.arrivals import of_steps
 from vllm_ndp.traces.format import CHANGED, DECODE, DOWN, JOINED, PREFILL, UNTIMED, Provenance, read_manifest
@@ -225,7 +225,7 @@ def test_what_became_of_devices_is_kept_and_a_trace_from_before_that_loads(tmp_p
 
 def test_a_trace_is_not_recorded_over_another(tmp_path):
     record(tmp_path / "trace")
-    with pytest.raises(TraceError, match="not empty"):
+    with pytest.raises(ConfigError, match="not empty"):
         TraceWriter(tmp_path / "trace", PROVENANCE)
 
 
