@@ -24,6 +24,7 @@ class PlannedReplicas:
     """The replica directory whose loss table the host plans with."""
 
     directory: Path
+    bits: tuple[int, ...]
     group_size: int
     digest: str
     loss_digest: str
@@ -32,7 +33,7 @@ class PlannedReplicas:
     def of(cls, directory: Path) -> PlannedReplicas:
         """Read the manifest and the loss tables; the device vouches for the rest, since it hashes every byte."""
         files = ReplicaFiles(directory, check_contents=False)
-        return cls(directory, files.manifest.group_size, files.manifest.digest, files.loss_digest)
+        return cls(directory, files.manifest.bits, files.manifest.group_size, files.manifest.digest, files.loss_digest)
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,9 @@ class Agreement:
                 f"serves {theirs}, and this host has none to plan with: "
                 "set 'replicas' to the directory that the device was started with"
             )
-        if served.missing and served.first_missing is not None:
-            layer, expert, bits = served.first_missing
-            return (
-                f"lacks {served.missing} replicas, the first of them expert {expert} of layer {layer} at {bits} bits: "
-                f"start it with --replicas {planned.directory}"
-            )
+        if lacking := [bits for bits in planned.bits if bits not in served.expert_bytes]:
+            wanted = f"start it with --replicas {planned.directory}"
+            return f"lacks replicas of {lacking} bits, which the host plans with: {wanted}"
         if served.group_size != planned.group_size:
             return (
                 f"serves replicas with {served.group_size} weights to a scale, the host plans with "

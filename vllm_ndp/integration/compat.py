@@ -307,18 +307,32 @@ def moe_index(layer: Any, layout: ExpertLayout, share: Share) -> int:
     return index
 
 
-def full_attention_group(kv_cache_config: Any) -> KvGroup:
-    """Where positions of a request stay as long as it runs: others forget them, or keep a state and no positions."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+def full_attention_group(kv_cache_config: Any, max_model_len: int) -> KvGroup:
+    """Where positions of a request stay as long as it runs: others forget them, or keep a state and no positions.
 
+    A window or chunk that no request outgrows forgets nothing. Raises ConfigError where there is no such group.
+    """
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        SlidingWindowSpec,
+        UniformTypeKVCacheSpecs,
+    )
+
+    reaches: list[int] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         first = next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-        if isinstance(first, FullAttentionSpec):
+        if isinstance(first, SlidingWindowSpec):
+            reaches.append(first.sliding_window)
+        elif isinstance(first, ChunkedLocalAttentionSpec):
+            reaches.append(first.attention_chunk_size)
+        if isinstance(first, FullAttentionSpec) or (reaches and reaches[-1] >= max_model_len):
             return KvGroup(index, spec.block_size, group.layer_names[0])
-    raise ConfigError(
-        "quantization 'ndp' keeps a prompt's routing beside its KV cache, but no layer of this model has full attention"
-    )
+    why = "no layer of this model has full attention"
+    if reaches:
+        why = f"every layer forgets what lies {max(reaches)} tokens back: use --max-model-len {max(reaches)} or less"
+    raise ConfigError(f"quantization 'ndp' keeps a prompt's routing beside its KV cache, but {why}")
 
 
 def _refuse_ineffective_bit_rule(settings: NdpSettings) -> None:

@@ -49,7 +49,8 @@ class NdpController:
     def __init__(self, worker: LoadedWorker, kv_cache_config: Any) -> None:
         global _current
         made, parts, self.worker = worker.made, worker.parts, worker
-        group, shape = compat.full_attention_group(kv_cache_config), made.pool.shape
+        group = compat.full_attention_group(kv_cache_config, made.vllm_config.model_config.max_model_len)
+        shape = made.pool.shape
         held, num_blocks = parts.hot.layers[0].held, kv_cache_config.num_blocks
         sidecar = RoutingSidecar(shape.num_layers, shape.top_k, held.w13.device, num_blocks, group.block_size)
         locator, sizes = RowLocator(worker.runner, group, worker.late_check), ModelSizes.of(shape)

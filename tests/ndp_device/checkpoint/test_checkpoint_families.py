@@ -113,6 +113,62 @@ def test_the_simulated_host_counts_every_weight_of_the_checkpoint(models: Path, 
     assert len(model.decoder) == config["num_hidden_layers"]
 
 
+OF_ITS_OWN: dict[str, set[str]] = {
+    "afmoe": {"route_scale"},
+    "cohere2_moe": {"expert_selection_fn", "logit_scale", "mlp_layer_types", "prefix_dense_intermediate_size"},
+    "deepseek_v2": {"n_group", "num_experts_per_tok", "q_lora_rank", "topk_group"},
+    "deepseek_v4": {"partial_rotary_factor", "swiglu_limit"},
+    "diffusion_gemma": {"moe_intermediate_size", "num_experts", "top_k_experts"},
+    "dots1": {"n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor"},
+    "gemma4": {"attention_k_eq_v", "enable_moe_block", "moe_intermediate_size", "num_experts", "top_k_experts"},
+    "glm4_moe": {"routed_scaling_factor", "use_qk_norm"},
+    "glm4v_moe": {"attention_bias"},
+    "glm_moe_dsa": {"indexer_types"},
+    "granite_moe_hybrid": {"layer_types"},
+    "hunyuan_moe": {"head_dim"},
+    "hy_v3": {"router_scaling_factor"},
+    "hy_v4": {"swiglu_limit"},
+    "inkling": {"layer_types"},
+    "jamba": {"use_mamba_kernels"},
+    "kimi_k25": {"routed_scaling_factor"},
+    "laguna": {"layer_types"},
+    "lfm2_moe": {"layer_types"},
+    "mellum": {"layer_types"},
+    "nemotron_h": {"layers_block_type"},
+    "phimoe": {"attention_bias", "input_jitter_noise", "lm_head_bias", "sliding_window"},
+    "qwen3_moe": {"norm_topk_prob"},
+    "qwen3_moe_top22": {"norm_topk_prob"},
+    "qwen4_exp": {
+        *("indexer_budget", "indexer_compress_ratio", "indexer_head_dim", "indexer_kv_heads", "indexer_n_heads"),
+        "output_gate_type",
+    },
+    "solar_open": {"routed_scaling_factor"},
+}
+"""Keys in which a tiny model differs from the defaults of transformers' class, sizes and tokens apart: as published
+checkpoints do (Phi-3.5-MoE's biases and window), or so that four layers have all that the family has."""
+OF_ITS_OWN["gemma4_vl"] = OF_ITS_OWN["gemma4"]
+NO_BEHAVIOUR = re.compile("_token_id$|^(transformers_version|architectures|model_type|dtype|tie_word_embeddings)$")
+
+
+@pytest.mark.parametrize("family", [name for name, family in MAKE.FAMILIES.items() if family.config_class])
+def test_a_tiny_model_behaves_as_its_familys_published_configuration_says(family: str) -> None:
+    """What is no size: switches, names, factors, kinds of layers, and whether there is a window at all."""
+    made = MAKE.FAMILIES[family]
+    own_class = getattr(transformers, made.config_class)
+    published = text_config(own_class().to_dict())
+    tiny = text_config(own_class(**MAKE._keys(made)).to_dict() | dict(made.added))
+    found = set()
+    for key in published.keys() & tiny.keys():
+        values = published[key], tiny[key]
+        if all(isinstance(value, list) and all(isinstance(one, str) for one in value) for value in values):
+            values = set(values[0]), set(values[1])
+        elif not any(value is None or isinstance(value, bool | str | float) for value in values):
+            continue
+        if values[0] != values[1] and not NO_BEHAVIOUR.search(key):
+            found.add(key)
+    assert found == OF_ITS_OWN.get(family, set())
+
+
 @pytest.mark.parametrize("family", _marked("nemotron_h", *NOT_READ))
 def test_config_json_alone_says_what_the_tensors_do(models: Path, family: str) -> None:
     """`plan` of a model that is not here: which layers have experts, how many, of which sizes."""
