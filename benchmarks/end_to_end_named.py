@@ -17,14 +17,12 @@ LONG_DEADLINE_MS = 20_000.0  # the batch of 32 at full width is slower than any 
 class System:
     """One row of the table. `hot` and `bits` describe what its experts cost; hot None = no plugin."""
 
-    kind: str  # vllm | int4 | llama
+    kind: str  # vllm | llama
     bits: float  # of the experts that are not hot
     hot: float | None = None  # share of the experts
     settings: Mapping[str, Any] = field(default_factory=dict)  # `hot_experts` as a share
     file: str = ""
     linear_bits: float = 16
-    executor: str = ""  # vLLM's name; the plugin chooses where it is empty
-    environment: Mapping[str, str] = field(default_factory=dict)
     before: bool = False  # runs the code of --before
 
 
@@ -34,38 +32,23 @@ def _plugin(hot: float, bits: float, **settings: Any) -> System:
 
 _FOUR = {"debug": {"linear_bits": 4}}
 _ASKED = {"debug": {"linear_bits": 4, "prepare": "asked"}}  # else the device holds replicas for what may be offloaded
-_BFLOAT16 = {"debug": {"linear_bits": None}}
-_SPINNING = {"GOMP_SPINCOUNT": "300000"}  # libgomp's own default; a user who sets it keeps it
 SYSTEMS: dict[str, System] = {
     "stock-bf16": System("vllm", 16),
     "3db895e-cold4": replace(_plugin(0, 4), before=True),
-    "worker-spinning": System("vllm", 4, 0, _BFLOAT16, executor="mp", environment=_SPINNING),
-    "spinning": System("vllm", 4, 0, _BFLOAT16, environment=_SPINNING),
-    "defaults-linear16": System("vllm", 4, 0, _BFLOAT16),
     "defaults": System("vllm", 4, 0, linear_bits=8),
     "defaults-linear4": System("vllm", 4, 0, _FOUR, linear_bits=4),
     "slots4-linear4": System("vllm", 4, 1, {"hot_experts": 1, "slot_bits": 4, **_ASKED}, linear_bits=4),
     "all-hot": System("vllm", 16, 1, {"hot_experts": 1, "cold_precision": "full"}),
     "hot4-cold3": _plugin(1 / 2, 3),
     "hot4-cold3-balanced": _plugin(1 / 2, 3, execution="balanced"),
-    "hot4-cold2": _plugin(1 / 2, 2),
-    "hot4-cold4": _plugin(1 / 2, 4),
-    "hot2-cold3": _plugin(1 / 4, 3),
     "hot0-cold4": _plugin(0, 4),
-    "hot0-cold3": _plugin(0, 3),
-    "hot0-cold2": _plugin(0, 2),
-    "vllm-int4": System("int4", 4),
     "llama-q4_0": System("llama", 4, file="q4_0"),
     "llama-q4_k": System("llama", 4, file="q4_k"),
-    "llama-q3_k": System("llama", 3, file="q3_k"),
-    "llama-q2_k": System("llama", 2, file="q2_k"),
 }
 """By name, in the order of the table; hot4-cold3: half of the experts hot in bf16, the others at 3 bits on average.
 defaults: what a server chooses that is told nothing; defaults-linear4: with linear layers at 4 bits instead of 8.
 slots4-linear4: the engine's process holds every expert at 4 bits and computes prompts from those, too.
-Each step of the waterfall beside the one before: 3db895e-cold4, the code of this turn's start with no expert hot;
-worker-spinning, today's kernels and device; the engine polls a process of its worker's own and OpenMP's threads spin;
-spinning, in one process; defaults-linear16, nobody spins; defaults, linear layers at 8 bits."""
+3db895e-cold4: that commit's code with no expert hot."""
 
 
 class Unavailable(Exception):
@@ -76,8 +59,6 @@ def job_of(name: str, arguments: argparse.Namespace) -> Job:
     """Raises Unavailable."""
     system = SYSTEMS[name]
     model, engine = str(arguments.model), {}
-    if system.kind == "int4":
-        raise Unavailable(why_no_int4())
     if system.kind == "llama":
         if arguments.gguf is None:
             raise Unavailable("--gguf was not given")
@@ -98,8 +79,6 @@ def job_of(name: str, arguments: argparse.Namespace) -> Job:
         if "hot_experts" in settings:
             settings["hot_experts"] = round(settings["hot_experts"] * config_of(arguments)["num_local_experts"])
         engine = {"quantization": "ndp", "additional_config": {"ndp": settings}}
-        if system.executor:
-            engine["distributed_executor_backend"] = system.executor
     return Job(
         name,
         "llama" if system.kind == "llama" else "vllm",
@@ -120,7 +99,7 @@ def config_of(arguments: argparse.Namespace) -> dict[str, Any]:
 def environment_of(name: str, arguments: argparse.Namespace) -> dict[str, str]:
     """Of the system's process."""
     system = SYSTEMS[name]
-    environment = dict(system.environment)
+    environment: dict[str, str] = {}
     if system.hot is None and system.kind == "vllm":
         # vLLM would leave one core to its scheduler, which sleeps meanwhile; the plugin sees to this itself
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, arguments.cores))
@@ -130,12 +109,3 @@ def environment_of(name: str, arguments: argparse.Namespace) -> dict[str, str]:
         libraries = str(arguments.llama / "llama_cpp/lib")
         environment |= {"LLAMA_CPP_LIB_PATH": libraries, "LD_LIBRARY_PATH": libraries}
     return environment
-
-
-def why_no_int4() -> str:
-    """vLLM's int4 experts on CPU are CPUExpertsInt4 (and AMD's ZenTorch); the class itself knows where it runs."""
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt4
-
-    if CPUExpertsInt4._supports_current_device():
-        return "this benchmark has no int4 checkpoint for vLLM"
-    return "vLLM's int4 experts on x86 need AMX, which this processor lacks"

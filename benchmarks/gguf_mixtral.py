@@ -1,6 +1,6 @@
 """A Mixtral checkpoint as GGUF files for llama.cpp, quantized by llama.cpp itself. Needs `gguf` and `llama-cpp-python`.
 
-    python benchmarks/gguf_mixtral.py MODEL OUT [--types q4_0,q4_k,q3_k,q2_k]
+    python benchmarks/gguf_mixtral.py MODEL OUT [--types q4_0,q4_k]
 
 Writes OUT/bf16.gguf once and from it OUT/TYPE.gguf for each type; what is there is kept. A file gets its name when it
 is whole. No vocabulary is written: the benchmark speaks in token ids. Prints one JSON object.
@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-FILE_TYPES = {"q4_0": 2, "q2_k": 10, "q3_k": 11, "q4_k": 14}
+FILE_TYPES = {"q4_0": 2, "q4_k": 14}
 """llama_ftype (llama.h); K types in their small mixes, which stay closest to the width of their name."""
-DEFAULT_TYPES = ("q4_0", "q4_k", "q3_k", "q2_k")
+DEFAULT_TYPES = ("q4_0", "q4_k")
 
 Values = NDArray[np.uint16]  # bfloat16, which numpy lacks
 

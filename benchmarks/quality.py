@@ -213,13 +213,6 @@ def loss_tables(replicas: Path) -> dict[str, LossTable]:
     return {name: LossTable.from_measured(*load_losses(replicas, kind)) for name, kind in kinds.items()}
 
 
-def plan_bits(
-    cell: Cell, prompt: RoutingStats, decode: RoutingStats, prior: ImportanceScore, losses: dict[str, LossTable]
-) -> NDArray[np.uint8]:
-    """[L, E], 0 where hot: the bits of every expert in plan_of."""
-    return plan_of(cell, prompt, decode, prior, losses).bits
-
-
 def plan_of(
     cell: Cell, prompt: RoutingStats, decode: RoutingStats, prior: ImportanceScore, losses: dict[str, LossTable]
 ) -> BitwidthPlan:
@@ -238,17 +231,6 @@ def stacked(plans: Sequence[BitwidthPlan]) -> tuple[NDArray[np.uint8], NDArray[n
     """Plans by one rule, as MixedModel.decode takes those of several sequences."""
     from_weight = [plan.from_weight for plan in plans if plan.from_weight is not None]
     return np.stack([plan.bits for plan in plans]), np.stack(from_weight) if from_weight else None
-
-
-def widths_of(plan: BitwidthPlan, routing: Routing) -> NDArray[np.uint8]:
-    """[T, L, k], bits that each pair reads; 0 where hot."""
-    ids, gates = routing
-    layers = np.arange(len(plan.bits))[:, None]
-    bits: NDArray[np.uint8] = plan.bits[layers, ids]
-    if plan.from_weight is None:
-        return bits
-    wider = (gates[..., None] >= plan.from_weight[layers, ids]).sum(axis=3)
-    return np.where((bits >= 1) & (bits <= 4), 1 + wider, bits).astype(np.uint8)
 
 
 def measure(
