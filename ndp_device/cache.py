@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ndp_device.errors import ConfigError
+
 
 def default_cache_dir(model_digest: str) -> Path:
     """A model's place in the cache: under $NDP_CACHE_DIR, $XDG_CACHE_HOME/vllm-ndp or ~/.cache/vllm-ndp."""
@@ -22,5 +24,11 @@ def hub_cache_dir(repo: str) -> Path:
 
 
 def _base() -> Path:
-    chosen = os.environ.get("NDP_CACHE_DIR")
-    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-ndp"
+    if chosen := os.environ.get("NDP_CACHE_DIR"):
+        return Path(chosen)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-ndp"
+    except RuntimeError:
+        raise ConfigError(
+            f"user {os.getuid()} has no home directory on this system: set NDP_CACHE_DIR to a directory of yours"
+        ) from None

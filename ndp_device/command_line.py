@@ -12,8 +12,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import io
 import json
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -64,25 +67,80 @@ def command(
 
 
 def run(app: typer.Typer, name: str) -> None:
-    """Run the command that sys.argv asks for and end the process."""
+    """Run the command that sys.argv asks for and end the process: whatever fails is one sentence on stderr, exit 2.
+
+    Only Python's development mode (PYTHONDEVMODE=1) shows where an error came from that nobody foresaw.
+    """
+    _keep_standard_files_open()
     try:
-        sys.exit(app(args=sys.argv[1:] or ["--help"], prog_name=name, standalone_mode=False))
+        status = app(args=sys.argv[1:] or ["--help"], prog_name=name, standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        sys.exit(status)
     except typer.TyperException as error:  # typer could not read the command line
         context = getattr(error, "ctx", None)
         see = f" (see {context.command_path} --help)" if context is not None else ""
         sentence = " ".join(error.format_message().split()).rstrip(".") + see
     except NdpError as error:
         sentence = str(error)
-    except ImportError as error:
-        sentence = _not_compiled(error)
-        if not sentence:
+    except typer.Abort:
+        sentence = "interrupted"
+    except Exception as error:
+        if sys.flags.dev_mode:
             raise
-    except OSError as error:
-        if error.filename is None:
-            raise
-        sentence = f"{error.filename} cannot be used: {error.strerror}"
+        sentence = _sentence_of(error)
     print(f"{name}: {sentence}", file=sys.stderr)
     sys.exit(2)
+
+
+def _sentence_of(error: Exception) -> str:
+    """What ended a command, where the command itself does not say."""
+    if isinstance(error, ImportError) and (sentence := _not_compiled(error)):
+        return sentence
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'a file'} cannot be used: {error.strerror}"
+    if isinstance(error, MemoryError):
+        return f"there is not enough memory: {str(error) or 'free some, or take a smaller input'}"
+    if isinstance(error, KeyError | RuntimeError) and ("getpwuid" in str(error) or "home directory" in str(error)):
+        return f"this system does not know user {os.getuid()}: set HOME and USER in the environment"
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return str(
+        NdpError(
+            f"unexpected {type(error).__name__} in {Path(place.filename).name} line {place.lineno}: {error}. Please "
+            "report this sentence; PYTHONDEVMODE=1 shows more"
+        )
+    )
+
+
+class _StandardOutput(io.FileIO):
+    """Names itself where it takes no more; Python leaves open which file was meant."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # for what waits to be written
+            raise OSError(error.errno, error.strerror, "standard output") from None
+
+
+def _keep_standard_files_open() -> None:
+    """Else the next file that is opened becomes standard output. Say nothing of an input that nobody reads."""
+    is_closed = sys.stdout is None
+    for stream in range(3):
+        try:
+            os.fstat(stream)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number, which is this one
+    if is_closed:
+        print("standard output is closed: send it somewhere, if only > /dev/null", file=sys.stderr)
+        sys.exit(2)
+    if type(sys.stdout) is io.TextIOWrapper:
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(_StandardOutput(sys.stdout.fileno(), "w", closefd=False)),
+            encoding=sys.stdout.encoding,
+            errors=sys.stdout.errors,
+            line_buffering=sys.stdout.line_buffering,
+        )
 
 
 def _not_compiled(error: ImportError) -> str:
@@ -173,7 +231,11 @@ def _ungrouped(function: Function) -> Function:
         _check_paths(values, outputs)
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
-        function(**values)
+        try:
+            function(**values)
+            sys.stdout.flush()
+        except BrokenPipeError as error:  # which typer would end without a word
+            raise ConfigError(_sentence_of(error)) from None
 
     call.outputs = outputs  # type: ignore[attr-defined]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -257,6 +257,7 @@ def test_defaults_that_a_help_shows_are_those_of_the_settings() -> None:
         (["vllm-ndp", "compare", TRACE, "--system", "all"], "--systems"),
         (["vllm-ndp", "compare", TRACE, "--avg-bits", "two"], "'--avg-bits'"),
         (["vllm-ndp", "trace-synth"], "Missing option '--out'"),
+        (["vllm-ndp", "trace-synth", "no/such", "--out", "o"], "unknown model 'no/such': did you mean "),
         (["vllm-ndp", "quantize", "m", "--out", "o", "--solver", "best"], "'--solver'"),
         (["ndp-device", "time"], "Missing command (see ndp-device time --help)"),
         (["ndp-device", "serve", "--prepare", "fast", "--address", "ipc:///a/b"], "'--prepare'"),
@@ -381,6 +382,82 @@ def test_modules_compiled_from_older_sources_cost_one_sentence(
         run_command(app, "x")
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("x: ndp_device.kernels._native was compiled from older sources than these: run make setup")
+
+
+def _ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException) -> str:
+    """What a command says that ends by this error."""
+    app = program("Summary.", examples=())
+
+    @command(app, "work", examples=("x work",))
+    def work() -> None:
+        raise error
+
+    @command(app, "rest", examples=("x rest",))
+    def rest() -> None: ...
+
+    monkeypatch.setattr(sys, "argv", ["x", "work"])
+    with pytest.raises(SystemExit, match="2"):
+        run_command(app, "x")
+    (said,) = capsys.readouterr().err.splitlines()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ValueError("two\nlines"), r"x: unexpected ValueError in test_command_lines\.py line \d+: two lines\. Please"),
+        (KeyError(3), r"x: unexpected KeyError in .*: 3\. Please report this sentence; PYTHONDEVMODE=1 shows more"),
+        (MemoryError(), "x: there is not enough memory: free some, or take a smaller input"),
+        (OSError(28, "No space left on device"), "x: a file cannot be used: No space left on device"),
+        (OSError(24, "Too many open files", "some/file"), "x: some/file cannot be used: Too many open files"),
+        (KeyError("getpwuid(): uid not found: 7"), "x: this system does not know user .*: set HOME and USER"),
+    ],
+)
+def test_an_error_that_nobody_foresaw_is_one_sentence(
+    error: BaseException, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert re.match(says, _ends(monkeypatch, capsys, error))
+
+
+@pytest.mark.parametrize("words", ["vllm-ndp plan models/tiny-mixtral --json", "ndp-device time idle hit"])
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("> /dev/full", "standard output cannot be used: No space left on device"),
+        ("| exec 3<&0 0<&- 3<&-", "standard output cannot be used: Broken pipe"),
+        (">&-", "standard output is closed: send it somewhere"),
+    ],
+)
+def test_an_output_that_nobody_can_have_is_one_sentence(words: str, where: str, says: str) -> None:
+    """A reader that has gone is one that closes its end before the program, which takes its time, has written."""
+    line = f"set -o pipefail; {BIN}/{words} {where}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (2, "")
+    (said,) = done.stderr.splitlines()
+    assert says in said
+
+
+def test_a_closed_input_or_error_output_changes_no_result() -> None:
+    line = f"{BIN}/ndp-device time idle hit"
+    whole, less = (
+        subprocess.run(["bash", "-c", line + closed], capture_output=True, text=True, timeout=300, cwd=ROOT)
+        for closed in ("", " 2>&- <&-")
+    )
+    assert (less.returncode, less.stdout) == (0, whole.stdout)
+
+
+def test_a_user_whom_the_system_does_not_know_is_told_what_to_set(tmp_path: Path) -> None:
+    from ndp_device.cache import default_cache_dir
+    from ndp_device.errors import ConfigError
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HOME", "NDP_CACHE_DIR", "XDG_CACHE_HOME"):
+            patch.delenv(name, raising=False)
+        patch.setattr("os.getuid", lambda: 54321)
+        with pytest.raises(ConfigError, match="user 54321 has no home directory on this system: set NDP_CACHE_DIR"):
+            default_cache_dir("0" * 32)
+        patch.setenv("NDP_CACHE_DIR", str(tmp_path))
+        assert default_cache_dir("x") == tmp_path / "replicas" / "x"
 
 
 def test_a_help_names_values_in_words_and_not_in_types() -> None:

@@ -131,9 +131,8 @@ def build_calibrated(
 
     shrink: how far the solver distrusts the text (calibrated.shrunk); for subjects that the text does not cover.
     """
-    import transformers
-
     from ndp_device.calibration import auto_gptq, calibrated, gptq, memory, streamed
+    from ndp_device.calibration.pretrained import load_config, load_tokenizer
     from ndp_device.calibration.text import HELD_OUT_EVERY, CalibrationText
 
     if solver not in get_args(SolverName):
@@ -154,7 +153,8 @@ def build_calibrated(
     if BYTE_BITS in bits:
         solve = calibrated.with_bytes(solve, group_size)
     _refuse_quantized_beside(checkpoint)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    load_config(model_dir)  # before hours of work, of which the model is a part
+    tokenizer = load_tokenizer(model_dir)
     text = CalibrationText.draw(
         calibration_file, tokenizer, num_sequences=num_sequences, sequence_length=sequence_length, seed=seed
     )
@@ -246,10 +246,10 @@ def build_tuned(
     A job that was stopped trains again, because no layer is done before all are.
     """
     import numpy as np
-    import transformers
 
     from ndp_device.calibration import calibrated
     from ndp_device.calibration.loss_table import expert_losses
+    from ndp_device.calibration.pretrained import load_config, load_tokenizer
     from ndp_device.calibration.text import HELD_OUT_EVERY, CalibrationText
 
     if steps < 1:
@@ -259,7 +259,8 @@ def build_tuned(
     source = ReplicaFiles(replicas_dir, model_digest=model_digest(model_dir))
     _refuse_what_does_not_fit(source, "tuning")
     _refuse_quantized_beside(checkpoint)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    load_config(model_dir)  # before hours of work, of which the model is a part
+    tokenizer = load_tokenizer(model_dir)
     text = CalibrationText.draw(
         calibration_file, tokenizer, num_sequences=num_sequences, sequence_length=sequence_length, seed=seed
     )

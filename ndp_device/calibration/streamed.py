@@ -24,6 +24,7 @@ import transformers
 from torch import Tensor
 
 from ndp_device.calibration.calibrated import RoutedInputs
+from ndp_device.calibration.pretrained import load_config
 from ndp_device.errors import ConfigError
 
 _DECODER_LAYER = re.compile(r"(?:^|.*\.)layers\.\d+(?=\.)")
@@ -220,18 +221,20 @@ def load_without_experts(model_dir: Path, device: torch.device) -> Any:
     transformers.utils.logging.disable_progress_bar()
     level = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()  # it would list every tensor of an expert as unexpected
-    config = transformers.AutoConfig.from_pretrained(model_dir)
+    config = load_config(model_dir)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the experts, which are not loaded
     with torch.device("meta"):
-        skeleton = transformers.AutoModelForCausalLM.from_config(config)
+        skeleton = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     classes = {type(module) for module in expert_modules(skeleton)}
     dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
         with contextlib.ExitStack() as stack:
             for kind in classes:
                 stack.enter_context(_made_bare(kind))
-            model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, config=config, dtype=dtype)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                model_dir, config=config, dtype=dtype, trust_remote_code=False
+            )
     finally:
         transformers.utils.logging.set_verbosity(level)
     return model.train(False).to(device)

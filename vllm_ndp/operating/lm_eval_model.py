@@ -33,6 +33,16 @@ Ask = TypeVar("Ask")
 Answer = TypeVar("Answer")
 
 
+def _tokenizer_of(source: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever its parts raise
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        raise ConfigError(
+            f"transformers reads no tokenizer of {source} ({type(error).__name__}: {reason}): name one with --tokenizer"
+        ) from None
+
+
 class NdpServer(TemplateLM):  # type: ignore[misc]
     """For `lm_eval.simple_evaluate(model=NdpServer(...))`; counts what was scored how, and where its pairs ran."""
 
@@ -48,7 +58,7 @@ class NdpServer(TemplateLM):  # type: ignore[misc]
         if decode_from is not None and not 0 < decode_from < server.max_length:
             raise ConfigError(f"decode_from must be between 1 and {server.max_length - 1}, got {decode_from}")
         self.server, self.decode_from, self._concurrent = server, decode_from, concurrent
-        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or server.root)
+        self.tokenizer = _tokenizer_of(tokenizer or server.root)
         self.counts: Counter[str] = Counter()
 
     # -- text and tokens ----------------------------------------------------------------------------------------------

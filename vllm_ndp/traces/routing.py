@@ -46,7 +46,7 @@ class RoutingPreset:
 
     def settings(self, model: str, *, num_layers: int = 0, **sizes: Any) -> SyntheticSettings:
         """Settings for a public shape or for given sizes. num_layers: so many that stand for all of the model's."""
-        known = public_shape(model) if model in SHAPES else None
+        known = public_shape(model) if model in SHAPES or "num_experts" not in sizes else None
         shape = {} if known is None else {"num_experts": known.num_experts, "top_k": known.top_k}
         layers = num_layers or (0 if known is None else known.num_layers)
         return SyntheticSettings(
