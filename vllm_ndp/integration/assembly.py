@@ -332,13 +332,13 @@ class Assembly:
         """wants_prompts: whether the device is to compute for prompts, if it holds the checkpoint."""
         offload_bits = self.settings.resolve_offload_bits(self.pool.model.num_experts, served.expert_bytes)
         computes_prompts = wants_prompts and FULL_PRECISION_BITS in served.expert_bytes
-        return DeviceFacts(offload_bits, served.group_size, served.expert_bytes, computes_prompts)
+        same = self.settings.fallback == "same"
+        return DeviceFacts(offload_bits, served.group_size, served.expert_bytes, computes_prompts, same)
 
     def _make_link(
         self, members: DeviceMembers, facts: DeviceFacts, devices: Devices | None, replicas: Path | None
     ) -> DeviceLink:
-        same = self.settings.fallback == "same"
-        local = LocalReplicas(self.model_dir, replicas, self._kernel) if same else None
+        local = LocalReplicas(self.model_dir, replicas, self._kernel) if facts.same_without else None
         return DeviceLink(members, facts, devices, self.pool.model, self.layers, self._held.w13.dtype, local)
 
     def _splits_prefill(self) -> bool:

@@ -30,8 +30,10 @@ class DeviceView:
         return self.agreed or ()
 
     @property
-    def is_up(self) -> bool:
-        """Whether this step's hot experts may run on a device."""
+    def takes_pairs(self) -> bool:
+        """Whether this step's hot experts and prompts may have pairs for a device, or for what stands in for it."""
+        if self.facts.same_without:
+            return True
         if self.link is not None and self.agreed is None and self.devices is None:  # asked in every layer
             return self.link.state == "up"
         return any(self.counted_on())
@@ -42,6 +44,9 @@ class DeviceView:
 
     def counted_on(self) -> tuple[bool, ...]:
         """[D], which devices this step's experts may run on, for a choice that is made by it."""
+        if self.facts.same_without:
+            assert self.devices is not None
+            return tuple(self.devices.all_alive)
         alive = self.up if self.agreed is None else self.agreed
         return alive if self.link is None else self.link.note_presence(alive)
 

@@ -94,6 +94,8 @@ class DeviceFacts:
     """Bytes of one read of an expert in the device's DRAM, by width."""
     computes_prompts: bool
     """Whether it computes prompt rows too."""
+    same_without: bool = False
+    """Whether pairs are given to devices as if all were up: this side then computes the same of them."""
 
 
 class DeviceLink:

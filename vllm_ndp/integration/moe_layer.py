@@ -134,7 +134,7 @@ class MoELayer:
         if self._aside is not None and self._aside.takes(step):
             return self._aside.run(step, x, self._applied(topk_weights), topk_ids, beside)
         step.begin_layer()
-        split = step.split(self.index, topk_ids, topk_weights, with_device=self._device.is_up)
+        split = step.split(self.index, topk_ids, topk_weights, with_device=self._device.takes_pairs)
         hot = parts.views.of(split, self._slots, topk_ids, self._applied(topk_weights))
         pending, call = list[Pending](), None
         if split.device and self._link is not None:  # of several ranks the leader alone sends

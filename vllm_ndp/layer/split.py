@@ -191,7 +191,7 @@ class Splitter:
     def split(self, layer: int, topk_ids: int, topk_weights: int, *, with_device: bool) -> Split:
         """topk_ids i32 [T, k] and topk_weights f32 [T, k]: addresses of contiguous arrays; what the router chose.
 
-        with_device: whether the device is up, which hot experts and prompts then may use.
+        with_device: whether there is a device, which hot experts and prompts then may use.
         """
         rule, prompts = (self._rules[layer], self._prompts) if with_device else (False, None)
         return self._listed(self.native.split(layer, topk_ids, topk_weights, rule, prompts))

@@ -126,6 +126,7 @@ class Engine:
         num_parts = 1 if self.devices is None else self.devices.num_parts
         self._held = HeldExperts(setup.expert_bytes, setup.group_size, setup.activation_bytes, num_parts)
         self._alive: Alive = () if self.devices is None else self.devices.all_alive
+        self._same_without = trace.provenance.settings.get("fallback") == "same"  # choices go by all devices then
         rules = on_hardware(rules, costs, setup.joint_tiers, prices, num_devices=setup.num_devices)
         self.planner = Replanner(rules, trace.provenance.num_layers, trace.provenance.num_experts)
         self._idle_device = DeviceModel(hardware)  # for what decode rows alone would have taken there
@@ -146,7 +147,8 @@ class Engine:
         layers, devices = range(self.hot.shape[0]), self.devices
         rules: list[Balancer | DevicesBalancer] | None = None
         if balancer is not None and devices is not None:
-            rules = [devices.balancer(balancer, layer, lambda: self._alive) for layer in layers]
+            counted_on = (lambda: devices.all_alive) if self._same_without else (lambda: self._alive)
+            rules = [devices.balancer(balancer, layer, counted_on) for layer in layers]
         elif balancer is not None:
             rules = [balancer for _ in layers]
         return Splitter(
@@ -273,7 +275,7 @@ class Engine:
             attended = int(positions[decode].sum()) + int(decode.sum())
             alone.begin_step(int(decode.sum()), sum(end for _, end in kept), attended, kept)
             self._decode_splitter.begin_step(request_of[decode], decode[decode], plans)
-        with_device = self.devices is None or any(self._alive)
+        with_device = self.devices is None or self._same_without or any(self._alive)
         for layer in range(self.hot.shape[0]):
             ids, weights = trace.ids[rows, layer].astype(np.int32), trace.weights[rows, layer].astype(np.float32)
             split = self._split_of(self._splitter, layer, ids, weights, with_device=with_device)
