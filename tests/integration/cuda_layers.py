@@ -169,11 +169,15 @@ class Setup:
     weighs_input: bool = False
     slot_bits: int = 16
     seed: int = 0
+    padding: int = 0
+    """Rows behind those of the step, as a captured graph has them: rubbish goes in."""
 
 
 @dataclass
 class Outcome:
     out: torch.Tensor
+    right: torch.Tensor
+    """The same by hand, in fp32 [T, H]."""
     waits: list[str]
     waits_by_layer: list[int]
     waits_at_end: int
@@ -200,7 +204,9 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
         SlotWeights(draw(num_experts, 2 * INTERMEDIATE, HIDDEN), draw(num_experts, HIDDEN, INTERMEDIATE))
         for _ in range(num_layers)
     ]
-    x = gpu.tensor(draw(num_rows, HIDDEN))
+    x = draw(num_rows, HIDDEN)
+    right = by_hand(setup, every, x)
+    x = gpu.tensor(torch.cat([x, x.new_full((setup.padding, HIDDEN), 1e4)]))
     link = device_link(Client(every, lambda layer: layer not in setup.silent), num_layers, setup.dtype)
     messenger = None
     if asynchronous:
@@ -252,8 +258,8 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
     by_layer = []
     for index, layer in enumerate(layers):
         ids, weights = (
-            gpu.tensor(torch.from_numpy(setup.ids[index])),
-            gpu.tensor(torch.from_numpy(setup.weights[index])),
+            gpu.tensor(torch.from_numpy(np.pad(part[index], ((0, setup.padding), (0, 0)), constant_values=1)))
+            for part in (setup.ids, setup.weights)
         )
         before = len(gpu.waits)
         x = layer.forward(x, weights, ids)
@@ -264,10 +270,25 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
     report = step.report()
     assert report is not None
     return Outcome(
-        peek(x).clone(), waits, by_layer, len(gpu.waits), launches, link.client.messages, step.pairs_by_request(),
-        clock.now_ps,
+        peek(x).clone(), right, waits, by_layer, len(gpu.waits), launches, link.client.messages,
+        step.pairs_by_request(), clock.now_ps,
         (peek(sidecar._ids)[:, peek(entries)], peek(sidecar._weights)[:, peek(entries)]),
     )  # fmt: skip
+
+
+def by_hand(setup: Setup, every: list[SlotWeights], x: torch.Tensor) -> torch.Tensor:
+    """Layer after layer, row by row, without any side or split."""
+    for layer, weights in enumerate(every):
+        rows = []
+        for row, ids, of_router in zip(x.float(), setup.ids[layer], setup.weights[layer], strict=True):
+            pairs = list(zip(ids.tolist(), of_router.tolist(), strict=True))
+            if setup.weighs_input:
+                outputs = [expert(weights, number, (row * weight)[None])[0] for number, weight in pairs]
+            else:
+                outputs = [weight * expert(weights, number, row[None])[0] for number, weight in pairs]
+            rows.append(torch.stack(outputs).sum(0))
+        x = torch.stack(rows)
+    return x
 
 
 def device_link(client: Client, num_layers: int, dtype: torch.dtype) -> Any:

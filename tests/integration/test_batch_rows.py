@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
-from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
+from vllm_ndp.integration.batch import BatchRows, RequestTracker, Span, TrackedRequest
+from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 
 BLOCK = 4
 
@@ -55,3 +58,61 @@ def test_drafts_beside_the_end_of_a_prompt_are_prefill_until_there_is_a_plan() -
     span.request.prefilled, span.request.num_output_tokens = True, 2
     assert (span.num_drafts, span.num_sampled_rows) == (0, 1)
     assert BatchRows((span,)).decode.tolist() == [False, True, True]
+
+
+def new_request(name: str, prompt: int, blocks: list[int], computed: int = 0) -> NewRequestData:
+    return NewRequestData(name, list(range(prompt)), [], None, None, (blocks,), computed, None)
+
+
+def message(new: list[NewRequestData], finished: set[str] = frozenset(), **scheduled: int) -> SchedulerOutput:
+    made = SchedulerOutput.make_empty()
+    made.scheduled_new_reqs, made.finished_req_ids, made.num_scheduled_tokens = new, set(finished), scheduled
+    return made
+
+
+@pytest.mark.parametrize(
+    ("prompt", "finished", "is_known"),
+    [(8, set(), True), (12, set(), False), (8, {"a"}, False)],
+    ids=["resumed", "goes on with more", "ended, and another begins under its name"],
+)
+def test_a_plan_belongs_to_a_prompt_and_not_to_a_name(prompt: int, finished: set[str], is_known: bool) -> None:
+    """Model runner V2 sends a request that was preempted as a new one; a session with a longer prompt."""
+    tracker, plan, score = RequestTracker(), object(), object()
+    request = tracker.update(message([new_request("a", 8, [1, 2])], a=8))["a"].request
+    request.plan, request.score, request.prefilled = plan, score, True  # type: ignore[assignment]
+    span = tracker.update(message([new_request("a", prompt, [5, 6, 7])], finished, a=prompt))["a"]
+    assert (span.request is request) == is_known
+    assert span.request.blocks == [5, 6, 7]
+    assert span.ends_prefill != is_known
+    assert (span.request.plan, span.request.score) == ((plan, score) if is_known else (None, None))
+
+
+def sidecar_with(entries: list[int]) -> RoutingSidecar:
+    """Two layers, three experts a row; of the entry n expert n is first."""
+    sidecar, at = RoutingSidecar(2, 3, torch.device("cpu"), 6, 4), torch.tensor(entries)
+    for layer in range(2):
+        sidecar.write(layer, at, at[:, None] + torch.arange(3), at[:, None] + torch.full((1, 3), layer / 2))
+    return sidecar
+
+
+def test_entries_of_blocks_that_were_loaded_count_as_none_until_a_pass_writes_them() -> None:
+    sidecar, entries = sidecar_with(list(range(24))), np.arange(24)
+    assert sidecar.noted(entries) is None
+    sidecar.note_written(entries)
+    assert not sidecar.lacks_some
+    sidecar.forget([1, 3])
+    assert np.flatnonzero(~sidecar.noted(entries)).tolist() == [4, 5, 6, 7, 12, 13, 14, 15]
+    sidecar.note_written(np.array([6, 7, 8, 12]))
+    assert np.flatnonzero(~sidecar.noted(entries)).tolist() == [4, 5, 13, 14, 15]
+
+
+def test_blocks_that_vllm_copies_take_their_routing_and_the_lack_of_it_along() -> None:
+    """A prompt that shares a part of a block with another gets a copy of it."""
+    sidecar = sidecar_with(list(range(12)))
+    sidecar.copy_blocks([(1, 4), (2, 3)])
+    ids, weights = sidecar.read(np.array([16, 17, 12, 15]))
+    assert ids[:, 0, 0].tolist() == [4, 5, 8, 11]
+    assert weights[:, 1, 2].tolist() == [4.5, 5.5, 8.5, 11.5]
+    sidecar.forget([2])
+    sidecar.copy_blocks([(2, 5), (1, 3)])
+    assert sidecar.noted(np.array([12, 20, 23])).tolist() == [True, False, False]

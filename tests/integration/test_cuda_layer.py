@@ -85,6 +85,33 @@ def test_what_the_hosts_cpu_computes_beside_is_added_too_and_counted_alike(on: s
     assert [message["layer"] for message in mine.messages] == [message["layer"] for message in eager.messages]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["eager", "asynchronous"])
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("weighs_input", [False, True])
+@pytest.mark.parametrize("hot", [0, 3, 8])
+def test_a_layer_gives_what_a_router_and_its_experts_give_by_hand_wherever_they_are(
+    asynchronous: bool, padding: int, weighs_input: bool, hot: int
+) -> None:
+    """The router's weight counts once, on the way in or on the way out, and padding stays behind the rows."""
+    random = np.random.default_rng(hot)
+    top_k, num_rows = 1 if weighs_input else 3, 5
+    setup = Setup(
+        maps=np.tile(np.where(np.arange(8) < hot, np.arange(8), -1), (LAYERS, 1)),
+        num_slots=hot,
+        ids=np.argsort(random.random((LAYERS, num_rows, 8)))[..., :top_k].astype(np.int32),
+        weights=random.uniform(0.2, 2, (LAYERS, num_rows, top_k)).astype(np.float32),
+        bits=np.full((1, LAYERS, 8), 3, np.uint8),
+        owners=[0] * num_rows,
+        dtype=torch.float32,
+        weighs_input=weighs_input,
+        padding=padding,
+    )
+    outcome = run(setup, asynchronous=asynchronous)
+    torch.testing.assert_close(outcome.out[:num_rows], outcome.right, rtol=1e-4, atol=1e-5)
+    assert not outcome.out[num_rows:].any()
+    assert len(outcome.out) == num_rows + padding
+
+
 @settings(max_examples=40)
 @given(setups())
 def test_a_layer_waits_for_the_gpu_once(setup: Setup) -> None:

@@ -20,6 +20,7 @@ from vllm_ndp.lab.exact.modelled import modelled_host
 from vllm_ndp.lab.exact.recorded import RecordedRun
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.follower import FollowRules
+from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget, Placement
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.planning.replanner import PlannerRules, Replanner
@@ -109,3 +110,23 @@ def test_the_plugins_planner_exchanges_what_the_exact_engine_does_and_the_device
     assert planner.exchanges == changes - 1 > 5
     assert noted.installed == list(range(1, replanner.epoch + 1))
     assert request.score is not None
+
+
+def test_a_device_prepares_no_expert_that_the_hosts_cpu_computes() -> None:
+    """Warm experts have widths in the plans, as all have; no decode row of theirs goes to the device."""
+    announced: list[tuple[NDArray[np.uint8], NDArray[np.bool_]]] = []
+    noted: Any = Noted()
+    noted.begin_install = lambda epoch, widths, hot: announced.append((widths.copy(), hot.copy()))
+    policy, loss = load_policy("prefill", PolicySettings()), LossTable.nominal(2, EXPERTS)
+    replanner = Replanner(PlannerRules(policy, Budget(3, 3.0, num_warm=2), loss), 2, EXPERTS)
+    tracker, clock = RequestTracker(), SimpleNamespace(migrate=lambda *moved: None)
+    planner: Any = PlanRunner(replanner, tracker, noted, noted, clock)  # type: ignore[arg-type]
+    request = tracker.requests["a"] = TrackedRequest("a", PROMPT, [])
+    request.score = ImportanceScore.from_weights(np.random.default_rng(4).random((2, EXPERTS)), PROMPT)
+    planner._ended.append(request)
+    assert planner.replan() == {"a": request}
+    ((widths, hot),) = announced
+    placement = replanner.placement
+    assert placement.warm.sum() == 2 * 2
+    assert (hot == placement.hot).all()
+    assert ((widths != 0) == ~(placement.hot | placement.warm)).all()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_ndp.config import NdpSettings
-from vllm_ndp.integration.report import RequestReport
+from vllm_ndp.integration.report import _SUMMED, DEVICE_STAGES, PAIR_KINDS, RequestReport, StepReport
 from vllm_ndp.integration.serving.finished import FinishedRequests, made_of
 
 pytestmark = pytest.mark.vllm
@@ -47,6 +47,21 @@ def test_a_report_leaves_out_a_predicted_loss_that_is_not_to_be_trusted(predicte
     report = RequestReport(0.0, plan={"epoch": 1, "predicted_nats": predicted})
     assert report.as_dict(1, "stop")["predicted_nats"] == told
     assert "predicted_nats" not in RequestReport(0.0).as_dict(0, "aborted"), "no plan, no prediction"
+
+
+def test_stages_of_the_device_are_told_to_requests_that_sent_something_and_to_no_others():
+    """Of two that share each step one has pairs there in the first step, and none has in the second."""
+    there, here = (dict.fromkeys(PAIR_KINDS, 0) | {kind: 2} for kind in ("cold", "hot"))
+    stages = dict.fromkeys(_SUMMED, 1000000)
+    told = {name: RequestReport(0.0) for name in ("a", "b")}
+    for number, pairs in enumerate(({"a": there, "b": here}, {"a": here, "b": here})):
+        step = StepReport(number, number + 1, pairs, {}, {}, 8, device=stages, device_bounds={"dram": 1})
+        for name, report in told.items():
+            report.add(name, step, number + 1, 0.0)
+    dicts = {name: report.as_dict(2, "length") for name, report in told.items()}
+    assert dicts["a"]["simulated_device_us"] == dict.fromkeys((*DEVICE_STAGES, "overlap_saved", "total"), 1.0)
+    assert dicts["a"]["simulated_device_bound"] == {"dram": 1}
+    assert not {"simulated_device_us", "simulated_device_bound"} & dicts["b"].keys()
 
 
 @pytest.mark.parametrize(

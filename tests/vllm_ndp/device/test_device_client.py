@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,25 +84,25 @@ def test_bfloat16_rows_travel_as_uint16(client: DeviceClient) -> None:
     np.testing.assert_array_equal(from_halves.y, from_floats.y)
 
 
-# What each fault does to the call it hits: (is the result still used?, is the connection replaced?).
+# What each fault does to the call it hits: (why its result is not used, "" if it is; is the connection replaced?).
 CONSEQUENCES = {
-    "drop": (False, True),
-    "delay": (True, False),
-    "hang": (True, False),  # in process the reply is merely late; a real hang is in test_device_client_faults.py
-    "dup": (True, False),
-    "stale": (True, False),
-    "bit_flip": (False, True),
-    "header_flip": (False, True),
-    "truncate": (False, True),
-    "extra_frame": (False, True),
-    "garbage": (False, True),
-    "wrong_id": (False, True),
-    "wrong_epoch": (False, True),
-    "wrong_incarnation": (False, True),
-    "wrong_shape": (False, True),
-    "wrong_dtype": (False, True),
-    "nan": (False, False),
-    "other_major": (False, True),
+    "drop": ("late", True),
+    "delay": ("", False),
+    "hang": ("", False),  # in process the reply is merely late; a real hang is in test_device_client_faults.py
+    "dup": ("", False),
+    "stale": ("", False),
+    "bit_flip": ("broken", True),
+    "header_flip": ("broken", True),
+    "truncate": ("broken", True),
+    "extra_frame": ("broken", True),
+    "garbage": ("broken", True),
+    "wrong_id": ("broken", True),
+    "wrong_epoch": ("broken", True),
+    "wrong_incarnation": ("broken", True),
+    "wrong_shape": ("broken", True),
+    "wrong_dtype": ("broken", True),
+    "nan": ("broken", False),
+    "other_major": ("broken", True),
 }
 
 
@@ -110,17 +112,18 @@ def test_every_kind_of_fault_has_a_consequence_listed_here() -> None:
 
 @pytest.mark.parametrize("kind", CONSEQUENCES)
 def test_a_fault_costs_time_and_nothing_else(kind: str, device: FaultyDevice, client: DeviceClient) -> None:
-    used, replaced = CONSEQUENCES[kind]
+    cause, replaced = CONSEQUENCES[kind]
     client.finish_execute(CALLS[1].begin(client))  # something earlier that a stale reply may repeat
     connections = device.num_connections
     device.fault = failing(kind)
     call = CALLS[0]
     handle = call.begin(client)
-    if used:
-        np.testing.assert_array_equal(client.finish_execute(handle).y, call.y)
-    else:
-        with pytest.raises(DeviceUnavailable):
+    if cause:
+        with pytest.raises(DeviceUnavailable) as error:
             client.finish_execute(handle)
+        assert error.value.cause == cause
+    else:
+        np.testing.assert_array_equal(client.finish_execute(handle).y, call.y)
     device.fault = honest
     until_up(client)
     assert (device.num_connections > connections) == replaced
@@ -191,6 +194,56 @@ def test_a_device_that_is_down_costs_each_call_nothing_and_one_log_line(
     assert len(states) == 2
     assert "is down: no answer within 50 ms" in states[0]
     assert "is back" in states[1]
+
+
+class _Hours:
+    """A clock that goes when it is told to."""
+
+    now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class _WithoutJitter(random.Random):
+    def uniform(self, a: float, b: float) -> float:
+        return max(a, b)
+
+
+def test_the_pause_before_each_new_connection_doubles_up_to_its_end_and_begins_anew_with_an_answer() -> None:
+    """On a clock of the test's own: when does a client that is asked at every moment try again?"""
+    device, clock, tries = FaultyDevice(make_handler()), _Hours(), list[float]()
+
+    def transport(address: str, keys: Path | None) -> Any:
+        tries.append(clock.now_s)
+        if not device.reachable:
+            raise DeviceUnavailable("nobody is there")
+        return device.connect(address, keys)
+
+    def pauses(count: int) -> list[int]:
+        tries.clear()
+        while len(tries) <= count:
+            client.poll()
+            clock.sleep(0.0005)
+        return [round((after - before) * 1e3) for before, after in pairwise(tries)]
+
+    client = DeviceClient(
+        "in-process", model_digest(MODEL), transport=transport, clock=clock, jitter=_WithoutJitter(), deadline_ms=50
+    )
+    device.reachable = False
+    assert pauses(8) == [5, 10, 20, 40, 80, 160, 200, 200]
+    device.reachable = True
+    client.connect()
+    client.install_plan(1, full_plan())
+    client.activate_plan(1)
+    assert_serves(client)
+    device.reachable = False
+    with pytest.raises(DeviceUnavailable):
+        client.finish_execute(CALLS[0].begin(client))
+    assert pauses(3) == [10, 20, 40]
 
 
 def test_a_restarted_device_gets_the_plan_again_without_being_asked(device: FaultyDevice, client: DeviceClient) -> None:

@@ -6,6 +6,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 import msgspec
@@ -129,6 +130,21 @@ def test_a_layer_takes_as_long_as_its_slowest_device_and_spends_what_all_of_them
     assert timing.submit_ps == 10**9
     assert timing.energy_pj == sum(one.energy_pj for one in timings)
     assert timing.weight_bytes == sum(one.weight_bytes for one in timings)
+
+
+def test_a_sum_over_devices_does_not_depend_on_the_order_in_which_their_answers_are_taken() -> None:
+    """Two summands can be swapped and three cannot: a row of eight experts on four devices."""
+    rack, row = make_rack(4, 1), np.random.default_rng(3).standard_normal((1, CALLS[0].x.shape[1]), np.float32)
+    pairs = np.zeros(8, np.int32), np.arange(8, dtype=np.int32), np.full(8, 16, np.uint8), np.ones(8, np.float32)
+    sums, naive = set(), set()
+    for order in permutations(range(4)):
+        handle = rack.client.begin_execute(0, 0, 0, row, *pairs)
+        handle.messages = [handle.messages[at] for at in order]
+        sums.add(rack.client.finish_execute(handle).y.tobytes())
+        parts = [answer.y for _, answer in handle.answered]
+        naive.add((((parts[0] + parts[1]) + parts[2]) + parts[3]).tobytes())
+    assert len(naive) > 1
+    assert len(sums) == 1
 
 
 def test_where_one_device_has_no_simulated_time_the_layer_has_none_and_its_sum_all_the_same(rack: Rack) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -171,6 +173,10 @@ def test_a_batch_can_share_the_score_its_bits_come_from():
     assert scores_for_bits([one, two], "request") == [one, two]
     first, second = scores_for_bits([one, two], "batch")
     assert first.values.tolist() == second.values.tolist() == [[0.5, 0.5]]
+    strong = [np.array([[4.0, 1.0]]), np.array([[1.0, 2.0]])]
+    weighed = [replace(score, strength=strength) for score, strength in zip((one, two), strong, strict=True)]
+    together, _ = scores_for_bits(weighed, "batch")  # of the choices of an expert, who makes most has most of its say
+    assert together.strength.tolist() == [[(0.25 * 4 + 0.75 * 1) / 1, (0.75 * 1 + 0.25 * 2) / 1]]
     assert scores_for_bits([], "batch") == []
     with pytest.raises(ConfigError, match="bits_for must be one of request, batch"):
         scores_for_bits([one], "all")
