@@ -5,11 +5,15 @@ Knows vLLM and the bundled model. Does not know what is asked.
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 from measured import ROOT
-from pieces import LeftOutError
+from pieces import LeftOutError, Row
+
+from vllm_ndp.config import GPU_RUNGS
 
 MODEL, REPLICAS = ROOT / "models/tiny-mixtral", ROOT / "models/tiny-mixtral-replicas"
 PATIENT_MS = 20_000.0  # Triton compiles for seconds in first calls; a cold expert on a CPU takes its time too
@@ -20,6 +24,26 @@ PROMPTS = (
     "CREATE TABLE orders (id integer PRIMARY KEY",
 )
 HALF = {"hot_experts": 4, "replicas": str(REPLICAS), "execution": "paper", "deadline_ms": PATIENT_MS}
+RUNGS = ("stock", *GPU_RUNGS)
+RUNG = "NDP_GPU_RUNG"
+"""In the environment: the setting `gpu` of engines that name none."""
+
+
+def kept_rows(piece: str, folders: list[Path]) -> list[Row]:
+    """What a piece has found, in the first of the folders that has any."""
+    file = next((path for folder in folders if (path := folder / f"gpu_{piece}.json").exists()), None)
+    rows: list[Row] = [] if file is None else json.loads(file.read_text())["figures"]["results"]
+    return rows
+
+
+def rung() -> str:
+    return os.environ.get(RUNG, "auto")
+
+
+def best_rung(folders: list[Path]) -> str:
+    """The last that a run of the piece `rungs` has passed; `auto` where none has."""
+    passed = [row["way"] for row in kept_rows("rungs", folders) if "decode_layers" in row]
+    return passed[-1] if passed else "auto"
 
 
 def on_gpu() -> bool:
@@ -43,6 +67,7 @@ def engine(settings: dict[str, Any] | None = None, model: Path = MODEL, **option
         base["kv_cache_memory_bytes"] = 64 << 20  # several engines of one process must fit beside each other
     base |= {"attention_backend": "TRITON_ATTN"} if on_gpu() else {"block_size": 32}
     if settings is not None:
+        settings = {"gpu": rung(), **settings}
         base |= {"quantization": "ndp", "additional_config": {"ndp": settings}}
     return LLM(str(model), **(base | options))
 

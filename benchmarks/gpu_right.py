@@ -23,25 +23,6 @@ from pieces import LeftOutError, Row, Run
 TESTS = ROOT / "tests/integration"
 
 
-def versions(run: Run) -> dict[str, Any]:
-    import torch
-    import vllm
-
-    import vllm_ndp  # noqa: F401  # the plugin imports here
-
-    found: dict[str, Any] = {"vllm": vllm.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
-    try:
-        import triton
-
-        found["triton"] = triton.__version__
-    except ImportError:
-        found["triton"] = "none"
-    if engines.on_gpu():
-        found["capability"] = list(torch.cuda.get_device_capability())
-        found["gpu_memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
-    return found
-
-
 def kernels(run: Run) -> dict[str, Any]:
     """The tests of the device's kernels on every path of this processor. AMX is chosen by itself where there is
     one."""
@@ -54,7 +35,7 @@ def streams(run: Run) -> dict[str, Any]:
     if not engines.on_gpu():
         raise LeftOutError("streams and events are a GPU's; without one the same tests run on a pretended GPU")
     files = [str(TESTS / f"test_cuda_{name}.py") for name in ("layer", "copies", "streaming", "rows")]
-    return {"tests": passed([*files, "-m", "gpu"], 'go on with "layers": "eager"')}
+    return {"tests": passed([*files, "-m", "gpu"], "go on with the last rung that serves")}
 
 
 def passed(arguments: list[str], way_out: str) -> str:
@@ -132,21 +113,40 @@ def microseconds(call: Callable[[], object], count: int = 200) -> float:
     return round(start.elapsed_time(stop) * 1000 / count, 2)
 
 
-def serves(run: Run) -> dict[str, Any]:
-    """Whether it serves at all: rows checked and none wrong, cold pairs computed by the device, none left out."""
-    llm = engines.engine(HALF)
-    outputs, totals = engines.greedy(llm, PROMPTS, 32), llm.collective_rpc("ndp_totals")[0]
-    status = llm.collective_rpc("ndp_status")[0]
+def rungs(run: Run, way: str) -> list[Row]:
+    """Whether it serves with one thing more than the way before: rows checked and none wrong, cold pairs computed by
+    the device, none left out. The first ones launch kernel by kernel, so that an error is raised where it is made."""
+    if way in ("stock", "plain"):
+        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # read when CUDA is first asked for anything
+    import torch
+    import vllm
+
+    if not engines.on_gpu() and way in ("lanes", "kernels"):
+        return [{"left out": "it adds streams or kernels of a GPU"}]
+    start = time.perf_counter()
+    llm = engines.engine(None if way == "stock" else {**HALF, "gpu": way})
+    ready = time.perf_counter()
+    tokens = engines.token_ids(engines.greedy(llm, PROMPTS, 32))
+    row: Row = {"start_s": round(ready - start, 1), "tokens_s": round(time.perf_counter() - ready, 1)}
+    row["tokens"] = [" ".join(map(str, of_one)) for of_one in tokens]
+    if way == "stock":
+        engines.end(llm)
+        return [row | {"vllm": vllm.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}]
+    totals, status = llm.collective_rpc("ndp_totals")[0], llm.collective_rpc("ndp_status")[0]
     engines.end(llm)
     kept = {name: totals[name] for name in ("row_checks", "sidecar_mismatches", "cold_pairs", "fallback_pairs")}
-    if kept["sidecar_mismatches"] or not kept["row_checks"] or not kept["cold_pairs"]:
+    if kept["sidecar_mismatches"] or kept["fallback_pairs"] or not kept["row_checks"] or not kept["cold_pairs"]:
         raise RuntimeError(f"it does not serve as it should: {kept}")
-    return {**kept, "decode_layers": status["decode_layers"], "slot_kernel": status["slot_kernel"],
-            "carrier": status["carrier"], "text": outputs[0].outputs[0].text}  # fmt: skip
+    before = engines.kept_rows("rungs", [run.folder])
+    plain = next((one["tokens"] for one in before if one["way"] == "plain" and "tokens" in one), row["tokens"])
+    same = engines.equal_tokens(tokens, [list(map(int, of_one.split())) for of_one in plain])
+    return [row | kept | {name: status[name] for name in ("decode_layers", "slot_kernel", "carrier")} | same]
 
 
 def identity(run: Run, way: str) -> list[Row]:
     """fp32, device in full precision: stock's tokens, with IEEE products and the same tiles for every K."""
+    if engines.kept_rows("rungs", [run.folder]) and engines.best_rung([run.folder]) == "auto":
+        raise LeftOutError("no rung of this project has served")
     os.environ["TRITON_F32_DEFAULT"] = "ieee"
     if engines.on_gpu():
         os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")  # 0: other tiles for each K, so that near ties may differ
@@ -155,12 +155,11 @@ def identity(run: Run, way: str) -> list[Row]:
         llm = engines.engine(dtype="float32")
         wanted = engines.token_ids(engines.greedy(llm, PROMPTS, tokens))
         engines.end(llm)
-    hot, layers = way.split(" hot, ")
-    settings = {"hot_experts": int(hot), "cold_precision": "full", "gpu": layers, "deadline_ms": PATIENT_MS}
+    settings = {"hot_experts": int(way.split()[0]), "cold_precision": "full", "deadline_ms": PATIENT_MS}
     llm = engines.engine(settings, dtype="float32")
     found = engines.token_ids(engines.greedy(llm, PROMPTS, tokens))
     engines.end(llm)
-    return [{**engines.equal_tokens(found, wanted), "_stock": wanted}]
+    return [{"rung": engines.rung(), **engines.equal_tokens(found, wanted), "_stock": wanted}]
 
 
 def closeness(run: Run) -> dict[str, Any]:

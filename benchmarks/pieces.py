@@ -8,8 +8,10 @@ runs it once more. The ways behind it run in a new process. Knows processes, fil
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,6 +67,7 @@ class Piece:
     ways: tuple[str, ...] = ()
     dry_ways: int | None = None  # the first so many of them in a dry run
     apart: bool = False  # each way in a process of its own, because what the one before held must be free
+    ladder: bool = False  # each way has what the ones before it have: none is run after one that failed
 
     def ways_of(self, *, dry: bool) -> tuple[str, ...]:
         return self.ways[: self.dry_ways] if dry else self.ways
@@ -154,6 +157,8 @@ class Pieces:
         mine: list[Row] = []
         began_s, done = time.monotonic(), 0
         for way in ways:
+            if piece.ladder and any("failed" in row for rows_of in found.values() for row in rows_of):
+                break
             if found[way]:
                 continue
             so_far_s = (time.monotonic() - began_s) / done if done else 0.0
@@ -173,8 +178,8 @@ class Pieces:
             yield _figures(found, to_go=[later for later in ways if not found[later]])
             if not piece.apart and any("failed" in row for row in found[way]):
                 break  # a GPU whose kernel has failed fails for ever in this process: the others get a new one
-        if not done:  # every way was there: those of a piece that was stopped behind its last one
-            yield _figures(found, to_go=[])
+        if not done:  # of a piece that was stopped behind its last way, or of a ladder
+            yield _figures(found, to_go=[way for way in ways if not found[way]])
 
     def _apart(self, name: str, way: str, file: Path, run: Run, end_s: float) -> list[Row]:
         """A way in a process of its own."""
@@ -182,19 +187,22 @@ class Pieces:
         rows = file.with_suffix(".rows")
         limit_s = min(LIMIT_S if run.dry else piece.limit_s(1 / len(piece.ways)), end_s - time.monotonic())
         command = [sys.executable, str(self._script), "--piece", name, "--way", way, "--out", str(rows)]
-        command += ["--dry-run"] if run.dry else []
-        words, status = run_within(command, limit_s, file.with_suffix(".log"), is_group=False)  # it ends with this one
+        command += ["--seconds", str(limit_s), *(["--dry-run"] if run.dry else [])]
+        log = file.with_suffix(".log")
+        words, status = run_within(command, limit_s + GRACE_S, log, is_group=False)  # it ends with this one
         if status and words.startswith("left out"):
             raise LeftOutError(words.removeprefix("left out, "))
         if status:
-            return [{"way": way, "failed": words[-300:]}]
+            return [{"way": way, **failure(log.read_text(errors="replace"), words)}]
         found: list[Row] = json.loads(rows.read_text())
         rows.unlink()
         return found
 
-    def run_way(self, name: str, way: str, rows: Path, *, dry: bool) -> None:
-        """In the process of a way."""
+    def run_way(self, name: str, way: str, rows: Path, *, dry: bool, seconds: float) -> None:
+        """In the process of a way, which says where it was if it crashes or takes longer."""
         piece = self.pieces[name]
+        faulthandler.enable()
+        faulthandler.dump_traceback_later(seconds, exit=True)
         try:
             found = [{"way": way, **row} for row in piece.run(Run(dry, rows.parent), way)]
         except LeftOutError as error:
@@ -216,7 +224,7 @@ class Pieces:
 def _attempt(piece: Piece, run: Run, way: str) -> list[Row]:
     """A way in this process, which ends if it takes too long: a kernel that hangs cannot be interrupted."""
     limit_s = LIMIT_S if run.dry else piece.limit_s(1 / len(piece.ways))
-    watch = threading.Timer(limit_s, lambda: os._exit(124))
+    watch = threading.Timer(limit_s, lambda: (faulthandler.dump_traceback(), os._exit(124)))
     watch.daemon = True
     watch.start()
     try:
@@ -269,6 +277,36 @@ def _of_ways(figures: dict[str, Any]) -> str:
     failed = set(_failed(figures))
     total = len(ways) + len(figures.get(UNFINISHED, []))
     return f"{len(ways - failed)} of {total} ways" + (f", FAILED: {', '.join(sorted(failed))}" if failed else "")
+
+
+_OWN = r'File "[^"\n]*?((?:vllm_ndp|ndp_device)/[^"\n]+)", line (\d+)'
+_ANY = r'File "([^"\n]+)", line (\d+)'
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_FIRST = "Traceback (most recent call last):"
+_LAST = "(most recent call first):"
+
+
+def failure(log: str, words: str) -> Row:
+    """What the last program of a log failed of, and at which FILE:LINE: in the plugin or the device if it was there,
+    else anywhere. Of errors that followed each other it is the first one; of a hang it is the main thread's place.
+
+    words: what failed where the log holds neither an error nor a crash.
+    """
+    said = log.rpartition("\n$ ")[2]
+    if _LAST in said:  # of faulthandler: it names the thread that crashed, and ends with the main one
+        words = next(line for line in said.splitlines() if line.startswith(("Fatal Python error", "Timeout")))
+        places, which = said.rpartition("Current thread")[2].partition("\n\n")[0], slice(0, 1)
+        places = places if "Current thread" in said else said.rpartition(_LAST)[2]
+    else:
+        errors = said.split(_FIRST)
+        first = len(errors) - 1
+        while first > 1 and any(chained in errors[first - 1] for chained in _CHAINED):
+            first -= 1
+        places, which = errors[first], slice(-1, None)
+        if first:
+            words = next((line for line in places.splitlines() if line.strip() and line[0] != " "), words)
+    found = re.findall(_OWN, places)[which] or re.findall(_ANY, places)[which]
+    return {"failed": words[-300:], "at": ":".join(found[0]) if found else "an unknown place"}
 
 
 def run_within(command: list[str], limit_s: float, log: Path, *, is_group: bool = True) -> tuple[str, int]:

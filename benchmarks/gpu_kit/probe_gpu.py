@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What does this GPU machine offer the plugin? Needs torch alone, no vLLM: for the first call, beside install_part.sh.
+"""What does this GPU machine offer the plugin? Needs torch alone, no vLLM.
 
 Host processor, link bandwidths, latencies of every way to hand a layer to the host and back (eager and inside one CUDA
 graph), and what quantizing an expert on the GPU costs. One JSON object last. Each part is a process of its own with a

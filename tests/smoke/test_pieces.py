@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu_check  # noqa: E402
 import gpu_engines  # noqa: E402
+import gpu_plan as plan  # noqa: E402
 import gpu_speed  # noqa: E402
 import gpu_timeline  # noqa: E402
 import pieces as runner  # noqa: E402
@@ -74,6 +75,7 @@ PIECES = {{
     "apart_absent": Piece("Is it here, apart?", 0.1, left_out, ("a", "b"), apart=True),
     "here": Piece("How do ways of one process do?", 0.004, table, ("one", "fails", "three", "hangs", "five")),
     "apart": Piece("How do ways of several processes do?", 0.1, table, ("one", "hangs", "fails", "four"), apart=True),
+    "ladder": Piece("How far does it come?", 0.1, table, ("one", "fails", "three"), apart=True, ladder=True),
     "dies": Piece("Does it go on behind a crash?", 0.003, dies, ("one", "dies", "three")),
     "long": Piece("Is there time?", 9.0, quick),
 }}
@@ -83,7 +85,7 @@ if "--piece" in arguments:
     options = dict(zip(arguments[::2], arguments[1::2]))
     name, out = options["--piece"], Path(options["--out"])
     if "--way" in options:
-        made.run_way(name, options["--way"], out, dry=False)
+        made.run_way(name, options["--way"], out, dry=False, seconds=float(options["--seconds"]))
     else:
         earlier = options.get("--earlier")
         made.run_here(name, out, dry=False, seconds=float(options["--seconds"]), earlier=earlier and Path(earlier))
@@ -161,8 +163,50 @@ def test_of_ways_in_one_process_one_that_hangs_or_fails_costs_no_other(toy: Toy)
 def test_of_ways_in_processes_of_their_own_one_that_hangs_costs_no_other(toy: Toy) -> None:
     assert toy.run("apart")["apart"].startswith("2 of 4 ways, FAILED: fails, hangs in ")
     assert [row.get("value") for row in toy.rows("apart")] == [3, None, None, 4]
-    assert "took longer" in toy.rows("apart")[1]["failed"]
-    assert "no kernel" in toy.rows("apart")[2]["failed"]
+    script = toy.script.read_text().splitlines()
+    hung, failed = toy.rows("apart")[1:3]
+    assert hung["failed"].startswith("Timeout")
+    lines = at(script, "time.sleep(60)", 1), at(script, "no kernel")
+    assert [row["at"] for row in (hung, failed)] == [f"{toy.script}:{line}" for line in lines]
+    assert failed["failed"] == "ValueError: no kernel"
+
+
+def at(lines: list[str], words: str, which: int = 0) -> int:
+    """The line that holds these words."""
+    return [number for number, line in enumerate(lines, 1) if words in line][which]
+
+
+def test_of_ways_that_build_on_each_other_none_is_run_after_one_that_failed(toy: Toy) -> None:
+    assert toy.run("ladder,quick")["ladder"].startswith("1 of 3 ways, FAILED: fails in ")
+    assert toy.calls == ["one", "fails", "quick"]
+    assert toy.run("ladder", "--again")["ladder"].startswith("1 of 3 ways, FAILED: fails in ")
+    assert toy.calls[3:] == ["fails"]  # what has passed is not run again
+
+
+OURS = '  File "/tmp/x/vllm_ndp/integration/cuda/layer.py", line 79, in run\n    call()\n'
+THEIRS = '  File "/tmp/site/vllm/worker.py", line 5, in forward\n    call()\n'
+CHAINED = "\nDuring handling of the above exception, another exception occurred:\n\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "failed", "place"),
+    [
+        (f"{runner._FIRST}\n{THEIRS}{OURS}{THEIRS}RuntimeError: CUDA error: an illegal access\nCompile with ...\n",
+         "RuntimeError: CUDA error: an illegal access", "vllm_ndp/integration/cuda/layer.py:79"),
+        (f"{runner._FIRST}\n{THEIRS}KeyError: 'x'\n", "KeyError: 'x'", "/tmp/site/vllm/worker.py:5"),
+        (f"{runner._FIRST}\n{OURS}KeyError: 1\n{CHAINED}{runner._FIRST}\n{THEIRS}OSError: no end\n",
+         "KeyError: 1", "vllm_ndp/integration/cuda/layer.py:79"),
+        (f"Fatal Python error: Segmentation fault\n\nThread 0x1 {runner._LAST}\n{THEIRS}\n"
+         f"Current thread 0x2 {runner._LAST}\n{THEIRS}{OURS}\n\nExtension modules: numpy\n",
+         "Fatal Python error: Segmentation fault", "vllm_ndp/integration/cuda/layer.py:79"),
+        ("it says nothing\n", "status 3", "an unknown place"),
+    ],
+)  # fmt: skip
+def test_a_failure_is_named_with_its_first_error_and_the_line_of_ours_that_was_last(
+    log: str, failed: str, place: str
+) -> None:
+    earlier = f"$ a program before\n{runner._FIRST}\n{THEIRS}ValueError: of another way\n"
+    assert runner.failure(f"{earlier}\n$ this one\n{log}", "status 3") == {"failed": failed, "at": place}
 
 
 def test_a_process_that_dies_in_a_way_leaves_the_ways_before_and_after_it(toy: Toy) -> None:
@@ -188,11 +232,14 @@ def test_what_a_call_has_found_is_there_when_it_is_killed_itself(toy: Toy) -> No
 # -- the GPU's pieces --------------------------------------------------------------------------------------------------
 
 
-def three_calls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: float, slower: float = 1.0, hanging: str = ""
-) -> list[list[str]]:
-    """Which pieces end in each of three calls, if each takes `slower` times what is expected of it; one never ends."""
-    now = [0.0]
+def session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: float = 1.0, hanging: str = "", install_s: float = 45.0
+) -> tuple[list[set[str]], float]:
+    """Which pieces end in each call of a session on a fresh machine, and its minutes, with the asking and transfers.
+
+    Each takes `slower` times what is expected of it; the first way of one never ends.
+    """
+    now = [60 * plan.START_MINUTES]
 
     def run_within(command: list[str], limit_s: float, log: Path) -> tuple[str, int]:
         name, file = command[command.index("--piece") + 1], Path(command[command.index("--out") + 1])
@@ -220,53 +267,107 @@ def three_calls(
 
     monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(runner, "run_within", run_within)
-    calls, done = [], set[str]()
-    for _ in range(3):
+    calls, done, pieces = [], set[str](), runner.Pieces(Path("gpu_check.py"), gpu_check.PIECES, lambda: "")
+    for number, call in plan.CALLS.items():
+        minutes = call.minutes if call.minutes is not None else plan.left_minutes(now[0] / 60)
         began = now[0]
-        runner.Pieces(Path("gpu_check.py"), gpu_check.PIECES, lambda: "").run_all(
-            list(gpu_check.PIECES), tmp_path, None, minutes=minutes
-        )
+        now[0] += install_s if number == 1 else 1.0
+        for name in call.pieces:
+            left = minutes - (now[0] - began) / 60
+            pieces.run_all([name], tmp_path, None, minutes=left)
         assert now[0] - began <= 60 * minutes + 6
+        assert minutes <= plan.CALL_MINUTES
         ended = {
             name
-            for name in gpu_check.PIECES
+            for name in call.pieces
             if (file := tmp_path / f"gpu_{name}.json").exists()
             and runner.UNFINISHED not in json.loads(file.read_text())["figures"]
         }
-        calls.append([name for name in gpu_check.PIECES if name in ended - done])
+        calls.append(ended - done)
         done |= ended
-    return calls
+        now[0] += 60 * plan.BETWEEN_MINUTES
+    return calls, now[0] / 60
 
 
-MOST_VALUABLE = [
-    "kernels", "versions", "routing", "streams", "serves", "identity", "wide", "speed", "waits", "timeline",
-]  # fmt: skip
-
-
-def test_three_calls_of_ten_minutes_run_what_is_most_valuable_and_nothing_twice(
+def test_half_an_hour_knows_first_whether_it_serves_and_then_how_fast(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = three_calls(tmp_path, monkeypatch, 10)
-    ran = [name for call in calls for name in call]
-    assert len(ran) == len(set(ran))
-    assert set(ran) >= {*MOST_VALUABLE, "closeness", "prefill", "link"}
-    assert calls[0][:6] == MOST_VALUABLE[:6]
-    assert "wide" in calls[0]
-    assert "speed" in calls[1]
+    calls, minutes = session(tmp_path, monkeypatch)
+    assert calls[0] == {"rungs", "identity"}
+    assert calls[1] == {"graphs", "speed", "waits"}
+    assert calls[2] >= {"link", "timeline", "prefill"}
+    assert minutes <= plan.DEVICE_MINUTES
 
 
-@pytest.mark.parametrize(("slower", "hanging"), [(1.4, ""), (1.0, "identity"), (1.0, "timeline")])
+@pytest.mark.parametrize(("slower", "hanging"), [(1.25, ""), (1.0, "identity"), (1.0, "graphs"), (1.0, "waits")])
 def test_half_an_hour_has_the_speed_even_where_pieces_are_slow_or_hang(
     slower: float, hanging: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = three_calls(tmp_path, monkeypatch, 10, slower, hanging)
-    assert {"serves", "wide", "speed", "waits"} <= {name for call in calls for name in call}
+    calls, minutes = session(tmp_path, monkeypatch, slower, hanging)
+    assert {"rungs", "speed", "link"} <= set[str]().union(*calls)
+    assert minutes <= plan.DEVICE_MINUTES
 
 
-def test_every_piece_ends_within_ten_minutes() -> None:
-    assert max(piece.minutes for piece in gpu_check.PIECES.values()) < 10
+def test_every_piece_ends_within_ten_minutes_and_is_of_one_call() -> None:
+    assert max(piece.minutes for piece in gpu_check.PIECES.values()) < plan.CALL_MINUTES
     assert all(piece.limit_s() <= runner.LIMIT_S for piece in gpu_check.PIECES.values())
-    assert sum(gpu_check.PIECES[name].minutes for name in MOST_VALUABLE) < 21
+    named = [name for call in plan.CALLS.values() for name in call.pieces]
+    assert sorted([*named, "wide"]) == sorted(gpu_check.PIECES)  # which is made beside them
+
+
+def test_tree_and_kit_fit_one_call_with_room_for_what_comes() -> None:
+    """A kit larger than that is refused where it is built."""
+    assert plan.tree_bytes() + plan.KIT_BYTES <= plan.ROOM_BYTES < plan.MOST_BYTES
+
+
+# -- what a call says at its end ---------------------------------------------------------------------------------------
+
+SERVES = {"decode_layers": "as it says"}
+
+
+def verdict_of(
+    folder: Path, call: int, rungs: list[dict[str, Any]], identity: list[dict[str, Any]], **became: str
+) -> str:
+    for name, rows in (("rungs", rungs), ("identity", identity)):
+        (folder / f"gpu_{name}.json").write_text(json.dumps({"figures": {"results": rows}}))
+    return gpu_check.verdict(call, [folder], became)
+
+
+def climbed(last: str) -> list[dict[str, Any]]:
+    ways = gpu_engines.RUNGS[: gpu_engines.RUNGS.index(last) + 1]
+    return [{"way": way, **(SERVES if way != "stock" else {})} for way in ways]
+
+
+@pytest.mark.parametrize("number", range(len(gpu_engines.RUNGS)))
+def test_a_call_ends_with_the_rung_that_fails_and_where(number: int, tmp_path: Path) -> None:
+    name = gpu_engines.RUNGS[number]
+    failed = {"way": name, "failed": "RuntimeError: no", "at": "vllm_ndp/integration/cuda/layer.py:79"}
+    rows = [*(climbed(gpu_engines.RUNGS[number - 1]) if number else []), failed]
+    serves = f"{gpu_engines.RUNGS[number - 1]} serves" if number > 1 else "nothing of this project has served"
+    assert verdict_of(tmp_path, 1, rows, []) == (
+        f"STOP: rung {number}, {name}, fails in vllm_ndp/integration/cuda/layer.py:79 (RuntimeError: no); {serves}"
+    )
+    assert gpu_engines.best_rung([tmp_path]) == (gpu_engines.RUNGS[number - 1] if number > 1 else "auto")
+    assert gpu_check.is_outdated("rungs", [tmp_path])
+
+
+def test_a_call_ends_with_what_is_next(tmp_path: Path) -> None:
+    same, other = {"way": "4 hot", "equal": 512, "of": 512}, {"way": "8 hot", "equal": 511, "of": 512}
+    rungs = climbed("thread")
+    assert verdict_of(tmp_path, 1, rungs, [same]) == "NEXT: go.sh 2 (thread serves)"
+    assert verdict_of(tmp_path, 1, rungs[:-2], []) == "NEXT: go.sh 1 again, for kernels, thread (asynchronous serves)"
+    assert verdict_of(tmp_path, 1, rungs, [same, other]).startswith("STOP: thread serves, but with 8 hot 511 of 512")
+    said = verdict_of(
+        tmp_path, 2, rungs, [same], speed="4 of 5 ways, FAILED: x in 9 s", waits="no time left: run this again"
+    )
+    assert said == "NEXT: go.sh 3 MINUTES (thread serves; speed: 4 of 5 ways, FAILED: x in 9 s; no time for waits)"
+
+
+def test_a_comparison_with_a_rung_that_is_not_the_best_any_longer_is_made_again(tmp_path: Path) -> None:
+    verdict_of(tmp_path, 1, climbed("thread"), [{"way": "4 hot", "rung": "lanes", "equal": 1, "of": 1}])
+    assert gpu_check.is_outdated("identity", [tmp_path])
+    verdict_of(tmp_path, 1, climbed("lanes"), [{"way": "4 hot", "rung": "lanes", "equal": 1, "of": 1}])
+    assert not gpu_check.is_outdated("identity", [tmp_path])
 
 
 def test_what_a_folder_holds_is_in_one_archive_while_it_grows_and_when_the_call_is_killed(tmp_path: Path) -> None:
@@ -322,7 +423,6 @@ def outputs(llm: MadeUpEngine, prompts: list[Any], tokens: int, **params: Any) -
 NEEDS_MORE = {
     "kernels",
     "streams",
-    "versions",
     "routing",
     "wide",
     "link",
@@ -353,6 +453,7 @@ def test_a_piece_that_a_gpu_is_needed_for_makes_its_rows(
     monkeypatch.setattr(gpu_speed, "WIDE_REPLICAS", tmp_path)
     monkeypatch.setenv("TRITON_F32_DEFAULT", "")
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
     piece, before = gpu_check.PIECES[name], list[dict[str, Any]]()
     if not piece.ways:
         assert piece.run(Run(False, tmp_path))
@@ -404,7 +505,7 @@ def test_the_lines_that_wait_are_counted_and_other_warnings_are_not() -> None:
 
 def test_stock_graphs_offloading_and_experts_at_4_bits_are_measured_in_the_run_of_ours() -> None:
     ways = set(gpu_check.PIECES["speed"].ways)
-    assert ways >= {"stock with graphs", "stock, half the experts offloaded", "8 of 8 hot at 4 bits", "4 of 8 hot"}
+    assert ways >= {"stock with graphs", "stock, half the experts offloaded", "8 of 8 hot at 4 bits", "8 of 8 hot"}
 
 
 def test_the_timeline_knows_the_kernel_that_ends_a_packet() -> None:

@@ -1,16 +1,29 @@
 #!/usr/bin/env python3
-"""Leave only the device code that an sm_90 GPU can load in a CUDA shared library, so that it compresses well.
+"""Unpack vLLM's CUDA wheel without what this project's path never loads, and thin what is left to compress well.
 
-The file keeps its size and layout. Each fatbin container keeps its sm_90/sm_90a machine code; where it has none, the
-newest PTX that sm_90 can compile. Where it has neither (no kernel of it can run there anyway) it gets the file's
-smallest machine code for another GPU generation, so that it stays well-formed and is refused as before. The container's
-size field is set to match; the bytes freed behind it become zero, as does the symbol table the loader does not read.
-usage: thin_fatbin.py IN OUT
+Dropped are files that vLLM looks for and does without, and FlashAttention. vLLM imports its third version at start-up:
+an empty module stands for it. In a shared library each fatbin container keeps its sm_90/sm_90a machine code. Where it
+has none, no kernel of it is on our path (those of Marlin, which are PTX, and other GPU generations'): then it gets the
+file's smallest machine code for another generation, so that it stays well-formed and is refused. A library keeps its
+size and layout: the container's size field is set to match, and the bytes freed behind it become zero, as does the
+symbol table that the loader does not read.
+usage: thin_wheel.py WHEEL FOLDER
 """
 
+import re
 import struct
 import sys
+import zipfile
+from pathlib import Path
 
+DROPPED = re.compile(
+    r"vllm/(vllm-rs$|vllm_flash_attn/_vllm_fa|third_party/(deep_gemm|fmha_sm100|tml_fa4)/|vllm_flash_attn/cute/"
+    r"|entrypoints/serve/instrumentator/static/|kernels/helion/configs/"
+    r"|_(flashmla|flashmla_extension|qutlass|deepselect|flashkda)_C\.)|.*\.(jpg|png|gif|h|pyi)$|.*/RECORD$"
+)
+EMPTY = "vllm/vllm_flash_attn/_vllm_fa3_C.py"
+"""Imported by vLLM at start-up; what it would register is called under another attention backend."""
+THINNED = re.compile(r"vllm/_(moe_)?C(_stable_libtorch)?\.abi3\.so$")
 MAGIC = 0xBA55ED50
 PTX, ELF = 1, 2
 ARCH = 90
@@ -38,14 +51,11 @@ def entries(d, start, stop):
 
 
 def keep(rows, filler):
-    elf = [r for r in rows if r[2] == ELF and r[3] == ARCH]
-    if elf:
-        return elf
-    ptx = [r for r in rows if r[2] == PTX and r[3] <= ARCH]
-    if ptx:
-        return [max(ptx, key=lambda r: r[3])]
+    """What is left of a container's entries."""
+    if mine := [r for r in rows if r[2] == ELF and r[3] == ARCH]:
+        return mine
     room = sum(r[1] for r in rows)
-    return [filler if filler[1] <= room else min(rows, key=lambda r: r[1])]
+    return [filler if filler and filler[1] <= room else min(rows, key=lambda r: r[1])]
 
 
 def containers(d, o, end):
@@ -85,17 +95,27 @@ def thin(d):
     return kept, total
 
 
-def main(src, dst):
-    with open(src, "rb") as f:
-        d = bytearray(f.read())
+def thinned(name, content):
+    """The same library, bytes."""
+    d = bytearray(content)
     if d[:5] != b"\x7fELF\x02":
-        raise SystemExit(f"{src}: not a 64-bit ELF file")
-    before = len(d)
+        raise SystemExit(f"{name}: not a 64-bit ELF file")
     kept, total = thin(d)
-    assert len(d) == before
-    with open(dst, "wb") as f:
-        f.write(d)
-    print(f"{src.rsplit('/', 1)[-1]}: {kept / 1e6:.1f} of {total / 1e6:.1f} MB of device code kept")
+    assert len(d) == len(content)
+    print(f"{name}: {kept / 1e6:.1f} of {total / 1e6:.1f} MB of device code kept")
+    return bytes(d)
+
+
+def main(wheel, folder):
+    with zipfile.ZipFile(wheel) as z:
+        for one in z.infolist():
+            if one.is_dir() or DROPPED.match(one.filename):
+                continue
+            to = Path(folder) / one.filename
+            to.parent.mkdir(parents=True, exist_ok=True)
+            content = z.read(one)
+            to.write_bytes(thinned(one.filename, content) if THINNED.match(one.filename) else content)
+    (Path(folder) / EMPTY).write_text('"""Empty: this kit has no FlashAttention."""\n')
 
 
 if __name__ == "__main__":
