@@ -1,0 +1,26 @@
+"""All that CMakeLists.txt builds is there: without a module all is slower, or goes another way, unseen."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import pytest
+from paths import ROOT
+
+BUILT = re.findall(r"install\(TARGETS (\S+) LIBRARY DESTINATION (\S+)\)", (ROOT / "CMakeLists.txt").read_text())
+MODULES = [
+    f"{place.replace('/', '.')}.{name.replace('${caches}', cache)}"
+    for name, place in BUILT
+    for cache in (("stacks", "shared_cache") if "${caches}" in name else ("",))
+]
+
+
+def test_all_that_is_installed_is_looked_for() -> None:
+    assert len(MODULES) == 10
+    assert not [name for name in MODULES if "$" in name]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_in_cpp_was_built(name: str) -> None:
+    assert importlib.import_module(name).__file__
