@@ -103,6 +103,8 @@ def _sentence_of(error: Exception) -> str:
         return f"there is not enough memory: {str(error) or 'free some, or take a smaller input'}"
     if isinstance(error, KeyError | RuntimeError) and ("getpwuid" in str(error) or "home directory" in str(error)):
         return f"this system does not know user {os.getuid()}: set HOME and USER in the environment"
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # of pathlib
+        return f"{error}: give a path that leads to a file"
     place = traceback.extract_tb(error.__traceback__)[-1]
     return str(
         NdpError(

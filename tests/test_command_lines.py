@@ -410,6 +410,7 @@ def _ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], e
         (MemoryError(), "x: there is not enough memory: free some, or take a smaller input"),
         (OSError(28, "No space left on device"), "x: a file cannot be used: No space left on device"),
         (OSError(24, "Too many open files", "some/file"), "x: some/file cannot be used: Too many open files"),
+        (RuntimeError("Symlink loop from '/a'"), "x: Symlink loop from '/a': give a path that leads to a file"),
         (KeyError("getpwuid(): uid not found: 7"), "x: this system does not know user .*: set HOME and USER"),
     ],
 )

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ndp_device.errors import ConfigError
 from ndp_device.timing.shapes import public_shape
 from vllm_ndp.traces.format import Provenance
+from vllm_ndp.traces.rows import MOST_ROWS
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
 _GRID = 2.0**16
@@ -63,6 +64,9 @@ class SyntheticSettings:
         for name in ("num_layers", "num_experts", "top_k", "num_requests", "prompt_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"synthetic trace: {name} must be at least 1, got {getattr(self, name)}")
+        cells = self.num_requests * (self.prompt_len + self.decode_len) * self.num_layers
+        if cells > MOST_ROWS:
+            raise ConfigError(f"synthetic trace: tokens times layers must be at most {MOST_ROWS}, got {cells}")
         if self.top_k > self.num_experts:
             raise ConfigError(f"synthetic trace: top_k {self.top_k} must not exceed num_experts {self.num_experts}")
         if not 0 < self.reach <= 1:
@@ -84,7 +88,8 @@ class SyntheticSettings:
                 f"synthetic trace: strength times persistence must not exceed 1, got {max(self.strength)} times "
                 f"{self.persistence}"
             )
-        if self.decode_len < 0 or self.concentration <= 0 or self.signal < 0 or not 0 <= self.drift <= 1:
+        finite = 0 < self.concentration < np.inf and 0 <= self.signal < np.inf
+        if self.decode_len < 0 or not finite or not 0 <= self.drift <= 1:
             raise ConfigError(
                 "synthetic trace: decode_len >= 0, concentration > 0, signal >= 0 and drift in 0..1 are needed, got "
                 f"{self.decode_len}, {self.concentration}, {self.signal}, {self.drift}"

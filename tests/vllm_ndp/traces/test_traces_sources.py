@@ -86,6 +86,20 @@ def test_an_impossible_synthetic_trace_is_refused():
         SyntheticSettings(num_layers=1, num_experts=16, top_k=20)
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"num_requests": 10**12}, r"tokens times layers must be at most 67108864, got"),
+        ({"prompt_len": 10**21}, r"tokens times layers must be at most 67108864, got"),
+        ({"concentration": float("nan")}, "concentration > 0"),
+        ({"signal": float("inf")}, "signal >= 0"),
+    ],
+)
+def test_a_synthetic_trace_of_no_possible_size_or_number_is_refused(settings: dict, says: str):
+    with pytest.raises(ConfigError, match=says):
+        SyntheticSettings(num_layers=L, num_experts=E, top_k=K, **settings)
+
+
 def routed(tokens: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).random((tokens, L, E)).argsort(axis=2)[:, :, :K]
 
