@@ -81,6 +81,28 @@ def test_drafts_are_refused_where_steps_are_scheduled_before_it_is_known_which_w
     assert "--no-async-scheduling" in sentence(error)
 
 
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+@pytest.mark.parametrize("report", [True, False])
+def test_what_the_user_says_of_a_connector_holds_beside_ours(role: str, report: bool):
+    """Roles decide nothing here; what a failed load leads to was once dropped without a word."""
+    part = {"kv_connector": "ExampleConnector", "kv_role": role, "kv_connector_extra_config": {"path": "here"}}
+    whole = {"kv_role": role, "kv_load_failure_policy": "recompute", "engine_id": "e", "kv_buffer_device": "cpu"}
+    extra = {"connectors": [part], "more": 1}
+    for asked, more in (
+        (part, {}),
+        (whole | {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}, {"more": 1}),
+    ):
+        made = configure(
+            kv_transfer_config=asked | whole, additional_config={"ndp": {"report": report}}
+        ).kv_transfer_config
+        parts = made.kv_connector_extra_config["connectors"]
+        assert {name: getattr(made, name) for name in whole} == whole
+        assert made.kv_connector == "MultiConnector"
+        assert made.kv_connector_extra_config == {"connectors": parts} | more
+        assert [each["kv_connector"] for each in parts] == ["ExampleConnector", "NdpConnector"][: 1 + report]
+        assert part.items() <= parts[0].items()
+
+
 def test_settings_of_other_plugins_are_left_alone():
     config = configure(additional_config={"some_platform": {"graph": True}})
     assert config.parallel_config.worker_cls == "vllm_ndp.integration.worker.NdpWorker"

@@ -86,7 +86,6 @@ def configure(vllm_config: VllmConfig) -> None:
 def _with_connectors(theirs: KVTransferConfig | None, *, reports: bool) -> KVTransferConfig | None:
     """A connector that moves no KV, so that finished requests carry their two clocks; and the user's, if there is one,
     of which we then see what it loads."""
-    from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from vllm_ndp.integration import compat
@@ -101,18 +100,17 @@ def _with_connectors(theirs: KVTransferConfig | None, *, reports: bool) -> KVTra
     }
     if theirs is None:
         return MovesNoKv(**ours)
+    if theirs.kv_connector == compat.CONNECTOR or theirs.kv_connector_module_path == compat.MULTI_CONNECTOR_MODULE:
+        return theirs  # configured before
     if compat.CONNECTOR not in KVConnectorFactory._registry:  # vLLM's log line looks parts of a MultiConnector up there
         KVConnectorFactory.register_connector(compat.CONNECTOR, compat.CONNECTOR_MODULE, compat.CONNECTOR)
     extra = theirs.kv_connector_extra_config
-    parts = extra["connectors"] if theirs.kv_connector == "MultiConnector" else [_as_part(theirs)]
-    if parts[0]["kv_connector"] == compat.CONNECTOR or theirs.kv_connector_module_path == compat.MULTI_CONNECTOR_MODULE:
-        return theirs  # configured before
-    return KVTransferConfig(
+    extra = extra if theirs.kv_connector == "MultiConnector" else {"connectors": [_as_part(theirs)]}
+    return dataclasses.replace(  # with all else that the user has set: what a failed load leads to is of the whole
+        theirs,
         kv_connector="MultiConnector",
         kv_connector_module_path=compat.MULTI_CONNECTOR_MODULE,
-        kv_role=theirs.kv_role,
-        engine_id=theirs.engine_id,
-        kv_connector_extra_config={"connectors": [*parts, ours] if reports else parts},
+        kv_connector_extra_config=extra | {"connectors": [*extra["connectors"], *([ours] if reports else [])]},
     )
 
 
