@@ -12,7 +12,7 @@ import struct
 import sys
 import termios
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ParamSpec
 
 import zmq
@@ -48,7 +48,7 @@ def context() -> zmq.Context[zmq.Socket[bytes]]:
     return _contexts[pid]
 
 
-def send(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
+def send(socket: zmq.Socket[bytes], frames: Sequence[Buffer | zmq.Frame]) -> None:
     """Without waiting. A large last frame is lent, not copied: the codec makes a new body for each message."""
     large = any(len(frame) >= _ZERO_COPY_BYTES for frame in frames)
     socket.send_multipart(frames, zmq.NOBLOCK, copy=not large)
@@ -67,9 +67,28 @@ def num_unread(descriptor: int) -> int:
     return 0
 
 
+def shut(descriptor: int) -> None:
+    """End a connection: libzmq has no call to end one of a ROUTER; the system has."""
+    with contextlib.suppress(OSError), _of_ours(descriptor) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def _of_ours(descriptor: int) -> Iterator[socket.socket]:
+    """Another descriptor of the same connection: libzmq may close its own at any time, and the system give it away."""
+    own = os.dup(descriptor)
+    try:
+        connection = socket.socket(fileno=own)
+    except OSError:  # it is no socket any more
+        os.close(own)
+        raise
+    with connection:
+        yield connection
+
+
 def owner_of(descriptor: int) -> int | None:
     """The user who listens at the other end of an ipc connection; None of one that has just ended."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+    with contextlib.suppress(OSError), _of_ours(descriptor) as connection:
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         return int(struct.unpack("3i", credentials)[1])
     return None

@@ -15,9 +15,9 @@ import ctypes
 import logging
 import os
 import secrets
-import socket
 import stat
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from ndp_device.protocol.messages import SlotOffer
 from ndp_device.transport import checksum, fragments, shm, sockets
 from ndp_device.transport.address import Address, make_private, require_private, take
 from ndp_device.transport.base import Received
+from ndp_device.transport.bounds import Bounds, give_memory_back
 from ndp_device.transport.keys import AllowList, DeviceKeys
 from ndp_device.transport.shm import ShmChannel
 
@@ -41,12 +42,16 @@ MAX_FRAMES = 4
 """Most frames of one message. Two or three are legal, four get a sentence as answer, more end the connection."""
 
 _IO_THREADS = 1  # with more of them ACCEPTED may come after a connection's first message: docs/log/transport.md
-_RECEIVE_QUEUE = 16  # messages or fragments of one host that libzmq holds; more wait in the host
+_RECEIVE_QUEUE = 4  # messages or fragments of one host that libzmq holds; more wait in the host
 _SEND_QUEUE = 10 * fragments.MAX_FRAGMENTS  # the answers to all that a host may have in flight
+MAX_UNREAD_BYTES = 256 << 20
+"""Most bytes of answers that hosts have not read, of all hosts together: above it who left most unread is sent away."""
+
+_COUNTED_BYTES = 256 << 10  # of answers to a host, after which the next one shows by its end that they were read
+_FRAME_BYTES = 64  # that libzmq takes for a frame, beside its contents
 _AT_ONCE = 8  # messages, before one of them is served: who floods must not keep others waiting while it is read
 _HALF_NS = 10_000_000_000  # within which a message in fragments must be here
 _CHECK_NS = 500_000_000
-_ENDLESS = 6  # checks that saw bytes of one message arrive: its frames have 8 MiB at most
 _TRIMS = 2  # checks after a connection's end that give its memory back: a queue of libzmq's ends a while later
 _SPIN_SLICE_NS = 50_000  # after which a spinning device looks at its socket
 _FLUSH_MS = 500
@@ -71,6 +76,8 @@ class _Peer:
         self.channel: ShmChannel | None = None
         self.is_lent = False  # a message of the ring is being served where it lies
         self.used_ns = 0  # the ring
+        self.unread: deque[tuple[zmq.MessageTracker, int]] = deque()  # answers, with the bytes up to each
+        self.uncounted = 0  # bytes of answers after the last of them
 
 
 class ZmqServer:
@@ -81,16 +88,17 @@ class ZmqServer:
         self.on_gone: Callable[[bytes], None] = lambda client: None
         self._path = address.ipc_path
         self._open: dict[int, int] = {}  # descriptor -> when something was heard of it
-        self._arriving: dict[int, tuple[int, int]] = {}  # descriptor -> last heard of, checks that saw bytes since
         self._peers: dict[bytes, _Peer] = {}
         self._names: dict[int, bytes] = {}  # descriptor -> the peer behind it
         self._gone: list[bytes] = []
         self._read: list[Received] = []  # and not handed over yet: what fails afterwards loses none of them
         self._num_cut = 0
         self._spinner = shm.Spinner(shm.DEVICE_SPIN_US)
-        self._active_ns = self._looked_ns = self._checked_ns = self._emptied_ns = 0
+        self._active_ns = self._looked_ns = self._checked_ns = 0
+        self._unread_bytes = 0  # of answers to all peers
         self._trims = 0  # of the coming checks
         self._lock: int | None = None
+        self._bounds: Bounds | None = None
         self._is_bound = False
         self._allowed = None if keys is None else AllowList(keys, _log.warning)
         sockets.allow_many_descriptors()
@@ -108,6 +116,7 @@ class ZmqServer:
             self.close()
             raise
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._bounds = Bounds(self._open, self._shut)
 
     # -- in ------------------------------------------------------------------------------------------------------
 
@@ -136,7 +145,6 @@ class ZmqServer:
         self._watch()
         for _ in range(_AT_ONCE):
             if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                self._emptied_ns = now_ns
                 break
             self._from_socket(now_ns)
         if now_ns - self._checked_ns > _CHECK_NS:
@@ -289,14 +297,36 @@ class ZmqServer:
         return sent is not shm.Put.REFUSED
 
     def _to_socket(self, peer: _Peer, frames: Frames) -> None:
+        size = sum(len(frame) + _FRAME_BYTES for frame in frames)
+        sent: list[codec.Buffer | zmq.Frame] = [peer.name, *frames]
+        tracker = None
+        if peer.uncounted + size >= _COUNTED_BYTES:
+            sent[-1] = tracked = zmq.Frame(frames[-1], track=True, copy=False, copy_threshold=0)
+            tracker = tracked.tracker
         try:
-            sockets.send(self._socket, [peer.name, *frames])
+            sockets.send(self._socket, sent)
+            self._count(peer, size, tracker)
         except zmq.Again:
             self._end(peer, "it leaves its answers unread")
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self._forget(peer)
+
+    def _count(self, peer: _Peer, size: int, tracker: zmq.MessageTracker | None) -> None:
+        """Count an answer. Answers leave in their order: the end of one is the end of all before it."""
+        peer.uncounted += size
+        if tracker is None:
+            return
+        peer.unread.append((tracker, peer.uncounted))
+        self._unread_bytes += peer.uncounted
+        peer.uncounted = 0
+        if self._unread_bytes > MAX_UNREAD_BYTES:
+            for other in self._peers.values():
+                while other.unread and other.unread[0][0].done:
+                    self._unread_bytes -= other.unread.popleft()[1]
+        if self._unread_bytes > MAX_UNREAD_BYTES:
+            self._end(max(self._peers.values(), key=_unread_bytes), "it leaves its answers unread")
 
     # -- connections ---------------------------------------------------------------------------------------------
 
@@ -340,32 +370,15 @@ class ZmqServer:
 
     def _check(self, now_ns: int) -> None:
         """End what takes too long, and who may not be here any more."""
-        self._end_endless()
         self._checked_ns = now_ns
         if self._trims:
             self._trims -= 1
-            _give_memory_back()
+            give_memory_back()
         for peer in list(self._peers.values()):
             if self._allowed is not None and self._allowed.name(peer.key) is None:
                 self._end(peer, "its key is no longer allowed")
             elif peer.joining is not None and now_ns - peer.began_ns > _HALF_NS:
                 self._end(peer, "it did not end its message")
-
-    def _end_endless(self) -> None:
-        """libzmq bounds the bytes of a frame, not the frames of a message, and shows no part of one that has no end.
-
-        Its connection is one whose bytes are seen to arrive while all messages that were here have been taken.
-        """
-        if self._emptied_ns <= self._checked_ns:
-            return
-        before, self._arriving = self._arriving, {}
-        for fd, heard_ns in list(self._open.items()):
-            heard_before_ns, times = before.get(fd, (heard_ns, 0))
-            times = times + (sockets.num_unread(fd) > 0) if heard_ns == heard_before_ns else 0
-            self._arriving[fd] = heard_ns, times
-            if times == _ENDLESS:
-                _log.warning("a host was sent away: its message has no end")
-                self._shut(fd)
 
     def _end(self, peer: _Peer, reason: str) -> None:
         _log.warning("a host was sent away: %s", reason)
@@ -373,16 +386,15 @@ class ZmqServer:
         self._forget(peer)
 
     def _shut(self, fd: int) -> None:
-        """libzmq has no call to end one connection of a ROUTER; the system has."""
         self._open.pop(fd, None)
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-            connection.shutdown(socket.SHUT_RDWR)
+        sockets.shut(fd)
 
     def _forget(self, peer: _Peer) -> None:
         if self._peers.pop(peer.name, None) is None:
             return
         if self._names.get(peer.fd) == peer.name:
             del self._names[peer.fd]
+        self._unread_bytes -= _unread_bytes(peer)
         _close_channel(peer)
         self._gone.append(peer.name)
 
@@ -465,12 +477,18 @@ class ZmqServer:
             return
         for peer in self._peers.values():
             _close_channel(peer)
+        if self._bounds is not None:
+            self._bounds.close()
         self._end_sockets()
         if self._lock is not None:
             if self._path is not None and self._is_bound:
                 self._path.unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = None
+
+
+def _unread_bytes(peer: _Peer) -> int:
+    return sum(size for _, size in peer.unread)
 
 
 def _has_spoken(peer: _Peer) -> bool:
@@ -482,12 +500,6 @@ def _close_channel(peer: _Peer) -> None:
         peer.channel.close()
         peer.channel = None
         peer.is_lent = False
-
-
-def _give_memory_back() -> None:
-    """Give free memory back to the system. glibc keeps the memory of large messages for later ones."""
-    with contextlib.suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _make_names_unknown() -> None:
