@@ -49,14 +49,12 @@ def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path |
 def load_losses(replicas: Path, layers: range, settings: NdpSettings) -> LossTable:
     """Load the losses of the MoE layers that this worker runs. Plans use the widths that the replicas have.
 
-    Raises ConfigError where no plan can be made of these: fewer bits than the narrowest, 8 bits, or all for `joint`.
+    Raises ConfigError where they lack a width that was asked for, or are all wider than the average.
     """
     there = read_manifest(replicas).bits
     dealt = [bits for bits in there if bits in WIDTHS]
     asked = settings.avg_bits
     wanted = {bits for bits in (settings.offload_bits, BYTE_BITS if asked == BYTE_BITS else None) if bits is not None}
-    if settings.plan == "joint":
-        wanted |= set(WIDTHS)
     if missing := sorted(wanted - set(there)):
         raise ConfigError(
             f"the replicas in {replicas} have {list(there)} bits, and these settings need {missing} too: run "

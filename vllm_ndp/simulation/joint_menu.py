@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.errors import ConfigError
 from ndp_device.widths import BYTE_BITS, REPLICA_WIDTHS, WIDTHS
 from vllm_ndp.planning.bitwidths import LossTable, nominal_loss
 from vllm_ndp.planning.joint_problem import Choice, JointProblem
@@ -157,7 +158,12 @@ class Menu:
 
 def losses_by_width(loss: LossTable, unit: str) -> NDArray[np.float64]:
     """[L, E, 17], what every token would lose by an expert of a width in all layers; where replicas have no 8 bits,
-    extrapolated."""
+    extrapolated. Raises ConfigError where they lack another width: a joint plan chooses among all."""
+    if loss.dealt != WIDTHS:
+        raise ConfigError(
+            f"a joint plan needs replicas of {', '.join(map(str, WIDTHS))} bits, and these have {list(loss.widths)}: "
+            f"run `vllm-ndp quantize` with --bits {','.join(map(str, WIDTHS))}"
+        )
     table: NDArray[np.float64]
     if unit == NATS and loss.nats is not None:
         table = loss.by_width * (loss.mse.shape[0] * loss.nats * loss.layer_weights[:, None, None])
