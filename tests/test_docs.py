@@ -50,6 +50,16 @@ def test_every_page_that_a_source_names_exists() -> None:
     assert sorted((path, name) for path, name in named if not (ROOT / name).exists()) == []
 
 
+def test_every_program_that_a_page_tells_to_run_exists() -> None:
+    """But where a line below says of which commit a figure is: that commit has it."""
+    told = re.compile(
+        r"(?<![\w/])((?:benchmarks|examples|tests|models)/[\w/]*\w\.(?:py|sh))\b(?![^\n]*\n(?:measured|transcribed) at)"
+    )
+    named = {(page.name, name) for page in TODAY for name in told.findall(page.read_text())}
+    assert len(named) > 10, "the pattern finds less than the pages hold"
+    assert sorted((page, name) for page, name in named if not (ROOT / name).exists()) == []
+
+
 def test_every_command_that_a_page_shows_exists_with_its_options() -> None:
     wrong, seen = [], 0
     for page in TODAY:
