@@ -26,10 +26,13 @@ from raw_zmtp import GREETING, READY, WITHOUT_HANDSHAKE, connected, greeted, mes
 from server_by_hand import LOOPBACK, HandServer, answer, ask, host_of, serving
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS
 
+from ndp_device.config import DeviceConfig
 from ndp_device.errors import ConfigError, DeviceUnavailable
+from ndp_device.handler import Handler
 from ndp_device.probe import Probe
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
+from ndp_device.server import Server
 from ndp_device.transport import bounds, checksum, shm, zmq_server
 from ndp_device.transport.keys import make_keys
 from ndp_device.transport.zmq_client import ZmqTransport
@@ -287,6 +290,24 @@ def test_what_was_read_before_a_failure_is_handed_over(server: HandServer, monke
             handed_over += server.receive(100)
     assert [bytes(received.frames[1]) for received in handed_over] == [b"second"]
     host.close()
+
+
+def test_an_answer_that_cannot_be_sent_costs_its_own_host_alone(
+    server: HandServer, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = Handler.from_config(DeviceConfig(address=server.address, model_dir=model_dir, kernel="reference"))
+    device, hosts = Server(server, handler), [host_of(server.address) for _ in range(2)]
+    first = ask(server, hosts[0], codec.encode(msg.Ping(1)))
+    second = ask(server, hosts[1], codec.encode(msg.Ping(2)))
+    send = server.send
+    monkeypatch.setattr(server, "send", lambda client, frames: 1 // (client != first.client) and send(client, frames))
+    for received in (first, second):
+        device.serve(received)
+    assert codec.decode_reply(*answer(hosts[1]))[0].id == 2
+    with pytest.raises(DeviceUnavailable):
+        answer(hosts[0])
+    for host in hosts:
+        host.close()
 
 
 def ask_only(host: ZmqTransport, frames: codec.Frames) -> None:
