@@ -227,7 +227,16 @@ class Assembly:
             bytes_of_width=costs.bytes_of_width if settings.plan == "joint" else None,
             weighs_input=first.weighs_input,
             aliases=first.slots.aliases,
+            gathers_prompts=self._gathers_prompts,
         )
+
+    @property
+    def _gathers_prompts(self) -> bool:
+        """Whether a prompt's experts are computed alike in slots and out of them. On a GPU one call for all slots is
+        worth more; where all experts are always hot there is no other way."""
+        num_experts = self.pool.shape.num_experts
+        changes = self.settings.plan == "joint" or self.settings.resolve_hot_experts(num_experts) < num_experts
+        return compat.on_cpu() and self.tiers.owners is None and changes
 
     def _balancers(
         self, device: DeviceView, costs: Costs, prices: MeasuredPrices | None

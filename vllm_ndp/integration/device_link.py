@@ -179,8 +179,8 @@ class DeviceLink:
         """Announce what the plans of an epoch may ask for, without waiting. widths: masks [L, E]; hot [L, E]."""
         if self._facts.offload_bits:
             widths[hot] |= FLAG_OF_BITS[self._facts.offload_bits]
-        if self._facts.computes_prompts:
-            widths[~hot] |= FLAG_OF_BITS[FULL_PRECISION_BITS]
+        if self._facts.computes_prompts:  # of hot experts, too: the rule may look at rows alone
+            widths |= FLAG_OF_BITS[FULL_PRECISION_BITS]
         self._announced = epoch, widths
         self._announce(epoch, widths)
 

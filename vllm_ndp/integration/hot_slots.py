@@ -409,6 +409,11 @@ class HotSlots:
         if self.expert_map.device.type != "cpu":
             self.expert_map[expert] = int(self.where[expert])
 
+    def whole_expert_in(self, expert: int) -> int | None:
+        """The slot that holds this expert in full precision; None where none does."""
+        slot = int(self.where[expert])
+        return slot if slot >= 0 else None
+
     def exchange(self, wanted: NDArray[np.bool_]) -> list[tuple[int, int]]:
         """(slot, expert) for the wanted experts [E] that are in no slot: into empty ones and those of the unwanted."""
         held = self.expert_in >= 0

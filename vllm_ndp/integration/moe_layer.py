@@ -147,6 +147,8 @@ class MoELayer:
         try:
             beside()
             out = self._slots.run(x, hot)
+            if split.stream:  # of a prompt: one sum in float32, rounded at its end
+                out = out.float()
             for each in reversed(pending):  # the device, which takes longest, is the first to start and comes last
                 answered = each.add(out)
             if not answered:
@@ -156,7 +158,7 @@ class MoELayer:
                 each.abandon()
             raise
         step.end_layer(self.index, split, None if call is None else call.answer, answered=answered)
-        return out
+        return out.to(x.dtype)
 
     def _compute_here(self, out: torch.Tensor, x: torch.Tensor, pairs: Pairs) -> None:
         """The device gave no valid answer: add the same pairs, computed in this process."""

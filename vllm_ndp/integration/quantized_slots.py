@@ -60,6 +60,10 @@ class QuantizedSlots(HotSlots):
     def aliases(self) -> bool:
         return False
 
+    def whole_expert_in(self, expert: int) -> None:
+        """Experts in full precision are not in `held`, but in the checkpoint."""
+        return None
+
     def bits_of(self, expert: int) -> int:
         """Width at which an expert is to be here; 0 = the setting's."""
         return int(self._bits[expert])

@@ -60,15 +60,16 @@ def as_float32(rows: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def add_sums(out: torch.Tensor, sums: NDArray[np.float32], rows: NDArray[np.int64]) -> None:
-    """Add partial sums f32 [S, H] to these rows [S] of out [T, H], which are distinct and in order."""
+    """Add partial sums f32 [S, H] to these rows [S] of out [T, H], which are distinct and in order.
+
+    Each element is rounded once: an answer does not depend on how many rows were sent beside its own.
+    """
     if out.device.type == "cpu" and len(rows) <= FEW_ROWS and out.dtype is not torch.float16 and out.is_contiguous():
         _split.add_rows(out.data_ptr(), out.shape[0], sums, rows, out.dtype is torch.bfloat16)
         return
-    partial = torch.from_numpy(sums)
+    partial = torch.from_numpy(sums).to(out.device)
     if len(rows) == out.shape[0]:
-        out.add_(partial.to(out.device))
-    elif out.device.type != "cpu":  # one rounding, as above: results do not depend on how many rows were sent
-        index = torch.from_numpy(rows).to(out.device)
-        out.index_copy_(0, index, out.index_select(0, index).add_(partial.to(out.device)))
+        out.add_(partial)
     else:
-        out.index_add_(0, torch.from_numpy(rows).to(out.device), partial.to(out.device, out.dtype))
+        index = torch.from_numpy(rows).to(out.device)
+        out.index_copy_(0, index, out.index_select(0, index).add_(partial))

@@ -33,7 +33,7 @@ class StreamPending:
     pairs: Pairs
 
     def add(self, out: torch.Tensor) -> bool:
-        """One rounding for all pairs."""
+        """out: f32 [T, H]."""
         keep = self.experts.planner.slots_to_keep(self.step, self.layer, self.pairs)
         out.add_(self.experts.hot.stream(self.layer, self.x, self.pairs, keep))
         return True

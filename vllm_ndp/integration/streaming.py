@@ -53,7 +53,8 @@ class Streamer(Protocol):
         keep: Mapping[int, int],
         shares: Sequence[Share],
     ) -> torch.Tensor:
-        """Weighted sum over the pairs of each row, f32 [T, H]. keep: expert -> the slot where it stays.
+        """Weighted sum over the pairs of each row, f32 [T, H], in an order that the pairs alone decide. keep: expert ->
+        the slot where it stays.
 
         shares: which parts of each expert; an expert that stays passes through in its own worker's part only.
         """
@@ -110,23 +111,35 @@ class StagingStreamer:
         all_rows, all_weights = self._upload([pairs.rows[order], pairs.topk_weights[order]], x.device)
         begin = self._mark(x.device)
         experts, starts = np.unique(pairs.experts[order], return_index=True)
-        for expert, start, end in zip(experts.tolist(), starts, [*starts[1:], len(order)], strict=True):
+        ends = dict(zip(experts.tolist(), zip(starts, [*starts[1:], len(order)], strict=True), strict=True))
+
+        def sums(expert: int, held: SlotWeights, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+            """The rows of an expert that lies in this slot, and what it gives each of them."""
+            start, end = ends[expert]
             rows = all_rows[start:end]
             weights = all_weights[start:end].unsqueeze(1).clone()  # Triton compiles anew for addresses that are uneven
-            slot = keep.get(expert)
+            index = torch.full((len(rows), 1), slot, dtype=torch.int32, device=x.device)
+            return rows, slots.kernel.run(x.index_select(0, rows), held, weights, index)
+
+        own = len(shares) == 1  # and not those of all ranks, one after the other
+        here = {expert: slot for expert in ends if own and (slot := slots.whole_expert_in(expert)) is not None}
+        first = {expert: sums(expert, slots.held, slot) for expert, slot in here.items() if slot in keep.values()}
+        for expert in ends:  # in this order, wherever an expert lies: so does a row's sum
+            if expert in here:
+                rows, part = first.get(expert) or sums(expert, slots.held, here[expert])
+                total.index_add_(0, rows, part.float())
+                continue
             for share in shares:
-                if slot is not None:
-                    held = slots.held
+                if (slot := keep.get(expert)) is not None:
                     slots.migrate(slot, expert, partial(self._load, layer, expert, None, begin))
+                    rows, part = sums(expert, slots.held, slot)
                 else:
                     self._turn = (self._turn + 1) % len(self._staging)
                     held = self._staging[self._turn]
                     self._load(layer, expert, share, self._free[self._turn], held, 0)
-                index = torch.full((len(rows), 1), slot or 0, dtype=torch.int32, device=x.device)
-                part = slots.kernel.run(x.index_select(0, rows), held, weights, index)
-                total.index_add_(0, rows, part.float())
-                if slot is None:
+                    rows, part = sums(expert, held, 0)
                     self._free[self._turn] = self._mark(x.device)
+                total.index_add_(0, rows, part.float())
         return total
 
     def _upload(self, arrays: list[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:

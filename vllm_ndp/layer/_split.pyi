@@ -20,6 +20,8 @@ class Splitter:
         top_k: int,
         aliases: bool,
         weighs_input: bool,
+        gathers_prompts: bool,
+        prompts_anywhere: bool,
         owners: Sequence[NDArray[np.int64]],  # [L] of [E]
         hot_bits: Sequence[NDArray[np.uint8]],  # [L] of [E]
         bytes_of_width: Sequence[int],  # [256], or none

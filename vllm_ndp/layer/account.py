@@ -12,7 +12,7 @@ from vllm_ndp.simulation.gpu_timing import LayerTime, StepClock
 def end_layer(clock: StepClock, splitter: Splitter, split: Split, device_ps: int | None) -> LayerTime:
     """End the layer that `split` was of. `device_ps`: of the device's answer, 0 where it was not asked or has no
     simulated time. None where no answer came: its pairs were computed here, and count as fallbacks and as streamed."""
-    experts, pairs = split.stream_experts, len(split.stream.experts)
+    experts, pairs = split.stream_experts, split.stream_pairs
     if device_ps is None:
         device_ps, experts, pairs = 0, splitter.fall_back(), pairs + len(split.device.experts)
     return clock.end_layer(

@@ -72,7 +72,7 @@ class Split(NamedTuple):
 
     device: Pairs  # decode rows, and prompt rows that the device computes
     warm: Pairs  # decode rows, on the host's CPU
-    stream: Pairs  # prompt rows
+    stream: Pairs  # prompt rows; with `gathers_prompts` also those of hot experts
     num_hot: int
     """Number of hot pairs in slots of this worker."""
     hot_loads: list[tuple[int, int]]
@@ -80,6 +80,8 @@ class Split(NamedTuple):
     hot_bytes: int | None
     """Bytes of the hot experts in use, if their widths differ."""
     stream_experts: int
+    """Distinct experts of `stream` that are not hot, and below their pairs: what is copied."""
+    stream_pairs: int
     host_ps: int
     """Simulated time of the host's CPU for the warm pairs."""
     num_columns: int
@@ -104,7 +106,8 @@ class SplitRules:
     balancers: Sequence[Balancer | DevicesBalancer] | None = None
     """[L]; None: hot experts never leave the GPU."""
     prompts: PrefillSplit | None = None
-    """None: the device computes nothing of prompts."""
+    """None: the device computes nothing of prompts. A rule with prices of this machine chooses among all experts, hot
+    ones too: the prompt alone decides what the device computes, and not what earlier requests have left in slots."""
     host: Costs | None = None
     """Costs of warm experts; None: no expert is warm."""
 
@@ -121,16 +124,21 @@ class Splitter:
         bytes_of_width: NDArray[np.int64] | None = None,
         weighs_input: bool = False,
         aliases: bool = True,
+        gathers_prompts: bool = False,
     ) -> None:
         """`bytes_of_width` [256]: bytes of a hot expert by width, if widths differ. `weighs_input`: inputs are weighed,
         so outputs are not. `aliases`: few hot pairs form a table with one line per row. Short lines are filled up with
-        slots of weight 0. Else hot pairs are listed one after the other."""
+        slots of weight 0. Else hot pairs are listed one after the other. `gathers_prompts`: a prompt's pairs of experts
+        in slots are counted as hot, and listed in `stream` beside the others, so that one sum in one order has all."""
         self.top_k = top_k
         self.notes = False
         self._no_bits: NDArray[np.uint8] = np.zeros(tiers.where.shape, np.uint8)
         gpus = [] if tiers.gpus is None else list(tiers.gpus)
+        anywhere = rules.prompts is not None and rules.prompts.prices is not None
         widths = ([], []) if bytes_of_width is None else (list(tiers.hot_bits), bytes_of_width.tolist())
-        self.native = _split.Splitter(list(tiers.where), top_k, aliases, weighs_input, gpus, *widths)
+        self.native = _split.Splitter(
+            list(tiers.where), top_k, aliases, weighs_input, gathers_prompts, anywhere, gpus, *widths
+        )
         none, balancers, host = [False] * len(tiers.where), rules.balancers, rules.host
         self._rules = none if balancers is None else [self._rule(each) for each in balancers]
         self._prompts = None if rules.prompts is None else _on_device(rules.prompts)

@@ -41,7 +41,7 @@ class Found:
     counts: NDArray[np.int64]  # [R, kinds]
     hot_loads: list[tuple[int, int]]
     hot_bytes: int
-    stream_experts: int
+    copied: NDArray[np.int64]  # the expert of each pair in `stream` that is not hot
     host_ps: int
 
 
@@ -52,6 +52,7 @@ def split(
     costs: Costs,
     *,
     weighs_input: bool,
+    gathers_prompts: bool = False,
 ) -> Found:
     ids, decode = layer.ids.astype(np.int64), layer.decode[:, None]
     in_gpu = (layer.tiers >= 0) | (layer.tiers == ELSEWHERE)
@@ -70,13 +71,16 @@ def split(
     if offloaded and balancer is not None:
         rule = balancer if isinstance(balancer, Balancer) else balancer.rule
         planned[planned == 0] = rule.offload_bits
-    if prompts is not None and not decode.all() and (where == STREAM).any():
+    asked = (where == STREAM) if prompts is None or prompts.prices is None else np.broadcast_to(~decode, where.shape)
+    if prompts is not None and not decode.all() and asked.any():
         sent = (where == DEVICE) & decode
-        there = prompts.of_counts(*np.unique(ids[where == STREAM], return_counts=True), ids[sent], planned[sent])
-        where[(where == STREAM) & np.isin(ids, there)] = DEVICE
+        there = prompts.of_counts(*np.unique(ids[asked], return_counts=True), ids[sent], planned[sent])
+        where[asked & np.isin(ids, there)] = DEVICE
     applied = np.ones_like(layer.weights) if weighs_input else layer.weights
     widths = np.where(decode & (where == DEVICE), planned, 16).astype(np.uint8)
-    device, warm, stream = (_pairs(where == place, ids, widths, applied) for place in (DEVICE, WARM, STREAM))
+    gathered = (where >= 0) & ~decode & gathers_prompts
+    sides = where == DEVICE, where == WARM, (where == STREAM) | gathered
+    device, warm, stream = (_pairs(side, ids, widths, applied) for side in sides)
     hot = (where >= 0) | (where == ELSEWHERE)
     touched = np.unique(ids[hot])
     gpus = np.zeros(len(layer.tiers), np.int64) if layer.gpus is None else layer.gpus
@@ -84,9 +88,9 @@ def split(
     loads = [(int((gpus[touched] == gpu).sum()), int((gpus[ids[hot]] == gpu).sum())) for gpu in range(most)]
     hot_bytes = 0 if layer.hot_bytes is None else int(layer.hot_bytes[touched].sum())
     counts = _counts(layer, ids, where, offloaded)
-    return Found(
-        where, offloaded, device, warm, stream, counts, loads, hot_bytes, len(np.unique(ids[where == STREAM])), host_ps
-    )
+    copied = ids[where == STREAM]
+    where = np.where(gathered, STREAM, where)
+    return Found(where, offloaded, device, warm, stream, counts, loads, hot_bytes, copied, host_ps)
 
 
 def _bits_of_rows(layer: Layer) -> NDArray[np.uint8]:

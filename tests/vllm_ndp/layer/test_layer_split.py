@@ -65,6 +65,7 @@ class Case:
     prompts: PrefillSplit | None
     weighs_input: bool
     aliases: bool
+    gathers_prompts: bool
     answered: list[bool]
 
 
@@ -119,7 +120,8 @@ def cases(draw: st.DrawFn) -> Case:
         random.permutation(ENTRIES)[:num_rows],
         costs,
         None if kind == "none" else balancers,
-        draw(st.sampled_from([PrefillSplit(costs), None])),
+        draw(st.sampled_from([PrefillSplit(costs), PrefillSplit(costs, prices), None])),
+        draw(st.booleans()),
         draw(st.booleans()),
         draw(st.booleans()),
         draw(st.lists(st.booleans(), min_size=LAYERS, max_size=LAYERS)),
@@ -146,6 +148,7 @@ def splitter_of(case: Case, table: Tiers) -> Splitter:
         bytes_of_width=np.arange(256) * 7,
         weighs_input=case.weighs_input,
         aliases=case.aliases,
+        gathers_prompts=case.gathers_prompts,
     )
 
 
@@ -186,7 +189,14 @@ def test_every_pair_of_a_layer_runs_where_the_yardstick_says(case: Case) -> None
             {request: wider[layer] for request, wider in case.from_weight.items()},
         )
         balancer = None if case.balancers is None else case.balancers[layer]
-        expected = split(known, balancer, case.prompts, case.costs, weighs_input=case.weighs_input)
+        expected = split(
+            known,
+            balancer,
+            case.prompts,
+            case.costs,
+            weighs_input=case.weighs_input,
+            gathers_prompts=case.gathers_prompts,
+        )
 
         found = splitter.split(layer, ids.ctypes.data, weights.ctypes.data, with_device=True)
 
@@ -196,7 +206,8 @@ def test_every_pair_of_a_layer_runs_where_the_yardstick_says(case: Case) -> None
             assert same_pairs(getattr(found, place), getattr(expected, place)), place
         assert (found.num_hot, found.hot_bytes) == ((expected.where >= 0).sum(), expected.hot_bytes)
         assert found.hot_loads == expected.hot_loads
-        assert (found.stream_experts, found.host_ps) == (expected.stream_experts, expected.host_ps)
+        assert (found.stream_experts, found.stream_pairs) == (len(np.unique(expected.copied)), len(expected.copied))
+        assert found.host_ps == expected.host_ps
         check_layout(case, splitter, found, expected.where, weights)
         expected_counts += account_of(expected, known, answered=case.answered[layer])
         clock.begin_layer()
@@ -248,8 +259,7 @@ def account_of(expected: Found, known: Layer, *, answered: bool) -> NDArray[np.i
 
 
 def end_by_hand(clock: StepClock, expected: Found, *, answered: bool) -> None:
-    streamed = [expected.stream] if answered else [expected.stream, expected.device]
-    experts = np.concatenate([pairs.experts for pairs in streamed])
+    experts = expected.copied if answered else np.concatenate([expected.copied, expected.device.experts])
     clock.end_layer(
         expected.hot_loads,
         hot_bytes=expected.hot_bytes,

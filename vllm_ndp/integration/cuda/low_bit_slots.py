@@ -178,6 +178,9 @@ class LowBitSlots(HotSlots):
     def num_bytes(self) -> int:
         return self.codes.num_bytes
 
+    def whole_expert_in(self, expert: int) -> None:
+        return None
+
     def running(self) -> tuple[CpuSlotKernel | CudaSlotKernel, Any]:
         return self.low, self.codes
 

@@ -153,9 +153,9 @@ class Splitter {
     // where [L] of i32 [E]: a slot of this worker, or kDevice, kWarm, kElsewhere; read in every call, whoever writes it.
     // owners [L] of i64 [E]: the GPU that holds each hot expert whole, -1 where none does; empty: each has a part of all.
     // hot_bits [L] of u8 [E] and bytes_of_width [256]: of hot experts where each has a width of its own; empty: all have
-    // one.
-    Splitter(std::vector<In<int32_t, 1>> where, int64_t top_k, bool aliases, bool weighs_input,
-             std::vector<In<int64_t, 1>> owners, std::vector<In<uint8_t, 1>> hot_bits,
+    // one. gathers_prompts and prompts_anywhere: see split.Splitter and split.SplitRules.
+    Splitter(std::vector<In<int32_t, 1>> where, int64_t top_k, bool aliases, bool weighs_input, bool gathers_prompts,
+             bool prompts_anywhere, std::vector<In<int64_t, 1>> owners, std::vector<In<uint8_t, 1>> hot_bits,
              std::vector<int64_t> bytes_of_width)
         : where_(std::move(where)),
           gpu_of_(std::move(owners)),
@@ -163,7 +163,9 @@ class Splitter {
           bytes_of_width_(std::move(bytes_of_width)),
           top_k_(top_k),
           aliases_(aliases),
-          weighs_input_(weighs_input) {
+          weighs_input_(weighs_input),
+          gathers_prompts_(gathers_prompts),
+          prompts_anywhere_(prompts_anywhere) {
         want(!where_.empty() && top_k_ > 0, "a layer and an expert per row at least are needed");
         num_experts_ = where_[0].shape(0);
         check(where_);
@@ -303,7 +305,8 @@ class Splitter {
         std::optional<int64_t> hot_bytes;
         if (!hot_bits_.empty()) hot_bytes = layer_hot_bytes_;
         return nb::make_tuple(device_.rows, device_.pairs, warm_.rows, warm_.pairs, stream_.rows, stream_.pairs,
-                              num_hot_, loads_, hot_bytes, num_stream_experts_, host_ps_, num_columns_, idle_rows_);
+                              num_hot_, loads_, hot_bytes, num_stream_experts_, num_stream_pairs_, host_ps_,
+                              num_columns_, idle_rows_);
     }
 
     // The device gave no answer: its pairs count as computed here. How many distinct experts are streamed with them.
@@ -318,8 +321,9 @@ class Splitter {
         }
         ++stamp_;
         int64_t distinct = 0;
-        for (const Part* each : {&device_, &stream_})
-            for (int64_t i = 0; i < each->pairs; ++i) distinct += first_time(each->experts->data()[i]);
+        for (int64_t i = 0; i < device_.pairs; ++i) distinct += first_time(device_.experts->data()[i]);
+        for (int64_t i = 0; i < stream_.pairs; ++i)  // hot ones are here already
+            distinct += !is_hot(stream_.experts->data()[i]) && first_time(stream_.experts->data()[i]);
         return distinct;
     }
 
@@ -483,9 +487,9 @@ class Splitter {
         for (int64_t row = 0; row < num_rows_; ++row)
             for (int64_t i = row * top_k_; i < (row + 1) * top_k_; ++i) {
                 const int32_t where = table_[ids[i]];
-                if (where >= 0 || where == kElsewhere) continue;
+                const bool hot = where >= 0 || where == kElsewhere;
                 if (!is_decode_->data()[row])
-                    ++counts[ids[i]];
+                    counts[ids[i]] += prompts_anywhere_ || !hot;
                 else if (where == kDevice) {
                     decode_experts.push_back(ids[i]);
                     decode_bits.push_back(planned(row, ids[i], weights[i]));
@@ -506,8 +510,9 @@ class Splitter {
 
     int32_t place_of(int32_t expert, bool decode) const {
         const int32_t where = table_[expert];
+        if (!decode && there_[expert]) return kDevice;
         if (where >= 0 || where == kElsewhere) return offloaded_[expert] ? kDevice : where;
-        return decode ? where : there_[expert] ? kDevice : kStream;
+        return decode ? where : kStream;
     }
 
     uint8_t width_of(int64_t row, int32_t expert, bool decode, float weight) const {
@@ -532,7 +537,7 @@ class Splitter {
         warm_.clear();
         stream_.clear();
         ++stamp_;
-        num_hot_ = num_stream_experts_ = layer_hot_bytes_ = 0;
+        num_hot_ = num_stream_experts_ = num_stream_pairs_ = layer_hot_bytes_ = 0;
         loads_.clear();
         int32_t* where = pairs_->data();
         for (int64_t row = 0; row < num_rows_; ++row) {
@@ -553,12 +558,18 @@ class Splitter {
                     case kStream:
                         stream_.add(row, expert, kFullPrecision, weight);
                         num_stream_experts_ += first_time(expert);
+                        ++num_stream_pairs_;
                         ++counts[kStreamed];
                         break;
                     default:
-                        num_hot_ += place >= 0;
                         count_hot(expert);
                         ++counts[decode ? kHot : kPromptHot];
+                        if (gathers_prompts_ && !decode && place >= 0) {
+                            stream_.add(row, expert, kFullPrecision, weight);
+                            where[i] = kStream;
+                        } else {
+                            num_hot_ += place >= 0;
+                        }
                 }
             }
         }
@@ -615,7 +626,7 @@ class Splitter {
     std::vector<In<uint8_t, 1>> hot_bits_;
     std::vector<int64_t> bytes_of_width_;
     int64_t top_k_, num_experts_ = 0, capacity_ = 0;
-    bool aliases_, weighs_input_;  // weighs_input: the rows come weighed, so what they give is added as it is
+    bool aliases_, weighs_input_, gathers_prompts_, prompts_anywhere_;  // weighs_input: the rows come weighed, so what they give is added as it is
     Prices prices_;
     HostPrices host_;
     std::optional<Out<int32_t, 1>> pairs_, slots_;  // [T * k]: where each pair runs; slots of the hot ones
@@ -634,7 +645,7 @@ class Splitter {
     std::optional<Out<int64_t, 2>> counts_;   // [R, kinds]
 
     // of the layer
-    int64_t layer_ = 0, num_hot_ = 0, num_columns_ = 1, num_stream_experts_ = 0, layer_hot_bytes_ = 0, host_ps_ = 0;
+    int64_t layer_ = 0, num_hot_ = 0, num_columns_ = 1, num_stream_experts_ = 0, num_stream_pairs_ = 0, layer_hot_bytes_ = 0, host_ps_ = 0;
     const int32_t* table_ = nullptr;
     std::vector<int64_t> idle_rows_, moved_, sent_prompts_;
     std::vector<std::pair<int64_t, int64_t>> loads_;
@@ -659,12 +670,10 @@ void gather(uintptr_t x, int64_t row_bytes, In<int64_t, 1> rows, Out<uint8_t, 2>
                     row_bytes);
 }
 
-// Add partial sums f32 [S, H] to these rows [S] of out [T, H], bfloat16 or float32, as torch's add_ (every row was
-// sent) and index_add_ (some were: what is added is rounded first) do.
+// Add partial sums f32 [S, H] to these rows [S] of out [T, H], bfloat16 or float32, rounded once.
 void add_rows(uintptr_t out, int64_t num_rows, In<float, 2> sums, In<int64_t, 1> rows, bool bfloat16) {
     want(sums.shape(0) == rows.shape(0), "a sum for every row is needed");
     const auto hidden = static_cast<int64_t>(sums.shape(1));
-    const bool some = static_cast<int64_t>(rows.shape(0)) < num_rows;
     for (size_t i = 0; i < rows.shape(0); ++i) {
         want(rows.data()[i] >= 0 && rows.data()[i] < num_rows, "a row lies outside");
         const float* sum = sums.data() + i * hidden;
@@ -676,7 +685,7 @@ void add_rows(uintptr_t out, int64_t num_rows, In<float, 2> sums, In<int64_t, 1>
         }
         uint16_t* row = reinterpret_cast<uint16_t*>(out) + at;
         for (int64_t j = 0; j < hidden; ++j)
-            row[j] = rounded(widened(row[j]) + (some ? widened(rounded(sum[j])) : sum[j]));
+            row[j] = rounded(widened(row[j]) + sum[j]);
     }
 }
 
@@ -690,10 +699,10 @@ NB_MODULE(_split, m) {
     m.def("add_rows", &add_rows, nb::arg("out"), nb::arg("num_rows"), nb::arg("sums"), nb::arg("rows"),
           nb::arg("bfloat16"));
     nb::class_<Splitter>(m, "Splitter")
-        .def(nb::init<std::vector<In<int32_t, 1>>, int64_t, bool, bool, std::vector<In<int64_t, 1>>,
+        .def(nb::init<std::vector<In<int32_t, 1>>, int64_t, bool, bool, bool, bool, std::vector<In<int64_t, 1>>,
                       std::vector<In<uint8_t, 1>>, std::vector<int64_t>>(),
              nb::arg("where"), nb::arg("top_k"), nb::arg("aliases"), nb::arg("weighs_input"),
-             nb::arg("owners"), nb::arg("hot_bits"), nb::arg("bytes_of_width"))
+             nb::arg("gathers_prompts"), nb::arg("prompts_anywhere"), nb::arg("owners"), nb::arg("hot_bits"), nb::arg("bytes_of_width"))
         .def("note_into", &Splitter::note_into, nb::arg("ids"), nb::arg("weights"))
         .def("price", &Splitter::price, nb::arg("offload_bits"), nb::arg("beside"), nb::arg("gpu_ps"),
              nb::arg("message_ps"), nb::arg("device_ps"), nb::arg("shared_ps"))
