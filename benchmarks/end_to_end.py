@@ -40,7 +40,6 @@ from arm import Arm
 from end_to_end_named import SYSTEMS, Unavailable, config_of, environment_of, job_of
 from end_to_end_rows import resident_over_served, summarise, table_of
 from end_to_end_systems import ISAS, Job, Order, serve
-from end_to_end_threads import table_of_threads
 from measured import Measurement, add_json_option
 from rich.console import Console
 
@@ -213,9 +212,7 @@ def main() -> None:
         f"{len(arguments.cores)} cores, {limit / 1e9:.1f} GB/s, load {min(loads):.1f} to {max(loads):.1f}; "
         f"{arguments.prompt_tokens} + {arguments.tokens} tokens; random weights, so routing is almost even"
     )
-    console = Console(width=200)
-    console.print(table_of(entries, arguments, title))
-    console.print(table_of_threads(entries, arguments.batches[0]))
+    Console(width=200).print(table_of(entries, arguments, title))
     figures = {
         "cores": len(arguments.cores),
         "limit_gb_per_s": round(limit / 1e9, 2),

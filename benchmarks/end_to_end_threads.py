@@ -1,4 +1,4 @@
-"""Who spends processor time: every thread below a process, as Linux counts it, and the table of one decode step.
+"""Who spends processor time: every thread below a process, as Linux counts it.
 
 Nothing is attached to the threads and nothing has to be installed: /proc/PID/task/TID/schedstat says in nanoseconds how
 long a thread ran and how long it was ready to run and waited for a core. Knows /proc. Does not know engines.
@@ -7,11 +7,9 @@ long a thread ran and how long it was ready to run and waited for a core. Knows 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from rich.table import Table
 
 LEAST_MS = 0.2
 """Of a step: threads with less share one line."""
@@ -90,19 +88,3 @@ def rows_of_step(before: Times, after: Times, steps: int) -> list[dict[str, Any]
         | {name: round(1e3 * s / steps, 2) for name, s in zip(("ms", "system_ms", "waited_ms"), spent, strict=True)}
         for (process, thread), spent in ordered
     ]
-
-
-def table_of_threads(entries: Sequence[Mapping[str, Any]], batch: int) -> Table:
-    """entries: of systems, with "threads" as `rows_of_step` gives them."""
-    table = Table(title=f"processor time of one decode step, batch {batch}, milliseconds")
-    for name in ("system", "process", "thread", "ran", "of it in Linux", "waited for a core"):
-        table.add_column(name, justify="left" if name in ("system", "process", "thread") else "right")
-    for entry in entries:
-        rows = entry.get("threads", [])
-        for row in rows:
-            figures = (f"{row[name]:.1f}" for name in ("ms", "system_ms", "waited_ms"))
-            table.add_row(entry["system"], row["process"], row["thread"], *figures)
-        if rows:
-            sums = (f"{sum(row[name] for row in rows):.1f}" for name in ("ms", "system_ms", "waited_ms"))
-            table.add_row(entry["system"], "all", "", *sums, end_section=True)
-    return table

@@ -88,7 +88,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "vllm_ndp/operating/sources.py",
     ),
     "quality": (
-        "benchmarks/lm_eval_tasks/*",
+        "examples/lm_eval_tasks/*",
         "benchmarks/quality*.py",
         "models/training/*.py",
         "models/tiny-mixtral/*",

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.vllm
 
 PROMPT_TOKENS = 256
 PROCESSOR = ("--logits-processors", scoring.PROCESSOR)
-TASKS = ROOT / "benchmarks" / "lm_eval_tasks"
+TASKS = ROOT / "examples" / "lm_eval_tasks"
 
 
 @pytest.fixture(scope="module")
