@@ -135,9 +135,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/ndp_device/protocol/test_device_codec.py",
         "tests/ndp_device/transport/test_device_fragments.py",
         "tests/ndp_device/transport/test_device_layer_messages.py",
+        "tests/ndp_device/transport/test_device_ring_check.py",
         "tests/ndp_device/transport/test_device_shm.py",
         "tests/ndp_device/transport/test_device_shm_sanitizers.py",
         "tests/ndp_device/transport/test_device_shm_sockets.py",
+        "tests/vllm_ndp/device/test_device_crossing.py",
+        "tests/vllm_ndp/device/test_device_send_ahead.py",
     ),
 }
 """Marker -> patterns of the files that its tests are about, their own among them."""

@@ -118,10 +118,7 @@ def test_the_thread_sends_the_bytes_that_the_host_would_and_puts_the_sums_where_
             continue
         header, body, intact = until_taken(device)
         assert intact
-        sent = packet.x[: len(split.device.sent_rows)], *split.device[1:]
-        assert layer_messages.put(host, asked, sent) is shm.Put.DONE
-        again, same, _ = until_taken(device)
-        assert (header, bytes(body)) == (again, bytes(same))
+        sent = packet.x[: len(split.device.sent_rows)].copy(), *split.device[1:]
         y = rng.standard_normal((len(split.device.sent_rows), HIDDEN), np.float32)
         result = msg.Result(asked[0], incarnation="i", epoch=2, timing=None)
         answer_to(device, result, y)
@@ -140,6 +137,9 @@ def test_the_thread_sends_the_bytes_that_the_host_would_and_puts_the_sums_where_
         assert found[3:] == split[3:]
         assert all(np.array_equal(mine, theirs) for mine, theirs in zip(found.device, split.device, strict=True))
         assert packet.word[0] == 0
+        assert layer_messages.put(host, asked, sent) is shm.Put.DONE  # now the ring is the host's again
+        again, same, _ = until_taken(device)
+        assert (header, bytes(body)) == (again, bytes(same))
         for end in (host, device, device):
             end.release()
 
