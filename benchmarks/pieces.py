@@ -292,7 +292,7 @@ def failure(log: str, words: str) -> Row:
 
     words: what failed where the log holds neither an error nor a crash.
     """
-    said = log.rpartition("\n$ ")[2]
+    said = re.sub(r"^\[rank\d+\]: ?", "", log.rpartition("\n$ ")[2], flags=re.MULTILINE)  # as torch writes it
     if _LAST in said:  # of faulthandler: it names the thread that crashed, and ends with the main one
         words = next(line for line in said.splitlines() if line.startswith(("Fatal Python error", "Timeout")))
         places, which = said.rpartition("Current thread")[2].partition("\n\n")[0], slice(0, 1)

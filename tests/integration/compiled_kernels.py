@@ -29,6 +29,8 @@ from vllm_ndp.layer.tiers import ELSEWHERE
 TARGETS = (80, 90, 120)
 ROWS, TOP_K, FLOATS, IDS = (1, 2, 16, 256), (1, 2, 6, 8), ("*bf16", "*fp16", "*fp32"), ("*i32", "*i64")
 HIDDEN = (2048, 4096, 2880)
+TO_HOST = re.compile(r"(@?%?\w*)\s(st\.release[.\w]*|atom[.\w]*exch[.\w]*)")
+"""In PTX: under which predicate, and how."""
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -62,7 +64,7 @@ def split(rows: int, top_k: int, ids: str, elsewhere: int, dtype: str = "*bf16",
     there = {"ids_out": "*i32", "weights_out": "*fp32", "out": dtype, "word": "*i32"}
     given = {**router, **here, **there, "num_rows": rows, "elsewhere": elsewhere, "hidden": hidden}
     constants = {"STAYS": ELSEWHERE, "K": top_k, "ROWS": triton.next_power_of_2(rows)}
-    constants |= {"COLUMNS": triton.next_power_of_2(top_k), "WIDTH": kernels.BLOCK}
+    constants |= {"COLUMNS": triton.next_power_of_2(top_k), "WIDTH": kernels.BLOCK, "BY_EXCHANGE": False}
     name = f"{rows} rows, top {top_k}, ids {ids[1:]}, elsewhere {elsewhere}, {dtype[1:]}, hidden {hidden}"
     return Case(name, kernels.split_rows, given, constants)
 
@@ -79,7 +81,8 @@ def compiled(case: Case, target: int) -> dict[str, Any]:
     found = triton.compile(source, target=GPUTarget("cuda", target, 32))
     kernel = case.kernel.__name__
     return {"kernel": kernel, "case": case.name, "sm": target, **used(found.asm["cubin"]),
-            "shared_bytes": found.metadata.shared, "warps": found.metadata.num_warps}  # fmt: skip
+            "shared_bytes": found.metadata.shared, "warps": found.metadata.num_warps,
+            "to the host": TO_HOST.findall(found.asm["ptx"])}  # fmt: skip
 
 
 def used(cubin: bytes) -> dict[str, int]:

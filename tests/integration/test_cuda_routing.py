@@ -191,6 +191,10 @@ def test_every_specialisation_compiles_for_a_hopper_gpu_and_its_registers_suffic
     found = json.loads(program(source, Path(__file__).parent)[-1])
     assert [row["kernel"] for row in found["results"]] == ["add_partial", "split_rows"]
     assert not [row["case"] for row in found["specialisations"] if row["stack_bytes"] > 8]
+    told = [row["to the host"] for row in found["specialisations"] if row["kernel"] == "split_rows"]
+    assert told == [[["@first", "st.release.sys.global.u32"]]] * len(told), (
+        "the word is stored by other than one thread"
+    )
     assert {row["case"].split()[0] for row in found["specialisations"] if row["stack_bytes"]} <= {"256"}
     names = {row["case"] for row in found["specialisations"]}
     assert {

@@ -199,6 +199,8 @@ CHAINED = "\nDuring handling of the above exception, another exception occurred:
         (f"Fatal Python error: Segmentation fault\n\nThread 0x1 {runner._LAST}\n{THEIRS}\n"
          f"Current thread 0x2 {runner._LAST}\n{THEIRS}{OURS}\n\nExtension modules: numpy\n",
          "Fatal Python error: Segmentation fault", "vllm_ndp/integration/cuda/layer.py:79"),
+        ("".join(f"[rank0]: {line}\n" for line in [runner._FIRST, *f"{THEIRS}{OURS}OSError: cut".splitlines()]),
+         "OSError: cut", "vllm_ndp/integration/cuda/layer.py:79"),
         ("it says nothing\n", "status 3", "an unknown place"),
     ],
 )  # fmt: skip

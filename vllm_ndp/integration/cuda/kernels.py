@@ -20,6 +20,17 @@ from vllm_ndp.layer.tiers import ELSEWHERE
 
 BLOCK = 1024
 """Columns that one program copies or adds."""
+INTERPRETED = triton.knobs.runtime.interpret
+_TELL = tl.constexpr("""{
+.reg .pred first; .reg .u32 thread;
+mov.u32 thread, %tid.x;
+setp.eq.u32 first, thread, 0;
+@first st.release.sys.global.u32 [$1], 1;
+mov.u32 $0, 0;
+}""")
+"""One thread's store of 1, after all that the program has written: an atomic exchange on the host's memory is defined
+only where the host has native atomics. Every thread runs this, and the others store nothing: by then the host may have
+set the word back to 0."""
 
 
 @triton.jit
@@ -27,9 +38,10 @@ def split_rows(
     expert_map, ids, weights, x, stride, slots, head, sent_rows, ids_out, weights_out, out, word,
     num_rows, elsewhere, hidden,
     STAYS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    BY_EXCHANGE: tl.constexpr,
 ):  # fmt: skip
     """Program (i, b): block b of the i-th row that leaves, into the host's memory. STAYS: the place that is no slot and
-    whose pairs stay. ROWS and COLUMNS: T and k rounded up to powers of two.
+    whose pairs stay. ROWS and COLUMNS: T and k rounded up to powers of two. BY_EXCHANGE: for Triton's interpreter.
 
     Each finds the rows for itself, since a second launch costs the host more; the first writes them. The last to end
     tells the host that all of it is there. Each counts after it has written, and the word follows the last count."""
@@ -61,7 +73,10 @@ def split_rows(
     before = tl.atomic_add(head + 2, 1, sem="acq_rel", scope="sys")
     if before == tl.num_programs(0) * tl.num_programs(1) - 1:
         tl.store(head + 2, 0)
-        tl.atomic_xchg(word, 1, sem="release", scope="sys")
+        if BY_EXCHANGE:
+            tl.atomic_xchg(word, 1, sem="release", scope="sys")
+        else:
+            tl.inline_asm_elementwise(_TELL, "=r,l", [word.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -95,7 +110,7 @@ def split(
         (expert_map, topk_ids, topk_weights, x),
         expert_map, topk_ids, topk_weights, x, stride, into.slots, into.head, into.sent_rows, into.ids, into.weights,
         into.x, into.word, num_rows, elsewhere, hidden,
-        ELSEWHERE, top_k, _rounded_up(num_rows), _rounded_up(top_k), BLOCK,
+        ELSEWHERE, top_k, _rounded_up(num_rows), _rounded_up(top_k), BLOCK, INTERPRETED,
     )  # fmt: skip
 
 
