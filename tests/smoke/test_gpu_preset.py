@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ndp_device.errors import ConfigError
@@ -158,6 +161,31 @@ def test_the_piece_asks_for_every_part_of_the_probe_and_for_those_that_may_hang_
 
     assert tuple(probe_gpu.PARTS) == gpu_speed.PROBED
     assert gpu_speed.PROBED[-4:] == ("host function", "stream words", "whole graph", "registering")
+
+
+def test_who_answers_for_the_host_in_a_graph_does_so_without_the_interpreter_s_lock() -> None:
+    """This thread is the GPU, and has the lock: a thread of Python would answer at its next switch, after 5 ms."""
+    from gpu_kit import probe_gpu
+
+    code, layers, replays = probe_gpu.host_code(), 4, 3
+    words = np.zeros(64 * layers, np.int32)
+    at = ctypes.c_void_p(words.ctypes.data)
+    host = threading.Thread(target=code.answer, args=(at, layers, replays), daemon=True)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(3600)  # who has the lock keeps it
+    try:
+        host.start()
+        for _ in range(replays):
+            for layer in range(layers):
+                words[64 * layer] = 1
+                while words[64 * layer + 16] != 1:
+                    pass
+                words[64 * layer + 16] = 0
+                assert words[64 * layer] == 0
+    finally:
+        sys.setswitchinterval(before)
+    host.join(60)
+    assert not host.is_alive()
 
 
 def test_a_part_that_hangs_or_fails_costs_no_other_and_is_named(
