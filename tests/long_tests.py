@@ -142,10 +142,20 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/vllm_ndp/device/test_device_crossing.py",
         "tests/vllm_ndp/device/test_device_send_ahead.py",
     ),
+    "vllms_own": (
+        "models/tiny-mixtral/*",
+        "models/tiny-mixtral-replicas/*",
+        "patches/lock-cpu.txt",
+        "tests/vllms_own/*",
+        "vllm_ndp/integration/[a-z]*.py",
+        "vllm_ndp/integration/serving/*.py",
+        "vllm_ndp/layer/*.py",
+        "vllm_ndp/layer/csrc/*",
+    ),
 }
 """Marker -> patterns of the files that its tests are about, their own among them."""
 
-LONGEST_LAST = ("commands", "sanitizers", "programs", "quality", "calibration", "ranks", "families")
+LONGEST_LAST = ("commands", "sanitizers", "programs", "quality", "calibration", "ranks", "families", "vllms_own")
 
 WHOLE = {"-n", "--dist", "--no-loadscope-reorder"}
 """Options of pytest with which every test of a group still runs."""
