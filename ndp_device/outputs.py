@@ -19,9 +19,11 @@ class Output:
 
     files: tuple[str, ...] | None = None
     """Patterns of names; none of them: the folder must be empty or absent. None: a file."""
+    ending: str = ""
+    """Of a file: what is there under another ending is something else, and stays."""
 
 
-A_FILE = Output()
+CSV, HTML, JSON, NPY = (Output(ending=ending) for ending in (".csv", ".html", ".json", ".npy"))
 A_NEW_FOLDER = Output(())
 REPLICAS = Output(("manifest.json", "experts-*.safetensors", ".*.unfinished", "README.md", ".cache", ".gitattributes"))
 """A replica set, whole or begun, from a hub or not."""
@@ -52,5 +54,9 @@ def check_outputs(outputs: Mapping[Path, Output], inputs: Iterable[Path]) -> Non
             require_own_folder(path, output)
         elif path.is_dir():
             raise ConfigError(f"{path} cannot be used: it is a directory")
+        elif path.is_file() and path.suffix != output.ending:
+            raise ConfigError(
+                f"{path} is there and no {output.ending} file, which would be written over it: give another name"
+            )
         elif not place.parent.is_dir():
             raise ConfigError(f"{path} cannot be used: there is no directory {place.parent}")

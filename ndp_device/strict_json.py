@@ -14,6 +14,7 @@ own sentence, which names the file.
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import re
@@ -48,6 +49,8 @@ def decode(raw: bytes | str, kind: Any = Any, *, max_values: int | None = None, 
     constants: NaN and Infinity are accepted, which are not JSON and stand in the config.json of some models.
     """
     raw = raw.encode(errors="surrogatepass") if isinstance(raw, str) else raw
+    if raw.startswith(codecs.BOM_UTF8):
+        raise Refused("it begins with a byte order mark, which JSON does not allow: save it as UTF-8 without one")
     max_values = max(MAX_VALUES, len(raw) // _BYTES_PER_VALUE) if max_values is None else max_values
     if (found := sum(raw.count(mark) for mark in (b",", b"[", b"{"))) > max_values:
         raise Refused(f"it holds {found} values, and at most {max_values} are read")

@@ -290,6 +290,29 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("avg_bits", ["-1", "0", "nan"])
+def test_impossible_bits_are_one_sentence(avg_bits: str) -> None:
+    done = run("vllm-ndp", "compare", TRACE, "--systems", "monde", "--avg-bits", avg_bits)
+    assert (done.returncode, done.stdout) == (2, "")
+    (said,) = done.stderr.splitlines()
+    assert "avg_bits must lie in 1..4 or be 8, got" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["compare", TRACE, "--csv"], ["locality", TRACE, "--json"], ["locality", TRACE, "--html"],
+     ["analyze", TRACE, "--prior-out"], ["report", TRACE, "--out"], ["report", TRACE, "--perfetto"],
+     ["arrivals", TRACE, "--csv"], ["scaling", "--out"]],
+)  # fmt: skip
+def test_a_file_of_another_kind_is_not_written_over(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    done = run("vllm-ndp", *words, str(tmp_path / "notes.txt"))
+    assert (done.returncode, done.stdout) == (2, "")
+    (said,) = done.stderr.splitlines()
+    assert re.search(r"notes\.txt is there and no \.\w+ file, which would be written over it: give another name", said)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
 WRITES: dict[str, tuple[list[str], bool]] = {
     "quantize": (["{model}", "--out", "{out}", "--bits", "1"], True),
     "tune": (["{model}", "{replicas}", "--out", "{out}", "--calibration", "{model}/calibration.txt"], True),

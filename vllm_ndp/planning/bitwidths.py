@@ -377,8 +377,8 @@ def _concave(gains: NDArray[np.float64], steps: NDArray[np.int64]) -> NDArray[np
 
 
 def verdict_on(avg_bits: float) -> str:
-    """One sentence where an average is too low to be of use, else empty."""
-    if avg_bits >= LEAST_USEFUL_BITS:
+    """One sentence where an average is too low to be of use, else empty; also of one that whoever asks refuses."""
+    if not 1.0 <= avg_bits < LEAST_USEFUL_BITS:
         return ""
     return (
         f"{avg_bits:g} bits on average are too few for useful answers: with every expert cold the bundled model loses "

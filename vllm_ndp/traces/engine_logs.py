@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ndp_device import strict_json
 from ndp_device.errors import TraceError
 from ndp_device.strict_files import read_lines
-from vllm_ndp.traces.rows import MOST_ROWS, Logged, Rows, requests_of
+from vllm_ndp.traces.rows import MOST_ROWS, Logged, Rows, lacks_its_beginning, requests_of
 
 _WARM_UP = 16
 """Least number of equal rows at the start that mark the engine's profile run; real rows repeat less."""
@@ -81,8 +81,19 @@ def read_routelog(source: Path) -> tuple[list[Logged], dict[str, int]]:
     rows = _without_warm_up(told) if len(log.names) == 1 else told
     left_out = {"rows of warm-up": len(told) - len(rows)}
     if len(log.names) > 1 or not _counts_anew(rows):
+        _require_beginnings(source, rows)
         return requests_of(source, rows, log.prompts), left_out
     return _found_again(source, rows, left_out)
+
+
+def _require_beginnings(source: Path, rows: Rows) -> None:
+    """The length of a prompt counts from token 0."""
+    order = np.lexsort((rows.token, rows.request))
+    requests, at = np.unique(rows.request[order], return_index=True)
+    first = rows.token[order][at]
+    for number in np.flatnonzero(first)[:1].tolist():
+        name = rows.names[int(requests[number])]
+        raise TraceError(f"{source}: request {name!r} {lacks_its_beginning(int(first[number]))}")
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -123,7 +134,7 @@ def _steps(rows: Rows, layer: int) -> list[NDArray[np.int64]]:
 
 
 def _without_warm_up(rows: Rows) -> Rows:
-    """Without the steps that repeat the rows in front, of every layer."""
+    """Without the steps that repeat the rows in front, of every layer. Tokens count from those that are left."""
     kept = np.ones(len(rows), np.bool_)
     for layer in np.unique(rows.layer).tolist():
         steps = _steps(rows, layer)
@@ -133,7 +144,10 @@ def _without_warm_up(rows: Rows) -> Rows:
             kept[in_front] = False
             again = [s for s in steps if len(s) >= _WARM_UP and (rows.ids[s] == rows.ids[steps[0][0]]).all()]
             kept[np.concatenate([in_front, *again])] = False
-    return rows.taken(np.flatnonzero(kept))
+    if kept.all() or not kept.any():
+        return rows.taken(np.flatnonzero(kept))
+    left = rows.taken(np.flatnonzero(kept))
+    return replace(left, token=left.token - left.token.min())
 
 
 def _counts_anew(rows: Rows) -> bool:

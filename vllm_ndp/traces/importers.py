@@ -43,11 +43,8 @@ from vllm_ndp.traces.engine_logs import read_routelog
 from vllm_ndp.traces.format import Provenance, open_parquet
 from vllm_ndp.traces.llama_logs import read_moe_trace
 from vllm_ndp.traces.published import read_columns, read_dynande, read_expert_selection
-from vllm_ndp.traces.rows import Logged, chosen
+from vllm_ndp.traces.rows import MOST_BYTES, MOST_VALUES, Logged, chosen, lacks_its_beginning
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
-
-_MAX_LINE_VALUES = 3 << 20
-"""Most values of one JSON object. Longer prompts come as base64 of .npy, which takes a twentieth of the memory."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +130,10 @@ def from_vllm(source: Path, settings: ImportSettings) -> Trace:
     [P, L, k] on the response.
     """
     logged: list[Logged] = []
-    for number, line in enumerate(read_lines(source), 1):
+    for number, line in enumerate(read_lines(source, MOST_BYTES), 1):
         if not line.strip():
             continue
-        response, where = strict_json.decode(line, max_values=_MAX_LINE_VALUES), f"{source} line {number}"
+        response, where = strict_json.decode(line, max_values=MOST_VALUES), f"{source} line {number}"
         prompt = _routed(response.get("prompt_routed_experts"))
         routed = [_routed(choice.get("routed_experts")) for choice in response["choices"]]
         if prompt is not None:
@@ -155,19 +152,20 @@ def from_vllm(source: Path, settings: ImportSettings) -> Trace:
 def _prompt_lens(where: str, response: dict[str, Any], rows: list[int]) -> list[int]:
     """Prompt lengths of one response's choices. Raises TraceError where they do not fit `rows`, rows by choice."""
     told = [choice.get("prompt_token_ids") or response.get("prompt_token_ids") or () for choice in response["choices"]]
-    if all(told):
-        return [len(tokens) for tokens in told]
     usage = response.get("usage") or {}
-    if "prompt_tokens" not in usage or "completion_tokens" not in usage:
+    if all(told):
+        lengths = [len(tokens) for tokens in told]
+    elif "prompt_tokens" in usage and "completion_tokens" in usage:
+        lengths = [int(usage["prompt_tokens"])] * len(rows)
+    else:
         raise TraceError(f"{where} has neither usage nor prompt_token_ids: nothing says where its prompt ends")
-    prompt_len = int(usage["prompt_tokens"])
-    tokens = prompt_len * len(rows) + int(usage["completion_tokens"]) - len(rows)  # the last one of each has no row
-    if sum(rows) != tokens:
+    tokens = sum(lengths) - len(rows)  # the last one of each has no row
+    if "completion_tokens" in usage and sum(rows) != (tokens := tokens + int(usage["completion_tokens"])):
         raise TraceError(
             f"{where} has routing of {sum(rows)} tokens where usage says {tokens}: ask for one prompt per request and "
             "leave routed_experts_prompt_start at 0"
         )
-    return [prompt_len] * len(rows)
+    return lengths
 
 
 def from_sglang(source: Path, settings: ImportSettings) -> Trace:
@@ -200,6 +198,8 @@ def from_sglang(source: Path, settings: ImportSettings) -> Trace:
     logged = []
     for rows in np.split(order, np.flatnonzero(np.diff(request[order])) + 1):
         name, steps = str(rids[request[rows[0]]]), np.diff(positions[rows])
+        if first_token := int(positions[rows[0]]):
+            raise TraceError(f"request {name!r} {lacks_its_beginning(first_token)} (--disable-radix-cache)")
         if (steps != 1).any():
             after, next_one = positions[rows][int(np.argmax(steps != 1)) :][:2].tolist()
             raise TraceError(f"request {name!r} must have each token once, got token {next_one} after {after}")
@@ -247,8 +247,8 @@ def from_megatron(source: Path, settings: ImportSettings) -> Trace:
     logged: list[Logged] = []
     for path in files:
         layers: dict[int, dict[int, list[list[int]]]] = defaultdict(dict)
-        for line in read_lines(path):
-            record = strict_json.decode(line, max_values=_MAX_LINE_VALUES)
+        for line in read_lines(path, MOST_BYTES):
+            record = strict_json.decode(line, max_values=MOST_VALUES)
             if "mtp_idx" not in record:  # multi-token prediction heads share layer numbers with the decoder
                 layers[int(record["layer"])][int(record["step"])] = record["top_indices"]
         steps = sorted(set.intersection(*(set(by_step) for by_step in layers.values()))) if layers else []

@@ -23,10 +23,8 @@ from ndp_device import strict_json
 from ndp_device.checkpoint.tensor_files import safetensors_header
 from ndp_device.errors import TraceError
 from ndp_device.strict_files import read_lines
-from vllm_ndp.traces.rows import MOST_ROWS, Logged, Rows, chosen, requests_of, softmax
+from vllm_ndp.traces.rows import MOST_BYTES, MOST_ROWS, MOST_VALUES, Logged, Rows, chosen, requests_of, softmax
 
-_MOST_BYTES, _MOST_VALUES = 256 << 20, 32 << 20
-"""Largest JSON of one request; 4096 tokens of 60 layers, top-8, are 2 M values."""
 _CHOICES = ("top_indices", "logits")
 _TENSORS = (*_CHOICES, "prompt_idx", "tok", "token", "layer")
 _TYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "U8": "u1", "U16": "<u2"}
@@ -54,7 +52,7 @@ def read_expert_selection(source: Path) -> list[Logged]:
 
 
 def _one_request(path: Path) -> Logged:
-    passes = strict_json.read(path, list[dict[str, Any]], at_most=_MOST_BYTES, max_values=_MOST_VALUES)
+    passes = strict_json.read(path, list[dict[str, Any]], at_most=MOST_BYTES, max_values=MOST_VALUES)
     if not passes:
         raise TraceError(f"{path} must be a list of forward passes, and has none")
     layers = sorted((int(name) for name, chosen in passes[0].items() if chosen is not None))

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from ndp_device.errors import TraceError
 
 MOST_ROWS = 1 << 26
+MOST_BYTES, MOST_VALUES = 256 << 20, 32 << 20
+"""Largest JSON of one request: 72 000 tokens of 58 layers, top-8, are 32 Mi values, of up to 2 GiB in memory."""
 
 
 class Logged(NamedTuple):
@@ -81,6 +83,11 @@ def _request(source: object, cells: Rows, name: str, layers: NDArray[np.int64], 
     shape = (len(tokens), len(layers), -1)
     weights = None if cells.weights is None else cells.weights.reshape(shape)
     return Logged(name, cells.ids.reshape(shape), weights, prompts.get(name))
+
+
+def lacks_its_beginning(first: int) -> str:
+    """The rest of a sentence that begins with the name of a request whose first token in the source is that."""
+    return f"begins with token {first}, and a trace needs every token: record from the start, without a prefix cache"
 
 
 def chosen(scores: NDArray[Any], top_k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

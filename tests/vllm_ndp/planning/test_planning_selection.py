@@ -222,6 +222,7 @@ def test_scores_of_another_model_are_refused():
 
 def test_averages_below_2_bits_are_judged_and_others_are_not():
     assert verdict_on(2.0) == verdict_on(4.0) == ""
+    assert verdict_on(-1.0) == verdict_on(0.0) == verdict_on(float("nan")) == ""  # refused by whoever asks
     assert verdict_on(1.5).startswith("1.5 bits on average are too few for useful answers")
 
 

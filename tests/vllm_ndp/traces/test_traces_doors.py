@@ -153,6 +153,35 @@ def test_sglangs_dense_layers_and_shared_experts_are_left_out(tmp_path: Path) ->
     assert np.array_equal(trace.ids, chosen(2 * TOKENS)[:, 1:])
 
 
+def test_a_request_that_lacks_its_first_tokens_is_refused(tmp_path: Path) -> None:
+    """Its prompt would end too late: what a prefix cache held is not in a log."""
+    with pytest.raises(TraceError, match=r"request 'a' begins with token 3, .*: record from the start"):
+        sglang(tmp_path, chosen(2 * TOKENS), positions=np.concatenate([np.arange(TOKENS) + 3, np.arange(TOKENS)]))
+    rows = [
+        {"type": "route", "req_id": name, "token_idx": token, "layer": 0, "topk_ids": [token % 3]}
+        for name, first in (("a", 0), ("b", 2))
+        for token in range(first, 6)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(TraceError, match=r"request 'b' begins with token 2, .*: record from the start"):
+        import_trace(tmp_path / "rows.jsonl", "routelog")
+    usage = {"prompt_tokens": PROMPT, "completion_tokens": ANSWER}
+    choices = [{"prompt_token_ids": list(range(PROMPT)), "routed_experts": chosen()[4:].tolist()}]
+    (tmp_path / "log.jsonl").write_text(json.dumps({"usage": usage, "choices": choices}))
+    with pytest.raises(TraceError, match=f"routing of {TOKENS - 4} tokens where usage says {TOKENS}: .*_start at 0"):
+        import_trace(tmp_path / "log.jsonl", "vllm")
+
+
+def test_a_long_prompt_of_a_large_model_is_one_line(tmp_path: Path) -> None:
+    """8000 tokens of 58 layers, top-8, are 4.2 million values."""
+    ids = np.tile(np.random.default_rng(0).random((100, 58, 256)).argsort(axis=2)[:, :, :8], (80, 1, 1))
+    usage = {"prompt_tokens": len(ids), "completion_tokens": 1}
+    line = {"id": "0", "usage": usage, "choices": [{"routed_experts": ids.tolist()}]}
+    (tmp_path / "log.jsonl").write_text(json.dumps(line))
+    trace = import_trace(tmp_path / "log.jsonl", "vllm", ImportSettings(num_experts=256))
+    assert np.array_equal(trace.ids, ids)
+
+
 def test_sglangs_padding_of_a_pass_belongs_to_no_request(tmp_path: Path) -> None:
     half = TOKENS + 2
     ids = np.full((2 * half, LAYERS, K), -1)
