@@ -6,12 +6,14 @@ On stand-ins for a GPU: an assembly whose slots are said to be elsewhere, and st
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pretend_gpu import PretendGpu, peek
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.config import GPU_RUNGS, NdpSettings
@@ -19,7 +21,10 @@ from vllm_ndp.integration import assembly, compat, startup_table
 from vllm_ndp.integration.assembly import Assembly
 from vllm_ndp.integration.cuda import limits, messenger
 from vllm_ndp.integration.cuda.limits import PASSED, Rung
+from vllm_ndp.integration.hot_experts import HotExperts
+from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
 from vllm_ndp.integration.migration import Migrator
+from vllm_ndp.layer.tiers import Tiers
 
 pytestmark = pytest.mark.vllm
 ELSEWHERE = torch.device("meta")
@@ -105,6 +110,27 @@ def test_plain_moves_are_done_when_they_are_begun_by_the_thread_that_computes(mo
     with pytest.raises(OSError, match="the pool is gone"):
         migrator.begin(0, [lambda: open_nothing()])
     migrator.close()
+
+
+def test_a_plan_waits_for_the_gpu_once_however_many_layers_there_are() -> None:
+    """Their maps go up together; each layer's slots are named in its own."""
+    gpu, tiers = PretendGpu(), Tiers(3, 8)
+    with torch.no_grad(), gpu:
+        held = SlotWeights(gpu.tensor(torch.zeros(2, 4, 4)), gpu.tensor(torch.zeros(2, 4, 2)))
+        kernel = CudaSlotKernel("silu", 8, lambda *of, **more: torch.empty(0), lambda *key: nullcontext())
+        slots = {layer: HotSlots(kernel, held, 8, tiers.where[layer], tiers.without_slot[layer]) for layer in range(3)}
+        streamer: Any = SimpleNamespace(fill=lambda *of: None)
+        hot = HotExperts(None, tiers, slots, streamer, {0}, beside=False)  # type: ignore[arg-type]
+        chosen = np.zeros((3, 8), np.bool_)
+        chosen[[0, 0, 1, 1, 2], [1, 6, 0, 7, 3]] = True
+        placement: Any = SimpleNamespace(hot=chosen, warm=None, widths=np.zeros((3, 8), np.uint8))
+        for layer in range(3):  # they are there already
+            slots[layer].expert_in[: chosen[layer].sum()] = np.flatnonzero(chosen[layer])
+        gpu.waits.clear()
+        hot.place(placement)
+        assert len(gpu.waits) == 1
+        assert [peek(slots[layer].expert_map).tolist() for layer in range(3)] == tiers.where.tolist()
+    assert tiers.where.tolist()[0] == [-1, 0, -1, -1, -1, -1, 1, -1]
 
 
 def open_nothing() -> None:

@@ -67,6 +67,11 @@ class HotExperts:
         if isinstance(layers[0], LowBitSlots):
             self._fill = self._quantize
         self._migrator = Migrator(cores if beside else ())
+        self._maps: torch.Tensor | None = None  # [L, E] on a GPU: each layer's is a row, so that one copy brings all
+        if layers[0].expert_map.device.type != "cpu":
+            self._maps = torch.stack([layers[layer].expert_map for layer in range(len(layers))])
+            for layer, slots in layers.items():
+                slots.expert_map = self._maps[layer]
 
     def _quantize(self, layer: int, expert: int, to: SlotWeights, slot: int) -> None:
         slots = self.layers[layer]
@@ -83,8 +88,11 @@ class HotExperts:
         self._migrator.wait_for_all()
         self.tiers.activate(placement.hot, placement.warm, placement.widths)
         for layer, own in enumerate(self.tiers.own):
+            self.layers[layer].retier(own)
+        if self._maps is not None:
+            self._maps.copy_(torch.from_numpy(self.tiers.where))
+        for layer, own in enumerate(self.tiers.own):
             slots, fill, widths = self.layers[layer], self._fill, placement.widths[layer]
-            slots.retier(own)
             if isinstance(slots, QuantizedSlots):
                 moves = slots.exchange_at(own, widths if placement.widths.any() else None)
             else:

@@ -384,12 +384,11 @@ class HotSlots:
         return isinstance(self.kernel, CpuSlotKernel)
 
     def retier(self, own: NDArray[np.bool_]) -> None:
-        """A plan takes effect, and its tiers name no slot yet: those that hold one of its experts [E] are named."""
+        """A plan takes effect, and its tiers name no slot yet: those that hold one of its experts [E] are named in
+        `where`. A GPU's map is the caller's to bring."""
         held = np.flatnonzero(self.expert_in >= 0)
         held = held[own[self.expert_in[held]]]
         self.where[self.expert_in[held]] = held
-        if self.expert_map.device.type != "cpu":
-            self.expert_map.copy_(torch.from_numpy(self.where))
 
     def migrate(self, slot: int, expert: int, fill: Callable[[SlotWeights, int], None]) -> None:
         """Replace what `slot` holds by calling fill(held, slot).
