@@ -16,12 +16,10 @@ from typing import Any
 from ndp_device import transport
 from ndp_device.errors import ConfigError
 from ndp_device.widths import BYTE_BITS, DEFAULT_AVG_BITS, FULL_PRECISION_BITS, PLAN_BITS, REPLICA_WIDTHS
-from vllm_ndp.planning.bitwidths import BY_BITS_READ, OF_PAIRS, OVER_LAYERS, LossTable
-from vllm_ndp.planning.follower import FollowRules
+from vllm_ndp.layer.setup import Planning
+from vllm_ndp.planning.bitwidths import BY_BITS_READ, OF_PAIRS, OVER_LAYERS
 from vllm_ndp.planning.importance import BITS_FOR
-from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import Policy, PolicySettings, policy_with
-from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.setting_names import RENAMED_OPTIONS, by_field, typed, with_new_names
 
 EMBEDDED = "embedded"
@@ -459,20 +457,22 @@ class NdpSettings:
                 "no hot expert runs on the device: use 'prices': 'simulated', or 'auto' for 'execution' or 'prefill'"
             )
 
-    def planner_rules(self, num_experts: int, losses: LossTable) -> PlannerRules:
-        """How plans are made under these settings, live and when a recorded run is replayed."""
-        policy, told = self._policy
-        if told.prior is not None:
-            told.prior.require_shape(losses.mse.shape[:2])
-        return PlannerRules(
-            policy=policy,
-            budget=Budget(self.resolve_hot_experts(num_experts), self.avg_bits, self.warm_experts, self.max_loss),
-            loss=losses,
+    def planning(self, num_experts: int) -> Planning:
+        """How plans are made under these settings, for a model of E experts."""
+        told = self._policy[1]
+        options = {"bit_rule": told.bit_rule, "losses": told.losses}
+        return Planning(
+            policy=self.policy,
+            options=with_new_names(self.policy_options, RENAMED_OPTIONS, lambda _: None) | options,
+            hot_experts=self.resolve_hot_experts(num_experts),
+            avg_bits=self.avg_bits,
+            warm_experts=self.warm_experts,
+            max_loss=self.max_loss,
             bits_for=self.bits_for,
             keeps_streamed=self.keeps_streamed,
             max_moves=self.max_moves,
             full_precision=self.cold_precision == "full",
-            follow=FollowRules(prior=told.prior) if self.replan == "drift" else None,
+            follows=self.replan == "drift",
         )
 
     @classmethod

@@ -23,7 +23,6 @@ from real_gpu import Gpu, gpu_of
 
 from ndp_device.errors import DeviceUnavailable
 from ndp_device.timing.shapes import public_shape
-from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import Timing
 from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
@@ -42,15 +41,16 @@ from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.rows import Gather, chosen
 from vllm_ndp.integration.slot_pairs import HotViews
 from vllm_ndp.integration.step import ModelSizes, RunningStep, Step, StepParts
-from vllm_ndp.layer.split import Pairs, SplitRules, Splitter
+from vllm_ndp.layer.run import Run
+from vllm_ndp.layer.setup import Planning
+from vllm_ndp.layer.setup import Setup as RunSetup
+from vllm_ndp.layer.split import Pairs
 from vllm_ndp.layer.tiers import WARM, Tiers
+from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import BitwidthPlan
-from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
 
 HIDDEN, INTERMEDIATE, ENTRIES = 32, 16, 64
 MIXTRAL = public_shape("mixtral-8x7b")
-HARDWARE = load_hardware("h100-ndp512")
 
 
 def expert(weights: SlotWeights, slot: int, x: torch.Tensor) -> torch.Tensor:
@@ -212,8 +212,7 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
     if asynchronous:
         on_gpu = gpu.device.type == "cuda"
         messenger = Messenger(gpu.pinned, gpu.device, RowForm(top_k, HIDDEN, setup.dtype), routing_by(kernels=on_gpu))
-    model = GpuModel(HARDWARE, replace(MIXTRAL, num_layers=num_layers, decoder=MIXTRAL.decoder[:num_layers]))
-    clock = StepClock(model)
+    shape = replace(MIXTRAL, num_layers=num_layers, decoder=MIXTRAL.decoder[:num_layers])
     sidecar = RoutingSidecar(num_layers, top_k, gpu.device, ENTRIES, 1)
     spans = spans_of(setup)
     entries = gpu.tensor(torch.randperm(ENTRIES, generator=generator)[:num_rows])
@@ -225,12 +224,24 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
             of_layer._without_slot[warm] = WARM
             of_layer._name(warm, -1)
         tiers.where[index] = of_layer.where
-    rules = SplitRules(host=Costs(HARDWARE, MIXTRAL))
-    splitter = Splitter(tiers, top_k, rules, weighs_input=setup.weighs_input, aliases=False)
+    planning = Planning(policy="prefill", options={}, hot_experts=0, avg_bits=3.0, warm_experts=1)
+    rules = planning.rules(LossTable.nominal(num_layers, num_experts))
+    host = RunSetup(
+        preset="h100-ndp512",
+        overrides={},
+        host_dims={},
+        planning=planning,
+        expert_bytes={16: shape.expert_bytes},
+        group_size=64,
+        activation_bytes=2,
+    )
+    layout = {"weighs_input": setup.weighs_input, "aliases": False}
+    run = Run[str](host, rules, host.costs_of(shape), None, tiers, top_k, lambda: (), **layout)
+    splitter, clock = run.splitter, run.clock
     sizes = ModelSizes(num_layers, num_experts, top_k)
     locator: Any = SimpleNamespace(locate=lambda spans_by_name: (BatchRows(tuple(spans)), entries), settle=lambda: None)
     send = None if messenger is None else partial(Arrival, gpu.lane(), gpu.pinned)
-    step_parts = StepParts(sizes, clock, splitter, locator, sidecar, send)
+    step_parts = StepParts(sizes, run, locator, sidecar, send)
     step = Step(1, {span.request.request_id: span for span in spans}, step_parts)
     hot = SimpleNamespace(
         layers=slots,

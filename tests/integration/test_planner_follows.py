@@ -18,14 +18,14 @@ from vllm_ndp.integration.planner import PlanRunner
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.lab.exact.modelled import modelled_host
 from vllm_ndp.lab.exact.recorded import RecordedRun
+from vllm_ndp.layer.run import Run
+from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.follower import FollowRules
-from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget, Placement
 from vllm_ndp.planning.policies import PolicySettings, load_policy
-from vllm_ndp.planning.replanner import PlannerRules, Replanner
-from vllm_ndp.simulation.gpu_timing import StepClock
-from vllm_ndp.simulation.live_rules import on_hardware
+from vllm_ndp.planning.replanner import PlannerRules
+from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
 LAYERS, EXPERTS, PROMPT, DECODE, BLOCK = 32, 8, 64, 110, 16
@@ -70,10 +70,8 @@ def test_the_plugins_planner_exchanges_what_the_exact_engine_does_and_the_device
     noted: Any = Noted()
     tracker, sidecar = RequestTracker(), RoutingSidecar(LAYERS, 2, torch.device("cpu"), 16, BLOCK)
     request = tracker.requests["a"] = TrackedRequest("a", PROMPT, list(range(12, 0, -1)))
-    costs = replayed.engine.costs
-    clock = StepClock(costs.gpu)
-    replanner = Replanner(on_hardware(rules, costs, ""), LAYERS, EXPERTS)
-    planner = PlanRunner(replanner, tracker, noted, noted, clock)
+    live = Run[str](setup, rules, replayed.engine.costs, None, Tiers(LAYERS, EXPERTS), 2, lambda: ())
+    planner, replanner, clock = PlanRunner(live, tracker, noted, noted), live.planner, live.clock
     planner.start()
     position, changes = 0, 0
     for number in replayed.steps.tolist():
@@ -97,13 +95,11 @@ def test_the_plugins_planner_exchanges_what_the_exact_engine_does_and_the_device
         for layer in range(LAYERS):
             ids, weights = (torch.from_numpy(part[here, layer].copy()) for part in (trace.ids, trace.weights))
             sidecar.write(layer, entries, ids.to(torch.int64), weights)
-        streamed = np.zeros((LAYERS, EXPERTS), np.bool_)
         step: Any = SimpleNamespace(
             parts=SimpleNamespace(sidecar=sidecar),
             started=True,
             rows=rows,
             ending=[request] if span.ends_prefill else [],
-            streamed=streamed,
         )
         planner.score_ended(step)
         position += span.num_tokens
@@ -117,16 +113,21 @@ def test_a_device_prepares_no_expert_that_the_hosts_cpu_computes() -> None:
     announced: list[tuple[NDArray[np.uint8], NDArray[np.bool_]]] = []
     noted: Any = Noted()
     noted.begin_install = lambda epoch, widths, hot: announced.append((widths.copy(), hot.copy()))
-    policy, loss = load_policy("prefill", PolicySettings()), LossTable.nominal(2, EXPERTS)
-    replanner = Replanner(PlannerRules(policy, Budget(3, 3.0, num_warm=2), loss), 2, EXPERTS)
-    tracker, clock = RequestTracker(), SimpleNamespace(migrate=lambda *moved: None)
-    planner: Any = PlanRunner(replanner, tracker, noted, noted, clock)  # type: ignore[arg-type]
+    sizes: dict[str, Any] = {"num_requests": 1, "prompt_len": PROMPT, "decode_len": 2}
+    trace = synthetic_trace(SyntheticSettings(LAYERS, EXPERTS, 2, **sizes, seed=4))
+    policy, loss = load_policy("prefill", PolicySettings()), LossTable.nominal(LAYERS, EXPERTS)
+    rules = PlannerRules(policy, Budget(3, 3.0, num_warm=2), loss)
+    setup = modelled_host(trace.provenance, "mixtral-8x7b", "h100-ndp512", {}, rules)
+    costs, tracker = RecordedRun(trace, setup, rules).engine.costs, RequestTracker()
+    run = Run[str](setup, rules, costs, None, Tiers(LAYERS, EXPERTS), 2, lambda: ())
+    planner, replanner = PlanRunner(run, tracker, noted, noted), run.planner
     request = tracker.requests["a"] = TrackedRequest("a", PROMPT, [])
-    request.score = ImportanceScore.from_weights(np.random.default_rng(4).random((2, EXPERTS)), PROMPT)
-    planner._ended.append(request)
+    sequence = trace.sequences[0]
+    stats = RoutingStats.from_choices(sequence.prompt_ids, sequence.prompt_weights, EXPERTS)
+    run.end_prefills([("a", request, stats)], tracker.requests.values)
     assert planner.replan() == {"a": request}
     ((widths, hot),) = announced
     placement = replanner.placement
-    assert placement.warm.sum() == 2 * 2
+    assert placement.warm.sum() == LAYERS * 2
     assert (hot == placement.hot).all()
     assert ((widths != 0) == ~(placement.hot | placement.warm)).all()

@@ -186,7 +186,7 @@ def test_a_prior_of_another_model_is_refused_before_the_first_prompt(tmp_path: P
     np.save(tmp_path / "prior.npy", np.ones((2, 8)))
     settings = NdpSettings(policy="static", policy_options={"prior": str(tmp_path / "prior.npy")})
     with pytest.raises(ConfigError, match="prior is for a model of"):
-        settings.planner_rules(8, LossTable.nominal(3, 8))
+        settings.planning(8).rules(LossTable.nominal(3, 8))
 
 
 def test_policy_options_are_a_copy():
@@ -341,7 +341,7 @@ def test_the_identity_mode_plans_full_precision_whatever_bit_rule_the_options_na
     """Live and replay read the rule from here: once replay let the option win, and their simulated times differed."""
     options = {"bits": "uniform"}  # the older name, as traces hold it
     identity = NdpSettings(cold_precision="full", hot_experts=1, policy_options=options)
-    rules = identity.planner_rules(4, LossTable.nominal(2, 4))
+    rules = identity.planning(4).rules(LossTable.nominal(2, 4))
     assert rules.full_precision
     planner = Replanner(rules, 2, 4)
     plan = planner.replan({0: ImportanceScore.from_weights(np.ones((2, 4)))}).plans[0]
@@ -366,11 +366,11 @@ def test_plans_that_follow_decode_are_refused_beside_what_leaves_nothing_to_exch
 def test_the_prior_of_a_policy_is_what_following_decode_falls_back_to(tmp_path: Path):
     np.save(tmp_path / "prior.npy", np.ones((2, 8)))
     settings = NdpSettings(replan="drift", policy_options={"prior": str(tmp_path / "prior.npy")})
-    rules = settings.planner_rules(8, LossTable.nominal(2, 8))
+    rules = settings.planning(8).rules(LossTable.nominal(2, 8))
     assert rules.follow is not None
     assert rules.follow.prior is not None
-    assert NdpSettings().planner_rules(8, LossTable.nominal(2, 8)).follow is None
-    assert NdpSettings(replan="drift").planner_rules(8, LossTable.nominal(2, 8)).follow.prior is None
+    assert NdpSettings().planning(8).rules(LossTable.nominal(2, 8)).follow is None
+    assert NdpSettings(replan="drift").planning(8).rules(LossTable.nominal(2, 8)).follow.prior is None
 
 
 def test_prices_are_not_measured_on_several_embedded_devices_which_share_cores():

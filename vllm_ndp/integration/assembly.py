@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import vllm
 
@@ -26,7 +27,7 @@ from ndp_device.model_shape import WholeModel
 from ndp_device.protocol.messages import Served
 from ndp_device.transport import shm
 from ndp_device.transport.crossing import Crossing
-from ndp_device.widths import BYTE_BITS, FULL_PRECISION_BITS, REPLICA_WIDTHS
+from ndp_device.widths import FULL_PRECISION_BITS, REPLICA_WIDTHS
 from vllm_ndp import __version__
 from vllm_ndp.device.agreement import Agreement, PlannedReplicas
 from vllm_ndp.integration import compat, drafts, host_replicas, known_prices
@@ -62,18 +63,14 @@ from vllm_ndp.integration.slot_pairs import HotViews
 from vllm_ndp.integration.step import RunningStep
 from vllm_ndp.integration.streamed_experts import StreamedExperts
 from vllm_ndp.integration.streaming import Streamer, make_streamer
-from vllm_ndp.layer.split import SplitRules, Splitter
+from vllm_ndp.layer.run import Run
+from vllm_ndp.layer.setup import Planning, Setup
 from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.owners import Owners
-from vllm_ndp.planning.replanner import Replanner
-from vllm_ndp.simulation.balance import Balancer
 from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.devices import DeviceRules, Devices, DevicesBalancer
-from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
+from vllm_ndp.simulation.devices import DeviceRules, Devices
 from vllm_ndp.simulation.joint_rule import LIVE_WIDTHS
-from vllm_ndp.simulation.live_rules import on_hardware
-from vllm_ndp.simulation.prefill_split import PrefillSplit
 from vllm_ndp.simulation.prices import MeasuredPrices
 
 if TYPE_CHECKING:
@@ -102,11 +99,8 @@ class LoadedWorker:
     layers: list[MoELayer]  # as long as the engine lives
     runner: Any  # vLLM's
     requests: RequestTracker
-    clock: StepClock
-    splitter: Splitter
+    run: Run[str]
     late_check: LateCheck | None
-    prices: MeasuredPrices | None
-    """Measured ones; None: those of the simulated hardware."""
 
     @property
     def unsimulated(self) -> str:
@@ -114,12 +108,6 @@ class LoadedWorker:
         link = self.parts.device.link
         of_device = DEVICE_TIME if link is not None and not link.members.simulate else ""
         return self.made.unsimulated or of_device
-
-    @property
-    def device_rules(self) -> DeviceRules | None:
-        """Where there are several."""
-        devices = self.parts.device.devices
-        return None if devices is None else devices.rules
 
 
 class Assembly:
@@ -185,50 +173,41 @@ class Assembly:
     def finish(self, runner: Any) -> LoadedWorker:
         """Find the device, make the first placement, connect the layers. Raises ConfigError, also where the model has
         not attached all its layers."""
-        shape, settings, opened = self.pool.shape, self.settings, self.opened
+        shape, opened = self.pool.shape, self.opened
         if not self.has_every_layer:
             raise ConfigError(
                 f"quantization 'ndp' was asked for but only {len(self.attached)} of {shape.num_layers} "
                 "MoE layers were attached: this model's layers do not go through vLLM's RoutedExperts"
             )
         replicas, planned = self.agree_on_replicas()
-        device, costs = self.open_device(replicas, planned)
+        setup, costs, device = self.open_device(replicas, planned)
         hot = self.open_pool(replicas)
         opened.callback(hot.close)
         late_check = self.make_late_check()
         losses, shared = self.load_losses(replicas), compat.shared_experts(runner.model)
         prices = self.measure_prices(hot, device, replicas, next(iter(shared.values()), None))
-        asked = settings.planner_rules(shape.num_experts, losses)
-        rules = on_hardware(asked, costs, settings.joint_tiers, prices, num_devices=settings.num_devices)
-        replanner = Replanner(rules, shape.num_layers, shape.num_experts)
-        requests, clock = RequestTracker(), StepClock(replace(self.gpu_model, slot_bytes=costs.slot_bytes))
-        planner = PlanRunner(replanner, requests, hot, device, clock)
-        planner.start()
-        messenger = self.make_messenger()
-        splitter = self.make_splitter(device, costs, prices)
-        views, stream = HotViews(splitter, self._held.w13.device), StreamedExperts(hot, planner)
-        first = self.attached[0]
-        running, host = RunningStep(), self.make_host()
-        parts = LayerParts(hot, device, planner, running, views, stream, host, messenger, first.weighs_input)
-        layers = self._connect_layers(parts, shared)
-        opened.callback(layers.clear)
-        return LoadedWorker(self, parts, layers, runner, requests, clock, splitter, late_check, prices)
-
-    def make_splitter(self, device: DeviceView, costs: Costs, prices: MeasuredPrices | None) -> Splitter:
-        settings, first = self.settings, self.attached[0]
-        return Splitter(
+        setup, first, requests = msgspec.structs.replace(setup, prices=prices), self.attached[0], RequestTracker()
+        run = Run[str](
+            setup,
+            self._planning.rules(losses),
+            costs,
+            device.devices,
             self.tiers,
-            self.pool.shape.top_k,
-            SplitRules(
-                self._balancers(device, costs, prices),
-                PrefillSplit(costs, prices) if device.facts.computes_prompts else None,
-                costs if settings.has_warm_experts else None,
-            ),
-            bytes_of_width=costs.bytes_of_width if settings.plan == "joint" else None,
+            shape.top_k,
+            device.counted_on,
             weighs_input=first.weighs_input,
             aliases=first.slots.aliases,
             gathers_prompts=self._gathers_prompts,
         )
+        planner = PlanRunner(run, requests, hot, device)
+        planner.start()
+        messenger = self.make_messenger()
+        views, stream = HotViews(run.splitter, self._held.w13.device), StreamedExperts(hot, planner)
+        running, host = RunningStep(), self.make_host()
+        parts = LayerParts(hot, device, planner, running, views, stream, host, messenger, first.weighs_input)
+        layers = self._connect_layers(parts, shared)
+        opened.callback(layers.clear)
+        return LoadedWorker(self, parts, layers, runner, requests, run, late_check)
 
     @property
     def _gathers_prompts(self) -> bool:
@@ -237,17 +216,6 @@ class Assembly:
         num_experts = self.pool.shape.num_experts
         changes = self.settings.plan == "joint" or self.settings.resolve_hot_experts(num_experts) < num_experts
         return compat.on_cpu() and self.tiers.owners is None and changes
-
-    def _balancers(
-        self, device: DeviceView, costs: Costs, prices: MeasuredPrices | None
-    ) -> list[Balancer | DevicesBalancer] | None:
-        """The rule of each layer; None where hot experts never leave the GPU."""
-        if not device.facts.offload_bits:
-            return None
-        rule = Balancer(costs, device.facts.offload_bits, self.settings.device_hosts, prices)
-        if device.devices is None:
-            return [rule] * len(self.layers)
-        return [device.devices.balancer(rule, layer, device.counted_on) for layer in range(len(self.layers))]
 
     def _connect_layers(self, parts: LayerParts, shared: dict[str, Shared]) -> list[MoELayer]:
         """shared: the shared experts of a layer by the name of its module, where they are ours to run."""
@@ -275,12 +243,6 @@ class Assembly:
     def _held(self) -> SlotWeights:
         """Slot weights of any layer, for dtype and place."""
         return self.attached[0].slots.held
-
-    @property
-    def gpu_model(self) -> GpuModel:
-        ranks = self.ranks
-        stage, whole = ranks.stage, ranks.holds_whole_experts
-        return GpuModel(self.hardware, self.shape, ranks.size, stage.index, stage.count, whole_experts=whole)
 
     @cached_property
     def digest(self) -> str:
@@ -314,7 +276,7 @@ class Assembly:
         )
         return replicas, planned
 
-    def open_device(self, replicas: Path | None, planned: PlannedReplicas | None) -> tuple[DeviceView, Costs]:
+    def open_device(self, replicas: Path | None, planned: PlannedReplicas | None) -> tuple[Setup, Costs, DeviceView]:
         """The leader finds or starts the device; the others hear from it what they need to plan alike."""
         settings, cores, members = self.settings, self.ranks.merge(compat.bound_cores()), None
         if self.ranks.leads:
@@ -331,11 +293,11 @@ class Assembly:
             self.ranks.from_leader(facts := self._facts_of(members.served, wants_prompts=wants_prompts))
         else:
             facts = self.ranks.from_leader()
-        costs = self.make_costs(facts)
-        devices = self.share_among_devices(facts, costs)
+        setup, costs = self.make_setup(facts)
+        devices = setup.devices_of(costs, full_precision=self._planning.full_precision)
         link = None if members is None else self._make_link(members, facts, devices, replicas)
         agreed = (True,) * settings.num_devices if link is None else None
-        return DeviceView(facts, devices, link, agreed), costs
+        return setup, costs, DeviceView(facts, devices, link, agreed)
 
     def _facts_of(self, served: Served, *, wants_prompts: bool) -> DeviceFacts:
         """wants_prompts: whether the device is to compute for prompts, if it holds the checkpoint."""
@@ -363,20 +325,49 @@ class Assembly:
             raise ConfigError(f"ndp setting 'prefill' is 'split', but {reason}: use 'auto' or 'streamed'")
         return not reason and (settings.prefill == "split" or (settings.prefill == "auto" and compat.on_cpu()))
 
-    def share_among_devices(self, facts: DeviceFacts, costs: Costs) -> Devices | None:
-        """Where there are several devices: who holds what, the same on every rank."""
-        settings = self.settings
-        if not settings.shares_experts:
-            return None
-        rules = DeviceRules.that_fit(
-            costs,
-            settings.num_devices,
-            settings.device_copies,
-            max_moves=settings.device_moves,
-            full_precision=settings.cold_precision == "full",
+    @cached_property
+    def _planning(self) -> Planning:
+        return self.settings.planning(self.pool.shape.num_experts)
+
+    def make_setup(self, facts: DeviceFacts) -> tuple[Setup, Costs]:
+        """What the run's decisions and times depend on, without measured prices. Raises ConfigError where copies on
+        several devices do not fit."""
+        settings, ranks, stage = self.settings, self.ranks, self.ranks.stage
+        setup = Setup(
+            preset=settings.preset,
+            overrides=compat.hardware_overrides(settings),
+            host_dims=self.shape.recorded(),
+            planning=self._planning,
+            expert_bytes=facts.expert_bytes,
+            group_size=facts.group_size,
+            activation_bytes=self.vllm_config.model_config.dtype.itemsize,
+            spill_bits=facts.offload_bits,
+            device_hosts=settings.device_hosts,
+            splits_prefill=facts.computes_prompts,
+            same_without=facts.same_without,
+            num_gpus=ranks.size,
+            whole_experts=ranks.holds_whole_experts,
+            stage=stage.index,
+            num_stages=stage.count,
+            num_devices=settings.num_devices,
+            may_join=settings.may_join,
+            copies_asked=settings.device_copies,
             splits_experts=settings.splits_experts,
+            slot_bits=settings.slot_bits,
+            joint_tiers=settings.joint_tiers,
         )
-        return Devices(costs, rules, facts.expert_bytes, facts.offload_bits)
+        costs = setup.costs_of(self.shape)
+        if setup.shares_experts:
+            rules = DeviceRules.that_fit(
+                costs,
+                setup.num_devices,
+                setup.copies_asked,
+                max_moves=settings.device_moves,
+                full_precision=self._planning.full_precision,
+                splits_experts=setup.splits_experts,
+            )
+            setup = msgspec.structs.replace(setup, device_copies=rules.num_copies, device_moves=rules.max_moves)
+        return setup, costs
 
     # -- of this worker -------------------------------------------------------------------------------------------
 
@@ -385,14 +376,9 @@ class Assembly:
             return LossTable.nominal(self.pool.shape.num_layers, self.pool.shape.num_experts)
         return host_replicas.load_losses(replicas, self.layers, self.settings)
 
-    def make_costs(self, facts: DeviceFacts) -> Costs:
-        group, bits, in_bytes = facts.group_size, self.settings.slot_bits, BYTE_BITS in facts.expert_bytes
-        size = self.ranks.size
-        return Costs(self.hardware, self.shape, group_size=group, num_gpus=size, slot_bits=bits, has_bytes=in_bytes)
-
     def measure_prices(
         self, hot: HotExperts, device: DeviceView, replicas: Path | None, shared: Shared | None
-    ) -> MeasuredPrices | None:
+    ) -> dict[str, Any] | None:
         """Measure as the leader, for all ranks; None where prices are those of the simulated hardware. `shared`: the
         shared experts of a layer, where there are any."""
         if self.settings.prices != "measured":
@@ -407,7 +393,8 @@ class Assembly:
             prices, said = known_prices.find_or_measure(MeasuredPrices, facts, measure)
             say(f"prices of this machine: {said}")
             recorded = prices.recorded()
-        return MeasuredPrices.of_recorded(self.ranks.from_leader(recorded))
+        told: dict[str, Any] = self.ranks.from_leader(recorded)
+        return told
 
     def _facts_of_prices(self, hot: HotExperts, link: DeviceLink) -> dict[str, Any]:
         """Facts that measured prices depend on, beside the processor and what is asked."""

@@ -30,7 +30,7 @@ from vllm_ndp.integration.serving import live
 from vllm_ndp.integration.serving.finished import made_of
 from vllm_ndp.integration.step import Before, ModelSizes, Step, StepParts
 from vllm_ndp.integration.step_log import LateReport, StepLog
-from vllm_ndp.traces.format import Scheduling
+from vllm_ndp.layer.setup import Scheduling
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -57,9 +57,9 @@ class NdpController:
         send = None
         if parts.messenger is not None:
             send = partial(Arrival, make_lane(held.w13.device), pinned_for(held.w13.device))
-        self.steps = StepParts(sizes, worker.clock, worker.splitter, locator, sidecar, send)
+        self.steps = StepParts(sizes, worker.run, locator, sidecar, send)
         if sidecar.on_host is not None and send is None:
-            worker.splitter.note_into(*sidecar.on_host)
+            worker.run.splitter.note_into(*sidecar.on_host)
         self.log = StepLog(worker, self._open_recorder(num_blocks, group.block_size))
         self.log.note_plan(0)
         self._last_planned: list[TrackedRequest] = []  # under the plan in force; they may have ended
@@ -174,7 +174,7 @@ class NdpController:
         """
         self.log.settle()
         refusal, made = "", self.worker.made
-        settings, ranks, clock = made.settings, made.ranks, self.worker.clock
+        settings, ranks, clock = made.settings, made.ranks, self.worker.run.clock
         if not settings.may_join:
             whole = ", and 'device_experts' as 'copies'" if settings.splits_experts else ""
             refusal = (
@@ -218,7 +218,7 @@ class NdpController:
             "row_checks": locator.row_checks,
             "sidecar_mismatches": locator.mismatches,
             "device_state": self.device.state,
-            "simulated_ps": self.worker.clock.now_ps if is_simulated else None,
+            "simulated_ps": self.worker.run.clock.now_ps if is_simulated else None,
             **self.log.totals.as_dict(),
         }
 

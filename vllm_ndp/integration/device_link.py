@@ -216,7 +216,7 @@ class DeviceLink:
         if self._only is not None and self._only.refuses():
             return DeviceCall(pairs, self.client, None, 0.0, self._round_trips_s, self._fallbacks)
         rows = self._gather.rows(x, pairs.sent_rows)
-        return self.send(step, layer, step.parts.clock.now_ps, rows, pairs, more_s=self._prompts_s(step, pairs))
+        return self.send(step, layer, step.parts.run.clock.now_ps, rows, pairs, more_s=self._prompts_s(step, pairs))
 
     def send(
         self,
@@ -251,7 +251,7 @@ class DeviceLink:
         self.wait_installed()
         if self._only is None:
             return None
-        return self._only.execute_ahead(order, self._layers[layer], step.number, step.parts.clock.now_ps, x)
+        return self._only.execute_ahead(order, self._layers[layer], step.number, step.parts.run.clock.now_ps, x)
 
     def sent_ahead(
         self, handle: Any, crossed: Crossed, rows: NDArray[Any], pairs: Pairs, y: NDArray[np.float32] | None

@@ -14,16 +14,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import TraceError
-from vllm_ndp.integration import compat
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.batch import BatchRows, Span, slot_mapping
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import Step
+from vllm_ndp.layer.setup import Scheduling
 from vllm_ndp.planning.plan import Placement, Plan
 from vllm_ndp.simulation.gpu_timing import StepTime
 from vllm_ndp.traces.format import (
@@ -34,9 +35,7 @@ from vllm_ndp.traces.format import (
     JOINED,
     PREFILL,
     REJECTED,
-    LiveSetup,
     Provenance,
-    Scheduling,
 )
 from vllm_ndp.traces.recorder import TraceWriter
 
@@ -175,8 +174,8 @@ class RunRecorder:
 
 def run_provenance(worker: LoadedWorker, scheduling: Scheduling) -> Provenance:
     """The leader's facts that a replay needs to make the same plans and the same simulated times again."""
-    made, device, device_rules = worker.made, worker.parts.device, worker.device_rules
-    settings, shape, stage, prices = made.settings, made.pool.shape, made.ranks.stage, worker.prices
+    made = worker.made
+    settings, shape = made.settings, made.pool.shape
     tokenizer = made.model_dir / "tokenizer.json"
     return Provenance(
         model=shape.name,
@@ -194,33 +193,5 @@ def run_provenance(worker: LoadedWorker, scheduling: Scheduling) -> Provenance:
         hardware_hash=made.hardware.config_hash,
         policy=settings.policy,
         settings=settings.recorded(),
-        live=LiveSetup(
-            preset=settings.preset,
-            overrides=compat.hardware_overrides(settings),
-            host_dims=made.shape.recorded(),
-            hot_experts=settings.resolve_hot_experts(shape.num_experts),
-            expert_bytes=device.facts.expert_bytes,
-            group_size=device.facts.group_size,
-            activation_bytes=made.vllm_config.model_config.dtype.itemsize,
-            migration="kept" if settings.keeps_streamed else "difference",
-            bits_for=settings.bits_for,
-            spill_bits=device.facts.offload_bits,
-            device_hosts=settings.device_hosts,
-            splits_prefill=device.facts.computes_prompts,
-            scheduling=scheduling,
-            num_gpus=made.ranks.size,
-            whole_experts=made.ranks.holds_whole_experts,
-            stage=stage.index,
-            num_stages=stage.count,
-            may_join=settings.may_join,
-            copies_asked=settings.device_copies,
-            num_devices=1 if device_rules is None else device_rules.num_devices,
-            device_copies=1 if device_rules is None else device_rules.num_copies,
-            device_moves=0 if device_rules is None else device_rules.max_moves,
-            splits_experts=settings.splits_experts,
-            slot_bits=settings.slot_bits,
-            joint_tiers=settings.joint_tiers,
-            warm_experts=settings.warm_experts,
-            prices=None if prices is None else prices.recorded(),
-        ),
+        live=msgspec.structs.replace(worker.run.setup, scheduling=scheduling),
     )

@@ -22,9 +22,9 @@ from vllm_ndp.integration.batch import BatchRows, RowLocator, Span, TrackedReque
 from vllm_ndp.integration.cuda.lanes import Arrival
 from vllm_ndp.integration.report import PAIR_KINDS, DeviceWork, StepReport, energy_shares
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
-from vllm_ndp.layer import account
-from vllm_ndp.layer.split import COUNTED, Split, Splitter
-from vllm_ndp.simulation.gpu_timing import StepClock, StepTime
+from vllm_ndp.layer.run import Run
+from vllm_ndp.layer.split import COUNTED, Split
+from vllm_ndp.simulation.gpu_timing import StepTime
 
 _REPORTED = {
     "hot": ("hot",),
@@ -61,8 +61,7 @@ class StepParts:
     """Parts that the steps of a worker share."""
 
     sizes: ModelSizes
-    clock: StepClock
-    splitter: Splitter
+    run: Run[str]
     locator: RowLocator
     sidecar: RoutingSidecar
     send: Callable[[torch.Tensor], Arrival] | None = None
@@ -107,11 +106,6 @@ class Step:
     def rows(self) -> BatchRows:
         return self.located[0]
 
-    @cached_property
-    def streamed(self) -> NDArray[np.bool_]:
-        """Experts that this step's prefill rows streamed [L, E]."""
-        return np.zeros((self.parts.sizes.num_layers, self.parts.sizes.num_experts), np.bool_)
-
     @property
     def ending(self) -> list[TrackedRequest]:
         """Requests whose prefill ends in this step."""
@@ -137,19 +131,26 @@ class Step:
         self.close_until(self.number - 1)
         self._begun = True
         rows, slot_mapping = self.located
-        self.parts.clock.begin_step(rows.num_rows, rows.kv_tokens, rows.attended, rows.positions_by_request)
         plans = [None if (plan := span.request.plan) is None else plan.bits for span in rows.spans]
         entries = slot_mapping.numpy() if slot_mapping.device.type == "cpu" else None
-        self.counts = self.parts.splitter.begin_step(rows.owner, rows.decode, plans, entries)
+        self.counts = self.parts.run.begin_step(
+            rows.owner,
+            rows.decode,
+            plans,
+            kv_tokens=rows.kv_tokens,
+            attended=rows.attended,
+            spans=rows.positions_by_request,
+            entries=entries,
+        )
 
     def note_routing(self, layer: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
         """Note routing beside the KV cache, if the split does not."""
-        if not self.parts.splitter.notes:
+        if not self.parts.run.splitter.notes:
             self.parts.sidecar.write(layer, self.located[1], topk_ids, topk_weights)
 
     def begin_layer(self) -> None:
         self._catch_up()
-        self.parts.clock.begin_layer()
+        self.parts.run.begin_layer()
 
     def end_later(self, layer: int, end: Callable[[NDArray[np.int32]], None]) -> None:
         """Remember a layer that runs before its router's choices [T, k] are on the host. `end` gets the choices later,
@@ -184,15 +185,13 @@ class Step:
     def split(self, layer: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, with_device: bool) -> Split:
         """Where each pair of a layer runs. topk_ids and topk_weights [T, k]: as the router gave them."""
         ids, weights = _on_host(topk_ids, topk_weights)
-        return self.parts.splitter.split(layer, ids.data_ptr(), weights.data_ptr(), with_device=with_device)
+        return self.parts.run.split(layer, ids.data_ptr(), weights.data_ptr(), with_device=with_device)
 
     def end_layer(self, layer: int, split: Split, answer: ExecuteResult | None, *, answered: bool = True) -> None:
         """Account for where the pairs ran. answer: the device's, if it was asked here and gave one."""
-        if split.stream:
-            self.streamed[layer, split.stream.experts] = True
         timing = None if answer is None else answer.timing
         device_ps = 0 if timing is None else timing.total_ps
-        account.end_layer(self.parts.clock, self.parts.splitter, split, device_ps if answered else None)
+        self.parts.run.end_layer(layer, split, device_ps if answered else None)
         if answer is not None:
             self.device.add(timing)
 
@@ -205,14 +204,14 @@ class Step:
         self.parts.locator.settle()
         self._reported = True
         self._catch_up()
-        clock, per_row = self.parts.clock, self.parts.sizes.pairs_per_row
+        run, per_row = self.parts.run, self.parts.sizes.pairs_per_row
         num_sampled, drafts = self._sampled
-        time = clock.end_step(num_sampled)
+        time = run.end_step(num_sampled)
         pairs = self.pairs_by_request()
         device = self.device.sums()
         report = StepReport(
             *(time.start_ps, time.end_ps, pairs, self.before.plans, drafts, per_row, self._rows_by_request()),
-            device_pj=energy_shares(device or {}, clock.model.hardware.energy, pairs),
+            device_pj=energy_shares(device or {}, run.costs.hardware.energy, pairs),
             device=device,
             device_bounds=self.device.bounds(),
         )
@@ -221,7 +220,7 @@ class Step:
     def abandon(self) -> None:
         """An error ended the step: its simulated time does not count."""
         if self._begun and not self._reported:
-            self.parts.clock.abandon_step()
+            self.parts.run.clock.abandon_step()
         self._reported = True
 
     def pairs_by_request(self) -> dict[str, dict[str, int]]:

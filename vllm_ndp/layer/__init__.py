@@ -1,1 +1,1 @@
-"""One MoE layer as data: where each expert is, where each pair runs, and what that counts and takes."""
+"""The engine: plans in force, where each pair of a layer runs, and what that counts and takes."""

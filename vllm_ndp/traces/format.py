@@ -29,6 +29,7 @@ from ndp_device import durable, sealed, strict_json
 from ndp_device.errors import TraceError
 from ndp_device.model_shape import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_LAYERS
 from ndp_device.strict_files import Refused, open_plain
+from vllm_ndp.layer.setup import Setup
 
 FORMAT = "vllm-ndp-trace"
 VERSION = 1
@@ -65,70 +66,6 @@ _MAX_FOOTER_BYTES = 1 << 20
 _MAX_FOOTER_ITEMS = 1 << 20
 
 
-class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of vLLM's scheduler in a live run."""
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    block_size: int
-    kv_blocks: int
-    """KV blocks that requests may have. vLLM keeps one more for itself, which stays empty."""
-
-
-class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """Inputs of a live run's simulated times, so that replay can compute them again to the picosecond."""
-
-    preset: str
-    overrides: dict[str, str | int | bool]
-    host_dims: dict[str, Any]
-    """Sizes that WholeModel.recorded gives."""
-    hot_experts: int
-    expert_bytes: dict[int, int]
-    """Bytes that one read of a cold expert moves in the device's DRAM, by width."""
-    group_size: int
-    activation_bytes: int
-    """Bytes of one activation element on the wire."""
-    spill_bits: int = 0
-    """Bits of hot experts that run on the device (simulation/balance.py); 0 = none does, as in the paper."""
-    device_hosts: int = 1
-    """Hosts that shared the device, as this one was told."""
-    splits_prefill: bool = False
-    """Whether the device computed cold experts of prompts (simulation/prefill_split.py); else all were streamed."""
-    migration: str = "difference"
-    """kept: experts that the end of a prefill streamed did not move again."""
-    bits_for: str = "request"
-    """batch: all running requests have the same bits."""
-    scheduling: Scheduling | None = None
-    """None: recorded before it was kept."""
-    num_gpus: int = 1
-    """GPUs that split each layer (tensor parallelism); host_dims are the whole model's."""
-    whole_experts: bool = False
-    """Whether each of them holds some hot experts whole (expert parallelism), and not a part of each."""
-    stage: int = 0
-    num_stages: int = 1
-    """Stages of the pipeline. Trace and host_dims are of this stage's layers, and times are its own clock's."""
-    num_devices: int = 1
-    """Number of devices at the start; others may have joined."""
-    may_join: bool = False
-    """Whether they could: `device` was a list, perhaps of one."""
-    copies_asked: int | None = None
-    """The setting `device_copies`: how many copies there are once there are devices enough."""
-    device_copies: int = 1
-    """Copies of each expert, on several devices."""
-    device_moves: int = 0
-    """Copies that one plan may have moved between devices."""
-    splits_experts: bool = False
-    """Whether each device had an equal part of every expert; `expert_bytes` are of that part."""
-    slot_bits: int = 16
-    """Bits of hot experts in GPU memory."""
-    joint_tiers: str = ""
-    """Tiers among which a joint plan chose (simulation/joint_rule.py), with + between them; empty: plans were fixed."""
-    warm_experts: int = 0
-    """Per layer, computed by the host's CPU in full precision (simulation/host_cpu.py)."""
-    prices: dict[str, Any] | None = None
-    """Measured prices that plans were made by, as simulation/prices.py records them; None: simulated prices."""
-
-
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """Where a trace comes from. Empty strings mean: its maker did not know."""
 
@@ -148,7 +85,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     hardware_hash: str = ""
     policy: str = ""
     settings: dict[str, Any] = {}
-    live: LiveSetup | None = None
+    live: Setup | None = None
     """None where nothing was simulated: imported, synthetic, or recorded without placement."""
 
     def __post_init__(self) -> None:

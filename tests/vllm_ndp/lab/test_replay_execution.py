@@ -19,12 +19,12 @@ from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import NOWHERE, copied_in_order, run_pairs, run_prompts, with_copies
 from vllm_ndp.lab.vectorised.outcome import Traffic, step_times, summarise
+from vllm_ndp.layer.setup import Setup
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.simulation.costs import Costs, model_named
-from vllm_ndp.traces.format import LiveSetup
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
@@ -188,11 +188,10 @@ def test_the_first_token_comes_before_the_hot_set_moves_and_the_second_after_it_
     options = ReplayOptions(policy, Budget(2, 2.0), loss, popularity(TRACE), migration="difference")
     batches = Batches.of(trace)
     outcome = SYSTEMS["context_aware"].replay(batches, costs, options)
-    setup = LiveSetup(
+    setup = Setup(
         preset="h100-ndp512",
         overrides={},
         host_dims=costs.shape.recorded(),
-        hot_experts=2,
         expert_bytes={bits: costs.replica_bytes(bits) for bits in PLAN_BITS},
         group_size=costs.group_size,
         activation_bytes=2,

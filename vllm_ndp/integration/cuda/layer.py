@@ -133,7 +133,7 @@ class AsideLayer:
 
     def _split(self, step: Step, topk_ids: int, topk_weights: int) -> Split:
         """The same as on the GPU: the pairs of a message, and what counts. Addresses of i32 and f32 [T, k]."""
-        return step.parts.splitter.split(self.index, topk_ids, topk_weights, with_device=False)
+        return step.parts.run.split(self.index, topk_ids, topk_weights, with_device=False)
 
     def _ask(self, step: Step, packet: Packet) -> _Asked:
         """Wait for the packet, and send."""
@@ -146,11 +146,11 @@ class AsideLayer:
         if not pairs or self._link is None:
             return _Asked(split, None, left)
         rows = packet.x[: len(left)] if len(pairs.sent_rows) == len(left) else packet.x[_places(left, pairs)]
-        return _Asked(split, self._link.send(step, self.index, step.parts.clock.now_ps, rows, pairs), left)
+        return _Asked(split, self._link.send(step, self.index, step.parts.run.clock.now_ps, rows, pairs), left)
 
     def _send_ahead(self, step: Step, packet: Packet) -> _Ahead | None:
         """Have the packet sent when it is there, where a thread can do that."""
-        if self._link is None or (order := packet.order(step.parts.splitter, self.index)) is None:
+        if self._link is None or (order := packet.order(step.parts.run.splitter, self.index)) is None:
             return None
         handle = self._link.send_ahead(step, self.index, order, packet.arrays.x)
         return None if handle is None else _Ahead(order, handle)
@@ -161,7 +161,7 @@ class AsideLayer:
         crossed = ahead.order.crossing.end(packet.require)
         if crossed.state is State.LEFT:
             return self._ask(step, packet)
-        split = step.parts.splitter.found()
+        split = step.parts.run.splitter.found()
         if crossed.state is State.FOUND:
             return self._send(step, packet.arrays, split)
         if crossed.state is State.NOTHING:

@@ -1,8 +1,7 @@
-"""One host run step by step with the very code the plugin runs: planner, tiers, split, account, and the step clock.
+"""One host, step by step, by the plugin's own `Run` (layer/run.py), which decides everything.
 
-Plans come from planning/replanner.py; layer/split.py says of each layer what runs where, layer/account.py what that
-takes. Only who computes is another: a slot is named, and what a device would say of its message is asked of somebody.
-Slow and exact, where systems/ are fast and averaged.
+Only who computes is another: a slot is named, and what a device would say of its message is asked of somebody. Slow and
+exact, where systems/ are fast and averaged.
 
 The host yields its questions to the device (Command, Migration), and clients.py answers for one host or many. Knows
 routing by (request, position). Does not know which rows a step has, nor recorded times.
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,10 +20,10 @@ from numpy.typing import NDArray
 from ndp_device.errors import TraceError
 from ndp_device.model_shape import WholeModel
 from ndp_device.timing.model import DeviceModel
-from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import Timing, Work
-from ndp_device.widths import BYTE_BITS
 from vllm_ndp.layer import account
+from vllm_ndp.layer.run import Run
+from vllm_ndp.layer.setup import Setup
 from vllm_ndp.layer.split import Split, SplitRules, Splitter
 from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.importance import ImportanceScore
@@ -32,14 +31,9 @@ from vllm_ndp.planning.owners import Owners
 from vllm_ndp.planning.plan import BitwidthPlan, Plan
 from vllm_ndp.planning.replanner import PlannerRules, Replanner
 from vllm_ndp.planning.stats import RoutingStats
-from vllm_ndp.simulation.balance import Balancer
-from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.devices import Alive, DeviceRules, Devices, DevicesBalancer, HeldExperts, slowest, work_of
+from vllm_ndp.simulation.devices import Alive, HeldExperts, slowest, work_of
 from vllm_ndp.simulation.gpu_timing import StepClock, StepTime
-from vllm_ndp.simulation.live_rules import on_hardware
-from vllm_ndp.simulation.prefill_split import PrefillSplit
-from vllm_ndp.simulation.prices import MeasuredPrices
-from vllm_ndp.traces.format import REJECTED, LiveSetup
+from vllm_ndp.traces.format import REJECTED
 from vllm_ndp.traces.trace import Trace
 
 R = TypeVar("R")
@@ -96,67 +90,35 @@ class RequestState:
 class Engine:
     """The state that the plugin keeps between steps."""
 
-    def __init__(self, trace: Trace, setup: LiveSetup, rules: PlannerRules) -> None:
-        hardware = load_hardware(setup.preset, **setup.overrides)
-        self.trace, self.setup, self.hardware = trace, setup, hardware
-        shape = WholeModel.of_recorded(setup.host_dims, trace.provenance.model)
-        costs = Costs(
-            hardware,
-            shape,
-            group_size=setup.group_size,
-            num_gpus=setup.num_gpus,
-            slot_bits=setup.slot_bits,
-            has_bytes=BYTE_BITS in setup.expert_bytes,
-        )
-        self.clock = StepClock(
-            replace(costs.gpu, stage=setup.stage, num_stages=setup.num_stages, whole_experts=setup.whole_experts)
-        )
-        self.costs = costs
-        prices = None if setup.prices is None else MeasuredPrices.of_recorded(setup.prices)
-        self.devices: Devices | None = None
-        if setup.num_devices > 1 or setup.may_join:
-            device_rules = DeviceRules(
-                setup.num_devices,
-                setup.device_copies,
-                setup.device_moves,
-                rules.full_precision,
-                splits_experts=setup.splits_experts,
-            )
-            self.devices = Devices(self.costs, device_rules, setup.expert_bytes, setup.spill_bits)
+    def __init__(self, trace: Trace, setup: Setup, rules: PlannerRules) -> None:
+        self.trace, self.setup, self.hardware = trace, setup, setup.hardware
+        costs = self.costs = setup.costs_of(WholeModel.of_recorded(setup.host_dims, trace.provenance.model))
+        self.devices = setup.devices_of(costs, full_precision=rules.full_precision)
         num_parts = 1 if self.devices is None else self.devices.num_parts
         self._held = HeldExperts(setup.expert_bytes, setup.group_size, setup.activation_bytes, num_parts)
         self._alive: Alive = () if self.devices is None else self.devices.all_alive
-        self._same_without = trace.provenance.settings.get("fallback") == "same"  # choices go by all devices then
-        rules = on_hardware(rules, costs, setup.joint_tiers, prices, num_devices=setup.num_devices)
-        self.planner = Replanner(rules, trace.provenance.num_layers, trace.provenance.num_experts)
-        self._idle_device = DeviceModel(hardware)  # for what decode rows alone would have taken there
-        num_gpus = setup.num_gpus if setup.whole_experts else 0
-        self._owners = Owners(num_gpus, *self.hot.shape) if num_gpus else None
-        self._tiers = Tiers(*self.hot.shape, owners=self._owners)
-        balancer = Balancer(costs, setup.spill_bits, setup.device_hosts, prices) if setup.spill_bits else None
-        self._splitter = self._make_splitter(balancer, PrefillSplit(costs, prices) if setup.splits_prefill else None)
-        self._decode_splitter = self._make_splitter(None, None)  # of decode rows alone
+        shape = trace.provenance.num_layers, trace.provenance.num_experts
+        self._owners = Owners(setup.num_gpus, *shape) if setup.whole_experts and setup.num_gpus else None
+        self._tiers, top_k = Tiers(*shape, owners=self._owners), trace.provenance.top_k
+        self.run = Run[int](setup, rules, costs, self.devices, self._tiers, top_k, self._counted_on)
+        self._idle_device = DeviceModel(self.hardware)  # for what decode rows alone would have taken there
+        self._decode_splitter = self.run.make_splitter(top_k, SplitRules())  # of decode rows alone
         self._activate()
-        self._streamed = np.zeros_like(self.hot)  # by the prefill rows of the running step
-        self._ended: list[int] = []
-        self._arrives_ps = 0  # when what is copied beside decode is there
+        self._ending: list[int] = []  # their prefill ends in the running step
         self._timings: list[Timing | None] = []
         self.requests = [RequestState(int(n)) for n in trace.prompt_len]
 
-    def _make_splitter(self, balancer: Balancer | None, prompts: PrefillSplit | None) -> Splitter:
-        layers, devices = range(self.hot.shape[0]), self.devices
-        rules: list[Balancer | DevicesBalancer] | None = None
-        if balancer is not None and devices is not None:
-            counted_on = (lambda: devices.all_alive) if self._same_without else (lambda: self._alive)
-            rules = [devices.balancer(balancer, layer, counted_on) for layer in layers]
-        elif balancer is not None:
-            rules = [balancer for _ in layers]
-        return Splitter(
-            self._tiers,
-            self.trace.provenance.top_k,
-            SplitRules(rules, prompts, self.costs),
-            bytes_of_width=self.costs.bytes_of_width if self.setup.joint_tiers else None,
-        )
+    @property
+    def clock(self) -> StepClock:
+        return self.run.clock
+
+    @property
+    def planner(self) -> Replanner:
+        return self.run.planner
+
+    def _counted_on(self) -> Alive:
+        """[D], which devices this step's experts may run on, for a choice that is made by it."""
+        return self.devices.all_alive if self.devices is not None and self.setup.same_without else self._alive
 
     @property
     def epoch(self) -> int:
@@ -180,14 +142,16 @@ class Engine:
         """
         if self.devices is not None:
             self._alive = self.devices.all_alive if alive is None else alive
-        epoch, self._timings = self.epoch, []
-        waited_ps = 0 if self._ended else self._follow()
-        (moved, num_bytes), before = self._replan() if self._ended else (0, None), self.clock.now_ps
+        epoch, self._timings, before = self.epoch, [], self.clock.now_ps
+        replanned = self.run.replan(self._there())
+        if not replanned.exchanged:  # to have copies of experts elsewhere is no migration of this host's
+            before = self.clock.now_ps
         self._activate()
-        if moved:
-            arrived = yield ReplayedMigration(moved * self.costs.slot_bytes if num_bytes is None else num_bytes, before)
-            self.clock.wait_until(arrived)
-        migration_ps = self.clock.now_ps - before + waited_ps
+        if moved := replanned.num_moved:
+            whole = moved * self.costs.slot_bytes
+            num_bytes = whole if replanned.moved_bytes is None else replanned.moved_bytes
+            self.clock.wait_until((yield ReplayedMigration(num_bytes, self.clock.now_ps)))
+        migration_ps = self.clock.now_ps - before
         time, decode_only = yield from self._run_rows(rows)
         self._end_prefills()
         timings = tuple(self._timings)
@@ -203,57 +167,18 @@ class Engine:
         self._tiers.activate(placement.hot, placement.warm, placement.widths)
         self._tiers.name_all()
 
-    def _replan(self) -> tuple[int, int | None]:
-        """Plan for the prefills that ended in the step before, if their requests are still there.
-
-        Returns the number of experts that move, and their bytes where experts have widths of their own.
-        """
-        ended, self._ended = self._ended, []
-        if all(self.requests[r].finished for r in ended):
-            return int(self.planner.restore().sum()), None
-        change = self.planner.replan(self._scores())
-        for request, plan in change.plans.items():
-            self.requests[request].plan = plan
-        if self.devices is not None:
-            scores = [score for request in change.plans if (score := self.requests[request].score) is not None]
-            self.clock.wait_until(self.clock.now_ps + self.devices.follow(change.plans.values(), scores))
-        return change.num_moved, change.moved_bytes
-
-    def _follow(self) -> int:
-        """Where no prefill ended: exchange experts that decode asks for, if their copies are due. How long they were
-        waited for."""
-        if not self.planner.follows:
-            return 0
-        running = {i: r for i, r in enumerate(self.requests) if not r.finished}
-        followed = self.planner.follow({i: r.plan for i, r in running.items() if r.plan is not None})
-        before = self.clock.now_ps
-        if (change := followed.change) is not None:
-            self.clock.wait_until(self._arrives_ps)
-            for request, plan in change.plans.items():
-                self.requests[request].plan, self.requests[request].score = plan, change.score
-            if self.devices is not None:
-                scores = [change.score] * len(change.plans) if change.score is not None else []
-                self.clock.wait_until(self.clock.now_ps + self.devices.follow(change.plans.values(), scores))
-        waited_ps = self.clock.now_ps - before
-        if followed.begun:
-            self._arrives_ps = self.clock.now_ps + self.clock.model.migration_ps(followed.begun)
-        return waited_ps
-
-    def _scores(self) -> dict[int, ImportanceScore]:
-        """Scores of the requests that are still there and whose prefill has ended."""
-        return {i: r.score for i, r in enumerate(self.requests) if r.score is not None and not r.finished}
+    def _there(self) -> dict[int, RequestState]:
+        """Requests that are still there."""
+        return {number: request for number, request in enumerate(self.requests) if not request.finished}
 
     def _end_prefills(self) -> None:
-        """Score the prompts that ended in this step; of what it streamed, the slots keep what will be hot."""
-        for r in self._ended:
-            sequence = self.trace.sequences[r]
-            stats = RoutingStats.from_choices(sequence.prompt_ids, sequence.prompt_weights, self.hot.shape[1])
-            self.requests[r].score = self.planner.score(stats)
-        if self._ended:
-            self.planner.keep(list(self._scores().values()), self._streamed)
-            if self._owners is not None:  # who stays keeps its GPU
-                for layer, row in enumerate(self.planner.resident):
-                    self._owners.place(layer, row)
+        choices = [self.trace.sequences[number] for number in self._ending]
+        stats = [RoutingStats.from_choices(c.prompt_ids, c.prompt_weights, self.hot.shape[1]) for c in choices]
+        ended = [(number, self.requests[number], found) for number, found in zip(self._ending, stats, strict=True)]
+        self.run.end_prefills(ended, lambda: self._there().values())
+        if ended and self._owners is not None:  # who stays keeps its GPU
+            for layer, row in enumerate(self.planner.resident):
+                self._owners.place(layer, row)
 
     def _run_rows(self, rows: NDArray[np.int64]) -> Asks[tuple[StepTime, StepTime | None]]:
         """The step's time, and what it would have been for its decode rows alone."""
@@ -262,12 +187,14 @@ class Engine:
         ends = {int(r): int(positions[owner == r].max()) + 1 for r in np.unique(owner)}
         prefilled = np.array([request.prefilled for request in self.requests])
         decode = (positions >= trace.prompt_len[owner]) & prefilled[owner]
-        self._streamed = np.zeros_like(self.hot)
         spans = {r: (int(positions[owner == r].min()), end) for r, end in ends.items()}
-        self.clock.begin_step(len(rows), sum(ends.values()), int(positions.sum()) + len(rows), list(spans.values()))
         plans = [self._bits_of(r) if decode[owner == r].any() else None for r in ends]
         request_of = np.searchsorted(list(ends), owner).astype(np.int32)
-        self._splitter.begin_step(request_of, decode, plans)
+        attended = int(positions.sum()) + len(rows)
+        of_requests = list(spans.values())
+        self.run.begin_step(
+            request_of, decode, plans, kv_tokens=sum(ends.values()), attended=attended, spans=of_requests
+        )
         alone = None
         if decode.any() and not decode.all():
             kept = [spans[r] for r in ends if decode[owner == r].any()]
@@ -275,14 +202,15 @@ class Engine:
             attended = int(positions[decode].sum()) + int(decode.sum())
             alone.begin_step(int(decode.sum()), sum(end for _, end in kept), attended, kept)
             self._decode_splitter.begin_step(request_of[decode], decode[decode], plans)
-        with_device = self.devices is None or self._same_without or any(self._alive)
+        with_device = self.devices is None or any(self._counted_on())
         for layer in range(self.hot.shape[0]):
             ids, weights = trace.ids[rows, layer].astype(np.int32), trace.weights[rows, layer].astype(np.float32)
-            split = self._split_of(self._splitter, layer, ids, weights, with_device=with_device)
+            split = self._split_of(self.run.splitter, layer, ids, weights, with_device=with_device)
             yield from self._run_layer(layer, split, decode)
             if alone is not None:
                 here = self._split_of(self._decode_splitter, layer, ids[decode], weights[decode])
                 self._end_alone(alone, layer, here, self._timings[-1], with_prompts=not decode[split.device.rows].all())
+        self._ending = []
         rejected = Counter(trace.request[rows[trace.phase[rows] == REJECTED]].tolist())
         yielding = alone_yielding = 0
         for r, end in ends.items():
@@ -293,10 +221,10 @@ class Engine:
                 request.outputs += 1 + drafts - rejected.get(r, 0)
             if not request.prefilled and end >= request.prompt_len:
                 request.prefilled = True
-                self._ended.append(r)
+                self._ending.append(r)
         if self.planner.follows:
             self.planner.see(trace.ids[rows[decode]].astype(np.int64))
-        return self.clock.end_step(yielding), None if alone is None else alone.end_step(alone_yielding)
+        return self.run.end_step(yielding), None if alone is None else alone.end_step(alone_yielding)
 
     @staticmethod
     def _split_of(
@@ -311,14 +239,13 @@ class Engine:
         return splitter.split(layer, ids.ctypes.data, weights.ctypes.data, with_device=with_device)
 
     def _run_layer(self, layer: int, split: Split, decode: NDArray[np.bool_]) -> Asks[None]:
-        self.clock.begin_layer()
+        self.run.begin_layer()
         timing, pairs = None, split.device
         if pairs:
             timing = yield from self._ask(layer, pairs.rows, pairs.experts, pairs.bits)
         self._timings.append(timing)
-        self._streamed[layer, split.stream.experts] = True
-        device_ps = 0 if not pairs else None if timing is None else timing.total_ps  # None: the host stands in
-        account.end_layer(self.clock, self._splitter, split, device_ps)
+        # None: the host stands in
+        self.run.end_layer(layer, split, 0 if not pairs else None if timing is None else timing.total_ps)
 
     def _end_alone(
         self, alone: StepClock, layer: int, split: Split, timing: Timing | None, *, with_prompts: bool

@@ -1,24 +1,21 @@
 """A recorded run of the plugin again: the simulated times and the plans must come out the same.
 
-Works on traces whose Provenance holds a LiveSetup. Steps in which the only device fell back are replayed as if it had
+Works on traces whose Provenance holds a Setup. Steps in which the only device fell back are replayed as if it had
 answered, and counted. With several devices the trace says which were down in a step, and replay does without them. A
 step in which a device went down or came back depends on wall time. Replay takes its recorded time and counts it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import TraceError
-from vllm_ndp.config import NdpSettings
 from vllm_ndp.lab.exact.engine import Engine
 from vllm_ndp.lab.exact.recorded import RecordedRun
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.simulation.memory import Footprint, beside_device_memory
 from vllm_ndp.traces.format import ALL_REQUESTS, CACHED, UNTIMED
@@ -53,21 +50,14 @@ class LiveReplay:
 
 
 def recorded_rules(trace: Trace, loss: LossTable) -> PlannerRules:
-    """How plans were made in the recorded run, from the plugin's settings in its provenance.
+    """How plans were made in the recorded run.
 
     loss: of the replicas the run used; ReplicaFiles know it.
     """
     setup = trace.provenance.live
-    if setup is None:
+    if setup is None or setup.planning is None:
         raise TraceError("the trace does not hold a live run: record one with the plugin's 'record' setting")
-    older = {} if "bit_rule" in trace.provenance.settings else {"bit_rule": "importance"}  # was what was not said
-    settings = NdpSettings.from_mapping({**older, **trace.provenance.settings})
-    return dataclasses.replace(
-        settings.planner_rules(trace.provenance.num_experts, loss),
-        budget=Budget(setup.hot_experts, settings.avg_bits, setup.warm_experts, settings.max_loss),
-        bits_for=setup.bits_for,
-        keeps_streamed=setup.migration == "kept",
-    )
+    return setup.planning.rules(loss)
 
 
 def replay_live(trace: Trace, loss: LossTable) -> LiveReplay:

@@ -9,10 +9,11 @@ import numpy as np
 
 from ndp_device.timing.spec import load_hardware
 from ndp_device.widths import FULL_PRECISION_BITS
+from vllm_ndp.layer.setup import Setup
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.simulation.costs import Costs, model_named
-from vllm_ndp.traces.format import LiveSetup, Provenance
+from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.trace import Trace
 
 
@@ -25,22 +26,20 @@ def modelled_host(
     *,
     offload_bits: int = 0,
     device_hosts: int = 1,
-) -> LiveSetup:
-    """The LiveSetup that a live run with these rules writes into its trace. Raises ConfigError for another model."""
+) -> Setup:
+    """The Setup that a live run with these rules writes into its trace. Raises ConfigError for another model."""
     costs = Costs(load_hardware(hardware, **overrides), model_named(model))
     costs.require(provenance.num_experts, provenance.top_k)
     widths = (*rules.loss.widths, FULL_PRECISION_BITS)
-    return LiveSetup(
+    return Setup(
         preset=hardware,
         overrides=dict(overrides),
         host_dims=costs.shape.recorded(),
-        hot_experts=rules.budget.num_hot,
         expert_bytes={bits: costs.replica_bytes(bits) for bits in widths},
         group_size=costs.group_size,
         activation_bytes=costs.shape.dtype_bytes,
         spill_bits=offload_bits,
         device_hosts=device_hosts,
-        migration="kept" if rules.keeps_streamed else "difference",
     )
 
 

@@ -14,15 +14,16 @@ from ndp_device.errors import TraceError
 from ndp_device.timing.model import DeviceModel
 from vllm_ndp.lab.exact.clients import alone
 from vllm_ndp.lab.exact.engine import Asks, Engine, StepRun
+from vllm_ndp.layer.setup import Setup
 from vllm_ndp.planning.replanner import PlannerRules
-from vllm_ndp.traces.format import CACHED, CHANGED, DOWN, JOINED, LiveSetup
+from vllm_ndp.traces.format import CACHED, CHANGED, DOWN, JOINED
 from vllm_ndp.traces.trace import Trace
 
 
 class RecordedRun:
     """The steps of a trace in order, on devices of its own or beside other hosts."""
 
-    def __init__(self, trace: Trace, setup: LiveSetup, rules: PlannerRules) -> None:
+    def __init__(self, trace: Trace, setup: Setup, rules: PlannerRules) -> None:
         self.engine = Engine(trace, setup, rules)
         self._devices = self._idle_devices(setup.num_devices)
         changes = (trace.devices.get(name, np.zeros(0, np.int64)) for name in ("step", "device", "change"))

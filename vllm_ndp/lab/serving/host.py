@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from ndp_device.errors import TraceError
 from vllm_ndp.lab.exact.engine import Asks, Engine, StepRun
 from vllm_ndp.lab.serving.scheduler import Request, ScheduledSpan, Scheduler, SchedulerRules
+from vllm_ndp.layer.setup import Setup
 from vllm_ndp.planning.replanner import PlannerRules
-from vllm_ndp.traces.format import CACHED, LiveSetup
+from vllm_ndp.traces.format import CACHED
 from vllm_ndp.traces.trace import Trace
 
 
@@ -45,7 +46,7 @@ class Host:
     def __init__(
         self,
         trace: Trace,
-        setup: LiveSetup,
+        setup: Setup,
         rules: PlannerRules,
         arrivals_ps: NDArray[np.int64],
         scheduling: SchedulerRules,

@@ -1,0 +1,202 @@
+"""One run: who is hot, what each request's plan is, where each pair runs, and the simulated time of it all.
+
+The plugin feeds it the rows of vLLM's steps and the answers of a device; the exact replay feeds it recorded rows and
+modelled answers. Both call these methods and decide nothing themselves. In the order of a step:
+
+    replan          plans for prompts that ended in the step before, or an exchange of experts that decode asks for
+    begin_step      whose rows run
+    begin_layer, split, end_layer     of each layer
+    end_step        the simulated time
+    end_prefills    scores of the prompts that ended in the step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ndp.layer import account
+from vllm_ndp.layer.setup import Setup
+from vllm_ndp.layer.split import Split, SplitRules, Splitter
+from vllm_ndp.layer.tiers import Tiers
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.plan import BitwidthPlan, Plan
+from vllm_ndp.planning.replanner import PlanChange, PlannerRules, Replanner
+from vllm_ndp.planning.stats import RoutingStats
+from vllm_ndp.simulation.balance import Balancer
+from vllm_ndp.simulation.beside_decode import copies_beside_decode
+from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.devices import Alive, Devices, DevicesBalancer
+from vllm_ndp.simulation.gpu_timing import LayerTime, StepClock, StepTime
+from vllm_ndp.simulation.joint_rule import JointRule
+from vllm_ndp.simulation.prefill_split import PrefillSplit
+
+
+class Planned(Protocol):
+    """A request as plans see it."""
+
+    score: ImportanceScore | None
+    """Once its prefill has ended."""
+    plan: Plan | None
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Replanned(Generic[K]):
+    """What changed before a step."""
+
+    change: PlanChange[K] | None = None
+    """New plans, which are in force now; None: those of before."""
+    moves_slots: bool = False
+    """Whether a placement takes effect."""
+    num_moved: int = 0
+    """Experts whose weights leave for the GPU now, before the step."""
+    moved_bytes: int | None = None
+    """Their bytes; None: as many as slots hold."""
+    num_ended: int = 0
+    """Prompts that ended in the step before and whose requests are still there."""
+    exchanged: bool = False
+    """Whether decode asked for it; the weights were copied beside earlier steps."""
+
+
+class Run(Generic[K]):
+    """K: what requests are called."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        rules: PlannerRules,
+        costs: Costs,
+        devices: Devices | None,
+        tiers: Tiers,
+        top_k: int,
+        counted_on: Callable[[], Alive],
+        **layout: Any,
+    ) -> None:
+        """devices: where there are several. counted_on: which of them a step's experts may run on. layout: how hot
+        pairs are laid out for the slots of a worker, as Splitter takes it."""
+        prices, self.setup, self.costs, self.devices, self.tiers = setup.measured_prices, setup, costs, devices, tiers
+        if rules.follow is not None:
+            rules = replace(rules, follow=replace(rules.follow, copies=copies_beside_decode(costs, rules.budget)))
+        if setup.joint_tiers:
+            num_hot = rules.budget.num_hot
+            joint = JointRule(costs, setup.joint_tiers, rules.loss, num_hot, prices, setup.num_devices)
+            rules = replace(rules, joint=joint)
+        self.planner = Replanner(rules, *tiers.where.shape)
+        self.clock = StepClock(
+            replace(costs.gpu, stage=setup.stage, num_stages=setup.num_stages, whole_experts=setup.whole_experts)
+        )
+        balancer = Balancer(costs, setup.spill_bits, setup.device_hosts, prices) if setup.spill_bits else None
+        each: list[Balancer | DevicesBalancer] | None = None
+        if balancer is not None:
+            each = [balancer] * len(tiers.where)
+            if devices is not None:
+                each = [devices.balancer(balancer, layer, counted_on) for layer in range(len(tiers.where))]
+        prompts = PrefillSplit(costs, prices) if setup.splits_prefill else None
+        self.splitter = self.make_splitter(top_k, SplitRules(each, prompts), **layout)
+        self.streamed: NDArray[np.bool_] = np.zeros(tiers.where.shape, np.bool_)
+        """Experts that the prefill rows of the running step streamed [L, E]."""
+        self._ended: list[tuple[K, Planned]] = []  # their prefill ended in the step before
+        self._arrives_ps = 0  # when what is copied beside decode is there
+
+    def make_splitter(self, top_k: int, rules: SplitRules, **layout: Any) -> Splitter:
+        """A splitter over the same tiers and the prices of the host's CPU."""
+        host = self.costs if self.setup.has_warm_experts else None
+        widths = self.costs.bytes_of_width if self.setup.joint_tiers else None
+        return Splitter(self.tiers, top_k, replace(rules, host=host), bytes_of_width=widths, **layout)
+
+    # -- between steps --------------------------------------------------------------------------------------------
+
+    def replan(self, there: Mapping[K, Planned]) -> Replanned[K]:
+        """Make new plans if a prefill has ended whose request is still there, or if decode asks for it.
+
+        there: the requests that run, whose plans and scores are set.
+        """
+        ended, self._ended = self._ended, []
+        if not ended:
+            return self._follow(there)
+        alive = sum(there.get(name) is request for name, request in ended)
+        if not alive:
+            return Replanned(moves_slots=True, num_moved=int(self.planner.restore().sum()))
+        scores = {name: request.score for name, request in there.items() if request.score is not None}
+        change = self.planner.replan(scores)
+        self._adopt(change, there)
+        return Replanned(change, True, change.num_moved, change.moved_bytes, alive)
+
+    def _follow(self, there: Mapping[K, Planned]) -> Replanned[K]:
+        """Exchange experts that decode asks for, if their copies are due."""
+        if not self.planner.follows:
+            return Replanned()
+        followed = self.planner.follow({name: r.plan for name, r in there.items() if r.plan is not None})
+        if (change := followed.change) is not None:
+            self.clock.wait_until(self._arrives_ps)
+            for name in change.plans:
+                there[name].score = change.score
+            self._adopt(change, there)
+        if followed.begun:
+            self._arrives_ps = self.clock.now_ps + self.clock.model.migration_ps(followed.begun)
+        return Replanned(change, moves_slots=change is not None, exchanged=change is not None)
+
+    def _adopt(self, change: PlanChange[K], there: Mapping[K, Planned]) -> None:
+        for name, plan in change.plans.items():
+            there[name].plan = plan
+        if self.devices is not None:
+            scores = [score for name in change.plans if (score := there[name].score) is not None]
+            self.clock.wait_until(self.clock.now_ps + self.devices.follow(change.plans.values(), scores))
+
+    def end_prefills(
+        self, ended: Iterable[tuple[K, Planned, RoutingStats]], there: Callable[[], Iterable[Planned]]
+    ) -> None:
+        """After a step: score the prompts that ended in it; of what it streamed, the slots keep what will be hot.
+
+        there: the requests that run, those included.
+        """
+        for name, request, stats in ended:
+            request.score = self.planner.score(stats)
+            self._ended.append((name, request))
+        if self._ended:
+            scores = [request.score for request in there() if request.score is not None]
+            self.planner.keep(scores, self.streamed)
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def begin_step(
+        self,
+        owner: NDArray[np.int32],
+        decode: NDArray[np.bool_],
+        plans: Sequence[BitwidthPlan | None],
+        *,
+        kv_tokens: int,
+        attended: int,
+        spans: Sequence[tuple[int, int]],
+        entries: NDArray[np.int64] | None = None,
+    ) -> NDArray[np.int64]:
+        """owner [T]: the request of each row, decode [T]; plans and spans [R]: of each request, its bits and the
+        positions that run; kv_tokens and attended: as GpuModel.before_experts_ps. Returns counts as Splitter does."""
+        self.clock.begin_step(len(owner), kv_tokens, attended, spans)
+        self.streamed[:] = False
+        return self.splitter.begin_step(owner, decode, plans, entries)
+
+    def begin_layer(self) -> int:
+        """The simulated time at which the layer's experts begin."""
+        return self.clock.begin_layer()
+
+    def split(self, layer: int, topk_ids: int, topk_weights: int, *, with_device: bool) -> Split:
+        """As Splitter.split."""
+        return self.splitter.split(layer, topk_ids, topk_weights, with_device=with_device)
+
+    def end_layer(self, layer: int, split: Split, device_ps: int | None) -> LayerTime:
+        """As account.end_layer."""
+        if split.stream:
+            self.streamed[layer, split.stream.experts] = True
+        return account.end_layer(self.clock, self.splitter, split, device_ps)
+
+    def end_step(self, num_sampled: int) -> StepTime:
+        """num_sampled: rows whose logits are wanted."""
+        return self.clock.end_step(num_sampled)

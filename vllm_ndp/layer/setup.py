@@ -1,0 +1,164 @@
+"""Everything that a run's decisions and simulated times depend on, but for model, replicas and routing.
+
+The plugin makes one record when its model is loaded. A trace keeps the record as it is, and a replay reads it as it is.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from ndp_device.model_shape import WholeModel
+from ndp_device.timing.spec import Hardware, load_hardware
+from ndp_device.widths import BYTE_BITS
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.follower import FollowRules
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import policy_with
+from vllm_ndp.planning.replanner import PlannerRules
+from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.devices import DeviceRules, Devices
+from vllm_ndp.simulation.prices import MeasuredPrices
+
+
+class Planning(msgspec.Struct, frozen=True, kw_only=True):
+    """How plans are made."""
+
+    policy: str
+    options: dict[str, Any]
+    """Options of the policy, the rule of bits and the losses in force among them."""
+    hot_experts: int
+    avg_bits: float
+    warm_experts: int = 0
+    """Per layer, computed by the host's CPU in full precision (simulation/host_cpu.py)."""
+    max_loss: float | None = None
+    bits_for: str = "request"
+    """As PlannerRules.bits_for."""
+    keeps_streamed: bool = True
+    """Whether experts that the end of a prefill streamed do not move again."""
+    max_moves: int | None = None
+    full_precision: bool = False
+    """Whether cold experts are in the checkpoint's own precision."""
+    follows: bool = False
+    """Whether plans change while requests decode."""
+
+    def rules(self, losses: LossTable) -> PlannerRules:
+        """losses: of the replicas of the run. Raises ConfigError for a prior of another model."""
+        policy, told = policy_with(self.policy, self.options)
+        if told.prior is not None:
+            told.prior.require_shape(losses.mse.shape[:2])
+        return PlannerRules(
+            policy=policy,
+            budget=Budget(self.hot_experts, self.avg_bits, self.warm_experts, self.max_loss),
+            loss=losses,
+            bits_for=self.bits_for,
+            keeps_streamed=self.keeps_streamed,
+            max_moves=self.max_moves,
+            full_precision=self.full_precision,
+            follow=FollowRules(prior=told.prior) if self.follows else None,
+        )
+
+
+class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of vLLM's scheduler in a live run."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int
+    kv_blocks: int
+    """KV blocks that requests may have. vLLM keeps one more for itself, which stays empty."""
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """One run on one hardware."""
+
+    preset: str
+    overrides: dict[str, str | int | bool]
+    host_dims: dict[str, Any]
+    """Sizes that WholeModel.recorded gives."""
+    expert_bytes: dict[int, int]
+    """Bytes that one read of a cold expert moves in the device's DRAM, by width."""
+    group_size: int
+    activation_bytes: int
+    """Bytes of one activation element on the wire."""
+    planning: Planning | None = None
+    """None: the rules are named elsewhere, for a trace that no plugin has recorded."""
+    spill_bits: int = 0
+    """Bits of hot experts that run on the device (simulation/balance.py); 0 = none does, as in the paper."""
+    device_hosts: int = 1
+    """Hosts that share the device, as this one is told."""
+    splits_prefill: bool = False
+    """Whether the device computes cold experts of prompts (simulation/prefill_split.py); else all are streamed."""
+    scheduling: Scheduling | None = None
+    """None where nothing was recorded of it."""
+    num_gpus: int = 1
+    """GPUs that split each layer (tensor parallelism); host_dims are the whole model's."""
+    whole_experts: bool = False
+    """Whether each of them holds some hot experts whole (expert parallelism), and not a part of each."""
+    stage: int = 0
+    num_stages: int = 1
+    """Stages of the pipeline. Trace and host_dims are of this stage's layers, and times are its own clock's."""
+    num_devices: int = 1
+    """Number of devices at the start; others may join."""
+    may_join: bool = False
+    """Whether they can: the setting `devices` is a list, perhaps of one."""
+    copies_asked: int | None = None
+    """The setting `device_copies`: how many copies there are once there are devices enough."""
+    device_copies: int = 1
+    """Copies of each expert, on several devices."""
+    device_moves: int = 0
+    """Copies that one plan may move between devices."""
+    splits_experts: bool = False
+    """Whether each device has an equal part of every expert; `expert_bytes` are of that part."""
+    same_without: bool = False
+    """Whether pairs are given to devices as if all were up: the host computes the same of them (`fallback`)."""
+    slot_bits: int = 16
+    """Bits of hot experts in GPU memory."""
+    joint_tiers: str = ""
+    """Tiers among which a joint plan chooses (simulation/joint_rule.py), with + between; empty: plans are fixed."""
+    prices: dict[str, Any] | None = None
+    """Measured prices that plans are made by, as simulation/prices.py records them; None: simulated prices."""
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        return load_hardware(self.preset, **self.overrides)
+
+    @cached_property
+    def measured_prices(self) -> MeasuredPrices | None:
+        return None if self.prices is None else MeasuredPrices.of_recorded(self.prices)
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether there are several devices, or may be."""
+        return self.num_devices > 1 or self.may_join
+
+    @property
+    def has_warm_experts(self) -> bool:
+        """Whether the host's CPU may compute some."""
+        is_fixed = self.planning is not None and self.planning.warm_experts > 0
+        return is_fixed or "host" in self.joint_tiers.split("+")
+
+    def costs_of(self, shape: WholeModel) -> Costs:
+        return Costs(
+            self.hardware,
+            shape,
+            group_size=self.group_size,
+            num_gpus=self.num_gpus,
+            slot_bits=self.slot_bits,
+            has_bytes=BYTE_BITS in self.expert_bytes,
+        )
+
+    def devices_of(self, costs: Costs, *, full_precision: bool) -> Devices | None:
+        """Who of several devices holds what at the start; None where there is one. full_precision: of cold experts."""
+        if not self.shares_experts:
+            return None
+        rules = DeviceRules(
+            self.num_devices,
+            self.device_copies,
+            self.device_moves,
+            full_precision,
+            splits_experts=self.splits_experts,
+        )
+        return Devices(costs, rules, self.expert_bytes, self.spill_bits)
