@@ -10,16 +10,31 @@ import os
 from pathlib import Path
 from typing import Any
 
+LONGEST = 2048
+"""As the bundled model's own."""
+
 
 def register() -> None:
-    """Engines get the options in VLLMS_OWN_OPTIONS (JSON) wherever the test left vLLM's default."""
+    """VLLMS_OWN_OPTIONS (JSON): enforce_eager for every engine, the others where the test leaves the default.
+
+    No sequence is longer than LONGEST tokens: chats without max_tokens go on until the model's length.
+    No engine has LoRA: with it, stock vLLM's experts need Triton on a CPU, too. Requests for an adapter get 404.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     make, options = EngineArgs.create_engine_config, json.loads(os.environ["VLLMS_OWN_OPTIONS"])
 
+    async def load_no_adapters(self: Any) -> None: ...
+
     def create_engine_config(self: Any, *arguments: Any, **named: Any) -> Any:
+        from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+        OpenAIServingModels.init_static_loras = load_no_adapters
+        self.enable_lora = False
+        if not 0 < int(self.max_model_len or 0) <= LONGEST:
+            self.max_model_len = LONGEST
         for name, value in options.items():
-            setattr(self, name, getattr(self, name) or value)
+            setattr(self, name, value if name == "enforce_eager" else getattr(self, name) or value)
         return make(self, *arguments, **named)
 
     EngineArgs.create_engine_config = create_engine_config
