@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -108,3 +111,45 @@ def test_ndp_device_refuses_in_one_line(arguments: list[str], wanted: str, tmp_p
     assert last.startswith("ndp-device: ")
     assert wanted in last
     assert "Traceback" not in done.stderr
+
+
+def _model(directory: Path, kind: str) -> Path:
+    """The bundled model, with a type that nobody knows, with code of its own, or without tokenizer."""
+    shutil.copytree(MODEL, directory, ignore=shutil.ignore_patterns("eval", "traces", "*.txt"))
+    config = json.loads((directory / "config.json").read_text())
+    if kind == "no tokenizer":
+        for path in directory.glob("tokenizer*"):
+            path.unlink()
+    else:
+        config |= {"model_type": "my_moe", "architectures": ["MyMoeForCausalLM"]}
+    if kind == "its own code":
+        config["auto_map"] = {"AutoConfig": "configuration_my.MyConfig"}
+        (directory / "configuration_my.py").write_text("raise SystemExit('the code of the model ran')\n")
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("command", "kind", "says"),
+    [
+        ("demo {model}", "unknown type", "my_moe"),
+        ("demo {model}", "its own code", "only with code that comes with the model, and this command runs none"),
+        ("demo {model}", "no tokenizer", "tokenizer"),
+        ("verify {model}", "its own code", "only with code that comes with the model, and this command runs none"),
+        ("record {model} --prompts {prompts} --out {out}", "unknown type", "my_moe"),
+    ],
+)
+def test_a_model_that_vllm_does_not_serve_is_one_sentence_with_its_reason(
+    command: str, kind: str, says: str, tmp_path: Path
+) -> None:
+    model = _model(tmp_path / "model", kind)
+    (tmp_path / "prompts.txt").write_text("a prompt")
+    words = command.format(model=model, prompts=tmp_path / "prompts.txt", out=tmp_path / "out").split()
+    done = subprocess.run([str(BIN / "vllm-ndp"), *words], capture_output=True, text=True, timeout=300, input="y\n")
+    said = done.stderr.splitlines()[-1]
+    assert done.returncode == 2, done.stderr
+    assert said.startswith(f"vllm-ndp: vLLM cannot serve {model}: "), done.stderr
+    assert says in said
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ndp_device.checkpoint.opening import open_checkpoint
 from vllm_ndp.config import DEFAULT_HARDWARE, NdpSettings
+from vllm_ndp.integration.commands.refusals import refusals_of_vllm
 
 PROMPTS = {
     "python": "def read_config(path):\n    with open(path) as f:\n        data = json.load(f)\n    return",
@@ -39,16 +40,17 @@ def run(model: Path, replicas: Path | None, hot_experts: int, avg_bits: float, t
     settings: dict[str, Any] = {"hot_experts": hot_experts, "avg_bits": avg_bits, "hardware": DEFAULT_HARDWARE}
     if replicas is not None:
         settings["replicas"] = str(replicas.resolve())
-    llm = LLM(
-        str(model),
-        quantization="ndp",
-        additional_config={"ndp": settings},
-        max_model_len=512,
-        max_num_seqs=len(PROMPTS),
-        kv_cache_memory_bytes=64 << 20,
-        enforce_eager=True,
-        disable_log_stats=True,
-    )
+    with refusals_of_vllm(model):
+        llm = LLM(
+            str(model),
+            quantization="ndp",
+            additional_config={"ndp": settings},
+            max_model_len=512,
+            max_num_seqs=len(PROMPTS),
+            kv_cache_memory_bytes=64 << 20,
+            enforce_eager=True,
+            disable_log_stats=True,
+        )
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     llm.generate(["warm up"], SamplingParams(max_tokens=2), use_tqdm=False)  # keep first-call costs out of the table
     before = llm.collective_rpc("ndp_totals")[0]

@@ -15,6 +15,7 @@ from typing import Any
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.errors import ConfigError
 from vllm_ndp.config import DEFAULT_HARDWARE, NdpSettings
+from vllm_ndp.integration.commands.refusals import refusals_of_vllm
 
 
 def run(
@@ -28,15 +29,16 @@ def run(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        str(model),
-        quantization="ndp",
-        additional_config={"ndp": settings},
-        enforce_eager=True,
-        max_num_seqs=batch,
-        kv_cache_memory_bytes=1 << 30,
-        disable_log_stats=True,
-    )
+    with refusals_of_vllm(model):
+        llm = LLM(
+            str(model),
+            quantization="ndp",
+            additional_config={"ndp": settings},
+            enforce_eager=True,
+            max_num_seqs=batch,
+            kv_cache_memory_bytes=1 << 30,
+            disable_log_stats=True,
+        )
     params = SamplingParams(temperature=0.8, seed=0, max_tokens=tokens, ignore_eos=True)
     start = time.perf_counter()
     outputs = llm.generate(prompts, params)

@@ -14,6 +14,7 @@ from typing import Any
 
 from ndp_device.checkpoint.opening import open_checkpoint
 from vllm_ndp.config import NdpSettings
+from vllm_ndp.integration.commands.refusals import refusals_of_vllm
 
 PROMPT_WORDS = (
     "def parse(line):\n    parts = line.split(',')\n    for part in parts:\n        if not part:\n",
@@ -60,20 +61,21 @@ def _generate(
     from vllm import LLM, SamplingParams
 
     plugin: dict[str, Any] = {} if settings is None else {"quantization": "ndp", "additional_config": {"ndp": settings}}
-    llm = LLM(
-        str(model),
-        dtype="float32",
-        enforce_eager=enforce_eager,
-        enable_prefix_caching=True,
-        enable_chunked_prefill=True,
-        max_num_batched_tokens=64,
-        max_num_seqs=len(prompts),
-        max_model_len=1024,
-        kv_cache_memory_bytes=64 << 20,
-        block_size=32,
-        disable_log_stats=True,
-        **plugin,
-    )
+    with refusals_of_vllm(model):
+        llm = LLM(
+            str(model),
+            dtype="float32",
+            enforce_eager=enforce_eager,
+            enable_prefix_caching=True,
+            enable_chunked_prefill=True,
+            max_num_batched_tokens=64,
+            max_num_seqs=len(prompts),
+            max_model_len=1024,
+            kv_cache_memory_bytes=64 << 20,
+            block_size=32,
+            disable_log_stats=True,
+            **plugin,
+        )
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     passes = [
         [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
