@@ -23,6 +23,8 @@ class Output:
     """Of a file: what is there under another ending is something else, and stays."""
 
 
+_OF_A_SET = ("config.json", "manifest.json")
+"""Files by which a folder is a whole that no single file may be put into."""
 CSV, HTML, JSON, NPY = (Output(ending=ending) for ending in (".csv", ".html", ".json", ".npy"))
 A_NEW_FOLDER = Output(())
 REPLICAS = Output(("manifest.json", "experts-*.safetensors", ".*.unfinished", "README.md", ".cache", ".gitattributes"))
@@ -54,6 +56,10 @@ def check_outputs(outputs: Mapping[Path, Output], inputs: Iterable[Path]) -> Non
             require_own_folder(path, output)
         elif path.is_dir():
             raise ConfigError(f"{path} cannot be used: it is a directory")
+        elif any((place.parent / name).exists() for name in _OF_A_SET):
+            raise ConfigError(
+                f"{path} would be written among the files of a model, replica set or trace: give another folder"
+            )
         elif path.is_file() and path.suffix != output.ending:
             raise ConfigError(
                 f"{path} is there and no {output.ending} file, which would be written over it: give another name"

@@ -313,6 +313,31 @@ def test_a_file_of_another_kind_is_not_written_over(words: list[str], tmp_path: 
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["config.json", "manifest.json"])
+def test_no_file_is_written_among_the_files_of_a_set(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{}")
+    for out in (name, "new.json"):
+        done = run("vllm-ndp", "locality", TRACE, "--json", str(tmp_path / out))
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+        assert f"{out} would be written among the files of a model, replica set or trace" in done.stderr
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["{}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["scaling", "--devices", "0"], "--devices must be at least 1, got 0"),
+        (["scaling", "--gpus", "2,-1"], "--gpus must be at least 1, got -1"),
+        (["scaling", "--batch", "0"], "--batch must be at least 1, got 0"),
+        (["arrivals", TRACE, "--seed", "-1"], "'--seed': Input should be greater than or equal to 0"),
+    ],
+)
+def test_impossible_numbers_are_one_sentence(words: list[str], says: str) -> None:
+    done = run("vllm-ndp", *words)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert says in done.stderr
+
+
 WRITES: dict[str, tuple[list[str], bool]] = {
     "quantize": (["{model}", "--out", "{out}", "--bits", "1"], True),
     "tune": (["{model}", "{replicas}", "--out", "{out}", "--calibration", "{model}/calibration.txt"], True),

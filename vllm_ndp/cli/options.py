@@ -89,7 +89,7 @@ class ArrivalOptions:
     requests: Annotated[
         int | None, typer.Option(help="Requests in all, the trace's taken round and round; default: each once.")
     ] = None
-    seed: Annotated[int, typer.Option(help="The same seed gives the same arrivals.")] = 0
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="The same seed gives the same arrivals.")] = 0
 
 
 @dataclass(frozen=True)
@@ -188,14 +188,17 @@ def hardware_values(pairs: list[str] | None) -> dict[str, str | int]:
     return {name: int(value) if value.lstrip("-").isdigit() else value for name, value in given.items()}
 
 
-def integers(text: str, option: str) -> tuple[int, ...]:
+def integers(text: str, option: str, *, least: int | None = None) -> tuple[int, ...]:
     """Read "1,4,16" as (1, 4, 16)."""
     try:
-        return tuple(int(part) for part in text.split(","))
+        read = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(
             f"{option} must be whole numbers with commas between them, such as 1,2,3,4, got {text!r}"
         ) from None
+    if least is not None and min(read) < least:
+        raise ConfigError(f"{option} must be at least {least}, got {min(read)}")
+    return read
 
 
 def names(text: str, every: tuple[str, ...]) -> tuple[str, ...]:

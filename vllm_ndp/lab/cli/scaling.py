@@ -85,8 +85,8 @@ def scaling(
     from vllm_ndp.lab.scaling import MODELS, Scale, curve, pool, stops_paying
 
     started = time.perf_counter()
-    counts, batches = integers(over.devices, "--devices"), integers(over.batch, "--batch")
-    sizes, hosts, pool_batch = integers(over.gpus, "--gpus"), sharing.hosts, sharing.pool_batch
+    counts, batches = integers(over.devices, "--devices", least=1), integers(over.batch, "--batch", least=1)
+    sizes, hosts, pool_batch = integers(over.gpus, "--gpus", least=1), sharing.hosts, sharing.pool_batch
     points: list[ScalingPoint] = []
     pools: list[Pool] = []
     for model in names(over.models, MODELS):
