@@ -61,6 +61,8 @@ def test_a_text_too_short_says_how_many_tokens_are_needed(tmp_path: Path) -> Non
 
 
 def test_a_directory_that_is_no_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
-    done = run_quantize(tmp_path, "--out", tmp_path / "out")
+    model = tmp_path / "model"
+    model.mkdir()
+    done = run_quantize(model, "--out", tmp_path / "out")
     assert done.returncode == 2
-    assert f"no config.json in {tmp_path}" in done.stderr
+    assert f"no config.json in {model}" in done.stderr
