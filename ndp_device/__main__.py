@@ -110,7 +110,6 @@ class ExpertsOptions:
         f"ndp-device serve models/tiny-mixtral --replicas models/tiny-mixtral-replicas --address {SOCKET}",
         "ndp-device serve models/tiny-mixtral --address tcp://127.0.0.1:0 --insecure-loopback --kernel reference",
     ),
-    renamed={"--model": None},
 )
 def serve(
     address: Annotated[str, typer.Option(help="ipc:///absolute/path or tcp://127.0.0.1:port; port 0: any free one.")],

@@ -1,5 +1,4 @@
-"""Shared parts of the command lines `ndp-device` and `vllm-ndp`: examples in every help, old spellings, how commands
-end.
+"""Shared parts of the command lines `ndp-device` and `vllm-ndp`: examples in every help, and how commands end.
 
 A command prints one JSON object as its last line. At a terminal, a command that shows its result as a table omits that
 line. An error is one sentence on stderr and exit code 2. The subject of a command (a trace, a model, the address of a
@@ -17,12 +16,11 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
-from typer.core import TyperCommand
 
 from ndp_device.errors import ConfigError, NdpError
 from ndp_device.outputs import Output, check_outputs
@@ -50,17 +48,12 @@ def program(summary: str, examples: Sequence[str], **options: Any) -> typer.Type
     )
 
 
-def command(
-    app: typer.Typer, name: str, *, examples: Sequence[str], renamed: Mapping[str, str | None] | None = None
-) -> Callable[[Function], Function]:
-    """Register a function as the command `name`.
-
-    Parameters whose type is a frozen dataclass become one option per field. `renamed` holds options that are still
-    accepted: old spelling -> new spelling, or None where the value is now an argument.
-    """
+def command(app: typer.Typer, name: str, *, examples: Sequence[str]) -> Callable[[Function], Function]:
+    """Register a function as the command `name`; parameters whose type is a frozen dataclass become one option per
+    field."""
 
     def register(function: Function) -> Function:
-        app.command(name, cls=_accepting(renamed or {}), epilog=_epilog(examples))(_ungrouped(function))
+        app.command(name, epilog=_epilog(examples))(_ungrouped(function))
         return function
 
     return register
@@ -175,38 +168,6 @@ def assignments(pairs: Sequence[str] | None, option: str, form: str = "name=valu
 def _epilog(examples: Sequence[str]) -> str:
     """Lay out one example a line; "\\b" keeps the lines as they are."""
     return "Examples:\n\n\b\n" + "\n".join(f"$ {example}" for example in examples)
-
-
-def _accepting(renamed: Mapping[str, str | None]) -> type[TyperCommand]:
-    class Command(TyperCommand):
-        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            notices: list[str] = []
-            current = list(_in_current_words(args, renamed, notices))
-            rest = super().parse_args(ctx, current)
-            for notice in notices:
-                print(f"{ctx.command_path}: {notice}", file=sys.stderr)
-            return rest
-
-    return Command
-
-
-def _in_current_words(args: Sequence[str], renamed: Mapping[str, str | None], notices: list[str]) -> Iterator[str]:
-    """Yield the words with old options replaced; those that are arguments now come last."""
-    arguments: list[str] = []
-    words = iter(args)
-    for word in words:
-        option, equals, value = word.partition("=")
-        if option not in renamed:
-            yield word
-            continue
-        new = renamed[option]
-        if new is not None:
-            notices.append(f"{option} is now called {new}")
-            yield new + equals + value
-        elif given := value if equals else next(words, ""):
-            notices.append(f"{option} is no longer needed: give {given} as an argument")
-            arguments.append(given)
-    yield from arguments
 
 
 def _ungrouped(function: Function) -> Function:

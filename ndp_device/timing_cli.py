@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 app = program("Simulated times of the hardware model.", examples=("ndp-device time expert mixtral-8x7b --bits 3",))
 
-OLD_PRESET: dict[str, str | None] = {"--preset": "--hardware"}
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -77,7 +76,6 @@ class ArrayOptions:
         "ndp-device time dram 352MB",
         "ndp-device time dram 64KiB --streams 2 --placement same-bank --set dram.rfc=1315",
     ),
-    renamed=OLD_PRESET | {"--bytes": None},
 )
 def dram(
     num_bytes: Annotated[str, typer.Argument(metavar="BYTES", help="Bytes read in all: 65536, 64KiB, 352MB, …")],
@@ -109,7 +107,7 @@ def dram(
     )
 
 
-@command(app, "idle", examples=("ndp-device time idle conflict",), renamed=OLD_PRESET | {"--case": None})
+@command(app, "idle", examples=("ndp-device time idle conflict",))
 def idle(
     case: Annotated[str, typer.Argument(metavar="CASE", help=f"{', '.join(dram_timing.IDLE_CASES)}.")],
     hardware: HardwareOption = "h100-ndp512",
@@ -131,7 +129,6 @@ def idle(
         "ndp-device time expert mixtral-8x7b --bits 3",
         "ndp-device time expert olmoe --bits 4 --tokens 8 --hardware h200-gen5 --pe-mode fp16_dequant",
     ),
-    renamed=OLD_PRESET | {"--model": None},
 )
 def expert(
     bits: Annotated[int, typer.Option(help="1, 2, 3, 4, 8 or 16.")],
@@ -164,7 +161,6 @@ def expert(
     app,
     "hardware",
     examples=("ndp-device time hardware h200-gen5", "ndp-device time hardware --set gpu.hbm_efficiency_percent=80"),
-    renamed={"--preset": None},
 )
 def hardware(
     preset: Annotated[str, typer.Argument(metavar="PRESET", help=f"{', '.join(PRESETS)}.")] = "h100-ndp512",

@@ -194,39 +194,17 @@ def test_completion_answers_without_any_heavy_library(name: str, typed: str, com
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("words", "refused"),
     [
-        (f"vllm-ndp compare --trace {TRACE} --hot 2", f"vllm-ndp compare {TRACE} --hot-experts 2"),
-        ("vllm-ndp compare t --bits mse", "vllm-ndp compare t --bit-rule mse"),
-        (f"vllm-ndp replay --trace={TRACE}", f"vllm-ndp replay {TRACE}"),
-        (f"vllm-ndp analyze --trace {TRACE} --hot=2", f"vllm-ndp analyze {TRACE} --hot-experts=2"),
-        (f"vllm-ndp report {TRACE} --hot 2", f"vllm-ndp report {TRACE} --hot-experts 2"),
-        (f"vllm-ndp reproduce --trace {TRACE} paper", f"vllm-ndp reproduce paper {TRACE}"),
-        ("vllm-ndp trace-synth --model olmoe --out t", "vllm-ndp trace-synth olmoe --out t"),
-        ("vllm-ndp demo --model m --tokens 3", "vllm-ndp demo m --tokens 3"),
-        ("ndp-device serve --address ipc:///a --model m", "ndp-device serve m --address ipc:///a"),
-        ("ndp-device time dram --bytes 64 --preset h200-gen5", "ndp-device time dram 64 --hardware h200-gen5"),
-        ("ndp-device time idle --case hit", "ndp-device time idle hit"),
-        ("ndp-device time expert --bits 3 --model olmoe", "ndp-device time expert olmoe --bits 3"),
-        ("ndp-device time hardware --preset h200-gen5", "ndp-device time hardware h200-gen5"),
+        ("vllm-ndp compare t --hot 2", "No such option: --hot"),
+        ("vllm-ndp compare --trace t", "No such option: --trace"),
+        ("ndp-device time expert olmoe --preset h200-gen5", "No such option: --preset"),
     ],
-)  # fmt: skip
-def test_an_old_spelling_means_the_same_and_says_what_it_is_called_now(
-    old: str, new: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert parse(shlex.split(old)) == parse(shlex.split(new))
-    notices = capsys.readouterr().err.splitlines()
-    options = {word.partition("=")[0] for word in old.split() if word.startswith("--")}
-    replaced = options - {word.partition("=")[0] for word in new.split()}
-    assert len(notices) == len(replaced) > 0
-    assert all(any(f": {option} is " in notice for notice in notices) for option in replaced)
-
-
-def test_a_notice_leaves_the_last_line_alone() -> None:
-    done = run("ndp-device", "time", "idle", "--case", "hit")
-    assert done.returncode == 0
-    assert done.stderr == "ndp-device time idle: --case is no longer needed: give hit as an argument\n"
-    assert json.loads(done.stdout) == json.loads(run("ndp-device", "time", "idle", "hit").stdout)
+)
+def test_an_option_that_does_not_exist_is_refused(words: str, refused: str) -> None:
+    with pytest.raises(typer.TyperException) as error:
+        parse(shlex.split(words))
+    assert refused in error.value.format_message()
 
 
 def test_defaults_that_a_help_shows_are_those_of_the_settings() -> None:

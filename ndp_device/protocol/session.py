@@ -44,7 +44,7 @@ def check_hello(hello: Hello, model_digest: str) -> None:
         raise DeviceError(
             "digest",
             f"the host serves model {hello.model_digest}, this device holds {model_digest}: "
-            "start the device with the same --model",
+            "start the device with the same checkpoint",
         )
 
 

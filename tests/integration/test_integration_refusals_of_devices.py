@@ -50,7 +50,7 @@ def test_a_device_with_another_model_is_refused(device: DeviceProcess, tmp_path:
     ):
         pass
     assert error.value.code == "digest"
-    assert "start the device with the same --model" in sentence(error)
+    assert "start the device with the same checkpoint" in sentence(error)
 
 
 def test_a_device_without_replicas_is_refused_where_cold_experts_are_quantized(device: DeviceProcess):

@@ -21,7 +21,6 @@ app = typer.Typer()
     app,
     "demo",
     examples=("vllm-ndp demo", "vllm-ndp demo models/tiny-mixtral --hot-experts 4 --avg-bits 3"),
-    renamed={"--model": None},
 )
 def demo(
     model: CheckpointArgument = Path("models/tiny-mixtral"),

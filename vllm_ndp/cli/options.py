@@ -44,9 +44,6 @@ PolicyOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the last line only: one JSON object.")]
 BatchOption = Annotated[str, typer.Option(help="Batch sizes with commas between them.")]
 
-OLD_TRACE: dict[str, str | None] = {"--trace": None}
-OLD_HOT: dict[str, str | None] = {"--hot": "--hot-experts"}
-
 
 @dataclass(frozen=True)
 class HardwareOptions:

@@ -98,7 +98,6 @@ def trace_export(
         "vllm-ndp trace-synth olmoe --out null --signal 0 --requests 4 --prompt-len 16 --decode-len 16",
         "vllm-ndp trace-synth qwen3-30b-a3b --out sticky --routing auto --requests 2 --prompt-len 16 --decode-len 16",
     ),
-    renamed={"--model": None},
 )
 def trace_synth(
     out: OutOption,

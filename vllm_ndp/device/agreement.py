@@ -82,10 +82,10 @@ class Agreement:
         if theirs != ours:
             return (
                 f"serves a model of [layers, experts, hidden, intermediate] sizes {list(theirs)}, this one has "
-                f"{list(ours)}: start the device with the same --model"
+                f"{list(ours)}: start the device with the same checkpoint"
             )
         if self.full_precision and FULL_PRECISION_BITS not in served.expert_bytes:
-            return "holds no checkpoint, needed for cold_precision 'full' or prefill 'split': start it with --model"
+            return "holds no checkpoint, needed for cold_precision 'full' or prefill 'split': start it with one"
         return self._replica_difference(welcome, served) if self.quantized else ""
 
     def _replica_difference(self, welcome: msg.Welcome, served: msg.Served) -> str:

@@ -248,7 +248,7 @@ def test_a_real_device_serves_the_same_numbers_with_or_without_shared_memory(
         monkeypatch.setenv("NDP_SPIN_US", spin_us)
     model_dir = write_small_checkpoint(tmp_path / "model")
     address = f"ipc://{tmp_path}/private/device"
-    program = f"{limits}exec {sys.executable} -P -m ndp_device serve --address {address} --model {model_dir}"
+    program = f"{limits}exec {sys.executable} -P -m ndp_device serve {model_dir} --address {address}"
     process = subprocess.Popen(["bash", "-c", f"{program} --kernel reference"], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

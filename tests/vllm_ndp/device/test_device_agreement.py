@@ -139,7 +139,7 @@ def test_a_device_without_replicas_is_refused_where_cold_experts_are_quantized(s
 
 def test_a_device_without_checkpoint_is_refused_where_cold_experts_are_full(spawn: Spawn) -> None:
     sentence = refusal(spawn(REPLICAS, None), agreement(None, quantized=False, full_precision=True))
-    assert "no checkpoint, needed for cold_precision 'full' or prefill 'split': start it with --model" in sentence
+    assert "no checkpoint, needed for cold_precision 'full' or prefill 'split': start it with one" in sentence
 
 
 def test_a_device_that_lacks_widths_is_refused_unless_the_host_plans_without_them(

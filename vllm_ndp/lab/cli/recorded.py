@@ -18,8 +18,6 @@ from ndp_device.errors import ConfigError
 from ndp_device.outputs import CSV, HTML, JSON, NPY, Output
 from ndp_device.widths import DEFAULT_AVG_BITS
 from vllm_ndp.cli.options import (
-    OLD_HOT,
-    OLD_TRACE,
     AvgBitsOption,
     BatchOption,
     GridOptions,
@@ -45,7 +43,7 @@ app = typer.Typer()
 BUNDLED = "tests/data/tiny-mixtral-trace"
 
 
-@command(app, "replay", examples=("vllm-ndp replay recorded",), renamed=OLD_TRACE)
+@command(app, "replay", examples=("vllm-ndp replay recorded",))
 def replay(trace: TraceArgument, replicas: ReplicasOption = None) -> None:
     """Replay a recorded run and check its simulated times.
 
@@ -83,7 +81,6 @@ def replay(trace: TraceArgument, replicas: ReplicasOption = None) -> None:
         f"vllm-ndp compare {BUNDLED} --systems all --jobs all",
         f"vllm-ndp compare {BUNDLED} --systems fiddler --prior models/tiny-mixtral/prior.npy --set dram.kind=ideal",
     ),
-    renamed=OLD_TRACE | OLD_HOT | {"--bits": "--bit-rule"},
 )
 def compare(
     trace: TraceArgument,
@@ -202,7 +199,6 @@ def sweep(
         "vllm-ndp reproduce cxl-expert --physical",
         f"vllm-ndp reproduce hobbit {BUNDLED}",
     ),
-    renamed=OLD_TRACE,
 )
 def reproduce(
     source: Annotated[
@@ -244,7 +240,6 @@ def reproduce(
     app,
     "analyze",
     examples=(f"vllm-ndp analyze {BUNDLED}", f"vllm-ndp analyze {BUNDLED} --hot-experts 2 --prior-out prior.npy"),
-    renamed=OLD_TRACE | OLD_HOT,
 )
 def analyze(
     trace: TraceArgument,
@@ -311,7 +306,6 @@ class PageOptions:
         f"vllm-ndp report {BUNDLED}",
         f"vllm-ndp report {BUNDLED} --out page.html --shapes mixtral-8x7b --perfetto steps.json",
     ),
-    renamed=OLD_TRACE | OLD_HOT,
 )
 def report(
     trace: TraceArgument,
