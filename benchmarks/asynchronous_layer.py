@@ -168,7 +168,7 @@ def parts_of(layer: dict[str, int], parts: dict[str, tuple[str, str]]) -> dict[s
 def run(stamps: Stamps, who: str, num_tokens: int, num_rounds: int) -> list[dict[str, Any]]:
     from vllm import LLM, SamplingParams
 
-    settings = {"hot_experts": 4, "gpu": GPU[who], "execution": "paper", "replicas": str(REPLICAS)}
+    settings = {"hot_experts": 4, "debug": {"gpu": GPU[who]}, "execution": "paper", "replicas": str(REPLICAS)}
     llm = LLM(
         str(MODEL), quantization="ndp", additional_config={"ndp": settings | {"deadline_ms": 20_000.0}},
         enforce_eager=True, max_model_len=512, max_num_seqs=1, kv_cache_memory_bytes=64 << 20, dtype="bfloat16",

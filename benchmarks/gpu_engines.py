@@ -67,7 +67,7 @@ def engine(settings: dict[str, Any] | None = None, model: Path = MODEL, **option
         base["kv_cache_memory_bytes"] = 64 << 20  # several engines of one process must fit beside each other
     base |= {"attention_backend": "TRITON_ATTN"} if on_gpu() else {"block_size": 32}
     if settings is not None:
-        settings = {"gpu": rung(), **settings}
+        settings = {"debug": {"gpu": rung()}, **settings}
         base |= {"quantization": "ndp", "additional_config": {"ndp": settings}}
     return LLM(str(model), **(base | options))
 

@@ -124,7 +124,7 @@ def rungs(run: Run, way: str) -> list[Row]:
     if not engines.on_gpu() and way in ("lanes", "kernels"):
         return [{"left out": "it adds streams or kernels of a GPU"}]
     start = time.perf_counter()
-    llm = engines.engine(None if way == "stock" else {**HALF, "gpu": way})
+    llm = engines.engine(None if way == "stock" else {**HALF, "debug": {"gpu": way}})
     ready = time.perf_counter()
     tokens = engines.token_ids(engines.greedy(llm, PROMPTS, 32))
     row: Row = {"start_s": round(ready - start, 1), "tokens_s": round(time.perf_counter() - ready, 1)}

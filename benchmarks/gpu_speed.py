@@ -34,7 +34,7 @@ WIDE_LAYERS = 4
 QUANTIZE = (sys.executable, "-c", "import sys; from vllm_ndp.app import main; sys.exit(main())", "quantize")
 
 WAITS: dict[str, dict[str, Any] | None] = {
-    "as it serves": HALF, "plain": {**HALF, "gpu": "plain"}, "stock": None,
+    "as it serves": HALF, "plain": {**HALF, "debug": {"gpu": "plain"}}, "stock": None,
     "all hot": {"hot_experts": 8, "deadline_ms": PATIENT_MS},
 }  # fmt: skip
 
@@ -101,7 +101,7 @@ WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "stock with graphs, batch 32": (None, {"enforce_eager": False}),
     "stock": (None, {}),
     "4 of 8 hot": ({"hot_experts": 4, **SLOW}, {}),
-    "4 of 8 hot, plain": ({"hot_experts": 4, "gpu": "plain", **SLOW}, {}),
+    "4 of 8 hot, plain": ({"hot_experts": 4, "debug": {"gpu": "plain"}, **SLOW}, {}),
     "6 of 8 hot": ({"hot_experts": 6, **SLOW}, {}),
     "2 of 8 hot": ({"hot_experts": 2, **SLOW}, {}),
     "8 of 8 hot at 8 bits": ({"hot_experts": 8, "slot_bits": 8, "deadline_ms": PATIENT_MS}, {}),

@@ -7,7 +7,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from vllm_ndp.layer.setup import Planning
 from vllm_ndp.planning.bitwidths import BY_BITS_READ, OF_PAIRS, OVER_LAYERS
 from vllm_ndp.planning.importance import BITS_FOR
 from vllm_ndp.planning.policies import Policy, PolicySettings, policy_with
-from vllm_ndp.setting_names import RENAMED_OPTIONS, by_field, typed, with_new_names
+from vllm_ndp.setting_names import by_field, typed
 
 EMBEDDED = "embedded"
 MAX_DEADLINE_MS = 3_600_000.0
@@ -291,10 +291,9 @@ class NdpSettings:
                 )
         if self.device == () or len(set(self.addresses)) < len(self.addresses):
             raise ConfigError(f"ndp setting 'devices' must name each device once, got {list(self.device)}")
-        if self.devices < 1 or (self.devices > 1 and self.device != EMBEDDED):
+        if self.devices < 1:
             raise ConfigError(
-                f"ndp setting 'devices' counts embedded devices and must be at least 1, got {self.devices} beside "
-                f"'device' {self.device!r}: of running devices, list the addresses in 'devices'"
+                f"ndp setting 'devices' counts embedded devices and must be at least 1, got {self.devices}"
             )
         if self.splits_experts and (self.num_devices == 1 or self.device_copies is not None or self.device_moves):
             others = {"device_copies": self.device_copies, "device_moves": self.device_moves or None}
@@ -392,10 +391,9 @@ class NdpSettings:
         return {name: value for name, value in values.items() if value != getattr(default, name)}
 
     def recorded(self) -> dict[str, Any]:
-        """All settings for a trace, with the losses and the bit rule in force, whose defaults may change."""
-        said = {**asdict(self), "losses": self.losses, "bit_rule": self.bit_rule_in_force}
-        nats = said.pop("max_loss")
-        return said if nats is None else said | {"avg_bits": {"max_loss": nats}}
+        """Every field for a trace, with the losses and the bit rule in force, whose defaults may change."""
+        in_force = {"losses": self.losses, "bit_rule": self.bit_rule_in_force}
+        return asdict(self) | {"policy_options": {**self.policy_options, **in_force}}
 
     def resolve_offload_bits(self, num_experts: int, widths: Collection[int] = REPLICA_WIDTHS) -> int:
         """Bits of hot experts that run on the device, 0 where none ever does. widths: that the device serves.
@@ -439,7 +437,7 @@ class NdpSettings:
         """The policy, and which of its options are common ones. Unless they name a bit rule, it is the one that loses
         least at equal time. Source: docs/log/quality.md."""
         usual = {"bit_rule": OF_PAIRS if self.gives_pairs_widths else OVER_LAYERS}
-        return policy_with(self.policy, usual | with_new_names(self.policy_options, RENAMED_OPTIONS, lambda _: None))
+        return policy_with(self.policy, usual | dict(self.policy_options))
 
     def require_followable(self, num_experts: int) -> None:
         """Raises ConfigError where plans are to follow decode and no experts can be exchanged."""
@@ -476,15 +474,14 @@ class NdpSettings:
         )
 
     @classmethod
-    def from_mapping(cls, raw: object, notice: Callable[[str], None] = lambda _: None) -> NdpSettings:
-        """Check names and types. Raises ConfigError naming the nearest known key; `notice` hears of older names."""
+    def from_mapping(cls, raw: object) -> NdpSettings:
+        """Check names and types. Raises ConfigError naming the nearest known key."""
         if raw is None:
             return cls()
         if not isinstance(raw, Mapping):
             raise ConfigError(f"additional_config['ndp'] must be a mapping of settings, got {type(raw).__name__}")
-        known = {one.name: str(one.type) for one in fields(cls)}
-        values = {name: typed(name, value, known[name]) for name, value in by_field(raw, notice).items()}
-        return cls(**values)
+        kinds = {one.name: str(one.type) for one in fields(cls)}
+        return cls(**{name: typed(name, value, kinds[name]) for name, value in by_field(raw).items()})
 
     def resolve_hot_experts(self, num_experts: int) -> int:
         """K for a model of E experts. Raises ConfigError when more are asked for than exist."""

@@ -1,14 +1,12 @@
 """Names that a person writes under `{"ndp": {...}}`: at most 20 on top, the rest under `policy_options` and `debug`.
 
-Turns that into values by the names of NdpSettings' fields (config.py). Older names are taken too, each with one
-sentence that names the new one. Does not know ranges or effects.
+Turns that into values by the names of NdpSettings' fields (config.py). Does not know ranges or effects.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ndp_device.errors import ConfigError
@@ -25,75 +23,40 @@ DEBUG = (
     *("device_moves", "prices", "pe_mode", "kernel", "linear_bits", "prepare", "pool", "report"),
 )
 """Settings for researchers and tests. Each has a default that decides by itself."""
-RENAMED = {"gain": "bit_rule", "spill_bits": "offload_bits", "layers": "gpu"}
-RENAMED_OPTIONS = {"bits": "bit_rule"}
-"""Inside `policy_options`."""
-MOVED = {
-    **dict.fromkeys(("alpha", "bit_rule", "losses"), "policy_options"),
-    **dict.fromkeys(DEBUG, "debug"),
+_PLACES = {
+    **dict.fromkeys(TOP, ""),
+    **dict.fromkeys(DEBUG, " in 'debug'"),
+    **dict.fromkeys(("alpha", "bit_rule", "losses"), " in 'policy_options'"),
 }
-"""Settings that were on top -> their group; what the group says goes before."""
 _DEVICES = '{"devices": 2}, {"devices": ADDRESS} or {"devices": [{"address": ADDRESS, "keys": FILE}, ...]}'
 
-Notice = Callable[[str], None]
 
-
-def by_field(raw: Mapping[str, Any], notice: Notice) -> dict[str, Any]:
+def by_field(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Values by the names of NdpSettings' fields. Raises ConfigError for an unknown name, with the nearest one."""
-    values = with_new_names(raw, RENAMED, notice)
-    if "max_loss" in values:
+    if "max_loss" in raw:
         raise ConfigError('unknown ndp setting \'max_loss\': write {"avg_bits": {"max_loss": NATS}}')
-    for name in values:
-        if name not in (*TOP, *MOVED, "device", "device_keys"):
+    for name in raw:
+        if name not in TOP:
             raise ConfigError(f"unknown ndp setting {name!r}: {_hint(name, TOP, 'known settings are ')}")
-    values = _budget(_devices(_grouped(values, notice), notice))
-    debug = _debug(values.pop("debug", {}), notice)
-    return values | debug
+    values = _budget(_devices(raw))
+    return values | _debug(values.pop("debug", {}))
 
 
-def with_new_names(raw: Mapping[str, Any], renamed: Mapping[str, str], notice: Notice) -> dict[str, Any]:
-    values = dict(raw)
-    for old, new in renamed.items():
-        if old in values:
-            if new in values:
-                raise ConfigError(f"ndp settings {old!r} and {new!r} are one setting: drop {old!r}")
-            notice(f"ndp setting {old!r} is called {new!r} now")
-            values[new] = values.pop(old)
-    return values
-
-
-def _grouped(raw: Mapping[str, Any], notice: Notice) -> dict[str, Any]:
-    values = {name: value for name, value in raw.items() if name not in MOVED}
-    for name in (name for name in raw if name in MOVED):
-        group = MOVED[name]
-        notice(f"ndp setting {name!r} is in {group!r} now: write {json.dumps({group: {name: raw[name]}}, default=str)}")
-        inner = values.get(group, {})
-        if isinstance(inner, Mapping):  # else it is refused, with its type
-            values[group] = {name: raw[name], **with_new_names(inner, RENAMED_OPTIONS, notice)}
-    return values
-
-
-def _debug(group: Any, notice: Notice) -> dict[str, Any]:
+def _debug(group: Any) -> dict[str, Any]:
     if not isinstance(group, Mapping):
         raise ConfigError(f"ndp setting 'debug' must be Mapping[str, Any], got {group!r}")
-    values = with_new_names(group, RENAMED, notice)
-    for name in values:
+    for name in group:
         if name not in DEBUG:
             raise ConfigError(f"unknown ndp setting {name!r} in 'debug': {_hint(name, DEBUG, 'known are ')}")
-    return values
+    return dict(group)
 
 
-def _devices(raw: Mapping[str, Any], notice: Notice) -> dict[str, Any]:
+def _devices(raw: Mapping[str, Any]) -> dict[str, Any]:
     """`devices` is a number of embedded ones, an address, or a list; an address may have its key file beside it."""
     values = dict(raw)
-    for old in ("device", "device_keys"):
-        if old in values:
-            notice(f"ndp setting {old!r} is part of 'devices' now: write {_DEVICES}")
     asked = values.get("devices")
     if asked is None or (isinstance(asked, int) and not isinstance(asked, bool)):
         return values
-    if "device" in values or "device_keys" in values:
-        raise ConfigError(f"ndp setting 'devices' is {asked!r} beside 'device' or 'device_keys': write {_DEVICES}")
     del values["devices"]
     if not isinstance(asked, list | tuple):
         address, keys = _address(asked)
@@ -135,8 +98,8 @@ def _address(one: Any) -> tuple[str, str | None]:
 
 
 def _hint(name: object, known: Sequence[str], otherwise: str) -> str:
-    near = difflib.get_close_matches(str(name), (*known, *MOVED), n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else otherwise + ", ".join(known)
+    near = difflib.get_close_matches(str(name), _PLACES, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}{_PLACES[near[0]]}?" if near else otherwise + ", ".join(known)
 
 
 def typed(name: str, value: Any, wanted: str) -> Any:

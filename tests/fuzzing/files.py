@@ -306,11 +306,10 @@ def _make_settings(path: Path) -> None:
                 "avg_bits": 3,
                 "policy": "random",
                 "policy_options": policy_options,
-                "device": "ipc:///nowhere",
+                "devices": "ipc:///nowhere",
                 "hardware_overrides": {"dram.channels": 20, "array.units": 8},
                 "deadline_ms": 500.0,
-                "report": True,
-                "migration": "kept",
+                "debug": {"report": True, "migration": "kept"},
                 "replicas": "somewhere",
             }
         )

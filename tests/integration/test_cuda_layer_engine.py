@@ -16,7 +16,12 @@ from vllm_ndp.integration.step_log import LateReport
 from vllm_ndp.integration.worker import NdpWorker
 
 pytestmark = pytest.mark.vllm
-PAPER = {"hot_experts": 4, "execution": "paper", "replicas": str(REPLICAS), "bits_for": "request"}
+PAPER: dict[str, Any] = {
+    "hot_experts": 4,
+    "execution": "paper",
+    "replicas": str(REPLICAS),
+    "debug": {"bits_for": "request"},
+}
 
 
 def outcome(llm: Any) -> tuple[str, Any]:
@@ -30,11 +35,11 @@ def outcome(llm: Any) -> tuple[str, Any]:
 def test_an_engine_gives_the_same_tokens_counts_and_simulated_times_whichever_way_its_layers_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with engine(settings={**PAPER, "gpu": "plain"}) as llm:
+    with engine(settings={**PAPER, "debug": PAPER["debug"] | {"gpu": "plain"}}) as llm:
         eager, wanted = outcome(llm)
         of_two = token_ids(greedy(llm, PROMPTS[:2], 8))  # who runs beside a request decides with it what is hot
     monkeypatch.setattr(messenger, "CORES", 1)  # so that the thread sends here, too
-    with engine(settings={**PAPER, "gpu": "thread"}) as llm:
+    with engine(settings={**PAPER, "debug": PAPER["debug"] | {"gpu": "thread"}}) as llm:
         layers, found = outcome(llm)
         carrier = llm.collective_rpc("ndp_status")[0]["carrier"]
         late = ask_for_reports_as_runner_v2_does(monkeypatch)
@@ -50,9 +55,9 @@ def test_an_engine_gives_the_same_tokens_counts_and_simulated_times_whichever_wa
 
 def test_the_host_sends_where_no_thread_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messenger, "CORES", 1)
-    with engine(settings={**PAPER, "gpu": "plain"}) as llm:
+    with engine(settings={**PAPER, "debug": PAPER["debug"] | {"gpu": "plain"}}) as llm:
         _, wanted = outcome(llm)
-    with engine(settings={**PAPER, "gpu": "asynchronous"}) as llm:
+    with engine(settings={**PAPER, "debug": PAPER["debug"] | {"gpu": "asynchronous"}}) as llm:
         layers, found = outcome(llm)
     assert layers == "asynchronous, asynchronous up to 256 rows, the host sends"
     assert found == wanted
@@ -78,7 +83,7 @@ def test_reports_of_steps_with_every_expert_hot_may_be_asked_for_after_the_next_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = {**PAPER, "hot_experts": 8}
-    with engine(settings={**settings, "gpu": "plain"}) as llm:
+    with engine(settings={**settings, "debug": PAPER["debug"] | {"gpu": "plain"}}) as llm:
         tokens, wanted = token_ids(greedy(llm, PROMPTS, 16)), llm.collective_rpc("ndp_totals")[0]
     late: list[LateReport] = []
 
@@ -88,7 +93,7 @@ def test_reports_of_steps_with_every_expert_hot_may_be_asked_for_after_the_next_
             late.append(report)
 
     monkeypatch.setattr(NdpConnector, "build_connector_worker_meta", keep)
-    with engine(settings={**settings, "gpu": "thread"}) as llm:
+    with engine(settings={**settings, "debug": PAPER["debug"] | {"gpu": "thread"}}) as llm:
         assert token_ids(greedy(llm, PROMPTS, 16)) == tokens
         assert [report.made is None for report in late[-3:]] == [False, True, True]
         reports = [report.get() for report in reversed(late)][::-1]

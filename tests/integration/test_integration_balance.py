@@ -13,7 +13,7 @@ ENDLESS_GPU = {"gpu.hbm_bytes_per_s": 1_000_000_000}
 
 BATCHES = {"few-rows": 4, "many-rows": 20}
 SETTINGS = {
-    "spilled": {"hot_experts": 5, "offload_bits": 1},
+    "spilled": {"hot_experts": 5, "debug": {"bits_for": "request", "offload_bits": 1}},
     "cold": {"hot_experts": 0},
     "paper": {"hot_experts": 5, "execution": "paper"},
 }
@@ -23,7 +23,12 @@ SETTINGS = {
 def runs():
     """{batch: {settings: (outputs, totals of this batch alone)}}; one engine for each settings serves both batches."""
     found = {batch: {} for batch in BATCHES}
-    common = {"avg_bits": 1.0, "bits_for": "request", "replicas": str(REPLICAS), "hardware_overrides": ENDLESS_GPU}
+    common = {
+        "avg_bits": 1.0,
+        "debug": {"bits_for": "request"},
+        "replicas": str(REPLICAS),
+        "hardware_overrides": ENDLESS_GPU,
+    }
     for name, settings in SETTINGS.items():
         with engine(settings={**common, **settings}, max_num_seqs=max(BATCHES.values())) as llm:
             for batch, size in BATCHES.items():

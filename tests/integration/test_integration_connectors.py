@@ -151,7 +151,7 @@ def test_both_find_their_own_words_in_the_answer_beside_a_connector_that_has_som
 def test_loads_are_seen_where_no_report_is_wanted(tmp_path: Path, computed: tuple[list[int], int]) -> None:
     for _ in range(2):
         connector = example(tmp_path / "kv")
-        with engine(settings=SETTINGS | {"report": False}, kv_transfer_config=connector) as llm:
+        with engine(settings=SETTINGS | {"debug": {"report": False}}, kv_transfer_config=connector) as llm:
             (output,) = greedy(llm, [STORED], TOKENS)
     assert output.num_cached_tokens > 0
     assert token_ids([output])[0] == computed[0]

@@ -176,7 +176,13 @@ def test_a_run_replays_to_the_picosecond_with_a_device_lost_and_back(told: Told)
 
 
 def test_three_devices_with_quantized_balanced_experts_whose_copies_move_replay_to_the_picosecond(tmp_path):  # type: ignore[no-untyped-def]
-    settings = {"hot_experts": 5, "avg_bits": 2.0, "devices": 3, "device_moves": 4, "replicas": str(REPLICAS)}
+    settings = {
+        "hot_experts": 5,
+        "avg_bits": 2.0,
+        "devices": 3,
+        "debug": {"device_moves": 4},
+        "replicas": str(REPLICAS),
+    }
     settings |= {"hardware_overrides": SLOW_GPU, "record": str(tmp_path / "trace")}
     with engine(settings=settings, max_num_batched_tokens=64) as llm:
         greedy(llm, LONG_PROMPTS, 8)
@@ -285,7 +291,7 @@ class Grown:
 def grown(tmp_path_factory: pytest.TempPathFactory) -> Grown:
     made = Grown(tmp_path_factory.mktemp("trace") / "grown")
     first, second = (DeviceProcess.spawn(MODEL, None) for _ in range(2))
-    settings = ONE_AND_MORE | {"device": [first.address], "record": str(made.directory)}
+    settings = ONE_AND_MORE | {"devices": [first.address], "record": str(made.directory)}
     ranks: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     with engine(settings=settings, max_num_batched_tokens=64, **ranks) as llm:
 
@@ -435,28 +441,38 @@ def test_keys_that_are_missing_wrong_or_open_to_others_are_refused_in_one_senten
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"devices": 2, "device_copies": 3}, "'device_copies' must lie in 1..2, the number of devices, got 3"),
-        ({"devices": 0}, "'devices' counts embedded devices and must be at least 1, got 0"),
-        ({"device": "ipc:///a", "devices": 2}, "of running devices, list the addresses in 'devices'"),
-        ({"device": ["ipc:///a", "ipc:///a"]}, "'devices' must name each device once"),
-        ({"device": []}, "'devices' must name each device once"),
-        ({"device": ["ipc:///a", "here"]}, "must be a number, or an ipc:// or tcp:// address, got 'here'"),
         (
-            {"device": ["tcp://a:1", "tcp://b:1"], "device_keys": ["k"]},
-            "one file for all devices or one for each, got 1",
+            {"devices": 2, "debug": {"device_copies": 3}},
+            "'device_copies' must lie in 1..2, the number of devices, got 3",
         ),
-        ({"device": ["tcp://a:1", "ipc:///b"], "device_keys": "k"}, "no effect on the device ipc:///b"),
-        ({"devices": 2, "device_moves": 2}, "'device_moves' has no effect where every device holds every expert"),
-        ({"device_moves": 2}, "'device_moves' has no effect"),
-        ({"devices": 3, "device_moves": -1}, "'device_moves' must be 0 or more, got -1"),
+        ({"devices": 0}, "'devices' counts embedded devices and must be at least 1, got 0"),
+        ({"devices": ["ipc:///a", "ipc:///a"]}, "'devices' must name each device once"),
+        ({"devices": []}, "'devices' must name each device once"),
+        ({"devices": ["ipc:///a", "here"]}, "must be a number, or an ipc:// or tcp:// address, got 'here'"),
+        (
+            {"devices": [{"address": one, "keys": "k"} for one in ("tcp://a:1", "ipc:///b")]},
+            "no effect on the device ipc:///b",
+        ),
+        (
+            {"devices": 2, "debug": {"device_moves": 2}},
+            "'device_moves' has no effect where every device holds every expert",
+        ),
+        ({"debug": {"device_moves": 2}}, "'device_moves' has no effect"),
+        ({"devices": 3, "debug": {"device_moves": -1}}, "'device_moves' must be 0 or more, got -1"),
         ({"device_experts": "halves"}, "'device_experts' must be one of copies, split, got 'halves'"),
         (
             {"device_experts": "split"},
             "gives each of several devices a part of every expert, once: got 1 of them; name",
         ),
-        ({"device_experts": "split", "device": ["ipc:///a"]}, "once: got 1 of them; name more devices"),
-        ({"device_experts": "split", "devices": 2, "device_copies": 1}, "got 2 of them, device_copies 1; name more"),
-        ({"device_experts": "split", "devices": 3, "device_moves": 2}, "got 3 of them, device_moves 2; name more"),
+        ({"device_experts": "split", "devices": ["ipc:///a"]}, "once: got 1 of them; name more devices"),
+        (
+            {"device_experts": "split", "devices": 2, "debug": {"device_copies": 1}},
+            "got 2 of them, device_copies 1; name more",
+        ),
+        (
+            {"device_experts": "split", "devices": 3, "debug": {"device_moves": 2}},
+            "got 3 of them, device_moves 2; name more",
+        ),
     ],
 )
 def test_settings_of_several_devices_that_cannot_be_are_refused_in_one_sentence(settings, sentence):  # type: ignore[no-untyped-def]

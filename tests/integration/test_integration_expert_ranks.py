@@ -100,7 +100,7 @@ def test_the_slowest_rank_counts_and_replay_finds_it_again(identity: dict[str, A
 
 BESIDE = {
     "warm experts, which the leader's CPU computes": {"warm_experts": 2},
-    "layers that do not wait": {"gpu": "thread", "execution": "paper"},
+    "layers that do not wait": {"debug": {"gpu": "thread"}, "execution": "paper"},
 }
 
 

@@ -25,7 +25,7 @@ def serve(migration: str, monkeypatch: pytest.MonkeyPatch, **options):
         load(self, layer, expert, *more)
 
     monkeypatch.setattr(streaming.StagingStreamer, "_load", counted)
-    with engine(settings=SETTINGS | {"migration": migration}, **options) as llm:
+    with engine(settings=SETTINGS | {"debug": {"migration": migration}}, **options) as llm:
         reads.clear()
         tokens = [token_ids(greedy(llm, batch, 8)) for batch in ([PROMPTS[0]], PROMPTS[1:], [PROMPTS[2] * 5])]
         totals = llm.collective_rpc("ndp_totals")[0]

@@ -67,7 +67,12 @@ def test_the_copying_thread_may_use_every_core_though_its_maker_is_bound_to_one(
 
 @pytest.mark.parametrize("pool", ["checkpoint", "packed"])
 def test_slow_copies_change_no_token(pool, monkeypatch):
-    settings = {"hot_experts": 3, "avg_bits": 2.0, "replicas": str(REPLICAS), "pool": pool, "migration": "difference"}
+    settings = {
+        "hot_experts": 3,
+        "avg_bits": 2.0,
+        "replicas": str(REPLICAS),
+        "debug": {"pool": pool, "migration": "difference"},
+    }
     kind = {"checkpoint": streaming.StagingStreamer, "packed": streaming.PackedStreamer}[pool]
     fill, pause, threads = kind.fill, threading.Event(), set()
 

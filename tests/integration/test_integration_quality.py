@@ -44,7 +44,7 @@ def settings(replicas: Path) -> dict[str, Any]:
         "avg_bits": 1.5,
         "hot_experts": 2,
         "replicas": str(replicas),
-        "kernel": "reference",
+        "debug": {"kernel": "reference"},
         "hardware": "h100-ndp512",  # its prices: two engines decide alike
         "deadline_ms": deadline_ms,
     }

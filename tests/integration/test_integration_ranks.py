@@ -167,7 +167,7 @@ def test_ray_starts_the_same_two_ranks(stock_tokens: list[list[int]]):
 
 @pytest.mark.ranks
 def test_a_leader_that_finds_no_device_ends_every_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    settings = {"cold_precision": "full", "device": f"ipc://{tmp_path / 'nobody'}"}
+    settings = {"cold_precision": "full", "devices": f"ipc://{tmp_path / 'nobody'}"}
     with pytest.raises(Exception, match="initialization failed"), engine(settings=settings, **TWO_RANKS):
         pass
     assert "rank 0 cannot start: no device answered at" in capfd.readouterr().err
@@ -187,7 +187,7 @@ def config_of_two_ranks(**settings: Any) -> Any:
 
 def test_a_packed_pool_of_whole_experts_is_refused_on_two_ranks():
     with pytest.raises(ConfigError, match="'pool' is 'packed', which holds all experts of a layer for one rank"):
-        config_of_two_ranks(pool="packed")
+        config_of_two_ranks(debug={"pool": "packed"})
 
 
 def test_parts_that_the_kernel_cannot_take_are_refused_before_loading():

@@ -42,7 +42,7 @@ def configure(model: Path = MODEL, *, additional_config: dict[str, Any] | None =
         ({"avg_bits": 0.5}, "'avg_bits' must lie in 1..4 or be 8, got 0.5"),
         ({"avg_bits": 5}, "'avg_bits' must lie in 1..4 or be 8, got 5"),
         ({"hardware": "h100-ndp51"}, "did you mean 'h100-ndp512'?"),
-        ({"pe_mode": "analog"}, "pe_mode must be one of bit_scalable"),
+        ({"debug": {"pe_mode": "analog"}}, "pe_mode must be one of bit_scalable"),
         ({"policy": "prefil"}, "did you mean 'prefill'?"),
         (
             {"policy_options": {"batchrule": "sum"}},
@@ -53,8 +53,14 @@ def configure(model: Path = MODEL, *, additional_config: dict[str, Any] | None =
         ({"record": "/proc/trace"}, "no trace can be written to /proc/trace: "),
         ({"record": str(MODEL)}, "is not empty: README.md in it is none of the files that are written"),
         ({"replan": "drift", "hot_experts": 8}, "exchanges hot and cold experts, but 8 of 8 are hot"),
-        ({"replan": "drift", "max_moves": 0}, "but 'max_moves' is 0, so that none may be copied: drop one of the two"),
-        ({"prices": "measured", "devices": 2}, "so that none takes what one takes alone: use 'prices': 'simulated'"),
+        (
+            {"replan": "drift", "debug": {"max_moves": 0}},
+            "but 'max_moves' is 0, so that none may be copied: drop one of the two",
+        ),
+        (
+            {"debug": {"prices": "measured"}, "devices": 2},
+            "so that none takes what one takes alone: use 'prices': 'simulated'",
+        ),
     ],
 )
 def test_impossible_settings_are_refused_before_loading(settings: dict[str, Any], wanted: str):
@@ -93,7 +99,7 @@ def test_what_the_user_says_of_a_connector_holds_beside_ours(role: str, report: 
         (whole | {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}, {"more": 1}),
     ):
         made = configure(
-            kv_transfer_config=asked | whole, additional_config={"ndp": {"report": report}}
+            kv_transfer_config=asked | whole, additional_config={"ndp": {"debug": {"report": report}}}
         ).kv_transfer_config
         parts = made.kv_connector_extra_config["connectors"]
         assert {name: getattr(made, name) for name in whole} == whole

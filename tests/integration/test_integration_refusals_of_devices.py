@@ -32,7 +32,7 @@ def device() -> Iterator[DeviceProcess]:
 
 
 def test_a_device_with_other_hardware_than_asked_is_refused(device: DeviceProcess):
-    settings = {"cold_precision": "full", "device": device.address, "pe_mode": "fp16_dequant"}
+    settings = {"cold_precision": "full", "devices": device.address, "debug": {"pe_mode": "fp16_dequant"}}
     with pytest.raises(ConfigError) as error, engine(settings=settings):
         pass
     assert f"the device at {device.address} simulates" in sentence(error)
@@ -46,7 +46,7 @@ def test_a_device_with_another_model_is_refused(device: DeviceProcess, tmp_path:
     (changed / "model.safetensors").write_bytes(contents)
     with (
         pytest.raises(DeviceError) as error,
-        engine(changed, settings={"cold_precision": "full", "device": device.address}),
+        engine(changed, settings={"cold_precision": "full", "devices": device.address}),
     ):
         pass
     assert error.value.code == "digest"
@@ -54,7 +54,7 @@ def test_a_device_with_another_model_is_refused(device: DeviceProcess, tmp_path:
 
 
 def test_a_device_without_replicas_is_refused_where_cold_experts_are_quantized(device: DeviceProcess):
-    with pytest.raises(ConfigError) as error, engine(settings={"device": device.address, "replicas": str(REPLICAS)}):
+    with pytest.raises(ConfigError) as error, engine(settings={"devices": device.address, "replicas": str(REPLICAS)}):
         pass
     assert f"the device at {device.address} holds no replicas" in sentence(error)
     assert f"start it with --replicas {REPLICAS}" in sentence(error)
@@ -67,16 +67,16 @@ def test_a_host_never_plans_with_replicas_it_made_itself_beside_a_device_that_ha
     device = DeviceProcess.spawn(MODEL, REPLICAS, kernel="reference")
     try:
         monkeypatch.setenv("NDP_CACHE_DIR", str(tmp_path / "cache"))
-        with pytest.raises(ConfigError) as error, engine(settings={"device": device.address}):
+        with pytest.raises(ConfigError) as error, engine(settings={"devices": device.address}):
             pass
         assert "and this host has none to plan with: set 'replicas' to the directory" in sentence(error)
         assert not (tmp_path / "cache").exists()
         build_data_free(MODEL, tmp_path / "others", show_progress=False)
-        settings = {"device": device.address, "replicas": str(tmp_path / "others")}
+        settings = {"devices": device.address, "replicas": str(tmp_path / "others")}
         with pytest.raises(ConfigError) as error, engine(settings=settings):
             pass
         assert "(calibrated), the host plans with" in sentence(error)
-        with engine(settings={"device": device.address, "replicas": str(REPLICAS)}) as llm:
+        with engine(settings={"devices": device.address, "replicas": str(REPLICAS)}) as llm:
             assert greedy(llm, PROMPTS[:1], 2)
     finally:
         device.terminate()
@@ -144,7 +144,7 @@ def test_a_device_of_another_protocol_version_is_refused_with_both_versions():
     with (
         foreign_device(msg.MAJOR + 1) as address,
         pytest.raises(codec.VersionMismatch) as error,
-        engine(settings={"cold_precision": "full", "device": address}),
+        engine(settings={"cold_precision": "full", "devices": address}),
     ):
         pass
     assert f"the device at {address} cannot be used" in sentence(error)
@@ -156,7 +156,7 @@ def test_an_address_where_nobody_listens_is_named(tmp_path: Path):
     address = f"ipc://{tmp_path / 'nobody'}"
     with (
         pytest.raises(DeviceUnavailable, match=r"no device answered at .* is it running") as error,
-        engine(settings={"cold_precision": "full", "device": address}),
+        engine(settings={"cold_precision": "full", "devices": address}),
     ):
         pass
     assert address in sentence(error)

@@ -74,11 +74,11 @@ def weighed_replicas(directory: Path) -> Path:
     ("settings", "options"),
     [
         ({"hot_experts": 4, "avg_bits": 2.0}, {}),
-        ({"hot_experts": 4, "avg_bits": 2.0, "migration": "difference"}, {}),
-        ({"hot_experts": 4, "avg_bits": 2.0, "max_moves": 2, "prefill": "streamed"}, {}),
-        ({"hot_experts": 3, "avg_bits": 2.5, "bits_for": "batch"}, {}),
+        ({"hot_experts": 4, "avg_bits": 2.0, "debug": {"migration": "difference"}}, {}),
+        ({"hot_experts": 4, "avg_bits": 2.0, "debug": {"max_moves": 2}, "prefill": "streamed"}, {}),
+        ({"hot_experts": 3, "avg_bits": 2.5, "debug": {"bits_for": "batch"}}, {}),
         (
-            {"hot_experts": 2, "avg_bits": 1.5, "bit_rule": "mse", "hardware_overrides": FAST_LINK},
+            {"hot_experts": 2, "avg_bits": 1.5, "policy_options": {"bit_rule": "mse"}, "hardware_overrides": FAST_LINK},
             {"max_num_batched_tokens": 32, "max_num_seqs": 3},
         ),
         (
@@ -86,11 +86,11 @@ def weighed_replicas(directory: Path) -> Path:
             {"enable_prefix_caching": True, "max_num_batched_tokens": 48, "max_num_seqs": 3},
         ),
         ({"hot_experts": 0, "avg_bits": 3.0}, {"max_num_batched_tokens": 48}),
-        ({"hot_experts": 2, "avg_bits": 2.0, "bit_rule": "layers", "replicas": "weighed"}, {}),
-        ({"hot_experts": 2, "avg_bits": 2.0, "bit_rule": "pairs"}, {"max_num_seqs": 3}),
+        ({"hot_experts": 2, "avg_bits": 2.0, "policy_options": {"bit_rule": "layers"}, "replicas": "weighed"}, {}),
+        ({"hot_experts": 2, "avg_bits": 2.0, "policy_options": {"bit_rule": "pairs"}}, {"max_num_seqs": 3}),
         ({"hot_experts": 5, "avg_bits": 2.0, "prefill": "streamed", "hardware_overrides": SLOW_GPU}, {}),
         (
-            {"hot_experts": 6, "offload_bits": 2, "prefill": "streamed", "hardware_overrides": SLOW_GPU},
+            {"hot_experts": 6, "debug": {"offload_bits": 2}, "prefill": "streamed", "hardware_overrides": SLOW_GPU},
             {"max_num_seqs": 3},
         ),
         ({"hot_experts": 6, "execution": "paper", "prefill": "streamed", "hardware_overrides": SLOW_GPU}, {}),
@@ -163,7 +163,13 @@ def test_a_run_that_follows_decode_by_measured_prices_replays_and_its_clock_know
     machine's prices, is replayed from the record to the picosecond."""
     from vllm import SamplingParams
 
-    settings = {"hot_experts": 3, "warm_experts": 1, "avg_bits": 2.0, "replan": "drift", "prices": "measured"}
+    settings = {
+        "hot_experts": 3,
+        "warm_experts": 1,
+        "avg_bits": 2.0,
+        "replan": "drift",
+        "debug": {"prices": "measured"},
+    }
     settings |= {"policy_options": {"prior": str(MODEL / "prior.npy")}, "replicas": str(REPLICAS)}
     settings |= {"hardware_overrides": SLOW_GPU, "record": str(tmp_path / "trace")}
     with engine(settings=settings, logits_processors=[FORCED], max_num_seqs=3) as llm:

@@ -50,7 +50,7 @@ def device() -> Iterator[DeviceProcess]:
 @pytest.fixture(scope="module")
 def offline(device: DeviceProcess) -> list[dict[str, Any]]:
     """What each of two ranks says of an offline run."""
-    settings = {"hot_experts": 3, "cold_precision": "full", "device": device.address}
+    settings = {"hot_experts": 3, "cold_precision": "full", "devices": device.address}
     group = {"VLLM_DP_SIZE": "2", "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(free_port())}
 
     def run(rank: int) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def test_a_server_of_two_replicas_gives_the_tokens_of_stock_vllm(
     settings = {
         "hot_experts": 3,
         "cold_precision": "full",
-        "device": device.address,
+        "devices": device.address,
         "deadline_ms": PATIENT_DEADLINE_MS,
     }
     options = [

@@ -84,7 +84,13 @@ def test_in_full_precision_warm_experts_leave_stocks_tokens_and_their_run_replay
 
 def test_a_balanced_run_over_three_tiers_replays_to_the_picosecond(tmp_path: Path) -> None:
     """Hot experts leave the GPU for the device only where the host's CPU does not take longer than both."""
-    settings = {"hot_experts": 4, "warm_experts": 1, "avg_bits": 2.0, "bits_for": "request", "replicas": str(REPLICAS)}
+    settings = {
+        "hot_experts": 4,
+        "warm_experts": 1,
+        "avg_bits": 2.0,
+        "debug": {"bits_for": "request"},
+        "replicas": str(REPLICAS),
+    }
     ran = run(tmp_path / "trace", {**settings, "prefill": "streamed", "hardware_overrides": SLOW_GPU}, max_num_seqs=3)
     assert min(ran.totals[f"{kind}_pairs"] for kind in ("hot", "spilled", "warm", "cold")) > 0
     assert all(1.7 < report["avg_bits"] <= 2.0 for report in ran.reports)
@@ -109,7 +115,13 @@ def test_hot_slots_at_two_bits_hold_more_experts_in_the_same_bytes_and_their_run
 
 
 def test_slots_narrower_than_what_is_offloaded_are_balanced_and_replay(tmp_path: Path) -> None:
-    settings = {"hot_experts": 5, "slot_bits": 4, "avg_bits": 2.0, "offload_bits": 1, "replicas": str(REPLICAS)}
+    settings = {
+        "hot_experts": 5,
+        "slot_bits": 4,
+        "avg_bits": 2.0,
+        "debug": {"offload_bits": 1},
+        "replicas": str(REPLICAS),
+    }
     more = {"prefill": "streamed", "hardware_overrides": {"gpu.hbm_bytes_per_s": 50_000_000_000}}
     ran = run(tmp_path / "trace", settings | more, max_num_seqs=3)
     assert min(ran.totals[f"{kind}_pairs"] for kind in ("hot", "spilled", "cold")) > 0
@@ -125,7 +137,7 @@ def test_slots_narrower_than_what_is_offloaded_are_balanced_and_replay(tmp_path:
             {
                 "hot_experts": 1,
                 "avg_bits": 3.0,
-                "tiers": "gpu+host+device",
+                "debug": {"tiers": "gpu+host+device"},
                 "hardware_overrides": {
                     "host.memory_bytes_per_s": 10**13,
                     "link.dma_launch_ps": 0,

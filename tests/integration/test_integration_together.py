@@ -50,7 +50,7 @@ def stock_tokens() -> list[list[int]]:
 BESIDE = {
     "two devices with copies": {"devices": 2},
     "two devices with parts": {"devices": 2, "device_experts": "split"},
-    "layers that do not wait": {"gpu": "thread"},
+    "layers that do not wait": {"debug": {"gpu": "thread"}},
 }
 
 
@@ -68,7 +68,13 @@ def test_warm_experts_leave_stocks_tokens_beside(
     ("settings", "kinds"),
     [
         (
-            {"hot_experts": 4, "warm_experts": 1, "avg_bits": 2.0, "device_copies": 1, "hardware_overrides": SLOW_GPU},
+            {
+                "hot_experts": 4,
+                "warm_experts": 1,
+                "avg_bits": 2.0,
+                "debug": {"device_copies": 1},
+                "hardware_overrides": SLOW_GPU,
+            },
             ("hot", "spilled", "warm", "cold"),
         ),
         ({"plan": "joint", "hot_experts": 1, "avg_bits": 2.0}, ("hot", "cold")),
@@ -77,7 +83,7 @@ def test_warm_experts_leave_stocks_tokens_beside(
                 "plan": "joint",
                 "hot_experts": 1,
                 "avg_bits": 3.0,
-                "tiers": "gpu+host+device",
+                "debug": {"tiers": "gpu+host+device"},
                 "hardware_overrides": FAST_CPU,
             },
             ("hot", "warm"),
@@ -95,7 +101,7 @@ def test_plans_over_tiers_and_several_devices_replay_to_the_picosecond(
 
 def test_prices_are_measured_on_devices_that_run_already_and_their_clocks_do_not_notice(tmp_path: Path) -> None:
     devices = [DeviceProcess.spawn(MODEL, REPLICAS, hardware_overrides=SLOW_GPU) for _ in range(2)]
-    settings = {"hot_experts": 3, "avg_bits": 2.0, "prices": "measured", "replicas": str(REPLICAS)}
+    settings = {"hot_experts": 3, "avg_bits": 2.0, "debug": {"prices": "measured"}, "replicas": str(REPLICAS)}
     settings |= {"devices": [device.address for device in devices], "hardware_overrides": SLOW_GPU}
     try:
         _, totals = run(tmp_path / "trace", settings)

@@ -39,7 +39,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> tuple[Said, list[Trace]]:
     """What both engines say, and their traces. They run at the same time."""
     folder = tmp_path_factory.mktemp("traces")
     device = DeviceProcess.spawn(MODEL, REPLICAS, hardware_overrides=SLOW_GPU)
-    settings = {"hot_experts": 4, "prefill": "streamed", "device": device.address, "device_hosts": 2}
+    settings = {"hot_experts": 4, "prefill": "streamed", "devices": device.address, "debug": {"device_hosts": 2}}
     settings |= {"replicas": str(REPLICAS), "hardware_overrides": SLOW_GPU}
 
     def run(host: int) -> dict[str, Any]:

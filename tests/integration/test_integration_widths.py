@@ -31,7 +31,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], 
     [
         ((1, 2), {"hot_experts": 3}, 2.0),
         ((2, 4), {"hot_experts": 0, "policy_options": {"bit_rule": "uniform"}}, 3.0),
-        ((2, 4), {"hot_experts": 3, "bits_for": "batch"}, 3.0),
+        ((2, 4), {"hot_experts": 3, "debug": {"bits_for": "batch"}}, 3.0),
     ],
     ids=["to the widest", "uniform", "of the batch"],
 )
@@ -39,7 +39,7 @@ def test_plans_use_the_widths_of_the_replicas(
     replicas: dict[tuple[int, ...], str], bits: tuple[int, ...], settings: dict[str, Any], average: float
 ) -> None:
     """No pair falls back: the device is never asked for a width that it does not have."""
-    with engine(settings={**settings, "avg_bits": 3, "replicas": replicas[bits], "prices": "simulated"}) as llm:
+    with engine(settings={**settings, "avg_bits": 3, "replicas": replicas[bits]}) as llm:
         outputs = greedy(llm, PROMPTS[:2], TOKENS)
         (totals,) = llm.collective_rpc("ndp_totals")
     assert totals["fallback_pairs"] == 0
@@ -55,7 +55,7 @@ def test_plans_use_the_widths_of_the_replicas(
     ("bits", "settings", "says"),
     [
         ((2, 4), {"avg_bits": 1.5}, "the narrowest replicas"),
-        ((2, 4), {"avg_bits": 3, "offload_bits": 3}, "these settings need [3] too"),
+        ((2, 4), {"avg_bits": 3, "debug": {"offload_bits": 3}}, "these settings need [3] too"),
         ((1, 2), {"avg_bits": 8}, "these settings need [8] too"),
         ((1, 2), {"avg_bits": 2, "plan": "joint"}, "a joint plan needs replicas of 1, 2, 3, 4 bits"),
     ],
@@ -63,7 +63,7 @@ def test_plans_use_the_widths_of_the_replicas(
 def test_what_no_plan_can_be_made_of_is_refused_with_what_to_change(
     replicas: dict[tuple[int, ...], str], bits: tuple[int, ...], settings: dict[str, Any], says: str
 ) -> None:
-    asked = {"hot_experts": 3, "replicas": replicas[bits], "prices": "simulated"} | settings
+    asked = {"hot_experts": 3, "replicas": replicas[bits]} | settings
     with pytest.raises(ConfigError) as error, engine(settings=asked):
         pass
     assert says in sentence(error)

@@ -72,21 +72,21 @@ def settings_of(vllm_config: VllmConfig) -> NdpSettings:
 
 
 def _parsed(raw: object) -> NdpSettings:
-    """Every layer asks: parsed once per process, so that older names are spoken of once."""
+    """Every layer asks: parsed once per process."""
     try:
         return _parsed_once(json.dumps(raw, sort_keys=True))
     except (TypeError, ValueError):  # no JSON: refused by its type
-        return NdpSettings.from_mapping(raw, notice=say)
+        return NdpSettings.from_mapping(raw)
 
 
 @lru_cache(maxsize=8)
 def _parsed_once(written: str) -> NdpSettings:
-    return NdpSettings.from_mapping(json.loads(written), notice=say)
+    return NdpSettings.from_mapping(json.loads(written))
 
 
 def _refuse_misplaced(additional: dict[str, object]) -> None:
     """Other plugins keep their settings beside ours; a key that can only be meant for us must not be ignored."""
-    known = {*setting_names.TOP, *setting_names.MOVED} - {"debug"}
+    known = {*setting_names.TOP, *setting_names.DEBUG} - {"debug"}
     for name in additional:
         if name in known or difflib.get_close_matches(name.lower(), ["ndp"], n=1, cutoff=0.6):
             raise ConfigError(f'additional_config has no "ndp" but {name!r}: write {{"ndp": {{"hot_experts": ...}}}}')

@@ -155,7 +155,7 @@ class DeviceMembers:
             if other.client.welcome.incarnation == welcome.incarnation:
                 raise ConfigError(
                     f"{other.address} and {member.address} are one device: name each device once in ndp setting "
-                    "'device'"
+                    "'devices'"
                 )
         first = others[0].client.welcome if others else welcome
         assert first is not None

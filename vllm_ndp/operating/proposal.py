@@ -60,7 +60,7 @@ class Proposal:
         option, demand, machine = self.ways[0].option, self.sizing.demand, self.sizing.machine
         settings: dict[str, Any] = {"replicas": REPLICAS, "hot_experts": option.num_hot, "avg_bits": option.avg_bits}
         if 0 < option.num_hot < self.sizing.model.num_experts and option.widest < DEFAULT_OFFLOAD_BITS:
-            settings["offload_bits"] = option.widest
+            settings["debug"] = {"offload_bits": option.widest}
         words = ["--quantization", "ndp", "--dtype", self.sizing.model.dtype]
         words += ["--max-model-len", str(demand.context), "--max-num-seqs", str(demand.batch)]
         words += ["--max-num-batched-tokens", str(max(demand.step_tokens, demand.batch))]

@@ -421,9 +421,7 @@ def losses(trace: Trace, replicas: Path | None, *, nominal: bool = False, kind: 
 def losses_of_run(trace: Trace, replicas: Path | None) -> LossTable:
     """Load the losses that a live run planned with; nominal ones where it planned without, or was none."""
     is_nominal = trace.provenance.live is None or _is_identity(trace)
-    kind = trace.provenance.settings.get(
-        "losses", "absolute"
-    )  # before there was the setting, all runs planned by these
+    kind = trace.provenance.settings["policy_options"]["losses"] if trace.provenance.live else "absolute"
     return losses(trace, replicas, nominal=is_nominal, kind=kind)
 
 
