@@ -23,7 +23,7 @@ import numpy as np
 
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import VERSION, SlotOffer
-from ndp_device.transport import zmq_both
+from ndp_device.transport import connect, listen
 from ndp_device.transport.zmq_client import ZmqTransport
 from vllm_ndp.device.client import DeviceClient, DeviceProcess
 
@@ -37,7 +37,7 @@ WARM_UP = 50
 
 def echo(address: str) -> None:
     """The peer: the first message asks for slots, every other one comes back as it is."""
-    server = zmq_both.listen(address, None)
+    server = listen(address, None)
     print("ready", flush=True)
     while True:
         for received in server.receive(1000):
@@ -65,7 +65,7 @@ def carried(num_bytes: int, count: int, *, slots: bool) -> list[int]:
         try:
             assert peer.stdout is not None
             peer.stdout.readline()
-            transport = zmq_both.connect(address, None)
+            transport = connect(address, None)
             transport._version = VERSION  # as after Hello
             while not transport.send((b"slots" + bytes(4), b"")):
                 time.sleep(0.001)

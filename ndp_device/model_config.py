@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ndp_device.checkpoint.spellings import first_of, keys_about, spellings
+from ndp_device.checkpoint.spellings import SPELLINGS, first_of, keys_about
 from ndp_device.decoder_layers import (
     Attention,
     Convolution,
@@ -82,8 +82,8 @@ def public_model(name: str, config: Mapping[str, Any]) -> WholeModel:
     experts = ModelShape(
         name,
         len(moe_layers),
-        read.size(*spellings().num_experts),
-        read.size(*spellings().top_k),
+        read.size(*SPELLINGS.num_experts),
+        read.size(*SPELLINGS.top_k),
         read.size("hidden_size"),
         read.size("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
     )
@@ -102,7 +102,7 @@ class _Config:
             value = self._config.get(key)
             value = value[0] if isinstance(value, list) and value else value  # one per layer, all alike
             if isinstance(value, int) and not isinstance(value, bool):
-                largest = MAX_LAYERS if key in spellings().num_layers else MAX_WIDTH
+                largest = MAX_LAYERS if key in SPELLINGS.num_layers else MAX_WIDTH
                 if not 0 <= value <= largest:
                     raise ConfigError(f"model {self._name!r}: {key} must lie in 0..{largest}, got {value}")
                 return value
@@ -125,12 +125,12 @@ class _Config:
         dense = 3 * self.size("hidden_size") * self._or(1, *wider, "intermediate_size")
         return tuple(
             DecoderLayer(attention=self._attention(layer), dense_weights=0 if layer in moe_layers else dense)
-            for layer in range(self.size(*spellings().num_layers))
+            for layer in range(self.size(*SPELLINGS.num_layers))
         )
 
     def moe_layers(self) -> list[int]:
         """The decoder layers that have experts: those that a list names, or that rules of families leave."""
-        layers = range(self.size(*spellings().num_layers))
+        layers = range(self.size(*SPELLINGS.num_layers))
         named = self._named_moe_layers(len(layers))
         return [
             layer for layer in layers if (self._has_experts(layer, len(layers)) if named is None else layer in named)
@@ -203,10 +203,10 @@ class _Config:
             return 3 * hidden * width + (hidden if has_gate else 0)
         if get("enable_moe_block"):  # Gemma-4: its dense part beside the experts
             return 3 * hidden * self.size("intermediate_size")
-        if first_of(self._config, spellings().shared_width):
-            return 3 * hidden * self.size(*spellings().shared_width)
+        if first_of(self._config, SPELLINGS.shared_width):
+            return 3 * hidden * self.size(*SPELLINGS.shared_width)
         always = str(get("model_type")).startswith(("llama4", "hunyuan"))  # one, whether it is counted or not
-        count = self._or(int(always), *spellings().shared_experts)
+        count = self._or(int(always), *SPELLINGS.shared_experts)
         return 3 * hidden * intermediate * count
 
     def _kind(self, layer: int) -> str:

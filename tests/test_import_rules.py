@@ -60,8 +60,8 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("ndp_device/kernels/", ("ndp_device.protocol", "ndp_device.timing", "ndp_device.replicas"), ()),
     ("ndp_device/replicas/", ("ndp_device.protocol", "ndp_device.timing"), ()),
     # who uses a transport knows its address only
-    ("ndp_device/", ("ndp_device.transport.zmq_both", "ndp_device.transport.zmq_client"), ("ndp_device/transport/",)),
-    ("vllm_ndp/", ("ndp_device.transport.zmq_both", "ndp_device.transport.zmq_client"), ()),
+    ("ndp_device/", ("ndp_device.transport.zmq_client", "ndp_device.transport.zmq_server"), ("ndp_device/transport/",)),
+    ("vllm_ndp/", ("ndp_device.transport.zmq_client", "ndp_device.transport.zmq_server"), ()),
     # offline work: serving and replay read what it left behind
     ("ndp_device/", ("ndp_device.calibration",), ("ndp_device/calibration/",)),
     (

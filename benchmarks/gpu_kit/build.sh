@@ -73,7 +73,7 @@ if reuse NATIVE "$native"; then
     cp "$REUSE/ndp.tar.xz" "$work/"
 else
     echo "== this project's modules"
-    "${pip[@]}" install --no-compile "${target[@]}" --target "$work/ndp" isal pynacl cffi pycparser
+    "${pip[@]}" install --no-compile "${target[@]}" --target "$work/ndp" pynacl cffi pycparser
     "$py" -m venv "$work/build"
     "$work/build/bin/pip" install -q --disable-pip-version-check "scikit-build-core>=0.10" "nanobind>=2.2" cmake ninja
     "$work/build/bin/pip" install -q --disable-pip-version-check --no-deps --no-build-isolation --no-compile --upgrade \

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ndp_device.activation import GPT_OSS, Activation, activation_named
-from ndp_device.checkpoint.spellings import first_of, spellings
+from ndp_device.checkpoint.spellings import SPELLINGS, first_of
 from ndp_device.errors import ConfigError
 
 _GPT_OSS = {"gpt_oss"}
@@ -21,7 +21,7 @@ _CLAMPED_AFTER = {"step3p5", "step3p7"}
 
 def activation_of(config: Mapping[str, Any], decoder_layer: int, name: str) -> Activation:
     """config: the language model's part. name: the checkpoint's, for messages."""
-    known = spellings()
+    known = SPELLINGS
     if config.get("model_type") in _GPT_OSS:
         return GPT_OSS  # neither vLLM nor transformers reads its numbers
     value = first_of(config, known.activation) or "silu"

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from ndp_device.activation import SILU, Activation
 from ndp_device.checkpoint.activations import activation_of
 from ndp_device.checkpoint.headers import TensorInfo
-from ndp_device.checkpoint.spellings import Spellings, first_of, keys_about, keys_about_experts, spellings, text_config
+from ndp_device.checkpoint.spellings import SPELLINGS, Spellings, first_of, keys_about, keys_about_experts, text_config
 from ndp_device.errors import ConfigError, ReplicaError
 from ndp_device.model_shape import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH
 
@@ -129,12 +129,12 @@ def resolve(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], *, nam
     config = text_config(config)
     _refuse_other_types(config, name)
     num_layers = _num_layers(config, name)
-    names = _Names(spellings(), num_layers)
+    names = _Names(SPELLINGS, num_layers)
     found = names.find(tensors)
     if not found:
         raise ConfigError(_without_experts(tensors, config, name))
     interleaved = config.get("model_type") in _INTERLEAVED
-    counted = max((value for key in spellings().num_experts if isinstance(value := config.get(key), int)), default=0)
+    counted = max((value for key in SPELLINGS.num_experts if isinstance(value := config.get(key), int)), default=0)
     layers, sizes = [], Counter[tuple[int, int, int]]()
     for decoder_layer, blocks in sorted(found.items()):
         block = _only_block(blocks, decoder_layer, name)
@@ -235,7 +235,7 @@ def _without_experts(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any
     return (
         f"{name}: no experts were found by the names that are known: config.json has "
         f"{', '.join(keys[:6]) or 'no key about experts'}, the tensors are such as {', '.join(shown)}; "
-        "docs/extend.md says how to add a family's spellings"
+        "add the words of this family to ndp_device/checkpoint/spellings.py"
     )
 
 
@@ -392,7 +392,7 @@ def _rows(intermediate: int, interleaved: bool) -> dict[Part, TensorRows]:
 
 def _refuse_other_types(config: Mapping[str, Any], name: str) -> None:
     """Refuse keys of config.json whose values have another type than the code reads; null stands for left out."""
-    known = spellings()
+    known = SPELLINGS
     counts = (*known.num_experts, *known.top_k, *known.other_top_k)
     for key in (*counts, "hidden_size", "intermediate_size", "moe_intermediate_size"):
         value = config.get(key)
@@ -406,7 +406,7 @@ def _refuse_other_types(config: Mapping[str, Any], name: str) -> None:
 
 def _num_layers(config: Mapping[str, Any], name: str) -> int:
     kinds = config.get("layers_block_type")  # Nemotron-H counts its layers so
-    value = first_of(config, spellings().num_layers)
+    value = first_of(config, SPELLINGS.num_layers)
     if value is None and isinstance(kinds, list):
         return len(kinds)
     if type(value) is not int or not 1 <= value <= MAX_LAYERS:
@@ -424,7 +424,7 @@ def _norm(tensors: Mapping[str, TensorInfo], prefix: str, hidden: int) -> str | 
 
     if is_there("post_feedforward_layernorm") and not is_there("pre_feedforward_layernorm"):
         return None  # norms after attention and experts only
-    for norm in spellings().norms:
+    for norm in SPELLINGS.norms:
         if is_there(norm):
             return f"{prefix}{norm}.weight"
     return None
@@ -452,7 +452,7 @@ def _refuse_contradictions(
     config: Mapping[str, Any], num_experts: int, hidden: int, intermediate: int, name: str
 ) -> None:
     inner = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
-    wanted = [*((key, num_experts) for key in spellings().num_experts), ("hidden_size", hidden), (inner, intermediate)]
+    wanted = [*((key, num_experts) for key in SPELLINGS.num_experts), ("hidden_size", hidden), (inner, intermediate)]
     for key, size in wanted:
         value = config.get(key)
         values = value if isinstance(value, list) else [] if value is None else [value]
@@ -464,7 +464,7 @@ def _refuse_contradictions(
 
 
 def _top_k(config: Mapping[str, Any], num_experts: int, name: str) -> int:
-    known = spellings()
+    known = SPELLINGS
     given = {key: config[key] for key in known.top_k if config.get(key) is not None} or {
         key: config[key] for key in known.other_top_k if config.get(key) is not None
     }

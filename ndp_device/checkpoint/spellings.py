@@ -1,27 +1,20 @@
 """How families spell what we look for: keys of config.json, words of tensor names. One table, typed once, data only.
 
-A family with odd names adds words. An entry point of another package, in the group `ndp_device.spellings`, names a
-`Spellings` that holds the additional words; docs/extend.md shows one. The first key that is present counts. Does not
-know tensors, shapes or files.
+A family with odd names adds words to the table. The first key that is present counts. Does not know tensors, shapes or
+files.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from functools import lru_cache
-from importlib.metadata import entry_points
+from dataclasses import dataclass
 from typing import Any
-
-from ndp_device.errors import ConfigError
-
-ENTRY_POINT_GROUP = "ndp_device.spellings"
 
 
 @dataclass(frozen=True)
 class Spellings:
-    """Words by what they mean. Words of other packages come after ours."""
+    """Words by what they mean."""
 
     # keys of config.json
     nested: tuple[str, ...] = ()
@@ -64,14 +57,8 @@ class Spellings:
         """Word of a tensor name -> gate, up, down or gate_up."""
         return {word: role for role in ("gate", "up", "down", "gate_up") for word in getattr(self, role)}
 
-    def extended(self, more: Spellings) -> Spellings:
-        both = {one.name: tuple(dict.fromkeys(getattr(self, one.name) + getattr(more, one.name))) for one in _FIELDS}
-        return Spellings(**both)
 
-
-_FIELDS = fields(Spellings)
-
-OURS = Spellings(
+SPELLINGS = Spellings(
     nested=("thinker_config", "text_config", "llm_config", "language_config"),  # Qwen-Omni, most, InternVL, DeepSeek-VL
     num_layers=("num_hidden_layers", "num_layers", "n_layers", "n_layer"),
     num_experts=("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
@@ -106,24 +93,9 @@ OURS = Spellings(
 )
 
 
-@lru_cache(maxsize=1)
-def spellings() -> Spellings:
-    """Ours and those of installed packages. Raises ConfigError for an entry point that holds something else."""
-    known = OURS
-    for entry in entry_points(group=ENTRY_POINT_GROUP):
-        more = entry.load()
-        if not isinstance(more, Spellings):
-            raise ConfigError(
-                f"the entry point {entry.name!r} of {ENTRY_POINT_GROUP} must name a Spellings, got "
-                f"{type(more).__name__}: see docs/extend.md"
-            )
-        known = known.extended(more)
-    return known
-
-
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part of config.json: multimodal models wrap it."""
-    for key in spellings().nested:
+    for key in SPELLINGS.nested:
         if isinstance(inner := config.get(key), Mapping):
             return text_config(inner)
     return config

@@ -50,7 +50,7 @@ class Address:
             if not has_keys and not insecure_loopback:
                 raise ConfigError(
                     f"{text}: tcp needs keys, which `ndp-device keygen` makes; on loopback {INSECURE_LOOPBACK!r} may "
-                    "stand in their place (device: --insecure-loopback; host: device_keys, --key)"
+                    "stand in their place (device: --insecure-loopback; host: keys in 'devices', --key)"
                 )
             return cls(text, None)
         raise ConfigError(f"an address must look like ipc:///path or tcp://127.0.0.1:port, got {text!r}")

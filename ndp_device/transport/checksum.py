@@ -1,7 +1,7 @@
 """The checksum of a message: the last 4 bytes of frame 0, CRC-32 of all bytes before them and of frame 1.
 
 The codec leaves the field empty; the carrier of the frames fills it in and checks it. Knows bytes only. C++ where the
-extension is built (csrc/crc32.h), isal elsewhere: the same values.
+extension is built (csrc/crc32.h), zlib elsewhere: the same values.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable
-
-from isal.isal_zlib import crc32 as crc32_in_python
+from zlib import crc32 as crc32_in_python
 
 from ndp_device.protocol.codec import Buffer
 

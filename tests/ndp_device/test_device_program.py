@@ -28,8 +28,8 @@ from ndp_device.probe import Probe
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.replicas.format import ReplicaFiles
+from ndp_device.transport import connect, listen
 from ndp_device.transport.address import Address
-from ndp_device.transport.zmq_both import connect, listen
 from ndp_device.widths import PLAN_BITS
 
 pytestmark = pytest.mark.slow  # together: each test starts programs

@@ -1,4 +1,4 @@
-"""The values of device_client.py: a call on its way, what it brought, what happened so far. No behaviour."""
+"""The values of client.py: a call on its way, what it brought, what happened so far. No behaviour."""
 
 from __future__ import annotations
 

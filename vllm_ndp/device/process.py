@@ -1,6 +1,6 @@
 """An embedded device: a child process on a private ipc path that ends with us. Knows how to start and restart it.
 
-Knows nothing of the protocol: device_client.py speaks to it as to any other device.
+Knows nothing of the protocol: client.py speaks to it as to any other device.
 """
 
 from __future__ import annotations

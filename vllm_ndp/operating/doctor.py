@@ -60,7 +60,7 @@ class Machine:
     python: tuple[int, int] = sys.version_info[:2]
 
     def read(self, path: str) -> str | None:
-        """The first line of a file below the root, or None."""
+        """The text of a file below the root, or None where it cannot be read."""
         try:
             return (self.root / path).read_text().strip()
         except OSError:

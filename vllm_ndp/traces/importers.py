@@ -13,7 +13,6 @@
 | dynande  | CSV of DynaNDE, the score of every expert a row (published.py) | if told   | yes     |
 | npz      | ids [R, T, L, k] and weights, or logits [R, T, L, E]; prompt_len | yes    | yes     |
 
-Importers of other packages: entry point group `vllm_ndp.importers`, docs/extend.md shows one.
 Sources without requests are cut into sequences of a given length; sources without weights get 1/k each.
 """
 
@@ -25,7 +24,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +62,18 @@ class ImportSettings:
             raise TraceError(f"prompt_len must lie in 1..{self.sequence_len - 1}, got {self.prompt_len}")
 
 
-ENTRY_POINT_GROUP = "vllm_ndp.importers"
 Importer = Callable[[Path, ImportSettings], Trace]
 
 
 def import_trace(source: Path, kind: str, settings: ImportSettings | None = None) -> Trace:
     """Read a foreign recording. Raises TraceError in one sentence when it is not what `kind` says."""
-    foreign = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    known = (*IMPORTERS, *foreign)
-    if kind not in known:
-        nearest = difflib.get_close_matches(kind, known, n=1, cutoff=0.0)[0]
-        raise TraceError(f"trace format must be one of {', '.join(known)}, got {kind!r}: did you mean {nearest!r}?")
+    if kind not in IMPORTERS:
+        nearest = difflib.get_close_matches(kind, IMPORTERS, n=1, cutoff=0.0)[0]
+        raise TraceError(f"trace format must be one of {', '.join(IMPORTERS)}, got {kind!r}: did you mean {nearest!r}?")
     if not source.exists():
         raise TraceError(f"{source} does not exist")
     try:
-        read: Importer = IMPORTERS[kind] if kind in IMPORTERS else foreign[kind].load()
-        return read(source, settings or ImportSettings())
+        return IMPORTERS[kind](source, settings or ImportSettings())
     except TraceError:
         raise
     except (LookupError, ArithmeticError, ValueError, TypeError, AttributeError, OSError, pa.ArrowException) as error:

@@ -17,7 +17,7 @@ from paths import ROOT
 from ndp_device.checkpoint.files import model_digest, read_config
 from ndp_device.checkpoint.headers import TensorInfo, read_headers
 from ndp_device.checkpoint.names import ExpertLayout, Place, resolve
-from ndp_device.checkpoint.spellings import OURS
+from ndp_device.checkpoint.spellings import SPELLINGS
 from ndp_device.errors import ConfigError, NdpError, ReplicaError
 
 E, K, H, I = 4, 2, 8, 6  # noqa: E741
@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[Shapes, dict[str, Any], type[NdpError], str]] = {
         {},
         ConfigError,
         r"config.json has num_experts, num_experts_per_tok, the tensors are such as .*moe_parts\.0\.gate_proj\.weight "
-        r"\[6, 8\].*docs/extend\.md",
+        r"\[6, 8\].*spellings\.py",
     ),
     "unknown key of layers": (
         of_layers(separate),
@@ -416,8 +416,13 @@ def test_the_norm_before_the_experts_is_the_one_that_the_family_means(norms: tup
 
 
 def test_no_word_of_a_family_is_typed_beside_the_table():
-    words = {word for one in dataclasses.fields(OURS) for word in getattr(OURS, one.name) if "_" in word}
-    words -= {"num_experts", "num_hidden_layers", "gate_up", *OURS.norms}  # also names of our own, and a rule of norms
+    words = {word for one in dataclasses.fields(SPELLINGS) for word in getattr(SPELLINGS, one.name) if "_" in word}
+    words -= {
+        "num_experts",
+        "num_hidden_layers",
+        "gate_up",
+        *SPELLINGS.norms,
+    }  # also names of our own, and a rule of norms
     for source in ("checkpoint/names.py", "model_config.py", "checkpoint/opening.py"):
         code = ast.parse((ROOT / "ndp_device" / source).read_text())
         typed = {

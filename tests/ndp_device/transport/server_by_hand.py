@@ -6,8 +6,8 @@ import time
 from collections import deque
 from pathlib import Path
 
+from ndp_device import transport
 from ndp_device.protocol.codec import Frames
-from ndp_device.transport import zmq_both
 from ndp_device.transport.address import Address
 from ndp_device.transport.base import Received
 from ndp_device.transport.keys import DeviceKeys
@@ -49,7 +49,7 @@ def serving(directory: Path) -> HandServer:
 
 
 def host_of(address: str, keys: Path | None = None) -> ZmqTransport:
-    return zmq_both.connect(address, LOOPBACK if keys is None and address.startswith("tcp") else keys)
+    return transport.connect(address, LOOPBACK if keys is None and address.startswith("tcp") else keys)
 
 
 def ask(server: HandServer, host: ZmqTransport, frames: Frames) -> Received:
