@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
 import msgspec
 
-from ndp_device.decoder_layers import Attention, DecoderLayer, GroupedQuery
+from ndp_device.decoder_layers import DecoderLayer
 from ndp_device.errors import ConfigError
 
 MAX_LAYERS = 1 << 12
@@ -175,18 +175,14 @@ class WholeModel(ModelShape):
     @classmethod
     def of_recorded(cls, sizes: Mapping[str, Any], name: str = "recorded") -> WholeModel:
         """Make the model from the sizes that `recorded` gave in the run of a trace."""
-        beside = _PLAIN if "decoder" not in sizes else _ANY
-        if set(sizes) != {*_FIELD_OF_RECORDED, *beside} or sizes["dtype_bytes"] not in _DTYPE_OF_BYTES:
+        if set(sizes) != {*_FIELD_OF_RECORDED, *_BESIDE} or sizes["dtype_bytes"] not in _DTYPE_OF_BYTES:
             raise ConfigError(
-                f"a trace must record the sizes {', '.join([*_FIELD_OF_RECORDED, *beside])} (dtype_bytes one of "
+                f"a trace must record the sizes {', '.join([*_FIELD_OF_RECORDED, *_BESIDE])} (dtype_bytes one of "
                 f"{', '.join(map(str, _DTYPE_OF_BYTES))}), got {dict(sizes)}"
             )
         given: dict[str, Any] = {field: sizes[key] for key, field in _FIELD_OF_RECORDED.items()}
         given |= {"name": name, "dtype": _DTYPE_OF_BYTES[sizes["dtype_bytes"]]}
         try:
-            if beside is _PLAIN:
-                attention = msgspec.convert({"form": "groupedquery"} | {key: sizes[key] for key in _HEADS}, Attention)
-                return cls(**given, decoder=(DecoderLayer(attention=attention),) * sizes["num_layers"])
             kinds = msgspec.convert(sizes["kinds"], tuple[DecoderLayer, ...])
             order = [kinds[index] for index in sizes["decoder"]]
         except (msgspec.ValidationError, IndexError, TypeError) as error:
@@ -194,15 +190,10 @@ class WholeModel(ModelShape):
         return cls(**given, decoder=tuple(order), shared_weights=sizes["shared_weights"], tied=sizes["tied"])
 
     def recorded(self) -> dict[str, Any]:
-        """The sizes by the names of the first trace format, and the decoder if these sizes do not describe it."""
-        sizes = {key: getattr(self, field) for key, field in _FIELD_OF_RECORDED.items()}
-        sizes["dtype_bytes"] = self.dtype_bytes
-        attention = self.decoder[0].attention
-        if isinstance(attention, GroupedQuery):
-            plain = GroupedQuery(**{key: getattr(attention, key) for key in _HEADS})
-            if self == replace(self, decoder=(DecoderLayer(attention=plain),) * self.num_layers, **_NOTHING_BESIDE):
-                return sizes | {key: getattr(plain, key) for key in _HEADS}
-        return sizes | {
+        """The sizes of which `of_recorded` makes the model, as JSON holds them."""
+        return {
+            **{key: getattr(self, field) for key, field in _FIELD_OF_RECORDED.items()},
+            "dtype_bytes": self.dtype_bytes,
             "kinds": msgspec.to_builtins(self.kinds),
             "decoder": [self.kinds.index(layer) for layer in self.decoder],
             "shared_weights": self.shared_weights,
@@ -222,8 +213,4 @@ _FIELD_OF_RECORDED = {
     "num_experts": "num_experts",
     "top_k": "top_k",
 }
-_HEADS = ("num_heads", "num_kv_heads", "head_dim")
-_PLAIN = (*_HEADS, "dtype_bytes")
-"""Where every decoder layer has the same attention and routed experts, as in the first traces."""
-_ANY = ("kinds", "decoder", "shared_weights", "tied", "dtype_bytes")
-_NOTHING_BESIDE: Mapping[str, Any] = {"shared_weights": 0, "tied": False}
+_BESIDE = ("dtype_bytes", "kinds", "decoder", "shared_weights", "tied")

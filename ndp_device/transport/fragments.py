@@ -5,8 +5,8 @@
     last    Fragment | its bytes | crc
 
 A Fragment is a MessagePack array, every other message begins with a map. The fragments of one message follow one
-another on one connection; whatever else arrives between them ends it. Since version 1.1: a peer is sent fragments only
-after it has shown, by `ndp` of a message of its own, that it knows them.
+another on one connection; whatever else arrives between them ends it. A peer is sent fragments only after it has shown,
+by `ndp` of a message of its own, that it knows them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ndp_device.protocol.codec import Buffer, Frames
 from ndp_device.protocol.messages import MAJOR, MAX_BODY_BYTES, MAX_HEADER_BYTES, Fragment
 from ndp_device.transport import checksum
 
-SINCE = MAJOR << 8 | 1
 CUT_FROM_BYTES = 8 << 20  # measured: no gain below, see docs/protocol.md
 MIN_FRAGMENT_BYTES = 256 << 10
 MAX_FRAME_BYTES = 8 << 20
@@ -37,14 +36,9 @@ _DECODER = msgspec.msgpack.Decoder(Fragment)
 _FIRST_BYTE = _ENCODER.encode(Fragment(0, 0, 0))[0]
 
 
-def is_understood(version: int) -> bool:
-    """Whether who writes messages of this version can join fragments."""
-    return version >> 8 == MAJOR and version >= SINCE
-
-
 def must_cut(body: Buffer, peer_version: int) -> bool:
-    """Whether this body is to leave in fragments."""
-    return len(body) >= CUT_FROM_BYTES and is_understood(peer_version)
+    """Whether this body is to leave in fragments. peer_version: that messages of the peer have shown, 0 = none yet."""
+    return len(body) >= CUT_FROM_BYTES and peer_version >> 8 == MAJOR
 
 
 def is_fragment(frames: Frames) -> bool:

@@ -22,27 +22,6 @@ SMALL = ModelShape("small", 2, 4, 2, 8, 16)
 ATTENTION = GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=4)
 BESIDE = {"vocab_size": 100, "decoder": (DecoderLayer(attention=ATTENTION),) * 2}
 
-RECORDED_IN_2026 = {
-    "hidden": 128,
-    "num_layers": 4,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 32,
-    "intermediate": 256,
-    "vocab": 512,
-    "dtype_bytes": 4,
-    "num_experts": 8,
-    "top_k": 2,
-}
-"""`host_dims` as the first traces of live runs have it."""
-
-
-def test_a_trace_recorded_before_the_types_were_one_still_loads() -> None:
-    model = WholeModel.of_recorded(RECORDED_IN_2026)
-    assert (model.hidden_size, model.intermediate_size, model.vocab_size, model.dtype_bytes) == (128, 256, 512, 4)
-    assert model.decoder == (DecoderLayer(attention=GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=32)),) * 4
-    assert model.recorded() == RECORDED_IN_2026
-
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_is_recorded_of_a_model_gives_the_same_sizes_back(name: str) -> None:
@@ -130,12 +109,12 @@ def test_linear_attention_of_a_kind_that_is_not_known_is_not_taken_for_mambas() 
 
 
 def test_a_recorded_model_that_lacks_a_size_or_has_an_impossible_one_is_refused() -> None:
-    lacking = {key: value for key, value in RECORDED_IN_2026.items() if key != "vocab"}
+    recorded = SHAPES["deepseek-v3"].recorded()
+    lacking = {key: value for key, value in recorded.items() if key != "vocab"}
     with pytest.raises(ConfigError, match="must record the sizes hidden, num_layers"):
         WholeModel.of_recorded(lacking)
     with pytest.raises(ConfigError, match="must record the sizes"):
-        WholeModel.of_recorded(RECORDED_IN_2026 | {"dtype_bytes": 3})
-    recorded = SHAPES["deepseek-v3"].recorded()
+        WholeModel.of_recorded(recorded | {"dtype_bytes": 3})
     for change in ({"decoder": [9] * 61}, {"kinds": [{"attention": {"form": "magic"}}]}, {"decoder": None}):
         with pytest.raises(ConfigError, match="decoder layers must be sizes that some model has"):
             WholeModel.of_recorded(recorded | change)

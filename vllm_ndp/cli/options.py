@@ -126,7 +126,7 @@ class PlanOptions:
     ] = False
     avg_bits: AvgBitsOption = DEFAULT_AVG_BITS
     bit_rule: Annotated[
-        str, typer.Option(help="What bits are chosen by: layers, pairs, importance, mse or uniform.")
+        str, typer.Option(help="What bits are chosen by: layers, importance, mse or uniform; pairs only in servers.")
     ] = "layers"
     bits_for: Annotated[
         str,

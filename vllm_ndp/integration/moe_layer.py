@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,7 +18,6 @@ from vllm_ndp.integration.cuda.layer import AsideLayer, FixedOutput
 from vllm_ndp.integration.cuda.limits import refuse_capture
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.device import DeviceView
-from vllm_ndp.integration.executor import Pending
 from vllm_ndp.integration.host_cpu import HostCpuExperts
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.planner import PlanRunner
@@ -31,6 +31,16 @@ Shared = Callable[[torch.Tensor], torch.Tensor]
 
 LAYERS: WeakValueDictionary[str, MoELayer] = WeakValueDictionary()
 """An operator takes strings, not objects: layers by name, the engine's number in front."""
+
+
+class Pending(Protocol):
+    """Pairs under way beside the hot slots: on the device, on the host's CPU, or of experts that stream through."""
+
+    def add(self, out: torch.Tensor) -> bool:
+        """Wait, and add the weighted sums to the rows of out [T, H]. False: nothing came, and nothing was added."""
+
+    def abandon(self) -> None:
+        """The step is lost: nothing is added, and nothing stays under way."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Sizing: which parts of a model fit into which memory, before any load. Bytes only: no time, no file.
 
-    GPU      program + other weights + K experts of every layer + one staging slot + KV cache + routing sidecar + work
+    GPU      program + other weights + K experts of every layer + staging slots + KV cache + routing sidecar + work
     host     programs + the device's replicas; what is left caches the checkpoint that experts are streamed from
     no GPU   everything in host memory
 
@@ -22,6 +22,7 @@ from ndp_device.model_shape import WholeModel
 from ndp_device.timing.shapes import expert_bytes
 from ndp_device.timing.units import ceil_div
 from ndp_device.widths import WIDTHS, default_group_size
+from vllm_ndp.simulation.memory import STAGED_EXPERTS
 
 GB = 1_000_000_000
 ENGINE_BYTES = 484_000_000
@@ -185,7 +186,7 @@ class Sizing:
         """Where the model runs, hot experts apart."""
         return {
             "other weights": self.other_weights,
-            "staging slot": self.model.expert_bytes,
+            "staging slot": self.model.expert_bytes * (1 if self.machine.gpu_bytes is None else STAGED_EXPERTS),
             "KV cache": self.kv_cache,
             "routing sidecar": self.sidecar,
             "activations": self.activations,

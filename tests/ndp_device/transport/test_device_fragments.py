@@ -149,16 +149,15 @@ def joining(server: HandServer) -> int:
 def test_fragments_are_sent_only_to_a_peer_that_has_shown_that_it_joins_them(
     server: HandServer, host: ZmqTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1.0 writes 256 into its headers: it is not sent what it cannot read. Both directions with 1.1."""
+    """Another major version is not sent what it may not read. Both directions with ours."""
     sent = []
     monkeypatch.setattr(
         fragments, "cut", lambda *args, real=fragments.cut, **options: sent.append(args[0]) or real(*args, **options)
     )
-    for ndp in (256, 2 << 8):
-        server.send(ask(server, host, (header(3, ndp), b"")).client, (header(3, ndp), b""))
-        answer(host)
-        assert not fragments.must_cut(BODY, host._version)
-        host._version = 0
+    other = header(3, 2 << 8)
+    server.send(ask(server, host, (other, b"")).client, (other, b""))
+    answer(host)
+    assert not fragments.must_cut(BODY, host._version)
     frames = (header(3), BODY)
     host._version = msg.VERSION
     for _ in range(2):

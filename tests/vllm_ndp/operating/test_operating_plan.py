@@ -50,8 +50,8 @@ def test_a_public_shape_weighs_what_its_published_files_weigh(name: str) -> None
 
 
 def test_mixtral_on_24_gb_is_what_a_pencil_says() -> None:
-    """22.08 GB of 24 may be used. Beside experts: .6 program, 3.21 other weights, .35 staging, 4 x 8192 tokens of
-    131072 bytes and 384 bytes of sidecar = 4.31, .37 activations. 13.2 GB are left, and an expert of every layer is
+    """22.08 GB of 24 may be used. Beside experts: .6 program, 3.21 other weights, .70 staging, 4 x 8192 tokens of
+    131072 bytes and 384 bytes of sidecar = 4.31, .37 activations. 12.9 GB are left, and an expert of every layer is
     32 x .352 = 11.27 GB: K is 1."""
     sizing = sizing_of("mixtral-8x7b", context=8192, batch=4)
     expert = 2 * 3 * 4096 * 14336
@@ -94,11 +94,19 @@ def test_a_window_is_cached_up_to_what_one_step_adds_to_it() -> None:
 
 def test_what_does_not_fit_is_refused_with_the_place_and_the_bytes() -> None:
     with pytest.raises(
-        ConfigError, match=r"does not fit: .* needs 6\.7 GB of GPU memory, of which 3\.7 GB may be used"
+        ConfigError, match=r"does not fit: .* needs 7\.0 GB of GPU memory, of which 3\.7 GB may be used"
     ):
         sizing_of("mixtral-8x7b", gpu=4 * GB, context=16384).require()
     with pytest.raises(ConfigError, match=r"does not fit: .* GB of host memory, of which 4\.0 GB may be used"):
         sizing_of("mixtral-8x7b", host=4 * GB).require()
+
+
+def test_a_gpu_holds_two_staging_slots_and_a_cpu_one() -> None:
+    """As StagingStreamer allocates them: on a GPU one expert computes while the next one arrives."""
+    for gpu, slots in ((48 * GB, 2), (None, 1)):
+        option = sizing_of("mixtral-8x7b", gpu=gpu, host=200 * GB).option(2, 4)
+        assert option is not None
+        assert (option.host if gpu is None else option.gpu)["staging slot"] == slots * 3 * 4096 * 14336 * 2
 
 
 def test_a_user_who_needs_no_device_is_told_so() -> None:
