@@ -461,7 +461,7 @@ class NdpSettings:
         options = {"bit_rule": told.bit_rule, "losses": told.losses}
         return Planning(
             policy=self.policy,
-            options=with_new_names(self.policy_options, RENAMED_OPTIONS, lambda _: None) | options,
+            options={**self.policy_options, **options},
             hot_experts=self.resolve_hot_experts(num_experts),
             avg_bits=self.avg_bits,
             warm_experts=self.warm_experts,
