@@ -7,6 +7,7 @@ empty file under the name, or none.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,8 @@ def written(path: Path, *, aside: Path, mode: int = 0o666) -> Iterator[BinaryIO]
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
     """Make it and its parents where they are not there yet. mode: its own permissions, under the umask."""
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(mode, exist_ok=True)
