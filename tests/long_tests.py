@@ -157,7 +157,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 LONGEST_LAST = ("commands", "sanitizers", "programs", "quality", "calibration", "ranks", "families", "vllms_own")
 
-WHOLE = {"-n", "--dist", "--no-loadscope-reorder"}
+WHOLE = {"-n", "--dist", "--no-loadscope-reorder", "--max-worker-restart"}
 """Options of pytest with which every test of a group still runs."""
 
 
