@@ -210,7 +210,9 @@ def _make_prior(path: Path) -> None:
 
 
 def _ids(tokens: int) -> Any:
-    return np.random.default_rng(0).integers(0, 8, (tokens, 2, 2))
+    """[tokens, 2, 2], a token's experts distinct in each layer."""
+    first = np.random.default_rng(0).integers(0, 8, (tokens, 2, 1))
+    return np.concatenate([first, (first + 3) % 8], axis=2)
 
 
 def _make_npz(path: Path) -> None:

@@ -37,7 +37,9 @@ def link_of(client: Any, shape: ModelShape) -> DeviceLink:
 def prompt_of(num_rows: int) -> tuple[Any, Pairs]:
     """A step of one prompt, and one pair for each of its rows."""
     rows = SimpleNamespace(all_decode=False, decode=np.zeros(num_rows, np.bool_))
-    step = SimpleNamespace(rows=rows, number=0, parts=SimpleNamespace(clock=SimpleNamespace(now_ps=0)))
+    step = SimpleNamespace(
+        rows=rows, number=0, parts=SimpleNamespace(run=SimpleNamespace(clock=SimpleNamespace(now_ps=0)))
+    )
     each = np.arange(num_rows)
     return step, Pairs.of(each, each % EXPERTS, np.ones(num_rows, np.float32))
 

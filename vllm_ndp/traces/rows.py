@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from ndp_device.errors import TraceError
 
 MOST_ROWS = 1 << 26
-MOST_BYTES, MOST_VALUES = 256 << 20, 32 << 20
-"""Largest JSON of one request: 72 000 tokens of 58 layers, top-8, are 32 Mi values, of up to 2 GiB in memory."""
+MOST_BYTES, MOST_VALUES = 64 << 20, 5 << 20
+"""Largest JSON of one request: 8000 tokens of 58 layers, top-8, are 3.7 M values."""
 
 
 class Logged(NamedTuple):
