@@ -78,11 +78,13 @@ def engine(model: Path = MODEL, *, settings: dict[str, Any] | None = None, **opt
     every machine decides alike. It is shut down at the end, so another engine can follow.
     """
     from vllm import LLM
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     plugin: dict[str, Any] = {}
     if settings is not None:
         ndp = {"deadline_ms": PATIENT_DEADLINE_MS, "hardware": "h100-ndp512"} | settings
         plugin = {"quantization": "ndp", "additional_config": {"ndp": ndp}}
+    ensure_kv_transfer_shutdown()  # vLLM keeps the connector of an engine that failed to start or in a step
     llm = LLM(str(model), **(_SMALL | latent_attention(model) | plugin | options))
     try:
         yield llm
