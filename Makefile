@@ -84,7 +84,7 @@ audit: $(READY)
 gpu-check:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py --minutes $(or $(MINUTES),50) $(GPU_CHECK)
 
-# Ratios only, with a quarter of slack: times depend on the machine and its neighbours.
+# Ratios only, with a quarter of slack. CI does not run it: times depend on the machine and its neighbours.
 gate: $(READY)
 	$(BIN)/python benchmarks/kernel_lowbit.py --tokens 1 --rounds 2 --gate
 
