@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError, NdpError
+from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix
 from ndp_device.kernels.native import NativeExpert, NativeKernel
 from ndp_device.kernels.reference import dequantize

@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ndp_device.timing.spec import load_hardware
+from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.compare import VARIANTS, popularity, split_requests
 from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions
 from vllm_ndp.lab.systems.system import System, TooFewPlaces
@@ -41,7 +42,6 @@ from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
-from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.recorder import TraceWriter
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace

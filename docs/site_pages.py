@@ -111,7 +111,7 @@ def models_page() -> str:
     from ndp_device.timing.public_models import PUBLIC_MODELS
     from ndp_device.timing.shapes import SHAPES
     from ndp_device.timing.spec import load_hardware
-    from vllm_ndp.simulation.gpu_timing import GpuModel
+    from vllm_ndp.cost_model.gpu_timing import GpuModel
 
     hardware = load_hardware("h100-ndp512")
     lines = [

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ndp_device.common.widths import FLAG_OF_BITS
 from ndp_device.probe import Probe
 from ndp_device.protocol import messages as msg
-from ndp_device.widths import FLAG_OF_BITS
 
 
 def main(model: str, replicas: str) -> None:

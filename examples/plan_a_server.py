@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 
 from ndp_device.timing.spec import load_hardware
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.operating.proposal import propose
 from vllm_ndp.operating.sizing import Demand, MachineSize, Sizing, human, parse_bytes
 from vllm_ndp.operating.sources import source_named
-from vllm_ndp.simulation.costs import Costs
 
 
 def main(model: str, gpu_memory: str, host_memory: str) -> None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ndp_device import timing_cli
-from ndp_device.command_line import HardwareOption, SetOption, assignments, command, print_json, program, run
-from ndp_device.errors import ConfigError
-from ndp_device.outputs import KEYS
+from ndp_device.common.command_line import HardwareOption, SetOption, assignments, command, print_json, program, run
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.outputs import KEYS
 from ndp_device.timing.spec import PE_MODES
 from ndp_device.transport.address import INSECURE_LOOPBACK
 
@@ -126,10 +126,10 @@ def serve(
     from ndp_device.confine import confine
 
     confine()
+    from ndp_device.common.log import log_to_stderr
     from ndp_device.config import DeviceConfig
     from ndp_device.failpoints import Failpoint, Failpoints
     from ndp_device.handler import Handler
-    from ndp_device.log import log_to_stderr
     from ndp_device.parent import Parent
     from ndp_device.server import Server
     from ndp_device.transport import listen

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 PREPARE = ("idle", "asked")
 NO_HARDWARE = "none"

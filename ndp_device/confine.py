@@ -7,7 +7,7 @@ import contextlib
 import ctypes
 import os
 
-from ndp_device.errors import NdpError
+from ndp_device.common.errors import NdpError
 
 _PR_SET_NO_NEW_PRIVS = 38
 _STANDARD = 2  # the highest of the three descriptors that are ours

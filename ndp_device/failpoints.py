@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.protocol.codec import Frames
 
 KINDS = (

@@ -19,8 +19,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.common.errors import ConfigError, DeviceError, NdpError, RemoteProtocolError, ReplicaError
+from ndp_device.common.widths import FLAG_OF_BITS
 from ndp_device.config import NO_HARDWARE, DeviceConfig
-from ndp_device.errors import ConfigError, DeviceError, NdpError, RemoteProtocolError, ReplicaError
 from ndp_device.experts.part import WHOLE, Part
 from ndp_device.kernels import load_kernel
 from ndp_device.kernels.kernel import Kernel
@@ -32,7 +33,6 @@ from ndp_device.shelves import Shelf, Shelves
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import Hardware, load_hardware
 from ndp_device.timing.work import execute_bytes
-from ndp_device.widths import FLAG_OF_BITS
 
 MAX_SESSIONS = 64
 """The client that was silent longest is forgotten when another one comes; it is told `no_session` and greets again."""

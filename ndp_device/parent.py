@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 from types import FrameType
 
-from ndp_device.errors import ConfigError, NdpError
+from ndp_device.common.errors import ConfigError, NdpError
 
 _PR_SET_PDEATHSIG = 1
 

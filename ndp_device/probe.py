@@ -1,6 +1,6 @@
 """Ask a running device one thing at a time and wait for the answer: for people, scripts and start-up checks.
 
-The serving host uses vllm_ndp/device/client.py instead, which never waits longer than its deadline and reconnects.
+vllm_ndp/device_client/client.py is for the serving host: it never waits longer than its deadline and reconnects.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from types import TracebackType
 
 import numpy as np
 
-from ndp_device.errors import DeviceError, DeviceUnavailable, RemoteProtocolError
+from ndp_device.common.errors import DeviceError, DeviceUnavailable, RemoteProtocolError
+from ndp_device.common.widths import ALL_FLAGS, PLAN_BITS
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport import connect
 from ndp_device.transport.layer_messages import Sound
-from ndp_device.widths import ALL_FLAGS, PLAN_BITS
 
 
 class Probe:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ndp_device.errors import DeviceError
+from ndp_device.common.errors import DeviceError
+from ndp_device.common.widths import WIDTHS
 from ndp_device.experts.part import WHOLE, Part
 from ndp_device.protocol import messages as msg
 from ndp_device.replicas import format as replica_format
 from ndp_device.replicas.prefetch_order import PrefetchOrder
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.widths import WIDTHS
 
 MAX_PARTS = 8
 """Most different parts at a time: each of n parts takes 1/n of the memory of whole experts."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ndp_device.command_line import HardwareOption, SetOption, assignments, command, print_json, program
-from ndp_device.errors import ConfigError
+from ndp_device.common.command_line import HardwareOption, SetOption, assignments, command, print_json, program
+from ndp_device.common.errors import ConfigError
 from ndp_device.timing import dram as dram_timing
 from ndp_device.timing.dram_map import PLACEMENTS
 from ndp_device.timing.model import DeviceModel

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from small_checkpoint import EXPERTS, LAYERS
 
-from ndp_device.errors import DeviceError
+from ndp_device.common.errors import DeviceError
 from ndp_device.handler import Handler
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg

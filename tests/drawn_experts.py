@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.common.widths import LIMBS
 from ndp_device.experts.expert import Biases, Expert, FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
 from ndp_device.experts.packing import pack
 from ndp_device.kernels.reference import dequantize
-from ndp_device.widths import LIMBS
 
 # Relative L2 error against fp64: two limbs carry 15 bits per group, one carries 8.
 LIMIT = {2: 2e-4, 1: 4e-2}

@@ -12,7 +12,7 @@ from contextlib import redirect_stderr, redirect_stdout
 import pytest
 
 from ndp_device.__main__ import app as ndp_device
-from ndp_device.command_line import run
+from ndp_device.common.command_line import run
 from vllm_ndp.app import app as vllm_ndp
 
 APPS = {"vllm-ndp": vllm_ndp, "ndp-device": ndp_device}

@@ -23,8 +23,8 @@ import typer
 from paths import ROOT
 
 from ndp_device.__main__ import app as ndp_device
-from ndp_device.command_line import command, program
-from ndp_device.command_line import run as run_command
+from ndp_device.common.command_line import command, program
+from ndp_device.common.command_line import run as run_command
 from vllm_ndp.app import app as vllm_ndp
 from vllm_ndp.cli.options import HardwareOptions, PlanOptions
 
@@ -474,8 +474,8 @@ def test_a_closed_input_or_error_output_changes_no_result() -> None:
 
 
 def test_a_user_whom_the_system_does_not_know_is_told_what_to_set(tmp_path: Path) -> None:
-    from ndp_device.cache import default_cache_dir
-    from ndp_device.errors import ConfigError
+    from ndp_device.common.cache import default_cache_dir
+    from ndp_device.common.errors import ConfigError
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HOME", "NDP_CACHE_DIR", "XDG_CACHE_HOME"):

@@ -9,7 +9,7 @@ from fuzzing.cases import Files, ended_badly
 from fuzzing.files import Kind, kinds
 from paths import DATA
 
-from ndp_device.errors import TraceError
+from ndp_device.common.errors import TraceError
 
 CASES = 60
 

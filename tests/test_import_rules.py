@@ -15,6 +15,14 @@ FILES = sorted(p for package in ("ndp_device", "vllm_ndp") for p in (ROOT / pack
 RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("ndp_device/", ("vllm_ndp", "vllm"), ()),
     ("ndp_device/", ("torch", "transformers"), ("ndp_device/calibration/",)),
+    (
+        "ndp_device/common/",
+        tuple(
+            f"ndp_device.{room}"
+            for room in ("protocol", "transport", "experts", "replicas", "kernels", "timing", "checkpoint")
+        ),
+        (),
+    ),
     ("ndp_device/", ("zmq",), ("ndp_device/transport/",)),
     ("vllm_ndp/", ("zmq",), ()),
     ("vllm_ndp/", ("vllm",), ("vllm_ndp/integration/",)),
@@ -23,7 +31,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         "vllm_ndp/planning/",
         (
             "vllm_ndp.integration",
-            "vllm_ndp.simulation",
+            "vllm_ndp.cost_model",
             "vllm_ndp.lab",
             "vllm_ndp.traces",
             "vllm_ndp.config",
@@ -33,14 +41,14 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     ("vllm_ndp/planning/", ("os", "time", "socket", "random", "datetime"), ()),
     (
-        "vllm_ndp/simulation/",
-        ("vllm_ndp.integration", "vllm_ndp.lab", "vllm_ndp.traces", "vllm_ndp.config", "vllm_ndp.device"),
+        "vllm_ndp/cost_model/",
+        ("vllm_ndp.integration", "vllm_ndp.lab", "vllm_ndp.traces", "vllm_ndp.config", "vllm_ndp.device_client"),
         (),
     ),
-    ("vllm_ndp/simulation/", ("os", "time", "socket", "random", "datetime"), ()),
-    ("vllm_ndp/layer/", ("vllm_ndp.integration", "vllm_ndp.traces", "vllm_ndp.config", "vllm_ndp.device"), ()),
-    ("vllm_ndp/simulation/", ("vllm_ndp.layer",), ()),
-    ("vllm_ndp/lab/", ("vllm_ndp.integration", "vllm_ndp.device"), ()),
+    ("vllm_ndp/cost_model/", ("os", "time", "socket", "random", "datetime"), ()),
+    ("vllm_ndp/layer/", ("vllm_ndp.integration", "vllm_ndp.traces", "vllm_ndp.config", "vllm_ndp.device_client"), ()),
+    ("vllm_ndp/cost_model/", ("vllm_ndp.layer",), ()),
+    ("vllm_ndp/lab/", ("vllm_ndp.integration", "vllm_ndp.device_client"), ()),
     ("vllm_ndp/lab/", ("vllm_ndp.cli",), ("vllm_ndp/lab/cli/",)),
     # who serves need not know the lab
     ("vllm_ndp/", ("vllm_ndp.lab",), ("vllm_ndp/lab/", "vllm_ndp/app.py")),
@@ -71,7 +79,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
             f"vllm_ndp/{file}.py" for file in ("cli/quantize", "integration/host_replicas", "integration/linear_layers")
         ),
     ),
-    ("ndp_device/widths.py", ("numpy", "ndp_device"), ()),
+    ("ndp_device/common/widths.py", ("numpy", "ndp_device"), ()),
     ("", ("pickle", "cloudpickle", "dill"), ()),
 ]
 FORBIDDEN_TEXT = re.compile(r"recv_pyobj|send_pyobj|torch\.load\(|shell=True|tcp://\*|tcp://0\.0\.0\.0|\beval\(")

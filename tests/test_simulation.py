@@ -15,7 +15,7 @@ from simulation.life import LOGGERS, History
 
 from ndp_device.handler import Handler
 from ndp_device.turns import Turns
-from vllm_ndp.device.client import DeviceClient
+from vllm_ndp.device_client.client import DeviceClient
 
 FAILED_ONCE = [int(line.split()[0]) for line in (DATA / "simulation-seeds.txt").read_text().splitlines() if line]
 

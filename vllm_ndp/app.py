@@ -1,11 +1,11 @@
-"""`vllm-ndp`: where every command lives. How commands read their line and end: ndp_device/command_line.py.
+"""`vllm-ndp`: where every command lives. How commands read their line and end: ndp_device/common/command_line.py.
 
 The files of commands import what they need when a command runs: a help must not wait for numpy, pyarrow or vLLM.
 """
 
 from __future__ import annotations
 
-from ndp_device.command_line import program, run
+from ndp_device.common.command_line import program, run
 from vllm_ndp.cli import (
     doctor,
     engine,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ndp_device import transport
-from ndp_device.errors import ConfigError
-from ndp_device.widths import BYTE_BITS, DEFAULT_AVG_BITS, FULL_PRECISION_BITS, PLAN_BITS, REPLICA_WIDTHS
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.widths import BYTE_BITS, DEFAULT_AVG_BITS, FULL_PRECISION_BITS, PLAN_BITS, REPLICA_WIDTHS
 from vllm_ndp.layer.setup import Planning
 from vllm_ndp.planning.bitwidths import BY_BITS_READ, OF_PAIRS, OVER_LAYERS
 from vllm_ndp.planning.importance import BITS_FOR

@@ -9,8 +9,8 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ndp_device.errors import ConfigError
-from ndp_device.widths import WIDTHS
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.widths import WIDTHS
 
 _LARGEST = 1 << 53  # of a whole number in settings: what a float holds exactly
 TOP = (

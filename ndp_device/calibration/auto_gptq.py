@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import QuantizedMatrix
 from ndp_device.experts.packing import pack
 

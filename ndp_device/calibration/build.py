@@ -27,9 +27,10 @@ from rich.progress import (
 from ndp_device.calibration import data_free
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.names import DTYPES
-from ndp_device.errors import ConfigError, ReplicaError
-from ndp_device.model_shape import ModelShape
-from ndp_device.outputs import REPLICAS, require_own_folder
+from ndp_device.common.errors import ConfigError, ReplicaError
+from ndp_device.common.model_shape import ModelShape
+from ndp_device.common.outputs import REPLICAS, require_own_folder
+from ndp_device.common.widths import BYTE_BITS, REPLICA_WIDTHS, WIDTHS, default_group_size
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import (
     MANIFEST,
@@ -42,7 +43,6 @@ from ndp_device.replicas.format import (
     write_layer,
     write_manifest,
 )
-from ndp_device.widths import BYTE_BITS, REPLICA_WIDTHS, WIDTHS, default_group_size
 
 if TYPE_CHECKING:
     import torch

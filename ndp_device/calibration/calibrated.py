@@ -15,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ndp_device.activation import SILU, Activation
 from ndp_device.calibration import auto_gptq, gptq
 from ndp_device.calibration.hessian import blend, own_weight, second_moment
 from ndp_device.calibration.loss_table import expert_losses
 from ndp_device.calibration.rounded import round_to_bytes
+from ndp_device.common.activation import SILU, Activation
+from ndp_device.common.widths import BYTE_BITS
 from ndp_device.experts.expert import Biases, FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
 from ndp_device.replicas.format import LayerReplicas
-from ndp_device.widths import BYTE_BITS
 
 Solver = Callable[[Tensor, Tensor, float], dict[int, QuantizedMatrix]]
 """(W [N, C], H [C, C], damp) -> the matrix at every width, its column order in perm."""

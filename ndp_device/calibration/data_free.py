@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from ndp_device.calibration.loss_table import expert_losses
 from ndp_device.calibration.rounded import round_to_bytes
-from ndp_device.errors import ReplicaError
+from ndp_device.common.errors import ReplicaError
+from ndp_device.common.widths import BYTE_BITS
 from ndp_device.experts.expert import FullExpert, NestedMatrix, QuantizedExpert, QuantizedMatrix, to_float32
 from ndp_device.experts.packing import pack
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import LayerReplicas
-from ndp_device.widths import BYTE_BITS
 
 Float32 = NDArray[np.float32]
 Fitted = tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.common.widths import loss_columns
 from ndp_device.experts.expert import FullExpert, QuantizedExpert
 from ndp_device.kernels.reference import Float32, ReferenceExpert, ReferenceKernel
-from ndp_device.widths import loss_columns
 
 ROWS_BYTES = 64 << 20
 """Products of gate and up that are held at once."""

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 
 def load_tokenizer(model_dir: str | Path) -> Any:

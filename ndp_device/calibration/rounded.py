@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.common.widths import BYTE_BITS
 from ndp_device.experts.expert import QuantizedMatrix
 from ndp_device.experts.packing import pack
-from ndp_device.widths import BYTE_BITS
 
 _AT_ONCE = 1 << 20
 """Weights: their planes take eight bytes each while they are cut."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ndp_device.calibration.calibrated import RoutedInputs
 from ndp_device.calibration.pretrained import load_config
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 _DECODER_LAYER = re.compile(r"(?:^|.*\.)layers\.\d+(?=\.)")
 

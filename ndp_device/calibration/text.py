@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 HELD_OUT_EVERY = 8
 """One sequence in 8 is kept from the solver and used for the loss table."""

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from ndp_device.calibration.calibrated import FloatExpert
 from ndp_device.calibration.streamed import StreamedForward
+from ndp_device.common.widths import REPLICA_WIDTHS
 from ndp_device.experts.expert import FullExpert, QuantizedExpert
 from ndp_device.kernels.reference import dequantize
-from ndp_device.widths import REPLICA_WIDTHS
 
 if TYPE_CHECKING:
     from torch import Tensor

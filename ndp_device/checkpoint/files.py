@@ -10,11 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ndp_device import strict_json
 from ndp_device.checkpoint.headers import MAX_LISTING_BYTES, weight_files
 from ndp_device.checkpoint.tensor_files import open_file, tensor_header
-from ndp_device.errors import ConfigError
-from ndp_device.strict_files import Refused
+from ndp_device.common import strict_json
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.strict_files import Refused
 
 _SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 4096

@@ -26,7 +26,7 @@ from ndp_device.checkpoint import values
 from ndp_device.checkpoint.headers import TensorInfo
 from ndp_device.checkpoint.stated import Settings, Weights
 from ndp_device.checkpoint.values import Packed
-from ndp_device.errors import ConfigError, ReplicaError
+from ndp_device.common.errors import ConfigError, ReplicaError
 
 _WORDS, _NUMBERS = ("I32",), ("I32", "I64")
 _FLOATS = ("F32", "F16", "BF16")

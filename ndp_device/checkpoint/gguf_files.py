@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from ndp_device.errors import ReplicaError
+from ndp_device.common.errors import ReplicaError
 
 MAGIC = b"GGUF"
 QUANTIZED = "GGUF_"

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from ndp_device import strict_json
 from ndp_device.checkpoint.tensor_files import tensor_header
-from ndp_device.errors import ReplicaError
-from ndp_device.model_shape import MAX_EXPERTS_IN_ALL
+from ndp_device.common import strict_json
+from ndp_device.common.errors import ReplicaError
+from ndp_device.common.model_shape import MAX_EXPERTS_IN_ALL
 
 INDEX = "model.safetensors.index.json"
 SUFFIXES = (".safetensors", ".gguf")

@@ -22,7 +22,7 @@ from ndp_device.checkpoint.headers import TensorInfo
 from ndp_device.checkpoint.stated import Settings
 from ndp_device.checkpoint.tensor_files import read_tensor
 from ndp_device.checkpoint.values import Packed
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 _MAX_SMALL = 4096
 _PART = re.compile(

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 _Size = Annotated[int, msgspec.Meta(ge=1)]
 _Block = tuple[_Size, _Size]

@@ -12,10 +12,10 @@ from typing import Annotated, Any, BinaryIO
 
 import msgspec
 
-from ndp_device import strict_json
 from ndp_device.checkpoint.gguf_files import MAGIC, MAX_HEADER_BYTES, gguf_header
-from ndp_device.errors import ReplicaError
-from ndp_device.strict_files import Refused, open_plain
+from ndp_device.common import strict_json
+from ndp_device.common.errors import ReplicaError
+from ndp_device.common.strict_files import Refused, open_plain
 
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit: the safetensors library neither writes nor reads a longer header."""

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError, ReplicaError
+from ndp_device.common.errors import ConfigError, ReplicaError
 
 Floats = NDArray[np.float32]
 Read = Callable[[str], NDArray[Any]]

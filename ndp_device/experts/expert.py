@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.activation import SILU, Activation
-from ndp_device.widths import FULL_PRECISION_BITS, REPLICA_WIDTHS
+from ndp_device.common.activation import SILU, Activation
+from ndp_device.common.widths import FULL_PRECISION_BITS, REPLICA_WIDTHS
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import Biases, Expert, FullExpert, QuantizedMatrix
 
 _UNITS_PER_BYTE = 8  # of a bit plane

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.kernels.kernel import Kernel
 from ndp_device.kernels.reference import ReferenceKernel
 

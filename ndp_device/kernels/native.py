@@ -4,7 +4,7 @@ An expert is converted once, when prepared: its bit planes become components of 
 Replicas cut from one nested container share components: 2, 3 and 4 bits read the same top component. 1 and 3 bits have
 one component that nobody else reads, and can do without it by reading one bit more that they ignore (`masked`).
 Activations are quantized per row and weight group to one int8 limb (8 bits) or two (15 bits), by the expert's width:
-ndp_device/widths.py says which. Full-precision experts are read where they lie, in the mapped checkpoint.
+ndp_device/common/widths.py says which. Full-precision experts are read where they lie, in the mapped checkpoint.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.activation import SILU
-from ndp_device.errors import ConfigError, ReplicaError
+from ndp_device.common.activation import SILU
+from ndp_device.common.errors import ConfigError, ReplicaError
+from ndp_device.common.widths import LIMBS
 from ndp_device.experts.expert import Expert, FullExpert, NestedMatrix, QuantizedMatrix
 from ndp_device.kernels import _native
-from ndp_device.widths import LIMBS
 
 _LOG = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.activation import SILU, Activation
+from ndp_device.common.activation import SILU, Activation
 from ndp_device.experts.expert import Biases, Expert, FullExpert, QuantizedMatrix, to_float32
 from ndp_device.experts.packing import unpack
 
@@ -103,7 +103,7 @@ def dequantize(matrix: QuantizedMatrix) -> Float32:
 
 
 def activated(gate: Float32, up: Float32, activation: Activation) -> Float32:
-    """The formula of ndp_device/activation.py, in the arrays' dtype."""
+    """The formula of ndp_device/common/activation.py, in the arrays' dtype."""
     limit = activation.largest
     gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
     with np.errstate(over="ignore"):  # exp(-x) = inf gives x / inf = -0, the right limit

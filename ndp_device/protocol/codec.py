@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import LocalProtocolError, RemoteProtocolError
+from ndp_device.common.errors import LocalProtocolError, RemoteProtocolError
 from ndp_device.protocol.messages import (
     ALIGNMENT,
     MAJOR,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.widths import FLAG_OF_BITS
+from ndp_device.common.widths import FLAG_OF_BITS
 
 _FLAGS = np.frombuffer(FLAG_OF_BITS, np.uint8)
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import DeviceError
+from ndp_device.common.errors import DeviceError
+from ndp_device.common.widths import FLAG_OF_BITS, PLAN_BITS
 from ndp_device.protocol.distinct import DistinctPairs, distinct
 from ndp_device.protocol.messages import (
     MAX_PAIRS,
@@ -22,7 +23,6 @@ from ndp_device.protocol.messages import (
     Hello,
     InstallPlan,
 )
-from ndp_device.widths import FLAG_OF_BITS, PLAN_BITS
 
 _FLAGS = np.array([FLAG_OF_BITS[bits] for bits in PLAN_BITS], np.uint8)
 

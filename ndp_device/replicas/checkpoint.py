@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ndp_device.checkpoint.headers import weight_files
 from ndp_device.checkpoint.names import DTYPES, Place
 from ndp_device.checkpoint.opening import Checkpoint, open_checkpoint
-from ndp_device.errors import ReplicaError
+from ndp_device.common.errors import ReplicaError
 from ndp_device.experts.expert import Biases, FullExpert, to_float32
 from ndp_device.replicas.mapped import MappedFile
 

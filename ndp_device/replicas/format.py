@@ -26,14 +26,14 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from ndp_device import durable, sealed, strict_json
-from ndp_device.activation import NAMED, SILU, Activation
-from ndp_device.errors import ConfigError, NdpError, ReplicaError, why_unwritable
+from ndp_device.common import durable, sealed, strict_json
+from ndp_device.common.activation import NAMED, SILU, Activation
+from ndp_device.common.errors import ConfigError, NdpError, ReplicaError, why_unwritable
+from ndp_device.common.model_shape import ModelShape
+from ndp_device.common.strict_files import open_plain
+from ndp_device.common.widths import REPLICA_WIDTHS, WIDTHS, loss_columns
 from ndp_device.experts.expert import Biases, NestedMatrix, QuantizedExpert, QuantizedMatrix
-from ndp_device.model_shape import ModelShape
 from ndp_device.replicas.mapped import MappedFile
-from ndp_device.strict_files import open_plain
-from ndp_device.widths import REPLICA_WIDTHS, WIDTHS, loss_columns
 
 FORMAT = "ndp-moe-replicas"
 VERSION = 1

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ndp_device.checkpoint.gguf_files import QUANTIZED, TYPES
 from ndp_device.checkpoint.tensor_files import tensor_header
-from ndp_device.errors import ReplicaError
+from ndp_device.common.errors import ReplicaError
 from ndp_device.replicas import _mapping
 
 # safetensors dtype -> (our name, numpy dtype that holds its bytes); numpy has no bfloat16

@@ -10,9 +10,9 @@ import logging
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ReplicaError
+from ndp_device.common.errors import ReplicaError
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.widths import FULL_PRECISION_BITS
 
 FIRST_BITS = 3
 """Before any plan. With nested replicas its components are {2} and {1}: 2 bits need nothing else, 4 bits half of it."""

@@ -24,13 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.errors import ConfigError, ReplicaError
+from ndp_device.common.errors import ConfigError, ReplicaError
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.experts.expert import Expert
 from ndp_device.experts.part import WHOLE, Part
 from ndp_device.kernels.kernel import Kernel
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
-from ndp_device.widths import FULL_PRECISION_BITS
 
 _AHEAD = 1  # prepared but never asked for: forgotten before everything else
 _MASKS = ((3, (4,)), (1, (2, 3, 4)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.timing.dram_controller import Controller, Idle, Lines
 from ndp_device.timing.dram_map import ConcurrentStreams, StreamMap
 from ndp_device.timing.spec import DramSpec

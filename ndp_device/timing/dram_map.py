@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import DramSpec
 from ndp_device.timing.units import ceil_div
 

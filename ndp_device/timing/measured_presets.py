@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.timing.presets import PRESETS, Quantity, Table
 
 FOLDER = Path(__file__).parent / "measured"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing import arrays
 from ndp_device.timing.dram import Stream, Streams, channel_lines
 from ndp_device.timing.energy import CommandEnergy
@@ -22,7 +23,6 @@ from ndp_device.timing.migration import migration
 from ndp_device.timing.spec import ArraySpec, Hardware
 from ndp_device.timing.units import PS_PER_S, ceil_div
 from ndp_device.timing.work import Timing, Work
-from ndp_device.widths import FULL_PRECISION_BITS
 
 _NOTHING = Stream(0, 0, 0)
 _LATEST_NATIVE_PS = 1 << 61

@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-from ndp_device.errors import ConfigError
-from ndp_device.model_config import public_model
-from ndp_device.model_shape import ModelShape, WholeModel
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.model_config import public_model
+from ndp_device.common.model_shape import ModelShape, WholeModel
+from ndp_device.common.widths import FULL_PRECISION_BITS, PLAN_BITS
 from ndp_device.timing.public_models import PUBLIC_MODELS
 from ndp_device.timing.units import ceil_div
 from ndp_device.timing.work import ExpertWork, Work
-from ndp_device.widths import FULL_PRECISION_BITS, PLAN_BITS
 
 SHAPES: Mapping[str, WholeModel] = {name: public_model(name, model.config) for name, model in PUBLIC_MODELS.items()}
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, get_type_hints
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.timing.measured_presets import known_presets
 from ndp_device.timing.presets import DENSITY_REFRESH, PRESETS, Quantity
 from ndp_device.timing.units import FS_PER_PS, PS_PER_S, ceil_div

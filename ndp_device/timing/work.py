@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from ndp_device.errors import ConfigError
-from ndp_device.widths import PLAN_BITS
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.widths import PLAN_BITS
 
 BOUNDS = ("link", "dram", "compute", "queue")
 

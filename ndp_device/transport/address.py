@@ -9,7 +9,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 MAX_IPC_PATH_BYTES = 107  # sun_path of sockaddr_un holds 108 with its closing zero
 INSECURE_LOOPBACK = "insecure-loopback"

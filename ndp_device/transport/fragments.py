@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from ndp_device.errors import RemoteProtocolError
+from ndp_device.common.errors import RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Buffer, Frames
 from ndp_device.protocol.messages import MAJOR, MAX_BODY_BYTES, MAX_HEADER_BYTES, Fragment

@@ -23,7 +23,7 @@ from pathlib import Path
 from zmq.auth import create_certificates, load_certificate
 from zmq.utils import z85
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 ALLOWED = "allowed"
 DEVICE = "device"

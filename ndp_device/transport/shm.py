@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from ndp_device.errors import RemoteProtocolError
+from ndp_device.common.errors import RemoteProtocolError
 from ndp_device.protocol.codec import Buffer, Frames
 from ndp_device.protocol.messages import SlotOffer
 

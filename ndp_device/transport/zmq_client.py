@@ -20,7 +20,7 @@ import zmq
 from numpy.typing import NDArray
 from zmq.utils.monitor import parse_monitor_message
 
-from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
+from ndp_device.common.errors import DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import SlotOffer

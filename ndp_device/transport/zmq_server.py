@@ -26,7 +26,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
-from ndp_device.errors import ConfigError, RemoteProtocolError
+from ndp_device.common.errors import ConfigError, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import SlotOffer

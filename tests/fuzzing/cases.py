@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 
 from fuzzing.files import Kind
-from ndp_device.errors import NdpError
+from ndp_device.common.errors import NdpError
 
 
 class Files:

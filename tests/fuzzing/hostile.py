@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fuzzing.files import Kind, kinds
-from ndp_device.errors import NdpError
+from ndp_device.common.errors import NdpError
 from ndp_device.timing.dram import transfer
 from ndp_device.timing.spec import field_types, load_hardware
 

@@ -24,7 +24,7 @@ from paths import DATA, MODEL, ROOT
 from small_checkpoint import write_small_checkpoint
 
 from fuzzing.mutate import mutated_bytes, with_one_change
-from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
+from ndp_device.common.errors import DeviceUnavailable, RemoteProtocolError
 from ndp_device.handler import Handler
 from ndp_device.kernels import load_kernel
 from ndp_device.protocol import codec
@@ -257,7 +257,7 @@ def _client_seeds() -> list[bytes]:
 
 def _client(cases: Any, device: Any) -> Any:
     from ndp_device.checkpoint.files import model_digest
-    from vllm_ndp.device.client import DeviceClient
+    from vllm_ndp.device_client.client import DeviceClient
 
     client = DeviceClient("in-process", model_digest(MODEL), deadline_ms=20, transport=device.connect)
     client._control_s = 0.01

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from pretend_gpu import address, peek
 from real_gpu import Gpu, gpu_of
 
-from ndp_device.errors import DeviceUnavailable
+from ndp_device.common.errors import DeviceUnavailable
 from ndp_device.timing.shapes import public_shape
 from ndp_device.timing.work import Timing
-from vllm_ndp.device.calls import ExecuteResult
+from vllm_ndp.device_client.calls import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
 from vllm_ndp.integration.cuda.lanes import Arrival
 from vllm_ndp.integration.cuda.low_bit_slots import Fp8Rows, Int4Groups, LowBitSlots

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 if TYPE_CHECKING:  # a program without the plugin imports this file, and must find none of our modules
-    from ndp_device.errors import NdpError
+    from ndp_device.common.errors import NdpError
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "tiny-mixtral"

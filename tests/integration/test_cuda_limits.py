@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration import compat
 from vllm_ndp.integration.cuda import limits

@@ -16,7 +16,7 @@ import torch
 from fp8_rows import encode_fp8_rows
 from pretend_gpu import GPU, PretendGpu, WatchedLane, peek
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.integration.cuda import low_bit_slots
 from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
 from vllm_ndp.integration.cuda.low_bit_slots import (

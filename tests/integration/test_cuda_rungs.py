@@ -15,7 +15,7 @@ import pytest
 import torch
 from pretend_gpu import PretendGpu, peek
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import GPU_RUNGS, NdpSettings
 from vllm_ndp.integration import assembly, compat, startup_table
 from vllm_ndp.integration.assembly import Assembly

@@ -9,7 +9,7 @@ from engines import PROMPTS, engine, greedy
 from paths import MODEL
 
 from ndp_device.calibration.build import build_data_free
-from ndp_device.widths import REPLICA_WIDTHS
+from ndp_device.common.widths import REPLICA_WIDTHS
 
 pytestmark = pytest.mark.vllm
 TOKENS = 16

@@ -15,7 +15,7 @@ import pytest
 from engines import BIN, MODEL, NDP_PROGRAM, REPLICAS, last_json, run_program
 
 from ndp_device.checkpoint.files import model_digest
-from vllm_ndp.device.process import DeviceProcess
+from vllm_ndp.device_client.process import DeviceProcess
 
 DEVICE_PROGRAM = BIN / "ndp-device"
 
@@ -48,7 +48,7 @@ def test_ping_measures_a_round_trip(device: DeviceProcess):
 def test_a_host_that_is_killed_leaves_neither_its_device_nor_the_private_directory():
     """SIGKILL: the host cannot clean up, so its device does."""
     host = (
-        "import os, pathlib, sys; from vllm_ndp.device.process import DeviceProcess; "
+        "import os, pathlib, sys; from vllm_ndp.device_client.process import DeviceProcess; "
         "device = DeviceProcess.spawn(pathlib.Path(sys.argv[1]), None); "
         "print(device.pid, device.directory, flush=True); os.kill(os.getpid(), 9)"
     )

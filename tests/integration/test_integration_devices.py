@@ -18,15 +18,15 @@ import pytest
 from engines import MODEL, PROMPTS, REPLICAS, engine, greedy, token_ids
 from small_checkpoint import write_small_checkpoint
 
-from ndp_device.cache import default_cache_dir
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.opening import open_checkpoint
-from ndp_device.errors import ConfigError, NdpError
+from ndp_device.common.cache import default_cache_dir
+from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.replicas.loss_table import load_losses
 from ndp_device.transport.keys import make_keys
 from vllm_ndp.config import NdpSettings
-from vllm_ndp.device.agreement import Agreement
-from vllm_ndp.device.process import DeviceProcess
+from vllm_ndp.device_client.agreement import Agreement
+from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.integration.compat import hardware_of
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.lab.exact.live import replay_live

@@ -14,7 +14,7 @@ from engines import PROMPTS, engine, greedy, latent_attention, token_ids
 from paths import ROOT
 
 from ndp_device.checkpoint.opening import open_checkpoint
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
 

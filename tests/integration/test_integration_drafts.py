@@ -12,7 +12,7 @@ import pytest
 from engines import MODEL, PROMPTS, engine, greedy, token_ids
 
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.traces.format import DECODE, REJECTED

@@ -15,7 +15,7 @@ from engines import MODEL, PROMPTS, ROOT, engine, greedy, token_ids
 from safetensors.torch import load_file, save_file
 from serve_options import EACH_NOT_OURS, EACH_REFUSED, EACH_WORKS, NOT_OURS, REFUSED, WORKS
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engines import MODEL, PROMPTS, engine, greedy, token_ids
 
-from vllm_ndp.device.process import DeviceProcess
+from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.integration.serving.metrics import NdpStats
 from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable

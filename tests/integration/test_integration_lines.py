@@ -15,10 +15,10 @@ import yaml
 from engines import MODEL, REPLICAS, ROOT, run_program
 
 from ndp_device.timing.spec import load_hardware
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.operating.proposal import propose
 from vllm_ndp.operating.sizing import GB, Demand, MachineSize, Sizing
 from vllm_ndp.operating.sources import source_named
-from vllm_ndp.simulation.costs import Costs
 
 pytestmark = pytest.mark.vllm
 

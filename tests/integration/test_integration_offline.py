@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from engines import MODEL, PROMPTS, device_processes, engine, greedy, token_ids
 
-from ndp_device import sealed
 from ndp_device.checkpoint.files import model_digest
+from ndp_device.common import sealed
 
 pytestmark = pytest.mark.vllm
 

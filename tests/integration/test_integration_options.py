@@ -20,7 +20,7 @@ import pytest
 from engines import MODEL
 from serve_options import NOT_OURS, REFUSED, WORKS
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
 

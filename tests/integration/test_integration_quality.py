@@ -18,7 +18,7 @@ from engines import MODEL, NDP_PROGRAM, ROOT, free_port, last_json, run_program,
 from served_model import serving
 
 from ndp_device.calibration.build import build_data_free
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.replicas.store import ExpertStore
 from vllm_ndp.operating import scoring

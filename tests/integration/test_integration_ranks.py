@@ -25,7 +25,7 @@ from engines import (
 )
 
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.traces.trace import Trace
@@ -225,7 +225,7 @@ TOLD_APART = """
 import sys
 from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.config import VllmConfig, set_current_vllm_config
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.integration.ranks import Ranks
 
 rank, port = int(sys.argv[1]), sys.argv[2]

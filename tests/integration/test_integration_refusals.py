@@ -13,8 +13,8 @@ import pytest
 from engines import MODEL, REPLICAS, ROOT, VLLM_PROGRAM, engine, run_program, sentence
 from fuzzing.packed import make_gguf
 
-from ndp_device import sealed
-from ndp_device.errors import ConfigError, NdpError, ReplicaError
+from ndp_device.common import sealed
+from ndp_device.common.errors import ConfigError, NdpError, ReplicaError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_device_is_left_behind")]
 

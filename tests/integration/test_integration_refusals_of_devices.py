@@ -15,11 +15,11 @@ import zmq
 from engines import BIN, MODEL, PROMPTS, REPLICAS, engine, greedy, run_program, sentence
 
 from ndp_device.calibration.build import build_data_free
-from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable
+from ndp_device.common.errors import ConfigError, DeviceError, DeviceUnavailable
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport import checksum
-from vllm_ndp.device.process import DeviceProcess
+from vllm_ndp.device_client.process import DeviceProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_device_is_left_behind")]
 

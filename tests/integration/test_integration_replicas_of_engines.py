@@ -24,7 +24,7 @@ from engines import (
 )
 from served_model import serving
 
-from vllm_ndp.device.process import DeviceProcess
+from vllm_ndp.device_client.process import DeviceProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ranks]
 

@@ -187,7 +187,7 @@ def test_a_packed_copy_of_the_pool_streams_and_fills_the_same_bits(dtype, tmp_pa
     from engines import MODEL
     from stopped_disk import StoppedDisk
 
-    from ndp_device.errors import ConfigError
+    from ndp_device.common.errors import ConfigError
     from vllm_ndp.integration.experts_pool import ExpertsPool
     from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotWeights
     from vllm_ndp.integration.ranks import WHOLE

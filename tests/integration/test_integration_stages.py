@@ -11,11 +11,11 @@ import pytest
 from engines import IN_PROCESS, MODEL, PROMPTS, REPLICAS, engine, greedy, run_program, token_ids
 
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.replicas.loss_table import load_loss_table
+from vllm_ndp.cost_model.pipeline import PipelineClock
 from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.simulation.pipeline import PipelineClock
 from vllm_ndp.traces.trace import Trace
 
 pytestmark = pytest.mark.vllm

@@ -180,7 +180,7 @@ def test_a_joint_plan_runs_live_and_replays_to_the_picosecond(
 def test_tiers_beside_ranks_that_split_layers_are_refused_before_loading(settings: dict[str, Any], wanted: str) -> None:
     from vllm import EngineArgs
 
-    from ndp_device.errors import ConfigError
+    from ndp_device.common.errors import ConfigError
 
     options = {"tensor_parallel_size": 2, "max_model_len": 128, "additional_config": {"ndp": settings}}
     with pytest.raises(ConfigError, match=wanted):
@@ -188,7 +188,7 @@ def test_tiers_beside_ranks_that_split_layers_are_refused_before_loading(setting
 
 
 def test_slots_of_eight_bits_are_refused_where_the_replicas_have_none() -> None:
-    from ndp_device.errors import ConfigError
+    from ndp_device.common.errors import ConfigError
     from ndp_device.kernels import load_kernel
     from vllm_ndp.integration.quantized_slots import ReplicaFill
 

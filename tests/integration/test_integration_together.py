@@ -10,7 +10,7 @@ from engines import MODEL, PROMPTS, REPLICAS, engine, greedy, token_ids
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.replicas.loss_table import load_losses
-from vllm_ndp.device.process import DeviceProcess
+from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.traces.trace import Trace

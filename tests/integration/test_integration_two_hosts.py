@@ -16,7 +16,7 @@ from engines import MODEL, PROMPTS, REPLICAS
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.replicas.loss_table import load_losses
 from ndp_device.timing.model import DeviceModel
-from vllm_ndp.device.process import DeviceProcess
+from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.lab.exact.clients import alone, together
 from vllm_ndp.lab.exact.engine import StepRun
 from vllm_ndp.lab.exact.live import recorded_rules, replay_live

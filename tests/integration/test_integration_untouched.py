@@ -54,7 +54,7 @@ def test_no_device_is_started_and_no_controller_is_even_imported(installed: dict
     assert installed["devices"] == 0
     assert installed["connector"] is False
     assert "vllm_ndp.integration.controller" not in installed["our_modules"]
-    assert "vllm_ndp.device.client" not in installed["our_modules"]
+    assert "vllm_ndp.device_client.client" not in installed["our_modules"]
 
 
 def test_the_tokens_are_the_same(without: dict[str, Any], installed: dict[str, Any]):

@@ -10,7 +10,7 @@ from engines import PROMPTS, engine, greedy, sentence
 from paths import MODEL
 
 from ndp_device.calibration.build import build_data_free
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
 TOKENS = 8

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from engines import MODEL, PROMPTS, engine, greedy, sentence, token_ids
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
 SETTINGS = {"cold_precision": "full", "hot_experts": 4}

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_ndp.cost_model.prices import MeasuredPrices
 from vllm_ndp.integration import known_prices
 from vllm_ndp.integration.known_prices import find_or_measure
 from vllm_ndp.integration.price_probe import _rising
-from vllm_ndp.simulation.prices import MeasuredPrices
 
 PRICES = MeasuredPrices(
     rows=(1, 4),

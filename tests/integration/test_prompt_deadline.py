@@ -17,8 +17,8 @@ import pytest
 import torch
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
 
-from ndp_device.model_shape import ModelShape
-from vllm_ndp.device.client import DeviceClient, DeviceProcess
+from ndp_device.common.model_shape import ModelShape
+from vllm_ndp.device_client.client import DeviceClient, DeviceProcess
 from vllm_ndp.integration import device_link
 from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink
 from vllm_ndp.layer.split import Pairs

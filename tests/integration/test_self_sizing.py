@@ -10,12 +10,12 @@ import pytest
 from engines import MODEL, REPLICAS
 from test_integration_refusals import configure
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.operating.sizing import KV_BLOCK
 from vllm_ndp.operating.sources import source_named
 from vllm_ndp.operating.speed import simulated
-from vllm_ndp.simulation.costs import Costs
 
 TIME_BUDGET = "simulated_tokens_per_s"
 

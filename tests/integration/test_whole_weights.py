@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from engines import MODEL, PROMPTS, engine, greedy, token_ids
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
 

@@ -8,7 +8,7 @@ import pytest
 from small_checkpoint import write_small_checkpoint
 
 from ndp_device.calibration.build import build_data_free
-from ndp_device.widths import REPLICA_WIDTHS
+from ndp_device.common.widths import REPLICA_WIDTHS
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ndp_device.common.widths import ALL_FLAGS, FLAG_OF_BITS, PLAN_BITS
 from ndp_device.protocol import distinct as module
 from ndp_device.protocol.distinct import DistinctPairs, distinct
-from ndp_device.widths import ALL_FLAGS, FLAG_OF_BITS, PLAN_BITS
 
 EXPERTS, ROWS = 6, 4
 EVERYTHING = np.full(EXPERTS, ALL_FLAGS, np.uint8)

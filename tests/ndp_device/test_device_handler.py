@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_small_checkpoint
 
 from ndp_device.calibration.build import build_data_free
+from ndp_device.common.errors import ConfigError, DeviceError, ReplicaError
+from ndp_device.common.widths import ALL_FLAGS, PLAN_BITS
 from ndp_device.config import DeviceConfig
-from ndp_device.errors import ConfigError, DeviceError, ReplicaError
 from ndp_device.experts.part import Part
 from ndp_device.handler import MAX_SESSIONS, Handler
 from ndp_device.kernels import load_kernel
@@ -28,7 +29,6 @@ from ndp_device.shelves import MAX_PARTS, Shelves
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work
-from ndp_device.widths import ALL_FLAGS, PLAN_BITS
 
 
 @pytest.fixture

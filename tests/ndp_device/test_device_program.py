@@ -22,7 +22,8 @@ import pytest
 from paths import MODEL, ROOT
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.widths import PLAN_BITS
 from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.probe import Probe
 from ndp_device.protocol import codec
@@ -30,7 +31,6 @@ from ndp_device.protocol import messages as msg
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.transport import connect, listen
 from ndp_device.transport.address import Address
-from ndp_device.widths import PLAN_BITS
 
 pytestmark = pytest.mark.slow  # together: each test starts programs
 

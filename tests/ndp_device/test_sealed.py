@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ndp_device.errors import NdpError
+from ndp_device.common.errors import NdpError
 from ndp_device.replicas import format as replicas
 from vllm_ndp.traces import format as traces
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ndp_device.common.widths import PLAN_BITS
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import Hardware, load_hardware
 from ndp_device.timing.work import ExpertWork, Work
-from ndp_device.widths import PLAN_BITS
 
 HARDWARE: dict[str, Hardware] = {
     "ddr5": load_hardware("h100-ndp512"),

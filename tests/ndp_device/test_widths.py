@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ndp_device.widths import ALL_FLAGS, FLAG_OF_BITS, LIMBS, PLAN_BITS, REPLICA_WIDTHS
+from ndp_device.common.widths import ALL_FLAGS, FLAG_OF_BITS, LIMBS, PLAN_BITS, REPLICA_WIDTHS
 
 
 def test_a_plans_flags_are_those_of_the_protocol() -> None:

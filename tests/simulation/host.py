@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import numpy as np
 from small_checkpoint import EXPERTS, LAYERS
 
-from ndp_device.errors import DeviceError, DeviceUnavailable
-from ndp_device.widths import FULL_PRECISION_BITS
+from ndp_device.common.errors import DeviceError, DeviceUnavailable
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from simulation.material import ADDRESS, Call, calls, store
 from simulation.network import Network, Process, SimClock, connecting
 from simulation.world import MS, US, Program, S, World
-from vllm_ndp.device.client import MAX_IN_FLIGHT, DeviceClient, ExecuteHandle
+from vllm_ndp.device_client.client import MAX_IN_FLIGHT, DeviceClient, ExecuteHandle
 
 BACK_WITHIN_NS = 5 * S
 

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
 
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.kernels import load_kernel
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.widths import FULL_PRECISION_BITS
 
 ADDRESS = "simulated"
 _folders: list[tempfile.TemporaryDirectory[str]] = []

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from ndp_device.errors import DeviceUnavailable
+from ndp_device.common.errors import DeviceUnavailable
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import SlotOffer
 from ndp_device.transport import checksum

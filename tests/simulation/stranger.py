@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from small_checkpoint import EXPERTS, LAYERS
 
-from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
+from ndp_device.common.errors import DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from simulation.network import Network, Process, SimTransport

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.timing import measured_presets
 from ndp_device.timing.spec import load_hardware
 

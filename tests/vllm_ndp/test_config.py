@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paths import ROOT
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ndp_device.command_line import command, print_json
-from ndp_device.errors import NdpError
-from ndp_device.widths import DEFAULT_AVG_BITS
+from ndp_device.common.command_line import command, print_json
+from ndp_device.common.errors import NdpError
+from ndp_device.common.widths import DEFAULT_AVG_BITS
 from vllm_ndp.cli.options import AvgBitsOption, CheckpointArgument, OutOption
 
 app = typer.Typer()

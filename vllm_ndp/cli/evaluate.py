@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ndp_device.command_line import command, print_json
-from ndp_device.errors import ConfigError
+from ndp_device.common.command_line import command, print_json
+from ndp_device.common.errors import ConfigError
 
 app = typer.Typer()
 SERVER = "http://127.0.0.1:8000"

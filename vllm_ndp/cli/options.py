@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ndp_device.command_line import HardwareOption, SetOption, assignments
-from ndp_device.errors import ConfigError
-from ndp_device.outputs import A_NEW_FOLDER
-from ndp_device.widths import DEFAULT_AVG_BITS
+from ndp_device.common.command_line import HardwareOption, SetOption, assignments
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.outputs import A_NEW_FOLDER
+from ndp_device.common.widths import DEFAULT_AVG_BITS
 
 TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="Directory of the trace.")]
 CheckpointArgument = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory.")]

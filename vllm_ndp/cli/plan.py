@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ndp_device.command_line import SetOption, command, print_json
+from ndp_device.common.command_line import SetOption, command, print_json
 from vllm_ndp.cli.options import JsonOption, hardware_values
 
 if TYPE_CHECKING:
@@ -57,11 +57,11 @@ def plan(
     """
     from ndp_device.timing.spec import load_hardware
     from vllm_ndp.cli.terminal import waiting
+    from vllm_ndp.cost_model.costs import Costs
     from vllm_ndp.operating.proposal import propose
     from vllm_ndp.operating.sizing import Demand, MachineSize, Sizing, parse_bytes
     from vllm_ndp.operating.sources import source_named
     from vllm_ndp.operating.speed import measure
-    from vllm_ndp.simulation.costs import Costs
 
     machine = MachineSize(
         host_bytes=_this_machine() if asked.host_memory is None else parse_bytes(asked.host_memory, "--host-memory"),
@@ -78,7 +78,7 @@ def plan(
 
 
 def _this_machine() -> int:
-    from ndp_device.machine_memory import usable_bytes
+    from ndp_device.common.machine_memory import usable_bytes
 
     return usable_bytes()
 

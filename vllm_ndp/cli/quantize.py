@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ndp_device.command_line import command, print_json
-from ndp_device.errors import ConfigError
-from ndp_device.outputs import REPLICAS
+from ndp_device.common.command_line import command, print_json
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.outputs import REPLICAS
 from vllm_ndp.cli.options import integers
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def quantize(
     To 1, 2, 3 and 4 bits, and measures what each width loses; with text also how much that matters in each layer.
     """
     from ndp_device.calibration.build import build_calibrated, build_data_free
-    from ndp_device.widths import WIDTHS
+    from ndp_device.common.widths import WIDTHS
     from vllm_ndp.operating.hub import checkpoint_dir
 
     started = time.monotonic()
@@ -152,8 +152,8 @@ def tune(
 def _print_summary(manifest: Manifest, out: Path, started: float) -> None:
     import numpy as np
 
+    from ndp_device.common.widths import REPLICA_WIDTHS
     from ndp_device.replicas.loss_table import load_loss_table
-    from ndp_device.widths import REPLICA_WIDTHS
 
     _, relative = load_loss_table(out)
     print_json(

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ndp_device.command_line import command, print_json
-from ndp_device.outputs import REPLICAS
+from ndp_device.common.command_line import command, print_json
+from ndp_device.common.outputs import REPLICAS
 
 app = typer.Typer()
 RepoArgument = Annotated[str, typer.Argument(metavar="REPO", help="ORGANISATION/NAME on the hub.")]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ndp_device.command_line import command, print_json
-from ndp_device.errors import DeviceUnavailable
+from ndp_device.common.command_line import command, print_json
+from ndp_device.common.errors import DeviceUnavailable
 from vllm_ndp.cli.options import JsonOption
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ndp_device.command_line import command, print_json
+from ndp_device.common.command_line import command, print_json
 from vllm_ndp.cli.options import OutOption, TraceArgument
 
 if TYPE_CHECKING:

@@ -18,18 +18,20 @@ import msgspec
 import torch
 import vllm
 
-from ndp_device.cache import default_cache_dir
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.errors import ConfigError
+from ndp_device.common.cache import default_cache_dir
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.model_config import whole_model
+from ndp_device.common.model_shape import WholeModel
+from ndp_device.common.widths import FULL_PRECISION_BITS, REPLICA_WIDTHS
 from ndp_device.kernels.kernel import EngineKernel
-from ndp_device.model_config import whole_model
-from ndp_device.model_shape import WholeModel
 from ndp_device.protocol.messages import Served
 from ndp_device.transport import shm
 from ndp_device.transport.crossing import Crossing
-from ndp_device.widths import FULL_PRECISION_BITS, REPLICA_WIDTHS
 from vllm_ndp import __version__
-from vllm_ndp.device.agreement import Agreement, PlannedReplicas
+from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.prices import MeasuredPrices
+from vllm_ndp.device_client.agreement import Agreement, PlannedReplicas
 from vllm_ndp.integration import compat, drafts, host_replicas, known_prices
 from vllm_ndp.integration.batch import RequestTracker
 from vllm_ndp.integration.checkpoint_dir import model_dir
@@ -63,15 +65,13 @@ from vllm_ndp.integration.slot_pairs import HotViews
 from vllm_ndp.integration.step import RunningStep
 from vllm_ndp.integration.streamed_experts import StreamedExperts
 from vllm_ndp.integration.streaming import Streamer, make_streamer
+from vllm_ndp.layer.devices import DeviceRules, Devices
+from vllm_ndp.layer.joint_rule import LIVE_WIDTHS
 from vllm_ndp.layer.run import Run
 from vllm_ndp.layer.setup import Planning, Setup
 from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.owners import Owners
-from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.devices import DeviceRules, Devices
-from vllm_ndp.simulation.joint_rule import LIVE_WIDTHS
-from vllm_ndp.simulation.prices import MeasuredPrices
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

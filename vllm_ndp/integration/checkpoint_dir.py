@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -23,12 +23,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.request import RequestStatus
 
+from vllm_ndp.cost_model.pipeline import PipelineClock
 from vllm_ndp.integration.controller import current_controller
 from vllm_ndp.integration.report import RequestReport, StepReport, of_all_stages
 from vllm_ndp.integration.serving import spans
 from vllm_ndp.integration.serving.metrics import NdpMetrics, NdpStats
 from vllm_ndp.integration.step_log import LateReport
-from vllm_ndp.simulation.pipeline import PipelineClock
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ndp_device.errors import ConfigError, NdpError
+from ndp_device.common.errors import ConfigError, NdpError
 from vllm_ndp.integration import compat, startup_table
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.batch import RowLocator, TrackedRequest

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink
-from vllm_ndp.simulation.devices import Devices
+from vllm_ndp.layer.devices import Devices
 
 
 @dataclass

@@ -16,20 +16,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ndp_device.errors import DeviceError, DeviceUnavailable, ReplicaError
-from ndp_device.model_shape import ModelShape
+from ndp_device.common.errors import DeviceError, DeviceUnavailable, ReplicaError
+from ndp_device.common.model_shape import ModelShape
+from ndp_device.common.widths import FLAG_OF_BITS, FULL_PRECISION_BITS
 from ndp_device.transport.crossing import Crossed, Order
-from ndp_device.widths import FLAG_OF_BITS, FULL_PRECISION_BITS
-from vllm_ndp.device.calls import ExecuteResult, Executes
-from vllm_ndp.device.client import DeviceClient
-from vllm_ndp.device.several import DeviceSet
+from vllm_ndp.device_client.calls import ExecuteResult, Executes
+from vllm_ndp.device_client.client import DeviceClient
+from vllm_ndp.device_client.several import DeviceSet
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.host_replicas import LocalReplicas
 from vllm_ndp.integration.rows import Gather, add_sums
 from vllm_ndp.integration.step import Step
+from vllm_ndp.layer.devices import Devices, slowest
 from vllm_ndp.layer.split import Pairs
-from vllm_ndp.simulation.devices import Devices, slowest
 
 _LEAST_MACS_PER_S = 2.5e9
 """Least speed of a device that computes prompt rows: a fourteenth of one core's with AVX-512 (docs/log/timing.md)."""
@@ -275,7 +275,7 @@ class DeviceLink:
         return taken
 
     def take_fallbacks(self) -> dict[str, int]:
-        """Pairs that no answer came for since the last time, by cause (ndp_device.errors.UNAVAILABLE)."""
+        """Pairs that no answer came for since the last time, by cause (ndp_device.common.errors.UNAVAILABLE)."""
         taken = dict(self._fallbacks)
         self._fallbacks.clear()
         return taken

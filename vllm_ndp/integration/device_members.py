@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from ndp_device import transport
-from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable, ProtocolError
+from ndp_device.common.errors import ConfigError, DeviceError, DeviceUnavailable, ProtocolError
 from ndp_device.experts.part import WHOLE, Part
 from ndp_device.probe import Probe
 from ndp_device.protocol import messages as msg
 from vllm_ndp.config import NdpSettings
-from vllm_ndp.device.agreement import Agreement
-from vllm_ndp.device.client import DeviceClient, DeviceProcess
+from vllm_ndp.device_client.agreement import Agreement
+from vllm_ndp.device_client.client import DeviceClient, DeviceProcess
 from vllm_ndp.integration import compat
 
 _LOOK_EVERY_S = 0.02

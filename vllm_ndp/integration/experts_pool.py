@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ndp_device.activation import Activation
+from ndp_device.common.activation import Activation
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from vllm_ndp.integration.ranks import WHOLE, Share
 

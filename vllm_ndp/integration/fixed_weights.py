@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 
 class FixedWeights:

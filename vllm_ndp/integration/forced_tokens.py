@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch

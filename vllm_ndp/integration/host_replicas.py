@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError, ReplicaError
+from ndp_device.common.errors import ConfigError, ReplicaError
+from ndp_device.common.widths import BYTE_BITS, WIDTHS
 from ndp_device.kernels.kernel import Kernel
 from ndp_device.replicas import loss_table
 from ndp_device.replicas.format import ReplicaFiles, read_manifest
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.widths import BYTE_BITS, WIDTHS
 from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.integration.compat import say
 from vllm_ndp.planning.bitwidths import LossTable
@@ -27,8 +27,8 @@ def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path |
     Where the setting names none, it is the one in the cache. If that is empty, data-free replicas are built there for
     an embedded device. A running device has its own, which replicas made here could only differ from: None.
     """
-    from ndp_device.cache import default_cache_dir
     from ndp_device.calibration.build import build_data_free
+    from ndp_device.common.cache import default_cache_dir
 
     if settings.replicas is not None:
         return Path(settings.replicas)

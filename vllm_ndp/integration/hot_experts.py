@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ndp_device.widths import FULL_PRECISION_BITS
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.integration.cuda.low_bit_slots import LowBitSlots, form_of_vllm
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotWeights

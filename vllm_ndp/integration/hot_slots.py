@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from vllm.platforms import current_platform
 
-from ndp_device.activation import NAMED, SILU, Activation
-from ndp_device.errors import ConfigError
+from ndp_device.common.activation import NAMED, SILU, Activation
+from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import Biases, FullExpert
 from ndp_device.kernels.kernel import Kernel
 from vllm_ndp.integration import huge_pages

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ndp_device import strict_json
-from ndp_device.cache import prices_file
-from ndp_device.errors import ConfigError
+from ndp_device.common import strict_json
+from ndp_device.common.cache import prices_file
+from ndp_device.common.errors import ConfigError
 from ndp_device.kernels import _native
 from vllm_ndp.integration.compat import say
 

@@ -25,10 +25,10 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from ndp_device.calibration.data_free import quantize_nested
 from ndp_device.calibration.rounded import round_to_bytes
+from ndp_device.common.widths import BYTE_BITS
 from ndp_device.experts.expert import QuantizedMatrix
 from ndp_device.kernels.kernel import EngineKernel
 from ndp_device.kernels.reference import dequantize
-from ndp_device.widths import BYTE_BITS
 from vllm_ndp.integration.whole_weights import WholeLinearMethod
 
 GROUP_SIZE = 128

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.integration import compat, huge_pages
 from vllm_ndp.integration.assembly import current_assembly
 from vllm_ndp.integration.execution import execute

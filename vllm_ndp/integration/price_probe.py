@@ -23,14 +23,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable
+from ndp_device.common.errors import ConfigError, DeviceError, DeviceUnavailable
+from ndp_device.common.widths import FLAG_OF_BITS, FULL_PRECISION_BITS, WIDTHS
 from ndp_device.kernels.kernel import Kernel
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.widths import FLAG_OF_BITS, FULL_PRECISION_BITS, WIDTHS
-from vllm_ndp.device.client import DeviceClient
+from vllm_ndp.cost_model.prices import MeasuredPrices
+from vllm_ndp.device_client.client import DeviceClient
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.layer.split import Pairs
-from vllm_ndp.simulation.prices import MeasuredPrices
 
 ROWS = (1, 4, 16)
 _REPEATS, _SECONDS = 7, 0.03

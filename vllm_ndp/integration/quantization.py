@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.integration.whole_weights import WholeLinearMethod
 
 STORED_BESIDE: Mapping[str, tuple[str, ...]] = {

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 T = TypeVar("T")
 

@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import TraceError
+from ndp_device.common.errors import TraceError
+from vllm_ndp.cost_model.gpu_timing import StepTime
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.batch import BatchRows, Span, slot_mapping
 from vllm_ndp.integration.compat import say
@@ -26,7 +27,6 @@ from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import Step
 from vllm_ndp.layer.setup import Scheduling
 from vllm_ndp.planning.plan import Placement, Plan
-from vllm_ndp.simulation.gpu_timing import StepTime
 from vllm_ndp.traces.format import (
     CACHED,
     CHANGED,

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ndp_device.cache import default_cache_dir
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.errors import ConfigError, NdpError
+from ndp_device.common.cache import default_cache_dir
+from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.replicas.loss_table import load_losses
 from vllm_ndp import __version__
 from vllm_ndp.config import NdpSettings
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.integration import compat
 from vllm_ndp.integration.checkpoint_dir import model_dir
 from vllm_ndp.integration.known_prices import find_or_measure
@@ -30,7 +31,6 @@ from vllm_ndp.operating.memory import memory_found
 from vllm_ndp.operating.own_size import OwnSize, own_size
 from vllm_ndp.operating.sizing import Demand, MachineSize, Sizing
 from vllm_ndp.operating.sources import source_named
-from vllm_ndp.simulation.costs import Costs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ndp_device.common.widths import FULL_PRECISION_BITS, LIMB_BITS, LIMBS
 from ndp_device.replicas.loss_table import load_layer_weights
-from ndp_device.widths import FULL_PRECISION_BITS, LIMB_BITS, LIMBS
 from vllm_ndp.config import GPU_RUNGS, NdpSettings
 from vllm_ndp.integration import drafts
 from vllm_ndp.integration.assembly import LoadedWorker

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ndp_device.model_shape import ModelShape
-from vllm_ndp.device.calls import ExecuteResult
+from ndp_device.common.model_shape import ModelShape
+from vllm_ndp.cost_model.gpu_timing import StepTime
+from vllm_ndp.device_client.calls import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, RowLocator, Span, TrackedRequest
 from vllm_ndp.integration.cuda.lanes import Arrival
 from vllm_ndp.integration.report import PAIR_KINDS, DeviceWork, StepReport, energy_shares
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.layer.run import Run
 from vllm_ndp.layer.split import COUNTED, Split
-from vllm_ndp.simulation.gpu_timing import StepTime
 
 _REPORTED = {
     "hot": ("hot",),

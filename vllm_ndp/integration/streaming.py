@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
-from ndp_device import durable
-from ndp_device.errors import ConfigError
+from ndp_device.common import durable
+from ndp_device.common.errors import ConfigError
 from ndp_device.replicas._mapping import Watch
 from vllm_ndp.integration.cuda.lanes import Mark
 from vllm_ndp.integration.experts_pool import ExpertsPool

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 _SHOWN = 4
 """Names in a message."""

@@ -10,7 +10,7 @@ import torch
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 
-from ndp_device.errors import NdpError
+from ndp_device.common.errors import NdpError
 from vllm_ndp.integration.assembly import Assembly, LoadedWorker
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.controller import NdpController

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import TraceError
+from ndp_device.common.errors import TraceError
 from vllm_ndp.lab.compare import popularity, split_requests
 from vllm_ndp.lab.differences import bootstrap_means
 from vllm_ndp.planning.bitwidths import LossTable, select_bitwidths

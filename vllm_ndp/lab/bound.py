@@ -28,13 +28,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
+from ndp_device.common.widths import FULL_PRECISION_BITS, WIDTHS
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import shared_ps
 from vllm_ndp.lab.vectorised.outcome import Outcome, Summary, layer_factor, step_times
+from vllm_ndp.layer.joint_menu import OF_ONE_BIT, losses_by_width
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.joint_menu import OF_ONE_BIT, losses_by_width
 
 DEVICE_BITS = (FULL_PRECISION_BITS, *reversed(WIDTHS))
 _MOST_TRIED = 300

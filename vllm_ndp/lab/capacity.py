@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from ndp_device.widths import WIDTHS
+from ndp_device.common.widths import WIDTHS
+from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.memory import DoesNotFit, Footprint
 from vllm_ndp.lab.systems.system import ReplayOptions, System, TooFewPlaces
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.outcome import Summary
 from vllm_ndp.planning.plan import Budget
-from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.memory import DoesNotFit, Footprint
 
 
 class Planned(NamedTuple):

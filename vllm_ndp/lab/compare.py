@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError, TraceError
+from ndp_device.common.errors import ConfigError, TraceError
+from ndp_device.common.widths import DEFAULT_AVG_BITS
 from ndp_device.timing.spec import load_hardware
-from ndp_device.widths import DEFAULT_AVG_BITS
+from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.bound import Bound, Cells, regretted
 from vllm_ndp.lab.capacity import Planned, fitted, with_memory
 from vllm_ndp.lab.differences import Difference, paired
@@ -31,7 +32,6 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import POLICIES, PolicySettings, policies_with
 from vllm_ndp.planning.stats import RoutingStats
-from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.format import PREFILL, REJECTED
 from vllm_ndp.traces.trace import Trace
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import TraceError
+from ndp_device.common.errors import TraceError
 
 DRAWS = 1000
 MARGIN = 0.05

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ndp_device.errors import NdpError
+from ndp_device.common.errors import NdpError
 from ndp_device.timing.shapes import public_shape
 from vllm_ndp.lab.compare import CompareSettings, Replays, Workload
 from vllm_ndp.lab.vectorised.outcome import Summary

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError, TraceError
+from ndp_device.common.errors import ConfigError, TraceError
 from vllm_ndp.lab import _stacks
 from vllm_ndp.traces.trace import Trace
 

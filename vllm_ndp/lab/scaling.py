@@ -15,20 +15,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.model_shape import WholeModel
+from ndp_device.common.widths import PLAN_BITS
 from ndp_device.experts.part import Part
-from ndp_device.model_shape import WholeModel
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import Hardware
 from ndp_device.timing.units import PS_PER_S
 from ndp_device.timing.work import Work
-from ndp_device.widths import PLAN_BITS
+from vllm_ndp.cost_model.costs import Costs, model_named
+from vllm_ndp.cost_model.memory import CAPACITY_OF, Footprint, Memory, slots_bytes
 from vllm_ndp.lab.exact.clients import together
 from vllm_ndp.lab.exact.engine import Asks, ReplayedCommand
-from vllm_ndp.simulation.balance import Balancer, LayerLoad
-from vllm_ndp.simulation.costs import Costs, model_named
-from vllm_ndp.simulation.devices import DeviceRules, Devices, HeldExperts, of_part, slowest, work_of
-from vllm_ndp.simulation.memory import CAPACITY_OF, Footprint, Memory, slots_bytes
+from vllm_ndp.layer.balance import Balancer, LayerLoad
+from vllm_ndp.layer.devices import DeviceRules, Devices, HeldExperts, of_part, slowest, work_of
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
 MODELS = ("mixtral-8x7b", "qwen3-235b-a22b", "deepseek-v3", "gpt-oss-120b")

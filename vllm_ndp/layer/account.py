@@ -5,8 +5,8 @@ Knows a split and the simulated clock. Does not know who ran the pairs, nor requ
 
 from __future__ import annotations
 
+from vllm_ndp.cost_model.gpu_timing import LayerTime, StepClock
 from vllm_ndp.layer.split import Split, Splitter
-from vllm_ndp.simulation.gpu_timing import LayerTime, StepClock
 
 
 def end_layer(clock: StepClock, splitter: Splitter, split: Split, device_ps: int | None) -> LayerTime:

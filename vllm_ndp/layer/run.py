@@ -19,7 +19,14 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.gpu_timing import LayerTime, StepClock, StepTime
 from vllm_ndp.layer import account
+from vllm_ndp.layer.balance import Balancer
+from vllm_ndp.layer.beside_decode import copies_beside_decode
+from vllm_ndp.layer.devices import Alive, Devices, DevicesBalancer
+from vllm_ndp.layer.joint_rule import JointRule
+from vllm_ndp.layer.prefill_split import PrefillSplit
 from vllm_ndp.layer.setup import Setup
 from vllm_ndp.layer.split import Split, SplitRules, Splitter
 from vllm_ndp.layer.tiers import Tiers
@@ -27,13 +34,6 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import BitwidthPlan, Plan
 from vllm_ndp.planning.replanner import PlanChange, PlannerRules, Replanner
 from vllm_ndp.planning.stats import RoutingStats
-from vllm_ndp.simulation.balance import Balancer
-from vllm_ndp.simulation.beside_decode import copies_beside_decode
-from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.devices import Alive, Devices, DevicesBalancer
-from vllm_ndp.simulation.gpu_timing import LayerTime, StepClock, StepTime
-from vllm_ndp.simulation.joint_rule import JointRule
-from vllm_ndp.simulation.prefill_split import PrefillSplit
 
 
 class Planned(Protocol):

@@ -10,17 +10,17 @@ from typing import Any
 
 import msgspec
 
-from ndp_device.model_shape import WholeModel
+from ndp_device.common.model_shape import WholeModel
+from ndp_device.common.widths import BYTE_BITS
 from ndp_device.timing.spec import Hardware, load_hardware
-from ndp_device.widths import BYTE_BITS
+from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.prices import MeasuredPrices
+from vllm_ndp.layer.devices import DeviceRules, Devices
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.follower import FollowRules
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import policy_with
 from vllm_ndp.planning.replanner import PlannerRules
-from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.devices import DeviceRules, Devices
-from vllm_ndp.simulation.prices import MeasuredPrices
 
 
 class Planning(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ class Planning(msgspec.Struct, frozen=True, kw_only=True):
     hot_experts: int
     avg_bits: float
     warm_experts: int = 0
-    """Per layer, computed by the host's CPU in full precision (simulation/host_cpu.py)."""
+    """Per layer, computed by the host's CPU in full precision (cost_model/host_cpu.py)."""
     max_loss: float | None = None
     bits_for: str = "request"
     """As PlannerRules.bits_for."""
@@ -86,11 +86,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     planning: Planning | None = None
     """None: the rules are named elsewhere, for a trace that no plugin has recorded."""
     spill_bits: int = 0
-    """Bits of hot experts that run on the device (simulation/balance.py); 0 = none does, as in the paper."""
+    """Bits of hot experts that run on the device (layer/balance.py); 0 = none does, as in the paper."""
     device_hosts: int = 1
     """Hosts that share the device, as this one is told."""
     splits_prefill: bool = False
-    """Whether the device computes cold experts of prompts (simulation/prefill_split.py); else all are streamed."""
+    """Whether the device computes cold experts of prompts (layer/prefill_split.py); else all are streamed."""
     scheduling: Scheduling | None = None
     """None where nothing was recorded of it."""
     num_gpus: int = 1
@@ -117,9 +117,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     slot_bits: int = 16
     """Bits of hot experts in GPU memory."""
     joint_tiers: str = ""
-    """Tiers among which a joint plan chooses (simulation/joint_rule.py), with + between; empty: plans are fixed."""
+    """Tiers among which a joint plan chooses (layer/joint_rule.py), with + between; empty: plans are fixed."""
     prices: dict[str, Any] | None = None
-    """Measured prices that plans are made by, as simulation/prices.py records them; None: simulated prices."""
+    """Measured prices that plans are made by, as cost_model/prices.py records them; None: simulated prices."""
 
     @cached_property
     def hardware(self) -> Hardware:

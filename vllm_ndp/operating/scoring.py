@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ndp_device.errors import ConfigError, DeviceUnavailable
+from ndp_device.common.errors import ConfigError, DeviceUnavailable
 
 FORCED = "ndp_forced_tokens"
 PROCESSOR = "vllm_ndp.integration.forced_tokens:ForcedTokens"

@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ndp_device.errors import ConfigError
-from ndp_device.model_shape import WholeModel
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.model_shape import WholeModel
+from ndp_device.common.widths import WIDTHS, default_group_size
 from ndp_device.timing.shapes import expert_bytes
 from ndp_device.timing.units import ceil_div
-from ndp_device.widths import WIDTHS, default_group_size
-from vllm_ndp.simulation.memory import STAGED_EXPERTS
+from vllm_ndp.cost_model.memory import STAGED_EXPERTS
 
 GB = 1_000_000_000
 ENGINE_BYTES = 484_000_000

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.model_shape import WholeModel
+from ndp_device.common.widths import WIDTHS, default_group_size
 from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix
 from ndp_device.kernels.native import NativeKernel
-from ndp_device.model_shape import WholeModel
 from ndp_device.timing.units import PS_PER_S
-from ndp_device.widths import WIDTHS, default_group_size
-from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.cost_model.costs import Costs
 
 _LAYERS_DRAWN = 4096
 """Steps of one layer that are averaged over: the mean of a step is then within 1 % of a replay."""

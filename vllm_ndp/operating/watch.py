@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from ndp_device.errors import ConfigError, DeviceUnavailable, NdpError
+from ndp_device.common.errors import ConfigError, DeviceUnavailable, NdpError
 from ndp_device.transport import is_address
 
 PLACES = ("hot", "spilled", "warm", "cold", "fallback", "prefill", "prefill_device", "prefill_fallback")

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
-from ndp_device.widths import BYTE_BITS, FULL_PRECISION_BITS, WIDTHS
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement
 from vllm_ndp.planning.same_everywhere import power

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.planning.stats import frozen_array
 
 NO_COPY = -1

@@ -23,7 +23,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.same_everywhere import exp

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.planning.stats import RoutingStats, frozen_array
 
 PAPER_ALPHA = 0.5

@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.planning.joint_problem import Choice, JointPlan, JointProblem, at
 
 MOST_TRIED = 1 << 16

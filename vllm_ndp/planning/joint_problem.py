@@ -26,7 +26,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.planning import _joint
 from vllm_ndp.planning.same_everywhere import weighted
 from vllm_ndp.planning.stats import frozen_array

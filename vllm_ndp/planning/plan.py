@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
-from ndp_device.widths import BYTE_BITS, FLAG_OF_BITS, FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.widths import BYTE_BITS, FLAG_OF_BITS, FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
 from vllm_ndp.planning.stats import frozen_array
 
 _ALLOWED_BITS = (0, *PLAN_BITS)
@@ -202,7 +202,7 @@ class BitwidthPlan:
         return np.where(self._is_nested[:, :, None], WIDTHS[0] + wider, self.bits[:, :, None]).astype(np.uint8)
 
     def width_mask(self) -> NDArray[np.uint8]:
-        """[L, E]: the flags of the widths at which pairs of an expert may run (ndp_device/widths.py)."""
+        """[L, E]: the flags of the widths at which pairs of an expert may run (ndp_device/common/widths.py)."""
         mask: NDArray[np.uint8] = _FLAG_OF_BITS[self.bits]
         if self.from_weight is None:
             return mask

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ndp_device.errors import ConfigError
-from ndp_device.model_shape import MAX_EXPERTS_IN_ALL
-from ndp_device.strict_arrays import read_array
-from ndp_device.strict_files import Refused
-from ndp_device.widths import BYTE_BITS
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.model_shape import MAX_EXPERTS_IN_ALL
+from ndp_device.common.strict_arrays import read_array
+from ndp_device.common.strict_files import Refused
+from ndp_device.common.widths import BYTE_BITS
 from vllm_ndp.planning.bitwidths import (
     GAINS,
     LOSSES,

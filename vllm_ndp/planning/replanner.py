@@ -18,8 +18,8 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
-from ndp_device.widths import FULL_PRECISION_BITS
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.planning.bitwidths import LossTable, full_precision
 from vllm_ndp.planning.follower import Follower, FollowRules, exchanged
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, ImportanceScore, has_common_bits, scores_for_bits
@@ -42,7 +42,7 @@ class Assigned:
 
 
 class JointPlanner(Protocol):
-    """Plans tiers and widths at once (simulation/joint_rule.py). It remembers the plan before."""
+    """Plans tiers and widths at once (layer/joint_rule.py). It remembers the plan before."""
 
     def plan(
         self, importance: NDArray[np.float64], num_requests: int, placement: Placement, bits: BitwidthPlan

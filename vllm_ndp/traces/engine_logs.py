@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device import strict_json
-from ndp_device.errors import TraceError
-from ndp_device.strict_files import read_lines
+from ndp_device.common import strict_json
+from ndp_device.common.errors import TraceError
+from ndp_device.common.strict_files import read_lines
 from vllm_ndp.traces.rows import MOST_ROWS, Logged, Rows, lacks_its_beginning, requests_of
 
 _WARM_UP = 16

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import TraceError
-from ndp_device.outputs import require_own_folder
+from ndp_device.common.errors import TraceError
+from ndp_device.common.outputs import require_own_folder
 from vllm_ndp.traces.trace import Trace
 
 _LEAST = 1e-9

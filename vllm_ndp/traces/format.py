@@ -25,10 +25,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ndp_device import durable, sealed, strict_json
-from ndp_device.errors import TraceError
-from ndp_device.model_shape import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_LAYERS
-from ndp_device.strict_files import Refused, open_plain
+from ndp_device.common import durable, sealed, strict_json
+from ndp_device.common.errors import TraceError
+from ndp_device.common.model_shape import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_LAYERS
+from ndp_device.common.strict_files import Refused, open_plain
 from vllm_ndp.layer.setup import Setup
 
 FORMAT = "vllm-ndp-trace"

@@ -32,10 +32,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from ndp_device import strict_json
-from ndp_device.errors import TraceError
-from ndp_device.strict_arrays import decode_array, read_arrays
-from ndp_device.strict_files import read_lines
+from ndp_device.common import strict_json
+from ndp_device.common.errors import TraceError
+from ndp_device.common.strict_arrays import decode_array, read_arrays
+from ndp_device.common.strict_files import read_lines
 from vllm_ndp.traces.blanks import without_blanks
 from vllm_ndp.traces.engine_logs import read_routelog
 from vllm_ndp.traces.format import Provenance, open_parquet

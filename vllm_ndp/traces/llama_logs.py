@@ -29,8 +29,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import TraceError
-from ndp_device.strict_files import read_lines
+from ndp_device.common.errors import TraceError
+from ndp_device.common.strict_files import read_lines
 from vllm_ndp.traces.rows import MOST_ROWS, Logged
 
 _IDS = re.compile(r"(?:e|id|expert)_?\d+")

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device import strict_json
 from ndp_device.checkpoint.tensor_files import safetensors_header
-from ndp_device.errors import TraceError
-from ndp_device.strict_files import read_lines
+from ndp_device.common import strict_json
+from ndp_device.common.errors import TraceError
+from ndp_device.common.strict_files import read_lines
 from vllm_ndp.traces.rows import MOST_BYTES, MOST_ROWS, MOST_VALUES, Logged, Rows, chosen, requests_of, softmax
 
 _CHOICES = ("top_indices", "logits")

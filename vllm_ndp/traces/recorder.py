@@ -18,9 +18,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
-from ndp_device import durable
-from ndp_device.errors import TraceError, why_unwritable
-from ndp_device.outputs import require_own_folder
+from ndp_device.common import durable
+from ndp_device.common.errors import TraceError, why_unwritable
+from ndp_device.common.outputs import require_own_folder
 from vllm_ndp.traces.format import (
     ALL_REQUESTS,
     PRIVATE_DIRECTORY,

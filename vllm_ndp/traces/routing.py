@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from ndp_device import strict_json
-from ndp_device.errors import ConfigError
+from ndp_device.common import strict_json
+from ndp_device.common.errors import ConfigError
 from ndp_device.timing.shapes import SHAPES, public_shape
 from vllm_ndp.traces.synthetic import SyntheticSettings
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import TraceError
+from ndp_device.common.errors import TraceError
 
 MOST_ROWS = 1 << 26
 MOST_BYTES, MOST_VALUES = 64 << 20, 5 << 20

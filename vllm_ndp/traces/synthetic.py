@@ -18,7 +18,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.timing.shapes import public_shape
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.rows import MOST_ROWS

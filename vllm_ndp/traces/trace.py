@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ndp_device import durable
-from ndp_device.errors import TraceError
-from ndp_device.outputs import require_own_folder
+from ndp_device.common import durable
+from ndp_device.common.errors import TraceError
+from ndp_device.common.outputs import require_own_folder
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.traces.format import (
     DECODE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ndp_device.activation import GELU_TANH, GPT_OSS, SILU, Activation
+from ndp_device.common.activation import GELU_TANH, GPT_OSS, SILU, Activation
 from ndp_device.kernels import reference
 
 torch = pytest.importorskip("torch")

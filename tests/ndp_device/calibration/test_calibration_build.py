@@ -23,7 +23,7 @@ from ndp_device.calibration.hessian import second_moment
 from ndp_device.calibration.loss_table import expert_losses
 from ndp_device.calibration.text import CalibrationText, file_digest
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import QuantizedExpert, to_float32
 from ndp_device.experts.packing import unpack
 from ndp_device.kernels.reference import ReferenceKernel, dequantize

@@ -20,7 +20,7 @@ from small_checkpoint import write_small_checkpoint
 from ndp_device.calibration import build, data_free
 from ndp_device.calibration.data_free import Fitted, fit_in_numpy, fit_natively
 from ndp_device.calibration.loss_table import expert_losses
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
 from ndp_device.experts.packing import unpack
 from ndp_device.kernels.reference import dequantize

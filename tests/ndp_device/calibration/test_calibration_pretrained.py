@@ -12,7 +12,7 @@ from paths import ROOT
 
 from ndp_device.calibration.build import build_calibrated
 from ndp_device.calibration.pretrained import load_config, load_tokenizer
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 
 MODEL = ROOT / "models" / "tiny-mixtral"
 OWN_CODE = {

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from ndp_device.calibration import rounded
 from ndp_device.calibration.build import build_data_free
 from ndp_device.calibration.rounded import round_to_bytes
-from ndp_device.errors import ConfigError, ReplicaError
+from ndp_device.common.errors import ConfigError, ReplicaError
+from ndp_device.common.widths import REPLICA_WIDTHS, WIDTHS
 from ndp_device.kernels import load_kernel
 from ndp_device.kernels.reference import dequantize
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles, read_manifest
 from ndp_device.replicas.loss_table import load_loss_table
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.widths import REPLICA_WIDTHS, WIDTHS
 
 
 @given(

@@ -16,7 +16,7 @@ from ndp_device.calibration.build import build_data_free, build_tuned
 from ndp_device.calibration.loss_table import expert_losses
 from ndp_device.calibration.streamed import load_without_experts
 from ndp_device.calibration.text import CalibrationText
-from ndp_device.errors import ConfigError, ReplicaError
+from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.experts.expert import QuantizedMatrix
 from ndp_device.kernels.reference import dequantize
 from ndp_device.replicas.checkpoint import CheckpointExperts

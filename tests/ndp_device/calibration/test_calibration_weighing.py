@@ -15,9 +15,9 @@ from paths import MODEL
 from ndp_device.calibration import calibrated, streamed, tuned, weighing
 from ndp_device.calibration.build import build_calibrated, build_data_free, build_tuned, weigh
 from ndp_device.calibration.text import CalibrationText
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles, write_manifest
-from ndp_device.widths import FULL_PRECISION_BITS
 
 pytestmark = [pytest.mark.slow, pytest.mark.calibration]
 CPU = torch.device("cpu")

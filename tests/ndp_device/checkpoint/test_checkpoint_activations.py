@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ndp_device.activation import GELU_TANH, GPT_OSS, SILU, Activation
 from ndp_device.checkpoint.activations import activation_of
-from ndp_device.errors import ConfigError
+from ndp_device.common.activation import GELU_TANH, GPT_OSS, SILU, Activation
+from ndp_device.common.errors import ConfigError
 
 AT_10, AT_7 = Activation(limit=10.0), Activation(limit=7.0)
 

@@ -24,7 +24,7 @@ from ndp_device.checkpoint.headers import TensorInfo  # noqa: E402
 from ndp_device.checkpoint.names import DTYPES  # noqa: E402
 from ndp_device.checkpoint.quantized import unpacked  # noqa: E402
 from ndp_device.checkpoint.values import Packed  # noqa: E402
-from ndp_device.errors import ConfigError, ReplicaError  # noqa: E402
+from ndp_device.common.errors import ConfigError, ReplicaError  # noqa: E402
 from ndp_device.experts.expert import to_float32  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402

@@ -9,14 +9,14 @@ import pytest
 from numpy.typing import NDArray
 from paths import MODEL, ROOT
 
-from ndp_device.activation import GPT_OSS
 from ndp_device.calibration.rounded import round_to_bytes
-from ndp_device.errors import ConfigError
+from ndp_device.common.activation import GPT_OSS
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.widths import PLAN_BITS
 from ndp_device.experts.expert import Biases, Expert, FullExpert, QuantizedExpert, to_float32
 from ndp_device.experts.part import WHOLE, Part
 from ndp_device.kernels import load_kernel
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.widths import PLAN_BITS
 
 REPLICAS = ROOT / "models" / "tiny-mixtral-replicas"
 STORE = ExpertStore(MODEL, REPLICAS, kernel=load_kernel("reference"))

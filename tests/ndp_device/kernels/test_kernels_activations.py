@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ndp_device.activation import GELU_TANH, GPT_OSS, NAMED, SILU, Activation, activation_named
-from ndp_device.errors import ConfigError
+from ndp_device.common.activation import GELU_TANH, GPT_OSS, NAMED, SILU, Activation, activation_named
+from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import FullExpert
 from ndp_device.kernels import _native
 from ndp_device.kernels.kernel import Kernel

@@ -22,8 +22,9 @@ from drawn_experts import (
 )
 from numpy.typing import NDArray
 
-from ndp_device.activation import GPT_OSS, SILU
-from ndp_device.errors import ConfigError, ReplicaError
+from ndp_device.common.activation import GPT_OSS, SILU
+from ndp_device.common.errors import ConfigError, ReplicaError
+from ndp_device.common.widths import LIMBS, REPLICA_WIDTHS
 from ndp_device.experts.expert import (
     Expert,
     FullExpert,
@@ -33,7 +34,6 @@ from ndp_device.experts.expert import (
 from ndp_device.kernels import _native
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.kernels.reference import ReferenceKernel
-from ndp_device.widths import LIMBS, REPLICA_WIDTHS
 
 ISAS = _native.supported_isas()
 

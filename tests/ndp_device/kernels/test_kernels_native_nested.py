@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from drawn_experts import SHAPES, full_expert, random_biases, random_expert, random_pairs
 
-from ndp_device.activation import GPT_OSS
+from ndp_device.common.activation import GPT_OSS
+from ndp_device.common.widths import LIMBS
 from ndp_device.experts.expert import NestedMatrix, QuantizedExpert, QuantizedMatrix
 from ndp_device.kernels import _native
 from ndp_device.kernels.native import NativeKernel
-from ndp_device.widths import LIMBS
 
 ISAS = _native.supported_isas()
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import DATA
 
-from ndp_device.errors import LocalProtocolError, RemoteProtocolError
+from ndp_device.common.errors import LocalProtocolError, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.timing.work import Timing, execute_bytes

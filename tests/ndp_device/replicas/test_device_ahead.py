@@ -16,15 +16,15 @@ from small_checkpoint import EXPERTS, LAYERS, write_small_checkpoint
 
 from ndp_device import idle_cores, server
 from ndp_device.calibration.build import build_data_free
+from ndp_device.common.errors import ConfigError, ReplicaError
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.config import DeviceConfig
-from ndp_device.errors import ConfigError, ReplicaError
 from ndp_device.experts.expert import Expert
 from ndp_device.handler import Handler
 from ndp_device.idle_cores import IdleCores, Look, look_at_cores
 from ndp_device.replicas.prefetch_order import PrefetchOrder
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.spec import load_hardware
-from ndp_device.widths import FULL_PRECISION_BITS
 
 EVERYWHERE = np.ones((LAYERS, EXPERTS), np.bool_)
 HERE = {bits: 1 << flag for flag, bits in enumerate((1, 2, 3, 4, 16))}  # a plan's flags

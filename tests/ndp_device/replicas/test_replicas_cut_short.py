@@ -19,14 +19,14 @@ from small_checkpoint import HIDDEN, write_small_checkpoint
 from stopped_disk import StoppedDisk
 
 from ndp_device.calibration.build import build_data_free
-from ndp_device.errors import DeviceError, ReplicaError
+from ndp_device.common.errors import DeviceError, ReplicaError
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.handler import Handler
 from ndp_device.kernels import load_kernel
 from ndp_device.replicas.format import ReplicaFiles, check_layer_file, read_manifest
 from ndp_device.replicas.mapped import MappedFile
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.spec import load_hardware
-from ndp_device.widths import FULL_PRECISION_BITS
 
 PAGE = os.sysconf("SC_PAGESIZE")
 WIDE = 128  # experts of several pages
@@ -200,7 +200,7 @@ def test_faulthandler_and_ours_never_call_each_other_for_ever(
     program = textwrap.dedent(f"""
         import faulthandler, mmap, os, threading
         from pathlib import Path
-        from ndp_device.errors import ReplicaError
+        from ndp_device.common.errors import ReplicaError
         from ndp_device.replicas.mapped import MappedFile
         first, second = Path({str(model / "model.safetensors")!r}), Path({str(tmp_path / "second")!r})
         {ORDERS[order]}

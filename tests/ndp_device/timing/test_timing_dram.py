@@ -9,7 +9,7 @@ from dram_by_cycle import ByCycle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.timing.dram import Streams, Transfer, channel_lines, idle_ps, stream, transfer
 from ndp_device.timing.dram_controller import Controller, Idle
 from ndp_device.timing.dram_map import ConcurrentStreams, StreamMap

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.timing.arrays import matrix_time, swiglu_ps, weight_passes
 from ndp_device.timing.dram import channel_lines, stream
 from ndp_device.timing.link import bulk_ps, hop_in, hop_out, wire_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.timing.presets import PRESETS
 from ndp_device.timing.spec import field_types, load_hardware
 

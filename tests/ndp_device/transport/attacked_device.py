@@ -22,7 +22,7 @@ from small_checkpoint import EXPERTS, HIDDEN, LAYERS
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport import checksum
-from vllm_ndp.device.client import DeviceClient
+from vllm_ndp.device_client.client import DeviceClient
 
 PROGRAM = [sys.executable, "-P", "-m", "ndp_device"]
 PATIENCE_S = 60.0

@@ -26,8 +26,8 @@ from raw_zmtp import GREETING, READY, WITHOUT_HANDSHAKE, connected, greeted, mes
 from server_by_hand import LOOPBACK, HandServer, answer, ask, host_of, serving
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS
 
+from ndp_device.common.errors import ConfigError, DeviceUnavailable
 from ndp_device.config import DeviceConfig
-from ndp_device.errors import ConfigError, DeviceUnavailable
 from ndp_device.handler import Handler
 from ndp_device.probe import Probe
 from ndp_device.protocol import codec
@@ -36,7 +36,7 @@ from ndp_device.server import Server
 from ndp_device.transport import bounds, checksum, shm, zmq_server
 from ndp_device.transport.keys import make_keys
 from ndp_device.transport.zmq_client import ZmqTransport
-from vllm_ndp.device.client import DeviceClient
+from vllm_ndp.device_client.client import DeviceClient
 
 
 def test_a_refusal_that_would_be_too_long_to_send_does_not_end_the_device(device: Device) -> None:

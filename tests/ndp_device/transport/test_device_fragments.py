@@ -16,7 +16,7 @@ import zmq
 from paths import ROOT
 from server_by_hand import HandServer, answer, ask, host_of
 
-from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
+from ndp_device.common.errors import DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport import checksum, fragments, zmq_server

@@ -17,7 +17,7 @@ import pytest
 from server_by_hand import HandServer, host_of
 from zmq.auth import load_certificate
 
-from ndp_device.errors import ConfigError, DeviceUnavailable, NdpError
+from ndp_device.common.errors import ConfigError, DeviceUnavailable, NdpError
 from ndp_device.probe import Probe
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg

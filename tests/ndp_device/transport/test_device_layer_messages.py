@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from ndp_device.errors import RemoteProtocolError
+from ndp_device.common.errors import RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.timing.work import Timing

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from ndp_device.errors import RemoteProtocolError
+from ndp_device.common.errors import RemoteProtocolError
 from ndp_device.protocol.messages import SlotOffer
 from ndp_device.transport import checksum, shm
 from ndp_device.transport.shm import NUM_RING_SLOTS, Put, ShmChannel

@@ -17,12 +17,12 @@ import pytest
 from server_by_hand import PATIENCE_S, HandServer, host_of, serving
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
 
-from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
+from ndp_device.common.errors import DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol.messages import VERSION, Ping
 from ndp_device.transport import shm
 from ndp_device.transport.zmq_client import ZmqTransport
-from vllm_ndp.device.client import DeviceClient
+from vllm_ndp.device_client.client import DeviceClient
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ndp_device.decoder_layers import DecoderLayer, GroupedQuery
-from ndp_device.model_shape import WholeModel
+from ndp_device.common.decoder_layers import DecoderLayer, GroupedQuery
+from ndp_device.common.model_shape import WholeModel
 from ndp_device.timing.spec import load_hardware
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.outcome import Outcome
@@ -18,7 +19,6 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
-from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.trace import Sequence, from_sequences
 

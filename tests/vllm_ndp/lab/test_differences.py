@@ -7,7 +7,7 @@ import pytest
 from paths import DATA
 from scipy import stats
 
-from ndp_device.errors import TraceError
+from ndp_device.common.errors import TraceError
 from vllm_ndp.lab.compare import CompareSettings, beside_fastest, compare
 from vllm_ndp.lab.differences import ks, paired, unpaired
 from vllm_ndp.lab.locality import by_request, locality

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import DATA
 
-from ndp_device.errors import ConfigError, TraceError
+from ndp_device.common.errors import ConfigError, TraceError
 from vllm_ndp.lab.locality import RULES, locality
 from vllm_ndp.lab.report.locality import page
 from vllm_ndp.lab.routing_fit import fit_routing

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from paths import DATA
 
-from ndp_device.errors import TraceError
+from ndp_device.common.errors import TraceError
 from vllm_ndp.lab.analysis import Interval, analyse, calibration_sensitivity
 from vllm_ndp.lab.compare import CompareSettings
 from vllm_ndp.lab.report import write_report, write_timeline

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from paths import DATA
 
+from vllm_ndp.cost_model.costs import model_named
+from vllm_ndp.cost_model.memory import CAPACITY_OF, DoesNotFit
 from vllm_ndp.lab.compare import CompareSettings, compare
 from vllm_ndp.lab.systems import SYSTEMS
-from vllm_ndp.simulation.costs import model_named
-from vllm_ndp.simulation.memory import CAPACITY_OF, DoesNotFit
 from vllm_ndp.traces.trace import Trace
 
 TRACE = Trace.load(DATA / "tiny-mixtral-trace")

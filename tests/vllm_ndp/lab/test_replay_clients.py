@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from paths import DATA
 
-from ndp_device.errors import TraceError
+from ndp_device.common.errors import TraceError
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work

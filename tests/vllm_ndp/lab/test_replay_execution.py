@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from paths import DATA
 
-from ndp_device.errors import ConfigError, TraceError
+from ndp_device.common.errors import ConfigError, TraceError
+from ndp_device.common.widths import PLAN_BITS
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work, execute_bytes
-from ndp_device.widths import PLAN_BITS
+from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.compare import popularity
 from vllm_ndp.lab.exact.recorded import RecordedRun
 from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions
@@ -24,7 +25,6 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.planning.replanner import PlannerRules
-from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 

@@ -8,7 +8,7 @@ import pytest
 from bokeh.models import Rect
 from paths import DATA
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.lab.compare import CompareSettings, Replays, Workload
 from vllm_ndp.lab.frontier import CARDS, LIMITS, _as_released, frontier, frontier_of_shapes

@@ -8,10 +8,10 @@ import pytest
 
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
+from vllm_ndp.cost_model.costs import model_named
 from vllm_ndp.lab.exact.clients import alone
 from vllm_ndp.lab.report.scaling import render
 from vllm_ndp.lab.scaling import PARTS, Pool, Scale, ScalingPoint, Setup, _Host, curve, pool, room_for_hot, stops_paying
-from vllm_ndp.simulation.costs import model_named
 
 HARDWARE = load_hardware("h100-ndp512")
 SCALE = Scale("mixtral-8x7b", Setup(HARDWARE), 16)

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from paths import DATA, ROOT
 
-from ndp_device.errors import ConfigError, NdpError, TraceError
+from ndp_device.common.errors import ConfigError, NdpError, TraceError
+from vllm_ndp.cost_model.gpu_timing import LayerTime, StepTime
 from vllm_ndp.lab.exact.engine import StepRun
 from vllm_ndp.lab.serving.arrivals import drawn, of_steps, recorded
 from vllm_ndp.lab.serving.host import ServedRequest, ServedStep
 from vllm_ndp.lab.serving.latency import CAUSES, Tokens, percentiles, tokens_of
 from vllm_ndp.lab.serving.run import ServingSettings, repeated, serve
 from vllm_ndp.lab.serving.scheduler import Request, ScheduledSpan, Scheduler, SchedulerRules
-from vllm_ndp.simulation.gpu_timing import LayerTime, StepTime
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
 BUNDLED = Trace.load(DATA / "tiny-mixtral-trace")

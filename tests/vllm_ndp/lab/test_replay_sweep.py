@@ -14,7 +14,7 @@ import pytest
 from paths import DATA
 from stopped_disk import StoppedDisk
 
-from ndp_device.errors import ConfigError, NdpError
+from ndp_device.common.errors import ConfigError, NdpError
 from vllm_ndp.lab.compare import CompareSettings, compare
 from vllm_ndp.lab.sweep.grid import Axes, Grid
 from vllm_ndp.lab.sweep.jobs import parse_jobs, run_each

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from paths import DATA
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
+from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.compare import CompareSettings, compare, popularity, split_requests
 from vllm_ndp.lab.systems import OPTIONS, SYSTEMS, ReplayOptions, TooFewPlaces
 from vllm_ndp.lab.systems.context_aware import few_moves, gate_loss, plan_groups
@@ -24,7 +25,6 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.placement import BATCH_RULES
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
-from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.lab.locality import locality
 from vllm_ndp.lab.reproduce import reproduce_locality
 from vllm_ndp.lab.reproduce.locality import GPT_OSS, QWEN3, QWEN38

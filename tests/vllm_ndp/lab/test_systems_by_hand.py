@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from by_hand import HARDWARE, US, C, F, chosen, machine, run, trace
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.lab.systems.ktransformers import most_used
 from vllm_ndp.lab.systems.quantized import widest_that_fits

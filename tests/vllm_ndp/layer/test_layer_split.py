@@ -13,17 +13,17 @@ from split_yardstick import Found, Layer, split
 
 from ndp_device.timing.shapes import public_shape
 from ndp_device.timing.spec import load_hardware
+from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.gpu_timing import GpuModel, StepClock
+from vllm_ndp.cost_model.prices import SimulatedPrices
 from vllm_ndp.layer import _split, account, tiers
+from vllm_ndp.layer.balance import Balancer
+from vllm_ndp.layer.devices import DeviceRules, Devices, DevicesBalancer
+from vllm_ndp.layer.prefill_split import PrefillSplit
 from vllm_ndp.layer.split import COUNTED, Pairs, Split, SplitRules, Splitter
 from vllm_ndp.layer.tiers import DEVICE, ELSEWHERE, STREAM, WARM, Tiers
 from vllm_ndp.planning.owners import Owners
 from vllm_ndp.planning.plan import BitwidthPlan
-from vllm_ndp.simulation.balance import Balancer
-from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.devices import DeviceRules, Devices, DevicesBalancer
-from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
-from vllm_ndp.simulation.prefill_split import PrefillSplit
-from vllm_ndp.simulation.prices import SimulatedPrices
 
 HARDWARE = load_hardware("h100-ndp512")
 LAYERS, ENTRIES = 2, 512

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.operating.own_size import OwnSize, own_size
 from vllm_ndp.operating.sizing import GB, Demand, MachineSize, Sizing, human

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from ndp_device.timing.public_models import PUBLIC_MODELS
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.config import NdpSettings
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.compare import CompareSettings, compare
 from vllm_ndp.operating.proposal import propose
 from vllm_ndp.operating.sizing import GB, KV_BLOCK, Demand, MachineSize, Sizing, human, parse_bytes
 from vllm_ndp.operating.sources import CheckpointSource, source_named
 from vllm_ndp.operating.speed import Measured, simulated
-from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
 TINY = ROOT / "models" / "tiny-mixtral"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from ndp_device.errors import ConfigError, DeviceUnavailable
+from ndp_device.common.errors import ConfigError, DeviceUnavailable
 from vllm_ndp.integration.report import PAIR_KINDS
 from vllm_ndp.operating.watch import PLACES, Device, Sample, WatchedServer, rates, read_metrics, watched
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.planning.copies import NO_COPY, Copies, add_device, assign_copies, rebalance, route
 
 SMALL = settings(max_examples=60)

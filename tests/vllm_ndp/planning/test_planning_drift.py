@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.planning.drift import DriftRules, DriftWatch
 from vllm_ndp.planning.importance import ImportanceScore, importance, repeats
 from vllm_ndp.planning.placement import top_experts

@@ -16,7 +16,7 @@ from joint_reference import searched as searched_slowly
 from joint_reference import times_of as slow_times
 from joint_reference import tried as tried_slowly
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.planning import joint
 from vllm_ndp.planning._joint import Problem
 from vllm_ndp.planning.joint import least_loss, least_time

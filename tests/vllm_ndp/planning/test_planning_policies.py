@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from paths import MODEL
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.lab.compare import Workload
 from vllm_ndp.planning.bitwidths import BY_BITS_READ, LossTable

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndp_device.errors import ConfigError
-from ndp_device.widths import WIDTHS
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.widths import WIDTHS
 from vllm_ndp.planning.bitwidths import (
     GAINS,
     LossTable,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.planning.importance import ImportanceScore, importance, scores_for_bits
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan, keep_streamed, union_of_widths
 from vllm_ndp.planning.stats import RoutingStats

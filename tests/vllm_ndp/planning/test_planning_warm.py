@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.planning.bitwidths import LossTable, uniform_bitwidths
 from vllm_ndp.planning.importance import ImportanceScore

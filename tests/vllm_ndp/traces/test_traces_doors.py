@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ndp_device.errors import TraceError
+from ndp_device.common.errors import TraceError
 from vllm_ndp.lab.locality import locality
 from vllm_ndp.traces.importers import ImportSettings, import_trace, sequence_of, trace_of
 from vllm_ndp.traces.trace import Trace

@@ -12,7 +12,7 @@ import random
 import numpy as np
 import pytest
 
-from ndp_device.errors import TraceError
+from ndp_device.common.errors import TraceError
 from vllm_ndp.traces.importers import ImportSettings, import_trace
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from paths import DATA
 
-from ndp_device.errors import ConfigError, TraceError
+from ndp_device.common.errors import ConfigError, TraceError
 from vllm_ndp.traces.exporters import _ordinal, export_trace
 from vllm_ndp.traces.importers import ImportSettings, import_trace, sequence_of, trace_of
 from vllm_ndp.traces.trace import Trace

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from ndp_device.errors import TraceError
+from ndp_device.common.errors import TraceError
 from vllm_ndp.traces.importers import ImportSettings, import_trace
 from vllm_ndp.traces.trace import Trace
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ndp_device.errors import NdpError, TraceError
+from ndp_device.common.errors import NdpError, TraceError
 from vllm_ndp.traces.importers import ImportSettings, import_trace
 from vllm_ndp.traces.rows import softmax
 

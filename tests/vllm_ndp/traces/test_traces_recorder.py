@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 from stopped_disk import StoppedDisk
 
-from ndp_device import sealed
-from ndp_device.errors import ConfigError, TraceError
+from ndp_device.common import sealed
+from ndp_device.common.errors import ConfigError, TraceError
 from vllm_ndp.lab.report.figures import clocks
 from vllm_ndp.lab.serving.arrivals import of_steps
 from vllm_ndp.traces.format import CHANGED, DECODE, DOWN, JOINED, PREFILL, UNTIMED, Provenance, read_manifest

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ndp_device.errors import ConfigError, TraceError
+from ndp_device.common.errors import ConfigError, TraceError
 from vllm_ndp.planning.importance import importance
 from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.traces.importers import ImportSettings, import_trace

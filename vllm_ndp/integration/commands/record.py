@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ndp_device.checkpoint.opening import open_checkpoint
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import DEFAULT_HARDWARE, NdpSettings
 from vllm_ndp.integration.commands.refusals import refusals_of_vllm
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ndp_device.errors import ConfigError, NdpError
+from ndp_device.common.errors import ConfigError, NdpError
 
 _MOST_CHARACTERS = 400
 

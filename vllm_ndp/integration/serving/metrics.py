@@ -15,7 +15,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from ndp_device.errors import UNAVAILABLE
+from ndp_device.common.errors import UNAVAILABLE
 from vllm_ndp.integration.report import DEVICE_PARTS, DEVICE_STAGES, PAIR_KINDS, PHASES, StepReport
 
 _FINE = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ndp_device.command_line import command, print_json
-from ndp_device.errors import ConfigError
-from ndp_device.outputs import CSV
+from ndp_device.common.command_line import command, print_json
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.outputs import CSV
 from vllm_ndp.cli.options import ArrivalOptions, HardwareOptions, ServerOptions, policy_options
 from vllm_ndp.lab.cli.recorded import BUNDLED, losses_chosen, losses_of_run
 

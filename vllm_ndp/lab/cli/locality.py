@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ndp_device.command_line import command, print_json
-from ndp_device.errors import ConfigError
-from ndp_device.outputs import HTML, JSON
+from ndp_device.common.command_line import command, print_json
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.outputs import HTML, JSON
 from vllm_ndp.cli.options import TraceArgument, integers
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ndp_device.command_line import command, print_json
-from ndp_device.errors import ConfigError
-from ndp_device.outputs import CSV, HTML, JSON, NPY, Output
-from ndp_device.widths import DEFAULT_AVG_BITS
+from ndp_device.common.command_line import command, print_json
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.outputs import CSV, HTML, JSON, NPY, Output
+from ndp_device.common.widths import DEFAULT_AVG_BITS
 from vllm_ndp.cli.options import (
     AvgBitsOption,
     BatchOption,
@@ -399,7 +399,7 @@ def losses_chosen(trace: Trace, replicas: Path | None, options: list[str] | None
 
 def losses(trace: Trace, replicas: Path | None, *, nominal: bool = False, kind: str = "relative") -> LossTable:
     """Load losses, relative or absolute: of the given replicas, else of those the run used, else of the cache."""
-    from ndp_device.cache import default_cache_dir
+    from ndp_device.common.cache import default_cache_dir
     from ndp_device.replicas.loss_table import load_losses
     from vllm_ndp.planning.bitwidths import LossTable
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ndp_device.command_line import HardwareOption, SetOption, command, print_json
-from ndp_device.outputs import HTML
+from ndp_device.common.command_line import HardwareOption, SetOption, command, print_json
+from ndp_device.common.outputs import HTML
 from vllm_ndp.cli.options import hardware_values, integers, names
 
 if TYPE_CHECKING:

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
+from ndp_device.common.widths import WIDTHS
 from ndp_device.timing.spec import load_hardware
-from ndp_device.widths import WIDTHS
 from vllm_ndp.cli.terminal import print_table
+from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.analysis import Analysis, Sensitivity
 from vllm_ndp.lab.compare import CompareSettings, Comparison, beside_fastest
 from vllm_ndp.lab.reproduce import Reproduction
 from vllm_ndp.lab.serving.latency import CAUSES, Percentile
 from vllm_ndp.lab.sweep.run import SweepResult
 from vllm_ndp.lab.systems import SYSTEMS
-from vllm_ndp.simulation.costs import Costs, model_named
 
 EXPENDABLE = (
     "MoE ms/layer",

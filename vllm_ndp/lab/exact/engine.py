@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import TraceError
-from ndp_device.model_shape import WholeModel
+from ndp_device.common.errors import TraceError
+from ndp_device.common.model_shape import WholeModel
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.work import Timing, Work
+from vllm_ndp.cost_model.gpu_timing import StepClock, StepTime
 from vllm_ndp.layer import account
+from vllm_ndp.layer.devices import Alive, HeldExperts, slowest, work_of
 from vllm_ndp.layer.run import Run
 from vllm_ndp.layer.setup import Setup
 from vllm_ndp.layer.split import Split, SplitRules, Splitter
@@ -31,8 +33,6 @@ from vllm_ndp.planning.owners import Owners
 from vllm_ndp.planning.plan import BitwidthPlan, Plan
 from vllm_ndp.planning.replanner import PlannerRules, Replanner
 from vllm_ndp.planning.stats import RoutingStats
-from vllm_ndp.simulation.devices import Alive, HeldExperts, slowest, work_of
-from vllm_ndp.simulation.gpu_timing import StepClock, StepTime
 from vllm_ndp.traces.format import REJECTED
 from vllm_ndp.traces.trace import Trace
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import TraceError
+from ndp_device.common.errors import TraceError
+from vllm_ndp.cost_model.memory import Footprint, beside_device_memory
 from vllm_ndp.lab.exact.engine import Engine
 from vllm_ndp.lab.exact.recorded import RecordedRun
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.replanner import PlannerRules
-from vllm_ndp.simulation.memory import Footprint, beside_device_memory
 from vllm_ndp.traces.format import ALL_REQUESTS, CACHED, UNTIMED
 from vllm_ndp.traces.trace import Trace
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.spec import load_hardware
-from ndp_device.widths import FULL_PRECISION_BITS
+from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.layer.setup import Setup
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.replanner import PlannerRules
-from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.trace import Trace
 

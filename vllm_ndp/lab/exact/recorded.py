@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import TraceError
+from ndp_device.common.errors import TraceError
 from ndp_device.timing.model import DeviceModel
 from vllm_ndp.lab.exact.clients import alone
 from vllm_ndp.lab.exact.engine import Asks, Engine, StepRun

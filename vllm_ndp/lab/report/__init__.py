@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from ndp_device.timing.spec import load_hardware
+from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.analysis import analyse
 from vllm_ndp.lab.compare import CompareSettings, Workload, compare
 from vllm_ndp.lab.exact.live import recorded_rules
@@ -22,7 +23,6 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.planning.replanner import PlannerRules
-from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.trace import Trace
 
 SWEEP_BITS = (1.5, 2.0, 3.0)

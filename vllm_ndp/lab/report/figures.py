@@ -14,6 +14,7 @@ from bokeh.palettes import interp_palette
 from bokeh.plotting import figure
 from numpy.typing import NDArray
 
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.analysis import Analysis, Interval
 from vllm_ndp.lab.compare import Comparison
 from vllm_ndp.lab.frontier import DEVICE, Cell
@@ -24,7 +25,6 @@ from vllm_ndp.planning.bitwidths import LossTable, select_bitwidths
 from vllm_ndp.planning.importance import importance
 from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.plan import Budget
-from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.traces.trace import Trace
 
 Plot = Any

@@ -13,6 +13,7 @@ from typing import Any
 from bokeh.embed import components
 from bokeh.resources import Resources
 
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.analysis import Analysis
 from vllm_ndp.lab.compare import CompareSettings, Comparison
 from vllm_ndp.lab.frontier import DEVICE, Cell
@@ -20,7 +21,6 @@ from vllm_ndp.lab.report import figures
 from vllm_ndp.lab.systems import SYSTEMS
 from vllm_ndp.lab.vectorised.outcome import Summary
 from vllm_ndp.planning.plan import Budget
-from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.traces.trace import Trace
 
 _STYLE = """

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.spec import load_hardware
-from ndp_device.widths import FULL_PRECISION_BITS
+from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.reproduce.row import Reproduction, Row
 from vllm_ndp.lab.systems.monde import moved_share
-from vllm_ndp.simulation.costs import Costs, model_named
 
 ENCODER, DECODER = 7.5, 3.7
 EXPERTS = 128

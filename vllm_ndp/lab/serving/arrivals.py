@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError, TraceError
+from ndp_device.common.errors import ConfigError, TraceError
 from vllm_ndp.traces.format import CACHED
 from vllm_ndp.traces.trace import Trace
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import TraceError
+from ndp_device.common.errors import TraceError
 from vllm_ndp.lab.exact.engine import Asks, Engine, StepRun
 from vllm_ndp.lab.serving.scheduler import Request, ScheduledSpan, Scheduler, SchedulerRules
 from vllm_ndp.layer.setup import Setup

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError, TraceError
+from ndp_device.common.errors import ConfigError, TraceError
+from ndp_device.common.widths import DEFAULT_AVG_BITS
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
-from ndp_device.widths import DEFAULT_AVG_BITS
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
+from vllm_ndp.cost_model.costs import Costs, model_named
+from vllm_ndp.cost_model.memory import CAPACITY_OF, Footprint, beside_device_memory
 from vllm_ndp.lab.exact.clients import alone, together
 from vllm_ndp.lab.exact.live import recorded_rules
 from vllm_ndp.lab.exact.modelled import modelled_host, with_layers
@@ -29,8 +31,6 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import policy_with
 from vllm_ndp.planning.replanner import PlannerRules
-from vllm_ndp.simulation.costs import Costs, model_named
-from vllm_ndp.simulation.memory import CAPACITY_OF, Footprint, beside_device_memory
 from vllm_ndp.traces.trace import Trace, from_sequences
 
 EXECUTIONS = ("balanced", "paper")

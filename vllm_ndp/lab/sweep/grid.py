@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ndp_device.errors import ConfigError, NdpError
+from ndp_device.common.errors import ConfigError, NdpError
+from vllm_ndp.cost_model.costs import model_named
 from vllm_ndp.lab.compare import CompareSettings, Comparison, Replayed, Replays, Workload, side_by_side
 from vllm_ndp.lab.sweep.digests import array_digest, plain, program_digest, trace_digest
 from vllm_ndp.lab.systems import OPTIONS
 from vllm_ndp.lab.vectorised.outcome import Summary
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.simulation.costs import model_named
 from vllm_ndp.traces.trace import Trace
 
 GB = 10**9

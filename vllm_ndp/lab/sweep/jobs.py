@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from ndp_device.errors import ConfigError, NdpError
+from ndp_device.common.errors import ConfigError, NdpError
 
 R = TypeVar("R")
 Work = Callable[[int], R]

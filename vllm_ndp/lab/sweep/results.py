@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ndp_device import durable
-from ndp_device.errors import ConfigError
+from ndp_device.common import durable
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.lab.compare import Replayed
 from vllm_ndp.lab.sweep.grid import Result
 from vllm_ndp.lab.vectorised.outcome import Summary

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterable
 from importlib.metadata import entry_points
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.lab.systems.adaptive import ADAPTIVE
 from vllm_ndp.lab.systems.balanced import BALANCED
 from vllm_ndp.lab.systems.context_aware import CONTEXT_AWARE

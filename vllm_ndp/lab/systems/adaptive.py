@@ -11,13 +11,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab._lanes import follow
 from vllm_ndp.lab.systems.context_aware import finish, memory, plan_groups
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import run_pairs
 from vllm_ndp.lab.vectorised.outcome import Outcome, layer_factor
-from vllm_ndp.simulation.costs import Costs
 
 MEMORY_TOKENS = {"decayed": 128.0, "lfu": 1e12, "lru": 2.0}
 """Counts fade with this time constant: never (least frequently used leaves), at once (least recently), or between."""

@@ -1,6 +1,6 @@
 """Ours: the paper's placement, but a hot expert's rows may run on the device when that shortens the layer.
 
-The rule is Balancer's (simulation/balance.py), here over a whole trace at once; the plugin's default. The copies exist
+The rule is Balancer's (layer/balance.py), here over a whole trace at once; the plugin's default. The copies exist
 already: the device keeps replicas of every expert. Costs precision, which `loss` shows; the hot set, the bits of cold
 experts and migration stay the policy's.
 """
@@ -10,15 +10,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.widths import WIDTHS
+from ndp_device.common.widths import WIDTHS
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab import _lanes
 from vllm_ndp.lab.systems.context_aware import finish, memory, plan_groups
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import run_pairs, shared_ps
 from vllm_ndp.lab.vectorised.outcome import Outcome
-from vllm_ndp.simulation.costs import Costs
 
 
 def offload(batches: Batches, widths: NDArray[np.uint8], costs: Costs, bits: int) -> NDArray[np.uint8]:

@@ -11,21 +11,21 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.widths import REPLICA_WIDTHS, WIDTHS
+from ndp_device.common.widths import REPLICA_WIDTHS, WIDTHS
+from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.memory import beside_device_memory
 from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import SKIPPED, run_pairs, run_prompts
 from vllm_ndp.lab.vectorised.outcome import Outcome, layer_factor
+from vllm_ndp.layer.joint_menu import OF_ONE_BIT, losses_by_width
+from vllm_ndp.layer.prefill_split import PrefillSplit
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, has_common_bits, scores_for_bits
 from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.plan import Placement
-from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.joint_menu import OF_ONE_BIT, losses_by_width
-from vllm_ndp.simulation.memory import beside_device_memory
-from vllm_ndp.simulation.prefill_split import PrefillSplit
 
 PREFILLS = ("streamed", "split")
-"""The option `prefill`: as published, or as the plugin does where it can (simulation/prefill_split.py)."""
+"""The option `prefill`: as published, or as the plugin does where it can (layer/prefill_split.py)."""
 LOSS_OF_SKIPPING = 1 / (1 - 2 / np.pi)
 """Loss of an expert that is not computed at all, in units of its loss at 1 bit, if only that is known. The best one-bit
 quantizer of a normal variable leaves 1 - 2 / pi of its energy (Max 1960); skipping leaves all of it."""

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
-from ndp_device.widths import FULL_PRECISION_BITS
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.widths import FULL_PRECISION_BITS
+from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.host_cpu import HostCpu
 from vllm_ndp.lab.systems.context_aware import gate_loss
 from vllm_ndp.lab.systems.cxl_tiers import COLD, HOT, WARM, Moves, TierCosts, retiered
 from vllm_ndp.lab.systems.prompts import each_ps, on_gpu_ps, prompts_ps
@@ -28,8 +30,6 @@ from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import copied_in_order, without_device
 from vllm_ndp.lab.vectorised.loads import Loads, add_up, distinct_cells, sums_after, sums_before
 from vllm_ndp.lab.vectorised.outcome import PS_PER_S, Outcome, Traffic
-from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.host_cpu import HostCpu
 
 COLD_BITS = 4
 ACTIVATION_BITS = 8  # source: seed 002

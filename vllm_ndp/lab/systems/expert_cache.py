@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.units import PS_PER_S
-from ndp_device.widths import FULL_PRECISION_BITS
+from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.host_cpu import HostCpu
 from vllm_ndp.lab._shared_cache import run
 from vllm_ndp.lab.systems.context_aware import gate_loss
 from vllm_ndp.lab.systems.prompts import on_gpu_ps, prompts_ps
@@ -26,8 +28,6 @@ from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import shared_ps, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
-from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.host_cpu import HostCpu
 
 MISSES = ("either", "host", "copy")
 SCOPES = ("all", "layer")

@@ -8,7 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.widths import FULL_PRECISION_BITS
+from ndp_device.common.widths import FULL_PRECISION_BITS
+from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.host_cpu import HostCpu
 from vllm_ndp.lab.systems.prompts import each_ps, prompts_ps
 from vllm_ndp.lab.systems.system import (
     Memory,
@@ -22,8 +24,6 @@ from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import with_copies, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic
-from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.host_cpu import HostCpu
 
 
 def memory(costs: Costs, options: ReplayOptions) -> Memory:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.systems.system import (
     Memory,
     ReplayOptions,
@@ -18,7 +19,6 @@ from vllm_ndp.lab.vectorised.cache import CACHE_PRIORITIES, LRU, visits
 from vllm_ndp.lab.vectorised.execution import with_copies, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome
-from vllm_ndp.simulation.costs import Costs
 
 
 def _cache(options: ReplayOptions) -> tuple[str, int]:

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.units import ceil_div
-from ndp_device.widths import FULL_PRECISION_BITS
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.systems.context_aware import gate_loss
 from vllm_ndp.lab.systems.system import (
     Memory,
@@ -39,7 +40,6 @@ from vllm_ndp.lab.vectorised.hobbit_caches import (
 from vllm_ndp.lab.vectorised.loads import Loads, add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, time_before
 from vllm_ndp.lab.vectorised.prediction import Guess
-from vllm_ndp.simulation.costs import Costs
 
 T1, T2 = 0.6, 0.9  # published for Mixtral-8x7B
 LOW_BITS = 4

@@ -8,12 +8,12 @@ them. The published cache lets the lowest recent score leave (MRS); here the lea
 
 from __future__ import annotations
 
-from ndp_device.widths import FULL_PRECISION_BITS
+from ndp_device.common.widths import FULL_PRECISION_BITS
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.systems.expert_cache import CacheRule, replay_cache
 from vllm_ndp.lab.systems.system import ReplayOptions, System, beside_host_memory
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.outcome import Outcome
-from vllm_ndp.simulation.costs import Costs
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:

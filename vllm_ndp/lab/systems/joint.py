@@ -20,9 +20,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, WIDTHS
 from ndp_device.timing.units import PS_PER_S
-from ndp_device.widths import BYTE_BITS, FULL_PRECISION_BITS, WIDTHS
+from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.host_cpu import HostCpu
+from vllm_ndp.cost_model.memory import all_experts_bytes, beside_device_memory, slots_bytes
 from vllm_ndp.lab.systems.context_aware import gate_loss
 from vllm_ndp.lab.systems.ktransformers import CPU_BITS
 from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System
@@ -30,15 +33,12 @@ from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import run_prompts, shared_ps
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
+from vllm_ndp.layer.joint_menu import NATS, OF_ONE_BIT, TIER_SETS, Menu, losses_by_width, unit_of
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.joint import least_loss, least_time
 from vllm_ndp.planning.joint_problem import JointPlan
 from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.plan import Placement
-from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.host_cpu import HostCpu
-from vllm_ndp.simulation.joint_menu import NATS, OF_ONE_BIT, TIER_SETS, Menu, losses_by_width, unit_of
-from vllm_ndp.simulation.memory import all_experts_bytes, beside_device_memory, slots_bytes
 
 GPU_BITS = (16, 8, 4, 3, 2)
 

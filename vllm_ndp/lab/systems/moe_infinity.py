@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.systems.system import ReplayOptions, System, beside_host_memory, popular_placement
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.cache import Priority, visits
 from vllm_ndp.lab.vectorised.execution import with_copies, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, time_before
-from vllm_ndp.simulation.costs import Costs
 
 PRIOR_TOKENS = 16.0  # [O] how many tokens the earlier sequences are worth
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.systems.moepic_solver import MISSES, MoepicLoad, num_tops, solve
 from vllm_ndp.lab.systems.pipeline import pipelined_ps, steps_attention_ps
 from vllm_ndp.lab.systems.prompts import on_gpu_ps, prompts_ps
@@ -22,7 +23,6 @@ from vllm_ndp.lab.vectorised.cache import depths, lcp
 from vllm_ndp.lab.vectorised.execution import without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome
-from vllm_ndp.simulation.costs import Costs
 
 RHO, OMEGA = 0.25, 128.0  # published
 PREFETCH_ACCURACY = 0.9  # [O] published only as "good mid-model, poor at head and tail"

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ndp_device.widths import FULL_PRECISION_BITS
+from ndp_device.common.widths import FULL_PRECISION_BITS
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.systems.system import (
     Memory,
     ReplayOptions,
@@ -23,7 +24,6 @@ from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import run_pairs, run_prompts, shared_ps
 from vllm_ndp.lab.vectorised.loads import add_up, sums_before
 from vllm_ndp.lab.vectorised.outcome import Outcome
-from vllm_ndp.simulation.costs import Costs
 
 
 def memory(costs: Costs, options: ReplayOptions) -> Memory:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import shared_ps
-from vllm_ndp.simulation.costs import Costs
 
 
 def steps_attention_ps(batches: Batches, costs: Costs) -> NDArray[np.float64]:

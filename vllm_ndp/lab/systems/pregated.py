@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.systems.pipeline import pipelined_ps
 from vllm_ndp.lab.systems.system import ReplayOptions, System, beside_host_memory, popular_placement
 from vllm_ndp.lab.vectorised.batches import Batches
@@ -16,7 +17,6 @@ from vllm_ndp.lab.vectorised.cache import LRU, visits
 from vllm_ndp.lab.vectorised.execution import without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome
-from vllm_ndp.simulation.costs import Costs
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.outcome import layer_factor
-from vllm_ndp.simulation.costs import Costs
 
 
 def prompts_ps(

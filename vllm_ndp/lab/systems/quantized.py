@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ndp_device.errors import ConfigError
-from ndp_device.widths import FULL_PRECISION_BITS
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.widths import FULL_PRECISION_BITS
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.systems.context_aware import gate_loss
 from vllm_ndp.lab.systems.prompts import on_gpu_ps, prompts_ps
 from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, TooFewPlaces
@@ -18,7 +19,6 @@ from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import shared_ps
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic
-from vllm_ndp.simulation.costs import Costs
 
 WEIGHT_BITS = (FULL_PRECISION_BITS, 8, 4, 3, 2)
 WIDEST = "widest"

@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.widths import WIDTHS
+from ndp_device.common.widths import WIDTHS
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.systems.adaptive import copies_per_step
 from vllm_ndp.lab.systems.balanced import offload
 from vllm_ndp.lab.systems.context_aware import finish, memory, plan_groups
@@ -20,7 +21,6 @@ from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.outcome import Outcome, layer_factor
 from vllm_ndp.planning.drift import DriftRules, DriftWatch
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.simulation.costs import Costs
 
 EXECUTIONS = ("balanced", "paper")
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
-from ndp_device.widths import WIDTHS
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.widths import WIDTHS
+from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.memory import DoesNotFit, Memory, all_experts_bytes, slots_bytes
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.outcome import Outcome
 from vllm_ndp.lab.vectorised.prediction import NextLayer
@@ -18,8 +20,6 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import BITS_FOR, ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import Policy
-from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.memory import DoesNotFit, Memory, all_experts_bytes, slots_bytes
 
 
 class TooFewPlaces(DoesNotFit):

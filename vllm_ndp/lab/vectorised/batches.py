@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import TraceError
+from ndp_device.common.errors import TraceError
 from vllm_ndp.lab.vectorised.loads import Loads
 from vllm_ndp.planning.importance import importance
 from vllm_ndp.planning.stats import RoutingStats

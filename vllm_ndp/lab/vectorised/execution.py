@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.widths import FULL_PRECISION_BITS
+from ndp_device.common.widths import FULL_PRECISION_BITS
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab import _lanes
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.loads import add_up, sums_before
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
-from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.prefill_split import PrefillSplit
+from vllm_ndp.layer.prefill_split import PrefillSplit
 
 NOWHERE, SKIPPED = 255, 254
 _DEVICE_WIDTHS = FULL_PRECISION_BITS + 1

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.simulation.costs import Costs
 
 PS_PER_S = 1e12
 

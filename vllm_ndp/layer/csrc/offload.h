@@ -1,4 +1,4 @@
-// How many hot experts of a decode layer run on the device instead: the rule of simulation/balance.py, to the bit, once
+// How many hot experts of a decode layer run on the device instead: the rule of layer/balance.py, to the bit, once
 // for the split of a layer and for the lab's whole traces. Knows times in ps. Does not know experts, prices or arrays.
 #pragma once
 

@@ -1,0 +1,34 @@
+"""Where what was computed or fetched once is kept on this machine. Knows what the environment says, no file content."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ndp_device.common.errors import ConfigError
+
+
+def default_cache_dir(model_digest: str) -> Path:
+    """A model's place in the cache: under $NDP_CACHE_DIR, $XDG_CACHE_HOME/vllm-ndp or ~/.cache/vllm-ndp."""
+    return _base() / "replicas" / model_digest
+
+
+def prices_file(key: str) -> Path:
+    """Where measured prices of one machine, shape and version are kept."""
+    return _base() / "prices" / f"{key}.json"
+
+
+def hub_cache_dir(repo: str) -> Path:
+    """The place of a hub's repository, named as huggingface_hub names it, in plain files: its own cache has links."""
+    return _base() / "hub" / f"models--{repo.replace('/', '--')}"
+
+
+def _base() -> Path:
+    if chosen := os.environ.get("NDP_CACHE_DIR"):
+        return Path(chosen)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-ndp"
+    except RuntimeError:
+        raise ConfigError(
+            f"user {os.getuid()} has no home directory on this system: set NDP_CACHE_DIR to a directory of yours"
+        ) from None

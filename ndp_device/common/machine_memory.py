@@ -1,0 +1,98 @@
+"""How much memory this process may have: the machine's, and what control groups and resource limits leave of it.
+
+Control groups are nested. A limit of any group above the process holds for it, so every group from the process's own to
+the root of the mount counts, in versions 2 (`memory.max`, `memory.high`) and 1 (`memory.limit_in_bytes`). That is where
+systemd, Slurm and containers put theirs. Knows Linux's files. Does not know models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from ndp_device.common.errors import ConfigError
+
+Read = Callable[[str], str | None]
+"""A file's text by its path below the root; None where there is none."""
+_GROUPS = PurePosixPath("sys/fs/cgroup")
+_LIMITS = ("Max address space", "Max data size")
+"""Lines of /proc/self/limits: RLIMIT_AS and RLIMIT_DATA."""
+
+
+@dataclass(frozen=True)
+class FoundMemory:
+    """Bytes."""
+
+    total: int
+    """Physical."""
+    available: int
+    """Without the swapping of anybody: page cache counts, since it gives way."""
+    cached: int
+    """Of cached files, mapped ones among them: a checkpoint that is read in place."""
+    limit: int | None = None
+    """The lowest limit of a control group or of the process, if it is below the total."""
+
+    @property
+    def usable(self) -> int:
+        """Of an idle machine."""
+        return self.total if self.limit is None else self.limit
+
+    @property
+    def room(self) -> int:
+        return min(self.available, self.usable)
+
+
+def text_of(path: str) -> str | None:
+    try:
+        return Path("/", path).read_text().strip()
+    except (OSError, ValueError):
+        return None
+
+
+def control_groups(controller: str, read: Read = text_of) -> Iterator[tuple[int, str]]:
+    """(version, directory below the root) of each group that holds this process, its own first, for one controller."""
+    yield from ((1, str(_GROUPS / controller)), (2, str(_GROUPS)))  # a container's own, whatever the host calls it
+    for line in (read("proc/self/cgroup") or "").splitlines():
+        _, _, named = line.partition(":")
+        controllers, _, path = named.partition(":")
+        if controllers and controller not in controllers.split(","):
+            continue
+        mounts = [_GROUPS / controllers, _GROUPS / controller] if controllers else [_GROUPS, _GROUPS / "unified"]
+        groups = PurePosixPath(path.lstrip("/"))
+        if ".." in groups.parts:  # outside of what this process sees
+            continue
+        for mount in mounts:
+            for group in (groups, *groups.parents):
+                yield (1 if controllers else 2), str(mount / group)
+
+
+def memory_found(read: Read = text_of) -> FoundMemory | None:
+    """The memory of this machine and the limits on it. None where the kernel does not say."""
+    lines = (line.split() for line in (read("proc/meminfo") or "").splitlines())
+    sizes = {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if len(words) > 1}
+    if "MemAvailable" not in sizes:
+        return None
+    total = sizes["MemTotal"]
+    limit = min((one for one in _limits(read) if one < total), default=None)
+    return FoundMemory(total, sizes["MemAvailable"], sizes.get("Cached", 0), limit)
+
+
+def usable_bytes() -> int:
+    """Bytes of memory that this process may have at most. Raises ConfigError where the kernel does not say."""
+    found = memory_found()
+    if found is None:
+        raise ConfigError("/proc/meminfo does not say how much memory there is: mount /proc")
+    return found.usable
+
+
+def _limits(read: Read) -> Iterator[int]:
+    for version, group in control_groups("memory", read):
+        for name in ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",):
+            text = read(f"{group}/{name}")
+            if text is not None and text.strip().isdigit():  # else "max"
+                yield int(text)
+    for line in (read("proc/self/limits") or "").splitlines():
+        name, soft = line[:26].strip(), line[26:].split()[:1]
+        if name in _LIMITS and soft and soft[0].isdigit():  # else "unlimited"
+            yield int(soft[0])

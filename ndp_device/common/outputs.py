@@ -1,0 +1,68 @@
+"""Where may a command write? Never into what it reads, and never into a folder with files of others.
+
+Knows paths and names. Does not know commands: a command marks its parameters with `Output` (command_line.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from ndp_device.common.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a command writes: a file, or a folder that may hold only files of these names."""
+
+    files: tuple[str, ...] | None = None
+    """Patterns of names; none of them: the folder must be empty or absent. None: a file."""
+    ending: str = ""
+    """Of a file: what is there under another ending is something else, and stays."""
+
+
+_OF_A_SET = ("config.json", "manifest.json")
+"""Files by which a folder is a whole that no single file may be put into."""
+CSV, HTML, JSON, NPY = (Output(ending=ending) for ending in (".csv", ".html", ".json", ".npy"))
+A_NEW_FOLDER = Output(())
+REPLICAS = Output(("manifest.json", "experts-*.safetensors", ".*.unfinished", "README.md", ".cache", ".gitattributes"))
+"""A replica set, whole or begun, from a hub or not."""
+KEYS = Output(("allowed", "*.key", "*.key_secret"))
+
+
+def require_own_folder(folder: Path, output: Output = A_NEW_FOLDER) -> None:
+    """Raise ConfigError in one sentence where this is a file, or holds something that the writer did not write."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is a file: give the name of a folder, which is made")
+    for path in sorted(folder.iterdir()):
+        if not any(fnmatchcase(path.name, pattern) for pattern in output.files or ()):
+            raise ConfigError(
+                f"{folder} is not empty: {path.name} in it is none of the files that are written, give another folder"
+            )
+
+
+def check_outputs(outputs: Mapping[Path, Output], inputs: Iterable[Path]) -> None:
+    """Raise ConfigError where an output is, or lies in, one of the inputs, or cannot be written."""
+    read = {path.resolve(): path for path in inputs}
+    for path, output in outputs.items():
+        place = path.resolve()
+        if within := next((read[one] for one in (place, *place.parents) if one in read), None):
+            raise ConfigError(f"{path} would be written into {within}, which is read: give a place outside of it")
+        if output.files is not None:
+            require_own_folder(path, output)
+        elif path.is_dir():
+            raise ConfigError(f"{path} cannot be used: it is a directory")
+        elif any((place.parent / name).exists() for name in _OF_A_SET):
+            raise ConfigError(
+                f"{path} would be written among the files of a model, replica set or trace: give another folder"
+            )
+        elif path.is_file() and path.suffix != output.ending:
+            raise ConfigError(
+                f"{path} is there and no {output.ending} file, which would be written over it: give another name"
+            )
+        elif not place.parent.is_dir():
+            raise ConfigError(f"{path} cannot be used: there is no directory {place.parent}")

@@ -1,0 +1,226 @@
+"""The GPU side of a step: rooflines by arithmetic, both sides of every edge, and the clock that adds them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ndp_device.common.decoder_layers import DecoderLayer, GatedDelta, GroupedQuery
+from ndp_device.common.model_shape import WholeModel
+from ndp_device.timing.shapes import public_shape
+from ndp_device.timing.spec import load_hardware
+from vllm_ndp.cost_model.gpu_timing import Context, GpuModel, StepClock
+
+H100 = load_hardware("h100-ndp512")
+MIXTRAL = public_shape("mixtral-8x7b")
+ATTENTION = GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=4)
+SMALL = WholeModel("small", 2, 4, 2, 8, 16, vocab_size=100, decoder=(DecoderLayer(attention=ATTENTION),) * 2)
+
+
+def test_attention_of_the_published_models_takes_what_their_weights_take() -> None:
+    """8x7B: 4096 x (2 x 4096 + 2 x 1024) weights x 2 B / 3.35 TB/s = 25.0 us a layer; 8x22B 52.6 us."""
+    assert GpuModel(H100, MIXTRAL).attention_ps(1, 0) == pytest.approx(25.04e6, rel=0.001)
+    large = public_shape("mixtral-8x22b")
+    assert GpuModel(H100, large).attention_ps(1, 0) == pytest.approx(52.6e6, rel=0.001)
+
+
+def test_hot_experts_are_read_once_each_until_compute_outgrows_the_read() -> None:
+    """352 MB at 3.35 TB/s: 0.105 ms; 0.352 GFLOP a row at 989.4 TFLOP/s: 0.356 us a row, so they meet at 295 rows."""
+    model = GpuModel(H100, MIXTRAL)
+    one = model.hot_experts_ps([1])
+    assert one == pytest.approx(0.1052e9, rel=0.001)
+    assert model.hot_experts_ps([295]) == model.hot_experts_ps([1, 0, 0]) == one
+    assert model.hot_experts_ps([296]) > one
+    assert model.hot_experts_ps([1, 1]) == pytest.approx(2 * one, rel=1e-6)
+    assert model.hot_experts_ps([]) == model.hot_experts_ps([0, 0]) == 0
+
+
+def test_hbm_efficiency_and_layer_overhead_are_assumptions_to_set() -> None:
+    slow = load_hardware("h100-ndp512", hbm_efficiency_percent=70, layer_overhead_ps=30_000_000)
+    assert GpuModel(slow, MIXTRAL).hot_experts_ps([1]) == pytest.approx(0.1052e9 / 0.7, rel=0.001)
+    clock = StepClock(GpuModel(slow, MIXTRAL))
+    clock.begin_step(1, 0)
+    clock.begin_layer()
+    assert clock.end_layer([(1, 1)]).overhead_ps == 30_000_000
+
+
+def test_cached_tokens_are_read_and_attended() -> None:
+    """2 x 1 head x 4 x 2 B = 16 B a cached token; 4 x 2 x 4 = 32 flops a pair."""
+    cheap_reads = load_hardware("h100-ndp512", hbm_bytes_per_s=10**18)
+    reads, flops = GpuModel(H100, SMALL), GpuModel(cheap_reads, SMALL)
+    weights = ATTENTION.weights(8) + SMALL.router_weights
+    assert weights == 8 * (2 * 8 + 2 * 4 + 4)
+    assert reads.attention_ps(1, 10_000) == -(-(weights * 2 + 160_000) * 10**12 // 3_350_000_000_000)
+    expected = 2 * 3 * weights + 32 * 10**6
+    assert flops.attention_ps(3, 10, attended=10**6) == -(-expected * 10**12 // 989_400_000_000_000)
+    assert reads.attention_ps(0, 10_000) == 0
+
+
+def test_dense_layers_run_before_the_experts_that_follow_them() -> None:
+    """Kinds: a dense layer in front, then two with experts. The dense FFN is a roofline of its own."""
+    dense = DecoderLayer(attention=ATTENTION, dense_weights=3 * 8 * 40)
+    model = GpuModel(H100, replace(SMALL, decoder=(dense, *SMALL.decoder)))
+    plain = GpuModel(H100, SMALL)
+    moe = plain.attention_ps(2, 7)
+    alone = model.roofline_ps((ATTENTION.weights(8) + 7 * 8) * 2, 2 * 2 * ATTENTION.weights(8) + 7 * 32)
+    assert plain.before_experts_ps(2, 7) == (moe, moe)
+    assert model.before_experts_ps(2, 7) == (alone + model.weights_ps(960, 2) + moe, moe)
+    clock = StepClock(model)
+    clock.begin_step(2, 7)
+    starts = []
+    for _ in range(2):
+        starts.append(clock.begin_layer())
+        clock.end_layer()
+    assert starts == [alone + model.weights_ps(960, 2) + moe, alone + model.weights_ps(960, 2) + 2 * moe]
+
+
+def test_shared_experts_run_on_the_gpu_while_the_device_works() -> None:
+    model = GpuModel(H100, replace(SMALL, shared_weights=3 * 8 * 5000))
+    shared, hot, attention = model.shared_ps(3), model.hot_experts_ps([1, 2]), model.attention_ps(3, 9)
+    assert shared == model.roofline_ps(240_000, 2 * 3 * 120_000)
+    for device_ps, took in ((0, shared + hot), (shared + hot - 1, shared + hot), (shared + hot + 5, shared + hot + 5)):
+        clock = StepClock(model)
+        clock.begin_step(3, 9)
+        clock.begin_layer()
+        layer = clock.end_layer([(2, 3)], device_ps=device_ps)
+        assert (layer.shared_ps, layer.hot_ps) == (shared, hot)
+        assert layer.total_ps == attention + took
+    assert model.shared_ps(0) == GpuModel(H100, SMALL).shared_ps(3) == 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=4),
+    st.integers(1, 30),
+    st.booleans(),
+)
+def test_a_window_s_tokens_are_those_that_some_row_sees(
+    spans: list[tuple[int, int]], window: int, chunked: bool
+) -> None:
+    """Against counting: row p sees positions max(0, p - window + 1)..p, or those of its chunk up to p."""
+    positions = [(start, start + count) for start, count in spans]
+    seen, pairs = 0, 0
+    for start, end in positions:
+        firsts = [row // window * window if chunked else max(row - window + 1, 0) for row in range(start, end)]
+        seen += end - min(firsts)
+        pairs += sum(row + 1 - first for row, first in zip(range(start, end), firsts, strict=True))
+    rows, kv_tokens = sum(count for _, count in spans), sum(end for _, end in positions)
+    context = Context(rows, len(spans), kv_tokens, kv_tokens, positions)
+    assert context.within(window, chunked=chunked) == (seen, pairs)
+    assert context.within(0, chunked=False) == (kv_tokens, kv_tokens)
+
+
+def test_decode_without_positions_counts_one_context_per_row() -> None:
+    """Three rows with 300 tokens in all and a window of 50 read 150; with one of 200 all 300."""
+    context = Context(3, 3, 300, 300)
+    assert context.within(50, chunked=False) == (150, 150)
+    assert context.within(200, chunked=False) == (300, 300)
+
+
+def test_a_window_bounds_what_a_long_context_costs_and_a_state_costs_the_same_at_any() -> None:
+    """gpt-oss-120b: half of its 36 layers read 128 tokens. Qwen3-Next: 36 of its 48 layers read and write a state."""
+    oss, next_ = (GpuModel(H100, public_shape(name)) for name in ("gpt-oss-120b", "qwen3-next"))
+    near, far = (oss.before_experts_ps(1, n, spans=[(n - 1, n)]) for n in (1000, 100_000))
+    assert near[0] == far[0]
+    assert near[1] < far[1]
+    near, far = (next_.before_experts_ps(1, n, spans=[(n - 1, n)]) for n in (1000, 100_000))
+    assert near[0] == far[0]
+    assert near[3] < far[3]
+    delta = next_.shape.decoder[0].attention
+    assert isinstance(delta, GatedDelta)
+    values = delta.weights(2048) + 2048 * 512 + 2 * delta.state_values
+    assert near[0] == -(-values * 2 * 10**12 // 3_350_000_000_000)
+
+
+def test_deepseek_s_layer_reads_its_projections_and_one_vector_a_token() -> None:
+    """V3 at 4096 tokens: 187.1 M weights, 1.8 M of the router, 4096 x 576: 191.3 M x 2 B / 3.35 TB/s = 114.2 us."""
+    model = GpuModel(H100, public_shape("deepseek-v3"))
+    before = model.before_experts_ps(1, 4096)
+    assert before[1] == pytest.approx(114.2e6, rel=0.001)
+    assert before[0] > 3 * before[1]  # three dense layers come first
+    assert len(before) == 58
+
+
+def test_streamed_experts_take_the_link_until_compute_outgrows_it() -> None:
+    """352.3 MB at 25.6 GB/s: 13.76 ms and 6.5 us to start; 38 670 rows of compute take as long."""
+    model = GpuModel(H100, MIXTRAL)
+    assert model.prefill_stream_ps(1, 1) == pytest.approx(13.77e9, rel=0.001)
+    assert model.prefill_stream_ps(1, 38_000) == model.prefill_stream_ps(1, 1)
+    assert model.prefill_stream_ps(1, 39_000) > model.prefill_stream_ps(1, 1)
+    assert model.prefill_stream_ps(0, 0) == 0
+
+
+def test_a_full_migration_takes_what_the_paper_s_sizes_give() -> None:
+    """Four of eight experts in 32 layers: 45.1 GB at 25.6 GB/s = 1.76 s; 8x22B, two of eight in 56: 67.6 GB, 2.64 s."""
+    assert GpuModel(H100, MIXTRAL).migration_ps(4 * 32) == pytest.approx(1.76e12, rel=0.005)
+    large = public_shape("mixtral-8x22b")
+    assert GpuModel(H100, large).migration_ps(2 * 56) == pytest.approx(2.64e12, rel=0.005)
+    assert GpuModel(H100, MIXTRAL).migration_ps(0) == 0
+
+
+def test_a_migration_is_never_faster_than_the_dram_or_the_link() -> None:
+    for preset in ("h100-ndp512", "h200-gen5", "seed002-cxl-ndp"):
+        move = GpuModel(load_hardware(preset), MIXTRAL).migration(3)
+        assert move.num_bytes == 3 * MIXTRAL.expert_bytes
+        assert move.total_ps >= max(move.dram_ps, move.link_ps)
+
+
+def test_a_layer_waits_for_the_slowest_of_gpu_link_and_device() -> None:
+    model = GpuModel(H100, SMALL)
+    attention, hot, streamed = model.attention_ps(2, 7), model.hot_experts_ps([1, 1]), model.prefill_stream_ps(1, 2)
+    for device_ps, expected in ((0, streamed), (streamed + 1, streamed + 1)):
+        clock = StepClock(model, now_ps=1000)
+        clock.begin_step(2, 7)
+        assert clock.begin_layer() == 1000 + attention
+        layer = clock.end_layer([(2, 2)], device_ps=device_ps, streamed_experts=1, streamed_pairs=2)
+        assert hot < streamed
+        assert layer.total_ps == attention + expected
+        assert clock.now_ps == 1000 + layer.total_ps
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 500), st.integers(0, 10**7)), min_size=1, max_size=5),
+    st.integers(0, 3),
+)
+def test_a_step_is_the_sum_of_its_layers_and_the_head(steps: list[tuple[int, int, int]], migrated: int) -> None:
+    """And two clocks fed the same steps agree to the picosecond."""
+    ends = []
+    for _ in range(2):
+        clock = StepClock(GpuModel(H100, SMALL))
+        for rows, kv_tokens, device_ps in steps:
+            clock.begin_step(rows, kv_tokens)
+            layers = []
+            for _ in range(SMALL.num_layers):
+                clock.begin_layer()
+                layers.append(clock.end_layer([(1, rows)], device_ps=device_ps))
+            step = clock.end_step(rows)
+            assert step.total_ps == sum(layer.total_ps for layer in layers) + clock.model.head_ps(rows)
+            assert step.layers == tuple(layers)
+        before = clock.now_ps
+        assert clock.migrate(migrated) == clock.now_ps - before
+        ends.append(clock.now_ps)
+    assert ends[0] == ends[1]
+
+
+def test_the_head_reads_its_weights_once() -> None:
+    """100 x 8 weights x 2 B and 16 B of embedding a row; none without rows."""
+    model = GpuModel(H100, SMALL)
+    assert model.head_ps(1) == -(-(1600 + 16) * 10**12 // 3_350_000_000_000)
+    assert model.head_ps(0) == 0
+
+
+def test_a_clock_used_out_of_order_says_what_was_expected() -> None:
+    clock = StepClock(GpuModel(H100, SMALL))
+    with pytest.raises(RuntimeError, match="begin_layer must come first"):
+        clock.end_layer()
+    with pytest.raises(RuntimeError, match="between begin_step and end_step"):
+        clock.begin_layer()
+    with pytest.raises(RuntimeError, match="begin_step must come first"):
+        clock.end_step(1)
+    clock.begin_step(1, 0)
+    with pytest.raises(RuntimeError, match="call end_step first"):
+        clock.begin_step(1, 0)
+    with pytest.raises(RuntimeError, match="between two steps"):
+        clock.migrate(1)

@@ -1,0 +1,261 @@
+"""A device process that serves something else than its host plans with is refused, in one sentence with the fix."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from paths import MODEL, ROOT
+
+from ndp_device.calibration.build import build_data_free
+from ndp_device.checkpoint.opening import open_checkpoint
+from ndp_device.common import sealed
+from ndp_device.common.errors import ConfigError, DeviceUnavailable
+from ndp_device.common.widths import FULL_PRECISION_BITS
+from ndp_device.experts.part import Part
+from ndp_device.replicas.format import MANIFEST, ReplicaFiles, layer_file_name
+from ndp_device.replicas.mapped import MappedFile
+from ndp_device.timing.shapes import expert_bytes
+from ndp_device.timing.spec import load_hardware
+from vllm_ndp.device_client.agreement import Agreement, PlannedReplicas
+from vllm_ndp.device_client.client import DeviceClient
+from vllm_ndp.device_client.process import DeviceProcess
+
+REPLICAS = ROOT / "models" / "tiny-mixtral-replicas"
+HARDWARE = load_hardware("h100-ndp512")
+
+Spawn = Callable[..., DeviceProcess]
+
+
+@pytest.fixture(scope="module")
+def spawn() -> Iterator[Spawn]:
+    """Devices of the bundled model that end with this module; each kind is started once."""
+    devices: dict[tuple[Path | None, Path | None], DeviceProcess] = {}
+
+    def start(replicas: Path | None, model: Path | None = MODEL) -> DeviceProcess:
+        if (replicas, model) not in devices:
+            devices[replicas, model] = DeviceProcess.spawn(model, replicas, kernel="reference")
+        return devices[replicas, model]
+
+    yield start
+    for device in devices.values():
+        device.terminate()
+
+
+@pytest.fixture(scope="module")
+def two_widths(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("two-widths") / "r"
+    build_data_free(MODEL, directory, bits=(2, 4), show_progress=False)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def recalibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As another calibration would leave it: one other code, and a manifest that vouches for it."""
+    directory = Path(shutil.copytree(REPLICAS, tmp_path_factory.mktemp("recalibrated") / "r"))
+    path = directory / layer_file_name(2)
+    contents = bytearray(path.read_bytes())
+    contents[position_of(path, "3.w13.planes")] ^= 1
+    path.write_bytes(contents)
+    manifest = json.loads((directory / MANIFEST).read_text())
+    manifest["layers"]["2"]["blake2b"] = hashlib.blake2b(contents, digest_size=16).hexdigest()
+    (directory / MANIFEST).write_bytes(sealed.seal(manifest))
+    return directory
+
+
+def position_of(path: Path, tensor: str) -> int:
+    return MappedFile(path)._entry(tensor)[3]
+
+
+def agreement(replicas: Path | None = REPLICAS, **changes: object) -> Agreement:
+    planned = None if replicas is None else PlannedReplicas.of(replicas)
+    shape = open_checkpoint(MODEL).shape
+    return dataclasses.replace(Agreement(shape, HARDWARE, quantized=True, replicas=planned), **changes)  # type: ignore[arg-type]
+
+
+def client_of(device: DeviceProcess, wanted: Agreement) -> DeviceClient:
+    address = device.address
+    return DeviceClient(address, accept=lambda welcome: wanted.check(address, welcome), shared_memory=False)
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def refusal(device: DeviceProcess, wanted: Agreement) -> str:
+    """The one sentence of a connection that must not come about."""
+    client = client_of(device, wanted)
+    with pytest.raises(ConfigError) as error:
+        client.connect(30)
+    assert client.state == "down"
+    client.close()
+    sentence = str(error.value)
+    assert "\n" not in sentence
+    assert 20 < len(sentence) < 500
+    assert sentence.startswith(f"the device at {device.address} ")
+    return sentence
+
+
+def test_a_device_with_the_same_replicas_is_used_and_says_the_sizes_its_times_come_from(spawn: Spawn) -> None:
+    client = client_of(spawn(REPLICAS), agreement())
+    welcome = client.connect(30)
+    client.close()
+    served = agreement().check("here", welcome)
+    shape = open_checkpoint(MODEL).shape
+    assert (served.missing, served.first_missing) == (0, None)
+    assert (served.container, served.format, served.group_size) == ("nested", "ndp-moe-replicas 1", 64)
+    assert served.expert_bytes == {
+        bits: expert_bytes(shape.hidden_size, shape.intermediate_size, bits, served.group_size)
+        for bits in (1, 2, 3, 4, FULL_PRECISION_BITS)
+    }
+
+
+def test_a_copy_of_the_same_replicas_elsewhere_is_the_same(spawn: Spawn, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(REPLICAS, tmp_path / "copy"))
+    client = client_of(spawn(REPLICAS), agreement(copy))
+    client.connect(30)
+    client.close()
+
+
+def test_a_device_without_replicas_is_refused_where_cold_experts_are_quantized(spawn: Spawn) -> None:
+    sentence = refusal(spawn(None), agreement())
+    assert "holds no replicas, which cold experts are computed from" in sentence
+    assert sentence.endswith(f"start it with --replicas {REPLICAS}")
+    client = client_of(spawn(None), agreement(None, quantized=False, full_precision=True))
+    client.connect(30)
+    client.close()
+
+
+def test_a_device_without_checkpoint_is_refused_where_cold_experts_are_full(spawn: Spawn) -> None:
+    sentence = refusal(spawn(REPLICAS, None), agreement(None, quantized=False, full_precision=True))
+    assert "no checkpoint, needed for cold_precision 'full' or prefill 'split': start it with one" in sentence
+
+
+def test_a_device_that_lacks_widths_is_refused_unless_the_host_plans_without_them(
+    spawn: Spawn, two_widths: Path
+) -> None:
+    sentence = refusal(spawn(two_widths), agreement())
+    assert f"lacks replicas of [1, 3] bits, which the host plans with: start it with --replicas {REPLICAS}" in sentence
+    client = client_of(spawn(two_widths), agreement(two_widths))
+    client.connect(30)
+    client.close()
+
+
+def test_another_calibration_of_the_same_model_is_refused_with_both_digests(spawn: Spawn, recalibrated: Path) -> None:
+    ours, theirs = ReplicaFiles(REPLICAS).manifest.digest, ReplicaFiles(recalibrated).manifest.digest
+    sentence = refusal(spawn(recalibrated), agreement())
+    assert f"serves replicas {theirs:.12} (calibrated), the host plans with {ours:.12} in {REPLICAS}" in sentence
+    assert "use one replica directory for both" in sentence
+
+
+def test_another_group_size_is_refused_with_both(spawn: Spawn, tmp_path: Path) -> None:
+    build_data_free(MODEL, tmp_path / "r", group_size=128, show_progress=False)
+    sentence = refusal(spawn(REPLICAS), agreement(tmp_path / "r"))
+    assert f"64 weights to a scale, the host plans with 128 ({tmp_path / 'r'})" in sentence
+
+
+def test_a_host_without_replicas_is_told_which_the_device_serves(spawn: Spawn) -> None:
+    sentence = refusal(spawn(REPLICAS), agreement(None))
+    assert f"serves replicas {ReplicaFiles(REPLICAS).manifest.digest:.12} (calibrated)" in sentence
+    assert sentence.endswith("set 'replicas' to the directory that the device was started with")
+
+
+def test_a_damaged_loss_table_of_the_host_is_found(spawn: Spawn, tmp_path: Path) -> None:
+    """The host reads manifest and loss table only, so nothing else would tell."""
+    damaged = Path(shutil.copytree(REPLICAS, tmp_path / "damaged"))
+    path = damaged / layer_file_name(1)
+    contents = bytearray(path.read_bytes())
+    contents[position_of(path, "loss")] ^= 1
+    path.write_bytes(contents)
+    sentence = refusal(spawn(REPLICAS), agreement(damaged))
+    assert f"reads another loss table from its replicas than the host from {damaged}" in sentence
+
+
+def test_another_shape_and_another_hardware_are_refused(spawn: Spawn) -> None:
+    wider = dataclasses.replace(open_checkpoint(MODEL).shape, intermediate_size=512)
+    assert "sizes [4, 8, 128, 256], this one has [4, 8, 128, 512]" in refusal(spawn(REPLICAS), agreement(shape=wider))
+    sentence = refusal(spawn(REPLICAS), agreement(hardware=load_hardware("h200-gen5")))
+    assert "simulates h100-ndp512" in sentence
+    assert "the settings ask for h200-gen5 with pe_mode bit_scalable" in sentence
+
+
+def test_a_device_of_the_version_before_is_refused_because_it_does_not_say_what_it_serves(spawn: Spawn) -> None:
+    client = DeviceClient(spawn(REPLICAS).address, shared_memory=False)
+    old = msgspec.structs.replace(client.connect(30), served=None, version=0x101)
+    client.close()
+    with pytest.raises(ConfigError, match=r"speaks protocol 1\.1, which does not say .* protocol 1\.\d or later"):
+        agreement().check("ipc:///x", old)
+
+
+def test_a_device_that_comes_back_with_other_replicas_is_not_used_until_the_right_ones_are_back(
+    recalibrated: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The replica directory is a link that is set to another one between two starts."""
+    link = tmp_path / "replicas"
+    link.symlink_to(REPLICAS)
+    device = DeviceProcess.spawn(MODEL, link, kernel="reference")
+    client = client_of(device, agreement())
+
+    def restart(replicas: Path) -> None:
+        link.unlink()
+        link.symlink_to(replicas)
+        device._process.kill()
+        device._process.wait()
+        until(device.respawn)
+        device.wait_until_ready(60)
+
+    def executes() -> bool:
+        pair = (np.zeros(1, np.int32), np.zeros(1, np.int32), np.full(1, 3, np.uint8), np.ones(1, np.float32))
+        try:
+            client.finish_execute(client.begin_execute(0, 0, 0, np.ones((1, 128), np.float32), *pair))
+        except DeviceUnavailable:
+            return False
+        return True
+
+    try:
+        client.connect(30)
+        client.install_plan(1, np.full((4, 8), 0b00100, np.uint8))
+        client.activate_plan(1)
+        assert executes()
+        restart(recalibrated)
+        until(lambda: not client.poll() and "the host plans with" in client.reason)
+        for _ in range(20):
+            assert not executes()
+            assert "the host plans with" in client.reason
+            time.sleep(0.02)
+        assert client.state == "down"
+        assert sum("is not used" in record.getMessage() for record in caplog.records) == 1
+        restart(REPLICAS)
+        until(client.poll)
+        assert executes()
+    finally:
+        client.close()
+        device.terminate()
+
+
+def test_a_device_that_knows_no_parts_is_refused_where_it_was_asked_for_one(spawn: Spawn) -> None:
+    """An older one skips what it does not know in a Hello, and would serve whole experts."""
+    client = client_of(spawn(REPLICAS), agreement())
+    welcome = client.connect(30)
+    client.close()
+    with pytest.raises(
+        ConfigError, match=r"the device at here serves whole experts, it was asked for part 2 of 4 of ever"
+    ):
+        agreement().check("here", welcome, Part(1, 4))
+
+
+def test_experts_that_cannot_be_cut_are_refused_before_any_device_is_asked() -> None:
+    agreement().check_part(Part(0, 4))
+    with pytest.raises(ConfigError, match="experts of 256 units with 64 to a scale cannot be cut into 3 equal parts"):
+        agreement().check_part(Part(0, 3))

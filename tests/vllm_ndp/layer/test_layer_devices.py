@@ -1,0 +1,254 @@
+"""Several devices as plugin and replay see them: capacity, who serves what, when a hot expert goes to one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paths import MODEL
+
+from ndp_device.common.errors import ConfigError
+from ndp_device.timing.link import bulk_ps
+from ndp_device.timing.model import DeviceModel
+from ndp_device.timing.spec import load_hardware
+from ndp_device.timing.work import ExpertWork, Work
+from vllm_ndp.cost_model.costs import Costs, model_named
+from vllm_ndp.layer.balance import Balancer, LayerLoad
+from vllm_ndp.layer.devices import DeviceRules, Devices, HeldExperts, slowest, work_of
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.plan import BitwidthPlan, Placement, Plan
+
+SHAPE = model_named(str(MODEL))
+MIXTRAL = Costs(load_hardware("h100-ndp512"), model_named("mixtral-8x7b"))
+BYTES = {bits: MIXTRAL.replica_bytes(bits) for bits in (1, 2, 3, 4, 16)}
+REPLICA = 73_728  # bytes of a nested replica of the bundled model
+
+
+def with_capacity(capacity: int) -> Costs:
+    return Costs(load_hardware("h100-ndp512", **{"dram.capacity_bytes": capacity}), SHAPE)
+
+
+def mixtral_on(num_devices: int, num_copies: int, max_moves: int = 0) -> Devices:
+    return Devices(MIXTRAL, DeviceRules(num_devices, num_copies, max_moves), BYTES, 3)
+
+
+def test_two_copies_become_one_where_they_do_not_fit_and_one_that_does_not_fit_is_refused() -> None:
+    """The bundled model has 32 experts of 196 608 bytes. Each of two devices holds 16 of them for prompts; the rest of
+    its capacity is for replicas, of which 32 are needed for two copies and 16 for one."""
+    assert MIXTRAL.shape.num_layers == 32
+    half = 16 * 196_608
+    ample, tight, small = (with_capacity(half + count * REPLICA) for count in (32, 31, 15))
+
+    def rules(costs: Costs) -> DeviceRules:
+        return DeviceRules.that_fit(costs, 2, None, max_moves=0, full_precision=False)
+
+    assert [rules(costs).num_copies for costs in (ample, tight, small)] == [2, 1, 1]
+    assert Devices(ample, rules(ample), {3: 1}, 0).copies.per_device.tolist() == [32, 32]
+    assert Devices(tight, rules(tight), {3: 1}, 0).copies.per_device.tolist() == [16, 16]
+    with pytest.raises(ConfigError, match="1 copies of 32 experts do not fit devices with room for"):
+        Devices(small, rules(small), {3: 1}, 0)
+    with pytest.raises(ConfigError, match="2 copies of 32 experts do not fit"):
+        Devices(tight, DeviceRules.that_fit(tight, 2, 2, max_moves=0, full_precision=False), {3: 1}, 0)
+
+
+def test_experts_in_full_precision_are_copied_as_they_are() -> None:
+    rules = DeviceRules.that_fit(with_capacity(32 * 196_608 - 1), 2, None, max_moves=0, full_precision=True)
+    assert rules.num_copies == 1
+
+
+def test_pairs_of_one_layer_go_to_the_copies_whose_devices_have_least_to_do() -> None:
+    """Experts 0 to 3 at 3, 3, 2, 2 bits with a row each: each device gets a wide and a narrow one."""
+    devices = mixtral_on(2, 2)
+    found = devices.route_pairs(0, np.arange(4), np.array([3, 3, 2, 2], np.uint8), (True, True))
+    assert sorted(found[:2].tolist()) == sorted(found[2:].tolist()) == [0, 1]
+    assert devices.route_pairs(0, np.arange(4), np.array([3, 3, 2, 2], np.uint8), (False, True)).tolist() == [1] * 4
+
+
+def test_rows_of_an_expert_count_by_the_passes_that_they_take() -> None:
+    """Four rows share a pass of the arrays: 8 rows of one expert are as much as two experts with a row each."""
+    found = mixtral_on(2, 2).route_groups(0, {(0, 3): 8, (1, 3): 4, (2, 3): 1}, (True, True))
+    assert found[1, 3] == found[2, 3] != found[0, 3]
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_the_lightest_hot_experts_leave_and_no_other_number_of_them_is_faster(data) -> None:  # type: ignore[no-untyped-def]
+    experts = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=6, unique=True))
+    cut = data.draw(st.integers(1, len(experts)))
+    hot = {expert: (1, data.draw(st.integers(1, 9)) / 10) for expert in experts[:cut]}
+    cold = {(expert, data.draw(st.sampled_from([2, 3, 4]))): 1 for expert in experts[cut:]}
+    rule, devices = Balancer(MIXTRAL, 3), mixtral_on(2, 2)
+    found = devices.balancer(rule, 0, lambda: (True, True)).offloaded(LayerLoad(hot, cold, (0, 0), 6))
+    order = sorted(hot, key=lambda expert: (hot[expert][1], expert))
+    assert found == set(order[: len(found)])
+
+    def layer_ps(count: int) -> float:
+        groups = cold | {(expert, 3): 1 for expert in order[:count]}
+        at = devices.route_groups(0, groups, (True, True))
+        each = [[bits for (expert, bits), device in at.items() if device == number] for number in range(2)]
+        took = [sum(rule.device_ps(bits, 1) for bits in of) + rule.message_ps(len(of), len(of)) for of in each if of]
+        return max(sum(rule.gpu_ps(1) for _ in order[count:]), *took, 0.0)
+
+    assert layer_ps(len(found)) == pytest.approx(min(layer_ps(count) for count in range(len(order) + 1)), rel=1e-12)
+
+
+def test_a_second_device_takes_hot_experts_that_one_would_not() -> None:
+    """Two cold experts at 3 bits keep one device busy as long as the GPU; with two there is room for more."""
+    load = LayerLoad({0: (1, 0.1), 1: (1, 0.2), 2: (1, 0.3), 3: (1, 0.4)}, {(4, 3): 1, (5, 3): 1}, (2, 2), 6)
+    rule = Balancer(MIXTRAL, 3)
+    one, two = (
+        mixtral_on(count, count).balancer(rule, 0, lambda count=count: (True,) * count).offloaded(load)  # type: ignore[misc]
+        for count in (1, 2)
+    )
+    assert len(two) > len(one)
+
+
+def test_a_hot_expert_whose_copies_are_down_stays_on_the_gpu() -> None:
+    load = LayerLoad({0: (1, 0.1), 1: (1, 0.2)}, {}, (0, 0), 2)
+    devices = mixtral_on(4, 1)
+    alive = [not held for held in devices.copies.held[0, 0]]
+    assert 0 in devices.balancer(Balancer(MIXTRAL, 3), 0, lambda: (True,) * 4).offloaded(load)
+    assert devices.balancer(Balancer(MIXTRAL, 3), 0, lambda: alive).offloaded(load) == frozenset()
+
+
+def plan_and_score(seed: int) -> tuple[Plan, ImportanceScore]:
+    shape = MIXTRAL.shape
+    score = ImportanceScore.from_weights(np.random.default_rng(seed).random((shape.num_layers, shape.num_experts)) ** 4)
+    hot = np.zeros(score.values.shape, np.bool_)
+    return Plan(1, Placement(hot), BitwidthPlan(np.full(hot.shape, 3, np.uint8))), score
+
+
+def test_copies_follow_a_plan_as_far_as_they_may_and_the_links_are_busy_meanwhile() -> None:
+    plan, score = plan_and_score(0)
+    load = score.values * BYTES[3]
+    for most in (2, 16):
+        devices = mixtral_on(4, 1, most)
+        before = devices.copies
+        took = devices.follow([plan], [score])
+        moved = int((devices.copies.held & ~before.held).sum())
+        assert 0 < moved <= most
+        assert devices.copies.loads(load).max(axis=1).sum() < before.loads(load).max(axis=1).sum()
+        arrived = (devices.copies.held & ~before.held).sum(axis=(0, 1)).max()
+        assert took == bulk_ps(MIXTRAL.hardware.link, int(arrived) * MIXTRAL.stored_replica_bytes())
+
+
+def test_no_copy_follows_what_the_hosts_cpu_computes() -> None:
+    plan, score = plan_and_score(0)
+    warm = Plan(1, Placement(plan.placement.hot, ~plan.placement.hot), BitwidthPlan(np.full_like(plan.bits.bits, 16)))
+    devices = mixtral_on(4, 1, 16)
+    before = devices.copies
+    assert devices.follow([warm], [score]) == 0
+    np.testing.assert_array_equal(devices.copies.held, before.held)
+    assert devices.follow([plan], [score]) > 0
+
+
+@pytest.mark.parametrize("devices", [mixtral_on(4, 1, 0), mixtral_on(2, 2, 8)], ids=["may not move", "everywhere"])
+def test_copies_stay_where_they_may_not_move_or_every_device_has_all(devices: Devices) -> None:
+    plan, score = plan_and_score(0)
+    before = devices.copies
+    assert devices.follow([plan], [score]) == 0
+    assert devices.copies is before
+
+
+def test_a_layer_takes_what_its_slowest_device_takes_and_spends_what_all_spend() -> None:
+    shape = MIXTRAL.shape
+
+    def work(bits: int) -> Work:
+        expert = ExpertWork(0, 0, bits, 1, BYTES[bits])
+        return Work(shape.hidden_size, shape.intermediate_size, 128, 1, 100, 100, (expert,))
+
+    timings = [DeviceModel(MIXTRAL.hardware).execute(work(bits), 0) for bits in (2, 4, 3)]
+    together = slowest(timings)
+    assert together.total_ps == timings[1].total_ps == max(timing.total_ps for timing in timings)
+    assert together.weight_bytes == BYTES[2] + BYTES[3] + BYTES[4]
+    assert together.energy_pj == sum(timing.energy_pj for timing in timings)
+    assert slowest(timings[:1]) is timings[0]
+
+
+def test_a_device_that_joins_keeps_its_own_link_busy_for_the_copies_that_come_to_it() -> None:
+    """32 layers of 8 experts: a second device gets all 256 as second copies; a third, with 2 copies each, 5 a layer."""
+    devices = mixtral_on(1, 1)
+    copy = MIXTRAL.stored_replica_bytes()
+    assert devices.join(None) == bulk_ps(MIXTRAL.hardware.link, 256 * copy)
+    assert (devices.rules.num_devices, devices.rules.num_copies) == (2, 2)
+    assert devices.all_alive == (True, True)
+    assert devices.join(None) == bulk_ps(MIXTRAL.hardware.link, 32 * 5 * copy)
+    assert devices.copies.held.sum(axis=(0, 1)).tolist()[2] == 32 * 5
+    pairs = np.arange(8)
+    assert set(devices.route_pairs(0, pairs, np.full(8, 3, np.uint8), devices.all_alive).tolist()) == {0, 1, 2}
+
+
+def test_one_copy_stays_one_where_one_was_asked_for() -> None:
+    devices = mixtral_on(1, 1)
+    devices.join(1)
+    assert devices.rules.num_copies == 1
+    assert devices.copies.per_device.tolist() == [128, 128]
+
+
+def split_mixtral(num_devices: int) -> Devices:
+    of_part = {bits: size // num_devices for bits, size in BYTES.items()}
+    rules = DeviceRules.that_fit(MIXTRAL, num_devices, None, max_moves=0, full_precision=False, splits_experts=True)
+    return Devices(MIXTRAL, rules, of_part, 3)
+
+
+def layer_ps(devices: Devices, experts: list[int]) -> int:
+    """One row on these experts at 3 bits, by devices that have nothing else to do."""
+    pairs, bits = np.array(experts), np.full(len(experts), 3, np.uint8)
+    timings = []
+    for _, own in devices.messages(0, pairs, bits, devices.all_alive):
+        held = HeldExperts(devices.expert_bytes, 128, 2, devices.num_parts)
+        work = work_of(MIXTRAL.shape, held, 0, np.zeros(len(own), np.int64), pairs[own].tolist(), bits[own].tolist())
+        timings.append(DeviceModel(MIXTRAL.hardware).execute(work, 0))
+    return slowest(timings).total_ps
+
+
+def test_one_expert_keeps_two_devices_busy_where_each_has_half_of_it() -> None:
+    """Two copies of whole experts leave the second device idle. What is not halved is launch and link."""
+    assert layer_ps(mixtral_on(2, 2), [0]) == layer_ps(mixtral_on(1, 1), [0])
+    half, whole = layer_ps(split_mixtral(2), [0]), layer_ps(mixtral_on(1, 1), [0])
+    assert 0.5 * whole < half < 0.52 * whole
+
+
+def test_every_device_of_those_with_parts_is_sent_every_pair_and_none_where_one_is_down() -> None:
+    devices = split_mixtral(3)
+    pairs, bits = np.array([4, 4, 1]), np.array([3, 3, 2], np.uint8)
+    assert [(at, own.tolist()) for at, own in devices.messages(0, pairs, bits, (True,) * 3)] == [
+        (device, [0, 1, 2]) for device in range(3)
+    ]
+    assert devices.messages(0, pairs, bits, (True, False, True)) == []
+    assert devices.rules.num_copies == 1
+    assert devices.everywhere
+
+
+def test_experts_in_parts_fit_where_one_copy_of_each_does() -> None:
+    half = 16 * 196_608
+    fits, small = (with_capacity(half + count * REPLICA) for count in (16, 15))
+
+    def made(costs: Costs) -> Devices:
+        rules = DeviceRules.that_fit(costs, 2, None, max_moves=0, full_precision=False, splits_experts=True)
+        return Devices(costs, rules, {3: 1}, 0)
+
+    assert made(fits).num_parts == 2
+    with pytest.raises(ConfigError, match="1 copies of 32 experts do not fit"):
+        made(small)
+
+
+def test_hot_experts_leave_for_devices_with_parts_as_their_own_times_make_best_and_stay_where_one_is_down() -> None:
+    """The device's time is that of a half of each expert and a whole message."""
+    load = LayerLoad({0: (1, 0.1), 1: (1, 0.2), 2: (1, 0.3), 3: (1, 0.4)}, {(4, 3): 1, (5, 3): 1}, (1, 2), 1)
+    rule, devices = Balancer(MIXTRAL, 3), split_mixtral(2)
+    found = devices.balancer(rule, 0, lambda: (True, True)).offloaded(load)
+    half = replace(MIXTRAL, shape=replace(MIXTRAL.shape, intermediate_size=MIXTRAL.shape.intermediate_size // 2))
+    of_half = Balancer(half, 3)
+    took = [
+        max(
+            rule.shared_ps(1) + (4 - count) * rule.gpu_ps(1),
+            (2 + count) * of_half.device_ps(3, 1) + of_half.message_ps(1, 2 + count),
+        )
+        for count in range(5)
+    ]
+    assert len(found) == int(np.argmin(took)) > 0
+    assert devices.balancer(rule, 0, lambda: (True, False)).offloaded(load) == frozenset()

@@ -1,0 +1,161 @@
+"""Joint plans of a live run: within the memory and the loss of the plan that they are compared with, and faster."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from ndp_device.timing.spec import load_hardware
+from vllm_ndp.cost_model.costs import Costs, model_named
+from vllm_ndp.layer.joint_menu import OF_ONE_BIT, Menu, losses_by_width
+from vllm_ndp.layer.joint_rule import LIVE_WIDTHS, JointRule
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.plan import Budget, Placement
+from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.planning.replanner import PlanChange, PlannerRules, Replanner
+
+MIXTRAL = model_named("mixtral-8x7b")
+LAYERS, EXPERTS = 4, 8
+SHAPE = dataclasses.replace(MIXTRAL, num_layers=LAYERS, decoder=MIXTRAL.decoder[:LAYERS])
+COSTS = Costs(load_hardware("h100-ndp512"), SHAPE)
+LOSS = LossTable.nominal(LAYERS, EXPERTS)
+
+
+def replanner(num_hot: int, tiers: str = "gpu+device", costs: Costs = COSTS) -> Replanner:
+    joint = JointRule(costs, tiers, LOSS, num_hot)
+    rules = PlannerRules(load_policy("prefill"), Budget(num_hot, 3.0), LOSS, keeps_streamed=False, joint=joint)
+    return Replanner(rules, LAYERS, EXPERTS)
+
+
+def score(seed: int) -> ImportanceScore:
+    return ImportanceScore.from_weights(np.random.default_rng(seed).dirichlet([0.5] * EXPERTS, LAYERS), 64)
+
+
+def lost(change: PlanChange[str], importance: np.ndarray) -> float:
+    bits = change.plans["a"].bits.bits
+    widths = np.where(change.placement.hot, change.placement.widths, bits)
+    table = losses_by_width(LOSS, OF_ONE_BIT)
+    return float((importance * np.take_along_axis(table, widths[:, :, None].astype(np.int64), axis=2)[:, :, 0]).sum())
+
+
+@pytest.mark.parametrize("num_hot", [1, 2, 4])
+@pytest.mark.parametrize("tiers", ["gpu+device", "gpu+host+device"])
+def test_a_joint_plan_holds_more_experts_in_the_same_memory_at_no_more_loss(num_hot: int, tiers: str):
+    planner = replanner(num_hot, tiers)
+    fixed = Replanner(PlannerRules(load_policy("prefill"), Budget(num_hot, 3.0), LOSS), LAYERS, EXPERTS)
+    for seed in range(5):
+        change, paper = planner.replan({"a": score(seed)}), fixed.replan({"a": score(seed)})
+        values, place = score(seed).values, change.placement
+        held = COSTS.bytes_of_width[place.widths].sum()
+        assert held <= LAYERS * num_hot * SHAPE.expert_bytes
+        papers = Placement(paper.placement.hot, widths=np.where(paper.placement.hot, 16, 0))
+        wanted = lost(dataclasses.replace(paper, placement=papers), values)
+        assert lost(change, values) <= wanted * (1 + 1e-9)
+        assert place.hot.sum() >= LAYERS * num_hot
+        assert ((place.widths > 0) == place.hot).all()
+        assert place.warm.any() <= ("host" in tiers)
+        assert (change.plans["a"].bits.bits[place.cold] <= 4).all()
+    assert planner.placement.hot.sum() > LAYERS * num_hot, "four bits in place of 16 leave room for more"
+
+
+def test_a_joint_plan_loses_no_more_nats_than_were_asked_for_whatever_its_layers_weigh():
+    """The first layer's losses matter fifteen times as much as the last one's."""
+    known = LossTable(LOSS.mse, np.array([3.0, 0.6, 0.2, 0.2]), nats=0.5)
+    policy = load_policy("prefill", PolicySettings(bit_rule="layers"))
+    for num_hot, nats in itertools.product((1, 2, 4), (0.02, 0.1)):
+        joint = JointRule(COSTS, "gpu+device", known, num_hot)
+        rules = PlannerRules(policy, Budget(num_hot, 4.0, max_loss=nats), known, joint=joint)
+        for seed in range(4):
+            change = Replanner(rules, LAYERS, EXPERTS).replan({"a": score(seed)})
+            widths = np.where(change.placement.hot, change.placement.widths, change.plans["a"].bits.bits)
+            assert known.predicted_nats(score(seed), widths) <= nats * (1 + 1e-6)
+
+
+def test_only_what_changes_tier_or_width_moves_and_the_same_prompt_again_moves_nothing():
+    planner = replanner(2)
+    first = planner.replan({"a": score(1)})
+    again = planner.replan({"a": score(1)})
+    assert (again.num_moved, again.moved_bytes) == (0, 0)
+    other = planner.replan({"a": score(2)})
+    moved = other.placement.hot & (other.placement.widths != again.placement.widths)
+    assert (other.moved == moved).all()
+    assert other.num_moved > 0
+    assert other.moved_bytes is not None
+    assert 0 < other.moved_bytes <= COSTS.bytes_of_width[other.placement.widths][moved].sum()
+    assert first.epoch + 2 == other.epoch
+
+
+def test_two_planners_that_see_the_same_make_the_same_plans():
+    one, other = replanner(3, "gpu+host+device"), replanner(3, "gpu+host+device")
+    for seed in range(6):
+        scores = {str(r): score(seed + 10 * r) for r in range(1 + seed % 3)}
+        a, b = one.replan(scores), other.replan(scores)
+        assert a.placement.tiers.tobytes() == b.placement.tiers.tobytes()
+        assert a.plans["0"].bits.bits.tobytes() == b.plans["0"].bits.bits.tobytes()
+        assert a.moved_bytes == b.moved_bytes
+
+
+def test_a_trace_records_the_width_of_each_hot_expert():
+    placement = Placement(
+        np.array([[True, True, False, False]]), np.array([[False, False, True, False]]), np.array([[16, 4, 0, 0]])
+    )
+    assert placement.tiers.tolist() == [[48, 36, 2, 0]]
+    with pytest.raises(ValueError, match="widths must be above 0 exactly where an expert is hot"):
+        Placement(np.array([[True, False]]), widths=np.array([[0, 4]]))
+
+
+def test_a_menu_has_the_prices_of_the_device_and_of_gpu_memory():
+    """One row at batch 1: 4 bits in GPU memory are the roofline of a replica's bytes, on the device its own table."""
+    menu = Menu(COSTS, LIVE_WIDTHS, 1)
+    gpu, device, host = (menu.index(tier) for tier in ("gpu", "device", "host"))
+    assert menu.ps[gpu[4], 1] == COSTS.gpu.roofline_ps(COSTS.replica_bytes(4), 2 * SHAPE.weights_per_expert)
+    assert menu.ps[device[3], 1] == COSTS.device_expert_ps(3, 1)
+    assert menu.ps[host[16], 1] == pytest.approx(SHAPE.expert_bytes / 307.2e9 * 1e12)
+    assert device[16] == host[4] == -1
+
+
+@pytest.mark.parametrize("has_bytes", [True, False])
+def test_8_bits_are_chosen_where_replicas_have_them_and_only_there(has_bytes: bool) -> None:
+    """A plan of 16 bits on the GPU and 4 on the device has a loss that hot experts at 8 bits keep."""
+    loss = LossTable(LOSS.mse, at_8=LOSS.mse[:, :, 3] / 100 if has_bytes else None)
+    costs = dataclasses.replace(COSTS, has_bytes=has_bytes)
+    rules = PlannerRules(
+        load_policy("prefill"),
+        Budget(4, 4.0),
+        loss,
+        keeps_streamed=False,
+        joint=JointRule(costs, "gpu+device", loss, 4),
+    )
+    change = Replanner(rules, LAYERS, EXPERTS).replan({"a": score(1)})
+    widths = np.where(change.placement.hot, change.placement.widths, change.plans["a"].bits.bits)
+    assert (widths == 8).any() == has_bytes
+
+
+def test_a_joint_plan_beside_8_bits_on_average_loses_no_more_than_all_cold_at_8() -> None:
+    loss = LossTable(LOSS.mse, at_8=LOSS.mse[:, :, 3] / 100)
+    joint = JointRule(dataclasses.replace(COSTS, has_bytes=True), "gpu+device", loss, 4)
+    rules = PlannerRules(load_policy("prefill"), Budget(4, 8.0), loss, keeps_streamed=False, joint=joint)
+    change = Replanner(rules, LAYERS, EXPERTS).replan({"a": score(2)})
+    widths = np.where(change.placement.hot, change.placement.widths, change.plans["a"].bits.bits)
+    assert (widths >= 8).any()
+    table = np.take_along_axis(losses_by_width(loss, OF_ONE_BIT), widths[:, :, None].astype(np.int64), axis=2)[:, :, 0]
+    assert (score(2).values * table).sum() <= LAYERS * float(losses_by_width(loss, OF_ONE_BIT)[0, 0, 8]) * (1 + 1e-9)
+
+
+def test_an_8_bit_replica_crosses_the_link_as_it_is_and_a_rounded_one_in_full_precision() -> None:
+    """8 bits share no plane with the nested widths."""
+    widths = {"gpu": (16, 8, 4), "device": (8, 4)}
+    for has_bytes in (True, False):
+        costs = dataclasses.replace(COSTS, has_bytes=has_bytes)
+        menu = Menu(costs, widths, 1)
+        on_gpu, on_device = menu.index("gpu"), menu.index("device")
+        size = costs.replica_bytes(8) if has_bytes else SHAPE.expert_bytes
+        assert menu.moved_bytes[on_device[4], on_gpu[8]] == menu.moved_bytes[on_gpu[4], on_gpu[8]] == size
+    assert (
+        costs.stored_replica_bytes() + costs.replica_bytes(8)
+        == dataclasses.replace(costs, has_bytes=True).stored_replica_bytes()
+    )

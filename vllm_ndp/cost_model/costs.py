@@ -1,0 +1,317 @@
+"""Costs of one piece of work on modelled hardware, as tables that replay can index. Simulated picoseconds.
+
+    layer = attention + max( GPU experts , device ) + overhead          device = link + fill + sum over its experts
+
+Every number comes out of ndp_device.timing and gpu_timing; this file only asks them, once per distinct case, and
+averages over 16 moments of the refresh interval. The sum over experts is exact up to how the refresh falls
+(a test holds it within 2 % of DeviceModel). Knows sizes. Does not know traces, policies or systems.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.checkpoint.files import read_config
+from ndp_device.checkpoint.opening import open_checkpoint
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.model_config import whole_model
+from ndp_device.common.model_shape import WholeModel
+from ndp_device.common.spellings import text_config
+from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, PLAN_BITS, WIDTHS, default_group_size
+from ndp_device.timing.energy import CommandEnergy
+from ndp_device.timing.link import bulk_ps, hop_in, hop_out, wire_bytes
+from ndp_device.timing.model import DeviceModel
+from ndp_device.timing.shapes import SHAPES, expert_bytes, public_shape
+from ndp_device.timing.spec import Hardware
+from ndp_device.timing.units import PS_PER_S, ceil_div
+from ndp_device.timing.work import ExpertWork, Work, execute_bytes
+from vllm_ndp.cost_model.gpu_timing import GpuModel
+
+_REFRESH_PHASES = 16
+_LONG = 200
+"""A command this many refresh intervals long meets one refresh more or less, which is below half a percent."""
+_REPEATS = 8
+_TABLE_BITS = FULL_PRECISION_BITS + 1
+
+
+def model_named(model: str) -> WholeModel:
+    """A public shape by name, or the model of a checkpoint directory."""
+    if model in SHAPES or not Path(model).is_dir():
+        return public_shape(model)
+    checkpoint = open_checkpoint(Path(model))
+    return whole_model(checkpoint.shape, text_config(read_config(Path(model))), checkpoint.layout.moe_index)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """One model on one hardware."""
+
+    hardware: Hardware
+    shape: WholeModel
+    scales: bool = True
+    """Whether replicas carry a float16 scale and offset per group, as ours do; False leaves the codes alone."""
+    group_size: int = 0
+    """Weights that share a scale; 0 = by the rule that replicas are built with, which the constructor puts here."""
+    num_gpus: int = 1
+    """GPUs that split each layer; they share the device."""
+    slot_bits: int = FULL_PRECISION_BITS
+    """Bits of hot experts in GPU memory."""
+    has_bytes: bool = False
+    """Whether replicas have 8 bits beside the nested widths."""
+
+    def __post_init__(self) -> None:
+        if self.group_size == 0:
+            object.__setattr__(
+                self, "group_size", default_group_size(self.shape.hidden_size, self.shape.intermediate_size)
+            )
+
+    @cached_property
+    def _known(self) -> dict[Hashable, Any]:
+        return {}
+
+    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Compute each answer once; hashing a whole Hardware per question would cost more."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    @cached_property
+    def gpu(self) -> GpuModel:
+        return GpuModel(self.hardware, self.shape, self.num_gpus, slot_bytes=self.slot_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a hot expert in GPU memory."""
+        return self.replica_bytes(self.slot_bits)
+
+    def replica_bytes(self, bits: int) -> int:
+        """Bytes that one read of an expert moves in the device's DRAM."""
+        if bits == FULL_PRECISION_BITS:
+            return self.shape.expert_bytes
+        return expert_bytes(
+            self.shape.hidden_size, self.shape.intermediate_size, bits, self.group_size, scales=self.scales
+        )
+
+    @cached_property
+    def bytes_of_width(self) -> NDArray[np.int64]:
+        """Table [256] of replica_bytes for each width that the timing model knows; 0 for other widths."""
+        return np.array([self.replica_bytes(bits) if bits in PLAN_BITS else 0 for bits in range(256)], np.int64)
+
+    def stored_replica_bytes(self, widest: int = WIDTHS[-1]) -> int:
+        """Bytes of one expert's nested replica: the planes of its widest width, scales and offsets of each; and of the
+        one at 8 bits."""
+        at_8 = self.replica_bytes(BYTE_BITS) if self.has_bytes else 0
+        scales = self.replica_bytes(widest) - ceil_div(self.shape.weights_per_expert * widest, 8)
+        return self.replica_bytes(widest) + (widest - WIDTHS[0]) * scales + at_8
+
+    def device_experts_ps(self, max_tokens: int) -> NDArray[np.float64]:
+        """[bits, tokens]: what one more expert with that many rows adds to a command of the device."""
+        table: NDArray[np.float64] = self._once(("device", max_tokens), lambda: self._device_table(max_tokens))
+        return table
+
+    def _device_table(self, max_tokens: int) -> NDArray[np.float64]:
+        table = np.full((_TABLE_BITS, max_tokens + 1), np.nan)
+        table[:, 0] = 0.0
+        for bits in PLAN_BITS:
+            table[bits, 1:] = [self.device_expert_ps(bits, tokens) for tokens in range(1, max_tokens + 1)]
+        return table
+
+    def device_expert_ps(self, bits: int, tokens: int) -> float:
+        """Time that one more expert with `tokens` rows adds to a command of the device."""
+        rows = self.hardware.array.rows  # so many tokens share a pass of the arrays
+        return self._expert_ps(bits, ceil_div(tokens, rows) * rows)
+
+    def _expert_ps(self, bits: int, tokens: int) -> float:
+        def measure() -> float:
+            many, one = (_device_mean_ps(self, bits, tokens, count) for count in (1 + _REPEATS, 1))
+            return (many - one) / _REPEATS
+
+        return float(self._once(("expert", bits, tokens), measure))
+
+    @cached_property
+    def device_fill_ps(self) -> float:
+        """Time of a command beyond link and experts: decoding it and filling the pipeline."""
+        whole = _device_mean_ps(self, FULL_PRECISION_BITS, 1, 1) - self.link_ps(1, 1)
+        return max(whole - self._expert_ps(FULL_PRECISION_BITS, 1), 0.0)
+
+    def link_ps(self, rows: int, pairs: int) -> int:
+        """Both ways of one message with `rows` activations, and its launch."""
+        if rows == 0:
+            return 0
+        bytes_in, bytes_out = execute_bytes(rows, pairs, self.shape.hidden_size, self.shape.dtype_bytes)
+        inward, outward = hop_in(self.hardware.link, bytes_in), hop_out(self.hardware.link, bytes_out)
+        return inward.launch_ps + inward.wire_ps + outward.launch_ps + outward.wire_ps + outward.completion_ps
+
+    def hop_ps(self, rows: int) -> int:
+        """Time of the activations of `rows` rows to the host's CPU and of their results back. They are launched as
+        messages to the device are: a hop is a hop."""
+        return int(self._once(("hop", rows), lambda: self._hop_ps(rows)))
+
+    def _hop_ps(self, rows: int) -> int:
+        if rows == 0:
+            return 0
+        num_bytes = rows * self.shape.hidden_size * self.shape.dtype_bytes
+        inward, outward = hop_in(self.hardware.link, num_bytes), hop_out(self.hardware.link, num_bytes)
+        return inward.launch_ps + inward.wire_ps + outward.launch_ps + outward.wire_ps + outward.completion_ps
+
+    @property
+    def openings(self) -> dict[str, float]:
+        """Picoseconds that leaving the GPU with one row costs, by tier at the other end."""
+        return {"host": float(self.hop_ps(1)), "device": float(self.link_ps(1, 1)) + self.device_fill_ps}
+
+    def links_ps(self, max_rows: int) -> NDArray[np.float64]:
+        """Table [rows, pairs] of link_ps, with up to top_k pairs per row."""
+
+        def measure() -> NDArray[np.float64]:
+            pairs = range(max_rows * self.shape.top_k + 1)
+            return np.array([[self.link_ps(r, p) for p in pairs] for r in range(max_rows + 1)], np.float64)
+
+        table: NDArray[np.float64] = self._once(("links", max_rows), measure)
+        return table
+
+    def messages_ps(self, rows: NDArray[np.int64], pairs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """link_ps of many messages; each distinct one is asked for once."""
+        most = int(pairs.max(initial=0)) + 1
+        distinct, inverse = np.unique(rows * most + pairs, return_inverse=True)
+        cases = [divmod(case, most) for case in distinct.tolist()]
+        times = [self._once(("message", *case), partial(self.link_ps, *case)) for case in cases]
+        return np.array(times, np.int64)[inverse].reshape(rows.shape)
+
+    def gpu_experts_ps(self, max_tokens: int) -> NDArray[np.float64]:
+        """[tokens]: an expert in GPU memory; experts of one layer run one after the other."""
+        return np.array([self.resident_ps(min(n, 1), n) for n in range(max_tokens + 1)], np.float64)
+
+    def resident_ps(self, touched: int, pairs: int) -> int:
+        """`touched` experts in GPU memory serving `pairs` rows in all."""
+        shape = self.shape
+        return int(
+            self._once(
+                ("resident", touched, pairs),
+                lambda: self.gpu.roofline_ps(touched * self.slot_bytes, 2 * shape.weights_per_expert * pairs),
+            )
+        )
+
+    def streamed_ps(self, touched: int, pairs: int) -> int:
+        """`touched` experts that come over the link to be computed at once."""
+        return int(self._once(("streamed", touched, pairs), lambda: self.gpu.prefill_stream_ps(touched, pairs)))
+
+    def fetch_ps(self, num_bytes: int | None = None) -> int:
+        """Weights over the link to the GPU; a whole full-precision expert unless told otherwise."""
+        return bulk_ps(self.hardware.link, self.shape.expert_bytes if num_bytes is None else num_bytes)
+
+    @property
+    def copy_opening_ps(self) -> int:
+        """Before the first byte of copies that are handed over together: one launch and one latency, as for prompts."""
+        return self.hardware.link.dma_launch_ps + self.hardware.link.dma_latency_ps
+
+    @property
+    def copy_ps(self) -> float:
+        """One full-precision expert on the link, in a row of copies."""
+        return self.shape.expert_bytes * PS_PER_S / self.hardware.link.bulk_bytes_per_s
+
+    def device_energy(self, max_tokens: int) -> NDArray[np.float64]:
+        """[2, bits, tokens]: picojoules of DRAM and of scratchpads that one more expert with that many rows takes."""
+
+        def measure() -> NDArray[np.float64]:
+            table = np.zeros((2, _TABLE_BITS, max_tokens + 1))
+            for bits in PLAN_BITS:
+                for tokens in range(1, max_tokens + 1):
+                    table[:, bits, tokens] = self._expert_energy(bits, tokens)
+            return table
+
+        known: NDArray[np.float64] = self._once(("device energy", max_tokens), measure)
+        return known
+
+    def _expert_energy(self, bits: int, tokens: int) -> tuple[float, float]:
+        """(DRAM, scratchpads), like the time of an expert: the mean over several in one command."""
+        rows = self.hardware.array.rows
+
+        def measure() -> tuple[float, float]:
+            many, one = (_device_energy(self, bits, ceil_div(tokens, rows) * rows, n) for n in (1 + _REPEATS, 1))
+            dram, arrays = (
+                (a - b) / _REPEATS / 1000 for a, b in ((many.dram_fj, one.dram_fj), (many.arrays_fj, one.arrays_fj))
+            )
+            return dram, arrays
+
+        energy: tuple[float, float] = self._once(("energy", bits, ceil_div(tokens, rows)), measure)
+        return energy
+
+    def message_wire_bytes(self, max_rows: int) -> NDArray[np.float64]:
+        """[rows, pairs]: both ways of one message, headers and flit overhead included."""
+
+        def measure() -> NDArray[np.float64]:
+            link, shape = self.hardware.link, self.shape
+            table = np.zeros((max_rows + 1, max_rows * shape.top_k + 1))
+            for rows in range(1, max_rows + 1):
+                for pairs in range(table.shape[1]):
+                    sizes = execute_bytes(rows, pairs, shape.hidden_size, shape.dtype_bytes)
+                    table[rows, pairs] = sum(wire_bytes(link, size) for size in sizes)
+            return table
+
+        known: NDArray[np.float64] = self._once(("wire", max_rows), measure)
+        return known
+
+    def attention_ps(self, rows: int, kv_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Time of attention before one MoE layer of a decode step with `rows` rows: mean over layers, for each total
+        context in kv_tokens."""
+        values, inverse = np.unique(kv_tokens, return_inverse=True)
+        sums = [sum(self.gpu.before_experts_ps(rows, int(tokens))) for tokens in values]
+        return (np.array(sums, np.float64) / self.shape.num_layers)[inverse].reshape(kv_tokens.shape)
+
+    def shared_ps(self, rows: int) -> int:
+        """The shared experts of one layer, which run on the GPU while the device works."""
+        return int(self._once(("shared", rows), lambda: self.gpu.shared_ps(rows)))
+
+    @property
+    def overhead_ps(self) -> int:
+        return self.hardware.gpu.layer_overhead_ps
+
+    def require(self, num_experts: int, top_k: int) -> None:
+        """Raises ConfigError unless a trace with these sizes can be replayed on this model."""
+        if (num_experts, top_k) != (self.shape.num_experts, self.shape.top_k):
+            raise ConfigError(
+                f"the trace has {num_experts} experts top-{top_k}, the model {self.shape.num_experts} "
+                f"top-{self.shape.top_k}: name a model of the trace's routing shape"
+            )
+
+
+def _equal_experts(costs: Costs, bits: int, tokens: int, num_experts: int) -> Work:
+    """A command with num_experts equal experts and the bytes of one row."""
+    shape = costs.shape
+    bytes_in, bytes_out = execute_bytes(1, 1, shape.hidden_size, shape.dtype_bytes)
+    return Work(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        group_size=costs.group_size,
+        tokens=tokens,
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
+        experts=tuple(ExpertWork(0, expert, bits, tokens, costs.replica_bytes(bits)) for expert in range(num_experts)),
+    )
+
+
+def _device_energy(costs: Costs, bits: int, tokens: int, num_experts: int) -> CommandEnergy:
+    """Energy of a command with num_experts equal experts."""
+    timing = DeviceModel(costs.hardware).execute(_equal_experts(costs, bits, tokens, num_experts), 0)
+    return CommandEnergy.of(
+        costs.hardware.energy, wire_bytes=0, weight_bytes=timing.weight_bytes, row_activations=timing.row_activations
+    )
+
+
+def _device_mean_ps(costs: Costs, bits: int, tokens: int, num_experts: int) -> float:
+    """Mean over the refresh interval of a command with num_experts equal experts and the bytes of one row."""
+    dram, work = costs.hardware.dram, _equal_experts(costs, bits, tokens, num_experts)
+    first = DeviceModel(costs.hardware).execute(work, 0).total_ps
+    interval = dram.cycles_to_ps(dram.refi)
+    if dram.kind == "ideal" or dram.refresh == "off" or first > _LONG * interval:
+        return float(first)
+    moments = [phase * interval // _REFRESH_PHASES for phase in range(1, _REFRESH_PHASES)]
+    times = [DeviceModel(costs.hardware).execute(work, moment).total_ps for moment in moments]
+    return (first + sum(times)) / _REFRESH_PHASES

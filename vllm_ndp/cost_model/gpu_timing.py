@@ -1,0 +1,347 @@
+"""How long the GPU side of a step would have taken: rooflines of one hardware preset, and the clock that adds them up.
+
+    step = sum over MoE layers(
+               attention -> max( shared and hot experts | streamed experts over PCIe | device | host's CPU ) + overhead
+           ) + head
+
+"Attention" is all that runs before a layer's experts: attention of any form, the router, and the dense layers since the
+MoE layer before.
+
+Several GPUs that split each layer (tensor parallelism) are one GPU of their bandwidth and arithmetic, plus what their
+collectives take (collectives.py). The collectives are an all-reduce after the embedding, after each attention and after
+each layer's experts, and a gather of the logits. The GPUs share one device and its link. A stage of a pipeline
+(pipeline parallelism) has a clock of its own. It ends a step by sending its rows on instead of computing the head. The
+file pipeline.py puts the stages' steps one after the other.
+
+The live plugin and replay use the same objects, so that replaying a trace gives the live run's simulated times to the
+picosecond. Knows nothing of vLLM, devices' insides or wall clocks; every number here is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from ndp_device.common.decoder_layers import DecoderLayer
+from ndp_device.common.model_shape import WholeModel
+from ndp_device.timing.link import bulk_ps
+from ndp_device.timing.migration import Migration, migration
+from ndp_device.timing.spec import Hardware
+from ndp_device.timing.units import PS_PER_S, ceil_div
+from vllm_ndp.cost_model import collectives
+
+_MOST_KNOWN = 4096
+"""Loads whose time is remembered."""
+
+
+class Context(NamedTuple):
+    """The rows of a step and what they look back at, over all its requests."""
+
+    rows: int
+    requests: int
+    kv_tokens: int
+    """Cached tokens, each counted once for its request."""
+    attended: int
+    """(row, cached token) pairs."""
+    spans: Sequence[tuple[int, int]] | None = None
+    """First position and the one after the last that each request computes; None: not known."""
+
+    def within(self, window: int, *, chunked: bool) -> tuple[int, int]:
+        """kv_tokens and attended where a row sees only `window` tokens, or the chunk of so many that it lies in.
+
+        Without spans the context counts as that of one row per request.
+        """
+        if not window:
+            return self.kv_tokens, self.attended
+        if self.spans is None:
+            most = self.rows * window
+            return min(self.kv_tokens, most), min(self.attended, most)
+        kv_tokens = attended = 0
+        for start, end in self.spans:
+            first = start // window * window if chunked else max(start + 1 - window, 0)
+            kv_tokens += end - first
+            attended += _seen(end, window, chunked) - _seen(start, window, chunked)
+        return kv_tokens, attended
+
+
+def _seen(rows: int, window: int, chunked: bool) -> int:
+    """Pairs of the first `rows` rows of a text."""
+    if chunked:
+        whole, rest = divmod(rows, window)
+        return whole * (window * (window + 1) // 2) + rest * (rest + 1) // 2
+    ramp = min(rows, window)
+    return ramp * (ramp + 1) // 2 + (rows - ramp) * window
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """Stateless: sizes in, picoseconds out."""
+
+    hardware: Hardware
+    shape: WholeModel
+    num_gpus: int = 1
+    """GPUs that split each layer. Small matrices that each GPU holds whole (the router) count as split, too."""
+    stage: int = 0
+    num_stages: int = 1
+    """Stages of a pipeline, whose layers are `shape`'s."""
+    slot_bytes: int = 0
+    """Bytes of a hot expert in GPU memory; 0: full precision. Widening narrow experts on the way to the arrays costs
+    nothing, as everywhere in the lab."""
+    whole_experts: bool = False
+    """Each GPU holds some of the hot experts whole, and not a part of each."""
+
+    @property
+    def hot_expert_bytes(self) -> int:
+        return self.slot_bytes or self.shape.expert_bytes
+
+    def roofline_ps(self, num_bytes: int, flops: int) -> int:
+        """The slower of HBM (at the preset's efficiency) and the tensor cores."""
+        gpu, n = self.hardware.gpu, self.num_gpus
+        memory = ceil_div(num_bytes * PS_PER_S * 100, n * gpu.hbm_bytes_per_s * gpu.hbm_efficiency_percent)
+        return max(memory, ceil_div(flops * PS_PER_S, n * gpu.flops_per_s))
+
+    def reduce_ps(self, rows: int) -> int:
+        """One all-reduce of so many rows of activations."""
+        return collectives.all_reduce_ps(self.num_gpus, rows * self.shape.hidden_size * self.shape.dtype_bytes)
+
+    def attention_ps(
+        self, rows: int, kv_tokens: int, attended: int | None = None, spans: Sequence[tuple[int, int]] | None = None
+    ) -> int:
+        """Mean over the MoE layers of what runs before their experts, rounded up; arguments as before_experts_ps."""
+        return ceil_div(sum(self.before_experts_ps(rows, kv_tokens, attended, spans)), self.shape.num_layers)
+
+    def before_experts_ps(
+        self, rows: int, kv_tokens: int, attended: int | None = None, spans: Sequence[tuple[int, int]] | None = None
+    ) -> tuple[int, ...]:
+        """[L] for `rows` new tokens of all requests, and `kv_tokens` cached tokens, read once each.
+
+        `attended` counts the (row, cached token) pairs; without it each cached token is attended once, as in decode.
+        `spans`: the positions [start, end) that each request computes. Spans are needed where a layer has a window or a
+        state, and rows are not decode rows. Without them every row counts as a request of its own.
+        """
+        if rows == 0:
+            return (0,) * self.shape.num_layers
+        requests = rows if spans is None else len(spans)
+        context = Context(rows, requests, kv_tokens, kv_tokens if attended is None else attended, spans)
+        known = [self._decoder_layer_ps(kind, context) for kind in self.shape.kinds]
+        return tuple(sum(known[kind] for kind in kinds) for kinds in self.shape.before_experts)
+
+    def _decoder_layer_ps(self, layer: DecoderLayer, context: Context) -> int:
+        """Its attention and router, then its dense FFN if it has one; routed and shared experts apart.
+
+        With several GPUs two all-reduces are in it: of the sums that it begins with, and of attention's own.
+        """
+        shape, attention = self.shape, layer.attention
+        kv_tokens, pairs = context.within(attention.window, chunked=attention.is_chunked)
+        weights = attention.weights(shape.hidden_size) + (shape.router_weights if layer.has_experts else 0)
+        cached = attention.values_read(context.rows, kv_tokens)
+        cached += 2 * context.requests * attention.state_values  # both ways
+        flops = 2 * context.rows * weights + attention.flops(context.rows, kv_tokens, pairs)
+        took = self.roofline_ps((weights + cached) * shape.dtype_bytes, flops) + 2 * self.reduce_ps(context.rows)
+        if layer.dense_weights:
+            took += self.weights_ps(layer.dense_weights, context.rows)
+        return took
+
+    def weights_ps(self, weights: int, rows: int) -> int:
+        """Matrices that are read once and multiplied with each row."""
+        return self.roofline_ps(weights * self.shape.dtype_bytes, 2 * rows * weights)
+
+    def shared_ps(self, rows: int) -> int:
+        """The shared experts of one MoE layer, in GPU memory; they run beside the device, as hot experts do."""
+        return self.weights_ps(self.shape.shared_weights, rows) if rows and self.shape.shared_weights else 0
+
+    def hot_experts_ps(self, pairs_per_hot_expert: Sequence[int]) -> int:
+        """Experts in GPU memory of which each GPU has a part, by the rows of each."""
+        return self.hot_ps([(sum(1 for pairs in pairs_per_hot_expert if pairs), sum(pairs_per_hot_expert))])
+
+    def hot_ps(self, loads: Sequence[tuple[int, int]], num_bytes: int | None = None) -> int:
+        """Experts in GPU memory: each one with at least a row is read once.
+
+        `loads`: (experts with a row, their rows). There is one for each GPU where GPUs hold whole experts, of which the
+        busiest counts; else one, of all GPUs together. `num_bytes`: of those experts, where each has a width of its
+        own.
+        """
+        one = replace(self, num_gpus=1) if self.whole_experts else self
+        return max(
+            (
+                one.roofline_ps(
+                    touched * self.hot_expert_bytes if num_bytes is None else num_bytes,
+                    2 * self.shape.weights_per_expert * pairs,
+                )
+                for touched, pairs in loads
+            ),
+            default=0,
+        )
+
+    def prefill_stream_ps(self, num_cold_experts: int, pairs: int) -> int:
+        """Experts that come over PCIe to be computed at once on the GPU: copy and compute overlap."""
+        if num_cold_experts == 0:
+            return 0
+        num_bytes = num_cold_experts * self.shape.expert_bytes
+        compute = self.roofline_ps(num_bytes, 2 * self.shape.weights_per_expert * pairs)
+        return max(bulk_ps(self.hardware.link, num_bytes), compute)
+
+    def migration(self, num_experts: int, num_bytes: int | None = None) -> Migration:
+        return migration(self.hardware, num_experts * self.hot_expert_bytes if num_bytes is None else num_bytes)
+
+    def migration_ps(self, num_experts: int, num_bytes: int | None = None) -> int:
+        return self.migration(num_experts, num_bytes).total_ps
+
+    def head_ps(self, rows: int, of_rows: int = 0) -> int:
+        """Embedding rows and the output projection; rows = tokens whose logits are wanted, of so many in the step.
+
+        With several GPUs the time includes the all-reduce of the last layer's experts and the gather of the logits. In
+        a pipeline it includes the way to the next stage (activations and their residual), where the head is computed.
+        """
+        # what attention_ps says of the first layer is, in a stage after the first, the last layer's here
+        reduce_ps = 0 if self.stage else self.reduce_ps(of_rows)
+        shape = self.shape
+        if self.stage < self.num_stages - 1:
+            return reduce_ps + collectives.send_ps(2 * of_rows * shape.hidden_size * shape.dtype_bytes)
+        if rows == 0:
+            return reduce_ps
+        values = shape.head_weights + rows * shape.hidden_size
+        logits = rows * shape.vocab_size * shape.dtype_bytes
+        compute = self.roofline_ps(values * shape.dtype_bytes, 2 * rows * shape.head_weights)
+        return reduce_ps + compute + collectives.gather_ps(self.num_gpus, logits)
+
+
+class LayerTime(NamedTuple):
+    """One layer of one step; total = attention + max(shared + hot, stream, device, host) + overhead."""
+
+    start_ps: int
+    attention_ps: int
+    shared_ps: int
+    hot_ps: int
+    stream_ps: int
+    device_ps: int
+    overhead_ps: int
+    host_ps: int = 0
+
+    @property
+    def total_ps(self) -> int:
+        beside = max(self.shared_ps + self.hot_ps, self.stream_ps, self.device_ps, self.host_ps)
+        return self.attention_ps + beside + self.overhead_ps
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One forward pass: its layers in order and the head."""
+
+    start_ps: int
+    end_ps: int
+    head_ps: int
+    layers: tuple[LayerTime, ...]
+
+    @property
+    def total_ps(self) -> int:
+        return self.end_ps - self.start_ps
+
+
+@dataclass
+class StepClock:
+    """Simulated time of one engine. Per step: begin_step, then begin_layer and end_layer per layer, then end_step."""
+
+    model: GpuModel
+    now_ps: int = 0
+    _step_start_ps: int | None = None
+    _rows: int = 0
+    _before_ps: tuple[int, ...] = ()
+    _shared_ps: int = 0
+    _layer: tuple[int, int] | None = None  # that runs: when it began, and what passes before its experts
+    _layers: list[LayerTime] = field(default_factory=list)
+    _known_of: GpuModel | None = None
+    _known: dict[tuple[object, ...], int] = field(default_factory=dict)
+
+    def begin_step(
+        self, rows: int, kv_tokens: int, attended: int | None = None, spans: Sequence[tuple[int, int]] | None = None
+    ) -> None:
+        """Arguments as for GpuModel.before_experts_ps; they hold for every layer of the step."""
+        if self._step_start_ps is not None:
+            raise RuntimeError("begin_step: the step before has not ended; call end_step first")
+        self._step_start_ps, self._rows = self.now_ps, rows
+        self._before_ps = self.model.before_experts_ps(rows, kv_tokens, attended, spans)
+        self._shared_ps = self._once(("shared", rows), lambda: self.model.shared_ps(rows))
+        self._layers = []
+
+    def begin_layer(self) -> int:
+        """Attention passes; returns the simulated time at which the layer's work is handed to the device."""
+        if self._step_start_ps is None or self._layer is not None:
+            raise RuntimeError("begin_layer: call it once per layer, between begin_step and end_step")
+        start_ps, before_ps = self.now_ps, self._before_ps
+        attention_ps = before_ps[len(self._layers) % len(before_ps)]  # of more layers than the model has: begin again
+        self._layer, self.now_ps = (start_ps, attention_ps), start_ps + attention_ps
+        return self.now_ps
+
+    def end_layer(
+        self,
+        hot: Sequence[tuple[int, int]] = (),
+        *,
+        hot_bytes: int | None = None,
+        device_ps: int = 0,
+        streamed_experts: int = 0,
+        streamed_pairs: int = 0,
+        host_ps: int = 0,
+    ) -> LayerTime:
+        """hot and hot_bytes: as for GpuModel.hot_ps.
+
+        `device_ps`: Timing.total_ps of the layer's message, 0 without one. `streamed_experts`: cold experts that came
+        over PCIe, in prefill or because the device did not answer. `host_ps`: what the host's CPU takes for warm
+        experts.
+        """
+        if self._layer is None:
+            raise RuntimeError("end_layer: begin_layer must come first")
+        (start_ps, attention_ps), shared_ps, hot_ps = self._layer, self._shared_ps, self._hot_ps(hot, hot_bytes)
+        stream_ps = self.model.prefill_stream_ps(streamed_experts, streamed_pairs) if streamed_experts else 0
+        overhead_ps = self.model.hardware.gpu.layer_overhead_ps
+        layer = LayerTime(start_ps, attention_ps, shared_ps, hot_ps, stream_ps, device_ps, overhead_ps, host_ps)
+        self.now_ps = start_ps + layer.total_ps
+        self._layers.append(layer)
+        self._layer = None
+        return layer
+
+    def _hot_ps(self, loads: Sequence[tuple[int, int]], num_bytes: int | None) -> int:
+        return self._once((*loads, num_bytes), lambda: self.model.hot_ps(loads, num_bytes))
+
+    def _once(self, key: tuple[object, ...], price: Callable[[], int]) -> int:
+        """A time that the model says once: decode steps bring the same few loads and rows again and again."""
+        if self._known_of is not self.model or len(self._known) > _MOST_KNOWN:
+            self._known_of, self._known = self.model, {}
+        if (found := self._known.get(key)) is None:
+            found = self._known[key] = price()
+        return found
+
+    def end_step(self, head_rows: int) -> StepTime:
+        if self._step_start_ps is None or self._layer is not None:
+            raise RuntimeError("end_step: every layer must have ended, and begin_step must come first")
+        rows = self._rows
+        head = self._once(("head", head_rows, rows), lambda: self.model.head_ps(head_rows, rows))
+        self.now_ps += head
+        step = StepTime(self._step_start_ps, self.now_ps, head, tuple(self._layers))
+        self._step_start_ps = None
+        return step
+
+    def abandon_step(self) -> None:
+        """The running step ended in an error: it has no time of its own, the next one begins where it stopped."""
+        self._step_start_ps = self._layer = None
+
+    def migrate(self, num_experts: int, num_bytes: int | None = None) -> int:
+        """The hot set moves between two steps; returns what it took. num_bytes: where experts have their own widths."""
+        if self._step_start_ps is not None:
+            raise RuntimeError("migrate: only between two steps")
+        took = self.model.migration_ps(num_experts, num_bytes)
+        self.now_ps += took
+        return took
+
+    def resume_at(self, now_ps: int) -> None:
+        """The step before ended then, whatever was made of it here."""
+        if self._step_start_ps is not None:
+            raise RuntimeError("resume_at: only between two steps")
+        self.now_ps = now_ps
+
+    def wait_until(self, now_ps: int) -> None:
+        """Nothing runs before then: a migration of this host beside others, or no request."""
+        if self._step_start_ps is not None:
+            raise RuntimeError("wait_until: only between two steps")
+        self.now_ps = max(self.now_ps, now_ps)

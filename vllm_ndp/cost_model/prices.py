@@ -1,0 +1,156 @@
+"""Prices of an expert by place, as planners ask for them: of the simulated hardware, or as measured on this machine.
+
+    expert     one more expert with so many rows, in a tier at a width       message   what a command takes beside them
+    streamed   an expert of a prompt that passes through GPU memory           copied    one on its way to stay there
+
+Prices decide who runs where. They never become part of a simulated time: the step clock and the device's model know
+their own. Measured ones are whole picoseconds of the wall clock, taken once at start-up (integration/price_probe.py)
+and recorded with a run, so a replay decides alike. Knows numbers. Does not measure.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import msgspec
+
+from ndp_device.common.errors import ConfigError
+from ndp_device.timing.units import PS_PER_S
+from vllm_ndp.cost_model.costs import Costs
+
+
+class Prices(Protocol):
+    def device_ps(self, bits: int, rows: int) -> float:
+        """Time that an expert with so many rows adds to a command of the device."""
+        ...
+
+    def hot_ps(self, rows: int) -> float:
+        """Time of an expert with so many rows in a GPU slot of this run's width."""
+        ...
+
+    def shared_ps(self, rows: int) -> float:
+        """The shared experts of a layer."""
+        ...
+
+    def message_ps(self, rows: int, pairs: int) -> float:
+        """Time of a command with these activations, without its experts."""
+        ...
+
+    def streamed_ps(self, experts: int, pairs: int) -> int:
+        """Time of so many experts of a prompt, with so many rows in all, through GPU memory; never less for more."""
+        ...
+
+    @property
+    def beside(self) -> float:
+        """0..1, how much of the shorter side, GPU or device, is over while the longer one runs."""
+        ...
+
+
+def together_ps(one: float, other: float, beside: float) -> float:
+    """Time of two sides that begin at once; the longer one hides the share `beside` of the shorter one."""
+    return max(one, other) + (1 - beside) * min(one, other)
+
+
+class SimulatedPrices:
+    """Prices of the modelled hardware, each asked for once."""
+
+    beside = 1.0
+
+    def __init__(self, costs: Costs) -> None:
+        self.device_ps = lru_cache(4096)(costs.device_expert_ps)
+        self.hot_ps = lru_cache(4096)(lambda rows: float(costs.resident_ps(1, rows)))
+        self.shared_ps = lru_cache(4096)(lambda rows: float(costs.shared_ps(rows)))
+        self.message_ps = lru_cache(4096)(lambda rows, pairs: costs.link_ps(rows, pairs) + costs.device_fill_ps)
+        self._costs = costs
+
+    def streamed_ps(self, experts: int, pairs: int) -> int:
+        return self._costs.gpu.prefill_stream_ps(experts, pairs)
+
+
+@dataclass(frozen=True)
+class MeasuredPrices:
+    """Prices of this machine, by number of rows. Between two measured numbers of rows a price is a straight line,
+    beyond the last one the line goes on."""
+
+    rows: tuple[int, ...]
+    """Ascending, from 1 on, at least two."""
+    experts: Mapping[str, tuple[int, ...]]
+    """`tier:bits` -> ps of one more expert at each of `rows`; tiers gpu, host and device."""
+    slot_bits: int
+    messages: tuple[int, ...]
+    """Ps of a command to the device and back, with so many rows and next to no work."""
+    streamed: tuple[int, ...]
+    """Ps of one expert of a prompt through GPU memory."""
+    copied: int
+    """Ps of one expert into GPU memory, in full precision."""
+    expert_bytes: int
+    """Bytes of the expert that was copied."""
+    beside: float = 1.0
+    """Below 1 where engine and device have to share cores or memory."""
+    shared: tuple[int, ...] = ()
+    """Ps of the shared experts of a layer; empty where there are none."""
+
+    def __post_init__(self) -> None:
+        series = [*self.experts.values(), self.messages, self.streamed, *([self.shared] if self.shared else [])]
+        if len(self.rows) < 2 or self.rows[0] != 1 or list(self.rows) != sorted(set(self.rows)):
+            raise ConfigError(f"prices are measured for ascending numbers of rows from 1 on, got {list(self.rows)}")
+        if any(len(each) != len(self.rows) for each in series) or min(map(min, series)) <= 0 or self.copied <= 0:
+            raise ConfigError(f"measured prices must be above 0, one for each of {len(self.rows)} numbers of rows")
+        if not 0 <= self.beside <= 1:
+            raise ConfigError(f"the shorter side runs beside the longer one by a share in 0..1, got {self.beside}")
+
+    @classmethod
+    def of_recorded(cls, recorded: Mapping[str, Any]) -> MeasuredPrices:
+        """As `recorded` gave them. Raises ConfigError where that is something else."""
+        try:
+            return msgspec.convert(recorded, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"the recorded prices cannot be read ({error}): record the run again") from None
+
+    def recorded(self) -> dict[str, Any]:
+        """The prices as plain values, to be written into a trace."""
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
+
+    def expert_ps(self, tier: str, bits: int, rows: int) -> float:
+        """Raises ConfigError where that was never measured."""
+        if (known := self.experts.get(f"{tier}:{bits}")) is None:
+            raise ConfigError(
+                f"prices are to be measured ones, and {bits} bits on the {tier} was never measured: measured are "
+                f"{', '.join(self.experts)}; use 'prices': 'simulated', or a run that has measured it"
+            )
+        return _at(self.rows, known, rows)
+
+    def device_ps(self, bits: int, rows: int) -> float:
+        return self.expert_ps("device", bits, rows)
+
+    def hot_ps(self, rows: int) -> float:
+        return self.expert_ps("gpu", self.slot_bits, rows) if rows else 0.0
+
+    def shared_ps(self, rows: int) -> float:
+        return _at(self.rows, self.shared, rows) if self.shared and rows else 0.0
+
+    def message_ps(self, rows: int, pairs: int) -> float:
+        return _at(self.rows, self.messages, max(rows, 1))
+
+    def streamed_ps(self, experts: int, pairs: int) -> int:
+        """A straight line over the rows of an expert, so that it does not matter which expert has which."""
+        if not experts:
+            return 0
+        each = max((self.streamed[-1] - self.streamed[0]) // (self.rows[-1] - self.rows[0]), 0)
+        return experts * max(self.streamed[0] - each, 1) + pairs * each
+
+    @property
+    def bulk_bytes_per_s(self) -> float:
+        """Bytes per second of experts on their way to stay in GPU memory."""
+        return self.expert_bytes * PS_PER_S / self.copied
+
+
+def _at(rows: Sequence[int], prices: Sequence[int], wanted: int) -> float:
+    after = min(max(bisect_left(rows, wanted), 1), len(rows) - 1)
+    (low, high), (cheap, dear) = (rows[after - 1], rows[after]), (prices[after - 1], prices[after])
+    return max(cheap + (dear - cheap) * (wanted - low) / (high - low), 0.0)

@@ -1,0 +1,120 @@
+"""Compares what a host plans with and what a device serves, at every handshake, exactly: a difference is one sentence.
+
+Knows what a Welcome says and what the host has found on its own disk. Does not know connections, vLLM or plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.model_shape import ModelShape
+from ndp_device.common.widths import FULL_PRECISION_BITS
+from ndp_device.experts.part import WHOLE, Part
+from ndp_device.protocol import messages as msg
+from ndp_device.replicas.format import ReplicaFiles
+from ndp_device.timing.spec import Hardware
+
+
+@dataclass(frozen=True)
+class PlannedReplicas:
+    """The replica directory whose loss table the host plans with."""
+
+    directory: Path
+    bits: tuple[int, ...]
+    group_size: int
+    digest: str
+    loss_digest: str
+
+    @classmethod
+    def of(cls, directory: Path) -> PlannedReplicas:
+        """Read the manifest and the loss tables; the device vouches for the rest, since it hashes every byte."""
+        files = ReplicaFiles(directory, check_contents=False)
+        return cls(directory, files.manifest.bits, files.manifest.group_size, files.manifest.digest, files.loss_digest)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Request to a device: `full_precision` experts, `quantized` ones from `replicas`, or none at all."""
+
+    shape: ModelShape
+    hardware: Hardware
+    full_precision: bool = False
+    quantized: bool = False
+    replicas: PlannedReplicas | None = None  # None: the host has none of its own
+
+    def check_part(self, part: Part) -> None:
+        """Raise ConfigError where experts cannot be cut into such parts."""
+        group_size = self.replicas.group_size if self.quantized and self.replicas is not None else 1
+        part.check(self.shape.intermediate_size, group_size)
+
+    def check(self, address: str, welcome: msg.Welcome, part: Part = WHOLE) -> msg.Served:
+        """Return what the device serves. Raises ConfigError unless the host plans with it, and this part of it."""
+        served = welcome.served
+        if served is None:
+            raise ConfigError(
+                f"the device at {address} speaks protocol {welcome.version >> 8}.{welcome.version & 255}, which does "
+                f"not say what it serves: install vllm-ndp with protocol {msg.MAJOR}.{msg.MINOR} or later there too"
+            )
+        theirs = WHOLE if served.part is msgspec.UNSET else Part(*served.part)
+        if theirs != part:
+            raise ConfigError(
+                f"the device at {address} serves {theirs}, it was asked for {part}: install vllm-ndp with protocol "
+                f"{msg.MAJOR}.{msg.MINOR} or later there too"
+            )
+        if difference := self._difference(welcome, served):
+            raise ConfigError(f"the device at {address} {difference}")
+        return served
+
+    def _difference(self, welcome: msg.Welcome, served: msg.Served) -> str:
+        """How the sentence about this device goes on; empty where it can be used."""
+        if welcome.config_hash not in ("", self.hardware.config_hash):  # "": nothing is simulated there
+            return (
+                f"simulates {welcome.hardware} ({welcome.config_hash:.12}), the settings ask for "
+                f"{self.hardware.preset} with pe_mode {self.hardware.array.pe_mode} "
+                f"({self.hardware.config_hash:.12}): make them equal"
+            )
+        theirs = (served.num_layers, served.num_experts, served.hidden_size, served.intermediate_size)
+        ours = (self.shape.num_layers, self.shape.num_experts, self.shape.hidden_size, self.shape.intermediate_size)
+        if theirs != ours:
+            return (
+                f"serves a model of [layers, experts, hidden, intermediate] sizes {list(theirs)}, this one has "
+                f"{list(ours)}: start the device with the same checkpoint"
+            )
+        if self.full_precision and FULL_PRECISION_BITS not in served.expert_bytes:
+            return "holds no checkpoint, needed for cold_precision 'full' or prefill 'split': start it with one"
+        return self._replica_difference(welcome, served) if self.quantized else ""
+
+    def _replica_difference(self, welcome: msg.Welcome, served: msg.Served) -> str:
+        planned = self.replicas
+        if not served.replica_digest:
+            wanted = "--replicas" if planned is None else f"--replicas {planned.directory}"
+            return f"holds no replicas, which cold experts are computed from: start it with {wanted}"
+        theirs = f"replicas {served.replica_digest:.12} ({welcome.replicas})"
+        if planned is None:
+            return (
+                f"serves {theirs}, and this host has none to plan with: "
+                "set 'replicas' to the directory that the device was started with"
+            )
+        if lacking := [bits for bits in planned.bits if bits not in served.expert_bytes]:
+            wanted = f"start it with --replicas {planned.directory}"
+            return f"lacks replicas of {lacking} bits, which the host plans with: {wanted}"
+        if served.group_size != planned.group_size:
+            return (
+                f"serves replicas with {served.group_size} weights to a scale, the host plans with "
+                f"{planned.group_size} ({planned.directory}): use one replica directory for both"
+            )
+        if served.replica_digest != planned.digest:
+            return (
+                f"serves {theirs}, the host plans with {planned.digest:.12} in {planned.directory}: "
+                "use one replica directory for both, as --replicas there and as setting 'replicas' here"
+            )
+        if served.loss_digest != planned.loss_digest:
+            return (
+                f"reads another loss table from its replicas than the host from {planned.directory}: the host's files "
+                "are damaged, check them with `ndp-device verify --replicas`"
+            )
+        return ""

@@ -1,0 +1,206 @@
+"""One connection to a device: what was asked on it, which answers are possible, and that all of it ends together.
+
+    CONNECTING -> GREETING -> REPLAYING -> UP        any of them -> CLOSED, for good
+
+The client uses a result only if its id, incarnation, epoch, shape, dtype, checksum and simulated time are possible. The
+result must also be finite if its input was. Knows the protocol and a transport; when to connect and what to ask is
+the client's.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.common.errors import DeviceError, DeviceUnavailable, RemoteProtocolError
+from ndp_device.protocol import codec
+from ndp_device.protocol import messages as msg
+from ndp_device.transport.base import ClientTransport, Clock
+from ndp_device.transport.crossing import Crossed, Order
+from ndp_device.transport.layer_messages import Sound
+from vllm_ndp.device_client.calls import (
+    AnnouncedPlan,
+    ControlCall,
+    Counters,
+    ExecuteHandle,
+    ExecuteResult,
+    is_finite,
+    lie_of,
+    named,
+)
+
+_ANSWERS: dict[type[msg.Message], type[msg.Reply]] = {
+    msg.Hello: msg.Welcome,
+    msg.InstallPlan: msg.PlanInstalled,
+    msg.ActivatePlan: msg.PlanActivated,
+}
+_SESSION_LOST = ("no_session", "stale_epoch")
+
+
+class ConnectionStage(enum.Enum):
+    CONNECTING = "connecting"  # there is nothing yet to say Hello on
+    GREETING = "greeting"  # Hello was sent
+    REPLAYING = "replaying"  # the plans in force now are installed, one request at a time
+    UP = "up"
+    CLOSED = "closed"
+
+
+class Connection:
+    """Made for one transport; whatever breaks it, the next one is another object."""
+
+    def __init__(self, transport: ClientTransport, counters: Counters, clock: Clock) -> None:
+        self.stage = ConnectionStage.CONNECTING
+        self.handles: dict[int, ExecuteHandle] = {}
+        self.control: ControlCall | None = None  # the one request other than Execute that waits for its answer
+        self.installed: AnnouncedPlan | None = None  # by what the device has answered
+        self.active: AnnouncedPlan | None = None
+        self.incarnation = ""
+        self.uses_shared_memory = False
+        self._transport, self._counters, self._clock = transport, counters, clock
+        self._config_hash = ""
+        self._last_id = 0
+
+    @property
+    def is_up(self) -> bool:
+        return self.stage is ConnectionStage.UP
+
+    @property
+    def is_ready(self) -> bool:
+        """Something may be asked."""
+        return self._transport.is_ready
+
+    @property
+    def can_share_memory(self) -> bool:
+        return self._transport.can_share_memory
+
+    def ask(self, request: msg.Message, deadline_s: float, plan: AnnouncedPlan | None = None) -> ControlCall | None:
+        """Send a control request; None: there is no connection to send it on yet, or its queue is full."""
+        tensors = {"replicas": plan.replicas} if isinstance(request, msg.InstallPlan) and plan is not None else None
+        if not self._send(request, tensors):
+            return None
+        epoch = f" of epoch {plan.epoch}" if plan is not None else ""
+        asked = f"{type(request).__name__}{epoch}"
+        self.control = ControlCall(request.id, asked, _ANSWERS[type(request)], deadline_s, plan)
+        return self.control
+
+    def execute(self, handle: ExecuteHandle, asked: Sequence[int], tensors: Sequence[NDArray[Any]]) -> None:
+        """Send an Execute: its fields, and its tensors. Raises DeviceUnavailable if the device takes no more."""
+        self.handles[handle.id] = handle
+        self._last_id = max(self._last_id, handle.id)
+        if self._transport.send_execute(asked, tensors):
+            return
+        if not self._send(msg.Execute(*asked), dict(zip(msg.TENSORS[msg.Execute], tensors, strict=True))):
+            raise DeviceUnavailable("the device takes no more requests")
+
+    def execute_ahead(self, order: Order, asked: Sequence[int]) -> bool:
+        """Have an Execute sent when its packet is there. False: the transport cannot."""
+        self._last_id = max(self._last_id, asked[0])
+        return self._transport.send_ahead(order, asked)
+
+    def executed_ahead(self, handle: ExecuteHandle, crossed: Crossed, y: NDArray[np.float32] | None) -> None:
+        """It has left, and perhaps its answer is here: then y are the sums."""
+        self.handles[handle.id] = handle
+        self._transport.sent_ahead(crossed)
+        if crossed.reply is not None:
+            assert y is not None
+            self._handle(crossed.reply, {"y": y}, is_sound=True)
+
+    def welcomed(self, welcome: msg.Welcome) -> None:
+        """Use what the device offers."""
+        self._config_hash = welcome.config_hash
+        self.uses_shared_memory = welcome.slots is not None and self._transport.attach(welcome.slots)
+
+    def receive(self, timeout_s: float) -> bool:
+        """Handle one message at most. False: none came. The connection is of no use after any error."""
+        received = self._transport.receive(timeout_s)
+        if received is None:
+            return False
+        reply: msg.AnyReply
+        if is_sound := isinstance(received, Sound):
+            reply, tensors = received.reply, {"y": received.y}
+        else:
+            reply, tensors = codec.decode_reply(received[0], received[1])
+        self._handle(reply, tensors, is_sound=is_sound)
+        return True
+
+    def _handle(self, reply: msg.AnyReply, tensors: codec.Tensors, *, is_sound: bool) -> None:
+        self.incarnation = self.incarnation or reply.incarnation
+        if reply.incarnation != self.incarnation:
+            raise RemoteProtocolError("a reply came from another incarnation of the device")
+        if handle := self.handles.pop(reply.id, None):
+            self._settle(handle, reply, tensors, is_sound=is_sound)
+        elif self.control is not None and self.control.id == reply.id:
+            self._answer(self.control, reply, tensors)
+        elif 0 < reply.id <= self._last_id:
+            self._counters.ignored += 1  # late or repeated
+        else:
+            raise RemoteProtocolError(
+                f"the device answered request {reply.id}, which was never made, by {named(reply)}"
+            )
+
+    def is_overdue(self) -> bool:
+        """A control request waits longer than it may."""
+        return self.control is not None and self._clock.monotonic() > self.control.deadline_s
+
+    def close(self, failure: DeviceUnavailable) -> None:
+        """End it, and every call on it."""
+        self._transport.close()
+        self.abandon(failure)
+
+    def abandon(self, failure: DeviceUnavailable) -> None:
+        """The same in a forked child, whose parent owns the socket."""
+        self.stage = ConnectionStage.CLOSED
+        self.control = None
+        for handle in self.handles.values():
+            handle.failure = failure
+        self.handles.clear()
+
+    def _send(self, request: msg.Message, tensors: codec.Tensors | None) -> bool:
+        self._last_id = max(self._last_id, request.id)
+        return self._transport.send(codec.encode(request, tensors))
+
+    def _settle(self, handle: ExecuteHandle, reply: msg.AnyReply, tensors: codec.Tensors, *, is_sound: bool) -> None:
+        """is_sound: the sums are known to be finite, and lie in memory of their own."""
+        if isinstance(reply, msg.Refusal):
+            handle.failure = DeviceError(reply.code, reply.message, retryable=reply.retryable)
+            self._counters.refused += 1
+            if reply.code in _SESSION_LOST:
+                raise handle.failure  # greet and install again
+            return
+        y = tensors.get("y")
+        if y is not None and not is_sound:
+            y = y.copy()  # before it is looked at: it may lie in memory that the device can still write
+        if not isinstance(reply, msg.Result) or y is None or reply.epoch != handle.epoch or y.shape != handle.x.shape:
+            handle.failure = RemoteProtocolError(
+                f"an Execute of {list(handle.x.shape)} under epoch {handle.epoch} was answered by {named(reply)}"
+            )
+            raise handle.failure
+        if lie := lie_of(reply.timing, handle.submit_ps, self._config_hash):
+            handle.failure = RemoteProtocolError(f"a result came with a simulated time {lie}")
+            raise handle.failure
+        if not is_sound and not np.isfinite(y).all() and is_finite(handle.x):
+            handle.failure = RemoteProtocolError("the result is not finite though the input is")
+            self._counters.nonfinite += 1
+            return
+        handle.result = ExecuteResult(y, reply.timing)
+
+    def _answer(self, control: ControlCall, reply: msg.AnyReply, tensors: codec.Tensors) -> None:
+        self.control = None
+        if isinstance(reply, msg.Refusal):
+            raise DeviceError(reply.code, reply.message, retryable=reply.retryable)
+        plan = control.plan
+        if type(reply) is not control.expects or (plan is not None and getattr(reply, "epoch", None) != plan.epoch):
+            raise RemoteProtocolError(f"{control.asked} was answered by {named(reply)}")
+        if plan is not None and isinstance(reply, msg.PlanInstalled):
+            missing = tensors["missing"].copy()  # as above
+            if missing.shape != plan.replicas.shape or (missing & ~plan.replicas).any():
+                raise RemoteProtocolError(f"{control.asked} was answered by {named(reply)}")
+            plan.missing = missing
+            self.installed = plan
+        elif isinstance(reply, msg.PlanActivated):
+            self.active = plan
+        control.reply = reply

@@ -1,0 +1,146 @@
+"""Which hot experts of a decode layer run on the device instead, because that shortens the layer.
+
+Two full-precision experts on the GPU take longer than one of them beside a 2- or 3-bit copy of the other on the device.
+The device is idle in just those layers. The hot experts of least gate weight go to the device at `offload_bits`, as
+many as make max(GPU, device) smallest:
+
+    device = cold experts + message + offloaded experts          GPU = shared experts + hot experts that stay
+
+Where the host's CPU computes warm experts beside both, nothing is gained below what that takes.
+
+Each of several hosts that share the device expects the others to ask for as much as it does. The device's times count
+once for each host. With two hosts and more that mostly leaves hot experts on the GPU, as the paper does. Offloading in
+one layer of two, three, ... eight was tried for two hosts and lost to that as well (docs/lab.md).
+
+A pure function of sizes, gates, prices and the number of hosts, so the live plugin and replay decide alike. Knows
+prices of experts, simulated or measured. Does not know clocks, requests or tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.widths import REPLICA_WIDTHS
+from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.prices import Prices, SimulatedPrices, together_ps
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """Work that the rows of one decode layer ask for."""
+
+    hot: dict[int, tuple[int, float]]  # expert -> (rows, gate weight of them all)
+    cold: dict[tuple[int, int], int]  # (expert, bits) -> rows
+    message: tuple[int, int]  # distinct rows with a cold pair, and cold pairs
+    rows: int = 0  # of the layer, which all go through its shared experts
+    host_ps: int = 0  # what the host's CPU takes for warm experts, whatever becomes of hot ones
+
+    @property
+    def lightest_first(self) -> list[int]:
+        """Hot experts, least gate weight first."""
+        return sorted(self.hot, key=lambda expert: (self.hot[expert][1], expert))
+
+    @classmethod
+    def of_arrays(
+        cls,
+        is_hot: NDArray[np.bool_],
+        ids: NDArray[np.int64],
+        gates: NDArray[np.float32],
+        bits: NDArray[np.uint8],
+        is_warm: NDArray[np.bool_] | None = None,
+        host_ps: int = 0,
+    ) -> LayerLoad:
+        """is_hot [E]; ids and gates [T, k]; bits [T, E], each row's plan of this layer.
+
+        is_warm [E]: experts of the host's CPU, None where there are none; host_ps: what it takes for them.
+        """
+        here = is_hot[ids]
+        counts = np.bincount(ids[here], minlength=len(is_hot))
+        mass = np.bincount(ids[here], weights=gates[here], minlength=len(is_hot))
+        rows, columns = np.nonzero(~here if is_warm is None else ~(here | is_warm[ids]))
+        experts = ids[rows, columns].astype(np.int64)
+        keys, cold_counts = np.unique((experts << 8) | bits[rows, experts], return_counts=True)
+        hot = {int(e): (int(counts[e]), float(mass[e])) for e in np.flatnonzero(counts)}
+        cold = {(int(key) >> 8, int(key) & 255): int(count) for key, count in zip(keys, cold_counts, strict=True)}
+        return cls(hot, cold, (len(np.unique(rows)), len(rows)), len(ids), host_ps)
+
+
+@dataclass(frozen=True)
+class Balancer:
+    """The rule for one model on one hardware."""
+
+    costs: Costs
+    offload_bits: int
+    hosts: int = 1
+    """Hosts that share the device, this one included."""
+    prices: Prices | None = None
+    """Prices of this machine; None: those of the simulated hardware."""
+
+    def __post_init__(self) -> None:
+        if self.hosts < 1:
+            raise ConfigError(f"a device has at least 1 host, got {self.hosts}")
+        if self.offload_bits not in REPLICA_WIDTHS:
+            raise ConfigError(f"offload_bits must be one of {list(REPLICA_WIDTHS)}, got {self.offload_bits}")
+
+    def offloaded(self, load: LayerLoad) -> frozenset[int]:
+        """The hot experts that run on the device in this layer; empty where nothing is gained."""
+        return self.fewest(load, self._device_ps(load))
+
+    def fewest(self, load: LayerLoad, device_ps: Iterable[float]) -> frozenset[int]:
+        """The hot experts of least weight that make the layer shortest, the fewest of equally good ones.
+
+        device_ps: the device's time with the first 0, 1, 2, ... of `load.lightest_first` on it; it may end early.
+        """
+        order, beside = load.lightest_first, self.beside
+        gpu_ps = [self.shared_ps(load.rows)]
+        for expert in reversed(order):
+            gpu_ps.append(gpu_ps[-1] + self.gpu_ps(load.hot[expert][0]))
+        best, best_ps = 0, float("inf")
+        for count, ps in enumerate(device_ps if order else ()):
+            layer_ps = max(together_ps(gpu_ps[-1 - count], ps, beside), load.host_ps)
+            if layer_ps < best_ps:
+                best, best_ps = count, layer_ps
+        return frozenset(order[:best])
+
+    def _device_ps(self, load: LayerLoad) -> Iterator[float]:
+        device_ps = moved = 0.0
+        for (_, bits), rows in load.cold.items():  # not sum(): Python 3.12 and later add floats in another way
+            device_ps += self.device_ps(bits, rows)
+        if load.cold:
+            device_ps += self.message_ps(*load.message)
+        yield device_ps
+        opening = 0.0 if load.cold else self.message_ps(1, 1)
+        for expert in load.lightest_first:
+            moved += self.device_ps(self.offload_bits, load.hot[expert][0])
+            yield device_ps + moved + opening
+
+    def device_ps(self, bits: int, rows: int) -> float:
+        """Time that an expert with so many rows adds to the device's command, and to those of the other hosts."""
+        return self.hosts * self._known.device_ps(bits, rows)
+
+    def gpu_ps(self, rows: int) -> float:
+        """Time of an expert with so many rows on the GPU."""
+        return self._known.hot_ps(rows)
+
+    def shared_ps(self, rows: int) -> float:
+        """Time of the layer's shared experts on the GPU."""
+        return self._known.shared_ps(rows)
+
+    def message_ps(self, rows: int, pairs: int) -> float:
+        """Time of a message without its experts; it waits for those of the other hosts."""
+        return self.hosts * self._known.message_ps(rows, pairs)
+
+    @property
+    def beside(self) -> float:
+        """How much of the shorter side, GPU or device, is over while the longer one runs."""
+        return self._known.beside
+
+    @cached_property
+    def _known(self) -> Prices:
+        return self.prices or SimulatedPrices(self.costs)

@@ -1,0 +1,316 @@
+"""Several equal devices behind one engine: who holds copies of what, who serves a layer's pairs, what the layer takes.
+
+    device = the slowest of the devices that were asked, each by its own clock and link
+
+Either each device has whole experts, and copies of some lie on several. Or each device has a part of every expert, and
+all of them work on every pair.
+
+The live plugin and replay use the same object, so that replay makes the same choices and the same times. Knows copies
+and prices. Does not know which devices are up until it is told, nor how they are asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.model_shape import WholeModel
+from ndp_device.timing.link import bulk_ps
+from ndp_device.timing.units import ceil_div
+from ndp_device.timing.work import ExpertWork, Timing, Work, execute_bytes
+from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.memory import CAPACITY_OF
+from vllm_ndp.layer.balance import Balancer, LayerLoad
+from vllm_ndp.planning.copies import NO_COPY, Copies, add_device, assign_copies, rebalance, route
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.plan import Plan
+
+DEFAULT_COPIES = 2
+Alive = Sequence[bool]
+"""[D], which devices may be asked."""
+
+
+@dataclass(frozen=True)
+class DeviceRules:
+    """How several devices are used in one run, live or replayed."""
+
+    num_devices: int
+    num_copies: int
+    """Copies of each expert, on different devices."""
+    max_moves: int = 0
+    """How many copies one plan may move between devices."""
+    full_precision: bool = False
+    """Cold experts are computed from the checkpoint's own weights, which then are what is copied."""
+    splits_experts: bool = False
+    """Each device has 1/num_devices of every expert, once."""
+
+    @classmethod
+    def that_fit(
+        cls,
+        costs: Costs,
+        num_devices: int,
+        num_copies: int | None,
+        *,
+        max_moves: int,
+        full_precision: bool,
+        splits_experts: bool = False,
+    ) -> DeviceRules:
+        """num_copies: None = 2 where they fit, else 1. Raises ConfigError where what is asked for does not fit."""
+        if splits_experts:
+            return cls(num_devices, 1, 0, full_precision, splits_experts=True)
+        wanted = min(DEFAULT_COPIES, num_devices) if num_copies is None else num_copies
+        if num_copies is None and sum(_room(costs, num_devices, full_precision)) < wanted * _experts(costs):
+            wanted = 1
+        return cls(num_devices, wanted, max_moves, full_precision)
+
+
+def _experts(costs: Costs) -> int:
+    return costs.shape.num_layers * costs.shape.num_experts
+
+
+def _copy_bytes(costs: Costs, full_precision: bool) -> int:
+    return costs.shape.expert_bytes if full_precision else costs.stored_replica_bytes()
+
+
+def _room(costs: Costs, num_devices: int, full_precision: bool) -> list[int]:
+    """[D], copies that fit beside a device's part of all experts in full precision, for prompts and migrations."""
+    capacity = int(costs.hardware.values()[CAPACITY_OF["device"]])
+    pool = 0 if full_precision else ceil_div(_experts(costs) * costs.shape.expert_bytes, num_devices)
+    return [max(capacity - pool, 0) // _copy_bytes(costs, full_precision)] * num_devices
+
+
+class Devices:
+    """Copies as they are now, and every choice that follows from them."""
+
+    def __init__(self, costs: Costs, rules: DeviceRules, expert_bytes: Mapping[int, int], offload_bits: int) -> None:
+        """expert_bytes: what one read of an expert moves, by width. offload_bits: of hot experts, 0 = none runs there.
+
+        Before the first prompt nothing is known: all experts are expected alike.
+        """
+        self.rules = rules
+        self._costs, self._bytes, self._offload_bits = costs, dict(expert_bytes), offload_bits
+        self._rows_per_pass = costs.hardware.array.rows
+        self._expected = np.ones((costs.shape.num_layers, costs.shape.num_experts))  # of each expert, in any unit
+        room = _room(costs, rules.num_devices, rules.full_precision)
+        self.copies: Copies = assign_copies(self._expected, rules.num_devices, rules.num_copies, room)
+        self._of_parts: tuple[Balancer, Balancer] | None = None  # a rule, and the same for what one device has
+        if rules.splits_experts:  # which fit, as one copy of each does
+            self.copies = Copies(np.ones_like(self.copies.held))
+
+    @property
+    def expert_bytes(self) -> dict[int, int]:
+        """Bytes that one read of an expert moves, by width."""
+        return self._bytes
+
+    @property
+    def everywhere(self) -> bool:
+        """Every device holds something of every expert, so that no plan can move anything."""
+        return self.copies.num_copies == self.rules.num_devices
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts of an expert, one of which a device has."""
+        return self.rules.num_devices if self.rules.splits_experts else 1
+
+    def serves(self, layer: int, expert: int, alive: Alive) -> bool:
+        """Whether devices that are up can compute the expert."""
+        there = np.logical_and(self.copies.held[layer, expert], alive)
+        return bool(there.all() if self.rules.splits_experts else there.any())
+
+    @property
+    def all_alive(self) -> Alive:
+        return (True,) * self.rules.num_devices
+
+    def join(self, num_copies: int | None) -> int:
+        """One device more, the last: copies come to it, and how long that keeps the links busy.
+
+        num_copies: as the settings ask; None = 2 where they fit, so that a second device brings second copies.
+        """
+        old = self.rules
+        rules = DeviceRules.that_fit(
+            self._costs,
+            old.num_devices + 1,
+            num_copies,
+            max_moves=old.max_moves,
+            full_precision=old.full_precision,
+        )
+        room = _room(self._costs, rules.num_devices, rules.full_precision)
+        wanted = max(rules.num_copies, old.num_copies)
+        self.copies, arrived = add_device(self.copies, self._expected, wanted, room)
+        self.rules = replace(rules, num_copies=self.copies.num_copies)
+        return self._moves_ps(arrived)
+
+    def follow(self, plans: Iterable[Plan], scores: Iterable[ImportanceScore]) -> int:
+        """Move copies to where the new plans want them, as far as the rules allow; how long that keeps the links busy.
+
+        A copy leaves one device's link while it arrives at another's; all links work at once, the busiest counts.
+        """
+        if self.everywhere or self.rules.max_moves == 0:
+            return 0
+        load = self._expected = np.zeros(self.copies.held.shape[:2])
+        of_width = np.zeros(256)
+        of_width[list(self._bytes)] = list(self._bytes.values())
+        of_width[0] = of_width[self._offload_bits] if self._offload_bits else 0.0
+        for plan, score in zip(plans, scores, strict=True):
+            load += score.values * np.where(plan.placement.warm, 0.0, of_width[plan.bits.bits])
+        self.copies, arrived = rebalance(self.copies, load, self.rules.max_moves)
+        return self._moves_ps(arrived)
+
+    def _moves_ps(self, arrived: NDArray[np.int64]) -> int:
+        """arrived [D]: copies that come to each device over its own link."""
+        most = int(arrived.max())
+        if most == 0:
+            return 0
+        return bulk_ps(self._costs.hardware.link, most * _copy_bytes(self._costs, self.rules.full_precision))
+
+    def route_pairs(
+        self, layer: int, experts: NDArray[np.integer], bits: NDArray[np.uint8], alive: Alive
+    ) -> NDArray[np.int64]:
+        """The device of each pair [P] of a layer; NO_COPY where none of its expert's is alive."""
+        keys = (experts.astype(np.int64) << 8) | bits
+        distinct, place, counts = np.unique(keys, return_inverse=True, return_counts=True)
+        groups = {(key >> 8, key & 255): rows for key, rows in zip(distinct.tolist(), counts.tolist(), strict=True)}
+        found = self.route_groups(layer, groups, alive)
+        devices = np.array([found[key >> 8, key & 255] for key in distinct.tolist()], np.int64)
+        of_pairs: NDArray[np.int64] = devices[place.reshape(-1)]
+        return of_pairs
+
+    def route_groups(
+        self, layer: int, groups: Mapping[tuple[int, int], int], alive: Alive
+    ) -> dict[tuple[int, int], int]:
+        """The same for (expert, bits) -> rows."""
+        work = {
+            (expert, bits): self._bytes[bits] * ceil_div(rows, self._rows_per_pass)
+            for (expert, bits), rows in groups.items()
+        }
+        return route(self.copies.held[layer], alive, work)
+
+    def messages(
+        self, layer: int, experts: NDArray[np.integer], bits: NDArray[np.uint8], alive: Alive
+    ) -> list[tuple[int, NDArray[np.int64]]]:
+        """Return the devices that a layer's pairs [P] go to, and which pairs each gets. No device serves the others."""
+        if self.rules.splits_experts:
+            return [(device, np.arange(len(experts))) for device in range(len(alive))] if all(alive) else []
+        found = self.route_pairs(layer, experts, bits, alive)
+        return [(device, np.flatnonzero(found == device)) for device in np.unique(found[found != NO_COPY]).tolist()]
+
+    def balancer(self, rule: Balancer, layer: int, alive: Callable[[], Alive]) -> DevicesBalancer:
+        """The balancing rule for one layer on these devices. alive: says which are up; called at each use."""
+        if self.num_parts == 1:
+            return DevicesBalancer(rule, rule, self, layer, alive)
+        if self._of_parts is None or self._of_parts[0] is not rule:
+            self._of_parts = rule, replace(rule, costs=of_part(rule.costs, self.num_parts))
+        return DevicesBalancer(*self._of_parts, self, layer, alive)
+
+
+def of_part(costs: Costs, num_parts: int) -> Costs:
+    """The costs of experts that have 1/num_parts of their intermediate units: what a device takes for its part."""
+    return replace(costs, shape=replace(costs.shape, intermediate_size=costs.shape.intermediate_size // num_parts))
+
+
+@dataclass(frozen=True)
+class DevicesBalancer:
+    """Balancer's rule where the device's time is that of the busiest of several."""
+
+    rule: Balancer
+    on_device: Balancer
+    """The same rule for what one device has of an expert."""
+    devices: Devices
+    layer: int
+    alive: Callable[[], Alive]
+
+    def offloaded(self, load: LayerLoad) -> frozenset[int]:
+        """The hot experts that run on a device in this layer; empty where nothing is gained."""
+        return self.rule.fewest(load, self._busiest_ps(load, self.alive())) if load.hot else frozenset()
+
+    def _busiest_ps(self, load: LayerLoad, alive: Alive) -> Iterator[float]:
+        """The busiest device's time with the lightest 0, 1, 2, ... hot experts on devices."""
+        groups = dict(load.cold)
+        yield self._device_ps(groups, load.rows, alive)
+        for expert in load.lightest_first:
+            if not self.devices.serves(self.layer, expert, alive):
+                return  # it must stay, and with it the heavier ones
+            groups[expert, self.rule.offload_bits] = load.hot[expert][0]
+            yield self._device_ps(groups, load.rows, alive)
+
+    def _device_ps(self, groups: Mapping[tuple[int, int], int], rows: int, alive: Alive) -> float:
+        """The busiest device's. A message is taken to hold as many rows as it has pairs, or all."""
+        if self.devices.rules.splits_experts:
+            return self._parts_ps(groups, rows) if all(alive) else 0.0
+        experts_ps = [0.0] * len(alive)
+        pairs = [0] * len(alive)
+        for (expert, bits), device in self.devices.route_groups(self.layer, groups, alive).items():
+            if device != NO_COPY:
+                experts_ps[device] += self.rule.device_ps(bits, groups[expert, bits])
+                pairs[device] += groups[expert, bits]
+        return max(
+            took + (self.rule.message_ps(min(count, rows), count) if count else 0.0)
+            for took, count in zip(experts_ps, pairs, strict=True)
+        )
+
+    def _parts_ps(self, groups: Mapping[tuple[int, int], int], rows: int) -> float:
+        """Any device's, of those that all compute a part of everything."""
+        experts_ps, pairs = 0.0, 0
+        for (_, bits), count in groups.items():
+            experts_ps += self.on_device.device_ps(bits, count)
+            pairs += count
+        return experts_ps + (self.on_device.message_ps(min(pairs, rows), pairs) if pairs else 0.0)
+
+
+@dataclass(frozen=True)
+class HeldExperts:
+    """Sizes of experts and rows on a device that holds a part of every expert."""
+
+    expert_bytes: Mapping[int, int]
+    """Bytes of the device's part of an expert, by width."""
+    group_size: int
+    activation_bytes: int
+    num_parts: int = 1
+    """Parts of an expert; the device has one."""
+
+
+def work_of(
+    shape: WholeModel,
+    held: HeldExperts,
+    layer: int,
+    rows: NDArray[np.int64],
+    experts: Sequence[int],
+    bits: Sequence[int],
+) -> Work:
+    """Work of one device in a layer: the pairs (row, expert, bits), experts in the order of their first."""
+    tokens: dict[tuple[int, int], int] = {}
+    for expert, width in zip(experts, bits, strict=True):
+        tokens[expert, width] = tokens.get((expert, width), 0) + 1
+    num_rows = len(np.unique(rows))
+    bytes_in, bytes_out = execute_bytes(num_rows, len(rows), shape.hidden_size, held.activation_bytes)
+    return Work(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size // held.num_parts,
+        group_size=held.group_size,
+        tokens=num_rows,
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
+        experts=tuple(ExpertWork(layer, *key, count, held.expert_bytes[key[1]]) for key, count in tokens.items()),
+    )
+
+
+def slowest(timings: Sequence[Timing]) -> Timing:
+    """Times of the last of the devices that worked on one layer at once, with what all of them read and spent."""
+    if not timings:
+        raise ConfigError("a layer that no device worked on has no timing")
+    last = max(timings, key=lambda timing: timing.total_ps)
+    if len(timings) == 1:
+        return last
+    return msgspec.structs.replace(
+        last,
+        weight_bytes=sum(timing.weight_bytes for timing in timings),
+        bytes_in=sum(timing.bytes_in for timing in timings),
+        bytes_out=sum(timing.bytes_out for timing in timings),
+        row_activations=sum(timing.row_activations for timing in timings),
+        energy_pj=sum(timing.energy_pj for timing in timings),
+    )
