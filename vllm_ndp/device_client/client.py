@@ -171,7 +171,7 @@ class DeviceClient:
         DeviceUnavailable the plan stays wanted and is installed when the device is back.
         """
         self.begin_install_plan(epoch, replicas)
-        return self.finish_install_plan()
+        return self.finish_install_plan(self._control_s)
 
     def begin_install_plan(self, epoch: int, replicas: NDArray[np.uint8]) -> None:
         """The first half of install_plan, which sends and does not wait. A device that is down shows in the second."""
@@ -180,14 +180,17 @@ class DeviceClient:
         plan = self._installed = AnnouncedPlan(epoch, replicas.copy())
         self._installing = self._begin(self._install_message(plan, self._active_epoch), plan) if self.poll() else None
 
-    def finish_install_plan(self) -> list[tuple[int, int, int]]:
-        """The second half: wait for the answer."""
+    def finish_install_plan(self, patience_s: float | None = None) -> list[tuple[int, int, int]]:
+        """The second half: wait for the answer, no longer than patience_s after the request; None: than for a call.
+
+        Later, the device counts as down until it has followed: its connection stays, and calls do not wait.
+        """
         if self._installed is None:
             raise LocalProtocolError("a plan must be on its way before its answer is waited for")
         installing, self._installing = self._installing, None
         if installing is None:
             raise DeviceUnavailable(f"the device is down: {self._reason}")
-        self._finish(installing)
+        self._finish(installing, patience_s)
         return listed(self._installed.missing)
 
     def activate_plan(self, epoch: int) -> bool:
@@ -376,17 +379,30 @@ class DeviceClient:
             return None
         return control
 
-    def _finish(self, control: ControlCall | None) -> None:
+    def _finish(self, control: ControlCall | None, patience_s: float | None = None) -> None:
         """Wait for the answer to a control request. Raises DeviceError for a refusal, else DeviceUnavailable."""
+        patience_s = min(self._deadline_s if patience_s is None else patience_s, self._control_s)
         while control is None or control.reply is None:
             if control is None or self._connection is None or self._connection.control is not control:
                 if isinstance(self._reason, DeviceError | DeviceUnavailable):
                     raise self._reason
                 raise DeviceUnavailable(f"the device was lost: {self._reason}") from self._reason
-            remaining = control.deadline_s - self._clock.monotonic()
+            remaining = control.deadline_s - self._control_s + patience_s - self._clock.monotonic()
             self._receive(max(remaining, 0.0))
-            if remaining <= 0 and control.reply is None:
-                self._fail(DeviceUnavailable(f"no answer within {self._control_s:g} s"))
+            if remaining <= 0 and control.reply is None and self._up:
+                late = DeviceUnavailable(f"{control.asked} has no answer after {patience_s:g} s")
+                if patience_s >= self._control_s:
+                    self._fail(late)
+                else:
+                    self._follow_later(late)
+                    raise late
+
+    def _follow_later(self, reason: DeviceUnavailable) -> None:
+        """Count the device as down until `poll` has seen the answer to a control request."""
+        assert self._connection is not None
+        self._connection.stage, self._reason = ConnectionStage.REPLAYING, reason
+        self.counters.lost += 1
+        _log.warning("NDP device at %s is down until it follows: %s", self.address, reason)
 
     def _fail(self, reason: Exception) -> None:
         """Replace the connection: late answers and queued requests of the old one can never be seen again."""

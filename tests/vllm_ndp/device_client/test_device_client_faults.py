@@ -155,6 +155,27 @@ def test_a_stopped_device_costs_one_deadline_in_all_and_is_used_again_when_it_go
     stop_loop(rig, 3)
 
 
+def test_a_device_that_stops_over_a_plan_costs_a_call_s_deadline_and_follows_on_the_same_connection(
+    rig: Rig, way: str
+) -> None:
+    rig.until_served(0)
+    rig.client._control_s = PATIENCE_S
+    connection = rig.client._connection
+    os.kill(rig.process.pid, signal.SIGSTOP)
+    try:
+        rig.client.begin_install_plan(2, full_plan())
+        with pytest.raises(DeviceUnavailable, match=r"InstallPlan of epoch 2 has no answer after 0\.25 s"):
+            rig.client.finish_install_plan()
+        assert not rig.client.activate_plan(2)
+        assert not rig.call(0)
+    finally:
+        os.kill(rig.process.pid, signal.SIGCONT)
+    rig.until_served(1)
+    assert rig.client._connection is connection
+    assert connection.active.epoch == 2
+    assert (rig.client.counters.lost, rig.client.counters.broken) == (1, 0)
+
+
 @pytest.mark.slow
 def test_kill_loop(rig: Rig, way: str) -> None:
     descriptors = psutil.Process().num_fds()
