@@ -36,22 +36,43 @@ _WITHOUT_NAME = 0
 """Replaced or removed: nobody can open it to write any more."""
 
 
-class MappedFile:
-    """`tensor(name)` is a view of the mapped bytes; nothing is read before its values are used."""
+class MappedBytes:
+    """A plain file's bytes, uint8 [N]; nothing is read before its values are used. remedy: what restores the file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, remedy: str = "restore it") -> None:
         if path.is_symlink() or not path.is_file():
             raise ReplicaError(f"{path} must be a plain file, not missing, a directory or a symbolic link")
-        self.path = path
-        self._header, self._start = tensor_header(path)
-        self.metadata: dict[str, str] = self._header.pop("__metadata__", {})
+        self.path, self._remedy = path, remedy
         try:
             self._file = _mapping.File(str(path))
         except OSError as error:
             raise ReplicaError(f"{path} cannot be mapped: {error.strerror}") from None
-        self._stamp, self._bytes = self._file.stamp(), self._file.bytes()
-        if self._stamp[0] != self._bytes.size:
+        self._stamp, self.bytes = self._file.stamp(), self._file.bytes()
+        if self._stamp[0] != self.bytes.size:
             raise ReplicaError(f"{path} changes its size while it is opened")
+
+    def release(self) -> None:
+        """Give back the pages read so far: they stay in the page cache, and a later read maps them again."""
+        self._file.release()
+
+    def check(self) -> None:
+        """Raise ReplicaError when the file is no longer what was opened: values read since then may be wrong."""
+        *written, changed = self._file.stamp()
+        has_changed = written != [*self._stamp[:2]] or changed not in (self._stamp[2], _WITHOUT_NAME)
+        if self._file.faults or has_changed:
+            raise ReplicaError(
+                f"{self.path} was cut short or rewritten while it was in use, or got another owner, mode or name: "
+                f"{self._remedy}, and start again what uses it"
+            )
+
+
+class MappedFile(MappedBytes):
+    """`tensor(name)` is a view of the mapped bytes."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._header, self._start = tensor_header(path)
+        self.metadata: dict[str, str] = self._header.pop("__metadata__", {})
         for name, entry in self._header.items():
             self._refuse_disagreement(name, entry["shape"], *entry["data_offsets"])
 
@@ -69,21 +90,7 @@ class MappedFile:
     def tensor(self, name: str) -> NDArray[Any]:
         """The tensor's values; bfloat16 as uint16. Raises ReplicaError naming the file when its bytes are not there."""
         _, storage, shape, first, last = self._entry(name)
-        return self._bytes[first:last].view(storage).reshape(shape)
-
-    def release(self) -> None:
-        """Give back the pages read so far: they stay in the page cache, and a later read maps them again."""
-        self._file.release()
-
-    def check(self) -> None:
-        """Raise ReplicaError when the file is no longer what was opened: values read since then may be wrong."""
-        *written, changed = self._file.stamp()
-        has_changed = written != [*self._stamp[:2]] or changed not in (self._stamp[2], _WITHOUT_NAME)
-        if self._file.faults or has_changed:
-            raise ReplicaError(
-                f"{self.path} was cut short or rewritten while it was in use, or got another owner, mode or name: "
-                "restore it, and start again what uses it"
-            )
+        return self.bytes[first:last].view(storage).reshape(shape)
 
     def _entry(self, name: str) -> tuple[str, np.dtype[Any], tuple[int, ...], int, int]:
         entry = self._header.get(name)
@@ -99,11 +106,11 @@ class MappedFile:
 
     def _refuse_disagreement(self, name: str, shape: list[int], first: int, last: int) -> None:
         """Refuse a tensor that does not lie inside the file, whatever its dtype: most tensors are never read."""
-        if last < first or self._start + last > self._bytes.size:
+        if last < first or self._start + last > self.bytes.size:
             raise self._damaged(name, shape, first, last)
 
     def _damaged(self, name: str, shape: list[int], first: int, last: int) -> ReplicaError:
         return ReplicaError(
             f"{self.path.name} is damaged or truncated: {name} {shape} lies at {self._start + first}.."
-            f"{self._start + last}, the file has {self._bytes.size} bytes"
+            f"{self._start + last}, the file has {self.bytes.size} bytes"
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -187,7 +189,7 @@ def test_a_packed_copy_of_the_pool_streams_and_fills_the_same_bits(dtype, tmp_pa
     from engines import MODEL
     from stopped_disk import StoppedDisk
 
-    from ndp_device.common.errors import ConfigError
+    from ndp_device.common.errors import ConfigError, ReplicaError
     from vllm_ndp.integration.experts_pool import ExpertsPool
     from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotWeights
     from vllm_ndp.integration.ranks import WHOLE
@@ -232,6 +234,15 @@ def test_a_packed_copy_of_the_pool_streams_and_fills_the_same_bits(dtype, tmp_pa
         streamer.fill(2, 5, held, slot)
     assert torch.equal(w13[0], w13[1])
     assert torch.equal(w2[0], w2[1])
-    (disk.root / "packed" / "w2-00001.bin").write_bytes(b"short")
+    file = disk.root / "packed" / "w2-00001.bin"
+    written = file.stat()
+    with file.open("r+b") as opened:  # as long as before, and at the same time
+        opened.write(b"\x3c")
+    os.utime(file, ns=(written.st_atime_ns, written.st_mtime_ns))
+    for read in (partial(again.fill, 1, 0, held, 0), partial(again.run, 1, x, pairs, slots, {}, [WHOLE])):
+        with pytest.raises(ReplicaError, match=r"w2-00001\.bin was cut short or rewritten .* delete .*packed, and"):
+            read()
+    again.fill(0, 0, held, 0)  # of another file
+    file.write_bytes(b"short")
     with pytest.raises(ConfigError, match="wrong size"):
         PackedStreamer(disk.root / "packed", pool, kernel, held)

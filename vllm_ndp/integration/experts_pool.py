@@ -84,10 +84,13 @@ class ExpertsPool:
         self._checkpoint.check(layer)
 
     def _view(self, array: np.ndarray) -> torch.Tensor:
-        array = np.ascontiguousarray(array)  # copies what is stored transposed or interleaved; else a view of the map
-        # torch has no read-only tensors; nobody writes into the pool, so drop numpy's flag instead of copying.
-        writable = np.ndarray(array.shape, np.dtype(f"i{array.itemsize}"), _address(array), strides=array.strides)
-        return torch.from_numpy(writable).view(self.dtype)
+        return tensor_over(np.ascontiguousarray(array), self.dtype)  # copies what lies transposed or interleaved
+
+
+def tensor_over(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous, read-only array as a tensor: torch has none of those, and nobody writes into a map."""
+    writable = np.ndarray(array.shape, np.dtype(f"i{array.itemsize}"), _address(array), strides=array.strides)
+    return torch.from_numpy(writable).view(dtype)
 
 
 def _address(array: np.ndarray) -> memoryview:

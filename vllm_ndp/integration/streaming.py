@@ -10,6 +10,7 @@ Knows pool, kernel layouts and pairs of one layer. Does not know requests or pla
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,9 +27,9 @@ from rich.progress import track
 
 from ndp_device.common import durable
 from ndp_device.common.errors import ConfigError
-from ndp_device.replicas._mapping import Watch
+from ndp_device.replicas.mapped import MappedBytes
 from vllm_ndp.integration.cuda.lanes import Mark
-from vllm_ndp.integration.experts_pool import ExpertsPool
+from vllm_ndp.integration.experts_pool import ExpertsPool, tensor_over
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotKernel, SlotWeights
 from vllm_ndp.integration.ranks import Share
 from vllm_ndp.layer.split import Pairs
@@ -166,9 +167,8 @@ class PackedStreamer:
         if not directory.is_dir():
             self._build(directory)
         layers = range(pool.shape.num_layers)
-        maps = [self._map(directory, layer) for layer in layers]
-        self._watches = [[Watch(part.data_ptr(), part.nbytes) for part in parts] for parts in maps]
-        self._layers = [self._with_biases(layer, *parts) for layer, parts in enumerate(maps)]
+        self._maps = [self._map(directory, layer) for layer in layers]
+        self._layers = [self._with_biases(layer, *self._views(layer)) for layer in layers]
         self._files = [[path.open("rb", buffering=0) for path in _paths(directory, layer)] for layer in layers]
         self._check()
 
@@ -179,6 +179,7 @@ class PackedStreamer:
         for source, bias in ((held.b13, to.b13), (held.b2, to.b2)):
             if source is not None and bias is not None:
                 bias[slot].copy_(source[expert])
+        self._refuse_changed(layer)
 
     def run(
         self,
@@ -193,30 +194,32 @@ class PackedStreamer:
         weights = torch.from_numpy(pairs.topk_weights).unsqueeze(1).contiguous()
         experts = torch.from_numpy(pairs.experts).unsqueeze(1).contiguous()
         part = slots.kernel.fused(x.index_select(0, rows), self._layers[layer], weights, experts)
-        self._refuse_cut(layer)
+        self._refuse_changed(layer)
         return torch.zeros(x.shape, dtype=torch.float32).index_add_(0, rows, part.float())
 
     def release(self) -> None:
         """The map is the system's to take."""
 
-    def _refuse_cut(self, layer: int) -> None:
-        """The kernel has read the map: zeros may have stood in for the end of a file that was cut short."""
-        parts = self._layers[layer].w13, self._layers[layer].w2
-        for file, watch, part in zip(self._files[layer], self._watches[layer], parts, strict=True):
-            if watch.faults or os.fstat(file.fileno()).st_size != part.nbytes:
-                raise _shorter(file)
+    def _refuse_changed(self, layer: int) -> None:
+        """After a read of a layer's files."""
+        for file in self._maps[layer]:
+            file.check()
 
-    def _map(self, directory: Path, layer: int, *, create: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         shape = self._pool.shape
         experts, hidden, intermediate = shape.num_experts, shape.hidden_size, shape.intermediate_size
-        maps = []
-        sizes = (experts, 2 * intermediate, hidden), (experts, hidden, intermediate)
-        for path, size in zip(_paths(directory, layer), sizes, strict=True):
-            count = size[0] * size[1] * size[2]
-            if not create and path.stat().st_size != count * self._dtype.itemsize:
-                raise ConfigError(f"{path} has the wrong size: delete {directory} and start again")
-            maps.append(torch.from_file(str(path), shared=create, size=count, dtype=self._dtype).view(size))
-        return maps[0], maps[1]
+        return (experts, 2 * intermediate, hidden), (experts, hidden, intermediate)
+
+    def _map(self, directory: Path, layer: int) -> list[MappedBytes]:
+        maps = [MappedBytes(path, f"delete {directory}") for path in _paths(directory, layer)]
+        for file, size in zip(maps, self._sizes(), strict=True):
+            if file.bytes.size != math.prod(size) * self._dtype.itemsize:
+                raise ConfigError(f"{file.path} has the wrong size: delete {directory} and start again")
+        return maps
+
+    def _views(self, layer: int) -> list[torch.Tensor]:
+        files = zip(self._maps[layer], self._sizes(), strict=True)
+        return [tensor_over(file.bytes, torch.uint8).view(self._dtype).view(size) for file, size in files]
 
     def _with_biases(self, layer: int, w13: torch.Tensor, w2: torch.Tensor) -> SlotWeights:
         """Biases are small: the kernel's copy of them is made again at each start."""
@@ -241,7 +244,10 @@ class PackedStreamer:
             raise ConfigError(f"the packed pool cannot be written: {error}; set NDP_CACHE_DIR elsewhere") from None
         layers = range(self._pool.shape.num_layers)
         for layer in track(layers, f"packing experts into {directory}", console=Console(stderr=True)):
-            w13, w2 = self._map(aside, layer, create=True)
+            w13, w2 = (
+                torch.from_file(str(path), shared=True, size=math.prod(size), dtype=self._dtype).view(size)
+                for path, size in zip(_paths(aside, layer), self._sizes(), strict=True)
+            )
             for expert in range(self._pool.shape.num_experts):
                 self._kernel.load(SlotWeights(w13, w2), expert, self._pool.expert(layer, expert))
         durable.move_directory(aside, directory)
