@@ -29,7 +29,7 @@ from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.session import ServedPlan, Session, check_hello, listed
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.shelves import Shelf, Shelves
+from ndp_device.shard_stores import ShardStore, ShardStores
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import Hardware, load_hardware
 from ndp_device.timing.work import execute_bytes
@@ -54,13 +54,13 @@ _log = logging.getLogger(__name__)
 class _Client:
     session: Session
     model: DeviceModel | None  # None: nothing is simulated
-    shelf: Shelf
+    shard: ShardStore
     has_computed: bool = False
 
 
 @dataclass
 class _Ahead:
-    shelf: Shelf
+    shard: ShardStore
     key: tuple[int, int, int]  # layer, expert, bits
     steps: Iterator[None]
 
@@ -80,8 +80,8 @@ class Handler:
         """hardware: that simulated times are of; None: the kernel is real hardware, and answers have none."""
         self._kernel, self._hardware = kernel, hardware
         self._may_shut_down = may_shut_down
-        self._shelves = Shelves(store, prepares_ahead=prepares_ahead)
-        self._files = self._shelves.files
+        self._shards = ShardStores(store, prepares_ahead=prepares_ahead)
+        self._files = self._shards.files
         self._ahead: _Ahead | None = None  # what is being prepared
         self.offer_memory: Callable[[bytes], msg.SlotOffer | None] = lambda client: None  # the server knows better
         self.others_compute: Callable[[bytes], bool] = lambda client: False  # and this
@@ -210,16 +210,16 @@ class Handler:
             case msg.Describe():
                 return self._describe(request), None
             case msg.Hello():
-                shelf = self._greet(name, request)
-                _log.info("%s connected, for %s", request.client, shelf.store.part)
+                shard = self._greet(name, request)
+                _log.info("%s connected, for %s", request.client, shard.store.part)
                 slots = self.offer_memory(name) if request.wants_slots else None
-                return self._welcome(request, shelf.served, slots), None
+                return self._welcome(request, shard.served, slots), None
             case msg.InstallPlan():
                 installing = self._client(name)
                 session = installing.session
                 session.check_install(request, tensors["replicas"])
                 waits = self.others_compute(name)
-                missing = self._prepare(installing.shelf, tensors["replicas"], others_wait=waits)
+                missing = self._prepare(installing.shard, tensors["replicas"], others_wait=waits)
                 session.install(ServedPlan(request.epoch, tensors["replicas"] & ~missing))
                 installed = msg.PlanInstalled(request.id, incarnation=self.incarnation, epoch=request.epoch)
                 return installed, {"missing": missing}
@@ -240,41 +240,41 @@ class Handler:
         self._clients.move_to_end(name)
         return client
 
-    def _greet(self, name: bytes, hello: msg.Hello) -> Shelf:
+    def _greet(self, name: bytes, hello: msg.Hello) -> ShardStore:
         """Begin a session: nothing but Hello does, so that nothing else can cost another host its own."""
         shape = self._files.shape
         check_hello(hello, self._files.model_digest)
-        others = {client.shelf.store.part for other, client in self._clients.items() if other != name}
+        others = {client.shard.store.part for other, client in self._clients.items() if other != name}
         try:
-            shelf = self._shelves.take(WHOLE if hello.part is msgspec.UNSET else Part(*hello.part), others)
+            shard = self._shards.take(WHOLE if hello.part is msgspec.UNSET else Part(*hello.part), others)
         except ConfigError as error:
             raise DeviceError("bad_request", str(error)) from None
         self._clients.pop(name, None)
         while len(self._clients) >= MAX_SESSIONS:
             self._clients.popitem(last=False)
         session = Session(shape.num_layers, shape.num_experts, shape.hidden_size)
-        self._clients[name] = _Client(session, self._new_model(), shelf)
-        if self._ahead is not None and self._ahead.shelf not in self._shelves:
+        self._clients[name] = _Client(session, self._new_model(), shard)
+        if self._ahead is not None and self._ahead.shard not in self._shards:
             self._ahead = None
-        return shelf
+        return shard
 
     def _new_model(self) -> DeviceModel | None:
         return None if self._hardware is None else DeviceModel(self._hardware)
 
-    def _prepare(self, shelf: Shelf, replicas: NDArray[np.uint8], *, others_wait: bool) -> NDArray[np.uint8]:
+    def _prepare(self, shard: ShardStore, replicas: NDArray[np.uint8], *, others_wait: bool) -> NDArray[np.uint8]:
         """Load what the plan will use, so that no Execute waits for a file; returns the flags that cannot be served.
 
         The store may forget replicas that no client's plan uses. others_wait: load little, since another client's
         Execute waits.
         """
-        store, in_use = shelf.store, replicas.copy()
+        store, in_use = shard.store, replicas.copy()
         for client in self._clients.values():
-            for plan in client.session.plans if client.shelf is shelf else ():
+            for plan in client.session.plans if client.shard is shard else ():
                 in_use |= plan.flags
         used = {bits: (in_use & FLAG_OF_BITS[bits]) != 0 for bits in store.widths}
-        if shelf.prefetch_order is not None:
+        if shard.prefetch_order is not None:
             for bits in store.widths:
-                shelf.prefetch_order.note(bits, (replicas & FLAG_OF_BITS[bits]) != 0)
+                shard.prefetch_order.note(bits, (replicas & FLAG_OF_BITS[bits]) != 0)
         prepared = self._flags(store.prepared)
         missing = replicas & ~self._flags(lambda bits: np.ones(replicas.shape, np.bool_))
         reasons = ["expert {1} of layer {0} is not here at {2} bits".format(*at) for at in listed(missing)[:1]]
@@ -301,12 +301,12 @@ class Handler:
     @property
     def can_prepare_ahead(self) -> bool:
         """There may be something that plans are likely to ask for and that is not prepared."""
-        return any(shelf.prefetch_order is not None and not shelf.prefetch_order.is_done for shelf in self._shelves)
+        return any(shard.prefetch_order is not None and not shard.prefetch_order.is_done for shard in self._shards)
 
     def prepare_ahead(self) -> bool:
         """One step of that, some milliseconds; False: all is done."""
         if self._ahead is None:
-            self._ahead = next(filter(None, map(_next_ahead, self._shelves)), None)
+            self._ahead = next(filter(None, map(_next_ahead, self._shards)), None)
         if (ahead := self._ahead) is None:
             return False
         key = ahead.key
@@ -317,8 +317,8 @@ class Handler:
             _log.warning("expert %d of layer %d cannot be prepared at %d bits: %s", key[1], key[0], key[2], error)
         self._ahead = None
         layer, expert, bits = key
-        if ahead.shelf.prefetch_order is not None and not ahead.shelf.store.prepared(bits)[layer, expert]:
-            ahead.shelf.prefetch_order.give_up(*key)
+        if ahead.shard.prefetch_order is not None and not ahead.shard.store.prepared(bits)[layer, expert]:
+            ahead.shard.prefetch_order.give_up(*key)
         return True
 
     def _flags(self, served: Callable[[int], NDArray[np.bool_]]) -> NDArray[np.uint8]:
@@ -332,7 +332,7 @@ class Handler:
         self, client: _Client, request: msg.Execute, tensors: codec.Tensors, waited_us: int
     ) -> tuple[msg.Result, codec.Tensors]:
         x, rows, experts, bits, gates = tensors.values()
-        store = client.shelf.store
+        store = client.shard.store
         pairs = client.session.check_execute(request, x.shape, rows, experts, bits, gates)
         if waited_us > request.ttl_us:
             raise DeviceError("deadline", f"the request waited {waited_us} us, longer than its {request.ttl_us} us")
@@ -400,19 +400,19 @@ class Handler:
             num_layers=shape.num_layers,
             num_experts=shape.num_experts,
             hidden_size=shape.hidden_size,
-            resident_bytes=sum(shelf.store.resident_bytes for shelf in self._shelves),
+            resident_bytes=sum(shard.store.resident_bytes for shard in self._shards),
             num_executed=self.num_executed,
             num_refused=self.num_refused,
             num_sessions=len(self._clients),
             foreign_modules=tuple(name for name in _FOREIGN_MODULES if name in sys.modules),
-            served=self._shelves.served,
+            served=self._shards.served,
         )
 
 
-def _next_ahead(shelf: Shelf) -> _Ahead | None:
-    """The next of a shelf's experts to prepare; None where there is none."""
-    key = None if shelf.prefetch_order is None else shelf.prefetch_order.next()
-    return None if key is None else _Ahead(shelf, key, shelf.store.prepare_ahead(*key))
+def _next_ahead(shard: ShardStore) -> _Ahead | None:
+    """The next of a shard's experts to prepare; None where there is none."""
+    key = None if shard.prefetch_order is None else shard.prefetch_order.next()
+    return None if key is None else _Ahead(shard, key, shard.store.prepare_ahead(*key))
 
 
 def _id_of(frames: codec.Frames) -> int:

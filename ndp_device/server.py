@@ -1,4 +1,4 @@
-"""Receive, hand over, reply: one loop, exactly one reply per request. Knows no message; turns.py chooses the next.
+"""Receive, hand over, reply: one loop, exactly one reply per request. Knows no message; fair_queue.py chooses the next.
 
 The loop that computes is the loop that answers Ping, so a device that answers is a device that works.
 """
@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterable
 from types import FrameType
 
+from ndp_device.fair_queue import FairQueue
 from ndp_device.handler import Handler
 from ndp_device.idle_cores import IdleCores
 from ndp_device.parent import Parent
 from ndp_device.protocol.codec import Frames
 from ndp_device.transport.base import Clock, Received, ServerTransport
-from ndp_device.turns import Turns
 
 _IDLE_MS = 250  # how often an idle device looks for its parent and for a signal
 _SILENT_NS = 500_000_000  # nobody asked for so long: no decode is running, which would ask every few milliseconds
@@ -43,7 +43,7 @@ class Server:
         self._cores = IdleCores()
         self._served_ns = clock.monotonic_ns()
         self._preparing = False
-        self._turns = Turns()
+        self._queue = FairQueue()
         handler.offer_memory, handler.others_compute = transport.offer_memory, self._others_compute
         transport.on_gone = self._forget
         self._stopping = False
@@ -86,18 +86,18 @@ class Server:
 
     def next_request(self, timeout_ms: int) -> Received | None:
         """Take what has arrived; of all that waits, what is to be served now."""
-        turns = self._turns
-        if not turns.is_full:
-            for received in self._transport.receive(0 if turns.num_waiting else timeout_ms):
-                if not turns.add(received):
+        queue = self._queue
+        if not queue.is_full:
+            for received in self._transport.receive(0 if queue.num_waiting else timeout_ms):
+                if not queue.add(received):
                     self._transport.drop(received.client)
-        return turns.next()
+        return queue.next()
 
     def serve(self, received: Received) -> None:
         """Answer one request."""
         handler, client = self._handler, received.client
         start_ns, executed = self._clock.monotonic_ns(), handler.num_executed
-        handler.queue_depth = self._turns.num_waiting
+        handler.queue_depth = self._queue.num_waiting
         try:
             reply = handler.reply(client, received.frames, received.damage, (start_ns - received.seen_ns) // 1000)
             received.release()
@@ -106,7 +106,7 @@ class Server:
             _log.exception("a request could not even be refused")
             self._transport.drop(client)
         now_ns = self._served_ns = self._clock.monotonic_ns()
-        self._turns.served(client, now_ns - start_ns, now_ns, computed=handler.num_executed > executed)
+        self._queue.served(client, now_ns - start_ns, now_ns, computed=handler.num_executed > executed)
 
     def _send(self, client: bytes, reply: Frames) -> None:
         if self._failpoints is None:
@@ -116,10 +116,10 @@ class Server:
             self._transport.send_as_is(client, outgoing)
 
     def _others_compute(self, client: bytes) -> bool:
-        return self._turns.others_compute(client, self._clock.monotonic_ns())
+        return self._queue.others_compute(client, self._clock.monotonic_ns())
 
     def _forget(self, client: bytes) -> None:
-        self._turns.forget(client)
+        self._queue.forget(client)
         self._handler.forget(client)
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:

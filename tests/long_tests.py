@@ -139,8 +139,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/ndp_device/transport/test_device_shm.py",
         "tests/ndp_device/transport/test_device_shm_sanitizers.py",
         "tests/ndp_device/transport/test_device_shm_sockets.py",
-        "tests/vllm_ndp/device_client/test_device_crossing.py",
-        "tests/vllm_ndp/device_client/test_device_send_ahead.py",
+        "tests/vllm_ndp/device_client/test_device_without_codec.py",
+        "tests/vllm_ndp/device_client/test_device_sender_thread.py",
     ),
     "vllms_own": (
         "models/tiny-mixtral/*",

@@ -13,8 +13,8 @@ from paths import DATA
 from simulation import network
 from simulation.life import LOGGERS, History
 
+from ndp_device.fair_queue import FairQueue
 from ndp_device.handler import Handler
-from ndp_device.turns import Turns
 from vllm_ndp.device_client.client import DeviceClient
 
 FAILED_ONCE = [int(line.split()[0]) for line in (DATA / "simulation-seeds.txt").read_text().splitlines() if line]
@@ -44,7 +44,7 @@ def test_a_seed_is_one_history() -> None:
 MISTAKES: dict[str, tuple[object, str, Callable[..., object], tuple[str, ...]]] = {
     "checksums are not looked at": (network, "require_intact", lambda *frames: None, ("flip",)),
     "plans are not installed again": (DeviceClient, "_next_of_plans", lambda client, connection: None, ()),
-    "requests outlive their hosts": (Turns, "forget", lambda turns, client: None, ()),
+    "requests outlive their hosts": (FairQueue, "forget", lambda queue, client: None, ()),
     "sessions outlive their hosts": (Handler, "forget", lambda handler, client: None, ()),
 }
 """What is wrong, where, instead of what; and the faults that show it, where a mix of all seldom does."""

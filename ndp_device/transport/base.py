@@ -14,8 +14,8 @@ from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import SlotOffer
 from ndp_device.transport import checksum
-from ndp_device.transport.crossing import Crossed, Order
 from ndp_device.transport.layer_messages import Sound
+from ndp_device.transport.sender_thread import Order, SendOutcome
 
 
 class Clock(Protocol):
@@ -109,11 +109,11 @@ class ClientTransport(Protocol):
         ...
 
     def send_ahead(self, order: Order, asked: Sequence[int]) -> bool:
-        """Have an Execute sent as soon as its packet is there (crossing.py). False: this carrier cannot. Between this
+        """Have an Execute sent as soon as its packet is there (sender.py). False: this carrier cannot. Between this
         and `sent_ahead` nothing else is asked of the transport."""
         ...
 
-    def sent_ahead(self, crossed: Crossed) -> None:
+    def sent_ahead(self, outcome: SendOutcome) -> None:
         """It is over: go on from there."""
         ...
 

@@ -27,9 +27,9 @@ from ndp_device.protocol.messages import SlotOffer
 from ndp_device.transport import checksum, fragments, layer_messages, shm, sockets
 from ndp_device.transport.address import Address, is_foreign, is_foreign_at
 from ndp_device.transport.base import require_intact
-from ndp_device.transport.crossing import Crossed, Order, State
 from ndp_device.transport.keys import HostKeys
 from ndp_device.transport.layer_messages import Sound
+from ndp_device.transport.sender_thread import Order, SendOutcome, State
 from ndp_device.transport.shm import ShmChannel
 
 _QUEUE = 10 * fragments.MAX_FRAGMENTS  # a host's largest requests and answers fit, all that may be in flight
@@ -68,7 +68,7 @@ class ZmqTransport:
         self._listener: int | None = None  # the user behind an ipc address, as far as it is known
         self._refusal = ""  # why the handshake failed
         self._spinner = shm.Spinner(shm.HOST_SPIN_US)
-        self._spun_ns = 0  # at most, by a Crossing
+        self._spun_ns = 0  # at most, by a SenderThread
         self._require_own()
         try:
             self._socket = sockets.context().socket(zmq.DEALER)
@@ -114,19 +114,19 @@ class ZmqTransport:
             return False
         self._channel.release()
         self._spun_ns = self._spinner.next_ns()
-        order.crossing.begin(self._channel, order, asked, self._spun_ns)
+        order.sender.begin(self._channel, order, asked, self._spun_ns)
         return True
 
-    def sent_ahead(self, crossed: Crossed) -> None:
-        if crossed.state is State.RINGS:
+    def sent_ahead(self, outcome: SendOutcome) -> None:
+        if outcome.state is State.RINGS:
             self._published(shm.Put.DOORBELL)
-        elif crossed.state is State.SENT:
+        elif outcome.state is State.SENT:
             self._published(shm.Put.DONE)
-        elif crossed.state is State.TAKEN:
+        elif outcome.state is State.TAKEN:
             self._waits_for_memory = False
-        if crossed.lost_core:
+        if outcome.lost_core:
             self._spinner.lose()
-        elif crossed.in_vain:
+        elif outcome.in_vain:
             self._spinner.fail(self._spun_ns)
 
     def receive(self, timeout_s: float) -> Frames | Sound | None:

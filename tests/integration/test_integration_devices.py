@@ -25,7 +25,7 @@ from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.replicas.loss_table import load_losses
 from ndp_device.transport.keys import make_keys
 from vllm_ndp.config import NdpSettings
-from vllm_ndp.device_client.agreement import Agreement
+from vllm_ndp.device_client.handshake import Requirements
 from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.integration.compat import hardware_of
 from vllm_ndp.integration.device_members import DeviceMembers
@@ -370,9 +370,9 @@ def refusal(*addresses: str, keys: Path | None = None) -> str:
     """What opening these devices for the bundled model says."""
     given = None if keys is None else str(keys)
     settings = NdpSettings(device=addresses, cold_precision="full", device_keys=given)
-    agreement = Agreement(open_checkpoint(MODEL).shape, hardware_of(settings), full_precision=True)
+    requirements = Requirements(open_checkpoint(MODEL).shape, hardware_of(settings), full_precision=True)
     with pytest.raises(NdpError) as caught:
-        DeviceMembers(settings, agreement, MODEL, model_digest(MODEL), None, set())
+        DeviceMembers(settings, requirements, MODEL, model_digest(MODEL), None, set())
     return str(caught.value)
 
 

@@ -25,7 +25,7 @@ from ndp_device.kernels import load_kernel
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.shelves import MAX_PARTS, Shelves
+from ndp_device.shard_stores import MAX_PARTS, ShardStores
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work
@@ -436,8 +436,8 @@ def test_parts_that_cannot_be_are_refused_and_what_nobody_asks_for_makes_room(di
 
 
 def test_more_parts_at_a_time_than_memory_is_meant_for_are_refused(model_dir: Path) -> None:
-    shelves = Shelves(ExpertStore(model_dir, None, kernel=load_kernel("reference")), prepares_ahead=False)
+    shards = ShardStores(ExpertStore(model_dir, None, kernel=load_kernel("reference")), prepares_ahead=False)
     others = [Part(index, 9) for index in range(MAX_PARTS)]
     with pytest.raises(DeviceError, match=f"{MAX_PARTS + 1} different parts of experts are more than the {MAX_PARTS}"):
-        shelves.take(Part(0, 3), others)
-    assert shelves.take(Part(0, 3), others[:-1]).store.part == Part(0, 3)
+        shards.take(Part(0, 3), others)
+    assert shards.take(Part(0, 3), others[:-1]).store.part == Part(0, 3)

@@ -128,11 +128,11 @@ class Device:
         assert transport is not None
         assert handler is not None
         assert server is not None
-        turns = server._turns
-        accounts = list(turns._accounts.values())
-        assert turns.num_waiting == sum(len(account.waiting) for account in accounts)
-        assert turns._bytes == sum(len(f) for a in accounts for received in a.waiting for f in received.frames)
-        assert set(turns._waiting) <= set(transport.links)
+        queue = server._queue
+        accounts = list(queue._accounts.values())
+        assert queue.num_waiting == sum(len(account.waiting) for account in accounts)
+        assert queue._bytes == sum(len(f) for a in accounts for received in a.waiting for f in received.frames)
+        assert set(queue._waiting) <= set(transport.links)
         assert set(handler._clients) <= set(transport.links)
 
 

@@ -35,7 +35,7 @@ from ndp_device.protocol import messages as msg
 from ndp_device.protocol.session import listed
 from ndp_device.transport import connect
 from ndp_device.transport.base import ClientTransport, Clock
-from ndp_device.transport.crossing import Crossed, Order
+from ndp_device.transport.sender_thread import Order, SendOutcome
 from vllm_ndp.device_client.calls import AnnouncedPlan, ControlCall, Counters, ExecuteHandle, ExecuteResult
 from vllm_ndp.device_client.connection import Connection, ConnectionStage
 from vllm_ndp.device_client.process import DeviceProcess
@@ -243,7 +243,7 @@ class DeviceClient:
     def execute_ahead(
         self, order: Order, layer: int, step: int, submit_ps: int, x: NDArray[Any]
     ) -> ExecuteHandle | None:
-        """The same for pairs that a thread will find (crossing.py). If they leave, `executed_ahead` is the next call.
+        """The same for pairs that a thread will find (sender.py). If they leave, `executed_ahead` is the next call.
         x [T, H]: rows that may leave. None: they must be sent otherwise."""
         connection = self._connection
         if connection is None or not connection.is_up or self._pid != os.getpid():
@@ -253,13 +253,13 @@ class DeviceClient:
         return handle if connection.execute_ahead(order, asked) else None
 
     def executed_ahead(
-        self, handle: ExecuteHandle, crossed: Crossed, x: NDArray[Any], y: NDArray[np.float32] | None
+        self, handle: ExecuteHandle, outcome: SendOutcome, x: NDArray[Any], y: NDArray[np.float32] | None
     ) -> None:
         """The message has left with rows x; y: the sums of its answer, if that is here."""
         assert self._connection is not None
-        handle.x, handle.deadline_s = x, crossed.sent_s + handle.patience_s
+        handle.x, handle.deadline_s = x, outcome.sent_s + handle.patience_s
         try:
-            self._connection.executed_ahead(handle, crossed, y)
+            self._connection.executed_ahead(handle, outcome, y)
         except (DeviceUnavailable, RemoteProtocolError, DeviceError) as error:
             self._fail(error)
 

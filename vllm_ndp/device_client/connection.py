@@ -20,8 +20,8 @@ from ndp_device.common.errors import DeviceError, DeviceUnavailable, RemoteProto
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport.base import ClientTransport, Clock
-from ndp_device.transport.crossing import Crossed, Order
 from ndp_device.transport.layer_messages import Sound
+from ndp_device.transport.sender_thread import Order, SendOutcome
 from vllm_ndp.device_client.calls import (
     AnnouncedPlan,
     ControlCall,
@@ -101,13 +101,13 @@ class Connection:
         self._last_id = max(self._last_id, asked[0])
         return self._transport.send_ahead(order, asked)
 
-    def executed_ahead(self, handle: ExecuteHandle, crossed: Crossed, y: NDArray[np.float32] | None) -> None:
+    def executed_ahead(self, handle: ExecuteHandle, outcome: SendOutcome, y: NDArray[np.float32] | None) -> None:
         """It has left, and perhaps its answer is here: then y are the sums."""
         self.handles[handle.id] = handle
-        self._transport.sent_ahead(crossed)
-        if crossed.reply is not None:
+        self._transport.sent_ahead(outcome)
+        if outcome.reply is not None:
             assert y is not None
-            self._handle(crossed.reply, {"y": y}, is_sound=True)
+            self._handle(outcome.reply, {"y": y}, is_sound=True)
 
     def welcomed(self, welcome: msg.Welcome) -> None:
         """Use what the device offers."""

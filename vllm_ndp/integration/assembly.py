@@ -27,11 +27,11 @@ from ndp_device.common.widths import FULL_PRECISION_BITS, REPLICA_WIDTHS
 from ndp_device.kernels.kernel import EngineKernel
 from ndp_device.protocol.messages import Served
 from ndp_device.transport import shm
-from ndp_device.transport.crossing import Crossing
+from ndp_device.transport.sender_thread import SenderThread
 from vllm_ndp import __version__
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.prices import MeasuredPrices
-from vllm_ndp.device_client.agreement import Agreement, PlannedReplicas
+from vllm_ndp.device_client.handshake import PlannedReplicas, Requirements
 from vllm_ndp.integration import compat, drafts, host_replicas, known_prices
 from vllm_ndp.integration.batch import RequestTracker
 from vllm_ndp.integration.checkpoint_dir import model_dir
@@ -280,7 +280,7 @@ class Assembly:
         """The leader finds or starts the device; the others hear from it what they need to plan alike."""
         settings, cores, members = self.settings, self.ranks.merge(compat.bound_cores()), None
         if self.ranks.leads:
-            agreement = Agreement(
+            requirements = Requirements(
                 self.pool.model,
                 self.hardware,
                 full_precision=settings.cold_precision == "full" or settings.prefill == "split",
@@ -288,7 +288,7 @@ class Assembly:
                 replicas=planned,
             )
             wants_prompts = self._splits_prefill()
-            members = DeviceMembers(settings, agreement, self.model_dir, self.digest, replicas, cores)
+            members = DeviceMembers(settings, requirements, self.model_dir, self.digest, replicas, cores)
             self.opened.callback(members.close)
             self.ranks.from_leader(facts := self._facts_of(members.served, wants_prompts=wants_prompts))
         else:
@@ -474,8 +474,8 @@ class Assembly:
         device, shape, dtype = self._held.w13.device, self.pool.shape, self._held.w13.dtype
         form = RowForm(shape.top_k, shape.hidden_size, dtype)
         routing = routing_by(kernels=self.rung >= Rung.KERNELS and device.type != "cpu")
-        crossing = Crossing() if self.rung >= Rung.THREAD and shm.native is not None else None
-        return Messenger(pinned_for(device), device, form, routing, crossing)
+        sender = SenderThread() if self.rung >= Rung.THREAD and shm.native is not None else None
+        return Messenger(pinned_for(device), device, form, routing, sender)
 
     def make_late_check(self) -> LateCheck | None:
         device = self._held.w13.device

@@ -48,7 +48,7 @@ class DeviceView:
             assert self.devices is not None
             return tuple(self.devices.all_alive)
         alive = self.up if self.agreed is None else self.agreed
-        return alive if self.link is None else self.link.note_presence(alive)
+        return alive if self.link is None else self.link.note_availability(alive)
 
     def join(self) -> None:
         """There is one device more; who holds what is known on every rank."""

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from ndp_device.common.errors import DeviceError, DeviceUnavailable, ReplicaError
 from ndp_device.common.model_shape import ModelShape
 from ndp_device.common.widths import FLAG_OF_BITS, FULL_PRECISION_BITS
-from ndp_device.transport.crossing import Crossed, Order
+from ndp_device.transport.sender_thread import Order, SendOutcome
 from vllm_ndp.device_client.calls import ExecuteResult, Executes
 from vllm_ndp.device_client.client import DeviceClient
-from vllm_ndp.device_client.several import DeviceSet
+from vllm_ndp.device_client.device_group import DeviceGroup
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.host_replicas import LocalReplicas
@@ -117,7 +117,7 @@ class DeviceLink:
         """
         self.members = members
         self._only = members.clients[0] if devices is None else None
-        self.client: DeviceClient | DeviceSet = self._all_of(devices) if devices is not None else members.clients[0]
+        self.client: DeviceClient | DeviceGroup = self._all_of(devices) if devices is not None else members.clients[0]
         self._facts, self._devices, self._shape, self._layers, self._local = facts, devices, shape, layers, local
         self._gather = Gather(shape.hidden_size, dtype)
         self._installing: int | None = None  # epoch whose plan is on its way
@@ -126,13 +126,13 @@ class DeviceLink:
         self._round_trips_s: deque[float] = deque(maxlen=_MOST_ROUND_TRIPS)
         self._fallbacks = Counter[str]()
 
-    def _all_of(self, devices: Devices) -> DeviceSet:
+    def _all_of(self, devices: Devices) -> DeviceGroup:
         clients, copies, deadline_ms = self.members.clients, devices.rules.num_copies, self.members.deadline_ms
-        return DeviceSet(clients, self._route, self._holds, slowest, num_copies=copies, deadline_ms=deadline_ms)
+        return DeviceGroup(clients, self._route, self._holds, slowest, num_copies=copies, deadline_ms=deadline_ms)
 
     def join(self) -> None:
         """The device that was reached has its copies now: announce the plan in force again, to all devices."""
-        assert isinstance(self.client, DeviceSet)
+        assert isinstance(self.client, DeviceGroup)
         assert self._devices is not None
         self.wait_installed()
         self.client.add(self.members.admit(), self._devices.rules.num_copies)
@@ -155,13 +155,13 @@ class DeviceLink:
         held[self._layers.start : self._layers.stop] = of_stage
         return held
 
-    def note_presence(self, alive: tuple[bool, ...]) -> tuple[bool, ...]:
+    def note_availability(self, alive: tuple[bool, ...]) -> tuple[bool, ...]:
         """[D], which devices a choice of this step was made by."""
-        return self.client.presence.note(alive) if isinstance(self.client, DeviceSet) else alive
+        return self.client.availability.note(alive) if isinstance(self.client, DeviceGroup) else alive
 
-    def take_presence(self) -> tuple[bool, ...] | None:
+    def take_availability(self) -> tuple[bool, ...] | None:
         """[D], which of several devices the step went by; None: that changed within it; (): no device mattered."""
-        return self.client.presence.take() if isinstance(self.client, DeviceSet) else ()
+        return self.client.availability.take() if isinstance(self.client, DeviceGroup) else ()
 
     @property
     def state(self) -> str:
@@ -254,12 +254,12 @@ class DeviceLink:
         return self._only.execute_ahead(order, self._layers[layer], step.number, step.parts.run.clock.now_ps, x)
 
     def sent_ahead(
-        self, handle: Any, crossed: Crossed, rows: NDArray[Any], pairs: Pairs, y: NDArray[np.float32] | None
+        self, handle: Any, outcome: SendOutcome, rows: NDArray[Any], pairs: Pairs, y: NDArray[np.float32] | None
     ) -> DeviceCall:
         """The message has left; y: the sums, if the answer is here."""
         assert self._only is not None
-        self._only.executed_ahead(handle, crossed, rows, y)
-        return DeviceCall(pairs, self.client, handle, crossed.sent_s, self._round_trips_s, self._fallbacks)
+        self._only.executed_ahead(handle, outcome, rows, y)
+        return DeviceCall(pairs, self.client, handle, outcome.sent_s, self._round_trips_s, self._fallbacks)
 
     def _prompts_s(self, step: Step, pairs: Pairs) -> float:
         """Seconds by which the deadline, which is meant for decode rows, is longer for these pairs."""

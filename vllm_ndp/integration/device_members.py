@@ -21,8 +21,8 @@ from ndp_device.experts.part import WHOLE, Part
 from ndp_device.probe import Probe
 from ndp_device.protocol import messages as msg
 from vllm_ndp.config import NdpSettings
-from vllm_ndp.device_client.agreement import Agreement
 from vllm_ndp.device_client.client import DeviceClient, DeviceProcess
+from vllm_ndp.device_client.handshake import Requirements
 from vllm_ndp.integration import compat
 
 _LOOK_EVERY_S = 0.02
@@ -81,14 +81,14 @@ class DeviceMembers:
     def __init__(
         self,
         settings: NdpSettings,
-        agreement: Agreement,
+        requirements: Requirements,
         model_dir: Path,
         digest: str,
         replicas: Path | None,
         engine_cores: set[int],
     ) -> None:
         """engine_cores: of all ranks. Raises ConfigError, or what starting and connecting raise, in one sentence."""
-        self._settings, self._agreement, self._model_dir, self._digest = settings, agreement, model_dir, digest
+        self._settings, self._requirements, self._model_dir, self._digest = settings, requirements, model_dir, digest
         self.replicas = replicas
         self.cores: list[int] = []
         self.each: list[Member] = []
@@ -115,7 +115,7 @@ class DeviceMembers:
     def _open(self, number: int) -> Member:
         settings = self._settings
         part = Part(number, settings.num_devices) if settings.splits_experts else WHOLE
-        self._agreement.check_part(part)
+        self._requirements.check_part(part)
         if settings.addresses:
             return self._reach(settings.addresses[number], settings.keys_of(number), part=part)
         process = DeviceProcess.spawn(
@@ -133,7 +133,7 @@ class DeviceMembers:
     def _reach(
         self, address: str, keys: Path | None, process: DeviceProcess | None = None, part: Part = WHOLE
     ) -> Member:
-        accept, deadline_ms = partial(self._agreement.check, address, part=part), self._settings.deadline_ms
+        accept, deadline_ms = partial(self._requirements.check, address, part=part), self._settings.deadline_ms
         client = DeviceClient(address, self._digest, deadline_ms=deadline_ms, accept=accept, keys=keys, part=part)
         return Member(address, keys, process, client)
 
@@ -148,7 +148,7 @@ class DeviceMembers:
         except DeviceError as error:  # what a device says does not name it
             said = f"at {member.address}: {error.message}" if others or len(self.each) > 1 else error.message
             raise DeviceError(error.code, said, retryable=error.retryable) from None
-        served = self._agreement.check(member.address, welcome, member.client.part)
+        served = self._requirements.check(member.address, welcome, member.client.part)
         member.describe()
         for other in others:
             assert other.client.welcome is not None

@@ -121,7 +121,7 @@ class RunRecorder:
         measured_s: float,
         devices_up: tuple[bool, ...] | None = (),
     ) -> None:
-        """simulated: None where no simulated clock holds all that ran. devices_up: of DeviceLink.take_presence."""
+        """simulated: None where no simulated clock holds all that ran. devices_up: of DeviceLink.take_availability."""
         with self._writing() as writer:
             if writer is not None:
                 down = {-1: CHANGED} if devices_up is None else {}

@@ -87,7 +87,7 @@ class StepLog:
             assert device.link is not None  # the leader's
             took_s = time.perf_counter() - step.before.began_s
             simulated = None if self.unsimulated else time_of_step
-            self.recorder.note_step(step, epoch, simulated, took_s, device.link.take_presence())
+            self.recorder.note_step(step, epoch, simulated, took_s, device.link.take_availability())
         self.totals.add(report)
         return report if ranks.leads else None
 

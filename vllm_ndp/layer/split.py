@@ -205,7 +205,7 @@ class Splitter:
         return self._listed(self.native.split(layer, topk_ids, topk_weights, rule, prompts))
 
     def found(self) -> Split:
-        """The split of a layer that a thread has made (`native.finder`, ndp_device/transport/crossing.py)."""
+        """The split of a layer that a thread has made (`native.finder`, ndp_device/transport/sender_thread.py)."""
         return self._listed(self.native.found())
 
     def _listed(self, found: Sequence[Any]) -> Split:

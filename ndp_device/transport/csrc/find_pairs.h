@@ -1,4 +1,4 @@
-// How a thread without Python asks which pairs of a layer go to the device (crossing.h); vllm_ndp/layer/csrc/split.cpp answers.
+// How a thread without Python asks which pairs of a layer go to the device (sender_thread.h); vllm_ndp/layer/csrc/split.cpp answers.
 #pragma once
 
 #include <cstdint>

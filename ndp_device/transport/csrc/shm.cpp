@@ -1,5 +1,5 @@
 // The shared-memory rings (channel.h), a layer's messages in them (layer_messages.h), the thread that sends them
-// (crossing.h) and the checksum, for Python. Waiting means spinning for a bounded time without the GIL.
+// (sender_thread.h) and the checksum, for Python. Waiting means spinning for a bounded time without the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
@@ -13,7 +13,7 @@
 #include <string_view>
 
 #include "channel.h"
-#include "crossing.h"
+#include "sender_thread.h"
 #include "layer_messages.h"
 #include "spin.h"
 
@@ -36,17 +36,17 @@ int spin(nb::list rings, uint64_t timeout_ns) {
     return spin_until(readable, timeout_ns);
 }
 
-// What a Crossing needs: where a packet's parts lie, and how long its rows are.
+// What a SenderThread needs: where a packet's parts lie, and how long its rows are.
 using Places = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, char, uint64_t, uint64_t, uint64_t>;
 
-void begin(Crossing& crossing, Channel& ring, nb::capsule finder, const Places& places, int64_t layer,
+void begin(SenderThread& sender, Channel& ring, nb::capsule finder, const Places& places, int64_t layer,
            const Executes::Asked& asked, uint64_t spin_ns, uint64_t idle_ns) {
     if (!finder.name() || std::string_view(finder.name()) != kFinder) throw std::invalid_argument("this finds no pairs");
     const auto& [word, ids, weights, x, y, format, row_bytes, rows, hidden] = places;
-    const Crossing::Memory memory{reinterpret_cast<std::atomic<uint32_t>*>(word), reinterpret_cast<const int32_t*>(ids),
+    const SenderThread::Memory memory{reinterpret_cast<std::atomic<uint32_t>*>(word), reinterpret_cast<const int32_t*>(ids),
                                   reinterpret_cast<const float*>(weights), reinterpret_cast<const char*>(x),
                                   reinterpret_cast<float*>(y), format, row_bytes, rows, hidden};
-    crossing.begin(ring, *static_cast<const Finder*>(finder.data()), memory, layer, asked, spin_ns, idle_ns);
+    sender.begin(ring, *static_cast<const Finder*>(finder.data()), memory, layer, asked, spin_ns, idle_ns);
 }
 
 uint32_t sum(uint32_t crc, const View& view) {
@@ -112,13 +112,13 @@ NB_MODULE(_shm, module) {
         .def(nb::init<uint64_t, std::vector<std::pair<std::string, std::string>>>(), nb::arg("major"),
              nb::arg("timing_fields"))
         .def("take", &Results::take);
-    nb::class_<Crossing>(module, "Crossing")
+    nb::class_<SenderThread>(module, "SenderThread")
         .def(nb::init<const Executes&, const Results&>(), nb::arg("executes"), nb::arg("results"), nb::keep_alive<1, 2>(),
              nb::keep_alive<1, 3>())
         .def("begin", &begin, nb::arg("ring"), nb::arg("finder"), nb::arg("places"), nb::arg("layer"), nb::arg("asked"),
              nb::arg("spin_ns"), nb::arg("idle_ns"))
-        .def("end", &Crossing::end, nb::arg("timeout_ns"))
-        .def("cancel", &Crossing::cancel);
+        .def("end", &SenderThread::end, nb::arg("timeout_ns"))
+        .def("cancel", &SenderThread::cancel);
     module.def("spin", &spin);
     module.def("crc32", &crc_of, nb::arg("data"), nb::arg("crc") = 0);
     module.def("crc32_by_tables", &crc_by_tables, nb::arg("data"), nb::arg("crc") = 0);

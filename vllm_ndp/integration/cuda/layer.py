@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ndp_device.transport.crossing import Order, State
+from ndp_device.transport.sender_thread import Order, State
 from vllm_ndp.integration.cuda.messenger import Messenger, Packet
 from vllm_ndp.integration.cuda.packet import HostFields
 from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
@@ -158,22 +158,22 @@ class AsideLayer:
     def _sent_ahead(self, step: Step, packet: Packet, ahead: _Ahead) -> _Asked:
         """Go on from where the thread has come to."""
         assert self._link is not None
-        crossed = ahead.order.crossing.end(packet.require)
-        if crossed.state is State.LEFT:
+        outcome = ahead.order.sender.end(packet.require)
+        if outcome.state is State.LEFT:
             return self._ask(step, packet)
         split = step.parts.run.splitter.found()
-        if crossed.state is State.FOUND:
+        if outcome.state is State.FOUND:
             return self._send(step, packet.arrays, split)
-        if crossed.state is State.NOTHING:
+        if outcome.state is State.NOTHING:
             return _Asked(split, None, split.device.sent_rows)
         left = split.device.sent_rows
-        sums = None if crossed.reply is None else self._messenger.arrived(crossed.reply.tensors[0].shape[0])
-        call = self._link.sent_ahead(ahead.handle, crossed, packet.arrays.x[: len(left)], split.device, sums)
+        sums = None if outcome.reply is None else self._messenger.arrived(outcome.reply.tensors[0].shape[0])
+        call = self._link.sent_ahead(ahead.handle, outcome, packet.arrays.x[: len(left)], split.device, sums)
         return _Asked(split, call, left)
 
     def _abandon(self, packet: Packet, ahead: _Ahead) -> None:
         """The step is lost before the thread was asked: its answer, if there will be one, is for nobody."""
-        ahead.order.crossing.cancel()
+        ahead.order.sender.cancel()
         with contextlib.suppress(RuntimeError):  # what ended the step may be the GPU
             packet.fetch()
 

@@ -5,8 +5,8 @@
     host          begin | launches ...................................... end | add
 
 The GPU writes the packet into the host's memory. Where the device shares memory with the host and cores suffice, a
-thread sends it, while the host launches (ndp_device/transport/crossing.py). Else the host waits for the packet, sends,
-then launches. Each buffer exists once: a packet has arrived only when the main stream has added what came back for the
+thread sends it, while the host launches (ndp_device/transport/sender_thread.py). Else the host waits for the packet,
+sends, then launches. Each buffer exists once: a packet has arrived only when the main stream has added what came back for the
 layer before. Knows buffers. Does not know what is hot, nor how the device is asked.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ndp_device.transport.crossing import Crossing, Order, Places
+from ndp_device.transport.sender_thread import Order, Places, SenderThread
 from vllm_ndp.integration.cuda.lanes import Pinned
 from vllm_ndp.integration.cuda.packet import Fields, HostFields, RowForm, lay_out, packet_bytes
 from vllm_ndp.integration.cuda.routing import Routing
@@ -40,14 +40,14 @@ class Packet:
     here: Fields
     arrays: HostFields
     places: Places
-    _crossing: Crossing | None
+    _sender: SenderThread | None
     _seen: torch.Tensor
     _orders: dict[int, Order] = field(default_factory=dict)
 
     def order(self, splitter: Splitter, layer: int) -> Order | None:
         """For a thread that waits for it; None where there is none. splitter: the worker's."""
-        if self._crossing is not None and layer not in self._orders:
-            self._orders[layer] = Order(self._crossing, self.places, splitter.finder, layer)
+        if self._sender is not None and layer not in self._orders:
+            self._orders[layer] = Order(self._sender, self.places, splitter.finder, layer)
         return self._orders.get(layer)
 
     def require(self) -> None:
@@ -78,14 +78,14 @@ class Messenger:
         device: torch.device,
         form: RowForm,
         routing: Routing,
-        crossing: Crossing | None = None,
+        sender: SenderThread | None = None,
         *,
         most_rows: int = MOST_ROWS,
     ) -> None:
-        """routing: what writes packets and adds sums. crossing: of a thread that sends; the host does where None."""
+        """routing: what writes packets and adds sums. sender: of a thread that sends; the host does where None."""
         self.most_rows, self.routing = most_rows, routing
         self._form = form
-        self._crossing = crossing if len(os.sched_getaffinity(0)) >= CORES else None
+        self._sender = sender if len(os.sched_getaffinity(0)) >= CORES else None
         here, there = packet_bytes(most_rows, form)
         self._memory = torch.zeros(here, dtype=torch.uint8, device=device)
         self._host_memory = pinned(there, dtype=torch.uint8)
@@ -97,7 +97,7 @@ class Messenger:
 
     @property
     def has_thread(self) -> bool:
-        return self._crossing is not None
+        return self._sender is not None
 
     @property
     def num_bytes(self) -> int:
@@ -109,7 +109,7 @@ class Messenger:
         if (known := self._by_rows.get(num_rows)) is None:
             fields = lay_out(self._memory, self._host_memory, num_rows, self._form)
             arrays = HostFields(fields)
-            known = Packet(fields, arrays, arrays.places(self._host_sums), self._crossing, self._seen)
+            known = Packet(fields, arrays, arrays.places(self._host_sums), self._sender, self._seen)
             self._by_rows[num_rows] = known
         return known
 

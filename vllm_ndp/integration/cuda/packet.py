@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ndp_device.transport.crossing import Places
+from ndp_device.transport.sender_thread import Places
 
 _ALIGNED = 16
 

@@ -275,7 +275,7 @@ class Splitter {
         return found();
     }
 
-    // The same for a thread without Python (crossing.h): hot experts stay, and no row is of a prompt. False where an expert
+    // The same for a thread without Python (sender_thread.h): hot experts stay, and no row is of a prompt. False where an expert
     // is warm, since prices are Python's, or unknown.
     static bool find(void* whose, int64_t layer, const int32_t* ids, const float* weights, FoundPairs& pairs) {
         auto& mine = *static_cast<Splitter*>(whose);

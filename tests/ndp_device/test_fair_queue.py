@@ -6,16 +6,16 @@ from collections import Counter
 
 import pytest
 
-from ndp_device import turns
+from ndp_device import fair_queue
+from ndp_device.fair_queue import FairQueue
 from ndp_device.transport.base import Received
-from ndp_device.turns import Turns
 
 
 def request(client: bytes, size: int = 0) -> Received:
     return Received(client, (b"header", bytes(size)), None, 0)
 
 
-def charged(waiting: Turns, cost_ns: dict[bytes, int], count: int, computed: set[bytes]) -> Counter[bytes]:
+def charged(waiting: FairQueue, cost_ns: dict[bytes, int], count: int, computed: set[bytes]) -> Counter[bytes]:
     """What each was charged after so many requests; who was served asks again at once."""
     spent = Counter[bytes]()
     for _ in range(count):
@@ -31,7 +31,7 @@ def charged(waiting: Turns, cost_ns: dict[bytes, int], count: int, computed: set
 @pytest.mark.parametrize("cost_ns", [{b"a": 3, b"b": 3}, {b"a": 40_000, b"b": 1_000}, {b"a": 7, b"b": 5, b"c": 11}])
 def test_hosts_that_compute_are_charged_alike_but_for_one_request(cost_ns: dict[bytes, int]) -> None:
     """Start-time fair queueing: at any time two hosts that always ask differ by their largest requests at most."""
-    waiting = Turns()
+    waiting = FairQueue()
     for client in cost_ns:
         waiting.add(request(client))
     charged(waiting, cost_ns, 3 * len(cost_ns), set(cost_ns))
@@ -40,7 +40,7 @@ def test_hosts_that_compute_are_charged_alike_but_for_one_request(cost_ns: dict[
 
 
 def test_a_flood_of_one_host_lets_the_request_of_another_pass_at_once() -> None:
-    waiting = Turns()
+    waiting = FairQueue()
     for client in (b"flood", b"honest"):
         waiting.add(request(client))
         waiting.next()
@@ -56,7 +56,7 @@ def test_a_flood_of_one_host_lets_the_request_of_another_pass_at_once() -> None:
 
 
 def test_newcomers_together_cost_a_host_what_one_of_them_would() -> None:
-    waiting, cost_ns = Turns(), {b"%d" % number: 10 for number in range(50)} | {b"host": 10}
+    waiting, cost_ns = FairQueue(), {b"%d" % number: 10 for number in range(50)} | {b"host": 10}
     for client in cost_ns:
         waiting.add(request(client))
     charged(waiting, cost_ns, 60, {b"host"})
@@ -65,7 +65,7 @@ def test_newcomers_together_cost_a_host_what_one_of_them_would() -> None:
 
 
 def test_a_host_that_paused_has_no_credit_and_no_debt() -> None:
-    waiting = Turns()
+    waiting = FairQueue()
     cost_ns = {b"a": 10, b"b": 10}
     for client in cost_ns:
         waiting.add(request(client))
@@ -86,11 +86,11 @@ def test_a_host_that_paused_has_no_credit_and_no_debt() -> None:
 def test_a_client_may_have_only_so_many_waiting_and_all_of_them_only_so_many_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    waiting = Turns()
-    assert all(waiting.add(request(b"a")) for _ in range(turns.MAX_WAITING))
+    waiting = FairQueue()
+    assert all(waiting.add(request(b"a")) for _ in range(fair_queue.MAX_WAITING))
     assert not waiting.add(request(b"a"))
     assert waiting.add(request(b"b"))
-    monkeypatch.setattr(turns, "MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr(fair_queue, "MAX_WAITING_BYTES", 1000)
     assert not waiting.is_full
     waiting.add(request(b"b", 1000))
     assert waiting.is_full
@@ -98,7 +98,7 @@ def test_a_client_may_have_only_so_many_waiting_and_all_of_them_only_so_many_byt
 
 @pytest.mark.parametrize("computed", [True, False])
 def test_what_a_client_that_is_gone_had_asked_is_not_served(computed: bool) -> None:
-    waiting = Turns()
+    waiting = FairQueue()
     for client in (b"gone", b"here"):
         waiting.add(request(client))
     for _ in range(2):
@@ -117,8 +117,8 @@ def test_what_a_client_that_is_gone_had_asked_is_not_served(computed: bool) -> N
 
 
 def test_a_host_is_told_of_others_that_computed_lately_and_not_of_itself() -> None:
-    waiting = Turns()
-    waiting.served(b"a", 1, 5 * turns.GOES_ON_NS, computed=True)
-    assert not waiting.others_compute(b"a", 5 * turns.GOES_ON_NS)
-    assert waiting.others_compute(b"b", 5 * turns.GOES_ON_NS)
-    assert not waiting.others_compute(b"b", 7 * turns.GOES_ON_NS)
+    waiting = FairQueue()
+    waiting.served(b"a", 1, 5 * fair_queue.GOES_ON_NS, computed=True)
+    assert not waiting.others_compute(b"a", 5 * fair_queue.GOES_ON_NS)
+    assert waiting.others_compute(b"b", 5 * fair_queue.GOES_ON_NS)
+    assert not waiting.others_compute(b"b", 7 * fair_queue.GOES_ON_NS)

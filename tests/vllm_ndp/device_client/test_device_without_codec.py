@@ -17,7 +17,7 @@ from ndp_device.timing.work import Timing
 from ndp_device.transport import layer_messages, shm
 from ndp_device.transport.shm import Put
 from vllm_ndp.device_client.client import DeviceClient, DeviceProcess
-from vllm_ndp.device_client.several import DeviceSet
+from vllm_ndp.device_client.device_group import DeviceGroup
 from vllm_ndp.layer.devices import slowest
 
 LAYERS, EXPERTS, HIDDEN = 4, 8, 128
@@ -60,7 +60,7 @@ def layers(seed: int, count: int) -> Iterator[tuple[Any, ...]]:
 def outcome(addresses: Sequence[str]) -> list[tuple[bytes, Timing | None]]:
     clients = [DeviceClient(address, deadline_ms=60_000) for address in addresses]
     whole = np.ones((LAYERS, EXPERTS), np.bool_)
-    several = DeviceSet(clients, by_parity, lambda device: whole, slowest, num_copies=1, deadline_ms=60_000)
+    several = DeviceGroup(clients, by_parity, lambda device: whole, slowest, num_copies=1, deadline_ms=60_000)
     try:
         for client in clients:
             client.connect(60)
@@ -79,21 +79,21 @@ def outcome(addresses: Sequence[str]) -> list[tuple[bytes, Timing | None]]:
 def test_sums_and_simulated_times_are_the_same_with_and_without_the_codec(
     addresses: list[str], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crossed = Counter[str]()
+    counted = Counter[str]()
     put, take = layer_messages.put, layer_messages.take
 
     def counted_put(*of_layer: Any) -> Put:
-        crossed["sent"] += (state := put(*of_layer)) is not Put.REFUSED
+        counted["sent"] += (state := put(*of_layer)) is not Put.REFUSED
         return state
 
     def counted_take(channel: shm.ShmChannel) -> layer_messages.Sound | None:
-        crossed["taken"] += (sound := take(channel)) is not None
+        counted["taken"] += (sound := take(channel)) is not None
         return sound
 
     monkeypatch.setattr(layer_messages, "put", counted_put)
     monkeypatch.setattr(layer_messages, "take", counted_take)
     found = outcome(addresses[:count])
-    assert crossed["sent"] == crossed["taken"] >= 90
+    assert counted["sent"] == counted["taken"] >= 90
     monkeypatch.setattr(layer_messages, "put", lambda *of_layer: Put.REFUSED)
     monkeypatch.setattr(layer_messages, "take", lambda channel: None)
     assert found == outcome(addresses[:count])

@@ -5,7 +5,7 @@
 The pairs of a failed call go to the devices that hold the other copies, within the one deadline of all. They fail only
 where an expert has no copy on a device that is up. Where each device computes a part of every expert there are no other
 copies. No answer is used then, so that no unit counts twice. Has the methods of `client.DeviceClient` that its caller
-uses. Knows clients. Does not know experts, nor why a pair goes where it goes.
+uses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from ndp_device.timing.work import Timing
 from ndp_device.transport.base import Clock
 from vllm_ndp.device_client.calls import ExecuteHandle, ExecuteResult
 from vllm_ndp.device_client.client import DeviceClient
-from vllm_ndp.device_client.presence import Presence
 
 Route = Callable[[int, NDArray[np.int32], NDArray[np.uint8], Sequence[bool]], Sequence[tuple[int, NDArray[np.int64]]]]
 """(layer, expert of each pair, bits of each pair, which devices may be asked) -> (device, its pairs) of each message.
@@ -42,7 +41,7 @@ class _Message:
 
 
 @dataclass
-class SetHandle:
+class GroupHandle:
     """A layer's call that waits for answers."""
 
     layer: int
@@ -59,7 +58,7 @@ class SetHandle:
     unserved: list[NDArray[np.int64]] = field(default_factory=list)  # pairs without a copy on a device that is up
 
 
-class DeviceSet:
+class DeviceGroup:
     def __init__(
         self,
         clients: Sequence[DeviceClient],
@@ -76,7 +75,7 @@ class DeviceSet:
         self.clients = list(clients)
         self._route, self._holds, self._slowest = route, holds, slowest
         self._num_copies, self._deadline_s, self._clock = num_copies, deadline_ms / 1e3, clock
-        self.presence = Presence()
+        self.availability = Availability()
 
     @property
     def alive(self) -> tuple[bool, ...]:
@@ -120,15 +119,15 @@ class DeviceSet:
         pair_experts: NDArray[np.int32],
         pair_bits: NDArray[np.uint8],
         gates: NDArray[np.float32],
-    ) -> SetHandle:
+    ) -> GroupHandle:
         """Send every device its pairs, without waiting. Arrays must stay as they are until the call has ended."""
         deadline_s = self._clock.monotonic() + self._deadline_s
-        handle = SetHandle(layer, step, submit_ps, x, pair_rows, pair_experts, pair_bits, gates, deadline_s)
-        usable = self.presence.note([client.state == "up" or client.poll() for client in self.clients])
+        handle = GroupHandle(layer, step, submit_ps, x, pair_rows, pair_experts, pair_bits, gates, deadline_s)
+        usable = self.availability.note([client.state == "up" or client.poll() for client in self.clients])
         self._send(handle, np.arange(len(pair_rows)), usable)
         return handle
 
-    def finish_execute(self, handle: SetHandle) -> ExecuteResult:
+    def finish_execute(self, handle: GroupHandle) -> ExecuteResult:
         """The sum of all parts, and the time of the slowest device. Raises DeviceUnavailable, within the deadline,
         where a pair was served by no device."""
         usable = [True] * len(self.clients)  # for what is still to be served
@@ -142,7 +141,7 @@ class DeviceSet:
                     usable[message.device] = False
                     lost.append(message.pairs)
             if lost:
-                self.presence.lose()
+                self.availability.lose()
                 up = zip(usable, self.alive, strict=True)
                 self._send(handle, np.unique(np.concatenate(lost)), [is_usable and is_up for is_usable, is_up in up])
         if handle.unserved:
@@ -161,7 +160,7 @@ class DeviceSet:
         for client in self.clients:
             client.close()
 
-    def _send(self, handle: SetHandle, pairs: NDArray[np.int64], usable: Sequence[bool]) -> None:
+    def _send(self, handle: GroupHandle, pairs: NDArray[np.int64], usable: Sequence[bool]) -> None:
         """Send these pairs to devices that may be asked. Half of the time that is left is for them. The other half is
         for devices that hold the other copies, as long as there may be some."""
         routed = self._route(handle.layer, handle.pair_experts[pairs], handle.pair_bits[pairs], usable)
@@ -188,7 +187,7 @@ class DeviceSet:
             )
             handle.messages.append(_Message(device, own, rows.astype(np.int64), asked))
 
-    def _sum(self, handle: SetHandle) -> ExecuteResult:
+    def _sum(self, handle: GroupHandle) -> ExecuteResult:
         """Add up the answers in the order of devices, not of arrival. Without a time where one answer has none."""
         answered = sorted(handle.answered, key=lambda one: (one[0].device, one[0].pairs[0]))
         timings = [result.timing for _, result in answered if result.timing is not None]
@@ -199,3 +198,32 @@ class DeviceSet:
         for message, result in answered:
             y[message.rows] += result.y
         return ExecuteResult(y, timing)
+
+
+class Availability:
+    """Device availability that the running step went by.
+
+    A step that saw one answer from its first layer to its last can be replayed to the picosecond by that answer. One in
+    which a device was lost, or came back, cannot: it depends on wall time.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[bool, ...]] = set()
+        self._lost = False
+
+    def note(self, up: Sequence[bool]) -> tuple[bool, ...]:
+        """Some choice or message goes by this, which is given back."""
+        self._seen.add(seen := tuple(up))
+        return seen
+
+    def lose(self) -> None:
+        """A device that was asked gave no answer."""
+        self._lost = True
+
+    def take(self) -> tuple[bool, ...] | None:
+        """Take which devices the step saw up [D], and start over. None: that changed meanwhile; (): no call looked."""
+        seen, lost = self._seen, self._lost
+        self._seen, self._lost = set(), False
+        if lost or len(seen) > 1:
+            return None
+        return next(iter(seen), ())

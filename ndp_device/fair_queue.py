@@ -30,7 +30,7 @@ class _Account:
         self.computed_ns = 0
 
 
-class Turns:
+class FairQueue:
     """The requests that wait."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@
     thread          | packet there? find pairs, send, answer there? take it
 
 The thread stops where it cannot go on by itself, and the caller goes on from there (`State`). Between begin and end the
-shared memory is the thread's. Knows csrc/crossing.h; does not know how pairs are found.
+shared memory is the thread's. Knows csrc/sender_thread.h; does not know how pairs are found.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Places(NamedTuple):
 class Order(NamedTuple):
     """A packet that will be there, and which pairs of it leave. Its memory must outlive the layer."""
 
-    crossing: Crossing
+    sender: SenderThread
     places: Places
     finder: Any  # csrc/find_pairs.h
     layer: int  # as the finder counts
 
 
-class Crossed(NamedTuple):
+class SendOutcome(NamedTuple):
     state: State
     sent_s: float  # on the monotonic clock, from RINGS on
     lost_core: bool  # while the thread looked for the answer
@@ -62,12 +62,12 @@ class Crossed(NamedTuple):
     reply: Result | None  # TAKEN; its sums lie in the order's memory
 
 
-class Crossing:
+class SenderThread:
     """One thread, for one layer at a time."""
 
     def __init__(self) -> None:
         assert native is not None
-        self._native = native.Crossing(layer_messages.EXECUTES, layer_messages.RESULTS)
+        self._native = native.SenderThread(layer_messages.EXECUTES, layer_messages.RESULTS)
         self._idle_ns = Spinner(DEVICE_SPIN_US).spin_ns  # outlasts the gap between two layers
         self._held: tuple[ShmChannel, Any] | None = None
 
@@ -78,7 +78,7 @@ class Crossing:
         self._held = channel, order.finder  # for the thread
         self._native.begin(channel.ring, order.finder, order.places, order.layer, asked, spin_ns, idle_ns)
 
-    def end(self, require_packet: Callable[[], object]) -> Crossed:
+    def end(self, require_packet: Callable[[], object]) -> SendOutcome:
         """Wait until the message has left, or will not. require_packet: is called where the packet takes long. It
         returns when the packet is there, or raises."""
         found = self._native.end(_LOOK_NS)
@@ -88,7 +88,7 @@ class Crossing:
                 pass
         state, sent_ns, lost, in_vain, described = found
         reply = None if described is None else layer_messages.reply(*described)
-        return Crossed(State(state), sent_ns / 1e9, lost, in_vain, reply)
+        return SendOutcome(State(state), sent_ns / 1e9, lost, in_vain, reply)
 
     def cancel(self) -> bool:
         """Give up a layer whose packet may never come. Whether its message has left."""

@@ -25,8 +25,8 @@ from ndp_device.replicas.format import MANIFEST, ReplicaFiles, layer_file_name
 from ndp_device.replicas.mapped import MappedFile
 from ndp_device.timing.shapes import expert_bytes
 from ndp_device.timing.spec import load_hardware
-from vllm_ndp.device_client.agreement import Agreement, PlannedReplicas
 from vllm_ndp.device_client.client import DeviceClient
+from vllm_ndp.device_client.handshake import PlannedReplicas, Requirements
 from vllm_ndp.device_client.process import DeviceProcess
 
 REPLICAS = ROOT / "models" / "tiny-mixtral-replicas"
@@ -75,13 +75,13 @@ def position_of(path: Path, tensor: str) -> int:
     return MappedFile(path)._entry(tensor)[3]
 
 
-def agreement(replicas: Path | None = REPLICAS, **changes: object) -> Agreement:
+def requirements(replicas: Path | None = REPLICAS, **changes: object) -> Requirements:
     planned = None if replicas is None else PlannedReplicas.of(replicas)
     shape = open_checkpoint(MODEL).shape
-    return dataclasses.replace(Agreement(shape, HARDWARE, quantized=True, replicas=planned), **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(Requirements(shape, HARDWARE, quantized=True, replicas=planned), **changes)  # type: ignore[arg-type]
 
 
-def client_of(device: DeviceProcess, wanted: Agreement) -> DeviceClient:
+def client_of(device: DeviceProcess, wanted: Requirements) -> DeviceClient:
     address = device.address
     return DeviceClient(address, accept=lambda welcome: wanted.check(address, welcome), shared_memory=False)
 
@@ -93,7 +93,7 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def refusal(device: DeviceProcess, wanted: Agreement) -> str:
+def refusal(device: DeviceProcess, wanted: Requirements) -> str:
     """The one sentence of a connection that must not come about."""
     client = client_of(device, wanted)
     with pytest.raises(ConfigError) as error:
@@ -108,10 +108,10 @@ def refusal(device: DeviceProcess, wanted: Agreement) -> str:
 
 
 def test_a_device_with_the_same_replicas_is_used_and_says_the_sizes_its_times_come_from(spawn: Spawn) -> None:
-    client = client_of(spawn(REPLICAS), agreement())
+    client = client_of(spawn(REPLICAS), requirements())
     welcome = client.connect(30)
     client.close()
-    served = agreement().check("here", welcome)
+    served = requirements().check("here", welcome)
     shape = open_checkpoint(MODEL).shape
     assert (served.missing, served.first_missing) == (0, None)
     assert (served.container, served.format, served.group_size) == ("nested", "ndp-moe-replicas 1", 64)
@@ -123,50 +123,50 @@ def test_a_device_with_the_same_replicas_is_used_and_says_the_sizes_its_times_co
 
 def test_a_copy_of_the_same_replicas_elsewhere_is_the_same(spawn: Spawn, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(REPLICAS, tmp_path / "copy"))
-    client = client_of(spawn(REPLICAS), agreement(copy))
+    client = client_of(spawn(REPLICAS), requirements(copy))
     client.connect(30)
     client.close()
 
 
 def test_a_device_without_replicas_is_refused_where_cold_experts_are_quantized(spawn: Spawn) -> None:
-    sentence = refusal(spawn(None), agreement())
+    sentence = refusal(spawn(None), requirements())
     assert "holds no replicas, which cold experts are computed from" in sentence
     assert sentence.endswith(f"start it with --replicas {REPLICAS}")
-    client = client_of(spawn(None), agreement(None, quantized=False, full_precision=True))
+    client = client_of(spawn(None), requirements(None, quantized=False, full_precision=True))
     client.connect(30)
     client.close()
 
 
 def test_a_device_without_checkpoint_is_refused_where_cold_experts_are_full(spawn: Spawn) -> None:
-    sentence = refusal(spawn(REPLICAS, None), agreement(None, quantized=False, full_precision=True))
+    sentence = refusal(spawn(REPLICAS, None), requirements(None, quantized=False, full_precision=True))
     assert "no checkpoint, needed for cold_precision 'full' or prefill 'split': start it with one" in sentence
 
 
 def test_a_device_that_lacks_widths_is_refused_unless_the_host_plans_without_them(
     spawn: Spawn, two_widths: Path
 ) -> None:
-    sentence = refusal(spawn(two_widths), agreement())
+    sentence = refusal(spawn(two_widths), requirements())
     assert f"lacks replicas of [1, 3] bits, which the host plans with: start it with --replicas {REPLICAS}" in sentence
-    client = client_of(spawn(two_widths), agreement(two_widths))
+    client = client_of(spawn(two_widths), requirements(two_widths))
     client.connect(30)
     client.close()
 
 
 def test_another_calibration_of_the_same_model_is_refused_with_both_digests(spawn: Spawn, recalibrated: Path) -> None:
     ours, theirs = ReplicaFiles(REPLICAS).manifest.digest, ReplicaFiles(recalibrated).manifest.digest
-    sentence = refusal(spawn(recalibrated), agreement())
+    sentence = refusal(spawn(recalibrated), requirements())
     assert f"serves replicas {theirs:.12} (calibrated), the host plans with {ours:.12} in {REPLICAS}" in sentence
     assert "use one replica directory for both" in sentence
 
 
 def test_another_group_size_is_refused_with_both(spawn: Spawn, tmp_path: Path) -> None:
     build_data_free(MODEL, tmp_path / "r", group_size=128, show_progress=False)
-    sentence = refusal(spawn(REPLICAS), agreement(tmp_path / "r"))
+    sentence = refusal(spawn(REPLICAS), requirements(tmp_path / "r"))
     assert f"64 weights to a scale, the host plans with 128 ({tmp_path / 'r'})" in sentence
 
 
 def test_a_host_without_replicas_is_told_which_the_device_serves(spawn: Spawn) -> None:
-    sentence = refusal(spawn(REPLICAS), agreement(None))
+    sentence = refusal(spawn(REPLICAS), requirements(None))
     assert f"serves replicas {ReplicaFiles(REPLICAS).manifest.digest:.12} (calibrated)" in sentence
     assert sentence.endswith("set 'replicas' to the directory that the device was started with")
 
@@ -178,14 +178,16 @@ def test_a_damaged_loss_table_of_the_host_is_found(spawn: Spawn, tmp_path: Path)
     contents = bytearray(path.read_bytes())
     contents[position_of(path, "loss")] ^= 1
     path.write_bytes(contents)
-    sentence = refusal(spawn(REPLICAS), agreement(damaged))
+    sentence = refusal(spawn(REPLICAS), requirements(damaged))
     assert f"reads another loss table from its replicas than the host from {damaged}" in sentence
 
 
 def test_another_shape_and_another_hardware_are_refused(spawn: Spawn) -> None:
     wider = dataclasses.replace(open_checkpoint(MODEL).shape, intermediate_size=512)
-    assert "sizes [4, 8, 128, 256], this one has [4, 8, 128, 512]" in refusal(spawn(REPLICAS), agreement(shape=wider))
-    sentence = refusal(spawn(REPLICAS), agreement(hardware=load_hardware("h200-gen5")))
+    assert "sizes [4, 8, 128, 256], this one has [4, 8, 128, 512]" in refusal(
+        spawn(REPLICAS), requirements(shape=wider)
+    )
+    sentence = refusal(spawn(REPLICAS), requirements(hardware=load_hardware("h200-gen5")))
     assert "simulates h100-ndp512" in sentence
     assert "the settings ask for h200-gen5 with pe_mode bit_scalable" in sentence
 
@@ -195,7 +197,7 @@ def test_a_device_of_the_version_before_is_refused_because_it_does_not_say_what_
     old = msgspec.structs.replace(client.connect(30), served=None, version=0x101)
     client.close()
     with pytest.raises(ConfigError, match=r"speaks protocol 1\.1, which does not say .* protocol 1\.\d or later"):
-        agreement().check("ipc:///x", old)
+        requirements().check("ipc:///x", old)
 
 
 def test_a_device_that_comes_back_with_other_replicas_is_not_used_until_the_right_ones_are_back(
@@ -205,7 +207,7 @@ def test_a_device_that_comes_back_with_other_replicas_is_not_used_until_the_righ
     link = tmp_path / "replicas"
     link.symlink_to(REPLICAS)
     device = DeviceProcess.spawn(MODEL, link, kernel="reference")
-    client = client_of(device, agreement())
+    client = client_of(device, requirements())
 
     def restart(replicas: Path) -> None:
         link.unlink()
@@ -246,16 +248,16 @@ def test_a_device_that_comes_back_with_other_replicas_is_not_used_until_the_righ
 
 def test_a_device_that_knows_no_parts_is_refused_where_it_was_asked_for_one(spawn: Spawn) -> None:
     """An older one skips what it does not know in a Hello, and would serve whole experts."""
-    client = client_of(spawn(REPLICAS), agreement())
+    client = client_of(spawn(REPLICAS), requirements())
     welcome = client.connect(30)
     client.close()
     with pytest.raises(
         ConfigError, match=r"the device at here serves whole experts, it was asked for part 2 of 4 of ever"
     ):
-        agreement().check("here", welcome, Part(1, 4))
+        requirements().check("here", welcome, Part(1, 4))
 
 
 def test_experts_that_cannot_be_cut_are_refused_before_any_device_is_asked() -> None:
-    agreement().check_part(Part(0, 4))
+    requirements().check_part(Part(0, 4))
     with pytest.raises(ConfigError, match="experts of 256 units with 64 to a scale cannot be cut into 3 equal parts"):
-        agreement().check_part(Part(0, 3))
+        requirements().check_part(Part(0, 3))

@@ -1,6 +1,6 @@
-"""A device's experts, whole or in parts: one shelf for each part that sessions ask for, all from the same files.
+"""A device's experts, whole or in parts: one shard for each part that sessions ask for, all from the same files.
 
-When its last session ends, a shelf stays until a session asks for another part. So a host that lost its connection
+When its last session ends, a shard stays until a session asks for another part. So a host that lost its connection
 finds its experts still prepared. Knows stores. Knows no session and no client.
 """
 
@@ -24,7 +24,7 @@ MAX_PARTS = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Shelf:
+class ShardStore:
     """One part of every expert, and what a device says of it in the handshake."""
 
     store: ExpertStore
@@ -32,32 +32,32 @@ class Shelf:
     prefetch_order: PrefetchOrder | None  # None: what no plan has asked for is not prepared
 
     @classmethod
-    def of(cls, store: ExpertStore, *, prepares_ahead: bool) -> Shelf:
+    def of(cls, store: ExpertStore, *, prepares_ahead: bool) -> ShardStore:
         return cls(store, served_by(store), PrefetchOrder(store) if prepares_ahead else None)
 
 
-class Shelves:
+class ShardStores:
     """`files` is what all of them are made from; nothing is prepared there."""
 
     def __init__(self, store: ExpertStore, *, prepares_ahead: bool) -> None:
         self.files, self._prepares_ahead = store.of_part(WHOLE), prepares_ahead
-        whole = Shelf.of(store, prepares_ahead=prepares_ahead)
-        self._shelves, self.served = {WHOLE: whole}, whole.served
+        whole = ShardStore.of(store, prepares_ahead=prepares_ahead)
+        self._shards, self.served = {WHOLE: whole}, whole.served
 
-    def __iter__(self) -> Iterator[Shelf]:
-        return iter(self._shelves.values())
+    def __iter__(self) -> Iterator[ShardStore]:
+        return iter(self._shards.values())
 
-    def take(self, part: Part, in_use: Collection[Part]) -> Shelf:
-        """The shelf that serves a session about this part; in_use: the parts of the other sessions. Raises ConfigError
+    def take(self, part: Part, in_use: Collection[Part]) -> ShardStore:
+        """The shard that serves a session about this part; in_use: the parts of the other sessions. Raises ConfigError
         where experts cannot be cut so, DeviceError where there are too many parts."""
-        if part not in self._shelves:
+        if part not in self._shards:
             if len(wanted := {part, *in_use}) > MAX_PARTS:
                 raise DeviceError(
                     "busy", f"{len(wanted)} different parts of experts are more than the {MAX_PARTS} served"
                 )
-            made = Shelf.of(self.files.of_part(part), prepares_ahead=self._prepares_ahead)
-            self._shelves = {one: shelf for one, shelf in self._shelves.items() if one in in_use} | {part: made}
-        return self._shelves[part]
+            made = ShardStore.of(self.files.of_part(part), prepares_ahead=self._prepares_ahead)
+            self._shards = {one: shard for one, shard in self._shards.items() if one in in_use} | {part: made}
+        return self._shards[part]
 
 
 def served_by(store: ExpertStore) -> msg.Served:

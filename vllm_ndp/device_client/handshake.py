@@ -37,7 +37,7 @@ class PlannedReplicas:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Requirements:
     """Request to a device: `full_precision` experts, `quantized` ones from `replicas`, or none at all."""
 
     shape: ModelShape

@@ -21,7 +21,7 @@ from ndp_device.common.errors import DeviceUnavailable
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport import layer_messages, shm
-from ndp_device.transport.crossing import Crossed, Crossing, Order, Places, State
+from ndp_device.transport.sender_thread import Order, Places, SenderThread, SendOutcome, State
 from ndp_device.transport.shm import NUM_RING_SLOTS, ShmChannel
 from vllm_ndp.device_client.calls import ExecuteResult
 from vllm_ndp.device_client.client import DeviceClient, DeviceProcess
@@ -43,11 +43,11 @@ class Packet(NamedTuple):
     x: NDArray[np.float32]
     sums: NDArray[np.float32]
 
-    def order(self, crossing: Crossing, splitter: Splitter, layer: int) -> Order:
+    def order(self, sender: SenderThread, splitter: Splitter, layer: int) -> Order:
         rows, hidden = self.x.shape
         word, ids, weights, x, sums = (part.ctypes.data for part in self)
         places = Places(word, ids, weights, x, sums, "f", 4 * hidden, rows, hidden)
-        return Order(crossing, places, splitter.finder, layer)
+        return Order(sender, places, splitter.finder, layer)
 
     def write(self, rows: NDArray[np.int64]) -> None:
         """The rows that leave, and the word."""
@@ -79,10 +79,10 @@ def wanted(splitter: Splitter, packet: Packet, layer: int) -> Split:
 
 
 @pytest.fixture
-def crossing(channels: tuple[ShmChannel, ShmChannel]) -> Iterator[Crossing]:
-    crossing = Crossing()
-    yield crossing
-    crossing.cancel()  # before the memory goes
+def sender(channels: tuple[ShmChannel, ShmChannel]) -> Iterator[SenderThread]:
+    sender = SenderThread()
+    yield sender
+    sender.cancel()  # before the memory goes
 
 
 def never() -> None:
@@ -102,7 +102,7 @@ def until_taken(device: ShmChannel) -> Any:
 
 
 def test_the_thread_sends_the_bytes_that_the_host_would_and_puts_the_sums_where_it_is_told(
-    channels: tuple[ShmChannel, ShmChannel], crossing: Crossing
+    channels: tuple[ShmChannel, ShmChannel], sender: SenderThread
 ) -> None:
     host, device = channels
     rng = np.random.default_rng(1)
@@ -111,10 +111,10 @@ def test_the_thread_sends_the_bytes_that_the_host_would_and_puts_the_sums_where_
         packet, splitter = packet_of(rng, num_rows), splitter_of(num_rows)
         split = wanted(splitter_of(num_rows), packet, layer)
         asked = (number + 1, *ASKED[1:])
-        crossing.begin(host, packet.order(crossing, splitter, layer), asked, SPIN_NS)
+        sender.begin(host, packet.order(sender, splitter, layer), asked, SPIN_NS)
         packet.write(split.device.sent_rows)
         if not split.device:
-            assert crossing.end(never).state is State.NOTHING
+            assert sender.end(never).state is State.NOTHING
             continue
         header, body, intact = until_taken(device)
         assert intact
@@ -123,15 +123,15 @@ def test_the_thread_sends_the_bytes_that_the_host_would_and_puts_the_sums_where_
         result = msg.Result(asked[0], incarnation="i", epoch=2, timing=None)
         answer_to(device, result, y)
         time.sleep(0.002)  # the host does something else
-        crossed = crossing.end(never)
-        if crossed.state is State.SENT:  # the machine was busy
+        outcome = sender.end(never)
+        if outcome.state is State.SENT:  # the machine was busy
             sound = layer_messages.take(host)
             assert sound is not None
             np.testing.assert_array_equal(sound.y, y)
         else:
-            assert crossed.state is State.TAKEN
-            assert crossed.reply is not None
-            assert (crossed.reply.id, crossed.reply.epoch) == (asked[0], 2)
+            assert outcome.state is State.TAKEN
+            assert outcome.reply is not None
+            assert (outcome.reply.id, outcome.reply.epoch) == (asked[0], 2)
             np.testing.assert_array_equal(packet.sums[: len(y)], y)
         found = splitter.found()
         assert found[3:] == split[3:]
@@ -150,38 +150,38 @@ def cold(num_rows: int = 1) -> Packet:
     return packet
 
 
-def run(host: ShmChannel, crossing: Crossing, splitter: Splitter, packet: Packet) -> Crossed:
-    crossing.begin(host, packet.order(crossing, splitter, 0), ASKED, SPIN_NS)
+def run(host: ShmChannel, sender: SenderThread, splitter: Splitter, packet: Packet) -> SendOutcome:
+    sender.begin(host, packet.order(sender, splitter, 0), ASKED, SPIN_NS)
     packet.write(np.arange(len(packet.x)))
-    return crossing.end(never)
+    return sender.end(never)
 
 
-def test_what_wants_python_is_left_to_it(channels: tuple[ShmChannel, ShmChannel], crossing: Crossing) -> None:
+def test_what_wants_python_is_left_to_it(channels: tuple[ShmChannel, ShmChannel], sender: SenderThread) -> None:
     """Warm experts have prices that Python knows, and an unknown expert an error."""
     host, device = channels
-    assert run(host, crossing, splitter_of(1, place=WARM), cold()).state is State.LEFT
+    assert run(host, sender, splitter_of(1, place=WARM), cold()).state is State.LEFT
     unknown = cold()
     unknown.ids[0, 1] = EXPERTS
-    assert run(host, crossing, splitter_of(1), unknown).state is State.LEFT
+    assert run(host, sender, splitter_of(1), unknown).state is State.LEFT
     hot = cold()
     hot.ids[:] = [0, 1]
-    assert run(host, crossing, splitter_of(1), hot).state is State.NOTHING
+    assert run(host, sender, splitter_of(1), hot).state is State.NOTHING
     assert device.take() is None
 
 
 def test_a_message_that_finds_no_room_is_the_caller_s_to_send(
-    channels: tuple[ShmChannel, ShmChannel], crossing: Crossing
+    channels: tuple[ShmChannel, ShmChannel], sender: SenderThread
 ) -> None:
     host, _ = channels
     for _ in range(NUM_RING_SLOTS):
-        assert run(host, crossing, splitter_of(1), cold()).state is State.SENT
+        assert run(host, sender, splitter_of(1), cold()).state is State.SENT
     splitter = splitter_of(1)
-    assert run(host, crossing, splitter, cold()).state is State.FOUND
+    assert run(host, sender, splitter, cold()).state is State.FOUND
     assert splitter.found().device.experts.tolist() == [7]
 
 
 def test_an_answer_that_is_no_sound_result_stays_for_the_codec(
-    channels: tuple[ShmChannel, ShmChannel], crossing: Crossing
+    channels: tuple[ShmChannel, ShmChannel], sender: SenderThread
 ) -> None:
     host, device = channels
     y = np.zeros((1, HIDDEN), np.float32)
@@ -194,47 +194,49 @@ def test_an_answer_that_is_no_sound_result_stays_for_the_codec(
     ]
     for reply, sums in others:
         answer_to(device, reply, sums)
-        assert run(host, crossing, splitter_of(1), cold()).state is State.SENT
+        assert run(host, sender, splitter_of(1), cold()).state is State.SENT
         assert layer_messages.take(host) is not None or host.take() is not None
         device.take()
         for end in channels:
             end.release()
 
 
-def test_a_packet_that_never_comes_holds_up_nobody(channels: tuple[ShmChannel, ShmChannel], crossing: Crossing) -> None:
+def test_a_packet_that_never_comes_holds_up_nobody(
+    channels: tuple[ShmChannel, ShmChannel], sender: SenderThread
+) -> None:
     host, device = channels
     packet = cold()
-    crossing.begin(host, packet.order(crossing, splitter_of(1), 0), ASKED, SPIN_NS)
+    sender.begin(host, packet.order(sender, splitter_of(1), 0), ASKED, SPIN_NS)
     with pytest.raises(RuntimeError, match="a layer is under way"):
-        crossing.begin(host, packet.order(crossing, splitter_of(1), 0), ASKED, SPIN_NS)
+        sender.begin(host, packet.order(sender, splitter_of(1), 0), ASKED, SPIN_NS)
     with pytest.raises(ZeroDivisionError):
-        crossing.end(lambda: 1 / 0)  # as a stream does on which a kernel failed
-    assert not crossing.cancel()
-    assert not crossing.cancel()
+        sender.end(lambda: 1 / 0)  # as a stream does on which a kernel failed
+    assert not sender.cancel()
+    assert not sender.cancel()
     assert device.take() is None
-    assert run(host, crossing, splitter_of(1), cold()).state is State.SENT
+    assert run(host, sender, splitter_of(1), cold()).state is State.SENT
 
 
 def test_a_thread_whose_packet_never_comes_ends_with_its_owner(channels: tuple[ShmChannel, ShmChannel]) -> None:
-    crossing, packet = Crossing(), cold()
-    crossing.begin(channels[0], packet.order(crossing, splitter_of(1), 0), ASKED, SPIN_NS)
+    sender, packet = SenderThread(), cold()
+    sender.begin(channels[0], packet.order(sender, splitter_of(1), 0), ASKED, SPIN_NS)
     threads = set(os.listdir("/proc/self/task"))
-    native = crossing._native
-    del crossing
+    native = sender._native
+    del sender
     assert sys.getrefcount(native) == 2
     del native
     assert len(threads - set(os.listdir("/proc/self/task"))) == 1
 
 
 def test_it_sleeps_when_no_layer_comes_and_wakes_for_the_next(
-    channels: tuple[ShmChannel, ShmChannel], crossing: Crossing
+    channels: tuple[ShmChannel, ShmChannel], sender: SenderThread
 ) -> None:
     host, device = channels
     for spin_ns in (0, 1_000_000):
         packet = cold()
-        crossing.begin(host, packet.order(crossing, splitter_of(1), 0), ASKED, spin_ns)
+        sender.begin(host, packet.order(sender, splitter_of(1), 0), ASKED, spin_ns)
         packet.write(np.arange(1))
-        assert crossing.end(never).state is State.SENT
+        assert sender.end(never).state is State.SENT
         until_taken(device)
         device.release()
         time.sleep(0.02)
@@ -258,17 +260,17 @@ def client_of(device: DeviceProcess, **settings: Any) -> DeviceClient:
     return client
 
 
-def ask_ahead(client: DeviceClient, crossing: Crossing, packet: Packet, between: Any = None) -> ExecuteResult:
+def ask_ahead(client: DeviceClient, sender: SenderThread, packet: Packet, between: Any = None) -> ExecuteResult:
     splitter = splitter_of(len(packet.x))
-    handle = client.execute_ahead(packet.order(crossing, splitter, 0), 0, 1, 0, packet.x)
+    handle = client.execute_ahead(packet.order(sender, splitter, 0), 0, 1, 0, packet.x)
     assert handle is not None
     if between is not None:
         between()
     packet.write(np.arange(len(packet.x)))
     time.sleep(0.02)  # launches
-    crossed = crossing.end(never)
-    rows = None if crossed.reply is None else crossed.reply.tensors[0].shape[0]
-    client.executed_ahead(handle, crossed, packet.x, None if rows is None else packet.sums[:rows])
+    outcome = sender.end(never)
+    rows = None if outcome.reply is None else outcome.reply.tensors[0].shape[0]
+    client.executed_ahead(handle, outcome, packet.x, None if rows is None else packet.sums[:rows])
     return client.finish_execute(handle)
 
 
@@ -278,14 +280,14 @@ def test_a_real_device_gives_the_sums_and_times_that_it_gives_without_the_thread
     monkeypatch.setenv("NDP_SPIN_US", "50000")
     for pause in ("CALM_FIRST_NS", "CALM_LAST_NS"):  # else the thread does not look where others took a core
         monkeypatch.setattr(shm, pause, 0)
-    crossing, taken = Crossing(), 0
+    sender, taken = SenderThread(), 0
     ahead, plain = client_of(device), client_of(device)
     patience_s, sizes = time.monotonic() + 60, itertools.cycle((1, 2, 5, 1, 8))
     for count, num_rows in enumerate(sizes):
         if count >= 30 and (taken or time.monotonic() > patience_s):  # on a busy machine the thread is often too late
             break
         packet = cold(num_rows)
-        mine = ask_ahead(ahead, crossing, packet)
+        mine = ask_ahead(ahead, sender, packet)
         pairs = wanted(splitter_of(num_rows), packet, 0).device
         theirs = plain.finish_execute(plain.begin_execute(0, 1, 0, packet.x, *pairs[1:]))
         np.testing.assert_array_equal(mine.y, theirs.y)
@@ -300,18 +302,18 @@ def test_a_real_device_gives_the_sums_and_times_that_it_gives_without_the_thread
 
 
 def test_a_device_killed_while_the_packet_is_on_its_way_is_lost_as_ever(device: DeviceProcess) -> None:
-    client, crossing = client_of(device), Crossing()
+    client, sender = client_of(device), SenderThread()
     with pytest.raises(DeviceUnavailable) as failed:
-        ask_ahead(client, crossing, cold(), lambda: os.kill(device.pid, signal.SIGKILL))
+        ask_ahead(client, sender, cold(), lambda: os.kill(device.pid, signal.SIGKILL))
     assert failed.value.cause == "lost"
     assert client.state == "down"
-    assert client.execute_ahead(cold().order(crossing, splitter_of(1), 0), 0, 1, 0, cold().x) is None
+    assert client.execute_ahead(cold().order(sender, splitter_of(1), 0), 0, 1, 0, cold().x) is None
     client.close()
 
 
 def test_the_deadline_begins_when_the_message_leaves(device: DeviceProcess) -> None:
     """A kernel that is compiled first may take longer than the deadline; and here the device answers late, too."""
-    client, crossing = client_of(device, deadline_ms=4000), Crossing()
+    client, sender = client_of(device, deadline_ms=4000), SenderThread()
     wakes = threading.Timer(4.5, os.kill, (device.pid, signal.SIGCONT))
 
     def compile_first() -> None:
@@ -319,43 +321,43 @@ def test_the_deadline_begins_when_the_message_leaves(device: DeviceProcess) -> N
         wakes.start()
         time.sleep(4.2)
 
-    ask_ahead(client, crossing, cold(), compile_first)
+    ask_ahead(client, sender, cold(), compile_first)
     wakes.join()
     assert client.counters.executed == 1
     client.close()
 
 
 def test_a_device_that_stops_is_late(device: DeviceProcess) -> None:
-    client, crossing = client_of(device, deadline_ms=300), Crossing()
+    client, sender = client_of(device, deadline_ms=300), SenderThread()
 
     with pytest.raises(DeviceUnavailable) as failed:
-        ask_ahead(client, crossing, cold(), lambda: os.kill(device.pid, signal.SIGSTOP))
+        ask_ahead(client, sender, cold(), lambda: os.kill(device.pid, signal.SIGSTOP))
     os.kill(device.pid, signal.SIGCONT)
     assert failed.value.cause == "late"
     client.close()
 
 
 def test_an_answer_to_a_layer_that_was_given_up_is_ignored(device: DeviceProcess) -> None:
-    client, crossing, packet = client_of(device), Crossing(), cold()
-    assert client.execute_ahead(packet.order(crossing, splitter_of(1), 0), 0, 1, 0, packet.x) is not None
+    client, sender, packet = client_of(device), SenderThread(), cold()
+    assert client.execute_ahead(packet.order(sender, splitter_of(1), 0), 0, 1, 0, packet.x) is not None
     packet.write(np.arange(1))
     time.sleep(0.05)
-    assert crossing.cancel()
-    result = ask_ahead(client, crossing, cold())
+    assert sender.cancel()
+    result = ask_ahead(client, sender, cold())
     assert np.isfinite(result.y).all()
     assert client.counters.connected == 1
     client.close()
 
 
 def test_a_forked_child_leaves_its_parents_thread_alone(channels: tuple[ShmChannel, ShmChannel]) -> None:
-    crossing = Crossing()
-    assert run(channels[0], crossing, splitter_of(1), cold()).state is State.SENT
+    sender = SenderThread()
+    assert run(channels[0], sender, splitter_of(1), cold()).state is State.SENT
     child = os.fork()
     if not child:
-        del crossing
+        del sender
         os._exit(0)
     waited = threading.Timer(10, os.kill, (child, signal.SIGKILL))
     waited.start()
     assert os.waitpid(child, 0)[1] == 0
     waited.cancel()
-    assert run(channels[0], crossing, splitter_of(1), cold()).state is State.SENT
+    assert run(channels[0], sender, splitter_of(1), cold()).state is State.SENT

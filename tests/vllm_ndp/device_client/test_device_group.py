@@ -22,7 +22,7 @@ from ndp_device.failpoints import Failpoint, Failpoints
 from ndp_device.protocol.codec import Frames
 from vllm_ndp.device_client.calls import ExecuteResult
 from vllm_ndp.device_client.client import DeviceClient
-from vllm_ndp.device_client.several import DeviceSet
+from vllm_ndp.device_client.device_group import DeviceGroup
 from vllm_ndp.layer.devices import slowest
 from vllm_ndp.planning.copies import NO_COPY, Copies, assign_copies, route
 
@@ -37,7 +37,7 @@ class Rack:
     devices: list[FaultyDevice]
     copies: Copies
     asked: list[tuple[bool, ...]]  # which devices could be asked, call by call
-    client: DeviceSet
+    client: DeviceGroup
 
     def serve(self, call: Call, step: int = 0) -> ExecuteResult:
         handle = self.client.begin_execute(
@@ -70,7 +70,7 @@ def make_rack(num_devices: int, num_copies: int) -> Rack:
     ]
     for client in clients:
         client.connect()
-    several = DeviceSet(
+    several = DeviceGroup(
         clients,
         where,
         lambda device: copies.held[:, :, device],
@@ -239,19 +239,19 @@ def test_without_a_copy_on_a_device_that_is_up_a_call_fails() -> None:
 
 
 def test_a_step_knows_which_devices_it_went_by_and_whether_that_changed(rack: Rack) -> None:
-    presence = rack.client.presence
-    assert presence.take() == ()
+    availability = rack.client.availability
+    assert availability.take() == ()
     assert_right(rack, CALLS[:4])
-    assert presence.take() == (True, True)
+    assert availability.take() == (True, True)
     rack.devices[0].reachable, rack.devices[0].fault = False, failing("drop")
     assert_right(rack, CALLS[:6])
-    assert presence.take() is None, "it was lost in mid-call"
+    assert availability.take() is None, "it was lost in mid-call"
     assert_right(rack, CALLS[:6])
-    assert presence.take() == (False, True)
-    presence.note((True, True))  # a choice that counted on it before it was found down
+    assert availability.take() == (False, True)
+    availability.note((True, True))  # a choice that counted on it before it was found down
     assert_right(rack, CALLS[:1])
-    assert presence.take() is None
-    assert presence.take() == ()
+    assert availability.take() is None
+    assert availability.take() == ()
 
 
 def test_a_device_that_joins_computes_once_a_plan_names_its_copies() -> None:
@@ -316,7 +316,7 @@ def make_split_rack(num_devices: int) -> Rack:
     for client in clients:
         client.connect()
     copies = Copies(np.ones((4, 8, num_devices), np.bool_))
-    several = DeviceSet(
+    several = DeviceGroup(
         clients, everywhere, lambda device: copies.held[:, :, device], slowest, num_copies=1, deadline_ms=DEADLINE_MS
     )
     several.begin_install_plan(1, full_plan())
@@ -357,4 +357,4 @@ def test_a_part_that_is_known_to_be_down_keeps_the_others_from_working_for_nothi
         with pytest.raises(DeviceUnavailable):
             rack.serve(call)
     assert rack.executed() == before
-    assert rack.client.presence.take() is None
+    assert rack.client.availability.take() is None

@@ -25,7 +25,7 @@
 
 namespace {
 
-class Crossing {
+class SenderThread {
 public:
     // How far a layer came. kRings: its reader sleeps until the socket rings.
     enum State { kLeft, kNothing, kFound, kRings, kSent, kTaken };
@@ -42,10 +42,10 @@ public:
         uint64_t row_bytes, rows, hidden;
     };
 
-    Crossing(const Executes& executes, const Results& results) : executes_(executes), results_(results) {}
-    ~Crossing() { close(); }  // with the interpreter's lock
-    Crossing(const Crossing&) = delete;
-    Crossing& operator=(const Crossing&) = delete;
+    SenderThread(const Executes& executes, const Results& results) : executes_(executes), results_(results) {}
+    ~SenderThread() { close(); }  // with the interpreter's lock
+    SenderThread(const SenderThread&) = delete;
+    SenderThread& operator=(const SenderThread&) = delete;
 
     // layer: as the finder counts. spin_ns: for how long the thread looks for an answer; idle_ns: and then for another layer.
     void begin(Channel& ring, const Finder& finder, const Memory& memory, int64_t layer, const Executes::Asked& asked,
