@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -282,13 +282,18 @@ def test_impossible_bits_are_one_sentence(avg_bits: str) -> None:
      ["analyze", TRACE, "--prior-out"], ["report", TRACE, "--out"], ["report", TRACE, "--perfetto"],
      ["arrivals", TRACE, "--csv"], ["scaling", "--out"]],
 )  # fmt: skip
-def test_a_file_of_another_kind_is_not_written_over(words: list[str], tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    done = run("vllm-ndp", *words, str(tmp_path / "notes.txt"))
-    assert (done.returncode, done.stdout) == (2, "")
-    (said,) = done.stderr.splitlines()
-    assert re.search(r"notes\.txt is there and no \.\w+ file, which would be written over it: give another name", said)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+def test_no_file_is_written_over_whatever_its_ending_and_no_pipe_is_waited_for(
+    words: list[str], tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("notes.csv", "notes.html", "notes.json", "notes.npy", "notes.txt", "pipe"):
+        if name != "pipe":
+            (tmp_path / name).write_text("mine")
+        done = run("vllm-ndp", *words, str(tmp_path / name))
+        assert (done.returncode, done.stdout) == (2, "")
+        (said,) = done.stderr.splitlines()
+        assert f"{name} is there already and would be written over: give another name" in said
+        assert name == "pipe" or (tmp_path / name).read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", ["config.json", "manifest.json"])
@@ -408,6 +413,25 @@ def test_modules_compiled_from_older_sources_cost_one_sentence(
         run_command(app, "x")
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("x: ndp_device.kernels._native was compiled from older sources than these: run make setup")
+
+
+@pytest.mark.parametrize(
+    ("use", "says"),
+    [
+        (lambda module: module.File("a", 2), r"__init__\(\): incompatible function arguments\. The following"),
+        (lambda module: module.no_such_function(1), r"module 'ndp_device\.replicas\._mapping' has no attribute"),
+        (lambda module: module.File(__file__).no_such_method(), r"'File' object has no attribute 'no_such_method'"),
+    ],
+)
+def test_calls_that_a_compiled_module_has_otherwise_cost_one_sentence(
+    use: Callable[[Any], object], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ndp_device.replicas import _mapping
+
+    with pytest.raises((TypeError, AttributeError)) as raised:
+        use(_mapping)
+    said = _ends(monkeypatch, capsys, raised.value)
+    assert re.search(rf"^x: a compiled module does not fit these sources \(.*{says}.*\): run make setup, or pip", said)
 
 
 def _ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException) -> str:

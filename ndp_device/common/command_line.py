@@ -18,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
@@ -26,6 +27,9 @@ from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.common.outputs import Output, check_outputs
 
 Function = Callable[..., None]
+
+_OURS = ("ndp_device.", "vllm_ndp.")
+_SETUP = "run make setup, or pip install vllm-ndp again"
 
 HardwareOption = Annotated[str, typer.Option(help="Hardware preset (see ndp-device time hardware).")]
 SetOption = Annotated[
@@ -98,6 +102,9 @@ def _sentence_of(error: Exception) -> str:
         return f"this system does not know user {os.getuid()}: set HOME and USER in the environment"
     if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # of pathlib
         return f"{error}: give a path that leads to a file"
+    if _disagrees_with_compiled(error):
+        said = str(error).partition("\n")[0]
+        return f"a compiled module does not fit these sources ({said}): {_SETUP}; if that changes nothing, report this"
     place = traceback.extract_tb(error.__traceback__)[-1]
     return str(
         NdpError(
@@ -141,10 +148,18 @@ def _keep_standard_files_open() -> None:
 def _not_compiled(error: ImportError) -> str:
     """Say what to do where an import fails since native modules are absent or older than the sources; else nothing."""
     compiled = (error.name or "").rpartition(".")[2].startswith("_")
-    if not (compiled and (error.name or "").startswith(("ndp_device.", "vllm_ndp."))):
+    if not (compiled and (error.name or "").startswith(_OURS)):
         return ""
     what = "is not compiled" if error.path is None else "was compiled from older sources than these"
-    return f"{error.name} {what}: run make setup, or pip install vllm-ndp again"
+    return f"{error.name} {what}: {_SETUP}"
+
+
+def _disagrees_with_compiled(error: Exception) -> bool:
+    """A call of ours that a compiled module has in another form, or a name that it lacks."""
+    if isinstance(error, AttributeError):
+        name = getattr(error.obj, "__name__" if isinstance(error.obj, ModuleType) else "__module__", None) or ""
+        return name.startswith(_OURS) and name.rpartition(".")[2].startswith("_")
+    return isinstance(error, TypeError) and "(): incompatible function arguments. The following" in str(error)
 
 
 def print_json(result: Mapping[str, Any], *, shown: bool = False) -> None:

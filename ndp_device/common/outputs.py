@@ -1,4 +1,4 @@
-"""Where may a command write? Never into what it reads, and never into a folder with files of others.
+"""Where may a command write? Never into what it reads, into a folder with files of others, or over a file.
 
 Knows paths and names. Does not know commands: a command marks its parameters with `Output` (command_line.py).
 """
@@ -18,14 +18,12 @@ class Output:
     """What a command writes: a file, or a folder that may hold only files of these names."""
 
     files: tuple[str, ...] | None = None
-    """Patterns of names; none of them: the folder must be empty or absent. None: a file."""
-    ending: str = ""
-    """Of a file: what is there under another ending is something else, and stays."""
+    """Patterns of names; none of them: the folder must be empty or absent. None: a file, which must be absent."""
 
 
 _OF_A_SET = ("config.json", "manifest.json")
 """Files by which a folder is a whole that no single file may be put into."""
-CSV, HTML, JSON, NPY = (Output(ending=ending) for ending in (".csv", ".html", ".json", ".npy"))
+A_NEW_FILE = Output()
 A_NEW_FOLDER = Output(())
 REPLICAS = Output(("manifest.json", "experts-*.safetensors", ".*.unfinished", "README.md", ".cache", ".gitattributes"))
 """A replica set, whole or begun, from a hub or not."""
@@ -60,9 +58,7 @@ def check_outputs(outputs: Mapping[Path, Output], inputs: Iterable[Path]) -> Non
             raise ConfigError(
                 f"{path} would be written among the files of a model, replica set or trace: give another folder"
             )
-        elif path.is_file() and path.suffix != output.ending:
-            raise ConfigError(
-                f"{path} is there and no {output.ending} file, which would be written over it: give another name"
-            )
+        elif path.exists():  # also a named pipe, which nobody may ever read
+            raise ConfigError(f"{path} is there already and would be written over: give another name")
         elif not place.parent.is_dir():
             raise ConfigError(f"{path} cannot be used: there is no directory {place.parent}")

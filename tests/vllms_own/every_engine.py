@@ -13,6 +13,9 @@ from typing import Any
 LONGEST = 2048
 """As the bundled model's own."""
 
+BLOCK = 32
+"""Tokens: CPU attention takes multiples of them."""
+
 
 def register() -> None:
     """VLLMS_OWN_OPTIONS (JSON): enforce_eager for every engine, the others where the test leaves the default.
@@ -33,6 +36,8 @@ def register() -> None:
         self.enable_lora = False
         if not 0 < int(self.max_model_len or 0) <= LONGEST:
             self.max_model_len = LONGEST
+        if self.block_size:
+            self.block_size = -(-self.block_size // BLOCK) * BLOCK
         for name, value in options.items():
             setattr(self, name, value if name == "enforce_eager" else getattr(self, name) or value)
         return make(self, *arguments, **named)

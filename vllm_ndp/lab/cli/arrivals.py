@@ -14,7 +14,7 @@ import typer
 
 from ndp_device.common.command_line import command, print_json
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.outputs import CSV
+from ndp_device.common.outputs import A_NEW_FILE
 from vllm_ndp.cli.options import ArrivalOptions, HardwareOptions, ServerOptions, policy_options
 from vllm_ndp.lab.cli.recorded import BUNDLED, losses_chosen, losses_of_run
 
@@ -41,7 +41,9 @@ def arrivals(
     when: ArrivalOptions,
     where: HardwareOptions,
     server: ServerOptions,
-    csv_file: Annotated[Path | None, CSV, typer.Option("--csv", help="Write every token with its causes here.")] = None,
+    csv_file: Annotated[
+        Path | None, A_NEW_FILE, typer.Option("--csv", help="Write every token with its causes here.")
+    ] = None,
 ) -> None:
     """Serve requests as they arrive; tail latencies by cause.
 

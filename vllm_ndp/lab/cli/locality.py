@@ -11,7 +11,7 @@ import typer
 
 from ndp_device.common.command_line import command, print_json
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.outputs import HTML, JSON
+from ndp_device.common.outputs import A_NEW_FILE
 from vllm_ndp.cli.options import TraceArgument, integers
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ def show_locality(
         Path | None, typer.Option(help="Another trace: are the two as local, request by request?")
     ] = None,
     json_file: Annotated[
-        Path | None, JSON, typer.Option("--json", help="Write every layer's curves to this file.")
+        Path | None, A_NEW_FILE, typer.Option("--json", help="Write every layer's curves to this file.")
     ] = None,
-    html: Annotated[Path | None, HTML, typer.Option("--html", help="Draw the curves into this file.")] = None,
+    html: Annotated[Path | None, A_NEW_FILE, typer.Option("--html", help="Draw the curves into this file.")] = None,
 ) -> None:
     """Show how routing repeats, and what caches of it would hit.
 

@@ -15,7 +15,7 @@ import typer
 
 from ndp_device.common.command_line import command, print_json
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.outputs import CSV, HTML, JSON, NPY, Output
+from ndp_device.common.outputs import A_NEW_FILE, Output
 from ndp_device.common.widths import DEFAULT_AVG_BITS
 from vllm_ndp.cli.options import (
     AvgBitsOption,
@@ -87,7 +87,9 @@ def compare(
     what: SystemOptions,
     where: HardwareOptions,
     plans: PlanOptions,
-    csv_file: Annotated[Path | None, CSV, typer.Option("--csv", help="Write the table to this file too.")] = None,
+    csv_file: Annotated[
+        Path | None, A_NEW_FILE, typer.Option("--csv", help="Write the table to this file too.")
+    ] = None,
     jobs: JobsOption = "1",
 ) -> None:
     """Run systems and policies on one trace and one hardware.
@@ -246,7 +248,7 @@ def analyze(
     hot_experts: HotOption = None,
     prior: PriorOption = None,
     prior_out: Annotated[
-        Path | None, NPY, typer.Option(help="Write the popularity of this trace's experts to this .npy file.")
+        Path | None, A_NEW_FILE, typer.Option(help="Write the popularity of this trace's experts to this .npy file.")
     ] = None,
     calibrations: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Two replica directories: how much do their losses and bits agree?")
@@ -288,13 +290,13 @@ def analyze(
 class PageOptions:
     """Files that the command writes."""
 
-    out: Annotated[Path, HTML, typer.Option("--out", "-o", help="HTML file to write.")] = Path("report.html")
+    out: Annotated[Path, A_NEW_FILE, typer.Option("--out", "-o", help="HTML file to write.")] = Path("report.html")
     shapes: Annotated[
         str | None,
         typer.Option(help="Also map these public models, or 'published' = five, on GPUs of 8 to 160 GB."),
     ] = None
     perfetto: Annotated[
-        Path | None, JSON, typer.Option(help="Also write the first steps to this file, for ui.perfetto.dev.")
+        Path | None, A_NEW_FILE, typer.Option(help="Also write the first steps to this file, for ui.perfetto.dev.")
     ] = None
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps in that file.")] = 64
 

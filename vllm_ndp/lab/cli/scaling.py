@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ndp_device.common.command_line import HardwareOption, SetOption, command, print_json
-from ndp_device.common.outputs import HTML
+from ndp_device.common.outputs import A_NEW_FILE
 from vllm_ndp.cli.options import hardware_values, integers, names
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def scaling(
     over: ScaleOptions,
     sharing: PoolOptions,
     at: SetupOptions,
-    out: Annotated[Path | None, HTML, typer.Option(help="Write a page of plots here.")] = None,
+    out: Annotated[Path | None, A_NEW_FILE, typer.Option(help="Write a page of plots here.")] = None,
 ) -> None:
     """Tokens/s over devices, GPUs, batches; hosts that share them.
 
