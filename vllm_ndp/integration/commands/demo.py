@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from rich.table import Table
 
 from ndp_device.checkpoint.opening import open_checkpoint
 from vllm_ndp.config import DEFAULT_HARDWARE, NdpSettings
-from vllm_ndp.integration.commands.refusals import refusals_of_vllm
+from vllm_ndp.integration.commands.engines import import_vllm, quiet_llm
 
 PROMPTS = {
     "python": "def read_config(path):\n    with open(path) as f:\n        data = json.load(f)\n    return",
@@ -32,25 +31,23 @@ def run(model: Path, replicas: Path | None, hot_experts: int, avg_bits: float, t
     beside = model.with_name(model.name + "-replicas")
     if replicas is None and (beside / "manifest.json").exists():
         replicas = beside
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    began = time.perf_counter()
-    from vllm import LLM, SamplingParams
-
-    imported = time.perf_counter()
     settings: dict[str, Any] = {"hot_experts": hot_experts, "avg_bits": avg_bits, "hardware": DEFAULT_HARDWARE}
     if replicas is not None:
         settings["replicas"] = str(replicas.resolve())
-    with refusals_of_vllm(model):
-        llm = LLM(
-            str(model),
-            quantization="ndp",
-            additional_config={"ndp": settings},
-            max_model_len=512,
-            max_num_seqs=len(PROMPTS),
-            kv_cache_memory_bytes=64 << 20,
-            enforce_eager=True,
-            disable_log_stats=True,
-        )
+    began = time.perf_counter()
+    import_vllm()
+    imported = time.perf_counter()
+    from vllm import SamplingParams
+
+    llm = quiet_llm(
+        model,
+        quantization="ndp",
+        additional_config={"ndp": settings},
+        max_model_len=512,
+        max_num_seqs=len(PROMPTS),
+        kv_cache_memory_bytes=64 << 20,
+        enforce_eager=True,
+    )
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     llm.generate(["warm up"], SamplingParams(max_tokens=2), use_tqdm=False)  # keep first-call costs out of the table
     before = llm.collective_rpc("ndp_totals")[0]

@@ -7,7 +7,6 @@ setting `{"ndp": {"record": DIR}}`.
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import DEFAULT_HARDWARE, NdpSettings
-from vllm_ndp.integration.commands.refusals import refusals_of_vllm
+from vllm_ndp.integration.commands.engines import import_vllm, quiet_llm
 
 
 def run(
@@ -26,19 +25,17 @@ def run(
     NdpSettings(hot_experts=hot, avg_bits=avg_bits).resolve_hot_experts(shape.num_experts)
     settings = {"hot_experts": hot, "avg_bits": avg_bits, "hardware": DEFAULT_HARDWARE, "record": str(out.resolve())}
     prompts = _read_prompts(prompts_file)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm import LLM, SamplingParams
+    import_vllm()
+    from vllm import SamplingParams
 
-    with refusals_of_vllm(model):
-        llm = LLM(
-            str(model),
-            quantization="ndp",
-            additional_config={"ndp": settings},
-            enforce_eager=True,
-            max_num_seqs=batch,
-            kv_cache_memory_bytes=1 << 30,
-            disable_log_stats=True,
-        )
+    llm = quiet_llm(
+        model,
+        quantization="ndp",
+        additional_config={"ndp": settings},
+        enforce_eager=True,
+        max_num_seqs=batch,
+        kv_cache_memory_bytes=1 << 30,
+    )
     params = SamplingParams(temperature=0.8, seed=0, max_tokens=tokens, ignore_eos=True)
     start = time.perf_counter()
     outputs = llm.generate(prompts, params)

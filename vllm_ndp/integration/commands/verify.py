@@ -7,14 +7,13 @@ prefix cache. Every comparison is with stock vLLM on the same prompts in the sam
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from ndp_device.checkpoint.opening import open_checkpoint
 from vllm_ndp.config import NdpSettings
-from vllm_ndp.integration.commands.refusals import refusals_of_vllm
+from vllm_ndp.integration.commands.engines import import_vllm, quiet_llm
 
 PROMPT_WORDS = (
     "def parse(line):\n    parts = line.split(',')\n    for part in parts:\n        if not part:\n",
@@ -33,8 +32,7 @@ def run(model: Path, hot_experts: int | None, tokens: int) -> dict[str, Any]:
     shape = open_checkpoint(model).shape
     settings = NdpSettings(cold_precision="full", hot_experts=hot_experts)
     settings.resolve_hot_experts(shape.num_experts)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process: engines start in seconds and free their memory
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    import_vllm()
     prompts = [words * REPEATS for words in PROMPT_WORDS]
     stock = _generate(model, prompts, tokens, enforce_eager=True, settings=None)[0][0]
     result: dict[str, Any] = {"tokens_total": 0, "tokens_identical": 0, "sidecar_mismatches": 0, "row_checks": 0}
@@ -58,24 +56,22 @@ def _generate(
     model: Path, prompts: list[str], tokens: int, *, enforce_eager: bool, settings: dict[str, Any] | None
 ) -> tuple[list[list[list[int]]], dict[str, Any]]:
     """Token ids of two passes (the second hits the prefix cache), and the plugin's totals."""
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     plugin: dict[str, Any] = {} if settings is None else {"quantization": "ndp", "additional_config": {"ndp": settings}}
-    with refusals_of_vllm(model):
-        llm = LLM(
-            str(model),
-            dtype="float32",
-            enforce_eager=enforce_eager,
-            enable_prefix_caching=True,
-            enable_chunked_prefill=True,
-            max_num_batched_tokens=64,
-            max_num_seqs=len(prompts),
-            max_model_len=1024,
-            kv_cache_memory_bytes=64 << 20,
-            block_size=32,
-            disable_log_stats=True,
-            **plugin,
-        )
+    llm = quiet_llm(
+        model,
+        dtype="float32",
+        enforce_eager=enforce_eager,
+        enable_prefix_caching=True,
+        enable_chunked_prefill=True,
+        max_num_batched_tokens=64,
+        max_num_seqs=len(prompts),
+        max_model_len=1024,
+        kv_cache_memory_bytes=64 << 20,
+        block_size=32,
+        **plugin,
+    )
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     passes = [
         [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
