@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
-from vllm_ndp.integration import waiting
+from vllm_ndp.integration import vllm_private, waiting
 
 OPENMP = ("OMP_PLACES", "OMP_PROC_BIND", "OMP_NUM_THREADS", "GOMP_SPINCOUNT")
 
@@ -102,9 +102,9 @@ def test_an_engine_in_the_users_own_process_stays_as_it_is(monkeypatch):
 PROGRAM = """
 import resource, sys, threading, time
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
-from vllm_ndp.integration.waiting import sleep_while_waiting
+from vllm_ndp.integration.vllm_private import sleep_between_looks
 if sys.argv[1] == "sleeping":
-    sleep_while_waiting()
+    sleep_between_looks()
 queue = MessageQueue(1, 1)
 reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
 threading.Thread(target=lambda: [(time.sleep(0.1), queue.enqueue(n)) for n in range(5)]).start()
@@ -135,7 +135,7 @@ def test_a_reader_that_has_waited_long_is_woken_as_stock_wakes_it():
     stock = SpinCondition.wait
     try:
         SpinCondition.wait = lambda self, timeout_ms=None: woken.append(timeout_ms)
-        waiting.sleep_while_waiting()
+        vllm_private.sleep_between_looks()
         SpinCondition.wait(condition, 5)
         assert woken == [5]
     finally:

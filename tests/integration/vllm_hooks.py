@@ -4,7 +4,8 @@
     python tests/integration/vllm_hooks.py WHEEL... --json docs/measured/vllm_hooks.json      from CUDA wheels
 
 Reads source only: a wheel is opened where it lies, nothing of it is imported or installed. What the plugin imports is
-found in its own source; what it calls, overrides or reads is named in HOOKS with the reason. A wheel comes with
+found in its own source; what it calls, overrides or reads is named in PUBLIC with the reason, or in
+vllm_ndp/integration/vllm_private.py if the name is private. A wheel comes with
 `pip download --no-deps vllm==VERSION` (300 MB). docs/compatibility.md shows the record.
 """
 
@@ -20,6 +21,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from vllm_ndp.integration import vllm_private
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "docs" / "measured" / "vllm_hooks.json"
@@ -45,26 +48,26 @@ class Hook(NamedTuple):
     fields: tuple[str, ...] = ()  # of a class: those that we read
 
 
-HOOKS = (
+PRIVATE = tuple(
+    Hook(one.function.replace("_", " "), one.file, one.name, "mentions" if one.is_mentioned else "signature")
+    for one in vllm_private.TOUCHED
+    if not one.on_cpu_only
+)
+"""Shown by the tests of test_vllm_private.py, which are named after the functions."""
+PUBLIC = (
     Hook("MoE method: slots in place of experts", METHOD, "FusedMoEMethodBase.create_weights"),
     Hook("MoE method: routed rows", METHOD, "FusedMoEMethodBase.apply"),
     Hook("MoE method: sizes are not rounded", METHOD, "FusedMoEMethodBase.maybe_roundup_sizes"),
     Hook("the method stays ours", METHOD, "FusedMoEMethodBase.supports_internal_mk"),
     Hook("routing before `apply`", RUNNER, "MoERunner._apply_quant_method.select_experts", "mentions"),
-    Hook("shared experts: who runs them", SHARED, "SharedExperts._determine_shared_experts_order"),
-    Hook("shared experts: where their result goes", SHARED, "SharedExperts._output_idx"),
     Hook("hot slots: the fused kernel", f"{MOE}/fused_moe.py", "fused_experts"),
     Hook("hot slots: tiles by E", f"{MOE}/fused_moe.py", "try_get_optimal_moe_config"),
     Hook("hot slots: tiles by E, applied", f"{MOE}/__init__.py", "override_config"),
     Hook("hot slots of 8 bits: scales by row", f"{MOE}/config.py", "fp8_w8a8_moe_quant_config"),
-    Hook("hot slots of 8 bits: codes", "_custom_ops.py", "scaled_fp8_quant"),
     Hook("hot slots of 4 bits: scales and zero points by group", f"{MOE}/config.py", "int4_w4a16_moe_quant_config"),
     Hook("our operator", "utils/torch_utils.py", "direct_register_custom_op"),
     Hook("operator that graphs are split at", RUNNER, "MoERunner._select_forward.moe_forward", "mentions"),
-    Hook("attention operators, to split at too", COMPILATION, "CompilationConfig._attention_ops", "mentions"),
     Hook("graphs are split before vLLM fills its list", COMPILATION, "CompilationConfig.set_splitting_ops_for_v1"),
-    Hook("configuration per architecture", "model_executor/models/config.py",
-         "VerifyAndUpdateConfig.verify_and_update_config"),
     Hook("worker: load", WORKER, "Worker.load_model"),
     Hook("worker: memory for the KV cache", WORKER, "Worker.determine_available_memory"),
     Hook("worker: layers' KV entries", WORKER, "Worker.get_kv_cache_spec"),
@@ -94,6 +97,7 @@ HOOKS = (
          "PrefetchOffloadConfig.offload_group_size", "mentions"),
     Hook("model runner V2 by default", "config/vllm.py", "VllmConfig.use_v2_model_runner"),
 )  # fmt: skip
+HOOKS = (*PUBLIC, *PRIVATE)
 ABSENT = "absent"
 SHOWN_BY = {
     "test_integration_identity::test_verify_finds_every_token_identical_eager_and_compiled_chunked_and_cached": (
@@ -107,12 +111,6 @@ SHOWN_BY = {
         "MoE method: sizes are not rounded",
         "the method stays ours",
     ),
-    "test_integration_shared_experts::test_the_message_leaves_before_the_shared_expert_runs_tokens_are_stocks_and_replays_are_equal": (  # noqa: E501
-        "shared experts: who runs them",
-    ),
-    "test_integration_shared_experts::test_the_message_leaves_before_the_shared_expert_runs_in_a_compiled_model_too": (
-        "shared experts: where their result goes",
-    ),
     "test_cuda_low_bits::test_vllm_s_own_kernel_reads_our_slots_as_they_are_meant": (
         "hot slots: the fused kernel",
     ),
@@ -122,7 +120,6 @@ SHOWN_BY = {
     ),
     "test_cuda_low_bits::test_forms_are_made_of_vllm_s_own_functions": (
         "hot slots of 8 bits: scales by row",
-        "hot slots of 8 bits: codes",
         "hot slots of 4 bits: scales and zero points by group",
     ),
     "test_cuda_graphs::test_the_operator_s_name_is_one_that_graphs_are_split_at": (
@@ -131,14 +128,8 @@ SHOWN_BY = {
     "test_cuda_graphs::test_pieces_read_a_layer_s_result_where_it_was_at_their_capture": (
         "operator that graphs are split at",
     ),
-    "test_cuda_limits::test_graphs_are_off_unless_pieces_were_asked_for": (
-        "attention operators, to split at too",
-    ),
     "test_cuda_without_gpu::test_graphs_are_split_where_pieces_were_asked_for_and_off_else": (
         "graphs are split before vLLM fills its list",
-    ),
-    "test_cuda_without_gpu::test_the_gpu_worker_is_the_base_of_ours": (
-        "configuration per architecture",
     ),
     "test_cuda_hooks::test_memory_for_what_the_plugin_allocates_is_left_unless_a_size_was_asked_for": (
         "worker: memory for the KV cache",
@@ -239,7 +230,8 @@ def look_up(read: Read, hook: Hook) -> str:
     tree, names = ast.parse(source), hook.name.split(".")
     if hook.kind == "mentions":
         where = find(tree, names[:-1])
-        mentioned = where is not None and names[-1] in ast.get_source_segment(source, where)  # type: ignore[operator]
+        text = source if where is tree else "" if where is None else ast.get_source_segment(source, where) or ""
+        mentioned = names[-1] in text
         return "there" if mentioned else ABSENT
     where = find(tree, names)
     if isinstance(where, ast.ClassDef):

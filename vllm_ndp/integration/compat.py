@@ -26,7 +26,7 @@ from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.timing.spec import Hardware, load_hardware
 from vllm_ndp import setting_names
 from vllm_ndp.config import EMBEDDED, NdpSettings
-from vllm_ndp.integration import drafts
+from vllm_ndp.integration import drafts, vllm_private
 from vllm_ndp.integration.batch import KvGroup
 from vllm_ndp.integration.checkpoint_dir import model_dir
 from vllm_ndp.integration.cuda import limits
@@ -257,7 +257,7 @@ def shared_experts(model: Any) -> dict[str, Any]:
 
     runners = [module for module in model.modules() if isinstance(module, MoERunner)]
     return {
-        runner.routed_experts.layer_name: runner.shared_experts._layer
+        runner.routed_experts.layer_name: vllm_private.layer_of_shared_experts(runner.shared_experts)
         for runner in runners
         if runner.shared_experts is not None
     }

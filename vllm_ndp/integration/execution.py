@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 from torch.library import Library
-from vllm.model_executor.custom_op import PluggableLayer
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.moe_layer import LAYERS
 
-_OURS = SharedExpertsOrder.MK_INTERNAL_OVERLAPPED
 _LIBRARY = Library("vllm_ndp", "FRAGMENT")  # operators live as long as this object
 
 
@@ -68,17 +66,19 @@ def execute(
 
     Shared experts run, too, where vLLM leaves them to us.
     """
-    runs_shared = shared_experts is not None and shared_experts._determine_shared_experts_order(x) == _OURS
+    runs_shared = shared_experts is not None and vllm_private.leaves_shared_experts_to_us(shared_experts, x)
     if torch.compiler.is_compiling():
         if not runs_shared:
             return torch.ops.vllm_ndp.moe(x, topk_weights, topk_ids, layer_name)
         routed, shared = torch.ops.vllm_ndp.moe_shared(x, topk_weights, topk_ids, shared_experts_input, layer_name)
-        shared_experts._output[shared_experts._output_idx] = shared  # as its own forward leaves it
+        vllm_private.put_output_of_shared_experts(shared_experts, shared)
         return routed
     layer = LAYERS[layer_name]  # an operator's dispatch costs 10 us
     if not runs_shared:
         return layer.forward(x, topk_weights, topk_ids)
-    return layer.forward(x, topk_weights, topk_ids, partial(shared_experts, shared_experts_input, _OURS))
+    return layer.forward(
+        x, topk_weights, topk_ids, partial(vllm_private.run_shared_experts, shared_experts, shared_experts_input)
+    )
 
 
 class NdpRoutedExperts(RoutedExperts):
@@ -89,8 +89,3 @@ class NdpRoutedExperts(RoutedExperts):
         if name is None:
             return super().forward_modular(x, *args, **kwargs)
         return execute(name, x, *args, **kwargs)
-
-
-def replace_vllms_layer() -> None:
-    """Have vLLM make NdpRoutedExperts in place of RoutedExperts, in this process from now on."""
-    PluggableLayer.register_oot(NdpRoutedExperts, name=RoutedExperts.__name__)

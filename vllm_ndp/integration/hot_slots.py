@@ -22,7 +22,7 @@ from ndp_device.common.activation import NAMED, SILU, Activation
 from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import Biases, FullExpert
 from ndp_device.kernels.kernel import Kernel
-from vllm_ndp.integration import huge_pages
+from vllm_ndp.integration import huge_pages, vllm_private
 from vllm_ndp.integration.cuda.copies import CopiesByThread
 from vllm_ndp.integration.cuda.lanes import Mark
 from vllm_ndp.integration.experts_pool import ExpertWeights
@@ -80,13 +80,8 @@ class SlotKernel(Protocol):
 
 class CpuSlotKernel:
     def __init__(self, dtype: torch.dtype, hidden_size: int, intermediate_size: int, activation: str) -> None:
-        from vllm._custom_ops import cpu_fused_moe
-
-        amx = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-        if amx:
-            torch.cpu._init_amx()  # the kernel does not ask for permission itself; without it: SIGILL
-        self.isa = "amx" if amx else "vec"
-        self._operator = cpu_fused_moe
+        self.isa = "amx" if vllm_private.asks_for_amx(dtype) else "vec"
+        self._operator = vllm_private.fused_experts_on_cpu()
         self._operator_activation = activation
         self._interleaved = activation == "swigluoai"  # the operator wants gate and up rows in turn for it
         self._slot_elements = 2 * intermediate_size * hidden_size
@@ -105,7 +100,7 @@ class CpuSlotKernel:
         else:
             gate_and_up = [(expert.w1, w13[:, :half]), (expert.w3, w13[:, half:])]
         for source, target in (*gate_and_up, (expert.w2, to.w2[slot : slot + 1])):
-            torch.ops._C.prepack_moe_weight(source.to(w13.dtype).unsqueeze(0), target, self.isa)
+            vllm_private.pack_for_cpu(source.to(w13.dtype).unsqueeze(0), target, self.isa)
         self._load_biases(to, slot, expert)
 
     def _load_biases(self, to: SlotWeights, slot: int, expert: ExpertWeights) -> None:
@@ -231,16 +226,12 @@ class CudaSlotKernel:
     @classmethod
     def of_vllm(cls, activation: Any, num_experts: int, copies: CopiesByThread | None = None) -> CudaSlotKernel:
         from vllm.model_executor.layers.fused_moe import fused_experts, override_config
-        from vllm.model_executor.layers.fused_moe.config import _get_config_dtype_str
-        from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
 
         found: dict[Any, Any] = {}
 
         def tiles(*key: Any) -> Any:
             if key not in found:
-                w13, w2, top_k, dtype, num_rows = key
-                name = _get_config_dtype_str(dtype=dtype)
-                found[key] = try_get_optimal_moe_config(w13, w2, top_k, name, num_rows)
+                found[key] = vllm_private.tiles_of_stock(*key)
             return AlwaysLeft(override_config(found[key]))
 
         return cls(activation, num_experts, fused_experts, tiles, copies)

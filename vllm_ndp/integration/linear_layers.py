@@ -29,6 +29,7 @@ from ndp_device.common.widths import BYTE_BITS
 from ndp_device.experts.expert import QuantizedMatrix
 from ndp_device.kernels.kernel import EngineKernel
 from ndp_device.kernels.reference import dequantize
+from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.whole_weights import WholeLinearMethod
 
 GROUP_SIZE = 128
@@ -87,7 +88,7 @@ class LinearLayers:
     def take(self, layer: Any, prefix: str) -> bool:
         """Quantize a layer whose weights are loaded, and free them; False where the kernel cannot run it."""
         weight = layer.weight.data
-        skipped = getattr(layer, "_cpu_skip_gemm_dispatch", False)  # MLA reads these weights itself
+        skipped = vllm_private.reads_its_weights_itself(layer)
         if skipped or weight.is_meta or weight.ndim != 2 or weight.shape[1] % 8:
             return False
         with ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, frozenset(self._cores))) as thread:

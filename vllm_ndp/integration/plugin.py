@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_ndp.integration import vllm_private
+
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
@@ -27,31 +29,11 @@ def register() -> None:
     from vllm_ndp.integration.quantization import NdpConfig
 
     if not hasattr(FusedMoEMethodBase, "apply"):
-        from vllm_ndp.integration.execution import replace_vllms_layer
+        from vllm_ndp.integration.execution import NdpRoutedExperts
 
-        replace_vllms_layer()
+        vllm_private.replace_routed_experts(NdpRoutedExperts)
     register_quantization_config(METHOD)(NdpConfig)
-    _hook_architectures()
-
-
-def _hook_architectures() -> None:
-    """Have vLLM call `configure` for every text architecture, after whatever hook the architecture already has."""
-    from vllm.model_executor.models import ModelRegistry
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
-
-    for architecture in ModelRegistry.get_supported_archs():
-        previous = MODELS_CONFIG_MAP.get(architecture)
-
-        class Hook(previous or VerifyAndUpdateConfig):  # type: ignore[misc]
-            _previous = previous
-
-            @classmethod
-            def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
-                if cls._previous is not None:
-                    cls._previous.verify_and_update_config(vllm_config)
-                configure(vllm_config)
-
-        MODELS_CONFIG_MAP[architecture] = Hook
+    vllm_private.call_for_every_architecture(configure)
 
 
 def configure(vllm_config: VllmConfig) -> None:
@@ -86,8 +68,6 @@ def configure(vllm_config: VllmConfig) -> None:
 def _with_connectors(theirs: KVTransferConfig | None, *, reports: bool) -> KVTransferConfig | None:
     """A connector that moves no KV, so that finished requests carry their two clocks; and the user's, if there is one,
     of which we then see what it loads."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
     from vllm_ndp.integration import compat
     from vllm_ndp.integration.connector import MovesNoKv
 
@@ -102,8 +82,7 @@ def _with_connectors(theirs: KVTransferConfig | None, *, reports: bool) -> KVTra
         return MovesNoKv(**ours)
     if theirs.kv_connector == compat.CONNECTOR or theirs.kv_connector_module_path == compat.MULTI_CONNECTOR_MODULE:
         return theirs  # configured before
-    if compat.CONNECTOR not in KVConnectorFactory._registry:  # vLLM's log line looks parts of a MultiConnector up there
-        KVConnectorFactory.register_connector(compat.CONNECTOR, compat.CONNECTOR_MODULE, compat.CONNECTOR)
+    vllm_private.register_connector(compat.CONNECTOR, compat.CONNECTOR_MODULE)
     extra = theirs.kv_connector_extra_config
     extra = extra if theirs.kv_connector == "MultiConnector" else {"connectors": [_as_part(theirs)]}
     return dataclasses.replace(  # with all else that the user has set: what a failed load leads to is of the whole

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from ndp_device.common.errors import ConfigError
+from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.whole_weights import WholeLinearMethod
 
 STORED_BESIDE: Mapping[str, tuple[str, ...]] = {
@@ -177,5 +178,5 @@ def _refuse_missing_operator(method: Any, layer: Any) -> None:
     kernel = getattr(method, "kernel", None) or getattr(getattr(layer, "scheme", None), "kernel", None)
     for base in type(kernel).__mro__:
         operator = _OPERATORS.get(base.__name__)
-        if operator is not None and not hasattr(torch.ops._C, operator):
+        if operator is not None and not vllm_private.has_operator(operator):
             raise NotImplementedError(f"vLLM builds its operator {operator} for AVX-512 only")

@@ -10,8 +10,7 @@ instead: patches/sleeping-readers/README.md.
 from __future__ import annotations
 
 import os
-import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Full name of the executor. vLLM's CPU platform replaces the short name, because OpenMP's variables must be set before
 the process starts; `configure` sets them."""
-SLEEPING = "vllm_ndp.integration.waiting_executor.SleepingMultiprocExecutor"
+SLEEPING = "vllm_ndp.integration.worker.SleepingMultiprocExecutor"
 
 _SPINS = "GOMP_SPINCOUNT"
 _SPIN_COUNT = "2000"
@@ -72,29 +71,3 @@ def _openmp_variables(vllm_config: VllmConfig) -> dict[str, str]:
     outside = dict(os.environ)
     with OMPProcessManager(vllm_config).configure_omp_envs(rank=0, local_rank=0):
         return {name: value for name, value in os.environ.items() if outside.get(name) != value}
-
-
-def sleep_while_waiting() -> None:
-    """From now on readers of vLLM's message queues sleep between two looks, for a part of what they have waited.
-
-    Stock readers look all the time for one second after a message. Nothing is lost: who looks need not be told.
-    """
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-
-    if getattr(SpinCondition.wait, "sleeps", False):
-        return
-    idle = SpinCondition.wait
-
-    def wait(self: Any, timeout_ms: int | None = None) -> None:
-        waited = time.monotonic() - self.last_read
-        if waited > self.busy_loop_s:
-            idle(self, timeout_ms)
-        else:
-            time.sleep(min(waited / _LOOKS, _LONGEST_S))
-
-    wait.sleeps = True  # type: ignore[attr-defined]
-    SpinCondition.wait = wait
-
-
-_LOOKS, _LONGEST_S = 32, 1e-3
-"""A message is seen late by a 32nd of the time that it took, at most, and by 1 ms."""

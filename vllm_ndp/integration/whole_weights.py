@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from ndp_device.common.errors import ConfigError
+from vllm_ndp.integration.vllm_private import weights_tracked_by
 
 _SHOWN = 4
 """Names in a message."""
@@ -36,21 +36,19 @@ def checked_as_unquantized(of_draft: Callable[[], bool]) -> Iterator[None]:
     For a quantized model it would also ask for parameters that a module holds under a second name. While a draft loads
     (`of_draft`), its embeddings may lack: it takes the model's.
     """
-    compare = DefaultModelLoader.track_weights_loading
 
-    def as_unquantized(self: Any, model: torch.nn.Module, loaded: set[str] | None, quantized: bool = False) -> None:
+    def as_unquantized(
+        stock: Callable[..., None], loader: Any, model: torch.nn.Module, loaded: set[str] | None
+    ) -> None:
         if loaded is not None and not of_draft() and (lacking := _embeddings(model) - loaded):
             raise _lacking(list(lacking))
         try:
-            compare(self, model, loaded)
+            stock(loader, model, loaded)
         except ValueError as error:
             raise _lacking(re.findall(r"'([^']+)'", str(error))) from None
 
-    DefaultModelLoader.track_weights_loading = as_unquantized
-    try:
+    with weights_tracked_by(as_unquantized):
         yield
-    finally:
-        DefaultModelLoader.track_weights_loading = compare
 
 
 class WholeLinearMethod(UnquantizedLinearMethod):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from ndp_device.common.errors import NdpError
 from vllm_ndp.integration.assembly import Assembly, LoadedWorker
@@ -18,7 +19,7 @@ from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.fixed_weights import FixedWeights
 from vllm_ndp.integration.owner import follow_owner
 from vllm_ndp.integration.routing_sidecar import bytes_per_entry
-from vllm_ndp.integration.waiting import sleep_while_waiting
+from vllm_ndp.integration.vllm_private import sleep_between_looks
 from vllm_ndp.integration.whole_weights import checked_as_unquantized
 
 if current_platform.is_cpu():
@@ -40,7 +41,7 @@ class NdpWorker(FixedWeights, _Base):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         if current_platform.is_cpu() and self.parallel_config.world_size > 1:
-            sleep_while_waiting()
+            sleep_between_looks()
         try:
             making = Assembly.begin(self.vllm_config, self._opened)  # layers attach themselves while the model loads
             with checked_as_unquantized(of_draft=lambda: making.has_every_layer):
@@ -123,6 +124,14 @@ class NdpWorker(FixedWeights, _Base):
     def ndp_requests(self, client_id: str) -> dict[str, Any]:
         """Return the reports of one request of a client, by vLLM's ids, and which of its parts still run here."""
         return self.ndp.requests_of(client_id)
+
+
+class SleepingMultiprocExecutor(MultiprocExecutor):
+    """vLLM's executor of several processes, whose own process sleeps while its workers compute (waiting.py)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        sleep_between_looks()
+        super().__init__(*args, **kwargs)
 
 
 def _allocated_bytes() -> int:

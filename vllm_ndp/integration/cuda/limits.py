@@ -16,6 +16,7 @@ import torch
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import GPU_RUNGS
+from vllm_ndp.integration import vllm_private
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -126,7 +127,7 @@ def configure_graphs(vllm_config: VllmConfig) -> bool:
         return False
     if compilation.splitting_ops is None:
         compilation.splitting_ops = [
-            *compilation._attention_ops,
+            *vllm_private.attention_operators(compilation),
             "vllm::unified_kv_cache_update",
             "vllm::unified_mla_kv_cache_update",
         ]

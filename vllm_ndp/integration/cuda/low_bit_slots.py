@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
+from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.cuda.lanes import Mark
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotWeights
@@ -193,13 +194,9 @@ def form_of_vllm(bits: int, hidden: int, intermediate: int, dtype: torch.dtype) 
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config, int4_w4a16_moe_quant_config
 
     if bits == 8:
-        from functools import partial
-
-        from vllm._custom_ops import scaled_fp8_quant
-
         if torch.cuda.get_device_capability() < (8, 9):
             raise ConfigError("hot slots of 8 bits are FP8, which this GPU cannot multiply: use 4 or 16 bits")
-        return Fp8Rows(partial(scaled_fp8_quant, use_per_token_if_dynamic=True), fp8_w8a8_moe_quant_config)
+        return Fp8Rows(vllm_private.to_fp8_by_row, fp8_w8a8_moe_quant_config)
     if dtype == torch.float32:
         raise ConfigError(
             "hot slots of 4 bits are run by a kernel of vLLM's for bfloat16 and float16 where rows are few, and the "

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from ndp_device.common.errors import UNAVAILABLE
+from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.report import DEVICE_PARTS, DEVICE_STAGES, PAIR_KINDS, PHASES, StepReport
 
 _FINE = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -151,10 +152,11 @@ class NdpMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         engines = per_engine_labelvalues
+        counter_class, histogram_class, gauge_class = vllm_private.metric_classes(self)
         self._counters: dict[str, dict[int, Any]] = {}  # key of NdpStats -> engine -> counter
         for name, (about, label, key, values) in COUNTERS.items():
             labels = [*labelnames, label] if label else labelnames
-            metric = self._counter_cls(name=f"vllm:{name}", documentation=about, labelnames=labels)
+            metric = counter_class(name=f"vllm:{name}", documentation=about, labelnames=labels)
             for value in values:
                 of_value = {engine: [*own, value] for engine, own in engines.items()}
                 self._counters[f"{key}:{value}"] = create_metric_per_engine(metric, of_value)
@@ -162,11 +164,11 @@ class NdpMetrics(KVConnectorPromMetrics):
                 self._counters[key] = create_metric_per_engine(metric, engines)
         self._histograms: dict[str, dict[int, Any]] = {}
         for name, (about, buckets) in HISTOGRAMS.items():
-            histogram = self._histogram_cls(
+            histogram = histogram_class(
                 name=f"vllm:{name}", documentation=about, labelnames=labelnames, buckets=buckets
             )
             self._histograms[name] = create_metric_per_engine(histogram, engines)
-        gauge = self._gauge_cls(
+        gauge = gauge_class(
             name=f"vllm:{DEVICE_UP}",
             documentation="1 while the device answers, 0 while the host computes for it; as of the last step",
             labelnames=labelnames,

@@ -1,0 +1,252 @@
+"""Every private name of vLLM that the plugin touches, and each place where it replaces something in vLLM.
+
+One function each. `touches` says where vLLM's source has the name; tests/integration/vllm_hooks.py looks it up in the
+installed vLLM and in wheels of other versions, and docs/measured/vllm_hooks.json records what each of them has.
+tests/integration/test_vllm_private.py has a test for each function, and holds that no other file touches such a name.
+Imports of vLLM stand inside the functions: the plugin's entry point imports this file in every process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+_MOE = "model_executor/layers/fused_moe"
+_SHARED = f"{_MOE}/runner/shared_experts.py"
+
+
+class Touched(NamedTuple):
+    """A name in vLLM's source, and the function of this file that depends on it."""
+
+    function: str
+    file: str
+    """Below `vllm/`."""
+    name: str
+    """`Class.method`, or with `is_mentioned` a name that the source of `Class` or `Class.method` holds."""
+    is_mentioned: bool
+    on_cpu_only: bool
+    """Whether builds for GPUs may lack it."""
+
+
+TOUCHED: list[Touched] = []
+
+
+def touches(file: str, name: str, *, is_mentioned: bool = False, on_cpu_only: bool = False) -> Callable[[F], F]:
+    def note(function: F) -> F:
+        TOUCHED.append(Touched(function.__name__, file, name, is_mentioned, on_cpu_only))
+        return function
+
+    return note
+
+
+# -- configuration -------------------------------------------------------------------------------------------------
+
+
+@touches("model_executor/models/config.py", "VerifyAndUpdateConfig.verify_and_update_config")
+def call_for_every_architecture(configure: Callable[[Any], None]) -> None:
+    """Have vLLM call `configure(vllm_config)` for every text architecture, after the architecture's own hook."""
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+
+    for architecture in ModelRegistry.get_supported_archs():
+        previous = MODELS_CONFIG_MAP.get(architecture)
+
+        class Hook(previous or VerifyAndUpdateConfig):  # type: ignore[misc]
+            _previous = previous
+
+            @classmethod
+            def verify_and_update_config(cls, vllm_config: Any) -> None:
+                if cls._previous is not None:
+                    cls._previous.verify_and_update_config(vllm_config)
+                configure(vllm_config)
+
+        MODELS_CONFIG_MAP[architecture] = Hook
+
+
+@touches("distributed/kv_transfer/kv_connector/factory.py", "KVConnectorFactory._registry", is_mentioned=True)
+def register_connector(name: str, module: str) -> None:
+    """Make a connector known by name, once: vLLM's log line looks the parts of a MultiConnector up there."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, module, name)
+
+
+@touches("config/compilation.py", "CompilationConfig._attention_ops", is_mentioned=True)
+def attention_operators(compilation_config: Any) -> list[str]:
+    """Operators of attention that vLLM splits a captured graph at."""
+    return list(compilation_config._attention_ops)
+
+
+@touches("distributed/kv_transfer/kv_connector/v1/metrics.py", "KVConnectorPromMetrics._counter_cls", is_mentioned=True)
+def metric_classes(metrics: Any) -> tuple[Any, Any, Any]:
+    """Classes of counters, histograms and gauges, of Prometheus or of Ray, for a connector's metrics."""
+    return metrics._counter_cls, metrics._histogram_cls, metrics._gauge_cls
+
+
+# -- layers --------------------------------------------------------------------------------------------------------
+
+
+@touches("model_executor/custom_op.py", "PluggableLayer.register_oot")
+def replace_routed_experts(ours: type) -> None:
+    """Have vLLM make `ours` in place of RoutedExperts, in this process from now on."""
+    from vllm.model_executor.custom_op import PluggableLayer
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    PluggableLayer.register_oot(ours, name=RoutedExperts.__name__)
+
+
+@touches(_SHARED, "SharedExperts.__init__._layer", is_mentioned=True)
+def layer_of_shared_experts(shared_experts: Any) -> Any:
+    """The module that computes shared experts [T, H] -> [T, H], without vLLM's bookkeeping around it."""
+    return shared_experts._layer
+
+
+@touches(_SHARED, "SharedExperts._determine_shared_experts_order")
+def leaves_shared_experts_to_us(shared_experts: Any, x: torch.Tensor) -> bool:
+    """Whether vLLM leaves it to the MoE method to run the shared experts for these rows."""
+    from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
+
+    order = shared_experts._determine_shared_experts_order(x)
+    return bool(order == SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
+
+
+@touches(_SHARED, "SharedExperts.forward")
+def run_shared_experts(shared_experts: Any, x: torch.Tensor) -> None:
+    """Run those that are left to us, with vLLM's bookkeeping."""
+    from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
+
+    shared_experts(x, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
+
+
+@touches(_SHARED, "SharedExperts._output_idx")
+def put_output_of_shared_experts(shared_experts: Any, output: torch.Tensor) -> None:
+    """Leave what they gave where their own forward would have."""
+    shared_experts._output[shared_experts._output_idx] = output
+
+
+@touches(
+    "model_executor/kernels/linear/scaled_mm/cpu.py", "_cpu_skip_gemm_dispatch", is_mentioned=True, on_cpu_only=True
+)
+def reads_its_weights_itself(layer: Any) -> bool:
+    """Whether something else than the linear layer reads its weights, as MLA does on CPU."""
+    return bool(getattr(layer, "_cpu_skip_gemm_dispatch", False))
+
+
+@touches("model_executor/model_loader/default_loader.py", "DefaultModelLoader.track_weights_loading")
+@contextmanager
+def weights_tracked_by(
+    track: Callable[[Callable[..., None], Any, torch.nn.Module, set[str] | None], None],
+) -> Iterator[None]:
+    """Within: vLLM's loader compares the names that it has loaded by track(stock, loader, model, names)."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    stock = DefaultModelLoader.track_weights_loading
+
+    def ours(self: Any, model: torch.nn.Module, loaded: set[str] | None, quantized: bool = False) -> None:
+        track(stock, self, model, loaded)
+
+    DefaultModelLoader.track_weights_loading = ours
+    try:
+        yield
+    finally:
+        DefaultModelLoader.track_weights_loading = stock
+
+
+# -- operators -----------------------------------------------------------------------------------------------------
+
+
+def has_operator(name: str) -> bool:
+    """Whether vLLM's compiled library has an operator: its builds for some processors lack some."""
+    return hasattr(torch.ops._C, name)
+
+
+@touches("_custom_ops.py", "cpu_fused_moe", on_cpu_only=True)
+def fused_experts_on_cpu() -> Callable[..., None]:
+    """vLLM's CPU kernel for experts, which checks nothing: (out, x, w13, w2, b13, b2, weights, ids, activation, isa,
+    skips the weights)."""
+    from vllm._custom_ops import cpu_fused_moe
+
+    operator: Callable[..., None] = cpu_fused_moe
+    return operator
+
+
+def pack_for_cpu(weights: torch.Tensor, to: torch.Tensor, isa: str) -> None:
+    """Write weights [E, N, K] in the layout of vLLM's CPU kernel for experts."""
+    torch.ops._C.prepack_moe_weight(weights, to, isa)
+
+
+def asks_for_amx(dtype: torch.dtype) -> bool:
+    """Whether vLLM's CPU kernel for experts may use AMX, for which it does not ask the system itself (SIGILL)."""
+    if dtype != torch.bfloat16 or not torch.cpu._is_amx_tile_supported():
+        return False
+    torch.cpu._init_amx()
+    return True
+
+
+@touches("_custom_ops.py", "scaled_fp8_quant")
+def to_fp8_by_row(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [N, K] on a GPU -> codes [N, K] and scales f32 [N, 1], as vLLM's kernels read them."""
+    from vllm._custom_ops import scaled_fp8_quant
+
+    codes, scales = scaled_fp8_quant(rows, use_per_token_if_dynamic=True)
+    return codes, scales
+
+
+@touches(f"{_MOE}/config.py", "_get_config_dtype_str")
+def tiles_of_stock(w13: tuple[int, ...], w2: tuple[int, ...], top_k: int, dtype: torch.dtype, num_rows: int) -> Any:
+    """Tiles that vLLM's Triton kernel takes for experts of these shapes [E, ...]."""
+    from vllm.model_executor.layers.fused_moe.config import _get_config_dtype_str
+    from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
+
+    return try_get_optimal_moe_config(w13, w2, top_k, _get_config_dtype_str(dtype=dtype), num_rows)
+
+
+# -- processes -----------------------------------------------------------------------------------------------------
+
+_LOOKS, _LONGEST_S = 32, 1e-3
+"""A message is seen late by a 32nd of the time that it took, at most, and by 1 ms."""
+
+
+@touches("distributed/device_communicators/shm_broadcast.py", "SpinCondition.wait")
+def sleep_between_looks() -> None:
+    """From now on readers of vLLM's message queues sleep between two looks, for a part of what they have waited.
+
+    Stock readers look all the time for one second after a message. Nothing is lost: who looks need not be told.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    if getattr(SpinCondition.wait, "sleeps", False):
+        return
+    idle = SpinCondition.wait
+
+    def wait(self: Any, timeout_ms: int | None = None) -> None:
+        waited = time.monotonic() - self.last_read
+        if waited > self.busy_loop_s:
+            idle(self, timeout_ms)
+        else:
+            time.sleep(min(waited / _LOOKS, _LONGEST_S))
+
+    wait.sleeps = True  # type: ignore[attr-defined]
+    SpinCondition.wait = wait
+
+
+@touches("v1/executor/ray_executor_v2.py", "RayWorkerProc.__init__._init_kwargs", is_mentioned=True, on_cpu_only=True)
+def rank_of_ray_worker(worker: Any) -> int:
+    return int(worker._init_kwargs["rank"])
+
+
+@touches("platforms/interface.py", "Platform.ray_device_key", is_mentioned=True)
+def run_ray_workers(resource: str, worker_class: type) -> None:
+    """Name the resource of Ray that vLLM's platform counts ranks by, which is none on CPU, and start workers of this
+    class."""
+    from vllm.platforms import current_platform
+    from vllm.v1.executor import ray_executor_v2
+
+    type(current_platform).ray_device_key = resource
+    ray_executor_v2.RayWorkerProc = worker_class
