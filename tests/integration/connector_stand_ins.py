@@ -1,6 +1,7 @@
 """What vLLM's own connectors lack on a CPU or leave out: imported by vLLM through their module paths.
 
 HostOffload  the medium of vLLM's OffloadingConnector, whose own copies blocks by CUDA alone. Its manager is vLLM's
+FailsOnce    vLLM's ExampleConnector, whose first load brings nothing, as where a store was lost
 Tells        vLLM's ExampleConnector, which says something of its own in each answer, as connectors of two engines do
 """
 
@@ -47,6 +48,21 @@ class _Copies(OffloadingWorker):
 
     def wait(self, job_ids: set[int]) -> None:
         """All are done."""
+
+
+class FailsOnce(ExampleConnector):
+    _failed: set[int] | None = None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        loads = [each for each in self._get_connector_metadata().requests if not each.is_store]
+        if loads and self._failed is None:
+            self._failed = {int(slot) // self._block_size for each in loads for slot in each.slot_mapping}
+        else:
+            super().start_load_kv(forward_context, **kwargs)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed = self._failed or set(), self._failed and set()
+        return failed
 
 
 class Tells(ExampleConnector):

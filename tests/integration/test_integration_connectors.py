@@ -116,6 +116,25 @@ def test_kv_that_was_offloaded_comes_back_without_its_routing(
         assert ask(llm, longer)[1]["loaded_tokens"] == report["loaded_tokens"]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["step by step", "scheduled ahead"])
+def test_a_load_that_fails_in_the_step_that_ends_a_prompt_leaves_no_plan_behind(
+    tmp_path: Path, computed: tuple[list[int], int], asynchronous: bool
+) -> None:
+    """vLLM computes the prompt again, and it is planned by what is computed then."""
+    theirs = example(tmp_path / "kv", name="FailsOnce", kv_connector_module_path=STAND_INS)
+    theirs["kv_load_failure_policy"] = "recompute"
+    with engine(settings=SETTINGS, kv_transfer_config=theirs, async_scheduling=asynchronous) as llm:
+        ask(llm)
+        of_whole = importance(llm)
+        ask(llm, OTHERS[0])
+        assert llm.reset_prefix_cache()
+        (output,) = greedy(llm, [STORED], TOKENS)
+        report = output.kv_transfer_params["ndp"]
+        assert report["prompt_rows"] > report["prompt_tokens"]  # its last ones twice
+        assert importance(llm) == of_whole
+        assert (token_ids([output])[0], report["loaded_tokens"]) == (computed[0], 0)
+
+
 def test_a_recorded_run_with_loads_has_none_of_their_rows_and_is_planned_anew_alike(tmp_path: Path) -> None:
     """The replay makes its plans from the recorded rows alone: it makes the same ones."""
     settings = SETTINGS | {"record": str(tmp_path / "trace")}

@@ -105,7 +105,11 @@ class RequestTracker:
         for index, request_id in enumerate(cached.req_ids):
             request = self.requests[request_id]
             blocks = cached.new_block_ids[index]
-            if request_id in cached.resumed_req_ids:
+            is_resumed = request_id in cached.resumed_req_ids
+            if request.prefilled and not is_resumed and cached.num_computed_tokens[index] < request.prompt_len:
+                # KV that was loaded for the prompt was bad: its end, score and plan do not count
+                request = self.requests[request_id] = TrackedRequest(request_id, request.prompt_len, request.blocks)
+            if is_resumed:
                 request.blocks = list(blocks[kv_group]) if blocks else []
             elif blocks:
                 request.blocks.extend(blocks[kv_group])
