@@ -239,12 +239,13 @@ def _columns_per_scale(stated: Weights, columns: int, groups: int) -> int | None
 
 def _describe_compressed(row: Format, parts: Parts, settings: Settings) -> Packed:
     """Codes of 3, 5, 6 and 7 bits lie dense, across words (compressed-tensors from 0.18 on), or none crosses a word."""
-    rows, num_words = parts.shape("weight_packed", row.stored, 2)
-    num_rows, num_groups = parts.shape("weight_scale", row.scaled, 2)
-    parts.agree(num_rows == rows and parts.shape("weight_shape", _NUMBERS, 1) == (2,))
+    *outer, rows, num_words = parts.shape("weight_packed", row.stored, 2, 3)  # 3: of all experts of a layer
+    *scaled, num_groups = parts.shape("weight_scale", row.scaled, 2, 3)
+    parts.agree(scaled == [*outer, rows] and parts.shape("weight_shape", _NUMBERS, 1) == (len(outer) + 2,))
     columns = int(parts.contents("weight_shape")[-1])  # words may be padded
     parts.agree(columns > 0)
-    zeros = parts.shape("weight_zero_point", _WORDS, 2) if "weight_zero_point" in parts.names else None
+    has_zeros = "weight_zero_point" in parts.names
+    zeros = parts.shape("weight_zero_point", _WORDS, len(outer) + 2) if has_zeros else None
     stated = settings.of(parts.module)
     readings: dict[tuple[int, int, bool], Weights] = {}
     for one in stated:
@@ -253,7 +254,7 @@ def _describe_compressed(row: Format, parts: Parts, settings: Settings) -> Packe
             continue
         for dense in (True, False) if 32 % bits else (True,):
             if num_words == _num_words(columns, bits, dense) and (
-                zeros is None or zeros == (_num_words(rows, bits, dense), num_groups)
+                zeros is None or zeros == (*outer, _num_words(rows, bits, dense), num_groups)
             ):
                 readings[bits, group, dense] = one
     if not readings:
@@ -266,12 +267,13 @@ def _describe_compressed(row: Format, parts: Parts, settings: Settings) -> Packe
         )
     ((bits, group, dense), one) = next(iter(readings.items()))
     if one.symmetric is False:
-        parts.shape("weight_zero_point", _WORDS, 2)
+        parts.shape("weight_zero_point", _WORDS, len(outer) + 2)
     _order(parts, "weight_g_idx", one, columns, num_groups)
     names = parts.named(codes="weight_packed", scale="weight_scale", **row.more)
     return Packed(
-        values.words, (rows, columns), parts.dtype("weight_scale"), names, bits=bits, block=(1, group), is_dense=dense,
-        is_symmetric=bool(one.symmetric), is_in_order=one.in_order,
+        values.words, (*outer, rows, columns), parts.dtype("weight_scale"), names,
+        bits=bits, block=(1, group), is_dense=dense, is_symmetric=bool(one.symmetric),
+        is_in_order=one.in_order,
     )  # fmt: skip
 
 

@@ -60,11 +60,16 @@ class Packed:
 
         def part(role: str) -> NDArray[Any]:
             values = read(self.parts[role])
-            return values[index] if index is not None and values.shape[:1] == self.shape[:1] else values
+            is_of_each = index is not None and role not in _OF_ALL and values.shape[:1] == self.shape[:1]
+            return values[index] if is_of_each else values
 
         one = self if index is None else replace(self, shape=self.shape[1:])
         with np.errstate(over="ignore", invalid="ignore"):  # who takes an expert refuses infinities and NaN
             return _as_stored(self.decode(one, part), self.dtype)
+
+
+_OF_ALL = ("shape", "group_of")
+"""Parts that a tensor of all experts has once, whatever their length."""
 
 
 # -- decoders ----------------------------------------------------------------------------------------------------------
@@ -91,7 +96,7 @@ def scaled(packed: Packed, part: Read) -> Floats:
 def words(packed: Packed, part: Read) -> Floats:
     """compressed-tensors, pack-quantized: words of codes, (code - zero) * scale of its group."""
     (rows, columns), bits = packed.shape, packed.bits
-    if (stored := part("shape").tolist()) != [rows, columns]:
+    if (stored := part("shape").tolist())[-2:] != [rows, columns]:
         raise ReplicaError(
             f"{packed.parts['shape']} is {stored} and its codes are {[rows, columns]}: the checkpoint is damaged"
         )

@@ -204,6 +204,34 @@ def test_compressed_tensors_packer_is_read_at_every_width_it_has(bits: int, args
     assert_read_as(write, weight, {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": args}}})
 
 
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("form", ["symmetric", "asymmetric", "reordered"])
+@pytest.mark.parametrize("num_experts", [2, 3, 96])
+def test_compressed_tensors_of_all_experts_are_read_one_by_one(bits: int, form: str, num_experts: int) -> None:
+    """As its packer stacks them. As many experts as the shape has numbers, or a row columns, are no exception."""
+    args = {"num_bits": bits, "symmetric": form == "symmetric", "strategy": "group", "group_size": 32}
+    write = writers.compressed_tensors("pack-quantized", actorder=form == "reordered", **args)
+    drawn = torch.randn(num_experts, 64, 96, generator=torch.Generator().manual_seed(bits))
+    each = [write("experts.gate_up_proj.weight", weight) for weight in drawn]
+    once = {"weight_shape": torch.tensor(drawn.shape)}
+    if form == "reordered":
+        once["weight_g_idx"] = each[0][0]["experts.gate_up_proj.weight_g_idx"]
+    raw = {name: torch.stack([stored[name] for stored, _ in each]).numpy() for name in each[0][0]}
+    raw |= {f"experts.gate_up_proj.{part}": value.numpy() for part, value in once.items()}
+    spelled = {value.numpy().dtype: name for kind, name in SPELLED.items() if kind != torch.bfloat16
+               for value in [torch.zeros(1, dtype=kind)]}  # fmt: skip
+    tensors = {name: TensorInfo(spelled[value.dtype], value.shape, Path(name)) for name, value in raw.items()}
+    settings = {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": args}}}
+    shown, packed = unpacked(
+        tensors, {"quantization_config": settings}, name="m", small=lambda info: raw[str(info.file)].reshape(-1)
+    )
+    one = packed["experts.gate_up_proj.weight"]
+    assert shown["experts.gate_up_proj.weight"].shape == (num_experts, 64, 96)
+    for index, (_, values) in enumerate(each):
+        read = to_float32(one.values(raw.__getitem__, index), DTYPES[one.dtype])
+        np.testing.assert_array_equal(read, values.float().numpy())
+
+
 @needs("auto_round_extension")
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("packing", ["auto_round:auto_gptq", "auto_round:exllamav2"])
