@@ -66,7 +66,6 @@ def carried(num_bytes: int, count: int, *, slots: bool) -> list[int]:
             assert peer.stdout is not None
             peer.stdout.readline()
             transport = connect(address, None)
-            transport._version = VERSION  # as after Hello
             while not transport.send((b"slots" + bytes(4), b"")):
                 time.sleep(0.001)
             header, _ = wait_for(transport)

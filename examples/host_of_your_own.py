@@ -18,7 +18,7 @@ import msgpack
 import numpy as np
 import zmq
 
-VERSION = 1 << 8 | 2
+VERSION = 2 << 8
 DTYPES = {"float32": np.float32, "int32": np.int32, "uint8": np.uint8}
 PATIENCE_MS = 10_000
 

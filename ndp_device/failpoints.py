@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from ndp_device.common.errors import ConfigError
+from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
 
 KINDS = (
@@ -116,6 +117,8 @@ class Failpoints:
 
     def _rewrite(self, kind: str, header: bytes, body: bytes) -> Frames:
         """A lie with a correct checksum."""
+        if codec.has_fixed_head(header):
+            header = codec.encode(*codec.decode_reply(header, body))[0]
         fields: dict[str, Any] = msgspec.msgpack.decode(header)
         match kind:
             case "wrong_id":

@@ -154,7 +154,7 @@ class Handler:
                 codec.refuse_damaged(frames[0], damage)
             request, tensors = codec.decode_request(frames[0], frames[1])
             message, answer = self._answer(client, request, tensors, waited_us)
-            return codec.encode(message, answer)
+            return codec.encode(message, answer, fixed_head=codec.has_fixed_head(frames[0]))
         except DeviceError as error:
             refusal = self._refusal(_id_of(frames), error.code, error.message, retryable=error.retryable)
         except codec.VersionMismatch as error:

@@ -16,7 +16,7 @@ from ndp_device.common.widths import ALL_FLAGS, PLAN_BITS
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport import connect
-from ndp_device.transport.layer_messages import Sound
+from ndp_device.transport.shm import Sound
 
 
 class Probe:

@@ -133,7 +133,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "ndp_device/transport/csrc/*",
         "tests/ndp_device/kernels/test_kernels_native_sanitizers.py",
         "tests/ndp_device/protocol/test_device_codec.py",
-        "tests/ndp_device/transport/test_device_fragments.py",
+        "tests/ndp_device/transport/test_device_large_messages.py",
         "tests/ndp_device/transport/test_device_layer_messages.py",
         "tests/ndp_device/transport/test_device_ring_check.py",
         "tests/ndp_device/transport/test_device_shm.py",

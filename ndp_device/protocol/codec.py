@@ -1,18 +1,25 @@
 """Message and tensors <-> two frames. Pure: bytes in, values out, no socket and no clock.
 
-Whatever the bytes are, decoding either returns values that agree with messages.py or raises RemoteProtocolError.
-Knows no checksum: `crc` is a field that the transport fills in and looks at.
+Whatever the bytes are, decoding either returns values that agree with messages.py or raises RemoteProtocolError. The
+msgpack package opens a header: it compares every length with a limit and with the bytes that are there. msgspec then
+gives the values their types. Knows no checksum: `crc` is a field that the transport fills in and looks at.
+
+A layer's two messages may have a head of fixed size in place of the MessagePack header (`has_fixed_head`), which
+transport/csrc/layer_messages.h defines. They are used in shared memory only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn, TypeVar
+from types import ModuleType
+from typing import Any, NoReturn, get_args
 
+import msgpack
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -26,15 +33,17 @@ from ndp_device.protocol.messages import (
     TENSORS,
     VERSION,
     AnyReply,
+    Execute,
     Message,
     Request,
+    Result,
     TensorSpec,
 )
+from ndp_device.timing.work import Timing
 
 Buffer = bytes | bytearray | memoryview
 Frames = Sequence[Buffer]
 Tensors = dict[str, NDArray[Any]]
-M = TypeVar("M", bound=Message)
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
@@ -44,29 +53,46 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "uint8": np.dtype("u1"),
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPE_BY_FORMAT = {dtype.char: name for name, dtype in DTYPES.items()}
 _CRC_BYTES = 4
 _ENCODER = msgspec.msgpack.Encoder()
-_REQUESTS = msgspec.msgpack.Decoder(Request)
-_REPLIES = msgspec.msgpack.Decoder(AnyReply)
+_LIMITS = {
+    "max_str_len": MAX_HEADER_BYTES,
+    "max_bin_len": MAX_HEADER_BYTES,
+    "max_array_len": 256,
+    "max_map_len": 128,
+    "max_ext_len": 0,
+}
+_HEAD_KINDS = (1, 2)  # the first byte of an Execute's head and of a Result's: no map of MessagePack begins so
+_MAX_COUNT = (1 << 63) - 1
+_Kinds = dict[str, type[Message]]
+_REQUESTS, _REPLIES = (
+    {str(kind.__struct_config__.tag): kind for kind in get_args(kinds)} for kinds in (Request, AnyReply)
+)
+
+_heads: ModuleType | None = None  # not built: there is no shared memory
+with contextlib.suppress(ImportError):
+    _heads = importlib.import_module("ndp_device.transport._shm")
 
 
 class VersionMismatch(RemoteProtocolError):
     """The peer speaks another major version."""
 
 
-class _Envelope(msgspec.Struct):
-    """The part of a header that every version shares."""
+def encode(
+    message: Message, tensors: Mapping[str, NDArray[Any]] | None = None, *, fixed_head: bool = False
+) -> tuple[bytes, bytearray]:
+    """The two frames of `message`, `crc` still empty; `tensors` as messages.TENSORS lists them, in that order.
 
-    ndp: int = 0
-    id: int = 0
-
-
-_ENVELOPES = msgspec.msgpack.Decoder(_Envelope)
-
-
-def encode(message: Message, tensors: Mapping[str, NDArray[Any]] | None = None) -> tuple[bytes, bytearray]:
-    """The two frames of `message`, `crc` still empty; `tensors` as messages.TENSORS lists them, in that order."""
+    fixed_head: of a Result, where it fits.
+    """
     specs, body = _pack(type(message), tensors or {})
+    if fixed_head and _heads is not None and isinstance(message, Result) and len(body) <= _heads.MAX_HEADED_BODY_BYTES:
+        timing = None if message.timing is None else msgspec.structs.astuple(message.timing)
+        shape = specs[0].shape
+        head = _heads.result_head(VERSION, message.id, message.incarnation, message.epoch, *shape, timing)
+        if head is not None:
+            return head, body
     if specs:
         message = msgspec.structs.replace(message, tensors=specs)
     header = _ENCODER.encode(message)
@@ -77,9 +103,25 @@ def encode(message: Message, tensors: Mapping[str, NDArray[Any]] | None = None) 
     return header, body
 
 
+def has_fixed_head(header: Buffer) -> bool:
+    return len(header) > 0 and header[0] in _HEAD_KINDS
+
+
+def described_result(described: tuple[Any, ...]) -> Result:
+    """A Result of what the extension has read from its head."""
+    version, number, incarnation, epoch, rows, hidden, values = described
+    timing = None if values is None else Timing(*values)
+    tensors = _layout(Result, (("y", "float32", (rows, hidden)),)).specs
+    return Result(number, incarnation=incarnation, epoch=epoch, timing=timing, ndp=version, tensors=tensors)
+
+
 def refuse_damaged(header: Buffer, damage: str) -> NoReturn:
     """Raise what a message that did not arrive whole deserves: a peer of another version may have another checksum."""
-    _refuse_other_major(header)
+    version = None
+    with contextlib.suppress(RemoteProtocolError):
+        version = _fields(header).get("ndp")
+    if type(version) is int and version > 0:
+        _require_our_major(version)
     raise RemoteProtocolError(damage)
 
 
@@ -93,45 +135,73 @@ def decode_reply(header: Buffer, body: Buffer) -> tuple[AnyReply, Tensors]:
 
 def peek_id(header: Buffer) -> int:
     """The id a refused header seems to carry, 0 when it shows none."""
-    seen = _peek(header).id
-    return seen if 0 <= seen < 1 << 63 else 0
+    with contextlib.suppress(RemoteProtocolError):
+        seen = _headed(header).id if has_fixed_head(header) else _fields(header).get("id")
+        if type(seen) is int and 0 <= seen <= _MAX_COUNT:
+            return seen
+    return 0
 
 
-def peek_version(header: Buffer) -> int:
-    """The version that wrote a header, as far as one can see without checking it; 0 when it shows none."""
-    return _peek(header).ndp
-
-
-def _peek(header: Buffer) -> _Envelope:
-    if len(header) <= MAX_HEADER_BYTES:
-        with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError, OverflowError):
-            return _ENVELOPES.decode(header)
-    return _Envelope()
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[M], header: Buffer, body: Buffer) -> tuple[M, Tensors]:
+def _decode(kinds: _Kinds, header: Buffer, body: Buffer) -> tuple[Any, Tensors]:
     if not _CRC_BYTES < len(header) <= MAX_HEADER_BYTES:
         raise RemoteProtocolError(f"a header must have 5..{MAX_HEADER_BYTES} bytes, got {len(header)}")
     if len(body) > MAX_BODY_BYTES:
         raise RemoteProtocolError(f"a body may have at most {MAX_BODY_BYTES} bytes, got {len(body)}")
-    try:
-        message = decoder.decode(header)
-    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
-        _refuse_other_major(header)
-        raise RemoteProtocolError(f"a header is not a message of this protocol: {error}") from None
-    version = peek_version(header)  # not message.ndp, which is ours where the peer says nothing
-    if version >> 8 != MAJOR:
-        _refuse_other_major(header)
-        raise RemoteProtocolError(f"a message must say which version it has, such as {VERSION}, got {version}")
+    if has_fixed_head(header):
+        message: Any = _headed(header)
+        _require_our_major(message.ndp)
+        if type(message) not in kinds.values():
+            raise RemoteProtocolError(f"a header is not a message of this protocol: got {type(message).__name__}")
+    else:
+        fields = _fields(header)
+        _require_our_major(fields.get("ndp"))
+        tag = fields.get("type")
+        if not isinstance(tag, str) or tag not in kinds:
+            raise RemoteProtocolError(f"type must be one of {', '.join(kinds)}, got {tag!r:.80}")
+        try:
+            message = msgspec.convert(fields, kinds[tag], builtin_types=(bytes,))
+        except (msgspec.ValidationError, ValueError, OverflowError) as error:
+            raise RemoteProtocolError(f"a header is not a message of this protocol: {error}") from None
     return message, _unpack(type(message), message.tensors, body)
 
 
-def _refuse_other_major(header: Buffer) -> None:
+def _fields(header: Buffer) -> dict[str, Any]:
+    """The map in a header, as plain values. Raises RemoteProtocolError."""
+    if len(header) > MAX_HEADER_BYTES:
+        raise RemoteProtocolError(f"a header must have 5..{MAX_HEADER_BYTES} bytes, got {len(header)}")
     try:
-        version = _ENVELOPES.decode(header).ndp
-    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError):
-        return
-    if version > 0 and version >> 8 != MAJOR:
+        fields = msgpack.unpackb(header, strict_map_key=True, **_LIMITS)
+    except (msgpack.UnpackException, ValueError, TypeError, RecursionError, OverflowError) as error:
+        raise RemoteProtocolError(f"a header is not MessagePack: {error}") from None
+    if not isinstance(fields, dict):
+        raise RemoteProtocolError(f"a header must be a map, got {type(fields).__name__}")
+    return fields
+
+
+def _headed(header: Buffer) -> Execute | Result:
+    """The message of a head of fixed size. Raises RemoteProtocolError."""
+    found = None if _heads is None else _heads.read_head(header)
+    if found is None:
+        raise RemoteProtocolError("a header is not a message of this protocol: its head of fixed size cannot be")
+    try:
+        if header[0] == _HEAD_KINDS[1]:
+            return described_result(found)
+        version, *asked, form, rows, hidden, pairs = found
+        layout = _execute_layout(_DTYPE_BY_FORMAT.get(form, form), rows, hidden, pairs)
+        return Execute(*asked, ndp=version, tensors=layout.specs)
+    except ValueError as error:
+        raise RemoteProtocolError(str(error)) from None
+
+
+def _execute_layout(dtype: str, rows: int, hidden: int, pairs: int) -> _Layout:
+    of_pairs = ((name, kinds[0], (pairs,)) for name, (kinds, rank) in TENSORS[Execute].items() if rank == 1)
+    return _layout(Execute, (("x", dtype, (rows, hidden)), *of_pairs))
+
+
+def _require_our_major(version: object) -> None:
+    if type(version) is not int or version <= 0:
+        raise RemoteProtocolError(f"a message must say which version it has, such as {VERSION}, got {version!r:.80}")
+    if version >> 8 != MAJOR:
         raise VersionMismatch(
             f"this side speaks protocol {MAJOR}.x (now {VERSION >> 8}.{VERSION & 255}), the peer "
             f"{version >> 8}.{version & 255}: install the same major version on both"

@@ -22,7 +22,7 @@ import msgspec
 
 from ndp_device.timing.work import Timing
 
-MAJOR, MINOR = 1, 4  # 1.1: fragments; 1.2: Served; 1.3: parts of experts; 1.4: devices without a simulated time
+MAJOR, MINOR = 2, 0
 VERSION = MAJOR << 8 | MINOR
 """Peers of one major version must interoperate; a reader skips map fields that it does not know."""
 
@@ -56,14 +56,6 @@ class SlotOffer(msgspec.Struct, frozen=True, array_like=True):
     token: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # its first bytes, so that it is not mistaken
     num_slots: Annotated[int, msgspec.Meta(ge=1, le=64)]
     body_room: Annotated[int, msgspec.Meta(ge=1, le=MAX_BODY_BYTES)]
-
-
-class Fragment(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
-    """Part of a message (transport/fragments.py)."""
-
-    number: Count  # counts up per sender; the same in all fragments of one message
-    offset: Count  # where its bytes belong in frame 1
-    total: Count  # how many bytes frame 1 will have
 
 
 class ServedWidth(msgspec.Struct, frozen=True, array_like=True):
@@ -168,9 +160,9 @@ class Welcome(Reply, frozen=True, tag="welcome"):
     num_layers: Count
     num_experts: Count
     hidden_size: Count
+    served: Served
     max_tokens: Count = MAX_TOKENS
     slots: SlotOffer | None = None
-    served: Served | None = None  # None: the device speaks 1.1 or older
 
 
 class PlanInstalled(Reply, frozen=True, tag="plan_installed"):
@@ -213,7 +205,7 @@ class Description(Reply, frozen=True, tag="description"):
     num_refused: Count
     num_sessions: Count
     foreign_modules: tuple[ShortText, ...]  # of torch, vllm, transformers: none may be loaded in a serving device
-    served: Served | None = None
+    served: Served
 
 
 class Goodbye(Reply, frozen=True, tag="goodbye"):

@@ -14,8 +14,8 @@ from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import SlotOffer
 from ndp_device.transport import checksum
-from ndp_device.transport.layer_messages import Sound
 from ndp_device.transport.sender_thread import Order, SendOutcome
+from ndp_device.transport.shm import Sound
 
 
 class Clock(Protocol):
@@ -105,7 +105,7 @@ class ClientTransport(Protocol):
         ...
 
     def send_execute(self, asked: Sequence[int], tensors: Sequence[NDArray[Any]]) -> bool:
-        """Hand an Execute over without frames (layer_messages.put). False: it was not, and `send` may do it."""
+        """Hand an Execute over without frames (ShmChannel.put_execute). False: it was not, and `send` may do it."""
         ...
 
     def send_ahead(self, order: Order, asked: Sequence[int]) -> bool:

@@ -13,8 +13,8 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ndp_device.protocol.messages import Result
-from ndp_device.transport import layer_messages
+from ndp_device.protocol import codec
+from ndp_device.protocol.messages import VERSION, Result
 from ndp_device.transport.shm import DEVICE_SPIN_US, ShmChannel, Spinner, native
 
 _LOOK_NS = 100_000_000
@@ -67,13 +67,13 @@ class SenderThread:
 
     def __init__(self) -> None:
         assert native is not None
-        self._native = native.SenderThread(layer_messages.EXECUTES, layer_messages.RESULTS)
+        self._native = native.SenderThread(VERSION)
         self._idle_ns = Spinner(DEVICE_SPIN_US).spin_ns  # outlasts the gap between two layers
         self._held: tuple[ShmChannel, Any] | None = None
 
     def begin(self, channel: ShmChannel, order: Order, asked: Sequence[int], spin_ns: int) -> None:
-        """asked: as in layer_messages.put. spin_ns: how long the thread looks for the answer. 0: others want its core,
-        so that it sleeps as soon as the layer is over."""
+        """asked: as in ShmChannel.put_execute. spin_ns: how long the thread looks for the answer. 0: others want its
+        core, so that it sleeps as soon as the layer is over."""
         idle_ns = self._idle_ns if spin_ns else 0
         self._held = channel, order.finder  # for the thread
         self._native.begin(channel.ring, order.finder, order.places, order.layer, asked, spin_ns, idle_ns)
@@ -87,7 +87,7 @@ class SenderThread:
             while (found := self._native.end(_LOOK_NS)) is None:
                 pass
         state, sent_ns, lost, in_vain, described = found
-        reply = None if described is None else layer_messages.reply(*described)
+        reply = None if described is None else codec.described_result(described)
         return SendOutcome(State(state), sent_ns / 1e9, lost, in_vain, reply)
 
     def cancel(self) -> bool:

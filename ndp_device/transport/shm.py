@@ -5,7 +5,8 @@ sealed, so it cannot shrink under us. The host opens it through /proc/<device>/f
 user only. A side that wants to sleep says so in the segment and is woken through a pipe or the socket (its "doorbell").
 
 Everything here may refuse: no extension, no memory, another user, a strange slot. Then the socket carries the message.
-This file knows only the checksum of the protocol. Spinning, copying and the checksum are C++ (csrc/channel.h).
+Spinning, copying, the checksum, and a layer's two messages are C++ (csrc/channel.h, csrc/layer_messages.h). What is no
+sound Result is left to the codec.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ import struct
 import time
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ndp_device.common.errors import RemoteProtocolError
+from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Buffer, Frames
-from ndp_device.protocol.messages import SlotOffer
+from ndp_device.protocol.messages import MAJOR, VERSION, Result, SlotOffer
 
 Taken = tuple[bytes, Any, bool]
 """Header, body, and whether the checksum fits both."""
@@ -62,6 +67,13 @@ class Put(enum.Enum):
 
 PUT = tuple(Put)
 """By what the extension returns."""
+
+
+class Sound(NamedTuple):
+    """A Result as it should be. Its sums y f32 [T, H] are finite, and lie in memory of their own."""
+
+    reply: Result
+    y: NDArray[np.float32]
 
 
 class ShmChannel:
@@ -156,6 +168,18 @@ class ShmChannel:
             header, (offset, size), intact = taken
             return header, memoryview(self._mapping)[offset : offset + size].toreadonly(), intact
         return taken
+
+    def put_execute(self, asked: Sequence[int], tensors: Sequence[NDArray[Any]]) -> Put:
+        """Publish an Execute. asked: fields of messages.Execute in their order. REFUSED: its frames may still go."""
+        state: int = native.put_execute(self.ring, VERSION, asked, *tensors)  # type: ignore[union-attr]
+        return PUT[state]
+
+    def take_result(self) -> Sound | None:
+        """The next message if it is a sound Result; else None, and it stays the next."""
+        if (found := native.take_result(self.ring, MAJOR)) is None:  # type: ignore[union-attr]
+            return None
+        reply = codec.described_result(found[0])
+        return Sound(reply, np.frombuffer(found[1], np.float32).reshape(reply.tensors[0].shape))
 
     def release(self) -> None:
         """Give the slot of the oldest message taken back, if there is one."""

@@ -23,16 +23,15 @@ from zmq.utils.monitor import parse_monitor_message
 from ndp_device.common.errors import DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
-from ndp_device.protocol.messages import SlotOffer
-from ndp_device.transport import checksum, fragments, layer_messages, shm, sockets
+from ndp_device.protocol.messages import MAX_BODY_BYTES, SlotOffer
+from ndp_device.transport import checksum, shm, sockets
 from ndp_device.transport.address import Address, is_foreign, is_foreign_at
 from ndp_device.transport.base import require_intact
 from ndp_device.transport.keys import HostKeys
-from ndp_device.transport.layer_messages import Sound
 from ndp_device.transport.sender_thread import Order, SendOutcome, State
-from ndp_device.transport.shm import ShmChannel
+from ndp_device.transport.shm import ShmChannel, Sound
 
-_QUEUE = 10 * fragments.MAX_FRAGMENTS  # a host's largest requests and answers fit, all that may be in flight
+_QUEUE = 80  # messages; all that may be in flight fit
 _CONNECT_MS = 2000
 _RECONNECT_MS, _RECONNECT_MAX_MS = 5, 20  # half of the latter passes before a device that is ready again is used
 _DOORBELL_LOST_S = 0.05  # how long a host sleeps before it looks into memory without a doorbell, and rings again
@@ -61,9 +60,6 @@ class ZmqTransport:
         self._channel: ShmChannel | None = None
         self._waits_for_memory = False  # something was asked, and nothing came back yet
         self._given_up = False  # the shared memory, by the device
-        self._version = 0  # of the device, as far as it has shown
-        self._joining: fragments.Joining | None = None
-        self._num_cut = 0
         self._connected = self._lost = False
         self._listener: int | None = None  # the user behind an ipc address, as far as it is known
         self._refusal = ""  # why the handshake failed
@@ -99,15 +95,10 @@ class ZmqTransport:
         if self._channel is not None and self._published(self._channel.put(frames, writes_checksum=True)):
             return True
         header, body = frames
-        if not fragments.must_cut(body, self._version):
-            return self._to_socket((checksum.write(header, body), body))
-        self._num_cut += 1
-        return all(
-            self._to_socket(fragment) for fragment in fragments.cut(self._num_cut, header, body, writes_checksum=True)
-        )
+        return self._to_socket((checksum.write(header, body), body))
 
     def send_execute(self, asked: Sequence[int], tensors: Sequence[NDArray[Any]]) -> bool:
-        return self._channel is not None and self._published(layer_messages.put(self._channel, asked, tensors))
+        return self._channel is not None and self._published(self._channel.put_execute(asked, tensors))
 
     def send_ahead(self, order: Order, asked: Sequence[int]) -> bool:
         if self._channel is None:
@@ -174,7 +165,7 @@ class ZmqTransport:
         return True
 
     def _from_memory(self, channel: ShmChannel) -> Frames | Sound | None:
-        if (sound := layer_messages.take(channel)) is not None:
+        if (sound := channel.take_result()) is not None:
             self._waits_for_memory = False
             return sound
         taken = channel.take()
@@ -225,28 +216,12 @@ class ZmqTransport:
         return frames
 
     def _checked(self, frames: Frames) -> Frames | None:
-        if fragments.is_fragment(frames):
-            return self._join(frames)
-        if self._joining is not None and frames != sockets.DOORBELL:
-            raise RemoteProtocolError("the device broke off in the middle of a message")
         if len(frames) != 2:
             if frames == sockets.DOORBELL:
                 return None
             raise RemoteProtocolError(f"a message has two frames, the device sent {len(frames)}")
         require_intact(frames[0], frames[1])
-        if not self._version:
-            self._version = codec.peek_version(frames[0])
         return frames
-
-    def _join(self, frames: Frames) -> Frames | None:
-        if self._joining is None:
-            self._joining = fragments.Joining(frames)
-            return None
-        message = self._joining.add(frames)
-        if message is not None:
-            self._joining = None
-            self._version = codec.peek_version(message[0])
-        return message
 
     # -- the connection --------------------------------------------------------------------------------------------
 
@@ -255,7 +230,7 @@ class ZmqTransport:
             (zmq.LINGER, 0),
             (zmq.SNDHWM, _QUEUE),
             (zmq.RCVHWM, _QUEUE),
-            (zmq.MAXMSGSIZE, fragments.MAX_FRAME_BYTES),
+            (zmq.MAXMSGSIZE, MAX_BODY_BYTES),
             (zmq.HANDSHAKE_IVL, sockets.HANDSHAKE_MS),
             (zmq.CONNECT_TIMEOUT, _CONNECT_MS),
             (zmq.RECONNECT_IVL, _RECONNECT_MS),

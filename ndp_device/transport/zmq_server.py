@@ -5,7 +5,7 @@ wakes a sleeper, and every message the memory cannot take. Connections, handshak
 libzmq's. This file does the rest: it knows a peer by the descriptor of its messages, to end the connection and to
 notice its end.
 
-Knows checksums and fragments; not whose request is next.
+Does not know whose request is next.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from zmq.utils.monitor import parse_monitor_message
 from ndp_device.common.errors import ConfigError, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
-from ndp_device.protocol.messages import SlotOffer
-from ndp_device.transport import checksum, fragments, shm, sockets
+from ndp_device.protocol.messages import MAX_BODY_BYTES, SlotOffer
+from ndp_device.transport import checksum, shm, sockets
 from ndp_device.transport.address import Address, make_private, require_private, take
 from ndp_device.transport.base import Received
 from ndp_device.transport.bounds import Bounds, give_memory_back
@@ -42,15 +42,14 @@ MAX_FRAMES = 4
 """Most frames of one message. Two or three are legal, four get a sentence as answer, more end the connection."""
 
 _IO_THREADS = 1  # with more of them ACCEPTED may come after a connection's first message: docs/log/transport.md
-_RECEIVE_QUEUE = 4  # messages or fragments of one host that libzmq holds; more wait in the host
-_SEND_QUEUE = 10 * fragments.MAX_FRAGMENTS  # the answers to all that a host may have in flight
+_RECEIVE_QUEUE = 4  # messages of one host that libzmq holds; more wait in the host
+_SEND_QUEUE = 80  # messages; the answers to all that a host may have in flight
 MAX_UNREAD_BYTES = 256 << 20
 """Most bytes of answers that hosts have not read, of all hosts together: above it who left most unread is sent away."""
 
 _COUNTED_BYTES = 256 << 10  # of answers to a host, after which the next one shows by its end that they were read
 _FRAME_BYTES = 64  # that libzmq takes for a frame, beside its contents
 _AT_ONCE = 8  # messages, before one of them is served: who floods must not keep others waiting while it is read
-_HALF_NS = 10_000_000_000  # within which a message in fragments must be here
 _CHECK_NS = 500_000_000
 _TRIMS = 2  # checks after a connection's end that give its memory back: a queue of libzmq's ends a while later
 _SPIN_SLICE_NS = 50_000  # after which a spinning device looks at its socket
@@ -70,9 +69,6 @@ class _Peer:
 
     def __init__(self, name: bytes, fd: int, key: bytes) -> None:
         self.name, self.fd, self.key = name, fd, key
-        self.version = 0  # that its messages show
-        self.joining: fragments.Joining | None = None
-        self.began_ns = 0  # the message in fragments
         self.channel: ShmChannel | None = None
         self.is_lent = False  # a message of the ring is being served where it lies
         self.used_ns = 0  # the ring
@@ -92,7 +88,6 @@ class ZmqServer:
         self._names: dict[int, bytes] = {}  # descriptor -> the peer behind it
         self._gone: list[bytes] = []
         self._read: list[Received] = []  # and not handed over yet: what fails afterwards loses none of them
-        self._num_cut = 0
         self._spinner = shm.Spinner(shm.DEVICE_SPIN_US)
         self._active_ns = self._looked_ns = self._checked_ns = 0
         self._unread_bytes = 0  # of answers to all peers
@@ -174,30 +169,12 @@ class ZmqServer:
                 self._end(peer, "its message could not be looked at")
 
     def _message(self, peer: _Peer, frames: Frames, now_ns: int) -> Received | None:
-        if fragments.is_fragment(frames):
-            return self._join(peer, frames, now_ns)
-        peer.joining = None
         if frames == sockets.DOORBELL and peer.channel is not None:
             if not peer.channel.is_intact():
                 self._end(peer, "its shared memory was written over")
             return None
         damage = checksum.damage(frames[0], frames[1]) if len(frames) == 2 else None
-        if len(frames) == 2 and damage is None:
-            peer.version = codec.peek_version(frames[0])
         return Received(peer.name, frames, damage, now_ns)
-
-    def _join(self, peer: _Peer, frames: Frames, now_ns: int) -> Received | None:
-        try:
-            if peer.joining is None or fragments.begins(frames):
-                peer.joining = None
-                peer.joining, peer.began_ns = fragments.Joining(frames), now_ns
-            elif (message := peer.joining.add(frames)) is not None:
-                peer.joining, peer.version = None, codec.peek_version(message[0])
-                return Received(peer.name, message, None, now_ns)
-        except RemoteProtocolError as error:
-            joining, peer.joining = peer.joining, None
-            return Received(peer.name, (joining.header if joining is not None else b"", b""), str(error), now_ns)
-        return None
 
     def _from_rings(self, now_ns: int) -> None:
         """Take one message of each ring: the next one of it comes when this one was served."""
@@ -273,14 +250,9 @@ class ZmqServer:
         peer = self._peers.get(client)
         if peer is None or self._to_memory(peer, frames, writes_checksum=writes_checksum):
             return
-        if len(frames) != 2 or not fragments.must_cut(frames[1], peer.version):
-            if writes_checksum:
-                frames = checksum.write(*frames), frames[1]
-            self._to_socket(peer, frames)
-            return
-        self._num_cut += 1
-        for fragment in fragments.cut(self._num_cut, *frames, writes_checksum=writes_checksum):
-            self._to_socket(peer, fragment)
+        if len(frames) == 2 and codec.has_fixed_head(frames[0]):  # for memory alone, which has no room now
+            frames, writes_checksum = codec.encode(*codec.decode_reply(*frames)), True
+        self._to_socket(peer, (checksum.write(*frames), frames[1]) if writes_checksum else frames)
 
     def _to_memory(self, peer: _Peer, frames: Frames, *, writes_checksum: bool) -> bool:
         """False: the message must take the socket."""
@@ -377,8 +349,6 @@ class ZmqServer:
         for peer in list(self._peers.values()):
             if self._allowed is not None and self._allowed.name(peer.key) is None:
                 self._end(peer, "its key is no longer allowed")
-            elif peer.joining is not None and now_ns - peer.began_ns > _HALF_NS:
-                self._end(peer, "it did not end its message")
 
     def _end(self, peer: _Peer, reason: str) -> None:
         _log.warning("a host was sent away: %s", reason)
@@ -429,7 +399,7 @@ class ZmqServer:
             (zmq.LINGER, 0),
             (zmq.SNDHWM, _SEND_QUEUE),
             (zmq.RCVHWM, _RECEIVE_QUEUE),
-            (zmq.MAXMSGSIZE, fragments.MAX_FRAME_BYTES),
+            (zmq.MAXMSGSIZE, MAX_BODY_BYTES),
             (zmq.HANDSHAKE_IVL, sockets.HANDSHAKE_MS),
             (zmq.BACKLOG, MAX_CONNECTIONS),
             (zmq.ROUTER_MANDATORY, 1),

@@ -32,7 +32,7 @@ from ndp_device.protocol import messages as msg
 from ndp_device.protocol.codec import Frames
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.spec import load_hardware
-from ndp_device.transport import checksum, fragments
+from ndp_device.transport import checksum
 
 Run = Callable[[bytes], None]
 
@@ -100,28 +100,6 @@ def _run_decode(decode: Callable[[bytes, bytes], Any], data: bytes) -> None:
     for values in tensors.values():
         assert values.nbytes <= len(body)
         assert values.size == 0 or values.reshape(-1)[-1] is not None
-
-
-def _fragment_seeds() -> list[bytes]:
-    header, _ = next(iter(golden().values()))
-    parts = fragments.cut(1, header, bytes(3 << 20), writes_checksum=True)
-    return [b"".join(joined(bytes(part[0]), bytes(part[1])[:64]) for part in parts)]
-
-
-def _run_fragments(data: bytes) -> None:
-    joining = None
-    while data:
-        header, rest = split(data)
-        frames, data = [header, rest[:64]], rest[64:]
-        try:
-            if not fragments.is_fragment(frames):
-                continue
-            if joining is None or fragments.begins(frames):
-                joining = fragments.Joining(frames)
-            elif joining.add(frames) is not None:
-                joining = None
-        except RemoteProtocolError:
-            joining = None
 
 
 @functools.cache
@@ -306,7 +284,6 @@ def targets() -> list[Target]:
     return [
         Target("codec-request", vectors, mutated_frames, functools.partial(_run_decode, codec.decode_request)),
         Target("codec-reply", vectors, mutated_frames, functools.partial(_run_decode, codec.decode_reply)),
-        Target("fragments", _fragment_seeds, mutated_bytes, _run_fragments),
         Target("stream", _stream_seeds, mutated_bytes, _run_stream),
         Target("handler", _handler_seeds, _mutated_conversation, _run_handler),
         Target("client", _client_seeds, _mutated_answer, _run_client),

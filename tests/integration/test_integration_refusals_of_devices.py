@@ -127,6 +127,7 @@ def foreign_device(major: int) -> Iterator[str]:
                 num_layers=4,
                 num_experts=8,
                 hidden_size=128,
+                served=msg.Served(4, 8, 128, 256, (), 1, "", "", "", "", 0),
             )
             header, body = codec.encode(reply)
             return checksum.write(header, body), bytes(body)

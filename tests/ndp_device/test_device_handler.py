@@ -79,7 +79,7 @@ def test_while_others_compute_a_plan_prepares_little_and_the_rest_when_it_is_ask
     """A plan with everything in it kept every other host waiting until all of it was prepared."""
     handler.others_compute = lambda client: True
     caller = Caller(handler).ready()
-    assert sum(int(next(iter(handler._shelves)).store.prepared(bits).sum()) for bits in PLAN_BITS) <= 4
+    assert sum(int(next(iter(handler._shards)).store.prepared(bits).sum()) for bits in PLAN_BITS) <= 4
     tensors = pairs([0] * EXPERTS, list(range(EXPERTS)), [2] * EXPERTS)
     store = ExpertStore(model_dir, replicas_dir, kernel=load_kernel("reference"))
     np.testing.assert_allclose(caller.execute(tensors)[1], expected(store, 0, tensors), rtol=1e-5, atol=1e-5)
@@ -178,7 +178,7 @@ def test_nothing_of_a_session_outlives_its_next_hello(divisible: Handler) -> Non
 
 def test_a_hello_that_is_refused_leaves_the_session_that_was_there(handler: Handler) -> None:
     caller, work = Caller(handler).ready(), pairs([0], [0], [4])
-    for wrong in ({"versions": (0x200, 0x205)}, {"model_digest": "another"}, {"part": (0, 5)}):
+    for wrong in ({"versions": (0x300, 0x305)}, {"model_digest": "another"}, {"part": (0, 5)}):
         with pytest.raises(DeviceError):
             caller.hello(**wrong)
         caller.execute(work)
@@ -274,12 +274,12 @@ def test_nothing_but_questions_before_hello(handler: Handler) -> None:
 @pytest.mark.parametrize(
     ("versions", "served"),
     [
-        ((0x100, 0x100), True),
-        ((0x100, 0x105), True),
-        ((0x105, 0x109), True),
-        ((0x001, 0x100), True),
-        ((0x001, 0x0FF), False),
-        ((0x200, 0x205), False),
+        ((0x200, 0x200), True),
+        ((0x200, 0x205), True),
+        ((0x205, 0x209), True),
+        ((0x101, 0x200), True),
+        ((0x001, 0x1FF), False),
+        ((0x300, 0x305), False),
     ],
 )
 def test_hosts_of_the_same_major_version_are_served(handler: Handler, versions: tuple[int, int], served: bool) -> None:
@@ -287,7 +287,7 @@ def test_hosts_of_the_same_major_version_are_served(handler: Handler, versions: 
     if served:
         assert caller.hello(versions=versions).version == msg.VERSION
     else:
-        with pytest.raises(DeviceError, match=r"version: this device speaks protocol 1\.4, the host protocol"):
+        with pytest.raises(DeviceError, match=r"version: this device speaks protocol 2\.0, the host protocol"):
             caller.hello(versions=versions)
 
 

@@ -20,8 +20,8 @@ from ndp_device.common.errors import DeviceError, DeviceUnavailable, RemoteProto
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport.base import ClientTransport, Clock
-from ndp_device.transport.layer_messages import Sound
 from ndp_device.transport.sender_thread import Order, SendOutcome
+from ndp_device.transport.shm import Sound
 from vllm_ndp.device_client.calls import (
     AnnouncedPlan,
     ControlCall,

@@ -54,17 +54,9 @@ class Requirements:
     def check(self, address: str, welcome: msg.Welcome, part: Part = WHOLE) -> msg.Served:
         """Return what the device serves. Raises ConfigError unless the host plans with it, and this part of it."""
         served = welcome.served
-        if served is None:
-            raise ConfigError(
-                f"the device at {address} speaks protocol {welcome.version >> 8}.{welcome.version & 255}, which does "
-                f"not say what it serves: install vllm-ndp with protocol {msg.MAJOR}.{msg.MINOR} or later there too"
-            )
         theirs = WHOLE if served.part is msgspec.UNSET else Part(*served.part)
         if theirs != part:
-            raise ConfigError(
-                f"the device at {address} serves {theirs}, it was asked for {part}: install vllm-ndp with protocol "
-                f"{msg.MAJOR}.{msg.MINOR} or later there too"
-            )
+            raise ConfigError(f"the device at {address} serves {theirs}, it was asked for {part}")
         if difference := self._difference(welcome, served):
             raise ConfigError(f"the device at {address} {difference}")
         return served

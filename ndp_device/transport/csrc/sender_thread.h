@@ -30,7 +30,7 @@ public:
     // How far a layer came. kRings: its reader sleeps until the socket rings.
     enum State { kLeft, kNothing, kFound, kRings, kSent, kTaken };
 
-    // Where a layer's packet lies and its sums go: the word; ids and weights [T, k]; x [T, H] of a format, as Executes name it,
+    // Where a layer's packet lies and its sums go: the word; ids and weights [T, k]; x [T, H] of a format, as Python's buffers name it,
     // of so many bytes a row; y f32 [T, H].
     struct Memory {
         std::atomic<uint32_t>* word;
@@ -42,13 +42,13 @@ public:
         uint64_t row_bytes, rows, hidden;
     };
 
-    SenderThread(const Executes& executes, const Results& results) : executes_(executes), results_(results) {}
+    explicit SenderThread(uint16_t version) : version_(version) {}
     ~SenderThread() { close(); }  // with the interpreter's lock
     SenderThread(const SenderThread&) = delete;
     SenderThread& operator=(const SenderThread&) = delete;
 
     // layer: as the finder counts. spin_ns: for how long the thread looks for an answer; idle_ns: and then for another layer.
-    void begin(Channel& ring, const Finder& finder, const Memory& memory, int64_t layer, const Executes::Asked& asked,
+    void begin(Channel& ring, const Finder& finder, const Memory& memory, int64_t layer, const Asked& asked,
                uint64_t spin_ns, uint64_t idle_ns) {
         if (stage_.load() != kIdle) throw std::runtime_error("a layer is under way");
         if (!worker_ || pid_ != getpid()) start();
@@ -69,7 +69,7 @@ public:
 
     // None: the packet has not come within timeout_ns, and the layer is still under way. Else (state, when the message was
     // sent in ns of the monotonic clock, whether the core was lost, whether the thread looked for the answer in vain, what
-    // Results.take gives but for y), and it is over.
+    // take_result gives but for y), and it is over.
     nb::object end(uint64_t timeout_ns) {
         host_waits_ = true;
         {
@@ -79,7 +79,7 @@ public:
         if (stage_.load() != kOver) return nb::none();
         stage_.store(kIdle);
         return nb::make_tuple(static_cast<int>(state_), sent_ns_, static_cast<bool>(seen_ & 2), !(seen_ & 1),
-                              state_ == kTaken ? results_.described(found_) : nb::none());
+                              state_ == kTaken ? described(found_.head) : nb::none());
     }
 
     // Give a layer up whose packet may never come. Whether its message was sent.
@@ -156,23 +156,22 @@ private:
         const auto part = [](const auto* values, uint64_t count) {
             return std::string_view(reinterpret_cast<const char*>(values), count * sizeof *values);
         };
-        const Executes::Tensors tensors{
+        const ExecuteTensors tensors{
             memory_.format, pairs.rows, memory_.hidden, pairs.pairs,
             {part(memory_.x, pairs.rows * memory_.row_bytes), part(pairs.local, pairs.pairs), part(pairs.experts, pairs.pairs),
              part(pairs.bits, pairs.pairs), part(pairs.gates, pairs.pairs)}};
-        const int put = executes_.write(*ring_, asked_, tensors);
+        const int put = write_execute(*ring_, version_, asked_, tensors);
         if (!put) return kFound;
         sent_ns_ = static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
         if (put == 2) return kRings;
         const auto answered = [this] { return ring_->readable() || host_waits_.load(std::memory_order_relaxed); };
         if (spin_ns_) seen_ = spin_until(answered, spin_ns_);
-        return ring_->readable() && results_.read(*ring_, memory_.rows, memory_.hidden, memory_.y, found_) ? kTaken : kSent;
+        return ring_->readable() && read_result(*ring_, version_ >> 8, memory_.rows, memory_.hidden, memory_.y, found_) ? kTaken : kSent;
     }
 
     static constexpr uint64_t kLongNs = 1'000'000;
 
-    const Executes& executes_;
-    const Results& results_;
+    const uint16_t version_;
     std::unique_ptr<Worker> worker_;
     pid_t pid_ = 0;
     std::atomic<bool> sleeps_{false}, closing_{false}, cancelled_{false}, host_waits_{false};
@@ -183,13 +182,13 @@ private:
     Finder finder_{};
     Memory memory_{};
     int64_t layer_ = 0;
-    Executes::Asked asked_{};
+    Asked asked_{};
     uint64_t spin_ns_ = 0;
     std::atomic<uint64_t> idle_ns_{0};
     State state_ = kLeft;
     int seen_ = 1;  // as spin_until
     uint64_t sent_ns_ = 0;
-    Results::Found found_;
+    FoundResult found_;
 };
 
 }  // namespace

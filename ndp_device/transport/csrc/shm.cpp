@@ -2,10 +2,7 @@
 // (sender_thread.h) and the checksum, for Python. Waiting means spinning for a bounded time without the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
-#include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include <array>
 #include <cstdint>
@@ -40,7 +37,7 @@ int spin(nb::list rings, uint64_t timeout_ns) {
 using Places = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, char, uint64_t, uint64_t, uint64_t>;
 
 void begin(SenderThread& sender, Channel& ring, nb::capsule finder, const Places& places, int64_t layer,
-           const Executes::Asked& asked, uint64_t spin_ns, uint64_t idle_ns) {
+           const Asked& asked, uint64_t spin_ns, uint64_t idle_ns) {
     if (!finder.name() || std::string_view(finder.name()) != kFinder) throw std::invalid_argument("this finds no pairs");
     const auto& [word, ids, weights, x, y, format, row_bytes, rows, hidden] = places;
     const SenderThread::Memory memory{reinterpret_cast<std::atomic<uint32_t>*>(word), reinterpret_cast<const int32_t*>(ids),
@@ -105,20 +102,19 @@ NB_MODULE(_shm, module) {
         .def("prepare_sleep", &Channel::prepare_sleep)
         .def("awake", &Channel::awake)
         .def_prop_ro("slot_stride", &Channel::slot_stride);
-    nb::class_<Executes>(module, "Executes")
-        .def(nb::init<std::vector<Executes::Head>>(), nb::arg("heads"))
-        .def("put", &Executes::put);
-    nb::class_<Results>(module, "Results")
-        .def(nb::init<uint64_t, std::vector<std::pair<std::string, std::string>>>(), nb::arg("major"),
-             nb::arg("timing_fields"))
-        .def("take", &Results::take);
     nb::class_<SenderThread>(module, "SenderThread")
-        .def(nb::init<const Executes&, const Results&>(), nb::arg("executes"), nb::arg("results"), nb::keep_alive<1, 2>(),
-             nb::keep_alive<1, 3>())
+        .def(nb::init<uint16_t>(), nb::arg("version"))
         .def("begin", &begin, nb::arg("ring"), nb::arg("finder"), nb::arg("places"), nb::arg("layer"), nb::arg("asked"),
              nb::arg("spin_ns"), nb::arg("idle_ns"))
         .def("end", &SenderThread::end, nb::arg("timeout_ns"))
         .def("cancel", &SenderThread::cancel);
+    module.def("put_execute", &put_execute);
+    module.def("take_result", &take_result);
+    module.def("read_head", &read_head);
+    module.def("result_head", &result_head, nb::arg("version"), nb::arg("id"), nb::arg("incarnation"), nb::arg("epoch"),
+               nb::arg("rows"), nb::arg("hidden"), nb::arg("timing").none());
+    module.attr("TIMING_KINDS") = kTiming;
+    module.attr("MAX_HEADED_BODY_BYTES") = kCopyBody;
     module.def("spin", &spin);
     module.def("crc32", &crc_of, nb::arg("data"), nb::arg("crc") = 0);
     module.def("crc32_by_tables", &crc_by_tables, nb::arg("data"), nb::arg("crc") = 0);

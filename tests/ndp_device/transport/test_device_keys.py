@@ -88,7 +88,7 @@ def test_a_host_with_the_right_key_gets_its_own_bytes_back(echo: HandServer, key
     transport = host_of(echo.address, keys / "host.key_secret")
     try:
         body = os.urandom(size)
-        assert exchange(transport) == b""  # by which both know that long bodies travel in fragments
+        assert exchange(transport) == b""
         assert exchange(transport, body) == body
     finally:
         transport.close()

@@ -20,7 +20,6 @@ TESTS = {
         "ndp_device/transport/test_device_layer_messages.py",
         "ndp_device/transport/test_device_shm_sockets.py",
         "ndp_device/protocol/test_device_codec.py",
-        "ndp_device/transport/test_device_fragments.py",
         *THREADED,
     ),
     "thread": THREADED,

@@ -328,7 +328,7 @@ def test_connect_says_why_a_device_refuses(device: FaultyDevice) -> None:
     with pytest.raises(DeviceError, match="digest: the host serves model beef"):
         DeviceClient("in-process", "beef", transport=device.connect).connect()
     device.fault = failing("other_major")
-    with pytest.raises(VersionMismatch, match=r"the peer 2\.4"):
+    with pytest.raises(VersionMismatch, match=r"the peer 3\.0"):
         DeviceClient("in-process", transport=device.connect).connect(0.1)
 
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from paths import MODEL, ROOT
@@ -190,14 +189,6 @@ def test_another_shape_and_another_hardware_are_refused(spawn: Spawn) -> None:
     sentence = refusal(spawn(REPLICAS), requirements(hardware=load_hardware("h200-gen5")))
     assert "simulates h100-ndp512" in sentence
     assert "the settings ask for h200-gen5 with pe_mode bit_scalable" in sentence
-
-
-def test_a_device_of_the_version_before_is_refused_because_it_does_not_say_what_it_serves(spawn: Spawn) -> None:
-    client = DeviceClient(spawn(REPLICAS).address, shared_memory=False)
-    old = msgspec.structs.replace(client.connect(30), served=None, version=0x101)
-    client.close()
-    with pytest.raises(ConfigError, match=r"speaks protocol 1\.1, which does not say .* protocol 1\.\d or later"):
-        requirements().check("ipc:///x", old)
 
 
 def test_a_device_that_comes_back_with_other_replicas_is_not_used_until_the_right_ones_are_back(

@@ -20,7 +20,7 @@ from paths import ROOT
 from ndp_device.common.errors import DeviceUnavailable
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.transport import layer_messages, shm
+from ndp_device.transport import shm
 from ndp_device.transport.sender_thread import Order, Places, SenderThread, SendOutcome, State
 from ndp_device.transport.shm import NUM_RING_SLOTS, ShmChannel
 from vllm_ndp.device_client.calls import ExecuteResult
@@ -90,7 +90,7 @@ def never() -> None:
 
 
 def answer_to(device: ShmChannel, reply: msg.Result | msg.Refusal, y: NDArray[np.float32] | None = None) -> None:
-    device.put(codec.encode(reply, {} if y is None else {"y": y}), writes_checksum=True)
+    device.put(codec.encode(reply, {} if y is None else {"y": y}, fixed_head=True), writes_checksum=True)
 
 
 def until_taken(device: ShmChannel) -> Any:
@@ -125,7 +125,7 @@ def test_the_thread_sends_the_bytes_that_the_host_would_and_puts_the_sums_where_
         time.sleep(0.002)  # the host does something else
         outcome = sender.end(never)
         if outcome.state is State.SENT:  # the machine was busy
-            sound = layer_messages.take(host)
+            sound = host.take_result()
             assert sound is not None
             np.testing.assert_array_equal(sound.y, y)
         else:
@@ -137,7 +137,7 @@ def test_the_thread_sends_the_bytes_that_the_host_would_and_puts_the_sums_where_
         assert found[3:] == split[3:]
         assert all(np.array_equal(mine, theirs) for mine, theirs in zip(found.device, split.device, strict=True))
         assert packet.word[0] == 0
-        assert layer_messages.put(host, asked, sent) is shm.Put.DONE  # now the ring is the host's again
+        assert host.put_execute(asked, sent) is shm.Put.DONE  # now the ring is the host's again
         again, same, _ = until_taken(device)
         assert (header, bytes(body)) == (again, bytes(same))
         for end in (host, device, device):
@@ -195,7 +195,7 @@ def test_an_answer_that_is_no_sound_result_stays_for_the_codec(
     for reply, sums in others:
         answer_to(device, reply, sums)
         assert run(host, sender, splitter_of(1), cold()).state is State.SENT
-        assert layer_messages.take(host) is not None or host.take() is not None
+        assert host.take_result() is not None or host.take() is not None
         device.take()
         for end in channels:
             end.release()

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from paths import ROOT
 
 from ndp_device.timing.work import Timing
-from ndp_device.transport import layer_messages, shm
-from ndp_device.transport.shm import Put
+from ndp_device.transport.shm import Put, ShmChannel, Sound
 from vllm_ndp.device_client.client import DeviceClient, DeviceProcess
 from vllm_ndp.device_client.device_group import DeviceGroup
 from vllm_ndp.layer.devices import slowest
@@ -80,21 +79,21 @@ def test_sums_and_simulated_times_are_the_same_with_and_without_the_codec(
     addresses: list[str], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = Counter[str]()
-    put, take = layer_messages.put, layer_messages.take
+    put, take = ShmChannel.put_execute, ShmChannel.take_result
 
     def counted_put(*of_layer: Any) -> Put:
         counted["sent"] += (state := put(*of_layer)) is not Put.REFUSED
         return state
 
-    def counted_take(channel: shm.ShmChannel) -> layer_messages.Sound | None:
+    def counted_take(channel: ShmChannel) -> Sound | None:
         counted["taken"] += (sound := take(channel)) is not None
         return sound
 
-    monkeypatch.setattr(layer_messages, "put", counted_put)
-    monkeypatch.setattr(layer_messages, "take", counted_take)
+    monkeypatch.setattr(ShmChannel, "put_execute", counted_put)
+    monkeypatch.setattr(ShmChannel, "take_result", counted_take)
     found = outcome(addresses[:count])
     assert counted["sent"] == counted["taken"] >= 90
-    monkeypatch.setattr(layer_messages, "put", lambda *of_layer: Put.REFUSED)
-    monkeypatch.setattr(layer_messages, "take", lambda channel: None)
+    monkeypatch.setattr(ShmChannel, "put_execute", lambda *of_layer: Put.REFUSED)
+    monkeypatch.setattr(ShmChannel, "take_result", lambda channel: None)
     assert found == outcome(addresses[:count])
     assert all(timing is not None for _, timing in found)
