@@ -92,7 +92,7 @@ def watch(stamps: Stamps, driver: ctypes.CDLL) -> None:
     from vllm_ndp.integration.cuda import kernels, layer, messenger, routing
     from vllm_ndp.integration.device_link import DeviceCall
 
-    stamps.on(moe_layer.MoELayer, "_run", before="begin", after="end")
+    stamps.on(moe_layer.MoELayer, "_run_rows", before="begin", after="end")
     stamps.on(step.Step, "note_routing", after="noted")
     known: list[bool] = []
 

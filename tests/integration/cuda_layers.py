@@ -31,15 +31,12 @@ from vllm_ndp.integration.cuda.low_bit_slots import Fp8Rows, Int4Groups, LowBitS
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.cuda.packet import RowForm
 from vllm_ndp.integration.cuda.routing import routing_by
-from vllm_ndp.integration.device import DeviceView
-from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink
+from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink, DeviceView, Gather, chosen
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.host_cpu import WarmPending
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
-from vllm_ndp.integration.moe_layer import LayerParts, MoELayer
+from vllm_ndp.integration.moe_layer import HotViews, LayerParts, MoELayer
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
-from vllm_ndp.integration.rows import Gather, chosen
-from vllm_ndp.integration.slot_pairs import HotViews
 from vllm_ndp.integration.step import ModelSizes, RunningStep, Step, StepParts
 from vllm_ndp.layer.run import Run
 from vllm_ndp.layer.setup import Planning
@@ -251,15 +248,14 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
     running = RunningStep()
     running.step = step
     parts = LayerParts(
-        hot,  # type: ignore[arg-type]
-        DeviceView(DeviceFacts(0, 64, {}, computes_prompts=False), None, link),
-        None,  # type: ignore[arg-type]  # the planner: decode rows stream nothing
-        running,
-        HotViews(splitter, gpu.device),
-        None,  # type: ignore[arg-type]
-        Cpu(every),  # type: ignore[arg-type]
-        messenger,
-        setup.weighs_input,
+        hot=hot,  # type: ignore[arg-type]
+        device=DeviceView(DeviceFacts(0, 64, {}, computes_prompts=False), None, link),
+        planner=None,  # type: ignore[arg-type]  # decode rows stream nothing
+        running=running,
+        views=HotViews(splitter, gpu.device),
+        host=Cpu(every),  # type: ignore[arg-type]
+        messenger=messenger,
+        weighs_input=setup.weighs_input,
     )
     layers = [MoELayer(index, parts) for index in range(num_layers)]
     for span, bits in zip(spans, setup.bits, strict=True):
@@ -273,7 +269,7 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
             for part in (setup.ids, setup.weights)
         )
         before = len(gpu.waits)
-        x = layer.forward(x, weights, ids)
+        x = layer.run(x, weights, ids)
         by_layer.append(len(gpu.waits) - before)
         ids.zero_()  # a captured piece's outputs lie where later pieces write theirs
     waits, launches = list(gpu.waits), gpu.launches

@@ -35,8 +35,7 @@ def describe(llm: Any) -> dict[str, Any]:
 def replace_layer() -> None:
     """As the plugin does where vLLM's methods no longer execute; ours would fail here if it were called."""
     from vllm_ndp.integration import vllm_private
-    from vllm_ndp.integration.execution import NdpRoutedExperts
-    from vllm_ndp.integration.moe_method import NdpMoEMethod
+    from vllm_ndp.integration.moe_method import NdpMoEMethod, NdpRoutedExperts
 
     def never(*args: object, **kwargs: object) -> None:
         raise AssertionError("vLLM called the method")

@@ -16,7 +16,7 @@ from real_gpu import KINDS, gpu_of
 from vllm_ndp.integration.cuda import copies
 from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
 from vllm_ndp.integration.cuda.lanes import Arrival, HostLane, pinned_for
-from vllm_ndp.integration.migration import Migrator
+from vllm_ndp.integration.hot_experts import Migrator
 
 
 @pytest.mark.parametrize("on", KINDS)

@@ -14,7 +14,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from vllm.compilation.backends import split_graph
 
-from vllm_ndp.integration import execution  # registers the operator
+from vllm_ndp.integration import moe_method  # registers the operator
 from vllm_ndp.integration.cuda.layer import FixedOutput
 from vllm_ndp.integration.cuda.limits import SPLITTING
 from vllm_ndp.integration.moe_layer import LAYERS
@@ -123,7 +123,7 @@ def test_a_step_larger_than_any_graph_gets_fresh_memory() -> None:
 
 def test_the_operator_s_name_is_one_that_graphs_are_split_at() -> None:
     assert torch.ops.vllm_ndp.moe is not None
-    assert execution._LIBRARY.ns == "vllm_ndp"
+    assert moe_method._LIBRARY.ns == "vllm_ndp"
     assert "vllm_ndp::moe" in SPLITTING
 
 

@@ -108,9 +108,9 @@ def test_a_layer_that_is_captured_itself_ends_the_start(captures: bool, monkeypa
     x, none = SimpleNamespace(is_cuda=True), torch.zeros(1)
     if captures:
         with pytest.raises(ConfigError, match=r"holds MoE layer 3.*NONE"):
-            layer.forward(x, none, none)  # type: ignore[arg-type]
+            layer.run(x, none, none)  # type: ignore[arg-type]
     else:
-        layer.forward(x, none, none)  # type: ignore[arg-type]
+        layer.run(x, none, none)  # type: ignore[arg-type]
     assert ran == ["anything"] * (not captures)
 
 

@@ -10,7 +10,7 @@ from real_gpu import KINDS, Gpu, gpu_of
 
 from vllm_ndp.integration import batch
 from vllm_ndp.integration.batch import KvGroup, RowLocator, Span, TrackedRequest
-from vllm_ndp.integration.cuda.late_check import LateCheck
+from vllm_ndp.integration.cuda.lanes import LateCheck
 
 BLOCK = 4
 

@@ -21,9 +21,8 @@ from vllm_ndp.integration import assembly, compat, startup_table
 from vllm_ndp.integration.assembly import Assembly
 from vllm_ndp.integration.cuda import limits, messenger
 from vllm_ndp.integration.cuda.limits import PASSED, Rung
-from vllm_ndp.integration.hot_experts import HotExperts
+from vllm_ndp.integration.hot_experts import HotExperts, Migrator
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
-from vllm_ndp.integration.migration import Migrator
 from vllm_ndp.layer.tiers import Tiers
 
 pytestmark = pytest.mark.vllm

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_ndp.integration import huge_pages  # noqa: E402
+from vllm_ndp.integration import hot_slots  # noqa: E402
 
 needs_huge_pages = pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="this system has no transparent huge pages"
@@ -35,9 +35,9 @@ def test_the_whole_pages_inside_a_tensor_are_asked_for_and_its_edges_are_not() -
         -1, 16 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )  # nobody else's: what lies beside the tensor was asked for by none
     tensor = torch.frombuffer(memory, dtype=torch.uint8, count=9 << 20, offset=3 << 20)
-    asked = huge_pages.ask_for(tensor)
+    asked = hot_slots.ask_for_huge_pages(tensor)
     assert asked in (6 << 20, 8 << 20), "by where the tensor begins"
-    first = -(-tensor.data_ptr() // huge_pages.PAGE_BYTES) * huge_pages.PAGE_BYTES
+    first = -(-tensor.data_ptr() // hot_slots.PAGE_BYTES) * hot_slots.PAGE_BYTES
     assert "hg" in flags_at(first)
     assert "hg" in flags_at(first + asked - 1)
     if first > tensor.data_ptr():
@@ -47,8 +47,8 @@ def test_the_whole_pages_inside_a_tensor_are_asked_for_and_its_edges_are_not() -
 
 
 def test_a_tensor_smaller_than_a_page_is_left_as_it_is() -> None:
-    assert huge_pages.ask_for(torch.empty(huge_pages.PAGE_BYTES - 1, dtype=torch.uint8)) == 0
+    assert hot_slots.ask_for_huge_pages(torch.empty(hot_slots.PAGE_BYTES - 1, dtype=torch.uint8)) == 0
 
 
 def test_a_tensor_elsewhere_is_left_as_it_is() -> None:
-    assert huge_pages.ask_for(torch.empty(9 << 20, device="meta")) == 0
+    assert hot_slots.ask_for_huge_pages(torch.empty(9 << 20, device="meta")) == 0

@@ -9,7 +9,7 @@ import pytest
 from engines import PROMPTS, REPLICAS, engine, greedy, token_ids
 
 from vllm_ndp.integration import streaming
-from vllm_ndp.integration.migration import Migrator
+from vllm_ndp.integration.hot_experts import Migrator
 
 pytestmark = pytest.mark.vllm
 TIMEOUT_S = 20

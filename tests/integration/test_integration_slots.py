@@ -57,7 +57,7 @@ def hot_pairs(slots, weights, ids, *, aliases=True):  # type: ignore[no-untyped-
     """The pairs of these rows that lie in the slots, as a layer gives them."""
     import numpy as np
 
-    from vllm_ndp.integration.slot_pairs import HotViews
+    from vllm_ndp.integration.moe_layer import HotViews
     from vllm_ndp.layer.split import SplitRules, Splitter
     from vllm_ndp.layer.tiers import Tiers
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ndp.integration import rows
-from vllm_ndp.integration.rows import Gather, add_sums
+from vllm_ndp.integration import device_link
+from vllm_ndp.integration.device_link import Gather, add_sums
 
 HIDDEN = 8
 
@@ -25,12 +25,12 @@ def test_partial_sums_are_added_as_torch_adds_them(
     scale = random.choice([1e-39, 1e-3, 1.0, 1e38], (num_rows, 1))
     out = torch.from_numpy(random.uniform(-3, 3, (num_rows, HIDDEN)) * scale).to(dtype)
     sums = (random.uniform(-3, 3, (len(sent), HIDDEN)) * scale[sent]).astype(np.float32)
-    expected, few = out.clone(), rows.FEW_ROWS
+    expected, few = out.clone(), device_link.FEW_ROWS
     try:
-        rows.FEW_ROWS = 0
+        device_link.FEW_ROWS = 0
         add_sums(expected, sums, sent)
     finally:
-        rows.FEW_ROWS = few
+        device_link.FEW_ROWS = few
     add_sums(out, sums, sent)
     assert np.array_equal(out.float().numpy(), expected.float().numpy(), equal_nan=True)
 

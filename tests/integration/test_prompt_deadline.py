@@ -75,9 +75,9 @@ def test_a_device_that_hangs_over_a_large_prompt_is_given_up_at_the_cap(
     x = torch.ones(1024, HIDDEN)
     os.kill(process.pid, signal.SIGSTOP)
     try:
-        assert link.start(step, 0, x, pairs).result() is None
+        assert link.send(step, 0, x, pairs).result() is None
         assert link.take_fallbacks() == {"late": 1024}
-        assert link.start(step, 1, x, pairs).result() is None
+        assert link.send(step, 1, x, pairs).result() is None
         assert link.take_fallbacks() == {"down": 1024}
     finally:
         os.kill(process.pid, signal.SIGCONT)

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.report import _SUMMED, DEVICE_STAGES, PAIR_KINDS, RequestReport, StepReport
-from vllm_ndp.integration.serving.finished import FinishedRequests, made_of
+from vllm_ndp.integration.serving.live import FinishedRequests, made_of
 
 pytestmark = pytest.mark.vllm
 

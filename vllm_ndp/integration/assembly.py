@@ -34,36 +34,30 @@ from vllm_ndp.cost_model.prices import MeasuredPrices
 from vllm_ndp.device_client.handshake import PlannedReplicas, Requirements
 from vllm_ndp.integration import compat, drafts, host_replicas, known_prices
 from vllm_ndp.integration.batch import RequestTracker
-from vllm_ndp.integration.checkpoint_dir import model_dir
-from vllm_ndp.integration.compat import say
+from vllm_ndp.integration.compat import model_dir, say
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.cuda.copies import CopiesByThread
-from vllm_ndp.integration.cuda.lanes import make_lane, pinned_for
-from vllm_ndp.integration.cuda.late_check import LateCheck
+from vllm_ndp.integration.cuda.lanes import LateCheck, make_lane, pinned_for
 from vllm_ndp.integration.cuda.layer import FixedOutput
 from vllm_ndp.integration.cuda.limits import Rung
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.cuda.packet import RowForm
 from vllm_ndp.integration.cuda.routing import routing_by
-from vllm_ndp.integration.device import DeviceView
-from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink
+from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink, DeviceView
 from vllm_ndp.integration.device_members import DeviceMembers
-from vllm_ndp.integration.engine_kernel import load_engine_kernel
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.host_cpu import HostCpuExperts
-from vllm_ndp.integration.host_replicas import LocalReplicas
+from vllm_ndp.integration.host_replicas import LocalReplicas, load_engine_kernel
 from vllm_ndp.integration.hot_experts import HotExperts, slots_of_module
 from vllm_ndp.integration.hot_slots import HotSlots, SlotWeights, make_slot_kernel
 from vllm_ndp.integration.linear_layers import LinearLayers
-from vllm_ndp.integration.moe_layer import LAYERS, LayerParts, MoELayer
+from vllm_ndp.integration.moe_layer import LAYERS, HotViews, LayerParts, MoELayer
 from vllm_ndp.integration.planner import PlanRunner
 from vllm_ndp.integration.price_probe import PriceProbe, Shared, WantedPrices
 from vllm_ndp.integration.quantized_slots import ReplicaFill
 from vllm_ndp.integration.ranks import Ranks
 from vllm_ndp.integration.report import DEVICE_TIME
-from vllm_ndp.integration.slot_pairs import HotViews
 from vllm_ndp.integration.step import RunningStep
-from vllm_ndp.integration.streamed_experts import StreamedExperts
 from vllm_ndp.integration.streaming import Streamer, make_streamer
 from vllm_ndp.layer.devices import DeviceRules, Devices
 from vllm_ndp.layer.joint_rule import LIVE_WIDTHS
@@ -201,13 +195,27 @@ class Assembly:
         )
         planner = PlanRunner(run, requests, hot, device)
         planner.start()
-        messenger = self.make_messenger()
-        views, stream = HotViews(run.splitter, self._held.w13.device), StreamedExperts(hot, planner)
-        running, host = RunningStep(), self.make_host()
-        parts = LayerParts(hot, device, planner, running, views, stream, host, messenger, first.weighs_input)
+        parts = LayerParts(
+            hot=hot,
+            device=device,
+            planner=planner,
+            running=RunningStep(),
+            views=HotViews(run.splitter, self._held.w13.device),
+            host=self.make_host(),
+            messenger=self.make_messenger(),
+            weighs_input=first.weighs_input,
+        )
         layers = self._connect_layers(parts, shared)
         opened.callback(layers.clear)
-        return LoadedWorker(self, parts, layers, runner, requests, run, late_check)
+        return LoadedWorker(
+            made=self,
+            parts=parts,
+            layers=layers,
+            runner=runner,
+            requests=requests,
+            run=run,
+            late_check=late_check,
+        )
 
     @property
     def _gathers_prompts(self) -> bool:

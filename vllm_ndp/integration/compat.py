@@ -28,7 +28,6 @@ from vllm_ndp import setting_names
 from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.integration import drafts, vllm_private
 from vllm_ndp.integration.batch import KvGroup
-from vllm_ndp.integration.checkpoint_dir import model_dir
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.ranks import Share, Stage
 
@@ -56,6 +55,32 @@ BROKEN_ON_CPU = {
     "Glm4MoeLiteForCausalLM": "vLLM's CPU build rotates its keys wrongly, and its text is wrong without a word",
 }
 """Limits of vLLM itself, found by running it without the plugin. A test fails once vLLM lifts one."""
+
+
+def model_dir(vllm_config: VllmConfig) -> Path:
+    """Raises ConfigError in one sentence where there is no such directory, and no such id within reach."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    name = model.model
+    if Path(name).is_dir():
+        return Path(name).resolve()
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from vllm.model_executor.model_loader.weight_utils import download_weights_from_hf
+
+    try:
+        directory = download_weights_from_hf(
+            name, load.download_dir, ["*.safetensors"], model.revision, ignore_patterns=load.ignore_patterns
+        )
+        # beside the weights: with --download-dir vLLM has put it elsewhere
+        hf_hub_download(name, "config.json", cache_dir=load.download_dir, revision=model.revision)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        advice = "unset HF_HUB_OFFLINE, or fetch it first" if HF_HUB_OFFLINE else "check its name, HF_TOKEN and network"
+        raise ConfigError(
+            f"there is no directory {name}, and the model cannot be had from the hub ({why.rstrip('.:')}): {advice}"
+        ) from None
+    return Path(directory)
 
 
 def settings_of(vllm_config: VllmConfig) -> NdpSettings:

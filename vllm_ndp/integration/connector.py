@@ -9,6 +9,7 @@ ask for it. Counts of the step go to vLLM's own /metrics (serving/metrics.py).
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.tracing import extract_trace_context, instrument_manual
 from vllm.v1.request import RequestStatus
 
 from vllm_ndp.cost_model.pipeline import PipelineClock
 from vllm_ndp.integration.controller import current_controller
 from vllm_ndp.integration.report import RequestReport, StepReport, of_all_stages
-from vllm_ndp.integration.serving import spans
 from vllm_ndp.integration.serving.metrics import NdpMetrics, NdpStats
 from vllm_ndp.integration.step_log import LateReport
 
@@ -90,6 +91,20 @@ def _finish_of_part(request: Request) -> str:
     if request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
         return ""
     return "length" if request.num_output_tokens >= request.max_tokens else "stop"
+
+
+_PLAIN = (bool, int, float, str)
+
+
+def note_span(request: Request, report: Mapping[str, Any]) -> None:
+    """A request has ended: tell the collector, where vLLM has one (`--otlp-traces-endpoint`)."""
+    if not request.trace_headers:
+        return
+    values = {f"ndp.{name}": value for name, value in report.items() if isinstance(value, _PLAIN)}
+    values |= {f"ndp.simulated_device_us.{k}": value for k, value in report.get("simulated_device_us", {}).items()}
+    values["gen_ai.request.id"] = request.request_id
+    context = extract_trace_context(request.trace_headers)
+    instrument_manual("ndp.request", int(request.arrival_time * 1e9), time.time_ns(), values, context)
 
 
 class NdpConnector(KVConnectorBase_V1, SupportsHMA):
@@ -215,7 +230,7 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         self._pipeline.forget(name)
         self._stats.add_request(report)
         self._untold[name] = report
-        spans.note_request(request, report)
+        note_span(request, report)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

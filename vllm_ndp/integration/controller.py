@@ -21,13 +21,13 @@ from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.batch import RowLocator, TrackedRequest
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.cuda.lanes import Arrival, make_lane, pinned_for
-from vllm_ndp.integration.device import DeviceView
+from vllm_ndp.integration.device_link import DeviceView
 from vllm_ndp.integration.other_connectors import loads_of
 from vllm_ndp.integration.recording import RunRecorder, run_provenance
 from vllm_ndp.integration.report import StepReport
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.serving import live
-from vllm_ndp.integration.serving.finished import made_of
+from vllm_ndp.integration.serving.live import made_of
 from vllm_ndp.integration.step import Before, ModelSizes, Step, StepParts
 from vllm_ndp.integration.step_log import LateReport, StepLog
 from vllm_ndp.layer.setup import Scheduling

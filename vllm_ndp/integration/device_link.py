@@ -1,6 +1,8 @@
 """The device, or several of them, as layers and planner of this worker see it: install plans, submit layers, stand in.
 
 Knows device clients and the pairs of a layer. Does not know how devices are started, how plans are made, nor slots.
+
+With few rows on a CPU their way to and from an array is one native call: torch's operators cost more there.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from vllm_ndp.device_client.device_group import DeviceGroup
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.host_replicas import LocalReplicas
-from vllm_ndp.integration.rows import Gather, add_sums
 from vllm_ndp.integration.step import Step
+from vllm_ndp.layer import _split
 from vllm_ndp.layer.devices import Devices, slowest
 from vllm_ndp.layer.split import Pairs
 
@@ -39,6 +41,67 @@ At the speed of one core with AVX-512 they are enough for 2000 pairs of Mixtral-
 
 _MOST_ROUND_TRIPS = 4096
 """Kept until a step takes them: of steps that fail nobody does."""
+
+
+FEW_ROWS = 128
+_ON_HOST: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype("<f4"),
+    torch.float16: np.dtype("<f2"),
+    torch.bfloat16: np.dtype("<u2"),
+}
+"""numpy lacks bfloat16."""
+
+
+class Gather:
+    """Rows of tensors [T, H] as arrays on the host, in memory that the next call writes again."""
+
+    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
+        self._few: NDArray[Any] = np.empty((FEW_ROWS, hidden), _ON_HOST[dtype])
+        self._bytes = self._few.view(np.uint8)
+
+    def rows(self, x: torch.Tensor, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """These rows [S], in order: float32 and float16 as they are, bfloat16 as uint16."""
+        if len(rows) <= FEW_ROWS and x.device.type == "cpu":
+            x = x.contiguous()
+            _split.gather(x.data_ptr(), self._bytes.shape[1], rows, self._bytes)
+            return self._few[: len(rows)]
+        return as_numpy(chosen(x, rows))
+
+
+def chosen(x: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
+    """These rows [S] of x [T, H], which are distinct and in order."""
+    return x if len(rows) == len(x) else x.index_select(0, torch.from_numpy(rows).to(x.device))
+
+
+def as_numpy(x: torch.Tensor) -> NDArray[Any]:
+    """float32 and float16 as they are; bfloat16, which numpy lacks, as uint16."""
+    host = x.detach().cpu().contiguous()
+    if host.dtype == torch.bfloat16:
+        return host.view(torch.int16).numpy().view(np.uint16)
+    return host.numpy()
+
+
+def as_float32(rows: NDArray[Any]) -> NDArray[np.float32]:
+    """Rows in float32, from rows as `as_numpy` has them."""
+    if rows.dtype == np.uint16:
+        return (rows.astype(np.uint32) << 16).view(np.float32)
+    return rows.astype(np.float32, copy=False)
+
+
+def add_sums(out: torch.Tensor, sums: NDArray[np.float32], rows: NDArray[np.int64]) -> None:
+    """Add partial sums f32 [S, H] to these rows [S] of out [T, H], which are distinct and in order.
+
+    Each element is rounded once: an answer does not depend on how many rows were sent beside its own.
+    """
+    if out.device.type == "cpu" and len(rows) <= FEW_ROWS and out.dtype is not torch.float16 and out.is_contiguous():
+        _split.add_rows(out.data_ptr(), out.shape[0], sums, rows, out.dtype is torch.bfloat16)
+        return
+    partial = torch.from_numpy(sums).to(out.device)
+    if len(rows) == out.shape[0]:
+        out.add_(partial)
+    else:
+        index = torch.from_numpy(rows).to(out.device)
+        out.index_copy_(0, index, out.index_select(0, index).add_(partial))
 
 
 @dataclass
@@ -210,15 +273,16 @@ class DeviceLink:
 
     # -- layers ---------------------------------------------------------------------------------------------------
 
-    def start(self, step: Step, layer: int, x: torch.Tensor, pairs: Pairs) -> DeviceCall:
+    def send(self, step: Step, layer: int, x: torch.Tensor, pairs: Pairs) -> DeviceCall:
         """Send the rows of x [T, H] that the pairs need; waits for nothing but a new plan, and never fails."""
         self.wait_installed()
         if self._only is not None and self._only.refuses():
             return DeviceCall(pairs, self.client, None, 0.0, self._round_trips_s, self._fallbacks)
         rows = self._gather.rows(x, pairs.sent_rows)
-        return self.send(step, layer, step.parts.run.clock.now_ps, rows, pairs, more_s=self._prompts_s(step, pairs))
+        now_ps, more_s = step.parts.run.clock.now_ps, self._prompts_s(step, pairs)
+        return self.send_rows(step, layer, now_ps, rows, pairs, more_s=more_s)
 
-    def send(
+    def send_rows(
         self,
         step: Step,
         layer: int,
@@ -298,3 +362,49 @@ class DeviceLink:
 
     def close(self) -> None:
         self.members.close()
+
+
+@dataclass
+class DeviceView:
+    facts: DeviceFacts
+    devices: Devices | None
+    """Where there are several: who holds and serves what, the same on every rank."""
+    link: DeviceLink | None
+    """None: another rank sends, waits, stands in and counts."""
+    agreed: tuple[bool, ...] | None = None
+    """Devices that all of several ranks use in this step, whatever happens in it."""
+
+    @property
+    def up(self) -> tuple[bool, ...]:
+        """Which devices are up now [D]."""
+        if self.link is not None:
+            return self.link.members.up
+        return self.agreed or ()
+
+    @property
+    def takes_pairs(self) -> bool:
+        """Whether this step's hot experts and prompts may have pairs for a device, or for what stands in for it."""
+        if self.facts.same_without:
+            return True
+        if self.link is not None and self.agreed is None and self.devices is None:  # asked in every layer
+            return self.link.state == "up"
+        return any(self.counted_on())
+
+    @property
+    def state(self) -> str:
+        return "the leader's" if self.link is None else self.link.state
+
+    def counted_on(self) -> tuple[bool, ...]:
+        """[D], which devices this step's experts may run on, for a choice that is made by it."""
+        if self.facts.same_without:
+            assert self.devices is not None
+            return tuple(self.devices.all_alive)
+        alive = self.up if self.agreed is None else self.agreed
+        return alive if self.link is None else self.link.note_availability(alive)
+
+    def join(self) -> None:
+        """There is one device more; who holds what is known on every rank."""
+        if self.link is not None:
+            self.link.join()
+        if self.agreed is not None:
+            self.agreed = (*self.agreed, True)

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from ndp_device.kernels.kernel import Kernel
+from vllm_ndp.integration.device_link import add_sums, chosen
 from vllm_ndp.integration.host_replicas import LocalReplicas
-from vllm_ndp.integration.rows import add_sums, chosen
 from vllm_ndp.layer.split import Pairs
 
 

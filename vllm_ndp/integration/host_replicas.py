@@ -5,14 +5,20 @@ Knows replica directories and kernels. Does not know devices, nor which pairs ar
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import BYTE_BITS, WIDTHS
-from ndp_device.kernels.kernel import Kernel
+from ndp_device.experts.expert import FullExpert
+from ndp_device.kernels import load_kernel
+from ndp_device.kernels.kernel import EngineKernel, Kernel
 from ndp_device.replicas import loss_table
 from ndp_device.replicas.format import ReplicaFiles, read_manifest
 from ndp_device.replicas.store import ExpertStore
@@ -93,3 +99,24 @@ class LocalReplicas:
         y = self._kernel.execute(x, prepared, rows, places.astype(np.int32), topk_weights)
         self._store.check_used(layer, np.unique(bits).tolist())
         return y
+
+
+_SIDE = 512
+"""Size from which on the native kernel divides an expert among its threads, even for one row."""
+
+
+def load_engine_kernel(name: str, cores: Collection[int]) -> EngineKernel:
+    """name: the setting `kernel`. Its threads are started here, in a thread that may run on all these cores.
+
+    A worker's own thread is bound to one core where vLLM binds OpenMP, and threads that it starts would share that one.
+    """
+    with ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, frozenset(cores))) as thread:
+        return thread.submit(_load, name).result()
+
+
+def _load(name: str) -> EngineKernel:
+    kernel = cast(EngineKernel, load_kernel(name))  # the setting names only ours
+    weights, one, weight = np.zeros((_SIDE, _SIDE), np.float32), np.zeros(1, np.int32), np.ones(1, np.float32)
+    expert = kernel.prepare(FullExpert("float32", weights, weights, weights))
+    kernel.execute(weights[:1], [expert], one, one, weight)
+    return kernel

@@ -8,7 +8,9 @@ layouts. Does not know requests, plans or the device.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -22,7 +24,7 @@ from ndp_device.common.activation import NAMED, SILU, Activation
 from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import Biases, FullExpert
 from ndp_device.kernels.kernel import Kernel
-from vllm_ndp.integration import huge_pages, vllm_private
+from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.cuda.copies import CopiesByThread
 from vllm_ndp.integration.cuda.lanes import Mark
 from vllm_ndp.integration.experts_pool import ExpertWeights
@@ -30,6 +32,25 @@ from vllm_ndp.layer.tiers import DEVICE
 
 _INT32_ELEMENTS = 2**31
 """The CPU kernel computes slot offsets in 32 bits: slots * 2I * H must stay below."""
+
+
+PAGE_BYTES = 2 << 20
+
+
+def ask_for_huge_pages(tensor: torch.Tensor) -> int:
+    """Ask for such pages under a fresh tensor in the host's memory; returns how many bytes, 0 where the system refused.
+
+    It is a hint: values do not depend on it, and a system without such pages, or out of them, serves small ones.
+    """
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is None or tensor.device.type != "cpu":
+        return 0
+    first = -(-tensor.data_ptr() // PAGE_BYTES) * PAGE_BYTES
+    num_bytes = (tensor.data_ptr() + tensor.nbytes) // PAGE_BYTES * PAGE_BYTES - first
+    if num_bytes <= 0:
+        return 0
+    refused = ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), ctypes.c_int(advice))
+    return 0 if refused else num_bytes
 
 
 class SlotPairs(NamedTuple):
@@ -60,7 +81,7 @@ class SlotWeights(NamedTuple):
     def empty_like(self, num_slots: int) -> SlotWeights:
         fresh = SlotWeights(*(None if t is None else t.new_empty((num_slots, *t.shape[1:])) for t in self))
         for tensor in (fresh.w13, fresh.w2):
-            huge_pages.ask_for(tensor)
+            ask_for_huge_pages(tensor)
         return fresh
 
     @property

@@ -17,14 +17,75 @@ import torch
 from vllm_ndp.integration.cuda.layer import AsideLayer, FixedOutput
 from vllm_ndp.integration.cuda.limits import refuse_capture
 from vllm_ndp.integration.cuda.messenger import Messenger
-from vllm_ndp.integration.device import DeviceView
+from vllm_ndp.integration.device_link import DeviceView
 from vllm_ndp.integration.host_cpu import HostCpuExperts
 from vllm_ndp.integration.hot_experts import HotExperts
+from vllm_ndp.integration.hot_slots import HotSlots, SlotPairs
 from vllm_ndp.integration.planner import PlanRunner
-from vllm_ndp.integration.slot_pairs import HotViews
 from vllm_ndp.integration.step import RunningStep, Step
-from vllm_ndp.integration.streamed_experts import StreamedExperts
-from vllm_ndp.layer.split import Pairs
+from vllm_ndp.layer.split import HotArrays, Pairs, Split, Splitter
+
+_MOST_KNOWN = 4096
+"""Forms of hot pairs whose tensors are kept: to make them costs more than to split few rows."""
+
+
+class HotViews:
+    """On a CPU views of what the splitter has written, valid until the next split; on a GPU a copy."""
+
+    def __init__(self, splitter: Splitter, device: torch.device) -> None:
+        self._splitter, self._on_gpu = splitter, device.type != "cpu"
+        self._arrays: HotArrays | None = None
+        self._known: dict[tuple[int, int, bool], SlotPairs] = {}
+
+    def of(self, split: Split, slots: HotSlots, topk_ids: torch.Tensor, applied: torch.Tensor) -> SlotPairs | None:
+        """topk_ids [T, k]; applied f32 [T, k]: what outputs are multiplied with. None where no pair is hot here."""
+        splitter, num_hot, num_rows = self._splitter, split.num_hot, topk_ids.shape[0]
+        if not num_hot:
+            return None
+        if self._on_gpu:
+            if not splitter.native.moved():  # the table says it all, where the GPU has it
+                return SlotPairs(slots.expert_map[topk_ids], applied)
+            where = torch.from_numpy(splitter.hot.where[: topk_ids.numel()]).to(topk_ids.device)
+            return SlotPairs(where.view(topk_ids.shape), applied)
+        if split.num_columns:
+            pairs = self._of(num_rows, split.num_columns)
+            return pairs._replace(idle_rows=split.idle_rows) if split.idle_rows else pairs
+        if num_hot == num_rows * splitter.top_k:
+            return self._of(num_rows, splitter.top_k)
+        return self._of(num_hot, 1, are_listed=True)
+
+    def _of(self, num_rows: int, num_columns: int, *, are_listed: bool = False) -> SlotPairs:
+        """Pairs that the splitter has written, as a table of so many rows or one after the other."""
+        arrays, key = self._splitter.hot, (num_rows, num_columns, are_listed)
+        if self._arrays is not arrays or len(self._known) > _MOST_KNOWN:  # a step needed more room
+            self._arrays, self._known = arrays, {}
+        if (known := self._known.get(key)) is None:
+            size, shape = num_rows * num_columns, key[:2]
+            slots, weights = (torch.from_numpy(each[:size]) for each in (arrays.slots, arrays.topk_weights))
+            rows = torch.from_numpy(arrays.rows[:size]) if are_listed else None
+            known = self._known[key] = SlotPairs(slots.view(shape), weights.view(shape), rows)
+        return known
+
+
+@dataclass(frozen=True)
+class StreamedExperts:
+    """Prompt pairs of experts without a slot, in full precision; some stay. All runs when it is collected."""
+
+    parts: LayerParts
+    step: Step
+    layer: int
+    x: torch.Tensor
+    pairs: Pairs
+
+    def add(self, out: torch.Tensor) -> bool:
+        """out: f32 [T, H]."""
+        keep = self.parts.planner.slots_to_keep(self.step, self.layer, self.pairs)
+        out.add_(self.parts.hot.stream(self.layer, self.x, self.pairs, keep))
+        return True
+
+    def abandon(self) -> None:
+        """Nothing has begun."""
+
 
 Shared = Callable[[torch.Tensor], torch.Tensor]
 """Shared experts: [T, H] -> [T, H], a fresh tensor."""
@@ -52,7 +113,6 @@ class LayerParts:
     planner: PlanRunner
     running: RunningStep
     views: HotViews
-    stream: StreamedExperts
     host: HostCpuExperts | None = None
     """None where the host's CPU computes no experts, or another rank does that."""
     messenger: Messenger | None = None
@@ -74,7 +134,7 @@ class MoELayer:
         if parts.messenger is not None:
             self._aside = AsideLayer(index, self._slots, self._link, parts.host, parts.messenger, self._compute_here)
 
-    def forward(
+    def run(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, beside: Callable[[], object] = object
     ) -> torch.Tensor:
         """x [T, H], topk_weights f32 [T, k], topk_ids [T, k] global expert ids -> a fresh tensor [T, H].
@@ -88,22 +148,22 @@ class MoELayer:
             out = self._slots.run_anything(self._weighed(x, topk_weights), self._applied(topk_weights), topk_ids)
         else:
             try:
-                out = self._forward(step, x, topk_weights, topk_ids, beside)
+                out = self._run_in(step, x, topk_weights, topk_ids, beside)
             except BaseException:
                 step.abandon()  # whoever asks for the step's report now must not hide the cause
                 raise
         return out if self._fixed is None else self._fixed.hold(out)
 
-    def forward_with_shared(
+    def run_with_shared(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, shared_input: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same, and what the layer's shared experts make of shared_input [T, H]."""
         shared, outputs = self._shared, list[torch.Tensor]()
         assert shared is not None
-        routed = self.forward(x, topk_weights, topk_ids, lambda: outputs.append(shared(shared_input)))
+        routed = self.run(x, topk_weights, topk_ids, lambda: outputs.append(shared(shared_input)))
         return routed, outputs[0]
 
-    def _forward(
+    def _run_in(
         self,
         step: Step,
         x: torch.Tensor,
@@ -117,9 +177,9 @@ class MoELayer:
         num_rows = step.rows.num_rows
         x = self._weighed(x, topk_weights)
         if num_rows == x.shape[0]:
-            return self._run(step, x, topk_weights, topk_ids, beside)
+            return self._run_rows(step, x, topk_weights, topk_ids, beside)
         out = torch.zeros_like(x)  # rows past the scheduled ones are padding of a captured graph
-        out[:num_rows] = self._run(step, x[:num_rows], topk_weights[:num_rows], topk_ids[:num_rows], beside)
+        out[:num_rows] = self._run_rows(step, x[:num_rows], topk_weights[:num_rows], topk_ids[:num_rows], beside)
         return out
 
     def _weighed(self, x: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
@@ -130,7 +190,7 @@ class MoELayer:
         """Weights for the outputs: 1 where the input was weighed. Planning and balancing see the router's weights."""
         return torch.ones_like(topk_weights) if self._parts.weighs_input else topk_weights
 
-    def _run(
+    def _run_rows(
         self,
         step: Step,
         x: torch.Tensor,
@@ -148,11 +208,11 @@ class MoELayer:
         hot = parts.views.of(split, self._slots, topk_ids, self._applied(topk_weights))
         pending, call = list[Pending](), None
         if split.device and self._link is not None:  # of several ranks the leader alone sends
-            pending.append(call := self._link.start(step, self.index, x, split.device))
+            pending.append(call := self._link.send(step, self.index, x, split.device))
         if split.warm and parts.host is not None:
             pending.append(parts.host.start(self.index, x, split.warm))
         if split.stream:
-            pending.append(parts.stream.start(step, self.index, x, split.stream))
+            pending.append(StreamedExperts(parts, step, self.index, x, split.stream))
         answered = True
         try:
             beside()

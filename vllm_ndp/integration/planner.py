@@ -11,7 +11,7 @@ import zlib
 import numpy as np
 
 from vllm_ndp.integration.batch import RequestTracker, TrackedRequest, slot_mapping
-from vllm_ndp.integration.device import DeviceView
+from vllm_ndp.integration.device_link import DeviceView
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import Step

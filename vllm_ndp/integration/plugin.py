@@ -29,7 +29,7 @@ def register() -> None:
     from vllm_ndp.integration.quantization import NdpConfig
 
     if not hasattr(FusedMoEMethodBase, "apply"):
-        from vllm_ndp.integration.execution import NdpRoutedExperts
+        from vllm_ndp.integration.moe_method import NdpRoutedExperts
 
         vllm_private.replace_routed_experts(NdpRoutedExperts)
     register_quantization_config(METHOD)(NdpConfig)
@@ -44,7 +44,7 @@ def configure(vllm_config: VllmConfig) -> None:
     if vllm_config.model_config.quantization != METHOD:
         return
     from vllm_ndp.integration import compat, self_sizing, whole_weights
-    from vllm_ndp.integration.owner import own_engines
+    from vllm_ndp.integration.waiting import own_engines
     from vllm_ndp.traces.recorder import require_writable
 
     compat.refuse_mixed_settings(sys.argv)

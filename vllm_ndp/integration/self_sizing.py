@@ -24,7 +24,7 @@ from vllm_ndp import __version__
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.integration import compat
-from vllm_ndp.integration.checkpoint_dir import model_dir
+from vllm_ndp.integration.compat import model_dir
 from vllm_ndp.integration.known_prices import find_or_measure
 from vllm_ndp.operating import speed
 from vllm_ndp.operating.memory import memory_found

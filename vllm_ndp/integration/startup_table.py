@@ -17,8 +17,7 @@ from vllm_ndp.integration import drafts
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.cuda.limits import Rung
 from vllm_ndp.integration.cuda.messenger import Messenger
-from vllm_ndp.integration.device import DeviceView
-from vllm_ndp.integration.device_link import DeviceLink
+from vllm_ndp.integration.device_link import DeviceLink, DeviceView
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.planning.bitwidths import BY_BITS_READ, OF_PAIRS, OVER_LAYERS, verdict_on, verdict_on_loss

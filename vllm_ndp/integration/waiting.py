@@ -5,11 +5,17 @@ Between parallel regions OpenMP's threads spin. On a machine whose cores also ru
 computes. So one rank runs in the engine's own process, several ranks are polled for with sleeps, and OpenMP's threads
 sleep soon. A user who names an executor, or sets OpenMP's own variables, keeps them. Why, and what vLLM could do
 instead: patches/sleeping-readers/README.md.
+
+Workers end when the process that asked for their engine ends, at any moment of the start-up.
 """
 
 from __future__ import annotations
 
 import os
+import select
+import signal
+import threading
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -71,3 +77,33 @@ def _openmp_variables(vllm_config: VllmConfig) -> dict[str, str]:
     outside = dict(os.environ)
     with OMPProcessManager(vllm_config).configure_omp_envs(rank=0, local_rank=0):
         return {name: value for name, value in os.environ.items() if outside.get(name) != value}
+
+
+_OWNER = "NDP_ENGINE_OWNER"
+_GRACE_S = 10.0
+"""Time that a worker has to end in order. Its device ends with it either way."""
+
+
+def own_engines() -> None:
+    """In the front: workers of engines that this process starts from now on follow it."""
+    os.environ[_OWNER] = str(os.getpid())
+
+
+def follow_owner() -> None:
+    """In a worker, before it starts anything. Without an owner on this machine (Ray) it follows nobody."""
+    owner = int(os.environ.get(_OWNER, os.getpid()))
+    if owner == os.getpid():
+        return
+    try:
+        handle = os.pidfd_open(owner)
+    except ProcessLookupError:
+        os._exit(1)
+    threading.Thread(target=_end_after, args=(handle,), name="ndp-owner", daemon=True).start()
+
+
+def _end_after(owner: int) -> None:
+    """owner: a descriptor of the process."""
+    select.select([owner], [], [])
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE_S)
+    os._exit(1)

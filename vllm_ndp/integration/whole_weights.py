@@ -3,6 +3,8 @@
 vLLM asks that of unquantized models only. Its check leaves linear layers and embeddings out. Here a linear layer's
 weights are no numbers until the checkpoint gives them, so that a fused one may lack no part. Knows vLLM's loader and
 layers. Experts are checked where they are read (ndp_device/checkpoint).
+
+And refuses what vLLM's workers can do to weights while they serve: pool, replicas and device keep the checkpoint's.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -83,4 +85,45 @@ def _lacking(names: list[str]) -> ConfigError:
     return ConfigError(
         f"the checkpoint lacks {', '.join(sorted(names)[:_SHOWN])}{more} (vLLM's names): it is incomplete, take the "
         "missing tensors from where it comes from"
+    )
+
+
+class FixedWeights:
+    """In front of vLLM's worker class. Its callers get the sentence, and the engine goes on."""
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("reload_weights")
+
+    def start_weight_update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("start_weight_update")
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("update_weights")
+
+    def reset_weights(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("reset_weights")
+
+    def update_config(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError(
+            "quantization 'ndp' has planned and built its layers by the configuration: start a new server"
+        )
+
+    def save_sharded_state(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_to_save("save_sharded_state")
+
+    def save_tensorized_model(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_to_save("save_tensorized_model")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ConfigError(
+        f"quantization 'ndp' does not work together with {what}: pool, replicas and device would keep the old "
+        "checkpoint beside new weights: start a new server on the new one"
+    )
+
+
+def _refuse_to_save(what: str) -> NoReturn:
+    raise ConfigError(
+        f"quantization 'ndp' does not work together with {what}: vLLM holds only the hot experts, and would save them "
+        "as if they were all: copy the checkpoint"
     )

@@ -16,11 +16,10 @@ from vllm_ndp.integration.assembly import Assembly, LoadedWorker
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.controller import NdpController
 from vllm_ndp.integration.cuda import limits
-from vllm_ndp.integration.fixed_weights import FixedWeights
-from vllm_ndp.integration.owner import follow_owner
 from vllm_ndp.integration.routing_sidecar import bytes_per_entry
 from vllm_ndp.integration.vllm_private import sleep_between_looks
-from vllm_ndp.integration.whole_weights import checked_as_unquantized
+from vllm_ndp.integration.waiting import follow_owner
+from vllm_ndp.integration.whole_weights import FixedWeights, checked_as_unquantized
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Base

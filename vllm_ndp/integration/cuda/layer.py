@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 from ndp_device.transport.sender_thread import Order, State
 from vllm_ndp.integration.cuda.messenger import Messenger, Packet
 from vllm_ndp.integration.cuda.packet import HostFields
-from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
+from vllm_ndp.integration.device_link import DeviceCall, DeviceLink, as_float32
 from vllm_ndp.integration.host_cpu import HostCpuExperts
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots
-from vllm_ndp.integration.rows import as_float32
 from vllm_ndp.integration.step import Step
 from vllm_ndp.layer.split import Pairs, Split
 
@@ -146,7 +145,7 @@ class AsideLayer:
         if not pairs or self._link is None:
             return _Asked(split, None, left)
         rows = packet.x[: len(left)] if len(pairs.sent_rows) == len(left) else packet.x[_places(left, pairs)]
-        return _Asked(split, self._link.send(step, self.index, step.parts.run.clock.now_ps, rows, pairs), left)
+        return _Asked(split, self._link.send_rows(step, self.index, step.parts.run.clock.now_ps, rows, pairs), left)
 
     def _send_ahead(self, step: Step, packet: Packet) -> _Ahead | None:
         """Have the packet sent when it is there, where a thread can do that."""
