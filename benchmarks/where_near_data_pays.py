@@ -20,8 +20,8 @@ from typing import Any
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.units import PS_PER_US
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.lab.compare import CompareSettings
 from vllm_ndp.lab.frontier import CARDS, DEVICE, LIMITS, SHAPES, Cell, frontier_of_shapes
+from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.vectorised.outcome import Summary
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -49,7 +49,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("vllm_ndp/layer/", ("vllm_ndp.integration", "vllm_ndp.traces", "vllm_ndp.config", "vllm_ndp.device_client"), ()),
     ("vllm_ndp/cost_model/", ("vllm_ndp.layer",), ()),
     ("vllm_ndp/lab/", ("vllm_ndp.integration", "vllm_ndp.device_client"), ()),
-    ("vllm_ndp/lab/", ("vllm_ndp.cli",), ("vllm_ndp/lab/cli/",)),
+    ("vllm_ndp/lab/", ("vllm_ndp.cli",), ("vllm_ndp/lab/cli/", "vllm_ndp/lab/options.py")),
     # who serves need not know the lab
     ("vllm_ndp/", ("vllm_ndp.lab",), ("vllm_ndp/lab/", "vllm_ndp/app.py")),
     ("vllm_ndp/operating/", ("vllm_ndp.integration", "vllm_ndp.lab", "vllm_ndp.traces"), ()),

@@ -16,7 +16,7 @@ from vllm_ndp.cli import (
     top,
     traces,
 )
-from vllm_ndp.lab.cli import arrivals, locality, recorded, scaling
+from vllm_ndp.lab.cli import analyze, arrivals, recorded, scaling
 
 app = program(
     "Context-aware Mixture-of-Experts placement for vLLM, with an emulated CXL-NDP device.",
@@ -32,9 +32,9 @@ for commands in (
     replica_sets.app,
     traces.app,
     recorded.app,
+    analyze.app,
     scaling.app,
     arrivals.app,
-    locality.app,
 ):
     app.add_typer(commands)
 

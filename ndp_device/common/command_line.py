@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
+from typer.models import ParameterInfo
 
 from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.common.outputs import Output, check_outputs
@@ -30,6 +31,17 @@ Function = Callable[..., None]
 
 _OURS = ("ndp_device.", "vllm_ndp.")
 _SETUP = "run make setup, or pip install vllm-ndp again"
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """How a field of a record is written on the command line, where that is not its value: typer reads a `kind`, which
+    `read` turns into the value. Stands in the field's Annotated."""
+
+    read: Callable[[Any], Any]
+    default: Any
+    kind: Any = str
+
 
 HardwareOption = Annotated[str, typer.Option(help="Hardware preset (see ndp-device time hardware).")]
 SetOption = Annotated[
@@ -53,8 +65,11 @@ def program(summary: str, examples: Sequence[str], **options: Any) -> typer.Type
 
 
 def command(app: typer.Typer, name: str, *, examples: Sequence[str]) -> Callable[[Function], Function]:
-    """Register a function as the command `name`; parameters whose type is a frozen dataclass become one option per
-    field."""
+    """Register a function as the command `name`.
+
+    A parameter whose type is a frozen dataclass becomes one option per field with typer.Option in its Annotated; other
+    fields keep their defaults.
+    """
 
     def register(function: Function) -> Function:
         app.command(name, epilog=_epilog(examples))(_ungrouped(function))
@@ -190,16 +205,25 @@ def _ungrouped(function: Function) -> Function:
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
     parameters = []
+    fields: dict[str, dict[str, Written | None]] = {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name not in groups:
             parameters.append(parameter.replace(annotation=hints[parameter.name], kind=parameter.KEYWORD_ONLY))
             continue
         group = groups[parameter.name]
         kinds = get_type_hints(group, include_extras=True)
+        asked = fields[parameter.name] = {}
         for field in dataclasses.fields(group):
+            marks = get_args(kinds[field.name])[1:]
+            if not any(isinstance(mark, ParameterInfo) for mark in marks):
+                continue
+            written = asked[field.name] = next((mark for mark in marks if isinstance(mark, Written)), None)
             default = parameter.empty if field.default is dataclasses.MISSING else field.default
+            annotation = kinds[field.name]
+            if written is not None:
+                default, annotation = written.default, Annotated[written.kind, *marks]
             parameters.append(
-                inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=default, annotation=kinds[field.name])
+                inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=default, annotation=annotation)
             )
 
     outputs = {one.name: mark for one in parameters if (mark := _output(one.annotation)) is not None}
@@ -208,7 +232,9 @@ def _ungrouped(function: Function) -> Function:
     def call(**values: Any) -> None:
         _check_paths(values, outputs)
         for name, group in groups.items():
-            values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
+            given = {field: values.pop(field) for field in fields[name]}
+            read = {field: written.read for field, written in fields[name].items() if written is not None}
+            values[name] = group(**{field: read.get(field, _as_it_is)(value) for field, value in given.items()})
         try:
             function(**values)
             sys.stdout.flush()
@@ -219,6 +245,10 @@ def _ungrouped(function: Function) -> Function:
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _output(annotation: Any) -> Output | None:

@@ -15,11 +15,10 @@ from ndp_device.replicas.loss_table import load_losses
 from ndp_device.timing.model import DeviceModel
 from vllm_ndp.lab.exact.clients import alone
 from vllm_ndp.lab.exact.live import recorded_rules
-from vllm_ndp.lab.serving.arrivals import of_steps
-from vllm_ndp.lab.serving.host import Host, ServedRequest
-from vllm_ndp.lab.serving.latency import tokens_of
-from vllm_ndp.lab.serving.run import serve_again
-from vllm_ndp.lab.serving.scheduler import SchedulerRules
+from vllm_ndp.lab.load.host import Host, ServedRequest
+from vllm_ndp.lab.load.latency import tokens_of
+from vllm_ndp.lab.load.run import of_steps, serve_again
+from vllm_ndp.lab.load.scheduler import SchedulerRules
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.traces.format import CACHED
 from vllm_ndp.traces.trace import Trace

@@ -107,7 +107,10 @@ def trace_synth(
         str, typer.Argument(metavar="MODEL", help="Public shape whose layers, experts and top-k are used.")
     ] = "mixtral-8x7b",
     routing: Annotated[
-        str, typer.Option(help="Measured model to resemble: its name, a file of locality --fit, or auto (MODEL's own).")
+        str,
+        typer.Option(
+            help="Measured model to resemble: its name, auto (MODEL's own), or a file of analyze --routing-out."
+        ),
     ] = "",
     drift: Annotated[float, typer.Option(help="0 to 1: how far a request's taste has turned by its end.")] = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same trace.")] = 0,

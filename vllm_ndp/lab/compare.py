@@ -1,7 +1,7 @@
 """Every system and policy on the same trace and the same modelled hardware, as one table.
 
 Popularity priors come from requests that are not replayed: every fourth one, unless a prior is given. No row depends on
-another, so a sweep may compute rows in any order in any process. Knows which variants of a system are worth a row of
+another, so any process may compute any of them. Knows which variants of a system are worth a row of
 their own. Does not know how a system works.
 """
 
@@ -9,34 +9,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError, TraceError
-from ndp_device.common.widths import DEFAULT_AVG_BITS
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.bound import Bound, Cells, regretted
 from vllm_ndp.lab.capacity import Planned, fitted, with_memory
 from vllm_ndp.lab.differences import Difference, paired
-from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions, require_options, system_named
+from vllm_ndp.lab.options import ORACLE, CompareSettings
+from vllm_ndp.lab.systems import ReplayOptions, system_named
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.outcome import Outcome, Summary, against, step_times, summarise
 from vllm_ndp.lab.vectorised.prediction import NextLayer
 from vllm_ndp.planning.bitwidths import OF_PAIRS, LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
-from vllm_ndp.planning.policies import POLICIES, PolicySettings, policies_with
+from vllm_ndp.planning.policies import policies_with
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.traces.format import PREFILL, REJECTED
 from vllm_ndp.traces.trace import Trace
 
-ORACLE = "oracle"
-ALL_POLICIES = (*POLICIES, ORACLE)
 VARIANTS: dict[str, tuple[dict[str, float | str], ...]] = {
     "balanced": ({"spill_bits": 3}, {"spill_bits": 2}),
     "monde": ({"h_rounding": "floor"}, {"h_rounding": "ceil"}, {"h_rounding": "cost"}),
@@ -53,58 +50,13 @@ VARIANTS: dict[str, tuple[dict[str, float | str], ...]] = {
     "gpu_on_demand": ({"cache": "none"}, {"cache": "lru"}, {"cache": "lfu"}),
 }
 PRIOR_EVERY = 4
-PREFETCHES = ("measured", "published")
-
-
-@dataclass(frozen=True)
-class CompareSettings:
-    """Systems, policies and batch sizes to compare, and the model and hardware to compare them on."""
-
-    model: str = "mixtral-8x7b"
-    hardware: str = "h100-ndp512"
-    overrides: dict[str, str | int] = field(default_factory=dict)
-    systems: tuple[str, ...] = tuple(SYSTEMS)
-    policies: tuple[str, ...] = ALL_POLICIES
-    batches: tuple[int, ...] = (1,)
-    num_hot: int | None = None
-    """None: half of the experts, as the plugin."""
-    avg_bits: float = DEFAULT_AVG_BITS
-    bits: str = PolicySettings.bit_rule
-    batch_rule: str = "sum"
-    prior_tokens: float = PolicySettings.prior_tokens
-    bits_for: str = ReplayOptions.bits_for
-    fit: bool = False
-    """Take the most hot experts, at most num_hot, and the widest replicas that the memories hold."""
-    prefetch: str = "measured"
-    """measured: by a predictor learned from the trace; published: as accurately as each system's source says."""
-    regret: bool = False
-    """Set each row against the least time at its loss, and the least loss at its time."""
-    affinity: bool = False
-    """Batch requests whose prompts route alike instead of in trace order."""
-    migration: str = "kept"
-    migration_budget: int = ReplayOptions.migration_budget
-    hysteresis: float = ReplayOptions.hysteresis
-    policy_options: dict[str, Any] = field(default_factory=dict)
-    """Options by name. Each policy gets the options that it knows; they go before the fields above."""
-    options: dict[str, float | str] = field(default_factory=dict)
-    """Options of single systems, e.g. h_rounding, cache, spill_bits, frequency, memory_tokens, t1, t2, theta."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in self.systems:
-            system_named(name)
-        require_options(self.options, self.systems)
-        if self.num_hot is not None and self.num_hot < 0:
-            raise ConfigError(f"hot experts per layer must be at least 0, got {self.num_hot}")
-        if self.prefetch not in PREFETCHES:
-            raise ConfigError(f"prefetch must be one of {', '.join(PREFETCHES)}, got {self.prefetch!r}")
-        if not self.batches or min(self.batches) < 1:
-            raise ConfigError(f"batch sizes must be at least 1, got {list(self.batches)}")
+PS_PER_MS = 1e9
+LAYER_PARTS = ("attention", "GPU and device", "GPU only", "device only", "waiting for copies or CPU")
 
 
 @dataclass(frozen=True)
 class Combination:
-    """Batch size, system, policy and options of one row of the table: the unit of work of a sweep."""
+    """Batch size, system, policy and options of one row of the table: as one row."""
 
     batch: int
     system: str
@@ -119,6 +71,8 @@ class Replayed:
 
     row: Summary
     decode_ps: NDArray[np.float64]  # [G], decode of each group of requests
+    layer_ms: dict[str, float]
+    """Where the time of a layer and decode step goes, on average: LAYER_PARTS."""
     num_decisions: int
     measured_seconds: float
     """Wall time of the replay itself."""
@@ -132,8 +86,6 @@ class Comparison:
     skipped: list[str]
     config_hash: str
     num_requests: int
-    outcomes: list[tuple[Outcome, Batches]] = field(default_factory=list)
-    """As the rows, with everything behind them; empty where other processes found the rows."""
 
 
 def split_requests(trace: Trace) -> tuple[Trace, Trace]:
@@ -167,6 +119,8 @@ class Workload:
         self._known = known
         self._affinity = affinity
         self._batches: dict[int, Batches] = {}
+        self.bounds: dict[tuple[str, str, int, int], Bound] = {}
+        """By hardware, model, batch size and places: rows of several systems are set against one bound."""
 
     @cached_property
     def predictor(self) -> NextLayer:
@@ -225,7 +179,6 @@ class Replays:
             )
         names = {"prefill" if name == ORACLE else name for name in settings.policies} | {"prefill"}
         self._policies = policies_with(sorted(names), told)
-        self._bounds: dict[tuple[int, int], Bound] = {}
         self.num_requests = len(workload.trace.prompt_len)
         sizes = list(dict.fromkeys(settings.batches))
         self.skipped = [
@@ -264,13 +217,8 @@ class Replays:
         )
         return Planned(system_named(combination.system), self._workload.batches(combination.batch), options)
 
-    def arrange(self) -> None:
-        """Arrange the trace for every batch size now, so that processes forked from this one share it."""
-        for combination in self.combinations:
-            self._workload.batches(combination.batch)
-
-    def replay(self, combination: Combination) -> tuple[Replayed, Outcome, Batches]:
-        """Find one row, with everything behind it."""
+    def replay(self, combination: Combination) -> Replayed:
+        """Find one row."""
         one = self._planned[self.combinations.index(combination)]
         system, batches, options = one
         started = time.perf_counter()
@@ -279,33 +227,43 @@ class Replays:
         row = with_memory(summarise(outcome, batches, self.costs), one, self.costs)
         row = replace(self._with_regret(row, one, outcome), routing=self._workload.routing)
         decode_ps = np.nansum(step_times(outcome, batches, self.costs), axis=1)
-        return Replayed(row, decode_ps, batches.num_decisions, seconds), outcome, batches
+        return Replayed(row, decode_ps, _layer_ms(outcome, batches, self.costs), batches.num_decisions, seconds)
 
     def _with_regret(self, row: Summary, one: Planned, outcome: Outcome) -> Summary:
         if not (self._settings.regret and one.system.is_bounded):
             return row
         batches, num_hot = one.batches, one.options.budget.num_hot
-        key = batches.shape[1], num_hot
-        if key not in self._bounds:
-            self._bounds[key] = Bound(Cells.of(batches, self.costs, self._loss, num_hot))
-        return regretted(row, outcome, batches, self.costs, self._bounds[key])
+        bounds = self._workload.bounds
+        key = self.costs.hardware.config_hash, self._settings.model, batches.shape[1], num_hot
+        if key not in bounds:
+            bounds[key] = Bound(Cells.of(batches, self.costs, self._loss, num_hot))
+        return regretted(row, outcome, batches, self.costs, bounds[key])
 
-    def compared(
-        self, replayed: Sequence[Replayed], outcomes: list[tuple[Outcome, Batches]] | None = None
-    ) -> Comparison:
-        """The table from its rows, given in the order of `combinations`."""
-        rows = side_by_side(replayed)
+    def compared(self) -> Comparison:
+        replayed = [self.replay(combination) for combination in self.combinations]
         config_hash = self.costs.hardware.config_hash
-        return Comparison(rows, list(replayed), self.skipped, config_hash, self.num_requests, outcomes or [])
+        return Comparison(side_by_side(replayed), replayed, self.skipped, config_hash, self.num_requests)
 
 
 def compare(
     trace: Trace, settings: CompareSettings, *, prior: ImportanceScore | None = None, loss: LossTable | None = None
 ) -> Comparison:
     """Replay the trace under every combination. Raises ConfigError or TraceError before any replay starts."""
-    replays = Replays(Workload(trace, prior=prior, affinity=settings.affinity), settings, loss)
-    done = [replays.replay(combination) for combination in replays.combinations]
-    return replays.compared([replayed for replayed, _, _ in done], [(outcome, batches) for _, outcome, batches in done])
+    return Replays(Workload(trace, prior=prior, affinity=settings.affinity), settings, loss).compared()
+
+
+def _layer_ms(outcome: Outcome, batches: Batches, costs: Costs) -> dict[str, float]:
+    running = batches.rows > 0
+    gpu, device, moe = (times[running] / PS_PER_MS for times in (outcome.gpu_ps, outcome.device_ps, outcome.moe_ps))
+    gpu = np.minimum(gpu, moe)
+    parts = (
+        costs.attention_ps(1, batches.kv_tokens[running]) / PS_PER_MS,
+        np.minimum(gpu, device),
+        np.maximum(gpu - device, 0),
+        np.maximum(device - gpu, 0),
+        np.maximum(moe - np.maximum(gpu, device), 0),
+    )
+    return {name: float(part.mean()) for name, part in zip(LAYER_PARTS, parts, strict=True)}
 
 
 def side_by_side(replayed: Sequence[Replayed]) -> list[Summary]:

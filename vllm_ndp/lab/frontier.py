@@ -2,8 +2,8 @@
 
 Every system gets the whole GPU memory beside attention and KV cache. The memories of device and host hold every model,
 so that only the GPU decides. Two questions at each size: the fastest system at all, and the fastest one within a limit
-of loss. The default limit is the loss of all experts at 3 bits. For a trace and its model on one machine, or for public
-shapes on synthetic routing and the cards that have so much memory. Knows rows of `compare`. Draws nothing.
+of loss. For public shapes on synthetic routing and the cards that have so much memory. What docs/map.md rests on; of a
+trace, `compare --memory 16,24,48 --fit` says as much. Knows rows of `compare`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 
 from ndp_device.common.errors import NdpError
 from ndp_device.timing.shapes import public_shape
-from vllm_ndp.lab.compare import CompareSettings, Replays, Workload
+from vllm_ndp.lab.compare import Replays, Workload
+from vllm_ndp.lab.options import CAPACITY, GB, CompareSettings
 from vllm_ndp.lab.vectorised.outcome import Summary
 from vllm_ndp.planning.bitwidths import LossTable, nominal_loss
 from vllm_ndp.traces.routing import read_routing
 from vllm_ndp.traces.synthetic import synthetic_trace
 
-GB = 10**9
-MEMORY_GB = (8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 160)
 SYSTEMS = (
     "balanced",
     "quantized",
@@ -45,8 +44,6 @@ CARDS = {
     96: "rtxpro6000",
 }
 """GB -> the preset of a card that has them."""
-HOSTS = (80, 307, 614)
-"""GB/s of host memory: two channels of DDR5-5000, 8 of DDR5-4800, 12 of DDR5-6400."""
 AVG_BITS = 3.0
 LIMITS = {"4 bits": nominal_loss(4), "3 bits": nominal_loss(3)}
 """Loss of all experts at that width, in units of 1 bit."""
@@ -73,40 +70,14 @@ class Cell:
 
     model: str
     memory_gb: int
-    rows: tuple[Summary, ...]  # fastest first
-    limit: float = LIMITS["3 bits"]
-    """Limit of the loss."""
-
-    @property
-    def device(self) -> Summary | None:
-        """The device's fastest row within the limit."""
-        return next((row for row in self.alike if row.system in DEVICE), None)
-
-    @property
-    def alike(self) -> tuple[Summary, ...]:
-        """Rows within the limit, fastest first."""
-        return tuple(row for row in self.rows if row.loss <= self.limit * (1 + _SLACK))
-
-    @property
-    def fastest(self) -> Summary | None:
-        return self.rows[0] if self.rows else None
-
-    @property
-    def fastest_alike(self) -> Summary | None:
-        """The fastest row within the limit of loss."""
-        return next(iter(self.alike), None)
-
-    @property
-    def runner_up(self) -> Summary | None:
-        """The next of them that is another system, the device's two counted as one."""
-        first = self.fastest_alike
-        return None if first is None else next((row for row in self.alike if _side(row) != _side(first)), None)
+    rows: tuple[Summary, ...]
+    """Fastest first."""
 
 
 def frontier(
     workload: Workload,
     settings: CompareSettings,
-    memory_gb: Iterable[int] = MEMORY_GB,
+    memory_gb: Iterable[int],
     loss: LossTable | None = None,
     cards: Mapping[int, str] | None = None,
 ) -> list[Cell]:
@@ -117,7 +88,7 @@ def frontier(
         at = replace(
             settings,
             hardware=(cards or {}).get(size, settings.hardware),
-            overrides={**settings.overrides, **ROOMY, "gpu.hbm_capacity_bytes": size * GB},
+            overrides={**settings.overrides, **ROOMY, CAPACITY: size * GB},
             systems=SYSTEMS,
             policies=("prefill",),
             batches=settings.batches[:1],
@@ -131,7 +102,7 @@ def frontier(
         except NdpError:
             cells.append(Cell(settings.model, size, ()))
             continue
-        rows = [replays.replay(c)[0].row for c in replays.combinations]
+        rows = [replays.replay(c).row for c in replays.combinations]
         rows += [row for limit in LIMITS.values() for row in _joint_within(workload, at, limit, loss)]
         rows = [_as_released(row, settings.model) for row in rows]
         cells.append(Cell(settings.model, size, tuple(sorted(rows, key=lambda row: -row.decode_tokens_per_s))))
@@ -181,7 +152,7 @@ def _joint(workload: Workload, settings: CompareSettings, most: float, loss: Los
     )
     try:
         replays = Replays(workload, at, loss)
-        return [replays.replay(combination)[0].row for combination in replays.combinations]
+        return [replays.replay(combination).row for combination in replays.combinations]
     except NdpError:
         return []
 
@@ -192,7 +163,3 @@ def _as_released(row: Summary, model: str) -> Summary:
     if own is None or row.system in DEVICE or not widths or min(widths) < own:
         return row
     return replace(row, loss=0.0)
-
-
-def _side(row: Summary) -> str:
-    return "device" if row.system in DEVICE else row.system

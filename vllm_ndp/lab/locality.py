@@ -102,7 +102,7 @@ class Locality:
         return float(self.hits[rule][:, places].mean())
 
     def as_dict(self, places: tuple[int, ...]) -> dict[str, Any]:
-        """JSON that the command prints: means over layers, and the curves of each layer."""
+        """JSON that the command prints: means over layers."""
         return {
             "num_experts": self.num_experts,
             "top_k": self.top_k,
@@ -119,17 +119,6 @@ class Locality:
             "early_misses": {str(c): _mean(self.early_misses[:, c]) for c in places},
             "later_misses": {str(c): _mean(self.later_misses[:, c]) for c in places},
             "concentration": {str(c): _mean(self.concentration[:, c]) for c in places},
-            "layers": [
-                {
-                    "repeats": float(self.repeats[layer]),
-                    "shuffled": float(self.shuffled[layer]),
-                    "hits": {
-                        rule: {str(c): float(curve[layer, c]) for c in places} for rule, curve in self.hits.items()
-                    },
-                    "gaps": np.round(self.gaps[layer], 6).tolist(),
-                }
-                for layer in range(len(self.repeats))
-            ],
         }
 
 

@@ -74,8 +74,7 @@ def routing_named(name: str) -> RoutingPreset:
 
 
 def read_routing(name: str, model: str) -> RoutingPreset:
-    """Read a preset by name. "": without memory; auto: fitted to the model; or a file that `locality --fit` has
-    written."""
+    """Read a preset by name. "": without memory; auto: fitted to the model; or a file of `analyze --routing-out`."""
     if name.endswith(".json"):
         return _read(Path(name))
     return routing_of(model) if name == "auto" else routing_named(name or "memoryless")
@@ -86,7 +85,9 @@ def _read(path: Path) -> RoutingPreset:
         fields = strict_json.decode(path.read_bytes())["fit"]
         return msgspec.convert(fields, RoutingPreset, strict=True)
     except (OSError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} holds no fit of `vllm-ndp locality --fit`: {str(error).splitlines()[0]}") from None
+        raise ConfigError(
+            f"{path} holds no fit of `vllm-ndp analyze --routing-out`: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def routing_of(model: str) -> RoutingPreset:

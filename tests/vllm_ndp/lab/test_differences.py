@@ -8,9 +8,10 @@ from paths import DATA
 from scipy import stats
 
 from ndp_device.common.errors import TraceError
-from vllm_ndp.lab.compare import CompareSettings, beside_fastest, compare
+from vllm_ndp.lab.compare import beside_fastest, compare
 from vllm_ndp.lab.differences import ks, paired, unpaired
 from vllm_ndp.lab.locality import by_request, locality
+from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.traces.trace import Trace
 
 BUNDLED = Trace.load(DATA / "tiny-mixtral-trace")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from in_this_process import run_here
 from paths import DATA
@@ -35,10 +36,10 @@ def last_json(done: subprocess.CompletedProcess[str]) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def test_compare_prints_a_table_and_the_same_rows_as_csv_and_json(tmp_path):
+def test_compare_prints_a_table_and_the_same_rows_as_a_file_and_json(tmp_path):
     done = run(
         "compare", TRACE, "--systems", "context_aware, monde", "--policies", "prefill,oracle",
-        "--batch", "1,4,64", "--csv", str(tmp_path / "t.csv"), "--set", "dram.kind=ideal",
+        "--batch", "1,4,64", "--out", str(tmp_path / "t.csv"), "--set", "dram.kind=ideal",
     )  # fmt: skip
     result = last_json(done)
     assert len(result["rows"]) == 2 * (2 + 3)
@@ -54,31 +55,19 @@ def test_compare_prints_a_table_and_the_same_rows_as_csv_and_json(tmp_path):
     )
 
 
-def test_a_sweep_writes_its_rows_and_finds_none_twice(tmp_path):
-    words = [
-        "sweep",
-        TRACE,
-        "--systems",
-        "fiddler,monde",
-        "--memory",
-        "24,80",
-        "--fit",
-        "--out",
-        str(tmp_path / "sweep"),
-    ]
-    first, second = last_json(run(*words)), last_json(run(*words, "--jobs", "1"))
-    assert (first["rows"], first["rows_found_before"], second["rows_found_before"]) == (8, 0, 8)
-    with (tmp_path / "sweep" / "sweep.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["memory_gb"] for row in rows] == ["24"] * 4 + ["80"] * 4
-    done = run(*words, "--avg-bits", "2", code=2)
-    assert "holds another sweep, with other settings" in done.stderr
+def test_several_values_of_an_option_are_a_grid_whose_rows_name_their_point(tmp_path):
+    words = ["--systems", "fiddler,monde", "--memory", "24,80", "--avg-bits", "2,3", "--fit", "--jobs", "2"]
+    done = run("compare", TRACE, *words, "--out", str(tmp_path / "rows.parquet"))
+    assert "fastest system at each point" in done.stdout
+    rows = pyarrow.parquet.read_table(tmp_path / "rows.parquet").to_pylist()
+    assert rows == last_json(done)["rows"]
+    assert [(row["memory_gb"], row["asked_bits"]) for row in rows[::4]] == [(24, 2), (24, 3), (80, 2), (80, 3)]
 
 
 def test_arrivals_prints_latencies_whose_causes_add_up_and_every_token_as_csv(tmp_path):
     model = str(DATA.parent.parent / "models" / "tiny-mixtral")
     done = run("arrivals", TRACE, TRACE, "--model", model, "--process", "bursty", "--rate", "500", "--requests", "3",
-               "--csv", str(tmp_path / "tokens.csv"))  # fmt: skip
+               "--out", str(tmp_path / "tokens.csv"))  # fmt: skip
     hosts = last_json(done)["hosts"]
     assert [host["tokens"] for host in hosts] == [3 * 257, 3 * 257]
     for host in hosts:
@@ -149,12 +138,14 @@ def test_a_foreign_recording_is_imported(tmp_path):
         (["compare", TRACE, "--set", "dram.capacity_bytes=-1"], "dram.capacity_bytes must lie in 1.."),
         (["compare", TRACE, "--option", "spill_bit=2"], "unknown option 'spill_bit'"),
         (
-            ["compare", TRACE, "--systems", "monde", "--csv", "/nowhere/t.csv"],
+            ["compare", TRACE, "--systems", "monde", "--out", "/nowhere/t.csv"],
             "/nowhere/t.csv cannot be used",
         ),
         (["compare", TRACE, "--jobs", "many"], "--jobs must be a number"),
-        (["sweep", TRACE, "--memory", "lots", "--out", "/nowhere/sweep"], "--memory must be whole numbers"),
-        (["sweep", TRACE, "--model", "olmoe", "--out", "/nowhere/sweep"], "add a trace of its routing shape"),
+        (["compare", TRACE, "--memory", "lots"], "--memory must be whole numbers"),
+        (["compare", TRACE, "--memory", "0"], "--memory must be at least 1"),
+        (["compare", TRACE, TRACE, "--replicas", "r"], "belong to one trace, 2 were given"),
+        (["analyze", TRACE, "--places", "9"], "--places must lie in 0..8"),
         (["arrivals", TRACE, "--process", "sometimes"], "process must be one of"),
         (["arrivals", TRACE, "--rate", "-1"], "--rate must be greater than 0"),
         (["arrivals", TRACE, "--kv-tokens", "100"], "needs 32 blocks of KV cache for 512 tokens, there are 6"),
@@ -163,8 +154,7 @@ def test_a_foreign_recording_is_imported(tmp_path):
         (["arrivals", TRACE, TRACE, "--process", "steps"], "belong to one trace, 2 were given"),
         (["arrivals", TRACE, "--set", "gpu.hbm_capacity_bytes=1"], "gpu memory lacks"),
         (["analyze", TRACE, "--prior-out", "/nowhere/p.npy"], "/nowhere/p.npy"),
-        (["report", TRACE, "--steps", "-1"], "'--steps'"),
-        (["report", TRACE, "--shapes", "mixtral-8x7"], "did you mean 'mixtral-8x7b'"),
+        (["arrivals", TRACE, "--steps", "-1"], "'--steps'"),
         (["reproduce", "nothing"], "'paper', 'monde', 'cxl-expert', 'hobbit', 'moepic'"),
         (["reproduce", "moepic", TRACE], "a trace belongs to paper and hobbit"),
         (["reproduce", "paper", "--physical"], "--physical belongs to cxl-expert"),
@@ -200,7 +190,7 @@ def test_bad_input_writes_nothing(arguments, says, tmp_path, monkeypatch, capsys
     before = sorted(tmp_path.rglob("*"))
     command, *rest = arguments
     monkeypatch.setattr(
-        "sys.argv", ["vllm-ndp", command, str(tmp_path / "trace"), *rest, "--csv", str(tmp_path / "t.csv")]
+        "sys.argv", ["vllm-ndp", command, str(tmp_path / "trace"), *rest, "--out", str(tmp_path / "t.csv")]
     )
     with pytest.raises(SystemExit) as ended:
         main()

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import DATA
+from vllm_ndp.lab.report.locality import page
 
 from ndp_device.common.errors import ConfigError, TraceError
 from vllm_ndp.lab.locality import RULES, locality
-from vllm_ndp.lab.report.locality import page
 from vllm_ndp.lab.routing_fit import fit_routing
 from vllm_ndp.lab.vectorised.prediction import found_ahead
 from vllm_ndp.traces.format import Provenance

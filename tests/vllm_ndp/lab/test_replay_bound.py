@@ -11,7 +11,8 @@ from paths import DATA
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.bound import DEVICE_BITS, Bound, Cells
-from vllm_ndp.lab.compare import CompareSettings, compare
+from vllm_ndp.lab.compare import compare
+from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.systems import SYSTEMS
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.planning.bitwidths import LossTable

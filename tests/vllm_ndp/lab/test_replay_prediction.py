@@ -8,7 +8,8 @@ from by_hand import C, F, chosen, machine, trace
 from paths import DATA
 
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.lab.compare import CompareSettings, Workload, compare
+from vllm_ndp.lab.compare import Workload, compare
+from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions
 from vllm_ndp.lab.systems.hobbit import _pays
 from vllm_ndp.lab.vectorised.outcome import Outcome

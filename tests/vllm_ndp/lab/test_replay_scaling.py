@@ -10,7 +10,6 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import model_named
 from vllm_ndp.lab.exact.clients import alone
-from vllm_ndp.lab.report.scaling import render
 from vllm_ndp.lab.scaling import PARTS, Pool, Scale, ScalingPoint, Setup, _Host, curve, pool, room_for_hot, stops_paying
 
 HARDWARE = load_hardware("h100-ndp512")
@@ -96,16 +95,6 @@ def test_adding_stops_paying_where_one_more_brings_less_than_a_twentieth():
     points = [a_point(1, 100), a_point(2, 150), a_point(3, 157), a_point(4, 170)]
     assert stops_paying(points) == 2  # 157 < 150 x 1.05
     assert stops_paying(points[:2]) is None
-
-
-def test_the_page_shows_every_model_and_says_that_it_is_simulated():
-    points = curve(SCALE, [1, 4], [1], [1, 2])
-    shared = pool(SCALE, 4, 1, [1, 2], 2)
-    assert shared is not None
-    page = render(points, [shared], "h100-ndp512")
-    assert "Simulated decode tokens/s on h100-ndp512" in page
-    assert page.count("mixtral-8x7b") >= 1
-    assert "<script src" not in page
 
 
 def test_a_larger_context_leaves_less_room_for_hot_experts():

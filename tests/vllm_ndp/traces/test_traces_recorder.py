@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from stopped_disk import StoppedDisk
+from vllm_ndp.lab.report.figures import clocks
 
 from ndp_device.common import sealed
 from ndp_device.common.errors import ConfigError, TraceError
-from vllm_ndp.lab.report.figures import clocks
-from vllm_ndp.lab.serving.arrivals import of_steps
+from vllm_ndp.lab.load.run import of_steps
 from vllm_ndp.traces.format import CHANGED, DECODE, DOWN, JOINED, PREFILL, UNTIMED, Provenance, read_manifest
 from vllm_ndp.traces.recorder import TraceWriter
 from vllm_ndp.traces.trace import Trace

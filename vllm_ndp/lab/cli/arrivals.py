@@ -1,11 +1,10 @@
 """`vllm-ndp arrivals`: requests that arrive, wait and join a running batch, on one device for all hosts.
 
-Knows options and the last line. lab/serving/ computes, tables.py prints.
+Knows options and the last line. lab/load/ computes, tables.py prints.
 """
 
 from __future__ import annotations
 
-import csv
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,14 +13,12 @@ import typer
 
 from ndp_device.common.command_line import command, print_json
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.outputs import A_NEW_FILE
-from vllm_ndp.cli.options import ArrivalOptions, HardwareOptions, ServerOptions, policy_options
-from vllm_ndp.lab.cli.recorded import BUNDLED, losses_chosen, losses_of_run
+from vllm_ndp.lab.cli.recorded import PerfettoOption, StepsOption, losses_chosen, losses_of_run, write_timeline
+from vllm_ndp.lab.options import BUNDLED, LoadSettings, PriorOption, ReplicasOption, TableOption
 
 if TYPE_CHECKING:
-    from vllm_ndp.lab.serving.host import ServedRequest
-    from vllm_ndp.lab.serving.latency import Tokens
-    from vllm_ndp.lab.serving.run import ServingSettings
+    from vllm_ndp.lab.load.host import ServedRequest
+    from vllm_ndp.lab.load.latency import Tokens
 
 app = typer.Typer()
 LATENCIES = ("TTFT", "TPOT")
@@ -32,52 +29,53 @@ LATENCIES = ("TTFT", "TPOT")
     "arrivals",
     examples=(
         f"vllm-ndp arrivals {BUNDLED} --rate 0.5 --requests 3",
-        f"vllm-ndp arrivals {BUNDLED} --process bursty --rate 2 --requests 4 --max-num-seqs 2 --csv tokens.csv",
+        f"vllm-ndp arrivals {BUNDLED} --process bursty --rate 2 --requests 4 --max-num-seqs 2 --out tokens.csv",
         f"vllm-ndp arrivals {BUNDLED} {BUNDLED} --process together --requests 1 --execution paper",
     ),
 )
 def arrivals(
     traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Directories; a host for each.")],
-    when: ArrivalOptions,
-    where: HardwareOptions,
-    server: ServerOptions,
-    csv_file: Annotated[
-        Path | None, A_NEW_FILE, typer.Option("--csv", help="Write every token with its causes here.")
-    ] = None,
+    asked: LoadSettings,
+    prior: PriorOption = None,
+    replicas: ReplicasOption = None,
+    out: TableOption = None,
+    perfetto: PerfettoOption = None,
+    steps: StepsOption = 64,
 ) -> None:
     """Serve requests as they arrive; tail latencies by cause.
 
-    Hosts share one device. All times are simulated.
+    Hosts share one device. All times are simulated. --out: every token with its causes.
     """
     from vllm_ndp.cli.terminal import waiting
-    from vllm_ndp.lab.cli.tables import print_latencies
-    from vllm_ndp.lab.serving.latency import percentiles, tokens_of
-    from vllm_ndp.lab.serving.run import serve, serve_again
+    from vllm_ndp.lab.cli.tables import print_latencies, write_rows
+    from vllm_ndp.lab.load.latency import percentiles, tokens_of
+    from vllm_ndp.lab.load.run import serve, serve_again
     from vllm_ndp.planning.policies import read_prior
     from vllm_ndp.traces.trace import Trace
 
-    if len(traces) > 1 and (when.process == "steps" or server.replicas is not None):
+    if len(traces) > 1 and (asked.process == "steps" or replicas is not None):
         raise ConfigError(f"steps and --replicas belong to one trace, {len(traces)} were given")
     started = time.perf_counter()
-    settings = _settings(when, where, server)
     recorded = [Trace.load(path) for path in traces]
     identical = None
-    if when.process == "steps":
-        served = [serve_again(recorded[0], losses_of_run(recorded[0], server.replicas))]
+    if asked.process == "steps":
+        served = [serve_again(recorded[0], losses_of_run(recorded[0], replicas))]
         identical = _as_recorded(served[0], recorded[0])
     else:
-        loss = losses_chosen(recorded[0], server.replicas, server.policy_option)
-        prior = None if server.prior is None else read_prior(server.prior)
-        with waiting(f"serving {when.process} arrivals"):
-            served = serve(recorded, settings, prior=prior, loss=loss)
+        loss = losses_chosen(recorded[0], replicas, asked.policy_options)
+        known = None if prior is None else read_prior(prior)
+        with waiting(f"serving {asked.process} arrivals"):
+            served = serve(recorded, asked, prior=known, loss=loss)
     tokens = [tokens_of(one) for one in served]
     found = [
         {kind: list(percentiles(some)) for kind, some in zip(LATENCIES, (one.first(), one.later()), strict=True)}
         for one in tokens
     ]
-    print_latencies(found, f"simulated latency, ms, and what it was spent on; {when.process} arrivals")
-    if csv_file is not None:
-        _write_tokens(tokens, csv_file)
+    print_latencies(found, f"simulated latency, ms, and what it was spent on; {asked.process} arrivals")
+    if out is not None:
+        write_rows(_rows(tokens), out)
+    if perfetto is not None:
+        write_timeline(perfetto, [step.run for step in served[0].steps[:steps]])
     last: dict[str, Any] = {
         "hosts": [_summary(one, some, kinds) for one, some, kinds in zip(served, tokens, found, strict=True)],
         "measured_seconds": round(time.perf_counter() - started, 3),
@@ -85,31 +83,6 @@ def arrivals(
     print_json(last if identical is None else last | {"identical": identical}, shown=True)
     if identical is False:
         raise typer.Exit(1)
-
-
-def _settings(when: ArrivalOptions, where: HardwareOptions, server: ServerOptions) -> ServingSettings:
-    from vllm_ndp.lab.serving.run import ServingSettings
-    from vllm_ndp.lab.serving.scheduler import SchedulerRules
-
-    blocks = None if server.kv_tokens is None else server.kv_tokens // max(server.block_size, 1)
-    return ServingSettings(
-        model=where.model,
-        hardware=where.hardware,
-        overrides=where.overrides(),
-        process=when.process,
-        rate_per_s=when.rate,
-        burstiness=when.burstiness,
-        speed=when.speed,
-        num_requests=when.requests,
-        seed=when.seed,
-        policy=server.policy,
-        policy_options=policy_options(server.policy_option),
-        num_hot=server.hot_experts,
-        avg_bits=server.avg_bits,
-        execution=server.execution,
-        migration=server.migration,
-        scheduling=SchedulerRules(server.max_num_batched_tokens, server.max_num_seqs, server.block_size, blocks),
-    )
 
 
 def _summary(served: ServedRequest, tokens: Tokens, kinds: dict[str, list[Any]]) -> dict[str, Any]:
@@ -133,13 +106,15 @@ def _as_recorded(served: ServedRequest, trace: Any) -> bool:
     return times == list(zip(*(column.tolist() for column in trace.simulated_steps()), strict=True))
 
 
-def _write_tokens(hosts: list[Tokens], path: Path) -> None:
-    from vllm_ndp.lab.serving.latency import CAUSES
+def _rows(hosts: list[Tokens]) -> list[dict[str, Any]]:
+    from vllm_ndp.lab.load.latency import CAUSES
 
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        names = [f"{cause.replace(' ', '_')}_ps" for cause in CAUSES]
-        writer.writerow(["host", "request", "token", "simulated_at_ps", *names])
-        for number, tokens in enumerate(hosts):
-            columns = (tokens.request, tokens.index, tokens.at_ps, *tokens.causes_ps.T)
-            writer.writerows([number, *row] for row in zip(*(column.tolist() for column in columns), strict=True))
+    names = ["request", "token", "simulated_at_ps", *(f"{cause.replace(' ', '_')}_ps" for cause in CAUSES)]
+    return [
+        {"host": number, **dict(zip(names, values, strict=True))}
+        for number, tokens in enumerate(hosts)
+        for values in zip(
+            *(column.tolist() for column in (tokens.request, tokens.index, tokens.at_ps, *tokens.causes_ps.T)),
+            strict=True,
+        )
+    ]

@@ -1,13 +1,15 @@
-"""Commands on recorded routing: replay, compare, sweep, reproduce, analyze, report. They need no vLLM.
+"""Commands on recorded routing: replay, compare, reproduce. They need no vLLM.
 
 Knows options and what each command puts into its last line. lab/ computes, tables.py prints.
 """
 
 from __future__ import annotations
 
-import csv
 import dataclasses
+import json
 import time
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,47 +17,51 @@ import typer
 
 from ndp_device.common.command_line import command, print_json
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.outputs import A_NEW_FILE, Output
-from ndp_device.common.widths import DEFAULT_AVG_BITS
-from vllm_ndp.cli.options import (
-    AvgBitsOption,
-    BatchOption,
+from ndp_device.common.outputs import A_NEW_FILE
+from vllm_ndp.cli.options import TraceArgument
+from vllm_ndp.lab.options import (
+    BUNDLED,
+    CompareSettings,
     GridOptions,
-    HardwareOptions,
-    HotOption,
-    JobsOption,
-    PlanOptions,
+    PageOption,
     PriorOption,
     ReplicasOption,
-    SystemOptions,
-    TraceArgument,
-    integers,
-    names,
-    policy_options,
+    TableOption,
 )
 
 if TYPE_CHECKING:
-    from vllm_ndp.lab.compare import CompareSettings
+    from vllm_ndp.lab.exact.engine import StepRun
     from vllm_ndp.planning.bitwidths import LossTable
     from vllm_ndp.traces.trace import Trace
 
 app = typer.Typer()
-BUNDLED = "tests/data/tiny-mixtral-trace"
+PerfettoOption = Annotated[
+    Path | None, A_NEW_FILE, typer.Option(help="Write the first steps to this file too, for ui.perfetto.dev.")
+]
+StepsOption = Annotated[int, typer.Option(metavar="N", min=1, help="Steps in that file.")]
 
 
-@command(app, "replay", examples=("vllm-ndp replay recorded",))
-def replay(trace: TraceArgument, replicas: ReplicasOption = None) -> None:
+@command(app, "replay", examples=("vllm-ndp replay recorded", "vllm-ndp replay recorded --perfetto steps.json"))
+def replay(
+    trace: TraceArgument, replicas: ReplicasOption = None, perfetto: PerfettoOption = None, steps: StepsOption = 64
+) -> None:
     """Replay a recorded run and check its simulated times.
 
     Under its own policy, to the picosecond. Exit code 1 if any step differs.
     """
     from vllm_ndp.cli.terminal import waiting
-    from vllm_ndp.lab.exact.live import replay_live
+    from vllm_ndp.lab.exact.live import recorded_rules, replay_live
+    from vllm_ndp.lab.exact.recorded import RecordedRun
     from vllm_ndp.traces.trace import Trace
 
     recorded = Trace.load(trace)
+    loss = losses_of_run(recorded, replicas)
     with waiting("replaying the recorded steps"):
-        replayed = replay_live(recorded, losses_of_run(recorded, replicas))
+        replayed = replay_live(recorded, loss)
+    if perfetto is not None and recorded.provenance.live is not None:
+        run = RecordedRun(recorded, recorded.provenance.live, recorded_rules(recorded, loss))
+        first = [run.run(int(step)) for step in islice(run.steps, steps)]
+        write_timeline(perfetto, first, recorded.events["measured_step_s"][: len(first)].tolist())
     print_json(
         {
             "steps": len(replayed.steps),
@@ -77,116 +83,72 @@ def replay(trace: TraceArgument, replicas: ReplicasOption = None) -> None:
     "compare",
     examples=(
         f"vllm-ndp compare {BUNDLED} --systems context_aware,monde --batch 1,4",
-        f"vllm-ndp compare {BUNDLED} --systems balanced --option spill_bits=2 --csv table.csv",
-        f"vllm-ndp compare {BUNDLED} --systems all --jobs all",
+        f"vllm-ndp compare {BUNDLED} --systems balanced --option spill_bits=2 --out rows.parquet",
+        f"vllm-ndp compare {BUNDLED} --systems all --jobs all --html page.html",
         f"vllm-ndp compare {BUNDLED} --systems fiddler --prior models/tiny-mixtral/prior.npy --set dram.kind=ideal",
+        f"vllm-ndp compare {BUNDLED} --model mixtral-8x7b,mixtral-8x22b --memory 24,80 --fit --systems fiddler,monde",
     ),
 )
 def compare(
-    trace: TraceArgument,
-    what: SystemOptions,
-    where: HardwareOptions,
-    plans: PlanOptions,
-    csv_file: Annotated[
-        Path | None, A_NEW_FILE, typer.Option("--csv", help="Write the table to this file too.")
-    ] = None,
-    jobs: JobsOption = "1",
+    traces: Annotated[
+        list[Path], typer.Argument(metavar="TRACE...", help="Directories of traces, one per routing shape.")
+    ],
+    what: CompareSettings,
+    over: GridOptions,
+    prior: PriorOption = None,
+    replicas: ReplicasOption = None,
+    out: TableOption = None,
+    html: PageOption = None,
+    jobs: Annotated[str, typer.Option(help="Processes that share the work: a number, or all (one per core).")] = "1",
 ) -> None:
     """Run systems and policies on one trace and one hardware.
 
-    All times are simulated. docs/systems.md explains each column.
+    All times are simulated. Several models, hardware, memory sizes or widths: every combination, and its fastest
+    systems. docs/systems.md explains each column.
     """
     from vllm_ndp.cli.terminal import waiting
-    from vllm_ndp.lab.cli.tables import print_comparison
+    from vllm_ndp.lab.cli.tables import print_comparison, print_winners, write_rows
     from vllm_ndp.lab.compare import beside_fastest
-    from vllm_ndp.lab.sweep.jobs import parse_jobs
-    from vllm_ndp.lab.sweep.run import compare_by
+    from vllm_ndp.lab.grid import columns, compare_all, processes
     from vllm_ndp.planning.policies import read_prior
     from vllm_ndp.traces.trace import Trace
 
-    workers = parse_jobs(jobs)
-    started = time.perf_counter()
-    recorded = Trace.load(trace)
-    settings = _settings(what, where, plans)
-    loss = losses_chosen(recorded, plans.replicas, plans.policy_option)
-    prior = None if plans.prior is None else read_prior(plans.prior)
-    with waiting(f"replaying {len(recorded.prompt_len)} requests"):
-        result = compare_by(workers, recorded, settings, prior=prior, loss=loss)
-    print_comparison(result, settings)
-    if csv_file is not None:
-        _write_csv([row.as_dict() for row in result.rows], csv_file)
-    print_json(
-        {
-            "trace": str(trace),
-            "model": settings.model,
-            "hardware": settings.hardware,
-            "config_hash": result.config_hash,
-            "num_requests": result.num_requests,
-            "rows": [row.as_dict() for row in result.rows],
-            "beside_fastest": [one and dataclasses.asdict(one) for one in beside_fastest(result.replayed)],
-            "skipped": result.skipped,
-            "measured_decisions_per_s": [round(done.num_decisions / done.measured_seconds) for done in result.replayed],
-            "measured_seconds": round(time.perf_counter() - started, 3),
-        },
-        shown=True,
-    )
-
-
-@command(
-    app,
-    "sweep",
-    examples=(
-        f"vllm-ndp sweep {BUNDLED} --systems monde,balanced --policies prefill --memory 24,80 --out sweep",
-        f"vllm-ndp sweep {BUNDLED} --model mixtral-8x7b,mixtral-8x22b --systems fiddler --jobs all --out sizes",
-    ),
-)
-def sweep(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Directories, one per routing shape.")],
-    grid: GridOptions,
-    what: SystemOptions,
-    plans: PlanOptions,
-    out: Annotated[
-        Path,
-        Output(("sweep.jsonl", "sweep.csv")),
-        typer.Option(help="Directory of the results; one of the same sweep is gone on with."),
-    ],
-    jobs: JobsOption = "all",
-) -> None:
-    """Run compare for every model, hardware and memory size.
-
-    May be stopped and started again. All times are simulated.
-    """
-    from vllm_ndp.cli.terminal import progress
-    from vllm_ndp.lab.cli.tables import print_sweep
-    from vllm_ndp.lab.sweep.grid import Axes, Grid
-    from vllm_ndp.lab.sweep.jobs import parse_jobs
-    from vllm_ndp.lab.sweep.run import run_sweep
-    from vllm_ndp.planning.policies import read_prior
-    from vllm_ndp.traces.trace import Trace
-
-    if plans.replicas is not None and len(traces) > 1:
-        raise ConfigError(f"--replicas belong to one trace, {len(traces)} were given: sweep them one by one")
-    workers = parse_jobs(jobs)
-    started = time.perf_counter()
-    memory = integers(grid.memory, "--memory") if grid.memory else ()
-    axes = Axes(_listed(grid.model), _listed(grid.hardware), memory)
-    first = HardwareOptions(axes.models[0], axes.hardware[0], grid.set_)
+    if replicas is not None and len(traces) > 1:
+        raise ConfigError(f"--replicas belong to one trace, {len(traces)} were given: compare them one by one")
+    workers, started = processes(jobs), time.perf_counter()
     recorded = [Trace.load(path) for path in traces]
-    loss = losses_chosen(recorded[0], plans.replicas, plans.policy_option)
-    prior = None if plans.prior is None else read_prior(plans.prior)
-    tasks = Grid(recorded, axes, _settings(what, first, plans), prior=prior, loss=loss)
-    with progress("rows") as advance:
-        result = run_sweep(tasks, out, workers, advance)
-    print_sweep(result)
-    columns = [point.columns() | row.as_dict() for point, row in result.rows]
-    _write_csv(columns, out / "sweep.csv")
+    loss = losses_chosen(recorded[0], replicas, what.policy_options)
+    known = None if prior is None else read_prior(prior)
+    points = over.points(what)
+    with waiting(f"replaying {sum(len(one.prompt_len) for one in recorded)} requests"):
+        found = compare_all(recorded, points, prior=known, loss=loss, jobs=workers)
+    if len(points) == 1:
+        print_comparison(found.points[0][1], found.points[0][0])
+    else:
+        print_winners(found)
+    if out is not None:
+        write_rows(found.rows(), out)
+    if html is not None:
+        from vllm_ndp.lab.page import of_comparison, write_page
+
+        write_page(html, f"{', '.join(map(str, traces))} under any system", of_comparison(found))
+    done = [one for _, comparison in found.points for one in comparison.replayed]
     print_json(
         {
-            "out": str(out),
-            "rows": len(result.rows),
-            "rows_found_before": result.found_before,
-            "refused": [{**point.columns(), "why": why} for point, why in result.refused],
-            "skipped": result.skipped,
+            "trace": ",".join(map(str, traces)),
+            "model": ",".join(over.model),
+            "hardware": ",".join(over.hardware),
+            "config_hash": ",".join(dict.fromkeys(comparison.config_hash for _, comparison in found.points)),
+            "num_requests": max(comparison.num_requests for _, comparison in found.points),
+            "rows": found.rows(),
+            "beside_fastest": [
+                one and dataclasses.asdict(one)
+                for _, comparison in found.points
+                for one in beside_fastest(comparison.replayed)
+            ],
+            "skipped": found.skipped,
+            "refused": [{**columns(at), "why": why} for at, why in found.refused],
+            "measured_decisions_per_s": [round(one.num_decisions / one.measured_seconds) for one in done],
             "measured_seconds": round(time.perf_counter() - started, 3),
         },
         shown=True,
@@ -238,160 +200,16 @@ def reproduce(
     print_json({"source": result.source, "rows": rows, "notes": list(result.notes)}, shown=True)
 
 
-@command(
-    app,
-    "analyze",
-    examples=(f"vllm-ndp analyze {BUNDLED}", f"vllm-ndp analyze {BUNDLED} --hot-experts 2 --prior-out prior.npy"),
-)
-def analyze(
-    trace: TraceArgument,
-    hot_experts: HotOption = None,
-    prior: PriorOption = None,
-    prior_out: Annotated[
-        Path | None, A_NEW_FILE, typer.Option(help="Write the popularity of this trace's experts to this .npy file.")
-    ] = None,
-    calibrations: Annotated[
-        tuple[Path, Path] | None, typer.Option(help="Two replica directories: how much do their losses and bits agree?")
-    ] = None,
-    avg_bits: Annotated[float, typer.Option(help="calibrations: average bits of cold experts.")] = DEFAULT_AVG_BITS,
-) -> None:
-    """Say what prompts tell about their decode.
+def write_timeline(path: Path, runs: Sequence[StepRun], measured_s: Sequence[float] = ()) -> None:
+    from vllm_ndp.lab.exact.timeline import chrome_trace
 
-    Against a null, a prior and an oracle, with intervals.
-    """
-    import numpy as np
-
-    from vllm_ndp.cli.terminal import waiting
-    from vllm_ndp.lab.analysis import analyse, calibration_sensitivity
-    from vllm_ndp.lab.cli.tables import print_agreement, print_analysis
-    from vllm_ndp.lab.compare import popularity
-    from vllm_ndp.planning.plan import Budget
-    from vllm_ndp.planning.policies import read_prior
-    from vllm_ndp.traces.trace import Trace
-
-    recorded = Trace.load(trace)
-    with waiting(f"analysing {len(recorded.prompt_len)} requests"):
-        result = analyse(recorded, hot_experts, prior=None if prior is None else read_prior(prior))
-    summary = {**dataclasses.asdict(result), "layers_outside_null": result.layers_outside_null}
-    agreement = None
-    if calibrations is not None:
-        first, second = (losses(recorded, path) for path in calibrations)
-        agreement = calibration_sensitivity(recorded, first, second, Budget(result.num_hot, avg_bits))
-        summary["calibration"] = dataclasses.asdict(agreement)
-    if prior_out is not None:
-        np.save(prior_out, popularity(recorded).values)
-    print_analysis(result)
-    if agreement is not None:
-        print_agreement(agreement)
-    print_json({"trace": str(trace), **summary}, shown=True)
+    moved = {run.step: run.migration_ps for run in runs if run.migrated_experts}
+    path.write_text(json.dumps(chrome_trace(runs, measured_s, moved)), encoding="utf-8")
 
 
-@dataclasses.dataclass(frozen=True)
-class PageOptions:
-    """Files that the command writes."""
-
-    out: Annotated[Path, A_NEW_FILE, typer.Option("--out", "-o", help="HTML file to write.")] = Path("report.html")
-    shapes: Annotated[
-        str | None,
-        typer.Option(help="Also map these public models, or 'published' = five, on GPUs of 8 to 160 GB."),
-    ] = None
-    perfetto: Annotated[
-        Path | None, A_NEW_FILE, typer.Option(help="Also write the first steps to this file, for ui.perfetto.dev.")
-    ] = None
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps in that file.")] = 64
-
-
-@command(
-    app,
-    "report",
-    examples=(
-        f"vllm-ndp report {BUNDLED}",
-        f"vllm-ndp report {BUNDLED} --out page.html --shapes mixtral-8x7b --perfetto steps.json",
-    ),
-)
-def report(
-    trace: TraceArgument,
-    where: HardwareOptions,
-    page: PageOptions,
-    hot_experts: HotOption = None,
-    avg_bits: AvgBitsOption = DEFAULT_AVG_BITS,
-    batch: BatchOption = "1",
-    replicas: ReplicasOption = None,
-) -> None:
-    """Draw one self-contained page of plots about a trace.
-
-    The plots show the first batch size.
-    """
-    from vllm_ndp.cli.terminal import waiting
-    from vllm_ndp.lab.compare import CompareSettings
-    from vllm_ndp.lab.frontier import SHAPES
-    from vllm_ndp.lab.report import write_report, write_timeline
-    from vllm_ndp.traces.trace import Trace
-
-    recorded = Trace.load(trace)
-    settings = CompareSettings(
-        model=where.model,
-        hardware=where.hardware,
-        overrides=where.overrides(),
-        batches=integers(batch, "--batch"),
-        num_hot=hot_experts,
-        avg_bits=avg_bits,
-    )
-    nominal = replicas is None and (recorded.provenance.live is None or _is_identity(recorded))
-    loss = losses(recorded, replicas, nominal=nominal)
-    every = page.shapes == "published"
-    models = () if page.shapes is None else SHAPES if every else names(page.shapes, SHAPES)
-    with waiting(f"replaying {len(recorded.prompt_len)} requests on every system"):
-        result: dict[str, Any] = write_report(recorded, settings, page.out, loss, models)
-        if page.perfetto is not None:
-            result["perfetto"] = str(page.perfetto)
-            result["steps"] = write_timeline(recorded, settings, page.perfetto, loss, page.steps)
-    print_json(result)
-
-
-def _settings(what: SystemOptions, where: HardwareOptions, plans: PlanOptions) -> CompareSettings:
-    from vllm_ndp.lab.compare import ALL_POLICIES, CompareSettings
-    from vllm_ndp.lab.systems import SYSTEMS
-
-    return CompareSettings(
-        model=where.model,
-        hardware=where.hardware,
-        overrides=where.overrides(),
-        systems=names(what.systems, tuple(SYSTEMS)),
-        policies=names(what.policies, ALL_POLICIES),
-        batches=integers(what.batch, "--batch"),
-        prefetch=what.prefetch,
-        regret=what.regret,
-        affinity=what.affinity,
-        options=what.of_systems(),
-        num_hot=plans.hot_experts,
-        fit=plans.fit,
-        avg_bits=plans.avg_bits,
-        bits=plans.bit_rule,
-        batch_rule=plans.batch_rule,
-        bits_for=plans.bits_for,
-        prior_tokens=plans.prior_tokens,
-        policy_options=policy_options(plans.policy_option),
-        migration=plans.migration,
-        migration_budget=plans.moves,
-        hysteresis=plans.hysteresis,
-    )
-
-
-def _listed(text: str) -> tuple[str, ...]:
-    return names(text, ())
-
-
-def _write_csv(rows: list[dict[str, Any]], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]) if rows else [])
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def losses_chosen(trace: Trace, replicas: Path | None, options: list[str] | None) -> LossTable | None:
+def losses_chosen(trace: Trace, replicas: Path | None, options: dict[str, Any]) -> LossTable | None:
     """Load the losses that the options name, of the given replicas; without any, None: nominal ones."""
-    kind = policy_options(options).get("losses")
+    kind = options.get("losses")
     if replicas is not None:
         return losses(trace, replicas, kind=str(kind or "relative"))
     if kind is not None:

@@ -1,65 +1,45 @@
 """`vllm-ndp scaling`: what more devices, GPUs and larger batches bring, and what a shared pool saves.
 
-Knows options, the table and the last line. lab/scaling.py computes, lab/report/scaling.py draws.
+Knows options, the table and the last line. lab/scaling.py computes, lab/page.py draws.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ndp_device.common.command_line import HardwareOption, SetOption, command, print_json
-from ndp_device.common.outputs import A_NEW_FILE
 from vllm_ndp.cli.options import hardware_values, integers, names
+from vllm_ndp.lab.options import PageOption, TableOption
 
 if TYPE_CHECKING:
-    from vllm_ndp.lab.scaling import Pool, ScalingPoint, Setup
+    from vllm_ndp.lab.scaling import Pool, ScalingPoint
 
 app = typer.Typer()
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaleOptions:
-    """Models, devices, GPUs and batch sizes to vary."""
+    """Values to vary, and what is the same at every point."""
 
     models: Annotated[str, typer.Option(help="Public shapes, or all four of the docs.")] = "all"
     devices: Annotated[str, typer.Option(help="Numbers of devices.")] = "1,2,3,4,5,6,7,8"
     gpus: Annotated[str, typer.Option(help="Numbers of GPUs that split each layer.")] = "1,2,4,8"
     batch: Annotated[str, typer.Option(help="Requests that decode together.")] = "1,4,16,64,256"
-
-
-@dataclasses.dataclass(frozen=True)
-class PoolOptions:
-    """Hosts that share devices."""
-
     hosts: Annotated[
         int, typer.Option(help="Hosts that share a pool of devices; 0 = leave that out.", metavar="N", min=0)
     ] = 8
     pool_batch: Annotated[
         int, typer.Option(help="Requests that each of those decodes together.", metavar="N", min=1)
     ] = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class SetupOptions:
-    """Settings that are the same at every point."""
-
     bits: Annotated[int, typer.Option(help="Of experts on devices.", metavar="N", min=1, max=4)] = 3
     context: Annotated[int, typer.Option(help="Cached tokens of each request.", metavar="N", min=1)] = 4096
     split: Annotated[bool, typer.Option(help="Each device has a part of every expert, not copies of some.")] = False
     hardware: HardwareOption = "h100-ndp512"
     set_: SetOption = None
-
-    def setup(self) -> Setup:
-        from ndp_device.timing.spec import load_hardware
-        from vllm_ndp.lab.scaling import Setup
-
-        hardware = load_hardware(self.hardware, **hardware_values(self.set_))
-        return Setup(hardware, bits=self.bits, context=self.context, splits_experts=self.split)
 
 
 @command(
@@ -67,40 +47,41 @@ class SetupOptions:
     "scaling",
     examples=(
         "vllm-ndp scaling --models mixtral-8x7b --devices 1,2 --gpus 1 --batch 1,8 --hosts 2",
-        "vllm-ndp scaling --models mixtral-8x7b --devices 1,2,4 --gpus 1 --batch 1 --hosts 0 --out scaling.html",
+        "vllm-ndp scaling --models mixtral-8x7b --devices 1,2,4 --gpus 1 --batch 1 --hosts 0 --html scaling.html",
     ),
 )
-def scaling(
-    over: ScaleOptions,
-    sharing: PoolOptions,
-    at: SetupOptions,
-    out: Annotated[Path | None, A_NEW_FILE, typer.Option(help="Write a page of plots here.")] = None,
-) -> None:
+def scaling(over: ScaleOptions, out: TableOption = None, html: PageOption = None) -> None:
     """Tokens/s over devices, GPUs, batches; hosts that share them.
 
     GPU memory holds as many hot experts as fit; all others are on devices. The table also names the part that takes
     most of a step. All times are simulated.
     """
+    from ndp_device.timing.spec import load_hardware
     from vllm_ndp.cli.terminal import waiting
-    from vllm_ndp.lab.scaling import MODELS, Scale, curve, pool, stops_paying
+    from vllm_ndp.lab.cli.tables import write_rows
+    from vllm_ndp.lab.scaling import MODELS, Scale, Setup, curve, pool, stops_paying
 
     started = time.perf_counter()
     counts, batches = integers(over.devices, "--devices", least=1), integers(over.batch, "--batch", least=1)
-    sizes, hosts, pool_batch = integers(over.gpus, "--gpus", least=1), sharing.hosts, sharing.pool_batch
+    sizes, hosts, pool_batch = integers(over.gpus, "--gpus", least=1), over.hosts, over.pool_batch
+    hardware = load_hardware(over.hardware, **hardware_values(over.set_))
+    setup = Setup(hardware, bits=over.bits, context=over.context, splits_experts=over.split)
     points: list[ScalingPoint] = []
     pools: list[Pool] = []
     for model in names(over.models, MODELS):
         with waiting(f"scaling {model}"):
-            scale = Scale(model, at.setup(), max(*batches, hosts * pool_batch))
+            scale = Scale(model, setup, max(*batches, hosts * pool_batch))
             found = curve(scale, batches, sizes, counts)
             points += found
             shared = [pool(scale, pool_batch, size, counts, hosts) for size in sizes] if hosts else []
             pools += [one for one in shared if one is not None][:1]  # on the fewest GPUs that hold it
     _print(points, pools)
     if out is not None:
-        from vllm_ndp.lab.report.scaling import render
+        write_rows([_rounded(point) for point in points], out)
+    if html is not None:
+        from vllm_ndp.lab.page import of_scaling, write_page
 
-        out.write_text(render(points, pools, at.hardware))
+        write_page(html, f"Scaling on {over.hardware}", of_scaling(points, pools))
     lines: dict[tuple[str, int, int], list[ScalingPoint]] = {}
     for point in points:
         lines.setdefault((point.model, point.num_gpus, point.batch), []).append(point)
@@ -111,7 +92,7 @@ def scaling(
             for (model, size, count), line in lines.items()
         ],
         "pools": [_of_pool(one) for one in pools],
-        "page": None if out is None else str(out),
+        "page": None if html is None else str(html),
         "seconds": round(time.perf_counter() - started, 2),
     }
     print_json(result, shown=True)

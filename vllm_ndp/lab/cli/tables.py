@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
+from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import WIDTHS
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cli.terminal import print_table
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.analysis import Analysis, Sensitivity
-from vllm_ndp.lab.compare import CompareSettings, Comparison, beside_fastest
+from vllm_ndp.lab.compare import Comparison, beside_fastest
+from vllm_ndp.lab.grid import Compared, columns, named
+from vllm_ndp.lab.load.latency import CAUSES, Percentile
+from vllm_ndp.lab.locality import Locality
+from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.reproduce import Reproduction
-from vllm_ndp.lab.serving.latency import CAUSES, Percentile
-from vllm_ndp.lab.sweep.run import SweepResult
 from vllm_ndp.lab.systems import SYSTEMS
 
 EXPENDABLE = (
@@ -31,6 +36,21 @@ EXPENDABLE = (
 """Columns of a comparison that a narrow terminal goes without, the least first."""
 
 
+def write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """By the file's ending: Parquet, or CSV."""
+    import pyarrow
+    import pyarrow.csv
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_pylist(list(rows))
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    elif path.suffix == ".csv":
+        pyarrow.csv.write_csv(table, path)
+    else:
+        raise ConfigError(f"--out takes a .parquet or a .csv file, got {path}")
+
+
 def print_comparison(result: Comparison, settings: CompareSettings) -> None:
     where = f"{settings.model} on {settings.hardware} ({result.config_hash})"
     table = Table(title=f"{where}, {result.num_requests} requests; simulated times")
@@ -40,7 +60,7 @@ def print_comparison(result: Comparison, settings: CompareSettings) -> None:
         )
     for row in result.rows:
         table.add_row(*row.cells().values())
-    print_table(table, width=230, expendable=EXPENDABLE, elsewhere="--csv FILE has all columns")
+    print_table(table, width=230, expendable=EXPENDABLE, elsewhere="--out FILE has all columns")
     for row, beside in zip(result.rows, beside_fastest(result.replayed), strict=True):
         if beside is not None and beside.equal and beside.ks:
             print(
@@ -58,44 +78,24 @@ def print_comparison(result: Comparison, settings: CompareSettings) -> None:
         print(f"  skipped {note}")
 
 
-def print_sweep(result: SweepResult) -> None:
+def print_winners(result: Compared) -> None:
     """For each point and batch size the fastest row that is no oracle, and the best of the others' systems."""
     table = Table(title="fastest system at each point; simulated decode tokens/s")
-    for name in (
-        "model",
-        "hardware",
-        "memory GB",
-        "batch",
-        "system",
-        "policy",
-        "tokens/s",
-        "loss",
-        "next system",
-        "of it",
-    ):
+    point = ("model", "hardware", "memory GB", "avg bits", "batch")
+    for name in (*point, "system", "policy", "tokens/s", "loss", "next system", "of it"):
         table.add_column(name, justify="left" if name in ("model", "hardware", "system", "policy") else "right")
-    for point, batch, best, second in result.winners():
-        model, hardware, memory = map(str, point.columns().values())
+    for at, batch, best, second in result.winners():
         cells = best.cells()
         other = (
             ("-", "-")
             if second is None
             else (second.system, f"{second.decode_tokens_per_s / best.decode_tokens_per_s:.2f}")
         )
-        table.add_row(
-            model,
-            hardware,
-            memory,
-            str(batch),
-            best.system,
-            best.policy,
-            cells["decode tokens/s"],
-            cells["loss"],
-            *other,
-        )
+        where = ("preset" if value is None else str(value) for value in columns(at).values())
+        table.add_row(*where, str(batch), best.system, best.policy, cells["decode tokens/s"], cells["loss"], *other)
     print_table(table, width=200)
-    for point, why in result.refused:
-        print(f"  refused {', '.join(map(str, point.columns().values()))}: {why}")
+    for at, why in result.refused:
+        print(f"  refused {named(at)}: {why}")
     for note in result.skipped:
         print(f"  skipped {note}")
 
@@ -162,3 +162,21 @@ def print_agreement(agreement: Sensitivity) -> None:
     )
     changed = f"{100 * agreement.bits_changed:.1f} % of cold experts get other bits"
     print(f"calibrations: rank correlation of losses {correlations}; {changed}")
+
+
+def print_locality(found: Locality, places: tuple[int, ...]) -> None:
+    """Means over layers, one row per rule."""
+    chance = found.top_k / found.num_experts
+    table = Table(
+        title=f"{found.num_tokens} {found.phase} tokens: {100 * found.repeats.mean():.1f} % of choices repeat, "
+        f"{100 * found.shuffled.mean():.1f} shuffled, {100 * chance:.1f} by chance"
+    )
+    table.add_column("% of choices found in")
+    for size in places:
+        table.add_column(f"{size} of {found.num_experts}", justify="right")
+    for rule in found.hits:
+        table.add_row(rule, *(f"{100 * found.mean_hits(rule, size):.1f}" for size in places))
+    for name, curve in (("lru misses, first 64 tokens", found.early_misses), ("later", found.later_misses)):
+        table.add_row(name, *(f"{100 * curve[:, size].mean():.1f}" for size in places))
+    table.add_row("most used, share", *(f"{100 * found.concentration[:, size].mean():.1f}" for size in places))
+    print_table(table, width=120)

@@ -20,7 +20,8 @@ from ndp_device.timing.shapes import public_shape
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.gpu_timing import GpuModel
-from vllm_ndp.lab.compare import CompareSettings, compare
+from vllm_ndp.lab.compare import compare
+from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.reproduce.row import Reproduction, Row
 from vllm_ndp.traces.trace import Trace
 

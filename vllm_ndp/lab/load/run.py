@@ -7,73 +7,35 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.common.errors import ConfigError, TraceError
-from ndp_device.common.widths import DEFAULT_AVG_BITS
+from ndp_device.common.errors import TraceError
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
+from ndp_device.timing.units import PS_PER_S
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.cost_model.memory import CAPACITY_OF, Footprint, beside_device_memory
 from vllm_ndp.lab.exact.clients import alone, together
 from vllm_ndp.lab.exact.live import recorded_rules
 from vllm_ndp.lab.exact.modelled import modelled_host, with_layers
-from vllm_ndp.lab.serving import arrivals
-from vllm_ndp.lab.serving.host import Host, ServedRequest
-from vllm_ndp.lab.serving.scheduler import SchedulerRules
+from vllm_ndp.lab.load.host import Host, ServedRequest
+from vllm_ndp.lab.load.scheduler import SchedulerRules
+from vllm_ndp.lab.options import LoadSettings
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import policy_with
 from vllm_ndp.planning.replanner import PlannerRules
+from vllm_ndp.traces.format import CACHED
 from vllm_ndp.traces.trace import Trace, from_sequences
-
-EXECUTIONS = ("balanced", "paper")
-MIGRATIONS = ("kept", "difference")
-
-
-@dataclass(frozen=True)
-class ServingSettings:
-    """How requests arrive, and the host that serves them."""
-
-    model: str = "mixtral-8x7b"
-    hardware: str = "h100-ndp512"
-    overrides: dict[str, str | int] = field(default_factory=dict)
-    process: str = "poisson"
-    rate_per_s: float = 1.0
-    burstiness: float = 0.25
-    """Burstiness of `bursty` arrivals; that of `poisson` is 1."""
-    speed: float = 1.0
-    """Speed of `recorded` arrivals."""
-    num_requests: int | None = None
-    """Requests in all, the trace's taken round and round; None: each once."""
-    seed: int = 0
-    policy: str = "prefill"
-    policy_options: dict[str, Any] = field(default_factory=dict)
-    num_hot: int | None = None
-    """None: half of the experts."""
-    avg_bits: float = DEFAULT_AVG_BITS
-    execution: str = "balanced"
-    migration: str = "kept"
-    scheduling: SchedulerRules = field(default_factory=SchedulerRules)
-    """kv_blocks None: as many as GPU memory holds beside the weights."""
-
-    def __post_init__(self) -> None:
-        for name, known in (("process", arrivals.PROCESSES), ("execution", EXECUTIONS), ("migration", MIGRATIONS)):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        if self.num_requests is not None and self.num_requests < 1:
-            raise ConfigError(f"there must be at least 1 request, got {self.num_requests}")
 
 
 def serve(
     traces: Sequence[Trace],
-    settings: ServingSettings,
+    settings: LoadSettings,
     *,
     prior: ImportanceScore | None = None,
     loss: LossTable | None = None,
@@ -86,7 +48,7 @@ def serve(
 
 def serve_again(trace: Trace, loss: LossTable) -> ServedRequest:
     """A recorded live run, as it was: its own hardware, plans and scheduler, requests arriving with its steps."""
-    setup, at_ps = trace.provenance.live, arrivals.of_steps(trace)
+    setup, at_ps = trace.provenance.live, of_steps(trace)
     if setup is None or setup.scheduling is None:
         raise TraceError("the trace does not say how its requests were scheduled: record it with this version")
     told = setup.scheduling
@@ -111,15 +73,13 @@ def repeated(trace: Trace, count: int | None) -> Trace:
 
 def _host(
     trace: Trace,
-    settings: ServingSettings,
+    settings: LoadSettings,
     number: int,
     prior: ImportanceScore | None,
     loss: LossTable | None,
     device_hosts: int = 1,
 ) -> Host:
-    if settings.process == "recorded" and settings.num_requests is not None:
-        raise ConfigError("recorded arrivals are those of the trace's own requests: leave --requests out")
-    trace = repeated(trace, settings.num_requests)
+    trace = repeated(trace, settings.requests)
     at_ps = _arrivals(trace, settings, number)
     p = trace.provenance
     costs = Costs(load_hardware(settings.hardware, **settings.overrides), model_named(settings.model))
@@ -138,11 +98,11 @@ def _host(
         offload_bits=DEFAULT_OFFLOAD_BITS if settings.execution == "balanced" and num_hot else 0,
         device_hosts=device_hosts,
     )
-    scheduling = settings.scheduling
-    if scheduling.kv_blocks is None:
-        blocks = kv_room(costs, num_hot, min(scheduling.max_num_seqs, len(at_ps))) // scheduling.block_size
-        scheduling = dataclasses.replace(scheduling, kv_blocks=blocks)
-    return Host(trace, setup, rules, at_ps, scheduling)
+    kv_tokens = settings.kv_tokens
+    if kv_tokens is None:
+        kv_tokens = kv_room(costs, num_hot, min(settings.max_num_seqs, len(at_ps)))
+    limits = settings.max_num_batched_tokens, settings.max_num_seqs, settings.block_size
+    return Host(trace, setup, rules, at_ps, SchedulerRules(*limits, kv_tokens // max(settings.block_size, 1)))
 
 
 def kv_room(costs: Costs, num_hot: int, requests: int) -> int:
@@ -158,11 +118,55 @@ def kv_room(costs: Costs, num_hot: int, requests: int) -> int:
     return left // (one.gpu - held.gpu)
 
 
-def _arrivals(trace: Trace, settings: ServingSettings, number: int) -> NDArray[np.int64]:
+def _arrivals(trace: Trace, settings: LoadSettings, number: int) -> NDArray[np.int64]:
     count = len(trace.prompt_len)
     if settings.process == "recorded":
-        return arrivals.recorded(trace, settings.speed)
+        return recorded(trace, settings.speed)
     if settings.process == "together":
         return np.zeros(count, np.int64)
     burstiness = settings.burstiness if settings.process == "bursty" else 1.0
-    return arrivals.drawn(count, settings.rate_per_s, settings.seed + number, burstiness)
+    return drawn(count, settings.rate, settings.seed + number, burstiness)
+
+
+# Arrivals are inputs, and not results of either clock: only here a measured time becomes a simulated one.
+
+
+def drawn(count: int, rate_per_s: float, seed: int, burstiness: float = 1.0) -> NDArray[np.int64]:
+    """Arrivals with gamma-distributed gaps of mean 1 / rate, as `vllm bench serve` draws them.
+
+    burstiness is the gamma's shape: 1 is a Poisson process, less comes in bursts, more comes evenly.
+    """
+    gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate_per_s * burstiness), size=count)
+    at: NDArray[np.int64] = np.round(np.cumsum(gaps) * PS_PER_S).astype(np.int64)
+    return at
+
+
+def recorded(trace: Trace, speed: float = 1.0) -> NDArray[np.int64]:
+    """arrival_s of the trace's requests, `speed` times as fast. Raises TraceError where they are out of order."""
+    seconds = trace.arrival_s
+    if not np.isfinite(seconds).all() or (seconds < 0).any():
+        raise TraceError("arrival times of the trace must be finite and at least 0")
+    late = np.flatnonzero(np.diff(seconds) < 0)
+    if len(late):
+        first = int(late[0])
+        raise TraceError(
+            f"arrivals are out of order: request {first + 1} comes at {seconds[first + 1]:g} s, after request {first} "
+            f"at {seconds[first]:g} s; number requests as they arrive"
+        )
+    at: NDArray[np.int64] = np.round(seconds / speed * PS_PER_S).astype(np.int64)
+    return at
+
+
+def of_steps(trace: Trace) -> NDArray[np.int64]:
+    """End of the step before each request's first one, in picoseconds.
+
+    Where a live run took requests as soon as they came, these are the arrivals. Raises TraceError where the trace is
+    not of a live run.
+    """
+    start_ps, step_ps = trace.simulated_steps()
+    steps, ends = trace.events["step"], np.concatenate([[0], start_ps + step_ps])
+    ran = trace.phase != CACHED
+    first = np.full(len(trace.prompt_len), np.iinfo(np.int64).max)
+    np.minimum.at(first, trace.request[ran], trace.step[ran])
+    at: NDArray[np.int64] = ends[np.searchsorted(steps, first)].astype(np.int64)
+    return at

@@ -11,11 +11,11 @@ from paths import DATA, ROOT
 from ndp_device.common.errors import ConfigError, NdpError, TraceError
 from vllm_ndp.cost_model.gpu_timing import LayerTime, StepTime
 from vllm_ndp.lab.exact.engine import StepRun
-from vllm_ndp.lab.serving.arrivals import drawn, of_steps, recorded
-from vllm_ndp.lab.serving.host import ServedRequest, ServedStep
-from vllm_ndp.lab.serving.latency import CAUSES, Tokens, percentiles, tokens_of
-from vllm_ndp.lab.serving.run import ServingSettings, repeated, serve
-from vllm_ndp.lab.serving.scheduler import Request, ScheduledSpan, Scheduler, SchedulerRules
+from vllm_ndp.lab.load.host import ServedRequest, ServedStep
+from vllm_ndp.lab.load.latency import CAUSES, Tokens, percentiles, tokens_of
+from vllm_ndp.lab.load.run import drawn, of_steps, recorded, repeated, serve
+from vllm_ndp.lab.load.scheduler import Request, ScheduledSpan, Scheduler, SchedulerRules
+from vllm_ndp.lab.options import LoadSettings
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
 BUNDLED = Trace.load(DATA / "tiny-mixtral-trace")
@@ -39,8 +39,8 @@ def short(requests: int, prompt: int, decode: int) -> Trace:
     return from_sequences(BUNDLED.provenance, sequences)
 
 
-def settings(**changes) -> ServingSettings:
-    return ServingSettings(**{"model": TINY, "overrides": dict(SLOW), "process": "together", "num_hot": 4} | changes)
+def settings(**changes) -> LoadSettings:
+    return LoadSettings(**{"model": TINY, "overrides": dict(SLOW), "process": "together", "num_hot": 4} | changes)
 
 
 # -- arrivals ---------------------------------------------------------------------------------------------------------
@@ -83,11 +83,11 @@ def test_arrivals_that_no_clock_could_give_are_refused(at, says):
     ("change", "says"),
     [
         ({"process": "poison"}, "process must be one of"),
-        ({"process": "poisson", "rate_per_s": 0.0}, "--rate must be greater than 0"),
+        ({"process": "poisson", "rate": 0.0}, "--rate must be greater than 0"),
         ({"process": "bursty", "burstiness": -1.0}, "--burstiness must be greater than 0"),
         ({"process": "recorded", "speed": float("nan")}, "--speed must be greater than 0"),
-        ({"process": "recorded", "num_requests": 9}, "leave --requests out"),
-        ({"num_requests": 0}, "at least 1 request"),
+        ({"process": "recorded", "requests": 9}, "leave --requests out"),
+        ({"requests": 0}, "at least 1 request"),
         ({"execution": "fast"}, "execution must be one of"),
         ({"migration": "free"}, "migration must be one of"),
         ({"num_hot": 9}, "0..8"),
@@ -245,9 +245,11 @@ def test_causes_add_up_to_the_latency_of_every_token(process, execution):
         settings(
             process=process,
             execution=execution,
-            rate_per_s=40.0,
+            rate=40.0,
             migration="difference",
-            scheduling=SchedulerRules(max_num_batched_tokens=16, max_num_seqs=3, kv_blocks=7),
+            max_num_batched_tokens=16,
+            max_num_seqs=3,
+            kv_tokens=7 * 16,
         ),
     )
     tokens = check_causes(served)
@@ -264,7 +266,7 @@ def test_a_request_that_meets_no_other_takes_what_it_takes_alone():
     trace = short(1, 16, 6)
     overrides = SLOW | {"dram.kind": "ideal"}
     early, late = (
-        serve([trace], settings(process=process, rate_per_s=1e-3, overrides=overrides))[0]
+        serve([trace], settings(process=process, rate=1e-3, overrides=overrides))[0]
         for process in ("together", "poisson")
     )
     assert late.arrivals_ps[0] > 0
@@ -296,7 +298,7 @@ def test_hosts_that_know_of_each_other_are_no_slower_balanced_than_by_the_papers
 
 
 def test_the_same_settings_serve_the_same_to_the_picosecond():
-    runs = [serve([short(4, 12, 6)], settings(process="bursty", rate_per_s=100.0, seed=5))[0] for _ in range(2)]
+    runs = [serve([short(4, 12, 6)], settings(process="bursty", rate=100.0, seed=5))[0] for _ in range(2)]
     assert tokens_of(runs[0]).causes_ps.tolist() == tokens_of(runs[1]).causes_ps.tolist()
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import TraceError
 from vllm_ndp.lab.exact.engine import Asks, Engine, StepRun
-from vllm_ndp.lab.serving.scheduler import Request, ScheduledSpan, Scheduler, SchedulerRules
+from vllm_ndp.lab.load.scheduler import Request, ScheduledSpan, Scheduler, SchedulerRules
 from vllm_ndp.layer.setup import Setup
 from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.traces.format import CACHED

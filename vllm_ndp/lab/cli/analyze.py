@@ -1,0 +1,162 @@
+"""`vllm-ndp analyze`: what a trace's routing tells by itself. Knows options; lab/ computes, tables.py prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ndp_device.common.command_line import command, print_json
+from ndp_device.common.errors import ConfigError, TraceError
+from ndp_device.common.outputs import A_NEW_FILE
+from ndp_device.common.widths import DEFAULT_AVG_BITS
+from vllm_ndp.cli.options import TraceArgument, integers
+from vllm_ndp.lab.options import BUNDLED, HotOption, PageOption, PriorOption, TableOption
+
+if TYPE_CHECKING:
+    from vllm_ndp.lab.analysis import Analysis
+    from vllm_ndp.lab.locality import Locality
+    from vllm_ndp.traces.trace import Trace
+
+app = typer.Typer()
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheOptions:
+    """Caches of routing that are looked at."""
+
+    places: Annotated[str | None, typer.Option(help="Cache sizes to print, experts per layer.")] = None
+    phase: Annotated[str, typer.Option(help="Tokens whose repeats count: decode or all.")] = "decode"
+    warm: Annotated[bool, typer.Option("--warm", help="Begin caches with the prompt's experts; else empty.")] = False
+    against: Annotated[Path | None, typer.Option(help="Another trace: are the two as local, request by request?")] = (
+        None
+    )
+
+
+@command(
+    app,
+    "analyze",
+    examples=(
+        f"vllm-ndp analyze {BUNDLED}",
+        f"vllm-ndp analyze {BUNDLED} --hot-experts 2 --prior-out prior.npy --html page.html",
+        f"vllm-ndp analyze {BUNDLED} --places 2,4,6 --warm --against {BUNDLED} --out layers.parquet",
+    ),
+)
+def analyze(
+    trace: TraceArgument,
+    caches: CacheOptions,
+    hot_experts: HotOption = None,
+    prior: PriorOption = None,
+    prior_out: Annotated[
+        Path | None, A_NEW_FILE, typer.Option(help="Write the popularity of this trace's experts to this .npy file.")
+    ] = None,
+    routing_out: Annotated[
+        Path | None, A_NEW_FILE, typer.Option(help="Fit synthetic routing that is as local, for trace-synth --routing.")
+    ] = None,
+    calibrations: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Two replica directories: how much do their losses and bits agree?")
+    ] = None,
+    avg_bits: Annotated[float, typer.Option(help="calibrations: average bits of cold experts.")] = DEFAULT_AVG_BITS,
+    out: TableOption = None,
+    html: PageOption = None,
+) -> None:
+    """Say what prompts tell of decode, and what caches would hit.
+
+    Against a null, a prior and an oracle, with intervals. Repeats stand beside the same tokens shuffled, and chance.
+    --out: every layer's curves. No time is simulated.
+    """
+    import numpy as np
+
+    from vllm_ndp.cli.terminal import waiting
+    from vllm_ndp.lab.analysis import analyse, calibration_sensitivity
+    from vllm_ndp.lab.cli.recorded import losses
+    from vllm_ndp.lab.cli.tables import print_agreement, print_analysis, print_locality, write_rows
+    from vllm_ndp.lab.compare import popularity
+    from vllm_ndp.lab.locality import default_places, locality
+    from vllm_ndp.lab.vectorised.prediction import found_ahead
+    from vllm_ndp.planning.plan import Budget
+    from vllm_ndp.planning.policies import read_prior
+    from vllm_ndp.traces.trace import Trace
+
+    recorded = Trace.load(trace)
+    p = recorded.provenance
+    sizes = integers(caches.places, "--places") if caches.places else default_places(p.num_experts)
+    if min(sizes) < 0 or max(sizes) > p.num_experts:
+        raise ConfigError(f"--places must lie in 0..{p.num_experts}, the experts of a layer, got {caches.places}")
+    known = None if prior is None else read_prior(prior)
+    summary: dict[str, Any] = {"trace": str(trace), "model": p.model}
+    analysis: Analysis | None = None
+    with waiting(f"analysing {len(recorded.prompt_len)} requests"):
+        found = locality(recorded, caches.phase, warm=caches.warm)
+        try:
+            analysis = analyse(recorded, hot_experts, prior=known)
+            summary |= {**dataclasses.asdict(analysis), "layers_outside_null": analysis.layers_outside_null}
+        except TraceError as error:  # repeats can be said of a single request
+            summary["not_analysed"] = str(error)
+    summary["locality"] = found.as_dict(sizes) | {"predicted": found_ahead(recorded)}
+    if routing_out is not None:
+        from vllm_ndp.lab.routing_fit import fit_routing
+
+        with waiting("fitting synthetic routing"):
+            routing, summary["fit_off_by"] = fit_routing(found, p.model)
+        fit = {name: getattr(routing, name) for name in routing.__dataclass_fields__}
+        routing_out.write_text(json.dumps({"fit": fit}) + "\n")
+    if analysis is not None:
+        print_analysis(analysis)
+    else:
+        print(f"what prompts tell is not said: {summary['not_analysed']}")
+    if calibrations is not None:
+        first, second = (losses(recorded, path) for path in calibrations)
+        num_hot = p.num_experts // 2 if hot_experts is None else hot_experts
+        agreement = calibration_sensitivity(recorded, first, second, Budget(num_hot, avg_bits))
+        summary["calibration"] = dataclasses.asdict(agreement)
+        print_agreement(agreement)
+    print_locality(found, sizes)
+    if caches.against is not None:
+        summary["against"] = _set_against(recorded, Trace.load(caches.against), caches.phase)
+    if prior_out is not None:
+        np.save(prior_out, popularity(recorded).values)
+    if out is not None:
+        write_rows(_by_layer(found), out)
+    if html is not None:
+        from vllm_ndp.lab.page import of_routing, write_page
+
+        write_page(html, f"Routing of {p.model}", of_routing(recorded, found, analysis))
+    print_json(summary, shown=True)
+
+
+def _by_layer(found: Locality) -> list[dict[str, Any]]:
+    """A row per layer and size of a cache."""
+    return [
+        {
+            "layer": layer,
+            "places": size,
+            "repeats": float(found.repeats[layer]),
+            "shuffled": float(found.shuffled[layer]),
+            "concentration": float(found.concentration[layer, size]),
+            **{rule: float(curve[layer, size]) for rule, curve in found.hits.items()},
+        }
+        for layer in range(len(found.repeats))
+        for size in range(found.num_experts + 1)
+    ]
+
+
+def _set_against(own: Trace, other: Trace, phase: str) -> dict[str, Any]:
+    """Difference of means over requests, TOST and KS, of repeats and of LRU hits at a quarter of the experts."""
+    from vllm_ndp.lab.differences import unpaired
+    from vllm_ndp.lab.locality import by_request
+
+    ours, theirs = (by_request(trace, max(trace.provenance.num_experts // 4, 1), phase) for trace in (own, other))
+    found = {}
+    for name, values in ours.items():
+        one = unpaired(values, theirs[name])
+        found[name] = dataclasses.asdict(one)
+        verdict = "equal" if one.equal else "not shown equal"
+        print(
+            f"{name}: {one.mean:+.3f} ({one.low:+.3f} to {one.high:+.3f}) from the other trace's; {verdict} within "
+            f"{one.margin:g} (TOST, 5 %); KS {one.ks:.2f}, p {one.ks_p:.2f}"
+        )
+    return found

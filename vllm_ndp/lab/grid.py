@@ -1,0 +1,202 @@
+"""`compare` at every point of a grid, shared out over processes.
+
+A refusal of one system at one point (a budget that fits nothing, say) is a result, not the end. A model is replayed on
+the first trace of its routing shape. No row depends on another, so any number of processes finds the same to the digit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ndp_device.common.errors import ConfigError, NdpError
+from vllm_ndp.cost_model.costs import model_named
+from vllm_ndp.lab.compare import Comparison, Replays, Workload, side_by_side
+from vllm_ndp.lab.options import CAPACITY, GB, ORACLE, CompareSettings
+from vllm_ndp.lab.systems import OPTIONS
+from vllm_ndp.lab.vectorised.outcome import Summary
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.traces.trace import Trace
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Points of a grid with their comparisons, and what was refused where."""
+
+    points: list[tuple[CompareSettings, Comparison]]
+    refused: list[tuple[CompareSettings, str]]
+    skipped: list[str]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every row, with its point in the first columns."""
+        return [columns(at) | row.as_dict() for at, comparison in self.points for row in comparison.rows]
+
+    def winners(self) -> Iterator[tuple[CompareSettings, int, Summary, Summary | None]]:
+        """Per point and batch size: the fastest row, and the fastest of all other systems. Oracles do not take part."""
+        for at, comparison in self.points:
+            for batch in dict.fromkeys(row.batch for row in comparison.rows):
+                rows = [row for row in comparison.rows if row.batch == batch and not row.policy.startswith(ORACLE)]
+                ranked = sorted(rows, key=lambda row: -row.decode_tokens_per_s)
+                if ranked:
+                    other = next((row for row in ranked if row.system != ranked[0].system), None)
+                    yield at, batch, ranked[0], other
+
+
+def columns(at: CompareSettings) -> dict[str, Any]:
+    """First columns of a point's rows. memory_gb None: as the hardware has it."""
+    capacity = at.overrides.get(CAPACITY)
+    memory = None if capacity is None else int(capacity) / GB
+    return {"model": at.model, "hardware": at.hardware, "memory_gb": memory, "asked_bits": at.avg_bits}
+
+
+def processes(text: str) -> int:
+    """Read a number of processes, or `all`: one for each core this process may use."""
+    if text == "all":
+        return len(os.sched_getaffinity(0))
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--jobs must be a number of processes, or all, got {text!r}")
+    return int(text)
+
+
+def compare_all(
+    traces: Sequence[Trace],
+    points: Sequence[CompareSettings],
+    *,
+    prior: ImportanceScore | None = None,
+    loss: LossTable | None = None,
+    jobs: int = 1,
+) -> Compared:
+    """Raises ConfigError where a trace has no model, a model no trace, or nothing can be replayed anywhere; at a single
+    point for whatever `compare` refuses."""
+    numbers = [_trace_of(at.model, traces) for at in points]
+    if unused := set(range(len(traces))) - set(numbers):
+        p = traces[min(unused)].provenance
+        raise ConfigError(
+            f"no model of the grid has {p.num_experts} experts top-{p.top_k} as trace {min(unused) + 1} "
+            f"(of {p.model}): leave it out or name a model of its routing shape"
+        )
+    workloads = [Workload(trace, prior=prior, affinity=points[0].affinity) for trace in traces]
+    alone = Replays(workloads[0], points[0], loss) if len(points) == 1 else None
+    tasks = [
+        Task(place, number, _of_system(at, name))
+        for place, (number, at) in enumerate(zip(numbers, points, strict=True))
+        for name in (at.systems if alone is None else dict.fromkeys(one.system for one in alone.combinations))
+    ]
+    parts: list[list[Comparison]] = [[] for _ in points]
+    refused: dict[tuple[int, str], None] = {}
+    for task, found in zip(tasks, _run(_Work(workloads, loss), tasks, min(jobs, len(tasks))), strict=True):
+        if isinstance(found, str):
+            refused[task.point, found] = None
+        else:
+            parts[task.point].append(found)
+    if not any(parts):
+        raise ConfigError(next(why for _, why in refused))
+    there = [(at, _whole(of)) for at, of in zip(points, parts, strict=True) if of]
+    if alone is not None:
+        there = [(at, dataclasses.replace(whole, skipped=alone.skipped)) for at, whole in there]
+    return Compared(there, [(points[place], why) for place, why in refused], _skipped(there))
+
+
+class Task(NamedTuple):
+    """One system at one point."""
+
+    point: int
+    trace: int
+    settings: CompareSettings
+
+
+class _Work:
+    """What processes share: they are forked, so they read the traces without a copy."""
+
+    def __init__(self, workloads: list[Workload], loss: LossTable | None) -> None:
+        self._workloads, self._loss = workloads, loss
+
+    def __call__(self, task: Task) -> Comparison | str:
+        try:
+            return Replays(self._workloads[task.trace], task.settings, self._loss).compared()
+        except NdpError as error:
+            return str(error)
+
+    def arrange(self, tasks: Sequence[Task]) -> None:
+        """Arrange the traces for every batch size now, so that no process does it again."""
+        for _, number, settings in tasks:
+            workload = self._workloads[number]
+            for batch in settings.batches:
+                if batch <= len(workload.trace.prompt_len):
+                    workload.batches(batch)
+
+
+_forked: list[_Work] = []
+"""In a worker process: what it was forked with."""
+
+
+def _run(work: _Work, tasks: Sequence[Task], jobs: int) -> Iterator[Comparison | str]:
+    """In the order of the tasks."""
+    if jobs == 1:
+        yield from map(work, tasks)
+        return
+    work.arrange(tasks)
+    _forked[:] = [work]
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        try:
+            yield from pool.map(_run_forked, tasks)
+        except BrokenProcessPool:
+            raise NdpError(
+                "a worker process ended without an answer, perhaps because memory ran out: try with fewer --jobs"
+            ) from None
+        finally:
+            _forked.clear()
+            pool.shutdown(cancel_futures=True)
+
+
+def _run_forked(task: Task) -> Comparison | str:
+    return _forked[0](task)
+
+
+def _of_system(at: CompareSettings, name: str) -> CompareSettings:
+    own = OPTIONS.get(name, ())
+    return dataclasses.replace(
+        at, systems=(name,), options={option: value for option, value in at.options.items() if option in own}
+    )
+
+
+def _whole(parts: Sequence[Comparison]) -> Comparison:
+    """The comparison of a point from those of its systems: by batch size, then by system."""
+    replayed = sorted((done for part in parts for done in part.replayed), key=lambda done: done.row.batch)
+    skipped = list(dict.fromkeys(note for part in parts for note in part.skipped))
+    return dataclasses.replace(parts[0], rows=side_by_side(replayed), replayed=replayed, skipped=skipped)
+
+
+def _skipped(points: Sequence[tuple[CompareSettings, Comparison]]) -> list[str]:
+    """Rows that are missing and why; with their point where not every point lacks them."""
+    everywhere = set.intersection(*(set(comparison.skipped) for _, comparison in points))
+    common = [note for note in points[0][1].skipped if note in everywhere]
+    return common + [
+        f"{named(at)}: {note}" for at, comparison in points for note in comparison.skipped if note not in everywhere
+    ]
+
+
+def named(at: CompareSettings) -> str:
+    return ", ".join(str(value) for value in columns(at).values() if value is not None)
+
+
+def _trace_of(model: str, traces: Sequence[Trace]) -> int:
+    """The first trace of the model's routing shape; the only one is held to it by its replay."""
+    if len(traces) == 1:
+        return 0
+    shape = model_named(model)
+    for number, trace in enumerate(traces):
+        if (trace.provenance.num_experts, trace.provenance.top_k) == (shape.num_experts, shape.top_k):
+            return number
+    given = ", ".join(f"{t.provenance.num_experts} top-{t.provenance.top_k}" for t in traces)
+    raise ConfigError(
+        f"{model} has {shape.num_experts} experts top-{shape.top_k}, the traces have {given}: "
+        "add a trace of its routing shape"
+    )

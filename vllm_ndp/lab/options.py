@@ -1,0 +1,262 @@
+"""Options of the lab's commands, one record each: what a command asks for is what the lab is given.
+
+Imports nothing that takes time, so that a help appears at once. Computes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ndp_device.common.command_line import HardwareOption, Written, assignments
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.outputs import A_NEW_FILE
+from ndp_device.common.widths import DEFAULT_AVG_BITS
+from vllm_ndp.cli.options import AvgBitsOption, hardware_values, integers, judge_bits
+
+BUNDLED = "tests/data/tiny-mixtral-trace"
+"""A trace that examples use."""
+CAPACITY = "gpu.hbm_capacity_bytes"
+GB = 10**9
+ORACLE = "oracle"
+"""The policy that scores the decode itself."""
+PREFETCHES = ("measured", "published")
+ARRIVALS = ("poisson", "bursty", "recorded", "steps", "together")
+EXECUTIONS = ("balanced", "paper")
+SERVED_MIGRATIONS = ("kept", "difference")
+
+TableOption = Annotated[
+    Path | None, A_NEW_FILE, typer.Option("--out", help="Write rows to this .parquet or .csv file.")
+]
+PageOption = Annotated[Path | None, A_NEW_FILE, typer.Option("--html", help="Draw one page of plots into this file.")]
+HotOption = Annotated[int | None, typer.Option("--hot-experts", help="Hot experts per layer; default: half of them.")]
+PriorOption = Annotated[
+    Path | None, typer.Option(help="Popularity of experts as .npy, layers x experts (see analyze --prior-out).")
+]
+ReplicasOption = Annotated[
+    Path | None, typer.Option(help="Replica directory whose loss table is used; default: what the run used.")
+]
+
+
+def _number_or_text(value: str) -> float | str:
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _of_policies(pairs: list[str] | None) -> dict[str, Any]:
+    given = assignments(pairs, "--policy-option")
+    return {name: int(value) if value.isdigit() else _number_or_text(value) for name, value in given.items()}
+
+
+def _of_systems(pairs: list[str] | None) -> dict[str, float | str]:
+    return {name: _number_or_text(value) for name, value in assignments(pairs, "--option").items()}
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    return integers(text, "--batch")
+
+
+PolicyOptions = Annotated[
+    dict[str, Any],
+    typer.Option("--policy-option", metavar="NAME=VALUE", help="Option of a policy, e.g. alpha=0.7 or one of its own."),
+    Written(_of_policies, None, list[str] | None),
+]
+
+
+@dataclass(frozen=True)
+class CompareSettings:
+    """Systems, policies and batch sizes to compare, and the model and hardware to compare them on."""
+
+    model: str = "mixtral-8x7b"
+    hardware: str = "h100-ndp512"
+    overrides: dict[str, str | int] = field(default_factory=dict)
+    avg_bits: float = DEFAULT_AVG_BITS
+    seed: int = 0
+    systems: Annotated[
+        tuple[str, ...], typer.Option(help="Names with commas between them, or all."), Written(_listed, "all")
+    ] = ("all",)
+    policies: Annotated[
+        tuple[str, ...], typer.Option(help="Names with commas between them, or all."), Written(_listed, "all")
+    ] = ("all",)
+    batches: Annotated[
+        tuple[int, ...],
+        typer.Option("--batch", help="Batch sizes with commas between them."),
+        Written(_batches, "1"),
+    ] = (1,)
+    prefetch: Annotated[
+        str, typer.Option(help="How well systems prefetch: measured on the trace, or published by their authors.")
+    ] = "measured"
+    regret: Annotated[
+        bool,
+        typer.Option(help="Say how much longer each row takes than the least time at its loss, with proof."),
+        Written(bool, True, bool),
+    ] = False
+    affinity: Annotated[bool, typer.Option(help="Batch requests whose prompts route alike.")] = False
+    options: Annotated[
+        dict[str, float | str],
+        typer.Option("--option", metavar="NAME=VALUE", help="Option of a system, e.g. spill_bits=2 or frequency=lru."),
+        Written(_of_systems, None, list[str] | None),
+    ] = field(default_factory=dict)
+    num_hot: HotOption = None
+    fit: Annotated[
+        bool, typer.Option(help="Take as many hot experts, up to --hot-experts, and as wide replicas as memory holds.")
+    ] = False
+    bits: Annotated[
+        str,
+        typer.Option(
+            "--bit-rule",
+            help="What bits are chosen by: layers, importance, mse or uniform; pairs only in servers.",
+        ),
+    ] = "layers"
+    bits_for: Annotated[
+        str,
+        typer.Option(
+            help="request: bits of each request alone; batch: the same for all that run; auto: by how many run."
+        ),
+    ] = "auto"
+    batch_rule: Annotated[
+        str, typer.Option(help="How scores of a batch become one hot set: sum, max, tokens or fairness.")
+    ] = "sum"
+    migration: Annotated[
+        str, typer.Option(help="How experts become hot: free, once, difference, kept or budgeted.")
+    ] = "kept"
+    migration_budget: Annotated[int, typer.Option("--moves", help="budgeted: exchanges per layer and prefill.")] = 1
+    hysteresis: Annotated[
+        float, typer.Option(help="budgeted, adaptive: how much more important a newcomer must be.")
+    ] = 0.1
+    prior_tokens: Annotated[float, typer.Option(help="How many prompt tokens the prior is worth.")] = 16.0
+    policy_options: PolicyOptions = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        from vllm_ndp.lab.systems import SYSTEMS, require_options, system_named
+        from vllm_ndp.planning.policies import POLICIES
+
+        for name, known in (("systems", SYSTEMS), ("policies", (*POLICIES, ORACLE))):
+            if getattr(self, name) == ("all",):
+                object.__setattr__(self, name, tuple(known))
+        for name in self.systems:
+            system_named(name)
+        require_options(self.options, self.systems)
+        if self.num_hot is not None and self.num_hot < 0:
+            raise ConfigError(f"hot experts per layer must be at least 0, got {self.num_hot}")
+        if self.prefetch not in PREFETCHES:
+            raise ConfigError(f"prefetch must be one of {', '.join(PREFETCHES)}, got {self.prefetch!r}")
+        if not self.batches or min(self.batches) < 1:
+            raise ConfigError(f"batch sizes must be at least 1, got {list(self.batches)}")
+
+
+def _widths(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(dict.fromkeys(judge_bits(float(part)) for part in text.split(",")))
+    except ValueError:
+        raise ConfigError(f"--avg-bits must be numbers with commas between them, got {text!r}") from None
+
+
+def _memory(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(integers(text, "--memory", least=1))) if text else ()
+
+
+@dataclass(frozen=True)
+class GridOptions:
+    """Values of which every combination is compared."""
+
+    model: Annotated[
+        tuple[str, ...],
+        typer.Option(help="Sizes that times are simulated for, with commas: public shapes or checkpoint directories."),
+        Written(_listed, "mixtral-8x7b"),
+    ]
+    hardware: Annotated[
+        tuple[str, ...], typer.Option(help="Hardware presets with commas."), Written(_listed, "h100-ndp512")
+    ]
+    memory: Annotated[
+        tuple[int, ...],
+        typer.Option(help="GPU memory in GB, with commas; default: as the hardware has it."),
+        Written(_memory, ""),
+    ]
+    avg_bits: Annotated[
+        tuple[float, ...],
+        typer.Option(help="Average bits of cold experts, with commas."),
+        Written(_widths, f"{DEFAULT_AVG_BITS:g}"),
+    ]
+    overrides: Annotated[
+        dict[str, str | int],
+        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change a value of every hardware."),
+        Written(hardware_values, None, list[str] | None),
+    ]
+
+    def points(self, settings: CompareSettings) -> list[CompareSettings]:
+        return [
+            replace(
+                settings,
+                model=model,
+                hardware=hardware,
+                avg_bits=bits,
+                overrides=self.overrides | ({} if memory is None else {CAPACITY: memory * GB}),
+            )
+            for model, hardware, memory, bits in product(
+                self.model, self.hardware, self.memory or (None,), self.avg_bits
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """When requests arrive, in times of the simulated clock, and the host that serves them."""
+
+    model: Annotated[
+        str, typer.Option(help="Sizes that times are simulated for: a public shape or a checkpoint directory.")
+    ] = "mixtral-8x7b"
+    hardware: HardwareOption = "h100-ndp512"
+    overrides: Annotated[
+        dict[str, str | int],
+        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change a value of the hardware."),
+        Written(hardware_values, None, list[str] | None),
+    ] = field(default_factory=dict)
+    process: Annotated[
+        str, typer.Option(help="poisson, bursty, recorded, together, or steps (a live run again, as it was).")
+    ] = "poisson"
+    rate: Annotated[float, typer.Option(help="poisson, bursty: requests per second of each host.")] = 1.0
+    burstiness: Annotated[float, typer.Option(help="bursty: as of vllm bench serve; below 1 is bursty.")] = 0.25
+    speed: Annotated[float, typer.Option(help="recorded: so many times as fast as recorded.")] = 1.0
+    requests: Annotated[
+        int | None, typer.Option(help="Requests in all, the trace's taken round and round; default: each once.")
+    ] = None
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="The same seed gives the same arrivals.")] = 0
+    policy: Annotated[str, typer.Option(help="How hot experts are chosen.")] = "prefill"
+    policy_options: PolicyOptions = field(default_factory=dict)
+    num_hot: HotOption = None
+    avg_bits: AvgBitsOption = DEFAULT_AVG_BITS
+    execution: Annotated[str, typer.Option(help="balanced: hot experts may run on the device; paper: never.")] = (
+        "balanced"
+    )
+    migration: Annotated[str, typer.Option(help="kept: what a prefill streamed stays; difference.")] = "kept"
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once, as in vLLM.")] = 256
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step, as in vLLM.")] = 2048
+    block_size: Annotated[int, typer.Option(help="Tokens of a KV block, as in vLLM.")] = 16
+    kv_tokens: Annotated[
+        int | None, typer.Option(help="Room in the KV cache; default: what GPU memory holds beside the weights.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("process", ARRIVALS), ("execution", EXECUTIONS), ("migration", SERVED_MIGRATIONS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        for name in ("rate", "burstiness", "speed"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"--{name} must be greater than 0, got {value:g}")
+        if self.requests is not None and self.requests < 1:
+            raise ConfigError(f"there must be at least 1 request, got {self.requests}")
+        if self.process == "recorded" and self.requests is not None:
+            raise ConfigError("recorded arrivals are those of the trace's own requests: leave --requests out")
