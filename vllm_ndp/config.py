@@ -19,7 +19,7 @@ from ndp_device.common.widths import BYTE_BITS, DEFAULT_AVG_BITS, FULL_PRECISION
 from vllm_ndp.layer.setup import Planning
 from vllm_ndp.planning.bitwidths import BY_BITS_READ, OF_PAIRS, OVER_LAYERS
 from vllm_ndp.planning.importance import BITS_FOR
-from vllm_ndp.planning.policies import Policy, PolicySettings, policy_with
+from vllm_ndp.planning.policies import Policy, PolicySettings, policy_with, usual_bit_rule
 from vllm_ndp.setting_names import by_field, typed
 
 EMBEDDED = "embedded"
@@ -434,9 +434,8 @@ class NdpSettings:
 
     @cached_property
     def _policy(self) -> tuple[Policy, PolicySettings]:
-        """The policy, and which of its options are common ones. Unless they name a bit rule, it is the one that loses
-        least at equal time. Source: docs/log/quality.md."""
-        usual = {"bit_rule": OF_PAIRS if self.gives_pairs_widths else OVER_LAYERS}
+        """The policy, and which of its options are common ones."""
+        usual = {"bit_rule": usual_bit_rule(self.bits_for) if self.gives_pairs_widths else OVER_LAYERS}
         return policy_with(self.policy, usual | dict(self.policy_options))
 
     def require_followable(self, num_experts: int) -> None:

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ndp_device.timing.spec import load_hardware
+from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.integration.batch import BatchRows, RequestTracker, Span, TrackedRequest
 from vllm_ndp.integration.planner import PlanRunner
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
@@ -28,6 +30,7 @@ from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
+COSTS = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), model_named("mixtral-8x7b"))
 LAYERS, EXPERTS, PROMPT, DECODE, BLOCK = 32, 8, 64, 110, 16
 
 
@@ -64,7 +67,7 @@ def test_the_plugins_planner_exchanges_what_the_exact_engine_does_and_the_device
     trace = synthetic_trace(SyntheticSettings(LAYERS, EXPERTS, 2, **sizes, signal=1.5, turns=2, seed=9))
     policy, loss = load_policy("prefill", PolicySettings()), LossTable.nominal(LAYERS, EXPERTS)
     rules = PlannerRules(policy, Budget(4, 3.0), loss, keeps_streamed=False, follow=FollowRules())
-    setup = modelled_host(trace.provenance, "mixtral-8x7b", "h100-ndp512", {"dram.kind": "ideal"}, rules)
+    setup = modelled_host(COSTS, rules)
     replayed = RecordedRun(trace, setup, rules)
 
     noted: Any = Noted()
@@ -117,7 +120,7 @@ def test_a_device_prepares_no_expert_that_the_hosts_cpu_computes() -> None:
     trace = synthetic_trace(SyntheticSettings(LAYERS, EXPERTS, 2, **sizes, seed=4))
     policy, loss = load_policy("prefill", PolicySettings()), LossTable.nominal(LAYERS, EXPERTS)
     rules = PlannerRules(policy, Budget(3, 3.0, num_warm=2), loss)
-    setup = modelled_host(trace.provenance, "mixtral-8x7b", "h100-ndp512", {}, rules)
+    setup = modelled_host(Costs(load_hardware("h100-ndp512"), model_named("mixtral-8x7b")), rules)
     costs, tracker = RecordedRun(trace, setup, rules).engine.costs, RequestTracker()
     run = Run[str](setup, rules, costs, None, Tiers(LAYERS, EXPERTS), 2, lambda: ())
     planner, replanner = PlanRunner(run, tracker, noted, noted), run.planner

@@ -26,10 +26,10 @@ from vllm_ndp.lab.systems import ReplayOptions, system_named
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.outcome import Outcome, Summary, against, step_times, summarise
 from vllm_ndp.lab.vectorised.prediction import NextLayer
-from vllm_ndp.planning.bitwidths import OF_PAIRS, LossTable
+from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
-from vllm_ndp.planning.policies import policies_with
+from vllm_ndp.planning.policies import policies_with, usual_bit_rule
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.traces.format import PREFILL, REJECTED
 from vllm_ndp.traces.trace import Trace
@@ -165,18 +165,13 @@ class Replays:
             num_hot = p.num_experts
         self._budget = Budget(num_hot, settings.avg_bits)
         told = {
-            "bit_rule": settings.bits,
+            "bit_rule": settings.bit_rule or usual_bit_rule(settings.bits_for),
             "batch_rule": settings.batch_rule,
             "seed": settings.seed,
             "prior": workload.prior,
             "prior_tokens": settings.prior_tokens,
             **settings.policy_options,
         }
-        if told["bit_rule"] == OF_PAIRS:
-            raise ConfigError(
-                f"bit_rule {OF_PAIRS!r} gives single pairs widths of their own, but the systems compared here have one "
-                "for each expert: use 'layers', or replay a recorded run"
-            )
         names = {"prefill" if name == ORACLE else name for name in settings.policies} | {"prefill"}
         self._policies = policies_with(sorted(names), told)
         self.num_requests = len(workload.trace.prompt_len)
@@ -209,8 +204,6 @@ class Replays:
             prior=self._workload.prior,
             clairvoyant=policy == ORACLE,
             migration=settings.migration,
-            migration_budget=settings.migration_budget,
-            hysteresis=settings.hysteresis,
             bits_for=settings.bits_for,
             predictor=self._workload.predictor if settings.prefetch == "measured" else None,
             own=combination.own,

@@ -112,13 +112,10 @@ class CompareSettings:
     fit: Annotated[
         bool, typer.Option(help="Take as many hot experts, up to --hot-experts, and as wide replicas as memory holds.")
     ] = False
-    bits: Annotated[
-        str,
-        typer.Option(
-            "--bit-rule",
-            help="What bits are chosen by: layers, importance, mse or uniform; pairs only in servers.",
-        ),
-    ] = "layers"
+    bit_rule: Annotated[
+        str | None,
+        typer.Option(help="What bits are chosen by: pairs, layers, importance, mse or uniform; default: the plugin's."),
+    ] = None
     bits_for: Annotated[
         str,
         typer.Option(
@@ -128,13 +125,7 @@ class CompareSettings:
     batch_rule: Annotated[
         str, typer.Option(help="How scores of a batch become one hot set: sum, max, tokens or fairness.")
     ] = "sum"
-    migration: Annotated[
-        str, typer.Option(help="How experts become hot: free, once, difference, kept or budgeted.")
-    ] = "kept"
-    migration_budget: Annotated[int, typer.Option("--moves", help="budgeted: exchanges per layer and prefill.")] = 1
-    hysteresis: Annotated[
-        float, typer.Option(help="budgeted, adaptive: how much more important a newcomer must be.")
-    ] = 0.1
+    migration: Annotated[str, typer.Option(help="kept: what a prefill streamed stays; difference.")] = "kept"
     prior_tokens: Annotated[float, typer.Option(help="How many prompt tokens the prior is worth.")] = 16.0
     policy_options: PolicyOptions = field(default_factory=dict)
 

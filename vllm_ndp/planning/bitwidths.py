@@ -17,7 +17,7 @@ Does not know requests, policies or where the loss table comes from.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -134,6 +134,10 @@ class LossTable:
         """Some layers of it, their weights as they are."""
         at_8 = None if self.at_8 is None else self.at_8[layers]
         return LossTable(self.mse[layers], self.layer_weights[layers], self.nats, at_8, self.dealt)
+
+    def up_to(self, widest: int) -> LossTable:
+        """The same where plans use no width of 1..4 above `widest`, if there is another."""
+        return replace(self, dealt=tuple(bits for bits in self.dealt if bits <= widest) or self.dealt[:1])
 
     @property
     def widths(self) -> tuple[int, ...]:

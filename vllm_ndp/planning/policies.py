@@ -113,6 +113,12 @@ class PolicySettings:
         return self.prior if self.prior is None or stats.layer is None else self.prior.layer(stats.layer)
 
 
+def usual_bit_rule(bits_for: str) -> str:
+    """The rule of the plugin where none is named: the one that loses least at equal time, for single pairs where a
+    request may have bits of its own. Source: docs/log/quality.md."""
+    return OVER_LAYERS if bits_for == "batch" else OF_PAIRS
+
+
 Scorer = Callable[[RoutingStats, PolicySettings], ImportanceScore]
 
 

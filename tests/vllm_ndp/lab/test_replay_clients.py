@@ -13,6 +13,7 @@ from ndp_device.common.errors import TraceError
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work
+from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.exact.clients import alone, together
 from vllm_ndp.lab.exact.engine import Asks, ReplayedCommand, ReplayedMigration, StepRun
 from vllm_ndp.lab.exact.modelled import modelled_host, with_layers
@@ -116,7 +117,7 @@ def recorded_host(requests: Sequence[int], *, keeps_streamed: bool = False, offl
     trace = Trace.load(DATA / "tiny-mixtral-trace").select(requests)
     trace, loss = with_layers(trace, LossTable.nominal(4, 8), 8)
     rules = PlannerRules(load_policy("prefill", PolicySettings()), Budget(4, 3.0), loss, keeps_streamed=keeps_streamed)
-    setup = modelled_host(trace.provenance, "mixtral-8x7b", "h100-ndp512", {}, rules, offload_bits=offload_bits)
+    setup = modelled_host(Costs(load_hardware(), model_named("mixtral-8x7b")), rules, offload_bits=offload_bits)
     return RecordedRun(trace, setup, rules)
 
 

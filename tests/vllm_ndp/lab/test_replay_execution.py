@@ -14,9 +14,10 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work, execute_bytes
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.lab.compare import popularity
+from vllm_ndp.lab.compare import CompareSettings, compare, popularity
 from vllm_ndp.lab.exact.recorded import RecordedRun
 from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions
+from vllm_ndp.lab.systems.ours import groups_of
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import NOWHERE, copied_in_order, run_pairs, run_prompts, with_copies
 from vllm_ndp.lab.vectorised.outcome import Traffic, step_times, summarise
@@ -105,6 +106,7 @@ def test_vectorised_execution_is_a_loop_over_pairs(batch):
         batches.prompts,
         batches.decodes,
         batches.requests,
+        batches.trace,
     )
     widths = np.random.default_rng(1).choice([0, 1, 2, 4, NOWHERE], size=batches.ids.shape).astype(np.uint8)
     split = run_pairs(batches, widths, COSTS)
@@ -132,7 +134,7 @@ def test_two_bits_on_an_ideal_device_take_their_bytes_over_the_bandwidth():
 def test_a_resident_prompt_streams_nothing_and_a_cold_one_pays_for_each_touched_expert():
     batches = Batches.of(TRACE.select([0]))
     everything = np.ones((1, 4, 8), bool)
-    resident, cold = run_prompts(batches, everything, COSTS).ps, run_prompts(batches, ~everything, COSTS).ps
+    resident, cold = run_prompts(batches, everything, COSTS), run_prompts(batches, ~everything, COSTS)
     touched = int((batches.prompts[0][0].counts > 0).sum()) * COSTS.shape.num_layers / 4
     stream = touched * COSTS.shape.expert_bytes / 25.6e9 * 1e12
     assert cold[0, 0] - resident[0, 0] == pytest.approx(stream, rel=0.05)
@@ -264,3 +266,29 @@ def test_requests_of_different_lengths_decode_until_the_longest_is_done():
 def test_a_batch_larger_than_the_trace_is_refused():
     with pytest.raises(TraceError, match="needs as many requests, the trace has 16"):
         Batches.of(TRACE, 17)
+
+
+@pytest.mark.parametrize(("batch", "rule"), [(1, "pairs"), (3, "pairs"), (4, "layers")])
+def test_the_plugins_own_run_takes_what_its_pairs_take_by_the_tables_of_rivals(batch, rule):
+    """Where each pair ran is the run's; what that takes, twice: by the device model, and by averaged tables."""
+    policy = load_policy("prefill", PolicySettings(bit_rule=rule))
+    batches = Batches.of(TRACE.select(range(batch)), batch)
+    options = ReplayOptions(policy, Budget(4, 3.0), LossTable.nominal(4, 8), popularity(TRACE), migration="kept")
+    ran = groups_of(batches, COSTS, options, offload_bits=3)
+    ran.run()
+    by_tables = run_pairs(batches, ran.widths, COSTS)
+    assert ran.offloaded_pairs > 0
+    assert {0, 3} < set(np.unique(ran.widths).tolist()) <= {0, 1, 2, 3, 4}
+    assert ran.gpu_ps == pytest.approx(by_tables.gpu_ps, rel=1e-5)
+    assert ran.device_ps.sum() == pytest.approx(by_tables.device_ps.sum(), rel=0.005)
+    assert ran.moe_ps.sum() == pytest.approx(by_tables.moe_ps.sum(), rel=0.005)
+
+
+def test_comparing_deals_bits_as_the_plugin_does_which_loses_less_than_one_width_for_each_expert():
+    trace = TRACE.select(range(4))
+    plugins, pairs, layers = (
+        compare(trace, CompareSettings(systems=("balanced",), policies=("prefill",), bit_rule=rule)).rows[0]
+        for rule in (None, "pairs", "layers")
+    )
+    assert plugins == pairs
+    assert plugins.loss < layers.loss

@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ndp_device.timing.spec import load_hardware
+from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.exact.engine import StepRun
 from vllm_ndp.lab.exact.modelled import modelled_host
 from vllm_ndp.lab.exact.recorded import RecordedRun
@@ -18,6 +20,7 @@ from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
+COSTS = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), model_named("mixtral-8x7b"))
 LAYERS, EXPERTS, PROMPT, DECODE = 32, 8, 64, 160
 
 
@@ -29,7 +32,7 @@ def trace_of(turns: int, requests: int = 2) -> Trace:
 def run(trace: Trace, *, follow: bool) -> tuple[list[StepRun], RecordedRun]:
     loss = LossTable.nominal(LAYERS, EXPERTS)
     rules = PlannerRules(load_policy("prefill", PolicySettings()), Budget(4, 3.0), loss)
-    setup = modelled_host(trace.provenance, "mixtral-8x7b", "h100-ndp512", {"dram.kind": "ideal"}, rules)
+    setup = modelled_host(COSTS, rules)
     host = RecordedRun(trace, setup, replace(rules, follow=FollowRules() if follow else None))
     return [host.run(step) for step in host.steps.tolist()], host
 

@@ -15,10 +15,9 @@ from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.compare import compare, popularity, split_requests
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.systems import OPTIONS, SYSTEMS, ReplayOptions, TooFewPlaces
-from vllm_ndp.lab.systems.context_aware import few_moves, gate_loss, plan_groups
 from vllm_ndp.lab.systems.monde import num_moved
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import SKIPPED
+from vllm_ndp.lab.vectorised.execution import SKIPPED, gate_loss
 from vllm_ndp.lab.vectorised.hobbit_caches import HIGH, LOW, SKIP, precision_classes
 from vllm_ndp.lab.vectorised.outcome import Outcome, ratio_se, summarise
 from vllm_ndp.planning.bitwidths import LossTable
@@ -62,12 +61,12 @@ def test_every_system_gives_its_golden_result_on_the_checked_in_trace():
     assert golden_rows() == golden
 
 
-@pytest.mark.parametrize("hot", [0, 1, 2, 4, 7, 8])
+@pytest.mark.parametrize("hot", [1, 4])
 @pytest.mark.parametrize("rule", BATCH_RULES)
 def test_no_policy_covers_more_than_the_oracle(hot, rule):
     room = {"gpu.hbm_capacity_bytes": 10**12}
-    settings = CompareSettings(systems=("context_aware",), num_hot=hot, batches=(1, 4), batch_rule=rule, overrides=room)
-    rows = compare(Trace.load(DATA / "tiny-mixtral-trace"), settings).rows
+    settings = CompareSettings(systems=("context_aware",), num_hot=hot, batches=(1, 2), batch_rule=rule, overrides=room)
+    rows = compare(Trace.load(DATA / "tiny-mixtral-trace").select(range(6)), settings).rows
     oracle = {row.batch: row.hit_mass for row in rows if row.policy == "oracle"}
     assert all(row.hit_mass <= oracle[row.batch] for row in rows)
 
@@ -124,7 +123,7 @@ def test_every_system_has_a_loss_and_an_energy_of_every_part(system):
 
 def test_skipping_an_expert_loses_all_of_it_and_no_width_loses_more():
     everything, nothing = (
-        gate_loss(Batches.of(TRACE), np.full(Batches.of(TRACE).ids.shape, width), options_of())
+        gate_loss(Batches.of(TRACE), np.full(Batches.of(TRACE).ids.shape, width), LossTable.nominal(4, 8))
         for width in (SKIPPED, 1)
     )
     assert everything == pytest.approx(nothing / (1 - 2 / np.pi))
@@ -144,9 +143,9 @@ def test_fewer_bits_are_faster_and_lose_more():
 
 
 def test_each_way_to_migrate_moves_no_more_than_the_one_before():
-    moved = {kind: run(migration=kind).migrated_bytes for kind in ("once", "difference", "kept", "free")}
-    assert moved["once"] == 12 * 4 * 4 * 8 * COSTS.shape.expert_bytes  # requests x hot x layers x layers stood for
-    assert moved["once"] > moved["difference"] > moved["kept"] >= moved["free"] == 0
+    moved = {kind: run(migration=kind).migrated_bytes for kind in ("difference", "kept")}
+    most = 12 * 4 * 4 * 8 * COSTS.shape.expert_bytes  # requests x hot x layers x layers stood for
+    assert most > moved["difference"] > moved["kept"] >= 0
 
 
 def test_prompts_on_both_sides_begin_to_answer_sooner_and_end_no_later_than_one_copy_a_layer():
@@ -155,7 +154,7 @@ def test_prompts_on_both_sides_begin_to_answer_sooner_and_end_no_later_than_one_
     assert run("balanced", migration="kept").prefill_ps.tobytes() == streamed.prefill_ps.tobytes()
     assert (split.prefill_ps < streamed.prefill_ps).all()
     assert split.prefill_ps.sum() < 0.6 * streamed.prefill_ps.sum()
-    assert split.moe_ps.tobytes() == streamed.moe_ps.tobytes()
+    assert split.moe_ps == pytest.approx(streamed.moe_ps, rel=0.02)  # refresh falls elsewhere
     both = [outcome.prefill_ps.sum(axis=1) + outcome.migration_ps for outcome in (streamed, split)]
     assert (both[1] <= both[0] + COSTS.shape.num_layers * COSTS.copy_ps).all()
     with pytest.raises(ConfigError, match="prefill must be one of streamed, split"):
@@ -165,24 +164,12 @@ def test_prompts_on_both_sides_begin_to_answer_sooner_and_end_no_later_than_one_
 def test_a_batch_that_shares_its_widths_reads_each_expert_once_and_is_alone_what_it_was():
     alone, shared = run(), run(bits_for="batch")
     assert alone.moe_ps.tobytes() == shared.moe_ps.tobytes()
-    _, _, bits = plan_groups(Batches.of(TRACE, 4), options_of(bits_for="batch"))
-    assert (bits == bits[:, :1]).all()
     budget = Budget(2, 2.0)
     own, shared = (run(batch=12, budget=budget, bits_for=bits_for) for bits_for in ("request", "batch"))
     assert shared.moe_ps.sum() < 0.9 * own.moe_ps.sum()
     assert shared.hot_pairs == own.hot_pairs
     with pytest.raises(ConfigError, match="bits_for must be one of request, batch"):
         run(bits_for="expert")
-
-
-def test_a_budgeted_migration_exchanges_the_best_pairs_while_they_are_worth_it():
-    """Hot 0 (.1) and 1 (.3); outside .4 and .2: .4 replaces .1, .2 would have to beat .3."""
-    hot = np.array([[True, True, False, False]])
-    ranking = np.array([[0.1, 0.3, 0.4, 0.2]])
-    assert few_moves(hot, ranking, 2, 0.1).tolist() == [[False, True, True, False]]
-    assert few_moves(hot, ranking, 0, 0.1).tolist() == hot.tolist()
-    assert few_moves(hot, ranking, 2, 3.1).tolist() == hot.tolist()
-    assert run(migration="budgeted").hit_mass < run().hit_mass
 
 
 @pytest.mark.parametrize(
@@ -206,7 +193,7 @@ def test_monde_at_batch_one_floor_stays_on_the_device_and_ceil_waits_for_a_copy_
 
 def test_spilling_to_the_device_only_happens_where_it_shortens_a_layer():
     plain, balanced = run(), run("balanced")
-    assert (balanced.moe_ps <= plain.moe_ps + 1e-3).all()
+    assert (balanced.moe_ps <= plain.moe_ps * 1.02).all()  # refresh falls elsewhere
     assert balanced.moe_ps.sum() < 0.9 * plain.moe_ps.sum()
     assert balanced.notes["spilled_pairs"] == plain.hot_pairs - balanced.hot_pairs > 0
     saved = [plain.moe_ps.sum() - run("balanced", own={"spill_bits": bits}).moe_ps.sum() for bits in (2, 3, 4)]
@@ -240,7 +227,8 @@ def test_hobbit_weighs_a_choice_by_the_gate_mass_before_it():
 
 def test_a_summary_adds_layers_attention_and_head():
     batches = Batches.of(TRACE)
-    outcome = run(migration="free")
+    outcome = run()
+    outcome.migration_ps[:] = 0
     outcome.moe_ps[:] = 1e9  # a millisecond in each of the trace's 4 layers: 32 in the model's
     summary = summarise(outcome, batches, COSTS)
     rest = 32 * COSTS.attention_ps(1, np.array([300]))[0] + COSTS.gpu.head_ps(1)
@@ -278,6 +266,7 @@ def test_a_summary_adds_layers_attention_and_head():
         ("ktransformers", {"cpu_bits": 3}, "cpu_bits must"),
         ("adaptive", {"memory_tokens": 0}, "memory_tokens"),
         ("adaptive", {"frequency": "fifo"}, "frequency must be"),
+        ("adaptive", {"hysteresis": float("nan")}, "hysteresis must lie in 0.."),
     ],
 )
 def test_an_impossible_option_is_refused(system, own, says):
@@ -292,12 +281,6 @@ def test_every_option_has_its_system_and_others_are_refused_before_anything_runs
         CompareSettings(systems=("balanced",), options={"spill_bit": 2})
     with pytest.raises(ConfigError, match="the chosen systems have none"):
         CompareSettings(systems=("fiddler",), options={"theta": 0.5})
-
-
-@pytest.mark.parametrize("hysteresis", [-0.1, float("nan"), float("inf")])
-def test_an_impossible_hysteresis_is_refused(hysteresis):
-    with pytest.raises(ConfigError, match="hysteresis must be at least 0"):
-        run(migration="budgeted", hysteresis=hysteresis)
 
 
 def test_errors_are_those_of_leaving_one_group_out():

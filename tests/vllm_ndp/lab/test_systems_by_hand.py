@@ -413,4 +413,4 @@ def test_joint_without_gpu_memory_computes_everything_on_the_device():
     batches = trace(PROMPT, chosen([[0, 1]]))
     outcome = run("joint", batches, machine(), 0)
     assert outcome.hot_pairs == 0
-    assert outcome.moe_ps.ravel() == run("context_aware", batches, machine(), 0).moe_ps.ravel()
+    assert outcome.moe_ps.ravel() == near(run("context_aware", batches, machine(), 0).moe_ps.ravel().tolist())

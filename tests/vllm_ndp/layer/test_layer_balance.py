@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.lab.systems.balanced import offload
-from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.layer.balance import Balancer, LayerLoad
-from vllm_ndp.traces.format import Provenance
-from vllm_ndp.traces.trace import Sequence, from_sequences
 
 COSTS = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), model_named("mixtral-8x7b"))
 ROWS, TOP_K, EXPERTS = 6, 2, 8
@@ -56,41 +50,6 @@ def test_the_spilled_experts_are_the_lightest_ones_and_no_other_number_of_them_i
         assert all(time > times[len(offloaded)] * (1 - 1e-12) for time in times[: len(offloaded)])  # as few as possible
         moved_any |= bool(offloaded)
     assert moved_any or rows == 40  # there the cold experts keep the device busy longer than the GPU
-
-
-@pytest.mark.parametrize(("requests", "bits"), [(1, 1), (1, 2), (1, 3), (3, 1), (3, 2), (3, 3)])
-def test_a_whole_trace_at_once_spills_what_the_rule_spills_layer_by_layer(requests, bits):
-    rng = np.random.default_rng(requests + bits)
-    layers, steps, prompt = 3, 60, 4
-    sequences = []
-    for request in range(requests):
-        ids = np.argsort(rng.random((prompt + steps - 3 * request, layers, EXPERTS)), axis=2)[:, :, :TOP_K].astype(
-            np.uint8
-        )
-        weights = rng.dirichlet([1.0] * TOP_K, ids.shape[:2]).astype(np.float32)
-        parts = ids[:prompt], weights[:prompt], ids[prompt:], weights[prompt:]
-        sequences.append(Sequence(request, "", 0.0, *parts))
-    provenance = Provenance(model="m", num_layers=layers, num_experts=EXPERTS, top_k=TOP_K)
-    batches = Batches.of(from_sequences(provenance, sequences), requests)
-    plan = np.where(rng.random((1, layers, EXPERTS)) < 0.6, 0, rng.integers(1, 5, (requests, layers, EXPERTS)))
-    plan = plan.astype(np.uint8)  # [B, L, E], the same experts hot for every request
-    widths = np.take_along_axis(plan[None, :, None], batches.ids, axis=4)
-    after = offload(batches, widths, COSTS, bits)
-    rule, moved = Balancer(COSTS, bits), 0
-    for step, layer in itertools.product(range(batches.shape[2]), range(layers)):
-        here = batches.pairs[0, :, step, 0, 0]
-        load = LayerLoad.of_arrays(
-            plan[0, layer] == 0,
-            batches.ids[0, here, step, layer],
-            batches.weights[0, here, step, layer],
-            plan[here, layer],
-        )
-        offloaded = rule.offloaded(load)
-        ids, before = batches.ids[0, here, step, layer], widths[0, here, step, layer]
-        wanted = np.where(np.isin(ids, sorted(offloaded)), bits, before)
-        assert np.array_equal(after[0, here, step, layer], wanted)
-        moved += len(offloaded)
-    assert moved > 10
 
 
 def test_a_layer_without_hot_pairs_spills_nothing_and_a_lone_hot_expert_goes_where_it_is_faster():

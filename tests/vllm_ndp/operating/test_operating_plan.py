@@ -188,7 +188,13 @@ def test_expected_simulated_speed_is_that_of_a_replay_with_even_routing(model: s
         SyntheticSettings.of_shape(model, num_requests=8, prompt_len=64, decode_len=64, signal=0, concentration=1e6)
     )
     settings = CompareSettings(
-        model=model, systems=("context_aware",), policies=("static",), batches=(batch,), avg_bits=3.0, bits="uniform"
+        model=model,
+        systems=("context_aware",),
+        policies=("static",),
+        batches=(batch,),
+        avg_bits=3.0,
+        bit_rule="uniform",
+        bits_for="request",
     )
     (row,) = compare(trace, settings).rows
     expected = simulated(Costs(load_hardware(), shape), shape.num_experts // 2, 3.0, batch, 96)

@@ -10,7 +10,7 @@ routing by (request, position). Does not know which rows a step has, nor recorde
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from ndp_device.common.errors import TraceError
 from ndp_device.common.model_shape import WholeModel
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.work import Timing, Work
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.gpu_timing import StepClock, StepTime
 from vllm_ndp.layer import account
 from vllm_ndp.layer.devices import Alive, HeldExperts, slowest, work_of
@@ -82,7 +83,6 @@ class RequestState:
     prompt_len: int
     outputs: int = 0
     prefilled: bool = False
-    finished: bool = False
     score: ImportanceScore | None = None
     plan: Plan | None = None
 
@@ -90,9 +90,11 @@ class RequestState:
 class Engine:
     """The state that the plugin keeps between steps."""
 
-    def __init__(self, trace: Trace, setup: Setup, rules: PlannerRules) -> None:
-        self.trace, self.setup, self.hardware = trace, setup, setup.hardware
-        costs = self.costs = setup.costs_of(WholeModel.of_recorded(setup.host_dims, trace.provenance.model))
+    def __init__(self, trace: Trace, setup: Setup, rules: PlannerRules, costs: Costs | None = None) -> None:
+        """costs: the setup's, where they are known already."""
+        if costs is None:
+            costs = setup.costs_of(WholeModel.of_recorded(setup.host_dims, trace.provenance.model))
+        self.trace, self.setup, self.hardware, self.costs = trace, setup, costs.hardware, costs
         self.devices = setup.devices_of(costs, full_precision=rules.full_precision)
         num_parts = 1 if self.devices is None else self.devices.num_parts
         self._held = HeldExperts(setup.expert_bytes, setup.group_size, setup.activation_bytes, num_parts)
@@ -107,6 +109,9 @@ class Engine:
         self._ending: list[int] = []  # their prefill ends in the running step
         self._timings: list[Timing | None] = []
         self.requests = [RequestState(int(n)) for n in trace.prompt_len]
+        self._there = dict(enumerate(self.requests))  # that have not finished
+        self.watch: Callable[[int, Split], None] | None = None
+        """Sees the split of each layer, before anything runs."""
 
     @property
     def clock(self) -> StepClock:
@@ -142,24 +147,30 @@ class Engine:
         """
         if self.devices is not None:
             self._alive = self.devices.all_alive if alive is None else alive
-        epoch, self._timings, before = self.epoch, [], self.clock.now_ps
-        replanned = self.run.replan(self._there())
-        if not replanned.exchanged:  # to have copies of experts elsewhere is no migration of this host's
-            before = self.clock.now_ps
-        self._activate()
-        if moved := replanned.num_moved:
-            whole = moved * self.costs.slot_bytes
-            num_bytes = whole if replanned.moved_bytes is None else replanned.moved_bytes
-            self.clock.wait_until((yield ReplayedMigration(num_bytes, self.clock.now_ps)))
-        migration_ps = self.clock.now_ps - before
+        epoch, self._timings = self.epoch, []
+        moved, migration_ps = yield from self.replan()
         time, decode_only = yield from self._run_rows(rows)
         self._end_prefills()
         timings = tuple(self._timings)
         return StepRun(number, time, timings, moved, migration_ps, decode_only, self.epoch != epoch)
 
+    def replan(self) -> Asks[tuple[int, int]]:
+        """Before a step: new plans where they are due. (experts that moved, the time that passed)."""
+        before = self.clock.now_ps
+        replanned = self.run.replan(self._there)
+        if not replanned.exchanged:  # to have copies of experts elsewhere is no migration of this host's
+            before = self.clock.now_ps
+        if replanned.moves_slots:
+            self._activate()
+        if moved := replanned.num_moved:
+            whole = moved * self.costs.slot_bytes
+            num_bytes = whole if replanned.moved_bytes is None else replanned.moved_bytes
+            self.clock.wait_until((yield ReplayedMigration(num_bytes, self.clock.now_ps)))
+        return moved, self.clock.now_ps - before
+
     def finish(self, request: int) -> None:
         """A request has had its last step: from the next one on it is gone."""
-        self.requests[request].finished = True
+        self._there.pop(request, None)
 
     def _activate(self) -> None:
         """The placement in force takes effect."""
@@ -167,15 +178,11 @@ class Engine:
         self._tiers.activate(placement.hot, placement.warm, placement.widths)
         self._tiers.name_all()
 
-    def _there(self) -> dict[int, RequestState]:
-        """Requests that are still there."""
-        return {number: request for number, request in enumerate(self.requests) if not request.finished}
-
     def _end_prefills(self) -> None:
         choices = [self.trace.sequences[number] for number in self._ending]
         stats = [RoutingStats.from_choices(c.prompt_ids, c.prompt_weights, self.hot.shape[1]) for c in choices]
         ended = [(number, self.requests[number], found) for number, found in zip(self._ending, stats, strict=True)]
-        self.run.end_prefills(ended, lambda: self._there().values())
+        self.run.end_prefills(ended, self._there.values)
         if ended and self._owners is not None:  # who stays keeps its GPU
             for layer, row in enumerate(self.planner.resident):
                 self._owners.place(layer, row)
@@ -184,12 +191,20 @@ class Engine:
         """The step's time, and what it would have been for its decode rows alone."""
         trace = self.trace
         owner, positions = trace.request[rows].astype(np.int64), trace.position[rows].astype(np.int64)
-        ends = {int(r): int(positions[owner == r].max()) + 1 for r in np.unique(owner)}
-        prefilled = np.array([request.prefilled for request in self.requests])
-        decode = (positions >= trace.prompt_len[owner]) & prefilled[owner]
-        spans = {r: (int(positions[owner == r].min()), end) for r, end in ends.items()}
-        plans = [self._bits_of(r) if decode[owner == r].any() else None for r in ends]
-        request_of = np.searchsorted(list(ends), owner).astype(np.int32)
+        numbers, places = np.unique(owner, return_inverse=True)
+        request_of: NDArray[np.int32] = places.astype(np.int32)
+        first, last = np.full(len(numbers), positions.max()), np.zeros(len(numbers), np.int64)
+        np.minimum.at(first, request_of, positions)
+        np.maximum.at(last, request_of, positions)
+        spans = {
+            r: (start, end + 1) for r, start, end in zip(*(a.tolist() for a in (numbers, first, last)), strict=True)
+        }
+        ends = {r: end for r, (_, end) in spans.items()}
+        prefilled = np.array([self.requests[r].prefilled for r in ends])
+        decode = (positions >= trace.prompt_len[owner]) & prefilled[request_of]
+        decodes = np.zeros(len(numbers), np.bool_)
+        decodes[request_of[decode]] = True
+        plans = [self._bits_of(r) if has else None for r, has in zip(ends, decodes.tolist(), strict=True)]
         attended = int(positions.sum()) + len(rows)
         of_requests = list(spans.values())
         self.run.begin_step(
@@ -197,15 +212,18 @@ class Engine:
         )
         alone = None
         if decode.any() and not decode.all():
-            kept = [spans[r] for r in ends if decode[owner == r].any()]
+            kept = [span for span, has in zip(of_requests, decodes.tolist(), strict=True) if has]
             alone = StepClock(self.clock.model, self.clock.now_ps)
             attended = int(positions[decode].sum()) + int(decode.sum())
             alone.begin_step(int(decode.sum()), sum(end for _, end in kept), attended, kept)
             self._decode_splitter.begin_step(request_of[decode], decode[decode], plans)
         with_device = self.devices is None or any(self._counted_on())
-        for layer in range(self.hot.shape[0]):
-            ids, weights = trace.ids[rows, layer].astype(np.int32), trace.weights[rows, layer].astype(np.float32)
+        every_ids = np.ascontiguousarray(trace.ids[rows].swapaxes(0, 1), np.int32)
+        every_weight = np.ascontiguousarray(trace.weights[rows].swapaxes(0, 1), np.float32)
+        for layer, (ids, weights) in enumerate(zip(every_ids, every_weight, strict=True)):
             split = self._split_of(self.run.splitter, layer, ids, weights, with_device=with_device)
+            if self.watch is not None:
+                self.watch(layer, split)
             yield from self._run_layer(layer, split, decode)
             if alone is not None:
                 here = self._split_of(self._decode_splitter, layer, ids[decode], weights[decode])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 import numpy as np
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.spec import load_hardware
-from vllm_ndp.cost_model.costs import Costs, model_named
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.layer.setup import Setup
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.replanner import PlannerRules
@@ -18,28 +17,25 @@ from vllm_ndp.traces.trace import Trace
 
 
 def modelled_host(
-    provenance: Provenance,
-    model: str,
-    hardware: str,
-    overrides: Mapping[str, str | int],
+    costs: Costs,
     rules: PlannerRules,
     *,
     offload_bits: int = 0,
     device_hosts: int = 1,
+    splits_prefill: bool = False,
 ) -> Setup:
-    """The Setup that a live run with these rules writes into its trace. Raises ConfigError for another model."""
-    costs = Costs(load_hardware(hardware, **overrides), model_named(model))
-    costs.require(provenance.num_experts, provenance.top_k)
-    widths = (*rules.loss.widths, FULL_PRECISION_BITS)
+    """The Setup that a live run with these rules writes into its trace."""
+    usual = load_hardware(costs.hardware.preset).values()
     return Setup(
-        preset=hardware,
-        overrides=dict(overrides),
+        preset=costs.hardware.preset,
+        overrides={name: value for name, value in costs.hardware.values().items() if value != usual[name]},
         host_dims=costs.shape.recorded(),
-        expert_bytes={bits: costs.replica_bytes(bits) for bits in widths},
+        expert_bytes={bits: costs.replica_bytes(bits) for bits in (*rules.loss.widths, FULL_PRECISION_BITS)},
         group_size=costs.group_size,
         activation_bytes=costs.shape.dtype_bytes,
         spill_bits=offload_bits,
         device_hosts=device_hosts,
+        splits_prefill=splits_prefill,
     )
 
 

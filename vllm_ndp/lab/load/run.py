@@ -15,7 +15,7 @@ from ndp_device.common.errors import TraceError
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.units import PS_PER_S
-from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
+from vllm_ndp.config import DEFAULT_OFFLOAD_BITS, NdpSettings
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.cost_model.memory import CAPACITY_OF, Footprint, beside_device_memory
 from vllm_ndp.lab.exact.clients import alone, together
@@ -27,7 +27,7 @@ from vllm_ndp.lab.options import LoadSettings
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
-from vllm_ndp.planning.policies import policy_with
+from vllm_ndp.planning.policies import policy_with, usual_bit_rule
 from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.traces.format import CACHED
 from vllm_ndp.traces.trace import Trace, from_sequences
@@ -90,11 +90,17 @@ def _host(
             prior.values[np.arange(costs.shape.num_layers) * p.num_layers // costs.shape.num_layers]
         )
     num_hot = p.num_experts // 2 if settings.num_hot is None else settings.num_hot
-    policy = policy_with(settings.policy, {"prior": prior, **settings.policy_options})[0]
-    keeps = settings.migration == "kept"
-    rules = PlannerRules(policy, Budget(num_hot, settings.avg_bits), loss, keeps_streamed=keeps)
+    told = {"prior": prior, "bit_rule": usual_bit_rule(NdpSettings.bits_for), **settings.policy_options}
+    rules = PlannerRules(
+        policy_with(settings.policy, told)[0],
+        Budget(num_hot, settings.avg_bits),
+        loss,
+        bits_for=NdpSettings.bits_for,
+        keeps_streamed=settings.migration == "kept",
+    )
     setup = modelled_host(
-        *(trace.provenance, settings.model, settings.hardware, settings.overrides, rules),
+        costs,
+        rules,
         offload_bits=DEFAULT_OFFLOAD_BITS if settings.execution == "balanced" and num_hot else 0,
         device_hosts=device_hosts,
     )

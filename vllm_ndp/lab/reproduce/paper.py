@@ -320,6 +320,7 @@ def trace_rows(trace: Trace, model: PaperModel) -> Iterator[Row]:
             policies=("prefill",),
             num_hot=model.num_hot,
             avg_bits=float(bits),
+            bit_rule="layers",  # one width for all pairs of an expert, as published
         )
         result = compare(trace, settings)
         ours = next(row for row in result.rows if row.system == "context_aware")

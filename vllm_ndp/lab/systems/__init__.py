@@ -10,9 +10,6 @@ from collections.abc import Iterable
 from importlib.metadata import entry_points
 
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.lab.systems.adaptive import ADAPTIVE
-from vllm_ndp.lab.systems.balanced import BALANCED
-from vllm_ndp.lab.systems.context_aware import CONTEXT_AWARE
 from vllm_ndp.lab.systems.cxl_expert import CXL_EXPERT
 from vllm_ndp.lab.systems.daop import DAOP
 from vllm_ndp.lab.systems.dynaexq import DYNAEXQ
@@ -28,10 +25,10 @@ from vllm_ndp.lab.systems.llama_cpp import LLAMA_CPP
 from vllm_ndp.lab.systems.moe_infinity import MOE_INFINITY
 from vllm_ndp.lab.systems.moepic import MOEPIC
 from vllm_ndp.lab.systems.monde import MONDE
+from vllm_ndp.lab.systems.ours import ADAPTIVE, BALANCED, CONTEXT_AWARE, REPLANNED
 from vllm_ndp.lab.systems.pimoe import PIMOE
 from vllm_ndp.lab.systems.pregated import PREGATED
 from vllm_ndp.lab.systems.quantized import QUANTIZED
-from vllm_ndp.lab.systems.replanned import REPLANNED
 from vllm_ndp.lab.systems.system import ReplayOptions, System, TooFewPlaces
 from vllm_ndp.lab.systems.vllm_offload import VLLM_OFFLOAD
 
@@ -67,9 +64,9 @@ SYSTEMS: dict[str, System] = {
 OPTIONS: dict[str, tuple[str, ...]] = {
     "context_aware": ("prefill",),
     "balanced": ("spill_bits", "prefill"),
-    "adaptive": ("frequency", "memory_tokens", "prefill"),
+    "adaptive": ("frequency", "memory_tokens", "hysteresis", "prefill"),
     "joint": ("tiers", "max_loss", "max_gate_loss", "least", "move_gb", "steps"),
-    "replanned": ("execution", "spill_bits", "once_in"),
+    "replanned": ("execution", "spill_bits", "once_in", "prefill"),
     "monde": ("h_rounding",),
     "hobbit": ("t1", "t2", "low_slots", "layer_weight", "ahead"),
     "gpu_on_demand": ("cache",),

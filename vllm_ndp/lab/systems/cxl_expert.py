@@ -22,12 +22,11 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.host_cpu import HostCpu
-from vllm_ndp.lab.systems.context_aware import gate_loss
 from vllm_ndp.lab.systems.cxl_tiers import COLD, HOT, WARM, Moves, TierCosts, retiered
 from vllm_ndp.lab.systems.prompts import each_ps, on_gpu_ps, prompts_ps
 from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, popular_placement, slots_bytes
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import copied_in_order, without_device
+from vllm_ndp.lab.vectorised.execution import copied_in_order, gate_loss, without_device
 from vllm_ndp.lab.vectorised.loads import Loads, add_up, distinct_cells, sums_after, sums_before
 from vllm_ndp.lab.vectorised.outcome import PS_PER_S, Outcome, Traffic
 
@@ -281,7 +280,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         hot_pairs=int(loads.rows.sum()) - host_rows,
         cold_bits=float(COLD_BITS * cold_rows + FULL_PRECISION_BITS * (host_rows - cold_rows)),
         cold_pairs=host_rows,
-        loss=gate_loss(batches, widths, options) + packing_loss,
+        loss=gate_loss(batches, widths, options.loss) + packing_loss,
         traffic=Traffic(
             hbm_bytes=(int(used.sum()) - host_experts) * costs.shape.expert_bytes,
             host_bytes=(host_experts - cold_experts + to_cpu) * costs.shape.expert_bytes

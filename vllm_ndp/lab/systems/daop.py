@@ -13,10 +13,9 @@ import numpy as np
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.host_cpu import HostCpu
-from vllm_ndp.lab.systems.context_aware import LOSS_OF_SKIPPING
 from vllm_ndp.lab.systems.system import ReplayOptions, System, beside_host_memory, popular_placement
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import without_device
+from vllm_ndp.lab.vectorised.execution import LOSS_OF_SKIPPING, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, time_before
 

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.lab.systems.context_aware import gate_loss
 from vllm_ndp.lab.systems.prompts import on_gpu_ps, prompts_ps
 from vllm_ndp.lab.systems.quantized import WEIGHT_BITS
 from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, TooFewPlaces
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import without_device
+from vllm_ndp.lab.vectorised.execution import gate_loss, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic
 
@@ -85,7 +84,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         hot_pairs=wide_pairs,
         cold_bits=float(narrow[narrow < 16].sum()),
         cold_pairs=int((narrow < 16).sum()),
-        loss=gate_loss(batches, np.where(ran < 16, ran, 0).astype(np.uint8), options),
+        loss=gate_loss(batches, np.where(ran < 16, ran, 0).astype(np.uint8), options.loss),
         traffic=Traffic(hbm_bytes=float(read)),
         notes={"high_per_layer": num_high, "pairs": pairs},
     )

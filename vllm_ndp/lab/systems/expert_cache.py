@@ -20,12 +20,11 @@ from ndp_device.timing.units import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.host_cpu import HostCpu
 from vllm_ndp.lab._shared_cache import run
-from vllm_ndp.lab.systems.context_aware import gate_loss
 from vllm_ndp.lab.systems.prompts import on_gpu_ps, prompts_ps
 from vllm_ndp.lab.systems.quantized import WEIGHT_BITS
 from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, slots_bytes
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import shared_ps, without_device
+from vllm_ndp.lab.vectorised.execution import gate_loss, shared_ps, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
 
@@ -131,7 +130,7 @@ def replay_cache(
         hot_pairs=hot,
         cold_bits=float(rule.bits * cold),
         cold_pairs=cold,
-        loss=gate_loss(batches, widths, options),
+        loss=gate_loss(batches, widths, options.loss),
         traffic=Traffic(
             hbm_bytes=float(here.sum()) * expert_bytes,
             host_bytes=float(computed.sum()) * expert_bytes,

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.units import ceil_div
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.lab.systems.context_aware import gate_loss
 from vllm_ndp.lab.systems.system import (
     Memory,
     ReplayOptions,
@@ -26,7 +25,7 @@ from vllm_ndp.lab.systems.system import (
     slots_bytes,
 )
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import SKIPPED, with_copies, without_device
+from vllm_ndp.lab.vectorised.execution import SKIPPED, gate_loss, with_copies, without_device
 from vllm_ndp.lab.vectorised.hobbit_caches import (
     HIGH,
     LOW,
@@ -189,7 +188,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         hot_pairs=int(rows[seen.hit].sum()),
         cold_bits=float(LOW_BITS * low_pairs),
         cold_pairs=low_pairs,
-        loss=gate_loss(batches, widths, options),
+        loss=gate_loss(batches, widths, options.loss),
         traffic=Traffic(hbm_bytes=costs.shape.expert_bytes * read),
         notes={
             "high": float(mix[HIGH]),

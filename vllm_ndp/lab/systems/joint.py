@@ -26,11 +26,10 @@ from ndp_device.timing.units import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.host_cpu import HostCpu
 from vllm_ndp.cost_model.memory import all_experts_bytes, beside_device_memory, slots_bytes
-from vllm_ndp.lab.systems.context_aware import gate_loss
 from vllm_ndp.lab.systems.ktransformers import CPU_BITS
 from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import run_prompts, shared_ps
+from vllm_ndp.lab.vectorised.execution import gate_loss, run_prompts, shared_ps
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
 from vllm_ndp.layer.joint_menu import NATS, OF_ONE_BIT, TIER_SETS, Menu, losses_by_width, unit_of
@@ -119,11 +118,9 @@ class JointPlans:
         values = np.mean([score.values for score in scores], axis=0)
         shape = len(menu.choices), *values.shape
         moved = np.zeros(shape)
-        if current is not None and options.migration != "free":
+        if current is not None:
             moved = np.moveaxis(menu.moved_bytes[current], 2, 0).copy()
-            if options.migration == "once":
-                moved = np.broadcast_to(menu.moved_bytes.max(axis=0)[:, None, None], shape).copy()
-            if options.migration in ("kept", "budgeted"):
+            if options.migration == "kept":
                 wide = menu.where("gpu") & (menu.bits >= 8)
                 moved[wide] = np.where(streamed, 0.0, moved[wide])
         link = self._costs.hardware.link.bulk_bytes_per_s
@@ -198,14 +195,14 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         moe_ps=np.maximum(np.maximum(gpu, device), host),
         device_ps=device,
         gpu_ps=gpu,
-        prefill_ps=run_prompts(batches, on_gpu[before], costs).ps,
+        prefill_ps=run_prompts(batches, on_gpu[before], costs),
         migration_ps=np.array([costs.gpu.migration_ps(count) for count in whole], np.float64),
         migrated_bytes=float(bytes_moved.sum()),
         hot_pairs=int((on_gpu[pair] & executed).sum()),
         total_pairs=int(executed.sum()),
         cold_bits=float(bits[narrow].sum()),
         cold_pairs=int(narrow.sum()),
-        loss=gate_loss(batches, widths, options),
+        loss=gate_loss(batches, widths, options.loss),
         traffic=_traffic(menu, costs, b, slots, loads.rows, rows, pairs),
         notes={
             "chosen": np.bincount(chosen.ravel(), minlength=len(menu.choices)).tolist(),

@@ -16,11 +16,10 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.host_cpu import HostCpu
-from vllm_ndp.lab.systems.context_aware import gate_loss
 from vllm_ndp.lab.systems.prompts import on_gpu_ps, prompts_ps
 from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import without_device
+from vllm_ndp.lab.vectorised.execution import gate_loss, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
 
@@ -104,7 +103,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         hot_pairs=hits,
         cold_bits=float(bits * (pairs - hits) + gpu_bits * narrow_hits),
         cold_pairs=pairs - hits + narrow_hits,
-        loss=gate_loss(batches, widths.astype(np.uint8), options),
+        loss=gate_loss(batches, widths.astype(np.uint8), options.loss),
         traffic=Traffic(
             hbm_bytes=gpu_experts * hot_bytes,
             host_bytes=cpu_experts * cold_bytes,

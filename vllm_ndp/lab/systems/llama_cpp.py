@@ -14,12 +14,11 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.host_cpu import HostCpu
-from vllm_ndp.lab.systems.context_aware import gate_loss
 from vllm_ndp.lab.systems.prompts import on_gpu_ps, prompts_ps
 from vllm_ndp.lab.systems.quantized import WEIGHT_BITS
 from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, resident_layers, whole_layers
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import without_device
+from vllm_ndp.lab.vectorised.execution import gate_loss, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic
 
@@ -69,7 +68,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         hot_pairs=round((1 - away) * pairs),
         cold_bits=float(bits * pairs) if quantized else float(bits * away * pairs),
         cold_pairs=pairs if quantized else round(away * pairs),
-        loss=gate_loss(batches, widths, options),
+        loss=gate_loss(batches, widths, options.loss),
         traffic=Traffic(
             hbm_bytes=(1 - away) * used * expert_bytes,
             host_bytes=away * used * expert_bytes,

@@ -54,7 +54,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         moe_ps=split.moe_ps,
         device_ps=split.device_ps,
         gpu_ps=split.gpu_ps,
-        prefill_ps=run_prompts(batches, np.broadcast_to(resident, (g, *resident.shape)), costs).ps,
+        prefill_ps=run_prompts(batches, np.broadcast_to(resident, (g, *resident.shape)), costs),
         migration_ps=np.zeros(g),
         migrated_bytes=0.0,
         hot_pairs=on_gpu,

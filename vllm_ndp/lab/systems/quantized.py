@@ -12,11 +12,10 @@ import numpy as np
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.lab.systems.context_aware import gate_loss
 from vllm_ndp.lab.systems.prompts import on_gpu_ps, prompts_ps
 from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, TooFewPlaces
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import shared_ps
+from vllm_ndp.lab.vectorised.execution import gate_loss, shared_ps
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic
 
@@ -74,7 +73,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         total_pairs=pairs,
         cold_bits=float(bits * pairs) if quantized else 0.0,
         cold_pairs=pairs if quantized else 0,
-        loss=gate_loss(batches, widths, options),
+        loss=gate_loss(batches, widths, options.loss),
         traffic=Traffic(hbm_bytes=float((batches.loads.rows > 0).sum()) * expert_bytes),
     )
 

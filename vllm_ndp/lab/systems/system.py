@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -26,10 +25,8 @@ class TooFewPlaces(DoesNotFit):
     """A system does not fit into the places of num_hot experts per layer that every system of a comparison gets."""
 
 
-MIGRATIONS = ("free", "once", "difference", "kept", "budgeted")
-"""`free`: costs nothing. `once`: the whole hot set moves, as published. `difference`: only experts move that were not
-hot before. `kept`: experts that prefill streamed to the GPU stay there. `budgeted`: few moves, each worth it, and
-prefill's are kept."""
+MIGRATIONS = ("kept", "difference")
+"""As the plugin's setting: experts that prefill streamed stay on the GPU, or all move that were not hot before."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +41,9 @@ class ReplayOptions:
     clairvoyant: bool = False
     """The policy scores the decode itself instead of the prompt: the oracle."""
     migration: str = "difference"
-    migration_budget: int = 1
-    """Moves per layer and prefill under `budgeted`."""
-    hysteresis: float = 0.1
-    """Under `budgeted` a newcomer must be this much more important than the one it replaces."""
     bits_for: str = "auto"
     """`request`: each request has its own widths, as published. `batch`: one width per expert, so requests share its
-    read. `auto`: `batch` from a few requests on, with half a bit more (planning/importance.py); in `context_aware`,
-    request."""
+    read. `auto`: `batch` from a few requests on, with half a bit more (planning/importance.py)."""
     predictor: NextLayer | None = None
     """Predictor by which systems prefetch; None: as accurate as each system has published."""
     widest: int = WIDTHS[-1]
@@ -68,10 +60,6 @@ class ReplayOptions:
             raise ConfigError(f"migration must be one of {', '.join(MIGRATIONS)}, got {self.migration!r}")
         if self.bits_for not in BITS_FOR:
             raise ConfigError(f"bits_for must be one of {', '.join(BITS_FOR)}, got {self.bits_for!r}")
-        if self.migration_budget < 0 or not 0 <= self.hysteresis < math.inf:
-            raise ConfigError(
-                f"moves per layer and hysteresis must be at least 0, got {self.migration_budget} and {self.hysteresis}"
-            )
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
         """An option in low..high. Raises ConfigError for anything else."""

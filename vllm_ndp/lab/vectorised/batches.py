@@ -30,6 +30,7 @@ class Batches:
     prompts: tuple[tuple[RoutingStats, ...], ...]  # [G][B]
     decodes: tuple[tuple[RoutingStats, ...], ...]  # [G][B], what a clairvoyant knows
     requests: NDArray[np.int64]  # [G, B], index in the trace
+    trace: Trace
 
     @classmethod
     def of(cls, trace: Trace, batch: int = 1, *, affinity: bool = False) -> Batches:
@@ -65,6 +66,7 @@ class Batches:
             prompts=tuple(tuple(prompts[g * batch : (g + 1) * batch]) for g in range(groups)),
             decodes=tuple(tuple(decodes[g * batch : (g + 1) * batch]) for g in range(groups)),
             requests=np.array(order).reshape(groups, batch),
+            trace=trace,
         )
 
     def first_steps(self, steps: int) -> Batches:

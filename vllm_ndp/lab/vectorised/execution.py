@@ -12,16 +12,25 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.common.widths import FULL_PRECISION_BITS
+from ndp_device.common.widths import FULL_PRECISION_BITS, REPLICA_WIDTHS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab import _lanes
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.loads import add_up, sums_before
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
-from vllm_ndp.layer.prefill_split import PrefillSplit
+from vllm_ndp.layer.joint_menu import OF_ONE_BIT, losses_by_width
+from vllm_ndp.planning.bitwidths import LossTable
 
 NOWHERE, SKIPPED = 255, 254
 _DEVICE_WIDTHS = FULL_PRECISION_BITS + 1
+LOSS_OF_SKIPPING = 1 / (1 - 2 / np.pi)
+"""Loss of an expert that is not computed at all, in units of its loss at 1 bit, if only that is known. The best one-bit
+quantizer of a normal variable leaves 1 - 2 / pi of its energy (Max 1960); skipping leaves all of it."""
+
+
+_LOSS_COLUMN = np.zeros(256, np.int64)
+_LOSS_COLUMN[[1, 2, 3, 4, 8, SKIPPED]] = 1, 2, 3, 4, 5, 6
+"""Column of a width in gate_loss's table; column 0 loses nothing."""
 
 
 class PairCounts(NamedTuple):
@@ -177,7 +186,7 @@ def without_device(
     g, _, d, layers, _ = batches.shape
     if prefill_ps is None:
         here = np.zeros((layers, batches.num_experts), np.bool_) if resident is None else resident
-        prefill_ps = run_prompts(batches, np.broadcast_to(here, (g, *here.shape)), costs).ps
+        prefill_ps = run_prompts(batches, np.broadcast_to(here, (g, *here.shape)), costs)
     return Outcome(
         system=system,
         policy=policy,
@@ -197,55 +206,38 @@ def without_device(
     )
 
 
-class Prompts(NamedTuple):
-    ps: NDArray[np.float64]  # [G, B], of the whole model
-    streamed: NDArray[np.bool_]  # [G, L, E], experts that a prompt of the group brought to the GPU
-
-
-def run_prompts(
-    batches: Batches, resident: NDArray[np.bool_], costs: Costs, split: PrefillSplit | None = None
-) -> Prompts:
-    """Each prompt in full precision. Experts that are not resident [G, L, E] are streamed over the link, or by `split`
-    computed by the device meanwhile."""
+def run_prompts(batches: Batches, resident: NDArray[np.bool_], costs: Costs) -> NDArray[np.float64]:
+    """[G, B], each prompt in full precision, of the whole model. Experts that are not resident [G, L, E] are streamed
+    over the link."""
     g, b, _, layers, _ = batches.shape
     factor = costs.shape.num_layers / layers
-    out, streamed = np.zeros((g, b)), np.zeros_like(resident)
+    out = np.zeros((g, b))
     for group in range(g):
         here = resident[group]
         for request, stats in enumerate(batches.prompts[group]):
             rows = stats.num_tokens
             hot, cold = np.where(here, stats.counts, 0), np.where(here, 0, stats.counts)
-            device_ps = np.zeros(layers)
-            if split is not None:
-                there = _on_device(cold, split)
-                device_ps = _prompt_device_ps(np.where(there, cold, 0), rows, costs)
-                cold = np.where(there, 0, cold)
-            streamed[group] |= cold > 0
-            sizes = ((hot > 0).sum(axis=1), hot.sum(axis=1), (cold > 0).sum(axis=1), cold.sum(axis=1), device_ps)
+            sizes = ((hot > 0).sum(axis=1), hot.sum(axis=1), (cold > 0).sum(axis=1), cold.sum(axis=1))
             layer_ps = sum(
-                max(costs.shared_ps(rows) + costs.resident_ps(h, hot_pairs), costs.streamed_ps(c, cold_pairs), device)
-                for h, hot_pairs, c, cold_pairs, device in zip(*(size.tolist() for size in sizes), strict=True)
+                max(costs.shared_ps(rows) + costs.resident_ps(h, hot_pairs), costs.streamed_ps(c, cold_pairs))
+                for h, hot_pairs, c, cold_pairs in zip(*(size.tolist() for size in sizes), strict=True)
             )
             before = costs.gpu.before_experts_ps(rows, rows, rows * (rows + 1) // 2, [(0, rows)])
             beside = sum(before) + costs.shape.num_layers * costs.overhead_ps
             out[group, request] = factor * layer_ps + beside + costs.gpu.head_ps(1)
-    return Prompts(out, streamed)
+    return out
 
 
-def _on_device(cold: NDArray[np.int64], split: PrefillSplit) -> NDArray[np.bool_]:
-    """[L, E], which of the experts with so many rows [L, E] the device computes."""
-    there = np.zeros(cold.shape, np.bool_)
-    for layer, rows in enumerate(cold):
-        ids = np.flatnonzero(rows)
-        there[layer, split.of_counts(ids, rows[ids])] = True
-    return there
+def gate_loss(batches: Batches, widths: NDArray[np.uint8], known: LossTable) -> float:
+    """Mean over decode pairs of gate x loss of the width it ran at, in units of that expert's loss at 1 bit.
 
-
-def _prompt_device_ps(counts: NDArray[np.int64], rows: int, costs: Costs) -> NDArray[np.float64]:
-    """[L], the device's command for experts with so many rows [L, E] in full precision, of a prompt of so many."""
-    distinct, places = np.unique(counts, return_inverse=True)
-    each = np.array([costs.device_expert_ps(FULL_PRECISION_BITS, n) if n else 0.0 for n in distinct.tolist()])
-    pairs = counts.sum(axis=1)
-    links = costs.messages_ps(np.minimum(pairs, rows), pairs) + costs.device_fill_ps
-    total: NDArray[np.float64] = np.where(pairs > 0, links + add_up(each[places].reshape(counts.shape)), 0.0)
-    return total
+    In its own units because output energies of experts differ by many orders. An expert that serves only the first
+    token of a text can outweigh all others together. 0 in full precision.
+    """
+    layers, experts = known.mse.shape[:2]
+    table = np.zeros((layers, experts, 8))  # small enough to stay in the processor's cache
+    table[:, :, 1:6] = losses_by_width(known, OF_ONE_BIT)[:, :, REPLICA_WIDTHS]
+    table[:, :, 6] = LOSS_OF_SKIPPING
+    rows = (np.arange(layers)[:, None] * experts + batches.ids) << 3
+    lost = table.ravel().take(rows + _LOSS_COLUMN.take(widths)) * batches.weights
+    return float((lost * batches.pairs).sum() / (batches.valid.sum() * layers))

@@ -1,0 +1,206 @@
+"""The paper's system and ours: the plugin's own `Run` (layer/run.py) on the groups of a trace, each a few settings.
+
+    context_aware   `execution` 'paper' (arXiv 2512.04476): hot experts on the GPU in fp16, cold ones on the device
+    balanced        the default: hot experts of least router weight run on the device where that shortens a layer
+    replanned       `replan` 'drift': the same, and experts are exchanged when decode shows another subject
+    adaptive        no setting of the plugin: the paper's plan, then a hot set that follows decode over the idle link
+
+The policy is a parameter, so static, random, prior-shrunk and clairvoyant placement run on the same hardware.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.common.widths import WIDTHS
+from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
+from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.memory import beside_device_memory
+from vllm_ndp.lab._lanes import follow
+from vllm_ndp.lab.exact.groups import Clairvoyant, Groups, OfExperts
+from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System
+from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.execution import PairCounts, gate_loss, run_pairs
+from vllm_ndp.lab.vectorised.outcome import Outcome, layer_factor
+from vllm_ndp.planning.drift import DriftRules
+from vllm_ndp.planning.follower import FollowRules
+from vllm_ndp.planning.policies import Policy
+from vllm_ndp.planning.replanner import PlannerRules
+
+PREFILLS = ("streamed", "split")
+"""The option `prefill`: as published, or as the plugin does where it can (layer/prefill_split.py)."""
+EXECUTIONS = ("balanced", "paper")
+MEMORY_TOKENS = {"decayed": 128.0, "lfu": 1e12, "lru": 2.0}
+"""Counts fade with this time constant: never (least frequently used leaves), at once (least recently), or between."""
+
+
+def groups_of(
+    batches: Batches,
+    costs: Costs,
+    options: ReplayOptions,
+    *,
+    offload_bits: int = 0,
+    drift: DriftRules | None = None,
+    of_experts: bool = False,
+) -> Groups:
+    """of_experts: every pair of an expert has one width."""
+    policy: Policy = options.policy
+    if options.clairvoyant:
+        policy = Clairvoyant(policy, [stats for group in batches.decodes for stats in group])
+    moves = 0 < options.budget.num_hot < batches.num_experts
+    rules = PlannerRules(
+        OfExperts(policy) if of_experts else policy,
+        options.budget,
+        options.loss.up_to(options.widest),
+        bits_for=options.bits_for,
+        keeps_streamed=options.migration == "kept",
+        follow=FollowRules(drift, options.prior) if drift is not None and moves else None,
+    )
+    splits = options.word("prefill", PREFILLS[0], PREFILLS) == "split"
+    return Groups(batches, costs, rules, offload_bits=offload_bits if moves else 0, splits_prefill=splits)
+
+
+def outcome_of(
+    name: str, ran: Groups, batches: Batches, costs: Costs, options: ReplayOptions, decode: PairCounts | None = None
+) -> Outcome:
+    """decode: times of decode pairs, where other ones than those of `ran` count."""
+    executed = np.broadcast_to(batches.pairs, ran.widths.shape)
+    cold = executed & (ran.widths > 0)
+    copied = ran.copies * layer_factor(batches, costs)
+    return Outcome(
+        system=name,
+        policy=options.policy_name,
+        moe_ps=ran.moe_ps if decode is None else decode.moe_ps,
+        device_ps=ran.device_ps if decode is None else decode.device_ps,
+        gpu_ps=ran.gpu_ps if decode is None else decode.gpu_ps,
+        prefill_ps=ran.prefill_ps,
+        migration_ps=ran.migration_ps,
+        migrated_bytes=(ran.moved + copied) * costs.shape.expert_bytes,
+        hot_pairs=int((executed & (ran.widths == 0)).sum()),
+        total_pairs=int(executed.sum()),
+        cold_bits=float(ran.widths[cold].sum()),
+        cold_pairs=int(cold.sum()),
+        loss=gate_loss(batches, ran.widths, options.loss),
+        traffic=(run_pairs(batches, ran.widths, costs) if decode is None else decode).traffic,
+    )
+
+
+def memory(costs: Costs, options: ReplayOptions) -> Memory:
+    return beside_device_memory(costs, options.budget.num_hot, options.widest)
+
+
+def papers(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    ran = groups_of(batches, costs, options)
+    ran.run()
+    return outcome_of("context_aware", ran, batches, costs, options)
+
+
+def plugins(batches: Batches, costs: Costs, options: ReplayOptions, *, follows: bool) -> Outcome:
+    bits = min(options.whole("spill_bits", DEFAULT_OFFLOAD_BITS, WIDTHS[0], WIDTHS[-1]), options.widest)
+    execution = options.word("execution", EXECUTIONS[0], EXECUTIONS)
+    drift = DriftRules(once_in=options.number("once_in", DriftRules.once_in, 2.0, 1e12)) if follows else None
+    offload_bits = bits if execution == "balanced" else 0
+    ran = groups_of(batches, costs, options, offload_bits=offload_bits, drift=drift)
+    ran.run()
+    outcome = outcome_of("replanned" if follows else "balanced", ran, batches, costs, options)
+    outcome.policy += f", {execution}" if follows else f", spill {bits}"
+    outcome.notes.update(spilled_pairs=ran.offloaded_pairs, copies=ran.copies)
+    return outcome
+
+
+def following(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    """Every decode token decays the prompt's counts and adds its own. An idle link copies one expert at a time per
+    group: the exchange that gains most over all layers. The newcomer's count must exceed the leaver's by `hysteresis`.
+    Decode never waits: until a copy is complete the expert runs on the device as before."""
+    frequency = options.word("frequency", "decayed", tuple(MEMORY_TOKENS))
+    tokens = options.number("memory_tokens", MEMORY_TOKENS[frequency], 1.0, 1e15)
+    hysteresis = options.number("hysteresis", 0.1, 0.0, 1e6)
+    g, b, _, layers, _ = batches.shape
+    ran = groups_of(batches, costs, options, of_experts=True)
+    hot = np.zeros((g, layers, batches.num_experts), np.bool_)
+    bits = np.zeros((g, b, layers, batches.num_experts), np.uint8)
+    for group in range(g):
+        ran.prompts(group)
+        bits[group] = [plan.bits for plan in ran.plan(group)]
+        hot[group] = ran.engine.hot
+        ran.end(group)
+    # A newcomer takes the leaver's place; the leaver takes the newcomer's bits, so the bit budget is kept.
+    heat = np.stack([_prompt_heat(batches, group, tokens) for group in range(g)])
+    loads, each_step = batches.loads, copies_per_step(batches, costs, bits)
+    ran.copies = follow(
+        batches.ids, loads.experts, loads.rows, each_step, tokens, hysteresis, heat, hot, bits, ran.widths
+    )
+    outcome = outcome_of("adaptive", ran, batches, costs, options, run_pairs(batches, ran.widths, costs))
+    outcome.policy += f" then {frequency}"
+    outcome.notes["copies"] = ran.copies
+    return outcome
+
+
+def _prompt_heat(batches: Batches, group: int, memory: float) -> NDArray[np.float64]:
+    """Counts of the prompts as if their last `memory` tokens were alike: what a decayed count would be by now."""
+    heat = np.zeros(batches.prompts[group][0].counts.shape)
+    for stats in batches.prompts[group]:
+        heat += stats.counts * (min(memory, stats.num_tokens) / max(stats.num_tokens, 1))
+    return heat
+
+
+def copies_per_step(batches: Batches, costs: Costs, bits: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """[G], how much of one expert's copy (all layers the trace's layer stands for) fits beside one decode step."""
+    first = batches.first_steps(1)
+    widths = np.take_along_axis(bits[:, :, None], first.ids, axis=4)
+    step_ps = run_pairs(first, widths, costs).moe_ps[:, 0].sum(axis=1) * layer_factor(batches, costs)
+    copies: NDArray[np.float64] = step_ps / (costs.fetch_ps() * max(layer_factor(batches, costs), 1.0))
+    return copies
+
+
+CONTEXT_AWARE = System(
+    "context_aware",
+    (
+        "placement and bits fixed after prefill; one placement for a group (sum of importances)",
+        "prompts run one after the other, and a new plan is made after each; the slots keep what it streamed",
+        "GPU and device overlap within a layer, experts of one side run one after the other",
+        "prompts run in full precision: resident experts on the GPU, the others streamed over the link; with prefill "
+        "'split' the device computes some of these, so that both end together",
+    ),
+    True,
+    papers,
+    memory,
+    is_bounded=True,
+)
+BALANCED = System(
+    "balanced",
+    (
+        "the plugin's own run: the device holds replicas of hot experts too; where a hot expert runs is chosen per "
+        "layer from the router's output alone",
+        "hot experts of least gate weight go first, at 3 bits unless told otherwise",
+    ),
+    True,
+    partial(plugins, follows=False),
+    memory,
+    is_bounded=True,
+)
+REPLANNED = System(
+    "replanned",
+    (
+        "drift is noticed from decode's own routing, bounded against false alarms; nothing moves before",
+        "copies take the link's idle time, as the plugin's setting replan 'drift'",
+    ),
+    True,
+    partial(plugins, follows=True),
+    memory,
+    is_bounded=True,
+)
+ADAPTIVE = System(
+    "adaptive",
+    (
+        "the link's idle time is worth one step's expert time per step; activations are too small to count against it",
+        "one exchange at a time per group; a trace with fewer layers than the model moves all layers it stands for",
+    ),
+    True,
+    following,
+    memory,
+    is_bounded=True,
+)
