@@ -305,7 +305,7 @@ WRITES: dict[str, tuple[list[str], bool]] = {
     "pull": (["org/name", "--model", "{model}", "--out", "{out}"], True),
     "record": (["{model}", "--prompts", "{model}/calibration.txt", "--out", "{out}"], True),
     "trace-import": (["{trace}", "--format", "vllm", "--out", "{out}"], True),
-    "trace-export": (["{trace}", "--format", "gate-stats", "--out", "{out}"], True),
+    "trace-export": (["{trace}", "--format", "dynande", "--out", "{out}"], True),
     "trace-synth": (["mixtral-8x7b", "--out", "{out}", "--requests", "1"], True),
     "compare": (["{trace}", "--systems", "monde", "--model", "{model}", "--out", "{out}"], False),
     "compare --html": (["{trace}", "--html", "{out}"], False),

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from safetensors.numpy import save_file
 from small_checkpoint import write_small_checkpoint
 
 from fuzzing.mutate import NUMBERS, mutated_bytes, mutated_json
@@ -90,8 +89,6 @@ def kinds() -> list[Kind]:
         Kind("import-npz-bytes", _make_npz, _in_bytes(""), lambda path: import_trace(path, "npz", SETTINGS)),
         Kind("import-sglang", _make_sglang, _in_archive, lambda path: import_trace(path, "sglang", SETTINGS)),
         Kind("import-vllm", _make_vllm, _in_lines(""), lambda path: import_trace(path, "vllm", SETTINGS)),
-        Kind("import-megatron", _make_megatron, _in_lines(""), lambda path: import_trace(path, "megatron", SETTINGS)),
-        Kind("import-flame", _make_flame, _in_flame, lambda path: import_trace(path, "flame", SETTINGS)),
         Kind("import-routelog", _make_routelog, _in_lines(""), lambda path: import_trace(path, "routelog", SETTINGS)),
         Kind(
             "import-moe-trace", _make_moe_trace, _in_bytes(""), lambda path: import_trace(path, "moe-trace", SETTINGS)
@@ -99,8 +96,6 @@ def kinds() -> list[Kind]:
         Kind(
             "import-selection", _make_selection, _in_json(""), lambda p: import_trace(p, "expert-selection", SETTINGS)
         ),
-        Kind("import-columns", _make_columns, _in_header(""), lambda path: import_trace(path, "columns", SETTINGS)),
-        Kind("import-columns-bytes", _make_columns, _in_bytes(""), lambda p: import_trace(p, "columns", SETTINGS)),
         Kind("import-dynande", _make_dynande, _in_bytes(""), lambda path: import_trace(path, "dynande", SETTINGS)),
         Kind("settings", _make_settings, _in_json(""), _read_settings),
         Kind("hardware", _make_hardware, _in_hardware, _read_hardware),
@@ -233,24 +228,19 @@ def _make_sglang(path: Path) -> None:
 
 def _make_vllm(path: Path) -> None:
     stored = io.BytesIO()
-    np.save(stored, _ids(2))
+    np.save(stored, _ids(5))
+    usage = {"prompt_tokens": 3, "completion_tokens": 3}
     lines = [
-        {"id": "a", "prompt_routed_experts": _ids(3).tolist(), "choices": [{"routed_experts": _ids(2).tolist()}]},
+        {"id": "a", "usage": usage, "choices": [{"routed_experts": _ids(5).tolist()}]},
         {
             "id": "b",
-            "prompt_routed_experts": base64.b64encode(stored.getvalue()).decode(),
-            "choices": [{"routed_experts": None}],
+            "choices": [
+                {
+                    "prompt_token_ids": [1, 2, 3],
+                    "routed_experts": base64.b64encode(stored.getvalue()).decode(),
+                }
+            ],
         },
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _make_megatron(path: Path) -> None:
-    ids = _ids(8)
-    lines = [
-        {"step": step, "layer": layer, "num_tokens": 4, "topk": 2, "top_indices": ids[step * 4 :][:4, layer].tolist()}
-        for step in range(2)
-        for layer in range(2)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -267,8 +257,9 @@ def _make_routelog(path: Path) -> None:
 
 
 def _make_moe_trace(path: Path) -> None:
-    rows = [f"{layer},{expert}\n" for _, layer, ids in _cells() for expert in ids]
-    path.write_text("layer,expert\n" + "".join(rows))
+    cells = [("prefill", 8, layer, token, *ids) for layer in range(2) for token, of, ids in _cells() if of == layer]
+    cells += [("decode", 1, layer, 0, 1, 2) for layer in range(2)]
+    path.write_text("# phase,n_tokens,layer,token_idx,e0,e1\n" + "".join(",".join(map(str, c)) + "\n" for c in cells))
 
 
 def _make_selection(path: Path) -> None:
@@ -277,26 +268,12 @@ def _make_selection(path: Path) -> None:
     path.write_text(json.dumps([{str(layer): ids[part, layer].tolist() for layer in range(2)} for part in parts]))
 
 
-def _make_columns(path: Path) -> None:
-    token, layer, ids = (np.array(column, np.int32) for column in zip(*_cells(), strict=True))
-    columns = {"prompt_idx": token * 0, "tok": token, "layer": layer, "top_indices": ids}
-    save_file(columns | {"logits": np.ones((len(ids), 8), np.float32)}, path)
-
-
 def _make_dynande(path: Path) -> None:
     rows = [
         f"{layer},{token}," + ",".join("0.5" if expert in ids else "0" for expert in range(8)) + "\n"
         for token, layer, ids in _cells()
     ]
     path.write_text("layer_id,token_id," + ",".join(f"expert_{e}" for e in range(8)) + "\n" + "".join(rows))
-
-
-def _make_flame(path: Path) -> None:
-    path.mkdir()
-    for layer in range(2):
-        ids = _ids(8)[:, layer]
-        table = pa.table({"indices": ids.tolist(), "scores": np.full(ids.shape, 0.5).tolist()})
-        pq.write_table(table, path / f"layer_{layer:02d}.parquet")
 
 
 def _make_settings(path: Path) -> None:
@@ -441,14 +418,6 @@ def _in_table(rng: random.Random, path: Path) -> None:
     """Rows of a trace with other values, or columns of other names and types; its checksums fit."""
     file = path / f"{rng.choice(('routing', 'requests'))}-00000.parquet"
     file.write_bytes(_other_table(rng, pq.read_table(file)))
-
-
-def _in_flame(rng: random.Random, path: Path) -> None:
-    file = path / "layer_01.parquet"
-    if rng.random() < 0.5:
-        file.write_bytes(_other_table(rng, pq.read_table(file)))
-    else:
-        file.write_bytes(mutated_bytes(rng, file.read_bytes()))
 
 
 def _other_table(rng: random.Random, table: pa.Table) -> bytes:

@@ -101,7 +101,7 @@ def cases() -> Iterator[tuple[str, Kind, Callable[[Path], None]]]:
     yield "npz that unfolds into 1 GiB", KINDS["import-npz"], _npz_bomb
     yield "npz of 2^40 requests without tokens", KINDS["import-npz"], _npz_of_nothing
     yield "npz that is a pipe", KINDS["import-npz"], _pipe
-    for kind in ("import-vllm", "import-megatron"):
+    for kind in ("import-vllm", "import-routelog"):
         yield f"{kind} nested", KINDS[kind], lambda path: _write(path, DEEP + b"\n")
         yield f"{kind} line of 2 GiB", KINDS[kind], lambda path: os.truncate(path, 2 * GIB)
         yield f"{kind} line of empty lists", KINDS[kind], lambda path: _write(path, b"[" + b"[]," * 10_000_000 + b"1]")
@@ -110,7 +110,9 @@ def cases() -> Iterator[tuple[str, Kind, Callable[[Path], None]]]:
     yield "trace chunk of other columns, 1 GiB unfolded", KINDS["trace-rows"], _foreign_bomb
     yield "trace chunk of the right columns, 2 GiB unfolded", KINDS["trace-rows"], _own_bomb
     yield "trace chunk that is a pipe", KINDS["trace-rows"], lambda path: _pipe(path / "routing-00000.parquet")
-    yield "flame chunk, 1 GiB unfolded", KINDS["import-flame"], _flame_bomb
+    for kind in ("import-moe-trace", "import-dynande"):
+        yield f"{kind} of 2 GiB without a line", KINDS[kind], lambda path: os.truncate(path, 2 * GIB)
+        yield f"{kind} that is a pipe", KINDS[kind], _pipe
     hardware = KINDS["hardware"]
     for key in sorted(key for key, kind in field_types().items() if kind is int):
         reads = Kind("hardware", hardware.make, hardware.damage, _transfer)
@@ -226,11 +228,6 @@ def _zeros(kind: pa.DataType, count: int) -> pa.Array:
         flat = np.zeros(count * kind.list_size, kind.value_type.to_pandas_dtype())
         return pa.FixedSizeListArray.from_arrays(pa.array(flat), type=kind)
     return pa.nulls(count, kind).fill_null(0)
-
-
-def _flame_bomb(path: Path) -> None:
-    lists = pa.ListArray.from_arrays(np.arange(1025, dtype=np.int32) * 8192, np.zeros(1 << 23, np.int64))
-    _repeated(path / "layer_01.parquet", pa.table({"indices": lists, "scores": lists}), 8)
 
 
 def _hardware(key: str, value: int) -> Callable[[Path], None]:

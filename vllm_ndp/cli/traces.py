@@ -27,7 +27,7 @@ def trace_import(
     out: OutOption,
     kind: Annotated[
         str,
-        typer.Option("--format", help="Who wrote it, as the list below has it, or a package's own."),
+        typer.Option("--format", help="Who wrote it, as the list below has it."),
     ],
     model: Annotated[str, typer.Option(help="Name of the model, kept with the trace.")] = "unknown",
     num_experts: Annotated[int, typer.Option(help="Experts per layer; 0: largest id seen plus one.")] = 0,
@@ -37,7 +37,7 @@ def trace_import(
 ) -> None:
     """Read routing that another program recorded into a trace.
 
-    vllm, sglang, megatron, flame, routelog, moe-trace, expert-selection, columns, dynande, npz: docs/trace-format.md.
+    vllm, sglang, routelog, moe-trace, expert-selection, dynande, npz: docs/trace-format.md.
     """
     from vllm_ndp.traces.importers import ImportSettings, import_trace
 
@@ -72,16 +72,16 @@ class TasteOptions:
 @command(
     app,
     "trace-export",
-    examples=("vllm-ndp trace-export tests/data/tiny-mixtral-trace --format gate-stats --out exported",),
+    examples=("vllm-ndp trace-export tests/data/tiny-mixtral-trace --format dynande --out exported",),
 )
 def trace_export(
     trace: TraceArgument,
     out: OutOption,
-    kind: Annotated[str, typer.Option("--format", help="dynande or gate-stats.")],
+    kind: Annotated[str, typer.Option("--format", help="dynande.")],
 ) -> None:
     """Write a trace's routing for another simulator.
 
-    dynande: CSV of DynaNDE. gate-stats: gate_stats.json for LLMServingSim.
+    dynande: CSV of DynaNDE.
     """
     from vllm_ndp.traces.exporters import export_trace
     from vllm_ndp.traces.trace import Trace

@@ -1,19 +1,7 @@
-"""Routing recorded by others, read into our Trace. The importer fills gaps of a source and notes them in Provenance.
+"""Routing recorded by others, read into our Trace. An importer is a row of FORMATS: a container, and names of fields.
 
-| format   | source                                                        | requests | weights |
-|----------|---------------------------------------------------------------|----------|---------|
-| vllm     | responses of a server with --enable-return-routed-experts, one JSON object per line | yes | no |
-| sglang   | the expert distribution recorder's per_token dump, converted to .npz | found again | no |
-| megatron | directory of router_trace_rank*.jsonl                          | no       | no      |
-| flame    | directory of layer_NN.parquet (FLAME-MoE-Traces)               | no       | yes     |
-| routelog | JSON lines of vLLM loggers, or a directory of them (engine_logs.py) | yes    | if told |
-| moe-trace | CSV of llama.cpp forks, a row a choice or a token (llama_logs.py) | found again | no  |
-| expert-selection | JSON of MoE_expert_selection_trace, a file a request (published.py) | yes | no  |
-| columns  | .safetensors of rows: ids, router logits or both (published.py) | yes      | if told |
-| dynande  | CSV of DynaNDE, the score of every expert a row (published.py) | if told   | yes     |
-| npz      | ids [R, T, L, k] and weights, or logits [R, T, L, E]; prompt_len | yes    | yes     |
-
-Sources without requests are cut into sequences of a given length; sources without weights get 1/k each.
+Sources without requests are cut into sequences of a given length; sources without weights get 1/k each. The provenance
+notes both. How requests are told, or found again, where a source has rows of single tokens: row_logs.py.
 """
 
 from __future__ import annotations
@@ -21,27 +9,25 @@ from __future__ import annotations
 import base64
 import difflib
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.csv as pa_csv
 from numpy.typing import NDArray
 
 from ndp_device.common import strict_json
 from ndp_device.common.errors import TraceError
 from ndp_device.common.strict_arrays import decode_array, read_arrays
-from ndp_device.common.strict_files import read_lines
+from ndp_device.common.strict_files import open_plain, read_lines
+from vllm_ndp.traces import row_logs
 from vllm_ndp.traces.blanks import without_blanks
-from vllm_ndp.traces.engine_logs import read_routelog
-from vllm_ndp.traces.format import Provenance, open_parquet
-from vllm_ndp.traces.llama_logs import read_moe_trace
-from vllm_ndp.traces.published import read_columns, read_dynande, read_expert_selection
-from vllm_ndp.traces.rows import MOST_BYTES, MOST_VALUES, Logged, chosen, lacks_its_beginning
+from vllm_ndp.traces.format import Provenance
+from vllm_ndp.traces.rows import MOST_BYTES, MOST_ROWS, MOST_VALUES, Found, Logged, Told, chosen
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
 
@@ -53,7 +39,6 @@ class ImportSettings:
     num_experts: int = 0
     sequence_len: int = 512
     prompt_len: int = 256
-    max_tokens: int = 1 << 20
     top_k: int = 0
     """Experts a token, where the source has logits and no choices."""
 
@@ -62,18 +47,19 @@ class ImportSettings:
             raise TraceError(f"prompt_len must lie in 1..{self.sequence_len - 1}, got {self.prompt_len}")
 
 
-Importer = Callable[[Path, ImportSettings], Trace]
-
-
 def import_trace(source: Path, kind: str, settings: ImportSettings | None = None) -> Trace:
     """Read a foreign recording. Raises TraceError in one sentence when it is not what `kind` says."""
-    if kind not in IMPORTERS:
-        nearest = difflib.get_close_matches(kind, IMPORTERS, n=1, cutoff=0.0)[0]
-        raise TraceError(f"trace format must be one of {', '.join(IMPORTERS)}, got {kind!r}: did you mean {nearest!r}?")
+    settings = settings or ImportSettings()
+    if kind not in FORMATS:
+        nearest = difflib.get_close_matches(kind, FORMATS, n=1, cutoff=0.0)[0]
+        raise TraceError(f"trace format must be one of {', '.join(FORMATS)}, got {kind!r}: did you mean {nearest!r}?")
     if not source.exists():
         raise TraceError(f"{source} does not exist")
+    row = FORMATS[kind]
     try:
-        return IMPORTERS[kind](source, settings or ImportSettings())
+        parts = ((name, part) for path in _files(source, row) for name, part in row.container(path, row.fields))
+        logged, left_out = row.requests(Told(source, row.fields, parts, settings.top_k))
+        return trace_of(logged, settings, kind, left_out)
     except TraceError:
         raise
     except (LookupError, ArithmeticError, ValueError, TypeError, AttributeError, OSError, pa.ArrowException) as error:
@@ -81,66 +67,146 @@ def import_trace(source: Path, kind: str, settings: ImportSettings | None = None
         raise TraceError(f"{source} cannot be read as a {kind} recording ({reason})") from None
 
 
-def from_npz(source: Path, settings: ImportSettings) -> Trace:
-    """Read `experts` or `idx` [R, T, L, k] and `weights` or `w`, or `logits` [R, T, L, E].
+def trace_of(
+    logged: list[Logged], settings: ImportSettings, kind: str, left_out: dict[str, int] | None = None
+) -> Trace:
+    """The trace of these requests, checked. left_out: rows of the source that are in no request, by reason.
 
-    Optional: `prompt_len` [R], `domain` or `dom` [R], `domains` (names).
+    Prompts are as long as the source says, else as the settings do; a request of one token is all prompt.
     """
-    arrays = read_arrays(source)
-    ids, weights = _npz_choices(arrays, settings)
-    num_requests, num_tokens = ids.shape[:2]
-    prompt = arrays.get("prompt_len", np.full(num_requests, num_tokens // 2))
-    if prompt.shape != (num_requests,) or prompt.dtype.kind not in "iu" or not 0 <= prompt.min() <= prompt.max():
-        raise TraceError(f"prompt_len must hold {num_requests} numbers of tokens, got {prompt.dtype} {prompt.shape}")
-    if prompt.max() > num_tokens:
-        raise TraceError(f"a prompt of {prompt.max()} tokens is longer than the {num_tokens} that were recorded")
-    key = "domain" if "domain" in arrays else "dom"
-    domain = arrays[key] if key in arrays else np.zeros(num_requests, np.int64)
-    labels = domain.astype(str) if "domains" not in arrays else arrays["domains"][domain]
-    logged = [Logged(str(labels[r]) or str(r), ids[r], weights[r], int(prompt[r])) for r in range(num_requests)]
-    return _of_logged(logged, settings, "npz")
+    if not logged:
+        raise TraceError(f"the {kind} recording holds no request")
+    choices, blanks = without_blanks(logged, settings.num_experts)
+    sequences: list[Sequence] = []
+    for one in choices:
+        if not one.name:
+            sequences += _cut(one, settings)
+            continue
+        prompt_len = settings.prompt_len if one.prompt_len is None else one.prompt_len
+        sequences.append(_sequence(one, slice(None), min(prompt_len, len(one.ids))))
+    told = {why: count for why, count in (Counter(left_out or {}) + Counter(blanks)).items() if count}
+    largest = max(int(a.max()) for s in sequences for a in (s.prompt_ids, s.decode_ids) if a.size)
+    num_layers, top_k = sequences[0].prompt_ids.shape[1:]
+    provenance = Provenance(
+        model=settings.model,
+        num_layers=num_layers,
+        num_experts=settings.num_experts or largest + 1,
+        top_k=top_k,
+        source=f"import:{kind}",
+        weights="uniform" if any(one.weights is None for one in logged) else "router",
+        settings={"left_out": told} if told else {},
+    )
+    return from_sequences(provenance, sequences)
 
 
-def _npz_choices(arrays: dict[str, NDArray[Any]], settings: ImportSettings) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """(ids, weights)"""
-    if "logits" in arrays:
-        logits = arrays["logits"]
-        if logits.ndim != 4 or not logits.size or logits.dtype.kind != "f" or not np.isfinite(logits).all():
-            raise TraceError(f"logits must be finite [requests, tokens, layers, experts], got {list(logits.shape)}")
-        return chosen(logits, settings.top_k)
-    ids = arrays["experts"] if "experts" in arrays else arrays["idx"]
-    weights = (arrays["weights"] if "weights" in arrays else arrays["w"]).astype(np.float32)
-    if ids.ndim != 4 or not ids.size or weights.shape != ids.shape:
-        raise TraceError(
-            f"experts and weights must be [requests, tokens, layers, k], got {list(ids.shape)} {list(weights.shape)}"
+def _cut(stream: Logged, settings: ImportSettings) -> Iterator[Sequence]:
+    """Whole sequences of sequence_len tokens; what is left over at the end is dropped."""
+    if len(stream.ids) < settings.sequence_len:
+        raise TraceError(f"a sequence takes {settings.sequence_len} tokens, the recording has only {len(stream.ids)}")
+    for start in range(0, len(stream.ids) - settings.sequence_len + 1, settings.sequence_len):
+        yield _sequence(stream, slice(start, start + settings.sequence_len), settings.prompt_len)
+
+
+def _sequence(one: Logged, part: slice, prompt_len: int) -> Sequence:
+    ids = one.ids[part]
+    weights = np.full(ids.shape, 1.0 / ids.shape[-1], np.float32) if one.weights is None else one.weights[part]
+    return Sequence(
+        request=0,
+        label=one.name,
+        arrival_s=0.0,
+        prompt_ids=ids[:prompt_len],
+        prompt_weights=weights[:prompt_len],
+        decode_ids=ids[prompt_len:],
+        decode_weights=weights[prompt_len:],
+    )
+
+
+# -- containers: a file -> (where, contents) of its parts -------------------------------------------------------------
+
+
+Fields = dict[str, str]
+"""What a field means to us -> its name in the source; a regular expression where it names several columns."""
+Container = Callable[[Path, Fields], Iterator[tuple[str, Any]]]
+
+
+def _objects(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:
+    """An object a line."""
+    for number, line in enumerate(read_lines(path, MOST_BYTES), 1):
+        if number > MOST_ROWS:
+            raise TraceError(f"{path} has more than {MOST_ROWS} rows: cut it into files of some requests each")
+        if line.strip():
+            found, where = strict_json.decode(line, max_values=MOST_VALUES), f"{path.name} line {number}"
+            if not isinstance(found, dict):
+                raise TraceError(f"{where} must be a JSON object, got {type(found).__name__}")
+            yield where, found
+
+
+def _json(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:
+    yield str(path), strict_json.read(path, list[dict[str, Any]], at_most=MOST_BYTES, max_values=MOST_VALUES)
+
+
+def _arrays(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:
+    yield str(path), read_arrays(path)
+
+
+def _columns(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:
+    """Columns of a CSV by what they mean; those of several names as a matrix. Scores are numbers, phases are words."""
+    header = next(read_lines(path), b"").decode().strip()
+    names = header.lstrip("# ").split(",")
+    places = {
+        field: [at for at, each in enumerate(names) if re.fullmatch(name, each)] for field, name in fields.items()
+    }
+    if lacking := [fields[field] for field, places_of in places.items() if not places_of]:
+        raise TraceError(f"{path} must begin with a line of names that has {', '.join(lacking)}, got {header[:80]!r}")
+    kinds = {"scores": pa.float64(), "phase": pa.string()}
+    kind_of = {str(at): kinds.get(field, pa.int64()) for field, of in places.items() for at in of}
+    with open_plain(path) as file:
+        table = pa_csv.read_csv(
+            file,
+            pa_csv.ReadOptions(column_names=[str(at) for at in range(len(names))], skip_rows=1),
+            convert_options=pa_csv.ConvertOptions(
+                column_types=kind_of, include_columns=list(kind_of), strings_can_be_null=False
+            ),
         )
-    return ids, weights
+    if not 0 < table.num_rows <= MOST_ROWS or any(column.null_count for column in table.columns):
+        raise TraceError(f"{path} must have 1 to {MOST_ROWS} rows of numbers without a gap, got {table.num_rows}")
+    values = {field: [table.column(str(at)).to_numpy() for at in of] for field, of in places.items()}
+    yield str(path), {field: np.stack(of, 1) if field in ("ids", "scores") else of[0] for field, of in values.items()}
 
 
-def from_vllm(source: Path, settings: ImportSettings) -> Trace:
-    """routed_experts on each choice, [P + G - 1, L, k] of prompt and output together; lists or base64 .npy.
+def _files(source: Path, row: Format) -> list[Path]:
+    """Files by the numbers in their names, so that request 9 comes before request 10."""
+    if not source.is_dir():
+        return [source]
+    rows = (path for path in source.rglob(f"*{row.suffix}") if not path.stem.endswith("_stats"))  # DynaNDE sums them up
+    found = sorted(rows, key=lambda path: _by_number(path.relative_to(source)))
+    if not found:
+        raise TraceError(f"{source} holds no {row.suffix} file")
+    return found
 
-    The last generated token has no forward pass. Older servers gave the prompt's part apart, as prompt_routed_experts
-    [P, L, k] on the response.
+
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
+
+
+# -- formats whose requests are whole ---------------------------------------------------------------------------------
+
+
+def _answers(told: Told) -> Found:
+    """Choices of responses, with routing [P + G - 1, L, k] of prompt and output as lists or base64 .npy.
+
+    The last generated token has no forward pass.
     """
     logged: list[Logged] = []
-    for number, line in enumerate(read_lines(source, MOST_BYTES), 1):
-        if not line.strip():
-            continue
-        response, where = strict_json.decode(line, max_values=MOST_VALUES), f"{source} line {number}"
-        prompt = _routed(response.get("prompt_routed_experts"))
-        routed = [_routed(choice.get("routed_experts")) for choice in response["choices"]]
-        if prompt is not None:
-            whole = [prompt if own is None else np.concatenate([prompt, own]) for own in routed]
-            lengths = [len(prompt)] * len(whole)
-        else:
-            whole = [own for own in routed if own is not None]
-            if not whole or len(whole) < len(routed):
-                raise TraceError(f"{where} has no routed_experts: serve with --enable-return-routed-experts")
-            lengths = _prompt_lens(where, response, [len(ids) for ids in whole])
-        name = str(response.get("id", number))
-        logged += [Logged(name, ids, None, length) for ids, length in zip(whole, lengths, strict=True)]
-    return _of_logged(logged, settings, "vllm")
+    for number, (where, response) in enumerate(told.parts, 1):
+        routed = [_routed(choice.get(told.fields["ids"])) for choice in response["choices"]]
+        found = [ids for ids in routed if ids is not None]
+        if not found or len(found) < len(routed):
+            raise TraceError(f"{where} has no {told.fields['ids']}: serve with --enable-return-routed-experts")
+        lengths = _prompt_lens(where, response, [len(ids) for ids in found])
+        name = str(response.get(told.fields["request"], number))
+        logged += [Logged(name, ids, None, length) for ids, length in zip(found, lengths, strict=True)]
+    return logged, {}
 
 
 def _prompt_lens(where: str, response: dict[str, Any], rows: list[int]) -> list[int]:
@@ -162,167 +228,6 @@ def _prompt_lens(where: str, response: dict[str, Any], rows: list[int]) -> list[
     return lengths
 
 
-def from_sglang(source: Path, settings: ImportSettings) -> Trace:
-    """Read topk_ids_of_layer [L, T, k] with forward_mode [T] (1 extend, 2 decode).
-
-    Best, also rid and positions [T], or positions and forward_pass [T]. The recorder keeps no names of requests; from
-    the latter two the importer recovers the requests.
-
-    Rows that are -1 throughout are padding of a pass. The recorder's own .pt file is a pickle, which this program does
-    not open; docs/trace-format.md has the lines that turn it into this .npz.
-    """
-    arrays = read_arrays(source)
-    ids = np.moveaxis(arrays["topk_ids_of_layer"], 0, 1)
-    tokens = np.asarray((ids >= 0).any(axis=(1, 2)))
-    left_out = {"rows of padding": int((~tokens).sum())}
-    names_told = ("rid", "positions", "forward_mode", "forward_pass")
-    columns = {name: arrays[name] for name in names_told if name in arrays}
-    if wrong := sorted(name for name, values in columns.items() if values.shape != tokens.shape):
-        raise TraceError(f"{', '.join(wrong)} must have a value per row, of which there are {len(tokens)}")
-    ids, arrays = ids[tokens], {name: values[tokens] for name, values in columns.items()}
-    if "rid" in arrays:
-        names = arrays["rid"]
-    elif "forward_pass" in arrays:
-        names = _found_again(arrays["positions"], arrays["forward_mode"], arrays["forward_pass"])
-    else:
-        return _of_logged([Logged("", ids, None)], settings, "sglang", left_out)
-    positions = arrays["positions"]
-    rids, first, request = np.unique(names, return_index=True, return_inverse=True)
-    order = np.lexsort((positions, first[request]))  # requests as they first appear, each by position
-    logged = []
-    for rows in np.split(order, np.flatnonzero(np.diff(request[order])) + 1):
-        name, steps = str(rids[request[rows[0]]]), np.diff(positions[rows])
-        if first_token := int(positions[rows[0]]):
-            raise TraceError(f"request {name!r} {lacks_its_beginning(first_token)} (--disable-radix-cache)")
-        if (steps != 1).any():
-            after, next_one = positions[rows][int(np.argmax(steps != 1)) :][:2].tolist()
-            raise TraceError(f"request {name!r} must have each token once, got token {next_one} after {after}")
-        logged.append(Logged(name, ids[rows], None, int((arrays["forward_mode"][rows] == 1).sum())))
-    return _of_logged(logged, settings, "sglang", left_out)
-
-
-def _found_again(positions: NDArray[Any], modes: NDArray[Any], passes: NDArray[Any]) -> NDArray[np.int64]:
-    """Number the request of each row [T]: the one whose next position it is, of several the one that came first.
-
-    That is the order of SGLang's batch. A request that a decode pass leaves out after one that had it has ended.
-    """
-    owner = np.zeros(len(positions), np.int64)
-    running: dict[int, int] = {}  # request -> position of its next row, in order of arrival
-    decoding: set[int] = set()
-    count = 0
-    for rows in np.split(np.arange(len(passes)), np.flatnonzero(np.diff(passes)) + 1):
-        here: set[int] = set()
-        request = -1
-        for row in rows.tolist():
-            position, extends = int(positions[row]), int(modes[row]) == 1
-            if not (extends and running.get(request) == position):  # else the prompt of the row before goes on
-                waiting = (r for r, wanted in running.items() if wanted == position and r not in here)
-                request = count if position == 0 else next(waiting, -1)
-            if request < 0:
-                raise TraceError(
-                    f"row {row} is token {position} of a request whose earlier tokens were not recorded: record from "
-                    "the start, with --disable-radix-cache"
-                )
-            count += request == count
-            here.add(request)
-            owner[row], running[request] = request, position + 1
-        if len(rows) and int(modes[rows[0]]) == 2:
-            for ended in decoding - here:
-                del running[ended]
-            decoding = here
-    return owner
-
-
-def from_megatron(source: Path, settings: ImportSettings) -> Trace:
-    """One record per (step, layer): {"step", "layer", "num_tokens", "topk", "top_indices": [tokens][k]}; per rank."""
-    files = sorted(source.glob("router_trace_rank*.jsonl")) if source.is_dir() else [source]
-    if not files:
-        raise TraceError(f"{source} holds no router_trace_rank*.jsonl")
-    logged: list[Logged] = []
-    for path in files:
-        layers: dict[int, dict[int, list[list[int]]]] = defaultdict(dict)
-        for line in read_lines(path, MOST_BYTES):
-            record = strict_json.decode(line, max_values=MOST_VALUES)
-            if "mtp_idx" not in record:  # multi-token prediction heads share layer numbers with the decoder
-                layers[int(record["layer"])][int(record["step"])] = record["top_indices"]
-        steps = sorted(set.intersection(*(set(by_step) for by_step in layers.values()))) if layers else []
-        if not steps:
-            raise TraceError(f"{path} has no step in which every layer was recorded")
-        ids = np.stack(
-            [np.concatenate([np.asarray(by_step[s]) for s in steps]) for _, by_step in sorted(layers.items())], axis=1
-        )
-        logged.append(Logged("", ids, None))
-    return _of_logged(logged, settings, "megatron")
-
-
-def from_flame(source: Path, settings: ImportSettings) -> Trace:
-    """layer_NN.parquet files with columns indices (list of k ids) and scores; row i is token i in every file."""
-    files = sorted(source.glob("layer_*.parquet"), key=lambda p: int(re.findall(r"\d+", p.stem)[-1]))
-    if not files:
-        raise TraceError(f"{source} holds no layer_NN.parquet")
-    ids, weights = [], []
-    for path in files:
-        rows = _first_rows(path, settings.max_tokens)
-        ids.append(_matrix(rows.column("indices")))
-        weights.append(_matrix(rows.column("scores")).astype(np.float32))
-    return _of_logged([Logged("", np.stack(ids, 1), np.stack(weights, 1))], settings, "flame")
-
-
-def from_routelog(source: Path, settings: ImportSettings) -> Trace:
-    logged, left_out = read_routelog(source)
-    return _of_logged(logged, settings, "routelog", {why: count for why, count in left_out.items() if count})
-
-
-def from_moe_trace(source: Path, settings: ImportSettings) -> Trace:
-    logged, left_out = read_moe_trace(source)
-    return _of_logged(logged, settings, "moe-trace", left_out)
-
-
-def from_expert_selection(source: Path, settings: ImportSettings) -> Trace:
-    return _of_logged(read_expert_selection(source), settings, "expert-selection")
-
-
-def from_columns(source: Path, settings: ImportSettings) -> Trace:
-    return _of_logged(read_columns(source, settings.top_k), settings, "columns")
-
-
-def from_dynande(source: Path, settings: ImportSettings) -> Trace:
-    return _of_logged(read_dynande(source), settings, "dynande")
-
-
-def _of_logged(
-    logged: list[Logged], settings: ImportSettings, kind: str, left_out: dict[str, int] | None = None
-) -> Trace:
-    """Prompts are as long as the source says, else as the settings do; a request of one token is all prompt."""
-    if not logged:
-        raise TraceError(f"the {kind} recording holds no request")
-    choices, blanks = without_blanks(logged, settings.num_experts)
-    sequences: list[Sequence] = []
-    for one in choices:
-        if not one.name:
-            sequences += _cut(one.ids, one.weights, settings)
-            continue
-        prompt_len = settings.prompt_len if one.prompt_len is None else one.prompt_len
-        sequences.append(sequence_of(one.ids, one.weights, min(prompt_len, len(one.ids)), one.name))
-    weights = "uniform" if any(one.weights is None for one in logged) else "router"
-    told = Counter(left_out or {}) + Counter(blanks)
-    return _checked(sequences, settings, kind, weights, {why: count for why, count in told.items() if count})
-
-
-IMPORTERS: dict[str, Importer] = {
-    "vllm": from_vllm,
-    "sglang": from_sglang,
-    "megatron": from_megatron,
-    "flame": from_flame,
-    "routelog": from_routelog,
-    "moe-trace": from_moe_trace,
-    "expert-selection": from_expert_selection,
-    "columns": from_columns,
-    "dynande": from_dynande,
-    "npz": from_npz,
-}
-
-
 def _routed(value: Any) -> NDArray[np.int64] | None:
     if value is None:
         return None
@@ -334,97 +239,119 @@ def _routed(value: Any) -> NDArray[np.int64] | None:
     return array
 
 
-def sequence_of(ids: NDArray[Any], weights: NDArray[Any] | None, prompt_len: int, label: str) -> Sequence:
-    """One request: ids and weights [T, L, k], of which the first prompt_len tokens are the prompt."""
-    if ids.dtype.kind not in "iu":
-        raise TraceError(f"expert ids must be whole numbers, got {ids.dtype}")
-    if weights is None:
-        weights = np.full(ids.shape, 1.0 / ids.shape[-1], np.float32)
-    return Sequence(
-        request=0,
-        label=label,
-        arrival_s=0.0,
-        prompt_ids=ids[:prompt_len],
-        prompt_weights=weights[:prompt_len],
-        decode_ids=ids[prompt_len:],
-        decode_weights=weights[prompt_len:],
-    )
+def _passes(told: Told) -> Found:
+    """A file a request: its forward passes, {layer: [tokens][k] ids, null where dense}; the first one is the prompt."""
+    logged = []
+    for where, passes in told.parts:
+        if not passes:
+            raise TraceError(f"{where} must be a list of forward passes, and has none")
+        layers = sorted((int(name) for name, ids in passes[0].items() if ids is not None))
+        parts = [_pass(f"{where} pass {number}", each, layers) for number, each in enumerate(passes)]
+        logged.append(Logged(Path(where).stem, np.concatenate(parts), None, len(parts[0])))
+    return logged, {}
 
 
-def _cut(ids: NDArray[Any], weights: NDArray[Any] | None, settings: ImportSettings) -> Iterator[Sequence]:
-    """Whole sequences of sequence_len tokens; what is left over at the end is dropped."""
-    tokens = min(len(ids), settings.max_tokens)
-    if tokens < settings.sequence_len:
-        raise TraceError(f"a sequence takes {settings.sequence_len} tokens, the recording has only {tokens}")
-    for start in range(0, tokens - settings.sequence_len + 1, settings.sequence_len):
-        part = slice(start, start + settings.sequence_len)
-        yield sequence_of(ids[part], None if weights is None else weights[part], settings.prompt_len, "")
+def _pass(where: str, layers: dict[str, Any], wanted: list[int]) -> NDArray[np.int64]:
+    """[tokens, L, k]"""
+    there = sorted(int(name) for name, ids in layers.items() if ids is not None)
+    if there != wanted:
+        raise TraceError(f"{where} has layers {there[:4]}... of {len(there)}, the first pass has {len(wanted)} others")
+    ids = [np.array(layers[str(layer)]) for layer in wanted]
+    if len({each.shape for each in ids}) != 1 or ids[0].ndim != 2 or ids[0].dtype.kind not in "iu":
+        raise TraceError(f"{where} must have [tokens][k] whole ids in every layer, got {ids[0].dtype} {ids[0].shape}")
+    return np.stack(ids, axis=1).astype(np.int64)
 
 
-def trace_of(
-    sequences: list[Sequence],
-    settings: ImportSettings,
-    kind: str,
-    weights: str,
-    left_out: dict[str, int] | None = None,
-) -> Trace:
-    """The trace of these requests, checked.
-
-    weights: `router`, or `uniform` where the source has none. left_out: rows of the source that are in no request, by
-    reason.
-    """
-    if not sequences:
-        raise TraceError(f"the {kind} recording holds no request")
-    if len(shapes := {a.shape[1:] for s in sequences for a in (s.prompt_ids, s.decode_ids)}) != 1:
-        raise TraceError(f"every request must have the same [layers, k], got {sorted(shapes)}")
-    told = [
-        Logged(
-            str(number),
-            np.concatenate([one.prompt_ids, one.decode_ids]),
-            np.concatenate([one.prompt_weights, one.decode_weights]),
-            len(one.prompt_ids),
+def _requests(told: Told) -> Found:
+    """ids and weights [R, T, L, k], or logits [R, T, L, E]; prompt_len [R], domain [R] and their names are optional."""
+    ((_, arrays),) = told.parts
+    arrays = {
+        field: arrays[name] for field, names in told.fields.items() for name in names.split("|") if name in arrays
+    }
+    if "logits" in arrays:
+        logits = arrays["logits"]
+        if logits.ndim != 4 or not logits.size or logits.dtype.kind != "f" or not np.isfinite(logits).all():
+            raise TraceError(f"logits must be finite [requests, tokens, layers, experts], got {list(logits.shape)}")
+        ids, weights = chosen(logits, told.top_k)
+    else:
+        ids, weights = arrays["ids"], arrays["weights"].astype(np.float32)
+    if ids.ndim != 4 or not ids.size or weights.shape != ids.shape:
+        raise TraceError(
+            f"experts and weights must be [requests, tokens, layers, k], got {list(ids.shape)} {list(weights.shape)}"
         )
-        for number, one in enumerate(sequences)
-    ]
-    choices, blanks = without_blanks(told, settings.num_experts)
-    kept = [sequence_of(one.ids, one.weights, one.prompt_len or 0, sequences[int(one.name)].label) for one in choices]
-    return _checked(kept, settings, kind, weights, Counter(left_out or {}) + Counter(blanks))
+    num_requests, num_tokens = ids.shape[:2]
+    prompt = arrays.get("prompt_len", np.full(num_requests, num_tokens // 2))
+    if prompt.shape != (num_requests,) or prompt.dtype.kind not in "iu" or not 0 <= prompt.min() <= prompt.max():
+        raise TraceError(f"prompt_len must hold {num_requests} numbers of tokens, got {prompt.dtype} {prompt.shape}")
+    if prompt.max() > num_tokens:
+        raise TraceError(f"a prompt of {prompt.max()} tokens is longer than the {num_tokens} that were recorded")
+    domain = arrays.get("domain", np.zeros(num_requests, np.int64))
+    labels = arrays["domains"][domain] if "domains" in arrays else domain.astype(str)
+    return [Logged(str(labels[r]) or str(r), ids[r], weights[r], int(prompt[r])) for r in range(num_requests)], {}
 
 
-def _checked(
-    sequences: list[Sequence], settings: ImportSettings, kind: str, weights: str, left_out: Mapping[str, int]
-) -> Trace:
-    num_layers, top_k = sequences[0].prompt_ids.shape[1:]
-    largest = max(int(a.max()) for s in sequences for a in (s.prompt_ids, s.decode_ids) if a.size)
-    provenance = Provenance(
-        model=settings.model,
-        num_layers=num_layers,
-        num_experts=settings.num_experts or largest + 1,
-        top_k=top_k,
-        source=f"import:{kind}",
-        weights=weights,
-        settings={"left_out": dict(left_out)} if left_out else {},
-    )
-    return from_sequences(provenance, sequences)
+@dataclass(frozen=True)
+class Format:
+    """One importer."""
+
+    container: Container
+    suffix: str
+    """Of the files of a directory."""
+    fields: Fields
+    requests: Callable[[Told], Found]
 
 
-def _first_rows(path: Path, count: int) -> pa.Table:
-    batches, rows = [], 0
-    with open_parquet(path) as file:
-        columns = [file.schema_arrow.field(name).type for name in ("indices", "scores")]
-        if not all(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) for kind in columns):
-            raise TraceError(f"{path} must have columns indices and scores of lists, got {columns}")
-        for batch in file.iter_batches(columns=["indices", "scores"]):
-            batches.append(batch)
-            rows += batch.num_rows
-            if rows >= count:
-                break
-    return pa.Table.from_batches(batches).slice(0, count)
-
-
-def _matrix(column: pa.ChunkedArray) -> NDArray[Any]:
-    lengths = pc.min_max(pc.list_value_length(column)).as_py()
-    if column.null_count or lengths["min"] != lengths["max"]:
-        raise TraceError(f"every token must have the same number of experts, got {lengths['min']} to {lengths['max']}")
-    flat: NDArray[Any] = np.concatenate([part.flatten().to_numpy(zero_copy_only=False) for part in column.chunks])
-    return flat.reshape(len(column), -1)
+FORMATS: dict[str, Format] = {
+    # responses of `vllm serve --enable-return-routed-experts`, one a line
+    "vllm": Format(_objects, ".jsonl", {"ids": "routed_experts", "request": "id"}, _answers),
+    # the expert distribution recorder's per_token dump; docs/trace-format.md has the lines that turn it into .npz
+    "sglang": Format(
+        _arrays,
+        ".npz",
+        {
+            "ids": "topk_ids_of_layer",
+            "mode": "forward_mode",
+            "position": "positions",
+            "request": "rid",
+            "pass": "forward_pass",
+        },
+        row_logs.by_position,
+    ),
+    # JSON lines of vLLM's loggers, in any order; a file, or one per layer
+    "routelog": Format(
+        _objects,
+        ".jsonl",
+        {
+            "request": "req_id",
+            "token": "token_idx",
+            "layer": "layer",
+            "ids": "topk_ids",
+            "weights": "topk_weights",
+            "prompt_len": "prompt_len",
+        },
+        row_logs.by_name_or_place,
+    ),
+    # CSV of llama.cpp's moe-trace, a row a token and layer
+    "moe-trace": Format(
+        _columns, ".csv", {"phase": "phase", "layer": "layer", "token": "token_idx", "ids": r"e\d+"}, row_logs.by_pass
+    ),
+    # core12345/MoE_expert_selection_trace
+    "expert-selection": Format(_json, ".json", {}, _passes),
+    # CSV of DynaNDE: the score of each expert, 0 where it is not chosen
+    "dynande": Format(
+        _columns, ".csv", {"layer": "layer_id", "token": "token_id", "scores": r"expert_\d+"}, row_logs.by_folder
+    ),
+    "npz": Format(
+        _arrays,
+        ".npz",
+        {
+            "ids": "experts|idx",
+            "weights": "weights|w",
+            "logits": "logits",
+            "prompt_len": "prompt_len",
+            "domain": "domain|dom",
+            "domains": "domains",
+        },
+        _requests,
+    ),
+}

@@ -7,8 +7,9 @@ token without some layer refuses the recording: a trace with holes would look li
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,17 @@ MOST_BYTES, MOST_VALUES = 64 << 20, 5 << 20
 """Largest JSON of one request: 8000 tokens of 58 layers, top-8, are 3.7 M values."""
 
 
+class Told(NamedTuple):
+    """What a source holds, as its container's reader gives it."""
+
+    source: Path
+    fields: dict[str, str]
+    """What a field means -> its name in the source."""
+    parts: Iterator[tuple[str, Any]]
+    """(where, contents)"""
+    top_k: int
+
+
 class Logged(NamedTuple):
     """One request, tokens in order; where the name is empty, many requests whose borders nothing tells."""
 
@@ -28,6 +40,10 @@ class Logged(NamedTuple):
     ids: NDArray[Any]  # [T, L, k]
     weights: NDArray[np.float32] | None
     prompt_len: int | None = None
+
+
+Found = tuple[list[Logged], dict[str, int]]
+"""(requests, rows left out by reason)"""
 
 
 @dataclass(frozen=True)
@@ -85,20 +101,11 @@ def _request(source: object, cells: Rows, name: str, layers: NDArray[np.int64], 
     return Logged(name, cells.ids.reshape(shape), weights, prompts.get(name))
 
 
-def lacks_its_beginning(first: int) -> str:
-    """The rest of a sentence that begins with the name of a request whose first token in the source is that."""
-    return f"begins with token {first}, and a trace needs every token: record from the start, without a prefix cache"
-
-
 def chosen(scores: NDArray[Any], top_k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """(ids, weights), both [N, k], of router logits [N, E]: the largest, of equal ones the lower id; their softmax."""
     if not 0 < top_k <= scores.shape[-1]:
         raise TraceError(f"logits of {scores.shape[-1]} experts need --top-k 1..{scores.shape[-1]}, got {top_k}")
     ids = np.argsort(-scores.astype(np.float32), axis=-1, kind="stable")[..., :top_k]
-    return ids, softmax(np.take_along_axis(scores, ids, axis=-1))
-
-
-def softmax(logits: NDArray[Any]) -> NDArray[np.float32]:
-    """Over the last axis."""
-    powers = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
-    return np.asarray(powers / powers.sum(axis=-1, keepdims=True), np.float32)
+    logits = np.take_along_axis(scores, ids, axis=-1).astype(np.float64)
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return ids, np.asarray(powers / powers.sum(axis=-1, keepdims=True), np.float32)

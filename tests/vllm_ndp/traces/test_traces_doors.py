@@ -12,7 +12,8 @@ import pytest
 
 from ndp_device.common.errors import TraceError
 from vllm_ndp.lab.locality import locality
-from vllm_ndp.traces.importers import ImportSettings, import_trace, sequence_of, trace_of
+from vllm_ndp.traces.importers import ImportSettings, import_trace, trace_of
+from vllm_ndp.traces.rows import Logged
 from vllm_ndp.traces.trace import Trace
 
 E, K, LAYERS, PROMPT, ANSWER = 32, 4, 5, 12, 9
@@ -112,8 +113,8 @@ def test_a_recording_without_any_choice_is_refused(tmp_path: Path, value: int) -
 
 
 def test_a_request_without_any_choice_is_left_out(tmp_path: Path) -> None:
-    sequences = [sequence_of(ids, None, PROMPT, name) for name, ids in (("a", chosen()), ("b", chosen() * 0))]
-    trace = trace_of(sequences, ImportSettings(num_experts=E), "x", "uniform")
+    logged = [Logged(name, ids, None, PROMPT) for name, ids in (("a", chosen()), ("b", chosen() * 0))]
+    trace = trace_of(logged, ImportSettings(num_experts=E), "x")
     assert list(trace.labels) == ["a"]
     assert trace.provenance.settings["left_out"] == {"rows of padding": TOKENS, "requests without a choice": 1}
 
@@ -215,9 +216,7 @@ def test_a_stream_without_requests_loses_its_padding_before_it_is_cut(tmp_path: 
     assert np.array_equal(trace.ids, chosen(32))
 
 
-GOOD = trace_of(
-    [sequence_of(chosen(seed=n), None, PROMPT, "") for n in range(2)], ImportSettings("m", E), "x", "uniform"
-)
+GOOD = trace_of([Logged(str(n), chosen(seed=n), None, PROMPT) for n in range(2)], ImportSettings("m", E), "x")
 
 
 def changed(name: str, at: Any, value: Any) -> dict[str, Any]:

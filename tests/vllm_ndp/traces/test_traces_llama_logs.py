@@ -1,8 +1,7 @@
-"""CSV that llama.cpp's forks log: every layout gives the same requests; what no trace can hold is left out and said.
+"""CSV that a fork of llama.cpp logs: its requests are found again; what no trace can hold is left out and said.
 
-Layouts are as the loggers' sources write them: ggml-org/llama.cpp pull request 28544, Cartaz/llama.cpp-vulkan-moe,
-thecodacus/llama.cpp. `kimi` repeats the shape of a real file, pmains/kimi-linear-48b-ssd-streaming's trace of
-Kimi-Linear-48B: a warm-up of two tokens, and a last layer that the prompt ran through for its last token alone.
+Rows repeat the shape of a real file, pmains/kimi-linear-48b-ssd-streaming's trace of Kimi-Linear-48B: a warm-up of two
+tokens, and a last layer that the prompt ran through for its last token alone.
 """
 
 from __future__ import annotations
@@ -32,44 +31,21 @@ def passes(prompts: Iterable[int] = (4, 3), decode: int = 2) -> list[tuple[str, 
     return out
 
 
-def bare(phase: str, tokens: list[int]) -> list[str]:
-    return [f"{layer},{expert}" for layer in LAYERS for token in tokens for expert in choice(token, layer)]
-
-
-def ranked(phase: str, tokens: list[int]) -> list[str]:
-    cells = [(layer, token) for layer in LAYERS for token in tokens]
-    return [f"{phase},{t},{layer},{rank},{e}" for layer, t in cells for rank, e in enumerate(choice(t, layer))]
-
-
-def by_position(phase: str, tokens: list[int]) -> list[str]:
-    sign = -1 if phase == "prefill" else 1
-    cells = [(layer, token) for layer in LAYERS for token in tokens]
-    return [f"{sign * (token + 1)},{layer}," + ",".join(map(str, choice(token, layer))) for layer, token in cells]
-
-
 def kimi(phase: str, tokens: list[int]) -> list[str]:
     cells = [(layer, at, token) for layer in LAYERS for at, token in enumerate(tokens)]
     return [f"{phase},{len(tokens)},{n},{at}," + ",".join(map(str, choice(t, n))) for n, at, t in cells]
 
 
-LAYOUTS = {
-    "bare": (bare, ""),
-    "bare with a header": (bare, "layer,expert\n"),
-    "ranked": (ranked, "phase,token,layer,rank,expert\n"),
-    "by position": (by_position, ""),
-    "kimi": (kimi, "# phase,n_tokens,layer,token_idx,e0,e1\n"),
-}
+HEADER = "# phase,n_tokens,layer,token_idx,e0,e1\n"
 
 
-def read(path, lines: list[str], header: str = "", settings: ImportSettings | None = None) -> Trace:
-    path.write_text(header + "\n".join(lines) + "\n")
+def read(path, lines: list[str], settings: ImportSettings | None = None) -> Trace:
+    path.write_text(HEADER + "\n".join(lines) + "\n")
     return import_trace(path, "moe-trace", settings)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_prompt_in_parts_and_its_decode_are_one_request_in_every_layout(tmp_path, name):
-    write, header = LAYOUTS[name]
-    trace = read(tmp_path / "run.csv", [line for each in passes() for line in write(*each)], header)
+def test_a_prompt_in_parts_and_its_decode_are_one_request(tmp_path):
+    trace = read(tmp_path / "run.csv", [line for each in passes() for line in kimi(*each)])
     (request,) = trace.sequences
     assert request.prompt_ids.tolist() == [[choice(token, layer) for layer in LAYERS] for token in range(7)]
     assert request.decode_ids.tolist() == [[choice(token, layer) for layer in LAYERS] for token in (7, 8)]
@@ -77,7 +53,7 @@ def test_a_prompt_in_parts_and_its_decode_are_one_request_in_every_layout(tmp_pa
 
 
 def test_files_joined_by_cat_are_requests_of_their_own(tmp_path):
-    lines = [line for each in [*passes((3,)), *passes((2,), 1)] for line in by_position(*each)]
+    lines = [line for each in [*passes((3,)), *passes((2,), 1)] for line in kimi(*each)]
     found = [(len(s.prompt_ids), len(s.decode_ids)) for s in read(tmp_path / "two.csv", lines).sequences]
     assert found == [(3, 2), (2, 1)]
 
@@ -87,7 +63,7 @@ def test_a_warm_up_and_a_last_layer_of_the_prompts_last_token_are_left_out_and_s
         return [line for line in kimi(phase, tokens) if phase == "decode" or line.split(",")[2:4] < ["5", "1"]]
 
     lines = [line for each in [("prefill", [0, 1]), *passes((4,))] for line in logged(*each)]
-    trace = read(tmp_path / "run.csv", lines, LAYOUTS["kimi"][1])
+    trace = read(tmp_path / "run.csv", lines)
     (request,) = trace.sequences
     assert request.prompt_ids.tolist() == [[choice(token, layer) for layer in (1, 2)] for token in range(4)]
     assert len(request.decode_ids) == 2
@@ -97,20 +73,8 @@ def test_a_warm_up_and_a_last_layer_of_the_prompts_last_token_are_left_out_and_s
     }
 
 
-def test_a_prompt_that_was_read_as_the_ranking_of_its_first_token_is_left_out_and_said(tmp_path):
-    """The k best of each token are a view with gaps. Tools that read it without them log the first token's ranking."""
-    lines = [f"{layer},{expert}" for layer in LAYERS for expert in range(8)]
-    lines += [line for _, tokens in passes((), 3) for line in bare("decode", tokens)]
-    trace = read(tmp_path / "run.csv", lines)
-    (request,) = trace.sequences
-    assert (len(request.prompt_ids), len(request.decode_ids)) == (0, 3)
-    assert list(trace.provenance.settings["left_out"].items()) == [
-        ("rows of prompts that were logged as the ranking of one token", 4 * len(LAYERS))
-    ]
-
-
 def test_decode_alone_is_cut_into_sequences(tmp_path):
-    lines = [line for _, tokens in passes((), 6) for line in bare("", tokens)]
+    lines = [line for _, tokens in passes((), 6) for line in kimi("decode", tokens)]
     trace = read(tmp_path / "t.csv", lines, settings=ImportSettings(sequence_len=3, prompt_len=1))
     assert trace.sequences[1].prompt_ids.tolist() == [[choice(3, layer) for layer in LAYERS]]
     assert len(trace.sequences) == 2
@@ -119,14 +83,13 @@ def test_decode_alone_is_cut_into_sequences(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "holds no row"),
-        ("a,b\n1,2\n", "must begin with a header that has layer and expert"),
-        ("layer,expert\n", "holds no row"),
-        ("layer,expert\n0,x\n", "whole"),
-        ("0,1\n0,2\n", "as 2 experts of each token, layer by layer"),
-        ("0,1\n0,2\n1,1\n1,2\n0,3\n0,4\n1,5\n", "those from row 7 on do not"),
-        ("0,1\n0,2\n1,1\n1,2\n0,3\n0,4\n", "pass 2 must have 1 tokens in layer 1 as in layer 0, got 0"),
-        ("phase,layer,rank,expert\ndecode,0,-1,3\n", "as 0 experts of each token"),
+        ("", r"must begin with a line of names that has phase, layer, token_idx, e\\d\+, got ''"),
+        ("a,b\n1,2\n", "must begin with a line of names that has phase"),
+        (HEADER, "must have 1 to"),
+        (HEADER + "decode,1,0,0,x,1\n", "conversion error"),
+        (HEADER + "decode,1,0,0,1\n", "Expected 6 columns, got 5"),
+        (HEADER + "decode,1,0,1,1,2\n", "must begin with token 0 of layer 0, got 1 of layer 0"),
+        (HEADER + "decode,1,0,0,1,2\ndecode,1,1,0,1,2\ndecode,1,0,0,3,4\n", "pass 2' has no row of token 0 in layer 1"),
     ],
 )
 def test_a_csv_that_lacks_something_is_refused_in_one_sentence(tmp_path, text, says):

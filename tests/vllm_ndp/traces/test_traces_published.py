@@ -1,8 +1,8 @@
-"""Published data sets of routing, and what is refused of them in one sentence.
+"""Published data sets of routing, and what is refused of them in one sentence; DynaNDE's CSV is written, too.
 
 Tried on real files: expert-selection, 100 requests of Llama-4-Maverick (24 of 48 layers, 15,724 tokens; the subset that
 andronius-yang/cse223b-proj keeps); dynande, its repository's sample folders, decoder (64 requests, 10 tokens, 25
-layers) and encoder. Only on files written from their descriptions: columns (the data set's card), logits of .npz.
+layers) and encoder.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import json
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from paths import DATA
 
-from ndp_device.common.errors import NdpError, TraceError
+from ndp_device.common.errors import ConfigError, TraceError
+from vllm_ndp.traces.exporters import _ordinal, export_trace
 from vllm_ndp.traces.importers import ImportSettings, import_trace
-from vllm_ndp.traces.rows import softmax
+from vllm_ndp.traces.trace import Trace
 
 
 def forward(tokens: list[int]) -> dict[str, object]:
@@ -51,92 +52,16 @@ def test_a_selection_that_lacks_something_is_refused(tmp_path, content, says):
         import_trace(tmp_path / "1.json", "expert-selection")
 
 
-def cells(layers: range = range(2)) -> np.ndarray:
-    """[N, 3] of two prompts, prompt_idx 7 and 3, three tokens."""
-    return np.array([(prompt, token, layer) for prompt in (7, 3) for token in range(3) for layer in layers])
-
-
-LOGITS = np.random.default_rng(0).normal(size=(12, 8)).astype(np.float32)
-IDS = np.argsort(-LOGITS, axis=1)[:, :2]
-
-
-def write_labels(path, rows=slice(None)) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    prompt, token, layer = cells()[rows].T
-    columns = {"prompt_idx": prompt, "tok": token, "layer": layer, "top_indices": IDS[rows]}
-    save_file({name: np.ascontiguousarray(column, np.int32) for name, column in columns.items()}, path)
-
-
-def write_logits(folder) -> None:
-    """One file a layer; which one, its folder says."""
-    for layer in range(2):
-        own = cells()[:, 2] == layer
-        path = folder / f"layer={layer:02}" / "part_0.safetensors"
-        path.parent.mkdir(parents=True)
-        prompt, token, _ = np.ascontiguousarray(cells()[own].T, np.int64)
-        save_file({"prompt_idx": prompt.copy(), "tok": token.copy(), "logits": LOGITS[own]}, path)
-
-
-def test_columns_give_ids_and_with_logits_the_weights_of_them(tmp_path):
-    write_labels(tmp_path / "labels" / "part_0.safetensors", slice(0, 5))
-    write_labels(tmp_path / "labels" / "part_1.safetensors", slice(5, 12))
-    save_file({"h": np.zeros((2, 4), np.float32)}, tmp_path / "labels" / "hidden.safetensors")
-    bare = import_trace(tmp_path, "columns")
-    assert [s.label for s in bare.sequences] == ["3", "7"]
-    assert bare.provenance.weights == "uniform"
-    assert bare.sequences[1].decode_ids.reshape(-1, 2).tolist() == IDS[:6].tolist()
-    write_logits(tmp_path / "logits")
-    trace = import_trace(tmp_path, "columns")
-    assert trace.provenance.weights == "router"
-    assert trace.ids.tolist() == bare.ids.tolist()
-    wanted = softmax(np.take_along_axis(LOGITS, IDS, axis=1))
-    assert trace.sequences[1].decode_weights.reshape(-1, 2) == pytest.approx(wanted[:6])
-
-
 def test_logits_alone_choose_the_largest(tmp_path):
-    write_logits(tmp_path / "logits")
-    trace = import_trace(tmp_path, "columns", ImportSettings(top_k=2))
-    assert trace.sequences[1].decode_ids.reshape(-1, 2).tolist() == IDS[:6].tolist()
+    logits = np.random.default_rng(0).normal(size=(2, 3, 2, 8)).astype(np.float32)
+    np.savez(tmp_path / "t.npz", logits=logits)
+    trace = import_trace(tmp_path / "t.npz", "npz", ImportSettings(top_k=2))
+    ids = np.argsort(-logits, axis=3)[..., :2]
+    assert trace.ids.tolist() == ids.reshape(6, 2, 2).tolist()
+    powers = np.exp(np.take_along_axis(logits, ids, axis=3))
+    assert trace.weights == pytest.approx((powers / powers.sum(axis=3, keepdims=True)).reshape(6, 2, 2))
     with pytest.raises(TraceError, match=r"need --top-k 1\.\.8, got 0"):
-        import_trace(tmp_path, "columns")
-    np.savez(tmp_path / "t.npz", logits=LOGITS.reshape(2, 3, 2, 8))
-    table = import_trace(tmp_path / "t.npz", "npz", ImportSettings(top_k=2))
-    assert table.ids.reshape(-1, 2).tolist() == IDS.tolist()
-
-
-def test_bfloat16_logits_are_widened(tmp_path):
-    header = {name: {"dtype": "I64", "shape": [1], "data_offsets": [8 * i, 8 * i + 8]} for i, name in enumerate(
-        ("prompt_idx", "tok", "layer")
-    )}  # fmt: skip
-    header["logits"] = {"dtype": "BF16", "shape": [1, 3], "data_offsets": [24, 30]}
-    text = json.dumps(header).encode()
-    logits = (np.array([1.0, -2.0, 3.0], np.float32).view(np.uint32) >> 16).astype("<u2")
-    (tmp_path / "t.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(24) + logits.tobytes())
-    trace = import_trace(tmp_path / "t.safetensors", "columns", ImportSettings(top_k=2))
-    assert trace.ids.tolist() == [[[2, 0]]]
-
-
-def test_columns_that_lack_something_are_refused_in_one_sentence(tmp_path):
-    path = tmp_path / "t.safetensors"
-    row = {"prompt_idx": np.zeros(1, np.int32), "tok": np.zeros(1, np.int32), "layer": np.zeros(1, np.int32)}
-    ids = {"top_indices": np.zeros((1, 1), np.int32)}
-    for tensors, says in (
-        (row, "neither top_indices nor logits"),
-        (ids, "must have prompt_idx and tok"),
-        ({name: row[name] for name in ("prompt_idx", "tok")} | ids, "no folder layer=NN"),
-        (row | {"top_indices": np.zeros((2, 1), np.int32)}, "a row of choices for each of 1 tokens"),
-        (row | {"top_indices": np.zeros((1, 1), np.float64)}, "must be one of F32"),
-        (row | ids | {"logits": np.zeros((1, 2), np.float32), "tok": np.ones(1, np.int32)}, ""),
-    ):
-        save_file(tensors, path)
-        if says:
-            with pytest.raises(TraceError, match=says):
-                import_trace(path, "columns")
-        else:
-            assert len(import_trace(path, "columns").step) == 1
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(NdpError, match=r"outside of the file or is cut"):
-        import_trace(path, "columns")
+        import_trace(tmp_path / "t.npz", "npz")
 
 
 def write_scores(path, rows: list[tuple[int, int, dict[int, float]]], experts: int = 4) -> None:
@@ -169,10 +94,14 @@ def test_dynande_rows_are_the_tokens_of_all_or_in_folders_of_positions_the_reque
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "must begin with layer_id"),
-        ("layer_id,token_id,expert_0,expert_2\n", "must begin with layer_id"),
-        ("layer_id,token_id,expert_0\n0,0\n", "3 finite numbers"),
-        ("layer_id,token_id,expert_0\n0,0,x\n", "numbers only"),
+        ("", r"must begin with a line of names that has layer_id, token_id, expert_\\d\+, got ''"),
+        ("layer_id,token_id\n", r"has expert_\\d\+, got 'layer_id,token_id'"),
+        ("layer_id,token_id,expert_0\n", "must have 1 to"),
+        ("layer_id,token_id,expert_0\n0,0\n", "Expected 3 columns, got 2"),
+        ("layer_id,token_id,expert_0\n0,0,x\n", "conversion error"),
+        ("layer_id,token_id,expert_0\n0,0,\n", "without a gap"),
+        ("layer_id,token_id,expert_0\n0,0,nan\n", "without a gap"),
+        ("layer_id,token_id,expert_0\n0,0,inf\n", "finite scores"),
         ("layer_id,token_id,expert_0\n0,0,-1\n", "at least 0"),
         (
             "layer_id,token_id,expert_0,expert_1\n0,0,1,1\n0,1,1,0\n",
@@ -184,3 +113,44 @@ def test_dynande_files_that_lack_something_are_refused(tmp_path, text, says):
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(TraceError, match=says):
         import_trace(tmp_path / "t.csv", "dynande")
+
+
+BUNDLED = Trace.load(DATA / "tiny-mixtral-trace")
+
+
+def by_expert(ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """[..., E]"""
+    scores = np.zeros((*ids.shape[:-1], 8), np.float32)
+    np.put_along_axis(scores, ids.astype(np.int64), weights, axis=-1)
+    return scores
+
+
+def test_dynande_reads_back_what_was_written(tmp_path):
+    first = BUNDLED.select(range(5))
+    files = export_trace(first, "dynande", tmp_path / "out")
+    assert len(files) == 1 + max(len(s.decode_ids) for s in first.sequences)
+    back = import_trace(tmp_path / "out" / "Decoder", "dynande", ImportSettings(num_experts=8))
+    for was, now in zip(first.sequences, back.sequences, strict=True):
+        assert by_expert(now.decode_ids, now.decode_weights) == pytest.approx(
+            by_expert(was.decode_ids, was.decode_weights), rel=1e-6
+        )
+    tokens = sum(len(s.prompt_ids) for s in first.sequences)
+    settings = ImportSettings(num_experts=8, sequence_len=tokens, prompt_len=tokens - 1)
+    prompts = import_trace(tmp_path / "out" / "Encoder" / "routing.csv", "dynande", settings)
+    wanted = np.concatenate([by_expert(s.prompt_ids, s.prompt_weights) for s in first.sequences])
+    assert by_expert(prompts.ids, prompts.weights) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_what_cannot_be_exported_is_refused_before_a_file_is_written(tmp_path):
+    with pytest.raises(TraceError, match="did you mean 'dynande'"):
+        export_trace(BUNDLED, "dynand", tmp_path / "out")
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(ConfigError, match="is not empty"):
+        export_trace(BUNDLED, "dynande", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_positions_are_named_as_dynande_names_them():
+    assert [_ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 112)] == (
+        ["1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "112th"]
+    )
