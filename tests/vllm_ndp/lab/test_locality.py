@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import DATA
-from vllm_ndp.lab.report.locality import page
 
 from ndp_device.common.errors import ConfigError, TraceError
 from vllm_ndp.lab.locality import RULES, locality
+from vllm_ndp.lab.page import of_routing, write_page
 from vllm_ndp.lab.routing_fit import fit_routing
 from vllm_ndp.lab.vectorised.prediction import found_ahead
 from vllm_ndp.traces.format import Provenance
@@ -137,13 +137,14 @@ def test_what_cannot_be_looked_at_is_refused():
     assert found_ahead(trace) == {}
 
 
-def test_the_checked_in_trace_repeats_as_was_measured_by_others_and_has_a_picture():
+def test_the_checked_in_trace_repeats_as_was_measured_by_others_and_has_a_picture(tmp_path):
     """48.8 % of a step's choices, 46.1 shuffled: an independent reading of the same trace."""
     trace = Trace.load(DATA / "tiny-mixtral-trace")
     found = locality(trace)
     assert (found.repeats.mean(), found.shuffled.mean()) == pytest.approx((0.488, 0.461), abs=0.004)
     assert found_ahead(trace)["next_layer"] > found_ahead(trace)["chance"] + 0.1
-    text = page(found, "tiny <mixtral>")
+    write_page(tmp_path / "page.html", "tiny <mixtral>", of_routing(trace, found, None))
+    text = (tmp_path / "page.html").read_text()
     assert "choices found in a cache" in text
     assert "<mixtral>" not in text
     assert json.dumps(found.as_dict((2, 4)))
