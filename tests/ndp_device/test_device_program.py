@@ -102,7 +102,7 @@ def test_a_device_says_when_it_is_ready_answers_questions_and_stops_on_sigterm(
         assert last_line(run("ping", address, *PATIENT).stdout)["incarnation"] == ready["incarnation"]
         described = last_line(run("describe", address, *PATIENT).stdout)
         assert {"protocol", "incarnation", "model_digest", "replicas", "hardware"} <= described.keys()
-        assert (described["protocol"], described["replicas"], described["pid"]) == ("1.4", "data-free", process.pid)
+        assert (described["protocol"], described["replicas"], described["pid"]) == ("2.0", "data-free", process.pid)
         verified = last_line(run("verify", address).stdout)
         assert verified["ok"] is True
         assert verified["experts_checked"] == LAYERS * EXPERTS * len(PLAN_BITS)
