@@ -52,7 +52,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/checkpoints/make_family_models.py",
         "tests/checkpoints/make_quantized_models.py",
         "ndp_device/checkpoint/*.py",
-        "ndp_device/common/model_config.py",
+        "ndp_device/model_config.py",
         "ndp_device/common/model_shape.py",
         "patches/lock-cpu.txt",
         "ndp_device/replicas/checkpoint.py",

@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ndp_device.checkpoint.spellings import SPELLINGS, first_of
 from ndp_device.common.activation import GPT_OSS, Activation, activation_named
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.spellings import SPELLINGS, first_of
 
 _GPT_OSS = {"gpt_oss"}
 """Model types that say silu and compute gpt-oss's form: neither vLLM nor transformers reads their limit."""

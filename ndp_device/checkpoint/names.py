@@ -22,10 +22,10 @@ from typing import Any, Literal, NamedTuple
 
 from ndp_device.checkpoint.activations import activation_of
 from ndp_device.checkpoint.headers import TensorInfo
+from ndp_device.checkpoint.spellings import SPELLINGS, Spellings, first_of, keys_about, keys_about_experts, text_config
 from ndp_device.common.activation import SILU, Activation
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.model_shape import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH
-from ndp_device.common.spellings import SPELLINGS, Spellings, first_of, keys_about, keys_about_experts, text_config
 
 Part = Literal["gate", "up", "down"]
 
@@ -235,7 +235,7 @@ def _without_experts(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any
     return (
         f"{name}: no experts were found by the names that are known: config.json has "
         f"{', '.join(keys[:6]) or 'no key about experts'}, the tensors are such as {', '.join(shown)}; "
-        "add the words of this family to ndp_device/common/spellings.py"
+        "add the words of this family to ndp_device/checkpoint/spellings.py"
     )
 
 

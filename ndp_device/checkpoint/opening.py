@@ -11,10 +11,10 @@ from ndp_device.checkpoint.files import read_config
 from ndp_device.checkpoint.headers import TensorInfo, has_weights, read_headers
 from ndp_device.checkpoint.names import ExpertLayout, resolve
 from ndp_device.checkpoint.quantized import unpacked
+from ndp_device.checkpoint.spellings import keys_about_experts, text_config
 from ndp_device.checkpoint.values import Packed
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape
-from ndp_device.common.spellings import keys_about_experts, text_config
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Mapping
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.model_config import public_model
 from ndp_device.common.model_shape import ModelShape, WholeModel
 from ndp_device.common.widths import FULL_PRECISION_BITS, PLAN_BITS
+from ndp_device.model_config import public_model
 from ndp_device.timing.public_models import PUBLIC_MODELS
 from ndp_device.timing.units import ceil_div
 from ndp_device.timing.work import ExpertWork, Work

@@ -42,7 +42,7 @@ MAX_FRAMES = 4
 """Most frames of one message. Two or three are legal, four get a sentence as answer, more end the connection."""
 
 _IO_THREADS = 1  # with more of them ACCEPTED may come after a connection's first message: docs/log/transport.md
-_RECEIVE_QUEUE = 4  # messages of one host that libzmq holds; more wait in the host
+_RECEIVE_QUEUE = 2  # messages of one host that libzmq holds, up to 64 MiB each; with 1 a host with keys never got in
 _SEND_QUEUE = 80  # messages; the answers to all that a host may have in flight
 MAX_UNREAD_BYTES = 256 << 20
 """Most bytes of answers that hosts have not read, of all hosts together: above it who left most unread is sent away."""

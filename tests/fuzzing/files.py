@@ -28,8 +28,8 @@ from fuzzing.packed import make_gguf, make_packed
 from ndp_device.calibration.build import build_data_free
 from ndp_device.checkpoint.files import model_digest, read_config
 from ndp_device.checkpoint.headers import INDEX
-from ndp_device.common.model_config import whole_model
-from ndp_device.common.spellings import text_config
+from ndp_device.checkpoint.spellings import text_config
+from ndp_device.model_config import whole_model
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import MANIFEST, ReplicaFiles
 from ndp_device.replicas.loss_table import load_loss_table

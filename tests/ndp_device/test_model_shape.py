@@ -14,8 +14,8 @@ from ndp_device.checkpoint.files import read_config
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.common.decoder_layers import DecoderLayer, GroupedQuery, Latent
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.model_config import public_model, whole_model
 from ndp_device.common.model_shape import ModelShape, WholeModel
+from ndp_device.model_config import public_model, whole_model
 from ndp_device.timing.shapes import SHAPES
 
 SMALL = ModelShape("small", 2, 4, 2, 8, 16)

@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from ndp_device.checkpoint.files import read_config
 from ndp_device.checkpoint.opening import open_checkpoint
+from ndp_device.checkpoint.spellings import text_config
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.model_config import whole_model
 from ndp_device.common.model_shape import WholeModel
-from ndp_device.common.spellings import text_config
 from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, PLAN_BITS, WIDTHS, default_group_size
+from ndp_device.model_config import whole_model
 from ndp_device.timing.energy import CommandEnergy
 from ndp_device.timing.link import bulk_ps, hop_in, hop_out, wire_bytes
 from ndp_device.timing.model import DeviceModel

@@ -21,10 +21,10 @@ import vllm
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.cache import default_cache_dir
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.model_config import whole_model
 from ndp_device.common.model_shape import WholeModel
 from ndp_device.common.widths import FULL_PRECISION_BITS, REPLICA_WIDTHS
 from ndp_device.kernels.kernel import EngineKernel
+from ndp_device.model_config import whole_model
 from ndp_device.protocol.messages import Served
 from ndp_device.transport import shm
 from ndp_device.transport.sender_thread import SenderThread

@@ -1,4 +1,4 @@
-"""Settings of synthetic routing that make a trace as local as a given one: what `locality --fit` finds.
+"""Settings of synthetic routing that make a trace as local as a given one: what `analyze --routing-out` finds.
 
 Each layer gets the strength at which its choices repeat as the trace's do. The other settings come from a grid: those
 whose hits and concentration come nearest, mean over layers. Nothing but counts of choices decides. Knows localities.

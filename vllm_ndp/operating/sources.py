@@ -11,12 +11,12 @@ from pathlib import Path
 
 from ndp_device.checkpoint.files import read_config
 from ndp_device.checkpoint.headers import MAX_LISTING_BYTES, has_weights
+from ndp_device.checkpoint.spellings import text_config
 from ndp_device.common import strict_json
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.model_config import public_model
 from ndp_device.common.model_shape import WholeModel
-from ndp_device.common.spellings import text_config
 from ndp_device.common.strict_files import Refused
+from ndp_device.model_config import public_model
 from ndp_device.timing.public_models import PUBLIC_MODELS
 from ndp_device.timing.shapes import SHAPES, public_shape
 from vllm_ndp.cost_model.costs import model_named

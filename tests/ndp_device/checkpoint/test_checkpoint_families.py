@@ -23,10 +23,10 @@ from ndp_device.calibration.build import build_calibrated  # noqa: E402
 from ndp_device.calibration.streamed import expert_modules  # noqa: E402
 from ndp_device.checkpoint.files import read_config  # noqa: E402
 from ndp_device.checkpoint.opening import open_checkpoint  # noqa: E402
+from ndp_device.checkpoint.spellings import text_config  # noqa: E402
 from ndp_device.common.errors import ConfigError, ReplicaError  # noqa: E402
-from ndp_device.common.model_config import public_model, whole_model  # noqa: E402
-from ndp_device.common.spellings import text_config  # noqa: E402
 from ndp_device.kernels import load_kernel  # noqa: E402
+from ndp_device.model_config import public_model, whole_model  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
 

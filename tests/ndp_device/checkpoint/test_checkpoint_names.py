@@ -17,8 +17,8 @@ from paths import ROOT
 from ndp_device.checkpoint.files import model_digest, read_config
 from ndp_device.checkpoint.headers import TensorInfo, read_headers
 from ndp_device.checkpoint.names import ExpertLayout, Place, resolve
+from ndp_device.checkpoint.spellings import SPELLINGS
 from ndp_device.common.errors import ConfigError, NdpError, ReplicaError
-from ndp_device.common.spellings import SPELLINGS
 
 E, K, H, I = 4, 2, 8, 6  # noqa: E741
 CONFIG = {"num_hidden_layers": 3, "num_experts": E, "num_experts_per_tok": K, "hidden_size": H}

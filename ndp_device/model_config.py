@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ndp_device.checkpoint.spellings import SPELLINGS, first_of, keys_about
 from ndp_device.common.decoder_layers import (
     Attention,
     Convolution,
@@ -24,7 +25,6 @@ from ndp_device.common.decoder_layers import (
 )
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import MAX_LAYERS, MAX_WIDTH, ModelShape, WholeModel
-from ndp_device.common.spellings import SPELLINGS, first_of, keys_about
 
 _OF_KIND = {
     "full_attention": {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"},
