@@ -26,8 +26,9 @@ def import_vllm() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, level in _QUIET.items():
         os.environ.setdefault(name, level)
-    if os.environ["VLLM_LOGGING_LEVEL"] == "ERROR":  # vLLM speaks of Triton before it sets that level
-        logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
+    if os.environ["VLLM_LOGGING_LEVEL"] == "ERROR":  # Triton is spoken of before vLLM sets that level
+        for name in ("vllm.triton_utils.importing", "torch._library.triton"):
+            logging.getLogger(name).setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.|torch\.")
     _ = importlib.import_module("vllm").LLM  # vLLM imports it when it is asked for
 
