@@ -17,10 +17,3 @@ class File:
         """Give back the pages read so far."""
     def bytes(self) -> NDArray[np.uint8]:
         """The whole map, read-only; the array keeps it alive."""
-
-class Watch:
-    """The same protection for a map that another library made."""
-
-    def __init__(self, address: int, length: int) -> None: ...
-    @property
-    def faults(self) -> int: ...

@@ -56,13 +56,3 @@ def follow(
     bits: NDArray[np.uint8],
     widths: NDArray[np.uint8],
 ) -> int: ...
-def spill(
-    rows: NDArray[np.int64],
-    gates: NDArray[np.float64],
-    already: NDArray[np.float64],
-    device: NDArray[np.float64],
-    gpu: NDArray[np.float64],
-    shared: NDArray[np.float64],  # [G, D]
-    opening: float,
-    spilled: NDArray[np.bool_],
-) -> None: ...

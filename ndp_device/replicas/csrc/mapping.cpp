@@ -233,7 +233,4 @@ NB_MODULE(_mapping, module) {
             // the array keeps the file, so views of it never outlive the map
             return nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(file.address(), 1, shape, self);
         });
-    nb::class_<Watch>(module, "Watch")
-        .def(nb::init<uintptr_t, size_t>(), nb::arg("address"), nb::arg("length"))
-        .def_prop_ro("faults", &Watch::faults);
 }

@@ -1,7 +1,6 @@
 // What replay does step by step because each step depends on the one before: expert caches of one size and of all sizes at
-// once, HOBBIT's two caches that all layers share, and a hot set that follows decode; and which hot experts leave for the
-// device (offload.h). A lane is one layer of one group of requests. Exact doubles, no randomness but a hash, one thread;
-// cache.py, hobbit_caches.py, adaptive.py and balanced.py are the users, tests/vllm_ndp/lab/lane_reference.py is the same
+// once, HOBBIT's two caches that all layers share, and a hot set that follows decode. A lane is one layer of one group of
+// requests. Exact doubles, no randomness but a hash, one thread; cache.py, hobbit_caches.py and adaptive.py are the users, tests/vllm_ndp/lab/lane_reference.py is the same
 // in numpy.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -16,8 +15,6 @@
 #include <string>
 #include <utility>
 #include <vector>
-
-#include "offload.h"
 
 namespace nb = nanobind;
 
@@ -696,53 +693,6 @@ int64_t follow(In<int64_t, 5> ids, In<int64_t, 4> experts, In<int64_t, 4> rows, 
     return copied;
 }
 
-// Sorts places by gate weight, the first of equal ones first. Of few the library's sort would spend most on its memory.
-void lightest_first(std::vector<size_t>& places, const double* gate) {
-    if (places.size() > 16) {
-        std::stable_sort(places.begin(), places.end(), [&](size_t a, size_t b) { return gate[a] < gate[b]; });
-        return;
-    }
-    for (size_t n = 1; n < places.size(); ++n) {
-        const size_t own = places[n];
-        size_t at = n;
-        for (; at > 0 && gate[own] < gate[places[at - 1]]; --at) places[at] = places[at - 1];
-        places[at] = own;
-    }
-}
-
-// The rule of offload.h for every layer of a trace: of its hot experts, which of least gate weight run on the device.
-// Marks them in spilled.
-void spill(In<int64_t, 4> rows, In<double, 4> gates, In<double, 3> already, In<double, 1> device, In<double, 1> gpu,
-           In<double, 2> shared, double opening, Out<bool, 4> spilled) {
-    const size_t groups = rows.shape(0), steps = rows.shape(1), layers = rows.shape(2), slots = rows.shape(3);
-    want(has_shape(gates, {groups, steps, layers, slots}) && has_shape(already, {groups, steps, layers}) &&
-             has_shape(spilled, {groups, steps, layers, slots}) && has_shape(shared, {groups, steps}) &&
-             device.size() == gpu.size(),
-         "rows, gates and spilled must be [G, D, L, S], already [G, D, L], shared [G, D], device and gpu [rows + 1]");
-    const int64_t most = static_cast<int64_t>(device.size()) - 1;
-    for (size_t i = 0; i < rows.size(); ++i)
-        want(rows.data()[i] >= 0 && rows.data()[i] <= most, "device and gpu must have an entry for every number of rows");
-
-    nb::gil_scoped_release release;
-    std::vector<size_t> order;
-    std::vector<double> left;
-    for (size_t cell = 0; cell < groups * steps * layers; ++cell) {
-        const int64_t* count = rows.data() + cell * slots;
-        const double* gate = gates.data() + cell * slots;
-        order.clear();
-        for (size_t s = 0; s < slots; ++s)
-            if (count[s]) order.push_back(s);
-        if (order.empty()) continue;
-        lightest_first(order, gate);
-        const double before = already.data()[cell];
-        const size_t best = fewest_offloaded(
-            order.size(), {shared.data()[cell / layers], before, before == 0.0 ? opening : 0.0}, left,
-            [&](size_t n) { return gpu.data()[count[order[n]]]; },
-            [&](size_t n) { return device.data()[count[order[n]]]; });
-        for (size_t n = 0; n < best; ++n) spilled.data()[cell * slots + order[n]] = true;
-    }
-}
-
 }  // namespace
 
 NB_MODULE(_lanes, module) {
@@ -759,6 +709,4 @@ NB_MODULE(_lanes, module) {
     module.def("follow", &follow, nb::arg("ids"), nb::arg("experts"), nb::arg("rows"), nb::arg("copies_per_step"),
                nb::arg("memory"), nb::arg("hysteresis"), nb::arg("heat"), nb::arg("hot"), nb::arg("bits"),
                nb::arg("widths"));
-    module.def("spill", &spill, nb::arg("rows"), nb::arg("gates"), nb::arg("already"), nb::arg("device"), nb::arg("gpu"),
-               nb::arg("shared"), nb::arg("opening"), nb::arg("spilled"));
 }
