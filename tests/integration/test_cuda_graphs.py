@@ -28,7 +28,7 @@ class Layer:
     def __init__(self, hold: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._hold = hold
 
-    def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return self._hold(torch.sin(x) * 2)
 
 

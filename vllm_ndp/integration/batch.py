@@ -45,6 +45,8 @@ class TrackedRequest:
     request_id: str
     prompt_len: int
     blocks: list[int]
+    start: int = 0
+    """Position of the first row of its last step."""
     num_output_tokens: int = 0
     prefilled: bool = False
     score: ImportanceScore | None = None
@@ -94,31 +96,31 @@ class RequestTracker:
         """Apply one scheduler message; the spans it schedules, by request id. kv_group: whose blocks count."""
         for request_id in scheduler_output.finished_req_ids:
             self.requests.pop(request_id, None)
-        starts: dict[str, int] = {}
         for new in scheduler_output.scheduled_new_reqs:
             known, prompt_len = self.requests.get(new.req_id), _prompt_len(new)
             if known is None or known.prompt_len != prompt_len:
                 known = self.requests[new.req_id] = TrackedRequest(new.req_id, prompt_len, [])
             known.blocks = list(new.block_ids[kv_group])
-            starts[new.req_id] = new.num_computed_tokens
+            known.start = new.num_computed_tokens
         cached = scheduler_output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             request = self.requests[request_id]
             blocks = cached.new_block_ids[index]
-            is_resumed = request_id in cached.resumed_req_ids
-            if request.prefilled and not is_resumed and cached.num_computed_tokens[index] < request.prompt_len:
-                # KV that was loaded for the prompt was bad: its end, score and plan do not count
+            start, is_resumed = cached.num_computed_tokens[index], request_id in cached.resumed_req_ids
+            if request.prefilled and not is_resumed and start < min(request.start, request.prompt_len):
+                # It goes back without a preemption, so loaded KV was bad: its end, score and plan do not count
                 request = self.requests[request_id] = TrackedRequest(request_id, request.prompt_len, request.blocks)
             if is_resumed:
                 request.blocks = list(blocks[kv_group]) if blocks else []
             elif blocks:
                 request.blocks.extend(blocks[kv_group])
             request.num_output_tokens = cached.num_output_tokens[index]
-            starts[request_id] = cached.num_computed_tokens[index]
+            request.start = start
         drafts = scheduler_output.scheduled_spec_decode_tokens
+        scheduled = ((self.requests[name], count) for name, count in scheduler_output.num_scheduled_tokens.items())
         return {
-            request_id: Span(self.requests[request_id], starts[request_id], num_tokens, bool(drafts.get(request_id)))
-            for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
+            request.request_id: Span(request, request.start, count, bool(drafts.get(request.request_id)))
+            for request, count in scheduled
         }
 
 
