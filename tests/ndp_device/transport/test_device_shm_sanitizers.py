@@ -13,7 +13,10 @@ import nanobind
 import pytest
 from paths import ROOT
 
-THREADED = ("vllm_ndp/device_client/test_device_crossing.py", "vllm_ndp/device_client/test_device_send_ahead.py")
+THREADED = (
+    "vllm_ndp/device_client/test_device_without_codec.py",
+    "vllm_ndp/device_client/test_device_sender_thread.py",
+)
 TESTS = {
     "address,undefined": (
         "ndp_device/transport/test_device_shm.py",

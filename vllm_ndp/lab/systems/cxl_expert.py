@@ -45,7 +45,7 @@ _PACKED_SHARE = {
 }
 """Bytes of a packed message of so many values over their 16-bit bytes, mean of both ways. Below: the loss of an
 expert's result by packing both ways, in units of the loss of 1-bit weights. Measured on 3072 decode rows of
-tiny-mixtral on 2026-11-22, by the codec at commit 9e4323f0, benchmarks/activation_codec.py."""
+tiny-mixtral on 2026-11-22, by the codec at commit 9e4323f0, whose benchmarks/activation_codec.py is gone."""
 _PACKED_LOSS = {8: 1.33e-4, 6: 2.28e-3, 5: 9.90e-3, 4: 4.45e-2, 3: 2.75e-1}
 
 
