@@ -41,7 +41,7 @@ class CacheOptions:
     "analyze",
     examples=(
         f"vllm-ndp analyze {BUNDLED}",
-        f"vllm-ndp analyze {BUNDLED} --hot-experts 2 --prior-out prior.npy --html page.html",
+        f"vllm-ndp analyze {BUNDLED} --hot-experts 2 --prior-out prior.npy --html routing.html",
         f"vllm-ndp analyze {BUNDLED} --places 2,4,6 --warm --against {BUNDLED} --out layers.parquet",
     ),
 )
