@@ -61,4 +61,4 @@ def test_an_id_that_is_nowhere_is_refused_in_one_sentence(offline: str, tmp_path
     assert done.returncode != 0
     last = [line for line in done.stderr.splitlines() if "ConfigError" in line or "ReplicaError" in line]
     assert last, done.stderr[-3000:]
-    assert "no .safetensors file" in last[-1] or "cannot be had from the hub" in last[-1]
+    assert "is one of .safetensors or .gguf" in last[-1] or "cannot be had from the hub" in last[-1]
