@@ -12,7 +12,7 @@ from engines import IN_PROCESS, MODEL, PROMPTS, REPLICAS, engine, greedy, run_pr
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
-from ndp_device.replicas.loss_table import load_loss_table
+from ndp_device.replicas.loss_table import load_losses
 from vllm_ndp.cost_model.pipeline import PipelineClock
 from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable
@@ -120,10 +120,9 @@ def test_the_reports_clock_is_that_of_the_stages_one_after_the_other(identity: d
 def test_a_quantized_run_plans_with_each_stages_own_losses(tmp_path_factory: pytest.TempPathFactory):
     directory = tmp_path_factory.mktemp("trace") / "stages"
     said = record(directory, {"hot_experts": 4, "avg_bits": 2.0, "replicas": str(REPLICAS)})
-    losses = load_loss_table(REPLICAS)[1]
+    losses = LossTable.from_measured(*load_losses(REPLICAS, "relative"))
     for stage, trace in enumerate(said["traces"]):
-        own = LossTable.from_measured(losses[2 * stage : 2 * stage + 2])
-        assert replay_live(trace, own).identical
+        assert replay_live(trace, losses.of_layers(slice(2 * stage, 2 * stage + 2))).identical
     assert all(totals["cold_pairs"] > 0 for totals in said["totals"])
 
 
