@@ -57,7 +57,7 @@ PIECES = {
     ),
     "closeness": Piece("How close is it in bf16?", 1.2, right.closeness),
     "routing": Piece("Do the routing kernels give what the operators give?", 0.7, right.routing),
-    "streams": Piece("Do the tests of layers, lanes and marks pass on real streams?", 0.8, right.streams),
+    "streams": Piece("Do the tests of layers, streams and events pass on real streams?", 0.8, right.streams),
     "kernels": Piece("Do the host's kernels give what the reference gives, on this processor?", 1.5, right.kernels),
     "device_killed": Piece("Does a killed device cost a token?", 1.2, right.device_killed),
     "narrow_slots": Piece(

@@ -31,7 +31,7 @@ def kernels(run: Run) -> dict[str, Any]:
 
 
 def streams(run: Run) -> dict[str, Any]:
-    """The property tests of layers, lanes and marks, on real streams, events and kernels."""
+    """The property tests of layers, streams and events, on real streams, events and kernels."""
     if not engines.on_gpu():
         raise LeftOutError("streams and events are a GPU's; without one the same tests run on a pretended GPU")
     files = [str(TESTS / f"test_cuda_{name}.py") for name in ("layer", "copies", "streaming", "rows")]
@@ -121,7 +121,7 @@ def rungs(run: Run, way: str) -> list[Row]:
     import torch
     import vllm
 
-    if not engines.on_gpu() and way in ("lanes", "kernels"):
+    if not engines.on_gpu() and way in ("streams", "kernels"):
         return [{"left out": "it adds streams or kernels of a GPU"}]
     start = time.perf_counter()
     llm = engines.engine(None if way == "stock" else {**HALF, "debug": {"gpu": way}})

@@ -1,7 +1,7 @@
 """What lies beside what in a profile of asynchronous layers, from the events of a Chrome trace.
 
 A kernel writes a packet into the host's memory, and a copy of the same stream brings the sums. Between the two the
-device works, of which a GPU's profiler knows nothing. Lanes carry experts. Both are hidden as far as kernels run
+device works, of which a GPU's profiler knows nothing. Streams carry experts. Both are hidden as far as kernels run
 meanwhile. Pure: knows the trace's format and a kernel's name, measures nothing.
 """
 
@@ -17,7 +17,7 @@ LAST_OF_PACKET = "split_rows"
 
 
 def beside(events: Iterable[Event]) -> dict[str, Any]:
-    """In us and shares: copies of lanes, the device's part between packet and sums, how much of both kernels hide."""
+    """In us and shares: copies of streams, the device's part between packet and sums, how much of both kernels hide."""
     on_gpu = [event for event in events if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy")]
     kernels = joined((event["ts"], event["ts"] + event["dur"]) for event in on_gpu if event["cat"] == "kernel")
     computing = {event["args"]["stream"] for event in on_gpu if event["cat"] == "kernel"}

@@ -26,7 +26,7 @@ EMBEDDED = "embedded"
 MAX_DEADLINE_MS = 3_600_000.0
 DEFAULT_OFFLOAD_BITS = 3
 DEFAULT_HARDWARE = "h100-ndp512"
-GPU_RUNGS = ("plain", "lanes", "asynchronous", "kernels", "thread")
+GPU_RUNGS = ("plain", "streams", "asynchronous", "kernels", "thread")
 """Ways to run on a GPU, each with one thing more than the one before."""
 _CHOICES: dict[str, tuple[str, ...]] = {
     "plan": ("fixed", "joint"),
@@ -99,7 +99,7 @@ class NdpSettings:
     """Hosts that share the device, this one included; balanced execution counts the device's time once for each."""
     gpu: str = "auto"
     """How layers, copies and checks run on a GPU. `plain`: on one stream; the host waits wherever it needs a value.
-    `lanes`: copies, moves of experts and the check of rows have streams of their own. `asynchronous`: decode layers
+    `streams`: copies, moves of experts and the check of rows have streams of their own. `asynchronous`: decode layers
     launch first and wait once, by torch operators; the host sends. `kernels`: Triton kernels in place of these
     operators. `thread`: a thread of C++ sends. `auto`: the last that a run on a GPU has passed (docs/gpu.md). On CPU
     only decode layers differ: `plain`, `asynchronous` or `thread`."""

@@ -24,16 +24,15 @@ from real_gpu import Gpu, gpu_of
 from ndp_device.common.errors import DeviceUnavailable
 from ndp_device.timing.shapes import public_shape
 from ndp_device.timing.work import Timing
-from vllm_ndp.device_client.calls import ExecuteResult
+from vllm_ndp.device_client.connection import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
-from vllm_ndp.integration.cuda.lanes import Arrival
 from vllm_ndp.integration.cuda.low_bit_slots import Fp8Rows, Int4Groups, LowBitSlots
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.cuda.packet import RowForm
 from vllm_ndp.integration.cuda.routing import routing_by
-from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink, DeviceView, Gather, chosen
+from vllm_ndp.integration.cuda.streams import Arrival
+from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink, DeviceView, Gather, WarmPending, chosen
 from vllm_ndp.integration.experts_pool import ExpertWeights
-from vllm_ndp.integration.host_cpu import WarmPending
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
 from vllm_ndp.integration.moe_layer import HotViews, LayerParts, MoELayer
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
@@ -237,7 +236,7 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
     splitter, clock = run.splitter, run.clock
     sizes = ModelSizes(num_layers, num_experts, top_k)
     locator: Any = SimpleNamespace(locate=lambda spans_by_name: (BatchRows(tuple(spans)), entries), settle=lambda: None)
-    send = None if messenger is None else partial(Arrival, gpu.lane(), gpu.pinned)
+    send = None if messenger is None else partial(Arrival, gpu.stream(), gpu.pinned)
     step_parts = StepParts(sizes, run, locator, sidecar, send)
     step = Step(1, {span.request.request_id: span for span in spans}, step_parts)
     hot = SimpleNamespace(

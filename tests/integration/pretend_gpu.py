@@ -3,9 +3,9 @@
 The tensors claim torch's device `meta` and keep their data in the host's memory. Whatever would make a host wait for
 a real GPU is counted with the place that asked: copies to the host, copies of pageable memory to the GPU, and
 operators whose result's shape depends on data. An operator that mixes memories fails, as on a GPU. What runs on streams
-of its own is put off until it is waited for (`LazyLane`), so that a wait that is missing shows as a wrong number; and
-where it would overwrite what the main stream may still be reading, it raises (`WatchedLane`). Knows torch, and nothing
-of the plugin but the interface of its lanes.
+of its own is put off until it is waited for (`LazyStream`), so that a wait that is missing shows as a wrong number; and
+where it would overwrite what the main stream may still be reading, it raises (`WatchedStream`). Knows torch, and
+nothing of the plugin but the interface of its streams.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class PretendGpu(TorchDispatchMode):
         self._kept = [*getattr(self, "_kept", []), made]  # so that no other tensor gets its address
         return made
 
-    def lane(self) -> LazyLane:
-        return LazyLane(self.waits.append)
+    def stream(self) -> LazyStream:
+        return LazyStream(self.waits.append)
 
     def tensor(self, data: torch.Tensor) -> torch.Tensor:
         """On the GPU, as part of the set-up: nobody waits."""
@@ -176,21 +176,21 @@ def _peeked(value: Any) -> Any:
     return peek(value) if isinstance(value, torch.Tensor) else value
 
 
-class LazyLane:
+class LazyStream:
     """A stream of copies that does nothing until somebody waits for it: the latest a real one may be."""
 
     def __init__(self, on_wait: Callable[[str], None] = lambda why: None) -> None:
         self._todo: deque[Callable[[], None]] = deque()
         self._on_wait = on_wait
 
-    def follow_main(self) -> None:
+    def wait_for_main(self) -> None:
         """What the main stream was given is done already."""
 
-    def mark_main(self) -> LazyMark:
-        return LazyMark(self, [True])
+    def record_main(self) -> LazyEvent:
+        return LazyEvent(self, [True])
 
-    def follow(self, mark: LazyMark) -> None:
-        """As `follow_main`."""
+    def wait_event(self, event: LazyEvent) -> None:
+        """As `wait_for_main`."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
 
@@ -199,30 +199,30 @@ class LazyLane:
 
         self._todo.append(carry_out)
 
-    def mark(self) -> LazyMark:
+    def record_event(self) -> LazyEvent:
         reached = [False]
         self._todo.append(lambda: reached.__setitem__(0, True))
-        return LazyMark(self, reached)
+        return LazyEvent(self, reached)
 
     def run_until(self, reached: list[bool]) -> None:
         while not reached[0]:
             self._todo.popleft()()
 
 
-class LazyMark:
-    def __init__(self, lane: LazyLane, reached: list[bool]) -> None:
-        self._lane, self._reached = lane, reached
+class LazyEvent:
+    def __init__(self, stream: LazyStream, reached: list[bool]) -> None:
+        self._stream, self._reached = stream, reached
 
-    def wait_on_host(self) -> None:
-        self._lane._on_wait("mark of a lane")
-        self._lane.run_until(self._reached)
+    def synchronize(self) -> None:
+        self._stream._on_wait("event of a stream")
+        self._stream.run_until(self._reached)
 
-    def hold_main(self) -> None:
+    def wait_on_main(self) -> None:
         """The main stream waits, the host does not; nothing runs on the main stream before."""
-        self._lane.run_until(self._reached)
+        self._stream.run_until(self._reached)
 
 
-class WatchedLane(LazyLane):
+class WatchedStream(LazyStream):
     """One that may also run as early as its order allows: what it writes, the main stream must be known to have left.
 
     `ahead` counts copies that began before the main stream had done all that it was given.
@@ -232,14 +232,14 @@ class WatchedLane(LazyLane):
         super().__init__(gpu.waits.append)
         self._gpu, self._followed, self.ahead = gpu, 0, 0
 
-    def follow_main(self) -> None:
+    def wait_for_main(self) -> None:
         self._followed = self._gpu.operators
 
-    def mark_main(self) -> MainMark:
-        return MainMark(self._gpu.operators)
+    def record_main(self) -> MainEvent:
+        return MainEvent(self._gpu.operators)
 
-    def follow(self, mark: MainMark) -> None:  # type: ignore[override]
-        self._followed = max(self._followed, mark.operators)
+    def wait_event(self, event: MainEvent) -> None:  # type: ignore[override]
+        self._followed = max(self._followed, event.operators)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         if isinstance(to, OnGpu):
@@ -252,14 +252,14 @@ class WatchedLane(LazyLane):
         super().copy(to, source)
 
 
-class MainMark(LazyMark):
+class MainEvent(LazyEvent):
     """A point of the main stream, by how many operators came before."""
 
     def __init__(self, operators: int) -> None:
         self.operators = operators
 
-    def wait_on_host(self) -> None:
+    def synchronize(self) -> None:
         """Passed already: the main stream does at once what it is given."""
 
-    def hold_main(self) -> None:
+    def wait_on_main(self) -> None:
         """The main stream is past it."""

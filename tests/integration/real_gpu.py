@@ -1,8 +1,8 @@
 """A GPU that is one, with the interface of the pretended one: the same tests run on real streams, events and kernels.
 
-On the host's own memory it is what the plugin has without a GPU: lanes that are done at once; layers have another
+On the host's own memory it is what the plugin has without a GPU: streams that are done at once; layers have another
 kernel there, so that tests of layers run on GPUs only. Counts no waits: real ones are seen by a profiler. Knows torch,
-and nothing of the plugin but its lanes and pinned memory.
+and nothing of the plugin but its streams and pinned memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 from pretend_gpu import PretendGpu
 
-from vllm_ndp.integration.cuda.lanes import Lane, make_lane, pinned_for
+from vllm_ndp.integration.cuda.streams import Stream, make_stream, pinned_for
 
 GPUS = ["pretended", pytest.param("cuda", marks=pytest.mark.gpu)]
 KINDS = [*GPUS, "host"]
@@ -35,8 +35,8 @@ class RealGpu:
     def tensor(self, data: torch.Tensor) -> torch.Tensor:
         return data.clone().to(self.device)
 
-    def lane(self) -> Lane:
-        return make_lane(self.device)
+    def stream(self) -> Stream:
+        return make_stream(self.device)
 
 
 Gpu: TypeAlias = PretendGpu | RealGpu

@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pretend_gpu import LazyLane, LazyMark, PretendGpu, peek
+from pretend_gpu import LazyEvent, LazyStream, PretendGpu, peek
 from real_gpu import KINDS, gpu_of
 
 from vllm_ndp.integration.cuda import copies
 from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
-from vllm_ndp.integration.cuda.lanes import Arrival, HostLane, pinned_for
+from vllm_ndp.integration.cuda.streams import Arrival, HostStream, pinned_for
 from vllm_ndp.integration.hot_experts import Migrator
 
 
@@ -34,7 +34,7 @@ def test_what_was_copied_is_there_for_the_stream_and_the_host_waits_for_full_buf
     gpu = gpu_of(on)
     with torch.no_grad(), gpu:
         size = elements * dtype.itemsize
-        moves = PinnedCopies(gpu.lane(), gpu.pinned, buffer_bytes=size, buffers=buffers)
+        moves = PinnedCopies(gpu.stream(), gpu.pinned, buffer_bytes=size, buffers=buffers)
         sources = [torch.randn(shape) for shape in shapes]
         targets = [torch.zeros(shape, dtype=dtype, device=gpu.device) for shape in shapes]
         moves.copy_all(list(zip(targets, sources, strict=True)))
@@ -51,8 +51,8 @@ def test_what_was_copied_is_there_for_the_stream_and_the_host_waits_for_full_buf
 def test_what_sets_off_to_the_host_costs_no_wait_until_somebody_asks_for_it(on: str) -> None:
     gpu = gpu_of(on)
     with torch.no_grad(), gpu:
-        numbers, lane = gpu.tensor(torch.arange(1 << 12, dtype=torch.int16)), gpu.lane()
-        under_way = [Arrival(lane, gpu.pinned, numbers + step) for step in range(3)]
+        numbers, stream = gpu.tensor(torch.arange(1 << 12, dtype=torch.int16)), gpu.stream()
+        under_way = [Arrival(stream, gpu.pinned, numbers + step) for step in range(3)]
         assert gpu.waits == []
         for step in (2, 0, 1):
             assert under_way[step].values()[:3].tolist() == [step, step + 1, step + 2]
@@ -74,7 +74,7 @@ def test_several_threads_fill_a_buffer_where_torch_has_one(dtype: torch.dtype, m
     device = torch.device("cpu")
     with torch.inference_mode():
         size = copies.FILLERS * copies.LEAST_FILLED
-        moves = PinnedCopies(HostLane(), pinned_for(device), buffer_bytes=size)
+        moves = PinnedCopies(HostStream(), pinned_for(device), buffer_bytes=size)
     source = torch.randn(size // dtype.itemsize)
     target = torch.zeros(source.shape, dtype=dtype)
     with torch.inference_mode():
@@ -109,22 +109,22 @@ def test_each_thread_has_buffers_of_its_own() -> None:
 def test_a_layer_has_the_main_stream_wait_for_its_moves_and_the_host_for_no_copy() -> None:
     """Two layers begun at once, whose copies happen when they are waited for, and not before."""
     gpu = PretendGpu()
-    lanes = [LazyLane(gpu.waits.append), LazyLane(gpu.waits.append)]
+    streams = [LazyStream(gpu.waits.append), LazyStream(gpu.waits.append)]
     slots = [torch.zeros(4), torch.zeros(4)]
-    left = list(lanes)
+    left = list(streams)
 
     class OnLane:
         def __init__(self) -> None:
-            self.lane = left.pop(0)
+            self.stream = left.pop(0)
 
-        def carry_out(self, moves: object) -> LazyMark:
+        def carry_out(self, moves: object) -> LazyEvent:
             for move in moves:  # type: ignore[attr-defined]
                 move()
-            return self.lane.mark()
+            return self.stream.record_event()
 
     migrator = Migrator(os.sched_getaffinity(0), OnLane)
-    for layer, lane in enumerate(lanes):
-        migrator.begin(layer, [lambda lane=lane, slot=slots[layer]: lane.copy(slot, torch.ones(4))])
+    for layer, stream in enumerate(streams):
+        migrator.begin(layer, [lambda stream=stream, slot=slots[layer]: stream.copy(slot, torch.ones(4))])
     migrator.wait(0)
     assert [slot.sum().item() for slot in slots] == [4, 0]
     migrator.wait(1)
@@ -168,7 +168,7 @@ def test_moves_share_one_stream_which_is_none_of_those_that_vllm_computes_on(mon
 
 def test_a_move_that_fails_is_raised_where_its_layer_waits() -> None:
     class Failing:
-        def carry_out(self, moves: object) -> LazyMark:
+        def carry_out(self, moves: object) -> LazyEvent:
             raise OSError("the pool is gone")
 
     migrator = Migrator(os.sched_getaffinity(0), Failing)

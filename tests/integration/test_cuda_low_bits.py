@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fp8_rows import encode_fp8_rows
-from pretend_gpu import GPU, PretendGpu, WatchedLane, peek
+from pretend_gpu import GPU, PretendGpu, WatchedStream, peek
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.integration.cuda import low_bit_slots
@@ -159,7 +159,7 @@ def test_an_expert_arrives_a_few_rows_at_a_time_and_is_quantized_on_the_gpu(bits
     plainly = allocated(bits)
     gpu = PretendGpu()
     with torch.no_grad(), gpu:
-        copies = PinnedCopies(WatchedLane(gpu), gpu.pinned, buffer_bytes=rows_in_buffer * HIDDEN * 2)
+        copies = PinnedCopies(WatchedStream(gpu), gpu.pinned, buffer_bytes=rows_in_buffer * HIDDEN * 2)
         kernel, held = kernel_of(bits, CopiesByThread(lambda device: copies)), allocated(bits, GPU)
         for seed, slot in ((0, 2), (1, 0), (2, 2)):
             kernel.load(held, slot, expert(seed))
@@ -167,7 +167,7 @@ def test_an_expert_arrives_a_few_rows_at_a_time_and_is_quantized_on_the_gpu(bits
                 gpu.watch(landing)
             kernel_of(bits).load(plainly, slot, expert(seed))
         assert all(torch.equal(a, b) for a, b in zip(bits_of(held), bits_of(plainly), strict=True))
-        assert set(gpu.waits) <= {"mark of a lane"}
+        assert set(gpu.waits) <= {"event of a stream"}
     assert not bits_of(plainly)[0][1].any()
 
 
@@ -175,13 +175,13 @@ def test_rows_that_land_before_the_last_ones_were_taken_are_seen(monkeypatch: py
     """The watch that the test above relies on."""
     gpu = PretendGpu()
     with torch.no_grad(), gpu:
-        copies = PinnedCopies(WatchedLane(gpu), gpu.pinned, buffer_bytes=4 * HIDDEN * 2)
+        copies = PinnedCopies(WatchedStream(gpu), gpu.pinned, buffer_bytes=4 * HIDDEN * 2)
         kernel, held = kernel_of(8, CopiesByThread(lambda device: copies)), allocated(8, GPU)
         kernel.load(held, 0, expert())
         for landing in copies._landing:
             gpu.watch(landing)
         kernel.load(held, 0, expert())
-        monkeypatch.setattr(WatchedLane, "follow", lambda self, mark: None)
+        monkeypatch.setattr(WatchedStream, "wait_event", lambda self, event: None)
         with pytest.raises(RuntimeError, match="a copy may overwrite what operator"):
             kernel.load(held, 0, expert())
 

@@ -10,7 +10,7 @@ from real_gpu import KINDS, Gpu, gpu_of
 
 from vllm_ndp.integration import batch
 from vllm_ndp.integration.batch import KvGroup, RowLocator, Span, TrackedRequest
-from vllm_ndp.integration.cuda.lanes import LateCheck
+from vllm_ndp.integration.cuda.streams import LateCheck
 
 BLOCK = 4
 
@@ -30,7 +30,7 @@ def located(
     with gpu:
         context = SimpleNamespace(slot_mapping={"layer": gpu.tensor(entries)})
         monkeypatch.setattr(batch, "get_forward_context", lambda: context)
-        late = LateCheck(gpu.lane(), gpu.pinned, gpu.device, 8) if is_late else None
+        late = LateCheck(gpu.stream(), gpu.pinned, gpu.device, 8) if is_late else None
         runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b"]))
         locator = RowLocator(runner, KvGroup(0, BLOCK, "layer"), late)
         rows, found = locator.locate(spans)

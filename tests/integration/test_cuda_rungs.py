@@ -29,7 +29,7 @@ pytestmark = pytest.mark.vllm
 ELSEWHERE = torch.device("meta")
 ADDS = {
     "plain": set(),
-    "lanes": {"copies", "late check", "moves beside"},
+    "streams": {"copies", "late check", "moves beside"},
     "asynchronous": {"messenger"},
     "kernels": {"kernels"},
     "thread": {"thread"},
@@ -140,11 +140,11 @@ def open_nothing() -> None:
     ("asked", "offload_bits", "on_gpu", "found"),
     [
         ("auto", 0, True, PASSED),
-        ("auto", 3, True, min(PASSED, Rung.LANES)),
+        ("auto", 3, True, min(PASSED, Rung.STREAMS)),
         ("auto", 0, False, Rung.PLAIN),
         ("thread", 0, True, Rung.THREAD),
         ("thread", 0, False, Rung.THREAD),
-        ("lanes", 3, True, Rung.LANES),
+        ("streams", 3, True, Rung.STREAMS),
     ],
 )
 def test_what_is_asked_for_is_what_runs(asked: str, offload_bits: int, on_gpu: bool, found: Rung) -> None:
@@ -156,7 +156,7 @@ def test_what_is_asked_for_is_what_runs(asked: str, offload_bits: int, on_gpu: b
     [
         ("asynchronous", 3, True, r"'execution': 'paper'"),
         ("thread", 3, False, r"'execution': 'paper'"),
-        ("lanes", 0, False, "this engine runs on CPU"),
+        ("streams", 0, False, "this engine runs on CPU"),
         ("kernels", 0, False, "this engine runs on CPU"),
     ],
 )

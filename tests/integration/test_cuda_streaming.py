@@ -13,7 +13,7 @@ import torch
 from cuda_layers import expert
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pretend_gpu import GPU, PretendGpu, WatchedLane, peek
+from pretend_gpu import GPU, PretendGpu, WatchedStream, peek
 from real_gpu import KINDS, gpu_of
 
 from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
@@ -113,8 +113,8 @@ class Outcome:
 def run_on_gpu(setup: Setup, on: str = "pretended") -> Outcome:
     gpu = gpu_of(on)
     with torch.no_grad(), gpu:
-        lane = WatchedLane(gpu) if isinstance(gpu, PretendGpu) else gpu.lane()
-        copies = PinnedCopies(lane, gpu.pinned, buffer_bytes=setup.buffer_bytes)
+        stream = WatchedStream(gpu) if isinstance(gpu, PretendGpu) else gpu.stream()
+        copies = PinnedCopies(stream, gpu.pinned, buffer_bytes=setup.buffer_bytes)
         x = gpu.tensor(rows_of(setup))
         streamer, slots = streamer_of(setup, CopiesByThread(lambda device: copies), x.device)
         for part in (*streamer._staging[0][:2], *streamer._staging[1][:2], *slots.held):
@@ -124,7 +124,7 @@ def run_on_gpu(setup: Setup, on: str = "pretended") -> Outcome:
         totals = calls(setup, streamer, slots, x, before=hot)
         return Outcome(
             [peek(total).clone() for total in totals], [peek(t).clone() for t in slots.held if t is not None],
-            slots.expert_in.tolist(), list(gpu.waits), lane.ahead if isinstance(lane, WatchedLane) else 0,
+            slots.expert_in.tolist(), list(gpu.waits), stream.ahead if isinstance(stream, WatchedStream) else 0,
         )  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def in_slot_0(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @settings(max_examples=30)
 @given(setups())
 def test_experts_that_take_turns_give_the_bits_of_one_at_a_time(on: str, setup: Setup) -> None:
-    """As late as a lane may run, numbers would be wrong; as early as it may, the watch would raise."""
+    """As late as a stream may run, numbers would be wrong; as early as it may, the watch would raise."""
     mine, wanted = run_on_gpu(setup, on), run_plainly(setup, on)
     assert all(torch.equal(a, b) for a, b in zip(mine.totals, wanted.totals, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(mine.slots, wanted.slots, strict=True))
@@ -183,7 +183,7 @@ ALL = Setup(rows=[[0, 1], [2, 3], [4, 5]], keep={}, dtype=torch.float32, buffer_
 
 def test_the_host_waits_for_a_full_buffer_and_for_nothing_else() -> None:
     """18 chunks through 2 buffers: 16 of them wait for the one before that to be on its way out."""
-    assert run_on_gpu(ALL).waits == ["mark of a lane"] * 16
+    assert run_on_gpu(ALL).waits == ["event of a stream"] * 16
 
 
 def test_an_expert_arrives_while_the_one_before_it_computes() -> None:
@@ -202,7 +202,7 @@ def test_a_copy_that_does_not_follow_the_last_reader_of_its_place_is_seen(
     """The watch that the tests above rely on: both orders that the streamer keeps, each left out once."""
     setup = ALL if forgotten.startswith("the staging") else Setup(**{**vars(ALL), "keep": {0: 0}})
     begin = SimpleNamespace(operators=0)
-    monkeypatch.setattr(PinnedCopies, "mark", lambda self: begin)
+    monkeypatch.setattr(PinnedCopies, "record_main", lambda self: begin)
     with pytest.raises(RuntimeError, match="a copy may overwrite what operator"):
         run_on_gpu(setup)
 
@@ -210,7 +210,7 @@ def test_a_copy_that_does_not_follow_the_last_reader_of_its_place_is_seen(
 def test_small_arrays_arrive_whole_whatever_their_size() -> None:
     gpu = PretendGpu()
     with torch.no_grad(), gpu:
-        copies = PinnedCopies(WatchedLane(gpu), gpu.pinned, buffer_bytes=64)
+        copies = PinnedCopies(WatchedStream(gpu), gpu.pinned, buffer_bytes=64)
         for count in (1, 3, 5000, 2):
             arrays = [np.arange(count), np.arange(count, dtype=np.float32) / 2]
             found = copies.upload(arrays, GPU)

@@ -366,9 +366,9 @@ def test_a_call_ends_with_what_is_next(tmp_path: Path) -> None:
 
 
 def test_a_comparison_with_a_rung_that_is_not_the_best_any_longer_is_made_again(tmp_path: Path) -> None:
-    verdict_of(tmp_path, 1, climbed("thread"), [{"way": "4 hot", "rung": "lanes", "equal": 1, "of": 1}])
+    verdict_of(tmp_path, 1, climbed("thread"), [{"way": "4 hot", "rung": "streams", "equal": 1, "of": 1}])
     assert gpu_check.is_outdated("identity", [tmp_path])
-    verdict_of(tmp_path, 1, climbed("lanes"), [{"way": "4 hot", "rung": "lanes", "equal": 1, "of": 1}])
+    verdict_of(tmp_path, 1, climbed("streams"), [{"way": "4 hot", "rung": "streams", "equal": 1, "of": 1}])
     assert not gpu_check.is_outdated("identity", [tmp_path])
 
 

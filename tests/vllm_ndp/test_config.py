@@ -254,8 +254,8 @@ def test_the_documented_settings_are_the_ones_that_exist():
 
 
 def test_what_only_researchers_turn_is_taken_under_debug():
-    settings = NdpSettings.from_mapping({"debug": {"max_moves": 3, "gpu": "lanes"}})
-    assert (settings.max_moves, settings.gpu) == (3, "lanes")
+    settings = NdpSettings.from_mapping({"debug": {"max_moves": 3, "gpu": "streams"}})
+    assert (settings.max_moves, settings.gpu) == (3, "streams")
     with pytest.raises(ConfigError, match="unknown ndp setting 'max_move' in 'debug': did you mean 'max_moves'"):
         NdpSettings.from_mapping({"debug": {"max_move": 3}})
     with pytest.raises(ConfigError, match="ndp setting 'debug' must be"):

@@ -36,8 +36,15 @@ from ndp_device.protocol.session import listed
 from ndp_device.transport import connect
 from ndp_device.transport.base import ClientTransport, Clock
 from ndp_device.transport.sender_thread import Order, SendOutcome
-from vllm_ndp.device_client.calls import AnnouncedPlan, ControlCall, Counters, ExecuteHandle, ExecuteResult
-from vllm_ndp.device_client.connection import Connection, ConnectionStage
+from vllm_ndp.device_client.connection import (
+    AnnouncedPlan,
+    Connection,
+    ConnectionStage,
+    ControlCall,
+    Counters,
+    ExecuteHandle,
+    ExecuteResult,
+)
 from vllm_ndp.device_client.process import DeviceProcess
 
 __all__ = ["Counters", "DeviceClient", "DeviceProcess", "ExecuteHandle", "ExecuteResult"]

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from ndp_device.common.errors import DeviceError, DeviceUnavailable
 from ndp_device.timing.work import Timing
 from ndp_device.transport.base import Clock
-from vllm_ndp.device_client.calls import ExecuteHandle, ExecuteResult
 from vllm_ndp.device_client.client import DeviceClient
+from vllm_ndp.device_client.connection import ExecuteHandle, ExecuteResult
 
 Route = Callable[[int, NDArray[np.int32], NDArray[np.uint8], Sequence[bool]], Sequence[tuple[int, NDArray[np.int64]]]]
 """(layer, expert of each pair, bits of each pair, which devices may be asked) -> (device, its pairs) of each message.

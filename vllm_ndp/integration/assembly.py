@@ -37,16 +37,15 @@ from vllm_ndp.integration.batch import RequestTracker
 from vllm_ndp.integration.compat import model_dir, say
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.cuda.copies import CopiesByThread
-from vllm_ndp.integration.cuda.lanes import LateCheck, make_lane, pinned_for
 from vllm_ndp.integration.cuda.layer import FixedOutput
 from vllm_ndp.integration.cuda.limits import Rung
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.cuda.packet import RowForm
 from vllm_ndp.integration.cuda.routing import routing_by
-from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink, DeviceView
+from vllm_ndp.integration.cuda.streams import LateCheck, make_stream, pinned_for
+from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink, DeviceView, HostCpuExperts
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.experts_pool import ExpertsPool
-from vllm_ndp.integration.host_cpu import HostCpuExperts
 from vllm_ndp.integration.host_replicas import LocalReplicas, load_engine_kernel
 from vllm_ndp.integration.hot_experts import HotExperts, slots_of_module
 from vllm_ndp.integration.hot_slots import HotSlots, SlotWeights, make_slot_kernel
@@ -432,7 +431,7 @@ class Assembly:
         """The hot slots of all layers, and where they are filled from."""
         layers = {index: attached.slots for index, attached in self.attached.items()}
         streamer, fill = self._make_streamer(layers[0]), self._make_replica_fill(replicas, layers)
-        beside = self.rung >= Rung.LANES or compat.on_cpu()
+        beside = self.rung >= Rung.STREAMS or compat.on_cpu()
         return HotExperts(self.pool, self.tiers, layers, streamer, compat.engine_cores(), fill, beside=beside)
 
     def _make_streamer(self, slots: HotSlots) -> Streamer:
@@ -473,7 +472,7 @@ class Assembly:
     @cached_property
     def copies(self) -> CopiesByThread | None:
         """Of all layers: weights on their way to a GPU, beside what computes; None where they go plainly."""
-        return None if self.rung < Rung.LANES or compat.on_cpu() else CopiesByThread()
+        return None if self.rung < Rung.STREAMS or compat.on_cpu() else CopiesByThread()
 
     def make_messenger(self) -> Messenger | None:
         """Where decode layers do not wait for the GPU: their way to the device and back."""
@@ -487,10 +486,10 @@ class Assembly:
 
     def make_late_check(self) -> LateCheck | None:
         device = self._held.w13.device
-        if self.rung < Rung.LANES or device.type == "cpu":
+        if self.rung < Rung.STREAMS or device.type == "cpu":
             return None
         most_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
-        return LateCheck(make_lane(device), pinned_for(device), device, most_rows)
+        return LateCheck(make_stream(device), pinned_for(device), device, most_rows)
 
     @cached_property
     def _kernel(self) -> EngineKernel:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.forward_context import get_forward_context
 
-from vllm_ndp.integration.cuda.lanes import LateCheck
+from vllm_ndp.integration.cuda.streams import LateCheck
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Plan
 

@@ -20,7 +20,7 @@ from vllm_ndp.integration import compat, startup_table
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.batch import RowLocator, TrackedRequest
 from vllm_ndp.integration.compat import say
-from vllm_ndp.integration.cuda.lanes import Arrival, make_lane, pinned_for
+from vllm_ndp.integration.cuda.streams import Arrival, make_stream, pinned_for
 from vllm_ndp.integration.device_link import DeviceView
 from vllm_ndp.integration.other_connectors import loads_of
 from vllm_ndp.integration.recording import RunRecorder, run_provenance
@@ -56,7 +56,7 @@ class NdpController:
         locator, sizes = RowLocator(worker.runner, group, worker.late_check), ModelSizes.of(shape)
         send = None
         if parts.messenger is not None:
-            send = partial(Arrival, make_lane(held.w13.device), pinned_for(held.w13.device))
+            send = partial(Arrival, make_stream(held.w13.device), pinned_for(held.w13.device))
         self.steps = StepParts(sizes, worker.run, locator, sidecar, send)
         if sidecar.on_host is not None and send is None:
             worker.run.splitter.note_into(*sidecar.on_host)

@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from numpy.typing import NDArray
 from ndp_device.common.errors import DeviceError, DeviceUnavailable, ReplicaError
 from ndp_device.common.model_shape import ModelShape
 from ndp_device.common.widths import FLAG_OF_BITS, FULL_PRECISION_BITS
+from ndp_device.kernels.kernel import Kernel
 from ndp_device.transport.sender_thread import Order, SendOutcome
-from vllm_ndp.device_client.calls import ExecuteResult, Executes
 from vllm_ndp.device_client.client import DeviceClient
+from vllm_ndp.device_client.connection import ExecuteResult, Executes
 from vllm_ndp.device_client.device_group import DeviceGroup
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.device_members import DeviceMembers
@@ -408,3 +410,41 @@ class DeviceView:
             self.link.join()
         if self.agreed is not None:
             self.agreed = (*self.agreed, True)
+
+
+@dataclass(frozen=True)
+class WarmPending:
+    """Decode pairs that the host's CPU computes in full precision: their rows of one layer, on the host already."""
+
+    cpu: HostCpuExperts
+    layer: int
+    pairs: Pairs
+    x: NDArray[np.float32]  # [S, H]
+
+    def add(self, out: torch.Tensor) -> bool:
+        """Compute, and add the weighted sums to the rows of out [T, H]."""
+        add_sums(out, self.cpu.execute(self.layer, self.x, self.pairs), self.pairs.sent_rows)
+        return True
+
+    def abandon(self) -> None:
+        """Nothing has begun."""
+
+
+class HostCpuExperts:
+    """By the device's own kernel, in this process, so that a warm expert gives what a device in full precision gives.
+    Weights are read where the pool has mapped them: an expert that becomes warm is copied nowhere."""
+
+    def __init__(self, model_dir: Path, kernel: Kernel, layers: range) -> None:
+        """layers: of the model, which this worker counts from 0."""
+        self._layers, self._local = layers, LocalReplicas(model_dir, None, kernel)
+        self.description = f"the host's CPU, full precision, kernel {kernel.name}"
+
+    def start(self, layer: int, x: torch.Tensor, pairs: Pairs) -> WarmPending:
+        """Bring the rows of x [T, H] that the pairs need to the host: before hot experts keep a GPU busy."""
+        return WarmPending(self, layer, pairs, chosen(x, pairs.sent_rows).detach().float().cpu().numpy())
+
+    def execute(self, layer: int, x: NDArray[np.float32], pairs: Pairs) -> NDArray[np.float32]:
+        """The weighted sum over the pairs of each row of x [S, H]. Raises ReplicaError where the checkpoint has been
+        cut short."""
+        _, local, experts, bits, topk_weights = pairs
+        return self._local.execute(self._layers[layer], x, local, experts, bits, topk_weights)

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from vllm_ndp.integration.cuda.lanes import CudaMark, Mark, own_stream
 from vllm_ndp.integration.cuda.low_bit_slots import LowBitSlots, form_of_vllm
+from vllm_ndp.integration.cuda.streams import CudaEvent, Event, own_stream
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotWeights
 from vllm_ndp.integration.quantized_slots import QuantizedSlots, ReplicaFill
@@ -35,8 +35,8 @@ Move = Callable[[], None]
 class Beside(Protocol):
     """A stream for the moves of one layer, behind what the step before may still be reading."""
 
-    def carry_out(self, moves: Sequence[Move]) -> Mark:
-        """Called in the thread; the mark is passed when the moves are done."""
+    def carry_out(self, moves: Sequence[Move]) -> Event:
+        """Called in the thread; the event is passed when the moves are done."""
 
 
 class Migrator:
@@ -47,7 +47,7 @@ class Migrator:
         self._cores = frozenset(cores)
         self._beside = beside or _OneStream()
         self._thread = ThreadPoolExecutor(1, "ndp-migration", self._start)
-        self._pending: dict[int, Future[Mark | None]] = {}  # layer -> its moves: at most one entry per layer
+        self._pending: dict[int, Future[Event | None]] = {}  # layer -> its moves: at most one entry per layer
 
     def begin(self, layer: int, moves: Sequence[Move]) -> None:
         """Carry out the moves of a layer that has none pending, in the order in which layers were begun."""
@@ -64,7 +64,7 @@ class Migrator:
         Raises what went wrong on the way.
         """
         if (pending := self._pending.pop(layer, None)) is not None and (done := pending.result()) is not None:
-            done.hold_main()
+            done.wait_on_main()
 
     def wait_for_all(self) -> None:
         for layer in list(self._pending):
@@ -98,18 +98,18 @@ class _Behind:
         self._stream, self._ready = stream, torch.cuda.Event()
         self._ready.record(torch.cuda.current_stream(stream.device))
 
-    def carry_out(self, moves: Sequence[Move]) -> Mark:
+    def carry_out(self, moves: Sequence[Move]) -> Event:
         done = torch.cuda.Event()
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             self._stream.wait_event(self._ready)
             for move in moves:
                 move()
             done.record(self._stream)
-        return CudaMark(done, self._stream.device)
+        return CudaEvent(done, self._stream.device)
 
 
 @torch.inference_mode()
-def _carry_out(moves: Sequence[Move], beside: Beside | None) -> Mark | None:
+def _carry_out(moves: Sequence[Move], beside: Beside | None) -> Event | None:
     if beside is not None:
         return beside.carry_out(moves)
     for move in moves:

@@ -26,7 +26,7 @@ from ndp_device.experts.expert import Biases, FullExpert
 from ndp_device.kernels.kernel import Kernel
 from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.cuda.copies import CopiesByThread
-from vllm_ndp.integration.cuda.lanes import Mark
+from vllm_ndp.integration.cuda.streams import Event
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.layer.tiers import DEVICE
 
@@ -260,8 +260,8 @@ class CudaSlotKernel:
     def check_slots(self, num_slots: int) -> None:
         return
 
-    def load(self, to: SlotWeights, slot: int, expert: ExpertWeights, after: Mark | None = None) -> None:
-        """after: copy as soon as the stream has passed this mark, where copies run beside it."""
+    def load(self, to: SlotWeights, slot: int, expert: ExpertWeights, after: Event | None = None) -> None:
+        """after: copy as soon as the stream has passed this event, where copies run beside it."""
         half = to.w13.shape[1] // 2
         gate, up, down = to.w13[slot, :half], to.w13[slot, half:], to.w2[slot]
         parts = [(gate, expert.w1), (up, expert.w3), (down, expert.w2)]

@@ -17,8 +17,7 @@ import torch
 from vllm_ndp.integration.cuda.layer import AsideLayer, FixedOutput
 from vllm_ndp.integration.cuda.limits import refuse_capture
 from vllm_ndp.integration.cuda.messenger import Messenger
-from vllm_ndp.integration.device_link import DeviceView
-from vllm_ndp.integration.host_cpu import HostCpuExperts
+from vllm_ndp.integration.device_link import DeviceView, HostCpuExperts
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.hot_slots import HotSlots, SlotPairs
 from vllm_ndp.integration.planner import PlanRunner

@@ -45,30 +45,12 @@ DEVICE_TIME = "the device's time"
 """Name of the time that real hardware leaves out of every simulated clock."""
 
 
-class DeviceWork:
-    """The device's simulated answers of one step. Layers add to it, so adding costs nothing but a place in a list."""
-
-    def __init__(self) -> None:
-        self._answers: list[Timing] = []
-        self._is_whole = True  # every answer had a simulated time
-
-    def add(self, timing: Timing | None) -> None:
-        if timing is None:
-            self._is_whole = False
-        else:
-            self._answers.append(timing)
-
-    def sums(self) -> dict[str, int] | None:
-        """Stages in ps, bytes, row openings and pJ of all answers; empty without any, None where one has no time."""
-        if not self._is_whole:
-            return None
-        if not self._answers:
-            return {}
-        return dict(zip(_SUMMED, map(sum, zip(*map(_values_of, self._answers), strict=True)), strict=False))
-
-    def bounds(self) -> dict[str, int]:
-        """How many answers each of `ndp_device.timing.work.BOUNDS` took the largest share of."""
-        return dict(Counter(answer.bound for answer in self._answers)) if self._answers else {}
+def device_sums(answers: Sequence[Timing | None]) -> dict[str, int] | None:
+    """Stages in ps, bytes, row openings and pJ of a step's answers; empty without any, None where one has no time."""
+    timed = [answer for answer in answers if answer is not None]
+    if len(timed) < len(answers):
+        return None
+    return dict(zip(_SUMMED, map(sum, zip(*map(_values_of, timed), strict=True)), strict=True)) if timed else {}
 
 
 def energy_shares(
@@ -76,7 +58,7 @@ def energy_shares(
 ) -> dict[str, dict[str, float]]:
     """Request -> picojoules by part, in proportion to the pairs that it had on the device; of requests with any.
 
-    sums: of the step's DeviceWork, in picojoules of the device's own account (ndp_device/timing/energy.py).
+    sums: `device_sums` of the step, in picojoules of the device's own account (ndp_device/timing/energy.py).
     """
     if not sums.get("energy_pj"):
         return {}
@@ -126,8 +108,8 @@ class StepReport:
     stage: int = 0  # of a pipeline, each of which tells of its own layers and by its own clock
     before_ps: int = 0  # that clock when the step before had ended
     device_pj: dict[str, dict[str, float]] = field(default_factory=dict)  # energy_shares
-    device: dict[str, int] | None = field(default_factory=dict)  # DeviceWork.sums
-    device_bounds: dict[str, int] = field(default_factory=dict)  # DeviceWork.bounds
+    device: dict[str, int] | None = field(default_factory=dict)  # device_sums
+    device_bounds: dict[str, int] = field(default_factory=dict)  # answers by their bound
     costs: StepCosts = field(default_factory=StepCosts)
     unsimulated: str = ""  # what ran and is in no simulated clock, so that start_ps and end_ps lack it
 

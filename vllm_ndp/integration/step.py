@@ -7,6 +7,7 @@ run then. Knows no tensors but the step's KV entries; no device, no slots.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,11 +18,12 @@ import torch
 from numpy.typing import NDArray
 
 from ndp_device.common.model_shape import ModelShape
+from ndp_device.timing.work import Timing
 from vllm_ndp.cost_model.gpu_timing import StepTime
-from vllm_ndp.device_client.calls import ExecuteResult
+from vllm_ndp.device_client.connection import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, RowLocator, Span, TrackedRequest
-from vllm_ndp.integration.cuda.lanes import Arrival
-from vllm_ndp.integration.report import PAIR_KINDS, DeviceWork, StepReport, energy_shares
+from vllm_ndp.integration.cuda.streams import Arrival
+from vllm_ndp.integration.report import PAIR_KINDS, StepReport, device_sums, energy_shares
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.layer.run import Run
 from vllm_ndp.layer.split import COUNTED, Split
@@ -88,7 +90,8 @@ class Step:
     at a time."""
     started: bool = field(default=False, init=False)
     """Whether a layer has run: vLLM may schedule a step that needs no forward pass."""
-    device: DeviceWork = field(default_factory=DeviceWork, init=False)
+    answers: list[Timing | None] = field(default_factory=list, init=False)
+    """Simulated times of the device's answers so far; None: without one."""
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, len(COUNTED)), np.int64), init=False)
     """[R, kinds], pairs of each request over all layers so far, as split.COUNTED names them."""
     _begun: bool = field(default=False, init=False)
@@ -193,7 +196,7 @@ class Step:
         device_ps = 0 if timing is None else timing.total_ps
         self.parts.run.end_layer(layer, split, device_ps if answered else None)
         if answer is not None:
-            self.device.add(timing)
+            self.answers.append(timing)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -208,12 +211,12 @@ class Step:
         num_sampled, drafts = self._sampled
         time = run.end_step(num_sampled)
         pairs = self.pairs_by_request()
-        device = self.device.sums()
+        device = device_sums(self.answers)
         report = StepReport(
             *(time.start_ps, time.end_ps, pairs, self.before.plans, drafts, per_row, self._rows_by_request()),
             device_pj=energy_shares(device or {}, run.costs.hardware.energy, pairs),
             device=device,
-            device_bounds=self.device.bounds(),
+            device_bounds=dict(Counter(answer.bound for answer in self.answers if answer is not None)),
         )
         return report, time
 

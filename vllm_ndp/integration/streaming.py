@@ -28,7 +28,7 @@ from rich.progress import track
 from ndp_device.common import durable
 from ndp_device.common.errors import ConfigError
 from ndp_device.replicas.mapped import MappedBytes
-from vllm_ndp.integration.cuda.lanes import Mark
+from vllm_ndp.integration.cuda.streams import Event
 from vllm_ndp.integration.experts_pool import ExpertsPool, tensor_over
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotKernel, SlotWeights
 from vllm_ndp.integration.ranks import Share
@@ -71,7 +71,7 @@ class StagingStreamer:
         self._pool, self._kernel = pool, kernel
         self._copies, self._like = kernel.copies if isinstance(kernel, CudaSlotKernel) else None, like
         self._staging = [like.empty_like(1) for _ in range(1 if self._copies is None else 2)]
-        self._free: list[Mark | None] = [None for _ in self._staging]  # passed when what lay there has been read
+        self._free: list[Event | None] = [None for _ in self._staging]  # passed when what lay there has been read
         self._turn = 0
         self.staging_bytes = sum(slot.num_bytes for slot in self._staging)
         self.description = "the checkpoint, read page by page"
@@ -86,7 +86,7 @@ class StagingStreamer:
         self._load(layer, expert, None, None, to, slot)
 
     def _load(
-        self, layer: int, expert: int, share: Share | None, after: Mark | None, to: SlotWeights, slot: int
+        self, layer: int, expert: int, share: Share | None, after: Event | None, to: SlotWeights, slot: int
     ) -> None:
         """after: where on the stream the slot has been read, if that was noted."""
         weights = self._pool.expert(layer, expert, share)
@@ -110,7 +110,7 @@ class StagingStreamer:
             return total
         order = np.argsort(pairs.experts, kind="stable")  # each expert is read once per call
         all_rows, all_weights = self._upload([pairs.rows[order], pairs.topk_weights[order]], x.device)
-        begin = self._mark(x.device)
+        begin = self._record(x.device)
         experts, starts = np.unique(pairs.experts[order], return_index=True)
         ends = dict(zip(experts.tolist(), zip(starts, [*starts[1:], len(order)], strict=True), strict=True))
 
@@ -139,7 +139,7 @@ class StagingStreamer:
                     held = self._staging[self._turn]
                     self._load(layer, expert, share, self._free[self._turn], held, 0)
                     rows, part = sums(expert, held, 0)
-                    self._free[self._turn] = self._mark(x.device)
+                    self._free[self._turn] = self._record(x.device)
                 total.index_add_(0, rows, part.float())
         return total
 
@@ -148,8 +148,8 @@ class StagingStreamer:
             return [torch.from_numpy(array).to(device) for array in arrays]
         return self._copies.of_this_thread(device).upload(arrays, device)
 
-    def _mark(self, device: torch.device) -> Mark | None:
-        return None if self._copies is None else self._copies.of_this_thread(device).mark()
+    def _record(self, device: torch.device) -> Event | None:
+        return None if self._copies is None else self._copies.of_this_thread(device).record_main()
 
 
 class PackedStreamer:

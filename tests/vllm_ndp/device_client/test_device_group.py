@@ -20,8 +20,8 @@ from ndp_device.common.errors import DeviceUnavailable
 from ndp_device.experts.part import Part
 from ndp_device.failpoints import Failpoint, Failpoints
 from ndp_device.protocol.codec import Frames
-from vllm_ndp.device_client.calls import ExecuteResult
 from vllm_ndp.device_client.client import DeviceClient
+from vllm_ndp.device_client.connection import ExecuteResult
 from vllm_ndp.device_client.device_group import DeviceGroup
 from vllm_ndp.layer.devices import slowest
 from vllm_ndp.planning.copies import NO_COPY, Copies, assign_copies, route

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from ndp_device.transport.sender_thread import Order, State
 from vllm_ndp.integration.cuda.messenger import Messenger, Packet
 from vllm_ndp.integration.cuda.packet import HostFields
-from vllm_ndp.integration.device_link import DeviceCall, DeviceLink, as_float32
-from vllm_ndp.integration.host_cpu import HostCpuExperts
+from vllm_ndp.integration.device_link import DeviceCall, DeviceLink, HostCpuExperts, as_float32
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots
 from vllm_ndp.integration.step import Step
 from vllm_ndp.layer.split import Pairs, Split

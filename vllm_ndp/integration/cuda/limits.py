@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Rung(IntEnum):
     """Values of the setting `gpu` in their order: each has all that the ones before it have."""
 
-    PLAIN, LANES, ASYNCHRONOUS, KERNELS, THREAD = range(len(GPU_RUNGS))
+    PLAIN, STREAMS, ASYNCHRONOUS, KERNELS, THREAD = range(len(GPU_RUNGS))
 
 
 PASSED = Rung.PLAIN
@@ -54,7 +54,7 @@ def rung_of(settings: NdpSettings, offload_bits: int, *, on_gpu: bool) -> Rung:
     """
     if settings.gpu == "auto":
         rung = PASSED if on_gpu else Rung.PLAIN
-        return min(rung, Rung.LANES) if offload_bits else rung
+        return min(rung, Rung.STREAMS) if offload_bits else rung
     rung = Rung(GPU_RUNGS.index(settings.gpu))
     if offload_bits and rung >= Rung.ASYNCHRONOUS:
         raise ConfigError(
@@ -62,7 +62,7 @@ def rung_of(settings: NdpSettings, offload_bits: int, *, on_gpu: bool) -> Rung:
             f"chose, but execution {settings.execution!r} decides from just that which hot experts leave the GPU: use "
             "'execution': 'paper'"
         )
-    if not on_gpu and rung in (Rung.LANES, Rung.KERNELS):
+    if not on_gpu and rung in (Rung.STREAMS, Rung.KERNELS):
         raise ConfigError(
             f"ndp setting 'gpu' is {settings.gpu!r}, which adds streams or kernels of a GPU, but this engine runs on "
             "CPU: use 'plain', 'asynchronous' or 'thread'"

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.integration import vllm_private
-from vllm_ndp.integration.cuda.lanes import Mark
+from vllm_ndp.integration.cuda.streams import Event
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotWeights
 
@@ -126,7 +126,7 @@ class LowBitSlotKernel(CudaSlotKernel):
         self.form = form
         self._configs: dict[int, Any] = {}
 
-    def load(self, to: Any, slot: int, expert: ExpertWeights, after: Mark | None = None) -> None:
+    def load(self, to: Any, slot: int, expert: ExpertWeights, after: Event | None = None) -> None:
         """The stream itself writes the codes, so every reader of the slot is done: `after` has no say here."""
         half = to.w13.shape[1] // 2
         for matrix, start, source in ((13, 0, expert.w1), (13, half, expert.w3), (2, 0, expert.w2)):
