@@ -161,6 +161,9 @@ class NdpSettings:
     (`same`)."""
     record: str | None = None
     """Directory for a routing trace of this run; None = no recording."""
+    itl_factor: float | None = None
+    """While requests decode, a step with tokens of prompts lasts at most so many times a step without: the number of
+    tokens is chosen by measured times. 0: vLLM's own count. None: 3 for a server on CPU, else vLLM's count."""
     report: bool = True
     """Attach both clocks to every finished request (RequestOutput.kv_transfer_params["ndp"])."""
 
@@ -221,6 +224,8 @@ class NdpSettings:
             raise ConfigError(
                 f"ndp setting 'deadline_ms' must be positive and at most {MAX_DEADLINE_MS:.0f}, got {self.deadline_ms}"
             )
+        if self.itl_factor is not None and not (self.itl_factor == 0 or self.itl_factor >= 1):
+            raise ConfigError(f"ndp setting 'itl_factor' must be at least 1, or 0 for none, got {self.itl_factor}")
         self._check_devices()
         if self.prepare != "idle" and self.device != EMBEDDED:
             raise ConfigError(

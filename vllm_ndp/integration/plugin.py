@@ -43,7 +43,7 @@ def configure(vllm_config: VllmConfig) -> None:
     waiting.restore()
     if vllm_config.model_config.quantization != METHOD:
         return
-    from vllm_ndp.integration import compat, self_sizing, whole_weights
+    from vllm_ndp.integration import compat, paced_scheduler, self_sizing, whole_weights
     from vllm_ndp.integration.waiting import own_engines
     from vllm_ndp.traces.recorder import require_writable
 
@@ -60,6 +60,7 @@ def configure(vllm_config: VllmConfig) -> None:
     compat.share_cores_with_the_device(settings)
     compat.bind_ranks(vllm_config)
     compat.let_ray_run_on_cpu(vllm_config)
+    paced_scheduler.schedule_by_time(vllm_config, settings)
     waiting.configure(vllm_config)
     whole_weights.track(vllm_config.load_config)
     vllm_config.kv_transfer_config = _with_connectors(vllm_config.kv_transfer_config, reports=settings.report)
