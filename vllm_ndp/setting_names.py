@@ -15,11 +15,21 @@ from ndp_device.common.widths import WIDTHS
 _LARGEST = 1 << 53  # of a whole number in settings: what a float holds exactly
 TOP = (
     *("hot_experts", "slot_bits", "warm_experts", "plan", "avg_bits", "cold_precision", "execution", "prefill"),
-    *("replan", "policy", "policy_options", "replicas", "devices", "device_experts", "hardware", "hardware_overrides"),
+    *("replan", "policy", "policy_options", "replicas", "devices", "hardware", "hardware_overrides"),
     *("deadline_ms", "fallback", "itl_factor", "record", "debug"),
 )
 DEBUG = (
-    *("tiers", "bits_for", "offload_bits", "device_hosts", "gpu", "migration", "max_moves", "device_copies"),
+    *(
+        "device_experts",
+        "tiers",
+        "bits_for",
+        "offload_bits",
+        "device_hosts",
+        "gpu",
+        "migration",
+        "max_moves",
+        "device_copies",
+    ),
     *("device_moves", "prices", "pe_mode", "kernel", "linear_bits", "prepare", "pool", "report"),
 )
 """Settings for researchers and tests. Each has a default that decides by itself."""

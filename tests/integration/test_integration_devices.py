@@ -216,7 +216,7 @@ def held_by(llm: Any) -> bool:
 def split(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What one engine with two halves of every expert did: undisturbed, with one killed in mid-run, and afterwards."""
     made = Told(tmp_path_factory.mktemp("trace") / "halves")
-    settings = TWO | {"device_experts": "split", "record": str(made.directory)}
+    settings = TWO | {"debug": {"device_experts": "split"}, "record": str(made.directory)}
     with engine(settings=settings, max_num_batched_tokens=64) as llm:
         made.note(llm, token_ids(greedy(llm, LONG_PROMPTS, TOKENS)))
         made.refused = llm.collective_rpc("ndp_add_device", args=("ipc:///another",))[0]["refused"]
@@ -263,7 +263,7 @@ def test_halves_of_quantized_experts_give_the_tokens_of_one_device_and_replay(tm
     quantized = {"hot_experts": 3, "avg_bits": 2.5, "execution": "paper", "deadline_ms": 10_000}
     with engine(settings=quantized) as llm:
         whole = token_ids(greedy(llm, PROMPTS, TOKENS))
-    halves = {"devices": 2, "device_experts": "split", "record": str(tmp_path / "halves")}
+    halves = {"devices": 2, "debug": {"device_experts": "split"}, "record": str(tmp_path / "halves")}
     with engine(settings=quantized | halves) as llm:
         assert token_ids(greedy(llm, PROMPTS, TOKENS)) == whole
         assert totals(llm)["cold_pairs"] > totals(llm)["fallback_pairs"] == 0
@@ -459,18 +459,18 @@ def test_keys_that_are_missing_wrong_or_open_to_others_are_refused_in_one_senten
         ),
         ({"debug": {"device_moves": 2}}, "'device_moves' has no effect"),
         ({"devices": 3, "debug": {"device_moves": -1}}, "'device_moves' must be 0 or more, got -1"),
-        ({"device_experts": "halves"}, "'device_experts' must be one of copies, split, got 'halves'"),
+        ({"debug": {"device_experts": "halves"}}, "'device_experts' must be one of copies, split, got 'halves'"),
         (
-            {"device_experts": "split"},
+            {"debug": {"device_experts": "split"}},
             "gives each of several devices a part of every expert, once: got 1 of them; name",
         ),
-        ({"device_experts": "split", "devices": ["ipc:///a"]}, "once: got 1 of them; name more devices"),
+        ({"debug": {"device_experts": "split"}, "devices": ["ipc:///a"]}, "once: got 1 of them; name more devices"),
         (
-            {"device_experts": "split", "devices": 2, "debug": {"device_copies": 1}},
+            {"devices": 2, "debug": {"device_experts": "split", "device_copies": 1}},
             "got 2 of them, device_copies 1; name more",
         ),
         (
-            {"device_experts": "split", "devices": 3, "debug": {"device_moves": 2}},
+            {"devices": 3, "debug": {"device_experts": "split", "device_moves": 2}},
             "got 3 of them, device_moves 2; name more",
         ),
     ],

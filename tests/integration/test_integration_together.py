@@ -49,7 +49,7 @@ def stock_tokens() -> list[list[int]]:
 
 BESIDE = {
     "two devices with copies": {"devices": 2},
-    "two devices with parts": {"devices": 2, "device_experts": "split"},
+    "two devices with parts": {"devices": 2, "debug": {"device_experts": "split"}},
     "layers that do not wait": {"debug": {"gpu": "thread"}},
 }
 
