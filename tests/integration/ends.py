@@ -117,14 +117,6 @@ def what_is(process: psutil.Process) -> str:
 # -- moments ---------------------------------------------------------------------------------------------------------
 
 
-def has_worker(run: Run) -> bool:
-    """A worker is two below the script, the engine between them."""
-    with suppress(psutil.NoSuchProcess):  # one that ended meanwhile: look again
-        below = psutil.Process(run.script.pid).children(recursive=True)
-        return any(process.ppid() in {other.pid for other in below} for process in below if process.num_threads() > 1)
-    return False
-
-
 def quantizes(run: Run) -> bool:
     return "building data-free ones once" in run.said()
 

@@ -1,6 +1,6 @@
-"""A program: what one engine is made of, and the tokens it makes. Options of `LLM` come as JSON.
+"""A program: what a stock engine is made of, and the tokens it makes; then the same of one with our layer.
 
-python generate_tokens.py MODEL '{"quantization": "ndp"}' [--replace-layer]
+python generate_tokens.py MODEL [--then-with-a-replaced-layer]
 """
 
 from __future__ import annotations
@@ -46,9 +46,14 @@ def replace_layer() -> None:
 
 def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if "--replace-layer" in sys.argv:
+    tell(None)
+    if "--then-with-a-replaced-layer" in sys.argv:
         replace_layer()
-    with engine(Path(sys.argv[1]), **json.loads(sys.argv[2])) as llm:
+        tell({"hot_experts": 3, "cold_precision": "full"})
+
+
+def tell(settings: dict[str, Any] | None) -> None:
+    with engine(Path(sys.argv[1]), settings=settings) as llm:
         tokens = token_ids(greedy(llm, PROMPTS, 16))
         print(json.dumps(describe(llm) | {"tokens": tokens}), flush=True)
 

@@ -60,25 +60,24 @@ def computed() -> tuple[list[int], int]:
     return tokens, report["prompt_tokens"]
 
 
-@pytest.mark.parametrize("role", ["kv_producer", "kv_both", "kv_consumer"])
 def test_a_fresh_engine_on_a_filled_store_plans_by_the_rows_that_it_computes(
-    tmp_path: Path, computed: tuple[list[int], int], role: str
+    tmp_path: Path, computed: tuple[list[int], int]
 ) -> None:
-    """Whatever the role, which this connector ignores: it once ended the engine."""
-    for turn in range(2):
+    """Whatever the role, which this connector ignores: it once ended the engine. The first engine fills the store."""
+    stored = (computed[1] - 1) // BLOCK * BLOCK
+    for role, loaded in (("kv_both", 0), ("kv_producer", stored), ("kv_both", stored), ("kv_consumer", stored)):
         with engine(settings=SETTINGS, kv_transfer_config=example(tmp_path / "kv", role)) as llm:
             tokens, report = ask(llm)
             assert tokens == computed[0]
-            stored = (computed[1] - 1) // BLOCK * BLOCK
-            assert report["cached"] == report["loaded_tokens"] == turn * stored
+            assert report["cached"] == report["loaded_tokens"] == loaded
             tokens, report = ask(llm)  # the blocks are vLLM's own now, and their routing is as unknown
-            assert (tokens, report["cached"], report["loaded_tokens"]) == (computed[0], stored, turn * stored)
+            assert (tokens, report["cached"], report["loaded_tokens"]) == (computed[0], stored, loaded)
 
 
 def test_a_prompt_in_blocks_that_others_had_before_is_not_planned_by_their_routing(tmp_path: Path) -> None:
     """Within one process it was, in silence: the same prompt then had a plan of its own after each of the others."""
     found = []
-    for other in (STORED, *OTHERS[:3]):
+    for other in (STORED, *OTHERS[:2]):
         with engine(settings=SETTINGS, kv_transfer_config=example(tmp_path / "kv")) as llm:
             ask(llm, other)
             llm.reset_prefix_cache()
@@ -88,7 +87,7 @@ def test_a_prompt_in_blocks_that_others_had_before_is_not_planned_by_their_routi
             ask(llm, OTHERS[3])
             llm.reset_prefix_cache()
             assert ask(llm, OTHERS[3])[1]["loaded_tokens"] > 0
-    assert found == found[:1] * 4
+    assert found == found[:1] * 3
 
 
 @pytest.mark.parametrize("connector", [offloading(), several(offloading())], ids=["alone", "among several"])
@@ -168,9 +167,10 @@ def test_both_find_their_own_words_in_the_answer_beside_a_connector_that_has_som
 
 
 def test_loads_are_seen_where_no_report_is_wanted(tmp_path: Path, computed: tuple[list[int], int]) -> None:
-    for _ in range(2):
-        connector = example(tmp_path / "kv")
-        with engine(settings=SETTINGS | {"debug": {"report": False}}, kv_transfer_config=connector) as llm:
+    connector = example(tmp_path / "kv")
+    with engine(settings=SETTINGS | {"debug": {"report": False}}, kv_transfer_config=connector) as llm:
+        for _ in range(2):
             (output,) = greedy(llm, [STORED], TOKENS)
+            llm.reset_prefix_cache()
     assert output.num_cached_tokens > 0
     assert token_ids([output])[0] == computed[0]

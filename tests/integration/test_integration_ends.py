@@ -18,9 +18,7 @@ pytestmark = pytest.mark.vllm
 @pytest.mark.parametrize(
     ("number", "moment"),
     [
-        (signal.SIGKILL, ends.has_worker),
         (signal.SIGTERM, ends.quantizes),
-        (signal.SIGKILL, ends.quantizes),
         (signal.SIGKILL, ends.starts_a_device),
         (signal.SIGKILL, ends.is_ready),
     ],

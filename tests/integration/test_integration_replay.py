@@ -128,12 +128,11 @@ def test_replaying_a_live_run_gives_its_simulated_times_to_the_picosecond(tmp_pa
     assert replayed.identical
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_requests_report_the_energy_that_a_replay_of_their_commands_takes_by_part(tmp_path, batch):
-    """Three prompts alone, or together: each has the share of its pairs. What the commands of the recorded run take on
-    the device model is what the reports add up to; and a GPU that is too small for the run is said to be."""
+def test_requests_report_the_energy_that_a_replay_of_their_commands_takes_by_part(tmp_path):
+    """Three prompts, two of them together: each has the share of its pairs. What the commands of the recorded run take
+    on the device model is what the reports add up to; and a GPU that is too small for the run is said to be."""
     settings = {"hot_experts": 2, "avg_bits": 2.0, "record": str(tmp_path / "trace")}
-    with engine(settings=settings, max_num_seqs=batch) as llm:
+    with engine(settings=settings, max_num_seqs=2) as llm:
         reports = [output.kv_transfer_params["ndp"] for output in greedy(llm, PROMPTS[:3], 6)]
     trace = Trace.load(tmp_path / "trace", model_digest=model_digest(MODEL))
     loss = LossTable.from_measured(*load_losses(default_cache_dir(model_digest(MODEL)), "relative"))
@@ -202,35 +201,42 @@ def test_a_run_that_follows_decode_by_measured_prices_replays_and_its_clock_know
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from test_integration_replay import LossTable, MODEL, PROMPTS, REPLICAS, Trace, engine, greedy, load_losses
-from test_integration_replay import replay_live
+from test_integration_replay import record_few, replayed
 
-task, directory = sys.argv[1], Path(sys.argv[2])
-if task == "record":
-    settings = {"hot_experts": 3, "avg_bits": 2.0, "replicas": str(REPLICAS), "record": str(directory)}
-    with engine(settings=settings) as llm:
-        greedy(llm, PROMPTS, 16)
-else:
-    replayed = replay_live(Trace.load(directory), LossTable.from_measured(*load_losses(REPLICAS, "relative")))
-    print(json.dumps([len(replayed.steps), replayed.fallback_steps, replayed.plan_mismatches, replayed.identical]))
+for word in sys.argv[1:]:
+    task, _, directory = word.partition(":")
+    print(json.dumps(record_few(Path(directory)) if task == "record" else replayed(Path(directory))))
 """
 
 
-def do_under(processor: str, task: str, directory: Path) -> str:
-    """Record or replay in a process that sees this processor."""
-    path = os.pathsep.join(str(ROOT / "tests" / folder) for folder in ("integration", "."))
-    environment = IN_PROCESS | processors()[processor] | {"PYTHONPATH": path}
-    done = run_program(sys.executable, "-c", PROGRAM, task, directory, **environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def record_few(directory: Path) -> None:
+    settings = {"hot_experts": 3, "avg_bits": 2.0, "replicas": str(REPLICAS), "record": str(directory)}
+    with engine(settings=settings) as llm:
+        greedy(llm, PROMPTS, 16)
+
+
+def replayed(directory: Path) -> list[object]:
+    """Number of steps, and what differs from the record."""
+    one = replay_live(Trace.load(directory), LossTable.from_measured(*load_losses(REPLICAS, "relative")))
+    return [len(one.steps), one.fallback_steps, one.plan_mismatches, one.identical]
 
 
 def test_a_run_recorded_on_one_processor_is_replayed_on_another_to_the_picosecond(tmp_path):
     """Recorded as the machine is and with nothing but the least, each replayed under every setting."""
-    for recorded in ("as it is", "nothing but the least"):
-        directory = tmp_path / recorded.replace(" ", "-")
-        do_under(recorded, "record", directory)
-        for replayed in processors():
-            (num_steps, *rest) = json.loads(do_under(replayed, "replay", directory).splitlines()[-1])
+    here, least = tmp_path / "as-it-is", tmp_path / "least"
+    record_few(here)
+    path = os.pathsep.join(str(ROOT / "tests" / folder) for folder in ("integration", "."))
+    told = {}
+    for name in reversed(processors()):  # the least is the last
+        words = [f"replay:{here}", f"replay:{least}"]
+        if not least.exists():
+            assert name == "nothing but the least"
+            words.insert(0, f"record:{least}")
+        environment = IN_PROCESS | processors()[name] | {"PYTHONPATH": path}
+        done = run_program(sys.executable, "-c", PROGRAM, *words, **environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        told[name] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    for replays in told.values():
+        for num_steps, *rest in replays:
             assert num_steps > 15
-            assert rest == [0, 0, True], (recorded, replayed)
+            assert rest == [0, 0, True], told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,14 @@ from engines import MODEL, last_json, run_program
 pytestmark = pytest.mark.vllm
 
 PROGRAM = Path(__file__).with_name("generate_tokens.py")
-OPTIONS = '{"dtype": "float32"}'
-ASKED = '{"dtype": "float32", "quantization": "ndp", "settings": {"hot_experts": 3, "cold_precision": "full"}}'
 
 
-def generate(**environment: str) -> dict[str, Any]:
-    done = run_program(sys.executable, PROGRAM, MODEL, OPTIONS, **environment)
+def generate(*words: str, **environment: str) -> dict[str, Any]:
+    done = run_program(sys.executable, PROGRAM, MODEL, *words, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "vllm-ndp" not in done.stdout + done.stderr
-    return last_json(done.stdout)
+    first, *_ = (line for line in done.stdout.splitlines() if line.startswith("{"))
+    assert "vllm-ndp" not in done.stdout.partition(first)[0]
+    return json.loads(first) | {"asked": last_json(done.stdout)}
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def without() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def installed() -> dict[str, Any]:
-    """Every installed plugin is loaded, ours among them; nobody asks for it."""
-    return generate()
+    """Every installed plugin is loaded, ours among them; nobody asks for it. `asked`: of a second one that asks."""
+    return generate("--then-with-a-replaced-layer")
 
 
 def test_the_plugin_was_there_in_one_run_and_not_in_the_other(without: dict[str, Any], installed: dict[str, Any]):
@@ -62,11 +62,11 @@ def test_the_tokens_are_the_same(without: dict[str, Any], installed: dict[str, A
     assert all(len(tokens) == 16 for tokens in installed["tokens"])
 
 
-def test_a_replaced_layer_gives_the_same_tokens_and_never_calls_the_method(without: dict[str, Any]):
+def test_a_replaced_layer_gives_the_same_tokens_and_never_calls_the_method(
+    without: dict[str, Any], installed: dict[str, Any]
+):
     """vLLM's issue 54959 ends execution by a method: then RoutedExperts is replaced as a PluggableLayer."""
-    done = run_program(sys.executable, PROGRAM, MODEL, ASKED, "--replace-layer")
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = last_json(done.stdout)
+    found = installed["asked"]
     assert found["layers"] == ["NdpRoutedExperts"]
     assert found["moe_methods"] == ["NdpMoEMethod"]
     assert found["tokens"] == without["tokens"]

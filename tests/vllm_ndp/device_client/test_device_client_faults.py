@@ -219,16 +219,11 @@ def chaos(rig: Rig, calls: int) -> None:
     rig.until_served(0)
 
 
-@pytest.mark.parametrize("rig", [MIXED], indirect=True)
-def test_a_device_with_sixteen_kinds_of_fault_never_gives_a_wrong_number(rig: Rig, way: str) -> None:
-    chaos(rig, 300)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rig", [(*MIXED, "hang=0.001:600", "exit=0.002")], indirect=True)
-def test_chaos(rig: Rig, way: str) -> None:
-    chaos(rig, 3000)
-    assert rig.client.counters.broken > 20
+def test_a_device_with_eighteen_kinds_of_fault_never_gives_a_wrong_number(rig: Rig, way: str) -> None:
+    chaos(rig, 1500)
+    assert rig.client.counters.broken > 10
     assert rig.client.counters.nonfinite > 0
 
 
