@@ -228,6 +228,22 @@ def test_weights_tracked_by() -> None:
     assert DefaultModelLoader.track_weights_loading is stock
 
 
+def test_plain_heads_offered_to() -> None:
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
+    class Theirs(UnquantizedEmbeddingMethod):
+        """A method that was asked for takes its head itself."""
+
+    head, other = ParallelLMHead.__new__(ParallelLMHead), torch.nn.Linear(32, 32)
+    stock, offered = UnquantizedEmbeddingMethod.process_weights_after_loading, []
+    with vllm_private.plain_heads_offered_to(lambda layer: not offered.append(layer)):
+        UnquantizedEmbeddingMethod().process_weights_after_loading(head)
+        UnquantizedEmbeddingMethod().process_weights_after_loading(other)
+        Theirs().process_weights_after_loading(other)
+    assert offered == [head]
+    assert UnquantizedEmbeddingMethod.process_weights_after_loading is stock
+
+
 # -- operators -----------------------------------------------------------------------------------------------------
 
 ON_CPU = pytest.mark.skipif(not vllm_private.has_operator("prepack_moe_weight"), reason="vLLM's build for CPU")

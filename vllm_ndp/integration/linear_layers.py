@@ -76,6 +76,7 @@ class LinearLayers:
         self.bits, self.layers = bits, list[QuantizedLayer]()
         self._load_kernel, self._cores, self._num_experts = load_kernel, cores, num_experts
         self._names: list[str] = []
+        self._has_head = False
 
     def method_of(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """A method of ours; None where the layer stays as it is."""
@@ -84,6 +85,11 @@ class LinearLayers:
         if isinstance(layer, LinearBase) and layer.output_size > self._num_experts:
             return _Linear(self, prefix)
         return None
+
+    def take_plain_head(self, layer: Any) -> bool:
+        """Quantize an output matrix whose model asks nobody for a method, as gpt-oss does; a draft's comes later and
+        stays. That a checkpoint names it as not converted is said of the checkpoint's own format."""
+        return not self._has_head and self.take(layer, "lm_head")
 
     def take(self, layer: Any, prefix: str) -> bool:
         """Quantize a layer whose weights are loaded, and free them; False where the kernel cannot run it."""
@@ -109,6 +115,7 @@ class LinearLayers:
 
         _LAYERS[name] = multiply
         self._names.append(name)
+        self._has_head |= isinstance(layer, ParallelLMHead)
         layer.cpu_linear = cpu_linear  # vLLM's methods on CPU call this
         layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
         return True

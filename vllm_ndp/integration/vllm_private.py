@@ -158,6 +158,27 @@ def weights_tracked_by(
         DefaultModelLoader.track_weights_loading = stock
 
 
+@touches(
+    "model_executor/layers/vocab_parallel_embedding.py", "UnquantizedEmbeddingMethod.process_weights_after_loading"
+)
+@contextmanager
+def plain_heads_offered_to(take: Callable[[Any], bool]) -> Iterator[None]:
+    """Within: an output matrix that its model makes without asking for a method is offered to take(layer) first."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
+    stock = UnquantizedEmbeddingMethod.process_weights_after_loading
+
+    def ours(self: Any, layer: torch.nn.Module) -> None:
+        if not (type(self) is UnquantizedEmbeddingMethod and isinstance(layer, ParallelLMHead) and take(layer)):
+            stock(self, layer)
+
+    UnquantizedEmbeddingMethod.process_weights_after_loading = ours
+    try:
+        yield
+    finally:
+        UnquantizedEmbeddingMethod.process_weights_after_loading = stock
+
+
 # -- operators -----------------------------------------------------------------------------------------------------
 
 

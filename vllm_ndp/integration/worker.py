@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -12,12 +12,12 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from ndp_device.common.errors import NdpError
+from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.assembly import Assembly, LoadedWorker
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.controller import NdpController
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.routing_sidecar import bytes_per_entry
-from vllm_ndp.integration.vllm_private import sleep_between_looks
 from vllm_ndp.integration.waiting import follow_owner
 from vllm_ndp.integration.whole_weights import FixedWeights, checked_as_unquantized
 
@@ -40,10 +40,14 @@ class NdpWorker(FixedWeights, _Base):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         if current_platform.is_cpu() and self.parallel_config.world_size > 1:
-            sleep_between_looks()
+            vllm_private.sleep_between_looks()
         try:
             making = Assembly.begin(self.vllm_config, self._opened)  # layers attach themselves while the model loads
-            with checked_as_unquantized(of_draft=lambda: making.has_every_layer):
+            linears = making.linears
+            with (
+                checked_as_unquantized(of_draft=lambda: making.has_every_layer),
+                nullcontext() if linears is None else vllm_private.plain_heads_offered_to(linears.take_plain_head),
+            ):
                 super().load_model(*args, **kwargs)
             before = _allocated_bytes()
             self._loaded = making.finish(self.model_runner)
@@ -129,7 +133,7 @@ class SleepingMultiprocExecutor(MultiprocExecutor):
     """vLLM's executor of several processes, whose own process sleeps while its workers compute (waiting.py)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        sleep_between_looks()
+        vllm_private.sleep_between_looks()
         super().__init__(*args, **kwargs)
 
 
