@@ -1,8 +1,9 @@
 """Stored codes and scales as the numbers that they stand for: one decoder per kind of format, in numpy.
 
-A decoder takes how one matrix is stored (`Packed`) and a reader of its parts, and returns float32 [N, C]. The order of
-its operations is that of the format's own library, so each value is the same to the last bit. Memory: a few times the
-matrix. Knows no file and no name of a tensor.
+A decoder takes how one matrix is stored (`Packed`) and a reader of its parts, and returns what gives some of its rows,
+float32 [n, C]. The order of its operations is that of the format's own library, so each value is the same to the last
+bit. Rows are decoded some at a time, as many as a core's cache holds: MXFP4 6 times as fast as all at once. Knows no
+file and no name of a tensor.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ from numpy.typing import NDArray
 from ndp_device.common.errors import ConfigError, ReplicaError
 
 Floats = NDArray[np.float32]
+Rows = Callable[[int, int], Floats]
+"""The values of rows first .. last - 1."""
 Read = Callable[[str], NDArray[Any]]
 """Name of a stored tensor -> its values; bfloat16 as uint16, FP8 and E8M0 as their bytes."""
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the k-th value of a word lies among its nibbles: AWQ packs them in the order 0 2 4 6 1 3 5 7."""
+_NEIGHBOURS = len(_AWQ_ORDER)
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _ONE_127TH = np.float32(7.874015718698502e-3)
 """As bitsandbytes writes it."""
+_AT_ONCE = 1 << 18
+"""Values decoded at once: 1 MB in float32."""
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -34,7 +40,7 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 class Packed:
     """One tensor in the shape that its values have, and the stored tensors that hold them."""
 
-    decode: Callable[[Packed, Read], Floats]
+    decode: Callable[[Packed, Read], Rows]
     shape: tuple[int, ...]
     dtype: str  # as safetensors spells it
     parts: Mapping[str, str]
@@ -65,7 +71,16 @@ class Packed:
 
         one = self if index is None else replace(self, shape=self.shape[1:])
         with np.errstate(over="ignore", invalid="ignore"):  # who takes an expert refuses infinities and NaN
-            return _as_stored(self.decode(one, part), self.dtype)
+            return one._decoded(part)
+
+    def _decoded(self, part: Read) -> NDArray[Any]:
+        rows, (num_rows, columns) = self.decode(self, part), self.shape
+        at_once = max(_AT_ONCE // columns // _NEIGHBOURS * _NEIGHBOURS, _NEIGHBOURS)
+        out = np.empty(self.shape, "uint16" if self.dtype == "BF16" else _DTYPES[self.dtype])
+        for first in range(0, num_rows, at_once):
+            last = min(first + at_once, num_rows)
+            out[first:last] = _as_stored(rows(first, last), self.dtype)
+        return out
 
 
 _OF_ALL = ("shape", "group_of")
@@ -75,56 +90,73 @@ _OF_ALL = ("shape", "group_of")
 # -- decoders ----------------------------------------------------------------------------------------------------------
 
 
-def scaled(packed: Packed, part: Read) -> Floats:
+def scaled(packed: Packed, part: Read) -> Rows:
     """(code - zero) * scale of its block. NVFP4 has a second scale, of the whole tensor, in the first one's unit."""
-    values = _ELEMENTS[packed.elements](part("codes")).reshape(packed.shape)
+    (num_rows, columns), block = packed.shape, packed.block
+    codes, values_of = part("codes").reshape(num_rows, -1), _ELEMENTS[packed.elements]
     scale = _numbers(part("scale"), packed.scale_dtype)
     if "divisor" in packed.parts:
         scale = scale / _one_number(part("divisor"))
     if "factor" in packed.parts:
         scale = scale * _one_number(part("factor"))
+    zero = None
     if "zero" in packed.parts:
         zero = part("zero").view(np.int8).astype(np.float32)
         _refuse_zeros_of_symmetric(packed, zero, 0)
-        _by_block(np.subtract, values, zero, packed.block)
-    _by_block(np.multiply, values, scale, packed.block)
-    if packed.elements == "int8 of 127":
-        values *= _ONE_127TH
-    return values
+
+    def rows(first: int, last: int) -> Floats:
+        values = values_of(codes[first:last]).reshape(last - first, columns)
+        if zero is not None:
+            _by_block(np.subtract, values, zero, block, first)
+        _by_block(np.multiply, values, scale, block, first)
+        if packed.elements == "int8 of 127":
+            values *= _ONE_127TH
+        return values
+
+    return rows
 
 
-def words(packed: Packed, part: Read) -> Floats:
+def words(packed: Packed, part: Read) -> Rows:
     """compressed-tensors, pack-quantized: words of codes, (code - zero) * scale of its group."""
-    (rows, columns), bits = packed.shape, packed.bits
-    if (stored := part("shape").tolist())[-2:] != [rows, columns]:
+    (num_rows, columns), bits = packed.shape, packed.bits
+    if (stored := part("shape").tolist())[-2:] != [num_rows, columns]:
         raise ReplicaError(
-            f"{packed.parts['shape']} is {stored} and its codes are {[rows, columns]}: the checkpoint is damaged"
+            f"{packed.parts['shape']} is {stored} and its codes are {[num_rows, columns]}: the checkpoint is damaged"
         )
     unpack = _unpack_stream if packed.is_dense else _unpack_words
-    values = unpack(part("codes"), bits)[:, :columns].astype(np.float32)
-    scale = _float(part("scale"))
+    codes, scale = part("codes"), _float(part("scale"))
     zero = np.full(scale.shape, 1 << (bits - 1), np.float32)
     if "zero" in packed.parts:
-        zero = unpack(part("zero").T, bits).T[:rows].astype(np.float32)
+        zero = unpack(part("zero").T, bits).T[:num_rows].astype(np.float32)
         _refuse_zeros_of_symmetric(packed, zero, 1 << (bits - 1))
     group_of = _group_of_columns(packed, part, scale.shape[1])
-    if group_of is not None:
-        return (values - zero[:, group_of]) * scale[:, group_of]
-    _by_block(np.subtract, values, zero, packed.block)
-    _by_block(np.multiply, values, scale, packed.block)
-    return values
+
+    def rows(first: int, last: int) -> Floats:
+        values = unpack(codes[first:last], bits)[:, :columns].astype(np.float32)
+        if group_of is not None:
+            return (values - zero[first:last, group_of]) * scale[first:last, group_of]
+        _by_block(np.subtract, values, zero, packed.block, first)
+        _by_block(np.multiply, values, scale, packed.block, first)
+        return values
+
+    return rows
 
 
-def gptq(packed: Packed, part: Read) -> Floats:
+def gptq(packed: Packed, part: Read) -> Rows:
     """Codes [C, N] in a stream of bits down the columns; groups in any order."""
-    values = _unpack_stream(part("codes").T, packed.bits).astype(np.float32)  # [N, C]
+    codes, num_columns = part("codes"), packed.shape[1]
     scale, zero = _float(part("scale")), _gptq_zeros(packed, part("zero"))  # [G, N]
     group_of = _group_of_columns(packed, part, len(scale))
     if group_of is None:
-        group_of = np.arange(values.shape[1]) // packed.block[1]
-    values -= zero[group_of].T
-    values *= scale[group_of].T
-    return values
+        group_of = np.arange(num_columns) // packed.block[1]
+
+    def rows(first: int, last: int) -> Floats:
+        values = _unpack_stream(codes[:, first:last].T, packed.bits).astype(np.float32)  # [n, C]
+        values -= zero[group_of, first:last].T
+        values *= scale[group_of, first:last].T
+        return values
+
+    return rows
 
 
 def _gptq_zeros(packed: Packed, stored: NDArray[Any]) -> Floats:
@@ -154,18 +186,23 @@ def _gptq_zeros(packed: Packed, stored: NDArray[Any]) -> Floats:
     return _unpack_stream(words.view(np.int32), bits).astype(np.float32)
 
 
-def awq(packed: Packed, part: Read) -> Floats:
+def awq(packed: Packed, part: Read) -> Rows:
     """Codes [C, N / 8] in words, eight neighbours of a row in AWQ's order."""
 
     def in_order(stored: NDArray[Any]) -> Floats:  # [C, N / 8] -> [C, N]
         nibbles = _unpack_stream(stored, 4).reshape(len(stored), -1, 8)
         return nibbles[:, :, list(_AWQ_ORDER)].reshape(len(stored), -1).astype(np.float32)
 
-    values, zero, scale = in_order(part("codes")), in_order(part("zero")), _float(part("scale"))
+    codes, zero, scale = part("codes"), in_order(part("zero")), _float(part("scale"))
     _refuse_zeros_of_symmetric(packed, zero, 8)
-    _by_block(np.subtract, values, zero, packed.block)
-    _by_block(np.multiply, values, scale, packed.block)
-    return np.ascontiguousarray(values.T)
+
+    def rows(first: int, last: int) -> Floats:
+        values = in_order(codes[:, first // _NEIGHBOURS : -(-last // _NEIGHBOURS)])
+        _by_block(np.subtract, values, zero[:, first:last], packed.block)
+        _by_block(np.multiply, values, scale[:, first:last], packed.block)
+        return values.T
+
+    return rows
 
 
 def _refuse_zeros_of_symmetric(packed: Packed, zero: NDArray[Any], middle: int) -> None:
@@ -218,7 +255,7 @@ def four_bit_state(stored: NDArray[np.uint8], name: str) -> FourBitState:
     return state
 
 
-def four_bit(packed: Packed, part: Read) -> Floats:
+def four_bit(packed: Packed, part: Read) -> Rows:
     """bitsandbytes nf4 and fp4: the high nibble first, a table of 16 values; scales may be quantized themselves."""
     state = four_bit_state(part("state"), packed.parts["state"])
     codes, table, scale = part("codes").reshape(-1), part("table"), part("scale").reshape(-1)
@@ -230,10 +267,11 @@ def four_bit(packed: Packed, part: Read) -> Floats:
     pairs = np.stack([table[np.arange(256) >> 4], table[np.arange(256) & 15]], axis=1).astype(np.float32)
     values: Floats = pairs[codes].reshape(-1)
     _by_block(np.multiply, values.reshape(1, -1), scale.astype(np.float32), (1, state.blocksize))
-    return values.reshape(packed.shape)
+    whole = values.reshape(packed.shape)
+    return lambda first, last: whole[first:last]
 
 
-def ggml(packed: Packed, part: Read) -> Floats:
+def ggml(packed: Packed, part: Read) -> Rows:
     """The types of llama.cpp, by its own package."""
     try:
         from gguf import GGMLQuantizationType
@@ -244,23 +282,25 @@ def ggml(packed: Packed, part: Read) -> Floats:
             "pip install gguf"
         ) from None
     try:
-        return np.asarray(dequantize(part("codes"), GGMLQuantizationType[packed.elements]), np.float32)
+        whole = np.asarray(dequantize(part("codes"), GGMLQuantizationType[packed.elements]), np.float32)
     except (KeyError, NotImplementedError):
         raise ConfigError(
             f"{packed.parts['codes']} is of llama.cpp's type {packed.elements}, which the installed package gguf does "
             "not dequantize: give the model in another type, or install a newer gguf"
         ) from None
+    return lambda first, last: whole[first:last]
 
 
 # -- codes and scales --------------------------------------------------------------------------------------------------
 
 
-def _by_block(operate: np.ufunc, values: Floats, by: NDArray[Any], block: tuple[int, int]) -> None:
-    """Combine values [N, C] with the number of their block, in place; `by` has the numbers in the order of blocks."""
+def _by_block(operate: np.ufunc, values: Floats, by: NDArray[Any], block: tuple[int, int], first: int = 0) -> None:
+    """Combine values [n, C] with the number of their block, in place; they are rows `first` .. of a matrix, of all of
+    whose blocks `by` has the numbers in their order."""
     (rows, columns), (of_rows, of_columns) = values.shape, block
-    grid = by.reshape(-(-rows // of_rows), -(-columns // of_columns))
-    if of_rows > 1:
-        grid = grid if len(grid) == 1 else np.repeat(grid, of_rows, 0)[:rows]
+    grid = by.reshape(-1, -(-columns // of_columns))
+    if len(grid) > 1:
+        grid = grid[np.arange(first, first + rows) // of_rows]
     if columns % of_columns == 0:
         blocks = values.reshape(rows, -1, of_columns)
         operate(blocks, grid[:, :, None], out=blocks)
@@ -319,10 +359,10 @@ def _as_stored(values: Floats, dtype: str) -> NDArray[Any]:
 
 
 @cache
-def _fp4_pairs() -> Floats:
-    """Byte -> its two values, the low nibble first."""
+def _fp4_pairs() -> NDArray[np.uint64]:
+    """Byte -> its two values in float32, the low nibble first, as one number: taken as such, twice as fast."""
     both = np.arange(256)
-    return np.stack([_FP4[both & 15], _FP4[both >> 4]], axis=1)
+    return np.stack([_FP4[both & 15], _FP4[both >> 4]], axis=1).view(np.uint64)[:, 0].copy()
 
 
 @cache
@@ -344,8 +384,8 @@ def _e8m0() -> Floats:
 
 
 _ELEMENTS: Mapping[str, Callable[[NDArray[Any]], Floats]] = {
-    "fp4": lambda stored: np.asarray(_fp4_pairs()[stored.view(np.uint8)]),
-    "e4m3": lambda stored: np.asarray(_e4m3()[stored]),
+    "fp4": lambda stored: _fp4_pairs().take(stored.view(np.uint8)).view(np.float32),
+    "e4m3": lambda stored: np.asarray(_e4m3().take(stored)),
     "int8": lambda stored: stored.view(np.int8).astype(np.float32),
     "int8 of 127": lambda stored: stored.view(np.int8).astype(np.float32),
 }
