@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import burst
 import openai
 import psutil
 import pytest
@@ -454,13 +455,62 @@ def test_a_span_of_each_traced_request_lies_beside_vllms_in_the_clients_trace(se
     assert 0 < simulated_s < (ours.end_time_unix_nano - ours.start_time_unix_nano) / 1e9  # the axis is the wall's
 
 
+def test_every_pair_of_a_burst_adds_up_and_nothing_is_left_of_it(server: Server):
+    """64 streams of which half are left, and three kills of the device (burst.py): reports, /metrics and the worker's
+    totals tell the same of every pair; a whole stream's rows are those that its client counted."""
+    assert server.device.is_running()  # one device served all of the above
+    burst.read_all(server, 64, 4, 0)  # what a server takes once for so many clients
+    assert burst.wait_until(lambda: not get_json(server, "/v1/ndp/status")["running"])
+    time.sleep(2.0)  # vLLM closes connections of clients that left meanwhile
+    open_before, before, totals = burst.is_open(server), metrics_of(server), totals_of(server)
+    streams = burst.read_all(server, 64, 96, 3)
+    reports = [burst.report_of_server(server, stream) for stream in streams]
+    for stream, report in zip(streams, reports, strict=True):
+        rows = report["decode_rows"], report["prompt_rows"]
+        if stream.leaves_after is None:
+            assert (stream.received, report["finish"]) == (stream.tokens, "length")
+            assert rows == (stream.tokens - 1, stream.prompt_tokens)  # no two prompts begin alike
+            assert {name: stream.report[name] for name in counted(report)} == counted(report)
+        else:
+            assert report["finish"] == "aborted"
+            assert rows[0] >= stream.received - 1
+    assert burst.wait_until(lambda: grown_since(server, before)["ndp_requests_total{finish=aborted}"] >= 32)
+    grown = grown_since(server, before)
+    check_sums(grown, reports)
+    summed = {name: sum(report[name] for report in reports) for name in counted(reports[0])}
+    after = totals_of(server)
+    assert {name: after[name] - totals[name] for name in summed} == summed
+    for cause, count in after["fallback_causes"].items():
+        more = count - totals["fallback_causes"].get(cause, 0)
+        assert grown.get(f"ndp_fallback_causes_total{{cause={cause}}}", 0) == more
+    assert min(summed["fallback_pairs"], summed["cold_pairs"], summed["prefill_device_pairs"]) > 0
+    assert burst.wait_until(lambda: report_of(complete(server, PROMPTS[0]))["cold_pairs"] > 0)  # it serves again
+    assert get_json(server, "/v1/ndp/status")["running"] == []
+    time.sleep(2.0)
+    grew = {name: now - open_before.get(name, 0) for name, now in burst.is_open(server).items()}
+    assert max(grew.values()) < len(streams) / 4, grew  # one for each client would be 64
+    server.device = psutil.Process(burst.device_of(server)["pid"])
+
+
+def counted(report: dict[str, Any]) -> dict[str, int]:
+    """Pairs by kind and rows by phase."""
+    return {name: count for name, count in report.items() if name.endswith(("_pairs", "_rows"))}
+
+
+def totals_of(server: Server) -> dict[str, Any]:
+    return dict(get_json(server, "/v1/ndp/status")["workers"][0]["totals"])
+
+
+def grown_since(server: Server, before: dict[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0) for name, value in metrics_of(server).items()}
+
+
 def test_sigterm_ends_the_server_its_device_and_the_private_directory(server: Server):
     """The last test of this file: the server is gone after it.
 
     With vLLM's default --shutdown-timeout 0 the server kills all processes below it at once with SIGKILL, our device
     among them: nothing runs on, but nobody is left to remove the directory.
     """
-    assert server.device.is_running()  # one device served all of the above
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(120) == 0
     _, alive = psutil.wait_procs([server.device], timeout=60)
