@@ -8,11 +8,13 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +122,42 @@ def greedy(llm: Any, prompts: Sequence[Any], tokens: int, **params: Any) -> list
 
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **params)
     return list(llm.generate(list(prompts), sampling, use_tqdm=False))
+
+
+LONG_PROMPTS = tuple(prompt * 4 for prompt in PROMPTS)
+"""Chunked where a step takes 64 rows, and in the prefix cache afterwards."""
+_MOST_TOKENS = 24
+
+
+def stock_tokens_of(prompts: Sequence[str], tokens: int) -> list[list[int]]:
+    """Greedy tokens of stock vLLM in float32, of the bundled model; an engine starts once for the same prompts."""
+    assert tokens <= _MOST_TOKENS
+    return [whole[:tokens] for whole in _stock_tokens_of(tuple(prompts))]
+
+
+@cache
+def _stock_tokens_of(prompts: tuple[str, ...]) -> list[list[int]]:
+    with engine(max_num_batched_tokens=64) as llm:
+        return token_ids(greedy(llm, prompts, _MOST_TOKENS))
+
+
+def kill_in_the_middle(llm: Any, prompts: Sequence[str], tokens: int, pid: int) -> list[list[int]]:
+    """Tokens of the prompts, while a process is killed once each of them has some."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(f"k{index}", prompt, sampling)
+    found: dict[str, list[int]] = {}
+    killed = False
+    while llm.llm_engine.has_unfinished_requests():
+        if not killed and len(found) == len(prompts):
+            os.kill(pid, signal.SIGKILL)
+            killed = True
+        for output in llm.llm_engine.step():
+            found[output.request_id] = list(output.outputs[0].token_ids)
+    assert killed
+    return [found[name] for name in sorted(found)]
 
 
 def token_ids(outputs: Sequence[Any]) -> list[list[int]]:

@@ -32,12 +32,17 @@ def outcome(llm: Any) -> tuple[str, Any]:
     return layers, (token_ids(outputs), kept, llm.collective_rpc("ndp_totals")[0])
 
 
-def test_an_engine_gives_the_same_tokens_counts_and_simulated_times_whichever_way_its_layers_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture(scope="module")
+def plain() -> tuple[str, Any, list[list[int]]]:
+    """Of an engine whose layers wait; who runs beside a request decides with it what is hot, so two alone as well."""
     with engine(settings={**PAPER, "debug": PAPER["debug"] | {"gpu": "plain"}}) as llm:
-        eager, wanted = outcome(llm)
-        of_two = token_ids(greedy(llm, PROMPTS[:2], 8))  # who runs beside a request decides with it what is hot
+        return *outcome(llm), token_ids(greedy(llm, PROMPTS[:2], 8))
+
+
+def test_an_engine_gives_the_same_tokens_counts_and_simulated_times_whichever_way_its_layers_run(
+    plain: tuple[str, Any, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager, wanted, of_two = plain
     monkeypatch.setattr(messenger, "CORES", 1)  # so that the thread sends here, too
     with engine(settings={**PAPER, "debug": PAPER["debug"] | {"gpu": "thread"}}) as llm:
         layers, found = outcome(llm)
@@ -53,14 +58,14 @@ def test_an_engine_gives_the_same_tokens_counts_and_simulated_times_whichever_wa
     assert counted == after["cold_pairs"] - before["cold_pairs"] > 0
 
 
-def test_the_host_sends_where_no_thread_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_sends_where_no_thread_was_asked_for(
+    plain: tuple[str, Any, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(messenger, "CORES", 1)
-    with engine(settings={**PAPER, "debug": PAPER["debug"] | {"gpu": "plain"}}) as llm:
-        _, wanted = outcome(llm)
     with engine(settings={**PAPER, "debug": PAPER["debug"] | {"gpu": "asynchronous"}}) as llm:
         layers, found = outcome(llm)
     assert layers == "asynchronous, asynchronous up to 256 rows, the host sends"
-    assert found == wanted
+    assert found == plain[1]
 
 
 def ask_for_reports_as_runner_v2_does(monkeypatch: pytest.MonkeyPatch) -> list[StepReport]:

@@ -42,9 +42,8 @@ def stock():  # type: ignore[no-untyped-def]
         return logprobs(llm, PROMPTS)
 
 
-@pytest.mark.parametrize("num_hot", [4, 0])
-def test_bf16_logprobs_stay_close_to_stock_with_a_full_precision_device(stock, num_hot) -> None:  # type: ignore[no-untyped-def]
-    with engine(dtype="bfloat16", settings={"cold_precision": "full", "hot_experts": num_hot}) as llm:
+def test_bf16_logprobs_stay_close_to_stock_with_a_full_precision_device(stock) -> None:  # type: ignore[no-untyped-def]
+    with engine(dtype="bfloat16", settings={"cold_precision": "full", "hot_experts": 2}) as llm:
         mine, my_ids = logprobs(llm, PROMPTS)
     distance = distances(mine, stock[0], my_ids, stock[1])
     assert len(distance) > 200

@@ -15,7 +15,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import MODEL, PROMPTS, REPLICAS, engine, greedy, token_ids
+from engines import (
+    LONG_PROMPTS,
+    MODEL,
+    PROMPTS,
+    REPLICAS,
+    engine,
+    greedy,
+    kill_in_the_middle,
+    stock_tokens_of,
+    token_ids,
+)
 from small_checkpoint import write_small_checkpoint
 
 from ndp_device.checkpoint.files import model_digest
@@ -37,7 +47,6 @@ from vllm_ndp.traces.trace import Trace
 
 pytestmark = pytest.mark.vllm
 
-LONG_PROMPTS = [prompt * 4 for prompt in PROMPTS]
 TOKENS = 24
 TWO = {"hot_experts": 3, "cold_precision": "full", "devices": 2, "deadline_ms": 10_000}
 SLOW_GPU = {"gpu.hbm_bytes_per_s": 300_000_000_000}
@@ -50,8 +59,7 @@ def totals(llm: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def stock_tokens() -> list[list[int]]:
-    with engine(max_num_batched_tokens=64) as llm:
-        return token_ids(greedy(llm, LONG_PROMPTS, TOKENS))
+    return stock_tokens_of(LONG_PROMPTS, TOKENS)
 
 
 @dataclass
@@ -80,7 +88,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
         made.note(llm, token_ids(greedy(llm, LONG_PROMPTS, TOKENS)))
         made.refused = llm.collective_rpc("ndp_add_device", args=("ipc:///another",))[0]["refused"]
         killed, other = made.pids[0]
-        made.note(llm, kill_in_the_middle(llm, killed))
+        made.note(llm, kill_in_the_middle(llm, LONG_PROMPTS, TOKENS, killed))
         wait_until_it_serves_again(llm)
         made.note(llm, token_ids(greedy(llm, LONG_PROMPTS, TOKENS)))
         os.kill(other, signal.SIGSTOP)
@@ -103,24 +111,6 @@ def wait_until_it_serves_again(llm: Any) -> None:
     while executed(llm)[0] == before:
         assert time.monotonic() < end, "the device that was killed does not serve again"
         greedy(llm, LONG_PROMPTS[:1], 4)
-
-
-def kill_in_the_middle(llm: Any, pid: int) -> list[list[int]]:
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    for index, prompt in enumerate(LONG_PROMPTS):
-        llm.llm_engine.add_request(f"k{index}", prompt, sampling)
-    tokens: dict[str, list[int]] = {}
-    killed = False
-    while llm.llm_engine.has_unfinished_requests():
-        if not killed and len(tokens) == len(LONG_PROMPTS):
-            os.kill(pid, signal.SIGKILL)
-            killed = True
-        for output in llm.llm_engine.step():
-            tokens[output.request_id] = list(output.outputs[0].token_ids)
-    assert killed
-    return [tokens[name] for name in sorted(tokens)]
 
 
 def test_two_devices_give_the_tokens_of_stock_vllm_and_both_of_them_compute(stock_tokens, told: Told):  # type: ignore[no-untyped-def]
@@ -220,7 +210,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Told:
     with engine(settings=settings, max_num_batched_tokens=64) as llm:
         made.note(llm, token_ids(greedy(llm, LONG_PROMPTS, TOKENS)))
         made.refused = llm.collective_rpc("ndp_add_device", args=("ipc:///another",))[0]["refused"]
-        made.note(llm, kill_in_the_middle(llm, made.pids[0][0]))
+        made.note(llm, kill_in_the_middle(llm, LONG_PROMPTS, TOKENS, made.pids[0][0]))
         wait_until_it_serves_again(llm)
         made.note(llm, token_ids(greedy(llm, LONG_PROMPTS, TOKENS)))
     return made
@@ -303,7 +293,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Grown:
         for address in ("here", f"ipc://{made.directory}/absent", first.address, second.address):
             made.answers.append(llm.collective_rpc("ndp_add_device", args=(address,)))
         note()
-        note(lambda: kill_in_the_middle(llm, first.pid))
+        note(lambda: kill_in_the_middle(llm, LONG_PROMPTS, TOKENS, first.pid))
     first.terminate()
     second.terminate()
     return made

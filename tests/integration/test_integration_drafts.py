@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import one_engine
 import pytest
-from engines import MODEL, PROMPTS, engine, greedy, token_ids
+from engines import LONG_PROMPTS, MODEL, engine, greedy, stock_tokens_of, token_ids
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
@@ -22,16 +22,13 @@ pytestmark = pytest.mark.vllm
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 DRAFT = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 2}
-REPEATING = [prompt * 4 for prompt in PROMPTS]
 TOKENS = 24
 LAYERS, TOP_K = 4, 2
 
 
 @pytest.fixture(scope="module")
 def stock_tokens() -> list[list[int]]:
-    """Of stock vLLM without drafts."""
-    with engine() as llm:
-        return token_ids(greedy(llm, REPEATING, TOKENS))
+    return stock_tokens_of(LONG_PROMPTS, TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +36,7 @@ def drafted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A recorded run in identity mode, its hot set changing from prompt to prompt; the second pass hits the cache."""
     directory = tmp_path_factory.mktemp("trace") / "drafts"
     settings = {"hot_experts": 3, "cold_precision": "full", "record": str(directory)}
-    said = one_engine.run(settings, REPEATING, TOKENS, passes=2, speculative_config=NGRAM)
+    said = one_engine.run(settings, LONG_PROMPTS, TOKENS, passes=2, speculative_config=NGRAM)
     said["trace"] = Trace.load(directory, model_digest=model_digest(MODEL))
     return said
 
@@ -93,12 +90,13 @@ def test_a_draft_model_changes_no_token_and_its_reports_hold_no_simulated_time_o
     stock_tokens: list[list[int]],
 ):
     """The draft is the model itself, unquantized, so that nearly every guess is right."""
-    said = one_engine.run({"hot_experts": 3, "cold_precision": "full"}, REPEATING, TOKENS, speculative_config=DRAFT)
-    assert said["tokens"] == [stock_tokens]
-    (totals,) = said["totals"]
+    with engine(settings={"hot_experts": 3, "cold_precision": "full"}, speculative_config=DRAFT) as llm:
+        outputs = greedy(llm, LONG_PROMPTS, TOKENS)
+        (totals,) = llm.collective_rpc("ndp_totals")
+    assert token_ids(outputs) == stock_tokens
     assert totals["sidecar_mismatches"] == totals["fallback_pairs"] == 0
     assert totals["simulated_ps"] is None
-    for report in chain(*said["reports"]):
+    for report in (output.kv_transfer_params["ndp"] for output in outputs):
         assert report["accepted_drafts"] > 0
         assert report["unsimulated"] == "the draft model's time"
         assert len(report["measured_token_ms"]) == TOKENS - 1

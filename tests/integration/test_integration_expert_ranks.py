@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MODEL, PROMPTS, REPLICAS, engine, greedy, token_ids
+from engines import (
+    LONG_PROMPTS,
+    MODEL,
+    REPLICAS,
+    engine,
+    greedy,
+    stock_tokens_of,
+    token_ids,
+)
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.replicas.loss_table import load_losses
@@ -26,15 +34,13 @@ EXPERT_RANKS: dict[str, Any] = {
     "distributed_executor_backend": "mp",
     "max_num_batched_tokens": 64,
 }
-LONG_PROMPTS = [prompt * 4 for prompt in PROMPTS]
 TOKENS = 16
 SLOW_GPU = {"gpu.hbm_bytes_per_s": 300_000_000_000}
 
 
 @pytest.fixture(scope="module")
 def stock_tokens() -> list[list[int]]:
-    with engine(max_num_batched_tokens=64) as llm:
-        return token_ids(greedy(llm, LONG_PROMPTS, TOKENS))
+    return stock_tokens_of(LONG_PROMPTS, TOKENS)
 
 
 def record(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MODEL, PROMPTS, engine, greedy, token_ids
+from engines import MODEL, PROMPTS, engine, greedy, stock_tokens_of, token_ids
 
 from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.integration.serving.metrics import NdpStats
@@ -36,8 +36,7 @@ class Said:
 
 @pytest.fixture(scope="module")
 def stock_tokens() -> list[list[int]]:
-    with engine() as llm:
-        return token_ids(greedy(llm, PROMPTS, TOKENS))
+    return stock_tokens_of(PROMPTS, TOKENS)
 
 
 @pytest.fixture(scope="module", params=["one device", "one of two"])

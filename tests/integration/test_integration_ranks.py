@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import one_engine
 import pytest
 from engines import (
+    LONG_PROMPTS,
     MODEL,
     PATIENCE_S,
     PROMPTS,
@@ -20,7 +20,9 @@ from engines import (
     engine,
     free_port,
     greedy,
+    kill_in_the_middle,
     run_program,
+    stock_tokens_of,
     token_ids,
 )
 
@@ -33,7 +35,6 @@ from vllm_ndp.traces.trace import Trace
 pytestmark = pytest.mark.vllm
 
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-LONG_PROMPTS = [prompt * 4 for prompt in PROMPTS]
 TOKENS = 16
 IDENTITY = {"hot_experts": 3, "cold_precision": "full"}
 SLOW_GPU = {"gpu.hbm_bytes_per_s": 300_000_000_000}
@@ -42,9 +43,7 @@ SLOW_GPU = {"gpu.hbm_bytes_per_s": 300_000_000_000}
 
 @pytest.fixture(scope="module")
 def stock_tokens() -> list[list[int]]:
-    """Of stock vLLM in one process."""
-    with engine(max_num_batched_tokens=64) as llm:
-        return token_ids(greedy(llm, LONG_PROMPTS, TOKENS))
+    return stock_tokens_of(LONG_PROMPTS, TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -108,26 +107,9 @@ def balanced_and_killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
         before = token_ids(greedy(llm, LONG_PROMPTS, TOKENS))
         healthy = llm.collective_rpc("ndp_totals")
         device = llm.collective_rpc("ndp_status")[0]["device_pid"]
-        after = kill_in_the_middle(llm, device)
+        after = kill_in_the_middle(llm, LONG_PROMPTS, TOKENS, device)
         totals = llm.collective_rpc("ndp_totals")
     return {"before": before, "after": after, "healthy": healthy, "totals": totals}
-
-
-def kill_in_the_middle(llm: Any, pid: int) -> list[list[int]]:
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    for index, prompt in enumerate(LONG_PROMPTS):
-        llm.llm_engine.add_request(f"k{index}", prompt, sampling)
-    tokens: dict[str, list[int]] = {}
-    killed = False
-    while llm.llm_engine.has_unfinished_requests():
-        if not killed and len(tokens) == len(LONG_PROMPTS):
-            os.kill(pid, signal.SIGKILL)
-            killed = True
-        for output in llm.llm_engine.step():
-            tokens[output.request_id] = list(output.outputs[0].token_ids)
-    return [tokens[name] for name in sorted(tokens)]
 
 
 @pytest.mark.ranks
@@ -150,7 +132,10 @@ def test_only_the_leader_stands_in_for_a_device_that_died(balanced_and_killed: d
 def test_a_lost_device_changes_no_token_in_full_precision(stock_tokens: list[list[int]]):
     """What rank 0 computes instead is whole experts: its own half of them and the other's."""
     with engine(settings=IDENTITY, max_num_batched_tokens=64, **TWO_RANKS) as llm:
-        assert kill_in_the_middle(llm, llm.collective_rpc("ndp_status")[0]["device_pid"]) == stock_tokens
+        assert (
+            kill_in_the_middle(llm, LONG_PROMPTS, TOKENS, llm.collective_rpc("ndp_status")[0]["device_pid"])
+            == stock_tokens
+        )
         leader, other = llm.collective_rpc("ndp_totals")
     assert leader["fallback_pairs"] > 0
     assert other["fallback_pairs"] == 0

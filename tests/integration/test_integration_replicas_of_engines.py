@@ -16,10 +16,8 @@ from engines import (
     MODEL,
     PATIENT_DEADLINE_MS,
     PROMPTS,
-    engine,
     free_port,
-    greedy,
-    token_ids,
+    stock_tokens_of,
     user_environment,
 )
 from served_model import serving
@@ -36,8 +34,7 @@ UNEVEN = (PROMPTS[:3], PROMPTS[3:])
 @pytest.fixture(scope="module")
 def stock_tokens() -> dict[str, list[int]]:
     """Of stock vLLM in one process; its CPU build cannot run experts in data-parallel ranks at all."""
-    with engine() as llm:
-        return dict(zip(PROMPTS, token_ids(greedy(llm, PROMPTS, TOKENS)), strict=True))
+    return dict(zip(PROMPTS, stock_tokens_of(PROMPTS, TOKENS), strict=True))
 
 
 @pytest.fixture(scope="module")

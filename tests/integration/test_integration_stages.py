@@ -8,7 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import IN_PROCESS, MODEL, PROMPTS, REPLICAS, engine, greedy, run_program, token_ids
+from engines import (
+    IN_PROCESS,
+    LONG_PROMPTS,
+    MODEL,
+    REPLICAS,
+    engine,
+    greedy,
+    run_program,
+    stock_tokens_of,
+    token_ids,
+)
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
@@ -21,16 +31,13 @@ from vllm_ndp.traces.trace import Trace
 pytestmark = pytest.mark.vllm
 
 TWO_STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
-LONG_PROMPTS = [prompt * 4 for prompt in PROMPTS]
 TOKENS = 12
 LAYERS, TOP_K = 4, 2
 
 
 @pytest.fixture(scope="module")
 def stock_tokens() -> list[list[int]]:
-    """Of stock vLLM in one process."""
-    with engine(max_num_batched_tokens=64) as llm:
-        return token_ids(greedy(llm, LONG_PROMPTS, TOKENS))
+    return stock_tokens_of(LONG_PROMPTS, TOKENS)
 
 
 def record(directory: Any, settings: dict[str, Any], **options: Any) -> dict[str, Any]:
