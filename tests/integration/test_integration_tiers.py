@@ -1,16 +1,16 @@
-"""Plans over tiers, live: hot experts on the GPU, warm ones on the host's CPU, cold ones on the device."""
+"""Plans over tiers, live: hot experts on the GPU, warm ones on the host's CPU, cold ones on one device or two."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from engines import MODEL, PROMPTS, REPLICAS, engine, greedy, token_ids
+from engines import MODEL, PROMPTS, REPLICAS, engine, greedy, stock_tokens_of, token_ids
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.replicas.loss_table import load_losses
+from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.integration.report import PAIR_KINDS
 from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable
@@ -24,6 +24,7 @@ SLOW_CPU = {"host.memory_bytes_per_s": 2_000_000_000}
 """With this one a layer waits for its warm experts."""
 FAST_CPU = {"host.memory_bytes_per_s": 10**13, "link.dma_launch_ps": 0, "link.dma_latency_ps": 0}
 """And here the CPU has a warm expert sooner than the device a cold one."""
+TWO = {"devices": 2, "replicas": str(REPLICAS)}
 TOKENS, LAYERS, TOP_K = 12, 4, 2
 
 
@@ -52,9 +53,9 @@ def replayed_to_the_picosecond(directory: Path, losses: LossTable) -> bool:
 
 
 @pytest.fixture(scope="module")
-def stock_tokens() -> Iterator[list[list[int]]]:
-    with engine(max_num_seqs=3) as llm:
-        yield token_ids(greedy(llm, PROMPTS, TOKENS) + greedy(llm, PROMPTS[-1:], TOKENS))
+def stock_tokens() -> list[list[int]]:
+    tokens = stock_tokens_of(PROMPTS, TOKENS)
+    return [*tokens, tokens[-1]]
 
 
 @pytest.mark.parametrize(
@@ -62,15 +63,24 @@ def stock_tokens() -> Iterator[list[list[int]]]:
     [
         ({"hot_experts": 3, "warm_experts": 2}, {"max_num_batched_tokens": 48, "enable_prefix_caching": True}),
         ({"hot_experts": 2, "warm_experts": 6, "hardware_overrides": SLOW_CPU}, {}),
+        ({"hot_experts": 2, "warm_experts": 2, "devices": 2}, {}),
+        ({"hot_experts": 2, "warm_experts": 2, "devices": 2, "debug": {"device_experts": "split"}}, {}),
+        ({"hot_experts": 2, "warm_experts": 2, "debug": {"gpu": "thread"}}, {}),
     ],
-    ids=["all three tiers, chunked", "no cold expert"],
+    ids=[
+        "all three tiers, chunked",
+        "no cold expert",
+        "two devices with copies",
+        "two devices with parts",
+        "layers that do not wait",
+    ],
 )
 def test_in_full_precision_warm_experts_leave_stocks_tokens_and_their_run_replays(
     tmp_path: Path, stock_tokens: list[list[int]], settings: dict[str, Any], options: dict[str, Any]
 ) -> None:
     ran = run(tmp_path / "trace", {**settings, "cold_precision": "full"}, max_num_seqs=3, **options)
     assert ran.tokens == stock_tokens
-    assert ran.totals["warm_pairs"] > 100
+    assert min(ran.totals["hot_pairs"], ran.totals["warm_pairs"] - 100) > 0
     assert (ran.totals["cold_pairs"] > 0) == (settings["hot_experts"] + settings["warm_experts"] < 8)
     assert ran.totals["fallback_pairs"] == ran.totals["sidecar_mismatches"] == 0
     for report in ran.reports:
@@ -83,15 +93,16 @@ def test_in_full_precision_warm_experts_leave_stocks_tokens_and_their_run_replay
 
 
 def test_a_balanced_run_over_three_tiers_replays_to_the_picosecond(tmp_path: Path) -> None:
-    """Hot experts leave the GPU for the device only where the host's CPU does not take longer than both."""
+    """Hot experts leave the GPU for a device only where the host's CPU does not take longer than both."""
     settings = {
         "hot_experts": 4,
         "warm_experts": 1,
         "avg_bits": 2.0,
-        "debug": {"bits_for": "request"},
-        "replicas": str(REPLICAS),
+        "debug": {"bits_for": "request", "device_copies": 1},
+        "hardware_overrides": SLOW_GPU,
     }
-    ran = run(tmp_path / "trace", {**settings, "prefill": "streamed", "hardware_overrides": SLOW_GPU}, max_num_seqs=3)
+    ran = run(tmp_path / "trace", settings | TWO, max_num_seqs=3)
+    assert ran.totals["fallback_pairs"] == ran.totals["prefill_fallback_pairs"] == 0
     assert min(ran.totals[f"{kind}_pairs"] for kind in ("hot", "spilled", "warm", "cold")) > 0
     assert all(1.7 < report["avg_bits"] <= 2.0 for report in ran.reports)
     for report in ran.reports:
@@ -138,23 +149,19 @@ def test_slots_narrower_than_what_is_offloaded_are_balanced_and_replay(tmp_path:
                 "hot_experts": 1,
                 "avg_bits": 3.0,
                 "debug": {"tiers": "gpu+host+device"},
-                "hardware_overrides": {
-                    "host.memory_bytes_per_s": 10**13,
-                    "link.dma_launch_ps": 0,
-                    "link.dma_latency_ps": 0,
-                },
+                "hardware_overrides": FAST_CPU,
             },
             ("hot", "warm"),
         ),
     ],
-    ids=["gpu and device", "all tiers"],
+    ids=["gpu and devices", "all tiers"],
 )
 def test_a_joint_plan_runs_live_and_replays_to_the_picosecond(
     tmp_path: Path, settings: dict[str, Any], kinds: tuple[str, ...]
 ) -> None:
     """The GPU memory of K experts in bf16 holds more of them at widths of their own; plans and times come out again."""
     options = {"max_num_seqs": 3, "dtype": "bfloat16"}
-    ran = run(tmp_path / "trace", {**settings, "plan": "joint", "replicas": str(REPLICAS)}, **options)
+    ran = run(tmp_path / "trace", {**settings, "plan": "joint"} | TWO, **options)
     assert min(ran.totals[f"{kind}_pairs"] for kind in kinds) > 0
     assert ran.totals["fallback_pairs"] == ran.totals["spilled_pairs"] == ran.totals["kept_experts"] == 0
     assert max(report["hot_experts"] for report in ran.reports) > settings["hot_experts"]
@@ -166,6 +173,20 @@ def test_a_joint_plan_runs_live_and_replays_to_the_picosecond(
     held = {16: 3 * 128 * 256 * 2} | {bits: 3 * 128 * 256 * bits // 8 for bits in (2, 3, 4)}
     taken = [sum(held[cell - 32] for cell in cells.ravel().tolist() if cell > 32) for cells in placed]
     assert 0 < max(taken) <= LAYERS * settings["hot_experts"] * held[16]
+    losses = LossTable.from_measured(*load_losses(REPLICAS, "relative"))
+    assert replayed_to_the_picosecond(tmp_path / "trace", losses)
+
+
+def test_prices_are_measured_on_devices_that_run_already_and_their_clocks_do_not_notice(tmp_path: Path) -> None:
+    devices = [DeviceProcess.spawn(MODEL, REPLICAS, hardware_overrides=SLOW_GPU) for _ in range(2)]
+    settings = {"hot_experts": 3, "avg_bits": 2.0, "debug": {"prices": "measured"}, "replicas": str(REPLICAS)}
+    settings |= {"devices": [device.address for device in devices], "hardware_overrides": SLOW_GPU}
+    try:
+        ran = run(tmp_path / "trace", settings, max_num_seqs=3)
+    finally:
+        for device in devices:
+            device.terminate()
+    assert ran.totals["cold_pairs"] > 0 == ran.totals["fallback_pairs"]
     losses = LossTable.from_measured(*load_losses(REPLICAS, "relative"))
     assert replayed_to_the_picosecond(tmp_path / "trace", losses)
 
