@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -412,16 +413,24 @@ def run_job(out_dir: Path, manifest: Manifest, make_layer: MakeLayer, *, show_pr
             total=shape.num_layers * shape.num_experts,
             completed=len(manifest.layers) * shape.num_experts,
         )
-        for layer in range(shape.num_layers):
-            if layer in manifest.layers:
-                continue
-            replicas = make_layer(layer, lambda: progress.advance(task))
-            manifest = write_layer(out_dir, layer, replicas, manifest)
-            if show_progress and not console.is_terminal:  # a log shows no bar
-                seconds, done = time.monotonic() - started, len(manifest.layers)
-                left = seconds / (done - at_first) * (shape.num_layers - done)
-                _say(f"layer {done} of {shape.num_layers} done after {seconds / 60:.1f} min, {left / 60:.0f} min left")
-    return manifest
+        written: Future[Manifest] | None = None
+        with ThreadPoolExecutor(1) as beside:  # a layer is written while the next one is made
+            for layer in range(shape.num_layers):
+                if layer in manifest.layers:
+                    continue
+                replicas = make_layer(layer, lambda: progress.advance(task))
+                if written is not None:
+                    manifest = written.result()
+                written = beside.submit(write_layer, out_dir, layer, replicas, manifest)
+                if show_progress and not console.is_terminal:  # a log shows no bar
+                    seconds, done = time.monotonic() - started, len(manifest.layers) + 1
+                    left = _in_words(seconds / (done - at_first) * (shape.num_layers - done))
+                    _say(f"layer {done} of {shape.num_layers} made after {_in_words(seconds)}, {left} left")
+            return manifest if written is None else written.result()
+
+
+def _in_words(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
 
 
 def _say_how_slow(shape: ModelShape) -> None:

@@ -13,7 +13,9 @@ import contextlib
 import importlib
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -44,6 +46,8 @@ _CLIP = 0.9
 """Starting range as a part of the group's min..max. The best of four ranges per group: 3 % less error, 4x the time."""
 _ROUNDS = 6
 """12 rounds: 1 % less error."""
+_ROOM_BYTES, _COPIES = 2 << 30, 6
+"""Memory for experts made at once, and what one takes: two copies of its values, and a probe in float32."""
 PROBE_ROWS = 64
 """Random rows whose output error stands in for a loss table."""
 PROBE_UNITS = 512
@@ -59,25 +63,33 @@ def quantize_layer(
     with_bytes: bool,
     advance: Callable[[], None],
 ) -> LayerReplicas:
-    """All experts of a layer; `advance` is called after each. with_bytes: at 8 bits too."""
-    norm_weight = checkpoint.norm_weight(layer)
-    experts, losses = [], []
-    for expert in range(checkpoint.shape.num_experts):
+    """All experts of a layer; `advance` is called after each. with_bytes: at 8 bits too.
+
+    As many experts at once as there are cores and room: decoding and probing take one core each.
+    """
+    norm_weight, cores = checkpoint.norm_weight(layer), len(os.sched_getaffinity(0))
+    at_once = max(1, min(cores, _ROOM_BYTES // (_COPIES * checkpoint.shape.expert_bytes)))
+
+    def made(expert: int) -> tuple[dict[int, QuantizedExpert], tuple[NDArray[np.float64], NDArray[np.float64]]]:
         full = checkpoint.expert(layer, expert)
         checkpoint.refuse_large(layer, expert, full)
         by_width = []
         for weights in (np.concatenate([full.w1, full.w3]), np.ascontiguousarray(full.w2)):
-            by_width.append(quantize_nested(weights, group_size, track_weights, full.dtype))
+            by_width.append(quantize_nested(weights, group_size, track_weights, full.dtype, cores // at_once))
             if with_bytes:
                 by_width[-1][BYTE_BITS] = round_to_bytes(to_float32(weights, full.dtype), group_size)
         w13s, w2s = by_width
-        experts.append(
-            {bits: QuantizedExpert(bits, w13s[bits], w2s[bits], full.biases, full.activation) for bits in w13s}
-        )
+        replicas = {bits: QuantizedExpert(bits, w13s[bits], w2s[bits], full.biases, full.activation) for bits in w13s}
         rng = np.random.default_rng([layer, expert])
         inputs = rng.standard_normal((PROBE_ROWS, norm_weight.size), dtype=np.float32) * norm_weight
-        losses.append(probe_losses(inputs, full, experts[-1], group_size))
-        advance()
+        return replicas, probe_losses(inputs, full, replicas, group_size)
+
+    experts, losses = [], []
+    with ThreadPoolExecutor(at_once) as threads:
+        for replicas, lost in threads.map(made, range(checkpoint.shape.num_experts)):
+            experts.append(replicas)
+            losses.append(lost)
+            advance()
     loss, relative_loss = (np.stack(table) for table in zip(*losses, strict=True))
     nobody = np.zeros(len(experts))
     return LayerReplicas(tuple(experts), loss, relative_loss, nobody.astype(np.int64), nobody)
@@ -88,13 +100,14 @@ def quantize_nested(
     group_size: int,
     track_weights: Mapping[int, float],
     dtype: str = "float32",
+    threads: int | None = None,
 ) -> dict[int, QuantizedMatrix]:
     """W [N, C] -> the matrix at every width in track_weights; the narrower ones share the widest one's planes.
 
-    dtype is "float32", "float16" or "bfloat16" (as uint16).
+    dtype is "float32", "float16" or "bfloat16" (as uint16). threads: None = all cores.
     """
     bits = tuple(sorted(track_weights))
-    fit = fit_in_numpy if native is None else fit_natively
+    fit = fit_in_numpy if native is None else partial(fit_natively, threads=threads)
     planes, scale, offset = fit(weights, dtype, group_size, track_weights)
     return NestedMatrix(bits, planes, scale, offset, group_size).by_width()
 
