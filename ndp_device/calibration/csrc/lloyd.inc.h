@@ -175,7 +175,8 @@ struct Sums {
     Four code, square, product;
 };
 
-template <int BITS>
+// FIRST: the first bit whose width has a track. The sums of narrower ones stay 0, and their costs are.
+template <int BITS, int FIRST>
 NDP_INLINE Sums assign(const float* group, size_t padded, const Thresholds<BITS>& thresholds, uint8_t* codes) {
     float table[BITS][kLanes] = {};  // what decides on bit b, by the bits before it
     for (int bit = 0; bit < BITS; ++bit)
@@ -189,6 +190,7 @@ NDP_INLINE Sums assign(const float* group, size_t padded, const Thresholds<BITS>
         for (int bit = 0; bit < BITS; ++bit) {
             code += code;
             code -= bit ? w > look_up(table[bit], code >> 1) : w > table[0][0];
+            if (bit < FIRST) continue;
             const Floats prefix = __builtin_convertvector(code, Floats);  // the whole code of width bit + 1
             code_sum[bit] += prefix;
             square_sum[bit] += bit ? prefix * prefix : prefix;
@@ -303,13 +305,18 @@ NDP_INLINE Thresholds<BITS> envelope(const Job& job, const Fit& fit, float middl
     return all(rising) ? thresholds : hull<BITS>(slope, constant);
 }
 
-template <int BITS>
+template <int BITS, int FIRST>
 NDP_INLINE Fit fit_group(const Job& job, float* group, size_t count, uint8_t* codes) {
     const Centred c = centre(group, count);
     Thresholds<BITS> thresholds = uniform<BITS>(c.span);
-    for (int round = 0; round < kRounds; ++round)
-        thresholds = envelope<BITS>(job, fit(assign<BITS>(group, c.padded, thresholds, nullptr), c), c.middle);
-    return fit(assign<BITS>(group, c.padded, thresholds, codes), c);
+    Fit before;
+    for (int round = 0; round < kRounds; ++round) {
+        const Fit now = fit(assign<BITS, FIRST>(group, c.padded, thresholds, nullptr), c);
+        if (round > 0 && memcmp(&now, &before, sizeof now) == 0) break;  // every later round would give the same
+        thresholds = envelope<BITS>(job, now, c.middle);
+        before = now;
+    }
+    return fit(assign<BITS, FIRST>(group, c.padded, thresholds, codes), c);
 }
 
 // Bit `bit` of eight codes, the first code lowest.
@@ -319,7 +326,7 @@ NDP_INLINE uint8_t plane_byte(const uint8_t* codes, int bit) {
     return uint8_t(((eight >> bit & 0x0101010101010101u) * 0x0102040810204080u) >> 56);
 }
 
-template <int BITS>
+template <int BITS, int FIRST>
 void fit_rows(const Job& job, size_t first, size_t last, const Room& room) {
     const size_t num_groups = (job.cols + job.group_size - 1) / job.group_size;
     for (size_t row = first; row < last; ++row) {
@@ -328,7 +335,7 @@ void fit_rows(const Job& job, size_t first, size_t last, const Room& room) {
             const size_t count = left < job.group_size ? left : job.group_size;
             load_group(job, row * job.cols + start, count, room.group);
             // codes of the padding are overwritten by the next group or lie beyond the row
-            const Fit fit = fit_group<BITS>(job, room.group, count, room.codes + start);
+            const Fit fit = fit_group<BITS, FIRST>(job, room.group, count, room.codes + start);
             for (int width = 0; width < BITS; ++width) {
                 if (job.track[width] < 0) continue;
                 const size_t at = (size_t(job.track[width]) * job.rows + row) * num_groups + g;
@@ -345,11 +352,13 @@ void fit_rows(const Job& job, size_t first, size_t last, const Room& room) {
 }
 
 NDP_INLINE void fit_rows_of(const Job& job, size_t first, size_t last, const Room& room) {
+    bool has_narrow = false;
+    for (int width = 0; width + 1 < job.bits; ++width) has_narrow |= job.track[width] >= 0;
     switch (job.bits) {
-        case 1: return fit_rows<1>(job, first, last, room);
-        case 2: return fit_rows<2>(job, first, last, room);
-        case 3: return fit_rows<3>(job, first, last, room);
-        default: return fit_rows<4>(job, first, last, room);
+        case 1: return fit_rows<1, 0>(job, first, last, room);
+        case 2: return has_narrow ? fit_rows<2, 0>(job, first, last, room) : fit_rows<2, 1>(job, first, last, room);
+        case 3: return has_narrow ? fit_rows<3, 0>(job, first, last, room) : fit_rows<3, 2>(job, first, last, room);
+        default: return has_narrow ? fit_rows<4, 0>(job, first, last, room) : fit_rows<4, 3>(job, first, last, room);
     }
 }
 
