@@ -94,17 +94,19 @@ def run(model: Path, side: str, dtype: str) -> dict[str, Any]:
         logging.getLogger("vllm_ndp").removeHandler(warned)
 
 
+def said(model: Path, *words: str) -> dict[str, Any]:
+    config = json.loads((model / "config.json").read_text())
+    dtype = "bfloat16" if "bfloat16" in words else dtype_of(config)
+    asked = [side for side in SETTINGS if side in words]
+    # of a model that was trained, what low bits do says something
+    more = ["hot"] * (dtype != "float32") + ["quantized"] * (model / "train_log.json").is_file()
+    sides = asked or ["stock", "ndp", *more]
+    return {"model": str(model), "dtype": dtype} | {side: run(model, side, dtype) for side in sides}
+
+
 def main() -> None:
-    models = [Path(word) for word in sys.argv[1:] if word not in (*SETTINGS, "bfloat16", "avx2")]
-    for model in models:
-        config = json.loads((model / "config.json").read_text())
-        dtype = "bfloat16" if "bfloat16" in sys.argv else dtype_of(config)
-        asked = [side for side in SETTINGS if side in sys.argv]
-        # of a model that was trained, what low bits do says something
-        more = ["hot"] * (dtype != "float32") + ["quantized"] * (model / "train_log.json").is_file()
-        sides = asked or ["stock", "ndp", *more]
-        said = {"model": str(model), "dtype": dtype} | {side: run(model, side, dtype) for side in sides}
-        print(json.dumps(said), flush=True)
+    for model in [Path(word) for word in sys.argv[1:] if word not in (*SETTINGS, "bfloat16", "avx2")]:
+        print(json.dumps(said(model, *sys.argv[1:])), flush=True)
 
 
 if __name__ == "__main__":

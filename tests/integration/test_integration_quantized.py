@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from family_tokens import PROMPT_COUNT, TOKENS
 from paths import ROOT
-from test_integration_families import Runs, models, note, noted, program, selected
+from test_integration_families import Runs, made, models, note, noted, selected
 
 __all__ = ["models"]
 pytestmark = pytest.mark.vllm
@@ -40,13 +40,9 @@ def _is_writable(name: str) -> bool:
 def ran(request: pytest.FixtureRequest, models: Path) -> tuple[Runs, Runs]:
     """The plugin on each checkpoint that this run has a test of, and stock on its dequantized twin."""
     names = selected(request, test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin, "name")
-    paths = made(models, *filter(_is_writable, names))
+    paths = made(models, *filter(_is_writable, names), maker=MAKER)
     twins = {name: path.with_name(f"{path.name}-dequantized") for name, path in paths.items()}
     return Runs(paths, "ndp"), Runs(twins, "stock")
-
-
-def made(models: Path, *names: str) -> dict[str, Path]:
-    return {name: Path(path) for name, path in program(MAKER, models, *names)[-1].items()}
 
 
 @pytest.mark.parametrize("name", [_marked(name) for name in SERVED])
@@ -64,7 +60,7 @@ def test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin(ran: tuple[Ru
 def test_linear_layers_without_a_kernel_on_this_machine_are_refused_by_name(models: Path) -> None:
     """FP8 linear layers need AMX on a CPU; stock vLLM says the same in many lines."""
     name = "qwen3_moe-fp8-all"
-    error = Runs(made(models, name), "ndp", "bfloat16")[name]["ndp"]["error"]
+    error = Runs(made(models, name, maker=MAKER), "ndp", "bfloat16")[name]["ndp"]["error"]
     note(name, {"refused": error})
     assert "vLLM has no kernel on this machine for" in error
     assert "stores as fp8" in error
@@ -75,7 +71,7 @@ def test_linear_layers_without_a_kernel_on_this_machine_are_refused_by_name(mode
 def test_a_kernel_of_vllms_whose_operator_its_library_lacks_is_refused_by_its_layer(models: Path) -> None:
     """4-bit linear layers on a processor without AVX-512 ended in an AttributeError once the weights were loaded."""
     name = "qwen3_moe-compressed-all"
-    error = Runs(made(models, name), "ndp", "bfloat16", "avx2")[name]["ndp"]["error"]
+    error = Runs(made(models, name, maker=MAKER), "ndp", "bfloat16", "avx2")[name]["ndp"]["error"]
     assert "vLLM has no kernel on this machine for model.layers.0.self_attn.qkv_proj" in error
     assert "cpu_gemm_wna16 for AVX-512 only" in error
     assert "\n" not in error

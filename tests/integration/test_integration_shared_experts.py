@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from engines import PROMPTS, ROOT, engine
+from engines import PROMPTS, engine
+from test_integration_families import made
 
 from ndp_device.checkpoint.files import model_digest
 from vllm_ndp.lab.exact.live import replay_live
@@ -28,8 +27,7 @@ SEVERAL_KINDS = ("deepseek_v3", "llama4")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("families")
-    maker = ROOT / "tests" / "checkpoints" / "make_family_models.py"
-    subprocess.run([sys.executable, maker, out, *FAMILIES, WINDOWS], check=True, capture_output=True, timeout=600)
+    made(out, *FAMILIES, WINDOWS)
     return out
 
 
@@ -128,12 +126,12 @@ def test_the_message_leaves_before_the_shared_expert_runs_in_a_compiled_model_to
 ) -> None:
     settings = {"cold_precision": "full"}
     compiled = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}  # traced and split as always
-    with engine(models / FAMILIES[0], settings=settings, **compiled, **OPTIONS) as llm:
+    with engine(models / FAMILIES[1], settings=settings, **compiled, **OPTIONS) as llm:
         events = watched(llm)
         tokens = generate(llm)
         totals = llm.collective_rpc("ndp_totals")[0]
         num_layers = len(llm.llm_engine.model_executor.driver_worker.worker.ndp.worker.parts.hot.layers)
-    assert tokens == stock_tokens[FAMILIES[0]]
+    assert tokens == stock_tokens[FAMILIES[1]]
     assert totals["fallback_pairs"] == 0
     assert_the_message_leaves_first(events, num_layers, totals["steps"])
 
