@@ -122,7 +122,7 @@ class Floor:
 
     def __init__(self, controller: Any, batch: int) -> None:
         self._replica_bytes = controller.device.facts.expert_bytes
-        self._shape = controller.worker.made.shape
+        self._shape = controller.worker.facts.shape
         self._pairs = batch * self._shape.top_k
         self._stream = NativeKernel(threads=1)
         self._data = np.ones(STREAM_BYTES, np.uint8)

@@ -36,7 +36,7 @@ from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
 from vllm_ndp.integration.moe_layer import HotViews, LayerParts, MoELayer
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
-from vllm_ndp.integration.step import ModelSizes, RunningStep, Step, StepParts
+from vllm_ndp.integration.step import RunningStep, Step, StepParts
 from vllm_ndp.layer.run import Run
 from vllm_ndp.layer.setup import Planning
 from vllm_ndp.layer.setup import Setup as RunSetup
@@ -234,10 +234,9 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
     layout = {"weighs_input": setup.weighs_input, "aliases": False}
     run = Run[str](host, rules, host.costs_of(shape), None, tiers, top_k, lambda: (), **layout)
     splitter, clock = run.splitter, run.clock
-    sizes = ModelSizes(num_layers, num_experts, top_k)
     locator: Any = SimpleNamespace(locate=lambda spans_by_name: (BatchRows(tuple(spans)), entries), settle=lambda: None)
     send = None if messenger is None else partial(Arrival, gpu.stream(), gpu.pinned)
-    step_parts = StepParts(sizes, run, locator, sidecar, send)
+    step_parts = StepParts(num_layers * top_k, run, locator, sidecar, send)
     step = Step(1, {span.request.request_id: span for span in spans}, step_parts)
     hot = SimpleNamespace(
         layers=slots,

@@ -256,7 +256,7 @@ def test_memory_for_what_the_plugin_allocates_is_left_unless_a_size_was_asked_fo
 
     def finish(runner: Any) -> Any:
         allocated[0] += 5536
-        return SimpleNamespace(made=made)
+        return SimpleNamespace(facts=made)
 
     monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     monkeypatch.setattr(worker.torch.cuda, "memory_allocated", lambda: allocated[0])

@@ -21,6 +21,7 @@ from vllm_ndp.integration import assembly, compat, startup_table
 from vllm_ndp.integration.assembly import Assembly
 from vllm_ndp.integration.cuda import limits, messenger
 from vllm_ndp.integration.cuda.limits import PASSED, Rung
+from vllm_ndp.integration.facts import WorkerFacts
 from vllm_ndp.integration.hot_experts import HotExperts, Migrator
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
 from vllm_ndp.layer.tiers import Tiers
@@ -39,15 +40,15 @@ ADDS = {
 def assembly_on_gpu(gpu: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Assembly:
     """Of two layers whose slots are on a GPU, as far as its parts can tell."""
     monkeypatch.setattr(compat, "on_cpu", lambda: False)
-    made = Assembly.__new__(Assembly)
-    made.settings = NdpSettings(gpu=gpu, execution="paper", **settings)
+    facts = WorkerFacts.__new__(WorkerFacts)
+    facts.settings = NdpSettings(gpu=gpu, execution="paper", **settings)
     shape = SimpleNamespace(num_layers=2, num_experts=8, top_k=2, hidden_size=16)
     layout = SimpleNamespace(activations=(), moe_index=None)
-    made.pool = SimpleNamespace(shape=shape, model=shape, layout=layout, activation_of=lambda layer: None)  # type: ignore[assignment]
-    made.ranks, made.layers, made.attached = SimpleNamespace(share=None), range(2), {}  # type: ignore[assignment]
-    made.tiers = SimpleNamespace(where=np.zeros((2, 8)), without_slot=np.zeros((2, 8)))  # type: ignore[assignment]
-    made.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=32))  # type: ignore[assignment]
-    return made
+    facts.pool = SimpleNamespace(shape=shape, model=shape, layout=layout, activation_of=lambda layer: None)  # type: ignore[assignment]
+    facts.ranks, facts.layers = SimpleNamespace(share=None), range(2)  # type: ignore[assignment]
+    facts.tiers = SimpleNamespace(where=np.zeros((2, 8)), without_slot=np.zeros((2, 8)))  # type: ignore[assignment]
+    facts.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=32))  # type: ignore[assignment]
+    return Assembly(facts)
 
 
 def has(made: Assembly, monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -74,7 +75,7 @@ def has(made: Assembly, monkeypatch: pytest.MonkeyPatch) -> set[str]:
         found |= {"kernels"} if sends.routing.split.__module__.endswith("kernels") else set()
         found |= {"thread"} if sends.has_thread else set()
         assert ("a thread sends" if sends.has_thread else "the host sends") in startup_table._decode_layers(
-            made.rung, sends
+            made.facts.rung, sends
         )
     return found
 

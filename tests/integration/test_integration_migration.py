@@ -38,12 +38,12 @@ def serve(migration: str, monkeypatch: pytest.MonkeyPatch, **options):
 def assert_slots_hold_what_they_name() -> None:
     """Every slot against its expert, packed anew from the checkpoint; and the slots against the placement."""
     ours = controller.current_controller().worker
-    for layer in range(ours.made.pool.shape.num_layers):
+    for layer in range(ours.facts.pool.shape.num_layers):
         slots = ours.parts.hot.layers[layer]
         assert sorted(slots.expert_in) == np.flatnonzero(ours.parts.planner.replanner.placement.hot[layer]).tolist()
         for slot, expert in enumerate(slots.expert_in):
             anew = slots.held.empty_like(1)
-            slots.kernel.load(anew, 0, ours.made.pool.expert(layer, expert))
+            slots.kernel.load(anew, 0, ours.facts.pool.expert(layer, expert))
             assert anew.w13.equal(slots.held.w13[slot : slot + 1])
             assert anew.w2.equal(slots.held.w2[slot : slot + 1])
             assert slots.where[expert] == slot == int(slots.expert_map[expert])

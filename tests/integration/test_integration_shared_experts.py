@@ -112,7 +112,7 @@ def test_the_message_leaves_before_the_shared_expert_runs_tokens_are_stocks_and_
         totals = llm.collective_rpc("ndp_totals")[0]
         controller = llm.llm_engine.model_executor.driver_worker.worker.ndp
         num_layers, layers = len(controller.worker.parts.hot.layers), controller.status()["decode_layers"]
-        kinds = controller.worker.made.shape.kinds
+        kinds = controller.worker.facts.shape.kinds
     assert tokens == stock_tokens[family]
     assert totals["fallback_pairs"] == 0
     assert layers == "plain", "few decode rows take the native layer in every family"
@@ -142,6 +142,6 @@ def test_layers_with_and_without_a_window_take_their_simulated_time_again_when_r
     settings = {"cold_precision": "full", "record": str(tmp_path / "trace")}
     with engine(models / WINDOWS, settings=settings, **OPTIONS) as llm:
         generate(llm)
-        shape = llm.llm_engine.model_executor.driver_worker.worker.ndp.worker.made.shape
+        shape = llm.llm_engine.model_executor.driver_worker.worker.ndp.worker.facts.shape
     assert len(shape.kinds) >= 2, "decoder layers of several kinds"
     assert_replays(models / WINDOWS, tmp_path / "trace")

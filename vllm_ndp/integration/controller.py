@@ -28,7 +28,7 @@ from vllm_ndp.integration.report import StepReport
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.serving import live
 from vllm_ndp.integration.serving.live import made_of
-from vllm_ndp.integration.step import Before, ModelSizes, Step, StepParts
+from vllm_ndp.integration.step import Before, Step, StepParts
 from vllm_ndp.integration.step_log import LateReport, StepLog
 from vllm_ndp.layer.setup import Scheduling
 
@@ -48,36 +48,36 @@ def current_controller() -> NdpController:
 class NdpController:
     def __init__(self, worker: LoadedWorker, kv_cache_config: Any) -> None:
         global _current
-        made, parts, self.worker = worker.made, worker.parts, worker
-        group = compat.full_attention_group(kv_cache_config, made.vllm_config.model_config.max_model_len)
-        shape = made.pool.shape
+        facts, parts, self.worker = worker.facts, worker.parts, worker
+        group = compat.full_attention_group(kv_cache_config, facts.vllm_config.model_config.max_model_len)
+        shape = facts.pool.shape
         held, num_blocks = parts.hot.layers[0].held, kv_cache_config.num_blocks
         sidecar = RoutingSidecar(shape.num_layers, shape.top_k, held.w13.device, num_blocks, group.block_size)
-        locator, sizes = RowLocator(worker.runner, group, worker.late_check), ModelSizes.of(shape)
+        locator = RowLocator(worker.runner, group, worker.late_check)
         send = None
         if parts.messenger is not None:
             send = partial(Arrival, make_stream(held.w13.device), pinned_for(held.w13.device))
-        self.steps = StepParts(sizes, worker.run, locator, sidecar, send)
+        self.steps = StepParts(shape.num_layers * shape.top_k, worker.run, locator, sidecar, send)
         if sidecar.on_host is not None and send is None:
             worker.run.splitter.note_into(*sidecar.on_host)
         self.log = StepLog(worker, self._open_recorder(num_blocks, group.block_size))
         self.log.note_plan(0)
         self._last_planned: list[TrackedRequest] = []  # under the plan in force; they may have ended
         _current = self
-        made.opened.callback(self._close)
-        if made.ranks.leads:
+        facts.opened.callback(self._close)
+        if facts.ranks.leads:
             startup_table.show(self.status())
 
     def _open_recorder(self, num_blocks: int, block_size: int) -> RunRecorder | None:
-        made = self.worker.made
-        if made.settings.record is None or not made.ranks.leads:
+        facts = self.worker.facts
+        if facts.settings.record is None or not facts.ranks.leads:
             return None
-        limits, stage = made.vllm_config.scheduler_config, made.ranks.stage
+        limits, stage = facts.vllm_config.scheduler_config, facts.ranks.stage
         tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
         scheduling = Scheduling(
             max_num_batched_tokens=tokens, max_num_seqs=sequences, block_size=block_size, kv_blocks=num_blocks - 1
         )
-        directory = Path(made.settings.record)
+        directory = Path(facts.settings.record)
         if stage.count > 1:
             directory /= f"stage-{stage.index}"
         return RunRecorder(directory, run_provenance(self.worker, scheduling), self.steps.sidecar)
@@ -132,7 +132,7 @@ class NdpController:
             parts.running.step = None
 
     def _agree_among_ranks(self) -> None:
-        ranks, device = self.worker.made.ranks, self.device
+        ranks, device = self.worker.facts.ranks, self.device
         if ranks.size > 1:
             device.agreed = ranks.agree(devices_up=device.up, plans=self.worker.parts.planner.checksum)
 
@@ -147,7 +147,7 @@ class NdpController:
             return {}
         self._last_planned = list(planned.values())
         self.log.note_plan(self.log.totals.steps)
-        replanner, slot_bits = self.worker.parts.planner.replanner, self.worker.made.settings.slot_bits
+        replanner, slot_bits = self.worker.parts.planner.replanner, self.worker.facts.settings.slot_bits
         placement = replanner.placement
         num_hot, num_warm = live.per_layer(placement.hot), live.per_layer(placement.warm)
         return {
@@ -156,7 +156,7 @@ class NdpController:
                 "hot_experts": num_hot,
                 "warm_experts": num_warm,
                 "loaded_tokens": request.num_loaded,
-                "prices": self.worker.made.settings.prices,
+                "prices": self.worker.facts.settings.prices,
                 "avg_bits": round(request.plan.bits_read(request.score.values, request.score.weights), 6)
                 if placement.num_cold.any()
                 else 0.0,
@@ -173,8 +173,8 @@ class NdpController:
         worker would leave the answers of the others in vLLM's queues.
         """
         self.log.settle()
-        refusal, made = "", self.worker.made
-        settings, ranks, clock = made.settings, made.ranks, self.worker.run.clock
+        refusal, facts = "", self.worker.facts
+        settings, ranks, clock = facts.settings, facts.ranks, self.worker.run.clock
         if not settings.may_join:
             whole = ", and 'device_experts' as 'copies'" if settings.splits_experts else ""
             refusal = (
@@ -244,9 +244,9 @@ class NdpController:
 
     def experts(self) -> dict[str, Any] | None:
         """Return which experts are hot where, for each layer of this worker; None where another rank tells."""
-        made = self.worker.made
+        facts = self.worker.facts
         return (
-            live.experts(self.worker.parts.planner.replanner, self._last_planned, made.layers)
-            if made.ranks.leads
+            live.experts(self.worker.parts.planner.replanner, self._last_planned, facts.layers)
+            if facts.ranks.leads
             else None
         )

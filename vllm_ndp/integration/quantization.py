@@ -129,7 +129,7 @@ class NdpConfig(QuantizationConfig):
         from vllm_ndp.integration.assembly import current_assembly
 
         assembly = current_assembly()
-        linears = None if assembly.has_every_layer else assembly.linears
+        linears = None if assembly.has_every_layer else assembly.facts.linears
         ours = None if linears is None else linears.method_of(layer, prefix)
         return ours or (WholeLinearMethod(prefix) if isinstance(layer, LinearBase) else None)
 

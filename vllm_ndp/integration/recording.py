@@ -174,9 +174,9 @@ class RunRecorder:
 
 def run_provenance(worker: LoadedWorker, scheduling: Scheduling) -> Provenance:
     """The leader's facts that a replay needs to make the same plans and the same simulated times again."""
-    made = worker.made
-    settings, shape = made.settings, made.pool.shape
-    tokenizer = made.model_dir / "tokenizer.json"
+    facts = worker.facts
+    settings, shape = facts.settings, facts.pool.shape
+    tokenizer = facts.model_dir / "tokenizer.json"
     return Provenance(
         model=shape.name,
         num_layers=shape.num_layers,
@@ -184,13 +184,13 @@ def run_provenance(worker: LoadedWorker, scheduling: Scheduling) -> Provenance:
         top_k=shape.top_k,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
-        model_digest=made.digest,
+        model_digest=facts.digest,
         tokenizer_digest=hashlib.blake2b(tokenizer.read_bytes(), digest_size=16).hexdigest()
         if tokenizer.exists()
         else "",
         source="recorded",
         hardware=settings.preset,
-        hardware_hash=made.hardware.config_hash,
+        hardware_hash=facts.hardware.config_hash,
         policy=settings.policy,
         settings=settings.recorded(),
         live=msgspec.structs.replace(worker.run.setup, scheduling=scheduling),

@@ -33,14 +33,14 @@ _REPLAN = {"prefill": "where a prompt ends", "drift": "where a prompt ends, and 
 
 def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
     """Return what is effective, as data."""
-    made, parts = worker.made, worker.parts
-    settings, shape, hot, device = made.settings, made.pool.shape, parts.hot, parts.device
+    facts, parts = worker.facts, worker.parts
+    settings, shape, hot, device = facts.settings, facts.pool.shape, parts.hot, parts.device
     num_hot = settings.resolve_hot_experts(shape.num_experts)
     return {
         "plugin_active": True,
         "settings": settings.changed(),
         "engine_pid": os.getpid(),
-        "ranks": made.ranks.description,
+        "ranks": facts.ranks.description,
         "moe_layers": len(hot.layers),
         "model_layers": shape.num_layers,
         "experts": shape.num_experts,
@@ -52,8 +52,8 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
         "warm": "" if parts.host is None else parts.host.description,
         "cold_experts": settings.num_cold(shape.num_experts),
         "slot_bits": settings.slot_bits,
-        "linear_layers": "the checkpoint's, by vLLM" if made.linears is None else made.linears.description,
-        "drafts": drafts.description(made.vllm_config),
+        "linear_layers": "the checkpoint's, by vLLM" if facts.linears is None else facts.linears.description,
+        "drafts": drafts.description(facts.vllm_config),
         "hot_bytes": hot.num_bytes,
         "staging_bytes": hot.streamer.staging_bytes,
         "pool_bytes": hot.pool.mapped_bytes,
@@ -75,9 +75,9 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
         "prices": settings.prices,
         "replan": settings.replan,
         "slot_kernel": hot.layers[0].kernel_name,
-        "decode_layers": _decode_layers(made.rung, parts.messenger),
+        "decode_layers": _decode_layers(facts.rung, parts.messenger),
         "record": settings.record or "off",
-        "report": _report(worker.unsimulated) if made.has_report else "off (a KV connector of yours, or report=false)",
+        "report": _report(worker.unsimulated) if facts.has_report else "off (a KV connector of yours, or report=false)",
         **({} if device.link is None else _device(device.link, device, settings, hot.pool.mapped_bytes)),
     }
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ndp_device.common.model_shape import ModelShape
 from ndp_device.timing.work import Timing
 from vllm_ndp.cost_model.gpu_timing import StepTime
 from vllm_ndp.device_client.connection import ExecuteResult
@@ -42,27 +41,10 @@ _REPORTED = {
 
 
 @dataclass(frozen=True)
-class ModelSizes:
-    """Sizes of the model that a step must know: L MoE layers, E experts, k of them per token."""
-
-    num_layers: int
-    num_experts: int
-    top_k: int
-
-    @classmethod
-    def of(cls, shape: ModelShape) -> ModelSizes:
-        return cls(shape.num_layers, shape.num_experts, shape.top_k)
-
-    @property
-    def pairs_per_row(self) -> int:
-        return self.num_layers * self.top_k
-
-
-@dataclass(frozen=True)
 class StepParts:
     """Parts that the steps of a worker share."""
 
-    sizes: ModelSizes
+    pairs_per_row: int  # of all layers
     run: Run[str]
     locator: RowLocator
     sidecar: RoutingSidecar
@@ -207,7 +189,7 @@ class Step:
         self.parts.locator.settle()
         self._reported = True
         self._catch_up()
-        run, per_row = self.parts.run, self.parts.sizes.pairs_per_row
+        run, per_row = self.parts.run, self.parts.pairs_per_row
         num_sampled, drafts = self._sampled
         time = run.end_step(num_sampled)
         pairs = self.pairs_by_request()

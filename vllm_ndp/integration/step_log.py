@@ -105,8 +105,8 @@ class StepLog:
     @property
     def _may_be_late(self) -> bool:
         """Nobody reads the step's entries before the next one, and the scheduler is in this process."""
-        made, planner = self._worker.made, self._worker.parts.planner
-        is_here = made.vllm_config.parallel_config.distributed_executor_backend == "uni"
+        facts, planner = self._worker.facts, self._worker.parts.planner
+        is_here = facts.vllm_config.parallel_config.distributed_executor_backend == "uni"
         return is_here and self.recorder is None and not planner.replanner.follows
 
     def settle(self, last: int | None = None) -> None:
@@ -120,7 +120,7 @@ class StepLog:
         if (closed := step.report()) is None:
             return None
         report, time_of_step = closed
-        ranks = self._worker.made.ranks
+        ranks = self._worker.facts.ranks
         report.stage, report.before_ps, self._ended_ps = ranks.stage.index, self._ended_ps, report.end_ps
         report.costs = self._costs(step)
         if report.device is None:

@@ -43,7 +43,7 @@ class NdpWorker(FixedWeights, _Base):
             vllm_private.sleep_between_looks()
         try:
             making = Assembly.begin(self.vllm_config, self._opened)  # layers attach themselves while the model loads
-            linears = making.linears
+            linears = making.facts.linears
             with (
                 checked_as_unquantized(of_draft=lambda: making.has_every_layer),
                 nullcontext() if linears is None else vllm_private.plain_heads_offered_to(linears.take_plain_head),
@@ -70,7 +70,7 @@ class NdpWorker(FixedWeights, _Base):
         if current_platform.is_cpu() or was_asked_for:
             return available
         kv_bytes = limits.kv_bytes_per_token(self.get_kv_cache_spec())
-        shape = self._loaded.made.pool.shape
+        shape = self._loaded.facts.pool.shape
         sidecar_bytes = bytes_per_entry(shape.num_layers, shape.top_k)
         return limits.leave_room(available, sidecar_bytes, kv_bytes)
 

@@ -1,0 +1,188 @@
+"""What the ranks of an engine agree on before they plan: replicas, the device, the setup of the run, measured prices.
+
+The leader finds out, and the other ranks hear it, so that all of them plan alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import vllm
+
+from ndp_device.common.widths import FULL_PRECISION_BITS, REPLICA_WIDTHS
+from ndp_device.protocol.messages import Served
+from vllm_ndp import __version__
+from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.prices import MeasuredPrices
+from vllm_ndp.device_client.handshake import PlannedReplicas, Requirements
+from vllm_ndp.integration import compat, host_replicas, known_prices
+from vllm_ndp.integration.compat import say
+from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink, DeviceView
+from vllm_ndp.integration.device_members import DeviceMembers
+from vllm_ndp.integration.facts import WorkerFacts
+from vllm_ndp.integration.host_replicas import LocalReplicas
+from vllm_ndp.integration.hot_experts import HotExperts
+from vllm_ndp.integration.price_probe import PriceProbe, Shared, WantedPrices
+from vllm_ndp.layer.devices import DeviceRules, Devices
+from vllm_ndp.layer.joint_rule import LIVE_WIDTHS
+from vllm_ndp.layer.setup import Setup
+
+
+def agree_on_replicas(worker: WorkerFacts) -> tuple[Path | None, PlannedReplicas | None]:
+    """Find or build them, the first rank before the others; settings, checkpoint and replicas are equal on all.
+
+    Raises ConfigError on the rank that differs from the leader.
+    """
+    replicas = None
+    if worker.is_quantized:
+        find = partial(host_replicas.find_replicas, worker.settings, worker.model_dir, worker.digest)
+        replicas = worker.ranks.after_the_first(find)
+    planned = None if replicas is None else PlannedReplicas.of(replicas)
+    said = "none" if planned is None else f"{planned.digest}, losses {planned.loss_digest}"
+    worker.ranks.require_equal(
+        {
+            "settings": str(worker.settings),
+            "a checkpoint with digest": worker.digest,
+            "replicas with digest": said,
+        }
+    )
+    return replicas, planned
+
+
+def open_device(
+    worker: WorkerFacts, dtype: torch.dtype, replicas: Path | None, planned: PlannedReplicas | None
+) -> tuple[Setup, Costs, DeviceView]:
+    """The leader finds or starts the device; the others hear from it what they need to plan alike."""
+    settings, cores, members = worker.settings, worker.ranks.merge(compat.bound_cores()), None
+    if worker.ranks.leads:
+        requirements = Requirements(
+            worker.pool.model,
+            worker.hardware,
+            full_precision=settings.cold_precision == "full" or settings.prefill == "split",
+            quantized=worker.is_quantized,
+            replicas=planned,
+        )
+        wants_prompts = worker.splits_prefill()
+        members = DeviceMembers(settings, requirements, worker.model_dir, worker.digest, replicas, cores)
+        worker.opened.callback(members.close)
+        worker.ranks.from_leader(facts := _facts_of_device(worker, members.served, wants_prompts=wants_prompts))
+    else:
+        facts = worker.ranks.from_leader()
+    setup, costs = _make_setup(worker, facts)
+    devices = setup.devices_of(costs, full_precision=worker.planning.full_precision)
+    link = None if members is None else _make_link(worker, dtype, members, facts, devices, replicas)
+    agreed = (True,) * settings.num_devices if link is None else None
+    return setup, costs, DeviceView(facts, devices, link, agreed)
+
+
+def _facts_of_device(worker: WorkerFacts, served: Served, *, wants_prompts: bool) -> DeviceFacts:
+    """wants_prompts: whether the device is to compute for prompts, if it holds the checkpoint."""
+    offload_bits = worker.settings.resolve_offload_bits(worker.pool.model.num_experts, served.expert_bytes)
+    computes_prompts = wants_prompts and FULL_PRECISION_BITS in served.expert_bytes
+    same = worker.settings.fallback == "same"
+    return DeviceFacts(offload_bits, served.group_size, served.expert_bytes, computes_prompts, same)
+
+
+def _make_link(
+    worker: WorkerFacts,
+    dtype: torch.dtype,
+    members: DeviceMembers,
+    facts: DeviceFacts,
+    devices: Devices | None,
+    replicas: Path | None,
+) -> DeviceLink:
+    local = LocalReplicas(worker.model_dir, replicas, worker.kernel) if facts.same_without else None
+    return DeviceLink(members, facts, devices, worker.pool.model, worker.layers, dtype, local)
+
+
+def _make_setup(worker: WorkerFacts, facts: DeviceFacts) -> tuple[Setup, Costs]:
+    """What the run's decisions and times depend on, without measured prices. Raises ConfigError where copies on
+    several devices do not fit."""
+    settings, ranks, stage = worker.settings, worker.ranks, worker.ranks.stage
+    setup = Setup(
+        preset=settings.preset,
+        overrides=compat.hardware_overrides(settings),
+        host_dims=worker.shape.recorded(),
+        planning=worker.planning,
+        expert_bytes=facts.expert_bytes,
+        group_size=facts.group_size,
+        activation_bytes=worker.vllm_config.model_config.dtype.itemsize,
+        spill_bits=facts.offload_bits,
+        device_hosts=settings.device_hosts,
+        splits_prefill=facts.computes_prompts,
+        same_without=facts.same_without,
+        num_gpus=ranks.size,
+        whole_experts=ranks.holds_whole_experts,
+        stage=stage.index,
+        num_stages=stage.count,
+        num_devices=settings.num_devices,
+        may_join=settings.may_join,
+        copies_asked=settings.device_copies,
+        splits_experts=settings.splits_experts,
+        slot_bits=settings.slot_bits,
+        joint_tiers=settings.joint_tiers,
+    )
+    costs = setup.costs_of(worker.shape)
+    if setup.shares_experts:
+        rules = DeviceRules.that_fit(
+            costs,
+            setup.num_devices,
+            setup.copies_asked,
+            max_moves=settings.device_moves,
+            full_precision=worker.planning.full_precision,
+            splits_experts=setup.splits_experts,
+        )
+        setup = msgspec.structs.replace(setup, device_copies=rules.num_copies, device_moves=rules.max_moves)
+    return setup, costs
+
+
+def measure_prices(
+    worker: WorkerFacts, hot: HotExperts, device: DeviceView, replicas: Path | None, shared: Shared | None
+) -> dict[str, Any] | None:
+    """Measure as the leader, for all ranks; None where prices are those of the simulated hardware. `shared`: the
+    shared experts of a layer, where there are any."""
+    if worker.settings.prices != "measured":
+        return None
+    recorded = None
+    if (link := device.link) is not None:
+        wanted = _asked_of_probe(worker, device.facts)
+        probe = PriceProbe(hot, lambda: worker.kernel, worker.model_dir, replicas, worker.layers.start, shared)
+        facts = _facts_of_prices(worker, hot, link) | {"wanted": asdict(wanted), "shared experts": shared is not None}
+        facts["group size"] = device.facts.group_size
+        measure = partial(probe.measure, wanted, link.members.beside_the_run)
+        prices, said = known_prices.find_or_measure(MeasuredPrices, facts, measure)
+        say(f"prices of this machine: {said}")
+        recorded = prices.recorded()
+    told: dict[str, Any] = worker.ranks.from_leader(recorded)
+    return told
+
+
+def _facts_of_prices(worker: WorkerFacts, hot: HotExperts, link: DeviceLink) -> dict[str, Any]:
+    """Facts that measured prices depend on, beside the processor and what is asked."""
+    shape, settings, members = worker.pool.shape, worker.settings, link.members
+    sizes = [shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k]
+    return {
+        "shape": [*sizes, sorted(map(str, set(worker.pool.layout.activations)))],
+        "dtype": str(hot.layers[0].held.w13.dtype),
+        "kernels": [hot.layers[0].kernel_name, members.description.kernel, settings.pool, settings.pe_mode],
+        "cores": [sorted(compat.engine_cores()), members.cores],
+        "versions": [vllm.__version__, torch.__version__, __version__],
+    }
+
+
+def _asked_of_probe(worker: WorkerFacts, facts: DeviceFacts) -> WantedPrices:
+    settings, served = worker.settings, sorted(facts.expert_bytes)
+    engine = {settings.slot_bits} - {FULL_PRECISION_BITS}
+    tiers = ["gpu"]
+    if settings.plan == "joint":
+        tiers = [tier for tier in settings.joint_tiers.split("+") if tier != "device"]
+        engine = set(LIVE_WIDTHS["gpu"]) & {*served, FULL_PRECISION_BITS}
+    device_widths = [bits for bits in served if bits in REPLICA_WIDTHS and worker.is_quantized]
+    if FULL_PRECISION_BITS in served and (facts.computes_prompts or settings.cold_precision == "full"):
+        device_widths.append(FULL_PRECISION_BITS)
+    return WantedPrices(settings.slot_bits, sorted(engine), tiers, device_widths)
