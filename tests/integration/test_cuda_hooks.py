@@ -258,9 +258,10 @@ def test_memory_for_what_the_plugin_allocates_is_left_unless_a_size_was_asked_fo
         allocated[0] += 5536
         return SimpleNamespace(facts=made)
 
+    making = SimpleNamespace(finish=finish, facts=SimpleNamespace(linears=None), has_every_layer=False)
     monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     monkeypatch.setattr(worker.torch.cuda, "memory_allocated", lambda: allocated[0])
-    monkeypatch.setattr(worker.Assembly, "begin", lambda config, opened: SimpleNamespace(finish=finish))
+    monkeypatch.setattr(worker.Assembly, "begin", lambda config, opened: making)
     monkeypatch.setattr(worker, "bytes_per_entry", lambda num_layers, top_k: 4)
     monkeypatch.setattr(worker._Base, "load_model", load)
 
