@@ -1,10 +1,13 @@
-"""Our two programs from outside: their last line is JSON, their errors are one line and exit code 2."""
+"""Our two programs: their last line is JSON, their errors are one line and exit code 2.
+
+That the installed programs end as the functions called here is held by test_command_lines.py.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -12,12 +15,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engines import BIN, MODEL, NDP_PROGRAM, REPLICAS, last_json, run_program
+from engines import BIN, MODEL, REPLICAS, last_json, run_program
+from in_this_process import run_here
 
 from ndp_device.checkpoint.files import model_digest
 from vllm_ndp.device_client.process import DeviceProcess
-
-DEVICE_PROGRAM = BIN / "ndp-device"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,7 @@ def device() -> Iterator[DeviceProcess]:
 
 
 def test_describe_says_what_the_device_is(device: DeviceProcess):
-    done = run_program(DEVICE_PROGRAM, "describe", device.address)
+    done = run_here("ndp-device", "describe", device.address)
     assert done.returncode == 0, done.stderr
     described = last_json(done.stdout)
     assert {"protocol", "incarnation", "model_digest", "replicas", "hardware"} <= set(described)
@@ -40,7 +42,7 @@ def test_describe_says_what_the_device_is(device: DeviceProcess):
 
 
 def test_ping_measures_a_round_trip(device: DeviceProcess):
-    done = run_program(DEVICE_PROGRAM, "ping", device.address)
+    done = run_here("ndp-device", "ping", device.address)
     assert done.returncode == 0, done.stderr
     assert last_json(done.stdout)["pong"] is True
 
@@ -62,7 +64,7 @@ def test_a_host_that_is_killed_leaves_neither_its_device_nor_the_private_directo
 
 
 def test_the_shipped_replicas_are_whole():
-    done = run_program(DEVICE_PROGRAM, "verify", "--replicas", REPLICAS)
+    done = run_here("ndp-device", "verify", "--replicas", REPLICAS)
     assert done.returncode == 0, done.stderr
     verified = last_json(done.stdout)
     assert verified["ok"] is True
@@ -81,7 +83,7 @@ def test_the_shipped_replicas_are_whole():
     ],
 )
 def test_vllm_ndp_refuses_in_one_line(arguments: list[str], wanted: str):
-    done = run_program(NDP_PROGRAM, *arguments)
+    done = run_here("vllm-ndp", *arguments)
     assert done.returncode == 2
     assert done.stdout == ""
     last = done.stderr.strip().splitlines()[-1]
@@ -104,7 +106,7 @@ def test_vllm_ndp_refuses_in_one_line(arguments: list[str], wanted: str):
 )
 def test_ndp_device_refuses_in_one_line(arguments: list[str], wanted: str, tmp_path: Path):
     tmp_path.chmod(0o700)
-    done = run_program(DEVICE_PROGRAM, *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
+    done = run_program(BIN / "ndp-device", *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
     assert done.returncode == 2
     assert done.stdout == ""
     last = done.stderr.strip().splitlines()[-1]
@@ -141,12 +143,13 @@ def _model(directory: Path, kind: str) -> Path:
     ],
 )
 def test_a_model_that_vllm_does_not_serve_is_one_sentence_with_its_reason(
-    command: str, kind: str, says: str, tmp_path: Path
+    command: str, kind: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = _model(tmp_path / "model", kind)
     (tmp_path / "prompts.txt").write_text("a prompt")
     words = command.format(model=model, prompts=tmp_path / "prompts.txt", out=tmp_path / "out").split()
-    done = subprocess.run([str(BIN / "vllm-ndp"), *words], capture_output=True, text=True, timeout=300, input="y\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    done = run_here("vllm-ndp", *words)
     said = done.stderr.splitlines()[-1]
     assert done.returncode == 2, done.stderr
     assert said.startswith(f"vllm-ndp: vLLM cannot serve {model}: "), done.stderr
