@@ -49,10 +49,10 @@ def test_vllm_s_own_kernel_reads_our_slots_as_they_are_meant() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
     assert sorted((int(bits), dtype) for bits, dtype, *_ in found) == sorted(
-        [(bits, dtype) for bits in (16, 8, 4) for dtype in ("float32", "float16")] * 2
+        [(bits, dtype) for bits in (16, 8, 4) for dtype in ("float32", "float16", "float16")]
     )
     many = [line.split() for line in done.stdout.splitlines() if line.startswith("many")]
-    assert [(dtype, rows) for _, dtype, rows, *_ in many] == [("bfloat16", "1"), ("bfloat16", "20")]
+    assert [(dtype, rows) for _, dtype, rows, *_ in many] == [("bfloat16", "1"), ("bfloat16", "6")]
     assert all(float(held) == float(exact) < 2e-2 for *_, held, exact in many)
     of_bits = {16: 2e-3, 8: 0.12, 4: 0.25}
     for bits, dtype, _, held, exact in found:
