@@ -54,7 +54,7 @@ def record(directory: Path, settings: dict, **options) -> Trace:
         llm.generate(PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=1))  # ends with its prefill
         llm.generate(PROMPTS[2], lengths[0])
         totals = llm.collective_rpc("ndp_totals")[0]
-    has_kept = settings["hot_experts"] > 0 and settings.get("debug") != {"migration": "difference"}
+    has_kept = settings["hot_experts"] > 0 and settings.get("debug", {}).get("migration") != "difference"
     assert (totals["kept_experts"] > 0) == has_kept
     has_spilled = settings.get("hardware_overrides") == SLOW_GPU and settings.get("execution") != "paper"
     assert (totals["spilled_pairs"] > 0) == has_spilled
@@ -74,9 +74,8 @@ def weighed_replicas(directory: Path) -> Path:
     ("settings", "options"),
     [
         ({"hot_experts": 4, "avg_bits": 2.0}, {}),
-        ({"hot_experts": 4, "avg_bits": 2.0, "debug": {"migration": "difference"}}, {}),
         ({"hot_experts": 4, "avg_bits": 2.0, "debug": {"max_moves": 2}, "prefill": "streamed"}, {}),
-        ({"hot_experts": 3, "avg_bits": 2.5, "debug": {"bits_for": "batch"}}, {}),
+        ({"hot_experts": 3, "avg_bits": 2.5, "debug": {"bits_for": "batch", "migration": "difference"}}, {}),
         (
             {"hot_experts": 2, "avg_bits": 1.5, "policy_options": {"bit_rule": "mse"}, "hardware_overrides": FAST_LINK},
             {"max_num_batched_tokens": 32, "max_num_seqs": 3},
@@ -97,9 +96,8 @@ def weighed_replicas(directory: Path) -> Path:
     ],
     ids=[
         "plain",
-        "difference",
         "bounded",
-        "batch",
+        "batch, difference",
         "chunked",
         "identity",
         "all-cold",

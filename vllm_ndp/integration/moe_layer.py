@@ -202,8 +202,9 @@ class MoELayer:
         step.note_routing(self.index, topk_ids, topk_weights)
         if self._aside is not None and self._aside.takes(step):
             return self._aside.run(step, x, self._applied(topk_weights), topk_ids, beside)
-        step.begin_layer()
-        split = step.split(self.index, topk_ids, topk_weights, with_device=self._device.takes_pairs)
+        run, (ids, weights) = step.take(), _on_host(topk_ids, topk_weights)
+        run.begin_layer()
+        split = run.split(self.index, ids.data_ptr(), weights.data_ptr(), with_device=self._device.takes_pairs)
         hot = parts.views.of(split, self._slots, topk_ids, self._applied(topk_weights))
         pending, call = list[Pending](), None
         if split.device and self._link is not None:  # of several ranks the leader alone sends
@@ -234,3 +235,16 @@ class MoELayer:
         assert self._link is not None
         here = self._link.compute_locally(self.index, x, pairs)
         out.add_(self._parts.hot.stream_whole(self.index, x, pairs) if here is None else here)
+
+
+def _on_host(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """i32 and f32 [T, k], contiguous, in the host's memory: from a GPU in one copy.
+
+    A conversion to what a tensor is already costs more than the split of few rows.
+    """
+    ids = topk_ids if topk_ids.dtype is torch.int32 else topk_ids.to(torch.int32)
+    weights = topk_weights if topk_weights.dtype is torch.float32 else topk_weights.to(torch.float32)
+    if ids.is_cpu:
+        return ids.contiguous(), weights.contiguous()
+    ids, bits = torch.stack([ids, weights.view(torch.int32)]).cpu()
+    return ids, bits.view(torch.float32)

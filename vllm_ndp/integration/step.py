@@ -1,8 +1,8 @@
 """One forward pass as data: whose rows run, where each pair ran, its simulated time, its report.
 
-All layers of a step run under one plan epoch. Acts on nothing: layers tell it what they did. A step whose layers
-waited for nothing leaves the clock and the splitter alone until somebody asks for its report. The next step may have
-run then. Knows no tensors but the step's KV entries; no device, no slots.
+All layers of a step run under one plan epoch. Acts on nothing: layers act, by the `Run` that the step lends them. Where
+layers waited for nothing, clock and splitter stay alone until somebody asks for the step's report. The next step may
+have run then. Knows no tensors but the step's KV entries; no device, no slots.
 """
 
 from __future__ import annotations
@@ -133,10 +133,6 @@ class Step:
         if not self.parts.run.splitter.notes:
             self.parts.sidecar.write(layer, self.located[1], topk_ids, topk_weights)
 
-    def begin_layer(self) -> None:
-        self._catch_up()
-        self.parts.run.begin_layer()
-
     def end_later(self, layer: int, end: Callable[[NDArray[np.int32]], None]) -> None:
         """Remember a layer that runs before its router's choices [T, k] are on the host. `end` gets the choices later,
         when a caller needs the layer's counts."""
@@ -153,12 +149,15 @@ class Step:
         assert self.parts.send is not None
         self._arriving = self.parts.send(self.parts.sidecar.ids_at(self.located[1]))
 
-    def _catch_up(self) -> None:
-        """Take the clock and the splitter, and end the layers that ran without."""
+    def take(self) -> Run[str]:
+        """Take the clock and the splitter, and end the layers that ran without them."""
         if not self._begun:
             self._begin()
-        if not self._later:
-            return
+        if self._later:
+            self._end_later()
+        return self.parts.run
+
+    def _end_later(self) -> None:
         if self._arriving is None:
             self.send_routing()
         assert self._arriving is not None
@@ -166,11 +165,6 @@ class Step:
         arrived, self._arriving = self._arriving.values().astype(np.int32), None
         for layer, end in later:
             end(arrived[layer])
-
-    def split(self, layer: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, with_device: bool) -> Split:
-        """Where each pair of a layer runs. topk_ids and topk_weights [T, k]: as the router gave them."""
-        ids, weights = _on_host(topk_ids, topk_weights)
-        return self.parts.run.split(layer, ids.data_ptr(), weights.data_ptr(), with_device=with_device)
 
     def end_layer(self, layer: int, split: Split, answer: ExecuteResult | None, *, answered: bool = True) -> None:
         """Account for where the pairs ran. answer: the device's, if it was asked here and gave one."""
@@ -188,8 +182,7 @@ class Step:
             return None
         self.parts.locator.settle()
         self._reported = True
-        self._catch_up()
-        run, per_row = self.parts.run, self.parts.pairs_per_row
+        run, per_row = self.take(), self.parts.pairs_per_row
         num_sampled, drafts = self._sampled
         time = run.end_step(num_sampled)
         pairs = self.pairs_by_request()
@@ -223,19 +216,6 @@ class Step:
             prompt = min(max(span.first_decode - span.start, 0), span.num_tokens)
             counts[span.request.request_id] = span.num_tokens - prompt, prompt
         return counts
-
-
-def _on_host(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """i32 and f32 [T, k], contiguous, in the host's memory: from a GPU in one copy.
-
-    A conversion to what a tensor is already costs more than the split of few rows.
-    """
-    ids = topk_ids if topk_ids.dtype is torch.int32 else topk_ids.to(torch.int32)
-    weights = topk_weights if topk_weights.dtype is torch.float32 else topk_weights.to(torch.float32)
-    if ids.is_cpu:
-        return ids.contiguous(), weights.contiguous()
-    ids, bits = torch.stack([ids, weights.view(torch.int32)]).cpu()
-    return ids, bits.view(torch.float32)
 
 
 class RunningStep:

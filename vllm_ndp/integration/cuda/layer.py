@@ -68,7 +68,7 @@ class AsideLayer:
         topk_weights = topk_weights.to(torch.float32)
         if self.holds_everything:
             return self._run_everything(step, x, topk_weights, topk_ids, beside)
-        step.begin_layer()
+        step.take().begin_layer()
         packet = self._messenger.packet(len(x))
         here, asked = packet.here, None
         ahead = self._send_ahead(step, packet)
@@ -111,7 +111,7 @@ class AsideLayer:
         out = self._run_hot(x, topk_weights, slots, are_named=isinstance(self._kernel, CudaSlotKernel))
 
         def end(found: NDArray[np.int32]) -> None:
-            step.begin_layer()
+            step.take().begin_layer()
             weights = np.ones(found.shape, np.float32)  # nothing leaves with them
             step.end_layer(self.index, self._split(step, found.ctypes.data, weights.ctypes.data), None)
 
