@@ -6,29 +6,34 @@ help: those of gate, up and down do not add.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.widths import loss_columns
-from ndp_device.experts.expert import FullExpert, QuantizedExpert
+from ndp_device.experts.expert import Expert, FullExpert, QuantizedExpert
 from ndp_device.kernels.reference import Float32, ReferenceExpert, ReferenceKernel
 
+_REFERENCE = ReferenceKernel()
 ROWS_BYTES = 64 << 20
 """Products of gate and up that are held at once."""
 
 
 def expert_losses(
-    inputs: Float32, full: FullExpert, replicas: dict[int, QuantizedExpert]
+    inputs: Float32,
+    full: FullExpert,
+    replicas: dict[int, QuantizedExpert],
+    prepare: Callable[[Expert], ReferenceExpert] = _REFERENCE.prepare,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Inputs [T, H] -> (mean squared output error, the same over the mean squared output), each [columns]: one
     for each of widths.loss_columns, NaN if absent."""
-    kernel = ReferenceKernel()
-    wanted = _outputs(kernel.prepare(full), inputs)
+    wanted = _outputs(prepare(full), inputs)
     energy = float(np.mean(wanted.astype(np.float64) ** 2))
     columns = loss_columns(replicas)
     loss = np.full(len(columns), np.nan)
     for bits, replica in replicas.items():
-        error = _outputs(kernel.prepare(replica), inputs).astype(np.float64) - wanted
+        error = _outputs(prepare(replica), inputs).astype(np.float64) - wanted
         loss[columns.index(bits)] = np.mean(error**2)
     return loss, loss / max(energy, np.finfo(np.float64).tiny)
 

@@ -28,11 +28,24 @@ struct Room {
     uint8_t* codes;
 };
 
-using FitRows = void (*)(const Job& job, size_t first, size_t last, const Room& room);
+// A quantized matrix, and where its values go.
+struct Quantized {
+    const uint8_t* planes;  // [bits, rows, cols / 8]
+    int bits;
+    size_t rows, cols, group_size;  // whole bytes of codes
+    const uint16_t *scale, *offset;  // float16 [rows, groups]
+    float* values;                   // [rows, cols]
+};
 
-void fit_rows_portable(const Job&, size_t first, size_t last, const Room&);
+// What a build for one instruction set has.
+struct Functions {
+    void (*fit_rows)(const Job& job, size_t first, size_t last, const Room& room);
+    void (*dequantize)(const Quantized& matrix);
+};
+
+extern const Functions portable;
 #if defined(__x86_64__)
-void fit_rows_avx2(const Job&, size_t first, size_t last, const Room&);
+extern const Functions avx2;
 #endif
 
 }  // namespace ndp::data_free

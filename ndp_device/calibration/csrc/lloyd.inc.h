@@ -351,7 +351,7 @@ void fit_rows(const Job& job, size_t first, size_t last, const Room& room) {
     }
 }
 
-NDP_INLINE void fit_rows_of(const Job& job, size_t first, size_t last, const Room& room) {
+void fit_rows_of(const Job& job, size_t first, size_t last, const Room& room) {
     bool has_narrow = false;
     for (int width = 0; width + 1 < job.bits; ++width) has_narrow |= job.track[width] >= 0;
     switch (job.bits) {
@@ -359,6 +359,31 @@ NDP_INLINE void fit_rows_of(const Job& job, size_t first, size_t last, const Roo
         case 2: return has_narrow ? fit_rows<2, 0>(job, first, last, room) : fit_rows<2, 1>(job, first, last, room);
         case 3: return has_narrow ? fit_rows<3, 0>(job, first, last, room) : fit_rows<3, 2>(job, first, last, room);
         default: return has_narrow ? fit_rows<4, 0>(job, first, last, room) : fit_rows<4, 3>(job, first, last, room);
+    }
+}
+
+// scale * code + offset, rounded after each of the two: numpy's values to the bit (kernels/reference.py).
+void dequantize(const Quantized& matrix) {
+    const Ints lane_bit = {1, 2, 4, 8, 16, 32, 64, 128};
+    const size_t row_bytes = matrix.cols / 8, group_bytes = matrix.group_size / 8;
+    const size_t num_groups = (row_bytes + group_bytes - 1) / group_bytes, plane_bytes = matrix.rows * row_bytes;
+    for (size_t row = 0; row < matrix.rows; ++row) {
+        const uint8_t* planes = matrix.planes + row * row_bytes;
+        float* values = matrix.values + row * matrix.cols;
+        for (size_t group = 0; group < num_groups; ++group) {
+            const float scale = half_to_float(matrix.scale[row * num_groups + group]);
+            const float offset = half_to_float(matrix.offset[row * num_groups + group]);
+            const size_t first = group * group_bytes, left = row_bytes - first;
+            const size_t last = first + (left < group_bytes ? left : group_bytes);
+            for (size_t byte = first; byte < last; ++byte) {
+                Ints code = {};
+                for (int plane = 0; plane < matrix.bits; ++plane) {
+                    const Ints bits = (code & 0) + int32_t(planes[plane * plane_bytes + byte]);
+                    code = code + code - ((bits & lane_bit) != 0);
+                }
+                store(values + 8 * byte, scale * __builtin_convertvector(code, Floats) + offset);
+            }
+        }
     }
 }
 

@@ -26,13 +26,13 @@ using Weights = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu, nb::ro>;
 template <class T>
 using Cube = nb::ndarray<T, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
-FitRows fit_rows_for(const std::string& isa) {
+const Functions& functions_for(const std::string& isa) {
 #if defined(__x86_64__)
     const bool has_avx2 = __builtin_cpu_supports("avx2");
     if (isa == "avx2" && !has_avx2) throw std::invalid_argument("this processor has no AVX2: use isa \"auto\"");
-    if (isa == "avx2" || (isa == "auto" && has_avx2)) return fit_rows_avx2;
+    if (isa == "avx2" || (isa == "auto" && has_avx2)) return avx2;
 #endif
-    if (isa == "auto" || isa == "portable") return fit_rows_portable;
+    if (isa == "auto" || isa == "portable") return portable;
     throw std::invalid_argument("isa must be \"auto\", \"avx2\" (x86-64 only) or \"portable\", got \"" + isa + "\"");
 }
 
@@ -73,7 +73,7 @@ void fit_matrix(Weights weights, const std::string& dtype, size_t group_size, co
     job.planes = planes.data();
     job.scale = scale.data();
     job.offset = offset.data();
-    const FitRows fit_rows = fit_rows_for(isa);
+    const auto fit_rows = functions_for(isa).fit_rows;
 
     nb::gil_scoped_release release;
     std::atomic<size_t> next{0};
@@ -95,10 +95,32 @@ void fit_matrix(Weights weights, const std::string& dtype, size_t group_size, co
     for (auto& helper : helpers) helper.join();
 }
 
+template <class T>
+using Table = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void dequantize_matrix(Cube<const uint8_t> planes, Table<const uint16_t> scale, Table<const uint16_t> offset,
+                       size_t group_size, Table<float> values, const std::string& isa) {
+    const size_t rows = planes.shape(1), row_bytes = planes.shape(2);
+    if (!group_size || group_size % 8)
+        throw std::invalid_argument("the group size must be a multiple of 8, at least 8");
+    const size_t groups = (row_bytes + group_size / 8 - 1) / (group_size / 8);
+    const auto is = [rows](const auto& array, size_t columns) {
+        return array.shape(0) == rows && array.shape(1) == columns;
+    };
+    if (!is(scale, groups) || !is(offset, groups) || !is(values, 8 * row_bytes))
+        throw std::invalid_argument("scale and offset must be [N, groups], values [N, C] of planes [bits, N, C / 8]");
+    const auto dequantize = functions_for(isa).dequantize;
+    nb::gil_scoped_release release;
+    dequantize({planes.data(), static_cast<int>(planes.shape(0)), rows, 8 * row_bytes, group_size, scale.data(),
+                offset.data(), values.data()});
+}
+
 }  // namespace
 
 NB_MODULE(_data_free, m) {
     m.def("fit_matrix", &fit_matrix, nb::arg("weights"), nb::arg("dtype"), nb::arg("group_size"), nb::arg("widths"),
           nb::arg("costs"), nb::arg("planes"), nb::arg("scale"), nb::arg("offset"), nb::arg("threads"),
           nb::arg("isa") = "auto");
+    m.def("dequantize_matrix", &dequantize_matrix, nb::arg("planes"), nb::arg("scale"), nb::arg("offset"),
+          nb::arg("group_size"), nb::arg("values"), nb::arg("isa") = "auto");
 }

@@ -122,6 +122,14 @@ def test_any_number_of_threads_and_any_instruction_set_gives_the_same_bytes() ->
     assert as_bytes(fit_natively(weights, "float32", 64, ALL_WIDTHS, isa="portable")) == one
 
 
+@pytest.mark.parametrize("isa", ["auto", "portable"])
+@pytest.mark.parametrize(("columns", "group_size"), [(256, 128), (200, 64), (72, 8), (104, 24)])
+def test_the_probe_reads_every_width_as_the_reference_kernel_does(columns: int, group_size: int, isa: str) -> None:
+    weights = random_weights(11, 24, columns)
+    for matrix in data_free.quantize_nested(weights, group_size, ALL_WIDTHS).values():
+        assert data_free.dequantize(matrix, isa).tobytes() == dequantize(matrix).tobytes()
+
+
 BUILD = """
 import sys
 from pathlib import Path
@@ -200,7 +208,7 @@ def random_expert(seed: int, hidden: int, intermediate: int) -> tuple[FullExpert
 
 
 def test_part_of_a_large_expert_tells_the_loss_of_all_of_it() -> None:
-    """512 of 2080 units (the last group of 64 is short) and 64 rows."""
+    """256 of 2080 units (the last group of 64 is short) and 64 rows."""
     full, replicas = random_expert(7, 128, 2080)
     inputs = np.random.default_rng(8).standard_normal((64, 128), dtype=np.float32)
     for part, whole in zip(
