@@ -1,4 +1,4 @@
-"""Stored codes and scales as the numbers that they stand for: one decoder per kind of format, in numpy.
+"""Stored codes and scales as the numbers that they stand for: one decoder per kind of format, in numpy; FP4 in C++ too.
 
 A decoder takes how one matrix is stored (`Packed`) and a reader of its parts, and returns what gives some of its rows,
 float32 [n, C]. The order of its operations is that of the format's own library, so each value is the same to the last
@@ -8,9 +8,12 @@ file and no name of a tensor.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -19,9 +22,13 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError, ReplicaError
 
+native: ModuleType | None = None  # not built: numpy
+with contextlib.suppress(ImportError):
+    native = importlib.import_module("ndp_device.checkpoint._values")
+
 Floats = NDArray[np.float32]
-Rows = Callable[[int, int], Floats]
-"""The values of rows first .. last - 1."""
+Rows = Callable[[int, int], NDArray[Any]]
+"""The values of rows first .. last - 1: float32, or bfloat16 as uint16."""
 Read = Callable[[str], NDArray[Any]]
 """Name of a stored tensor -> its values; bfloat16 as uint16, FP8 and E8M0 as their bytes."""
 
@@ -104,6 +111,12 @@ def scaled(packed: Packed, part: Read) -> Rows:
         zero = part("zero").view(np.int8).astype(np.float32)
         _refuse_zeros_of_symmetric(packed, zero, 0)
 
+    def bfloat16_rows(first: int, last: int) -> NDArray[np.uint16]:
+        assert native is not None
+        values, of_rows = np.empty((last - first, columns), np.uint16), slice(first, last)
+        native.fp4_to_bfloat16(codes[of_rows], scale.reshape(num_rows, -1)[of_rows], values)
+        return values
+
     def rows(first: int, last: int) -> Floats:
         values = values_of(codes[first:last]).reshape(last - first, columns)
         if zero is not None:
@@ -113,6 +126,10 @@ def scaled(packed: Packed, part: Read) -> Rows:
             values *= _ONE_127TH
         return values
 
+    if native is not None and (packed.elements, packed.dtype, block[0]) == ("fp4", "BF16", 1) and zero is None:
+        if columns % block[1] == 0:
+            codes, scale = np.ascontiguousarray(codes).view(np.uint8), np.ascontiguousarray(scale)
+            return bfloat16_rows
     return rows
 
 
@@ -349,8 +366,10 @@ def _float(values: NDArray[Any]) -> Floats:
     return values.astype(np.float32)
 
 
-def _as_stored(values: Floats, dtype: str) -> NDArray[Any]:
+def _as_stored(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     """Rounded to nearest even, as torch does."""
+    if values.dtype == np.uint16:
+        return values
     if dtype != "BF16":
         return values.astype(_DTYPES[dtype], copy=False)
     bits = np.ascontiguousarray(values).view(np.uint32)

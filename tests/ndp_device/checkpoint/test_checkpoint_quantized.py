@@ -403,3 +403,29 @@ def test_an_expert_without_its_scales_is_refused_when_the_checkpoint_is_opened(m
     (tmp_path / "config.json").write_text(json.dumps(json.loads((directory / "config.json").read_text())))
     with pytest.raises(ReplicaError, match=r"layers.2.mlp.experts.down_proj: its scales is missing beside blocks"):
         CheckpointExperts(tmp_path)
+
+
+@pytest.mark.parametrize(("scale_dtype", "block"), [("U8", 32), ("F8_E4M3", 16)])
+def test_fp4_in_cpp_has_numpys_values_for_every_code_and_scale(
+    scale_dtype: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a scale that is no number too."""
+    stored = {
+        "codes": np.random.default_rng(0).integers(0, 256, (512, 3 * block // 2), np.uint8),
+        "scale": np.arange(512 * 3).astype(np.uint8).reshape(512, 3),
+        "factor": np.array([1.7], np.float32),
+    }
+    roles = ("codes", "scale") if scale_dtype == "U8" else stored
+    packed = Packed(
+        decoders.scaled,
+        (512, 3 * block),
+        "BF16",
+        {role: role for role in roles},
+        "fp4",
+        scale_dtype,
+        block=(1, block),
+    )
+    assert decoders.native is not None
+    got = packed.values(stored.__getitem__, None)
+    monkeypatch.setattr(decoders, "native", None)
+    assert got.tobytes() == packed.values(stored.__getitem__, None).tobytes()
