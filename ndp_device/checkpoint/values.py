@@ -126,10 +126,10 @@ def scaled(packed: Packed, part: Read) -> Rows:
             values *= _ONE_127TH
         return values
 
-    if native is not None and (packed.elements, packed.dtype, block[0]) == ("fp4", "BF16", 1) and zero is None:
-        if columns % block[1] == 0:
-            codes, scale = np.ascontiguousarray(codes).view(np.uint8), np.ascontiguousarray(scale)
-            return bfloat16_rows
+    has_whole_blocks = block[0] == 1 and columns % block[1] == 0
+    if native is not None and (packed.elements, packed.dtype) == ("fp4", "BF16") and zero is None and has_whole_blocks:
+        codes, scale = np.ascontiguousarray(codes).view(np.uint8), np.ascontiguousarray(scale)
+        return bfloat16_rows
     return rows
 
 
