@@ -368,6 +368,11 @@ class NdpSettings:
         """Whether hot experts are, or may be, narrower than the checkpoint's."""
         return self.slot_bits != FULL_PRECISION_BITS or self.plan == "joint"
 
+    def only_width(self, num_experts: int) -> int | None:
+        """The one width that experts run at, where all are in slots and none runs elsewhere; else None."""
+        alone = self.plan == "fixed" and self.execution == "paper" and self.num_cold(num_experts) == 0
+        return self.slot_bits if alone and self.has_quantized_slots and self.warm_experts == 0 else None
+
     @property
     def joint_tiers(self) -> str:
         """Tiers that a joint plan chooses among; empty if plans are fixed."""

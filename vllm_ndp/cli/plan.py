@@ -87,6 +87,14 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
 
 
+def _stored(proposal: Proposal) -> str:
+    from vllm_ndp.operating.sizing import human
+
+    stored, sizing = proposal.source.stored_bytes, proposal.sizing
+    as_served = f"{human(sizing.checkpoint_bytes)} as {sizing.model.dtype}"
+    return as_served if stored is None else f"{human(stored)} as stored, {as_served}"
+
+
 def _print(proposal: Proposal) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -97,7 +105,7 @@ def _print(proposal: Proposal) -> None:
     console = Console(width=118, highlight=False)
     console.print(
         f"{model.name} ({proposal.source.read_from}): {_count(model.num_parameters)} parameters, "
-        f"{human(sizing.checkpoint_bytes)} as {model.dtype}; {model.num_layers} MoE layers with {model.num_experts} "
+        f"{_stored(proposal)}; {model.num_layers} MoE layers with {model.num_experts} "
         f"experts of {human(model.expert_bytes)}, {model.top_k} per token"
     )
     ways = Table(
@@ -114,7 +122,7 @@ def _print(proposal: Proposal) -> None:
         measured = () if step_s is None else (f"{1e3 * step_s:.2f}",)
         ways.add_row(
             f"{option.widest} bit",
-            f"{option.num_hot} of {model.num_experts}",
+            f"{option.num_hot} of {model.num_experts}" + (f" at {option.slot_bits}" if option.slot_bits < 16 else ""),
             str(option.kv_tokens_left),
             f"{100 * option.pool_cached:.0f} %",
             f"{way.simulated.decode_step_ps / 1e6:.1f}",
@@ -126,7 +134,7 @@ def _print(proposal: Proposal) -> None:
     parts = Table(title="the first of them", title_justify="left")
     for name in ("where", "what", "size"):
         parts.add_column(name, justify="right" if name == "size" else "left")
-    mapped = {"checkpoint's experts": sizing.all_experts}
+    mapped = {"checkpoint's experts": sizing.all_experts} if best.slot_bits == 16 else {}
     places = ("GPU", best.gpu), ("host", best.host), ("mapped, page cache", mapped), ("moves", sizing.moved(best))
     for where, held in places:
         for what, num_bytes in held.items():

@@ -40,7 +40,8 @@ def agree_on_replicas(worker: WorkerFacts) -> tuple[Path | None, PlannedReplicas
     """
     replicas = None
     if worker.is_quantized:
-        find = partial(host_replicas.find_replicas, worker.settings, worker.model_dir, worker.digest)
+        num_experts = worker.pool.shape.num_experts
+        find = partial(host_replicas.find_replicas, worker.settings, worker.model_dir, worker.digest, num_experts)
         replicas = worker.ranks.after_the_first(find)
     planned = None if replicas is None else PlannedReplicas.of(replicas)
     said = "none" if planned is None else f"{planned.digest}, losses {planned.loss_digest}"

@@ -14,6 +14,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.common.cache import default_cache_dir
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import BYTE_BITS, WIDTHS
 from ndp_device.experts.expert import FullExpert
@@ -27,29 +28,42 @@ from vllm_ndp.integration.compat import say
 from vllm_ndp.planning.bitwidths import LossTable
 
 
-def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path | None:
+def find_replicas(settings: NdpSettings, model_dir: Path, digest: str, num_experts: int) -> Path | None:
     """The replica directory to plan and serve from.
 
     Where the setting names none, it is the one in the cache. If that is empty, data-free replicas are built there for
     an embedded device. A running device has its own, which replicas made here could only differ from: None.
     """
     from ndp_device.calibration.build import build_data_free
-    from ndp_device.common.cache import default_cache_dir
 
     if settings.replicas is not None:
         return Path(settings.replicas)
-    cached: Path = default_cache_dir(digest)
-    try:
-        ReplicaFiles(cached, model_digest=digest, check_contents=False)
-    except ReplicaError:  # none yet, or an earlier build was stopped: the builder keeps what is whole
+    cached = cached_replicas(settings, digest, num_experts)
+    if not _is_whole(cached, digest):  # none yet, or an earlier build was stopped: the builder keeps what is whole
         if settings.device != EMBEDDED:
             return None
+        only = settings.only_width(num_experts)
+        widths = "" if only is None else f" at {only} bits"
         say(
-            f"no replicas given for {model_dir.name}: building data-free ones once in {cached} "
+            f"no replicas given for {model_dir.name}: building data-free ones{widths} once in {cached} "
             "(`vllm-ndp quantize` makes better ones from calibration text)"
         )
-        build_data_free(model_dir, cached)
+        build_data_free(model_dir, cached, bits=WIDTHS if only is None else (only,))
     return cached
+
+
+def cached_replicas(settings: NdpSettings, digest: str, num_experts: int) -> Path:
+    """Their place in the cache: that of all widths; or that of one, where no other runs and not all are there."""
+    all_widths, only = default_cache_dir(digest), settings.only_width(num_experts)
+    return all_widths if only is None or _is_whole(all_widths, digest) else default_cache_dir(f"{digest}-{only}")
+
+
+def _is_whole(directory: Path, digest: str) -> bool:
+    try:
+        ReplicaFiles(directory, model_digest=digest, check_contents=False)
+    except ReplicaError:
+        return False
+    return True
 
 
 def load_losses(replicas: Path, layers: range, settings: NdpSettings) -> LossTable:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.common.cache import default_cache_dir
 from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.replicas.loss_table import load_losses
 from vllm_ndp import __version__
@@ -25,6 +24,7 @@ from vllm_ndp.config import NdpSettings
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.integration import compat
 from vllm_ndp.integration.compat import model_dir
+from vllm_ndp.integration.host_replicas import cached_replicas
 from vllm_ndp.integration.known_prices import find_or_measure
 from vllm_ndp.operating import speed
 from vllm_ndp.operating.memory import memory_found
@@ -92,7 +92,9 @@ def choose(vllm_config: VllmConfig, settings: NdpSettings) -> None:
     if keeps_kv:
         vllm_config.cache_config.kv_cache_memory_bytes = size.kv_cache_bytes
     vllm_config.additional_config = {**vllm_config.additional_config, "ndp": chosen}
-    for sentence in size.said(_loss(settings, model_dir(vllm_config), size.option.widest), with_kv=keeps_kv):
+    stored = source_named(str(model_dir(vllm_config))).stored_bytes
+    loss = _loss(NdpSettings.from_mapping(chosen), model_dir(vllm_config), size)
+    for sentence in size.said(loss, stored, with_kv=keeps_kv):
         compat.say(sentence)
 
 
@@ -110,9 +112,11 @@ def _own_size(vllm_config: VllmConfig) -> OwnSize:
     return own_size(sizing, scheduler.max_num_seqs, measured)
 
 
-def _loss(settings: NdpSettings, model: Path, bits: int) -> float | None:
+def _loss(settings: NdpSettings, model: Path, size: OwnSize) -> float | None:
     """Mean over the experts, relative to their outputs; None where there are no replicas yet."""
-    replicas = Path(settings.replicas) if settings.replicas else default_cache_dir(model_digest(model))
+    bits, num_experts = size.option.widest, size.sizing.model.num_experts
+    named = settings.replicas
+    replicas = Path(named) if named else cached_replicas(settings, model_digest(model), num_experts)
     try:
         relative: Any = load_losses(replicas, "relative")[0]
     except (NdpError, OSError):

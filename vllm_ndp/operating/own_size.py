@@ -1,13 +1,15 @@
 """The size that `vllm serve MODEL --quantization ndp` gives itself on a machine without a GPU.
 
-    widest replicas that fit beside one request  ->  hot experts, where bf16 ones are the faster ones  ->  KV cache
+    every expert in slots at the widest width that fits beside one request  ->  KV cache
+    where bf16 experts are the faster ones: half of them in full precision, the others at the widest width
 
-Where experts are quantized, linear layers are held at 8 bits, too: bf16 ones take longer to read, and text does not
-show the loss (docs/measured/quality_linear.json).
+Prompts are part of it: in slots they are computed as decode is, by the same kernel from the same replicas. Experts
+that are left to the device would be read from the checkpoint for every prompt, which takes minutes at a real size.
+Linear layers are then held at 8 bits, too: bf16 ones take longer to read, and text does not show the loss
+(docs/measured/quality_linear.json).
 
-The KV cache, up to the most tokens that the server may need at once, and the page cache share the remaining memory.
-Prompts read the checkpoint from the page cache. Knows sizes and measured speeds. Does not know this machine, vLLM or
-files.
+The KV cache, up to the most tokens that the server may need at once, gets half of the remaining memory; files the
+rest. Knows sizes and measured speeds. Does not know this machine, vLLM or files.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.operating.sizing import Option, Sizing, human
 from vllm_ndp.operating.speed import Measured
 
 _KV_SHARE = 2
 """One part in so many of the memory that is left goes to the KV cache: a guess, half for it and half for files."""
 _LINEAR_BITS = 8
+_PROMPT = 64
+"""Tokens of the prompt whose time is told."""
 
 
 @dataclass(frozen=True)
@@ -35,39 +40,58 @@ class OwnSize:
 
     @property
     def settings(self) -> dict[str, Any]:
-        experts = {"hot_experts": self.option.num_hot, "avg_bits": self.option.avg_bits}
-        return experts | ({"debug": {"linear_bits": _LINEAR_BITS}} if self._is_quantized else {})
+        return settings_of(self.option, self.sizing.model.num_experts)
 
     @property
     def _is_quantized(self) -> bool:
-        return self.option.num_hot < self.sizing.model.num_experts
+        return "debug" in self.settings
 
     def words(self, *, with_kv: bool) -> list[str]:
         """Options that set the same size by hand. with_kv: add the KV cache's size, which the user did not give."""
         kv = ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)] if with_kv else []
         return [*kv, "--additional-config", json.dumps({"ndp": self.settings})]
 
-    def said(self, loss: float | None, *, with_kv: bool) -> list[str]:
-        """Lines for the log: the chosen size, its expected speed and loss, and the options to set it by hand.
+    def said(self, loss: float | None, stored_bytes: int | None, *, with_kv: bool) -> list[str]:
+        """Lines for the log: the chosen size, what to expect of it, and the options to set it by hand.
 
-        loss: of an expert's output, relative, at the average width; None: the replicas do not exist yet.
+        loss: of an expert's output, relative, at the width; None: the replicas do not exist yet. stored_bytes: of the
+        checkpoint's files.
         """
-        option, model, measured = self.option, self.sizing.model, self.measured
-        read = self._linear_bytes if self._is_quantized else self.sizing.other_weights
-        step_s = measured.decode_step_s(model, option.num_hot, read)
+        option, model = self.option, self.sizing.model
         lost = "unknown before the replicas are built" if loss is None else f"{loss:.1%} of an expert's output"
         kept = f", KV cache {human(self.kv_cache_bytes)}" if with_kv else ""
         linear = f", linear layers at {_LINEAR_BITS}" if self._is_quantized else ""
-        room, mapped = self.sizing.machine.host_bytes, self.sizing.checkpoint_bytes
+        mapped = human(self.sizing.checkpoint_bytes if stored_bytes is None else stored_bytes)
+        if option.slot_bits != FULL_PRECISION_BITS:
+            experts = f"all {model.num_experts} experts of a layer at {option.slot_bits} bits, for prompts and decode"
+            then = f"the checkpoint's {mapped} are read at the start only"
+        else:
+            experts = (
+                f"{option.num_hot} of {model.num_experts} experts hot in full precision, the others at "
+                f"{option.avg_bits:g} bits"
+            )
+            then = (
+                f"mapped {mapped} of checkpoint, of whose experts {option.pool_cached:.0%} can stay in the page cache"
+            )
         return [
-            f"sized to {human(room)} of memory: {option.num_hot} of {model.num_experts} experts hot in full precision, "
-            f"the others at {option.avg_bits:g} bits{linear}{kept}; held {human(self._held)}; mapped {human(mapped)} "
-            f"of checkpoint, of whose experts {option.pool_cached:.0%} can stay in the page cache",
-            f"expected: at most {1 / step_s:.1f} tokens/s for one request (this machine reads "
-            f"{human(measured.read_bytes_per_s)}/s and takes {1e3 * measured.expert_s:.2f} ms for an expert at "
-            f"{measured.bits} bits); loss {lost}",
+            f"sized to {human(self.sizing.machine.host_bytes)} of memory: {experts}{linear}{kept}; held "
+            f"{human(self._held)}; {then}",
+            f"expected: {self._speed}; loss {lost}",
             f"by hand: {shlex.join(self.words(with_kv=with_kv))}",
         ]
+
+    @property
+    def _speed(self) -> str:
+        measured, first = self.measured, ""
+        if self.option.slot_bits != FULL_PRECISION_BITS:
+            prompt_s = measured.prompt_s(self.sizing.model, _PROMPT, linear_bytes(self.sizing))
+            first = f"the first token of a prompt of {_PROMPT} after {prompt_s:.2g} s, then "
+        step_s = decode_step_s(self.sizing, self.option, measured)
+        return (
+            f"{first}{1 / step_s:.1f} tokens/s for one request (this machine reads "
+            f"{human(measured.read_bytes_per_s)}/s and takes {1e3 * measured.expert_s:.2f} ms for an expert at "
+            f"{measured.bits} bits)"
+        )
 
     @property
     def _held(self) -> int:
@@ -75,12 +99,31 @@ class OwnSize:
         if not self._is_quantized:
             return held
         model = self.sizing.model
-        return held - self.sizing.other_weights + self._linear_bytes + model.dtype_bytes * model.head_weights
+        return held - self.sizing.other_weights + linear_bytes(self.sizing) + model.dtype_bytes * model.head_weights
 
-    @property
-    def _linear_bytes(self) -> int:
-        """Bytes that a token reads beside experts, at the server's width. The embedding stays as it is."""
-        return (self.sizing.model.beside_weights + self.sizing.model.head_weights) * _LINEAR_BITS // 8
+
+def linear_bytes(sizing: Sizing) -> int:
+    """Bytes that a token reads beside quantized experts, at the server's width. The embedding stays as it is."""
+    return (sizing.model.beside_weights + sizing.model.head_weights) * _LINEAR_BITS // 8
+
+
+def decode_step_s(sizing: Sizing, option: Option, measured: Measured) -> float:
+    """One request at even routing, with the settings of `settings_of`."""
+    model = sizing.model
+    if "debug" in settings_of(option, model.num_experts):
+        beside_s = linear_bytes(sizing) / measured.linear_bytes_per_s
+    else:
+        beside_s = sizing.other_weights / measured.read_bytes_per_s
+    return measured.decode_step_s(model, option.num_hot if option.slot_bits == FULL_PRECISION_BITS else 0, beside_s)
+
+
+def settings_of(option: Option, num_experts: int) -> dict[str, Any]:
+    """The settings that make an option on a machine without a GPU."""
+    linear = {"debug": {"linear_bits": _LINEAR_BITS}}
+    experts: dict[str, Any] = {"hot_experts": option.num_hot, "avg_bits": option.avg_bits}
+    if option.slot_bits != FULL_PRECISION_BITS:  # nothing is left to the device, not even where it would be faster
+        return experts | {"slot_bits": option.slot_bits, "execution": "paper"} | linear
+    return experts | (linear if option.num_hot < num_experts else {})
 
 
 def own_size(sizing: Sizing, batch: int, measured: Measured) -> OwnSize:

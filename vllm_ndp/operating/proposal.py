@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
 from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.operating.own_size import decode_step_s, settings_of
 from vllm_ndp.operating.sizing import Option, Sizing
 from vllm_ndp.operating.sources import CheckpointSource
 from vllm_ndp.operating.speed import Measured, Simulated, simulated
@@ -48,8 +50,10 @@ class Proposal:
         return verdict_on(self.ways[0].option.avg_bits)
 
     def quantize_line(self) -> str:
-        """The replicas of the recommended way: nested, so that they serve every narrower width too."""
-        widths = ",".join(str(width) for width in range(1, self.ways[0].option.widest + 1))
+        """The replicas of the recommended way: nested, so that they serve narrower widths too; of slots, their own."""
+        option = self.ways[0].option
+        narrowest = 1 if option.slot_bits == FULL_PRECISION_BITS else option.slot_bits
+        widths = ",".join(str(width) for width in range(narrowest, option.widest + 1))
         return shlex.join(["vllm-ndp", "quantize", self.source.served_as, "--out", REPLICAS, "--bits", widths])
 
     def serve_line(self) -> str:
@@ -58,9 +62,12 @@ class Proposal:
     def serve_options(self) -> list[str]:
         """Options of `vllm serve` for the recommended way."""
         option, demand, machine = self.ways[0].option, self.sizing.demand, self.sizing.machine
+        num_experts = self.sizing.model.num_experts
         settings: dict[str, Any] = {"replicas": REPLICAS, "hot_experts": option.num_hot, "avg_bits": option.avg_bits}
-        if 0 < option.num_hot < self.sizing.model.num_experts and option.widest < DEFAULT_OFFLOAD_BITS:
-            settings["debug"] = {"offload_bits": option.widest}
+        if machine.gpu_bytes is None:
+            settings |= settings_of(option, num_experts)
+        if 0 < option.num_hot < num_experts and option.widest < DEFAULT_OFFLOAD_BITS:
+            settings["debug"] = settings.get("debug", {}) | {"offload_bits": option.widest}
         words = ["--quantization", "ndp", "--dtype", self.sizing.model.dtype]
         words += ["--max-model-len", str(demand.context), "--max-num-seqs", str(demand.batch)]
         words += ["--max-num-batched-tokens", str(max(demand.step_tokens, demand.batch))]
@@ -82,6 +89,7 @@ class Proposal:
             "dtype": model.dtype,
             "parameters": model.num_parameters,
             "checkpoint_bytes": sizing.checkpoint_bytes,
+            "stored_bytes": self.source.stored_bytes,
             "kv_bytes_per_request": sizing.kv_per_request,
             "context": sizing.demand.context,
             "batch": sizing.demand.batch,
@@ -101,6 +109,7 @@ class Proposal:
         return {
             "hot_experts": option.num_hot,
             "widest_bits": option.widest,
+            "slot_bits": option.slot_bits,
             "avg_bits": option.avg_bits,
             "gpu_bytes": dict(option.gpu),
             "host_bytes": dict(option.host),
@@ -128,10 +137,11 @@ def propose(
         options = sizing.require()
     ways = []
     for option in options:
-        speed = simulated(costs, option.num_hot, option.avg_bits, sizing.demand.batch, sizing.demand.context)
+        of_slots = replace(costs, slot_bits=option.slot_bits)
+        speed = simulated(of_slots, option.num_hot, option.avg_bits, sizing.demand.batch, sizing.demand.context)
         known = measured is not None and sizing.machine.gpu_bytes is None and round(option.avg_bits) == measured.bits
         step_s = None
         if known and measured is not None:
-            step_s = measured.decode_step_s(sizing.model, option.num_hot, sizing.other_weights)
+            step_s = decode_step_s(sizing, option, measured)
         ways.append(Way(option, speed, step_s))
     return Proposal(source, sizing, costs.hardware.preset, ways, measured)

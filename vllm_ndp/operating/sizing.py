@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
-from ndp_device.common.widths import WIDTHS, default_group_size
+from ndp_device.common.widths import FULL_PRECISION_BITS, WIDTHS, default_group_size
 from ndp_device.timing.shapes import expert_bytes
 from ndp_device.timing.units import ceil_div
 from vllm_ndp.cost_model.memory import STAGED_EXPERTS
@@ -86,10 +86,13 @@ class Demand:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to serve: K hot experts per layer, replicas of up to `widest` bits."""
+    """One way to serve: K hot experts per layer, replicas of up to `widest` bits; or every expert at `widest` bits in
+    slots of the engine's own, which prompts use too."""
 
     num_hot: int
     widest: int
+    slot_bits: int
+    """Bits of hot experts; 16: the checkpoint's."""
     gpu: Mapping[str, int]
     """Part -> bytes; empty without a GPU."""
     host: Mapping[str, int]
@@ -171,13 +174,14 @@ class Sizing:
     def hot(self, num_hot: int) -> int:
         return self.model.num_layers * num_hot * self.model.expert_bytes
 
-    def replicas(self, widest: int) -> int:
-        """Bytes of all replicas as `vllm-ndp quantize` nests them: bit planes once, scales and offsets per width."""
+    def replicas(self, widest: int, widths: Sequence[int] = WIDTHS) -> int:
+        """Bytes of all replicas as `vllm-ndp quantize` nests them: bit planes once, scales and offsets for each of the
+        widths up to the widest."""
         model, (hidden, inner) = self.model, (self.model.hidden_size, self.model.intermediate_size)
         group = default_group_size(hidden, inner)
         codes = expert_bytes(hidden, inner, widest, group, scales=False)
         scales = expert_bytes(hidden, inner, widest, group) - codes
-        return model.num_layers * model.num_experts * (codes + scales * len([w for w in WIDTHS if w <= widest]))
+        return model.num_layers * model.num_experts * (codes + scales * len([w for w in widths if w <= widest]))
 
     # -- what fits ----------------------------------------------------------------------------------------------------
 
@@ -199,9 +203,20 @@ class Sizing:
         return machine.host_bytes if machine.gpu_bytes is None else int(machine.gpu_bytes * machine.gpu_share)
 
     def option(self, num_hot: int, widest: int) -> Option | None:
-        """The parts of this K and width, or None where they do not fit."""
-        engine = {"hot experts": self.hot(num_hot), **self._engine}
-        host = {"server": SERVER_BYTES, "worker": ENGINE_BYTES, "device": DEVICE_BYTES + self.replicas(widest)}
+        """The parts of this K in full precision and of replicas of this width, or None where they do not fit."""
+        hot = {"hot experts": self.hot(num_hot)}
+        return self._option(num_hot, widest, FULL_PRECISION_BITS, hot, self.replicas(widest))
+
+    def in_slots(self, bits: int) -> Option | None:
+        """The parts of every expert at this width in slots, beside a device without work."""
+        num_experts = self.model.num_experts
+        return self._option(num_experts, bits, bits, {"experts in slots": self.replicas(bits, (bits,))}, 0)
+
+    def _option(
+        self, num_hot: int, widest: int, slot_bits: int, slots: Mapping[str, int], on_device: int
+    ) -> Option | None:
+        engine = {**slots, **self._engine}
+        host = {"server": SERVER_BYTES, "worker": ENGINE_BYTES, "device": DEVICE_BYTES + on_device}
         gpu = {} if self.machine.gpu_bytes is None else {"program": GPU_PROGRAM_BYTES, **engine}
         if not gpu:
             host |= engine
@@ -213,6 +228,7 @@ class Sizing:
         return Option(
             num_hot=num_hot,
             widest=widest,
+            slot_bits=slot_bits,
             gpu=gpu,
             host=host,
             kv_tokens_left=free_here // max(per_token, 1),
@@ -221,21 +237,26 @@ class Sizing:
 
     @property
     def most_hot(self) -> int:
-        """Most hot experts per layer that pay off, whatever the memory.
+        """Most hot experts per layer in full precision that pay off, whatever the memory.
 
-        On a GPU all. On a CPU low-bit experts are the faster ones, so none, unless a measurement says otherwise. Then
-        half of the experts, the plugin's default, within the limit of vLLM's kernel.
+        On a GPU all. On a CPU half of the experts, the plugin's default, within the limit of vLLM's kernel.
         """
         if self.machine.gpu_bytes is not None:
             return self.model.num_experts
-        if not self.hot_is_faster:
-            return 0
         elements = 2 * self.model.intermediate_size * self.model.hidden_size
         return min(self.model.num_experts // 2, (CPU_KERNEL_ELEMENTS - 1) // elements)
 
     def options(self) -> Iterator[Option]:
-        """For each width, from the widest down, the most hot experts that fit."""
+        """For each width, from the widest down: the most hot experts that fit; or every expert in slots.
+
+        On a CPU low-bit experts are the faster ones, unless a measurement says otherwise. In slots prompts compute them
+        as decode does. Beside a device a prompt would read every expert's full precision from the checkpoint.
+        """
         for widest in reversed(WIDTHS):
+            if self.machine.gpu_bytes is None and not self.hot_is_faster:
+                if (in_slots := self.in_slots(widest)) is not None:
+                    yield in_slots
+                continue
             smallest = self.option(0, widest)
             if smallest is None:
                 continue
@@ -250,7 +271,7 @@ class Sizing:
         if found := list(self.options()):
             return found
         fixed = sum(self._engine.values())
-        narrow = DEVICE_BYTES + self.replicas(WIDTHS[0])
+        narrow = DEVICE_BYTES + self.replicas(WIDTHS[0], (WIDTHS[0],))
         programs = SERVER_BYTES + ENGINE_BYTES
         if self.machine.gpu_bytes is None:
             needs = [("host", fixed + narrow + programs, self._room)]
@@ -261,7 +282,7 @@ class Sizing:
             ]
         place, need, room = next(one for one in needs if one[1] > one[2])
         raise ConfigError(
-            f"{self.model.name} does not fit: without a hot expert and at {WIDTHS[0]} bit it needs "
+            f"{self.model.name} does not fit: with every expert at {WIDTHS[0]} bit it needs "
             f"{need / GB:.1f} GB of {place} memory, of which {room / GB:.1f} GB may be used: take a smaller --context "
             "or --batch, or more memory"
         )
@@ -295,6 +316,8 @@ class Sizing:
     def moved(self, option: Option) -> dict[str, int]:
         """Bytes that cross from the checkpoint to where the model runs: at start-up, and for a new prompt at most."""
         model, cold = self.model, self.model.num_experts - option.num_hot
+        if option.slot_bits != FULL_PRECISION_BITS:
+            return {"read at start-up": self.other_weights + option.host["experts in slots"]}
         return {
             "read at start-up": self.other_weights + self.hot(option.num_hot),
             "streamed by a long prompt": model.num_layers * cold * model.expert_bytes,

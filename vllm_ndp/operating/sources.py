@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ndp_device.checkpoint.files import read_config
-from ndp_device.checkpoint.headers import MAX_LISTING_BYTES, has_weights
+from ndp_device.checkpoint.headers import MAX_LISTING_BYTES, has_weights, weight_files
 from ndp_device.checkpoint.spellings import text_config
 from ndp_device.common import strict_json
 from ndp_device.common.errors import ConfigError
@@ -31,6 +31,8 @@ class CheckpointSource:
     """A directory or an id: what stands after `vllm serve`."""
     read_from: str
     """For people: what the sizes were taken from."""
+    stored_bytes: int | None = None
+    """Of its files; None where there are none."""
 
 
 def source_named(name: str) -> CheckpointSource:
@@ -43,7 +45,9 @@ def source_named(name: str) -> CheckpointSource:
             _of_config(path.resolve().name, path / "config.json"), name, f"{path / 'config.json'} alone"
         )
     if path.is_dir():
-        return CheckpointSource(_as_served(model_named(name)), name, "config.json and the headers of its tensors")
+        stored = sum(file.stat().st_size for file in weight_files(path))
+        read_from = "config.json and the headers of its tensors"
+        return CheckpointSource(_as_served(model_named(name)), name, read_from, stored)
     if name in SHAPES:
         return CheckpointSource(SHAPES[name], PUBLIC_MODELS[name].source, "its published sizes")
     known = {model.source.lower(): shape for shape, model in PUBLIC_MODELS.items()}

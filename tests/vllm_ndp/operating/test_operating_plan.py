@@ -23,7 +23,7 @@ from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.operating.proposal import propose
 from vllm_ndp.operating.sizing import GB, KV_BLOCK, Demand, MachineSize, Sizing, human, parse_bytes
 from vllm_ndp.operating.sources import CheckpointSource, source_named
-from vllm_ndp.operating.speed import Measured, simulated
+from vllm_ndp.operating.speed import LAYER_S, Measured, simulated
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
 TINY = ROOT / "models" / "tiny-mixtral"
@@ -72,7 +72,10 @@ def test_one_hot_expert_more_never_fits_and_options_differ_in_width() -> None:
         found = list(sizing.options())
         assert [one.widest for one in found] == sorted({one.widest for one in found}, reverse=True)
         for one in found:
-            assert one.num_hot == sizing.most_hot or sizing.option(one.num_hot + 1, one.widest) is None
+            if one.slot_bits < 16:
+                assert (one.num_hot, one.slot_bits) == (sizing.model.num_experts, one.widest)
+            else:
+                assert one.num_hot == sizing.most_hot or sizing.option(one.num_hot + 1, one.widest) is None
 
 
 def test_narrower_replicas_are_proposed_where_the_host_has_no_room_for_wide_ones() -> None:
@@ -206,9 +209,9 @@ def test_expected_simulated_speed_is_that_of_a_replay_with_even_routing(model: s
 
 def test_measured_time_is_what_is_read_and_what_the_kernel_takes() -> None:
     """4 layers x 2 of 8 experts; half are hot: 4 hot reads of 196608 bytes at 1 GB/s, 4 cold ones of 1 ms."""
-    measured = Measured(read_bytes_per_s=1e9, expert_s=1e-3, bits=3, isa="any")
+    measured = Measured(1e9, expert_s=1e-3, expert_rows_s=2e-3, linear_bytes_per_s=1e9, bits=3, isa="any")
     model = source_named(str(TINY)).model
-    assert measured.decode_step_s(model, 4, 1_000_000) == pytest.approx(1e-3 + 4 * 196608e-9 + 4e-3)
+    assert measured.decode_step_s(model, 4, 1e-3) == pytest.approx(1e-3 + 4 * 196608e-9 + 4e-3 + 4 * LAYER_S)
 
 
 # -- the lines that start it -------------------------------------------------------------------------------------------
@@ -234,7 +237,8 @@ def test_the_serve_line_holds_settings_that_the_plugin_accepts(name: str, gpu: i
     assert settings.resolve_hot_experts(num_experts) == best.num_hot
     assert settings.resolve_offload_bits(num_experts) <= best.widest
     assert settings.avg_bits <= best.widest
-    assert f"--bits {','.join(map(str, range(1, best.widest + 1)))}" in proposed.quantize_line()
+    widths = range(1 if best.slot_bits == 16 else best.widest, best.widest + 1)
+    assert f"--bits {','.join(map(str, widths))}" in proposed.quantize_line()
 
 
 def test_on_a_cpu_the_kv_cache_is_the_demand_and_one_block() -> None:
@@ -246,7 +250,9 @@ def test_on_a_cpu_the_kv_cache_is_the_demand_and_one_block() -> None:
 def test_the_two_clocks_of_a_proposal_have_names_of_their_own() -> None:
     source = source_named(str(TINY))
     sizing = Sizing(source.model, MachineSize(8 * GB), Demand())
-    probed = propose(source, sizing, Costs(load_hardware(), source.model), lambda bits: Measured(1e10, 1e-5, bits, "x"))
+    probed = propose(
+        source, sizing, Costs(load_hardware(), source.model), lambda bits: Measured(1e10, 1e-5, 2e-5, 1e10, bits, "x")
+    )
     way = probed.as_dict()["ways"][0]
     assert way["measured_tpot_ms_at_best"] > 0 < way["simulated_tpot_us"]
     assert json.loads(json.dumps(probed.as_dict())) == probed.as_dict()
