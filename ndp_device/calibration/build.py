@@ -133,8 +133,7 @@ def build_calibrated(
     shrink: how far the solver distrusts the text (calibrated.shrunk); for subjects that the text does not cover.
     """
     from ndp_device.calibration import auto_gptq, calibrated, gptq, memory, streamed
-    from ndp_device.calibration.pretrained import load_config, load_tokenizer
-    from ndp_device.calibration.text import HELD_OUT_EVERY, CalibrationText
+    from ndp_device.calibration.text import HELD_OUT_EVERY, CalibrationText, load_config, load_tokenizer
 
     if solver not in get_args(SolverName):
         raise ConfigError(f"solver must be one of {', '.join(get_args(SolverName))}, got {solver!r}")
@@ -250,8 +249,7 @@ def build_tuned(
 
     from ndp_device.calibration import calibrated
     from ndp_device.calibration.loss_table import expert_losses
-    from ndp_device.calibration.pretrained import load_config, load_tokenizer
-    from ndp_device.calibration.text import HELD_OUT_EVERY, CalibrationText
+    from ndp_device.calibration.text import HELD_OUT_EVERY, CalibrationText, load_config, load_tokenizer
 
     if steps < 1:
         raise ConfigError(f"steps must be 1 or more, got {steps}")

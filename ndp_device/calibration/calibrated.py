@@ -2,7 +2,7 @@
 
 gate and up read the same input, so they are one matrix with one Hessian and one column order. The column order of down
 costs nothing at run time: it becomes the row order of gate and up. An expert that few tokens reached borrows from its
-layer, see hessian.py. Rows are taken in blocks, so that memory does not grow with the text.
+layer, see gptq.py. Rows are taken in blocks, so that memory does not grow with the text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ndp_device.calibration import auto_gptq, gptq
-from ndp_device.calibration.hessian import blend, own_weight, second_moment
+from ndp_device.calibration.gptq import blend, own_weight, second_moment
 from ndp_device.calibration.loss_table import expert_losses
 from ndp_device.calibration.rounded import round_to_bytes
 from ndp_device.common.activation import SILU, Activation

@@ -24,7 +24,7 @@ import transformers
 from torch import Tensor
 
 from ndp_device.calibration.calibrated import RoutedInputs
-from ndp_device.calibration.pretrained import load_config
+from ndp_device.calibration.text import load_config
 from ndp_device.common.errors import ConfigError
 
 _DECODER_LAYER = re.compile(r"(?:^|.*\.)layers\.\d+(?=\.)")

@@ -20,9 +20,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from ndp_device.checkpoint.activations import activation_of
 from ndp_device.checkpoint.headers import TensorInfo
-from ndp_device.checkpoint.spellings import SPELLINGS, Spellings, first_of, keys_about, keys_about_experts, text_config
+from ndp_device.checkpoint.spellings import (
+    SPELLINGS,
+    Spellings,
+    activation_of,
+    first_of,
+    keys_about,
+    keys_about_experts,
+    text_config,
+)
 from ndp_device.common.activation import SILU, Activation
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.model_shape import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH

@@ -19,7 +19,7 @@ from paths import MODEL
 
 from ndp_device.calibration import auto_gptq, calibrated, gptq
 from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated
-from ndp_device.calibration.hessian import second_moment
+from ndp_device.calibration.gptq import second_moment
 from ndp_device.calibration.loss_table import expert_losses
 from ndp_device.calibration.text import CalibrationText, file_digest
 from ndp_device.checkpoint.files import model_digest

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ndp_device.calibration import data_free, gptq
-from ndp_device.calibration.hessian import blend, inverse_factor, own_weight, second_moment
+from ndp_device.calibration.gptq import blend, inverse_factor, own_weight, second_moment
 from ndp_device.experts.expert import QuantizedMatrix
 from ndp_device.experts.packing import pack, unpack
 from ndp_device.kernels.reference import dequantize

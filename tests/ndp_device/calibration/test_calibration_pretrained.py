@@ -11,7 +11,7 @@ import pytest
 from paths import ROOT
 
 from ndp_device.calibration.build import build_calibrated
-from ndp_device.calibration.pretrained import load_config, load_tokenizer
+from ndp_device.calibration.text import load_config, load_tokenizer
 from ndp_device.common.errors import ConfigError
 
 MODEL = ROOT / "models" / "tiny-mixtral"

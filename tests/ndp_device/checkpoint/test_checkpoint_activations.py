@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ndp_device.checkpoint.activations import activation_of
+from ndp_device.checkpoint.spellings import activation_of
 from ndp_device.common.activation import GELU_TANH, GPT_OSS, SILU, Activation
 from ndp_device.common.errors import ConfigError
 
