@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MODEL, REPLICAS
+from engines import MODEL, PROMPTS, REPLICAS, ROOT, engine, greedy
 from test_integration_refusals import configure
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.operating import speed
 from vllm_ndp.operating.sizing import KV_BLOCK
 from vllm_ndp.operating.sources import source_named
 from vllm_ndp.operating.speed import simulated
@@ -86,16 +90,16 @@ def bits_at(tokens_per_s: object, **others: Any) -> float:
 def test_a_speed_becomes_the_most_bits_that_reach_it(capfd: pytest.CaptureFixture[str]) -> None:
     costs = Costs(load_hardware("h100-ndp512"), source_named(str(MODEL)).model)
 
-    def speed(bits: float) -> float:
+    def tokens_per_s(bits: float) -> float:
         return simulated(costs, 2, bits, 1, 128).decode_tokens_per_s
 
-    assert speed(4.0) < speed(2.5) < speed(1.0)
-    assert bits_at(speed(4.0) * 0.9) == 4.0
-    assert bits_at(speed(2.5)) == 2.5
-    assert bits_at((speed(2.5) + speed(2.75)) / 2) == 2.5
+    assert tokens_per_s(4.0) < tokens_per_s(2.5) < tokens_per_s(1.0)
+    assert bits_at(tokens_per_s(4.0) * 0.9) == 4.0
+    assert bits_at(tokens_per_s(2.5)) == 2.5
+    assert bits_at((tokens_per_s(2.5) + tokens_per_s(2.75)) / 2) == 2.5
     assert said(capfd)[-1].startswith("avg_bits 2.5: the most that reach ")
     with pytest.raises(ConfigError, match=r"and 1 bit with 2 hot experts per layer reaches \d+: ask for less, or for"):
-        bits_at(speed(1.0) * 1.1)
+        bits_at(tokens_per_s(1.0) * 1.1)
 
 
 @pytest.mark.parametrize("wanted", ["fast", 0, True, float("inf")])
@@ -107,3 +111,30 @@ def test_a_speed_that_is_no_number_is_refused(wanted: object) -> None:
 def test_a_speed_beside_a_joint_plan_is_refused() -> None:
     with pytest.raises(ConfigError, match="asks for a speed beside 'plan' 'joint': use 'fixed'"):
         bits_at(100, plan="joint")
+
+
+def test_a_prompt_of_a_server_that_sized_itself_reads_no_expert_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt-oss in MXFP4, where a prompt decoded every expert from the checkpoint, one after the other."""
+    from ndp_device.replicas.checkpoint import CheckpointExperts
+    from ndp_device.replicas.format import read_manifest
+
+    maker = ROOT / "tests" / "checkpoints" / "make_quantized_models.py"
+    subprocess.run([sys.executable, maker, tmp_path, "gpt_oss-mxfp4"], check=True, capture_output=True, timeout=600)
+    slow_reads = speed.Measured(1e6, expert_s=1e-6, expert_rows_s=1e-5, linear_bytes_per_s=1e9, bits=4, isa="any")
+    monkeypatch.setattr(speed, "measure", lambda *_: slow_reads)  # as of experts that are not tiny
+    monkeypatch.setenv("NDP_CACHE_DIR", str(tmp_path / "cache"))
+    read: list[tuple[int, int]] = []
+    take = CheckpointExperts.expert
+    monkeypatch.setattr(CheckpointExperts, "expert", lambda self, *which: read.append(which) or take(self, *which))
+    with engine(tmp_path / "gpt_oss-mxfp4", settings={"hardware": None}, dtype="bfloat16") as llm:
+        status = llm.collective_rpc("ndp_status")[0]
+        assert status["slot_bits"] == status["avg_bits"] == 4
+        assert status["cold_experts"] == 0
+        assert read  # the replicas were made of them
+        read.clear()
+        greedy(llm, [PROMPTS[0] * 4, PROMPTS[1]], 8)
+        assert read == []
+    (replicas,) = (tmp_path / "cache" / "replicas").iterdir()
+    assert read_manifest(replicas).bits == (4,)
