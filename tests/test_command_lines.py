@@ -274,6 +274,15 @@ def test_no_file_is_written_over_whatever_its_ending_and_no_pipe_is_waited_for(
         assert name == "pipe" or (tmp_path / name).read_text() == "mine"
 
 
+@pytest.mark.parametrize("second", ["same.csv", "./same.csv", "same.csv/below.html"])
+def test_two_outputs_of_one_command_are_two_places(second: str, tmp_path: Path) -> None:
+    """By any name; nor does one lie in the other."""
+    done = run("vllm-ndp", "compare", TRACE, "--out", str(tmp_path / "same.csv"), "--html", f"{tmp_path}/{second}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "is where two outputs would be written: give each a place of its own" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["config.json", "manifest.json"])
 def test_no_file_is_written_among_the_files_of_a_set(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("{}")

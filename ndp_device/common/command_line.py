@@ -259,7 +259,7 @@ def _check_paths(values: Mapping[str, Any], outputs: Mapping[str, Output]) -> No
     """Every other path is read, and so is a checkpoint that may be named by an id as well."""
     given = [one for name, value in values.items() if name not in outputs for one in _each(value)]
     read = [Path(one) for one in given if isinstance(one, Path) or Path(one, "config.json").exists()]
-    check_outputs({values[name]: mark for name, mark in outputs.items() if values[name] is not None}, read)
+    check_outputs([(values[name], mark) for name, mark in outputs.items() if values[name] is not None], read)
 
 
 def _each(value: Any) -> list[Path | str]:

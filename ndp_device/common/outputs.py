@@ -5,7 +5,7 @@ Knows paths and names. Does not know commands: a command marks its parameters wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -43,11 +43,14 @@ def require_own_folder(folder: Path, output: Output = A_NEW_FOLDER) -> None:
             )
 
 
-def check_outputs(outputs: Mapping[Path, Output], inputs: Iterable[Path]) -> None:
-    """Raise ConfigError where an output is, or lies in, one of the inputs, or cannot be written."""
-    read = {path.resolve(): path for path in inputs}
-    for path, output in outputs.items():
-        place = path.resolve()
+def check_outputs(outputs: Iterable[tuple[Path, Output]], inputs: Iterable[Path]) -> None:
+    """Raise ConfigError where an output is, or lies in, an input or another output, or cannot be written."""
+    read, asked = {path.resolve(): path for path in inputs}, list(outputs)
+    written = [path.resolve() for path, _ in asked]
+    for number, (path, output) in enumerate(asked):
+        place = written[number]
+        if {place, *place.parents} & {*written[:number], *written[number + 1 :]}:
+            raise ConfigError(f"{path} is where two outputs would be written: give each a place of its own")
         if within := next((read[one] for one in (place, *place.parents) if one in read), None):
             raise ConfigError(f"{path} would be written into {within}, which is read: give a place outside of it")
         if output.files is not None:

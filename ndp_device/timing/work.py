@@ -39,9 +39,10 @@ class ExpertWork:
     def __post_init__(self) -> None:
         if self.bits not in PLAN_BITS:
             raise ConfigError(f"bits of an expert must be one of {sorted(PLAN_BITS)}, got {self.bits}")
-        for field in ("layer", "expert", "tokens", "dram_bytes"):
-            if getattr(self, field) < 0:
-                raise ConfigError(f"{field} of an expert must not be negative, got {getattr(self, field)}")
+        if min(sizes := (self.layer, self.expert, self.tokens, self.dram_bytes)) < 0:
+            named = dict(zip(("layer", "expert", "tokens", "dram_bytes"), sizes, strict=True))
+            name = min(named, key=lambda one: named[one] >= 0)
+            raise ConfigError(f"{name} of an expert must not be negative, got {named[name]}")
 
 
 @dataclass(frozen=True)

@@ -277,7 +277,7 @@ def _make_dynande(path: Path) -> None:
 
 
 def _make_settings(path: Path) -> None:
-    policy_options = {"alpha": 0.5, "bit_rule": "importance", "batch_rule": "sum", "seed": 1, "prior_tokens": 4.0}
+    policy_options = {"alpha": 0.5, "bit_rule": "importance", "seed": 1, "prior_tokens": 4.0}
     path.write_text(
         json.dumps(
             {

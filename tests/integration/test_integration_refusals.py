@@ -46,7 +46,7 @@ def configure(model: Path = MODEL, *, additional_config: dict[str, Any] | None =
         ({"policy": "prefil"}, "did you mean 'prefill'?"),
         (
             {"policy_options": {"batchrule": "sum"}},
-            "policy 'prefill' has no option 'batchrule': known are alpha, batch_rule",
+            "policy 'prefill' has no option 'batchrule': known are alpha, bit_rule",
         ),
         ({"replicas": "/no/such/directory"}, "holds no replicas"),
         ({"record": "/dev/null/trace"}, "no trace can be written to /dev/null/trace: Not a directory; choose a"),

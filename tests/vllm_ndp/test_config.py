@@ -167,7 +167,7 @@ def test_where_no_request_has_bits_of_its_own_bits_are_dealt_to_experts_over_lay
         ({"alpha": -0.1}, r"alpha must lie in 0\.\.1, got -0\.1"),
         ({"bit_rule": "mean"}, "bit_rule must be one of"),
         ({"losses": "mse"}, "losses must be one of"),
-        ({"stickiness": 2}, "policy 'prefill' has no option 'stickiness': known are alpha, batch_rule"),
+        ({"stickiness": 2}, "policy 'prefill' has no option 'stickiness': known are alpha, bit_rule"),
     ],
 )
 def test_an_option_that_the_policy_does_not_take_is_refused(options: dict[str, Any], sentence: str):

@@ -166,7 +166,6 @@ class Replays:
         self._budget = Budget(num_hot, settings.avg_bits)
         told = {
             "bit_rule": settings.bit_rule or usual_bit_rule(settings.bits_for),
-            "batch_rule": settings.batch_rule,
             "seed": settings.seed,
             "prior": workload.prior,
             "prior_tokens": settings.prior_tokens,

@@ -122,9 +122,6 @@ class CompareSettings:
             help="request: bits of each request alone; batch: the same for all that run; auto: by how many run."
         ),
     ] = "auto"
-    batch_rule: Annotated[
-        str, typer.Option(help="How scores of a batch become one hot set: sum, max, tokens or fairness.")
-    ] = "sum"
     migration: Annotated[str, typer.Option(help="kept: what a prefill streamed stays; difference.")] = "kept"
     prior_tokens: Annotated[float, typer.Option(help="How many prompt tokens the prior is worth.")] = 16.0
     policy_options: PolicyOptions = field(default_factory=dict)

@@ -286,7 +286,7 @@ def work_of(
     tokens: dict[tuple[int, int], int] = {}
     for expert, width in zip(experts, bits, strict=True):
         tokens[expert, width] = tokens.get((expert, width), 0) + 1
-    num_rows = len(np.unique(rows))
+    num_rows = len(set(rows.tolist()))
     bytes_in, bytes_out = execute_bytes(num_rows, len(rows), shape.hidden_size, held.activation_bytes)
     return Work(
         hidden_size=shape.hidden_size,

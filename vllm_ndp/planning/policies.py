@@ -38,7 +38,7 @@ from vllm_ndp.planning.bitwidths import (
     uniform_bitwidths,
 )
 from vllm_ndp.planning.importance import PAPER_ALPHA, ImportanceScore, calibrated, importance, repeats
-from vllm_ndp.planning.placement import BATCH_RULES
+from vllm_ndp.planning.placement import by_sum
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement
 from vllm_ndp.planning.stats import RoutingStats
 
@@ -83,8 +83,6 @@ class PolicySettings:
     `uniform`, `full`: no choice. The plugin names `pairs` where requests have bits of their own (config.py)."""
     losses: str = "relative"
     """Losses of replicas that bits are chosen by: `relative` to the expert's own output, or `absolute`."""
-    batch_rule: str = "sum"
-    """How scores of a batch become one hot set."""
     seed: int = 0
     """Seed of the policy `random`."""
     prior: ImportanceScore | None = field(default=None, repr=False)
@@ -106,7 +104,6 @@ class PolicySettings:
             raise ConfigError(f"prior must be the path of a .npy file, got {self.prior!r}")
         _known("bit_rule", self.bit_rule, BIT_RULES)
         _known("losses", self.losses, LOSSES)
-        _known("batch_rule", self.batch_rule, BATCH_RULES)
 
     def prior_for(self, stats: RoutingStats) -> ImportanceScore | None:
         """The prior of the layers that the statistics are about."""
@@ -135,7 +132,7 @@ class ScoredPolicy:
         return replace(score, weights=stats.weights) if deals_bits and self.settings.bit_rule == OF_PAIRS else score
 
     def place(self, scores: Sequence[ImportanceScore], current: Placement | None, budget: Budget) -> Placement:
-        return BATCH_RULES[self.settings.batch_rule](scores, budget.num_hot)
+        return by_sum(scores, budget.num_hot)
 
     def assign(self, score: ImportanceScore, placement: Placement, loss: LossTable, budget: Budget) -> BitwidthPlan:
         if self.settings.bit_rule == "full":

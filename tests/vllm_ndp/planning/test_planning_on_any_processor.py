@@ -20,7 +20,7 @@ from vllm_ndp.planning.drift import DriftRules, DriftWatch
 from vllm_ndp.planning.importance import ImportanceScore, importance, repeats
 from vllm_ndp.planning.joint import least_loss, least_time
 from vllm_ndp.planning.joint_problem import Choice, JointProblem
-from vllm_ndp.planning.placement import BATCH_RULES, top_experts
+from vllm_ndp.planning.placement import by_sum, top_experts
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.stats import RoutingStats
 
@@ -71,7 +71,7 @@ def decisions() -> dict[str, str]:
     return {
         "scores": digest(*[score.values for score in scores]),
         "repeats": digest([repeats(each, scores[0]) for each in stats]),
-        **{f"hot by {name}": digest(rule(scores, 5).hot) for name, rule in BATCH_RULES.items()},
+        "hot": digest(by_sum(scores, 5).hot),
         "bits": digest(select_bitwidths(scores[0], hot, loss, budget).bits),
         "bits over layers": digest(bits_over_layers(scores[0], hot, loss, budget).bits),
         "copies": digest(copies.held, copies.loads(load), *rebalance(copies, load[::-1], 8)[1:]),

@@ -117,8 +117,8 @@ def test_an_unknown_name_is_answered_with_the_nearest_known_one():
         load_policy("prefil_prior")
     with pytest.raises(ConfigError, match="did you mean 'importance'"):
         PolicySettings(bit_rule="importence")
-    with pytest.raises(ConfigError, match="did you mean 'fairness'"):
-        PolicySettings(batch_rule="fair")
+    with pytest.raises(ConfigError, match="did you mean 'relative'"):
+        PolicySettings(losses="relativ")
 
 
 @pytest.mark.parametrize("name", ["static", "prefill_prior"])

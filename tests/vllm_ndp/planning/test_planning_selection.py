@@ -25,7 +25,7 @@ from vllm_ndp.planning.bitwidths import (
     verdict_on_loss,
 )
 from vllm_ndp.planning.importance import ImportanceScore, importance
-from vllm_ndp.planning.placement import BATCH_RULES, by_fairness, by_max, by_sum, by_tokens, top_experts
+from vllm_ndp.planning.placement import by_sum, top_experts
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan
 from vllm_ndp.planning.policies import PolicySettings, ScoredPolicy
 from vllm_ndp.planning.stats import RoutingStats
@@ -172,38 +172,20 @@ def test_uniform_bits_give_what_is_left_over_to_the_lower_ids():
 
 def test_equal_importance_goes_to_the_lower_id():
     assert top_experts(np.full((1, 4), 0.25), 2).hot.tolist() == [[True, True, False, False]]
-    assert by_fairness([ImportanceScore(np.full((1, 4), 0.25))], 2).hot.tolist() == [[True, True, False, False]]
 
 
-@pytest.mark.parametrize("rule", BATCH_RULES)
-def test_with_one_request_every_batch_rule_is_the_papers_top_k(rule):
-    score, _ = random_model(7, 3, 8)
-    for num_hot in range(9):
-        expected = np.sort(score.values, axis=1)[:, 8 - num_hot :].sum()
-        hot = BATCH_RULES[rule]([score], num_hot).hot
-        assert (hot.sum(axis=1) == num_hot).all()
-        assert score.values[hot].sum() == pytest.approx(expected)
+def test_the_hot_set_of_a_batch_has_the_largest_sums():
+    """Two requests agree mildly on expert 0 (.4 + .4); sums .8, .6, .7, .9. With one request it is its own top K."""
+    scores = [ImportanceScore(np.array([row])) for row in ([0.4, 0.6, 0, 0], [0.4, 0, 0, 0.6], [0, 0, 0.7, 0.3])]
+    assert np.flatnonzero(by_sum(scores, 2).hot[0]).tolist() == [0, 3]
+    assert np.flatnonzero(by_sum(scores[:1], 2).hot[0]).tolist() == [0, 1]
 
 
-def test_batch_rules_differ_where_requests_disagree():
-    """Two requests agree mildly on expert 0 (.4 + .4); the long third one lives on expert 2."""
-    crowd = ImportanceScore(np.array([[0.4, 0.6, 0.0, 0.0]]), 10)
-    other = ImportanceScore(np.array([[0.4, 0.0, 0.0, 0.6]]), 10)
-    long = ImportanceScore(np.array([[0.0, 0.0, 0.7, 0.3]]), 1000)
-    scores = [crowd, other, long]
-    assert np.flatnonzero(by_sum(scores, 1).hot[0]).tolist() == [3]  # .8, .6, .7, .9
-    assert np.flatnonzero(by_max(scores, 1).hot[0]).tolist() == [2]
-    assert np.flatnonzero(by_tokens(scores, 1).hot[0]).tolist() == [2]
-    covered = [score.values[by_fairness(scores, 2).hot].sum() for score in scores]
-    assert min(covered) >= 0.3
-
-
-@pytest.mark.parametrize("rule", BATCH_RULES)
 @pytest.mark.parametrize("num_hot", [-1, 9])
-def test_more_hot_experts_than_the_model_has_are_refused(rule, num_hot):
+def test_more_hot_experts_than_the_model_has_are_refused(num_hot):
     score, _ = random_model(0, 2, 8)
     with pytest.raises(ConfigError, match=r"0\.\.8"):
-        BATCH_RULES[rule]([score], num_hot)
+        by_sum([score], num_hot)
 
 
 def test_a_loss_table_that_rises_with_bits_is_refused_by_name_and_from_measured_mends_it():

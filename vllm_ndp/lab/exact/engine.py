@@ -27,7 +27,7 @@ from vllm_ndp.layer import account
 from vllm_ndp.layer.devices import Alive, HeldExperts, slowest, work_of
 from vllm_ndp.layer.run import Run
 from vllm_ndp.layer.setup import Setup
-from vllm_ndp.layer.split import Split, SplitRules, Splitter
+from vllm_ndp.layer.split import Split, SplitRules
 from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.owners import Owners
@@ -106,6 +106,7 @@ class Engine:
         self._idle_device = DeviceModel(self.hardware)  # for what decode rows alone would have taken there
         self._decode_splitter = self.run.make_splitter(top_k, SplitRules())  # of decode rows alone
         self._activate()
+        self._rejects = bool((trace.phase == REJECTED).any())
         self._ending: list[int] = []  # their prefill ends in the running step
         self._timings: list[Timing | None] = []
         self.requests = [RequestState(int(n)) for n in trace.prompt_len]
@@ -191,14 +192,14 @@ class Engine:
         """The step's time, and what it would have been for its decode rows alone."""
         trace = self.trace
         owner, positions = trace.request[rows].astype(np.int64), trace.position[rows].astype(np.int64)
-        numbers, places = np.unique(owner, return_inverse=True)
-        request_of: NDArray[np.int32] = places.astype(np.int32)
-        first, last = np.full(len(numbers), positions.max()), np.zeros(len(numbers), np.int64)
-        np.minimum.at(first, request_of, positions)
-        np.maximum.at(last, request_of, positions)
-        spans = {
-            r: (start, end + 1) for r, start, end in zip(*(a.tolist() for a in (numbers, first, last)), strict=True)
-        }
+        owners = owner.tolist()
+        found: dict[int, tuple[int, int]] = {}
+        for r, at in zip(owners, positions.tolist(), strict=True):  # numpy takes longer for the few rows of decode
+            start, end = found.get(r, (at, 0))
+            found[r] = min(start, at), max(end, at + 1)
+        spans = dict(sorted(found.items()))
+        numbers = {r: place for place, r in enumerate(spans)}
+        request_of = np.array([numbers[r] for r in owners], np.int32)
         ends = {r: end for r, (_, end) in spans.items()}
         prefilled = np.array([self.requests[r].prefilled for r in ends])
         decode = (positions >= trace.prompt_len[owner]) & prefilled[request_of]
@@ -220,16 +221,19 @@ class Engine:
         with_device = self.devices is None or any(self._counted_on())
         every_ids = np.ascontiguousarray(trace.ids[rows].swapaxes(0, 1), np.int32)
         every_weight = np.ascontiguousarray(trace.weights[rows].swapaxes(0, 1), np.float32)
-        for layer, (ids, weights) in enumerate(zip(every_ids, every_weight, strict=True)):
-            split = self._split_of(self.run.splitter, layer, ids, weights, with_device=with_device)
+        if alone is not None:
+            ids, weights = (np.ascontiguousarray(each[:, decode]) for each in (every_ids, every_weight))
+            addresses_alone = _of_layers(ids, weights)
+        for layer, addresses in enumerate(_of_layers(every_ids, every_weight)):
+            split = self.run.split(layer, *addresses, with_device=with_device)
             if self.watch is not None:
                 self.watch(layer, split)
             yield from self._run_layer(layer, split, decode)
             if alone is not None:
-                here = self._split_of(self._decode_splitter, layer, ids[decode], weights[decode])
+                here = self._decode_splitter.split(layer, *addresses_alone[layer], with_device=True)
                 self._end_alone(alone, layer, here, self._timings[-1], with_prompts=not decode[split.device.rows].all())
         self._ending = []
-        rejected = Counter(trace.request[rows[trace.phase[rows] == REJECTED]].tolist())
+        rejected = Counter(trace.request[rows[trace.phase[rows] == REJECTED]].tolist()) if self._rejects else Counter()
         yielding = alone_yielding = 0
         for r, end in ends.items():
             request = self.requests[r]
@@ -243,18 +247,6 @@ class Engine:
         if self.planner.follows:
             self.planner.see(trace.ids[rows[decode]].astype(np.int64))
         return self.run.end_step(yielding), None if alone is None else alone.end_step(alone_yielding)
-
-    @staticmethod
-    def _split_of(
-        splitter: Splitter,
-        layer: int,
-        ids: NDArray[np.int32],
-        weights: NDArray[np.float32],
-        *,
-        with_device: bool = True,
-    ) -> Split:
-        """ids and weights [T, k], contiguous."""
-        return splitter.split(layer, ids.ctypes.data, weights.ctypes.data, with_device=with_device)
 
     def _run_layer(self, layer: int, split: Split, decode: NDArray[np.bool_]) -> Asks[None]:
         self.run.begin_layer()
@@ -303,3 +295,9 @@ class Engine:
         if plan is None:
             raise TraceError(f"request {request} decodes before its prefill has ended: the trace is incomplete")
         return plan.bits
+
+
+def _of_layers(ids: NDArray[np.int32], weights: NDArray[np.float32]) -> list[tuple[int, int]]:
+    """[L], addresses of each layer's choices in ids and weights [L, T, k], contiguous, which the caller keeps."""
+    first, second, step = ids.ctypes.data, weights.ctypes.data, ids.strides[0]
+    return [(first + layer * step, second + layer * step) for layer in range(len(ids))]

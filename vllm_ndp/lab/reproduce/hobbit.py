@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from ndp_device.timing.shapes import public_shape
-from vllm_ndp.lab.compare import popularity, split_requests
 from vllm_ndp.lab.reproduce.paper import MODELS, VARIANTS, layer_ms, times_of
 from vllm_ndp.lab.reproduce.row import Reproduction, Row
-from vllm_ndp.lab.systems.hobbit import PREFETCH_ACCURACY, T1, T2, WEIGHTS
-from vllm_ndp.lab.systems.system import popular_placement
-from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.hobbit_caches import HIGH, LOW, SKIP, Cache, Weights, precision_classes, visits
+from vllm_ndp.lab.systems.hobbit import PREFETCH_ACCURACY, T1, T2
+from vllm_ndp.lab.vectorised.hobbit_caches import HIGH, LOW, SKIP, precision_classes
 from vllm_ndp.traces.trace import Trace
 
 MIX = (0.67, 0.30, 0.03)
@@ -61,43 +56,12 @@ def trace_rows(trace: Trace) -> Iterator[Row]:
         yield Row("mix", name, "%", 100 * published, 100 * share, assumption)
 
 
-def cache_rows(trace: Trace) -> Iterator[Row]:
-    """Miss penalties of its priority and of its parts, a narrow miss a quarter of a whole one."""
-    known, rest = split_requests(trace)
-    batches, prior = Batches.of(rest), popularity(known)
-    places = trace.provenance.num_experts // 2
-    loads, layers = batches.loads, batches.shape[3]
-    classes = np.where(batches.pairs, precision_classes(batches.weights, T1, T2), SKIP)
-    high, low = loads.count(classes == HIGH) > 0, loads.count(classes == LOW) > 0
-    need = np.where(high, 1, np.where(low, 2, 0)).astype(np.uint8)
-    nothing = np.zeros((*need.shape[:3], 0), np.int64)
-    first = popular_placement(prior, places - 1)
-    second = popular_placement(prior, min(places + 3, trace.provenance.num_experts)) & ~first
-
-    def penalty(weights: Weights) -> float:
-        caches = Cache(first, (places - 1) * layers), Cache(second, 4 * layers)
-        seen = visits(loads.experts, need, nothing, nothing.astype(np.uint8), *caches, weights)
-        return float((seen.late & ~seen.low).sum() + LOW_SHARE * (seen.late & seen.low).sum())
-
-    own = penalty(WEIGHTS)
-    text = f"caches of all layers, {places} places per layer, weights tuned on other requests"
-    for name, weights, published in (("LRU", (1, 0, 0, 0), 6.7), ("LFU", (0, 1, 0, 0), 3.2)):
-        saved = 100 * (1 - own / penalty(Weights(*weights)))
-        yield Row("miss penalty", f"below {name}", "%", published, saved, f"{text}; middle of the published range")
-    for weight in (0.1, 0.3):
-        more = Weights._make([*((1 - weight) * share for share in WEIGHTS[:3]), weight])
-        text = "against none: nearer layers stay, but on this trace the same experts are used token after token"
-        yield Row("miss penalty", f"layer term {weight:g}", "%", None, 100 * (penalty(more) / own - 1), text)
-
-
 def reproduce_hobbit(trace: Trace | None = None) -> Reproduction:
     return Reproduction(
         "HOBBIT, arXiv 2411.01433",
-        (*implied_rows(), *((*trace_rows(trace), *cache_rows(trace)) if trace is not None else ())),
+        (*implied_rows(), *(trace_rows(trace) if trace is not None else ())),
         (
             "its own speed-ups are over llama.cpp and MoE-Infinity on an Orin and an RTX 4090, which are not modelled",
-            "its layer term (evict what is used last) raises the penalty on tiny-mixtral's trace; it is tuned to 0; "
-            "LFU loses to its priority by as much as published, LRU by more",
             "a 16 % miss rate is plausible for 8x7B (78 % of the experts fit); for 8x22B only with the int4 cache",
         ),
     )

@@ -79,11 +79,5 @@ def reproduce_moepic() -> Reproduction:
             "an interior optimum of theta needs misses that wait for their gate: only then is theta 0 'prefetch only' "
             "and theta 1 'cache only', as published; prefetched like bottoms, whole experts save more bytes on routing "
             "with any skew, and theta 1 is never worse",
-            "where they wait, the best theta is 0.5 with a quarter of the experts' bytes in GPU memory, 0.6 with a "
-            "third, 0.8 with half, 30-57 % below prefetch only and 18-21 % below cache only; published: 0.4, 38 and "
-            "49 %, without the budget",
-            "until 2026-11-22 a copy could hide behind the layer before and behind its own tops: the link carried it "
-            "twice as fast as it can, and the rows of the prefetched reading were flat at 57 ms",
-            "seed 003's '24 GB A100' and 'NVLink' have no support",
         ),
     )
