@@ -123,9 +123,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "vllm_ndp/integration/[a-z]*.py",
         "vllm_ndp/integration/serving/*.py",
         "vllm_ndp/lab/exact/*.py",
-        "vllm_ndp/planning/owners.py",
-        "vllm_ndp/cost_model/collectives.py",
-        "vllm_ndp/cost_model/pipeline.py",
+        "vllm_ndp/layer/tiers.py",
+        "vllm_ndp/cost_model/gpu_timing.py",
     ),
     "sanitizers": (
         "CMakeLists.txt",

@@ -8,10 +8,10 @@
 MoE layer before.
 
 Several GPUs that split each layer (tensor parallelism) are one GPU of their bandwidth and arithmetic, plus what their
-collectives take (collectives.py). The collectives are an all-reduce after the embedding, after each attention and after
+collectives take. The collectives are an all-reduce after the embedding, after each attention and after
 each layer's experts, and a gather of the logits. The GPUs share one device and its link. A stage of a pipeline
-(pipeline parallelism) has a clock of its own. It ends a step by sending its rows on instead of computing the head. The
-file pipeline.py puts the stages' steps one after the other.
+(pipeline parallelism) has a clock of its own. It ends a step by sending its rows on instead of computing the head.
+PipelineClock puts the stages' steps one after the other.
 
 The live plugin and replay use the same objects, so that replaying a trace gives the live run's simulated times to the
 picosecond. Knows nothing of vLLM, devices' insides or wall clocks; every number here is simulated.
@@ -19,7 +19,7 @@ picosecond. Knows nothing of vLLM, devices' insides or wall clocks; every number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -28,11 +28,35 @@ from ndp_device.common.model_shape import WholeModel
 from ndp_device.timing.link import bulk_ps
 from ndp_device.timing.migration import Migration, migration
 from ndp_device.timing.spec import Hardware
-from ndp_device.timing.units import PS_PER_S, ceil_div
-from vllm_ndp.cost_model import collectives
+from ndp_device.timing.units import PS_PER_S, ceil_div, transfer_ps
 
 _MOST_KNOWN = 4096
 """Loads whose time is remembered."""
+
+
+COLLECTIVE_PS = 6_000_000
+"""Latency of 128 B to 64 KiB between two H100 in a CUDA graph, measured: github.com/NVIDIA/nccl/issues/1259. More GPUs
+take longer, so it is optimistic beyond two."""
+NVLINK_BYTES_PER_S = 370_000_000_000
+"""Rate of one direction of NVLink 4 after protocol overhead, out of 450 GB/s:
+github.com/NVIDIA/nccl-tests/issues/212."""
+
+
+def all_reduce_ps(num_gpus: int, num_bytes: int) -> int:
+    """Each GPU has num_bytes of partial sums, and gets the sum: latency + 2 (n - 1) / n * bytes / bandwidth."""
+    return 0 if num_bytes == 0 else gather_ps(num_gpus, 2 * num_bytes)
+
+
+def gather_ps(num_gpus: int, num_bytes: int) -> int:
+    """Each GPU has its part of num_bytes, and gets all."""
+    if num_gpus == 1 or num_bytes == 0:
+        return 0
+    return COLLECTIVE_PS + transfer_ps(ceil_div(num_bytes * (num_gpus - 1), num_gpus), NVLINK_BYTES_PER_S)
+
+
+def send_ps(num_bytes: int) -> int:
+    """Time from one GPU to another; the latency of a collective of two stands for it."""
+    return 0 if num_bytes == 0 else COLLECTIVE_PS + transfer_ps(num_bytes, NVLINK_BYTES_PER_S)
 
 
 class Context(NamedTuple):
@@ -103,7 +127,7 @@ class GpuModel:
 
     def reduce_ps(self, rows: int) -> int:
         """One all-reduce of so many rows of activations."""
-        return collectives.all_reduce_ps(self.num_gpus, rows * self.shape.hidden_size * self.shape.dtype_bytes)
+        return all_reduce_ps(self.num_gpus, rows * self.shape.hidden_size * self.shape.dtype_bytes)
 
     def attention_ps(
         self, rows: int, kv_tokens: int, attended: int | None = None, spans: Sequence[tuple[int, int]] | None = None
@@ -198,13 +222,13 @@ class GpuModel:
         reduce_ps = 0 if self.stage else self.reduce_ps(of_rows)
         shape = self.shape
         if self.stage < self.num_stages - 1:
-            return reduce_ps + collectives.send_ps(2 * of_rows * shape.hidden_size * shape.dtype_bytes)
+            return reduce_ps + send_ps(2 * of_rows * shape.hidden_size * shape.dtype_bytes)
         if rows == 0:
             return reduce_ps
         values = shape.head_weights + rows * shape.hidden_size
         logits = rows * shape.vocab_size * shape.dtype_bytes
         compute = self.roofline_ps(values * shape.dtype_bytes, 2 * rows * shape.head_weights)
-        return reduce_ps + compute + collectives.gather_ps(self.num_gpus, logits)
+        return reduce_ps + compute + gather_ps(self.num_gpus, logits)
 
 
 class LayerTime(NamedTuple):
@@ -345,3 +369,30 @@ class StepClock:
         if self._step_start_ps is not None:
             raise RuntimeError("wait_until: only between two steps")
         self.now_ps = max(self.now_ps, now_ps)
+
+
+class PipelineClock:
+    """When each step leaves a pipeline of stages, from what each stage took for it, in ps.
+
+    begin[s][n] = max( end[s][n - 1] , end[s - 1][n] )
+
+    begin[0][n] waits for the tokens that step n goes on from.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        self._free_ps = [0] * num_stages
+        self._token_ps: dict[str, int] = {}
+
+    def run(self, took_ps: Sequence[int], requests: Iterable[str]) -> tuple[int, int]:
+        """One step of these requests, which takes took_ps[s] in stage s; when it began and when it left the last."""
+        at = start = max([self._free_ps[0], *(self._token_ps.get(name, 0) for name in requests)])
+        for stage, took in enumerate(took_ps):
+            at = self._free_ps[stage] = max(at, self._free_ps[stage]) + took
+        return start, at
+
+    def note_token(self, request: str, at_ps: int) -> None:
+        """A step that ended then made a token, without which the request's next step cannot begin."""
+        self._token_ps[request] = at_ps
+
+    def forget(self, request: str) -> None:
+        self._token_ps.pop(request, None)

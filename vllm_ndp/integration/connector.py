@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.tracing import extract_trace_context, instrument_manual
 from vllm.v1.request import RequestStatus
 
-from vllm_ndp.cost_model.pipeline import PipelineClock
+from vllm_ndp.cost_model.gpu_timing import PipelineClock
 from vllm_ndp.integration.controller import current_controller
 from vllm_ndp.integration.report import RequestReport, StepReport, of_all_stages
 from vllm_ndp.integration.serving.metrics import NdpMetrics, NdpStats

@@ -24,8 +24,7 @@ from vllm_ndp.integration.host_replicas import load_engine_kernel
 from vllm_ndp.integration.linear_layers import LinearLayers
 from vllm_ndp.integration.ranks import Ranks
 from vllm_ndp.layer.setup import Planning
-from vllm_ndp.layer.tiers import Tiers
-from vllm_ndp.planning.owners import Owners
+from vllm_ndp.layer.tiers import Owners, Tiers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

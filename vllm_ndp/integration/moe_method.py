@@ -24,7 +24,7 @@ from vllm_ndp.integration import compat, vllm_private
 from vllm_ndp.integration.assembly import current_assembly
 from vllm_ndp.integration.hot_slots import ask_for_huge_pages
 from vllm_ndp.integration.moe_layer import LAYERS
-from vllm_ndp.planning.owners import slots_per_gpu
+from vllm_ndp.layer.tiers import slots_per_gpu
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

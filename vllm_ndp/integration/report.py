@@ -16,7 +16,7 @@ from typing import Any
 from ndp_device.timing.energy import CommandEnergy
 from ndp_device.timing.spec import EnergySpec
 from ndp_device.timing.work import Timing
-from vllm_ndp.cost_model.pipeline import PipelineClock
+from vllm_ndp.cost_model.gpu_timing import PipelineClock
 from vllm_ndp.planning.bitwidths import trusted
 
 PS_PER_US = 1_000_000

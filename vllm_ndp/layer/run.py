@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -21,9 +22,7 @@ from numpy.typing import NDArray
 
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.gpu_timing import LayerTime, StepClock, StepTime
-from vllm_ndp.layer import account
 from vllm_ndp.layer.balance import Balancer
-from vllm_ndp.layer.beside_decode import copies_beside_decode
 from vllm_ndp.layer.devices import Alive, Devices, DevicesBalancer
 from vllm_ndp.layer.joint_rule import JointRule
 from vllm_ndp.layer.prefill_split import PrefillSplit
@@ -31,8 +30,9 @@ from vllm_ndp.layer.setup import Setup
 from vllm_ndp.layer.split import Split, SplitRules, Splitter
 from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.plan import BitwidthPlan, Plan
+from vllm_ndp.planning.plan import BitwidthPlan, Budget, Plan
 from vllm_ndp.planning.replanner import PlanChange, PlannerRules, Replanner
+from vllm_ndp.planning.same_everywhere import power
 from vllm_ndp.planning.stats import RoutingStats
 
 
@@ -192,11 +192,47 @@ class Run(Generic[K]):
         return self.splitter.split(layer, topk_ids, topk_weights, with_device=with_device)
 
     def end_layer(self, layer: int, split: Split, device_ps: int | None) -> LayerTime:
-        """As account.end_layer."""
+        """As the function end_layer."""
         if split.stream:
             self.streamed[layer, split.stream.experts] = True
-        return account.end_layer(self.clock, self.splitter, split, device_ps)
+        return end_layer(self.clock, self.splitter, split, device_ps)
 
     def end_step(self, num_sampled: int) -> StepTime:
         """num_sampled: rows whose logits are wanted."""
         return self.clock.end_step(num_sampled)
+
+
+def end_layer(clock: StepClock, splitter: Splitter, split: Split, device_ps: int | None) -> LayerTime:
+    """End the layer that `split` was of. `device_ps`: of the device's answer, 0 where it was not asked or has no
+    simulated time. None where no answer came: its pairs were computed here, and count as fallbacks and as streamed."""
+    experts, pairs = split.stream_experts, split.stream_pairs
+    if device_ps is None:
+        device_ps, experts, pairs = 0, splitter.fall_back(), pairs + len(split.device.experts)
+    return clock.end_layer(
+        split.hot_loads,
+        hot_bytes=split.hot_bytes,
+        device_ps=device_ps,
+        streamed_experts=experts,
+        streamed_pairs=pairs,
+        host_ps=split.host_ps,
+    )
+
+
+def copies_beside_decode(costs: Costs, budget: Budget) -> Callable[[int], float]:
+    """Rows of a decode step -> experts that can be copied beside it: the budget of plans that follow decode.
+
+    Guesses the time of a step from sizes alone, with attention over no context. A guess that is too bold costs time and
+    hides none: where a copy takes longer than its steps, the step clock waits for it.
+    """
+    return lru_cache(256)(lambda rows: _step_ps(costs, budget, rows) / costs.fetch_ps(costs.slot_bytes))
+
+
+def _step_ps(costs: Costs, budget: Budget, rows: int) -> float:
+    shape = costs.shape
+    used = shape.num_experts * (1 - power(1 - shape.top_k / shape.num_experts, rows))
+    on_gpu = used * budget.num_hot / shape.num_experts
+    each = max(round(rows * shape.top_k / used), 1)  # rows of an expert
+    device = (used - on_gpu) * costs.device_expert_ps(round(budget.avg_bits), each) + costs.link_ps(rows, rows)
+    gpu = on_gpu * costs.resident_ps(1, each) + costs.shared_ps(rows)
+    attention = float(costs.attention_ps(rows, np.zeros(1, np.int64))[0])
+    return shape.num_layers * (attention + max(device, gpu) + costs.overhead_ps)

@@ -6,8 +6,7 @@ import pytest
 
 from ndp_device.timing.shapes import public_shape
 from ndp_device.timing.spec import load_hardware
-from vllm_ndp.cost_model.collectives import LATENCY_PS, all_reduce_ps, gather_ps
-from vllm_ndp.cost_model.gpu_timing import GpuModel, StepClock
+from vllm_ndp.cost_model.gpu_timing import COLLECTIVE_PS, GpuModel, StepClock, all_reduce_ps, gather_ps
 
 H100, MIXTRAL = load_hardware("h100-ndp512"), public_shape("mixtral-8x7b")
 ONE, TWO = GpuModel(H100, MIXTRAL), GpuModel(H100, MIXTRAL, 2)
@@ -19,8 +18,8 @@ def test_one_gpu_tells_nobody_anything():
 
 def test_an_all_reduce_of_two_sends_its_bytes_once_each_way():
     """370 kB at 370 GB/s is 1 us; an all-reduce of n = 2 moves 2 (n - 1) / n = 1 times its bytes, a gather half."""
-    assert all_reduce_ps(2, 370_000) == LATENCY_PS + 1_000_000
-    assert gather_ps(2, 370_000) == LATENCY_PS + 500_000
+    assert all_reduce_ps(2, 370_000) == COLLECTIVE_PS + 1_000_000
+    assert gather_ps(2, 370_000) == COLLECTIVE_PS + 500_000
 
 
 def test_two_gpus_read_their_halves_of_an_expert_at_once():

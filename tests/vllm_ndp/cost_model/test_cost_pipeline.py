@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_ndp.cost_model.pipeline import PipelineClock
+from vllm_ndp.cost_model.gpu_timing import PipelineClock
 
 
 def test_one_request_waits_for_its_own_token():

@@ -165,7 +165,11 @@ def test_a_batch_that_shares_its_widths_reads_each_expert_once_and_is_alone_what
     alone, shared = run(), run(bits_for="batch")
     assert alone.moe_ps.tobytes() == shared.moe_ps.tobytes()
     budget = Budget(2, 2.0)
-    own, shared = (run(batch=5, budget=budget, bits_for=bits_for) for bits_for in ("request", "batch"))
+    twelve = Batches.of(REST, 12)
+    own, shared = (
+        SYSTEMS["context_aware"].replay(twelve, COSTS, options_of(budget=budget, bits_for=bits_for))
+        for bits_for in ("request", "batch")
+    )
     assert shared.moe_ps.sum() < 0.9 * own.moe_ps.sum()
     assert shared.hot_pairs == own.hot_pairs
     with pytest.raises(ConfigError, match="bits_for must be one of request, batch"):

@@ -16,13 +16,13 @@ from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.gpu_timing import GpuModel, StepClock
 from vllm_ndp.cost_model.prices import SimulatedPrices
-from vllm_ndp.layer import _split, account, tiers
+from vllm_ndp.layer import _split, tiers
 from vllm_ndp.layer.balance import Balancer
 from vllm_ndp.layer.devices import DeviceRules, Devices, DevicesBalancer
 from vllm_ndp.layer.prefill_split import PrefillSplit
+from vllm_ndp.layer.run import end_layer
 from vllm_ndp.layer.split import COUNTED, Pairs, Split, SplitRules, Splitter
-from vllm_ndp.layer.tiers import DEVICE, ELSEWHERE, STREAM, WARM, Tiers
-from vllm_ndp.planning.owners import Owners
+from vllm_ndp.layer.tiers import DEVICE, ELSEWHERE, STREAM, WARM, Owners, Tiers
 from vllm_ndp.planning.plan import BitwidthPlan
 
 HARDWARE = load_hardware("h100-ndp512")
@@ -211,7 +211,7 @@ def test_every_pair_of_a_layer_runs_where_the_yardstick_says(case: Case) -> None
         check_layout(case, splitter, found, expected.where, weights)
         expected_counts += account_of(expected, known, answered=case.answered[layer])
         clock.begin_layer()
-        account.end_layer(clock, splitter, found, 5 if case.answered[layer] else None)
+        end_layer(clock, splitter, found, 5 if case.answered[layer] else None)
         other.begin_layer()
         end_by_hand(other, expected, answered=case.answered[layer])
         assert clock.now_ps == other.now_ps

@@ -23,14 +23,12 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.work import Timing, Work
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.gpu_timing import StepClock, StepTime
-from vllm_ndp.layer import account
 from vllm_ndp.layer.devices import Alive, HeldExperts, slowest, work_of
-from vllm_ndp.layer.run import Run
+from vllm_ndp.layer.run import Run, end_layer
 from vllm_ndp.layer.setup import Setup
 from vllm_ndp.layer.split import Split, SplitRules
-from vllm_ndp.layer.tiers import Tiers
+from vllm_ndp.layer.tiers import Owners, Tiers
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.owners import Owners
 from vllm_ndp.planning.plan import BitwidthPlan, Plan
 from vllm_ndp.planning.replanner import PlannerRules, Replanner
 from vllm_ndp.planning.stats import RoutingStats
@@ -222,8 +220,11 @@ class Engine:
         every_ids = np.ascontiguousarray(trace.ids[rows].swapaxes(0, 1), np.int32)
         every_weight = np.ascontiguousarray(trace.weights[rows].swapaxes(0, 1), np.float32)
         if alone is not None:
-            ids, weights = (np.ascontiguousarray(each[:, decode]) for each in (every_ids, every_weight))
-            addresses_alone = _of_layers(ids, weights)
+            own_ids, own_weight = (
+                np.ascontiguousarray(every_ids[:, decode]),
+                np.ascontiguousarray(every_weight[:, decode]),
+            )
+            addresses_alone = _of_layers(own_ids, own_weight)
         for layer, addresses in enumerate(_of_layers(every_ids, every_weight)):
             split = self.run.split(layer, *addresses, with_device=with_device)
             if self.watch is not None:
@@ -268,7 +269,7 @@ class Engine:
             if pairs:
                 work = self._work(layer, pairs.rows, pairs.experts, pairs.bits)
                 device_ps = self._idle_device.execute(work, submit_ps).total_ps + timing.queue_ps
-        account.end_layer(alone, self._decode_splitter, split, device_ps)
+        end_layer(alone, self._decode_splitter, split, device_ps)
 
     def _ask(
         self, layer: int, rows: NDArray[np.int64], experts: NDArray[np.integer], bits: NDArray[np.uint8]

@@ -39,8 +39,11 @@ def expected_tokens() -> NDArray[np.float64]:
 
 
 def latency_s(sizes: Sizes, percentile: float, *, at_once: bool) -> float:
-    """Experts above the percentile of load are loaded to the GPU; the host computes the others, which it reads at 8 bits
-    over CXL with their activations. at_once: the slower side counts; else one after the other, without those reads."""
+    """Experts above the percentile of load are loaded to the GPU, the host computes the others.
+
+    at_once: the slower side counts, and the host reads experts at 8 bits over CXL, with their activations. Else one
+    comes after the other, without those reads.
+    """
     num_hot, tokens = round(NUM_EXPERTS * (1 - percentile / 100)), expected_tokens()
     gpu = num_hot * sizes.weights / PCIE + tokens[:num_hot].sum() * GPU_TOKEN_S
     host, num_cold = tokens[num_hot:].sum() * CPU_TOKEN_S, NUM_EXPERTS - num_hot

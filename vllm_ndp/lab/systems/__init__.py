@@ -13,11 +13,10 @@ from ndp_device.common.errors import ConfigError
 from vllm_ndp.lab.systems.cxl_expert import CXL_EXPERT
 from vllm_ndp.lab.systems.daop import DAOP
 from vllm_ndp.lab.systems.dynaexq import DYNAEXQ
-from vllm_ndp.lab.systems.expert_cache import EXPERT_CACHE
+from vllm_ndp.lab.systems.expert_cache import EXPERT_CACHE, HYBRIMOE
 from vllm_ndp.lab.systems.fiddler import FIDDLER
 from vllm_ndp.lab.systems.gpu_on_demand import GPU_ON_DEMAND
 from vllm_ndp.lab.systems.hobbit import HOBBIT
-from vllm_ndp.lab.systems.hybrimoe import HYBRIMOE
 from vllm_ndp.lab.systems.joint import JOINT
 from vllm_ndp.lab.systems.klotski import KLOTSKI
 from vllm_ndp.lab.systems.ktransformers import KTRANSFORMERS

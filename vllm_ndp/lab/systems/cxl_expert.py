@@ -23,10 +23,9 @@ from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.host_cpu import HostCpu
 from vllm_ndp.lab.systems.cxl_tiers import COLD, HOT, WARM, Moves, TierCosts, retiered
-from vllm_ndp.lab.systems.prompts import each_ps, on_gpu_ps, prompts_ps
 from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, popular_placement, slots_bytes
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import copied_in_order, gate_loss, without_device
+from vllm_ndp.lab.vectorised.execution import copied_in_order, each_ps, gate_loss, on_gpu_ps, prompts_ps, without_device
 from vllm_ndp.lab.vectorised.loads import Loads, add_up, distinct_cells, sums_after, sums_before
 from vllm_ndp.lab.vectorised.outcome import PS_PER_S, Outcome, Traffic
 

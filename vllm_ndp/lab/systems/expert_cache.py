@@ -20,11 +20,10 @@ from ndp_device.timing.units import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.host_cpu import HostCpu
 from vllm_ndp.lab._shared_cache import run
-from vllm_ndp.lab.systems.prompts import on_gpu_ps, prompts_ps
 from vllm_ndp.lab.systems.quantized import WEIGHT_BITS
-from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, slots_bytes
+from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, beside_host_memory, slots_bytes
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import gate_loss, shared_ps, without_device
+from vllm_ndp.lab.vectorised.execution import gate_loss, on_gpu_ps, prompts_ps, shared_ps, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
 
@@ -191,4 +190,27 @@ EXPERT_CACHE = System(
     replay,
     memory,
     fills_memory=True,
+)
+
+
+def replay_hybrimoe(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    """HybriMoE (arXiv 2504.05897): the same rule in full precision, with a cache of num_hot experts per layer.
+
+    The published greedy schedule approximates the division of misses. The published cache lets the lowest recent score
+    leave (MRS); here the least recently used does.
+    """
+    rule = CacheRule(FULL_PRECISION_BITS, "either", "layer", fills=True)
+    return replay_cache("hybrimoe", "CPU, link and cache", rule, batches, costs, options)
+
+
+HYBRIMOE = System(
+    "hybrimoe",
+    (
+        "the best prefix of misses by load is copied; the published greedy schedule comes near it",
+        "copies that fill the cache occupy the link; the least recently used expert leaves",
+        "no prefetch of later layers",
+    ),
+    False,
+    replay_hybrimoe,
+    beside_host_memory,
 )

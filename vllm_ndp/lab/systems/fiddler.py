@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.host_cpu import HostCpu
-from vllm_ndp.lab.systems.prompts import each_ps, prompts_ps
 from vllm_ndp.lab.systems.system import (
     Memory,
     ReplayOptions,
@@ -21,7 +20,7 @@ from vllm_ndp.lab.systems.system import (
     slots_bytes,
 )
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import with_copies, without_device
+from vllm_ndp.lab.vectorised.execution import each_ps, prompts_ps, with_copies, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic
 

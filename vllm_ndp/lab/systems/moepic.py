@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.systems.moepic_solver import MISSES, MoepicLoad, num_tops, solve
 from vllm_ndp.lab.systems.pipeline import pipelined_ps, steps_attention_ps
-from vllm_ndp.lab.systems.prompts import on_gpu_ps, prompts_ps
 from vllm_ndp.lab.systems.system import ReplayOptions, System, beside_host_memory
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.cache import depths, lcp
-from vllm_ndp.lab.vectorised.execution import without_device
+from vllm_ndp.lab.vectorised.execution import on_gpu_ps, prompts_ps, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome
 

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.lab.systems.prompts import each_ps, prompts_ps
 from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, all_experts_bytes, slots_bytes
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import copied_in_order, shared_ps
+from vllm_ndp.lab.vectorised.execution import copied_in_order, each_ps, prompts_ps, shared_ps
 from vllm_ndp.lab.vectorised.loads import sums_after, sums_before
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
 

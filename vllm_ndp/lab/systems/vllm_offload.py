@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.lab.systems.prompts import on_gpu_ps, prompts_ps
 from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, resident_layers, whole_layers
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import without_device
+from vllm_ndp.lab.vectorised.execution import on_gpu_ps, prompts_ps, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome
 

@@ -7,6 +7,7 @@ why a pair runs where it runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -241,3 +242,37 @@ def gate_loss(batches: Batches, widths: NDArray[np.uint8], known: LossTable) -> 
     rows = (np.arange(layers)[:, None] * experts + batches.ids) << 3
     lost = table.ravel().take(rows + _LOSS_COLUMN.take(widths)) * batches.weights
     return float((lost * batches.pairs).sum() / (batches.valid.sum() * layers))
+
+
+def prompts_ps(
+    batches: Batches, costs: Costs, layers_ps: Callable[[NDArray[np.int64]], NDArray[np.float64]]
+) -> NDArray[np.float64]:
+    """[G, B] of the whole model; layers_ps: counts [L, E] of a prompt -> what the experts of each layer take, [L]."""
+    g, b, _, _, _ = batches.shape
+    out = np.zeros((g, b))
+    for group in range(g):
+        for request, stats in enumerate(batches.prompts[group]):
+            rows = stats.num_tokens
+            before = costs.gpu.before_experts_ps(rows, rows, rows * (rows + 1) // 2, [(0, rows)])
+            beside = sum(before) + costs.shape.num_layers * (costs.overhead_ps + costs.shared_ps(rows))
+            experts = layer_factor(batches, costs) * float(layers_ps(stats.counts).sum())
+            out[group, request] = experts + beside + costs.gpu.head_ps(1)
+    return out
+
+
+def each_ps(counts: NDArray[np.int64], one_ps: Callable[[int], float]) -> NDArray[np.float64]:
+    """one_ps of every count, asked once for each that occurs; 0 for 0."""
+    distinct, place = np.unique(counts, return_inverse=True)
+    times = np.array([one_ps(int(rows)) if rows else 0.0 for rows in distinct], np.float64)
+    return times[place].reshape(counts.shape)
+
+
+def on_gpu_ps(costs: Costs, counts: NDArray[np.int64], expert_bytes: int) -> NDArray[np.float64]:
+    """[...], the experts of counts [..., E] in GPU memory, each used one read once at that size."""
+    touched, pairs = (counts > 0).sum(axis=-1), counts.sum(axis=-1)
+    flops = 2 * costs.shape.weights_per_expert
+    times = [
+        costs.gpu.roofline_ps(n * expert_bytes, flops * p)
+        for n, p in zip(touched.ravel().tolist(), pairs.ravel().tolist(), strict=True)
+    ]
+    return np.array(times, np.float64).reshape(touched.shape)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ndp.planning.owners import NOBODY, Owners, slots_per_gpu
+from vllm_ndp.layer.tiers import NOBODY, Owners, slots_per_gpu
 
 
 def hot(num_experts: int, *experts: int) -> np.ndarray:
