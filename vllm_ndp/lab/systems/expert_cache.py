@@ -4,12 +4,15 @@ FreeToken's rule (arXiv 2608.16157; llama.cpp forks and KTransformers have like 
 warmed by the prompt. The link copies some of the missing experts, the host's CPU computes the others: as many of each
 as end the layer soonest. An idle link brings the experts that the host has computed, one after the other. Later copies
 wait for the one on the link. With misses = host nothing is copied on demand: dynamic hot and cold experts, as exllamav3
-has them. Caches and host hold experts at one width. The loop is csrc/shared_cache.cpp.
+has them. Caches and host hold experts at one width.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +22,6 @@ from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.units import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.host_cpu import HostCpu
-from vllm_ndp.lab._shared_cache import run
 from vllm_ndp.lab.systems.quantized import WEIGHT_BITS
 from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, beside_host_memory, slots_bytes
 from vllm_ndp.lab.vectorised.batches import Batches
@@ -30,6 +32,8 @@ from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
 MISSES = ("either", "host", "copy")
 SCOPES = ("all", "layer")
 HIT, COPIED, COMPUTED = 1, 2, 3
+MOST_WAITING = 64
+"""Experts that an idle link may still bring, the newest."""
 
 
 @dataclass(frozen=True)
@@ -81,37 +85,38 @@ def replay_cache(
 ) -> Outcome:
     g, b, d, layers, _ = batches.shape
     loads, experts = batches.loads, batches.num_experts
-    done, ends, filled = np.zeros(loads.rows.shape, np.uint8), np.zeros((g, d, layers)), np.zeros(g, np.int64)
     per_model = rule.places(costs, options) / layer_factor(batches, costs)
     places = int(per_model if rule.scope == "all" else per_model / layers)
     expert_bytes, cpu = costs.replica_bytes(rule.bits), HostCpu.of(costs)
     gpu = on_gpu_ps(costs, np.arange(b + 1)[:, None], expert_bytes)
     beside = np.broadcast_to(shared_ps(batches, costs)[:, :, 0], (g, d))
-    run(
-        loads.experts,
-        loads.rows,
-        _warmed(batches, options, rule, places),
-        experts,
-        places,
-        rule.scope == "all",
-        _before(batches, costs),
-        np.ascontiguousarray(beside),
-        batches.rows,
-        gpu,
-        cpu.experts_ps(costs, b, expert_bytes, cpu.memory_bytes_per_s),
-        cpu.hops_ps(costs, b),
+    prices = _Prices(
+        gpu.tolist(),
+        cpu.experts_ps(costs, b, expert_bytes, cpu.memory_bytes_per_s).tolist(),
+        cpu.hops_ps(costs, b).tolist(),
         float(costs.copy_opening_ps),
         expert_bytes * PS_PER_S / costs.hardware.link.bulk_bytes_per_s,
-        rule.misses != "host",
-        rule.misses != "copy",
-        rule.fills,
-        done,
-        ends,
-        filled,
     )
-    here = (done == HIT) | (done == COPIED)
+    done, ends, filled = np.zeros(loads.rows.shape, np.uint8), np.zeros((g, d, layers)), 0
+    start, before = _warmed(batches, options, rule, places), _before(batches, costs)
+    for group in range(g):
+        caches = _Caches(rule, prices, experts, layers, places, start[group].tolist())
+        now = 0.0
+        for step, running in enumerate(batches.rows[group].tolist()):
+            each_layer = zip(loads.experts[group, step].tolist(), loads.rows[group, step].tolist(), strict=True)
+            for layer, (ids, rows) in enumerate(each_layer):
+                now += float(before[group, step])
+                caches.receive(now)
+                took, done[group, step, layer] = caches.layer(
+                    layer, ids, rows, running, float(beside[group, step]), now
+                )
+                if running:
+                    ends[group, step, layer] = took
+                    now += took
+        filled += caches.filled
+    on_gpu = (done == HIT) | (done == COPIED)
     computed = done == COMPUTED
-    moved = (int((done == COPIED).sum()) + int(filled.sum())) * expert_bytes / costs.shape.expert_bytes
+    moved = (int((done == COPIED).sum()) + filled) * expert_bytes / costs.shape.expert_bytes
     quantized = rule.bits < FULL_PRECISION_BITS
     widths = np.full(batches.ids.shape, rule.bits if quantized else 0, np.uint8)
     pairs, hot = int(loads.rows.sum()), int(loads.rows[done == HIT].sum())
@@ -123,7 +128,7 @@ def replay_cache(
         batches,
         costs,
         moe_ps=np.maximum(ends - shared_ps(batches, costs), 0.0),
-        gpu_ps=add_up(np.where(here, gpu[loads.rows], 0.0)),
+        gpu_ps=add_up(np.where(on_gpu, gpu[loads.rows], 0.0)),
         prefill_ps=_prompts_ps(batches, costs, expert_bytes),
         fetched_experts=moved,
         hot_pairs=hot,
@@ -131,12 +136,117 @@ def replay_cache(
         cold_pairs=cold,
         loss=gate_loss(batches, widths, options.loss),
         traffic=Traffic(
-            hbm_bytes=float(here.sum()) * expert_bytes,
+            hbm_bytes=float(on_gpu.sum()) * expert_bytes,
             host_bytes=float(computed.sum()) * expert_bytes,
             link_bytes=float(beside_rows.sum()) * 2 * costs.shape.hidden_size * costs.shape.dtype_bytes,
         ),
-        notes={"places": places, "copied": int((done == COPIED).sum()), "filled": int(filled.sum())},
+        notes={"places": places, "copied": int((done == COPIED).sum()), "filled": filled},
     )
+
+
+class _Prices(NamedTuple):
+    """In ps, by rows: an expert here, one on the host, so many rows there and back; before copies, and each of them."""
+
+    gpu: list[float]
+    host: list[float]
+    hop: list[float]
+    opening: float
+    copy: float
+
+
+class _Caches:
+    """What the caches of one group hold, the least recently used first, and the link to them."""
+
+    def __init__(
+        self, rule: CacheRule, prices: _Prices, num_experts: int, num_layers: int, places: int, start: list[int]
+    ) -> None:
+        """start: cells, layer * E + expert, the least recent first."""
+        self._rule, self._prices, self._num_experts, self._places = rule, prices, num_experts, places
+        one: dict[int, None] = {}
+        self._of_layer = [one] * num_layers if rule.scope == "all" else [{} for _ in range(num_layers)]
+        self._free_at, self._coming, self._waiting = 0.0, -1, deque[int](maxlen=MOST_WAITING)
+        self.filled = 0
+        """Copies by an idle link."""
+        for cell in start:
+            self._bring(cell)
+
+    def _bring(self, cell: int) -> None:
+        cache = self._of_layer[cell // self._num_experts]
+        if not self._places or cell in cache:
+            return
+        if len(cache) >= self._places:
+            del cache[next(iter(cache))]
+        cache[cell] = None
+
+    def receive(self, now: float) -> None:
+        """What an idle link has brought by now, the newest that waits first; it begins with the next."""
+        while self._coming < 0 or self._free_at <= now:
+            if self._coming >= 0:
+                self._bring(self._coming)
+                self._coming = -1
+                self.filled += 1
+                continue
+            if self._free_at >= now:
+                return
+            while self._waiting and self._waiting[-1] in self._of_layer[self._waiting[-1] // self._num_experts]:
+                self._waiting.pop()
+            if not self._waiting:
+                self._free_at = now
+                return
+            self._coming = self._waiting.pop()
+            self._free_at += self._prices.opening + self._prices.copy
+
+    def layer(
+        self, layer: int, ids: list[int], rows: list[int], running: int, here: float, now: float
+    ) -> tuple[float, list[int]]:
+        """(what the experts of a layer take, HIT, COPIED or COMPUTED for each slot). here: what runs beside them."""
+        cache, first, prices = self._of_layer[layer], layer * self._num_experts, self._prices
+        done, missing = [0] * len(ids), []
+        for slot, (expert, count) in enumerate(zip(ids, rows, strict=True)):
+            cell = first + expert
+            if count and cell in cache:
+                done[slot] = HIT
+                here += prices.gpu[count]
+                cache[cell] = cache.pop(cell)
+            elif count:
+                missing.append(slot)
+        if not missing:
+            return here, done
+        missing.sort(key=lambda slot: -rows[slot])
+        ends, copied = self._divided([rows[slot] for slot in missing], here, prices.hop[running], self._free_at - now)
+        if copied:
+            self._free_at = max(self._free_at, now) + prices.opening + copied * prices.copy
+        for place, slot in enumerate(missing):
+            cell = first + ids[slot]
+            done[slot] = COPIED if place < copied else COMPUTED
+            if place < copied:
+                self._bring(cell)
+            elif self._rule.fills and self._places and cell != self._coming:
+                self._waiting.append(cell)
+        return ends, done
+
+    def _divided(self, missing: list[int], here: float, hop: float, busy: float) -> tuple[float, int]:
+        """(when the layer ends, how many of the missing are copied so that it ends soonest); heaviest first."""
+        prices, misses, count = self._prices, self._rule.misses, len(missing)
+        rest, moved, begins = 0.0, 0.0, max(busy, 0.0) + prices.opening
+        for rows in missing:  # not sum(): Python 3.12 and later add floats in another way
+            rest += prices.host[rows]
+        best = math.inf, 0
+        for copied in range(count + 1):
+            if copied:
+                rest -= prices.host[missing[copied - 1]]
+                moved += prices.gpu[missing[copied - 1]]
+            if (copied and misses == "host") or (copied < count and misses == "copy"):
+                continue
+            ends = here + moved
+            if copied:
+                last = prices.gpu[missing[copied - 1]]
+                ends = max(ends, begins + prices.copy + moved, begins + copied * prices.copy + last)
+            if copied < count:
+                ends = max(ends, hop + max(rest, 0.0))
+            if ends < best[0]:
+                best = ends, copied
+        return best
 
 
 def _before(batches: Batches, costs: Costs) -> NDArray[np.float64]:
