@@ -22,7 +22,7 @@ class DemandOptions:
     """Memory of the machine, and the load that the server must carry."""
 
     gpu_memory: Annotated[str | None, typer.Option(help="Such as 24GB; default: serve on the host's cores.")] = None
-    host_memory: Annotated[str | None, typer.Option(help="Such as 64GB; default: this machine's.")] = None
+    host_memory: Annotated[str | None, typer.Option(help="Such as 64GB; default: what this machine has free.")] = None
     context: Annotated[int, typer.Option(help="Tokens of a request, prompt and answer.")] = 4096
     batch: Annotated[int, typer.Option(help="Requests at once.")] = 1
 
@@ -58,29 +58,24 @@ def plan(
     from ndp_device.timing.spec import load_hardware
     from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.cost_model.costs import Costs
+    from vllm_ndp.operating.memory import room_bytes
     from vllm_ndp.operating.proposal import propose
     from vllm_ndp.operating.sizing import Demand, MachineSize, Sizing, parse_bytes
     from vllm_ndp.operating.sources import source_named
     from vllm_ndp.operating.speed import measure
 
     machine = MachineSize(
-        host_bytes=_this_machine() if asked.host_memory is None else parse_bytes(asked.host_memory, "--host-memory"),
+        host_bytes=room_bytes() if asked.host_memory is None else parse_bytes(asked.host_memory, "--host-memory"),
         gpu_bytes=None if asked.gpu_memory is None else parse_bytes(asked.gpu_memory, "--gpu-memory"),
     )
     source = source_named(model)
-    sizing = Sizing(source.model, machine, Demand(asked.context, asked.batch))
+    sizing = Sizing(source.model, machine, Demand(asked.context, asked.batch), stored_bytes=source.stored_bytes)
     costs = Costs(load_hardware(hardware, **hardware_values(set_)), source.model)
     with waiting("measuring this machine" if probe else "laying out the model"):
         proposal = propose(source, sizing, costs, partial(measure, source.model) if probe else None)
     if not as_json:
         _print(proposal)
     print_json(proposal.as_dict(), shown=not as_json)
-
-
-def _this_machine() -> int:
-    from ndp_device.common.machine_memory import usable_bytes
-
-    return usable_bytes()
 
 
 def _count(parameters: int) -> str:
@@ -99,6 +94,7 @@ def _print(proposal: Proposal) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from vllm_ndp.operating.own_size import PROMPT
     from vllm_ndp.operating.sizing import human
 
     sizing, model, best = proposal.sizing, proposal.sizing.model, proposal.ways[0].option
@@ -134,7 +130,8 @@ def _print(proposal: Proposal) -> None:
     parts = Table(title="the first of them", title_justify="left")
     for name in ("where", "what", "size"):
         parts.add_column(name, justify="right" if name == "size" else "left")
-    mapped = {"checkpoint's experts": sizing.all_experts} if best.slot_bits == 16 else {}
+    of_experts = min(sizing.all_experts, sizing.stored_bytes or sizing.all_experts)
+    mapped = {"checkpoint's experts": of_experts} if best.slot_bits == 16 else {}
     places = ("GPU", best.gpu), ("host", best.host), ("mapped, page cache", mapped), ("moves", sizing.moved(best))
     for where, held in places:
         for what, num_bytes in held.items():
@@ -150,6 +147,8 @@ def _print(proposal: Proposal) -> None:
             f"Measured now: {human(probed.read_bytes_per_s)}/s read; one expert at {probed.bits} bits "
             f"{1e3 * probed.expert_s:.3f} ms ({probed.isa})."
         )
+    if (first_s := proposal.ways[0].measured_first_token_s) is not None:
+        console.print(f"Expected: the first token of a prompt of {PROMPT} after {first_s:.2g} s.")
     if proposal.too_few_bits:
         console.print(f"Too few bits: {proposal.too_few_bits}.")
     if sizing.advice:

@@ -27,7 +27,7 @@ from vllm_ndp.integration.compat import model_dir
 from vllm_ndp.integration.host_replicas import cached_replicas
 from vllm_ndp.integration.known_prices import find_or_measure
 from vllm_ndp.operating import speed
-from vllm_ndp.operating.memory import memory_found
+from vllm_ndp.operating.memory import room_bytes
 from vllm_ndp.operating.own_size import OwnSize, own_size
 from vllm_ndp.operating.sizing import Demand, MachineSize, Sizing
 from vllm_ndp.operating.sources import source_named
@@ -92,21 +92,18 @@ def choose(vllm_config: VllmConfig, settings: NdpSettings) -> None:
     if keeps_kv:
         vllm_config.cache_config.kv_cache_memory_bytes = size.kv_cache_bytes
     vllm_config.additional_config = {**vllm_config.additional_config, "ndp": chosen}
-    stored = source_named(str(model_dir(vllm_config))).stored_bytes
     loss = _loss(NdpSettings.from_mapping(chosen), model_dir(vllm_config), size)
-    for sentence in size.said(loss, stored, with_kv=keeps_kv):
+    for sentence in size.said(loss, with_kv=keeps_kv):
         compat.say(sentence)
 
 
 def _own_size(vllm_config: VllmConfig) -> OwnSize:
     """Raises ConfigError where not even one request fits."""
-    found = memory_found()
-    if found is None:
-        raise ConfigError("/proc/meminfo does not say how much memory there is")
     scheduler, context = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
-    model = source_named(str(model_dir(vllm_config))).model
+    source = source_named(str(model_dir(vllm_config)))
+    model = source.model
     demand = Demand(context, batch=1, step_tokens=scheduler.max_num_batched_tokens)
-    sizing = Sizing(model, MachineSize(found.room), demand)
+    sizing = Sizing(model, MachineSize(room_bytes()), demand, stored_bytes=source.stored_bytes)
     facts = {"expert": [model.hidden_size, model.intermediate_size], "bits": _WIDEST, "version": __version__}
     measured, _ = find_or_measure(speed.Measured, facts, partial(speed.measure, model, _WIDEST))
     return own_size(sizing, scheduler.max_num_seqs, measured)

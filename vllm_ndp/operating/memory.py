@@ -8,9 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ndp_device.common.errors import ConfigError
 from ndp_device.common.machine_memory import memory_found, text_of
 
-__all__ = ["memory_found", "process_memory"]
+__all__ = ["memory_found", "process_memory", "room_bytes"]
+
+
+def room_bytes() -> int:
+    """Bytes that a server may take of this machine now. Raises ConfigError where the kernel does not say."""
+    found = memory_found()
+    if found is None:
+        raise ConfigError("/proc/meminfo does not say how much memory there is: mount /proc, or give --host-memory")
+    return found.room
 
 
 def process_memory(pids: Iterable[int | None]) -> dict[str, int]:

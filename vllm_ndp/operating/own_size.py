@@ -1,7 +1,8 @@
 """The size that `vllm serve MODEL --quantization ndp` gives itself on a machine without a GPU.
 
     every expert in slots at the widest width that fits beside one request  ->  KV cache
-    where bf16 experts are the faster ones: half of them in full precision, the others at the widest width
+    where bf16 experts are the faster ones, and stored plain and in memory for every prompt: half of them in full
+    precision, the others at the widest width
 
 Prompts are part of it: in slots they are computed as decode is, by the same kernel from the same replicas. Experts
 that are left to the device would be read from the checkpoint for every prompt, which takes minutes at a real size.
@@ -26,7 +27,7 @@ from vllm_ndp.operating.speed import Measured
 _KV_SHARE = 2
 """One part in so many of the memory that is left goes to the KV cache: a guess, half for it and half for files."""
 _LINEAR_BITS = 8
-_PROMPT = 64
+PROMPT = 64
 """Tokens of the prompt whose time is told."""
 
 
@@ -51,17 +52,16 @@ class OwnSize:
         kv = ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)] if with_kv else []
         return [*kv, "--additional-config", json.dumps({"ndp": self.settings})]
 
-    def said(self, loss: float | None, stored_bytes: int | None, *, with_kv: bool) -> list[str]:
+    def said(self, loss: float | None, *, with_kv: bool) -> list[str]:
         """Lines for the log: the chosen size, what to expect of it, and the options to set it by hand.
 
-        loss: of an expert's output, relative, at the width; None: the replicas do not exist yet. stored_bytes: of the
-        checkpoint's files.
+        loss: of an expert's output, relative, at the width; None: the replicas do not exist yet.
         """
         option, model = self.option, self.sizing.model
         lost = "unknown before the replicas are built" if loss is None else f"{loss:.1%} of an expert's output"
         kept = f", KV cache {human(self.kv_cache_bytes)}" if with_kv else ""
         linear = f", linear layers at {_LINEAR_BITS}" if self._is_quantized else ""
-        mapped = human(self.sizing.checkpoint_bytes if stored_bytes is None else stored_bytes)
+        mapped = human(self.sizing.stored_bytes or self.sizing.checkpoint_bytes)
         if option.slot_bits != FULL_PRECISION_BITS:
             experts = f"all {model.num_experts} experts of a layer at {option.slot_bits} bits, for prompts and decode"
             then = f"the checkpoint's {mapped} are read at the start only"
@@ -83,9 +83,8 @@ class OwnSize:
     @property
     def _speed(self) -> str:
         measured, first = self.measured, ""
-        if self.option.slot_bits != FULL_PRECISION_BITS:
-            prompt_s = measured.prompt_s(self.sizing.model, _PROMPT, linear_bytes(self.sizing))
-            first = f"the first token of a prompt of {_PROMPT} after {prompt_s:.2g} s, then "
+        if (prompt_s := first_token_s(self.sizing, self.option, measured)) is not None:
+            first = f"the first token of a prompt of {PROMPT} after {prompt_s:.2g} s, then "
         step_s = decode_step_s(self.sizing, self.option, measured)
         return (
             f"{first}{1 / step_s:.1f} tokens/s for one request (this machine reads "
@@ -105,6 +104,13 @@ class OwnSize:
 def linear_bytes(sizing: Sizing) -> int:
     """Bytes that a token reads beside quantized experts, at the server's width. The embedding stays as it is."""
     return (sizing.model.beside_weights + sizing.model.head_weights) * _LINEAR_BITS // 8
+
+
+def first_token_s(sizing: Sizing, option: Option, measured: Measured) -> float | None:
+    """Of a prompt of PROMPT tokens; None where it streams experts, whose price nobody has measured."""
+    if option.slot_bits == FULL_PRECISION_BITS:
+        return None
+    return measured.prompt_s(sizing.model, PROMPT, linear_bytes(sizing))
 
 
 def decode_step_s(sizing: Sizing, option: Option, measured: Measured) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.operating.own_size import decode_step_s, settings_of
+from vllm_ndp.operating.own_size import decode_step_s, first_token_s, settings_of
 from vllm_ndp.operating.sizing import Option, Sizing
 from vllm_ndp.operating.sources import CheckpointSource
 from vllm_ndp.operating.speed import Measured, Simulated, simulated
@@ -32,6 +32,8 @@ class Way:
     simulated: Simulated
     measured_decode_step_s: float | None
     """Best step time of one request, if this machine was probed for the option's width."""
+    measured_first_token_s: float | None
+    """Likewise, of a short prompt whose experts are in slots."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class Proposal:
             "measured_tpot_ms_at_best": None
             if way.measured_decode_step_s is None
             else round(1e3 * way.measured_decode_step_s, 3),
+            "measured_first_token_s": way.measured_first_token_s,
         }
 
 
@@ -140,8 +143,8 @@ def propose(
         of_slots = replace(costs, slot_bits=option.slot_bits)
         speed = simulated(of_slots, option.num_hot, option.avg_bits, sizing.demand.batch, sizing.demand.context)
         known = measured is not None and sizing.machine.gpu_bytes is None and round(option.avg_bits) == measured.bits
-        step_s = None
+        step_s = first_s = None
         if known and measured is not None:
-            step_s = decode_step_s(sizing, option, measured)
-        ways.append(Way(option, speed, step_s))
+            step_s, first_s = decode_step_s(sizing, option, measured), first_token_s(sizing, option, measured)
+        ways.append(Way(option, speed, step_s, first_s))
     return Proposal(source, sizing, costs.hardware.preset, ways, measured)

@@ -41,6 +41,8 @@ CPU_KERNEL_ELEMENTS = 2**31
 KV_BLOCK = 32
 """Tokens: what vLLM's CPU attention needs, and two blocks of its CUDA default."""
 DEFAULT_AVG_BITS = 3.0
+_PLAIN_SHARE = 0.9
+"""Files with less of the bytes that the model has as served store a quantized format: FP8 has half and more."""
 
 
 def parse_bytes(text: str, option: str) -> int:
@@ -117,6 +119,8 @@ class Sizing:
     demand: Demand
     hot_is_faster: bool = False
     """Without a GPU: whether an expert in full precision was measured to be faster than a cold one."""
+    stored_bytes: int | None = None
+    """Of the checkpoint's files; None where there are none."""
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -250,20 +254,26 @@ class Sizing:
         """For each width, from the widest down: the most hot experts that fit; or every expert in slots.
 
         On a CPU low-bit experts are the faster ones, unless a measurement says otherwise. In slots prompts compute them
-        as decode does. Beside a device a prompt would read every expert's full precision from the checkpoint.
+        as decode does. Beside a device a prompt reads every cold expert's full precision from the checkpoint.
         """
         for widest in reversed(WIDTHS):
-            if self.machine.gpu_bytes is None and not self.hot_is_faster:
-                if (in_slots := self.in_slots(widest)) is not None:
-                    yield in_slots
-                continue
-            smallest = self.option(0, widest)
-            if smallest is None:
-                continue
-            free = self._room - sum((smallest.gpu or smallest.host).values())
-            best = self.option(min(free // self.hot(1), self.most_hot), widest)
-            assert best is not None
-            yield best
+            best = self._hottest(widest)
+            if self.machine.gpu_bytes is None and not (best and self.hot_is_faster and self._prompts_may_stream(best)):
+                best = self.in_slots(widest)
+            if best is not None:
+                yield best
+
+    def _hottest(self, widest: int) -> Option | None:
+        smallest = self.option(0, widest)
+        if smallest is None:
+            return None
+        free = self._room - sum((smallest.gpu or smallest.host).values())
+        return self.option(min(free // self.hot(1), self.most_hot), widest)
+
+    def _prompts_may_stream(self, option: Option) -> bool:
+        """Whether a prompt finds all experts in memory, in the format that they are computed in."""
+        is_plain = self.stored_bytes is None or self.stored_bytes > _PLAIN_SHARE * self.checkpoint_bytes
+        return option.pool_cached == 1.0 and is_plain
 
     def require(self) -> list[Option]:
         """`options`, at least one. Raises ConfigError with what is missing where there is none."""

@@ -21,8 +21,9 @@ SLOW_READS = Measured(20e9, expert_s=6e-3, expert_rows_s=36e-3, linear_bytes_per
 FAST_READS = replace(SLOW_READS, read_bytes_per_s=200e9)
 
 
-def size_of(host: int, measured: Measured = SLOW_READS, batch: int = 4) -> OwnSize:
-    return own_size(Sizing(MODEL, MachineSize(host), Demand(context=4096)), batch, measured)
+def size_of(host: int, measured: Measured = SLOW_READS, batch: int = 4, stored_bytes: int | None = None) -> OwnSize:
+    sizing = Sizing(MODEL, MachineSize(host), Demand(context=4096), stored_bytes=stored_bytes)
+    return own_size(sizing, batch, measured)
 
 
 EIGHT = {"linear_bits": 8}
@@ -36,11 +37,19 @@ def test_where_narrow_experts_are_the_faster_ones_prompts_use_them_too() -> None
     assert size_of(256 * GB, FAST_READS).settings == {"hot_experts": 4, "avg_bits": 4.0, "debug": EIGHT}
 
 
+def test_no_default_lets_prompts_read_a_checkpoint_from_the_disk_or_decode_its_format() -> None:
+    """Mixtral's experts take 90 GB, and half of them 45 GB more: whatever an expert of one row takes."""
+    plain, fp8 = 93_405_585_408, 46_900_000_000
+    assert size_of(256 * GB, FAST_READS, stored_bytes=plain).settings["hot_experts"] == 4
+    assert size_of(128 * GB, FAST_READS, stored_bytes=plain).settings == SLOTS | {"avg_bits": 4.0, "slot_bits": 4}
+    assert size_of(256 * GB, FAST_READS, stored_bytes=fp8).settings == SLOTS | {"avg_bits": 4.0, "slot_bits": 4}
+
+
 def test_linear_layers_stay_in_full_precision_where_no_expert_is_quantized() -> None:
     size = size_of(512 * GB, FAST_READS)
     whole = replace(size, option=replace(size.option, num_hot=8))
     assert "debug" not in whole.settings
-    assert "linear" not in whole.said(None, None, with_kv=False)[0]
+    assert "linear" not in whole.said(None, with_kv=False)[0]
 
 
 def test_a_small_machine_gets_narrower_replicas_and_a_smaller_one_a_sentence() -> None:
@@ -61,9 +70,9 @@ def test_the_kv_cache_grows_to_what_may_be_asked_at_once_and_leaves_half_of_the_
 
 
 def test_what_is_said_holds_the_line_that_says_it_by_hand() -> None:
-    size = size_of(64 * GB)
+    size = size_of(64 * GB, stored_bytes=93_405_585_408)
     linear = MODEL.beside_weights + MODEL.head_weights  # a byte each; the embedding stays in 16 bits
-    chosen, expected, by_hand = size.said(0.03, 93_405_585_408, with_kv=True)
+    chosen, expected, by_hand = size.said(0.03, with_kv=True)
     words = shlex.split(by_hand.removeprefix("by hand: "))
     settings = NdpSettings.from_mapping(json.loads(words[words.index("--additional-config") + 1])["ndp"])
     assert (settings.hot_experts, settings.slot_bits, settings.linear_bits) == (8, 4, 8)
@@ -79,5 +88,5 @@ def test_what_is_said_holds_the_line_that_says_it_by_hand() -> None:
     # 64 tokens touch all 8 experts of a layer, which 16 rows each go through: 36 ms; linear weights 63 rows more
     first_s = 32 * 8 * 36e-3 + linear / 16e9 + linear * 63 * 2e-3 / (3 * 4096 * 14336) + 32 * LAYER_S
     assert f"the first token of a prompt of 64 after {first_s:.2g} s" in expected
-    assert "unknown before the replicas are built" in size.said(None, None, with_kv=False)[1]
-    assert "--kv-cache" not in size.said(None, None, with_kv=False)[2]
+    assert "unknown before the replicas are built" in size.said(None, with_kv=False)[1]
+    assert "--kv-cache" not in size.said(None, with_kv=False)[2]
