@@ -130,8 +130,7 @@ def _print(proposal: Proposal) -> None:
     parts = Table(title="the first of them", title_justify="left")
     for name in ("where", "what", "size"):
         parts.add_column(name, justify="right" if name == "size" else "left")
-    of_experts = min(sizing.all_experts, sizing.stored_bytes or sizing.all_experts)
-    mapped = {"checkpoint's experts": of_experts} if best.slot_bits == 16 else {}
+    mapped = {"checkpoint's experts": sizing.mapped_experts} if best.slot_bits == 16 else {}
     places = ("GPU", best.gpu), ("host", best.host), ("mapped, page cache", mapped), ("moves", sizing.moved(best))
     for where, held in places:
         for what, num_bytes in held.items():

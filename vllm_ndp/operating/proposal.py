@@ -115,7 +115,7 @@ class Proposal:
             "avg_bits": option.avg_bits,
             "gpu_bytes": dict(option.gpu),
             "host_bytes": dict(option.host),
-            "mapped_bytes": self.sizing.all_experts,
+            "mapped_bytes": self.sizing.mapped_experts if option.slot_bits == FULL_PRECISION_BITS else 0,
             "kv_tokens_left": option.kv_tokens_left,
             "pool_cached": round(option.pool_cached, 3),
             "moved_bytes": self.sizing.moved(option),

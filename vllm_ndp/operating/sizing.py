@@ -135,6 +135,11 @@ class Sizing:
         return self.model.num_layers * self.model.num_experts * self.model.expert_bytes
 
     @property
+    def mapped_experts(self) -> int:
+        """At most, of the checkpoint's files: a quantized format has fewer bytes than what it is decoded to."""
+        return min(self.all_experts, self.stored_bytes or self.all_experts)
+
+    @property
     def checkpoint_bytes(self) -> int:
         return self.other_weights + self.all_experts
 
@@ -236,7 +241,7 @@ class Sizing:
             gpu=gpu,
             host=host,
             kv_tokens_left=free_here // max(per_token, 1),
-            pool_cached=min(1.0, free_host / self.all_experts),
+            pool_cached=min(1.0, free_host / self.mapped_experts),
         )
 
     @property

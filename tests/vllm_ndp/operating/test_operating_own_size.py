@@ -42,6 +42,8 @@ def test_no_default_lets_prompts_read_a_checkpoint_from_the_disk_or_decode_its_f
     plain, fp8 = 93_405_585_408, 46_900_000_000
     assert size_of(256 * GB, FAST_READS, stored_bytes=plain).settings["hot_experts"] == 4
     assert size_of(128 * GB, FAST_READS, stored_bytes=plain).settings == SLOTS | {"avg_bits": 4.0, "slot_bits": 4}
+    stored = Sizing(MODEL, MachineSize(256 * GB), Demand(), stored_bytes=fp8)
+    assert (stored.mapped_experts, replace(stored, stored_bytes=plain).mapped_experts) == (fp8, stored.all_experts)
     assert size_of(256 * GB, FAST_READS, stored_bytes=fp8).settings == SLOTS | {"avg_bits": 4.0, "slot_bits": 4}
 
 
