@@ -194,7 +194,7 @@ def probe_losses(
 
 
 def _prepared(expert: Expert) -> ReferenceExpert:
-    """As the reference kernel prepares it, each value the same; a replica 20 times as fast."""
+    """As the reference kernel prepares it, each value the same; a replica in C++."""
     if native is None or isinstance(expert, FullExpert):
         return ReferenceKernel().prepare(expert)
     return ReferenceExpert(dequantize(expert.w13), dequantize(expert.w2), expert.biases, expert.activation)
