@@ -120,6 +120,7 @@ def _make_setup(worker: WorkerFacts, facts: DeviceFacts) -> tuple[Setup, Costs]:
         num_gpus=ranks.size,
         whole_experts=ranks.holds_whole_experts,
         stage=stage.index,
+        first_layer=worker.layers.start,
         num_stages=stage.count,
         num_devices=settings.num_devices,
         may_join=settings.may_join,

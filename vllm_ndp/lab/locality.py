@@ -13,6 +13,7 @@ the loops over tokens are in csrc/stacks.cpp. Knows traces. Does not know time, 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,15 +53,26 @@ class Selected:
 
     def uses(self) -> NDArray[np.int64]:
         """[R, L, E], how often each request chose each expert."""
-        counts = np.zeros((len(self.ends) - 1, self.ids.shape[1], self.num_experts), np.int64)
-        _stacks.uses(self.ids, self.rows, self.ends, self.num_experts, counts)
-        return counts
+        shape = len(self.ends) - 1, self.ids.shape[1], self.num_experts
+        return np.bincount(self._cells.ravel(), minlength=math.prod(shape)).reshape(shape)
 
     def gaps(self) -> NDArray[np.int64]:
         """[L, MOST_GAP + 1], choices by tokens since the last use; at 0 those that never were made before."""
-        counts = np.zeros((self.ids.shape[1], MOST_GAP + 1), np.int64)
-        _stacks.reuse(self.ids, self.rows, self.ends, self.num_experts, counts)
-        return counts
+        cells = self._cells
+        order = np.argsort(cells, axis=None, kind="stable")  # each cell's uses one after the other
+        num_layers, top_k = cells.shape[1:]
+        tokens, layers = order // (num_layers * top_k), order // top_k % num_layers
+        again = np.diff(cells.ravel()[order], prepend=-1) == 0
+        gaps = np.where(again, np.minimum(np.diff(tokens, prepend=0), MOST_GAP), 0)
+        shape = num_layers, MOST_GAP + 1
+        return np.bincount(layers * shape[1] + gaps, minlength=math.prod(shape)).reshape(shape)
+
+    @property
+    def _cells(self) -> NDArray[np.int64]:
+        """[T, L, k], of each choice: (request, layer, expert) as one number."""
+        requests = np.repeat(np.arange(len(self.ends) - 1), np.diff(self.ends))
+        lanes = requests[:, None] * self.ids.shape[1] + np.arange(self.ids.shape[1])
+        return lanes[:, :, None] * self.num_experts + self.ids[self.rows]
 
     def repeats(self) -> NDArray[np.float64]:
         """[L], of the choices of all tokens but each request's first."""

@@ -11,13 +11,19 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pyarrow.parquet
 import pytest
 from in_this_process import run_here
-from paths import DATA
+from paths import DATA, ROOT
 
+from ndp_device.common.errors import ConfigError
+from ndp_device.replicas.loss_table import load_losses
 from vllm_ndp.app import main
+from vllm_ndp.lab.cli.recorded import losses
+from vllm_ndp.layer.setup import Setup
+from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.traces.trace import Trace, from_sequences
 
 pytestmark = pytest.mark.slow  # together
@@ -199,3 +205,29 @@ def test_bad_input_writes_nothing(arguments, says, tmp_path, monkeypatch, capsys
     assert says in error
     assert says == "No such option" or len(error.splitlines()) == 1
     assert sorted(tmp_path.rglob("*")) == before
+
+
+REPLICAS = ROOT / "models" / "tiny-mixtral-replicas"
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_stages_trace_takes_its_own_layers_of_the_models_replicas(first: int):
+    whole = Trace.load(DATA / "tiny-mixtral-trace")
+    setup = Setup(
+        preset="h100-ndp512",
+        overrides={},
+        host_dims={},
+        expert_bytes={},
+        group_size=32,
+        activation_bytes=2,
+        stage=first // 2,
+        num_stages=2,
+        first_layer=first,
+    )
+    provenance = msgspec.structs.replace(whole.provenance, num_layers=2, live=setup)
+    trace = replace(whole, provenance=provenance, ids=whole.ids[:, :2], weights=whole.weights[:, :2])
+    found = losses(trace, REPLICAS).mse
+    assert np.array_equal(found, LossTable.from_measured(*load_losses(REPLICAS, "relative")).mse[first : first + 2])
+    unknown = msgspec.structs.replace(provenance, live=msgspec.structs.replace(setup, first_layer=None))
+    with pytest.raises(ConfigError, match=r"is of stage . of 2, and does not say which layers"):
+        losses(replace(trace, provenance=unknown), REPLICAS)

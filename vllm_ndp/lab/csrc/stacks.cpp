@@ -177,54 +177,9 @@ void depths(In<uint16_t, 3> ids, In<int64_t, 1> rows, In<int64_t, 1> ends, int64
     }
 }
 
-// Adds to gaps [L, G + 1]: how many choices were last made 1, 2, ... tokens before (G: so many or more), at 0 never.
-void reuse(In<uint16_t, 3> ids, In<int64_t, 1> rows, In<int64_t, 1> ends, int64_t num_experts, Out<int64_t, 2> gaps) {
-    const Choices choices{ids, rows, ends, static_cast<size_t>(num_experts)};
-    choices.check();
-    want(gaps.shape(0) == choices.layers() && gaps.shape(1) >= 2, "gaps must be [L, G + 1]");
-    const int64_t most = static_cast<int64_t>(gaps.shape(1)) - 1;
-    nb::gil_scoped_release release;
-    std::vector<int64_t> before(choices.num_experts);
-    for (size_t layer = 0; layer < choices.layers(); ++layer) {
-        int64_t* counts = gaps.data() + layer * (most + 1);
-        for (size_t request = 0; request < choices.requests(); ++request) {
-            std::fill(before.begin(), before.end(), -1);
-            for (int64_t t = ends.data()[request]; t < ends.data()[request + 1]; ++t) {
-                const uint16_t* chosen = choices.at(static_cast<size_t>(t), layer);
-                for (size_t s = 0; s < choices.top_k(); ++s) {
-                    const int64_t last = before[chosen[s]];
-                    ++counts[last < 0 ? 0 : std::min(t - last, most)];
-                    before[chosen[s]] = t;
-                }
-            }
-        }
-    }
-}
-
-// Adds to counts [R, L, E] how often each request chose each expert.
-void uses(In<uint16_t, 3> ids, In<int64_t, 1> rows, In<int64_t, 1> ends, int64_t num_experts, Out<int64_t, 3> counts) {
-    const Choices choices{ids, rows, ends, static_cast<size_t>(num_experts)};
-    choices.check();
-    const size_t layers = choices.layers(), experts = choices.num_experts;
-    want(counts.shape(0) == choices.requests() && counts.shape(1) == layers && counts.shape(2) == experts,
-         "counts must be [R, L, E]");
-    nb::gil_scoped_release release;
-    for (size_t request = 0; request < choices.requests(); ++request)
-        for (int64_t t = ends.data()[request]; t < ends.data()[request + 1]; ++t)
-            for (size_t layer = 0; layer < layers; ++layer) {
-                const uint16_t* chosen = choices.at(static_cast<size_t>(t), layer);
-                int64_t* own = counts.data() + (request * layers + layer) * experts;
-                for (size_t s = 0; s < choices.top_k(); ++s) ++own[chosen[s]];
-            }
-}
-
 }  // namespace
 
 NB_MODULE(_stacks, module) {
     module.def("depths", &depths, nb::arg("ids"), nb::arg("rows"), nb::arg("ends"), nb::arg("num_experts"),
                nb::arg("policy"), nb::arg("start"), nb::arg("early_tokens"), nb::arg("counts"), nb::arg("early"));
-    module.def("reuse", &reuse, nb::arg("ids"), nb::arg("rows"), nb::arg("ends"), nb::arg("num_experts"),
-               nb::arg("gaps"));
-    module.def("uses", &uses, nb::arg("ids"), nb::arg("rows"), nb::arg("ends"), nb::arg("num_experts"),
-               nb::arg("counts"));
 }
