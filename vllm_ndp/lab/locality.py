@@ -72,7 +72,8 @@ class Selected:
         """[T, L, k], of each choice: (request, layer, expert) as one number."""
         requests = np.repeat(np.arange(len(self.ends) - 1), np.diff(self.ends))
         lanes = requests[:, None] * self.ids.shape[1] + np.arange(self.ids.shape[1])
-        return lanes[:, :, None] * self.num_experts + self.ids[self.rows]
+        cells: NDArray[np.int64] = lanes[:, :, None] * self.num_experts + self.ids[self.rows]
+        return cells
 
     def repeats(self) -> NDArray[np.float64]:
         """[L], of the choices of all tokens but each request's first."""
