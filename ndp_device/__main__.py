@@ -123,14 +123,12 @@ def serve(
 
     Prints {"ready": true, …} as soon as it listens.
     """
-    from ndp_device.confine import confine
+    from ndp_device.process import Parent, confine, log_to_stderr
 
     confine()
-    from ndp_device.common.log import log_to_stderr
     from ndp_device.config import DeviceConfig
     from ndp_device.failpoints import Failpoint, Failpoints
     from ndp_device.handler import Handler
-    from ndp_device.parent import Parent
     from ndp_device.server import Server
     from ndp_device.transport import listen
 

@@ -14,7 +14,7 @@ from types import FrameType
 from ndp_device.fair_queue import FairQueue
 from ndp_device.handler import Handler
 from ndp_device.idle_cores import IdleCores
-from ndp_device.parent import Parent
+from ndp_device.process import Parent
 from ndp_device.protocol.codec import Frames
 from ndp_device.transport.base import Clock, Received, ServerTransport
 

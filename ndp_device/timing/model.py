@@ -18,8 +18,7 @@ from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing import arrays
 from ndp_device.timing.dram import Stream, Streams, channel_lines
 from ndp_device.timing.energy import CommandEnergy
-from ndp_device.timing.link import Hop, hop_in, hop_out, wire_bytes
-from ndp_device.timing.migration import migration
+from ndp_device.timing.link import Hop, hop_in, hop_out, migration, wire_bytes
 from ndp_device.timing.spec import ArraySpec, Hardware
 from ndp_device.timing.units import PS_PER_S, ceil_div
 from ndp_device.timing.work import Timing, Work

@@ -25,8 +25,7 @@ from typing import NamedTuple
 
 from ndp_device.common.decoder_layers import DecoderLayer
 from ndp_device.common.model_shape import WholeModel
-from ndp_device.timing.link import bulk_ps
-from ndp_device.timing.migration import Migration, migration
+from ndp_device.timing.link import Migration, bulk_ps, migration
 from ndp_device.timing.spec import Hardware
 from ndp_device.timing.units import PS_PER_S, ceil_div, transfer_ps
 
