@@ -11,6 +11,7 @@ from engines import MODEL, PROMPTS, device_processes, engine, greedy, token_ids
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common import sealed
+from vllm_ndp.integration.report import DECODE_KINDS
 
 pytestmark = pytest.mark.vllm
 
@@ -45,11 +46,12 @@ def test_the_first_start_builds_replicas_loudly_and_the_second_one_uses_them(
     said = capfd.readouterr().err
     assert "vllm-ndp: no replicas given for tiny-mixtral: building data-free ones once" in said
     assert "vllm-ndp quantize" in said
-    assert [report["hot_experts"] for report in reports] == [0, 0, 0, 0]  # chosen for a machine without a GPU
-    pairs = [sum(int(str(report[f"{where}_pairs"])) for where in ("hot", "cold", "fallback")) for report in reports]
+    (hot,) = {report["hot_experts"] for report in reports}
+    assert hot in (4, 8)  # chosen by measured times, without a GPU: half in full precision, or all in slots
+    pairs = [sum(int(str(report[f"{kind}_pairs"])) for kind in DECODE_KINDS) for report in reports]
     assert pairs == [7 * 4 * 2] * 4  # 7 decode rows, 4 layers, 2 experts
-    assert all(1.0 <= float(str(report["avg_bits"])) <= 4.0 for report in reports)
-    manifest = empty_cache / "replicas" / model_digest(MODEL) / "manifest.json"
+    assert hot == 8 or all(1.0 <= float(str(report["avg_bits"])) <= 4.0 for report in reports)
+    (manifest,) = (empty_cache / "replicas").glob("*/manifest.json")
     assert json.loads(manifest.read_text())["source"] == "data-free"
     built_at = manifest.stat().st_mtime_ns
 
@@ -68,7 +70,8 @@ def test_a_build_that_was_stopped_is_finished_without_making_whole_layers_again(
     from vllm_ndp.integration.host_replicas import find_replicas
 
     digest = model_digest(MODEL)
-    directory = empty_cache / "replicas" / digest
+    directory = find_replicas(NdpSettings(), MODEL, digest, 8)
+    assert directory == empty_cache / "replicas" / digest
     whole = (directory / "manifest.json").read_bytes()
     made_at = (directory / "experts-00000.safetensors").stat().st_mtime_ns
     manifest = json.loads(whole)
@@ -76,7 +79,7 @@ def test_a_build_that_was_stopped_is_finished_without_making_whole_layers_again(
     (directory / "manifest.json").write_bytes(sealed.seal(manifest))
     (directory / "experts-00003.safetensors").write_bytes(b"half")
 
-    assert find_replicas(NdpSettings(), MODEL, digest) == directory
+    assert find_replicas(NdpSettings(), MODEL, digest, 8) == directory
     assert (directory / "manifest.json").read_bytes() == whole
     assert (directory / "experts-00000.safetensors").stat().st_mtime_ns == made_at
 
