@@ -72,6 +72,7 @@ def test_while_others_decode_a_long_prompt_comes_in_parts_and_no_token_changes(m
     long = PROMPTS[0] * 8
     with engine(MODEL, settings={"cold_precision": "full", "hot_experts": 4, "itl_factor": 2.5}) as llm:
         expected = [token_ids(greedy(llm, [prompt], 32)) for prompt in (*PROMPTS[1:3], long)]
+        assert "for 2.5 times a step without them" in llm.collective_rpc("ndp_status")[0]["step_tokens"]
         steps.clear()
         llm.enqueue(list(PROMPTS[1:3]), SamplingParams(temperature=0.0, max_tokens=32))
         running = llm.llm_engine

@@ -13,7 +13,7 @@ from rich.table import Table
 from ndp_device.common.widths import FULL_PRECISION_BITS, LIMB_BITS, LIMBS
 from ndp_device.replicas.loss_table import load_layer_weights
 from vllm_ndp.config import GPU_RUNGS, NdpSettings
-from vllm_ndp.integration import drafts
+from vllm_ndp.integration import drafts, paced_scheduler
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.cuda.limits import Rung
 from vllm_ndp.integration.cuda.messenger import Messenger
@@ -76,6 +76,7 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
         "replan": settings.replan,
         "slot_kernel": hot.layers[0].kernel_name,
         "decode_layers": _decode_layers(facts.rung, parts.messenger),
+        "step_tokens": paced_scheduler.description(facts.vllm_config, settings),
         "record": settings.record or "off",
         "report": _report(worker.unsimulated) if facts.has_report else "off (a KV connector of yours, or report=false)",
         **({} if device.link is None else _device(device.link, device, settings, hot.pool.mapped_bytes)),
@@ -270,6 +271,7 @@ def startup_table(status: dict[str, Any]) -> Table:
         ("plans change", _REPLAN[status["replan"]]),
         ("slot kernel", status["slot_kernel"]),
         ("decode layers", status["decode_layers"]),
+        ("tokens of a step", status["step_tokens"]),
         ("routing trace", status["record"]),
         ("per-request report", status["report"]),
     ]
