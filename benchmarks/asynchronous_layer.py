@@ -93,7 +93,7 @@ def watch(stamps: Stamps, driver: ctypes.CDLL) -> None:
     from vllm_ndp.integration.device_link import DeviceCall
 
     stamps.on(moe_layer.MoELayer, "_run_rows", before="begin", after="end")
-    stamps.on(step.Step, "note_routing", after="noted")
+    stamps.on(step.Step, "note_of", after="noted")
     known: list[bool] = []
 
     def launch(expert_map: Any, topk_ids: Any, topk_weights: Any, x: Any, *into: Any) -> None:

@@ -9,7 +9,7 @@ A piece is a process of its own that ends within ten minutes; what it found beco
 (docs/measured, in a dry run a folder that is printed), with the machine and its GPU named. What is there, or in
 docs/measured, is not run again (--again); of a table of several ways each is kept as soon as it is found, and the next
 call goes on with those that are missing. A piece that fails or hangs leaves its last words in `gpu_<piece>.log` and
-stops no other. docs/gpu.md: how to make the most of half an hour. No line of this has run on a GPU yet.
+stops no other. docs/gpu.md: how to make the most of half an hour.
 """
 
 from __future__ import annotations
@@ -39,21 +39,23 @@ KEPT = ROOT / "docs" / "measured"
 
 OF_SPEED = tuple(speed.WAYS)
 PIECES = {
-    "rungs": Piece("With which rung does it serve?", 3, right.rungs, engines.RUNGS, apart=True, ladder=True),
-    "identity": Piece("Is it stock vLLM in fp32 when nothing is quantized?", 1, right.identity, ("4 hot", "8 hot")),
+    "rungs": Piece("With which rung does it serve?", 4.6, right.rungs, engines.RUNGS, apart=True, ladder=True),
+    "identity": Piece(
+        "Is it stock vLLM in fp32 when nothing is quantized?", 1.8, right.identity,
+        ("4 hot", "8 hot", "4 hot in pieces"), 2,
+    ),
     "wide": Piece("How long does it take to make and to quantize four layers at full width?", 2, speed.wide),
-    "graphs": Piece("Do graphs in pieces give the same tokens, and how fast?", 1, speed.graphs, ("NONE", "PIECEWISE")),
-    "speed": Piece("How fast is it beside what a user has?", 5, speed.speed, OF_SPEED[:5], 2, apart=True),
+    "speed": Piece("How fast is it beside what a user has?", 4.5, speed.speed, OF_SPEED[: speed.FIRST], 2),
     "waits": Piece("How often does a layer wait for the GPU?", 1.5, speed.waits, tuple(speed.WAITS)),
-    "link": Piece("What does a crossing cost?", 2, speed.link, speed.PROBED, apart=True),
+    "link": Piece("What does a crossing cost?", 1.5, speed.link, speed.PROBED),
     "timeline": Piece("What lies beside what?", 1, speed.timeline),
     "prefill": Piece(
         "How soon is the first token, with experts that stream and without?", 3, speed.prefill, speed.PREFILLED, 2,
         apart=True,
     ),
     "speed_more": Piece(
-        "How fast is it at batch 32, with more and fewer hot experts, and at 8 bits?", 8, speed.speed, OF_SPEED[5:], 2,
-        apart=True,
+        "How fast is it with more and fewer hot experts, and at 8 and 4 bits?", 5, speed.speed, OF_SPEED[speed.FIRST :],
+        2,
     ),
     "closeness": Piece("How close is it in bf16?", 1.2, right.closeness),
     "routing": Piece("Do the routing kernels give what the operators give?", 0.7, right.routing),

@@ -5,6 +5,7 @@ Knows vLLM and the bundled model. Does not know what is asked.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -25,6 +26,8 @@ PROMPTS = (
 )
 HALF = {"hot_experts": 4, "replicas": str(REPLICAS), "execution": "paper", "deadline_ms": PATIENT_MS}
 RUNGS = ("stock", *GPU_RUNGS)
+IN_PIECES: dict[str, Any] = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+"""Options of an engine that captures graphs between MoE layers."""
 RUNG = "NDP_GPU_RUNG"
 """In the environment: the setting `gpu` of engines that name none."""
 
@@ -73,7 +76,14 @@ def engine(settings: dict[str, Any] | None = None, model: Path = MODEL, **option
 
 
 def end(llm: Any) -> None:
+    """Its memory is free for the next engine of this process."""
     llm.llm_engine.engine_core.shutdown()
+    del llm.llm_engine
+    gc.collect()
+    if on_gpu():
+        import torch
+
+        torch.cuda.empty_cache()
 
 
 def greedy(llm: Any, prompts: Any, tokens: int, **params: Any) -> list[Any]:

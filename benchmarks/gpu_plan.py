@@ -35,8 +35,8 @@ class Call:
 
 
 CALLS = {
-    1: Call(5.0, ("rungs", "identity")),
-    2: Call(9.0, ("graphs", "speed", "waits")),
+    1: Call(7.5, ("rungs", "identity")),
+    2: Call(7.0, ("speed", "waits")),
     3: Call(
         None,
         (

@@ -69,6 +69,8 @@ def preset_of(probed: dict[str, Any], *, gpu: str, machine: str, date: str) -> t
             int(probed["host bf16 GFLOP/s"] * 1e9), "flop/s", "product of 4096 x 4096 in bf16, all cores",
         ),
     }  # fmt: skip
+    if probed.get("threads of torch") == 1:  # of one core: the base's stay
+        del values["host.memory_bytes_per_s"], values["host.cpu_flops_per_s"]
     as_file = {key: {"value": value, "unit": unit, "how": how} for key, (value, unit, how) in values.items()}
     return f"{kind.lower()}-host", {"based_on": base, "machine": machine, "date": date, "values": as_file}
 

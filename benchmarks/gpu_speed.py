@@ -5,17 +5,22 @@ Speed is measured on random weights at the width of Mixtral-8x7B, which `wide` m
 
 from __future__ import annotations
 
+import cProfile
 import fcntl
 import gzip
+import io
 import json
-import os
+import pstats
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +39,8 @@ WIDE_LAYERS = 4
 QUANTIZE = (sys.executable, "-c", "import sys; from vllm_ndp.app import main; sys.exit(main())", "quantize")
 
 WAITS: dict[str, dict[str, Any] | None] = {
-    "as it serves": HALF, "plain": {**HALF, "debug": {"gpu": "plain"}}, "stock": None,
-    "all hot": {"hot_experts": 8, "deadline_ms": PATIENT_MS},
+    "as it serves": HALF, "all hot": {"hot_experts": 8, "deadline_ms": PATIENT_MS}, "stock": None,
+    "plain": {**HALF, "debug": {"gpu": "plain"}},
 }  # fmt: skip
 
 
@@ -61,9 +66,30 @@ def waits(run: Run, way: str) -> list[Row]:
         warnings.simplefilter("always")
         engines.greedy(llm, PROMPTS[:1], 2)
     torch.cuda.set_sync_debug_mode("default")
+    (run.folder / f"gpu_waits_{way.replace(' ', '_')}.txt").write_text(where_time_goes(llm))
     engines.end(llm)
     per_layer = {key: round(count / 32 / 4, 2) for key, count in sorted(counts.items())}  # steps, layers
     return [{**per_layer, "waiting lines of a prompt and a step": waiting_lines(warned)}]
+
+
+def where_time_goes(llm: Any, tokens: int = 64) -> str:
+    """Functions of Python by their own time and with what they call, and operators by host and GPU time, of decode
+    steps. Profilers add to what they count."""
+    from torch.profiler import ProfilerActivity, profile
+
+    timed, said = cProfile.Profile(), io.StringIO()
+    start = time.perf_counter()
+    engines.greedy(llm, PROMPTS[:1], tokens)
+    said.write(f"{tokens} tokens in {time.perf_counter() - start:.4f} s without a profiler\n")
+    timed.runcall(engines.greedy, llm, PROMPTS[:1], tokens)
+    stats = pstats.Stats(timed, stream=said)
+    stats.sort_stats("tottime").print_stats(45)
+    stats.sort_stats("cumulative").print_stats(70)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        engines.greedy(llm, PROMPTS[:1], tokens)
+    for by in ("self_cpu_time_total", "self_cuda_time_total"):
+        said.write(profiled.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=60))
+    return said.getvalue()
 
 
 def waiting_lines(warned: list[warnings.WarningMessage]) -> dict[str, int]:
@@ -90,23 +116,26 @@ def timeline(run: Run) -> dict[str, Any]:
 
 
 SLOW = {"deadline_ms": PATIENT_MS, "execution": "paper"}
+IN_PIECES = engines.IN_PIECES
 WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
-    "stock with graphs": (None, {"enforce_eager": False}),
-    "8 of 8 hot": ({"hot_experts": 8, "deadline_ms": PATIENT_MS}, {}),
-    "4 of 8 hot, spinning 5 ms": ({"hot_experts": 4, **SLOW}, {}),
-    "8 of 8 hot at 4 bits": ({"hot_experts": 8, "slot_bits": 4, "deadline_ms": PATIENT_MS}, {}),
-    "stock, half the experts offloaded": (None, {"cpu_offload_gb": WIDE_LAYERS * 4 * 0.33}),
-    "4 of 8 hot, batch 32": ({"hot_experts": 4, **SLOW}, {}),
-    "8 of 8 hot, batch 32": ({"hot_experts": 8, "deadline_ms": PATIENT_MS}, {}),
-    "stock with graphs, batch 32": (None, {"enforce_eager": False}),
     "stock": (None, {}),
+    "8 of 8 hot": ({"hot_experts": 8, **SLOW}, {}),
     "4 of 8 hot": ({"hot_experts": 4, **SLOW}, {}),
+    "stock, half the experts offloaded": (None, {"cpu_offload_gb": WIDE_LAYERS * 4 * 0.33}),
+    "4 of 8 hot in pieces": ({"hot_experts": 4, **SLOW}, IN_PIECES),
+    "8 of 8 hot in pieces": ({"hot_experts": 8, **SLOW}, IN_PIECES),
+    "stock in pieces": (None, IN_PIECES),
+    "stock with graphs": (None, {"enforce_eager": False}),
+    "8 of 8 hot at 4 bits": ({"hot_experts": 8, "slot_bits": 4, **SLOW}, {}),
     "4 of 8 hot, plain": ({"hot_experts": 4, "debug": {"gpu": "plain"}, **SLOW}, {}),
+    "8 of 8 hot at 8 bits": ({"hot_experts": 8, "slot_bits": 8, **SLOW}, {}),
     "6 of 8 hot": ({"hot_experts": 6, **SLOW}, {}),
     "2 of 8 hot": ({"hot_experts": 2, **SLOW}, {}),
-    "8 of 8 hot at 8 bits": ({"hot_experts": 8, "slot_bits": 8, "deadline_ms": PATIENT_MS}, {}),
 }
 """What is timed: settings of the plugin, None = stock; options of the engine."""
+FIRST = 7
+"""So many of them in the first half hour."""
+BATCHES = (1, 8, 32)
 
 
 def wide(run: Run) -> dict[str, Any]:
@@ -139,28 +168,44 @@ def make_wide() -> dict[str, Any]:
 def way_at_width(run: Run, way: str, **options: Any) -> Any:
     """An engine of the model for speed; in a dry run of the small one."""
     settings, of_way = WAYS[way]
-    if "spinning" in way:
-        os.environ["NDP_SPIN_US"] = "5000"  # of this process, and of the device that it starts
     if settings is not None:
         settings = {**settings, "replicas": str(REPLICAS if run.dry else WIDE_REPLICAS)}
     if run.dry:
         return engines.engine(settings)
     make_wide()
-    return engines.engine(settings, WIDE, gpu_memory_utilization=0.85, max_num_seqs=32, **of_way, **options)
+    room = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 2 << 30}  # beside engines before it in this process
+    return engines.engine(settings, WIDE, max_num_seqs=32, **room, **of_way, **options)
 
 
 def speed(run: Run, way: str) -> list[Row]:
     """Tokens per second at real width: decode and prefill, by how many of the 8 experts are hot, beside stock."""
-    llm = way_at_width(run, way)
-    rows = [{"batch": batch, **tokens_per_second(llm, batch, run.dry)} for batch in batches_of(way, run.dry)]
+    llm, rows = way_at_width(run, way), list[Row]()
+    for batch in BATCHES[: 1 if run.dry else None]:
+        with round_trips() as taken:
+            rows.append({"batch": batch, **tokens_per_second(llm, batch, run.dry)})
+        if taken:
+            rows[-1]["round_trip_us"] = round(statistics.median(taken) * 1e6, 1)
     engines.end(llm)
     return rows
 
 
-def batches_of(way: str, dry: bool) -> tuple[int, ...]:
-    if dry:
-        return (1,)
-    return (32,) if way.endswith("batch 32") else (1, 8)
+@contextmanager
+def round_trips() -> Iterator[list[float]]:
+    """Of the device's messages, in seconds: sent, computed and in hand."""
+    from vllm_ndp.integration.device_link import DeviceLink
+
+    taken, take = list[float](), DeviceLink.take_round_trips
+
+    def keep(link: DeviceLink) -> list[float]:
+        found = take(link)
+        taken.extend(found)
+        return found
+
+    DeviceLink.take_round_trips = keep  # type: ignore[method-assign]
+    try:
+        yield taken
+    finally:
+        DeviceLink.take_round_trips = take  # type: ignore[method-assign]
 
 
 def tokens_per_second(llm: Any, batch: int, dry: bool) -> dict[str, float | None]:
@@ -243,23 +288,14 @@ def training(run: Run) -> dict[str, Any]:
     return {**json.loads(done.stdout.splitlines()[-1]), "checkpoint": str(out / "checkpoint")}
 
 
-def graphs(run: Run, way: str) -> list[Row]:
-    """PIECEWISE graphs that end before each MoE layer: the tokens without graphs, and what they gain."""
-    if not engines.on_gpu():
-        raise LeftOutError("no graph is captured without a GPU; test_cuda_graphs.py has what stands for one")
-    llm = engines.engine(HALF, enforce_eager=False, compilation_config={"cudagraph_mode": way})
-    tokens = engines.token_ids(engines.greedy(llm, PROMPTS, 64))
-    row = {**tokens_per_second(llm, 1, run.dry), "_tokens": tokens}
-    engines.end(llm)
-    wanted = run.earlier("_tokens")
-    return [row if wanted is None else row | engines.equal_tokens(tokens, wanted)]
-
-
 PROBED = (
-    "bandwidths", "latencies", "host rates", "quantizing", "host function", "stream words", "whole graph",
+    "bandwidths,latencies,host rates,quantizing",
+    "whole graph",
+    "stream words",
+    "host function",
     "registering",
-)  # fmt: skip
-"""Parts of the kit's probe: those that may hang or leave an error behind come last."""
+)
+"""Parts of the kit's probe: those that may hang or leave an error behind are processes of their own, and come last."""
 
 
 def link(run: Run, way: str) -> list[Row]:

@@ -58,29 +58,37 @@ static uint16_t to_bf16(float value) {
 #define POINTER(i) (*(void **)given[i])
 #define INTEGER(i) (*(int32_t *)given[i])
 
-// expert_map, ids, weights, x, stride, slots, head, sent_rows, ids_out, weights_out, out, word, elsewhere, hidden
+// expert_map, ids, weights, x, stride, slots, x_here, weights_here, head, sent_rows, ids_out, weights_out, out, word,
+// entries (sent_rows where nothing is noted), noted_ids, noted_weights, elsewhere, hidden
 static void split_rows(void **given) {
     const int32_t *expert_map = POINTER(0);
     const void *ids = POINTER(1);
     const float *weights = POINTER(2);
-    int32_t *slots = POINTER(5), *head = POINTER(6), *ids_out = POINTER(8);
-    int64_t *sent_rows = POINTER(7);
-    float *weights_out = POINTER(9);
-    const int32_t elsewhere = INTEGER(12), stays = -3;  // as layer/tiers.py
+    int32_t *slots = POINTER(5), *head = POINTER(8), *ids_out = POINTER(10);
+    int64_t *sent_rows = POINTER(9), *entries = POINTER(14);
+    float *weights_out = POINTER(11);
+    const int32_t elsewhere = INTEGER(17), stays = -3;  // as layer/tiers.py
+    const uint64_t row_bytes = (uint64_t)INTEGER(18) * x_bytes;
     int32_t leaving = 0;
+    memcpy(POINTER(6), POINTER(3), row_bytes);
+    memcpy(POINTER(7), weights, 4 * top_k);
     for (int k = 0; k < top_k; ++k) {
         const int64_t expert = id_bytes == 8 ? ((const int64_t *)ids)[k] : ((const int32_t *)ids)[k];
         const int32_t where = expert_map[expert];
         slots[k] = where >= 0 ? where : elsewhere;
         ids_out[k] = (int32_t)expert;
         weights_out[k] = weights[k];
+        if (entries != sent_rows) {
+            ((int16_t *)POINTER(15))[entries[0] * top_k + k] = (int16_t)expert;
+            ((float *)POINTER(16))[entries[0] * top_k + k] = weights[k];
+        }
         leaving += where < 0 && where != stays;
     }
     sent_rows[0] = 0;
     head[0] = leaving;
     head[1] = leaving > 0;
-    if (leaving) memcpy(POINTER(10), POINTER(3), (uint64_t)INTEGER(13) * x_bytes);
-    __atomic_store_n((uint32_t *)POINTER(11), 1, __ATOMIC_RELEASE);
+    if (leaving) memcpy(POINTER(12), POINTER(3), row_bytes);
+    __atomic_store_n((uint32_t *)POINTER(13), 1, __ATOMIC_RELEASE);
 }
 
 static void add_partial(void **given) {  // out, stride, partial, rows, hidden

@@ -26,7 +26,7 @@ EMBEDDED = "embedded"
 MAX_DEADLINE_MS = 3_600_000.0
 DEFAULT_OFFLOAD_BITS = 3
 DEFAULT_HARDWARE = "h100-ndp512"
-GPU_RUNGS = ("plain", "streams", "asynchronous", "kernels", "thread")
+GPU_RUNGS = ("plain", "streams", "asynchronous", "kernels", "thread", "graphs")
 """Ways to run on a GPU, each with one thing more than the one before."""
 _CHOICES: dict[str, tuple[str, ...]] = {
     "plan": ("fixed", "joint"),
@@ -101,8 +101,9 @@ class NdpSettings:
     """How layers, copies and checks run on a GPU. `plain`: on one stream; the host waits wherever it needs a value.
     `streams`: copies, moves of experts and the check of rows have streams of their own. `asynchronous`: decode layers
     launch first and wait once, by torch operators; the host sends. `kernels`: Triton kernels in place of these
-    operators. `thread`: a thread of C++ sends. `auto`: the last that a run on a GPU has passed (docs/gpu.md). On CPU
-    only decode layers differ: `plain`, `asynchronous` or `thread`."""
+    operators. `thread`: a thread of C++ sends. `graphs`: the hot experts of a decode layer are one launch. `auto`: the
+    last that a run on a GPU has passed (docs/gpu.md). On CPU only decode layers differ: `plain`, `asynchronous` or
+    `thread`."""
     prefill: str = "auto"
     """Where a prompt's cold experts run, in full precision. `streamed`: all on the GPU. `split`: the device computes so
     many that both sides end together on the simulated hardware. `auto`: split if the engine runs on CPU and the

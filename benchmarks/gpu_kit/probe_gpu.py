@@ -4,7 +4,7 @@
 Host processor, link bandwidths, latencies of every way to hand a layer to the host and back (eager and inside one CUDA
 graph), and what quantizing an expert on the GPU costs. One JSON object last. Each part is a process of its own with a
 limit, and those that may hang or spoil the next launch come last: what was found before them is kept.
-usage: python3 probe_gpu.py [--quick] [--part NAME]
+usage: python3 probe_gpu.py [--quick] [--part NAME,...]
 """
 
 import argparse
@@ -159,6 +159,7 @@ def registering(torch, megabytes):
 
 def host_rates(torch):
     """What the host's cores read and multiply together; cold experts are computed by them where no device is."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # a part before this one may have left one
     ones = torch.ones(1 << 28)
     a, b = torch.randn(4096, 4096).bfloat16(), torch.randn(4096, 4096).bfloat16()
 
@@ -402,7 +403,8 @@ def run_part(name, quick):
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device")
     try:
-        PARTS[name](torch, quick)
+        for one in name.split(","):
+            PARTS[one](torch, quick)
     finally:
         print(json.dumps(FOUND), flush=True)
 
@@ -431,7 +433,7 @@ def apart(name, quick):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--part", choices=PARTS, help="this one alone, in this process")
+    parser.add_argument("--part", metavar="NAME,...", help="these alone, in this process")
     arguments = parser.parse_args()
     if arguments.part:
         run_part(arguments.part, arguments.quick)

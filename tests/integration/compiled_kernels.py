@@ -60,11 +60,13 @@ def cases() -> Iterator[Case]:
 
 def split(rows: int, top_k: int, ids: str, elsewhere: int, dtype: str = "*bf16", hidden: int = 4096) -> Case:
     router = {"expert_map": "*i32", "ids": ids, "weights": "*fp32", "x": dtype, "stride": hidden}
-    here = {"slots": "*i32", "head": "*i32", "sent_rows": "*i64"}
+    here = {"slots": "*i32", "x_here": dtype, "weights_here": "*fp32", "head": "*i32", "sent_rows": "*i64"}
     there = {"ids_out": "*i32", "weights_out": "*fp32", "out": dtype, "word": "*i32"}
+    there |= {"entries": "*i64", "noted_ids": "*i16", "noted_weights": "*fp32"}
     given = {**router, **here, **there, "num_rows": rows, "elsewhere": elsewhere, "hidden": hidden}
     constants = {"STAYS": ELSEWHERE, "K": top_k, "ROWS": triton.next_power_of_2(rows)}
-    constants |= {"COLUMNS": triton.next_power_of_2(top_k), "WIDTH": kernels.BLOCK, "BY_EXCHANGE": False}
+    constants |= {"COLUMNS": triton.next_power_of_2(top_k), "WIDTH": kernels.BLOCK}
+    constants |= {"NOTES": True, "TELLS": True, "BY_EXCHANGE": False}
     name = f"{rows} rows, top {top_k}, ids {ids[1:]}, elsewhere {elsewhere}, {dtype[1:]}, hidden {hidden}"
     return Case(name, kernels.split_rows, given, constants)
 

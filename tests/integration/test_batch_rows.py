@@ -91,7 +91,7 @@ def sidecar_with(entries: list[int]) -> RoutingSidecar:
     """Two layers, three experts a row; of the entry n expert n is first."""
     sidecar, at = RoutingSidecar(2, 3, torch.device("cpu"), 6, 4), torch.tensor(entries)
     for layer in range(2):
-        sidecar.write(layer, at, at[:, None] + torch.arange(3), at[:, None] + torch.full((1, 3), layer / 2))
+        sidecar.note(layer, at).write(at[:, None] + torch.arange(3), at[:, None] + torch.full((1, 3), layer / 2))
     return sidecar
 
 

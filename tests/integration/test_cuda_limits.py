@@ -123,7 +123,7 @@ def test_balancing_by_simulated_hardware_must_be_asked_for_on_a_gpu(asked: dict[
     assert limits.settings_on_gpu(NdpSettings(**asked)).execution == execution
 
 
-@pytest.mark.parametrize(("cores", "left"), [(1, 1), (4, 3), (16, 14)])
+@pytest.mark.parametrize(("cores", "left"), [(1, 1), (4, 3), (16, 12)])
 def test_the_engine_keeps_cores_of_a_machine_that_has_some(cores: int, left: int) -> None:
     assert limits.cores_beside_engine(range(cores)) == list(range(cores - left, cores))
 

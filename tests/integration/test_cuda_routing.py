@@ -101,7 +101,7 @@ INTERPRETED = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch, numpy as np
-from vllm_ndp.integration.cuda import kernels, routing
+from vllm_ndp.integration.cuda import kernels, packet, routing
 from test_cuda_routing import HIDDEN, fields
 
 random = np.random.default_rng(0)
@@ -114,13 +114,23 @@ for case in range(60):
     gates, x = torch.from_numpy(random.random((rows, k), dtype=np.float32)), torch.from_numpy(random.standard_normal((rows, HIDDEN), dtype=np.float32))
     mine, theirs = fields(rows, k, x.dtype), fields(rows, k, x.dtype)
     mine.head.zero_()
-    kernels.split(expert_map, ids, gates, x, mine, slots)
+    entries = torch.from_numpy(random.permutation(32)[:rows])
+    notes = [packet.Note(entries, torch.full((32, k), -1, dtype=torch.int16), torch.zeros(32, k)) for _ in range(2)]
+    silent = fields(rows, k, x.dtype)
+    kernels.split(expert_map, ids, gates, x, silent, slots, notes[0], tells=False)
+    assert silent.word[0] == silent.ids[0, 0] == -1  # as they were
+    routing.split(expert_map, ids, gates, x, theirs, slots, notes[1], tells=False)
+    assert all(torch.equal(a, b) for a, b in zip(*notes))
+    for name in ("slots", "x_here", "weights_here"):
+        assert torch.equal(getattr(silent, name), getattr(theirs, name)), (case, name)
+    assert torch.equal(theirs.x_here, x) and torch.equal(theirs.weights_here, gates)
+    kernels.split(expert_map, ids, gates, x, mine, slots, notes[0] if case % 2 else None)
     routing.split(expert_map, ids, gates, x, theirs, slots)
     pairs, sent = theirs.head[:2].tolist()
     assert mine.head[:2].tolist() == [pairs, sent]
     assert mine.word[0] == theirs.word[0] == 1
     assert mine.head[2] == 0  # for the next layer
-    for name, count in (("slots", rows), ("ids", rows), ("weights", rows), ("sent_rows", sent), ("x", sent)):
+    for name, count in (("slots", rows), ("ids", rows), ("weights", rows), ("sent_rows", sent), ("x", sent), ("x_here", rows), ("weights_here", rows)):
         assert torch.equal(getattr(mine, name)[:count], getattr(theirs, name)[:count]), (case, name)
     if sent:
         out, partial = torch.from_numpy(random.standard_normal((rows, HIDDEN), dtype=np.float32)), torch.ones(sent, HIDDEN)

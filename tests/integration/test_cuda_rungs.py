@@ -19,7 +19,7 @@ from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import GPU_RUNGS, NdpSettings
 from vllm_ndp.integration import assembly, compat, startup_table
 from vllm_ndp.integration.assembly import Assembly
-from vllm_ndp.integration.cuda import limits, messenger
+from vllm_ndp.integration.cuda import graphs, limits, messenger
 from vllm_ndp.integration.cuda.limits import PASSED, Rung
 from vllm_ndp.integration.facts import WorkerFacts
 from vllm_ndp.integration.hot_experts import HotExperts, Migrator
@@ -34,6 +34,7 @@ ADDS = {
     "asynchronous": {"messenger"},
     "kernels": {"kernels"},
     "thread": {"thread"},
+    "graphs": {"graphs"},
 }
 
 
@@ -74,6 +75,7 @@ def has(made: Assembly, monkeypatch: pytest.MonkeyPatch) -> set[str]:
         found |= {"messenger"}
         found |= {"kernels"} if sends.routing.split.__module__.endswith("kernels") else set()
         found |= {"thread"} if sends.has_thread else set()
+        found |= {"graphs"} if sends.graphs is not None else set()
         assert ("a thread sends" if sends.has_thread else "the host sends") in startup_table._decode_layers(
             made.facts.rung, sends
         )
@@ -164,3 +166,41 @@ def test_what_is_asked_for_is_what_runs(asked: str, offload_bits: int, on_gpu: b
 def test_what_cannot_be_is_refused(asked: str, offload_bits: int, on_gpu: bool, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         limits.rung_of(NdpSettings(gpu=asked), offload_bits, on_gpu=on_gpu)
+
+
+def test_a_step_of_so_many_rows_is_captured_when_it_comes_again_and_replayed_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph that stands for CUDA's runs what was captured, whenever it is replayed."""
+    weights, computed, captured = torch.ones(8, 2), list[int](), list[int]()
+
+    def compute(rows: int) -> torch.Tensor:
+        computed.append(rows)
+        return weights[:rows] * 2
+
+    class Graph:
+        def capture_begin(self, **options: Any) -> None:
+            assert options["capture_error_mode"] == "thread_local", "threads that copy experts would be refused"
+
+        def capture_end(self) -> None:
+            captured.append(computed[-1])
+
+        def replay(self) -> None:
+            hot._out[:rows].copy_(weights[:rows] * 2)  # type: ignore[index]
+
+    monkeypatch.setattr(graphs, "own_stream", lambda device: SimpleNamespace(wait_stream=lambda of: None))
+    for name, stand_in in (
+        ("CUDAGraph", Graph),
+        ("graph_pool_handle", lambda: (0, 0)),
+        ("stream", lambda of: nullcontext()),
+        ("current_stream", lambda device: SimpleNamespace(wait_stream=lambda of: None)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    hot = graphs.HotGraphs(torch.device("cpu"), most_rows=4)
+    for rows in (1, 2, 1, 1, 2, 8, 8):
+        out = hot.run("layer 0", rows, lambda rows=rows: compute(rows))  # type: ignore[misc]
+        assert torch.equal(out, weights[:rows] * 2)
+        weights += 1  # as experts move
+        assert not torch.equal(out, weights[:rows] * 2), "a tensor of its own"
+    assert captured == [1, 2]
+    assert computed == [1, 2, 1, 1, 2, 8, 8]  # the second 1 for its size; 8 rows are launched

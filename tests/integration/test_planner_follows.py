@@ -97,7 +97,7 @@ def test_the_plugins_planner_exchanges_what_the_exact_engine_does_and_the_device
         here = slice(position, position + span.num_tokens)
         for layer in range(LAYERS):
             ids, weights = (torch.from_numpy(part[here, layer].copy()) for part in (trace.ids, trace.weights))
-            sidecar.write(layer, entries, ids.to(torch.int64), weights)
+            sidecar.note(layer, entries).write(ids.to(torch.int64), weights)
         step: Any = SimpleNamespace(
             parts=SimpleNamespace(sidecar=sidecar),
             started=True,

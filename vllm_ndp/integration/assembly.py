@@ -23,6 +23,7 @@ from vllm_ndp.integration import compat, host_replicas
 from vllm_ndp.integration.agreement import agree_on_replicas, measure_prices, open_device
 from vllm_ndp.integration.batch import RequestTracker
 from vllm_ndp.integration.cuda import limits
+from vllm_ndp.integration.cuda.graphs import HotGraphs
 from vllm_ndp.integration.cuda.layer import FixedOutput
 from vllm_ndp.integration.cuda.limits import Rung
 from vllm_ndp.integration.cuda.messenger import Messenger
@@ -244,7 +245,8 @@ class Assembly:
         form = RowForm(shape.top_k, shape.hidden_size, dtype)
         routing = routing_by(kernels=facts.rung >= Rung.KERNELS and device.type != "cpu")
         sender = SenderThread() if facts.rung >= Rung.THREAD and shm.native is not None else None
-        return Messenger(pinned_for(device), device, form, routing, sender)
+        graphs = HotGraphs(device) if facts.rung >= Rung.GRAPHS and device.type != "cpu" else None
+        return Messenger(pinned_for(device), device, form, routing, sender, graphs)
 
     def make_late_check(self) -> LateCheck | None:
         device = self._held.w13.device

@@ -462,6 +462,12 @@ def device_cores(bound: set[int]) -> list[int]:
     return sorted(usable - bound or usable) if bound else []
 
 
+def choose_spins() -> None:
+    """How long this process and a device that it starts look for each other's messages before they sleep."""
+    if not on_cpu():
+        limits.spin_longer(os.sched_getaffinity(os.getppid()))
+
+
 def engine_cores() -> set[int]:
     """Cores of the engine's own threads."""
     return bound_cores() or os.sched_getaffinity(0)

@@ -97,6 +97,7 @@ class DeviceMembers:
         try:
             if not settings.addresses:
                 self.cores = compat.device_cores(engine_cores)
+                compat.choose_spins()
             for number in range(settings.num_devices):
                 self.each.append(self._open(number))
             self.served = self._agree()

@@ -198,10 +198,13 @@ class MoELayer:
         beside: Callable[[], object],
     ) -> torch.Tensor:
         """Split, start what runs beside, compute the hot pairs, collect, account."""
-        parts = self._parts
-        step.note_routing(self.index, topk_ids, topk_weights)
-        if self._aside is not None and self._aside.takes(step):
-            return self._aside.run(step, x, self._applied(topk_weights), topk_ids, beside)
+        parts, note = self._parts, step.note_of(self.index)
+        aside = self._aside if self._aside is not None and self._aside.takes(step) else None
+        if note is not None and (aside is None or parts.weighs_input):
+            note.write(topk_ids, topk_weights)
+            note = None
+        if aside is not None:
+            return aside.run(step, x, self._applied(topk_weights), topk_ids, note, beside)
         run, (ids, weights) = step.take(), _on_host(topk_ids, topk_weights)
         run.begin_layer()
         split = run.split(self.index, ids.data_ptr(), weights.data_ptr(), with_device=self._device.takes_pairs)

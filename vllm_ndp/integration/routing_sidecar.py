@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_ndp.integration.cuda.packet import Note
+
 
 def bytes_per_entry(num_layers: int, top_k: int) -> int:
     """Bytes of one KV entry in a sidecar."""
@@ -41,11 +43,9 @@ class RoutingSidecar:
     def num_bytes(self) -> int:
         return int(self._ids.nbytes + self._weights.nbytes)
 
-    def write(self, layer: int, slot_mapping: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-        """slot_mapping i64 [T], topk_ids [T, k] global expert ids, topk_weights f32 [T, k]."""
-        ids, weights = self._of_layer[layer]
-        ids.index_copy_(0, slot_mapping, topk_ids.to(torch.int16))
-        weights.index_copy_(0, slot_mapping, topk_weights.to(torch.float32))
+    def note(self, layer: int, slot_mapping: torch.Tensor) -> Note:
+        """Where the routing of these entries lies, i64 [T]."""
+        return Note(slot_mapping, *self._of_layer[layer])
 
     def forget(self, blocks: Sequence[int]) -> None:
         """The KV of these blocks comes from elsewhere: none of their entries has routing, until a pass writes it."""

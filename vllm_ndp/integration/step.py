@@ -21,6 +21,7 @@ from ndp_device.timing.work import Timing
 from vllm_ndp.cost_model.gpu_timing import StepTime
 from vllm_ndp.device_client.connection import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, RowLocator, Span, TrackedRequest
+from vllm_ndp.integration.cuda.packet import Note
 from vllm_ndp.integration.cuda.streams import Arrival
 from vllm_ndp.integration.report import PAIR_KINDS, StepReport, device_sums, energy_shares
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
@@ -128,10 +129,9 @@ class Step:
             entries=entries,
         )
 
-    def note_routing(self, layer: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-        """Note routing beside the KV cache, if the split does not."""
-        if not self.parts.run.splitter.notes:
-            self.parts.sidecar.write(layer, self.located[1], topk_ids, topk_weights)
+    def note_of(self, layer: int) -> Note | None:
+        """Where a layer's routing is noted beside the KV cache; None where the host's split does it."""
+        return None if self.parts.run.splitter.notes else self.parts.sidecar.note(layer, self.located[1])
 
     def end_later(self, layer: int, end: Callable[[NDArray[np.int32]], None]) -> None:
         """Remember a layer that runs before its router's choices [T, k] are on the host. `end` gets the choices later,

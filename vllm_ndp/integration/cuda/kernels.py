@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_ndp.integration.cuda.packet import Fields
+from vllm_ndp.integration.cuda.packet import Fields, Note
 from vllm_ndp.layer.tiers import ELSEWHERE
 
 BLOCK = 1024
@@ -35,13 +35,14 @@ set the word back to 0."""
 
 @triton.jit
 def split_rows(
-    expert_map, ids, weights, x, stride, slots, head, sent_rows, ids_out, weights_out, out, word,
-    num_rows, elsewhere, hidden,
+    expert_map, ids, weights, x, stride, slots, x_here, weights_here, head, sent_rows, ids_out, weights_out, out, word,
+    entries, noted_ids, noted_weights, num_rows, elsewhere, hidden,
     STAYS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-    BY_EXCHANGE: tl.constexpr,
+    NOTES: tl.constexpr, TELLS: tl.constexpr, BY_EXCHANGE: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, b): block b of the i-th row that leaves, into the host's memory. STAYS: the place that is no slot and
-    whose pairs stay. ROWS and COLUMNS: T and k rounded up to powers of two. BY_EXCHANGE: for Triton's interpreter.
+    """Program (i, b): block b of row i, and of the i-th row that leaves, into the host's memory. STAYS: the place that
+    is no slot and whose pairs stay. ROWS and COLUMNS: T and k rounded up to powers of two. NOTES: entries is where the
+    routing is noted. TELLS: the host waits. BY_EXCHANGE: for Triton's interpreter.
 
     Each finds the rows for itself, since a second launch costs the host more; the first writes them. The last to end
     tells the host that all of it is there. Each counts after it has written, and the word follows the last count."""
@@ -58,25 +59,36 @@ def split_rows(
     i = tl.program_id(0)
     if (i == 0) & (tl.program_id(1) == 0):
         tl.store(slots + at, tl.where(where >= 0, where, elsewhere), mask=here)
-        tl.store(ids_out + at, expert.to(tl.int32), mask=here)
-        tl.store(weights_out + at, tl.load(weights + at, mask=here, other=0.0), mask=here)
-        tl.store(sent_rows + rank, row.to(tl.int64), mask=leaves > 0)
-        tl.store(head, tl.sum(in_row, axis=0))
-        tl.store(head + 1, num_sent)
-    if i < num_sent:
-        mine = tl.sum(tl.where((rank == i) & (leaves > 0), row, 0), axis=0)
-        part = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-        inside = part < hidden
-        value = tl.load(x + mine.to(tl.int64) * stride + part, mask=inside)
-        tl.store(out + i.to(tl.int64) * hidden + part, value, mask=inside)
-    tl.debug_barrier()
-    before = tl.atomic_add(head + 2, 1, sem="acq_rel", scope="sys")
-    if before == tl.num_programs(0) * tl.num_programs(1) - 1:
-        tl.store(head + 2, 0)
-        if BY_EXCHANGE:
-            tl.atomic_xchg(word, 1, sem="release", scope="sys")
-        else:
-            tl.inline_asm_elementwise(_TELL, "=r,l", [word.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+        weight = tl.load(weights + at, mask=here, other=0.0)
+        tl.store(weights_here + at, weight, mask=here)
+        if NOTES:
+            entry = tl.load(entries + row, mask=row < num_rows, other=0)
+            noted = entry[:, None] * K + column[None, :]
+            tl.store(noted_ids + noted, expert.to(tl.int16), mask=here)
+            tl.store(noted_weights + noted, weight, mask=here)
+        if TELLS:
+            tl.store(ids_out + at, expert.to(tl.int32), mask=here)
+            tl.store(weights_out + at, weight, mask=here)
+            tl.store(sent_rows + rank, row.to(tl.int64), mask=leaves > 0)
+            tl.store(head, tl.sum(in_row, axis=0))
+            tl.store(head + 1, num_sent)
+    part = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = part < hidden
+    here_too = tl.load(x + i.to(tl.int64) * stride + part, mask=inside)
+    tl.store(x_here + i.to(tl.int64) * hidden + part, here_too, mask=inside)
+    if TELLS:
+        if i < num_sent:
+            mine = tl.sum(tl.where((rank == i) & (leaves > 0), row, 0), axis=0)
+            value = tl.load(x + mine.to(tl.int64) * stride + part, mask=inside)
+            tl.store(out + i.to(tl.int64) * hidden + part, value, mask=inside)
+        tl.debug_barrier()
+        before = tl.atomic_add(head + 2, 1, sem="acq_rel", scope="sys")
+        if before == tl.num_programs(0) * tl.num_programs(1) - 1:
+            tl.store(head + 2, 0)
+            if BY_EXCHANGE:
+                tl.atomic_xchg(word, 1, sem="release", scope="sys")
+            else:
+                tl.inline_asm_elementwise(_TELL, "=r,l", [word.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -98,19 +110,24 @@ def split(
     x: torch.Tensor,
     into: Fields,
     elsewhere: int,
+    note: Note | None = None,
+    *,
+    tells: bool = True,
 ) -> None:
     """As routing.split."""
     num_rows, top_k = topk_ids.shape
     hidden, stride = x.shape[1], x.stride(0)
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+    is_so = note is not None, tells
+    noted = Note(into.sent_rows, into.slots, into.weights_here) if note is None else note  # of the same types
     _launch(
         split_rows,
         (num_rows, -(-hidden // BLOCK), 1),
-        ("split", x.get_device(), num_rows, top_k, elsewhere, hidden, stride, topk_ids.dtype, x.dtype),
-        (expert_map, topk_ids, topk_weights, x),
-        expert_map, topk_ids, topk_weights, x, stride, into.slots, into.head, into.sent_rows, into.ids, into.weights,
-        into.x, into.word, num_rows, elsewhere, hidden,
-        ELSEWHERE, top_k, _rounded_up(num_rows), _rounded_up(top_k), BLOCK, INTERPRETED,
+        ("split", x.get_device(), num_rows, top_k, elsewhere, hidden, stride, topk_ids.dtype, x.dtype, *is_so),
+        (expert_map, topk_ids, topk_weights, x, *noted),
+        expert_map, topk_ids, topk_weights, x, stride, into.slots, into.x_here, into.weights_here, into.head,
+        into.sent_rows, into.ids, into.weights, into.x, into.word, *noted, num_rows, elsewhere, hidden,
+        ELSEWHERE, top_k, _rounded_up(num_rows), _rounded_up(top_k), BLOCK, *is_so, INTERPRETED,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ndp_device.transport.sender_thread import Order, State
 from vllm_ndp.integration.cuda.messenger import Messenger, Packet
-from vllm_ndp.integration.cuda.packet import HostFields
+from vllm_ndp.integration.cuda.packet import Fields, HostFields, Note
 from vllm_ndp.integration.device_link import DeviceCall, DeviceLink, HostCpuExperts, as_float32
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots
 from vllm_ndp.integration.step import Step
@@ -62,22 +62,24 @@ class AsideLayer:
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
+        note: Note | None,
         beside: Callable[[], object],
     ) -> torch.Tensor:
-        """x [T, H], topk_weights [T, k] as outputs are weighed, topk_ids [T, k] -> a fresh tensor [T, H]."""
+        """x [T, H], topk_weights [T, k] as outputs are weighed, topk_ids [T, k] -> a fresh tensor [T, H]. note: where
+        the routing is to be noted, if it is not yet."""
         topk_weights = topk_weights.to(torch.float32)
         if self.holds_everything:
-            return self._run_everything(step, x, topk_weights, topk_ids, beside)
+            return self._run_everything(step, x, topk_weights, topk_ids, note, beside)
         step.take().begin_layer()
         packet = self._messenger.packet(len(x))
         here, asked = packet.here, None
         ahead = self._send_ahead(step, packet)
         try:
-            self._routing.split(self._slots.expert_map, topk_ids, topk_weights, x, here, self._elsewhere)
+            self._routing.split(self._slots.expert_map, topk_ids, topk_weights, x, here, self._elsewhere, note)
             if ahead is None:
                 asked = self._ask(step, packet)
             beside()
-            out = self._run_hot(x, topk_weights, here.slots, are_named=self._elsewhere >= 0)
+            out = self._run_hot(here, are_named=self._elsewhere >= 0)
             if ahead is not None:
                 asked = self._sent_ahead(step, packet, ahead)
                 ahead = None
@@ -104,11 +106,13 @@ class AsideLayer:
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
+        note: Note | None,
         beside: Callable[[], object],
     ) -> torch.Tensor:
+        here = self._messenger.packet(len(x)).here
+        self._routing.split(self._slots.expert_map, topk_ids, topk_weights, x, here, -1, note, tells=False)
         beside()
-        slots = self._slots.expert_map.index_select(0, topk_ids.reshape(-1).long()).view(topk_ids.shape)
-        out = self._run_hot(x, topk_weights, slots, are_named=isinstance(self._kernel, CudaSlotKernel))
+        out = self._run_hot(here, are_named=isinstance(self._kernel, CudaSlotKernel))
 
         def end(found: NDArray[np.int32]) -> None:
             step.take().begin_layer()
@@ -118,16 +122,21 @@ class AsideLayer:
         step.end_later(self.index, end)
         return out
 
-    def _run_hot(
-        self, x: torch.Tensor, topk_weights: torch.Tensor, slots: torch.Tensor, *, are_named: bool
-    ) -> torch.Tensor:
+    def _run_hot(self, here: Fields, *, are_named: bool) -> torch.Tensor:
         """are_named: no slot is -1, so that the kernel may take them as they are."""
         if not self._num_slots:
-            return torch.zeros_like(x)
-        if are_named:
-            assert isinstance(self._kernel, CudaSlotKernel)
-            return self._kernel.run_named(x, self._held, topk_weights, slots)
-        return self._kernel.run(x, self._held, topk_weights, slots)
+            return torch.zeros_like(here.x_here)
+
+        def compute() -> torch.Tensor:
+            run = self._kernel.run
+            if are_named:
+                assert isinstance(self._kernel, CudaSlotKernel)
+                run = self._kernel.run_named
+            return run(here.x_here, self._held, here.weights_here, here.slots)
+
+        if self._messenger.graphs is None:
+            return compute()
+        return self._messenger.graphs.run((self.index, are_named), len(here.slots), compute)
 
     def _split(self, step: Step, topk_ids: int, topk_weights: int) -> Split:
         """The same as on the GPU: the pairs of a message, and what counts. Addresses of i32 and f32 [T, k]."""

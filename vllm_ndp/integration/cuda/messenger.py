@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from ndp_device.transport.sender_thread import Order, Places, SenderThread
+from vllm_ndp.integration.cuda.graphs import HotGraphs
 from vllm_ndp.integration.cuda.packet import Fields, HostFields, RowForm, lay_out, packet_bytes
 from vllm_ndp.integration.cuda.routing import Routing
 from vllm_ndp.integration.cuda.streams import Pinned
@@ -79,11 +80,13 @@ class Messenger:
         form: RowForm,
         routing: Routing,
         sender: SenderThread | None = None,
+        graphs: HotGraphs | None = None,
         *,
         most_rows: int = MOST_ROWS,
     ) -> None:
-        """routing: what writes packets and adds sums. sender: of a thread that sends; the host does where None."""
-        self.most_rows, self.routing = most_rows, routing
+        """routing: what writes packets and adds sums. sender: of a thread that sends; the host does where None.
+        graphs: of hot experts; each kernel is launched where None."""
+        self.most_rows, self.routing, self.graphs = most_rows, routing, graphs
         self._form = form
         self._sender = sender if len(os.sched_getaffinity(0)) >= CORES else None
         here, there = packet_bytes(most_rows, form)

@@ -29,6 +29,19 @@ class RowForm(NamedTuple):
     dtype: torch.dtype
 
 
+class Note(NamedTuple):
+    """Where a layer's routing lies beside the KV cache."""
+
+    entries: torch.Tensor  # i64 [T]
+    ids: torch.Tensor  # i16 [all entries, k]
+    weights: torch.Tensor  # f32 [all entries, k]
+
+    def write(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        """[T, k] global expert ids, [T, k] of the router."""
+        self.ids.index_copy_(0, self.entries, topk_ids.to(torch.int16))
+        self.weights.index_copy_(0, self.entries, topk_weights.to(torch.float32))
+
+
 @dataclass(frozen=True)
 class Fields:
     """The parts of a packet for T rows of k pairs, as tensors over its memory."""
@@ -37,6 +50,8 @@ class Fields:
     head: torch.Tensor  # i32 [4]: pairs that leave, rows that leave, programs that have written (0 between two layers)
     sent_rows: torch.Tensor  # i64 [T]: the rows that leave; what follows after head[1] of them means nothing
     slots: torch.Tensor  # i32 [T, k]: where each pair runs here
+    x_here: torch.Tensor  # [T, H]: all rows, at an address that a captured graph knows
+    weights_here: torch.Tensor  # f32 [T, k]
     # on the host, pinned
     word: torch.Tensor  # i32 [4]: the first is 1 when all of it is written; who reads it sets it to 0
     ids: torch.Tensor  # i32 [T, k]: what the router chose
@@ -62,7 +77,9 @@ _Parts = list[tuple[torch.dtype, tuple[int, ...]]]
 
 
 def _here(num_rows: int, form: RowForm) -> _Parts:
-    return [(torch.int32, (4,)), (torch.int64, (num_rows,)), (torch.int32, (num_rows, form.top_k))]
+    pairs = num_rows, form.top_k
+    rows = form.dtype, (num_rows, form.hidden)
+    return [(torch.int32, (4,)), (torch.int64, (num_rows,)), (torch.int32, pairs), rows, (torch.float32, pairs)]
 
 
 def _there(num_rows: int, form: RowForm) -> _Parts:

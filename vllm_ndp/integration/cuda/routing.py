@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_ndp.integration.cuda.packet import Fields
+from vllm_ndp.integration.cuda.packet import Fields, Note
 from vllm_ndp.layer.tiers import ELSEWHERE
 
 
 class Routing(NamedTuple):
     """The two steps, by whatever does them on a device."""
 
-    split: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Fields, int], None]
+    split: Callable[..., None]
     add_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
@@ -41,12 +41,17 @@ def split(
     x: torch.Tensor,
     into: Fields,
     elsewhere: int,
+    note: Note | None = None,
+    *,
+    tells: bool = True,
 ) -> None:
     """Fill a packet. expert_map i32 [E]: slot or a place of tiers.py; ids, weights [T, k]; x [T, H].
 
-    elsewhere: a slot that is none.
+    elsewhere: a slot that is none. note: where the routing is written, too. tells: the host waits for the word.
     """
     num_rows, top_k = topk_ids.shape
+    if note is not None:
+        note.write(topk_ids, topk_weights)
     where = expert_map.index_select(0, topk_ids.reshape(-1).long()).view(num_rows, top_k)
     into.slots.copy_(where.masked_fill(where < 0, elsewhere))
     into.ids.copy_(topk_ids, non_blocking=True)
@@ -56,8 +61,11 @@ def split(
     into.head[0:1].copy_(leaves.sum())
     into.head[1:2].copy_(num_sent)
     into.sent_rows.copy_(rows)
-    into.x.copy_(x.index_select(0, rows), non_blocking=True)
-    into.word[0:1].fill_(1)
+    into.x_here.copy_(x)
+    into.weights_here.copy_(topk_weights)
+    if tells:
+        into.x.copy_(x.index_select(0, rows), non_blocking=True)
+        into.word[0:1].fill_(1)
 
 
 def compacted(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
