@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -16,6 +17,12 @@ def default_cache_dir(model_digest: str) -> Path:
 def prices_file(key: str) -> Path:
     """Where measured prices of one machine, shape and version are kept."""
     return _base() / "prices" / f"{key}.json"
+
+
+def checked_file(directory: Path) -> Path:
+    """Where this machine notes which files of a directory it has found whole."""
+    key = hashlib.blake2b(os.fsencode(directory.resolve()), digest_size=16).hexdigest()
+    return _base() / "checked" / f"{key}.json"
 
 
 def hub_cache_dir(repo: str) -> Path:

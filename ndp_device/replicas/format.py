@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common import durable, sealed, strict_json
 from ndp_device.common.activation import NAMED, SILU, Activation
+from ndp_device.common.cache import checked_file
 from ndp_device.common.errors import ConfigError, NdpError, ReplicaError, why_unwritable
 from ndp_device.common.model_shape import ModelShape
 from ndp_device.common.strict_files import open_plain
@@ -174,10 +175,13 @@ def layer_file_name(layer: int) -> str:
 class ReplicaFiles:
     """A complete, checked replica directory; `expert(layer, expert, bits)` is a view of the mapped file."""
 
-    def __init__(self, directory: Path, *, model_digest: str | None = None, check_contents: bool = True) -> None:
+    def __init__(
+        self, directory: Path, *, model_digest: str | None = None, check_contents: bool = True, once: bool = False
+    ) -> None:
         """Raises ReplicaError for another model's replicas and for files that are missing, damaged or cut short.
 
-        check_contents hashes every file (about 1 s per GB), not only sizes and headers.
+        check_contents hashes every file (2 to 3 s per GB), not only sizes and headers. once: except those that this
+        machine has hashed before, and that nobody has written, moved or replaced since.
         """
         self.directory = directory
         self.manifest = read_manifest(directory)
@@ -192,10 +196,18 @@ class ReplicaFiles:
                 f"{directory} is unfinished: {layer_file_name(missing[0])} and {len(missing) - 1} more layers are not "
                 "written yet; run the same vllm-ndp quantize again to finish it"
             )
+        layers = range(self.manifest.model.num_layers)
+        seen = {layer: _stamp(directory, layer, self.manifest) for layer in layers} if check_contents and once else {}
+        known = _read_seen(directory) if seen else {}
         self._files = [
-            check_layer_file(directory, layer, self.manifest, check_contents=check_contents)
-            for layer in range(self.manifest.model.num_layers)
-        ]
+            check_layer_file(
+                directory, layer, self.manifest,
+                check_contents=check_contents and (layer not in seen or known.get(layer) != seen[layer]),
+            )
+            for layer in layers
+        ]  # fmt: skip
+        if seen != known:
+            _write_seen(directory, seen)
         self._nested: WeakValueDictionary[tuple[MappedFile, str], NestedMatrix] = WeakValueDictionary()
         """Matrices in use: all widths of an expert are views of one."""
 
@@ -303,6 +315,37 @@ def read_manifest(directory: Path) -> Manifest:
             "run vllm-ndp quantize again"
         )
     return manifest
+
+
+_Stamp = tuple[int, int, int, int, str]
+"""Inode, size, times of the last change of contents and of anything, and the digest promised."""
+
+
+def _stamp(directory: Path, layer: int, manifest: Manifest) -> _Stamp | None:
+    """None where there is no file, which is refused with its own words."""
+    try:
+        found = (directory / layer_file_name(layer)).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, manifest.layers[layer].blake2b
+
+
+def _read_seen(directory: Path) -> dict[int, _Stamp | None]:
+    """Stamps of files that were whole; none where nothing can be read."""
+    try:
+        return msgspec.json.decode(checked_file(directory).read_bytes(), type=dict[int, _Stamp | None])
+    except (OSError, msgspec.DecodeError, NdpError):
+        return {}
+
+
+def _write_seen(directory: Path, seen: dict[int, _Stamp | None]) -> None:
+    """Where nothing can be written, every start hashes the files."""
+    with contextlib.suppress(OSError, NdpError):
+        path = checked_file(directory)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(f".{os.getpid()}")
+        aside.write_bytes(msgspec.json.encode(seen))
+        aside.replace(path)
 
 
 def check_layer_file(directory: Path, layer: int, manifest: Manifest, *, check_contents: bool) -> MappedFile:

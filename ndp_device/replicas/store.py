@@ -46,7 +46,7 @@ class ExpertStore:
             raise ConfigError("a device needs experts: give a checkpoint directory, a replica directory, or both")
         digest = None if model_dir is None else model_digest(model_dir)
         self._checkpoint = None if model_dir is None else CheckpointExperts(model_dir)
-        self._replicas = None if replicas_dir is None else ReplicaFiles(replicas_dir, model_digest=digest)
+        self._replicas = None if replicas_dir is None else ReplicaFiles(replicas_dir, model_digest=digest, once=True)
         self._kernel = kernel
         if self._checkpoint is not None and digest is not None:
             self.shape, self.model_digest = self._checkpoint.shape, digest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -297,6 +298,36 @@ def test_tiles_of_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_moe, "get_moe_configs", lambda E, N, *rest: asked.append((E, N)) or tuned)
     assert vllm_private.tiles_of_stock((8, 64, 32), (8, 32, 32), 2, torch.bfloat16, 1) == tuned[1]
     assert asked == [(8, 32)]
+
+
+# -- compiled graphs -----------------------------------------------------------------------------------------------
+
+
+def test_load_saved_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph without the method that vLLM asks for gets one; one of other layers of the same modules is refused."""
+
+    class Graph:
+        pass
+
+    loaded = SimpleNamespace(_artifacts=SimpleNamespace(compiled_fn=Graph()))
+    read: list[bytes] = []
+
+    def load(file: Any, *, f_globals: Any) -> Any:
+        read.append(file.read())
+        return loaded
+
+    monkeypatch.setattr(torch.compiler, "load_compiled_function", load)
+    names = frozenset({"0:model.layers.0.experts", "10:model.layers.1.experts"})
+    for _ in range(2):  # of two engines, the second of which takes the place of the first
+        vllm_private.load_saved_graphs(names)
+    ours = b"moe('0:model.layers.0.experts') moe('10:model.layers.1.experts') other('7:lm_head')"
+    assert torch.compiler.load_compiled_function(io.BytesIO(ours), f_globals={}) is loaded
+    assert read == [ours]
+    loaded._artifacts.compiled_fn.finalize_loading(None)
+    for strange in (b"'4:model.layers.0.experts'", b"'0:model.layers.1.experts'"):
+        with pytest.raises(ValueError, match="a layer of another engine"):
+            torch.compiler.load_compiled_function(io.BytesIO(ours + strange), f_globals={})
+    assert read == [ours]
 
 
 # -- processes -----------------------------------------------------------------------------------------------------

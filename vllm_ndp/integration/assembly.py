@@ -113,6 +113,12 @@ class Assembly:
         return name
 
     @property
+    def operators(self) -> frozenset[str]:
+        """Names that compiled graphs call our layers by."""
+        linears = () if self.facts.linears is None else self.facts.linears.names
+        return frozenset([*(attached.operator for attached in self.attached.values()), *linears])
+
+    @property
     def has_every_layer(self) -> bool:
         """Whether all MoE layers of the model are attached: those that vLLM makes later belong to a draft model."""
         return len(self.attached) == self.facts.pool.shape.num_layers

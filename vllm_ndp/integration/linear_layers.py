@@ -75,7 +75,7 @@ class LinearLayers:
         """bits: 8 or 4. num_experts: a layer of no more outputs is a router or a gate."""
         self.bits, self.layers = bits, list[QuantizedLayer]()
         self._load_kernel, self._cores, self._num_experts = load_kernel, cores, num_experts
-        self._names: list[str] = []
+        self.names: list[str] = []
         self._has_head = False
 
     def method_of(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
@@ -114,16 +114,16 @@ class LinearLayers:
             return y if bias is None else y + bias
 
         _LAYERS[name] = multiply
-        self._names.append(name)
+        self.names.append(name)
         self._has_head |= isinstance(layer, ParallelLMHead)
         layer.cpu_linear = cpu_linear  # vLLM's methods on CPU call this
         layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
         return True
 
     def close(self) -> None:
-        for name in self._names:
+        for name in self.names:
             del _LAYERS[name]
-        self._names.clear()
+        self.names.clear()
 
     @property
     def description(self) -> str:

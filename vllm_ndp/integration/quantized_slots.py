@@ -132,7 +132,7 @@ class ReplicaFill:
         """bits: where a slot is not told its own. layers: of the model, which this worker counts from 0; slots: of each
         of them."""
         self._checkpoint = CheckpointExperts(model_dir)
-        self._files = ReplicaFiles(replicas, model_digest=model_digest(model_dir))
+        self._files = ReplicaFiles(replicas, model_digest=model_digest(model_dir), once=True)
         self._bits, self._kernel = bits, kernel
         self._layers, self._slots = layers, slots
         if bits not in (*self._files.manifest.bits, FULL_PRECISION_BITS):

@@ -51,6 +51,8 @@ class NdpWorker(FixedWeights, _Base):
                 super().load_model(*args, **kwargs)
             before = _allocated_bytes()
             self._loaded = making.finish(self.model_runner)
+            if current_platform.is_cpu():
+                vllm_private.load_saved_graphs(making.operators)
             if beside := _allocated_bytes() - before:  # subtracted as weights, or as all that is no longer free (0.32)
                 self.model_runner.model_memory_usage += beside
             _make_room_for_the_stage_before(self.model_runner)

@@ -23,8 +23,16 @@ from ndp_device.common.errors import ConfigError, NdpError, ReplicaError, why_un
 from ndp_device.common.widths import default_group_size
 from ndp_device.experts.packing import unpack
 from ndp_device.kernels import load_kernel
+from ndp_device.replicas import format
 from ndp_device.replicas.checkpoint import CheckpointExperts
-from ndp_device.replicas.format import LayerReplicas, ReplicaFiles, read_manifest, write_layer, write_manifest
+from ndp_device.replicas.format import (
+    LayerReplicas,
+    ReplicaFiles,
+    layer_file_name,
+    read_manifest,
+    write_layer,
+    write_manifest,
+)
 from ndp_device.replicas.loss_table import load_loss_table
 from ndp_device.replicas.store import ExpertStore
 
@@ -145,6 +153,31 @@ def test_one_flipped_bit_is_refused_by_name(replicas: Path) -> None:
     _flip_last_byte(replicas / "experts-00000.safetensors")
     with pytest.raises(ReplicaError, match=r"experts-00000\.safetensors is damaged"):
         ReplicaFiles(replicas)
+
+
+def test_a_file_that_was_found_whole_is_hashed_again_once_somebody_wrote_it(
+    replicas: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NDP_CACHE_DIR", str(tmp_path / "cache"))
+    hashed: list[str] = []
+    digest = format._digest
+    monkeypatch.setattr(format, "_digest", lambda path: hashed.append(path.name) or digest(path))
+    names = [layer_file_name(layer) for layer in range(read_manifest(replicas).model.num_layers)]
+    ReplicaFiles(replicas, once=True)
+    assert hashed == names
+    ReplicaFiles(replicas, once=True)
+    assert hashed == names
+    ReplicaFiles(replicas)
+    assert hashed == 2 * names, "who asks for the contents gets them"
+    contents = bytearray((replicas / names[1]).read_bytes())
+    (replicas / names[1]).write_bytes(contents)
+    ReplicaFiles(replicas, once=True)
+    assert hashed == [*2 * names, names[1]]
+    contents[-1] ^= 1
+    (replicas / names[1]).write_bytes(contents)
+    for _ in range(2):
+        with pytest.raises(ReplicaError, match="is damaged"):
+            ReplicaFiles(replicas, once=True)
 
 
 def test_a_missing_file_and_a_linked_file_are_refused_by_name(replicas: Path) -> None:
