@@ -52,10 +52,6 @@ NDP_INLINE i32x16 broadcast_step(const int8_t* four) {
 
 NDP_INLINE f32x16 to_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
 
-NDP_INLINE f32x16 bfloat16_to_float(const uint16_t* p) {
-    return (f32x16)(__builtin_convertvector(load<u16x16>(p), u32x16) << 16);
-}
-
 // Reference conversion by integer arithmetic: exact for subnormals, infinities and NaN.
 NDP_INLINE f32x16 half_to_float_by_bits(const uint16_t* p) {
     u32x16 h = __builtin_convertvector(load<u16x16>(p), u32x16);

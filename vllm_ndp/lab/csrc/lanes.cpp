@@ -2,8 +2,6 @@
 // once, HOBBIT's two caches that all layers share, and a hot set that follows decode. A lane is one layer of one group of
 // requests. Exact doubles, no randomness but a hash, one thread; cache.py, hobbit_caches.py and adaptive.py are the users, tests/vllm_ndp/lab/lane_reference.py is the same
 // in numpy.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -16,14 +14,11 @@
 #include <utility>
 #include <vector>
 
+#include "arrays.h"
+
 namespace nb = nanobind;
 
 namespace {
-
-template <class T, size_t N>
-using In = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-template <class T, size_t N>
-using Out = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 
 constexpr uint8_t kHit = 1, kPredicted = 2;
 constexpr double kNever = -1e6;
@@ -51,10 +46,6 @@ struct Lane {
     }
 };
 
-void want(bool holds, const char* sentence) {
-    if (!holds) throw std::invalid_argument(sentence);
-}
-
 template <class Array>
 bool has_shape(const Array& array, std::initializer_list<size_t> shape) {
     size_t axis = 0;
@@ -67,13 +58,6 @@ template <class Ids>
 void require_known(const Ids& ids, size_t num_experts) {
     for (size_t i = 0; i < ids.size(); ++i)
         want(ids.data()[i] >= 0 && ids.data()[i] < static_cast<int64_t>(num_experts), "expert ids must lie in 0..E-1");
-}
-
-uint64_t scrambled(uint64_t x) {  // splitmix64
-    x += 0x9e3779b97f4a7c15u;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-    return x ^ (x >> 31);
 }
 
 // Whether an expert is among the `most` of highest key; of equal keys the lower id is higher.

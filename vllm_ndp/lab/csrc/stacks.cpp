@@ -2,8 +2,6 @@
 // where the depth is below C; and how many tokens lie between two uses. A lane is one layer of one request. Whole numbers
 // only, no randomness but a hash. locality.py is the user, tests/vllm_ndp/lab/test_locality.py has the slow way.
 // Source of the stack: Mattson, Gecsei, Slutz and Traiger, Evaluation techniques for storage hierarchies, 1970.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -12,28 +10,14 @@
 #include <string>
 #include <vector>
 
+#include "arrays.h"
+
 namespace nb = nanobind;
 
 namespace {
 
-template <class T, size_t N>
-using In = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-template <class T, size_t N>
-using Out = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-
 constexpr uint64_t kInUse = uint64_t{1} << 63;  // above every priority: experts of the token that runs stay
 constexpr uint32_t kNever = 0xffffffffu;
-
-void want(bool holds, const char* sentence) {
-    if (!holds) throw std::invalid_argument(sentence);
-}
-
-uint64_t scrambled(uint64_t x) {  // splitmix64
-    x += 0x9e3779b97f4a7c15u;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-    return x ^ (x >> 31);
-}
 
 // Choices of a trace [N, L, k], and which rows in which order are the requests: rows[ends[r]..ends[r + 1]).
 struct Choices {

@@ -2,8 +2,6 @@
 // router's choices beside the KV cache, decides which hot experts the device takes over, puts each pair in its place,
 // lays out the messages, and counts. The yardstick in tests/vllm_ndp/layer/ says the same in numpy, to the bit.
 // Knows arrays and prices. Does not know requests, policies, tensors or clocks. One thread, which holds the GIL.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
@@ -19,17 +17,13 @@
 #include <utility>
 #include <vector>
 
+#include "arrays.h"
 #include "find_pairs.h"
 #include "offload.h"
 
 namespace nb = nanobind;
 
 namespace {
-
-template <class T, size_t N>
-using In = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-template <class T, size_t N>
-using Out = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 
 // As tiers.py: what a table says of an expert without a slot here. kStream is a place of pairs only.
 constexpr int32_t kDevice = -1, kWarm = -2, kElsewhere = -3, kStream = -4;
@@ -39,10 +33,6 @@ constexpr uint8_t kFullPrecision = 16;  // of prompts
 constexpr uint8_t kNested = 4;           // widest replica whose first planes are the narrower ones
 // What pairs are counted as, as split.COUNTED: of decode rows, then of prompt rows.
 enum Kind { kHot, kOffloaded, kCold, kByHost, kFallback, kPromptHot, kPromptDevice, kStreamed, kPromptFallback, kKinds };
-
-void want(bool holds, const char* sentence) {
-    if (!holds) throw std::invalid_argument(sentence);
-}
 
 float widened(uint16_t bfloat16) {
     const uint32_t bits = static_cast<uint32_t>(bfloat16) << 16;

@@ -2,8 +2,6 @@
 // numpy's order, and nothing is decided by more than + - * / and sqrt, so plans are the same to the bit on every processor.
 // tests/vllm_ndp/planning/joint_reference.py has the slow way, function by function. Values only: C choices, L layers of
 // E experts, N cells that choose, R limits.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
@@ -19,14 +17,12 @@
 #include <utility>
 #include <vector>
 
+#include "arrays.h"
+
 namespace nb = nanobind;
 
 namespace {
 
-template <class T, size_t N>
-using In = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-template <class T, size_t N>
-using Out = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 using Floats = std::vector<double>;
 using Plan = std::vector<uint16_t>;  // [N], the choice of each cell
 
@@ -42,10 +38,6 @@ constexpr int kRepairs = 12, kRounds = 2, kFills = 2, kExchanges = 20, kDescents
 constexpr size_t kExchanged = 200;  // changes that are paired
 constexpr double kSample = 1200;    // experts on which the first prices are searched, about
 constexpr size_t kFirstShare = 4;   // of a layer's experts one in so many changes in the first step of a descent
-
-void want(bool holds, const char* sentence) {
-    if (!holds) throw std::invalid_argument(sentence);
-}
 
 double sum(const double* values, size_t n) {  // in numpy's order, pair by pair
     if (n < 8) return std::accumulate(values, values + n, 0.0);
