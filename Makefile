@@ -116,7 +116,7 @@ wheel-check:
 
 setup: $(READY)
 
-KERNELS := CMakeLists.txt $(wildcard ndp_device/csrc/* ndp_device/kernels/csrc/* ndp_device/replicas/csrc/* ndp_device/calibration/csrc/* ndp_device/transport/csrc/* vllm_ndp/lab/csrc/* vllm_ndp/layer/csrc/*)
+KERNELS := CMakeLists.txt $(wildcard $(addsuffix /*,ndp_device/csrc ndp_device/*/csrc vllm_ndp/csrc vllm_ndp/*/csrc))
 
 # With bytecode, though few modules are ever imported: where PYTHONDONTWRITEBYTECODE is set no import would leave any, and every
 # start of an engine would compile vLLM and torch again. pip makes it on one core, compileall on all; files that are no Python

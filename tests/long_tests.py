@@ -151,6 +151,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "vllm_ndp/integration/[a-z]*.py",
         "vllm_ndp/integration/serving/*.py",
         "vllm_ndp/layer/*.py",
+        "vllm_ndp/csrc/*",
         "vllm_ndp/layer/csrc/*",
     ),
 }
