@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -165,12 +164,21 @@ class _Head(UnquantizedEmbeddingMethod):
 
 def quantize(weight: torch.Tensor, bits: int, cores: int = 1) -> tuple[QuantizedMatrix, float]:
     """W [N, C] -> the matrix at 8 or 4 bits, and the relative error of a sample of its rows."""
-    blocks = weight.split(max(1, _AT_ONCE // weight.shape[1]))
+    rows, columns = weight.shape
+    planes = np.empty((bits, rows, columns // 8), np.uint8)
+    scale = np.empty((rows, -(-columns // GROUP_SIZE)), np.float16)
+    offset = np.empty_like(scale)
+    step = max(1, _AT_ONCE // columns)
+
+    def fill(first: int) -> tuple[float, float]:
+        some = slice(first, first + step)
+        made, lost, there = _quantize_block(weight[some], bits)
+        planes[:, some], scale[some], offset[some] = made.planes, made.scale, made.offset
+        return lost, there
+
     with ThreadPoolExecutor(cores) as threads:
-        done = list(threads.map(partial(_quantize_block, bits=bits), blocks))
-    parts, lost, there = zip(*done, strict=True)
-    error = (sum(lost) / total) ** 0.5 if (total := sum(there)) else 0.0
-    return _stacked(parts), error
+        lost, there = map(sum, zip(*threads.map(fill, range(0, rows, step)), strict=True))
+    return QuantizedMatrix(bits, planes, scale, offset, GROUP_SIZE), (lost / there) ** 0.5 if there else 0.0
 
 
 def _quantize_block(rows: torch.Tensor, bits: int) -> tuple[QuantizedMatrix, float, float]:
@@ -186,10 +194,3 @@ def _quantize_block(rows: torch.Tensor, bits: int) -> tuple[QuantizedMatrix, flo
     )
     left = sampled - dequantize(of_sample)
     return made, float(np.vdot(left, left)), float(np.vdot(sampled, sampled))
-
-
-def _stacked(blocks: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
-    """One matrix whose rows are those of all blocks."""
-    planes = np.concatenate([block.planes for block in blocks], axis=1)
-    scale, offset = (np.concatenate([getattr(block, name) for block in blocks]) for name in ("scale", "offset"))
-    return QuantizedMatrix(blocks[0].bits, planes, scale, offset, GROUP_SIZE)
