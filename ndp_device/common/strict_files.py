@@ -46,14 +46,6 @@ def read_bytes(path: Path, at_most: int = MAX_BYTES) -> bytes:
     return contents
 
 
-def read_text(path: Path, at_most: int) -> str:
-    """The contents of a plain file of UTF-8 text. Raises Refused or OSError."""
-    try:
-        return read_bytes(path, at_most).decode()
-    except UnicodeDecodeError as error:
-        raise Refused(f"it is not UTF-8 at byte {error.start}") from None
-
-
 def read_lines(path: Path, at_most: int = MAX_LINE_BYTES) -> Iterator[bytes]:
     """The lines of a plain file of any size, each of at most so many bytes. Raises Refused or OSError."""
     with open_plain(path) as file:

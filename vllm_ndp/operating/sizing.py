@@ -127,8 +127,7 @@ class Sizing:
     @property
     def other_weights(self) -> int:
         """All that is not a routed expert: attention, routers, dense layers, shared experts, embeddings."""
-        model = self.model
-        return model.dtype_bytes * (model.beside_weights + (1 if model.tied else 2) * model.head_weights)
+        return self.model.dtype_bytes * self.model.resident_weights
 
     @property
     def all_experts(self) -> int:
