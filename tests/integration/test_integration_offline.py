@@ -56,8 +56,11 @@ def test_the_first_start_builds_replicas_loudly_and_the_second_one_uses_them(
     built_at = manifest.stat().st_mtime_ns
 
     again, repeated = start_generate_and_end()
-    assert "no replicas given" not in capfd.readouterr().err
+    said += (second := capfd.readouterr().err)
+    assert "no replicas given" not in second
     assert manifest.stat().st_mtime_ns == built_at
+    if "not kept, because other programs took cores" in said:
+        return  # plans are made by prices, which each start has measured for itself
     for own, other, *both in zip(again, tokens, repeated, reports, strict=True):
         if not any(report["fallback_pairs"] for report in both):  # late answers: computed here, in full precision
             assert own == other
