@@ -157,14 +157,14 @@ class WholeModel(ModelShape):
         return layers + self.num_layers * (self.router_weights + self.shared_weights)
 
     @property
-    def resident_weights(self) -> int:
+    def other_weights(self) -> int:
         """Weights of all but the routed experts, a tied embedding once."""
         return self.beside_weights + (1 if self.tied else 2) * self.head_weights
 
     @property
     def num_parameters(self) -> int:
         """All but norms and biases."""
-        return self.resident_weights + self.num_layers * self.num_experts * self.weights_per_expert
+        return self.other_weights + self.num_layers * self.num_experts * self.weights_per_expert
 
     @property
     def num_active_parameters(self) -> int:

@@ -197,15 +197,13 @@ class ReplicaFiles:
                 "written yet; run the same vllm-ndp quantize again to finish it"
             )
         layers = range(self.manifest.model.num_layers)
-        seen = {layer: _stamp(directory, layer, self.manifest) for layer in layers} if check_contents and once else {}
-        known = _read_seen(directory) if seen else {}
+        seen = {layer: _stamp(directory, layer, self.manifest) for layer in layers} if once else {}
+        known = _read_seen(directory) if once else {}
+        whole = {layer for layer, stamp in seen.items() if known.get(layer) == stamp}
         self._files = [
-            check_layer_file(
-                directory, layer, self.manifest,
-                check_contents=check_contents and (layer not in seen or known.get(layer) != seen[layer]),
-            )
+            check_layer_file(directory, layer, self.manifest, check_contents=check_contents and layer not in whole)
             for layer in layers
-        ]  # fmt: skip
+        ]
         if seen != known:
             _write_seen(directory, seen)
         self._nested: WeakValueDictionary[tuple[MappedFile, str], NestedMatrix] = WeakValueDictionary()
@@ -340,12 +338,8 @@ def _read_seen(directory: Path) -> dict[int, _Stamp | None]:
 
 def _write_seen(directory: Path, seen: dict[int, _Stamp | None]) -> None:
     """Where nothing can be written, every start hashes the files."""
-    with contextlib.suppress(OSError, NdpError):
-        path = checked_file(directory)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(f".{os.getpid()}")
-        aside.write_bytes(msgspec.json.encode(seen))
-        aside.replace(path)
+    with contextlib.suppress(NdpError):
+        _write_whole(checked_file(directory), msgspec.json.encode(seen))
 
 
 def check_layer_file(directory: Path, layer: int, manifest: Manifest, *, check_contents: bool) -> MappedFile:

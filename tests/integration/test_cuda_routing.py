@@ -101,8 +101,9 @@ INTERPRETED = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch, numpy as np
-from vllm_ndp.integration.cuda import kernels, packet, routing
+from vllm_ndp.integration.cuda import kernels, routing
 from test_cuda_routing import HIDDEN, fields
+from vllm_ndp.integration.routing_sidecar import Note
 
 random = np.random.default_rng(0)
 for case in range(60):
@@ -115,7 +116,7 @@ for case in range(60):
     mine, theirs = fields(rows, k, x.dtype), fields(rows, k, x.dtype)
     mine.head.zero_()
     entries = torch.from_numpy(random.permutation(32)[:rows])
-    notes = [packet.Note(entries, torch.full((32, k), -1, dtype=torch.int16), torch.zeros(32, k)) for _ in range(2)]
+    notes = [Note(entries, torch.full((32, k), -1, dtype=torch.int16), torch.zeros(32, k)) for _ in range(2)]
     silent = fields(rows, k, x.dtype)
     kernels.split(expert_map, ids, gates, x, silent, slots, notes[0], tells=False)
     assert silent.word[0] == silent.ids[0, 0] == -1  # as they were

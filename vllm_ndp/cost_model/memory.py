@@ -63,7 +63,7 @@ class Footprint:
         """kv_tokens: of all requests of the batch together, when most are cached; windows of attention not counted."""
         return cls(
             experts,
-            other_weights=shape.dtype_bytes * shape.resident_weights,
+            other_weights=shape.dtype_bytes * shape.other_weights,
             kv_cache=kv_tokens * shape.kv_bytes + requests * shape.state_bytes,
         )
 

@@ -8,17 +8,29 @@ as none until a pass writes them. Knows KV entries, not requests or policies.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ndp.integration.cuda.packet import Note
-
 
 def bytes_per_entry(num_layers: int, top_k: int) -> int:
     """Bytes of one KV entry in a sidecar."""
     return num_layers * top_k * (torch.int16.itemsize + torch.float32.itemsize)
+
+
+class Note(NamedTuple):
+    """Where a layer's routing lies beside the KV cache."""
+
+    entries: torch.Tensor  # i64 [T]
+    ids: torch.Tensor  # i16 [all entries, k]
+    weights: torch.Tensor  # f32 [all entries, k]
+
+    def write(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        """[T, k] global expert ids, [T, k] of the router."""
+        self.ids.index_copy_(0, self.entries, topk_ids.to(torch.int16))
+        self.weights.index_copy_(0, self.entries, topk_weights.to(torch.float32))
 
 
 class RoutingSidecar:

@@ -127,7 +127,7 @@ class Sizing:
     @property
     def other_weights(self) -> int:
         """All that is not a routed expert: attention, routers, dense layers, shared experts, embeddings."""
-        return self.model.dtype_bytes * self.model.resident_weights
+        return self.model.dtype_bytes * self.model.other_weights
 
     @property
     def all_experts(self) -> int:

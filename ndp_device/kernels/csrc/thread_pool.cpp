@@ -5,20 +5,14 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <chrono>
 #include <climits>
-#include <cstdlib>
 
 namespace ndp {
 namespace {
 
-// Longer than the gap between two phases of one call, shorter than a scheduler's time slice. Where NDP_SPIN_US says that
-// cores are the device's own, it outlasts the gap between two layers.
-const std::chrono::microseconds kSpin = [] {
-    const char* const text = std::getenv("NDP_SPIN_US");
-    return std::chrono::microseconds(std::clamp(text ? std::atol(text) : 0L, 50L, 20'000L));
-}();
+// Longer than the gap between two phases of one call, shorter than a scheduler's time slice.
+constexpr auto kSpin = std::chrono::microseconds(50);
 
 void futex_wait(std::atomic<uint32_t>& word, uint32_t seen) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);

@@ -1,7 +1,7 @@
 """A layer's hot experts as one launch: captured when a step of so many rows comes again, replayed ever after.
 
-vLLM's operator launches some ten kernels from Python, which costs the host more than the GPU. Rows, weights and slots
-lie where a packet has them, and slots keep their places when experts move, so a graph of one step serves the next.
+vLLM's operator launches its kernels one by one from Python, which costs the host more than the GPU. Rows, weights and
+slots lie where a packet has them, and slots keep their places when experts move, so a graph of one step serves the next.
 Knows streams and memory; does not know what is computed.
 """
 
@@ -15,7 +15,7 @@ import torch
 from vllm_ndp.integration.cuda.streams import own_stream
 
 MOST_ROWS = 32
-"""Of a step that is captured. Beyond, kernels take longer than their launches, and each number of rows is a graph."""
+"""Of a step that is captured: each layer keeps a graph for every number of rows that came."""
 
 Compute = Callable[[], torch.Tensor]
 """Launches kernels on the current stream, from memory that stays where it is; [T, H]."""
@@ -36,8 +36,9 @@ class HotGraphs:
         self._out: torch.Tensor | None = None
         self._known: dict[Hashable, _Captured | None] = {}
 
-    def run(self, key: Hashable, num_rows: int, compute: Compute) -> torch.Tensor:
-        """A fresh tensor [T, H]. key: what is computed, of so many rows."""
+    def run(self, key: Hashable, x: torch.Tensor, compute: Compute) -> torch.Tensor:
+        """A fresh tensor like x [T, H]. key: what is computed from x."""
+        num_rows = len(x)
         key = key, num_rows
         if num_rows > self._most_rows:
             return compute()
@@ -45,19 +46,18 @@ class HotGraphs:
             self._known[key] = None
             return compute()
         if (known := self._known[key]) is None:
-            known = self._known[key] = self._capture(num_rows, compute)
+            known = self._known[key] = self._capture(x, compute)
         known.graph.replay()
         return known.out.clone()
 
-    def _capture(self, num_rows: int, compute: Compute) -> _Captured:
+    def _capture(self, x: torch.Tensor, compute: Compute) -> _Captured:
         """Other threads may go on with copies meanwhile."""
         main = torch.cuda.current_stream(self._device)
         if self._stream is None:
             self._stream, self._pool = own_stream(self._device), torch.cuda.graph_pool_handle()
-            like = compute()
-            self._out = like.new_empty(self._most_rows, like.shape[-1])
+            self._out = x.new_empty(self._most_rows, x.shape[-1])
         assert self._out is not None
-        graph, out = torch.cuda.CUDAGraph(), self._out[:num_rows]
+        graph, out = torch.cuda.CUDAGraph(), self._out[: len(x)]
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_ndp.integration.cuda.packet import Fields, Note
+from vllm_ndp.integration.cuda.packet import Fields
+from vllm_ndp.integration.routing_sidecar import Note
 from vllm_ndp.layer.tiers import ELSEWHERE
 
 BLOCK = 1024
@@ -111,7 +112,6 @@ def split(
     into: Fields,
     elsewhere: int,
     note: Note | None = None,
-    *,
     tells: bool = True,
 ) -> None:
     """As routing.split."""

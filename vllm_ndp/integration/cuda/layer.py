@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from ndp_device.transport.sender_thread import Order, State
 from vllm_ndp.integration.cuda.messenger import Messenger, Packet
-from vllm_ndp.integration.cuda.packet import Fields, HostFields, Note
+from vllm_ndp.integration.cuda.packet import Fields, HostFields
 from vllm_ndp.integration.device_link import DeviceCall, DeviceLink, HostCpuExperts, as_float32
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots
+from vllm_ndp.integration.routing_sidecar import Note
 from vllm_ndp.integration.step import Step
 from vllm_ndp.layer.split import Pairs, Split
 
@@ -75,7 +76,7 @@ class AsideLayer:
         here, asked = packet.here, None
         ahead = self._send_ahead(step, packet)
         try:
-            self._routing.split(self._slots.expert_map, topk_ids, topk_weights, x, here, self._elsewhere, note)
+            self._routing.split(self._slots.expert_map, topk_ids, topk_weights, x, here, self._elsewhere, note, True)
             if ahead is None:
                 asked = self._ask(step, packet)
             beside()
@@ -110,7 +111,7 @@ class AsideLayer:
         beside: Callable[[], object],
     ) -> torch.Tensor:
         here = self._messenger.packet(len(x)).here
-        self._routing.split(self._slots.expert_map, topk_ids, topk_weights, x, here, -1, note, tells=False)
+        self._routing.split(self._slots.expert_map, topk_ids, topk_weights, x, here, -1, note, False)
         beside()
         out = self._run_hot(here, are_named=isinstance(self._kernel, CudaSlotKernel))
 
@@ -136,7 +137,7 @@ class AsideLayer:
 
         if self._messenger.graphs is None:
             return compute()
-        return self._messenger.graphs.run((self.index, are_named), len(here.slots), compute)
+        return self._messenger.graphs.run((self.index, are_named), here.x_here, compute)
 
     def _split(self, step: Step, topk_ids: int, topk_weights: int) -> Split:
         """The same as on the GPU: the pairs of a message, and what counts. Addresses of i32 and f32 [T, k]."""

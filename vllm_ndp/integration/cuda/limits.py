@@ -35,8 +35,8 @@ PASSED = Rung.THREAD
 ENGINE_CORES = 4
 """Cores that an embedded device leaves to a GPU engine, of 16: for threads that launch, send and hand out tokens."""
 LONG_SPIN_US, MANY_CORES = "5000", 8
-"""How long whoever waits for a layer looks before it sleeps, and the cores that allow it. To be woken costs more than
-a cold expert of 4 bits takes: 93 tokens/s instead of 72 on an H100 with 16 cores, half of Mixtral's experts cold."""
+"""How long whoever waits for a layer looks before it sleeps, and the cores that allow it. On an H100 with 16 cores and
+half of Mixtral's experts cold, `plain` gave 93 tokens/s with it, and `thread` 72 with shm.HOST_SPIN_US."""
 SLOT_BITS = (8, 4)
 """Bits of hot slots that a GPU has beside full precision (low_bit_slots.py)."""
 SPLITTING = ("vllm::moe_forward", "vllm_ndp::moe")

@@ -29,19 +29,6 @@ class RowForm(NamedTuple):
     dtype: torch.dtype
 
 
-class Note(NamedTuple):
-    """Where a layer's routing lies beside the KV cache."""
-
-    entries: torch.Tensor  # i64 [T]
-    ids: torch.Tensor  # i16 [all entries, k]
-    weights: torch.Tensor  # f32 [all entries, k]
-
-    def write(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-        """[T, k] global expert ids, [T, k] of the router."""
-        self.ids.index_copy_(0, self.entries, topk_ids.to(torch.int16))
-        self.weights.index_copy_(0, self.entries, topk_weights.to(torch.float32))
-
-
 @dataclass(frozen=True)
 class Fields:
     """The parts of a packet for T rows of k pairs, as tensors over its memory."""

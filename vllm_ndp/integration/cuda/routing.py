@@ -13,14 +13,15 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_ndp.integration.cuda.packet import Fields, Note
+from vllm_ndp.integration.cuda.packet import Fields
+from vllm_ndp.integration.routing_sidecar import Note
 from vllm_ndp.layer.tiers import ELSEWHERE
 
 
 class Routing(NamedTuple):
     """The two steps, by whatever does them on a device."""
 
-    split: Callable[..., None]
+    split: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Fields, int, Note | None, bool], None]
     add_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
@@ -42,7 +43,6 @@ def split(
     into: Fields,
     elsewhere: int,
     note: Note | None = None,
-    *,
     tells: bool = True,
 ) -> None:
     """Fill a packet. expert_map i32 [E]: slot or a place of tiers.py; ids, weights [T, k]; x [T, H].
