@@ -36,8 +36,8 @@ _LINEAR_BYTES, _LINEAR_GROUP = 32 << 20, 128
 LAYER_S = 1.4e-3
 """What a layer takes beside its matrices, with few rows: norms, rotary embedding, attention of a short context, the
 router, Python. Of gpt-oss-20b's layers on two cores: 1.4 ms on an EPYC, by a profile of four layers (2026-11-27), and
-2.3 ms on a Xeon, which is what matrices leave of a step of 24. With 1.4 the whole model's forecast was .97 of what was
-measured (docs/measured/real_size.json)."""
+2.3 ms on a Xeon, which is what matrices leave of a step of 24. With 1.4 the whole model's forecast was .85 of what
+was measured (docs/measured/real_size.json)."""
 
 
 @dataclass(frozen=True)
