@@ -1,7 +1,7 @@
 """A layer's hot experts as one launch: captured when a step of so many rows comes again, replayed ever after.
 
 vLLM's operator launches its kernels one by one from Python, which costs the host more than the GPU. Rows, weights and
-slots lie where a packet has them, and slots keep their places when experts move, so a graph of one step serves the next.
+slots lie where a packet has them, and slots keep their places when experts move: a graph of one step serves the next.
 Knows streams and memory; does not know what is computed.
 """
 
