@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import vllm_hooks
@@ -298,6 +299,19 @@ def test_tiles_of_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_moe, "get_moe_configs", lambda E, N, *rest: asked.append((E, N)) or tuned)
     assert vllm_private.tiles_of_stock((8, 64, 32), (8, 32, 32), 2, torch.bfloat16, 1) == tuned[1]
     assert asked == [(8, 32)]
+
+
+# -- sampling ------------------------------------------------------------------------------------------------------
+
+
+def test_seeds_kept_for_tokens() -> None:
+    """test_paced_scheduler.py has an engine with a seeded request whose prompt is cut."""
+    generators = {0: "whole", 1: "partial", 3: "of nobody now"}
+    batch = SimpleNamespace(num_reqs=3, generators=generators)
+    mask = SimpleNamespace(np=np.array([False, True, True, True]))
+    with vllm_private.seeds_kept_for_tokens(SimpleNamespace(input_batch=batch, discard_request_mask=mask)):
+        assert generators == {0: "whole", 3: "of nobody now"}
+    assert generators == {0: "whole", 1: "partial", 3: "of nobody now"}
 
 
 # -- compiled graphs -----------------------------------------------------------------------------------------------

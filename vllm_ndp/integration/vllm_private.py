@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -228,6 +229,27 @@ def tiles_of_stock(w13: tuple[int, ...], w2: tuple[int, ...], top_k: int, dtype:
     from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
 
     return try_get_optimal_moe_config(w13, w2, top_k, _get_config_dtype_str(dtype=dtype), num_rows)
+
+
+# -- sampling ------------------------------------------------------------------------------------------------------
+
+
+@touches("v1/worker/gpu_model_runner.py", "GPUModelRunner._bookkeeping_sync")
+@touches("v1/worker/gpu_input_batch.py", "InputBatch.num_reqs")
+@contextmanager
+def seeds_kept_for_tokens(runner: Any) -> Iterator[None]:
+    """A request whose prompt is not whole yet samples without its seed: the token is thrown away.
+
+    vLLM samples with the seed, then sets the generator back. A generator on CPU cannot be set back: there the engine
+    died of the first chunk of a seeded request's prompt (vLLM 0.32). The seed's numbers go to tokens that count.
+    """
+    batch = runner.input_batch
+    partial_prompts = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
+    kept = {index: batch.generators.pop(index) for index in partial_prompts if index in batch.generators}
+    try:
+        yield
+    finally:
+        batch.generators.update(kept)
 
 
 # -- compiled graphs -----------------------------------------------------------------------------------------------

@@ -91,7 +91,9 @@ class NdpWorker(FixedWeights, _Base):
             return super().execute_model(scheduler_output, *args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().sample_tokens(*args, **kwargs)
+        on_cpu = current_platform.is_cpu()
+        with vllm_private.seeds_kept_for_tokens(self.model_runner) if on_cpu else nullcontext():
+            output = super().sample_tokens(*args, **kwargs)
         if not self._warms_up:
             self.ndp.log.note_sampled(output)
         return output
