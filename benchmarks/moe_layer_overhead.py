@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ndp_device.kernels.native import NativeKernel
-from ndp_device.timing.shapes import SHAPES
+from ndp_device.timing.public_models import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent
 ARMS: dict[str, dict[str, Any] | None] = {

@@ -108,8 +108,7 @@ CONTEXT = 4096
 
 def models_page() -> str:
     """Sizes of every published model, and what its GPU takes for one token beside routed experts."""
-    from ndp_device.timing.public_models import PUBLIC_MODELS
-    from ndp_device.timing.shapes import SHAPES
+    from ndp_device.timing.public_models import PUBLIC_MODELS, SHAPES
     from ndp_device.timing.spec import load_hardware
     from vllm_ndp.cost_model.gpu_timing import GpuModel
 

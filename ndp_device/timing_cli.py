@@ -17,7 +17,7 @@ from ndp_device.timing import dram as dram_timing
 from ndp_device.timing.dram_map import PLACEMENTS
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.presets import PRESETS
-from ndp_device.timing.shapes import SHAPES, public_shape, single_expert_work
+from ndp_device.timing.public_models import SHAPES, public_shape
 from ndp_device.timing.spec import (
     LAUNCH_PATHS,
     PE_MODES,
@@ -28,7 +28,7 @@ from ndp_device.timing.spec import (
     preset_table,
 )
 from ndp_device.timing.units import PS_PER_NS, PS_PER_US
-from ndp_device.timing.work import Timing
+from ndp_device.timing.work import Timing, single_expert_work
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -4,6 +4,9 @@
 
 Commands are served one after the other in order of arrival. Inside a command, weights stream from DRAM through double
 buffers into the arrays: expert after expert, gate and up before down. Both link directions run beside the device.
+
+One pass of the arrays holds `rows` tokens and `units x cols` output columns and takes one cycle per fp16 weight row. A
+mode that splits its multipliers passes 16 / width narrow weights in the same cycle.
 """
 
 from __future__ import annotations
@@ -15,13 +18,81 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from ndp_device.timing import arrays
 from ndp_device.timing.dram import Stream, Streams, channel_lines
-from ndp_device.timing.energy import CommandEnergy
 from ndp_device.timing.link import Hop, hop_in, hop_out, migration, wire_bytes
-from ndp_device.timing.spec import ArraySpec, Hardware
-from ndp_device.timing.units import PS_PER_S, ceil_div
+from ndp_device.timing.spec import ArraySpec, EnergySpec, Hardware
+from ndp_device.timing.units import PS_PER_S, ceil_div, cycles_ps
 from ndp_device.timing.work import Timing, Work
+
+_FP16_BITS = 16
+
+
+@dataclass(frozen=True)
+class MatrixTime:
+    compute_ps: int
+    dequant_ps: int
+
+    @property
+    def ps(self) -> int:
+        """The unpacking unit feeds the arrays: the slower one counts."""
+        return max(self.compute_ps, self.dequant_ps)
+
+
+def multiplier_bits(pe_mode: str, bits: int) -> int:
+    """Width of the multipliers that a weight of `bits` bits occupies."""
+    if pe_mode == "fp16_dequant":
+        return _FP16_BITS
+    if pe_mode == "int8":
+        return 8 if bits <= 8 else _FP16_BITS
+    if pe_mode == "bit_scalable_pow2":
+        return 1 << (bits - 1).bit_length()
+    return bits
+
+
+def matrix_time(array: ArraySpec, inputs: int, outputs: int, tokens: int, bits: int) -> MatrixTime:
+    """`tokens` rows of `inputs` elements times a matrix [inputs, outputs] of `bits`-bit weights."""
+    if tokens == 0:
+        return MatrixTime(0, 0)
+    passes = ceil_div(tokens, array.rows) * ceil_div(outputs, array.units * array.cols)
+    depth = ceil_div(inputs * multiplier_bits(array.pe_mode, bits), _FP16_BITS)
+    compute = passes * depth + array.fill_cycles
+    dequant = 0
+    if array.pe_mode == "fp16_dequant" and bits < _FP16_BITS:
+        dequant = ceil_div(inputs * outputs, array.units * array.dequant_weights_per_cycle)
+    return MatrixTime(cycles_ps(compute, array.clock_hz), cycles_ps(dequant, array.clock_hz))
+
+
+def swiglu_ps(array: ArraySpec, intermediate: int, tokens: int) -> int:
+    return cycles_ps(ceil_div(intermediate * tokens, array.units * array.vector_lanes), array.clock_hz)
+
+
+def weight_passes(array: ArraySpec, hidden: int, intermediate: int, tokens: int) -> int:
+    """How often the weights are read: once per group of tokens whose activations fit half of the scratchpads."""
+    token_bytes = 2 * (hidden + intermediate)
+    fitting = max(array.units * array.scratchpad_bytes // 2 // token_bytes, 1)
+    return ceil_div(tokens, fitting)
+
+
+class CommandEnergy(NamedTuple):
+    """Energy of the data that one command moves, in femtojoules. Neither arithmetic nor idle power is in it."""
+
+    link_fj: int  # bits on the wire, headers and flit overhead included
+    dram_fj: int  # accesses of 32 B and row openings of the device's or the host's DRAM
+    arrays_fj: int  # scratchpads of the device: each weight is written to and read from them once
+
+    @classmethod
+    def of(cls, energy: EnergySpec, *, wire_bytes: int, weight_bytes: int, row_activations: int) -> CommandEnergy:
+        lines = ceil_div(weight_bytes, 32)
+        return cls(
+            8 * wire_bytes * energy.link_bit_fj,
+            lines * energy.dram_line32_fj + row_activations * energy.activate_fj,
+            lines * 2 * energy.scratchpad_access_fj,
+        )
+
+    @property
+    def total_fj(self) -> int:
+        return self.link_fj + self.dram_fj + self.arrays_fj
+
 
 _NOTHING = Stream(0, 0, 0)
 _LATEST_NATIVE_PS = 1 << 61
@@ -45,7 +116,7 @@ class _Phase(NamedTuple):
 
     @classmethod
     def of(
-        cls, array: ArraySpec, num_bytes: int, lines: int, time: arrays.MatrixTime, vector_ps: int, fp16_macs: int
+        cls, array: ArraySpec, num_bytes: int, lines: int, time: MatrixTime, vector_ps: int, fp16_macs: int
     ) -> _Phase:
         tile = min(array.tile_bytes * array.units, num_bytes)
         buffer = min(array.scratchpad_bytes // 2 * array.units, num_bytes)
@@ -350,15 +421,15 @@ class DeviceModel:
     ) -> tuple[_Phase, _Phase]:
         """Gate and up, then down, of one expert for `tokens` rows."""
         array, dram = self.hardware.array, self.hardware.dram
-        num_bytes = dram_bytes * arrays.weight_passes(array, hidden, intermediate, tokens)
+        num_bytes = dram_bytes * weight_passes(array, hidden, intermediate, tokens)
         down_bytes = num_bytes // 3
         lines = channel_lines(dram, num_bytes)
         down_lines = channel_lines(dram, down_bytes)
-        gate_up = arrays.matrix_time(array, hidden, 2 * intermediate, tokens, bits)
-        down = arrays.matrix_time(array, intermediate, hidden, tokens, bits)
-        width = arrays.multiplier_bits(array.pe_mode, bits)
+        gate_up = matrix_time(array, hidden, 2 * intermediate, tokens, bits)
+        down = matrix_time(array, intermediate, hidden, tokens, bits)
+        width = multiplier_bits(array.pe_mode, bits)
         macs = hidden * intermediate * tokens * width // FULL_PRECISION_BITS
-        swiglu = arrays.swiglu_ps(array, intermediate, tokens)
+        swiglu = swiglu_ps(array, intermediate, tokens)
         return (
             _Phase.of(array, num_bytes - down_bytes, lines - down_lines, gate_up, swiglu, 2 * macs),
             _Phase.of(array, down_bytes, down_lines, down, 0, macs),

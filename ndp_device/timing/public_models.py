@@ -6,9 +6,14 @@ billions by its model card or paper, total and active. A test compares the sizes
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from ndp_device.common.errors import ConfigError
+from ndp_device.common.model_shape import WholeModel
+from ndp_device.model_config import public_model
 
 
 @dataclass(frozen=True)
@@ -238,3 +243,12 @@ PUBLIC_MODELS: Mapping[str, PublicModel] = {
         "microsoft/Phi-3.5-MoE-instruct", (41.9, 6.6), _sizes(32, 4096, 32, 8, 32064, **_few_experts(16, 2, 6400))
     ),
 }
+
+SHAPES: Mapping[str, WholeModel] = {name: public_model(name, model.config) for name, model in PUBLIC_MODELS.items()}
+
+
+def public_shape(name: str) -> WholeModel:
+    if name not in SHAPES:
+        nearest = difflib.get_close_matches(name, SHAPES, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"unknown model {name!r}: did you mean {nearest!r}? Known: {', '.join(SHAPES)}")
+    return SHAPES[name]

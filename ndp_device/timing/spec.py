@@ -1,6 +1,6 @@
 """Hardware as data: frozen, self-checking values of one memory device, its link, its arrays and the GPU beside it.
 
-`load_hardware` turns a preset (presets.py, measured_presets.py) and overrides into a Hardware.
+`load_hardware` turns a preset (presets.py) and overrides into a Hardware.
 Knows units and limits, not how time passes.
 """
 
@@ -15,8 +15,7 @@ from functools import cached_property
 from typing import Any, get_type_hints
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.timing.measured_presets import known_presets
-from ndp_device.timing.presets import DENSITY_REFRESH, PRESETS, Quantity
+from ndp_device.timing.presets import DENSITY_REFRESH, PRESETS, Quantity, known_presets
 from ndp_device.timing.units import FS_PER_PS, PS_PER_S, ceil_div
 
 REFRESH_MODES = ("all-bank", "per-bank", "off")

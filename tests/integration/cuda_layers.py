@@ -22,7 +22,7 @@ from pretend_gpu import address, peek
 from real_gpu import Gpu, gpu_of
 
 from ndp_device.common.errors import DeviceUnavailable
-from ndp_device.timing.shapes import public_shape
+from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.work import Timing
 from vllm_ndp.device_client.connection import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest

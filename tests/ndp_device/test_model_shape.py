@@ -16,7 +16,7 @@ from ndp_device.common.decoder_layers import DecoderLayer, GroupedQuery, Latent
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape, WholeModel
 from ndp_device.model_config import public_model, whole_model
-from ndp_device.timing.shapes import SHAPES
+from ndp_device.timing.public_models import SHAPES
 
 SMALL = ModelShape("small", 2, 4, 2, 8, 16)
 ATTENTION = GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=4)

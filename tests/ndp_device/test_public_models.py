@@ -9,8 +9,7 @@ import math
 
 import pytest
 
-from ndp_device.timing.public_models import PUBLIC_MODELS
-from ndp_device.timing.shapes import SHAPES
+from ndp_device.timing.public_models import PUBLIC_MODELS, SHAPES
 
 BILLION = 1e9
 

@@ -25,13 +25,12 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
 from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, PLAN_BITS, WIDTHS, default_group_size
 from ndp_device.model_config import whole_model
-from ndp_device.timing.energy import CommandEnergy
 from ndp_device.timing.link import bulk_ps, hop_in, hop_out, wire_bytes
-from ndp_device.timing.model import DeviceModel
-from ndp_device.timing.shapes import SHAPES, expert_bytes, public_shape
+from ndp_device.timing.model import CommandEnergy, DeviceModel
+from ndp_device.timing.public_models import SHAPES, public_shape
 from ndp_device.timing.spec import Hardware
 from ndp_device.timing.units import PS_PER_S, ceil_div
-from ndp_device.timing.work import ExpertWork, Work, execute_bytes
+from ndp_device.timing.work import ExpertWork, Work, execute_bytes, expert_bytes
 from vllm_ndp.cost_model.gpu_timing import GpuModel
 
 _REFRESH_PHASES = 16

@@ -13,7 +13,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
-from ndp_device.timing.energy import CommandEnergy
+from ndp_device.timing.model import CommandEnergy
 from ndp_device.timing.spec import EnergySpec
 from ndp_device.timing.work import Timing
 from vllm_ndp.cost_model.gpu_timing import PipelineClock
@@ -58,7 +58,7 @@ def energy_shares(
 ) -> dict[str, dict[str, float]]:
     """Request -> picojoules by part, in proportion to the pairs that it had on the device; of requests with any.
 
-    sums: `device_sums` of the step, in picojoules of the device's own account (ndp_device/timing/energy.py).
+    sums: `device_sums` of the step, in picojoules of the device's own account (ndp_device/timing/model.py).
     """
     if not sums.get("energy_pj"):
         return {}

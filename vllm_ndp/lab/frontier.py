@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ndp_device.common.errors import NdpError
-from ndp_device.timing.shapes import public_shape
+from ndp_device.timing.public_models import public_shape
 from vllm_ndp.lab.compare import Replays, Workload
 from vllm_ndp.lab.options import CAPACITY, GB, CompareSettings
 from vllm_ndp.lab.vectorised.outcome import Summary

@@ -17,8 +17,7 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
 from ndp_device.common.strict_files import Refused
 from ndp_device.model_config import public_model
-from ndp_device.timing.public_models import PUBLIC_MODELS
-from ndp_device.timing.shapes import SHAPES, public_shape
+from ndp_device.timing.public_models import PUBLIC_MODELS, SHAPES, public_shape
 from vllm_ndp.cost_model.costs import model_named
 
 

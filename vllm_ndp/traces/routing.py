@@ -17,7 +17,7 @@ import msgspec
 
 from ndp_device.common import strict_json
 from ndp_device.common.errors import ConfigError
-from ndp_device.timing.shapes import SHAPES, public_shape
+from ndp_device.timing.public_models import SHAPES, public_shape
 from vllm_ndp.traces.synthetic import SyntheticSettings
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.timing.shapes import public_shape
+from ndp_device.timing.public_models import public_shape
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.rows import MOST_ROWS
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences

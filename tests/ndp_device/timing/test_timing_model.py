@@ -9,14 +9,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.timing.arrays import matrix_time, swiglu_ps, weight_passes
 from ndp_device.timing.dram import channel_lines, stream
 from ndp_device.timing.link import bulk_ps, hop_in, hop_out, wire_bytes
-from ndp_device.timing.model import DeviceModel
-from ndp_device.timing.shapes import SHAPES, expert_bytes, public_shape, single_expert_work
+from ndp_device.timing.model import DeviceModel, matrix_time, swiglu_ps, weight_passes
+from ndp_device.timing.public_models import SHAPES, public_shape
 from ndp_device.timing.spec import PE_MODES, Hardware, load_hardware
 from ndp_device.timing.units import PS_PER_S
-from ndp_device.timing.work import BOUNDS, ExpertWork, Timing, Work
+from ndp_device.timing.work import BOUNDS, ExpertWork, Timing, Work, expert_bytes, single_expert_work
 
 HARDWARE = load_hardware("h100-ndp512")
 IDEAL_DRAM = load_hardware("h100-ndp512", **{"dram.kind": "ideal"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ndp_device.timing.shapes import public_shape
+from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.gpu_timing import COLLECTIVE_PS, GpuModel, StepClock, all_reduce_ps, gather_ps
 

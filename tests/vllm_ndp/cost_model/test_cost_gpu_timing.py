@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ndp_device.common.decoder_layers import DecoderLayer, GatedDelta, GroupedQuery
 from ndp_device.common.model_shape import WholeModel
-from ndp_device.timing.shapes import public_shape
+from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.gpu_timing import Context, GpuModel, StepClock
 

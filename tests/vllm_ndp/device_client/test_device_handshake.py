@@ -22,8 +22,8 @@ from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.experts.part import Part
 from ndp_device.replicas.format import MANIFEST, ReplicaFiles, layer_file_name
 from ndp_device.replicas.mapped import MappedFile
-from ndp_device.timing.shapes import expert_bytes
 from ndp_device.timing.spec import load_hardware
+from ndp_device.timing.work import expert_bytes
 from vllm_ndp.device_client.client import DeviceClient
 from vllm_ndp.device_client.handshake import PlannedReplicas, Requirements
 from vllm_ndp.device_client.process import DeviceProcess

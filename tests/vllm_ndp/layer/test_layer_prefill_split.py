@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ndp_device.protocol.messages import MAX_BODY_BYTES, MAX_TOKENS
 from ndp_device.timing.model import DeviceModel
-from ndp_device.timing.shapes import public_shape
+from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import PAIR_BYTES, ExpertWork, Work, execute_bytes
 from vllm_ndp.cost_model.costs import Costs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ndp_device.timing.shapes import public_shape
+from ndp_device.timing.public_models import public_shape
 from vllm_ndp.lab.reproduce.paper import MODELS, VARIANTS, layer_ms, times_of
 from vllm_ndp.lab.reproduce.row import Reproduction, Row
 from vllm_ndp.lab.systems.hobbit import PREFETCH_ACCURACY, T1, T2

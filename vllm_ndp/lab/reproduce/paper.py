@@ -16,7 +16,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.timing.shapes import public_shape
+from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.gpu_timing import GpuModel

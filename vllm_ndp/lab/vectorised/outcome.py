@@ -97,7 +97,7 @@ class Summary:
     energy_dram_mj: float = float("nan")
     energy_arrays_mj: float = float("nan")
     energy_gpu_mj: float = float("nan")
-    """Millijoules per decode token of what moved, by part (ndp_device/timing/energy.py); migration is in it."""
+    """Millijoules per decode token of what moved, by part (ndp_device/timing/model.py); migration is in it."""
     energy_idle_mj: float = float("nan")
     """Idle energy of GPU, host and a device that computes."""
 
