@@ -12,7 +12,7 @@ from ndp_device.common.errors import DeviceError
 from ndp_device.handler import Handler
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.transport import checksum
+from ndp_device.transport.base import damage_of, write_checksum
 
 ALL = np.full((LAYERS, EXPERTS), 31, np.uint8)
 """A plan that asks for every expert in full precision and at every width that all replicas have."""
@@ -29,8 +29,8 @@ class Caller:
     ) -> Any:
         self.last_id += 1
         header, body = codec.encode(kind(self.last_id, **fields), tensors)
-        frames = (checksum.write(header, body), body)
-        reply, arrays = codec.decode_reply(*self.handler.reply(self.name, frames, checksum.damage(*frames), waited_us))
+        frames = (write_checksum(header, body), body)
+        reply, arrays = codec.decode_reply(*self.handler.reply(self.name, frames, damage_of(*frames), waited_us))
         assert reply.id == self.last_id
         assert reply.incarnation == self.handler.incarnation
         if isinstance(reply, msg.Refusal):

@@ -18,3 +18,11 @@ def fit_matrix(
     threads: int,
     isa: Literal["auto", "avx2", "portable"] = "auto",
 ) -> None: ...
+def dequantize_matrix(
+    planes: NDArray[Any],
+    scale: NDArray[Any],
+    offset: NDArray[Any],
+    group_size: int,
+    values: NDArray[np.float32],
+    isa: Literal["auto", "avx2", "portable"],
+) -> None: ...

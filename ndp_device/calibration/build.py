@@ -82,8 +82,6 @@ def build_data_free(
     large expert is probed on part of its intermediate units.
     """
     checkpoint = CheckpointExperts(model_dir)
-    if data_free.native is None:
-        _say_how_slow(checkpoint.shape)
     bits = _checked_bits(bits)
     track_weights = {width: TRACK_WEIGHTS[width] for width in bits if width in WIDTHS}
     group_size = _checked_group_size(group_size, checkpoint.shape)
@@ -429,15 +427,6 @@ def run_job(out_dir: Path, manifest: Manifest, make_layer: MakeLayer, *, show_pr
 
 def _in_words(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
-
-
-def _say_how_slow(shape: ModelShape) -> None:
-    num_weights = 3 * shape.num_layers * shape.num_experts * shape.hidden_size * shape.intermediate_size
-    minutes = num_weights / data_free.NUMPY_WEIGHTS_PER_S / 60
-    _say(
-        f"the fit was built without its C++ module: {num_weights} weights in numpy take about "
-        f"{minutes:.1f} minutes of one core; pip install again with a C++ compiler makes it 30 to 50 times as fast"
-    )
 
 
 def _say(message: str) -> None:

@@ -3,51 +3,35 @@
 One code per weight serves every width, because the k-bit replica is its top k bits. Each width ("track") has its own
 scale and offset per group. Lloyd's two steps alternate. Given the codes, fit every track by least squares. Given the
 fits, take for each weight the code with the smallest sum over tracks of track_weight * (w - w_track(code))**2. Both
-steps lower that sum. The numpy version defines the result. The C++ version (csrc/) runs where it was built: 30 to 50
-times as fast on a core, on the checkpoint's own dtype.
+steps lower that sum. That is C++ (csrc/), on the checkpoint's own dtype; a test holds it to the same in numpy.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
-from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
+from ndp_device.calibration import _data_free
 from ndp_device.calibration.loss_table import expert_losses
 from ndp_device.calibration.rounded import round_to_bytes
-from ndp_device.common.errors import ReplicaError
 from ndp_device.common.widths import BYTE_BITS
 from ndp_device.experts.expert import Expert, FullExpert, NestedMatrix, QuantizedExpert, QuantizedMatrix, to_float32
-from ndp_device.experts.packing import pack
 from ndp_device.kernels.reference import ReferenceExpert, ReferenceKernel
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import LayerReplicas
 
 Float32 = NDArray[np.float32]
+Isa = Literal["auto", "avx2", "portable"]
 Fitted = tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]
 """Planes [bits, N, C // 8] of the widest track; scale and offset [tracks, N, groups]."""
 
-native: ModuleType | None = None  # not built: numpy
-with contextlib.suppress(ImportError):
-    native = importlib.import_module("ndp_device.calibration._data_free")
-
-NUMPY_WEIGHTS_PER_S = 1_000_000
-"""Speed of one core, measured: docs/log/calibration.md, "Data-free replicas, faster"."""
-
-_CLIP = 0.9
-"""Starting range as a part of the group's min..max. The best of four ranges per group: 3 % less error, 4x the time."""
-_ROUNDS = 6
-"""12 rounds: 1 % less error."""
 _ROOM_BYTES, _COPIES = 2 << 30, 6
 """Memory for experts made at once, and what one takes: two copies of its values, and a probe in float32."""
 PROBE_ROWS = 64
@@ -110,31 +94,26 @@ def quantize_nested(
     dtype is "float32", "float16" or "bfloat16" (as uint16). threads: None = all cores.
     """
     bits = tuple(sorted(track_weights))
-    fit = fit_in_numpy if native is None else partial(fit_natively, threads=threads)
-    planes, scale, offset = fit(weights, dtype, group_size, track_weights)
+    planes, scale, offset = fit(weights, dtype, group_size, track_weights, threads=threads)
     return NestedMatrix(bits, planes, scale, offset, group_size).by_width()
 
 
-def fit_natively(
+def fit(
     weights: NDArray[Any],
     dtype: str,
     group_size: int,
     track_weights: Mapping[int, float],
     *,
     threads: int | None = None,
-    isa: str = "auto",
+    isa: Isa = "auto",
 ) -> Fitted:
-    """The C++ fit, on all cores of the affinity unless told; any number of threads gives the same bytes."""
-    if native is None:
-        raise ReplicaError(
-            "ndp_device.calibration._data_free is not built: pip install with a C++ compiler, or use numpy"
-        )
+    """The fit, on all cores of the affinity unless told; any number of threads gives the same bytes."""
     bits = sorted(track_weights)
     rows, columns = weights.shape
     planes = np.empty((bits[-1], rows, columns // 8), np.uint8)
     scale = np.empty((len(bits), rows, -(-columns // group_size)), np.float16)
     offset = np.empty_like(scale)
-    native.fit_matrix(
+    _data_free.fit_matrix(
         weights,
         dtype,
         group_size,
@@ -147,17 +126,6 @@ def fit_natively(
         isa,
     )
     return planes, scale, offset
-
-
-def fit_in_numpy(weights: NDArray[Any], dtype: str, group_size: int, track_weights: Mapping[int, float]) -> Fitted:
-    """The same in numpy: the definition, for tests and for where the extension was not built."""
-    bits = tuple(sorted(track_weights))
-    lam = np.array([track_weights[b] for b in bits], dtype=np.float32)
-    values = to_float32(weights, dtype)
-    starts = range(0, values.shape[1], group_size)
-    groups = [_fit_group(values[:, start : start + group_size], bits, lam) for start in starts]
-    codes, scale, offset = zip(*groups, strict=True)
-    return pack(np.concatenate(codes, axis=1), bits[-1]), np.stack(scale, axis=2), np.stack(offset, axis=2)
 
 
 def probe_losses(
@@ -195,18 +163,17 @@ def probe_losses(
 
 def _prepared(expert: Expert) -> ReferenceExpert:
     """As the reference kernel prepares it, each value the same; a replica in C++."""
-    if native is None or isinstance(expert, FullExpert):
+    if isinstance(expert, FullExpert):
         return ReferenceKernel().prepare(expert)
     return ReferenceExpert(dequantize(expert.w13), dequantize(expert.w2), expert.biases, expert.activation)
 
 
-def dequantize(matrix: QuantizedMatrix, isa: str = "auto") -> Float32:
+def dequantize(matrix: QuantizedMatrix, isa: Isa = "auto") -> Float32:
     """The C++ of kernels/reference.py's function, for a matrix whose columns lie in their own order."""
-    assert native is not None
     assert matrix.perm is None
     values = np.empty(matrix.shape, np.float32)
     planes, scale, offset = (np.ascontiguousarray(part) for part in (matrix.planes, matrix.scale, matrix.offset))
-    native.dequantize_matrix(planes, scale.view(np.uint16), offset.view(np.uint16), matrix.group_size, values, isa)
+    _data_free.dequantize_matrix(planes, scale.view(np.uint16), offset.view(np.uint16), matrix.group_size, values, isa)
     return values
 
 
@@ -215,55 +182,3 @@ def num_probe_units(intermediate: int, group_size: int) -> int:
     if intermediate <= max(PROBE_UNITS, group_size):
         return intermediate
     return max(1, PROBE_UNITS // group_size) * group_size
-
-
-def _fit_group(
-    weights: Float32, bits: tuple[int, ...], lam: Float32
-) -> tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]:
-    """One group [N, g] -> codes [N, g], scale and offset [tracks, N]."""
-    codes = _uniform_codes(weights, bits[-1])
-    for _ in range(_ROUNDS):
-        codes = _assign(weights, codes, bits, lam)
-    return codes, *_fit(weights, codes, bits)
-
-
-def _uniform_codes(weights: Float32, bits: int) -> NDArray[np.uint8]:
-    low, high = weights.min(axis=1, keepdims=True), weights.max(axis=1, keepdims=True)
-    middle, span = (high + low) / 2, np.maximum(high - low, np.finfo(np.float32).tiny) * _CLIP
-    steps = (1 << bits) - 1
-    codes: Float32 = np.clip(np.rint(((weights - middle) / span + 0.5) * steps), 0, steps)
-    return codes.astype(np.uint8, copy=False)
-
-
-def _fit(
-    weights: Float32, codes: NDArray[np.uint8], bits: tuple[int, ...]
-) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
-    """Least squares of the weights on each track's codes: scale, offset float16 [tracks, N]."""
-    mean = weights.mean(axis=1)
-    scales, offsets = [], []
-    for width in bits:
-        code = (codes >> (bits[-1] - width)).astype(np.float32)
-        code_mean = code.mean(axis=1)
-        centred = code - code_mean[:, None]
-        variance = (centred**2).sum(axis=1)
-        scale = (centred * weights).sum(axis=1) / np.where(variance > 0, variance, 1)
-        scales.append(scale)
-        offsets.append(mean - scale * code_mean)
-    return np.stack(scales).astype(np.float16), np.stack(offsets).astype(np.float16)
-
-
-def _assign(weights: Float32, codes: NDArray[np.uint8], bits: tuple[int, ...], lam: Float32) -> NDArray[np.uint8]:
-    """The best code of each weight under the fits that suit the present codes.
-
-    sum_k lam_k (w - v_k)**2 differs between codes only in -2 w sum_k lam_k v_k + sum_k lam_k v_k**2.
-    """
-    scale, offset = (fit.astype(np.float32) for fit in _fit(weights, codes, bits))
-    best = np.full(weights.shape, np.inf, dtype=np.float32)
-    chosen = np.zeros(weights.shape, dtype=np.uint8)
-    for code in range(1 << bits[-1]):
-        track_codes = np.array([code >> (bits[-1] - width) for width in bits], dtype=np.float32)
-        values = scale * track_codes[:, None] + offset  # [tracks, N]
-        cost = (lam @ values**2)[:, None] - (2 * (lam @ values))[:, None] * weights
-        np.copyto(chosen, code, where=cost < best)
-        np.minimum(best, cost, out=best)
-    return chosen

@@ -8,23 +8,17 @@ file and no name of a tensor.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.checkpoint import _values
 from ndp_device.common.errors import ConfigError, ReplicaError
-
-native: ModuleType | None = None  # not built: numpy
-with contextlib.suppress(ImportError):
-    native = importlib.import_module("ndp_device.checkpoint._values")
 
 Floats = NDArray[np.float32]
 Rows = Callable[[int, int], NDArray[Any]]
@@ -112,9 +106,8 @@ def scaled(packed: Packed, part: Read) -> Rows:
         _refuse_zeros_of_symmetric(packed, zero, 0)
 
     def bfloat16_rows(first: int, last: int) -> NDArray[np.uint16]:
-        assert native is not None
         values, of_rows = np.empty((last - first, columns), np.uint16), slice(first, last)
-        native.fp4_to_bfloat16(codes[of_rows], scale.reshape(num_rows, -1)[of_rows], values)
+        _values.fp4_to_bfloat16(codes[of_rows], scale.reshape(num_rows, -1)[of_rows], values)
         return values
 
     def rows(first: int, last: int) -> Floats:
@@ -127,7 +120,7 @@ def scaled(packed: Packed, part: Read) -> Rows:
         return values
 
     has_whole_blocks = block[0] == 1 and columns % block[1] == 0
-    if native is not None and (packed.elements, packed.dtype) == ("fp4", "BF16") and zero is None and has_whole_blocks:
+    if (packed.elements, packed.dtype) == ("fp4", "BF16") and zero is None and has_whole_blocks:
         codes, scale = np.ascontiguousarray(codes).view(np.uint8), np.ascontiguousarray(scale)
         return bfloat16_rows
     return rows

@@ -1,8 +1,8 @@
 // What the device does for one Execute beside its kernel, where Python took most of the time: pairs grouped by expert
-// (ndp_device/distinct.py says what that is) and the DRAM and arrays of one command (ndp_device/timing/model.py).
+// (ndp_device/protocol/session.py says what that is) and the DRAM and arrays of one command (ndp_device/timing/model.py).
 //
 // Whole numbers only, divided and rounded as there, so that both give the same picosecond; the Python code is the
-// reference and runs where this module is not built. Products of a time and a size need 128 bits.
+// reference and runs where times are too large for 64 bits. Products of a time and a size need 128 bits.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>

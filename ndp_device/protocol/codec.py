@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import ModuleType
 from typing import Any, NoReturn, get_args
 
 import msgpack
@@ -70,9 +69,8 @@ _REQUESTS, _REPLIES = (
     {str(kind.__struct_config__.tag): kind for kind in get_args(kinds)} for kinds in (Request, AnyReply)
 )
 
-_heads: ModuleType | None = None  # not built: there is no shared memory
-with contextlib.suppress(ImportError):
-    _heads = importlib.import_module("ndp_device.transport._shm")
+
+_shm = importlib.import_module("ndp_device.transport._shm")  # for the heads of a layer's messages
 
 
 class VersionMismatch(RemoteProtocolError):
@@ -87,10 +85,10 @@ def encode(
     fixed_head: of a Result, where it fits.
     """
     specs, body = _pack(type(message), tensors or {})
-    if fixed_head and _heads is not None and isinstance(message, Result) and len(body) <= _heads.MAX_HEADED_BODY_BYTES:
+    if fixed_head and isinstance(message, Result) and len(body) <= _shm.MAX_HEADED_BODY_BYTES:
         timing = None if message.timing is None else msgspec.structs.astuple(message.timing)
         shape = specs[0].shape
-        head = _heads.result_head(VERSION, message.id, message.incarnation, message.epoch, *shape, timing)
+        head = _shm.result_head(VERSION, message.id, message.incarnation, message.epoch, *shape, timing)
         if head is not None:
             return head, body
     if specs:
@@ -180,7 +178,7 @@ def _fields(header: Buffer) -> dict[str, Any]:
 
 def _headed(header: Buffer) -> Execute | Result:
     """The message of a head of fixed size. Raises RemoteProtocolError."""
-    found = None if _heads is None else _heads.read_head(header)
+    found = _shm.read_head(header)
     if found is None:
         raise RemoteProtocolError("a header is not a message of this protocol: its head of fixed size cannot be")
     try:

@@ -10,7 +10,7 @@
     Shutdown      ->          Goodbye
 
 Any request may be answered by Refusal instead. Every reply carries the id of its request and the incarnation of the
-process that wrote it. `crc` is the last field of every map; the transport fills it in (transport/checksum.py).
+process that wrote it. `crc` is the last field of every map; the transport fills it in (transport/base.py).
 Knows no bytes (codec.py), no order (session.py), no socket (transport/).
 """
 

@@ -7,13 +7,14 @@ DeviceError, whose code goes back.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device import _commands
 from ndp_device.common.errors import DeviceError
 from ndp_device.common.widths import FLAG_OF_BITS, PLAN_BITS
-from ndp_device.protocol.distinct import DistinctPairs, distinct
 from ndp_device.protocol.messages import (
     MAX_PAIRS,
     MAX_TOKENS,
@@ -25,6 +26,7 @@ from ndp_device.protocol.messages import (
 )
 
 _FLAGS = np.array([FLAG_OF_BITS[bits] for bits in PLAN_BITS], np.uint8)
+_FLAG_OF_BITS = np.frombuffer(FLAG_OF_BITS, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,31 @@ class ServedPlan:
 
     epoch: int
     flags: NDArray[np.uint8]
+
+
+class DistinctPairs(NamedTuple):
+    """The P pairs of one Execute on D distinct (expert, bits), each once, in the order in which they first appear."""
+
+    rows: NDArray[np.int32]  # [P], a copy: a request that lies in shared memory can change after it was checked
+    places: NDArray[np.int32]  # [P], which of the D each pair asks for
+    experts: list[int]  # [D]
+    bits: list[int]  # [D]
+    counts: list[int]  # [D], pairs of each
+
+
+def distinct(
+    rows: NDArray[np.int32],
+    experts: NDArray[np.int32],
+    bits: NDArray[np.uint8],
+    flags: NDArray[np.uint8],
+    num_rows: int,
+) -> DistinctPairs | None:
+    """flags [E]: the widths that each expert of this layer is served at.
+
+    None unless every pair points at one of num_rows rows and at an expert that is served at its bits.
+    """
+    grouped = _commands.distinct(rows, experts, bits, flags, _FLAG_OF_BITS, num_rows)
+    return None if grouped is None else DistinctPairs._make(grouped)
 
 
 def check_hello(hello: Hello, model_digest: str) -> None:

@@ -11,12 +11,12 @@ mode that splits its multipliers passes 16 / width narrow weights in the same cy
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ndp_device import _commands
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.dram import Stream, Streams, channel_lines
 from ndp_device.timing.link import Hop, hop_in, hop_out, migration, wire_bytes
@@ -96,7 +96,8 @@ class CommandEnergy(NamedTuple):
 
 _NOTHING = Stream(0, 0, 0)
 _LATEST_NATIVE_PS = 1 << 61
-"""26 days of simulated time: later commands are computed in Python, whose integers have no end."""
+"""26 days of simulated time. Until then C++ computes commands, by the arithmetic of `_run_in_python`, which it is held
+equal to; later ones are computed in Python, whose integers have no end."""
 
 
 class _Phase(NamedTuple):
@@ -233,11 +234,10 @@ class _Pipeline:
 class DeviceModel:
     """Simulated state of one device: when each resource is free again. Nothing else, and no clock."""
 
-    def __init__(self, hardware: Hardware, *, native: bool = True) -> None:
-        """native: use the same arithmetic in C++ where it is built; the Python below is what it is held equal to."""
+    def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self._streams = Streams(hardware.dram)
-        self._native = _new_commands(hardware.array, self._streams) if native else None
+        self._native = _commands.Commands(double_buffered=hardware.array.double_buffered, **self._streams.constants())
         self._phases = lru_cache(maxsize=4096)(self._new_phases)  # a model has few sizes of experts,
         self._hops = lru_cache(maxsize=4096)(self._new_hops)  # and decoding few sizes of messages
         self._macs_per_s = hardware.array.macs_per_s
@@ -375,7 +375,7 @@ class DeviceModel:
     ) -> _Run:
         """The experts of one command through DRAM and arrays, from start_ps on."""
         native, bulk = self._native, self._bulk
-        if native is None or max(start_ps, bulk.until_ps) >= _LATEST_NATIVE_PS:
+        if max(start_ps, bulk.until_ps) >= _LATEST_NATIVE_PS:
             return self._run_in_python(hidden, intermediate, bits, tokens, dram_bytes, start_ps)
         sizes = (hidden, intermediate, bits, tokens, dram_bytes)
         while isinstance(run := native.run(*sizes, start_ps, *bulk), int):  # the place of an expert it has not seen
@@ -434,15 +434,6 @@ class DeviceModel:
             _Phase.of(array, num_bytes - down_bytes, lines - down_lines, gate_up, swiglu, 2 * macs),
             _Phase.of(array, down_bytes, down_lines, down, 0, macs),
         )
-
-
-def _new_commands(array: ArraySpec, streams: Streams) -> Any:
-    """The C++ pipeline with the constants of this device; None where it is not built."""
-    try:
-        module = importlib.import_module("ndp_device._commands")
-    except ImportError:
-        return None
-    return module.Commands(double_buffered=array.double_buffered, **streams.constants())
 
 
 def _share_ps(whole_ps: int, num_bytes: int, of_bytes: int) -> int:

@@ -1,6 +1,6 @@
-"""Interfaces of a transport for host and device, and a stand-in without one: a handler in the same process. No socket.
+"""Interfaces of a transport for host and device, and the checksum of its messages. Knows no socket.
 
-Another transport implements these two, and names them in an entry point (transport/__init__.py).
+zmq_client.py and zmq_server.py implement the two; so does the tests' simulated network.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import SlotOffer
-from ndp_device.transport import checksum
+from ndp_device.transport import _shm
 from ndp_device.transport.sender_thread import Order, SendOutcome
 from ndp_device.transport.shm import Sound
 
@@ -124,7 +124,24 @@ class ClientTransport(Protocol):
     def close(self) -> None: ...
 
 
+DAMAGE = "the checksum of a message does not fit its bytes; it was damaged on its way"
+
+
+def write_checksum(header: codec.Buffer, body: codec.Buffer) -> bytes:
+    """The header with its last 4 bytes replaced by the CRC-32 of all bytes before them and of `body`.
+
+    The codec leaves the field empty; the carrier of the frames fills it in and checks it.
+    """
+    written: bytes = _shm.write_checksum(header, body)
+    return written
+
+
+def damage_of(header: codec.Buffer, body: codec.Buffer) -> str | None:
+    """None, or the sentence that says what is wrong with these bytes."""
+    return None if _shm.checksum_fits(header, body) else DAMAGE
+
+
 def require_intact(header: codec.Buffer, body: codec.Buffer) -> None:
     """Raise RemoteProtocolError unless the header holds the checksum of these bytes."""
-    if damage := checksum.damage(header, body):
-        codec.refuse_damaged(header, damage)
+    if wrong := damage_of(header, body):
+        codec.refuse_damaged(header, wrong)

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from ndp_device.protocol import codec
 from ndp_device.protocol.messages import VERSION, Result
-from ndp_device.transport.shm import DEVICE_SPIN_US, ShmChannel, Spinner, native
+from ndp_device.transport import _shm
+from ndp_device.transport.shm import DEVICE_SPIN_US, ShmChannel, Spinner
 
 _LOOK_NS = 100_000_000
 
@@ -66,8 +67,7 @@ class SenderThread:
     """One thread, for one layer at a time."""
 
     def __init__(self) -> None:
-        assert native is not None
-        self._native = native.SenderThread(VERSION)
+        self._native = _shm.SenderThread(VERSION)
         self._idle_ns = Spinner(DEVICE_SPIN_US).spin_ns  # outlasts the gap between two layers
         self._held: tuple[ShmChannel, Any] | None = None
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import fcntl
-import importlib
 import mmap
 import os
 import secrets
@@ -22,7 +21,6 @@ import stat
 import struct
 import time
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +30,7 @@ from ndp_device.common.errors import RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Buffer, Frames
 from ndp_device.protocol.messages import MAJOR, VERSION, Result, SlotOffer
+from ndp_device.transport import _shm
 
 Taken = tuple[bytes, Any, bool]
 """Header, body, and whether the checksum fits both."""
@@ -51,10 +50,6 @@ _DOORBELLS, _DOORBELLS_MARK = (
     b"BELL",
 )  # after the token, with file numbers: device, host
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-native: ModuleType | None = None  # not built: every message takes the socket
-with contextlib.suppress(ImportError):
-    native = importlib.import_module("ndp_device.transport._shm")
 
 
 class Put(enum.Enum):
@@ -81,27 +76,24 @@ class ShmChannel:
 
     def __init__(self, fd: int, doorbells: tuple[int, int], offer: SlotOffer, *, is_device: bool) -> None:
         """`doorbells`: the pipe that wakes this side, the one that wakes the other; -1 where there is none."""
-        assert native is not None
         self.offer = offer
         self.doorbell = doorbells[0]
         self._fds = [fd, *(doorbell for doorbell in doorbells if doorbell >= 0)]
-        self._mapping = mmap.mmap(fd, native.Channel.total_bytes(offer.num_slots, offer.body_room))
-        self.ring = native.Channel(self._mapping, fd, *doorbells, offer.num_slots, offer.body_room, is_device)
+        self._mapping = mmap.mmap(fd, _shm.Channel.total_bytes(offer.num_slots, offer.body_room))
+        self.ring = _shm.Channel(self._mapping, fd, *doorbells, offer.num_slots, offer.body_room, is_device)
         self.has_spoken = False  # device: the host has attached and used it
         self._closed = False
 
     @classmethod
     def create(cls) -> ShmChannel | None:
         """A new segment of this process, None where that is impossible."""
-        if native is None:
-            return None
         opened: list[int] = []
         try:
             fd = os.memfd_create("ndp-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             opened.append(fd)
             token = secrets.token_bytes(16)
             os.fchmod(fd, 0o600)
-            os.ftruncate(fd, native.Channel.total_bytes(NUM_RING_SLOTS, BODY_ROOM))
+            os.ftruncate(fd, _shm.Channel.total_bytes(NUM_RING_SLOTS, BODY_ROOM))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             os.posix_fallocate(fd, 0, 3 * mmap.PAGESIZE)
             # The device's own doorbell is open both ways, so that it never looks as if nobody could ring any more; the
@@ -124,8 +116,6 @@ class ShmChannel:
     @classmethod
     def attach(cls, offer: SlotOffer) -> ShmChannel | None:
         """The device's segment mapped here, None unless it is provably that one."""
-        if native is None:
-            return None
         try:
             fd = _open_again(offer.pid, offer.fd, os.O_RDWR)  # a file with a lease on it would keep us for a minute
         except OSError:
@@ -136,7 +126,7 @@ class ShmChannel:
             genuine = (
                 stat.S_ISREG(status.st_mode)
                 and status.st_uid == os.geteuid()
-                and status.st_size == native.Channel.total_bytes(offer.num_slots, offer.body_room)
+                and status.st_size == _shm.Channel.total_bytes(offer.num_slots, offer.body_room)
                 and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
                 and os.pread(fd, len(offer.token), 0) == offer.token
             )
@@ -171,12 +161,12 @@ class ShmChannel:
 
     def put_execute(self, asked: Sequence[int], tensors: Sequence[NDArray[Any]]) -> Put:
         """Publish an Execute. asked: fields of messages.Execute in their order. REFUSED: its frames may still go."""
-        state: int = native.put_execute(self.ring, VERSION, asked, *tensors)  # type: ignore[union-attr]
+        state: int = _shm.put_execute(self.ring, VERSION, asked, *tensors)
         return PUT[state]
 
     def take_result(self) -> Sound | None:
         """The next message if it is a sound Result; else None, and it stays the next."""
-        if (found := native.take_result(self.ring, MAJOR)) is None:  # type: ignore[union-attr]
+        if (found := _shm.take_result(self.ring, MAJOR)) is None:
             return None
         reply = codec.described_result(found[0])
         return Sound(reply, np.frombuffer(found[1], np.float32).reshape(reply.tensors[0].shape))
@@ -258,10 +248,9 @@ class Spinner:
         began_ns = time.monotonic_ns()
         if self.is_calm:
             return False
-        assert native is not None
         if timeout_ns is None:
             timeout_ns = self.next_ns()
-        seen: int = native.spin([channel.ring for channel in channels], timeout_ns)
+        seen: int = _shm.spin([channel.ring for channel in channels], timeout_ns)
         if not seen & 1:
             self.fail(timeout_ns)
         if seen & 2 or self._calm_ns:

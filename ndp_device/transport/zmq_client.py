@@ -24,9 +24,9 @@ from ndp_device.common.errors import DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import MAX_BODY_BYTES, SlotOffer
-from ndp_device.transport import checksum, shm, sockets
+from ndp_device.transport import shm, sockets
 from ndp_device.transport.address import Address, is_foreign, is_foreign_at
-from ndp_device.transport.base import require_intact
+from ndp_device.transport.base import require_intact, write_checksum
 from ndp_device.transport.keys import HostKeys
 from ndp_device.transport.sender_thread import Order, SendOutcome, State
 from ndp_device.transport.shm import ShmChannel, Sound
@@ -83,7 +83,7 @@ class ZmqTransport:
 
     @property
     def can_share_memory(self) -> bool:
-        return self._address.ipc_path is not None and shm.native is not None
+        return self._address.ipc_path is not None
 
     def attach(self, offer: SlotOffer) -> bool:
         channel = self._channel = ShmChannel.attach(offer)
@@ -95,7 +95,7 @@ class ZmqTransport:
         if self._channel is not None and self._published(self._channel.put(frames, writes_checksum=True)):
             return True
         header, body = frames
-        return self._to_socket((checksum.write(header, body), body))
+        return self._to_socket((write_checksum(header, body), body))
 
     def send_execute(self, asked: Sequence[int], tensors: Sequence[NDArray[Any]]) -> bool:
         return self._channel is not None and self._published(self._channel.put_execute(asked, tensors))

@@ -30,9 +30,9 @@ from ndp_device.common.errors import ConfigError, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import MAX_BODY_BYTES, SlotOffer
-from ndp_device.transport import checksum, shm, sockets
+from ndp_device.transport import shm, sockets
 from ndp_device.transport.address import Address, make_private, require_private, take
-from ndp_device.transport.base import Received
+from ndp_device.transport.base import Received, damage_of, write_checksum
 from ndp_device.transport.bounds import Bounds, give_memory_back
 from ndp_device.transport.keys import AllowList, DeviceKeys
 from ndp_device.transport.shm import ShmChannel
@@ -173,7 +173,7 @@ class ZmqServer:
             if not peer.channel.is_intact():
                 self._end(peer, "its shared memory was written over")
             return None
-        damage = checksum.damage(frames[0], frames[1]) if len(frames) == 2 else None
+        damage = damage_of(frames[0], frames[1]) if len(frames) == 2 else None
         return Received(peer.name, frames, damage, now_ns)
 
     def _from_rings(self, now_ns: int) -> None:
@@ -199,7 +199,7 @@ class ZmqServer:
             peer.is_lent = False
             channel.release()
 
-        damage = None if intact else checksum.damage(header, shm.checked_part(body))
+        damage = None if intact else damage_of(header, shm.checked_part(body))
         return Received(peer.name, (header, body), damage, now_ns, release)
 
     # -- until there is something --------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class ZmqServer:
         header, body = frames
         peer = self._peers.get(client)
         in_memory = peer is not None and peer.channel is not None and peer.channel.has_spoken
-        return checksum.write(header, shm.checked_part(body) if in_memory else body), body
+        return write_checksum(header, shm.checked_part(body) if in_memory else body), body
 
     def _send(self, client: bytes, frames: Frames, *, writes_checksum: bool) -> None:
         peer = self._peers.get(client)
@@ -252,7 +252,7 @@ class ZmqServer:
             return
         if len(frames) == 2 and codec.has_fixed_head(frames[0]):  # for memory alone, which has no room now
             frames, writes_checksum = codec.encode(*codec.decode_reply(*frames)), True
-        self._to_socket(peer, (checksum.write(*frames), frames[1]) if writes_checksum else frames)
+        self._to_socket(peer, (write_checksum(*frames), frames[1]) if writes_checksum else frames)
 
     def _to_memory(self, peer: _Peer, frames: Frames, *, writes_checksum: bool) -> bool:
         """False: the message must take the socket."""

@@ -32,7 +32,7 @@ from ndp_device.protocol import messages as msg
 from ndp_device.protocol.codec import Frames
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.spec import load_hardware
-from ndp_device.transport import checksum
+from ndp_device.transport.base import damage_of, write_checksum
 
 Run = Callable[[bytes], None]
 
@@ -119,7 +119,7 @@ def _server_and_host() -> Any:
 def _stream_seeds() -> list[bytes]:
     zmtp, _, _, ping = _server_and_host()
     hello = zmtp.GREETING + zmtp.READY
-    sound = checksum.write(*ping), bytes(ping[1])
+    sound = write_checksum(*ping), bytes(ping[1])
     return [*zmtp.WITHOUT_HANDSHAKE.values(), hello + zmtp.message(*map(bytes, sound)), hello + zmtp.message(b"", b"x")]
 
 
@@ -131,7 +131,7 @@ def _run_stream(data: bytes) -> None:
         with contextlib.suppress(OSError):
             peer.sendall(data)
         assert host.send(ping)
-        honest = bytes(checksum.write(*ping))
+        honest = bytes(write_checksum(*ping))
         while bytes(server.until_one().frames[0]) != honest:
             pass
 
@@ -205,7 +205,7 @@ def _run_handler(data: bytes) -> None:
     handler = _handler()
     for one in _messages(data):
         frames = sealed(*split(one))
-        answer = handler.reply(b"host", frames, checksum.damage(*frames), 0)
+        answer = handler.reply(b"host", frames, damage_of(*frames), 0)
         reply, _ = codec.decode_reply(*answer)
         assert reply.incarnation == handler.incarnation
         assert not (isinstance(reply, msg.Refusal) and reply.code == "internal"), reply.message

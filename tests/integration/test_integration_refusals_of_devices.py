@@ -18,7 +18,7 @@ from ndp_device.calibration.build import build_data_free
 from ndp_device.common.errors import ConfigError, DeviceError, DeviceUnavailable
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.transport import checksum
+from ndp_device.transport.base import write_checksum
 from vllm_ndp.device_client.process import DeviceProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_device_is_left_behind")]
@@ -130,7 +130,7 @@ def foreign_device(major: int) -> Iterator[str]:
                 served=msg.Served(4, 8, 128, 256, (), 1, "", "", "", "", 0),
             )
             header, body = codec.encode(reply)
-            return checksum.write(header, body), bytes(body)
+            return write_checksum(header, body), bytes(body)
 
         thread = threading.Thread(target=answer)
         thread.start()

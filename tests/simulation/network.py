@@ -14,8 +14,7 @@ from pathlib import Path
 from ndp_device.common.errors import DeviceUnavailable
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import SlotOffer
-from ndp_device.transport import checksum
-from ndp_device.transport.base import Received, require_intact
+from ndp_device.transport.base import Received, damage_of, require_intact, write_checksum
 from simulation.world import MS, US, Program, World
 
 _QUEUE = 80  # messages that a host leaves unread, before its connection ends
@@ -165,7 +164,7 @@ class SimTransport:
 
     def send(self, frames: Frames) -> bool:
         header, body = frames
-        return self.is_ready and self._link is not None and self._link.send((checksum.write(header, body), body))
+        return self.is_ready and self._link is not None and self._link.send((write_checksum(header, body), body))
 
     def send_execute(self, asked: object, tensors: object) -> bool:
         return False
@@ -249,7 +248,7 @@ class SimServer:
         for client, link in self.links.items():
             while link.arrived and len(arrived) < _AT_ONCE:
                 frames = link.arrived.popleft()
-                damage = checksum.damage(frames[0], frames[1]) if len(frames) == 2 else None
+                damage = damage_of(frames[0], frames[1]) if len(frames) == 2 else None
                 arrived.append(Received(client, frames, damage, now_ns))
         return arrived
 
@@ -257,7 +256,7 @@ class SimServer:
         self.send_as_is(client, self.with_checksum(client, frames))
 
     def with_checksum(self, client: bytes, frames: Frames) -> Frames:
-        return checksum.write(*frames), frames[1]
+        return write_checksum(*frames), frames[1]
 
     def send_as_is(self, client: bytes, frames: Frames) -> None:
         link = self.links.get(client)

@@ -17,7 +17,6 @@ import msgspec
 
 from ndp_device.common.cache import default_cache_dir
 from ndp_device.common.errors import ConfigError
-from ndp_device.transport import shm
 from ndp_device.transport.sender_thread import SenderThread
 from vllm_ndp.integration import compat, host_replicas
 from vllm_ndp.integration.agreement import agree_on_replicas, measure_prices, open_device
@@ -250,7 +249,7 @@ class Assembly:
         device, shape, dtype = self._held.w13.device, facts.pool.shape, self._held.w13.dtype
         form = RowForm(shape.top_k, shape.hidden_size, dtype)
         routing = routing_by(kernels=facts.rung >= Rung.KERNELS and device.type != "cpu")
-        sender = SenderThread() if facts.rung >= Rung.THREAD and shm.native is not None else None
+        sender = SenderThread() if facts.rung >= Rung.THREAD else None
         graphs = HotGraphs(device) if facts.rung >= Rung.GRAPHS and device.type != "cpu" else None
         return Messenger(pinned_for(device), device, form, routing, sender, graphs)
 

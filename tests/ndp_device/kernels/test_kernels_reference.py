@@ -157,12 +157,3 @@ def test_an_unknown_kernel_is_refused_with_the_names_we_know() -> None:
     assert load_kernel("reference").name == "reference"
     with pytest.raises(ConfigError, match="auto, reference, native"):
         load_kernel("cuda")
-
-
-@pytest.mark.parametrize("name", ["auto", "native"])
-def test_an_installation_without_the_native_kernel_is_refused_and_never_served_by_the_slow_one(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
-    with pytest.raises(ConfigError, match=r"not part of this installation: install again with a C\+\+17 compiler"):
-        load_kernel(name)

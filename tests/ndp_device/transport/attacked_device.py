@@ -21,7 +21,7 @@ from small_checkpoint import EXPERTS, HIDDEN, LAYERS
 
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.transport import checksum
+from ndp_device.transport.base import write_checksum
 from vllm_ndp.device_client.client import DeviceClient
 
 PROGRAM = [sys.executable, "-P", "-m", "ndp_device"]
@@ -80,7 +80,7 @@ def execute(client: DeviceClient) -> None:
 
 def request(asked: msg.Message, tensors: codec.Tensors | None = None) -> bytes:
     header, body = codec.encode(asked, tensors)
-    return message(checksum.write(header, body), bytes(body))
+    return message(write_checksum(header, body), bytes(body))
 
 
 def is_ended(send: Callable[[], object], tries: int) -> bool:

@@ -33,7 +33,7 @@ from ndp_device.probe import Probe
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.server import Server
-from ndp_device.transport import bounds, checksum, shm, zmq_server
+from ndp_device.transport import bounds, shm, zmq_server
 from ndp_device.transport.keys import make_keys
 from ndp_device.transport.zmq_client import ZmqTransport
 from vllm_ndp.device_client.client import DeviceClient
@@ -260,14 +260,14 @@ def test_a_message_that_cannot_be_looked_at_costs_its_own_host_alone(
     server: HandServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is raised over it: what others sent before and after it is handed over, in the same call."""
-    damage = checksum.damage
+    damage = zmq_server.damage_of
 
     def failing(header: codec.Buffer, body: codec.Buffer) -> str | None:
         if bytes(body) == b"bad":
             raise IndexError("a mistake of this program")
         return damage(header, body)
 
-    monkeypatch.setattr(checksum, "damage", failing)
+    monkeypatch.setattr(zmq_server, "damage_of", failing)
     hosts = [host_of(server.address) for _ in range(3)]
     for number, body in enumerate((b"good", b"good", b"good", b"good", b"bad", b"good")):
         ask_only(hosts[number % 3], (b"head", body))

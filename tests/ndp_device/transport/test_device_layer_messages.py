@@ -14,7 +14,8 @@ from ndp_device.common.errors import RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.timing.work import Timing
-from ndp_device.transport import checksum, shm
+from ndp_device.transport import _shm, shm
+from ndp_device.transport.base import write_checksum
 from ndp_device.transport.shm import NUM_RING_SLOTS, Put, ShmChannel
 
 
@@ -47,7 +48,7 @@ def test_the_device_reads_from_any_execute_what_the_codec_would_have_sent(
         taken = device.take()
         assert taken is not None
         assert taken[2] or len(taken[1]) > shm.MAX_CHECKED_BODY_BYTES
-        assert taken[0][-4:] == checksum.write(taken[0], shm.checked_part(taken[1]))[-4:]
+        assert taken[0][-4:] == write_checksum(taken[0], shm.checked_part(taken[1]))[-4:]
         wanted, body = codec.encode(msg.Execute(*asked), tensors)
         assert bytes(taken[1]) == bytes(body)
         request, _ = codec.decode_request(taken[0], taken[1])
@@ -204,9 +205,8 @@ def execute_head(rng: np.random.Generator) -> bytes:
 
 def test_the_heads_have_the_fields_of_the_messages() -> None:
     kinds = {"int": "i", "float": "f", "str": "s"}
-    assert shm.native is not None
     fields = "".join(kinds[str(Timing.__annotations__[name])] for name in Timing.__struct_fields__)
-    assert fields == shm.native.TIMING_KINDS
+    assert fields == _shm.TIMING_KINDS
     asked = msg.Execute.__struct_fields__
     assert asked[: asked.index("ttl_us") + 1] == ("id", "epoch", "layer", "step", "submit_ps", "ttl_us")
 

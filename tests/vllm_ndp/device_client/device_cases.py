@@ -19,8 +19,7 @@ from ndp_device.handler import Handler
 from ndp_device.kernels import load_kernel
 from ndp_device.protocol.codec import Frames
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.transport import checksum
-from ndp_device.transport.base import require_intact
+from ndp_device.transport.base import damage_of, require_intact, write_checksum
 from vllm_ndp.device_client.client import DeviceClient, ExecuteHandle
 
 
@@ -39,9 +38,9 @@ class InProcessTransport:
 
     def send(self, frames: Frames) -> bool:
         header, body = frames
-        request = checksum.write(header, body), body
-        header, body = self._reply(self._client, request, checksum.damage(*request))
-        self._arrive((checksum.write(header, body), body))
+        request = write_checksum(header, body), body
+        header, body = self._reply(self._client, request, damage_of(*request))
+        self._arrive((write_checksum(header, body), body))
         return True
 
     def _arrive(self, frames: Frames) -> None:

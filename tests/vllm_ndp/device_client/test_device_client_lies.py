@@ -240,14 +240,14 @@ def test_a_shape_that_no_array_can_have_is_a_broken_message(shape: list[int]) ->
 DEVICE_THAT_DIES = """
 import os, sys, time, zmq
 from ndp_device.protocol import codec, messages as msg
-from ndp_device.transport import checksum
+from ndp_device.transport.base import write_checksum
 router = zmq.Context().socket(zmq.ROUTER)
 router.bind(sys.argv[1])
 print("listens", flush=True)
 name = router.recv_multipart()[0]
 header, body = codec.encode(msg.Pong(1, incarnation="i", queue_depth=0, num_executed=0))
 for _ in range(100):
-    router.send_multipart([name, checksum.write(header, body), body])
+    router.send_multipart([name, write_checksum(header, body), body])
 time.sleep(0.3)
 os._exit(1)
 """

@@ -1,0 +1,8 @@
+"""csrc/values.cpp."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+def fp4_to_bfloat16(codes: NDArray[np.uint8], scale: NDArray[np.float32], values: NDArray[Any]) -> None: ...
