@@ -126,9 +126,8 @@ def serve(
     from ndp_device.process import Parent, confine, log_to_stderr
 
     confine()
-    from ndp_device.config import DeviceConfig
     from ndp_device.failpoints import Failpoint, Failpoints
-    from ndp_device.handler import Handler
+    from ndp_device.handler import DeviceConfig, Handler
     from ndp_device.server import Server
     from ndp_device.transport import listen
 

@@ -13,6 +13,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,10 +22,8 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError, DeviceError, NdpError, RemoteProtocolError, ReplicaError
 from ndp_device.common.widths import FLAG_OF_BITS
-from ndp_device.config import NO_HARDWARE, DeviceConfig
 from ndp_device.experts.part import WHOLE, Part
-from ndp_device.kernels import load_kernel
-from ndp_device.kernels.kernel import Kernel
+from ndp_device.kernels import Kernel, load_kernel
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.session import ServedPlan, Session, check_hello, listed
@@ -33,6 +32,33 @@ from ndp_device.shard_stores import ShardStore, ShardStores
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import Hardware, load_hardware
 from ndp_device.timing.work import execute_bytes
+
+PREPARE = ("idle", "asked")
+NO_HARDWARE = "none"
+"""Word in place of a preset for a device that is real hardware, whose answers have no simulated time."""
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """`model_dir` serves full-precision experts, `replicas_dir` the 1 to 4 bit ones; at least one is needed."""
+
+    address: str
+    model_dir: Path | None = None
+    replicas_dir: Path | None = None
+    hardware: str = "h100-ndp512"
+    pe_mode: str | None = None  # None = what the hardware preset says
+    hardware_overrides: tuple[tuple[str, str], ...] = ()  # (section.field, value as text)
+    kernel: str = "auto"
+    prepare: str = "idle"  # convert experts before a plan asks for them, while nobody uses the cores; or only then
+
+    def __post_init__(self) -> None:
+        if self.model_dir is None and self.replicas_dir is None:
+            raise ConfigError("a device needs experts: give a model, --replicas, or both")
+        if self.hardware == NO_HARDWARE and (self.pe_mode or self.hardware_overrides):
+            raise ConfigError("hardware 'none' simulates nothing: leave --set and --pe-mode out, or name a preset")
+        if self.prepare not in PREPARE:
+            raise ConfigError(f"prepare must be one of {', '.join(PREPARE)}, got {self.prepare!r}")
+
 
 MAX_SESSIONS = 64
 """The client that was silent longest is forgotten when another one comes; it is told `no_session` and greets again."""

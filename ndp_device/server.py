@@ -1,4 +1,4 @@
-"""Receive, hand over, reply: one loop, exactly one reply per request. Knows no message; fair_queue.py chooses the next.
+"""Receive, hand over, reply: one loop, exactly one reply per request. Knows no message.
 
 The loop that computes is the loop that answers Ping, so a device that answers is a device that works.
 """
@@ -6,17 +6,181 @@ The loop that computes is the loop that answers Ping, so a device that answers i
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
-from ndp_device.fair_queue import FairQueue
 from ndp_device.handler import Handler
-from ndp_device.idle_cores import IdleCores
 from ndp_device.process import Parent
 from ndp_device.protocol.codec import Frames
 from ndp_device.transport.base import Clock, Received, ServerTransport
+
+OTHERS_MAY_USE = 0.25
+"""Part of our cores' time that others may use. A guess: below half of two cores, so that one busy neighbour is seen."""
+
+_SHORTEST_S, _LONGEST_S = 0.1, 1.0  # ticks are 10 ms; what was long ago says nothing about now
+
+
+class Look(NamedTuple):
+    """Seconds since some beginning: the clock's, those our cores were busy, those this process used."""
+
+    at: float
+    busy: float
+    own: float
+
+
+def look_at_cores() -> Look:
+    """Where /proc/stat does not tell, every core counts as busy all the time."""
+    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    at = time.monotonic()
+    try:
+        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+        mine = [list(map(int, words[1:9])) for words in lines if words and words[0] in cores]
+    except (OSError, ValueError):
+        mine = []
+    # user nice system idle iowait irq softirq steal
+    ticks = sum(sum(times) - times[3] - times[4] for times in mine)
+    known = len(mine) == len(cores) and any(times[3] for times in mine)
+    return Look(at, ticks / os.sysconf("SC_CLK_TCK") if known else at * len(cores), time.process_time())
+
+
+class IdleCores:
+    """Whether the cores that this process may use have time that no other program wants, since the last look.
+
+    Asked before work that nobody waits for. A lower priority would not do: the kernel does not let a thread of an
+    ordinary user take it back. Then a request that waits for work at the lowest priority waits for all other programs.
+    """
+
+    def __init__(self) -> None:
+        self._last = look_at_cores()
+        self._quiet = False
+
+    def are_idle(self) -> bool:
+        now = look_at_cores()
+        elapsed = now.at - self._last.at
+        if elapsed < _SHORTEST_S:
+            return self._quiet
+        others = (now.busy - self._last.busy) - (now.own - self._last.own)
+        share = others / (elapsed * len(os.sched_getaffinity(0)))
+        self._quiet = elapsed <= _LONGEST_S and share < OTHERS_MAY_USE
+        self._last = now
+        return self._quiet
+
+
+MAX_WAITING = 64
+"""Requests of one client that may wait here. A host has 8 Execute in flight at most: who sends more is wrong."""
+
+MAX_WAITING_BYTES = 512 << 20
+"""Most bytes of waiting requests of all clients. Above it the device reads nothing more, and the transport's bounded
+queues fill."""
+
+GOES_ON_NS = 1_000_000_000
+"""Time after its last request in which a host that computes is expected to continue."""
+
+_NEWCOMERS = b""
+
+
+class _Account:
+    def __init__(self, spent_ns: float) -> None:
+        self.spent_ns = spent_ns  # the start tag of its next request
+        self.waiting: deque[Received] = deque()
+        self.computed_ns = 0
+
+
+class FairQueue:
+    """Whose request is next: the host's that was served least (start-time fair queueing over measured time).
+
+    A host that has computed has an account of its own. All others share one, so many newcomers together cost a host as
+    much as one newcomer would. Within an account requests are served as they came.
+    """
+
+    def __init__(self) -> None:
+        self._spent_ns = 0.0  # the start tag of the request that is or was being served
+        self._accounts: dict[bytes, _Account] = {_NEWCOMERS: _Account(0.0)}
+        self._waiting: Counter[bytes] = Counter()  # requests of each client
+        self._bytes = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return self._waiting.total()
+
+    @property
+    def is_full(self) -> bool:
+        return self._bytes > MAX_WAITING_BYTES
+
+    def add(self, received: Received) -> bool:
+        """False: too many of this client wait already."""
+        client = received.client
+        if self._waiting[client] >= MAX_WAITING:
+            return False
+        self._waiting[client] += 1
+        self._bytes += _size(received)
+        self._account(client).waiting.append(received)
+        return True
+
+    def next(self) -> Received | None:
+        account = min(
+            (account for account in self._accounts.values() if account.waiting),
+            key=lambda account: account.spent_ns,
+            default=None,
+        )
+        if account is None:
+            return None
+        self._spent_ns = account.spent_ns = max(account.spent_ns, self._spent_ns)
+        received = account.waiting.popleft()
+        self._took(received)
+        return received
+
+    def served(self, client: bytes, cost_ns: int, now_ns: int, *, computed: bool) -> None:
+        """How long the request last taken was worked on, and whether it was an Execute."""
+        self._account(client).spent_ns = self._spent_ns + cost_ns
+        if computed:
+            if client not in self._accounts:
+                self._accounts[client] = self._opened(client)
+            self._accounts[client].computed_ns = now_ns
+
+    def others_compute(self, client: bytes, now_ns: int) -> bool:
+        """Whether another host than this one has computed lately, and so is likely to wait for what is done now."""
+        return any(
+            account.computed_ns > now_ns - GOES_ON_NS
+            for name, account in self._accounts.items()
+            if name not in (client, _NEWCOMERS)
+        )
+
+    def forget(self, client: bytes) -> None:
+        """Its connection is gone, and nobody would read its answers."""
+        if self._waiting[client]:
+            account = self._account(client)
+            for received in account.waiting:
+                if received.client == client:
+                    self._took(received)
+            account.waiting = deque(received for received in account.waiting if received.client != client)
+        self._accounts.pop(client, None)
+        self._waiting.pop(client, None)
+
+    def _account(self, client: bytes) -> _Account:
+        return self._accounts.get(client) or self._accounts[_NEWCOMERS]
+
+    def _opened(self, client: bytes) -> _Account:
+        """Open an account for this client. Its earlier requests wait there, not with the newcomers."""
+        newcomers, account = self._accounts[_NEWCOMERS], _Account(self._spent_ns)
+        account.waiting.extend(received for received in newcomers.waiting if received.client == client)
+        newcomers.waiting = deque(received for received in newcomers.waiting if received.client != client)
+        return account
+
+    def _took(self, received: Received) -> None:
+        self._waiting[received.client] -= 1
+        self._bytes -= _size(received)
+
+
+def _size(received: Received) -> int:
+    return sum(map(len, received.frames))
+
 
 _IDLE_MS = 250  # how often an idle device looks for its parent and for a signal
 _SILENT_NS = 500_000_000  # nobody asked for so long: no decode is running, which would ask every few milliseconds

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.widths import LIMBS
-from ndp_device.experts.expert import Biases, Expert, FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
-from ndp_device.experts.packing import pack
+from ndp_device.experts.expert import Biases, Expert, FullExpert, QuantizedExpert, QuantizedMatrix, pack, to_float32
 from ndp_device.kernels.reference import dequantize
 
 # Relative L2 error against fp64: two limbs carry 15 bits per group, one carries 8.

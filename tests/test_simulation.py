@@ -13,8 +13,8 @@ from paths import DATA
 from simulation import network
 from simulation.life import LOGGERS, History
 
-from ndp_device.fair_queue import FairQueue
 from ndp_device.handler import Handler
+from ndp_device.server import FairQueue
 from vllm_ndp.device_client.client import DeviceClient
 
 FAILED_ONCE = [int(line.split()[0]) for line in (DATA / "simulation-seeds.txt").read_text().splitlines() if line]

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.experts.expert import QuantizedMatrix
-from ndp_device.experts.packing import pack
+from ndp_device.experts.expert import QuantizedMatrix, pack
 
 BITS = (2, 3, 4)
 """Its levels are scale * (code - integer zero): at one bit these are zero and one other value, which is useless."""

@@ -26,8 +26,8 @@ from rich.progress import (
 )
 
 from ndp_device.calibration import data_free
-from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.names import DTYPES
+from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.model_shape import ModelShape
 from ndp_device.common.outputs import REPLICAS, require_own_folder
@@ -246,7 +246,7 @@ def build_tuned(
     import numpy as np
 
     from ndp_device.calibration import calibrated
-    from ndp_device.calibration.loss_table import expert_losses
+    from ndp_device.calibration.data_free import expert_losses
     from ndp_device.calibration.text import HELD_OUT_EVERY, CalibrationText, load_config, load_tokenizer
 
     if steps < 1:

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ndp_device.calibration import auto_gptq, gptq
+from ndp_device.calibration.data_free import expert_losses, round_to_bytes
 from ndp_device.calibration.gptq import blend, own_weight, second_moment
-from ndp_device.calibration.loss_table import expert_losses
-from ndp_device.calibration.rounded import round_to_bytes
 from ndp_device.common.activation import SILU, Activation
 from ndp_device.common.widths import BYTE_BITS
 from ndp_device.experts.expert import Biases, FullExpert, QuantizedExpert, QuantizedMatrix, to_float32

@@ -19,15 +19,20 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from ndp_device.calibration import _data_free
-from ndp_device.calibration.loss_table import expert_losses
-from ndp_device.calibration.rounded import round_to_bytes
-from ndp_device.common.widths import BYTE_BITS
-from ndp_device.experts.expert import Expert, FullExpert, NestedMatrix, QuantizedExpert, QuantizedMatrix, to_float32
-from ndp_device.kernels.reference import ReferenceExpert, ReferenceKernel
+from ndp_device.common.widths import BYTE_BITS, loss_columns
+from ndp_device.experts.expert import (
+    Expert,
+    FullExpert,
+    NestedMatrix,
+    QuantizedExpert,
+    QuantizedMatrix,
+    pack,
+    to_float32,
+)
+from ndp_device.kernels.reference import Float32, ReferenceExpert, ReferenceKernel
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import LayerReplicas
 
-Float32 = NDArray[np.float32]
 Isa = Literal["auto", "avx2", "portable"]
 Fitted = tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]
 """Planes [bits, N, C // 8] of the widest track; scale and offset [tracks, N, groups]."""
@@ -138,7 +143,7 @@ def probe_losses(
     intermediate = full.w1.shape[0]
     num_units = num_probe_units(intermediate, group_size)
     if num_units == intermediate:
-        return expert_losses(inputs, full, replicas, _prepared)
+        return expert_losses(inputs, full, replicas)
     groups = np.linspace(0, intermediate // group_size - 1, num_units // group_size).astype(np.int64)
     units = (groups[:, None] * group_size + np.arange(group_size)).ravel()
     w13_rows, w2_bytes = np.concatenate([units, intermediate + units]), units[::8] // 8
@@ -157,20 +162,19 @@ def probe_losses(
     probed = FullExpert(
         full.dtype, full.w1[units], full.w3[units], full.w2[:, units], biases=biases, activation=full.activation
     )
-    loss, relative_loss = expert_losses(inputs, probed, {bits: part(one) for bits, one in replicas.items()}, _prepared)
+    loss, relative_loss = expert_losses(inputs, probed, {bits: part(one) for bits, one in replicas.items()})
     return loss * (intermediate / num_units), relative_loss
 
 
 def _prepared(expert: Expert) -> ReferenceExpert:
     """As the reference kernel prepares it, each value the same; a replica in C++."""
-    if isinstance(expert, FullExpert):
-        return ReferenceKernel().prepare(expert)
+    if isinstance(expert, FullExpert) or expert.w13.perm is not None or expert.w2.perm is not None:
+        return _REFERENCE.prepare(expert)
     return ReferenceExpert(dequantize(expert.w13), dequantize(expert.w2), expert.biases, expert.activation)
 
 
 def dequantize(matrix: QuantizedMatrix, isa: Isa = "auto") -> Float32:
     """The C++ of kernels/reference.py's function, for a matrix whose columns lie in their own order."""
-    assert matrix.perm is None
     values = np.empty(matrix.shape, np.float32)
     planes, scale, offset = (np.ascontiguousarray(part) for part in (matrix.planes, matrix.scale, matrix.offset))
     _data_free.dequantize_matrix(planes, scale.view(np.uint16), offset.view(np.uint16), matrix.group_size, values, isa)
@@ -182,3 +186,75 @@ def num_probe_units(intermediate: int, group_size: int) -> int:
     if intermediate <= max(PROBE_UNITS, group_size):
         return intermediate
     return max(1, PROBE_UNITS // group_size) * group_size
+
+
+_AT_ONCE = 1 << 20
+"""Weights: their planes take eight bytes each while they are cut."""
+_TOP = (1 << BYTE_BITS) - 1
+
+
+def round_to_bytes(weights: NDArray[np.float32], group_size: int) -> QuantizedMatrix:
+    """W [N, C] -> the matrix at 8 bits, its columns in their own order: each weight by the nearest of 256 even levels.
+
+    The levels of a group reach from its least weight to its largest. On text the loss is within its error of none
+    (docs/log/calibration.md, "8 bits"), so a solver could not show that its codes are better.
+    """
+    rows, columns = weights.shape
+    planes = np.empty((BYTE_BITS, rows, columns // 8), np.uint8)
+    scale = np.empty((rows, -(-columns // group_size)), np.float16)
+    offset = np.empty_like(scale)
+    step = max(1, _AT_ONCE // columns)
+    for first in range(0, rows, step):
+        some = slice(first, first + step)
+        codes, scale[some], offset[some] = _rounded(weights[some], group_size)
+        planes[:, some] = pack(codes, BYTE_BITS)
+    return QuantizedMatrix(BYTE_BITS, planes, scale, offset, group_size)
+
+
+def _rounded(
+    weights: NDArray[np.float32], group_size: int
+) -> tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]:
+    """Codes [n, C], scale and offset [n, groups]."""
+    starts = np.arange(0, weights.shape[1], group_size)
+    least, largest = (extreme.reduceat(weights, starts, axis=1) for extreme in (np.minimum, np.maximum))
+    offset = least.astype(np.float16)
+    scale = ((largest - offset) / _TOP).astype(np.float16)
+    groups = np.arange(weights.shape[1]) // group_size
+    # A step of 0: all weights of the group are its offset, as float16 holds it.
+    step = np.where(scale > 0, scale, 1).astype(np.float32)
+    codes = np.rint((weights - offset.astype(np.float32)[:, groups]) / step[:, groups]).clip(0, _TOP)
+    return codes.astype(np.uint8), scale, offset
+
+
+_REFERENCE = ReferenceKernel()
+ROWS_BYTES = 64 << 20
+"""Products of gate and up that are held at once."""
+
+
+def expert_losses(
+    inputs: Float32,
+    full: FullExpert,
+    replicas: dict[int, QuantizedExpert],
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Inputs [T, H] -> (mean squared output error, the same over the mean squared output), each [columns]: one
+    for each of widths.loss_columns, NaN if absent.
+
+    The error is that of the expert's output, because the output enters the residual stream. Errors per matrix would not
+    help: those of gate, up and down do not add.
+    """
+    wanted = _outputs(_prepared(full), inputs)
+    energy = float(np.mean(wanted.astype(np.float64) ** 2))
+    columns = loss_columns(replicas)
+    loss = np.full(len(columns), np.nan)
+    for bits, replica in replicas.items():
+        error = _outputs(_prepared(replica), inputs).astype(np.float64) - wanted
+        loss[columns.index(bits)] = np.mean(error**2)
+    return loss, loss / max(energy, np.finfo(np.float64).tiny)
+
+
+def _outputs(expert: ReferenceExpert, inputs: Float32) -> Float32:
+    """Outputs [T, H] of rows [T, H], some at a time: gate and up of 8192 rows of Mixtral would take 0.9 GB."""
+    rows_at_once = max(1, ROWS_BYTES // expert.w13[:, 0].nbytes)
+    return np.concatenate(
+        [expert.rows(inputs[first : first + rows_at_once]) for first in range(0, len(inputs), rows_at_once)]
+    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from ndp_device.calibration import calibrated, gptq
-from ndp_device.calibration.loss_table import ROWS_BYTES
+from ndp_device.calibration.data_free import ROWS_BYTES
 from ndp_device.common.machine_memory import usable_bytes
 from ndp_device.common.model_shape import ModelShape
 from ndp_device.replicas.checkpoint import CheckpointExperts

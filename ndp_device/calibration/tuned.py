@@ -23,8 +23,7 @@ from torch import Tensor
 from ndp_device.calibration.calibrated import FloatExpert, RoutedInputs, activated, bias_tensors
 from ndp_device.calibration.streamed import expert_modules
 from ndp_device.common.widths import FULL_PRECISION_BITS, WIDTHS
-from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix
-from ndp_device.experts.packing import unpack
+from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix, unpack
 
 SEQUENCES_PER_STEP = 4
 RATES = {1: 3e-3, 2: 2e-3, 3: 5e-4, 4: 2e-4}

@@ -2,19 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ndp_device.checkpoint.files import read_config
-from ndp_device.checkpoint.headers import TensorInfo, has_weights, read_headers
+import msgspec
+from numpy.typing import NDArray
+
+from ndp_device.checkpoint import values
+from ndp_device.checkpoint.formats import PARTS, Parts, describe, small_values
+from ndp_device.checkpoint.gguf_files import QUANTIZED, logical_shape
+from ndp_device.checkpoint.headers import MAX_LISTING_BYTES, TensorInfo, has_weights, read_headers, weight_files
 from ndp_device.checkpoint.names import ExpertLayout, resolve
-from ndp_device.checkpoint.quantized import unpacked
 from ndp_device.checkpoint.spellings import keys_about_experts, text_config
+from ndp_device.checkpoint.stated import Settings
+from ndp_device.checkpoint.tensor_files import open_file, read_tensor, tensor_header
 from ndp_device.checkpoint.values import Packed
+from ndp_device.common import strict_json
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape
+from ndp_device.common.strict_files import Refused
+
+_SAMPLES_PER_FILE = 64
+_SAMPLE_BYTES = 4096
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    path = model_dir / "config.json"
+    try:
+        config = strict_json.read(path, at_most=MAX_LISTING_BYTES, constants=True)
+    except FileNotFoundError:
+        raise ConfigError(f"no config.json in {model_dir}: give the directory of a Hugging Face checkpoint") from None
+    except (OSError, Refused) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got {type(config).__name__}")
+    return config
+
+
+def model_digest(model_dir: Path) -> str:
+    """32 hex digits that change when the architecture or the weights do.
+
+    BLAKE2b over the sizes in config.json and, per file of weights, its size, its header and 64 samples of 4 KiB spread
+    evenly. That takes a few milliseconds for 90 GB, but misses an edit between the samples.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    config = read_config(model_dir)
+    relevant = {key: config[key] for key in sorted(config) if isinstance(config[key], int | float | str | bool)}
+    for volatile in ("transformers_version", "_name_or_path", "torch_dtype", "dtype"):
+        relevant.pop(volatile, None)
+    digest.update(json.dumps(relevant, sort_keys=True).encode())
+    for path in weight_files(model_dir):
+        header, start = tensor_header(path)
+        size = path.stat().st_size
+        digest.update(f"{size} {json.dumps(header, sort_keys=True)}".encode())
+        span = max(size - start - _SAMPLE_BYTES, 0)
+        with open_file(path) as file:
+            for sample in range(_SAMPLES_PER_FILE):
+                file.seek(start + span * sample // max(_SAMPLES_PER_FILE - 1, 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -56,3 +107,67 @@ def _with_outer_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Multimodal models say how they are quantized beside their language model's part, or in it."""
     inner = text_config(config)
     return config if "quantization_config" in config else inner
+
+
+_MAX_SMALL = 4096
+_PART = re.compile(
+    r"(.*\bexperts\b.*?)(?:_(blocks|scales)|\.("
+    + "|".join(re.escape(part) for part in sorted(PARTS, key=len, reverse=True))
+    + "))"
+)
+_PLAIN = ("F64", "F32", "F16", "BF16")
+
+
+def read_small(info: TensorInfo) -> NDArray[Any]:
+    """A tensor of at most 4 KiB, from its file; of a larger one the first bytes, which its reader refuses."""
+    return small_values(read_tensor(info.file, info.first, min(info.last, info.first + _MAX_SMALL)), info)
+
+
+def unpacked(
+    tensors: Mapping[str, TensorInfo],
+    config: Mapping[str, Any],
+    *,
+    name: str,
+    small: Callable[[TensorInfo], NDArray[Any]] = read_small,
+) -> tuple[dict[str, TensorInfo], dict[str, Packed]]:
+    """All tensors, those of quantized experts replaced by what they stand for; and how each of these is read."""
+    groups: dict[str, dict[str, str]] = {}
+    for tensor, info in tensors.items():
+        match = _PART.fullmatch(tensor)
+        if match is None or (match[3] == "weight" and info.dtype in _PLAIN):
+            continue
+        separator = "_" if match[2] else "."
+        groups.setdefault(match[1] + separator, {})[match[2] or match[3]] = tensor
+    hidden = {tensor for parts in groups.values() for tensor in parts.values()}
+    shown = {tensor: info for tensor, info in tensors.items() if tensor not in hidden}
+    packed = _of_gguf(tensors, name)
+    settings = _settings(config.get("quantization_config"), name) if groups else Settings()
+    for prefix, parts in groups.items():
+        shown_name = prefix[:-1] if prefix.endswith("_") else f"{prefix}weight"
+        packed[shown_name] = describe(Parts(prefix, parts, tensors, name, small), settings)
+    for shown_name, one in packed.items():
+        shown[shown_name] = TensorInfo(one.dtype, one.shape, tensors[one.parts["codes"]].file)
+    return shown, packed
+
+
+def _of_gguf(tensors: Mapping[str, TensorInfo], name: str) -> dict[str, Packed]:
+    """The quantized tensors of all experts of a GGUF file: one each, whose values `gguf` makes."""
+    packed = {}
+    for tensor, info in tensors.items():
+        if not info.dtype.startswith(QUANTIZED) or len(info.shape) != 3:
+            continue
+        if (scale := f"{tensor.removesuffix('.weight')}.scale") in tensors:
+            raise ConfigError(
+                f"{name}: {tensor} has a scale of its own ({scale}), which the package gguf leaves out: give the model "
+                "in another of llama.cpp's types"
+            )
+        shape = logical_shape(info.dtype, info.shape)
+        packed[tensor] = Packed(values.ggml, shape, "F32", {"codes": tensor}, info.dtype.removeprefix(QUANTIZED))
+    return packed
+
+
+def _settings(given: object, name: str) -> Settings:
+    try:
+        return msgspec.convert({} if given is None else given, Settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name}: config.json's quantization_config cannot be read: {error}") from None

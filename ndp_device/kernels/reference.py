@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.activation import SILU, Activation
-from ndp_device.experts.expert import Biases, Expert, FullExpert, QuantizedMatrix, to_float32
-from ndp_device.experts.packing import unpack
+from ndp_device.experts.expert import Biases, Expert, FullExpert, QuantizedMatrix, to_float32, unpack
 
 Float32 = NDArray[np.float32]
 

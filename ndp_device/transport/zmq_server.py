@@ -33,9 +33,9 @@ from ndp_device.protocol.messages import MAX_BODY_BYTES, SlotOffer
 from ndp_device.transport import shm, sockets
 from ndp_device.transport.address import Address, make_private, require_private, take
 from ndp_device.transport.base import Received, damage_of, write_checksum
-from ndp_device.transport.bounds import Bounds, give_memory_back
 from ndp_device.transport.keys import AllowList, DeviceKeys
 from ndp_device.transport.shm import ShmChannel
+from ndp_device.transport.sockets import Bounds, give_memory_back
 
 MAX_CONNECTIONS = 256
 MAX_FRAMES = 4

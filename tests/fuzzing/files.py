@@ -26,13 +26,12 @@ from small_checkpoint import write_small_checkpoint
 from fuzzing.mutate import NUMBERS, mutated_bytes, mutated_json
 from fuzzing.packed import make_gguf, make_packed
 from ndp_device.calibration.build import build_data_free
-from ndp_device.checkpoint.files import model_digest, read_config
 from ndp_device.checkpoint.headers import INDEX
+from ndp_device.checkpoint.opening import model_digest, read_config
 from ndp_device.checkpoint.spellings import text_config
 from ndp_device.model_config import whole_model
 from ndp_device.replicas.checkpoint import CheckpointExperts
-from ndp_device.replicas.format import MANIFEST, ReplicaFiles
-from ndp_device.replicas.loss_table import load_loss_table
+from ndp_device.replicas.format import MANIFEST, ReplicaFiles, load_loss_table
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import field_types, load_hardware
 from vllm_ndp.config import NdpSettings

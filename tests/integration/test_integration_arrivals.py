@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from engines import MODEL, PROMPTS, engine
 
-from ndp_device.checkpoint.files import model_digest
+from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common.cache import default_cache_dir
-from ndp_device.replicas.loss_table import load_losses
+from ndp_device.replicas.format import load_losses
 from ndp_device.timing.model import DeviceModel
 from vllm_ndp.lab.exact.clients import alone
 from vllm_ndp.lab.exact.live import recorded_rules

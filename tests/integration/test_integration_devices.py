@@ -28,11 +28,10 @@ from engines import (
 )
 from small_checkpoint import write_small_checkpoint
 
-from ndp_device.checkpoint.files import model_digest
-from ndp_device.checkpoint.opening import open_checkpoint
+from ndp_device.checkpoint.opening import model_digest, open_checkpoint
 from ndp_device.common.cache import default_cache_dir
 from ndp_device.common.errors import ConfigError, NdpError
-from ndp_device.replicas.loss_table import load_losses
+from ndp_device.replicas.format import load_losses
 from ndp_device.transport.keys import make_keys
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.device_client.handshake import Requirements

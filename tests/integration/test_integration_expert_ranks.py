@@ -20,8 +20,8 @@ from engines import (
     token_ids,
 )
 
-from ndp_device.checkpoint.files import model_digest
-from ndp_device.replicas.loss_table import load_losses
+from ndp_device.checkpoint.opening import model_digest
+from ndp_device.replicas.format import load_losses
 from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.traces.trace import Trace

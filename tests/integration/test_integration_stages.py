@@ -20,9 +20,9 @@ from engines import (
     token_ids,
 )
 
-from ndp_device.checkpoint.files import model_digest
+from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common.errors import ConfigError
-from ndp_device.replicas.loss_table import load_losses
+from ndp_device.replicas.format import load_losses
 from vllm_ndp.cost_model.gpu_timing import PipelineClock
 from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable

@@ -18,9 +18,8 @@ from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_small_
 from ndp_device.calibration.build import build_data_free
 from ndp_device.common.errors import ConfigError, DeviceError, ReplicaError
 from ndp_device.common.widths import ALL_FLAGS, PLAN_BITS
-from ndp_device.config import DeviceConfig
 from ndp_device.experts.part import Part
-from ndp_device.handler import MAX_SESSIONS, Handler
+from ndp_device.handler import MAX_SESSIONS, DeviceConfig, Handler
 from ndp_device.kernels import load_kernel
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
@@ -362,7 +361,7 @@ def test_impossible_settings_are_one_sentence() -> None:
 WARM = """
 import sys
 from pathlib import Path
-from ndp_device.config import DeviceConfig
+from ndp_device.handler import DeviceConfig
 from ndp_device.handler import Handler
 from ndp_device.protocol import codec, messages as msg
 handler = Handler.from_config(DeviceConfig("ipc:///in/process", Path(sys.argv[1]), kernel="reference"))

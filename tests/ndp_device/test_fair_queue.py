@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from ndp_device import fair_queue
-from ndp_device.fair_queue import FairQueue
+from ndp_device import server
+from ndp_device.server import FairQueue
 from ndp_device.transport.base import Received
 
 
@@ -87,10 +87,10 @@ def test_a_client_may_have_only_so_many_waiting_and_all_of_them_only_so_many_byt
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waiting = FairQueue()
-    assert all(waiting.add(request(b"a")) for _ in range(fair_queue.MAX_WAITING))
+    assert all(waiting.add(request(b"a")) for _ in range(server.MAX_WAITING))
     assert not waiting.add(request(b"a"))
     assert waiting.add(request(b"b"))
-    monkeypatch.setattr(fair_queue, "MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr(server, "MAX_WAITING_BYTES", 1000)
     assert not waiting.is_full
     waiting.add(request(b"b", 1000))
     assert waiting.is_full
@@ -118,7 +118,7 @@ def test_what_a_client_that_is_gone_had_asked_is_not_served(computed: bool) -> N
 
 def test_a_host_is_told_of_others_that_computed_lately_and_not_of_itself() -> None:
     waiting = FairQueue()
-    waiting.served(b"a", 1, 5 * fair_queue.GOES_ON_NS, computed=True)
-    assert not waiting.others_compute(b"a", 5 * fair_queue.GOES_ON_NS)
-    assert waiting.others_compute(b"b", 5 * fair_queue.GOES_ON_NS)
-    assert not waiting.others_compute(b"b", 7 * fair_queue.GOES_ON_NS)
+    waiting.served(b"a", 1, 5 * server.GOES_ON_NS, computed=True)
+    assert not waiting.others_compute(b"a", 5 * server.GOES_ON_NS)
+    assert waiting.others_compute(b"b", 5 * server.GOES_ON_NS)
+    assert not waiting.others_compute(b"b", 7 * server.GOES_ON_NS)

@@ -153,7 +153,7 @@ def _print_summary(manifest: Manifest, out: Path, started: float) -> None:
     import numpy as np
 
     from ndp_device.common.widths import REPLICA_WIDTHS
-    from ndp_device.replicas.loss_table import load_loss_table
+    from ndp_device.replicas.format import load_loss_table
 
     _, relative = load_loss_table(out)
     print_json(

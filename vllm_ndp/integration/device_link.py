@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ndp_device.common.errors import DeviceError, DeviceUnavailable, ReplicaError
 from ndp_device.common.model_shape import ModelShape
 from ndp_device.common.widths import FLAG_OF_BITS, FULL_PRECISION_BITS
-from ndp_device.kernels.kernel import Kernel
+from ndp_device.kernels import Kernel
 from ndp_device.transport.sender_thread import Order, SendOutcome
 from vllm_ndp.device_client.client import DeviceClient
 from vllm_ndp.device_client.connection import ExecuteResult, Executes

@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ndp_device.checkpoint.files import model_digest
+from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
-from ndp_device.kernels.kernel import EngineKernel
+from ndp_device.kernels import Kernel
 from ndp_device.model_config import whole_model
 from vllm_ndp.integration import compat, drafts
 from vllm_ndp.integration.cuda import limits
@@ -114,7 +114,7 @@ class WorkerFacts:
         return None if self.rung < Rung.STREAMS or compat.on_cpu() else CopiesByThread()
 
     @cached_property
-    def kernel(self) -> EngineKernel:
+    def kernel(self) -> Kernel:
         """The device's, in this process."""
         return load_engine_kernel(self.settings.kernel, compat.engine_cores())
 

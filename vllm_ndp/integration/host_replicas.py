@@ -9,7 +9,6 @@ import os
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +17,8 @@ from ndp_device.common.cache import default_cache_dir
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import BYTE_BITS, WIDTHS
 from ndp_device.experts.expert import FullExpert
-from ndp_device.kernels import load_kernel
-from ndp_device.kernels.kernel import EngineKernel, Kernel
-from ndp_device.replicas import loss_table
+from ndp_device.kernels import Kernel, load_kernel
+from ndp_device.replicas import format as replica_format
 from ndp_device.replicas.format import ReplicaFiles, read_manifest
 from ndp_device.replicas.store import ExpertStore
 from vllm_ndp.config import EMBEDDED, NdpSettings
@@ -88,7 +86,9 @@ def load_losses(replicas: Path, layers: range, settings: NdpSettings) -> LossTab
     if dealt[-1] < asked < BYTE_BITS:
         say(f"avg_bits is {asked:g}, and the widest replicas have {dealt[-1]} bits: cold experts read {dealt[-1]}")
     kind = settings.losses
-    return LossTable.from_measured(*loss_table.load_losses(replicas, kind)).of_layers(slice(layers.start, layers.stop))
+    return LossTable.from_measured(*replica_format.load_losses(replicas, kind)).of_layers(
+        slice(layers.start, layers.stop)
+    )
 
 
 class LocalReplicas:
@@ -119,7 +119,7 @@ _SIDE = 512
 """Size from which on the native kernel divides an expert among its threads, even for one row."""
 
 
-def load_engine_kernel(name: str, cores: Collection[int]) -> EngineKernel:
+def load_engine_kernel(name: str, cores: Collection[int]) -> Kernel:
     """name: the setting `kernel`. Its threads are started here, in a thread that may run on all these cores.
 
     A worker's own thread is bound to one core where vLLM binds OpenMP, and threads that it starts would share that one.
@@ -128,8 +128,8 @@ def load_engine_kernel(name: str, cores: Collection[int]) -> EngineKernel:
         return thread.submit(_load, name).result()
 
 
-def _load(name: str) -> EngineKernel:
-    kernel = cast(EngineKernel, load_kernel(name))  # the setting names only ours
+def _load(name: str) -> Kernel:
+    kernel = load_kernel(name)
     weights, one, weight = np.zeros((_SIDE, _SIDE), np.float32), np.zeros(1, np.int32), np.ones(1, np.float32)
     expert = kernel.prepare(FullExpert("float32", weights, weights, weights))
     kernel.execute(weights[:1], [expert], one, one, weight)

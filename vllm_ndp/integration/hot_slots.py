@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 from ndp_device.common.activation import NAMED, SILU, Activation
 from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import Biases, FullExpert
-from ndp_device.kernels.kernel import Kernel
+from ndp_device.kernels import Kernel
 from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.cuda.copies import CopiesByThread
 from vllm_ndp.integration.cuda.streams import Event

@@ -22,11 +22,10 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from ndp_device.calibration.data_free import quantize_nested
-from ndp_device.calibration.rounded import round_to_bytes
+from ndp_device.calibration.data_free import quantize_nested, round_to_bytes
 from ndp_device.common.widths import BYTE_BITS
 from ndp_device.experts.expert import QuantizedMatrix
-from ndp_device.kernels.kernel import EngineKernel
+from ndp_device.kernels import Kernel
 from ndp_device.kernels.reference import dequantize
 from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.whole_weights import WholeLinearMethod
@@ -70,7 +69,7 @@ class QuantizedLayer:
 class LinearLayers:
     """Linear layers of one worker."""
 
-    def __init__(self, bits: int, load_kernel: Callable[[], EngineKernel], cores: set[int], num_experts: int) -> None:
+    def __init__(self, bits: int, load_kernel: Callable[[], Kernel], cores: set[int], num_experts: int) -> None:
         """bits: 8 or 4. num_experts: a layer of no more outputs is a router or a gate."""
         self.bits, self.layers = bits, list[QuantizedLayer]()
         self._load_kernel, self._cores, self._num_experts = load_kernel, cores, num_experts

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError, DeviceError, DeviceUnavailable
 from ndp_device.common.widths import FLAG_OF_BITS, FULL_PRECISION_BITS, WIDTHS
-from ndp_device.kernels.kernel import Kernel
+from ndp_device.kernels import Kernel
 from ndp_device.replicas.store import ExpertStore
 from vllm_ndp.cost_model.prices import MeasuredPrices
 from vllm_ndp.device_client.client import DeviceClient

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ndp_device.checkpoint.files import model_digest
+from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common.errors import ConfigError, NdpError
-from ndp_device.replicas.loss_table import load_losses
+from ndp_device.replicas.format import load_losses
 from vllm_ndp import __version__
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.cost_model.costs import Costs

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ndp_device.common.widths import FULL_PRECISION_BITS, LIMB_BITS, LIMBS
-from ndp_device.replicas.loss_table import load_layer_weights
+from ndp_device.replicas.format import load_layer_weights
 from vllm_ndp.config import GPU_RUNGS, NdpSettings
 from vllm_ndp.integration import drafts, paced_scheduler
 from vllm_ndp.integration.assembly import LoadedWorker

@@ -17,13 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.headers import INDEX, WHOLE, has_weights, indexed_files
+from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common.cache import hub_cache_dir
 from ndp_device.common.errors import ConfigError, NdpError, ReplicaError
 from ndp_device.common.widths import REPLICA_WIDTHS
-from ndp_device.replicas.format import MANIFEST, Manifest, ReplicaFiles
-from ndp_device.replicas.loss_table import load_loss_table
+from ndp_device.replicas.format import MANIFEST, Manifest, ReplicaFiles, load_loss_table
 
 CARD = "README.md"
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

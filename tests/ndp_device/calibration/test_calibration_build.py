@@ -19,17 +19,15 @@ from paths import MODEL
 
 from ndp_device.calibration import auto_gptq, calibrated, gptq
 from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated
+from ndp_device.calibration.data_free import expert_losses
 from ndp_device.calibration.gptq import second_moment
-from ndp_device.calibration.loss_table import expert_losses
 from ndp_device.calibration.text import CalibrationText, file_digest
-from ndp_device.checkpoint.files import model_digest
+from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common.errors import ConfigError
-from ndp_device.experts.expert import QuantizedExpert, to_float32
-from ndp_device.experts.packing import unpack
+from ndp_device.experts.expert import QuantizedExpert, to_float32, unpack
 from ndp_device.kernels.reference import ReferenceKernel, dequantize
 from ndp_device.replicas.checkpoint import CheckpointExperts
-from ndp_device.replicas.format import ReplicaFiles
-from ndp_device.replicas.loss_table import load_loss_table
+from ndp_device.replicas.format import ReplicaFiles, load_loss_table
 
 SHIPPED = MODEL.with_name("tiny-mixtral-replicas")
 SEQUENCES, LENGTH = 16, 64

@@ -18,11 +18,9 @@ from processors import settings as processors
 from small_checkpoint import write_small_checkpoint
 
 from ndp_device.calibration import build, data_free
-from ndp_device.calibration.data_free import Fitted, Float32, fit
-from ndp_device.calibration.loss_table import expert_losses
+from ndp_device.calibration.data_free import Fitted, Float32, expert_losses, fit
 from ndp_device.common.errors import ConfigError
-from ndp_device.experts.expert import FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
-from ndp_device.experts.packing import pack, unpack
+from ndp_device.experts.expert import FullExpert, QuantizedExpert, QuantizedMatrix, pack, to_float32, unpack
 from ndp_device.kernels.reference import dequantize
 
 ALL_WIDTHS = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}

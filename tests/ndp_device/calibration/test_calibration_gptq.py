@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ndp_device.calibration import data_free, gptq
 from ndp_device.calibration.gptq import blend, inverse_factor, own_weight, second_moment
-from ndp_device.experts.expert import QuantizedMatrix
-from ndp_device.experts.packing import pack, unpack
+from ndp_device.experts.expert import QuantizedMatrix, pack, unpack
 from ndp_device.kernels.reference import dequantize
 
 NESTED = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}

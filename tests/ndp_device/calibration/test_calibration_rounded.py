@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndp_device.calibration import rounded
+from ndp_device.calibration import data_free
 from ndp_device.calibration.build import build_data_free
-from ndp_device.calibration.rounded import round_to_bytes
+from ndp_device.calibration.data_free import round_to_bytes
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import REPLICA_WIDTHS, WIDTHS
 from ndp_device.kernels import load_kernel
 from ndp_device.kernels.reference import dequantize
 from ndp_device.replicas.checkpoint import CheckpointExperts
-from ndp_device.replicas.format import ReplicaFiles, read_manifest
-from ndp_device.replicas.loss_table import load_loss_table
+from ndp_device.replicas.format import ReplicaFiles, load_loss_table, read_manifest
 from ndp_device.replicas.store import ExpertStore
 
 
@@ -45,7 +44,7 @@ def test_equal_weights_and_rows_taken_in_blocks_are_kept(monkeypatch: pytest.Mon
     assert (dequantize(round_to_bytes(np.full((3, 16), 0.25, np.float32), 8)) == 0.25).all()
     weights = np.random.default_rng(0).standard_normal((37, 64), np.float32)
     at_once = round_to_bytes(weights, 32)
-    monkeypatch.setattr(rounded, "_AT_ONCE", 5 * 64)
+    monkeypatch.setattr(data_free, "_AT_ONCE", 5 * 64)
     assert np.array_equal(round_to_bytes(weights, 32).planes, at_once.planes)
 
 

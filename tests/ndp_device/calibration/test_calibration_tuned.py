@@ -13,7 +13,7 @@ from paths import MODEL
 
 from ndp_device.calibration import calibrated, memory, tuned
 from ndp_device.calibration.build import build_data_free, build_tuned
-from ndp_device.calibration.loss_table import expert_losses
+from ndp_device.calibration.data_free import expert_losses
 from ndp_device.calibration.streamed import load_without_experts
 from ndp_device.calibration.text import CalibrationText
 from ndp_device.common.errors import ConfigError, ReplicaError

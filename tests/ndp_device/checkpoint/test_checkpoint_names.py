@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from paths import ROOT
 
-from ndp_device.checkpoint.files import model_digest, read_config
 from ndp_device.checkpoint.headers import TensorInfo, read_headers
 from ndp_device.checkpoint.names import ExpertLayout, Place, resolve
+from ndp_device.checkpoint.opening import model_digest, read_config
 from ndp_device.checkpoint.spellings import SPELLINGS
 from ndp_device.common.errors import ConfigError, NdpError, ReplicaError
 

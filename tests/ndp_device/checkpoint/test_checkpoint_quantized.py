@@ -19,11 +19,11 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from ndp_device.calibration.build import build_calibrated, build_data_free  # noqa: E402
-from ndp_device.calibration.loss_table import expert_losses  # noqa: E402
+from ndp_device.calibration.data_free import expert_losses  # noqa: E402
 from ndp_device.checkpoint import values as decoders  # noqa: E402
 from ndp_device.checkpoint.headers import TensorInfo  # noqa: E402
 from ndp_device.checkpoint.names import DTYPES  # noqa: E402
-from ndp_device.checkpoint.quantized import unpacked  # noqa: E402
+from ndp_device.checkpoint.opening import unpacked  # noqa: E402
 from ndp_device.checkpoint.values import Packed  # noqa: E402
 from ndp_device.common.errors import ConfigError, ReplicaError  # noqa: E402
 from ndp_device.experts.expert import to_float32  # noqa: E402

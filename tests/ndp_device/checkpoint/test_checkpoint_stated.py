@@ -14,7 +14,7 @@ from small_checkpoint import EXPERTS, LAYERS, as_stored, write_safetensors, writ
 from ndp_device.calibration.build import build_data_free
 from ndp_device.checkpoint.headers import TensorInfo
 from ndp_device.checkpoint.names import DTYPES
-from ndp_device.checkpoint.quantized import unpacked
+from ndp_device.checkpoint.opening import unpacked
 from ndp_device.common.errors import ConfigError, NdpError, ReplicaError
 from ndp_device.experts.expert import to_float32
 from ndp_device.replicas.checkpoint import CheckpointExperts

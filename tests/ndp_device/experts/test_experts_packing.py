@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ndp_device.experts.packing import pack, unpack
+from ndp_device.experts.expert import pack, unpack
 
 
 @st.composite

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from paths import MODEL, ROOT
 
-from ndp_device.calibration.rounded import round_to_bytes
+from ndp_device.calibration.data_free import round_to_bytes
 from ndp_device.common.activation import GPT_OSS
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import PLAN_BITS

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from ndp_device.common.activation import GELU_TANH, GPT_OSS, NAMED, SILU, Activation, activation_named
 from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import FullExpert
-from ndp_device.kernels import _native
-from ndp_device.kernels.kernel import Kernel
+from ndp_device.kernels import Kernel, _native
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.kernels.reference import ReferenceKernel
 

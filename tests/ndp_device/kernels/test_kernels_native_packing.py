@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ndp_device.experts.packing import pack
+from ndp_device.experts.expert import pack
 from ndp_device.kernels import _native
 
 ISAS = _native.supported_isas()

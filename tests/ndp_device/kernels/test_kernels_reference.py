@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, as_stored, write_small_checkpoint
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.experts.expert import FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
-from ndp_device.experts.packing import pack
+from ndp_device.experts.expert import FullExpert, QuantizedExpert, QuantizedMatrix, pack, to_float32
 from ndp_device.kernels import load_kernel
 from ndp_device.kernels.reference import ReferenceKernel, dequantize
 from ndp_device.replicas.checkpoint import CheckpointExperts

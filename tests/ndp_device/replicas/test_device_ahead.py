@@ -14,16 +14,15 @@ from caller import Caller
 from numpy.typing import NDArray
 from small_checkpoint import EXPERTS, LAYERS, write_small_checkpoint
 
-from ndp_device import idle_cores, server
+from ndp_device import server
 from ndp_device.calibration.build import build_data_free
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from ndp_device.config import DeviceConfig
 from ndp_device.experts.expert import Expert
-from ndp_device.handler import Handler
-from ndp_device.idle_cores import IdleCores, Look, look_at_cores
-from ndp_device.replicas.prefetch_order import PrefetchOrder
+from ndp_device.handler import DeviceConfig, Handler
 from ndp_device.replicas.store import ExpertStore
+from ndp_device.server import IdleCores, Look, look_at_cores
+from ndp_device.shard_stores import PrefetchOrder
 from ndp_device.timing.spec import load_hardware
 
 EVERYWHERE = np.ones((LAYERS, EXPERTS), np.bool_)
@@ -308,7 +307,7 @@ def test_cores_are_idle_when_others_left_three_quarters_of_them(
     monkeypatch: pytest.MonkeyPatch, seconds: float, busy: float, own: float, expected: bool
 ) -> None:
     looks = iter([Look(10.0, 4.0, 2.0), Look(10.0 + seconds, 4.0 + busy, 2.0 + own), Look(10.01 + seconds, 99.0, 2.0)])
-    monkeypatch.setattr(idle_cores, "look_at_cores", lambda: next(looks))
+    monkeypatch.setattr(server, "look_at_cores", lambda: next(looks))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     cores = IdleCores()
     assert cores.are_idle() is expected
@@ -318,7 +317,7 @@ def test_cores_are_idle_when_others_left_three_quarters_of_them(
 def test_cores_of_which_nothing_is_known_count_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     first = look_at_cores()
     assert first.busy >= 0
-    monkeypatch.setattr(idle_cores.Path, "read_text", lambda path: "cpu0 0 0 0 0 0 0 0 0\ncpu1 x\n")
+    monkeypatch.setattr(server.Path, "read_text", lambda path: "cpu0 0 0 0 0 0 0 0 0\ncpu1 x\n")
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 7})
     looks = look_at_cores(), look_at_cores()
     assert looks[1].busy - looks[0].busy == pytest.approx(2 * (looks[1].at - looks[0].at))

@@ -14,14 +14,14 @@ import safetensors.numpy
 from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_safetensors, write_small_checkpoint
 
 from ndp_device.calibration.build import build_data_free
-from ndp_device.calibration.loss_table import expert_losses
-from ndp_device.checkpoint.files import model_digest
+from ndp_device.calibration.data_free import expert_losses
+from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common import sealed
 from ndp_device.common.activation import SILU, Activation
 from ndp_device.common.cache import default_cache_dir
 from ndp_device.common.errors import ConfigError, NdpError, ReplicaError, why_unwritable
 from ndp_device.common.widths import default_group_size
-from ndp_device.experts.packing import unpack
+from ndp_device.experts.expert import unpack
 from ndp_device.kernels import load_kernel
 from ndp_device.replicas import format
 from ndp_device.replicas.checkpoint import CheckpointExperts
@@ -29,11 +29,11 @@ from ndp_device.replicas.format import (
     LayerReplicas,
     ReplicaFiles,
     layer_file_name,
+    load_loss_table,
     read_manifest,
     write_layer,
     write_manifest,
 )
-from ndp_device.replicas.loss_table import load_loss_table
 from ndp_device.replicas.store import ExpertStore
 
 

@@ -17,8 +17,8 @@ from ndp_device.experts.expert import Expert
 from ndp_device.handler import Handler
 from ndp_device.kernels import load_kernel
 from ndp_device.replicas.mapped import MappedFile
-from ndp_device.replicas.prefetch_order import PrefetchOrder
 from ndp_device.replicas.store import ExpertStore
+from ndp_device.shard_stores import PrefetchOrder
 from ndp_device.timing.spec import load_hardware
 
 

@@ -27,13 +27,12 @@ from server_by_hand import LOOPBACK, HandServer, answer, ask, host_of, serving
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS
 
 from ndp_device.common.errors import ConfigError, DeviceUnavailable
-from ndp_device.config import DeviceConfig
-from ndp_device.handler import Handler
+from ndp_device.handler import DeviceConfig, Handler
 from ndp_device.probe import Probe
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.server import Server
-from ndp_device.transport import bounds, shm, zmq_server
+from ndp_device.transport import shm, sockets, zmq_server
 from ndp_device.transport.keys import make_keys
 from ndp_device.transport.zmq_client import ZmqTransport
 from vllm_ndp.device_client.client import DeviceClient
@@ -142,7 +141,7 @@ def test_a_message_without_an_end_costs_its_connection(device: Device, frame: by
                     pouring.remove(connection)
             most = max(most, device.resident())
         assert not pouring
-        assert most < before + 2 * bounds.MAX_UNHEARD_BYTES
+        assert most < before + 2 * sockets.MAX_UNHEARD_BYTES
         execute(client)
         assert (client.counters.lost, client.counters.unavailable) == (0, 0)
 

@@ -14,8 +14,7 @@ from paths import MODEL
 
 from ndp_device.common.errors import RemoteProtocolError
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from ndp_device.config import DeviceConfig
-from ndp_device.handler import Handler
+from ndp_device.handler import DeviceConfig, Handler
 from ndp_device.kernels import load_kernel
 from ndp_device.protocol.codec import Frames
 from ndp_device.replicas.store import ExpertStore

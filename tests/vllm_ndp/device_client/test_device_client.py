@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from device_cases import MODEL, FaultyDevice, InProcessTransport, full_plan, make_calls, make_handler
 
-from ndp_device.checkpoint.files import model_digest
+from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common.errors import DeviceError, DeviceUnavailable, LocalProtocolError
 from ndp_device.failpoints import KINDS, Failpoint, Failpoints
 from ndp_device.protocol.codec import VersionMismatch

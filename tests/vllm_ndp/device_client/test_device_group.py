@@ -15,7 +15,7 @@ import pytest
 from device_cases import MODEL, Call, FaultyDevice, full_plan, make_calls, make_handler
 from numpy.typing import NDArray
 
-from ndp_device.checkpoint.files import model_digest
+from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common.errors import DeviceUnavailable
 from ndp_device.experts.part import Part
 from ndp_device.failpoints import Failpoint, Failpoints

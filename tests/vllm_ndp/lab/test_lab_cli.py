@@ -19,7 +19,7 @@ from in_this_process import run_here
 from paths import DATA, ROOT
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.replicas.loss_table import load_losses
+from ndp_device.replicas.format import load_losses
 from vllm_ndp.app import main
 from vllm_ndp.lab.cli.recorded import losses
 from vllm_ndp.layer.setup import Setup

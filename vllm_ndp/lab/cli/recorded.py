@@ -220,7 +220,7 @@ def losses_chosen(trace: Trace, replicas: Path | None, options: dict[str, Any]) 
 def losses(trace: Trace, replicas: Path | None, *, nominal: bool = False, kind: str = "relative") -> LossTable:
     """Load losses, relative or absolute: of the given replicas, else of those the run used, else of the cache."""
     from ndp_device.common.cache import default_cache_dir
-    from ndp_device.replicas.loss_table import load_losses
+    from ndp_device.replicas.format import load_losses
     from vllm_ndp.planning.bitwidths import LossTable
 
     p = trace.provenance
