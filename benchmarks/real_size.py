@@ -1,6 +1,6 @@
 """What does a person with a box without a GPU get from a model of today's size, with nothing set?
 
-    python tests/checkpoints/make_gptoss.py MODEL 24 201088        gpt-oss-20b's layout, random weights, 13.8 GB
+    python tests/checkpoints/make_real_size.py gpt-oss-20b MODEL     its layout, random weights, 13.8 GB
     python benchmarks/real_size.py MODEL --json FILE
 
 `vllm serve MODEL --quantization ndp` twice: the first start makes replicas in an empty cache, the second finds them.

@@ -18,8 +18,8 @@ LAYERS, PROMPT, TOKENS = 4, 64, 4
 def test_a_prompt_computes_the_replicas_in_slots_and_decodes_no_expert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    maker = ROOT / "tests" / "checkpoints" / "make_gptoss.py"
-    made = run_program(sys.executable, maker, tmp_path / "model", str(LAYERS), "4096")
+    maker = ROOT / "tests" / "checkpoints" / "make_real_size.py"
+    made = run_program(sys.executable, maker, "gpt-oss-20b", tmp_path / "model", str(LAYERS), "4096")
     assert made.returncode == 0, made.stderr
     read: list[tuple[int, int]] = []
     read_expert = ExpertsPool.expert

@@ -1,0 +1,292 @@
+"""Writes a model of today's size with random weights, in the names and the format of its official checkpoint.
+
+    python tests/checkpoints/make_real_size.py MODEL DIRECTORY [LAYERS] [VOCABULARY]
+
+MODEL: gpt-oss-20b (MXFP4), qwen3-30b-a3b (bfloat16), qwen3-30b-a3b-fp8, -gptq, -awq, or mixtral-8x7b (bfloat16).
+Tensor by tensor, so the writer needs the memory of some million values.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+PART = 1 << 24
+"""Values that are drawn at once."""
+ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "U8": 1, "F8_E4M3": 1}
+
+Tensors = Iterator[tuple[str, str, tuple[int, ...]]]
+"""(name, dtype, shape)."""
+
+
+def _gptoss_config(layers: int, vocabulary: int) -> dict[str, Any]:
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    scaling = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_act": "silu",
+        "swiglu_limit": 7.0,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "experts_per_token": 4,
+        "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)],
+        "sliding_window": 128,
+        "max_position_embeddings": 131072,
+        "initial_context_length": 4096,
+        "rope_theta": 150000,
+        "rope_scaling": scaling | {"original_max_position_embeddings": 4096},
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": plain},
+    }
+
+
+def _gptoss_tensors(config: dict[str, Any]) -> Tensors:
+    width, experts, heads = config["hidden_size"], config["num_local_experts"], config["num_attention_heads"]
+    outputs = _attention(config)
+    yield from _ends(config)
+    for layer in range(config["num_hidden_layers"]):
+        of = f"model.layers.{layer}."
+        yield of + "self_attn.sinks", "BF16", (heads,)
+        for name, shape in outputs.items():
+            yield of + f"self_attn.{name}_proj.weight", "BF16", shape
+            yield of + f"self_attn.{name}_proj.bias", "BF16", shape[:1]
+        yield of + "mlp.router.weight", "BF16", (experts, width)
+        yield of + "mlp.router.bias", "BF16", (experts,)
+        for name, rows in {"gate_up_proj": 2 * width, "down_proj": width}.items():
+            yield of + f"mlp.experts.{name}_bias", "BF16", (experts, rows)
+            yield of + f"mlp.experts.{name}_blocks", "U8", (experts, rows, width // 32, 16)
+            yield of + f"mlp.experts.{name}_scales", "U8", (experts, rows, width // 32)
+
+
+def _ends(config: dict[str, Any]) -> Tensors:
+    """What lies around the layers, and their norms."""
+    width = config["hidden_size"]
+    for name in ("model.embed_tokens", "lm_head"):
+        yield f"{name}.weight", "BF16", (config["vocab_size"], width)
+    yield "model.norm.weight", "BF16", (width,)
+    for layer in range(config["num_hidden_layers"]):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"model.layers.{layer}.{norm}.weight", "BF16", (width,)
+
+
+def _attention(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the four projections."""
+    width, head = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    return {"q": (queries, width), "k": (keys, width), "v": (keys, width), "o": (width, queries)}
+
+
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "mlp.gate"],
+    },
+    "gptq": {
+        "quant_method": "gptq",
+        "checkpoint_format": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "sym": True,
+        "desc_act": False,
+        "true_sequential": True,
+        "lm_head": False,
+        "damp_percent": 0.01,
+    },
+    "awq": {
+        "quant_method": "awq",
+        "version": "gemm",
+        "bits": 4,
+        "group_size": 128,
+        "zero_point": True,
+        "modules_to_not_convert": ["gate"],
+    },
+}
+
+
+def _qwen3_config(layers: int, vocabulary: int, form: str) -> dict[str, Any]:
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 4,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": vocabulary,
+    }
+    return config | ({"quantization_config": QUANTIZED[form]} if QUANTIZED[form] else {})
+
+
+def _qwen3_tensors(config: dict[str, Any]) -> Tensors:
+    width, inner, head = config["hidden_size"], config["moe_intermediate_size"], config["head_dim"]
+    linear = LINEAR[config.get("quantization_config", {}).get("quant_method", "bf16")]
+    yield from _ends(config)
+    for layer in range(config["num_hidden_layers"]):
+        of = f"model.layers.{layer}."
+        for norm in ("q_norm", "k_norm"):
+            yield of + f"self_attn.{norm}.weight", "BF16", (head,)
+        for name, shape in _attention(config).items():
+            yield from linear(of + f"self_attn.{name}_proj", *shape)
+        yield of + "mlp.gate.weight", "BF16", (config["num_experts"], width)
+        for expert in range(config["num_experts"]):
+            for name, shape in {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}.items():
+                yield from linear(of + f"mlp.experts.{expert}.{name}_proj", *shape)
+
+
+def _bf16(name: str, rows: int, columns: int) -> Tensors:
+    yield f"{name}.weight", "BF16", (rows, columns)
+
+
+def _fp8(name: str, rows: int, columns: int) -> Tensors:
+    yield f"{name}.weight", "F8_E4M3", (rows, columns)
+    yield f"{name}.weight_scale_inv", "BF16", (-(-rows // 128), -(-columns // 128))
+
+
+def _gptq(name: str, rows: int, columns: int) -> Tensors:
+    yield f"{name}.qweight", "I32", (columns // 8, rows)
+    yield f"{name}.qzeros", "I32", (columns // 128, rows // 8)
+    yield f"{name}.scales", "F16", (columns // 128, rows)
+    yield f"{name}.g_idx", "I32", (columns,)
+
+
+def _awq(name: str, rows: int, columns: int) -> Tensors:
+    yield f"{name}.qweight", "I32", (columns, rows // 8)
+    yield f"{name}.qzeros", "I32", (columns // 128, rows // 8)
+    yield f"{name}.scales", "F16", (columns // 128, rows)
+
+
+LINEAR: dict[str, Callable[[str, int, int], Tensors]] = {"bf16": _bf16, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
+
+
+def _mixtral_config(layers: int, vocabulary: int) -> dict[str, Any]:
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": vocabulary,
+    }
+
+
+def _mixtral_tensors(config: dict[str, Any]) -> Tensors:
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    yield from _ends(config)
+    for layer in range(config["num_hidden_layers"]):
+        of = f"model.layers.{layer}."
+        for name, shape in _attention(config).items():
+            yield from _bf16(of + f"self_attn.{name}_proj", *shape)
+        yield of + "block_sparse_moe.gate.weight", "BF16", (config["num_local_experts"], width)
+        for expert in range(config["num_local_experts"]):
+            for name, shape in {"w1": (inner, width), "w2": (width, inner), "w3": (inner, width)}.items():
+                yield from _bf16(of + f"block_sparse_moe.experts.{expert}.{name}", *shape)
+
+
+def write(model: str, directory: Path, layers: int | None = None, vocabulary: int | None = None) -> None:
+    """layers, vocabulary: the official ones if not given. Raises KeyError for a model that is not known."""
+    if model == "gpt-oss-20b":
+        config, tensors = _gptoss_config(layers or 24, vocabulary or 201_088), _gptoss_tensors
+    elif model == "mixtral-8x7b":
+        config, tensors = _mixtral_config(layers or 32, vocabulary or 32_000), _mixtral_tensors
+    else:
+        form = model.removeprefix("qwen3-30b-a3b").removeprefix("-") or "bf16"
+        config, tensors = _qwen3_config(layers or 48, vocabulary or 151_936, form), _qwen3_tensors
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    header, end = {}, 0
+    for name, dtype, shape in tensors(config):
+        begin, end = end, end + prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+    listing = json.dumps(header).encode()
+    listing += b" " * (-len(listing) % 8)
+    rng = np.random.default_rng(0)
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(listing).to_bytes(8, "little") + listing)
+        for name, dtype, shape in tensors(config):
+            _write_values(file, name, dtype, prod(shape), rng)
+
+
+def _write_values(file: IO[bytes], name: str, dtype: str, count: int, rng: np.random.Generator) -> None:
+    for begin in range(0, count, PART):
+        file.write(_values(name, dtype, min(PART, count - begin), rng))
+
+
+def _values(name: str, dtype: str, count: int, rng: np.random.Generator) -> bytes:
+    if name.endswith(("_blocks", "qweight")):
+        return rng.bytes(count * ITEM_BYTES[dtype])
+    if name.endswith("_scales"):  # of MXFP4: powers of two around 2^-8
+        return rng.integers(117, 122, count, np.uint8).tobytes()
+    if name.endswith("qzeros"):  # GPTQ stores one less than its zero of 8; AWQ's may be any
+        return np.full(count, 0x77777777, np.int32).tobytes()
+    if name.endswith("g_idx"):
+        return (np.arange(count, dtype=np.int32) // 128).tobytes()
+    if dtype == "F8_E4M3":  # any but the two that are no numbers
+        codes = np.frombuffer(rng.bytes(count), np.uint8)
+        return np.where(codes & 127 == 127, 0, codes).astype(np.uint8).tobytes()
+    if name.endswith("scales"):  # of 4 bits: values of about 0.02
+        return (0.004 + 0.001 * rng.random(count)).astype(np.float16).tobytes()
+    if name.endswith("weight_scale_inv"):
+        return _bfloat16(np.full(count, 2e-4, np.float32))
+    return _bfloat16(np.ones(count, np.float32) if "norm" in name else 0.02 * rng.standard_normal(count, np.float32))
+
+
+def _bfloat16(values: NDArray[np.float32]) -> bytes:
+    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+
+if __name__ == "__main__":
+    write(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))
