@@ -29,25 +29,22 @@ DEFAULT_HARDWARE = "h100-ndp512"
 GPU_RUNGS = ("plain", "streams", "asynchronous", "kernels", "thread", "graphs")
 """Ways to run on a GPU, each with one thing more than the one before."""
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "plan": ("fixed", "joint"),
-    "tiers": ("gpu+device", "gpu+host+device"),
+    "plan": ("fixed", "joint", "joint+host"),
     "cold_precision": ("quantized", "full"),
     "execution": ("auto", "balanced", "paper"),
     "gpu": ("auto", *GPU_RUNGS),
     "prefill": ("auto", "split", "streamed"),
-    "migration": ("kept", "difference"),
     "replan": ("prefill", "drift"),
     "prices": ("auto", "simulated", "measured"),
     "bits_for": BITS_FOR,
     "fallback": ("full", "same"),
     "pool": ("checkpoint", "packed"),
     "kernel": ("auto", "reference", "native"),
-    "prepare": ("idle", "asked"),
     "device_experts": ("copies", "split"),
 }
 _DECIDED_JOINTLY = {
     "slot_bits": "gives every hot expert a width of its own",
-    "warm_experts": "says itself how many experts are warm, where 'tiers' names the host",
+    "warm_experts": "says itself how many experts are warm, if it is 'joint+host'",
     "cold_precision": "chooses among widths, of which this leaves none",
     "execution": "has placed experts by all that the device has time for",
     "offload_bits": "has placed experts by all that the device has time for",
@@ -72,9 +69,8 @@ class NdpSettings:
     plan: str = "fixed"
     """`fixed`: the same number of hot and warm experts in every layer. `joint`: each prompt's plan gives every expert a
     tier and a width, in the GPU memory of `hot_experts` full-precision experts. The plan is the fastest on the
-    simulated hardware whose expected loss is not above that of `fixed` with one width for each expert."""
-    tiers: str = "gpu+device"
-    """Where a joint plan may put experts; `gpu+host+device`: the host's CPU computes some too."""
+    simulated hardware whose expected loss is not above that of `fixed` with one width for each expert. `joint+host`:
+    likewise, and the host's CPU computes some experts, too."""
     warm_experts: int = 0
     """Experts per layer that the host's CPU computes in full precision in decode: the most important after the hot
     ones."""
@@ -108,9 +104,6 @@ class NdpSettings:
     """Where a prompt's cold experts run, in full precision. `streamed`: all on the GPU. `split`: the device computes so
     many that both sides end together on the simulated hardware. `auto`: split if the engine runs on CPU and the
     checkpoint holds plain experts, else streamed."""
-    migration: str = "kept"
-    """`kept`: experts that a prefill streamed stay on the GPU if they become hot, and the rest moves; `difference`:
-    every expert that becomes hot moves."""
     max_moves: int | None = None
     """Number of experts that one plan may copy to the GPU, those with the largest gain first; None = no bound. Matters
     for models with many small experts."""
@@ -118,10 +111,10 @@ class NdpSettings:
     """`prefill`: plans change when a prompt ends. `drift`: plans also change in decode, when the routing shows another
     subject; experts are copied beside decode."""
     policy: str = "prefill"
-    """Placement policy by name; `prefill` is the paper's."""
+    """Placement policy by name; `prefill` is the paper's. Or {"name": NAME, OPTION: VALUE, ..}, by default of
+    `prefill`."""
     policy_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the policy by name: those of every policy (`alpha`, `bit_rule`, `losses`, ..: PolicySettings), and its
-    own."""
+    """Options in `policy`: those of every policy (`alpha`, `bit_rule`, `losses`, ..: PolicySettings), and its own."""
     replicas: str | None = None
     """Directory written by `vllm-ndp quantize`; None = the cache, filled at the first start from the weights alone."""
     devices: int = 1
@@ -132,11 +125,12 @@ class NdpSettings:
     """Addresses of `devices`: `embedded`, one, or several."""
     device_experts: str = "copies"
     """`copies`: each of several devices has whole experts, with copies on others. `split`: each has an equal part of
-    every expert, so all devices work on every pair."""
+    every expert, so all devices work on every pair. Or {"copies": N, "moves": M}: N devices hold each expert, and a
+    plan may move M copies between devices."""
     device_copies: int | None = None
-    """Number of devices that hold each expert; None = 2 if they fit, else 1."""
+    """Copies of `device_experts`; None = 2 if they fit, else 1."""
     device_moves: int = 0
-    """Number of copies of experts that a plan may move between devices."""
+    """Moves of `device_experts`."""
     device_keys: str | tuple[str, ...] | None = None
     """Key file of this host (`ndp-device keygen`) for tcp addresses of `devices`, or `insecure-loopback` for a device
     that was started with --insecure-loopback. One for all, or one for each."""
@@ -148,11 +142,8 @@ class NdpSettings:
     """Preset of simulated times. A named preset also decides where experts run; None = h100-ndp512, for times only."""
     hardware_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Values of the preset to replace, by `section.field` (`ndp-device time` lists them)."""
-    pe_mode: str = "bit_scalable"
     kernel: str = "auto"
     """Kernel of the embedded device."""
-    prepare: str = "idle"
-    """`idle`: the embedded device converts replicas while it and its cores are idle; `asked`: only for a plan."""
     pool: str = "checkpoint"
     """Source of full-precision experts: the mapped `checkpoint`, or on CPU a copy `packed` for the kernel."""
     deadline_ms: float = 1000.0
@@ -165,8 +156,6 @@ class NdpSettings:
     itl_factor: float | None = None
     """While requests decode, a step with tokens of prompts lasts at most so many times a step without: the number of
     tokens is chosen by measured times. 0: vLLM's own count. None: 3 for a server on CPU, else vLLM's count."""
-    report: bool = True
-    """Attach both clocks to every finished request (RequestOutput.kv_transfer_params["ndp"])."""
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -202,7 +191,7 @@ class NdpSettings:
         if self.max_loss is not None and (self.bit_rule_in_force not in BY_BITS_READ or self.losses != "relative"):
             raise ConfigError(
                 "ndp setting 'avg_bits' is {'max_loss': ...}, which needs bit_rule 'layers' or 'pairs' and relative "
-                f"losses, got {self.bit_rule_in_force!r} and {self.losses!r}: drop them from 'policy_options'"
+                f"losses, got {self.bit_rule_in_force!r} and {self.losses!r}: drop them from 'policy'"
             )
         if self.cold_precision == "full" and self.replicas is not None:
             raise ConfigError(
@@ -228,28 +217,16 @@ class NdpSettings:
         if self.itl_factor is not None and not (self.itl_factor == 0 or self.itl_factor >= 1):
             raise ConfigError(f"ndp setting 'itl_factor' must be at least 1, or 0 for none, got {self.itl_factor}")
         self._check_devices()
-        if self.prepare != "idle" and self.device != EMBEDDED:
-            raise ConfigError(
-                f"ndp setting 'prepare' has no effect on the running device {self.device}: "
-                f"drop it, and start that device with --prepare {self.prepare}"
-            )
 
     def _check_joint(self) -> None:
         default = NdpSettings.__dataclass_fields__
         if self.bit_rule_in_force == OF_PAIRS and not self.gives_pairs_widths:
-            why = "'plan' is 'joint'" if self.plan == "joint" else "'bits_for' is 'batch'"
+            why = f"'plan' is {self.plan!r}" if self.is_joint else "'bits_for' is 'batch'"
             raise ConfigError(
-                f"ndp setting 'policy_options' names bit_rule {OF_PAIRS!r}, but {why}, so that every expert has one "
+                f"ndp setting 'policy' names bit_rule {OF_PAIRS!r}, but {why}, so that every expert has one "
                 "width: drop one of the two"
             )
-        if self.plan != "joint":
-            if self.tiers != default["tiers"].default:
-                raise ConfigError(
-                    f"ndp setting 'tiers' is {self.tiers!r}, which only joint plans choose among: use 'plan': 'joint', "
-                    "or 'warm_experts' for a fixed number"
-                )
-            return
-        for name, why in _DECIDED_JOINTLY.items():
+        for name, why in _DECIDED_JOINTLY.items() if self.is_joint else ():
             value = getattr(self, name)
             if value != default[name].default and (name, value) != ("execution", "paper"):
                 raise ConfigError(
@@ -258,7 +235,7 @@ class NdpSettings:
 
     def _check_replan(self) -> None:
         beside = {
-            "plan": (self.plan == "joint", "whose widths fit the memory and the loss of just those experts"),
+            "plan": (self.is_joint, "whose widths fit the memory and the loss of just those experts"),
             "max_moves": (self.max_moves == 0, "so that none may be copied"),
         }
         for name, (hinders, why) in beside.items():
@@ -279,7 +256,7 @@ class NdpSettings:
     def _decides(self, num_experts: int) -> bool:
         """Whether anything is decided by prices."""
         splits_prompts = self.prefill != "streamed" and self.resolve_hot_experts(num_experts) < num_experts
-        return self.plan == "joint" or splits_prompts or self.resolve_offload_bits(num_experts) > 0
+        return self.is_joint or splits_prompts or self.resolve_offload_bits(num_experts) > 0
 
     def _check_prices(self) -> None:
         if self.prices == "measured" and self.devices > 1:
@@ -301,25 +278,22 @@ class NdpSettings:
             raise ConfigError(
                 f"ndp setting 'devices' counts embedded devices and must be at least 1, got {self.devices}"
             )
-        if self.splits_experts and (self.num_devices == 1 or self.device_copies is not None or self.device_moves):
-            others = {"device_copies": self.device_copies, "device_moves": self.device_moves or None}
-            beside = "".join(f", {name} {value}" for name, value in others.items() if value is not None)
+        if self.splits_experts and self.num_devices == 1:
             raise ConfigError(
-                f"ndp setting 'device_experts' is 'split', which gives each of several devices a part of every expert, "
-                f"once: got {self.num_devices} of them{beside}; name more devices and neither copies nor moves, or use "
-                "'copies'"
+                "ndp setting 'device_experts' is 'split', which gives each of several devices a part of every expert, "
+                "got 1 of them: name more devices, or use 'copies'"
             )
         if self.device_copies is not None and not 1 <= self.device_copies <= self.num_devices:
             raise ConfigError(
-                f"ndp setting 'device_copies' must lie in 1..{self.num_devices}, the number of devices, "
+                f"ndp setting 'device_experts' must ask for 1 to {self.num_devices} copies, the number of devices, "
                 f"got {self.device_copies}"
             )
         if self.device_moves < 0:
-            raise ConfigError(f"ndp setting 'device_moves' must be 0 or more, got {self.device_moves}")
+            raise ConfigError(f"ndp setting 'device_experts' must ask for 0 or more moves, got {self.device_moves}")
         if self.device_moves and self.num_devices <= (self.device_copies or 2):
             raise ConfigError(
-                f"ndp setting 'device_moves' has no effect where every device holds every expert, as with "
-                f"{self.num_devices} of them: drop it, or ask for fewer 'device_copies'"
+                f"ndp setting 'device_experts' asks for moves, which have no effect where every device holds every "
+                f"expert, as with {self.num_devices} of them: drop them, or ask for fewer copies"
             )
         if self.device_keys is None:
             return
@@ -367,17 +341,21 @@ class NdpSettings:
     @property
     def has_quantized_slots(self) -> bool:
         """Whether hot experts are, or may be, narrower than the checkpoint's."""
-        return self.slot_bits != FULL_PRECISION_BITS or self.plan == "joint"
+        return self.slot_bits != FULL_PRECISION_BITS or self.is_joint
 
     def only_width(self, num_experts: int) -> int | None:
         """The one width that experts run at, where all are in slots and none runs elsewhere; else None."""
-        alone = self.plan == "fixed" and self.execution == "paper" and self.num_cold(num_experts) == 0
+        alone = not self.is_joint and self.execution == "paper" and self.num_cold(num_experts) == 0
         return self.slot_bits if alone and self.has_quantized_slots and self.warm_experts == 0 else None
+
+    @property
+    def is_joint(self) -> bool:
+        return self.plan != "fixed"
 
     @property
     def joint_tiers(self) -> str:
         """Tiers that a joint plan chooses among; empty if plans are fixed."""
-        return self.tiers if self.plan == "joint" else ""
+        return {"fixed": "", "joint": "gpu+device", "joint+host": "gpu+host+device"}[self.plan]
 
     @property
     def has_warm_experts(self) -> bool:
@@ -387,7 +365,7 @@ class NdpSettings:
     @property
     def keeps_streamed(self) -> bool:
         """Whether what a prefill streams, in full precision, can stay in a slot and does."""
-        return self.migration == "kept" and not self.has_quantized_slots
+        return not self.has_quantized_slots
 
     def keys_of(self, device: int) -> Path | None:
         """The key file of this host for one of the devices."""
@@ -412,7 +390,7 @@ class NdpSettings:
         Raises ConfigError when `balanced` was asked for and the other settings leave it nothing to do.
         """
         num_hot, num_cold = self.resolve_hot_experts(num_experts), self.num_cold(num_experts)
-        possible = self.cold_precision == "quantized" and num_hot > 0 < num_cold and self.plan == "fixed"
+        possible = self.cold_precision == "quantized" and num_hot > 0 < num_cold and not self.is_joint
         if self.execution == "balanced" and not possible:
             warm = f" and {self.warm_experts} warm" if self.warm_experts else ""
             raise ConfigError(
@@ -436,7 +414,7 @@ class NdpSettings:
     @property
     def gives_pairs_widths(self) -> bool:
         """Whether a request may have bits of its own, so that its pairs can."""
-        return self.plan == "fixed" and self.bits_for != "batch"
+        return not self.is_joint and self.bits_for != "batch"
 
     @property
     def losses(self) -> str:

@@ -1,4 +1,4 @@
-"""Names that a person writes under `{"ndp": {...}}`: at most 20 on top, the rest under `policy_options` and `debug`.
+"""Names that a person writes under `{"ndp": {...}}`: at most 20 on top, the rest in `policy` and `debug`.
 
 Turns that into values by the names of NdpSettings' fields (config.py). Does not know ranges or effects.
 """
@@ -15,28 +15,18 @@ from ndp_device.common.widths import WIDTHS
 _LARGEST = 1 << 53  # of a whole number in settings: what a float holds exactly
 TOP = (
     *("hot_experts", "slot_bits", "warm_experts", "plan", "avg_bits", "cold_precision", "execution", "prefill"),
-    *("replan", "policy", "policy_options", "replicas", "devices", "hardware", "hardware_overrides"),
+    *("replan", "policy", "replicas", "devices", "hardware", "hardware_overrides"),
     *("deadline_ms", "fallback", "itl_factor", "record", "debug"),
 )
 DEBUG = (
-    *(
-        "device_experts",
-        "tiers",
-        "bits_for",
-        "offload_bits",
-        "device_hosts",
-        "gpu",
-        "migration",
-        "max_moves",
-        "device_copies",
-    ),
-    *("device_moves", "prices", "pe_mode", "kernel", "linear_bits", "prepare", "pool", "report"),
+    *("device_experts", "bits_for", "offload_bits", "device_hosts", "gpu", "max_moves", "prices", "kernel"),
+    *("linear_bits", "pool"),
 )
 """Settings for researchers and tests. Each has a default that decides by itself."""
 _PLACES = {
     **dict.fromkeys(TOP, ""),
     **dict.fromkeys(DEBUG, " in 'debug'"),
-    **dict.fromkeys(("alpha", "bit_rule", "losses"), " in 'policy_options'"),
+    **dict.fromkeys(("alpha", "bit_rule", "losses"), " in 'policy'"),
 }
 _DEVICES = '{"devices": 2}, {"devices": ADDRESS} or {"devices": [{"address": ADDRESS, "keys": FILE}, ...]}'
 
@@ -48,8 +38,8 @@ def by_field(raw: Mapping[str, Any]) -> dict[str, Any]:
     for name in raw:
         if name not in TOP:
             raise ConfigError(f"unknown ndp setting {name!r}: {_hint(name, TOP, 'known settings are ')}")
-    values = _budget(_devices(raw))
-    return values | _debug(values.pop("debug", {}))
+    values = _policy(_budget(_devices(raw)))
+    return values | _experts_of(_debug(values.pop("debug", {})))
 
 
 def _debug(group: Any) -> dict[str, Any]:
@@ -86,6 +76,28 @@ def _budget(values: dict[str, Any]) -> dict[str, Any]:
             f'{{"simulated_tokens_per_s": N}}, got {dict(asked)!r}'
         )
     return values | {"avg_bits": float(WIDTHS[-1]), "max_loss": asked["max_loss"]}
+
+
+def _policy(values: dict[str, Any]) -> dict[str, Any]:
+    """`policy` is a name, or options by name, among them "name"."""
+    asked = values.get("policy")
+    if not isinstance(asked, Mapping):
+        return values
+    options = {name: value for name, value in asked.items() if name != "name"}
+    return values | {"policy": asked.get("name", "prefill"), "policy_options": options}
+
+
+def _experts_of(values: dict[str, Any]) -> dict[str, Any]:
+    """`device_experts` is "copies", "split", or {"copies": N, "moves": M}."""
+    asked = values.get("device_experts")
+    if not isinstance(asked, Mapping):
+        return values
+    if not set(asked) <= {"copies", "moves"}:
+        raise ConfigError(
+            'ndp setting \'device_experts\' must be "copies", "split" or {"copies": N, "moves": M}, got '
+            f"{dict(asked)!r}"
+        )
+    return values | {"device_experts": "copies"} | {f"device_{name}": value for name, value in asked.items()}
 
 
 def _keys(given: Sequence[str | None]) -> dict[str, str | tuple[str, ...]]:

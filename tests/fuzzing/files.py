@@ -276,18 +276,17 @@ def _make_dynande(path: Path) -> None:
 
 
 def _make_settings(path: Path) -> None:
-    policy_options = {"alpha": 0.5, "bit_rule": "importance", "seed": 1, "prior_tokens": 4.0}
+    options = {"alpha": 0.5, "bit_rule": "importance", "seed": 1, "prior_tokens": 4.0}
     path.write_text(
         json.dumps(
             {
                 "hot_experts": 4,
                 "avg_bits": 3,
-                "policy": "random",
-                "policy_options": policy_options,
+                "policy": {"name": "random", **options},
                 "devices": "ipc:///nowhere",
                 "hardware_overrides": {"dram.channels": 20, "array.units": 8},
                 "deadline_ms": 500.0,
-                "debug": {"report": True, "migration": "kept"},
+                "debug": {"kernel": "auto", "max_moves": 3},
                 "replicas": "somewhere",
             }
         )

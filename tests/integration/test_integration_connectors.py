@@ -164,13 +164,3 @@ def test_both_find_their_own_words_in_the_answer_beside_a_connector_that_has_som
         report = output.kv_transfer_params["ndp"]
         assert (report["output_tokens"], report["finish"]) == (TOKENS, "length")
         check_pairs(report, 4 * 2)
-
-
-def test_loads_are_seen_where_no_report_is_wanted(tmp_path: Path, computed: tuple[list[int], int]) -> None:
-    connector = example(tmp_path / "kv")
-    with engine(settings=SETTINGS | {"debug": {"report": False}}, kv_transfer_config=connector) as llm:
-        for _ in range(2):
-            (output,) = greedy(llm, [STORED], TOKENS)
-            llm.reset_prefix_cache()
-    assert output.num_cached_tokens > 0
-    assert token_ids([output])[0] == computed[0]

@@ -169,7 +169,7 @@ def test_three_devices_with_quantized_balanced_experts_whose_copies_move_replay_
         "hot_experts": 5,
         "avg_bits": 2.0,
         "devices": 3,
-        "debug": {"device_moves": 4},
+        "debug": {"device_experts": {"moves": 4}},
         "replicas": str(REPLICAS),
     }
     settings |= {"hardware_overrides": SLOW_GPU, "record": str(tmp_path / "trace")}
@@ -431,8 +431,8 @@ def test_keys_that_are_missing_wrong_or_open_to_others_are_refused_in_one_senten
     ("settings", "sentence"),
     [
         (
-            {"devices": 2, "debug": {"device_copies": 3}},
-            "'device_copies' must lie in 1..2, the number of devices, got 3",
+            {"devices": 2, "debug": {"device_experts": {"copies": 3}}},
+            "'device_experts' must ask for 1 to 2 copies, the number of devices, got 3",
         ),
         ({"devices": 0}, "'devices' counts embedded devices and must be at least 1, got 0"),
         ({"devices": ["ipc:///a", "ipc:///a"]}, "'devices' must name each device once"),
@@ -443,25 +443,18 @@ def test_keys_that_are_missing_wrong_or_open_to_others_are_refused_in_one_senten
             "no effect on the device ipc:///b",
         ),
         (
-            {"devices": 2, "debug": {"device_moves": 2}},
-            "'device_moves' has no effect where every device holds every expert",
+            {"devices": 2, "debug": {"device_experts": {"moves": 2}}},
+            "'device_experts' asks for moves, which have no effect where every device holds every expert",
         ),
-        ({"debug": {"device_moves": 2}}, "'device_moves' has no effect"),
-        ({"devices": 3, "debug": {"device_moves": -1}}, "'device_moves' must be 0 or more, got -1"),
+        ({"debug": {"device_experts": {"moves": 2}}}, "asks for moves, which have no effect"),
+        ({"devices": 3, "debug": {"device_experts": {"moves": -1}}}, "must ask for 0 or more moves, got -1"),
+        ({"devices": 3, "debug": {"device_experts": {"copy": 1}}}, 'or {"copies": N, "moves": M}, got '),
         ({"debug": {"device_experts": "halves"}}, "'device_experts' must be one of copies, split, got 'halves'"),
         (
             {"debug": {"device_experts": "split"}},
-            "gives each of several devices a part of every expert, once: got 1 of them; name",
+            "gives each of several devices a part of every expert, got 1 of them: name more",
         ),
-        ({"debug": {"device_experts": "split"}, "devices": ["ipc:///a"]}, "once: got 1 of them; name more devices"),
-        (
-            {"devices": 2, "debug": {"device_experts": "split", "device_copies": 1}},
-            "got 2 of them, device_copies 1; name more",
-        ),
-        (
-            {"devices": 3, "debug": {"device_experts": "split", "device_moves": 2}},
-            "got 3 of them, device_moves 2; name more",
-        ),
+        ({"debug": {"device_experts": "split"}, "devices": ["ipc:///a"]}, "got 1 of them: name more devices"),
     ],
 )
 def test_settings_of_several_devices_that_cannot_be_are_refused_in_one_sentence(settings, sentence):  # type: ignore[no-untyped-def]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from engines import PROMPTS, REPLICAS, engine, greedy, token_ids
 
+from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration import controller, streaming
 
 pytestmark = pytest.mark.vllm
@@ -15,7 +16,7 @@ SETTINGS = {"hot_experts": 3, "avg_bits": 2.0, "prefill": "streamed", "replicas"
 """Prompts that are streamed whole have the most to keep."""
 
 
-def serve(migration: str, monkeypatch: pytest.MonkeyPatch, **options):
+def serve(keeps: bool, monkeypatch: pytest.MonkeyPatch, **options):
     """Tokens of three batches, totals, how often an expert was read, and whether slots hold what they name."""
     reads: list[tuple[int, int]] = []
     load = streaming.StagingStreamer._load
@@ -25,7 +26,8 @@ def serve(migration: str, monkeypatch: pytest.MonkeyPatch, **options):
         load(self, layer, expert, *more)
 
     monkeypatch.setattr(streaming.StagingStreamer, "_load", counted)
-    with engine(settings=SETTINGS | {"debug": {"migration": migration}}, **options) as llm:
+    monkeypatch.setattr(NdpSettings, "keeps_streamed", keeps)
+    with engine(settings=SETTINGS, **options) as llm:
         reads.clear()
         tokens = [token_ids(greedy(llm, batch, 8)) for batch in ([PROMPTS[0]], PROMPTS[1:], [PROMPTS[2] * 5])]
         totals = llm.collective_rpc("ndp_totals")[0]
@@ -51,7 +53,7 @@ def assert_slots_hold_what_they_name() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 32}], ids=["one-chunk", "chunks"])
 def test_keeping_streamed_experts_saves_a_read_each_and_changes_no_token(monkeypatch, options):
-    kept, moved = (serve(migration, monkeypatch, **options) for migration in ("kept", "difference"))
+    kept, moved = (serve(keeps, monkeypatch, **options) for keeps in (True, False))
     assert kept[0] == moved[0]
     assert kept[1]["kept_experts"] > 0 == moved[1]["kept_experts"]
     assert kept[1]["migrated_experts"] + kept[1]["kept_experts"] == moved[1]["migrated_experts"]

@@ -71,7 +71,7 @@ def test_slow_copies_change_no_token(pool, monkeypatch):
         "hot_experts": 3,
         "avg_bits": 2.0,
         "replicas": str(REPLICAS),
-        "debug": {"pool": pool, "migration": "difference"},
+        "debug": {"pool": pool},
     }
     kind = {"checkpoint": streaming.StagingStreamer, "packed": streaming.PackedStreamer}[pool]
     fill, pause, threads = kind.fill, threading.Event(), set()

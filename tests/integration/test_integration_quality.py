@@ -109,7 +109,7 @@ def test_pairs_at_widths_of_their_own_router_weight_lose_what_the_benchmark_comp
         served.harness_nll(model, sequences, quality.Cell(1.5, 4, rule, "prefill"), replicas)
         for rule in ("pairs", "layers")
     )
-    told = settings | {"hot_experts": 4, "policy_options": {"bit_rule": "pairs"}, "execution": "paper"}
+    told = settings | {"hot_experts": 4, "policy": {"bit_rule": "pairs"}, "execution": "paper"}
     through_engine, totals = served.served_nll(sequences, told)
     assert totals["cold_pairs"] > 0
     assert totals["fallback_pairs"] == 0

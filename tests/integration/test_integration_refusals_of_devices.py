@@ -32,7 +32,11 @@ def device() -> Iterator[DeviceProcess]:
 
 
 def test_a_device_with_other_hardware_than_asked_is_refused(device: DeviceProcess):
-    settings = {"cold_precision": "full", "devices": device.address, "debug": {"pe_mode": "fp16_dequant"}}
+    settings = {
+        "cold_precision": "full",
+        "devices": device.address,
+        "hardware_overrides": {"array.pe_mode": "fp16_dequant"},
+    }
     with pytest.raises(ConfigError) as error, engine(settings=settings):
         pass
     assert f"the device at {device.address} simulates" in sentence(error)

@@ -53,7 +53,7 @@ def record(directory: Path, settings: dict, **options) -> Trace:
         llm.generate(PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=1))  # ends with its prefill
         llm.generate(PROMPTS[2], lengths[0])
         totals = llm.collective_rpc("ndp_totals")[0]
-    has_kept = settings["hot_experts"] > 0 and settings.get("debug", {}).get("migration") != "difference"
+    has_kept = settings["hot_experts"] > 0
     assert (totals["kept_experts"] > 0) == has_kept
     has_spilled = settings.get("hardware_overrides") == SLOW_GPU and settings.get("execution") != "paper"
     assert (totals["spilled_pairs"] > 0) == has_spilled
@@ -74,9 +74,9 @@ def weighed_replicas(directory: Path) -> Path:
     [
         ({"hot_experts": 4, "avg_bits": 2.0}, {}),
         ({"hot_experts": 4, "avg_bits": 2.0, "debug": {"max_moves": 2}, "prefill": "streamed"}, {}),
-        ({"hot_experts": 3, "avg_bits": 2.5, "debug": {"bits_for": "batch", "migration": "difference"}}, {}),
+        ({"hot_experts": 3, "avg_bits": 2.5, "debug": {"bits_for": "batch"}}, {}),
         (
-            {"hot_experts": 2, "avg_bits": 1.5, "policy_options": {"bit_rule": "mse"}, "hardware_overrides": FAST_LINK},
+            {"hot_experts": 2, "avg_bits": 1.5, "policy": {"bit_rule": "mse"}, "hardware_overrides": FAST_LINK},
             {"max_num_batched_tokens": 32, "max_num_seqs": 3},
         ),
         (
@@ -84,8 +84,8 @@ def weighed_replicas(directory: Path) -> Path:
             {"enable_prefix_caching": True, "max_num_batched_tokens": 48, "max_num_seqs": 3},
         ),
         ({"hot_experts": 0, "avg_bits": 3.0}, {"max_num_batched_tokens": 48}),
-        ({"hot_experts": 2, "avg_bits": 2.0, "policy_options": {"bit_rule": "layers"}, "replicas": "weighed"}, {}),
-        ({"hot_experts": 2, "avg_bits": 2.0, "policy_options": {"bit_rule": "pairs"}}, {"max_num_seqs": 3}),
+        ({"hot_experts": 2, "avg_bits": 2.0, "policy": {"bit_rule": "layers"}, "replicas": "weighed"}, {}),
+        ({"hot_experts": 2, "avg_bits": 2.0, "policy": {"bit_rule": "pairs"}}, {"max_num_seqs": 3}),
         ({"hot_experts": 5, "avg_bits": 2.0, "prefill": "streamed", "hardware_overrides": SLOW_GPU}, {}),
         (
             {"hot_experts": 6, "debug": {"offload_bits": 2}, "prefill": "streamed", "hardware_overrides": SLOW_GPU},
@@ -166,7 +166,7 @@ def test_a_run_that_follows_decode_by_measured_prices_replays_and_its_clock_know
         "replan": "drift",
         "debug": {"prices": "measured"},
     }
-    settings |= {"policy_options": {"prior": str(MODEL / "prior.npy")}, "replicas": str(REPLICAS)}
+    settings |= {"policy": {"prior": str(MODEL / "prior.npy")}, "replicas": str(REPLICAS)}
     settings |= {"hardware_overrides": SLOW_GPU, "record": str(tmp_path / "trace")}
     with engine(settings=settings, logits_processors=[FORCED], max_num_seqs=3) as llm:
         encode = llm.get_tokenizer().encode

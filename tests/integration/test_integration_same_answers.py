@@ -21,7 +21,7 @@ TOKENS = 96
         pytest.param(PAPER, id="the paper's"),
         pytest.param(PAPER | {"slot_bits": 4}, id="narrow slots"),
         pytest.param(
-            PAPER | {"prefill": "streamed", "debug": {"migration": "difference"}, "hardware": "h100-ndp512"},
+            PAPER | {"prefill": "streamed", "hardware": "h100-ndp512"},
             id="no prompt on the device, which named hardware needs",
         ),
     ],

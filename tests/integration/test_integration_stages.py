@@ -138,7 +138,7 @@ def test_a_prior_of_the_whole_model_is_refused_beside_stages(tmp_path: Path):
 
     prior = tmp_path / "prior.npy"
     np.save(prior, np.ones((4, 8)))
-    settings = {"policy": "static", "policy_options": {"prior": str(prior)}}
+    settings = {"policy": {"name": "static", "prior": str(prior)}}
     with pytest.raises(ConfigError, match="a prior of the whole model beside pipeline parallelism"):
         EngineArgs(
             str(MODEL), quantization="ndp", additional_config={"ndp": settings}, **TWO_STAGES

@@ -98,7 +98,7 @@ def test_a_balanced_run_over_three_tiers_replays_to_the_picosecond(tmp_path: Pat
         "hot_experts": 4,
         "warm_experts": 1,
         "avg_bits": 2.0,
-        "debug": {"bits_for": "request", "device_copies": 1},
+        "debug": {"bits_for": "request", "device_experts": {"copies": 1}},
         "hardware_overrides": SLOW_GPU,
     }
     ran = run(tmp_path / "trace", settings | TWO, max_num_seqs=3)
@@ -143,12 +143,12 @@ def test_slots_narrower_than_what_is_offloaded_are_balanced_and_replay(tmp_path:
 @pytest.mark.parametrize(
     ("settings", "kinds"),
     [
-        ({"hot_experts": 1, "avg_bits": 2.0}, ("hot", "cold")),
+        ({"hot_experts": 1, "avg_bits": 2.0, "plan": "joint"}, ("hot", "cold")),
         (
             {
                 "hot_experts": 1,
                 "avg_bits": 3.0,
-                "debug": {"tiers": "gpu+host+device"},
+                "plan": "joint+host",
                 "hardware_overrides": FAST_CPU,
             },
             ("hot", "warm"),
@@ -161,7 +161,7 @@ def test_a_joint_plan_runs_live_and_replays_to_the_picosecond(
 ) -> None:
     """The GPU memory of K experts in bf16 holds more of them at widths of their own; plans and times come out again."""
     options = {"max_num_seqs": 3, "dtype": "bfloat16"}
-    ran = run(tmp_path / "trace", {**settings, "plan": "joint"} | TWO, **options)
+    ran = run(tmp_path / "trace", settings | TWO, **options)
     assert min(ran.totals[f"{kind}_pairs"] for kind in kinds) > 0
     assert ran.totals["fallback_pairs"] == ran.totals["spilled_pairs"] == ran.totals["kept_experts"] == 0
     assert max(report["hot_experts"] for report in ran.reports) > settings["hot_experts"]

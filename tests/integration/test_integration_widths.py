@@ -30,7 +30,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], 
     ("bits", "settings", "average"),
     [
         ((1, 2), {"hot_experts": 3}, 2.0),
-        ((2, 4), {"hot_experts": 0, "policy_options": {"bit_rule": "uniform"}}, 3.0),
+        ((2, 4), {"hot_experts": 0, "policy": {"bit_rule": "uniform"}}, 3.0),
         ((2, 4), {"hot_experts": 3, "debug": {"bits_for": "batch"}}, 3.0),
     ],
     ids=["to the widest", "uniform", "of the batch"],

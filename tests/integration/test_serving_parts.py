@@ -71,7 +71,7 @@ def test_stages_of_the_device_are_told_to_requests_that_sent_something_and_to_no
         ({"hot_experts": 4, "cold_precision": "full"}, None, ""),
         ({"hot_experts": 8}, None, ""),
         (
-            {"hot_experts": 4, "policy_options": {"bit_rule": "mse", "losses": "absolute"}},
+            {"hot_experts": 4, "policy": {"bit_rule": "mse", "losses": "absolute"}},
             None,
             "unknown: only",
         ),

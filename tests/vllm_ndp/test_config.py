@@ -50,7 +50,7 @@ def test_settings_cannot_be_changed_after_they_were_checked():
         ("Replica", "replicas"),
         ("device", "devices"),
         ("max_moves", "max_moves' in 'debug"),
-        ("bit_rule", "bit_rule' in 'policy_options"),
+        ("bit_rule", "bit_rule' in 'policy"),
         ("spill_bits", "slot_bits"),
     ],
 )
@@ -68,7 +68,9 @@ def test_a_setting_like_no_other_lists_all_known_ones():
 def test_a_person_need_not_know_more_than_20_settings_and_every_value_has_one_way_in():
     assert len(TOP) <= 20
     assert not set(TOP) & set(DEBUG)
-    assert {*TOP, *DEBUG} - {"debug"} == set(NAMES) - {"device", "device_keys", "max_loss"}
+    assert {*TOP, *DEBUG} - {"debug"} == set(NAMES) - {
+        *("device", "device_keys", "max_loss", "policy_options", "device_copies", "device_moves")
+    }
 
 
 @given(st.text(max_size=20).filter(lambda name: name not in TOP))
@@ -90,7 +92,6 @@ def test_no_unknown_name_is_ever_accepted(name: str):
         ("deadline_ms", float("inf"), "at most 3600000"),
         ("offload_bits", 5, "1, 2, 3, 4 or 8"),
         ("device_hosts", 0, "must be at least 1, got 0"),
-        ("prepare", "always", "idle, asked"),
         ("execution", "fast", "auto, balanced, paper"),
         ("cold_precision", "half", "quantized, full"),
         ("fallback", "none", "full, same"),
@@ -125,10 +126,8 @@ def test_linear_layers_are_not_quantized_where_identity_is_asked_for():
         ("avg_bits", None),
         ("devices", 5555.0),
         ("replicas", 1),
-        ("report", 1),
-        ("report", "yes"),
-        ("policy_options", "alpha=1"),
-        ("policy_options", ["alpha"]),
+        ("policy", ["alpha"]),
+        ("hardware_overrides", "gpu.num_sms=1"),
     ],
 )
 def test_a_value_of_another_type_is_refused_not_converted(setting: str, value: Any):
@@ -182,11 +181,14 @@ def test_a_prior_of_another_model_is_refused_before_the_first_prompt(tmp_path: P
         settings.planning(8).rules(LossTable.nominal(3, 8))
 
 
-def test_policy_options_are_a_copy():
+def test_a_policy_is_a_name_or_options_of_which_the_name_is_one():
     options = {"alpha": 0.7}
-    settings = NdpSettings.from_mapping({"policy_options": options})
+    settings = NdpSettings.from_mapping({"policy": options})
     options["alpha"] = 0.1
-    assert settings.policy_options == {"alpha": 0.7}
+    assert (settings.policy, settings.policy_options) == ("prefill", {"alpha": 0.7})
+    named = NdpSettings.from_mapping({"policy": {"name": "random", "seed": 3}})
+    assert (named.policy, named.policy_options) == ("random", {"seed": 3})
+    assert NdpSettings.from_mapping({"policy": "random"}).policy_options == {}
 
 
 @pytest.mark.parametrize(
@@ -234,11 +236,6 @@ def test_balanced_execution_that_could_never_happen_is_refused(settings):
 def test_offload_bits_without_spilling_are_refused(settings):
     with pytest.raises(ConfigError, match="'offload_bits' has no effect"):
         NdpSettings(offload_bits=2, **settings)
-
-
-def test_a_running_device_is_not_told_when_to_prepare():
-    with pytest.raises(ConfigError, match="start that device with --prepare asked"):
-        NdpSettings(device="ipc:///run/ndp/device", prepare="asked")
 
 
 def test_the_documented_settings_are_the_ones_that_exist():
@@ -394,14 +391,14 @@ def test_a_budget_of_nats_is_a_value_of_avg_bits():
     [
         ({"avg_bits": {"nats": 0.05}}, "'avg_bits' must be a number or"),
         ({"max_loss": 0.05}, r"unknown ndp setting 'max_loss': write {\"avg_bits\": {\"max_loss\": NATS}}"),
-        ({"avg_bits": {"max_loss": 0.05}, "policy_options": {"bit_rule": "mse"}}, "needs bit_rule 'layers'"),
+        ({"avg_bits": {"max_loss": 0.05}, "policy": {"bit_rule": "mse"}}, "needs bit_rule 'layers'"),
         ({"avg_bits": {"max_loss": "little"}}, "'max_loss' must be float"),
         (
-            {"policy_options": {"bit_rule": "pairs"}, "plan": "joint"},
+            {"policy": {"bit_rule": "pairs"}, "plan": "joint"},
             "'plan' is 'joint', so that every expert has one width",
         ),
         (
-            {"policy_options": {"bit_rule": "pairs"}, "debug": {"bits_for": "batch"}},
+            {"policy": {"bit_rule": "pairs"}, "debug": {"bits_for": "batch"}},
             "'bits_for' is 'batch', so that every expert has one width",
         ),
     ],

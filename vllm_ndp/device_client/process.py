@@ -62,7 +62,6 @@ class DeviceProcess:
         *,
         hardware: str = "h100-ndp512",
         hardware_overrides: Mapping[str, object] | None = None,
-        pe_mode: str | None = None,
         kernel: str = "auto",
         cores: Sequence[int] = (),
         extra_arguments: Sequence[str] = (),
@@ -72,10 +71,9 @@ class DeviceProcess:
 
         The device ends when this process does, not when the thread that calls this does.
         """
-        options = {"--replicas": replicas_dir, "--pe-mode": pe_mode}
         arguments = ["--hardware", hardware, "--kernel", kernel]
         arguments += [] if model_dir is None else [str(model_dir)]
-        arguments += [text for option, value in options.items() if value for text in (option, str(value))]
+        arguments += [] if replicas_dir is None else ["--replicas", str(replicas_dir)]
         if cores:
             arguments += ["--cores", ",".join(map(str, cores))]
         for key, override in (hardware_overrides or {}).items():

@@ -107,7 +107,7 @@ def _make_setup(worker: WorkerFacts, facts: DeviceFacts) -> tuple[Setup, Costs]:
     settings, ranks, stage = worker.settings, worker.ranks, worker.ranks.stage
     setup = Setup(
         preset=settings.preset,
-        overrides=compat.hardware_overrides(settings),
+        overrides=dict(settings.hardware_overrides),
         host_dims=worker.shape.recorded(),
         planning=worker.planning,
         expert_bytes=facts.expert_bytes,
@@ -171,7 +171,7 @@ def _facts_of_prices(worker: WorkerFacts, hot: HotExperts, link: DeviceLink) -> 
     return {
         "shape": [*sizes, sorted(map(str, set(worker.pool.layout.activations)))],
         "dtype": str(hot.layers[0].held.w13.dtype),
-        "kernels": [hot.layers[0].kernel_name, members.description.kernel, settings.pool, settings.pe_mode],
+        "kernels": [hot.layers[0].kernel_name, members.description.kernel, settings.pool, members.description.pe_mode],
         "cores": [sorted(compat.engine_cores()), members.cores],
         "versions": [vllm.__version__, torch.__version__, __version__],
     }
@@ -181,7 +181,7 @@ def _asked_of_probe(worker: WorkerFacts, facts: DeviceFacts) -> WantedPrices:
     settings, served = worker.settings, sorted(facts.expert_bytes)
     engine = {settings.slot_bits} - {FULL_PRECISION_BITS}
     tiers = ["gpu"]
-    if settings.plan == "joint":
+    if settings.is_joint:
         tiers = [tier for tier in settings.joint_tiers.split("+") if tier != "device"]
         engine = set(LIVE_WIDTHS["gpu"]) & {*served, FULL_PRECISION_BITS}
     device_widths = [bits for bits in served if bits in REPLICA_WIDTHS and worker.is_quantized]

@@ -100,7 +100,7 @@ class Assembly:
         settings, num_experts = facts.settings, facts.pool.shape.num_experts
         index = compat.moe_index(module, facts.pool.layout, facts.ranks.share) - facts.layers.start
         num_quantized = settings.resolve_hot_experts(num_experts) if settings.has_quantized_slots else 0
-        if settings.plan == "joint":
+        if settings.is_joint:
             num_quantized = num_experts
         bits = settings.slot_bits
         pool, load_kernel = facts.pool, lambda: facts.kernel

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 import os
 import re
 import sys
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,24 +87,11 @@ def settings_of(vllm_config: VllmConfig) -> NdpSettings:
         return NdpSettings()
     if "ndp" not in additional:
         _refuse_misplaced(additional)
-    settings = _parsed(additional.get("ndp"))
+    settings = NdpSettings.from_mapping(additional.get("ndp"))
     parallel = vllm_config.parallel_config
     one_worker = on_cpu() and parallel.world_size * parallel.data_parallel_size == 1
     settings = settings.with_prices(vllm_config.model_config.get_num_experts(), one_worker_on_cpu=one_worker)
     return settings if on_cpu() else limits.settings_on_gpu(settings)
-
-
-def _parsed(raw: object) -> NdpSettings:
-    """Every layer asks: parsed once per process."""
-    try:
-        return _parsed_once(json.dumps(raw, sort_keys=True))
-    except (TypeError, ValueError):  # no JSON: refused by its type
-        return NdpSettings.from_mapping(raw)
-
-
-@lru_cache(maxsize=8)
-def _parsed_once(written: str) -> NdpSettings:
-    return NdpSettings.from_mapping(json.loads(written))
 
 
 def _refuse_misplaced(additional: dict[str, object]) -> None:
@@ -117,13 +103,7 @@ def _refuse_misplaced(additional: dict[str, object]) -> None:
 
 
 def hardware_of(settings: NdpSettings) -> Hardware:
-    return load_hardware(settings.preset, **hardware_overrides(settings))
-
-
-def hardware_overrides(settings: NdpSettings) -> dict[str, Any]:
-    if named := sorted({"pe_mode", "array.pe_mode"} & set(settings.hardware_overrides)):
-        raise ConfigError(f"ndp setting 'hardware_overrides' must not hold {named[0]!r}: use the setting 'pe_mode'")
-    return {**settings.hardware_overrides, "array.pe_mode": settings.pe_mode}
+    return load_hardware(settings.preset, **settings.hardware_overrides)
 
 
 def check(vllm_config: VllmConfig) -> NdpSettings:
@@ -139,15 +119,16 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
          "drop --enable-expert-parallel"),
         (parallel.pipeline_parallel_size > 1 and "prior" in settings.policy_options,
          "a prior of the whole model beside pipeline parallelism, where each stage plans for its own layers: drop "
-         "'prior' from 'policy_options'"),
+         "'prior' from 'policy'"),
         (settings.has_quantized_slots and parallel.tensor_parallel_size > 1,
          f"{_quantized_slots(settings)} beside tensor or expert parallelism, since replicas are not cut for ranks: "
          "drop --tensor-parallel-size, or that setting"),
-        (settings.plan == "joint" and not on_cpu(),
-         "'plan' 'joint' on CUDA, where vLLM's kernels run all slots of a layer at one width: drop it, or use "
-         "'slot_bits'"),
-        (settings.plan == "joint" and parallel.pipeline_parallel_size > 1,
-         "'plan' 'joint' beside pipeline parallelism, where no stage knows the whole budget: drop one of the two"),
+        (settings.is_joint and not on_cpu(),
+         f"'plan' {settings.plan!r} on CUDA, where vLLM's kernels run all slots of a layer at one width: drop it, or "
+         "use 'slot_bits'"),
+        (settings.is_joint and parallel.pipeline_parallel_size > 1,
+         f"'plan' {settings.plan!r} beside pipeline parallelism, where no stage knows the whole budget: drop one of the "
+         "two"),
         (settings.max_loss is not None and parallel.pipeline_parallel_size > 1,
          "'avg_bits' as a 'max_loss' beside pipeline parallelism, where no stage knows what the others lose: drop "
          "it for a number"),
@@ -234,7 +215,7 @@ def _refuse_odd_sizes(shape: ModelShape) -> None:
 
 
 def _quantized_slots(settings: NdpSettings) -> str:
-    return f"'plan' {settings.plan!r}" if settings.plan == "joint" else f"'slot_bits' {settings.slot_bits}"
+    return f"'plan' {settings.plan!r}" if settings.is_joint else f"'slot_bits' {settings.slot_bits}"
 
 
 def _refuse_uneven_shares(shape: ModelShape, num_ranks: int, settings: NdpSettings, *, whole: bool) -> None:
@@ -363,7 +344,7 @@ def _refuse_ineffective_bit_rule(settings: NdpSettings) -> None:
     asked = {"bits", "bit_rule"} & set(settings.policy_options)
     if settings.cold_precision == "full" and asked:
         raise ConfigError(
-            f"ndp setting 'policy_options' holds {asked.pop()!r}, which has no effect with cold_precision 'full': "
+            f"ndp setting 'policy' holds {asked.pop()!r}, which has no effect with cold_precision 'full': "
             "drop one of the two"
         )
 

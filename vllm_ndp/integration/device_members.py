@@ -124,10 +124,8 @@ class DeviceMembers:
             self.replicas,
             hardware=settings.preset,
             hardware_overrides=settings.hardware_overrides,
-            pe_mode=settings.pe_mode,
             kernel=settings.kernel,
             cores=self.cores,
-            extra_arguments=("--prepare", settings.prepare),
         )
         return self._reach(process.address, None, process, part)
 

@@ -58,11 +58,6 @@ class WorkerFacts:
         return linears
 
     @property
-    def has_report(self) -> bool:
-        """Whether answers carry one: vLLM hands it over as a KV connector does."""
-        return self.vllm_config.kv_transfer_config is not None and self.settings.report
-
-    @property
     def unsimulated(self) -> str:
         """Work that runs here and is in no simulated clock."""
         return drafts.unsimulated(self.vllm_config)
@@ -86,7 +81,7 @@ class WorkerFacts:
         """Whether a prompt's experts are computed alike in slots and out of them. On a GPU one call for all slots is
         worth more; where all experts are always hot there is no other way."""
         num_experts = self.pool.shape.num_experts
-        changes = self.settings.plan == "joint" or self.settings.resolve_hot_experts(num_experts) < num_experts
+        changes = self.settings.is_joint or self.settings.resolve_hot_experts(num_experts) < num_experts
         return compat.on_cpu() and self.tiers.owners is None and changes
 
     def splits_prefill(self) -> bool:

@@ -63,17 +63,15 @@ def configure(vllm_config: VllmConfig) -> None:
     paced_scheduler.schedule_by_time(vllm_config, settings)
     waiting.configure(vllm_config)
     whole_weights.track(vllm_config.load_config)
-    vllm_config.kv_transfer_config = _with_connectors(vllm_config.kv_transfer_config, reports=settings.report)
+    vllm_config.kv_transfer_config = _with_connectors(vllm_config.kv_transfer_config)
 
 
-def _with_connectors(theirs: KVTransferConfig | None, *, reports: bool) -> KVTransferConfig | None:
+def _with_connectors(theirs: KVTransferConfig | None) -> KVTransferConfig:
     """A connector that moves no KV, so that finished requests carry their two clocks; and the user's, if there is one,
     of which we then see what it loads."""
     from vllm_ndp.integration import compat
     from vllm_ndp.integration.connector import MovesNoKv
 
-    if theirs is None and not reports:
-        return None
     ours = {
         "kv_connector": compat.CONNECTOR,
         "kv_connector_module_path": compat.CONNECTOR_MODULE,
@@ -90,7 +88,7 @@ def _with_connectors(theirs: KVTransferConfig | None, *, reports: bool) -> KVTra
         theirs,
         kv_connector="MultiConnector",
         kv_connector_module_path=compat.MULTI_CONNECTOR_MODULE,
-        kv_connector_extra_config=extra | {"connectors": [*extra["connectors"], *([ours] if reports else [])]},
+        kv_connector_extra_config=extra | {"connectors": [*extra["connectors"], ours]},
     )
 
 

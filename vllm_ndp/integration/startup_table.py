@@ -78,7 +78,7 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
         "decode_layers": _decode_layers(facts.rung, parts.messenger),
         "step_tokens": paced_scheduler.description(facts.vllm_config, settings),
         "record": settings.record or "off",
-        "report": _report(worker.unsimulated) if facts.has_report else "off (a KV connector of yours, or report=false)",
+        "report": _report(worker.unsimulated),
         **({} if device.link is None else _device(device.link, device, settings, hot.pool.mapped_bytes)),
     }
 
@@ -102,7 +102,7 @@ def _predicted_loss(settings: NdpSettings, num_experts: int, nats: float | None)
     """Empty where nothing is quantized."""
     if not settings.needs_replicas(num_experts):
         return ""
-    if settings.plan == "joint":
+    if settings.is_joint:
         return "known for each plan, which is made from a prompt: `predicted_nats` of its report"
     if settings.losses != "relative":
         return "unknown: only relative losses are known in nats, and 'losses' is 'absolute'"

@@ -125,12 +125,11 @@ def test_impossible_placements_and_plans_are_refused():
         ({"slot_bits": 5}, "'slot_bits' must be 16, 8, 4, 3, 2 or 1, got 5"),
         ({"slot_bits": 4, "cold_precision": "full"}, "which quantizes nothing: drop one of the two"),
         ({"slot_bits": 4, "hot_experts": 0}, "'hot_experts' is 0, which leaves no GPU memory to 'slot_bits' 4"),
-        ({"debug": {"tiers": "gpu+host+device"}}, "which only joint plans choose among: use 'plan': 'joint'"),
         (
             {"plan": "joint", "slot_bits": 4},
             "'slot_bits' is 4, but a joint plan gives every hot expert a width",
         ),
-        ({"plan": "joint", "warm_experts": 1}, "'warm_experts' is 1, but a joint plan says itself how many"),
+        ({"plan": "joint+host", "warm_experts": 1}, "'warm_experts' is 1, but a joint plan says itself how many"),
         (
             {"plan": "joint", "cold_precision": "full"},
             "'cold_precision' is 'full', but a joint plan chooses",
@@ -138,7 +137,7 @@ def test_impossible_placements_and_plans_are_refused():
         ({"plan": "joint", "execution": "balanced"}, "'execution' is 'balanced', but a joint plan has placed experts"),
         ({"plan": "joint", "debug": {"max_moves": 3}}, "'max_moves' is 3, but a joint plan weighs every copy itself"),
         ({"plan": "joint", "hot_experts": 0}, "leaves no GPU memory"),
-        ({"plan": "jiont"}, "must be one of fixed, joint, got 'jiont'"),
+        ({"plan": "jiont"}, "must be one of fixed, joint, joint+host, got 'jiont'"),
         (
             {"hot_experts": 4, "warm_experts": 4, "execution": "balanced"},
             "4 of 8 experts hot and 4 warm: use 'auto'",
