@@ -36,7 +36,9 @@ SYSTEMS: dict[str, System] = {
     "3db895e-cold4": replace(_plugin(0, 4), before=True),
     "defaults": System("vllm", 4, 0, linear_bits=8),
     "defaults-linear4": System("vllm", 4, 0, _FOUR, linear_bits=4),
-    "slots4-linear4": System("vllm", 4, 1, {"hot_experts": 1, "slot_bits": 4, "execution": "paper", **_FOUR}, linear_bits=4),
+    "slots4-linear4": System(
+        "vllm", 4, 1, _FOUR | {"hot_experts": 1, "slot_bits": 4, "execution": "paper"}, linear_bits=4
+    ),
     "all-hot": System("vllm", 16, 1, {"hot_experts": 1, "cold_precision": "full"}),
     "hot4-cold3": _plugin(1 / 2, 3),
     "hot4-cold3-balanced": _plugin(1 / 2, 3, execution="balanced"),

