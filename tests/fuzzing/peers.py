@@ -218,7 +218,7 @@ def _run_handler(data: bytes) -> None:
 
 @functools.cache
 def _device_cases() -> Any:
-    sys.path.append(str(ROOT / "tests" / "vllm_ndp" / "device"))
+    sys.path.append(str(ROOT / "tests" / "vllm_ndp" / "device_client"))
     import device_cases
 
     return device_cases, device_cases.make_calls(1)[0], device_cases.FaultyDevice(device_cases.make_handler())

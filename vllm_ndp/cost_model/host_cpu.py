@@ -1,7 +1,7 @@
 """A processor that computes experts beside a memory, two rooflines: the host's CPU, or an expander that multiplies.
 
-Tables and sums in floats are for systems that replay a whole trace at once. `pairs_ps` is the same price in whole
-picoseconds, for the step clock of the plugin and of the exact replay.
+Tables and sums in floats are for systems that replay a whole trace at once. `expert_ps` is the same price in whole
+picoseconds, for the step clock of the plugin and of the exact replay, which adds the rows' hop.
 """
 
 from __future__ import annotations
@@ -56,18 +56,6 @@ class HostCpu:
         hop = [costs.hop_ps(int(n)) for n in -(-counts.sum(axis=1) // costs.shape.top_k)]
         times: NDArray[np.float64] = self.each_ps(costs, counts, weight_bytes).sum(axis=1) + np.array(hop, np.float64)
         return times
-
-    def pairs_ps(self, costs: Costs, experts: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
-        """Time of one layer's pairs, experts [P] and rows [P]: full-precision experts one after the other, and their
-        rows' way over the link and back."""
-        if not len(experts):
-            return 0
-        counts = np.unique(experts, return_counts=True)[1].tolist()
-        return self.rows_ps(costs, len(np.unique(rows))) + sum(self.expert_ps(costs, count) for count in counts)
-
-    def rows_ps(self, costs: Costs, count: int) -> int:
-        """Time of so many rows there and back over the link."""
-        return costs.hop_ps(count)
 
     def expert_ps(self, costs: Costs, rows: int) -> int:
         """A full-precision expert with so many rows."""

@@ -143,8 +143,7 @@ class Splitter:
         self._rules = none if balancers is None else [self._rule(each) for each in balancers]
         self._prompts = None if rules.prompts is None else _on_device(rules.prompts)
         if host is not None:
-            cpu = HostCpu.of(host)
-            self.native.price_host(partial(cpu.rows_ps, host), partial(cpu.expert_ps, host))
+            self.native.price_host(host.hop_ps, partial(HostCpu.of(host).expert_ps, host))
         self.finder = self.native.finder()
         self.hot: HotArrays
         self._parts: dict[int, Pairs] = {}

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.planning.joint_problem import Choice, JointPlan, JointProblem, at
+from vllm_ndp.planning.joint_problem import Choice, JointPlan, JointProblem
 
 MOST_TRIED = 1 << 16
 """Plans that are tried one by one."""
@@ -46,7 +46,7 @@ def _plan(problem: JointProblem, is_time_least: bool, most: float, what: str, un
         problem.native.tried(is_time_least, most, chosen.reshape(-1))
     else:
         chosen = _searched(problem, is_time_least, most)
-    used = {name: float(at(takes, chosen).sum()) for name, takes in problem.takes.items()}
+    used = problem.uses(chosen)
     over = {name: used[name] - budget for name, budget in problem.budgets.items() if _exceeds(used[name], budget)}
     if over:
         name = max(over, key=lambda each: over[each])

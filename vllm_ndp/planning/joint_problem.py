@@ -164,10 +164,6 @@ class JointProblem:
         """Time of all layers, in one step."""
         return float(self.layers_ps(chosen).sum())
 
-    def turns_ps(self, chosen: NDArray[np.int64]) -> float:
-        """Time of all layers, if sides took turns."""
-        return total(self.turns, chosen)
-
     def lost(self, chosen: NDArray[np.int64]) -> float:
         return total(self.loss, chosen)
 

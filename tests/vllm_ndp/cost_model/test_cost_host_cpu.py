@@ -23,33 +23,20 @@ def test_a_warm_expert_is_read_from_host_memory_and_its_row_goes_there_and_back(
     hop = 375_000 + 2 * -(-128 * 85 * 10**12 // raw)
     assert COSTS.hop_ps(1) == hop
     assert COSTS.link_ps(1, 1) == pytest.approx(hop, rel=0.05)
-    one = CPU.pairs_ps(COSTS, np.array([3]), np.array([0]))
-    assert one == 1_146_880_000 + hop
-    two = CPU.pairs_ps(COSTS, np.array([3, 5]), np.array([0, 0]))
-    assert two == 2 * 1_146_880_000 + hop
-    assert CPU.pairs_ps(COSTS, np.empty(0, np.int64), np.empty(0, np.int64)) == 0
+    assert CPU.expert_ps(COSTS, 1) == 1_146_880_000
 
 
 def test_many_rows_of_one_expert_are_bound_by_arithmetic():
     """2 x 176,160,768 flops a row at 20 Tflop/s are 17,616,077 ps (rounded up): from 66 rows on above the read."""
-    rows = np.arange(66)
-    took = CPU.pairs_ps(COSTS, np.zeros(66, np.int64), rows) - COSTS.hop_ps(66)
-    assert took == -(-66 * 2 * 176_160_768 * 10**12 // (20 * 10**12)) > 1_146_880_000
-    took = CPU.pairs_ps(COSTS, np.zeros(65, np.int64), rows[:65]) - COSTS.hop_ps(65)
-    assert took == 1_146_880_000
+    assert CPU.expert_ps(COSTS, 66) == -(-66 * 2 * 176_160_768 * 10**12 // (20 * 10**12)) > 1_146_880_000
+    assert CPU.expert_ps(COSTS, 65) == 1_146_880_000
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 17, 200])
-def test_whole_picoseconds_are_those_of_the_tables_that_replay_adds_up(num_rows: int):
-    generator = np.random.default_rng(num_rows)
-    ids = np.argsort(generator.random((num_rows, 8)), axis=1)[:, :2]
-    chosen = generator.random(8)[ids] < 0.6
-    rows, columns = np.nonzero(chosen)
-    experts = ids[rows, columns]
-    counts = np.bincount(experts, minlength=8)
-    read = CPU.each_ps(COSTS, counts, COSTS.shape.expert_bytes).sum()
-    wanted = read + CPU.hops_ps(COSTS, num_rows)[chosen.any(axis=1).sum()]
-    assert CPU.pairs_ps(COSTS, experts, rows) == pytest.approx(wanted, abs=8)
+def test_whole_picoseconds_are_those_of_the_tables_that_replay_adds_up():
+    counts, size = np.arange(1, 201), COSTS.shape.expert_bytes
+    whole = [CPU.expert_ps(COSTS, count) for count in counts.tolist()]
+    assert whole == pytest.approx(CPU.each_ps(COSTS, counts, size), abs=2)
+    assert whole == pytest.approx(CPU.experts_ps(COSTS, 200, size, CPU.memory_bytes_per_s)[1:], abs=2)
 
 
 def test_a_layer_takes_as_long_as_the_slowest_of_gpu_device_and_host():
@@ -70,9 +57,7 @@ def test_hot_experts_stay_on_the_gpu_where_the_host_is_the_slowest_side_anyway()
     ids, weights, bits = np.array([[0, 1, 6]]), np.ones((1, 3), np.float32), np.full((1, 8), 16, np.uint8)
     two = LayerLoad.of_arrays(is_hot, ids[:, :2], weights[:, :2], bits, none)
     assert len(rule.offloaded(two)) == 1
-    with_warm = LayerLoad.of_arrays(
-        is_hot, ids, weights, bits, is_warm, CPU.pairs_ps(COSTS, np.array([6]), np.array([0]))
-    )
+    with_warm = LayerLoad.of_arrays(is_hot, ids, weights, bits, is_warm, COSTS.hop_ps(1) + CPU.expert_ps(COSTS, 1))
     assert with_warm.cold == {}
     assert with_warm.hot == two.hot
     assert rule.offloaded(with_warm) == frozenset()

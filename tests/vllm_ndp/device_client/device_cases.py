@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,50 +19,6 @@ from ndp_device.protocol.codec import Frames
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.transport.base import damage_of, require_intact, write_checksum
 from vllm_ndp.device_client.client import DeviceClient, ExecuteHandle
-
-
-class InProcessTransport:
-    """Calls `reply` where a socket would be: same frames, same checks, no other process."""
-
-    is_ready = True
-    can_share_memory = False
-
-    def __init__(self, reply: Callable[[bytes, Frames, str | None], Frames], client: bytes = b"in-process") -> None:
-        self._reply, self._client = reply, client
-        self._replies: deque[Frames] = deque(maxlen=64)
-
-    def attach(self, offer: object) -> bool:
-        return False
-
-    def send(self, frames: Frames) -> bool:
-        header, body = frames
-        request = write_checksum(header, body), body
-        header, body = self._reply(self._client, request, damage_of(*request))
-        self._arrive((write_checksum(header, body), body))
-        return True
-
-    def _arrive(self, frames: Frames) -> None:
-        self._replies.append(frames)
-
-    def send_execute(self, asked: object, tensors: object) -> bool:
-        return False
-
-    def send_ahead(self, order: object, asked: object) -> bool:
-        return False
-
-    def sent_ahead(self, crossed: object) -> None: ...
-
-    def receive(self, timeout_s: float) -> Frames | None:
-        if not self._replies:
-            return None
-        frames = self._replies.popleft()
-        if len(frames) != 2:
-            raise RemoteProtocolError(f"a message has two frames, the device sent {len(frames)}")
-        require_intact(*frames)
-        return frames
-
-    def close(self) -> None:
-        self._replies.clear()
 
 
 @dataclass(frozen=True)
@@ -125,13 +80,44 @@ class FaultyDevice:
         return FaultyTransport(self, b"%d" % self.num_connections)
 
 
-class FaultyTransport(InProcessTransport):
+class FaultyTransport:
+    """Asks the handler where a socket would: same frames, same checks, no other process."""
+
+    is_ready = True
+    can_share_memory = False
+
     def __init__(self, device: FaultyDevice, client: bytes) -> None:
-        super().__init__(lambda *request: device.handler.reply(*request), client)
-        self._device = device
+        self._device, self._client = device, client
+        self._replies: deque[Frames] = deque(maxlen=64)
+
+    def attach(self, offer: object) -> bool:
+        return False
 
     def send(self, frames: Frames) -> bool:
-        return self._device.reachable and super().send(frames)
+        if not self._device.reachable:
+            return False
+        header, body = frames
+        request = write_checksum(header, body), body
+        header, body = self._device.handler.reply(self._client, request, damage_of(*request))
+        self._replies.extend(self._device.fault((write_checksum(header, body), body)))
+        return True
 
-    def _arrive(self, frames: Frames) -> None:
-        self._replies.extend(self._device.fault(frames))
+    def send_execute(self, asked: object, tensors: object) -> bool:
+        return False
+
+    def send_ahead(self, order: object, asked: object) -> bool:
+        return False
+
+    def sent_ahead(self, crossed: object) -> None: ...
+
+    def receive(self, timeout_s: float) -> Frames | None:
+        if not self._replies:
+            return None
+        frames = self._replies.popleft()
+        if len(frames) != 2:
+            raise RemoteProtocolError(f"a message has two frames, the device sent {len(frames)}")
+        require_intact(*frames)
+        return frames
+
+    def close(self) -> None:
+        self._replies.clear()

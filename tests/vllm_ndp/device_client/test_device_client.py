@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_cases import MODEL, FaultyDevice, InProcessTransport, full_plan, make_calls, make_handler
+from device_cases import MODEL, FaultyDevice, full_plan, make_calls, make_handler
 
 from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common.errors import DeviceError, DeviceUnavailable, LocalProtocolError
@@ -396,12 +396,3 @@ def test_a_closed_client_stays_closed(client: DeviceClient) -> None:
     for waiting in (handle, CALLS[0].begin(client)):
         with pytest.raises(DeviceUnavailable, match="closed"):
             client.finish_execute(waiting)
-
-
-def test_the_same_client_works_without_any_socket() -> None:
-    handler = make_handler()
-    client = DeviceClient("in-process", transport=lambda address, keys: InProcessTransport(handler.reply))
-    assert client.connect().incarnation == handler.incarnation
-    client.install_plan(1, full_plan())
-    client.activate_plan(1)
-    assert_serves(client)

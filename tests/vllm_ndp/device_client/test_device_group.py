@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common.errors import DeviceUnavailable
-from ndp_device.experts.part import Part
+from ndp_device.experts.part import WHOLE, Part
 from ndp_device.failpoints import Failpoint, Failpoints
 from ndp_device.protocol.codec import Frames
 from vllm_ndp.device_client.client import DeviceClient
@@ -50,29 +50,51 @@ class Rack:
 
 
 def make_rack(num_devices: int, num_copies: int) -> Rack:
-    devices = [FaultyDevice(make_handler()) for _ in range(num_devices)]
     copies = assign_copies(np.ones((4, 8)), num_devices, num_copies)
-    asked: list[tuple[bool, ...]] = []
 
-    def where(
-        layer: int, experts: NDArray[np.int32], bits: NDArray[np.uint8], usable: Sequence[bool]
-    ) -> list[tuple[int, NDArray[np.int64]]]:
-        asked.append(tuple(usable))
+    def where(layer: int, experts: NDArray[np.int32], usable: Sequence[bool]) -> list[tuple[int, NDArray[np.int64]]]:
         distinct, rows = np.unique(experts, return_counts=True)
         work = {(int(expert), 16): int(count) for expert, count in zip(distinct, rows, strict=True)}
         found = route(copies.held[layer], usable, work)
         of_pairs = np.array([found[int(expert), 16] for expert in experts], np.int64)
         return [(device, np.flatnonzero(of_pairs == device)) for device in sorted({*of_pairs.tolist()} - {NO_COPY})]
 
+    return racked(copies, num_copies, where)
+
+
+def make_split_rack(num_devices: int) -> Rack:
+    """Each device has a part of every expert. Every call goes to all devices, or to none where one may not be asked."""
+
+    def everywhere(layer: int, experts: NDArray[np.int32], usable: Sequence[bool]) -> list[tuple[int, Any]]:
+        return [(device, np.arange(len(experts))) for device in range(num_devices)] if all(usable) else []
+
+    parts = [Part(at, num_devices) for at in range(num_devices)]
+    return racked(Copies(np.ones((4, 8, num_devices), np.bool_)), 1, everywhere, parts)
+
+
+def racked(copies: Copies, num_copies: int, where: Callable[..., Any], parts: Sequence[Part] | None = None) -> Rack:
+    devices = [FaultyDevice(make_handler()) for _ in range(copies.num_devices)]
+    asked: list[tuple[bool, ...]] = []
+
+    def routed(layer: int, experts: NDArray[np.int32], bits: NDArray[np.uint8], usable: Sequence[bool]) -> Any:
+        asked.append(tuple(usable))
+        return where(layer, experts, usable)
+
     clients = [
-        DeviceClient(f"in-process-{at}", model_digest(MODEL), deadline_ms=DEADLINE_MS, transport=device.connect)
+        DeviceClient(
+            f"in-process-{at}",
+            model_digest(MODEL),
+            deadline_ms=DEADLINE_MS,
+            transport=device.connect,
+            part=WHOLE if parts is None else parts[at],
+        )
         for at, device in enumerate(devices)
     ]
     for client in clients:
         client.connect()
     several = DeviceGroup(
         clients,
-        where,
+        routed,
         lambda device: copies.held[:, :, device],
         slowest,
         num_copies=num_copies,
@@ -290,39 +312,6 @@ def test_a_device_is_told_of_the_experts_that_it_holds_and_of_no_others(monkeypa
 
 
 # -- each device with a part of every expert -------------------------------------------------------------------------
-
-
-def make_split_rack(num_devices: int) -> Rack:
-    """Every call goes to all devices, or to none where one may not be asked."""
-    devices = [FaultyDevice(make_handler()) for _ in range(num_devices)]
-    asked: list[tuple[bool, ...]] = []
-
-    def everywhere(
-        layer: int, experts: NDArray[np.int32], bits: NDArray[np.uint8], usable: Sequence[bool]
-    ) -> list[tuple[int, NDArray[np.int64]]]:
-        asked.append(tuple(usable))
-        return [(device, np.arange(len(experts))) for device in range(num_devices)] if all(usable) else []
-
-    clients = [
-        DeviceClient(
-            f"in-process-{at}",
-            model_digest(MODEL),
-            deadline_ms=DEADLINE_MS,
-            transport=device.connect,
-            part=Part(at, num_devices),
-        )
-        for at, device in enumerate(devices)
-    ]
-    for client in clients:
-        client.connect()
-    copies = Copies(np.ones((4, 8, num_devices), np.bool_))
-    several = DeviceGroup(
-        clients, everywhere, lambda device: copies.held[:, :, device], slowest, num_copies=1, deadline_ms=DEADLINE_MS
-    )
-    several.begin_install_plan(1, full_plan())
-    assert several.finish_install_plan() == []
-    assert several.activate_plan(1)
-    return Rack(devices, copies, asked, several)
 
 
 @pytest.mark.parametrize("num_devices", [2, 4])

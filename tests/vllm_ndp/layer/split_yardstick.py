@@ -58,8 +58,10 @@ def split(
     in_gpu = (layer.tiers >= 0) | (layer.tiers == ELSEWHERE)
     bits = _bits_of_rows(layer)
     is_warm = (layer.tiers == WARM)[ids] & decode
-    rows = np.nonzero(is_warm)[0]
-    host_ps = HostCpu.of(costs).pairs_ps(costs, ids[is_warm], rows)
+    warm_counts = np.unique(ids[is_warm], return_counts=True)[1].tolist()
+    host_ps = costs.hop_ps(int(is_warm.any(axis=1).sum())) + sum(
+        HostCpu.of(costs).expert_ps(costs, n) for n in warm_counts
+    )
     offloaded = frozenset[int]()
     if balancer is not None and decode.all():
         load = LayerLoad.of_arrays(in_gpu, ids, layer.weights, bits, layer.tiers == WARM, host_ps)

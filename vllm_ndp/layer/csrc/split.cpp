@@ -378,7 +378,7 @@ class Splitter {
         }
     }
 
-    // HostCpu.pairs_ps of the warm decode pairs.
+    // Warm decode pairs: experts one after the other, and the rows' hop.
     int64_t warm_ps(const int32_t* ids) {
         if (!host_.ask_rows.is_valid()) return 0;
         warm_counts_.clear();

@@ -1,7 +1,6 @@
 // The search of a joint plan (joint.py): prices of limits, descents of layers, the best mixture of their plans. Sums run in
 // numpy's order, and nothing is decided by more than + - * / and sqrt, so plans are the same to the bit on every processor.
-// tests/vllm_ndp/planning/joint_reference.py has the slow way, function by function. Values only: C choices, L layers of
-// E experts, N cells that choose, R limits.
+// Values only: C choices, L layers of E experts, N cells that choose, R limits.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
