@@ -14,17 +14,3 @@ def depths(
     counts: NDArray[np.int64],
     early: NDArray[np.int64],
 ) -> None: ...
-def reuse(
-    ids: NDArray[np.uint16],
-    rows: NDArray[np.int64],
-    ends: NDArray[np.int64],
-    num_experts: int,
-    gaps: NDArray[np.int64],
-) -> None: ...
-def uses(
-    ids: NDArray[np.uint16],
-    rows: NDArray[np.int64],
-    ends: NDArray[np.int64],
-    num_experts: int,
-    counts: NDArray[np.int64],
-) -> None: ...

@@ -17,7 +17,7 @@ from vllm_ndp.lab.compare import popularity, split_requests
 from vllm_ndp.lab.differences import bootstrap_means
 from vllm_ndp.planning.bitwidths import LossTable, select_bitwidths
 from vllm_ndp.planning.importance import ImportanceScore, importance
-from vllm_ndp.planning.placement import top_experts
+from vllm_ndp.planning.placement import highest, top_experts
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings
 from vllm_ndp.planning.stats import RoutingStats
@@ -159,7 +159,7 @@ def calibration_sensitivity(
 def _coverage(scores: Sequence[ImportanceScore], decodes: Sequence[RoutingStats], num_hot: int) -> NDArray[np.float64]:
     """[requests], share of decode choices in the top num_hot of each score."""
     shares = [
-        decode.counts[top_experts(score.values, num_hot).hot].sum() / decode.counts.sum()
+        decode.counts[highest(score.values, num_hot)].sum() / decode.counts.sum()
         for score, decode in zip(scores, decodes, strict=True)
     ]
     return np.array(shares, np.float64)
@@ -212,7 +212,7 @@ def _refreshed(requests: Sequence[Request], num_experts: int, num_hot: int, ever
         for start in range(0, len(s.decode_ids), every):
             part = slice(start, start + every)
             now = RoutingStats.from_choices(s.decode_ids[part], s.decode_weights[part], num_experts)
-            covered += int(now.counts[top_experts(importance(stats).values, num_hot).hot].sum())
+            covered += int(now.counts[highest(importance(stats).values, num_hot)].sum())
             stats = stats.merge(now)
         shares.append(covered / s.decode_ids.size)
     return np.array(shares, np.float64)

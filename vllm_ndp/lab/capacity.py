@@ -25,26 +25,24 @@ class Planned(NamedTuple):
     options: ReplayOptions
 
 
-def fitted(planned: list[Planned], costs: Costs, *, fit: bool) -> tuple[list[Planned | None], list[str]]:
-    """(each as it fits into the memories, or None; why those do not), before anything is replayed.
+def fitted(planned: list[Planned], costs: Costs, *, fit: bool) -> tuple[list[Planned], list[str]]:
+    """(those that fit into the memories, why others do not), before anything is replayed.
 
     Raises DoesNotFit for a system of which no variant fits at some batch size; with `fit` only if nothing at all does.
     A system that K places cannot hold, TooFewPlaces, does not stop the others: more memory would not help it.
     """
-    fits: list[Planned | None] = []
+    running: list[Planned] = []
     refused: list[tuple[Planned, DoesNotFit]] = []
     for one in planned:
         try:
-            fits.append(_largest(one, costs) if fit else _require(one, costs, "give fewer --hot-experts, or --fit"))
+            running.append(_largest(one, costs) if fit else _require(one, costs, "give fewer --hot-experts, or --fit"))
         except DoesNotFit as refusal:
-            fits.append(None)
             refused.append((one, refusal))
-    running = [one for one in fits if one is not None]
     for one, reason in sorted(refused, key=lambda refusal: isinstance(refusal[1], TooFewPlaces)):
         others = any(other.system is one.system and other.batches is one.batches for other in running)
         if not (others or ((fit or isinstance(reason, TooFewPlaces)) and running)):
             raise reason
-    return fits, list(dict.fromkeys(str(reason) for _, reason in refused))
+    return running, list(dict.fromkeys(str(reason) for _, reason in refused))
 
 
 def _require(one: Planned, costs: Costs, advice: str) -> Planned:

@@ -55,19 +55,8 @@ LAYER_PARTS = ("attention", "GPU and device", "GPU only", "device only", "waitin
 
 
 @dataclass(frozen=True)
-class Combination:
-    """Batch size, system, policy and options of one row of the table: as one row."""
-
-    batch: int
-    system: str
-    policy: str | None
-    """None where the system follows no policy."""
-    own: dict[str, float | str]
-
-
-@dataclass(frozen=True)
 class Replayed:
-    """One combination done: its row, and what setting rows against each other needs."""
+    """One row done: its columns, and what setting rows against each other needs."""
 
     row: Summary
     decode_ps: NDArray[np.float64]  # [G], decode of each group of requests
@@ -80,12 +69,14 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Comparison:
-    rows: list[Summary]
     replayed: list[Replayed]
-    """As the rows."""
     skipped: list[str]
     config_hash: str
     num_requests: int
+
+    @property
+    def rows(self) -> list[Summary]:
+        return [done.row for done in self.replayed]
 
 
 def split_requests(trace: Trace) -> tuple[Trace, Trace]:
@@ -180,23 +171,25 @@ class Replays:
             for batch in sizes
             if batch > self.num_requests
         ]
-        combinations = [
-            combination
-            for batch in sizes
-            if batch <= self.num_requests
-            for combination in _combinations(settings, batch)
-        ]
-        if not combinations:
+        planned = [one for batch in sizes if batch <= self.num_requests for one in self._plans(batch)]
+        if not planned:
             raise TraceError(self.skipped[0])
-        planned = [self._plan(combination) for combination in combinations]
-        fits, refused = fitted(planned, self.costs, fit=settings.fit)
+        self.planned, refused = fitted(planned, self.costs, fit=settings.fit)
         self.skipped += refused
-        self._planned = [one for one in fits if one is not None]
-        self.combinations = [c for c, one in zip(combinations, fits, strict=True) if one is not None]
 
-    def _plan(self, combination: Combination) -> Planned:
-        settings, policy = self._settings, combination.policy
-        options = ReplayOptions(
+    def _plans(self, batch: int) -> Iterator[Planned]:
+        settings = self._settings
+        for system in map(system_named, settings.systems):
+            variants = [{**variant, **settings.options} for variant in VARIANTS.get(system.name, ({},))]
+            distinct = [v for i, v in enumerate(variants) if v not in variants[:i]]
+            for policy in settings.policies if system.follows_policy else (None,):
+                for own in distinct:
+                    yield Planned(system, self._workload.batches(batch), self._options(policy, own))
+
+    def _options(self, policy: str | None, own: dict[str, float | str]) -> ReplayOptions:
+        """policy: None where the system follows none."""
+        settings = self._settings
+        return ReplayOptions(
             policy=self._policies["prefill" if policy in (None, ORACLE) else policy],
             budget=self._budget,
             loss=self._loss,
@@ -205,18 +198,16 @@ class Replays:
             migration=settings.migration,
             bits_for=settings.bits_for,
             predictor=self._workload.predictor if settings.prefetch == "measured" else None,
-            own=combination.own,
+            own=own,
         )
-        return Planned(system_named(combination.system), self._workload.batches(combination.batch), options)
 
-    def replay(self, combination: Combination) -> Replayed:
+    def replay(self, one: Planned) -> Replayed:
         """Find one row."""
-        one = self._planned[self.combinations.index(combination)]
         system, batches, options = one
         started = time.perf_counter()
         outcome = system.replay(batches, self.costs, options)
         seconds = time.perf_counter() - started
-        row = with_memory(summarise(outcome, batches, self.costs), one, self.costs)
+        row = with_memory(summarise(system.name, outcome, batches, self.costs), one, self.costs)
         row = replace(self._with_regret(row, one, outcome), routing=self._workload.routing)
         decode_ps = np.nansum(step_times(outcome, batches, self.costs), axis=1)
         return Replayed(row, decode_ps, _layer_ms(outcome, batches, self.costs), batches.num_decisions, seconds)
@@ -232,9 +223,8 @@ class Replays:
         return regretted(row, outcome, batches, self.costs, bounds[key])
 
     def compared(self) -> Comparison:
-        replayed = [self.replay(combination) for combination in self.combinations]
-        config_hash = self.costs.hardware.config_hash
-        return Comparison(side_by_side(replayed), replayed, self.skipped, config_hash, self.num_requests)
+        replayed = [self.replay(one) for one in self.planned]
+        return Comparison(side_by_side(replayed), self.skipped, self.costs.hardware.config_hash, self.num_requests)
 
 
 def compare(
@@ -258,15 +248,15 @@ def _layer_ms(outcome: Outcome, batches: Batches, costs: Costs) -> dict[str, flo
     return {name: float(part.mean()) for name, part in zip(LAYER_PARTS, parts, strict=True)}
 
 
-def side_by_side(replayed: Sequence[Replayed]) -> list[Summary]:
-    """The rows, each set against the paper's system and policy at its batch size."""
+def side_by_side(replayed: Sequence[Replayed]) -> list[Replayed]:
+    """The same, each row set against the paper's system and policy at its batch size."""
     paper = {
         done.row.batch: done.decode_ps
         for done in replayed
         if (done.row.system, done.row.policy) == ("context_aware", "prefill")
     }
     return [
-        against(done.row, done.decode_ps, paper[done.row.batch]) if done.row.batch in paper else done.row
+        replace(done, row=against(done.row, done.decode_ps, paper[done.row.batch])) if done.row.batch in paper else done
         for done in replayed
     ]
 
@@ -282,12 +272,3 @@ def beside_fastest(replayed: Sequence[Replayed]) -> list[Difference | None]:
         paired(done.decode_ps, fastest[done.row.batch].decode_ps) if len(done.decode_ps) > 1 else None
         for done in replayed
     ]
-
-
-def _combinations(settings: CompareSettings, batch: int) -> Iterator[Combination]:
-    for name in settings.systems:
-        variants = [{**variant, **settings.options} for variant in VARIANTS.get(name, ({},))]
-        distinct = [v for i, v in enumerate(variants) if v not in variants[:i]]
-        for policy in settings.policies if system_named(name).follows_policy else (None,):
-            for options in distinct:
-                yield Combination(batch, name, policy, options)

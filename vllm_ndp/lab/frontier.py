@@ -102,7 +102,7 @@ def frontier(
         except NdpError:
             cells.append(Cell(settings.model, size, ()))
             continue
-        rows = [replays.replay(c).row for c in replays.combinations]
+        rows = [replays.replay(one).row for one in replays.planned]
         rows += [row for limit in LIMITS.values() for row in _joint_within(workload, at, limit, loss)]
         rows = [_as_released(row, settings.model) for row in rows]
         cells.append(Cell(settings.model, size, tuple(sorted(rows, key=lambda row: -row.decode_tokens_per_s))))
@@ -152,7 +152,7 @@ def _joint(workload: Workload, settings: CompareSettings, most: float, loss: Los
     )
     try:
         replays = Replays(workload, at, loss)
-        return [replays.replay(combination).row for combination in replays.combinations]
+        return [replays.replay(one).row for one in replays.planned]
     except NdpError:
         return []
 

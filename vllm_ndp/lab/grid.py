@@ -19,7 +19,7 @@ from ndp_device.common.errors import ConfigError, NdpError
 from vllm_ndp.cost_model.costs import model_named
 from vllm_ndp.lab.compare import Comparison, Replays, Workload, side_by_side
 from vllm_ndp.lab.options import CAPACITY, GB, ORACLE, CompareSettings
-from vllm_ndp.lab.systems import OPTIONS
+from vllm_ndp.lab.systems import SYSTEMS
 from vllm_ndp.lab.vectorised.outcome import Summary
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
@@ -87,7 +87,7 @@ def compare_all(
     tasks = [
         Task(place, number, _of_system(at, name))
         for place, (number, at) in enumerate(zip(numbers, points, strict=True))
-        for name in (at.systems if alone is None else dict.fromkeys(one.system for one in alone.combinations))
+        for name in (at.systems if alone is None else dict.fromkeys(one.system.name for one in alone.planned))
     ]
     parts: list[list[Comparison]] = [[] for _ in points]
     refused: dict[tuple[int, str], None] = {}
@@ -161,7 +161,7 @@ def _run_forked(task: Task) -> Comparison | str:
 
 
 def _of_system(at: CompareSettings, name: str) -> CompareSettings:
-    own = OPTIONS.get(name, ())
+    own = SYSTEMS[name].options
     return dataclasses.replace(
         at, systems=(name,), options={option: value for option, value in at.options.items() if option in own}
     )
@@ -171,7 +171,7 @@ def _whole(parts: Sequence[Comparison]) -> Comparison:
     """The comparison of a point from those of its systems: by batch size, then by system."""
     replayed = sorted((done for part in parts for done in part.replayed), key=lambda done: done.row.batch)
     skipped = list(dict.fromkeys(note for part in parts for note in part.skipped))
-    return dataclasses.replace(parts[0], rows=side_by_side(replayed), replayed=replayed, skipped=skipped)
+    return dataclasses.replace(parts[0], replayed=side_by_side(replayed), skipped=skipped)
 
 
 def _skipped(points: Sequence[tuple[CompareSettings, Comparison]]) -> list[str]:

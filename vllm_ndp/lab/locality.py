@@ -26,8 +26,6 @@ from vllm_ndp.traces.trace import Trace
 
 RULES = ("random", "lfu", "lru", "oracle")
 """Rules of a cache that learns from the tokens as they come. `oracle` is Belady's, which knows the future."""
-FIXED = ("static", "prompt")
-"""Sets that nothing changes: what the other requests use most, and what the request's own prompt used most."""
 PHASES = ("decode", "all")
 MOST_GAP = 256
 EARLY_TOKENS = 64

@@ -28,7 +28,7 @@ ORACLE = "oracle"
 PREFETCHES = ("measured", "published")
 ARRIVALS = ("poisson", "bursty", "recorded", "steps", "together")
 EXECUTIONS = ("balanced", "paper")
-SERVED_MIGRATIONS = ("kept", "difference")
+MIGRATIONS = ("kept", "difference")
 
 TableOption = Annotated[
     Path | None, A_NEW_FILE, typer.Option("--out", help="Write rows to this .parquet or .csv file.")
@@ -65,6 +65,12 @@ def _listed(text: str) -> tuple[str, ...]:
 
 def _batches(text: str) -> tuple[int, ...]:
     return integers(text, "--batch")
+
+
+def _require(record: Any, **words: tuple[str, ...]) -> None:
+    for name, known in words.items():
+        if getattr(record, name) not in known:
+            raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(record, name)!r}")
 
 
 PolicyOptions = Annotated[
@@ -128,6 +134,7 @@ class CompareSettings:
 
     def __post_init__(self) -> None:
         from vllm_ndp.lab.systems import SYSTEMS, require_options, system_named
+        from vllm_ndp.planning.importance import BITS_FOR
         from vllm_ndp.planning.policies import POLICIES
 
         for name, known in (("systems", SYSTEMS), ("policies", (*POLICIES, ORACLE))):
@@ -138,8 +145,7 @@ class CompareSettings:
         require_options(self.options, self.systems)
         if self.num_hot is not None and self.num_hot < 0:
             raise ConfigError(f"hot experts per layer must be at least 0, got {self.num_hot}")
-        if self.prefetch not in PREFETCHES:
-            raise ConfigError(f"prefetch must be one of {', '.join(PREFETCHES)}, got {self.prefetch!r}")
+        _require(self, prefetch=PREFETCHES, migration=MIGRATIONS, bits_for=BITS_FOR)
         if not self.batches or min(self.batches) < 1:
             raise ConfigError(f"batch sizes must be at least 1, got {list(self.batches)}")
 
@@ -237,9 +243,7 @@ class LoadSettings:
     ] = None
 
     def __post_init__(self) -> None:
-        for name, known in (("process", ARRIVALS), ("execution", EXECUTIONS), ("migration", SERVED_MIGRATIONS)):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        _require(self, process=ARRIVALS, execution=EXECUTIONS, migration=MIGRATIONS)
         for name in ("rate", "burstiness", "speed"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):

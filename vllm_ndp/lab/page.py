@@ -29,7 +29,7 @@ from vllm_ndp.lab.scaling import Pool, ScalingPoint
 from vllm_ndp.lab.systems import SYSTEMS
 from vllm_ndp.planning.bitwidths import nominal_loss
 from vllm_ndp.planning.importance import importance
-from vllm_ndp.planning.placement import top_experts
+from vllm_ndp.planning.placement import highest
 from vllm_ndp.traces.trace import Trace
 
 Plot = Any
@@ -138,7 +138,7 @@ def _heatmaps(trace: Trace, num_hot: int) -> list[Plot]:
     plots = []
     if prompts:
         prefill = _share([stats.counts for stats in prompts])
-        hot = np.mean([top_experts(importance(stats).values, num_hot).hot for stats in prompts], axis=0)
+        hot = np.mean([highest(importance(stats).values, num_hot) for stats in prompts], axis=0)
         plots += [heatmap("prompts, % of choices", prefill)]
         plots += [heatmap(f"kept hot by prompts, {num_hot} per layer, % of requests", 100 * hot)]
     if counts:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
@@ -29,6 +28,7 @@ from vllm_ndp.lab.exact.clients import together
 from vllm_ndp.lab.exact.engine import Asks, ReplayedCommand
 from vllm_ndp.layer.balance import Balancer, LayerLoad
 from vllm_ndp.layer.devices import DeviceRules, Devices, HeldExperts, of_part, slowest, work_of
+from vllm_ndp.planning.placement import highest
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
 MODELS = ("mixtral-8x7b", "qwen3-235b-a22b", "deepseek-v3", "gpt-oss-120b")
@@ -60,9 +60,6 @@ class Setup:
     """Cached tokens of each request."""
     splits_experts: bool = False
     """Each device has an equal part of every expert, and not copies of some."""
-    signal: float = 1.0
-    """How much requests differ in taste; 0 = not at all."""
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,35 +79,6 @@ class ScalingPoint:
     shares: dict[str, float]  # of a step, by part
 
 
-class ScaledRouting:
-    """Choices of many requests on a few layers of one model, made once for all points."""
-
-    def __init__(self, model: str, setup: Setup, num_requests: int) -> None:
-        asked = SyntheticSettings.of_shape(
-            model,
-            num_layers=_LAYERS,
-            num_requests=num_requests,
-            prompt_len=_PROMPT,
-            decode_len=_STEPS,
-            signal=setup.signal,
-            seed=setup.seed,
-        )
-        sequences = synthetic_trace(asked, model).sequences
-        self.num_requests = num_requests
-        self.ids: NDArray[np.int64] = np.stack([one.decode_ids for one in sequences]).astype(np.int64)  # [R, S, L, k]
-        self.weights: NDArray[np.float32] = np.stack([one.decode_weights for one in sequences])
-        self._prompts = np.stack([one.prompt_ids for one in sequences]).astype(np.int64)  # [R, P, L, k]
-
-    def hot(self, requests: slice, num_hot: int, num_experts: int) -> NDArray[np.bool_]:
-        """[L, E], the experts that these requests' prompts chose most often."""
-        chosen = self._prompts[requests]
-        hot = np.zeros((_LAYERS, num_experts), np.bool_)
-        for layer in range(_LAYERS):
-            counts = np.bincount(chosen[:, :, layer].ravel(), minlength=num_experts)
-            hot[layer, np.argsort(-counts, kind="stable")[:num_hot]] = True
-        return hot
-
-
 def room_for_hot(shape: WholeModel, hardware: Hardware, num_gpus: int, batch: int, context: int) -> int:
     """Hot experts per layer that fit beside all else. Raises ConfigError where not even that fits."""
     room = num_gpus * int(hardware.values()[CAPACITY_OF["gpu"]])
@@ -122,12 +90,17 @@ def room_for_hot(shape: WholeModel, hardware: Hardware, num_gpus: int, batch: in
 
 
 class Scale:
-    """Points of one model."""
+    """Points of one model, on choices of its routing that are made once for all points."""
 
-    def __init__(self, model: str, setup: Setup, largest_batch: int) -> None:
-        self.model, self.setup = model, setup
+    def __init__(self, model: str, setup: Setup, num_requests: int) -> None:
+        self.model, self.setup, self.num_requests = model, setup, num_requests
         self.shape = model_named(model)
-        self.routing = ScaledRouting(model, setup, largest_batch)
+        lengths = {"num_requests": num_requests, "prompt_len": _PROMPT, "decode_len": _STEPS}
+        asked = SyntheticSettings.of_shape(model, num_layers=_LAYERS, signal=1.0, **lengths)
+        trace = synthetic_trace(asked, model)
+        self.ids = np.stack([one.decode_ids for one in trace.sequences]).astype(np.int64)  # [R, S, L, k]
+        self.weights = np.stack([one.decode_weights for one in trace.sequences])
+        self.prompt_counts = np.stack([trace.stats(one).counts for one in trace.sequences])  # [R, L, E]
         self._devices: dict[int, Devices] = {}
         self._costs: dict[int, Costs] = {}
 
@@ -219,11 +192,11 @@ class _Host:
         offloads: bool = True,
     ) -> None:
         self._scale, self._costs, self._devices = scale, costs, devices
-        first = number * batch % max(scale.routing.num_requests - batch + 1, 1)
+        first = number * batch % max(scale.num_requests - batch + 1, 1)
         self._requests = slice(first, first + batch)
         self._batch = batch
         shape = costs.shape
-        self._hot = scale.routing.hot(self._requests, num_hot, shape.num_experts)
+        self._hot = highest(scale.prompt_counts[self._requests].sum(axis=0), num_hot)
         may = offloads and 0 < num_hot < shape.num_experts
         self._balancer = Balancer(costs, scale.setup.bits) if may else None
         self._known: dict[tuple[int, int], _LayerWork] = {}
@@ -265,8 +238,8 @@ class _Host:
         return self._known[step, layer]
 
     def _split(self, step: int, layer: int) -> _LayerWork:
-        ids = self._scale.routing.ids[self._requests, step, layer]
-        weights = self._scale.routing.weights[self._requests, step, layer]
+        ids = self._scale.ids[self._requests, step, layer]
+        weights = self._scale.weights[self._requests, step, layer]
         bits, here = self._scale.setup.bits, self._hot[layer]
         everywhere = self._devices.all_alive
         if self._balancer is not None:

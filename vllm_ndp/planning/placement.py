@@ -17,15 +17,20 @@ from vllm_ndp.planning.plan import Placement
 
 def top_experts(ranking: NDArray[np.float64], num_hot: int) -> Placement:
     """The num_hot highest of each row of a [L, E] ranking, ties to the lower id."""
-    num_experts = ranking.shape[1]
+    return Placement(highest(ranking, num_hot))
+
+
+def highest(ranking: NDArray[np.float64], num_hot: int) -> NDArray[np.bool_]:
+    """[..., E], the same of any number of rankings."""
+    num_experts = ranking.shape[-1]
     if not 0 <= num_hot <= num_experts:
         raise ConfigError(
             f"hot_experts must lie in 0..{num_experts} (the experts of this model), got {num_hot}: lower it"
         )
     hot = np.zeros(ranking.shape, np.bool_)
-    order = np.argsort(-ranking, axis=1, kind="stable")[:, :num_hot]
-    np.put_along_axis(hot, order, True, axis=1)
-    return Placement(hot)
+    order = np.argsort(-ranking, axis=-1, kind="stable")[..., :num_hot]
+    np.put_along_axis(hot, order, True, axis=-1)
+    return hot
 
 
 def with_warm(placement: Placement, importance: NDArray[np.float64], num_warm: int) -> Placement:

@@ -204,7 +204,7 @@ def test_the_first_token_comes_before_the_hot_set_moves_and_the_second_after_it_
     assert outcome.migration_ps[0] == second.time.start_ps - first.time.end_ps > 0
     between = second.time.end_ps - first.time.end_ps
     assert step_times(outcome, batches, costs)[0, 0] == pytest.approx(between, rel=0.02)
-    assert summarise(outcome, batches, costs).ttft_ms == first.time.end_ps / 1e9
+    assert summarise("context_aware", outcome, batches, costs).ttft_ms == first.time.end_ps / 1e9
 
 
 def test_energy_of_pairs_is_that_of_the_device_model_and_of_bytes_over_the_wire():
@@ -234,7 +234,7 @@ def test_a_token_of_a_model_that_is_all_hot_costs_the_bits_it_reads():
     options = ReplayOptions(
         load_policy("prefill", PolicySettings()), Budget(8, 2.0), LossTable.nominal(4, 8), popularity(TRACE)
     )
-    row = summarise(SYSTEMS["context_aware"].replay(batches, COSTS, options), batches, COSTS)
+    row = summarise("context_aware", SYSTEMS["context_aware"].replay(batches, COSTS, options), batches, COSTS)
     shape = COSTS.shape
     weights = 64 * shape.weights_per_expert + shape.beside_weights + shape.head_weights
     cached = 131_072 * batches.kv_tokens.mean()

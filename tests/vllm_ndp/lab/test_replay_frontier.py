@@ -85,7 +85,7 @@ def test_on_the_papers_gpu_the_joint_plan_is_8_bits_everywhere_and_beats_full_pr
     plan there has 6 of 8 experts in 16 bits and loses more, for the sake of the two on the device."""
     fit = replace(SETTINGS, systems=("context_aware", "joint"), policies=("prefill",), num_hot=8, fit=True)
     replays = Replays(WORKLOAD, replace(fit, options={"max_gate_loss": 1e-4}))
-    paper, joint = (replays.replay(combination) for combination in replays.combinations)
+    paper, joint = (replays.replay(one) for one in replays.planned)
     assert (paper.row.num_hot, joint.row.avg_bits, joint.row.hit_mass) == (6, 8.0, 1.0)
     assert joint.row.loss < 1e-4 < paper.row.loss
     assert joint.row.decode_tokens_per_s > 1.4 * paper.row.decode_tokens_per_s

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from vllm_ndp.lab.reproduce.row import Reproduction, Row
 from vllm_ndp.lab.systems.moepic_solver import THETAS, MoepicLoad, num_tops
-from vllm_ndp.lab.systems.system import popular_placement
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.cache import LFU, LRU, RANDOM, lcp, visits
 from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.placement import highest
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
 SHAPE: dict[str, Any] = {"num_layers": 4, "num_experts": 60, "top_k": 4}
@@ -33,7 +33,7 @@ SETTINGS = SyntheticSettings(
 
 def hit_rate(batches: Batches, prior: ImportanceScore, kind: str, slots: int) -> float:
     priority = {"lcp": lcp(), "lfu": LFU, "lru": LRU, "random": RANDOM}[kind]
-    hit = visits(batches.loads, popular_placement(prior, slots), slots, priority).hit
+    hit = visits(batches.loads, highest(prior.values, slots), slots, priority).hit
     return float(hit.sum() / (batches.loads.rows > 0).sum())
 
 

@@ -60,28 +60,6 @@ SYSTEMS: dict[str, System] = {
     )
 }
 
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "context_aware": ("prefill",),
-    "balanced": ("spill_bits", "prefill"),
-    "adaptive": ("frequency", "memory_tokens", "hysteresis", "prefill"),
-    "joint": ("tiers", "max_loss", "max_gate_loss", "least", "move_gb", "steps"),
-    "replanned": ("execution", "spill_bits", "once_in", "prefill"),
-    "monde": ("h_rounding",),
-    "hobbit": ("t1", "t2", "low_slots", "layer_weight", "ahead"),
-    "gpu_on_demand": ("cache",),
-    "cxl_expert": ("percentile", "near_data", "tiers", "retier_steps", "activation_bits", "warm_share"),
-    "moepic": ("theta", "misses", "prefetch_accuracy"),
-    "quantized": ("weight_bits",),
-    "vllm_offload": ("offload_backend",),
-    "llama_cpp": ("gguf_bits",),
-    "ktransformers": ("cpu_bits", "gpu_bits"),
-    "daop": ("predicted",),
-    "dynaexq": ("high_bits", "low_bits"),
-    "expert_cache": ("cache_bits", "misses_by", "scope", "fills"),
-}
-"""Names in `ReplayOptions.own`, by system."""
-
-
 ENTRY_POINT_GROUP = "vllm_ndp.systems"
 
 
@@ -98,12 +76,11 @@ def _of_other_packages() -> list[System]:
 
 for _system in _of_other_packages():
     SYSTEMS[_system.name] = _system
-    OPTIONS[_system.name] = _system.options
 
 
 def require_options(names: Iterable[str], systems: Iterable[str]) -> None:
     """Raises ConfigError for an option that none of the systems has."""
-    known = {option: system for system in systems for option in OPTIONS.get(system, ())}
+    known = {option: system for system in systems for option in SYSTEMS[system].options}
     for name in names:
         if name not in known:
             listed = ", ".join(f"{option} ({system})" for option, system in known.items()) or "none"
@@ -117,4 +94,4 @@ def system_named(name: str) -> System:
     return SYSTEMS[name]
 
 
-__all__ = ["OPTIONS", "SYSTEMS", "ReplayOptions", "System", "TooFewPlaces", "require_options", "system_named"]
+__all__ = ["SYSTEMS", "ReplayOptions", "System", "TooFewPlaces", "require_options", "system_named"]

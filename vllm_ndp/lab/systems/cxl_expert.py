@@ -18,25 +18,24 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.host_cpu import HostCpu
+from vllm_ndp.cost_model.memory import Memory, slots_bytes
 from vllm_ndp.lab.systems.cxl_tiers import COLD, HOT, WARM, Moves, TierCosts, retiered
-from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, popular_placement, slots_bytes
+from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import copied_in_order, each_ps, gate_loss, on_gpu_ps, prompts_ps, without_device
 from vllm_ndp.lab.vectorised.loads import Loads, add_up, distinct_cells, sums_after, sums_before
 from vllm_ndp.lab.vectorised.outcome import PS_PER_S, Outcome, Traffic
 
 COLD_BITS = 4
-ACTIVATION_BITS = 8  # source: seed 002
 RETIER_STEPS = 64
 WARM_SHARE = 0.5  # [O] of the experts that are not hot
 
 _MESSAGE_VALUES = (128, 2048, 32768)
 _PACKED_SHARE = {
-    8: (0.7148, 0.5219, 0.4696),
+    8: (0.7148, 0.5219, 0.4696),  # source: seed 002
     6: (0.5508, 0.3945, 0.3447),
     5: (0.4688, 0.3308, 0.2826),
     4: (0.3867, 0.2671, 0.2211),
@@ -205,17 +204,14 @@ def _expected_uses(batches: Batches, steps: int) -> NDArray[np.float64]:
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     g, b, d, layers, _ = batches.shape
     loads, num_hot = batches.loads, options.budget.num_hot
-    hot = popular_placement(options.prior, num_hot)
-    near = popular_placement(options.prior, num_hot + _num_warm(batches.num_experts, options))
+    hot = options.popular(num_hot)
+    near = options.popular(num_hot + _num_warm(batches.num_experts, options))
     start = np.where(hot, HOT, np.where(near, WARM, COLD)).astype(np.uint8)
     gpu = costs.gpu_experts_ps(b)
-    follows = options.word("tiers", "following", ("following", "fixed")) == "following"
+    follows = options.choice("tiers", ("following", "fixed")) == "following"
     every = options.whole("retier_steps", RETIER_STEPS, 1, 1 << 20) if follows else d
-    bits = options.whole("activation_bits", ACTIVATION_BITS, min(_PACKED_SHARE), FULL_PRECISION_BITS)
-    if bits != FULL_PRECISION_BITS and bits not in _PACKED_SHARE:
-        known = ", ".join(map(str, _PACKED_SHARE))
-        raise ConfigError(f"activation_bits must be one of {known} or {FULL_PRECISION_BITS}, got {bits}")
-    machine = _Machine(costs, bits, options.word("near_data", "off", ("off", "on")) == "on")
+    bits = options.choice("activation_bits", (*_PACKED_SHARE, FULL_PRECISION_BITS))
+    machine = _Machine(costs, bits, options.choice("near_data", ("off", "on")) == "on")
     fixed = "percentile" in options.own
     percentile = options.number("percentile", 75.0, 0.0, 100.0)
     num_loaded = round(batches.num_experts * (1 - percentile / 100)) if fixed else None
@@ -266,7 +262,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     activations = 2.0 * host_rows * costs.shape.hidden_size * costs.shape.dtype_bytes
     share = float(packed_share(bits, np.array(costs.shape.hidden_size)))
     return without_device(
-        "cxl_expert",
         (f"above the {percentile:g}th percentile" if fixed else "adaptive threshold")
         + (", tiers follow" if follows else ", tiers fixed")
         + (", near data" if machine.near_data else ""),
@@ -303,4 +298,5 @@ CXL_EXPERT = System(
     False,
     replay,
     memory,
+    options=("percentile", "near_data", "tiers", "retier_steps", "activation_bits", "warm_share"),
 )

@@ -13,23 +13,22 @@ import numpy as np
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.host_cpu import HostCpu
-from vllm_ndp.lab.systems.system import ReplayOptions, System, beside_host_memory, popular_placement
+from vllm_ndp.lab.systems.system import ReplayOptions, System, beside_host_memory
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import LOSS_OF_SKIPPING, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, time_before
+from vllm_ndp.planning.placement import highest
 
 ACCURACY = 0.9  # [O] of predicting the next layer's experts, as for MoEpic
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     accuracy = options.number("predicted", ACCURACY, 0.0, 1.0)
-    g, b, _, layers, _ = batches.shape
-    counts = np.array([np.sum([s.counts for s in stats], axis=0) for stats in batches.prompts])
-    hot = np.zeros(counts.shape, np.bool_)
-    np.put_along_axis(hot, np.argsort(-counts, axis=2, kind="stable")[:, :, : options.budget.num_hot], True, axis=2)
+    _, b, _, layers, _ = batches.shape
+    hot = highest(batches.prompt_counts, options.budget.num_hot)
     loads, cpu = batches.loads, HostCpu.of(costs)
-    here = hot[np.arange(g)[:, None, None, None], np.arange(layers)[None, None, :, None], loads.experts]
+    here = loads.look_up(hot)
     used = loads.rows > 0
     on_gpu = add_up(costs.gpu_experts_ps(b)[np.where(here, loads.rows, 0)])
     cold = np.where(here, 0, loads.rows)
@@ -42,13 +41,12 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     is_cold = ~here.ravel()[loads.places] & batches.pairs
     lost = (1 - accuracy) * LOSS_OF_SKIPPING * float((batches.weights * is_cold).sum())
     return without_device(
-        "daop",
         "per sequence, CPU a layer ahead",
         batches,
         costs,
         moe_ps=np.maximum(on_gpu, late),
         gpu_ps=on_gpu,
-        resident=popular_placement(options.prior, options.budget.num_hot),
+        resident=options.popular(options.budget.num_hot),
         fetched_experts=float(hot.sum()),
         hot_pairs=int(loads.rows[here].sum()),
         cold_bits=float(FULL_PRECISION_BITS * cold_pairs),
@@ -71,4 +69,5 @@ DAOP = System(
     False,
     replay,
     beside_host_memory,
+    options=("predicted",),
 )

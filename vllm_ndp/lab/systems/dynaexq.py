@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.memory import Memory
 from vllm_ndp.lab.systems.quantized import WEIGHT_BITS
-from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, TooFewPlaces
+from vllm_ndp.lab.systems.system import ReplayOptions, System, TooFewPlaces
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import gate_loss, on_gpu_ps, prompts_ps, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic
+from vllm_ndp.planning.placement import highest
 
 PRIOR_TOKENS = 16.0
 
@@ -27,10 +29,10 @@ def widths(costs: Costs, options: ReplayOptions) -> tuple[int, int, int]:
     """(high, low, how many experts per layer at high). Unless told: 16 over 4 if all fit at 4 bits, else 4 over 2."""
     shape, room = costs.shape, options.budget.num_hot * costs.shape.expert_bytes
     all_at_four = shape.num_experts * costs.replica_bytes(4) <= room
-    high = options.whole("high_bits", 16 if all_at_four else 4, 2, 16)
-    low = options.whole("low_bits", 4 if all_at_four else 2, 2, 16)
-    if high not in WEIGHT_BITS or low not in WEIGHT_BITS or high <= low:
-        raise ConfigError(f"high_bits must be above low_bits, both of {WEIGHT_BITS}, got {high} and {low}")
+    high = options.choice("high_bits", WEIGHT_BITS, 16 if all_at_four else 4)
+    low = options.choice("low_bits", WEIGHT_BITS, 4 if all_at_four else 2)
+    if high <= low:
+        raise ConfigError(f"high_bits must be above low_bits, got {high} and {low}")
     spare = room - shape.num_experts * costs.replica_bytes(low)
     if spare < 0:
         raise TooFewPlaces(
@@ -51,13 +53,9 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     high, low, num_high = widths(costs, options)
     g, b, _, layers, k = batches.shape
-    counts = np.array([np.sum([s.counts for s in stats], axis=0) for stats in batches.prompts], np.float64)
-    heat = counts + PRIOR_TOKENS * k * options.prior.values
-    wide = np.zeros(heat.shape, np.bool_)  # [G, L, E]
-    np.put_along_axis(wide, np.argsort(-heat, axis=2, kind="stable")[:, :, :num_high], True, axis=2)
+    heat = batches.prompt_counts + PRIOR_TOKENS * k * options.prior.values
     loads = batches.loads
-    groups, which = np.arange(g)[:, None, None, None], np.arange(layers)[None, None, :, None]
-    is_wide = wide[groups, which, loads.experts]
+    is_wide = loads.look_up(highest(heat, num_high))
     tables = [on_gpu_ps(costs, np.arange(b + 1)[:, None], costs.replica_bytes(bits)) for bits in (low, high)]
     moe = add_up(np.where(is_wide, tables[1][loads.rows], tables[0][loads.rows]))
     used = loads.rows > 0
@@ -72,7 +70,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
 
     narrow = ran[np.broadcast_to(batches.pairs, ran.shape)]
     return without_device(
-        "dynaexq",
         f"{high} over {low} bits, {num_high} high",
         batches,
         costs,
@@ -99,4 +96,5 @@ DYNAEXQ = System(
     False,
     replay,
     memory,
+    options=("high_bits", "low_bits"),
 )

@@ -17,17 +17,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.units import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.host_cpu import HostCpu
+from vllm_ndp.cost_model.memory import Memory, slots_bytes
 from vllm_ndp.lab.systems.quantized import WEIGHT_BITS
-from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, beside_host_memory, slots_bytes
+from vllm_ndp.lab.systems.system import ReplayOptions, System, beside_host_memory
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import gate_loss, on_gpu_ps, prompts_ps, shared_ps, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
-from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
+from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, attention_ps, layer_factor
 
 MISSES = ("either", "host", "copy")
 SCOPES = ("all", "layer")
@@ -51,12 +51,10 @@ class CacheRule:
 
     @classmethod
     def of(cls, options: ReplayOptions) -> CacheRule:
-        bits = options.whole("cache_bits", 4, min(WEIGHT_BITS), max(WEIGHT_BITS))
-        if bits not in WEIGHT_BITS:
-            raise ConfigError(f"cache_bits must be one of {', '.join(map(str, WEIGHT_BITS))}, got {bits}")
-        misses = options.word("misses_by", MISSES[0], MISSES)
-        fills = options.word("fills", "idle", ("idle", "none")) == "idle"
-        return cls(bits, misses, options.word("scope", SCOPES[0], SCOPES), fills)
+        bits = options.choice("cache_bits", WEIGHT_BITS, 4)
+        misses = options.choice("misses_by", MISSES)
+        fills = options.choice("fills", ("idle", "none")) == "idle"
+        return cls(bits, misses, options.choice("scope", SCOPES), fills)
 
     def places(self, costs: Costs, options: ReplayOptions) -> int:
         """Experts that the GPU's memory holds, of the whole model."""
@@ -77,12 +75,10 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     rule = CacheRule.of(options)
     policy = f"{rule.bits} bits, {rule.scope}, misses {rule.misses}" + ("" if rule.fills else ", no fills")
-    return replay_cache("expert_cache", policy, rule, batches, costs, options)
+    return replay_cache(policy, rule, batches, costs, options)
 
 
-def replay_cache(
-    name: str, policy: str, rule: CacheRule, batches: Batches, costs: Costs, options: ReplayOptions
-) -> Outcome:
+def replay_cache(policy: str, rule: CacheRule, batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     g, b, d, layers, _ = batches.shape
     loads, experts = batches.loads, batches.num_experts
     per_model = rule.places(costs, options) / layer_factor(batches, costs)
@@ -98,7 +94,8 @@ def replay_cache(
         expert_bytes * PS_PER_S / costs.hardware.link.bulk_bytes_per_s,
     )
     done, ends, filled = np.zeros(loads.rows.shape, np.uint8), np.zeros((g, d, layers)), 0
-    start, before = _warmed(batches, options, rule, places), _before(batches, costs)
+    start = _warmed(batches, options, rule, places)
+    before = attention_ps(batches, costs) + costs.overhead_ps  # each layer's experts; the head's share is left out
     for group in range(g):
         caches = _Caches(rule, prices, experts, layers, places, start[group].tolist())
         now = 0.0
@@ -123,7 +120,6 @@ def replay_cache(
     cold = pairs if quantized else int(loads.rows[computed].sum())
     beside_rows = (add_up(np.where(computed, loads.rows, 0)) > 0) * batches.rows[:, :, None]
     return without_device(
-        name,
         policy,
         batches,
         costs,
@@ -249,23 +245,13 @@ class _Caches:
         return best
 
 
-def _before(batches: Batches, costs: Costs) -> NDArray[np.float64]:
-    """[G, D], what runs before each layer's experts; the head's share of a step is left out."""
-    before = np.zeros(batches.rows.shape)
-    for count in np.unique(batches.rows[batches.rows > 0]).tolist():
-        here = batches.rows == count
-        before[here] = costs.attention_ps(count, batches.kv_tokens[here])
-    return before + costs.overhead_ps
-
-
 def _warmed(batches: Batches, options: ReplayOptions, rule: CacheRule, places: int) -> NDArray[np.int64]:
     """Experts that the caches hold after the prompts, [G, P]: cells layer * E + expert.
 
     From the least used of the group's prompts to the most; popularity decides between equal ones.
     """
     g, _, _, layers, _ = batches.shape
-    counts = np.array([np.sum([prompt.counts for prompt in group], axis=0) for group in batches.prompts], np.float64)
-    worth = counts + options.prior.values / (1.0 + float(options.prior.values.max()))
+    worth = batches.prompt_counts + options.prior.values / (1.0 + float(options.prior.values.max()))
     if rule.scope == "all":
         order = np.argsort(-worth.reshape(g, -1), axis=1, kind="stable")[:, :places]
     else:
@@ -300,6 +286,7 @@ EXPERT_CACHE = System(
     replay,
     memory,
     fills_memory=True,
+    options=("cache_bits", "misses_by", "scope", "fills"),
 )
 
 
@@ -310,7 +297,7 @@ def replay_hybrimoe(batches: Batches, costs: Costs, options: ReplayOptions) -> O
     leave (MRS); here the least recently used does.
     """
     rule = CacheRule(FULL_PRECISION_BITS, "either", "layer", fills=True)
-    return replay_cache("hybrimoe", "CPU, link and cache", rule, batches, costs, options)
+    return replay_cache("CPU, link and cache", rule, batches, costs, options)
 
 
 HYBRIMOE = System(

@@ -11,14 +11,8 @@ from numpy.typing import NDArray
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.host_cpu import HostCpu
-from vllm_ndp.lab.systems.system import (
-    Memory,
-    ReplayOptions,
-    System,
-    all_experts_bytes,
-    popular_placement,
-    slots_bytes,
-)
+from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, slots_bytes
+from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import each_ps, prompts_ps, with_copies, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
@@ -35,7 +29,7 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     cpu = HostCpu.of(costs)
     g, b, d, layers, _ = batches.shape
-    resident = popular_placement(options.prior, options.budget.num_hot)
+    resident = options.popular(options.budget.num_hot)
     gpu = costs.gpu_experts_ps(b)
     on_cpu = cpu.experts_ps(costs, b, costs.shape.expert_bytes, cpu.memory_bytes_per_s)
     activations = 2 * costs.shape.hidden_size * costs.shape.dtype_bytes * np.arange(b + 1)
@@ -73,7 +67,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         return times
 
     return without_device(
-        "fiddler",
         "static",
         batches,
         costs,

@@ -6,14 +6,8 @@
 from __future__ import annotations
 
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.lab.systems.system import (
-    Memory,
-    ReplayOptions,
-    System,
-    all_experts_bytes,
-    popular_placement,
-    slots_bytes,
-)
+from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, slots_bytes
+from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.cache import CACHE_PRIORITIES, LRU, visits
 from vllm_ndp.lab.vectorised.execution import with_copies, without_device
@@ -23,7 +17,7 @@ from vllm_ndp.lab.vectorised.outcome import Outcome
 
 def _cache(options: ReplayOptions) -> tuple[str, int]:
     """(kind, experts per layer that it holds)."""
-    kind = options.word("cache", "none", ("none", *CACHE_PRIORITIES))
+    kind = options.choice("cache", ("none", *CACHE_PRIORITIES))
     return kind, 0 if kind == "none" else options.budget.num_hot
 
 
@@ -33,14 +27,13 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     kind, capacity = _cache(options)
-    start = popular_placement(options.prior, capacity)
+    start = options.popular(capacity)
     rows = batches.loads.rows
     hit = visits(batches.loads, start, capacity, CACHE_PRIORITIES.get(kind, LRU)).hit
     missing = (rows > 0) & ~hit
     compute = costs.gpu_experts_ps(batches.shape[1])[rows]
     on_gpu = add_up(compute)
     return without_device(
-        "gpu_on_demand",
         "no cache" if kind == "none" else kind,
         batches,
         costs,
@@ -62,4 +55,5 @@ GPU_ON_DEMAND = System(
     replay,
     memory,
     is_bounded=True,
+    options=("cache",),
 )

@@ -16,14 +16,8 @@ from numpy.typing import NDArray
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.units import ceil_div
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.lab.systems.system import (
-    Memory,
-    ReplayOptions,
-    System,
-    all_experts_bytes,
-    popular_placement,
-    slots_bytes,
-)
+from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, slots_bytes
+from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import SKIPPED, gate_loss, with_copies, without_device
 from vllm_ndp.lab.vectorised.hobbit_caches import (
@@ -132,15 +126,15 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     places, layers = options.budget.num_hot, batches.shape[3]
     low_slots = options.whole("low_slots", min(places, 1) * per_place, 0, places * per_place)
     high_slots = places - ceil_div(low_slots, per_place)
-    high_start = popular_placement(options.prior, high_slots)
-    both = popular_placement(options.prior, min(high_slots + low_slots, batches.num_experts))
+    high_start = options.popular(high_slots)
+    both = options.popular(min(high_slots + low_slots, batches.num_experts))
     loads, gpu = batches.loads, costs.gpu_experts_ps(batches.shape[1])
     classes = np.where(batches.pairs, precision_classes(batches.weights, t1, t2), SKIP)
     high, low = loads.count(classes == HIGH), loads.count(classes == LOW)
     # An expert that some row needs in high precision serves all rows.
     need = np.where(high > 0, 1, np.where(low > 0, 2, 0)).astype(np.uint8)
     guess = None if options.predictor is None else options.predictor.guess(batches)
-    orders = options.word("ahead", "auto", ("auto", "on", "off"))
+    orders = options.choice("ahead", ("auto", "on", "off"))
     if guess is not None and orders == "auto":
         orders = "on" if _pays(guess.accuracy, batches, costs) else "off"
     ahead = _Predicted.of(guess if orders == "on" else None, batches, t1, t2)
@@ -177,7 +171,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     widths = np.where(runs_low, LOW_BITS, np.where(classes == SKIP, SKIPPED, 0)).astype(np.uint8)
     low_pairs = int((classes[executed] == LOW).sum())
     return without_device(
-        "hobbit",
         f"T1 {t1:g} T2 {t2:g}, prefetch {'published' if guess is None else 'measured, ' + orders}",
         batches,
         costs,
@@ -219,4 +212,5 @@ HOBBIT = System(
     False,
     replay,
     memory,
+    options=("t1", "t2", "low_slots", "layer_weight", "ahead"),
 )

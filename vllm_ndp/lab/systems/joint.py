@@ -25,9 +25,9 @@ from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, WIDTHS
 from ndp_device.timing.units import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.host_cpu import HostCpu
-from vllm_ndp.cost_model.memory import all_experts_bytes, beside_device_memory, slots_bytes
+from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, beside_device_memory, slots_bytes
 from vllm_ndp.lab.systems.ktransformers import CPU_BITS
-from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System
+from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import gate_loss, run_prompts, shared_ps
 from vllm_ndp.lab.vectorised.loads import add_up
@@ -63,7 +63,7 @@ def menu_of(costs: Costs, options: ReplayOptions, max_rows: int = 1) -> Menu:
     in_bytes = (BYTE_BITS,) if costs.has_bytes else ()
     on_device = (FULL_PRECISION_BITS, *in_bytes, *range(options.widest, WIDTHS[0] - 1, -1))
     held = {"gpu": GPU_BITS, "host": CPU_BITS, "device": on_device}
-    tiers = options.word("tiers", TIER_SETS[0], TIER_SETS).split("+")
+    tiers = options.choice("tiers", TIER_SETS).split("+")
     return Menu(costs, {tier: held[tier] for tier in tiers}, max_rows)
 
 
@@ -100,7 +100,7 @@ class JointPlans:
         self._steps = options.number("steps", float((batches.rows > 0).sum() / len(batches.rows)), 1, 1e9)
         self.unit, self._limit = limit_of(options)
         self.losses = losses_by_width(options.loss, self.unit)
-        self._least = options.word("least", "time", ("time", "loss"))
+        self._least = options.choice("least", ("time", "loss"))
         # Before anything is known every expert is alike.
         uniform = ImportanceScore.from_weights(np.ones((layers, batches.num_experts)))
         self.current = self._plan([uniform], None, np.zeros(uniform.values.shape, np.bool_)).chosen
@@ -172,8 +172,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         plan, moved[group] = planner.plan(scores, prompts & ~on_gpu[planner.current])
         chosen[group], planned[group] = plan.chosen, plan.loss
     loads = batches.loads
-    groups, which = np.arange(g)[:, None, None, None], np.arange(layers)[None, None, :, None]
-    slots = chosen[groups, which, loads.experts]  # [G, D, L, S]
+    slots = loads.look_up(chosen)  # [G, D, L, S]
     times = menu.ps[slots, loads.rows]
     gpu, host, device = (add_up(np.where(here[slots], times, 0.0)) for here in (on_gpu, on_host, on_device))
     pair = np.take_along_axis(chosen[:, None, None], batches.ids, axis=4)  # [G, B, D, L, k]
@@ -190,7 +189,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     bytes_moved = moved * layer_factor(batches, costs)
     whole = [round(each / costs.shape.expert_bytes) for each in bytes_moved]
     return Outcome(
-        system="joint",
         policy=f"{options.policy_name}, {menu.tiers}, loss in {planner.unit}",
         moe_ps=np.maximum(np.maximum(gpu, device), host),
         device_ps=device,
@@ -199,7 +197,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         migration_ps=np.array([costs.gpu.migration_ps(count) for count in whole], np.float64),
         migrated_bytes=float(bytes_moved.sum()),
         hot_pairs=int((on_gpu[pair] & executed).sum()),
-        total_pairs=int(executed.sum()),
         cold_bits=float(bits[narrow].sum()),
         cold_pairs=int(narrow.sum()),
         loss=gate_loss(batches, widths, options.loss),
@@ -257,4 +254,5 @@ JOINT = System(
     replay,
     memory,
     fills_memory=True,
+    options=("tiers", "max_loss", "max_gate_loss", "least", "move_gb", "steps"),
 )

@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.systems.pipeline import pipelined_ps
-from vllm_ndp.lab.systems.system import ReplayOptions, System, beside_host_memory, popular_placement
+from vllm_ndp.lab.systems.system import ReplayOptions, System, beside_host_memory
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import without_device
 from vllm_ndp.lab.vectorised.loads import add_up
@@ -20,19 +20,17 @@ from vllm_ndp.lab.vectorised.outcome import Outcome
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     loads, k = batches.loads, batches.shape[4]
-    every = slice(0, loads.rows.shape[1])
     places = min(options.budget.num_hot, batches.num_experts)
-    resident = popular_placement(options.prior, places)
-    ahead = popular_placement(options.prior, min(places + k, batches.num_experts)) & ~resident
+    resident = options.popular(places)
+    ahead = options.popular(min(places + k, batches.num_experts)) & ~resident
     used = loads.rows > 0
-    here, early = loads.look_up(resident, every) & used, loads.look_up(ahead, every) & used
+    here, early = loads.look_up(resident) & used, loads.look_up(ahead) & used
     each, fetch = costs.gpu_experts_ps(batches.shape[1])[loads.rows], float(costs.fetch_ps())
     right, late = add_up(early), add_up(used & ~here & ~early)
     running = (batches.rows > 0)[:, :, None]
     wrong = np.where(running, ahead.sum(axis=1) - right, 0)
     ready = add_up(np.where(here, each, 0.0))
     return without_device(
-        "klotski",
         "hot experts ahead",
         batches,
         costs,

@@ -12,17 +12,17 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.host_cpu import HostCpu
-from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System
+from vllm_ndp.cost_model.memory import Memory
+from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import gate_loss, on_gpu_ps, prompts_ps, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
 
-CPU_BITS = (FULL_PRECISION_BITS, 8, 4)
+CPU_BITS, GPU_BITS = (FULL_PRECISION_BITS, 8, 4), (FULL_PRECISION_BITS, 4)
 
 
 def most_used(frequency: NDArray[np.float64], num_experts: int) -> NDArray[np.bool_]:
@@ -33,36 +33,28 @@ def most_used(frequency: NDArray[np.float64], num_experts: int) -> NDArray[np.bo
     return hot.reshape(frequency.shape)
 
 
-def _bits(options: ReplayOptions) -> int:
-    bits = options.number("cpu_bits", FULL_PRECISION_BITS, min(CPU_BITS), max(CPU_BITS))
-    if bits not in CPU_BITS:
-        raise ConfigError(f"cpu_bits must be one of {', '.join(map(str, CPU_BITS))}, got {bits:g}")
-    return int(bits)
-
-
-def _gpu_bits(options: ReplayOptions) -> int:
-    bits = options.number("gpu_bits", FULL_PRECISION_BITS, 4, FULL_PRECISION_BITS)
-    if bits not in (4, FULL_PRECISION_BITS):
-        raise ConfigError(f"gpu_bits must be 4 or {FULL_PRECISION_BITS}, got {bits:g}")
-    return int(bits)
+def _widths(options: ReplayOptions) -> tuple[int, int]:
+    """Bits on the CPU and on the GPU."""
+    return options.choice("cpu_bits", CPU_BITS), options.choice("gpu_bits", GPU_BITS)
 
 
 def _on_gpu(costs: Costs, options: ReplayOptions) -> int:
     """Experts of the model in the GPU memory of num_hot full-precision ones per layer."""
     shape = costs.shape
     room = shape.num_layers * min(options.budget.num_hot, shape.num_experts) * shape.expert_bytes
-    return min(room // costs.replica_bytes(_gpu_bits(options)), shape.num_layers * shape.num_experts)
+    return min(room // costs.replica_bytes(_widths(options)[1]), shape.num_layers * shape.num_experts)
 
 
 def memory(costs: Costs, options: ReplayOptions) -> Memory:
     """Bytes by place: the host keeps only the experts that are not on the GPU."""
     shape, on_gpu = costs.shape, _on_gpu(costs, options)
     away = shape.num_layers * shape.num_experts - on_gpu
-    return Memory(gpu=on_gpu * costs.replica_bytes(_gpu_bits(options)), host=away * costs.replica_bytes(_bits(options)))
+    cold_bytes, hot_bytes = map(costs.replica_bytes, _widths(options))
+    return Memory(gpu=on_gpu * hot_bytes, host=away * cold_bytes)
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    bits, gpu_bits = _bits(options), _gpu_bits(options)
+    bits, gpu_bits = _widths(options)
     g, b, d, layers, _ = batches.shape
     cpu, cold_bytes, hot_bytes = HostCpu.of(costs), costs.replica_bytes(bits), costs.replica_bytes(gpu_bits)
     hot = most_used(options.prior.values, int(_on_gpu(costs, options) / layer_factor(batches, costs)))
@@ -91,7 +83,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     widths = by_expert[np.arange(layers)[:, None], batches.ids]
     narrow_hits = hits if gpu_bits < FULL_PRECISION_BITS else 0
     return without_device(
-        "ktransformers",
         f"frequency, CPU {bits} bits" + (f", GPU {gpu_bits}" if gpu_bits < FULL_PRECISION_BITS else ""),
         batches,
         costs,
@@ -122,4 +113,5 @@ KTRANSFORMERS = System(
     False,
     replay,
     memory,
+    options=("cpu_bits", "gpu_bits"),
 )

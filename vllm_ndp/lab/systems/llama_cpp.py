@@ -10,31 +10,24 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.host_cpu import HostCpu
+from vllm_ndp.cost_model.memory import Memory
 from vllm_ndp.lab.systems.quantized import WEIGHT_BITS
-from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, resident_layers, whole_layers
+from vllm_ndp.lab.systems.system import ReplayOptions, System, resident_layers, whole_layers
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import gate_loss, on_gpu_ps, prompts_ps, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic
 
 
-def _bits(options: ReplayOptions) -> int:
-    bits = options.whole("gguf_bits", FULL_PRECISION_BITS, min(WEIGHT_BITS), max(WEIGHT_BITS))
-    if bits not in WEIGHT_BITS:
-        raise ConfigError(f"gguf_bits must be one of {', '.join(map(str, WEIGHT_BITS))}, got {bits}")
-    return bits
-
-
 def memory(costs: Costs, options: ReplayOptions) -> Memory:
-    return whole_layers(costs, options.budget.num_hot, costs.replica_bytes(_bits(options)))
+    return whole_layers(costs, options.budget.num_hot, costs.replica_bytes(options.choice("gguf_bits", WEIGHT_BITS)))
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    bits = _bits(options)
+    bits = options.choice("gguf_bits", WEIGHT_BITS)
     _, b, _, _, _ = batches.shape
     cpu, shape, rows = HostCpu.of(costs), costs.shape, batches.loads.rows
     expert_bytes = costs.replica_bytes(bits)
@@ -56,7 +49,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     quantized = bits < FULL_PRECISION_BITS
     widths = np.full(batches.ids.shape, bits if quantized else 0, np.uint8)
     return without_device(
-        "llama_cpp",
         f"{bits} bits",
         batches,
         costs,
@@ -87,4 +79,5 @@ LLAMA_CPP = System(
     False,
     replay,
     memory,
+    options=("gguf_bits",),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.lab.systems.system import ReplayOptions, System, beside_host_memory, popular_placement
+from vllm_ndp.lab.systems.system import ReplayOptions, System, beside_host_memory
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.cache import Priority, visits
 from vllm_ndp.lab.vectorised.execution import with_copies, without_device
@@ -22,10 +22,11 @@ PRIOR_TOKENS = 16.0  # [O] how many tokens the earlier sequences are worth
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     _, b, _, _, k = batches.shape
     expected = Priority("expected", PRIOR_TOKENS * k * options.prior.values)
-    start = popular_placement(options.prior, options.budget.num_hot)
+    start = options.popular(options.budget.num_hot)
     # The prompt belongs to the sequence.
-    prompts = np.array([np.sum([s.counts for s in stats], axis=0) for stats in batches.prompts], np.float64)
-    hit, predicted = visits(batches.loads, start, options.budget.num_hot, expected, frequency=prompts, predict=k * b)
+    hit, predicted = visits(
+        batches.loads, start, options.budget.num_hot, expected, frequency=batches.prompt_counts, predict=k * b
+    )
     rows = batches.loads.rows
     compute = costs.gpu_experts_ps(b)[rows]
     lightest = np.where(predicted, compute, np.inf).min(axis=3)
@@ -37,7 +38,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     layer = np.maximum(with_copies(compute, missing, costs, before_ps=late), late + np.where(early > 0, lightest, 0.0))
     fetched = int(misses.sum())
     return without_device(
-        "moe_infinity",
         "activation-aware",
         batches,
         costs,

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.systems.moepic_solver import MISSES, MoepicLoad, num_tops, solve
-from vllm_ndp.lab.systems.pipeline import pipelined_ps, steps_attention_ps
+from vllm_ndp.lab.systems.pipeline import pipelined_ps
 from vllm_ndp.lab.systems.system import ReplayOptions, System, beside_host_memory
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.cache import depths, lcp
 from vllm_ndp.lab.vectorised.execution import on_gpu_ps, prompts_ps, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
-from vllm_ndp.lab.vectorised.outcome import Outcome
+from vllm_ndp.lab.vectorised.outcome import Outcome, attention_ps
 
 RHO, OMEGA = 0.25, 128.0  # published
 PREFETCH_ACCURACY = 0.9  # [O] published only as "good mid-model, poor at head and tail"
@@ -47,7 +47,7 @@ def hit_rates(batches: Batches, depth: NDArray[np.uint16]) -> NDArray[np.float64
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     _, b, _, layers, _ = batches.shape
-    misses_are = options.word("misses", "wait", MISSES)
+    misses_are = options.choice("misses", MISSES)
     expected = PREFETCH_ACCURACY if options.predictor is None else options.predictor.guess(batches).accuracy
     accuracy = options.number("prefetch_accuracy", expected, 0.0, 1.0)
     gpu, fetch, rows = costs.gpu_experts_ps(b), float(costs.fetch_ps()), batches.loads.rows
@@ -64,7 +64,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
             used=float(add_up(rows > 0)[running].mean()),
             fetch_ps=fetch,
             compute_ps=float(compute[running].mean()),
-            attention_ps=float(steps_attention_ps(batches, costs)[running].mean()),
+            attention_ps=float(attention_ps(batches, costs)[running].mean()),
             accuracy=accuracy,
             misses=misses_are,
         )
@@ -95,7 +95,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         return times
 
     return without_device(
-        "moepic",
         "theta " + "/".join(f"{value:g}" for value in np.unique(theta)) + f", misses {misses_are}",
         batches,
         costs,
@@ -126,4 +125,5 @@ MOEPIC = System(
     False,
     replay,
     beside_host_memory,
+    options=("theta", "misses", "prefetch_accuracy"),
 )

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, all_experts_bytes, slots_bytes
+from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, slots_bytes
+from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import copied_in_order, each_ps, prompts_ps, shared_ps
 from vllm_ndp.lab.vectorised.loads import sums_after, sums_before
@@ -39,7 +40,7 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    rounding = options.word("h_rounding", "cost", ROUNDINGS)
+    rounding = options.choice("h_rounding", ROUNDINGS, "cost")
     g, b, d, layers, _ = batches.shape
     device, gpu, links = costs.device_experts_ps(b)[FULL_PRECISION_BITS], costs.gpu_experts_ps(b), costs.links_ps(b)
     share = moved_share(costs)
@@ -89,7 +90,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         return times
 
     return Outcome(
-        system="monde",
         policy=f"H {rounding}",
         moe_ps=moe,
         device_ps=on_device,
@@ -98,7 +98,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         migration_ps=np.zeros(g),
         migrated_bytes=moved * layer_factor(batches, costs) * costs.shape.expert_bytes,
         hot_pairs=moved_pairs,
-        total_pairs=pairs,
         cold_bits=float(FULL_PRECISION_BITS * (pairs - moved_pairs)),
         cold_pairs=pairs - moved_pairs,
         loss=0.0,
@@ -118,4 +117,5 @@ MONDE = System(
     replay,
     memory,
     is_bounded=True,
+    options=("h_rounding",),
 )

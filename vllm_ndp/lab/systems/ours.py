@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from ndp_device.common.widths import WIDTHS
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.cost_model.memory import beside_device_memory
+from vllm_ndp.cost_model.memory import Memory, beside_device_memory
 from vllm_ndp.lab._lanes import follow
 from vllm_ndp.lab.exact.groups import Clairvoyant, Groups, OfExperts
-from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System
+from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import PairCounts, gate_loss, run_pairs
 from vllm_ndp.lab.vectorised.outcome import Outcome, layer_factor
@@ -32,7 +32,6 @@ from vllm_ndp.planning.replanner import PlannerRules
 
 PREFILLS = ("streamed", "split")
 """The option `prefill`: as published, or as the plugin does where it can (layer/prefill_split.py)."""
-EXECUTIONS = ("balanced", "paper")
 MEMORY_TOKENS = {"decayed": 128.0, "lfu": 1e12, "lru": 2.0}
 """Counts fade with this time constant: never (least frequently used leaves), at once (least recently), or between."""
 
@@ -59,19 +58,18 @@ def groups_of(
         keeps_streamed=options.migration == "kept",
         follow=FollowRules(drift, options.prior) if drift is not None and moves else None,
     )
-    splits = options.word("prefill", PREFILLS[0], PREFILLS) == "split"
+    splits = options.choice("prefill", PREFILLS) == "split"
     return Groups(batches, costs, rules, offload_bits=offload_bits if moves else 0, splits_prefill=splits)
 
 
 def outcome_of(
-    name: str, ran: Groups, batches: Batches, costs: Costs, options: ReplayOptions, decode: PairCounts | None = None
+    ran: Groups, batches: Batches, costs: Costs, options: ReplayOptions, decode: PairCounts | None = None
 ) -> Outcome:
     """decode: times of decode pairs, where other ones than those of `ran` count."""
     executed = np.broadcast_to(batches.pairs, ran.widths.shape)
     cold = executed & (ran.widths > 0)
     copied = ran.copies * layer_factor(batches, costs)
     return Outcome(
-        system=name,
         policy=options.policy_name,
         moe_ps=ran.moe_ps if decode is None else decode.moe_ps,
         device_ps=ran.device_ps if decode is None else decode.device_ps,
@@ -80,7 +78,6 @@ def outcome_of(
         migration_ps=ran.migration_ps,
         migrated_bytes=(ran.moved + copied) * costs.shape.expert_bytes,
         hot_pairs=int((executed & (ran.widths == 0)).sum()),
-        total_pairs=int(executed.sum()),
         cold_bits=float(ran.widths[cold].sum()),
         cold_pairs=int(cold.sum()),
         loss=gate_loss(batches, ran.widths, options.loss),
@@ -95,17 +92,17 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
 def papers(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     ran = groups_of(batches, costs, options)
     ran.run()
-    return outcome_of("context_aware", ran, batches, costs, options)
+    return outcome_of(ran, batches, costs, options)
 
 
 def plugins(batches: Batches, costs: Costs, options: ReplayOptions, *, follows: bool) -> Outcome:
     bits = min(options.whole("spill_bits", DEFAULT_OFFLOAD_BITS, WIDTHS[0], WIDTHS[-1]), options.widest)
-    execution = options.word("execution", EXECUTIONS[0], EXECUTIONS)
+    execution = options.choice("execution", ("balanced", "paper"))
     drift = DriftRules(once_in=options.number("once_in", DriftRules.once_in, 2.0, 1e12)) if follows else None
     offload_bits = bits if execution == "balanced" else 0
     ran = groups_of(batches, costs, options, offload_bits=offload_bits, drift=drift)
     ran.run()
-    outcome = outcome_of("replanned" if follows else "balanced", ran, batches, costs, options)
+    outcome = outcome_of(ran, batches, costs, options)
     outcome.policy += f", {execution}" if follows else f", spill {bits}"
     outcome.notes.update(spilled_pairs=ran.offloaded_pairs, copies=ran.copies)
     return outcome
@@ -115,7 +112,7 @@ def following(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome
     """Every decode token decays the prompt's counts and adds its own. An idle link copies one expert at a time per
     group: the exchange that gains most over all layers. The newcomer's count must exceed the leaver's by `hysteresis`.
     Decode never waits: until a copy is complete the expert runs on the device as before."""
-    frequency = options.word("frequency", "decayed", tuple(MEMORY_TOKENS))
+    frequency = options.choice("frequency", tuple(MEMORY_TOKENS))
     tokens = options.number("memory_tokens", MEMORY_TOKENS[frequency], 1.0, 1e15)
     hysteresis = options.number("hysteresis", 0.1, 0.0, 1e6)
     g, b, _, layers, _ = batches.shape
@@ -133,7 +130,7 @@ def following(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome
     ran.copies = follow(
         batches.ids, loads.experts, loads.rows, each_step, tokens, hysteresis, heat, hot, bits, ran.widths
     )
-    outcome = outcome_of("adaptive", ran, batches, costs, options, run_pairs(batches, ran.widths, costs))
+    outcome = outcome_of(ran, batches, costs, options, run_pairs(batches, ran.widths, costs))
     outcome.policy += f" then {frequency}"
     outcome.notes["copies"] = ran.copies
     return outcome
@@ -169,6 +166,7 @@ CONTEXT_AWARE = System(
     papers,
     memory,
     is_bounded=True,
+    options=("prefill",),
 )
 BALANCED = System(
     "balanced",
@@ -181,6 +179,7 @@ BALANCED = System(
     partial(plugins, follows=False),
     memory,
     is_bounded=True,
+    options=("spill_bits", "prefill"),
 )
 REPLANNED = System(
     "replanned",
@@ -192,6 +191,7 @@ REPLANNED = System(
     partial(plugins, follows=True),
     memory,
     is_bounded=True,
+    options=("execution", "spill_bits", "once_in", "prefill"),
 )
 ADAPTIVE = System(
     "adaptive",
@@ -203,4 +203,5 @@ ADAPTIVE = System(
     following,
     memory,
     is_bounded=True,
+    options=("frequency", "memory_tokens", "hysteresis", "prefill"),
 )

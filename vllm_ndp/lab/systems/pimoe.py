@@ -12,14 +12,8 @@ import numpy as np
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.lab.systems.system import (
-    Memory,
-    ReplayOptions,
-    System,
-    all_experts_bytes,
-    popular_placement,
-    slots_bytes,
-)
+from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, slots_bytes
+from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import run_pairs, run_prompts, shared_ps
 from vllm_ndp.lab.vectorised.loads import add_up, sums_before
@@ -32,9 +26,9 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     g, b = batches.shape[:2]
-    resident = popular_placement(options.prior, options.budget.num_hot)
+    resident = options.popular(options.budget.num_hot)
     loads = batches.loads
-    here = loads.look_up(resident, slice(0, loads.rows.shape[1])) & (loads.rows > 0)
+    here = loads.look_up(resident) & (loads.rows > 0)
     device, gpu = costs.device_experts_ps(b)[FULL_PRECISION_BITS], costs.gpu_experts_ps(b)
     order = np.argsort(-np.where(here, loads.rows, 0), axis=3, kind="stable")
     movable = np.take_along_axis(np.where(here, loads.rows, 0), order, axis=3)  # longest first
@@ -49,7 +43,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     split = run_pairs(batches, widths, costs)
     pairs, on_gpu = int(loads.rows.sum()), int(loads.rows[moved].sum())
     return Outcome(
-        system="pimoe",
         policy="longest to the GPU",
         moe_ps=split.moe_ps,
         device_ps=split.device_ps,
@@ -58,7 +51,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         migration_ps=np.zeros(g),
         migrated_bytes=0.0,
         hot_pairs=on_gpu,
-        total_pairs=pairs,
         cold_bits=float(FULL_PRECISION_BITS * (pairs - on_gpu)),
         cold_pairs=pairs - on_gpu,
         loss=0.0,

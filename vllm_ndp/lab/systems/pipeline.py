@@ -18,15 +18,7 @@ from numpy.typing import NDArray
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import shared_ps
-
-
-def steps_attention_ps(batches: Batches, costs: Costs) -> NDArray[np.float64]:
-    """[G, D], attention of one layer; 0 where no request decodes any more."""
-    rows = batches.rows
-    attention = np.zeros(rows.shape)
-    for count in np.unique(rows[rows > 0]).tolist():
-        attention[rows == count] = costs.attention_ps(count, batches.kv_tokens[rows == count])
-    return attention
+from vllm_ndp.lab.vectorised.outcome import attention_ps
 
 
 def pipelined_ps(
@@ -43,7 +35,7 @@ def pipelined_ps(
 
     Raises ValueError for a trace with more layers than the model.
     """
-    attention = steps_attention_ps(batches, costs) + costs.overhead_ps + shared_ps(batches, costs)[:, :, 0]
+    attention = attention_ps(batches, costs) + costs.overhead_ps + shared_ps(batches, costs)[:, :, 0]
     layers = early_ps.shape[2]
     if layers > costs.shape.num_layers:
         raise ValueError(f"a trace with {layers} layers cannot stand for a model with {costs.shape.num_layers}")

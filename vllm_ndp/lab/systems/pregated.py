@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.systems.pipeline import pipelined_ps
-from vllm_ndp.lab.systems.system import ReplayOptions, System, beside_host_memory, popular_placement
+from vllm_ndp.lab.systems.system import ReplayOptions, System, beside_host_memory
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.cache import LRU, visits
 from vllm_ndp.lab.vectorised.execution import without_device
@@ -21,14 +21,13 @@ from vllm_ndp.lab.vectorised.outcome import Outcome
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     rows, places = batches.loads.rows, options.budget.num_hot
-    start = popular_placement(options.prior, places)
+    start = options.popular(places)
     hit = visits(batches.loads, start, places, LRU).hit
     each = costs.gpu_experts_ps(batches.shape[1])[rows]
     copies = add_up((rows > 0) & ~hit)
     ready = add_up(np.where(hit, each, 0.0))
     nothing = np.zeros(copies.shape)
     return without_device(
-        "pregated",
         "gates a layer ahead",
         batches,
         costs,

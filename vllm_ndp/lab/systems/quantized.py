@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, TooFewPlaces
+from vllm_ndp.cost_model.memory import Memory
+from vllm_ndp.lab.systems.system import ReplayOptions, System, TooFewPlaces
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import gate_loss, on_gpu_ps, prompts_ps, shared_ps
 from vllm_ndp.lab.vectorised.loads import add_up
@@ -30,9 +30,7 @@ def widest_that_fits(costs: Costs, num_hot: float) -> int | None:
 
 def chosen_bits(costs: Costs, options: ReplayOptions) -> int:
     """The width that the options name, or the widest; raises TooFewPlaces where the GPU memory is too small for it."""
-    wanted = options.own.get("weight_bits", WIDEST)
-    if wanted != WIDEST and wanted not in WEIGHT_BITS:
-        raise ConfigError(f"weight_bits must be {WIDEST} or one of {', '.join(map(str, WEIGHT_BITS))}, got {wanted!r}")
+    wanted = options.choice("weight_bits", (WIDEST, *WEIGHT_BITS))
     widest = widest_that_fits(costs, options.budget.num_hot)
     bits = int(wanted) if wanted != WIDEST else widest or WEIGHT_BITS[-1]
     if widest is None or bits > widest:
@@ -60,7 +58,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     quantized = bits < FULL_PRECISION_BITS
     widths = np.full(batches.ids.shape, bits if quantized else 0, np.uint8)
     return Outcome(
-        system="quantized",
         policy=f"{bits} bits",
         moe_ps=moe,
         device_ps=np.zeros((g, d, layers)),
@@ -69,7 +66,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         migration_ps=np.zeros(g),
         migrated_bytes=0.0,
         hot_pairs=pairs,
-        total_pairs=pairs,
         cold_bits=float(bits * pairs) if quantized else 0.0,
         cold_pairs=pairs if quantized else 0,
         loss=gate_loss(batches, widths, options.loss),
@@ -87,4 +83,5 @@ QUANTIZED = System(
     False,
     replay,
     memory,
+    options=("weight_bits",),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,17 +17,16 @@ from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.outcome import Outcome
 from vllm_ndp.lab.vectorised.prediction import NextLayer
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.planning.importance import BITS_FOR, ImportanceScore
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.placement import highest
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import Policy
+
+T = TypeVar("T", bound=str | int)
 
 
 class TooFewPlaces(DoesNotFit):
     """A system does not fit into the places of num_hot experts per layer that every system of a comparison gets."""
-
-
-MIGRATIONS = ("kept", "difference")
-"""As the plugin's setting: experts that prefill streamed stay on the GPU, or all move that were not hot before."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,7 @@ class ReplayOptions:
     gpu_bytes: int | None = None
     """GPU memory for experts, where a system can use any number of bytes; None: that of num_hot full-precision ones."""
     own: dict[str, float | str] = field(default_factory=dict)
-    """Options of single systems beside these fields (OPTIONS), by name."""
-
-    def __post_init__(self) -> None:
-        if self.widest not in WIDTHS:
-            raise ConfigError(f"the widest replica must have one of {list(WIDTHS)} bits, got {self.widest}")
-        if self.migration not in MIGRATIONS:
-            raise ConfigError(f"migration must be one of {', '.join(MIGRATIONS)}, got {self.migration!r}")
-        if self.bits_for not in BITS_FOR:
-            raise ConfigError(f"bits_for must be one of {', '.join(BITS_FOR)}, got {self.bits_for!r}")
+    """Options of single systems beside these fields, by name."""
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
         """An option in low..high. Raises ConfigError for anything else."""
@@ -74,11 +66,16 @@ class ReplayOptions:
             raise ConfigError(f"{name} must be a whole number, got {value}")
         return int(value)
 
-    def word(self, name: str, default: str, known: tuple[str, ...]) -> str:
-        value = self.own.get(name, default)
+    def choice(self, name: str, known: tuple[T, ...], default: T | None = None) -> T:
+        """One of the known ones; the first unless told otherwise."""
+        value = self.own.get(name, known[0] if default is None else default)
         if value not in known:
-            raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-        return str(value)
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
+        return next(one for one in known if one == value)
+
+    def popular(self, num: int) -> NDArray[np.bool_]:
+        """[L, E], the most popular experts: a cache's content before the first request."""
+        return highest(self.prior.values, num)
 
     @property
     def policy_name(self) -> str:
@@ -103,20 +100,12 @@ class System:
     is_bounded: bool = False
     """Whether its schedules are of the class that lab/bound.py bounds."""
     options: tuple[str, ...] = ()
-    """Names in `ReplayOptions.own` of a system of another package; OPTIONS has those of our systems."""
+    """Names in `ReplayOptions.own`."""
 
 
 def beside_host_memory(costs: Costs, options: ReplayOptions) -> Memory:
     """Memory of systems that keep every expert in host memory and num_hot per layer on the GPU."""
     return Memory(gpu=slots_bytes(costs.shape, options.budget.num_hot), host=all_experts_bytes(costs.shape))
-
-
-def popular_placement(prior: ImportanceScore, num_hot: int) -> NDArray[np.bool_]:
-    """[L, E], the num_hot most popular experts: a cache's content before the first request."""
-    order = np.argsort(-prior.values, axis=1, kind="stable")[:, :num_hot]
-    hot = np.zeros(prior.values.shape, np.bool_)
-    np.put_along_axis(hot, order, True, axis=1)
-    return hot
 
 
 def resident_layers(costs: Costs, num_hot: int, expert_bytes: int) -> int:
@@ -130,19 +119,3 @@ def whole_layers(costs: Costs, num_hot: int, expert_bytes: int) -> Memory:
     """Memory of those layers on the GPU, and of the others on the host."""
     resident, layer_bytes = resident_layers(costs, num_hot, expert_bytes), costs.shape.num_experts * expert_bytes
     return Memory(gpu=resident * layer_bytes, host=(costs.shape.num_layers - resident) * layer_bytes)
-
-
-__all__ = [
-    "MIGRATIONS",
-    "DoesNotFit",
-    "Memory",
-    "ReplayOptions",
-    "System",
-    "TooFewPlaces",
-    "all_experts_bytes",
-    "beside_host_memory",
-    "popular_placement",
-    "resident_layers",
-    "slots_bytes",
-    "whole_layers",
-]

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, resident_layers, whole_layers
+from vllm_ndp.cost_model.memory import Memory
+from vllm_ndp.lab.systems.system import ReplayOptions, System, resident_layers, whole_layers
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import on_gpu_ps, prompts_ps, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
@@ -27,12 +28,12 @@ BACKENDS = ("uva", "prefetch")
 def memory(costs: Costs, options: ReplayOptions) -> Memory:
     """Under prefetch, also the buffer that a copied layer lies in."""
     held = whole_layers(costs, options.budget.num_hot, costs.shape.expert_bytes)
-    buffered = options.word("offload_backend", "uva", BACKENDS) == "prefetch" and held.host > 0
+    buffered = options.choice("offload_backend", BACKENDS) == "prefetch" and held.host > 0
     return Memory(gpu=held.gpu + buffered * costs.shape.num_experts * costs.shape.expert_bytes, host=held.host)
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    backend = options.word("offload_backend", "uva", BACKENDS)
+    backend = options.choice("offload_backend", BACKENDS)
     _, b, _, layers, _ = batches.shape
     shape, rows = costs.shape, batches.loads.rows
     away = 1 - resident_layers(costs, options.budget.num_hot, shape.expert_bytes) / shape.num_layers
@@ -53,7 +54,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         return times
 
     return without_device(
-        "vllm_offload",
         backend,
         batches,
         costs,
@@ -76,4 +76,5 @@ VLLM_OFFLOAD = System(
     False,
     replay,
     memory,
+    options=("offload_backend",),
 )

@@ -94,6 +94,11 @@ class Batches:
         total: NDArray[np.int64] = (context * self.valid).sum(axis=1, dtype=np.int64)
         return total
 
+    @cached_property
+    def prompt_counts(self) -> NDArray[np.float64]:
+        """[G, L, E], how often the prompts of each group chose each expert."""
+        return np.array([np.sum([stats.counts for stats in group], axis=0) for group in self.prompts], np.float64)
+
     @property
     def num_decisions(self) -> int:
         """(token, layer) routing decisions of all decode rows."""

@@ -161,7 +161,6 @@ def copied_in_order(
 
 
 def without_device(
-    system: str,
     policy: str,
     batches: Batches,
     costs: Costs,
@@ -189,7 +188,6 @@ def without_device(
         here = np.zeros((layers, batches.num_experts), np.bool_) if resident is None else resident
         prefill_ps = run_prompts(batches, np.broadcast_to(here, (g, *here.shape)), costs)
     return Outcome(
-        system=system,
         policy=policy,
         moe_ps=moe_ps + shared_ps(batches, costs),
         device_ps=np.zeros((g, d, layers)),
@@ -198,7 +196,6 @@ def without_device(
         migration_ps=np.zeros(g),
         migrated_bytes=fetched_experts * layer_factor(batches, costs) * costs.shape.expert_bytes,
         hot_pairs=hot_pairs,
-        total_pairs=int(np.broadcast_to(batches.pairs, batches.ids.shape).sum()),
         cold_bits=cold_bits,
         cold_pairs=cold_pairs,
         loss=loss,

@@ -108,7 +108,7 @@ class Loads:
         g, layers, slots = (int(self.rows.shape[axis]) for axis in (0, 2, 3))
         return max(_CHUNK_SLOTS // (g * layers * slots), 1)
 
-    def look_up(self, table: NDArray[T], part: slice) -> NDArray[T]:
+    def look_up(self, table: NDArray[T], part: slice = slice(None)) -> NDArray[T]:
         """[G, C, L, S], what a table [L, E] or [G, L, E] says about each slot's expert in the steps of part."""
         experts = self.experts[:, part]
         g, _, layers, _ = experts.shape

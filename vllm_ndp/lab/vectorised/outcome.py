@@ -32,7 +32,6 @@ class Traffic:
 class Outcome:
     """Simulated. G groups, D steps, L layers of the trace; a model with more layers repeats the trace's."""
 
-    system: str
     policy: str
     moe_ps: NDArray[np.float64]  # [G, D, L], experts of a layer, wherever they ran
     device_ps: NDArray[np.float64]  # [G, D, L], the device's part of it (0 where there is no device)
@@ -41,7 +40,6 @@ class Outcome:
     migration_ps: NDArray[np.float64]  # [G], of the whole model, before the first decode step
     migrated_bytes: float  # of the whole model, weights moved to the GPU after or during decode; prefill apart
     hot_pairs: int  # decode pairs found in GPU memory
-    total_pairs: int
     cold_bits: float  # sum over decode pairs computed off the GPU's full-precision experts
     cold_pairs: int
     loss: float = float("nan")
@@ -49,10 +47,6 @@ class Outcome:
     traffic: Traffic | None = None
     """None: not stated, and no energy is shown."""
     notes: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def hit_mass(self) -> float:
-        return self.hot_pairs / self.total_pairs if self.total_pairs else float("nan")
 
 
 @dataclass(frozen=True)
@@ -173,6 +167,15 @@ def time_before(compute_ps: NDArray[np.float64], batches: Batches, costs: Costs)
     return before
 
 
+def attention_ps(batches: Batches, costs: Costs) -> NDArray[np.float64]:
+    """[G, D], attention of one layer; 0 where no request decodes any more."""
+    rows = batches.rows
+    attention = np.zeros(rows.shape)
+    for count in np.unique(rows[rows > 0]).tolist():
+        attention[rows == count] = costs.attention_ps(count, batches.kv_tokens[rows == count])
+    return attention
+
+
 def step_times(outcome: Outcome, batches: Batches, costs: Costs) -> NDArray[np.float64]:
     """[G, D], whole decode steps in picoseconds; NaN where no request decodes any more.
 
@@ -180,19 +183,14 @@ def step_times(outcome: Outcome, batches: Batches, costs: Costs) -> NDArray[np.f
     the second token, not the first.
     """
     rows = batches.rows
-    attention = np.zeros(rows.shape)
-    head = np.zeros(rows.shape)
-    for count in np.unique(rows[rows > 0]).tolist():
-        here = rows == count
-        attention[here] = costs.attention_ps(count, batches.kv_tokens[here])
-        head[here] = costs.gpu.head_ps(count)
-    layers = costs.shape.num_layers * (attention + costs.overhead_ps)
+    head = np.array([costs.gpu.head_ps(count) for count in range(batches.shape[1] + 1)], np.float64)[rows]
+    layers = costs.shape.num_layers * (attention_ps(batches, costs) + costs.overhead_ps)
     total = layers + layer_factor(batches, costs) * outcome.moe_ps.sum(axis=2) + head
     total[:, 0] += outcome.migration_ps
     return np.where(rows > 0, total, np.nan)
 
 
-def summarise(outcome: Outcome, batches: Batches, costs: Costs) -> Summary:
+def summarise(system: str, outcome: Outcome, batches: Batches, costs: Costs) -> Summary:
     steps = step_times(outcome, batches, costs)
     running = ~np.isnan(steps)
     decode_s = float(np.nansum(steps)) / PS_PER_S
@@ -202,7 +200,7 @@ def summarise(outcome: Outcome, batches: Batches, costs: Costs) -> Summary:
     tokens, seconds = batches.valid.sum(axis=(1, 2)), np.nansum(steps, axis=1) / PS_PER_S
     busy = layer_factor(batches, costs) * float(outcome.device_ps[running].sum()) / PS_PER_S
     row = Summary(
-        system=outcome.system,
+        system=system,
         policy=outcome.policy,
         batch=batches.shape[1],
         decode_tokens_per_s=float(batches.valid.sum()) / decode_s,
@@ -211,7 +209,7 @@ def summarise(outcome: Outcome, batches: Batches, costs: Costs) -> Summary:
         tpot_p50_ms=float(np.percentile(per_row, 50)) / 1e9,
         tpot_p99_ms=float(np.percentile(per_row, 99)) / 1e9,
         moe_ms_per_layer=float(outcome.moe_ps[running].mean()) / 1e9,
-        hit_mass=outcome.hit_mass,
+        hit_mass=outcome.hot_pairs / (batches.num_decisions * batches.shape[4]),
         migrated_gb=outcome.migrated_bytes / 1e9,
         device_busy=busy / decode_s,
         avg_bits=outcome.cold_bits / outcome.cold_pairs if outcome.cold_pairs else float("nan"),
