@@ -90,7 +90,7 @@ class MixedExperts(torch.nn.Module):
         self.weights = {
             (expert, bits): (torch.from_numpy(prepared.w13), torch.from_numpy(prepared.w2))
             for expert in range(self.num_experts)
-            for bits in sorted(store.available(layer, expert))
+            for bits in sorted(store.widths)
             for prepared in [store.get(layer, expert, bits)]
         }
         self.bits: Tensor | None = None  # [sequences, E], 0 or 16 = full precision; None = all of them

@@ -81,7 +81,6 @@ class _Client:
     session: Session
     model: DeviceModel | None  # None: nothing is simulated
     shard: ShardStore
-    has_computed: bool = False
 
 
 @dataclass
@@ -201,15 +200,6 @@ class Handler:
     def forget(self, client: bytes) -> None:
         """Its connection is gone."""
         self._clients.pop(client, None)
-
-    def knows(self, client: bytes) -> bool:
-        """Whether this client has a session."""
-        return client in self._clients
-
-    def has_computed(self, client: bytes) -> bool:
-        """Whether an Execute of its session was answered."""
-        known = self._clients.get(client)
-        return known is not None and known.has_computed
 
     def _refusal(self, request_id: int, code: str, message: str, *, retryable: bool = False) -> msg.Refusal:
         self.num_refused += 1
@@ -380,7 +370,6 @@ class Handler:
                 request.submit_ps,
             )
         self.num_executed += 1
-        client.has_computed = True
         result = msg.Result(request.id, incarnation=self.incarnation, epoch=request.epoch, timing=timing)
         return result, {"y": y}
 

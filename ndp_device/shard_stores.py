@@ -149,13 +149,7 @@ class ShardStores:
 def served_by(store: ExpertStore) -> msg.Served:
     """Description of a device with these experts in the handshake."""
     shape, files = store.shape, store.replicas
-    missing = [
-        (layer, expert, bits)
-        for layer in range(shape.num_layers)
-        for expert in range(shape.num_experts)
-        for bits in WIDTHS
-        if bits not in store.available(layer, expert)
-    ]
+    absent = [bits for bits in WIDTHS if bits not in store.widths]
     return msg.Served(
         num_layers=shape.num_layers,
         num_experts=shape.num_experts,
@@ -167,7 +161,7 @@ def served_by(store: ExpertStore) -> msg.Served:
         format="" if files is None else f"{replica_format.FORMAT} {replica_format.VERSION}",
         replica_digest="" if files is None else files.manifest.digest,
         loss_digest="" if files is None else files.loss_digest,
-        missing=len(missing),
-        first_missing=missing[0] if missing else None,
+        missing=shape.num_layers * shape.num_experts * len(absent),
+        first_missing=(0, 0, absent[0]) if absent else None,
         part=msgspec.UNSET if store.part == WHOLE else (store.part.index, store.part.count),
     )

@@ -106,11 +106,6 @@ class ExpertStore:
         """The widths that every expert can be had at."""
         return self._bits
 
-    def available(self, layer: int, expert: int) -> frozenset[int]:
-        """The widths this expert can be had at; empty for an expert the model does not have."""
-        exists = 0 <= layer < self.shape.num_layers and 0 <= expert < self.shape.num_experts
-        return self._bits if exists else frozenset()
-
     def prepared(self, bits: int) -> NDArray[np.bool_]:
         """[L, E]: which experts are ready at this width."""
         return self._used[bits] > 0
@@ -256,7 +251,8 @@ class ExpertStore:
 
     def expert(self, layer: int, expert: int, bits: int) -> Expert:
         """The expert, or the part of it that is served, as it lies on disk."""
-        if bits in self.available(layer, expert):
+        exists = 0 <= layer < self.shape.num_layers and 0 <= expert < self.shape.num_experts
+        if exists and bits in self._bits:
             if bits == FULL_PRECISION_BITS and self._checkpoint is not None:
                 return self.part.of(self._checkpoint.expert(layer, expert))
             if self._replicas is not None:

@@ -11,8 +11,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import Any, get_type_hints
+from functools import cache, cached_property
+from typing import Annotated, Any, ClassVar, NamedTuple, get_origin, get_type_hints
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.presets import DENSITY_REFRESH, PRESETS, Quantity, known_presets
@@ -22,31 +22,6 @@ REFRESH_MODES = ("all-bank", "per-bank", "off")
 PE_MODES = ("bit_scalable", "bit_scalable_pow2", "fp16_dequant", "int8")
 LAUNCH_PATHS = ("cxlmem", "dma")
 DRAM_KINDS = ("bank", "ideal")
-_MOST_BYTES = 2**50
-
-
-def _choose(section: str, field: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{section}.{field} must be one of {', '.join(allowed)}, got {value!r}")
-
-
-def _at_least(section: str, spec: object, minimum: int, *names: str) -> None:
-    for name in names:
-        if getattr(spec, name) < minimum:
-            raise ConfigError(f"{section}.{name} must be at least {minimum}, got {getattr(spec, name)}")
-
-
-def _capacity(key: str, num_bytes: int) -> None:
-    if not 1 <= num_bytes <= _MOST_BYTES:
-        raise ConfigError(f"{key} must lie in 1..{_MOST_BYTES} (a pebibyte), got {num_bytes}")
-
-
-def _at_most(section: str, spec: object, maximum: int, *names: str) -> None:
-    for name in names:
-        if getattr(spec, name) > maximum:
-            raise ConfigError(f"{section}.{name} must be at most {maximum}, got {getattr(spec, name)}")
-
-
 MAX_VALUE = 1 << 60
 MAX_CYCLES = 2048
 """Longest delay between two commands, twice that of any JEDEC device: the controller steps through every cycle of
@@ -55,70 +30,97 @@ MAX_ROW_SPAN = 1 << 16
 """Lines in one row of every bank, 8 times DDR5's: so many are simulated once per device."""
 
 
+class Within(NamedTuple):
+    """Limits of a whole number; None: MAX_VALUE, as of all that is given."""
+
+    least: int
+    most: int | None = None
+
+
+NotNegative = Annotated[int, Within(0)]
+Positive = Annotated[int, Within(1)]
+Bytes = Annotated[int, Within(1, 2**50)]
+Banks = Annotated[int, Within(1, 64)]
+InRow = Annotated[int, Within(1, MAX_ROW_SPAN)]
+Cycles = Annotated[int, Within(1, MAX_CYCLES)]
+CyclesOrNone = Annotated[int, Within(0, MAX_CYCLES)]
+RefreshCycles = Annotated[int, Within(1, 1 << 24)]
+RefreshCyclesOrNone = Annotated[int, Within(0, 1 << 24)]
+
+
+class _Section:
+    """Values of one part of the hardware. Each field's annotation says what it may be: limits, or words."""
+
+    section: ClassVar[str]
+    _allowed: ClassVar[Mapping[str, Within | tuple[str, ...]]]
+
+    def __init_subclass__(cls) -> None:
+        hints = get_type_hints(cls, include_extras=True)
+        cls._allowed = {name: kind.__metadata__[0] for name, kind in hints.items() if get_origin(kind) is Annotated}
+
+    def __post_init__(self) -> None:
+        for name, allowed in self._allowed.items():
+            key, value = f"{self.section}.{name}", getattr(self, name)
+            if not isinstance(allowed, Within):
+                if value not in allowed:
+                    raise ConfigError(f"{key} must be one of {', '.join(allowed)}, got {value!r}")
+            elif allowed.most is None:
+                if value < allowed.least:
+                    raise ConfigError(f"{key} must be at least {allowed.least}, got {value}")
+            elif not allowed.least <= value <= allowed.most:
+                raise ConfigError(f"{key} must lie in {allowed.least}..{allowed.most}, got {value}")
+
+
 @dataclass(frozen=True)
-class DramSpec:
+class DramSpec(_Section):
     """Identical channels of one JEDEC device. Times in cycles of tck_fs; `ideal` reads at peak rate with no latency."""
 
-    kind: str  # bank | ideal
+    section = "dram"
+
+    kind: Annotated[str, DRAM_KINDS]  # bank | ideal
     standard: str
-    capacity_bytes: int
-    ideal_bytes_per_s: int  # used by kind "ideal" only
-    channels: int
-    ranks: int
-    bank_groups: int
-    banks_per_group: int
-    lines_per_row: int
-    line_bytes: int  # one burst on one channel
-    stripe_bytes: int  # consecutive bytes on one channel
-    tck_fs: int
-    burst: int  # data bus cycles of one line
-    cl: int
-    rcd: int
-    rp: int
-    rp_ab: int  # precharge all banks
-    ras: int
-    rc: int
-    rtp: int
-    ccd_s: int
-    ccd_l: int
-    rrd_s: int
-    rrd_l: int
-    faw: int
-    ppd: int  # precharge to precharge
-    rank_switch: int  # bubble on the data bus between ranks
-    act_cycles: int  # command bus cycles of an activate
-    aad: int  # LPDDR5: an activate is two commands, the second at most so many cycles after the first; 0 = one command
-    read_cycles: int  # command bus cycles of a read
-    wck_sync: int  # LPDDR5: cycles the clock of the data bus stays in sync after a burst; 0 = no such clock
-    refresh: str  # all-bank | per-bank | off
-    rfc: int
-    refi: int
-    rfc_pb: int  # per-bank refresh; 0 = the device has none
-    refi_pb: int
-    pbr_to_pbr: int
-    pbr_to_act: int
-    queue_entries: int
-    outstanding: int  # lines in flight per channel; 0 = as many as the queue holds
+    capacity_bytes: Bytes
+    ideal_bytes_per_s: Positive  # used by kind "ideal" only
+    channels: Annotated[int, Within(1, 1 << 24)]
+    ranks: Banks
+    bank_groups: Banks
+    banks_per_group: Banks
+    lines_per_row: InRow
+    line_bytes: InRow  # one burst on one channel
+    stripe_bytes: Positive  # consecutive bytes on one channel
+    tck_fs: Positive
+    burst: Cycles  # data bus cycles of one line
+    cl: Cycles
+    rcd: Cycles
+    rp: Cycles
+    rp_ab: Cycles  # precharge all banks
+    ras: Cycles
+    rc: Cycles
+    rtp: Cycles
+    ccd_s: Cycles
+    ccd_l: Cycles
+    rrd_s: Cycles
+    rrd_l: Cycles
+    faw: Cycles
+    ppd: Cycles  # precharge to precharge
+    rank_switch: CyclesOrNone  # bubble on the data bus between ranks
+    act_cycles: Cycles  # command bus cycles of an activate
+    aad: CyclesOrNone  # LPDDR5: an activate is two commands, the second at most so many cycles later; 0 = one command
+    read_cycles: Cycles  # command bus cycles of a read
+    wck_sync: CyclesOrNone  # LPDDR5: cycles the clock of the data bus stays in sync after a burst; 0 = no such clock
+    refresh: Annotated[str, REFRESH_MODES]  # all-bank | per-bank | off
+    rfc: RefreshCycles
+    refi: RefreshCycles
+    rfc_pb: RefreshCyclesOrNone  # per-bank refresh; 0 = the device has none
+    refi_pb: RefreshCyclesOrNone
+    pbr_to_pbr: CyclesOrNone
+    pbr_to_act: CyclesOrNone
+    queue_entries: Cycles
+    outstanding: CyclesOrNone  # lines in flight per channel; 0 = as many as the queue holds
     bank_group_interleave: bool
 
     def __post_init__(self) -> None:
-        _choose("dram", "kind", self.kind, DRAM_KINDS)
-        _choose("dram", "refresh", self.refresh, REFRESH_MODES)
-        _capacity("dram.capacity_bytes", self.capacity_bytes)
-        _at_least("dram", self, 1, "ideal_bytes_per_s", "channels", "ranks", "bank_groups")
-        _at_least("dram", self, 1, "banks_per_group", "lines_per_row", "line_bytes", "stripe_bytes", "tck_fs", "burst")
-        _at_least("dram", self, 1, "cl", "rcd", "rp", "rp_ab", "ras", "rc", "rtp", "ccd_s", "ccd_l", "rrd_s", "rrd_l")
-        _at_least("dram", self, 1, "faw", "ppd", "act_cycles", "read_cycles", "rfc", "refi", "queue_entries")
-        _at_least("dram", self, 0, "aad", "rank_switch", "wck_sync", "rfc_pb", "refi_pb", "pbr_to_pbr", "pbr_to_act")
-        _at_least("dram", self, 0, "outstanding")
-        _at_most("dram", self, MAX_CYCLES, "burst", "cl", "rcd", "rp", "rp_ab", "ras", "rc", "rtp", "ccd_s", "ccd_l")
-        _at_most(
-            "dram", self, MAX_CYCLES, "rrd_s", "rrd_l", "faw", "ppd", "rank_switch", "act_cycles", "aad", "pbr_to_act"
-        )
-        _at_most("dram", self, MAX_CYCLES, "read_cycles", "wck_sync", "queue_entries", "outstanding", "pbr_to_pbr")
-        _at_most("dram", self, 1 << 24, "rfc", "refi", "rfc_pb", "refi_pb", "channels")
-        _at_most("dram", self, 64, "ranks", "bank_groups", "banks_per_group")
-        _at_most("dram", self, MAX_ROW_SPAN, "lines_per_row", "line_bytes")
+        super().__post_init__()
         if self.ranks * self.banks * self.lines_per_row > MAX_ROW_SPAN:
             raise ConfigError(
                 f"dram.ranks x bank_groups x banks_per_group x lines_per_row must be at most {MAX_ROW_SPAN}, got "
@@ -154,35 +156,30 @@ class DramSpec:
             return self.ideal_bytes_per_s
         return self.channels * self.line_bytes * PS_PER_S * FS_PER_PS // (self.burst * self.tck_fs)
 
-    @property
-    def lines_in_flight(self) -> int:
-        return min(self.outstanding, self.queue_entries) if self.outstanding else self.queue_entries
-
     def cycles_to_ps(self, cycles: int) -> int:
         return ceil_div(cycles * self.tck_fs, FS_PER_PS)
 
 
 @dataclass(frozen=True)
-class LinkSpec:
+class LinkSpec(_Section):
     """The way between host and device: activations by `launch`, weights in bulk by DMA. Full duplex."""
 
-    launch: str  # cxlmem | dma
-    raw_bytes_per_s: int  # per direction, after line coding
-    packet_payload_bytes: int  # PCIe maximum payload
-    packet_header_bytes: int
-    bulk_bytes_per_s: int  # what long DMA copies reach
-    cxl_line_bytes: int
+    section = "link"
+
+    launch: Annotated[str, LAUNCH_PATHS]  # cxlmem | dma
+    raw_bytes_per_s: Positive  # per direction, after line coding
+    packet_payload_bytes: Positive  # PCIe maximum payload
+    packet_header_bytes: NotNegative
+    bulk_bytes_per_s: Positive  # what long DMA copies reach
+    cxl_line_bytes: Positive
     cxl_line_wire_bytes: int  # bytes on the wire per line
-    load_to_use_ps: int  # CXL.mem read of the host; a posted write takes half
-    dma_launch_ps: int  # one cudaMemcpyAsync
-    dma_latency_ps: int  # one way
-    completion_ps: int  # poll that sees a DMA finished
+    load_to_use_ps: NotNegative  # CXL.mem read of the host; a posted write takes half
+    dma_launch_ps: NotNegative  # one cudaMemcpyAsync
+    dma_latency_ps: NotNegative  # one way
+    completion_ps: NotNegative  # poll that sees a DMA finished
 
     def __post_init__(self) -> None:
-        _choose("link", "launch", self.launch, LAUNCH_PATHS)
-        _at_least("link", self, 1, "raw_bytes_per_s", "packet_payload_bytes", "bulk_bytes_per_s", "cxl_line_bytes")
-        _at_least("link", self, 0, "packet_header_bytes", "load_to_use_ps", "dma_launch_ps", "dma_latency_ps")
-        _at_least("link", self, 0, "completion_ps")
+        super().__post_init__()
         if self.cxl_line_wire_bytes < self.cxl_line_bytes:
             raise ConfigError(
                 f"link.cxl_line_wire_bytes must be at least link.cxl_line_bytes {self.cxl_line_bytes}, "
@@ -196,27 +193,26 @@ class LinkSpec:
 
 
 @dataclass(frozen=True)
-class ArraySpec:
+class ArraySpec(_Section):
     """`units` of rows x cols processing elements beside the DRAM; each element multiplies fp16 by fp16 once a cycle."""
 
-    units: int
-    rows: int  # tokens side by side
-    cols: int  # output columns side by side
-    clock_hz: int
-    pe_mode: str
-    fill_cycles: int  # pipeline fill and drain of one matrix
-    tile_bytes: int  # per unit; weights handed over at a time
-    scratchpad_bytes: int  # per unit; half holds weights in flight, half activations
+    section = "array"
+
+    units: Positive
+    rows: Positive  # tokens side by side
+    cols: Positive  # output columns side by side
+    clock_hz: Positive
+    pe_mode: Annotated[str, PE_MODES]
+    fill_cycles: NotNegative  # pipeline fill and drain of one matrix
+    tile_bytes: Positive  # per unit; weights handed over at a time
+    scratchpad_bytes: Positive  # per unit; half holds weights in flight, half activations
     double_buffered: bool
-    dequant_weights_per_cycle: int  # per unit, fp16_dequant only
-    vector_lanes: int  # per unit, SwiGLU elements a cycle
-    command_ps: int  # decode and dispatch of one command
+    dequant_weights_per_cycle: Positive  # per unit, fp16_dequant only
+    vector_lanes: Positive  # per unit, SwiGLU elements a cycle
+    command_ps: NotNegative  # decode and dispatch of one command
 
     def __post_init__(self) -> None:
-        _choose("array", "pe_mode", self.pe_mode, PE_MODES)
-        _at_least("array", self, 1, "units", "rows", "cols", "clock_hz", "tile_bytes", "scratchpad_bytes")
-        _at_least("array", self, 1, "dequant_weights_per_cycle", "vector_lanes")
-        _at_least("array", self, 0, "fill_cycles", "command_ps")
+        super().__post_init__()
         if 4 * self.tile_bytes > self.scratchpad_bytes:
             raise ConfigError(
                 f"array.scratchpad_bytes must hold four tiles of {self.tile_bytes} bytes, got {self.scratchpad_bytes}"
@@ -229,65 +225,50 @@ class ArraySpec:
 
 
 @dataclass(frozen=True)
-class GpuSpec:
+class GpuSpec(_Section):
     """The GPU as a roofline, and the way its weights come in."""
 
-    flops_per_s: int  # dense 16-bit
-    hbm_bytes_per_s: int
-    hbm_efficiency_percent: int
-    hbm_capacity_bytes: int
-    layer_overhead_ps: int  # launches and synchronisation of one layer
+    section = "gpu"
 
-    def __post_init__(self) -> None:
-        _at_least("gpu", self, 1, "flops_per_s", "hbm_bytes_per_s", "hbm_efficiency_percent")
-        _capacity("gpu.hbm_capacity_bytes", self.hbm_capacity_bytes)
-        _at_least("gpu", self, 0, "layer_overhead_ps")
-        if self.hbm_efficiency_percent > 100:
-            raise ConfigError(f"gpu.hbm_efficiency_percent must be 1..100, got {self.hbm_efficiency_percent}")
+    flops_per_s: Positive  # dense 16-bit
+    hbm_bytes_per_s: Positive
+    hbm_efficiency_percent: Annotated[int, Within(1, 100)]
+    hbm_capacity_bytes: Bytes
+    layer_overhead_ps: NotNegative  # launches and synchronisation of one layer
 
 
 @dataclass(frozen=True)
-class HostSpec:
+class HostSpec(_Section):
     """The host's processor as two rooflines, its memory, and a CXL expander that some systems put beside it."""
 
-    cpu_flops_per_s: int  # dense 16-bit
-    memory_bytes_per_s: int
-    memory_capacity_bytes: int
-    cxl_flops_per_s: int  # of an expander that multiplies
-    cxl_bytes_per_s: int
-    cxl_capacity_bytes: int
+    section = "host"
 
-    def __post_init__(self) -> None:
-        _at_least("host", self, 1, "cpu_flops_per_s", "memory_bytes_per_s", "cxl_flops_per_s", "cxl_bytes_per_s")
-        _capacity("host.memory_capacity_bytes", self.memory_capacity_bytes)
-        _capacity("host.cxl_capacity_bytes", self.cxl_capacity_bytes)
+    cpu_flops_per_s: Positive  # dense 16-bit
+    memory_bytes_per_s: Positive
+    memory_capacity_bytes: Bytes
+    cxl_flops_per_s: Positive  # of an expander that multiplies
+    cxl_bytes_per_s: Positive
+    cxl_capacity_bytes: Bytes
 
 
 @dataclass(frozen=True)
-class EnergySpec:
+class EnergySpec(_Section):
     """Energy per event, femtojoules, and power without events. Indicative: the arrays themselves are not in it."""
 
-    dram_line32_fj: int  # one 32 B access
-    activate_fj: int  # activate and precharge of one row
-    link_bit_fj: int
-    scratchpad_access_fj: int  # one 32 B access
-    hbm_bit_fj: int  # of the GPU's memory
-    gpu_idle_mw: int  # milliwatts that flow whatever moves
-    host_idle_mw: int
-    device_idle_mw: int
+    section = "energy"
 
-    def __post_init__(self) -> None:
-        _at_least("energy", self, 0, "dram_line32_fj", "activate_fj", "link_bit_fj", "scratchpad_access_fj")
-        _at_least("energy", self, 0, "hbm_bit_fj", "gpu_idle_mw", "host_idle_mw", "device_idle_mw")
+    dram_line32_fj: NotNegative  # one 32 B access
+    activate_fj: NotNegative  # activate and precharge of one row
+    link_bit_fj: NotNegative
+    scratchpad_access_fj: NotNegative  # one 32 B access
+    hbm_bit_fj: NotNegative  # of the GPU's memory
+    gpu_idle_mw: NotNegative  # milliwatts that flow whatever moves
+    host_idle_mw: NotNegative
+    device_idle_mw: NotNegative
 
 
 SECTIONS: dict[str, type[Any]] = {
-    "dram": DramSpec,
-    "link": LinkSpec,
-    "array": ArraySpec,
-    "gpu": GpuSpec,
-    "host": HostSpec,
-    "energy": EnergySpec,
+    spec.section: spec for spec in (DramSpec, LinkSpec, ArraySpec, GpuSpec, HostSpec, EnergySpec)
 }
 
 
@@ -317,11 +298,11 @@ class Hardware:
         }
 
 
-def field_types() -> dict[str, type[Any]]:
+@cache
+def field_types() -> Mapping[str, type[Any]]:
     """'section.field' -> int, str or bool."""
-    return {
-        f"{section}.{name}": kind for section, spec in SECTIONS.items() for name, kind in get_type_hints(spec).items()
-    }
+    kinds = {section: get_type_hints(spec) for section, spec in SECTIONS.items()}
+    return {f"{section}.{f.name}": kinds[section][f.name] for section, spec in SECTIONS.items() for f in fields(spec)}
 
 
 def load_hardware(preset: str = "h100-ndp512", /, **overrides: Any) -> Hardware:

@@ -32,8 +32,6 @@ def execute_bytes(tokens: int, pairs: int, hidden_size: int, activation_bytes: i
 class ExpertWork:
     """One expert of one Execute: how many rows it serves and how many bytes its weights cost the DRAM."""
 
-    layer: int
-    expert: int
     bits: int
     tokens: int
     dram_bytes: int  # packed weights with scales and offsets
@@ -41,29 +39,26 @@ class ExpertWork:
     def __post_init__(self) -> None:
         if self.bits not in PLAN_BITS:
             raise ConfigError(f"bits of an expert must be one of {sorted(PLAN_BITS)}, got {self.bits}")
-        if min(sizes := (self.layer, self.expert, self.tokens, self.dram_bytes)) < 0:
-            named = dict(zip(("layer", "expert", "tokens", "dram_bytes"), sizes, strict=True))
-            name = min(named, key=lambda one: named[one] >= 0)
-            raise ConfigError(f"{name} of an expert must not be negative, got {named[name]}")
+        for field in ("tokens", "dram_bytes"):
+            if getattr(self, field) < 0:
+                raise ConfigError(f"{field} of an expert must not be negative, got {getattr(self, field)}")
 
 
 @dataclass(frozen=True)
 class Work:
-    """Sizes of one Execute: H x I experts, T activation rows in, T partial sums out."""
+    """Sizes of one Execute of H x I experts: what goes in, what comes out, and its experts in reading order."""
 
     hidden_size: int
     intermediate_size: int
-    group_size: int
-    tokens: int
     bytes_in: int
     bytes_out: int
     experts: tuple[ExpertWork, ...]
 
     def __post_init__(self) -> None:
-        for field in ("hidden_size", "intermediate_size", "group_size"):
+        for field in ("hidden_size", "intermediate_size"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field} of a work must be at least 1, got {getattr(self, field)}")
-        for field in ("tokens", "bytes_in", "bytes_out"):
+        for field in ("bytes_in", "bytes_out"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} of a work must not be negative, got {getattr(self, field)}")
 
@@ -91,11 +86,9 @@ def single_expert_work(shape: ModelShape, bits: int, tokens: int, group_size: in
     return Work(
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
-        group_size=group_size,
-        tokens=tokens,
         bytes_in=2 * shape.hidden_size * tokens,
         bytes_out=4 * shape.hidden_size * tokens,
-        experts=(ExpertWork(layer=0, expert=0, bits=bits, tokens=tokens, dram_bytes=num_bytes),),
+        experts=(ExpertWork(bits, tokens, num_bytes),),
     )
 
 

@@ -117,13 +117,11 @@ def test_simulated_time_is_what_the_device_model_says_for_the_works_in_order(
         work = Work(
             hidden_size=HIDDEN,
             intermediate_size=INTERMEDIATE,
-            group_size=store.group_size,
-            tokens=2,
             bytes_in=2 * HIDDEN * 4 + 3 * 13,
             bytes_out=2 * HIDDEN * 4,
             experts=(
-                ExpertWork(1, 2, 3, 2, store.expert_bytes(1, 2, 3)),
-                ExpertWork(1, 0, 1, 1, store.expert_bytes(1, 0, 1)),
+                ExpertWork(3, 2, store.expert_bytes(1, 2, 3)),
+                ExpertWork(1, 1, store.expert_bytes(1, 0, 1)),
             ),
         )
         assert result.timing == model.execute(work, submit_ps)
@@ -152,12 +150,11 @@ def test_each_client_has_its_own_simulated_time_and_a_new_hello_starts_it_again(
 
 
 def test_nothing_of_a_session_outlives_its_next_hello(divisible: Handler) -> None:
-    """Neither plan, active or installed, nor epoch, part, simulated time, nor that it has computed."""
+    """Neither plan, active or installed, nor epoch, part or simulated time."""
     caller, work, other = Caller(divisible, b"a").ready(), pairs([0], [0], [4]), Caller(divisible, b"b").ready()
     fresh = caller.execute(work)[0].timing
     caller.install(7, expected_epoch=1)
     caller.hello(part=(0, 3))
-    assert not divisible.has_computed(b"a")
     for refused in (
         lambda: caller.execute(work),
         lambda: caller.execute(work, epoch=7),
@@ -171,7 +168,6 @@ def test_nothing_of_a_session_outlives_its_next_hello(divisible: Handler) -> Non
     caller.ask(msg.ActivatePlan, epoch=1)
     assert caller.execute(work)[0].timing.weight_bytes * 3 == fresh.weight_bytes
     assert caller.ready().execute(work)[0].timing == fresh
-    assert divisible.has_computed(b"a")
     other.execute(work)  # of another's session nothing is lost
 
 
@@ -408,13 +404,10 @@ def test_sessions_about_parts_add_up_to_one_about_whole_experts_each_with_times_
     work = Work(
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE // 3,
-        group_size=8,
-        tokens=2,
         bytes_in=2 * HIDDEN * 4 + 3 * 13,
         bytes_out=2 * HIDDEN * 4,
         experts=tuple(
-            ExpertWork(0, expert, bits, 1, welcomes[0].served.expert_bytes[bits])
-            for expert, bits in ((0, 4), (1, 16), (2, 2))
+            ExpertWork(bits, 1, welcomes[0].served.expert_bytes[bits]) for expert, bits in ((0, 4), (1, 16), (2, 2))
         ),
     )
     assert [result.timing for result, _ in answers] == [DeviceModel(load_hardware("h100-ndp512")).execute(work, 0)] * 3

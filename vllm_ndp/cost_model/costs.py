@@ -287,11 +287,9 @@ def _equal_experts(costs: Costs, bits: int, tokens: int, num_experts: int) -> Wo
     return Work(
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
-        group_size=costs.group_size,
-        tokens=tokens,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
-        experts=tuple(ExpertWork(0, expert, bits, tokens, costs.replica_bytes(bits)) for expert in range(num_experts)),
+        experts=(ExpertWork(bits, tokens, costs.replica_bytes(bits)),) * num_experts,
     )
 
 

@@ -253,9 +253,9 @@ class _Host:
         rows, columns = np.nonzero(~on_gpu)
         experts, widths = ids[rows, columns], np.full(len(rows), bits, np.uint8)
         messages, devices, costs = [], self._devices, self._costs
-        held = HeldExperts(devices.expert_bytes, costs.group_size, costs.shape.dtype_bytes, devices.num_parts)
+        held = HeldExperts(devices.expert_bytes, costs.shape.dtype_bytes, devices.num_parts)
         for device, own in self._devices.messages(layer, experts, widths, everywhere) if len(rows) else ():
-            work = work_of(self._costs.shape, held, layer, rows[own], experts[own].tolist(), widths[own].tolist())
+            work = work_of(self._costs.shape, held, rows[own], experts[own].tolist(), widths[own].tolist())
             messages.append((device, work))
         return _LayerWork(gpu_ps, tuple(messages))
 

@@ -268,7 +268,6 @@ class HeldExperts:
 
     expert_bytes: Mapping[int, int]
     """Bytes of the device's part of an expert, by width."""
-    group_size: int
     activation_bytes: int
     num_parts: int = 1
     """Parts of an expert; the device has one."""
@@ -277,7 +276,6 @@ class HeldExperts:
 def work_of(
     shape: WholeModel,
     held: HeldExperts,
-    layer: int,
     rows: NDArray[np.int64],
     experts: Sequence[int],
     bits: Sequence[int],
@@ -291,11 +289,9 @@ def work_of(
     return Work(
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size // held.num_parts,
-        group_size=held.group_size,
-        tokens=num_rows,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
-        experts=tuple(ExpertWork(layer, *key, count, held.expert_bytes[key[1]]) for key, count in tokens.items()),
+        experts=tuple(ExpertWork(width, count, held.expert_bytes[width]) for (_, width), count in tokens.items()),
     )
 
 

@@ -133,7 +133,7 @@ def test_a_build_with_other_settings_leaves_what_is_there_alone(model_dir: Path,
 def test_a_build_of_some_widths_offers_those_only(model_dir: Path, tmp_path: Path) -> None:
     build_data_free(model_dir, tmp_path / "out", bits=(3, 2), group_size=8, show_progress=False)
     store = ExpertStore(None, tmp_path / "out", kernel=load_kernel("reference"))
-    assert store.available(0, 0) == {2, 3}
+    assert store.widths == {2, 3}
     loss, _ = load_loss_table(tmp_path / "out")
     assert np.isnan(loss[..., [0, 3]]).all()
     assert np.isfinite(loss[..., [1, 2]]).all()
@@ -265,8 +265,7 @@ def test_the_store_serves_both_sources_and_counts_bytes(model_dir: Path, built: 
     """At k bits one weight costs k bits of planes and 4 bytes of scale and offset per group of 8."""
     store = ExpertStore(model_dir, built, kernel=load_kernel("reference"))
     weights = 3 * HIDDEN * INTERMEDIATE
-    assert store.available(1, 2) == {1, 2, 3, 4, 16}
-    assert store.available(LAYERS, 0) == store.available(0, EXPERTS) == store.available(-1, 0) == set()
+    assert store.widths == {1, 2, 3, 4, 16}
     for bits in (1, 2, 3, 4):
         assert store.expert_bytes(1, 2, bits) == weights * bits // 8 + weights // 8 * 4
     assert store.expert_bytes(1, 2, 16) == weights * 4
@@ -274,15 +273,16 @@ def test_the_store_serves_both_sources_and_counts_bytes(model_dir: Path, built: 
     assert store.model_digest == model_digest(model_dir)
     assert store.resident_bytes == sum(file.stat().st_size for file in built.glob("*.safetensors"))
     assert store.get(1, 2, 3) is store.get(1, 2, 3)
-    with pytest.raises(ReplicaError, match="expert 0 of layer 7"):
-        store.get(7, 0, 2)
+    for layer, expert in ((LAYERS, 0), (0, EXPERTS), (-1, 0)):
+        with pytest.raises(ReplicaError, match=f"expert {expert} of layer {layer} cannot be had"):
+            store.get(layer, expert, 2)
 
 
 def test_each_source_can_be_served_alone(model_dir: Path, built: Path) -> None:
     kernel = load_kernel("reference")
     full_only, replicas_only = ExpertStore(model_dir, None, kernel=kernel), ExpertStore(None, built, kernel=kernel)
-    assert (full_only.available(0, 0), full_only.replica_source, full_only.resident_bytes) == ({16}, "none", 0)
-    assert replicas_only.available(0, 0) == {1, 2, 3, 4}
+    assert (full_only.widths, full_only.replica_source, full_only.resident_bytes) == ({16}, "none", 0)
+    assert replicas_only.widths == {1, 2, 3, 4}
     assert replicas_only.shape == full_only.shape
     assert replicas_only.model_digest == full_only.model_digest
     with pytest.raises(ConfigError, match="needs experts"):

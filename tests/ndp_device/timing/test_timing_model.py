@@ -29,13 +29,11 @@ def work_of(*experts: tuple[int, int], hidden: int = 1024, intermediate: int = 2
     return Work(
         hidden_size=hidden,
         intermediate_size=intermediate,
-        group_size=128,
-        tokens=tokens,
         bytes_in=2 * hidden * tokens,
         bytes_out=4 * hidden * tokens,
         experts=tuple(
-            ExpertWork(0, number, bits, count, expert_bytes(hidden, intermediate, bits, 128, scales=scales))
-            for number, (bits, count) in enumerate(experts)
+            ExpertWork(bits, count, expert_bytes(hidden, intermediate, bits, 128, scales=scales))
+            for bits, count in experts
         ),
     )
 
@@ -138,7 +136,7 @@ def test_with_ideal_dram_an_expert_takes_exactly_its_cycles() -> None:
 
 def test_nothing_to_do_costs_the_way_there_and_back() -> None:
     """Load-to-use 250 ns and half of it for the posted write, 20 ns to decode."""
-    timing = run(HARDWARE, Work(1024, 2048, 128, 0, 0, 0, ()))
+    timing = run(HARDWARE, Work(1024, 2048, 0, 0, ()))
     assert timing.total_ps == 125_000 + 20_000 + 250_000
     assert timing.bound == "link"
 
@@ -247,7 +245,7 @@ def test_each_wire_and_the_device_serve_one_command_at_a_time_in_order(
 def test_the_second_of_two_results_leaves_when_the_first_has_left() -> None:
     """Of 250 000 bytes, which take 85 wire bytes for each 64 at 31.5 GB/s; neither command has anything to read."""
     model = DeviceModel(IDEAL_DRAM)
-    first, second = (model.execute(Work(64, 64, 64, 1, 0, size, ()), 0) for size in (250_000, 64))
+    first, second = (model.execute(Work(64, 64, 0, size, ()), 0) for size in (250_000, 64))
     assert first.queue_ps == 0
     assert second.queue_ps == pytest.approx(3907 * 85 / 31.5e9 * 1e12, rel=1e-3)
 
@@ -304,7 +302,7 @@ def test_bulk_copies_reach_the_effective_rate() -> None:
 
 def test_energy_counts_events_once() -> None:
     """32 bytes of weights: one DRAM access (1.11 nJ), two of the scratchpad (2 x 0.113 nJ), 20 rows opened (1.8 nJ)."""
-    work = Work(1, 1, 1, 1, 0, 0, (ExpertWork(0, 0, 4, 1, 32),))
+    work = Work(1, 1, 0, 0, (ExpertWork(4, 1, 32),))
     assert run(HARDWARE, work).energy_pj == 1110 + 226 + 20 * 1800
 
 
@@ -337,10 +335,10 @@ def test_bytes_of_a_replica() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ExpertWork(0, 0, 5, 1, 1), "bits"),
-        (lambda: ExpertWork(0, 0, 4, -1, 1), "tokens"),
-        (lambda: Work(0, 1, 1, 1, 1, 1, ()), "hidden_size"),
-        (lambda: Work(1, 1, 1, 1, -1, 1, ()), "bytes_in"),
+        (lambda: ExpertWork(5, 1, 1), "bits"),
+        (lambda: ExpertWork(4, -1, 1), "tokens"),
+        (lambda: Work(0, 1, 1, 1, ()), "hidden_size"),
+        (lambda: Work(1, 1, -1, 1, ()), "bytes_in"),
         (lambda: public_shape("mixtral-8x7"), "did you mean 'mixtral-8x7b'"),
         (lambda: expert_bytes(8, 8, 5, 8), "bits"),
         (lambda: expert_bytes(8, 8, 4, 0), "group size"),

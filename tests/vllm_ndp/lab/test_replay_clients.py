@@ -40,11 +40,9 @@ EASY = load_hardware(
 WORK = Work(
     hidden_size=1024,
     intermediate_size=1024,
-    group_size=128,
-    tokens=1,
     bytes_in=6400,  # 100 ns
     bytes_out=12800,  # 200 ns
-    experts=(ExpertWork(0, 0, 16, 1, 5_120_000),),  # 10 000 ns
+    experts=(ExpertWork(16, 1, 5_120_000),),  # 10 000 ns
 )
 TAIL = 316
 """ps: the last tile in the arrays, after the last byte."""

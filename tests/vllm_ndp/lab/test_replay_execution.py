@@ -38,10 +38,8 @@ def device_ps(costs: Costs, experts: list[tuple[int, int]], rows: int) -> float:
     """The device model itself on one message of (bits, tokens) experts, mean over submit times."""
     pairs = sum(tokens for _, tokens in experts)
     bytes_in, bytes_out = execute_bytes(rows, pairs, costs.shape.hidden_size, costs.shape.dtype_bytes)
-    parts = tuple(ExpertWork(0, e, bits, tokens, costs.replica_bytes(bits)) for e, (bits, tokens) in enumerate(experts))
-    work = Work(
-        costs.shape.hidden_size, costs.shape.intermediate_size, costs.group_size, rows, bytes_in, bytes_out, parts
-    )
+    parts = tuple(ExpertWork(bits, tokens, costs.replica_bytes(bits)) for bits, tokens in experts)
+    work = Work(costs.shape.hidden_size, costs.shape.intermediate_size, bytes_in, bytes_out, parts)
     return float(np.mean([DeviceModel(costs.hardware).execute(work, 244_140 * i).total_ps for i in range(16)]))
 
 
@@ -220,8 +218,8 @@ def test_energy_of_pairs_is_that_of_the_device_model_and_of_bytes_over_the_wire(
         for layer in range(4):
             _, rows = np.unique(batches.ids[0, :, step, layer], return_counts=True)
             sizes = execute_bytes(2, 4, shape.hidden_size, shape.dtype_bytes)
-            experts = tuple(ExpertWork(0, e, 2, int(n), COSTS.replica_bytes(2)) for e, n in enumerate(rows))
-            work = Work(shape.hidden_size, shape.intermediate_size, COSTS.group_size, 2, *sizes, experts)
+            experts = tuple(ExpertWork(2, int(n), COSTS.replica_bytes(2)) for n in rows)
+            work = Work(shape.hidden_size, shape.intermediate_size, *sizes, experts)
             total += DeviceModel(COSTS.hardware).execute(work, 0).energy_pj
     link_pj = cold.link_bytes * 8 * COSTS.hardware.energy.link_bit_fj / 1e3
     assert cold.device_dram_pj + cold.device_arrays_pj + link_pj == pytest.approx(total, rel=0.005)

@@ -157,8 +157,8 @@ def test_a_layer_takes_what_its_slowest_device_takes_and_spends_what_all_spend()
     shape = MIXTRAL.shape
 
     def work(bits: int) -> Work:
-        expert = ExpertWork(0, 0, bits, 1, BYTES[bits])
-        return Work(shape.hidden_size, shape.intermediate_size, 128, 1, 100, 100, (expert,))
+        expert = ExpertWork(bits, 1, BYTES[bits])
+        return Work(shape.hidden_size, shape.intermediate_size, 100, 100, (expert,))
 
     timings = [DeviceModel(MIXTRAL.hardware).execute(work(bits), 0) for bits in (2, 4, 3)]
     together = slowest(timings)
@@ -199,8 +199,8 @@ def layer_ps(devices: Devices, experts: list[int]) -> int:
     pairs, bits = np.array(experts), np.full(len(experts), 3, np.uint8)
     timings = []
     for _, own in devices.messages(0, pairs, bits, devices.all_alive):
-        held = HeldExperts(devices.expert_bytes, 128, 2, devices.num_parts)
-        work = work_of(MIXTRAL.shape, held, 0, np.zeros(len(own), np.int64), pairs[own].tolist(), bits[own].tolist())
+        held = HeldExperts(devices.expert_bytes, 2, devices.num_parts)
+        work = work_of(MIXTRAL.shape, held, np.zeros(len(own), np.int64), pairs[own].tolist(), bits[own].tolist())
         timings.append(DeviceModel(MIXTRAL.hardware).execute(work, 0))
     return slowest(timings).total_ps
 

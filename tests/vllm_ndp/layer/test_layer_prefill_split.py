@@ -63,10 +63,10 @@ def simulated_ps(costs: Costs, experts: np.ndarray, on_device: np.ndarray) -> in
     stream_ps = costs.gpu.prefill_stream_ps(len(np.unique(streamed)), len(streamed))
     if not there.any():
         return stream_ps
-    sent, rows = np.unique(experts[there], return_counts=True)
-    works = tuple(ExpertWork(0, int(e), 16, int(n), costs.replica_bytes(16)) for e, n in zip(sent, rows, strict=True))
+    _, rows = np.unique(experts[there], return_counts=True)
+    works = tuple(ExpertWork(16, int(n), costs.replica_bytes(16)) for n in rows)
     sizes = execute_bytes(int(there.sum()), int(there.sum()), shape.hidden_size, shape.dtype_bytes)
-    work = Work(shape.hidden_size, shape.intermediate_size, costs.group_size, int(there.sum()), *sizes, works)
+    work = Work(shape.hidden_size, shape.intermediate_size, *sizes, works)
     return max(stream_ps, DeviceModel(costs.hardware).execute(work, 0).total_ps)
 
 

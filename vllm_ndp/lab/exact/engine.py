@@ -95,7 +95,7 @@ class Engine:
         self.trace, self.setup, self.hardware, self.costs = trace, setup, costs.hardware, costs
         self.devices = setup.devices_of(costs, full_precision=rules.full_precision)
         num_parts = 1 if self.devices is None else self.devices.num_parts
-        self._held = HeldExperts(setup.expert_bytes, setup.group_size, setup.activation_bytes, num_parts)
+        self._held = HeldExperts(setup.expert_bytes, setup.activation_bytes, num_parts)
         self._alive: Alive = () if self.devices is None else self.devices.all_alive
         shape = trace.provenance.num_layers, trace.provenance.num_experts
         self._owners = Owners(setup.num_gpus, *shape) if setup.whole_experts and setup.num_gpus else None
@@ -267,7 +267,7 @@ class Engine:
         if timing is not None and with_prompts:
             device_ps = 0
             if pairs:
-                work = self._work(layer, pairs.rows, pairs.experts, pairs.bits)
+                work = self._work(pairs.rows, pairs.experts, pairs.bits)
                 device_ps = self._idle_device.execute(work, submit_ps).total_ps + timing.queue_ps
         end_layer(alone, self._decode_splitter, split, device_ps)
 
@@ -279,17 +279,17 @@ class Engine:
         None: some pair has no copy on a device that is up, which the host notices when the others have answered.
         """
         if self.devices is None:
-            only: Timing = yield ReplayedCommand(self._work(layer, rows, experts, bits), self.clock.now_ps)
+            only: Timing = yield ReplayedCommand(self._work(rows, experts, bits), self.clock.now_ps)
             return only
         timings, is_served = [], np.zeros(len(rows), np.bool_)
         for device, own in self.devices.messages(layer, experts, bits, self._alive):
-            work = self._work(layer, rows[own], experts[own], bits[own])
+            work = self._work(rows[own], experts[own], bits[own])
             timings.append((yield ReplayedCommand(work, self.clock.now_ps, device)))
             is_served[own] = True
         return slowest(timings) if is_served.all() else None
 
-    def _work(self, layer: int, rows: NDArray[np.int64], experts: NDArray[np.integer], bits: NDArray[np.uint8]) -> Work:
-        return work_of(self.clock.model.shape, self._held, layer, rows, experts.tolist(), bits.tolist())
+    def _work(self, rows: NDArray[np.int64], experts: NDArray[np.integer], bits: NDArray[np.uint8]) -> Work:
+        return work_of(self.clock.model.shape, self._held, rows, experts.tolist(), bits.tolist())
 
     def _bits_of(self, request: int) -> BitwidthPlan:
         plan = self.requests[request].plan
