@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
+from paths import ROOT
 from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_safetensors, write_small_checkpoint
 
 from ndp_device.calibration.build import build_data_free
@@ -35,6 +39,7 @@ from ndp_device.replicas.format import (
     write_manifest,
 )
 from ndp_device.replicas.store import ExpertStore
+from vllm_ndp.traces import format as traces
 
 
 @pytest.fixture(scope="module")
@@ -405,3 +410,53 @@ def test_a_manifest_with_an_unknown_activation_is_refused(
     (copy / "manifest.json").write_bytes(sealed.seal(manifest | {"activation": activation}))
     with pytest.raises(ReplicaError, match=why):
         read_manifest(copy)
+
+
+# -- a digest of its own text ------------------------------------------------------------------------------------------
+
+
+OURS = [
+    (read_manifest, ROOT / "models" / "tiny-mixtral-replicas"),
+    (traces.read_manifest, ROOT / "tests" / "data" / "tiny-mixtral-trace"),
+]
+
+
+@pytest.fixture(params=OURS, ids=["replicas", "trace"])
+def manifest(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Callable[[Path], Any], Path]:
+    """(its reader, a copy)."""
+    read, directory = request.param
+    shutil.copyfile(directory / "manifest.json", tmp_path / "manifest.json")
+    return read, tmp_path / "manifest.json"
+
+
+def test_no_flipped_bit_is_accepted(manifest: tuple[Callable[[Path], Any], Path]) -> None:
+    """Sixty anywhere, and each bit of the digest's own field."""
+    read, path = manifest
+    whole, chance = path.read_bytes(), random.Random(0)
+    read(path.parent)
+    places = [chance.randrange(8 * len(whole)) for _ in range(60)]
+    places += range(8 * whole.index(b'"manifest_digest"'), 8 * len(whole.rstrip()))
+    accepted = []
+    for place in places:
+        damaged = bytearray(whole)
+        damaged[place // 8] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        try:
+            read(path.parent)
+        except NdpError:
+            continue
+        accepted.append(place)
+    assert accepted == []
+
+
+def test_one_from_before_the_digest_opens_with_one_word(
+    manifest: tuple[Callable[[Path], Any], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    read, path = manifest
+    sealed = read(path.parent)
+    fields = json.loads(path.read_text())
+    del fields["manifest_digest"]
+    path.write_text(json.dumps(fields))
+    caplog.set_level(logging.WARNING)
+    assert read(path.parent) == read(path.parent) == sealed
+    assert len([one for one in caplog.records if "from before" in one.getMessage()]) == 1

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from dram_by_cycle import ByCycle
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import DATA
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.dram import Streams, Transfer, channel_lines, idle_ps, stream, transfer
 from ndp_device.timing.dram_controller import Controller, Idle
 from ndp_device.timing.dram_map import ConcurrentStreams, StreamMap
-from ndp_device.timing.spec import DramSpec, load_hardware
+from ndp_device.timing.spec import DramSpec, density_overrides, load_hardware
 
 DDR5 = load_hardware("h100-ndp512").dram
 LPDDR5 = load_hardware("h100-ndp512-lpddr5").dram
@@ -386,3 +389,27 @@ def test_a_transfer_reports_the_spread_over_start_times() -> None:
 def test_impossible_questions_are_refused_in_one_sentence(call, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         call()
+
+
+# -- cycles of a public simulator --------------------------------------------------------------------------------------
+
+
+ROWS = list(csv.DictReader((DATA / "dram-cycles.csv").open()))
+"""Cycles taken from Ramulator 2.1 (commit c5b1c3a), one channel: `lines` in all were offered as fast as a 32-entry
+queue takes them, the scheduler saw the first in cycle `start_cycle` after a refresh fell due on a device idle before;
+`cycles` is the time from the cycle of the offer to the last data returned."""
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(row.values()))
+def test_the_controller_takes_the_cycles_of_the_public_simulator(row: dict[str, str]) -> None:
+    options: dict[str, Any] = {
+        **density_overrides(row["preset"], int(row["density_gbit"])),
+        "dram.refresh": row["refresh"],
+        "dram.bank_group_interleave": row["bank_group_interleave"],
+        "dram.outstanding": row["outstanding"],
+    }
+    dram = load_hardware(row["preset"], **options).dram
+    end, streams = int(row["lines"]), int(row["streams"])
+    lines = StreamMap(dram) if streams == 1 else ConcurrentStreams(dram, streams, row["placement"], end // streams)
+    served = Controller(dram, lines, Idle(0, start=int(row["start_cycle"])), end, dram.outstanding).run()
+    assert served.cycles + 1 == int(row["cycles"])  # the scheduler sees a line in the cycle after the offer

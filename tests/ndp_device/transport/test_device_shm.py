@@ -212,7 +212,7 @@ def test_after_a_spin_in_vain_the_next_ones_are_brief(
         asked.append(timeout_ns)
         return 0
 
-    monkeypatch.setattr(shm, "native", SimpleNamespace(spin=spin))
+    monkeypatch.setattr(shm, "_shm", SimpleNamespace(spin=spin))
     spinner = shm.Spinner(500)
     for _ in range(34):
         spinner.spin([channels[1]])
@@ -238,7 +238,7 @@ def test_a_lost_core_pauses_spinning_for_10_ms_and_longer_only_while_losses_go_o
         spinner.spin([channels[1]], 50_000)
         return looks[0] - before
 
-    monkeypatch.setattr(shm, "native", SimpleNamespace(spin=spin))
+    monkeypatch.setattr(shm, "_shm", SimpleNamespace(spin=spin))
     monkeypatch.setattr(shm, "time", SimpleNamespace(monotonic_ns=lambda: now[0]))
     spinner, lost = shm.Spinner(5000), 2
     assert [looks_after(1, lost), looks_after(9, 0), looks_after(2, lost)] == [1, 0, 1]
