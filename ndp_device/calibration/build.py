@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 TRACK_WEIGHTS = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
 """Weight of an error at each width in a nested container. Low widths weigh more, because they lose most by nesting."""
 
+AS_STORED = "as stored"
+"""Solver of replicas that hold the codes of the checkpoint."""
+
 _TOKENS_PER_EXPERT = 32
 """Mean number of calibration tokens per expert. With fewer, most experts would be quantized against their layer
 alone."""
@@ -84,7 +87,8 @@ def build_data_free(
     checkpoint = CheckpointExperts(model_dir)
     bits = _checked_bits(bits)
     track_weights = {width: TRACK_WEIGHTS[width] for width in bits if width in WIDTHS}
-    group_size = _checked_group_size(group_size, checkpoint.shape)
+    stored = checkpoint.group_of_codes if tuple(bits) == (4,) else None
+    group_size = _checked_group_size(group_size or stored, checkpoint.shape)
     manifest = Manifest.with_form(
         checkpoint.layout.activations,
         checkpoint.layout.has_bias,
@@ -94,7 +98,10 @@ def build_data_free(
         bits=bits,
         group_size=group_size,
         source="data-free",
-        solver={"name": "least-squares", "track_weights": list(track_weights.values())},
+        solver={
+            "name": AS_STORED if stored == group_size else "least-squares",
+            "track_weights": list(track_weights.values()),
+        },
         calibration=_probe_settings(checkpoint.shape, group_size),
     )
 

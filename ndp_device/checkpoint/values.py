@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,6 +35,16 @@ _ONE_127TH = np.float32(7.874015718698502e-3)
 _AT_ONCE = 1 << 18
 """Values decoded at once: 1 MB in float32."""
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class Codes(NamedTuple):
+    """A matrix [N, C] as it is stored, which a replica may hold: scale * code + offset of each group of columns."""
+
+    planes: NDArray[np.uint8]
+    """[bits, N, C // 8], see experts/expert.py."""
+    scale: NDArray[np.float16]
+    """[N, groups]; offset likewise, minus zero point times scale, rounded to float16."""
+    offset: NDArray[np.float16]
 
 
 @dataclass(frozen=True)
@@ -64,15 +74,39 @@ class Packed:
 
     def values(self, read: Read, index: int | None) -> NDArray[Any]:
         """Dequantized, in `dtype` (bfloat16 as uint16); of a tensor of all experts only number `index`."""
+        one, part = self._one(read, index)
+        with np.errstate(over="ignore", invalid="ignore"):  # who takes an expert refuses infinities and NaN
+            return one._decoded(part)
 
+    @property
+    def group_of_codes(self) -> int | None:
+        """Columns under one scale where `codes` may be there: four bits, of one row, in whole groups; else None."""
+        columns, group = self.shape[-1], max(self.block)
+        is_whole = self.decode in _WHOLE and self.bits == 4 and columns % group == 0 and group % 8 == 0
+        return group if is_whole else None
+
+    def codes(self, read: Read, index: int | None) -> Codes | None:
+        """The same as it is stored; None where a replica cannot hold it so, as columns in the order of their loss."""
+        one, part = self._one(read, index)
+        if one.group_of_codes is None:
+            return None
+        whole = _WHOLE[self.decode](one, part)
+        scale, zero, group_of = whole.scale, whole.zero, whole.group_of
+        if group_of is not None and not np.array_equal(group_of, np.arange(len(group_of)) // max(one.block)):
+            return None
+        with np.errstate(over="ignore"):
+            halves, offset = scale.astype(np.float16), (-zero * scale).astype(np.float16)
+        if not (np.array_equal(halves, scale) and np.isfinite(offset).all()):
+            return None
+        return Codes(_planes(whole.words[:, : one.shape[1] // 8]), halves, offset)
+
+    def _one(self, read: Read, index: int | None) -> tuple[Packed, Read]:
         def part(role: str) -> NDArray[Any]:
             values = read(self.parts[role])
             is_of_each = index is not None and role not in _OF_ALL and values.shape[:1] == self.shape[:1]
             return values[index] if is_of_each else values
 
-        one = self if index is None else replace(self, shape=self.shape[1:])
-        with np.errstate(over="ignore", invalid="ignore"):  # who takes an expert refuses infinities and NaN
-            return one._decoded(part)
+        return (self if index is None else replace(self, shape=self.shape[1:])), part
 
     def _decoded(self, part: Read) -> NDArray[Any]:
         rows, (num_rows, columns) = self.decode(self, part), self.shape
@@ -126,20 +160,38 @@ def scaled(packed: Packed, part: Read) -> Rows:
     return rows
 
 
-def words(packed: Packed, part: Read) -> Rows:
-    """compressed-tensors, pack-quantized: words of codes, (code - zero) * scale of its group."""
+class Whole(NamedTuple):
+    """A matrix [N, C] of integer codes, (code - zero) * scale of its group of columns."""
+
+    words: NDArray[Any]
+    """int32 [N, words]: codes, the lowest bits first."""
+    scale: Floats
+    """[N, groups], zero likewise."""
+    zero: Floats
+    group_of: NDArray[np.int64] | None
+    """Group of each column [C]; None: by its place."""
+
+
+def _whole_words(packed: Packed, part: Read) -> Whole:
     (num_rows, columns), bits = packed.shape, packed.bits
     if (stored := part("shape").tolist())[-2:] != [num_rows, columns]:
         raise ReplicaError(
             f"{packed.parts['shape']} is {stored} and its codes are {[num_rows, columns]}: the checkpoint is damaged"
         )
     unpack = _unpack_stream if packed.is_dense else _unpack_words
-    codes, scale = part("codes"), _float(part("scale"))
+    scale = _float(part("scale"))
     zero = np.full(scale.shape, 1 << (bits - 1), np.float32)
     if "zero" in packed.parts:
         zero = unpack(part("zero").T, bits).T[:num_rows].astype(np.float32)
         _refuse_zeros_of_symmetric(packed, zero, 1 << (bits - 1))
-    group_of = _group_of_columns(packed, part, scale.shape[1])
+    return Whole(part("codes"), scale, zero, _group_of_columns(packed, part, scale.shape[1]))
+
+
+def words(packed: Packed, part: Read) -> Rows:
+    """compressed-tensors, pack-quantized: words of codes, (code - zero) * scale of its group."""
+    columns, bits = packed.shape[1], packed.bits
+    unpack = _unpack_stream if packed.is_dense else _unpack_words
+    codes, scale, zero, group_of = _whole_words(packed, part)
 
     def rows(first: int, last: int) -> Floats:
         values = unpack(codes[first:last], bits)[:, :columns].astype(np.float32)
@@ -154,19 +206,22 @@ def words(packed: Packed, part: Read) -> Rows:
 
 def gptq(packed: Packed, part: Read) -> Rows:
     """Codes [C, N] in a stream of bits down the columns; groups in any order."""
-    codes, num_columns = part("codes"), packed.shape[1]
-    scale, zero = _float(part("scale")), _gptq_zeros(packed, part("zero"))  # [G, N]
-    group_of = _group_of_columns(packed, part, len(scale))
+    codes, scale, zero, group_of = _whole_gptq(packed, part)
     if group_of is None:
-        group_of = np.arange(num_columns) // packed.block[1]
+        group_of = np.arange(packed.shape[1]) // packed.block[1]
 
     def rows(first: int, last: int) -> Floats:
-        values = _unpack_stream(codes[:, first:last].T, packed.bits).astype(np.float32)  # [n, C]
-        values -= zero[group_of, first:last].T
-        values *= scale[group_of, first:last].T
+        values = _unpack_stream(codes[first:last], packed.bits).astype(np.float32)  # [n, C]
+        values -= zero[first:last, group_of]
+        values *= scale[first:last, group_of]
         return values
 
     return rows
+
+
+def _whole_gptq(packed: Packed, part: Read) -> Whole:
+    scale, zero = _float(part("scale")), _gptq_zeros(packed, part("zero"))  # [G, N]
+    return Whole(part("codes").T, scale.T, zero.T, _group_of_columns(packed, part, len(scale)))
 
 
 def _gptq_zeros(packed: Packed, stored: NDArray[Any]) -> Floats:
@@ -196,23 +251,49 @@ def _gptq_zeros(packed: Packed, stored: NDArray[Any]) -> Floats:
     return _unpack_stream(words.view(np.int32), bits).astype(np.float32)
 
 
-def awq(packed: Packed, part: Read) -> Rows:
-    """Codes [C, N / 8] in words, eight neighbours of a row in AWQ's order."""
+def _awq_in_order(stored: NDArray[Any]) -> NDArray[np.uint8]:
+    """Words [C, N / 8], eight neighbours of a row in AWQ's order -> codes [C, N]."""
+    nibbles = _unpack_stream(stored, 4).reshape(len(stored), -1, 8)
+    return nibbles[:, :, list(_AWQ_ORDER)].reshape(len(stored), -1)
 
-    def in_order(stored: NDArray[Any]) -> Floats:  # [C, N / 8] -> [C, N]
-        nibbles = _unpack_stream(stored, 4).reshape(len(stored), -1, 8)
-        return nibbles[:, :, list(_AWQ_ORDER)].reshape(len(stored), -1).astype(np.float32)
 
-    codes, zero, scale = part("codes"), in_order(part("zero")), _float(part("scale"))
+def _awq_zeros(packed: Packed, part: Read) -> Floats:
+    zero = _awq_in_order(part("zero")).astype(np.float32)
     _refuse_zeros_of_symmetric(packed, zero, 8)
+    return zero
+
+
+def _whole_awq(packed: Packed, part: Read) -> Whole:
+    codes = _awq_in_order(part("codes")).T  # [N, C]
+    octets = codes[:, ::2] | codes[:, 1::2] << 4
+    return Whole(np.ascontiguousarray(octets).view("<i4"), _float(part("scale")).T, _awq_zeros(packed, part).T, None)
+
+
+def awq(packed: Packed, part: Read) -> Rows:
+    codes, zero, scale = part("codes"), _awq_zeros(packed, part), _float(part("scale"))
 
     def rows(first: int, last: int) -> Floats:
-        values = in_order(codes[:, first // _NEIGHBOURS : -(-last // _NEIGHBOURS)])
+        values = _awq_in_order(codes[:, first // _NEIGHBOURS : -(-last // _NEIGHBOURS)]).astype(np.float32)
         _by_block(np.subtract, values, zero[:, first:last], packed.block)
         _by_block(np.multiply, values, scale[:, first:last], packed.block)
         return values.T
 
     return rows
+
+
+_WHOLE: Mapping[Callable[[Packed, Read], Rows], Callable[[Packed, Read], Whole]] = {
+    words: _whole_words,
+    gptq: _whole_gptq,
+    awq: _whole_awq,
+}
+"""Decoders of integer codes, and what gives these as they are."""
+
+
+def _planes(words: NDArray[Any]) -> NDArray[np.uint8]:
+    """int32 [N, C / 8] of 4-bit codes -> planes [4, N, C / 8], see experts/expert.py."""
+    planes = np.empty((4, *words.shape), np.uint8)
+    _values.planes_of_nibbles(words.view(np.uint32), planes)
+    return planes
 
 
 def _refuse_zeros_of_symmetric(packed: Packed, zero: NDArray[Any], middle: int) -> None:

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from ndp_device.checkpoint.headers import weight_files
 from ndp_device.checkpoint.names import DTYPES, Place
 from ndp_device.checkpoint.opening import Checkpoint, open_checkpoint
+from ndp_device.checkpoint.values import Codes
 from ndp_device.common.errors import ReplicaError
-from ndp_device.experts.expert import Biases, FullExpert, to_float32
+from ndp_device.experts.expert import Biases, FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
 from ndp_device.replicas.mapped import MappedFile
 
 _LARGEST_OF_REPLICAS = float(np.finfo(np.float16).max) / 2
@@ -67,16 +68,52 @@ class CheckpointExperts:
             )
             for place in places
         )
-        biases = None
-        if found.biases:
-            of_biases = [found.biases[part].place(expert) for part in ("gate", "up", "down")]
-            biases = Biases(*(to_float32(self._values(at), DTYPES[self.tensors[at.tensor].dtype]) for at in of_biases))
+        biases = self._biases(layer, expert)
         full = FullExpert(self.layout.dtype, w1, w3, w2, biases=biases, activation=found.activation)
         if not self._is_usable[layer, expert]:  # once: the files are checked for changes
             if not math.isfinite(largest_magnitude(full)):
                 raise ReplicaError(f"{self._named(layer, expert)} holds NaN or infinity: {_DAMAGED}")
             self._is_usable[layer, expert] = True
         return full
+
+    def _biases(self, layer: int, expert: int) -> Biases | None:
+        found = self.layout.layers[layer]
+        if not found.biases:
+            return None
+        places = [found.biases[part].place(expert) for part in ("gate", "up", "down")]
+        return Biases(*(to_float32(self._values(at), DTYPES[self.tensors[at.tensor].dtype]) for at in places))
+
+    @property
+    def group_of_codes(self) -> int | None:
+        """Columns under one scale where all experts may be stored as replicas of 4 bits hold them; else None."""
+        names = {
+            found.weights[part].place(expert).tensor
+            for found in self.layout.layers
+            for part in found.weights
+            for expert in range(self.shape.num_experts)
+        }
+        groups = {self._packed[name].group_of_codes if name in self._packed else None for name in names}
+        return groups.pop() if len(groups) == 1 else None
+
+    def as_stored(self, layer: int, expert: int) -> QuantizedExpert | None:
+        """The replica of 4 bits whose codes and scales are the checkpoint's; None where it is stored in another way."""
+        found = self.layout.layers[layer]
+        parts: list[Codes] = []
+        for place in (found.weights[part].place(expert) for part in ("gate", "up", "down")):
+            packed = self._packed.get(place.tensor)
+            if packed is None or place.transposed or (codes := packed.codes(self._stored, place.index)) is None:
+                return None
+            rows = slice(*place.rows)
+            parts.append(Codes(codes.planes[:, rows], codes.scale[rows], codes.offset[rows]))
+        gate, up, down = parts
+        both = Codes(
+            np.concatenate([gate.planes, up.planes], axis=1),
+            np.concatenate([gate.scale, up.scale]),
+            np.concatenate([gate.offset, up.offset]),
+        )
+        group = self.shape.hidden_size // both.scale.shape[1]
+        w13, w2 = (QuantizedMatrix(4, *codes, group_size=group) for codes in (both, down))
+        return QuantizedExpert(4, w13, w2, self._biases(layer, expert), found.activation)
 
     def refuse_large(self, layer: int, expert: int, full: FullExpert) -> None:
         """Raise ReplicaError for an expert whose replicas' scales would not fit into float16."""

@@ -1,4 +1,4 @@
-// FP4 codes as bfloat16, without the GIL: checkpoint/values.py has the definition in numpy and is the user.
+// FP4 codes as bfloat16, and codes of 4 bits as planes, without the GIL: checkpoint/values.py defines and uses them.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -42,8 +42,39 @@ void fp4_to_bfloat16(Matrix<const uint8_t> codes, Matrix<const float> scale, Mat
     }
 }
 
+// Bits 0, 4, 8, ... 28 of a word as one byte.
+uint8_t every_fourth_bit(uint32_t word) {
+    word &= 0x11111111u;
+    word = (word | word >> 3) & 0x03030303u;
+    word = (word | word >> 6) & 0x000f000fu;
+    return uint8_t(word | word >> 12);
+}
+
+// words [N, C / 8] in any strides: eight codes each, the first in the lowest bits; planes [4, N, C / 8], top bits first.
+void planes_of_nibbles(nb::ndarray<const uint32_t, nb::ndim<2>, nb::device::cpu> words,
+                       nb::ndarray<uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu> planes) {
+    const size_t rows = words.shape(0), columns = words.shape(1);
+    if (planes.shape(0) != 4 || planes.shape(1) != rows || planes.shape(2) != columns)
+        throw std::invalid_argument("wanted words [N, C / 8] and planes [4, N, C / 8]");
+    const uint32_t* word = words.data();
+    const int64_t down = words.stride(0), right = words.stride(1);
+    uint8_t* plane = planes.data();
+    nb::gil_scoped_release release;
+    constexpr size_t kRows = 16;  // of a transposed matrix: a line of its words
+    for (size_t first = 0; first < rows; first += kRows) {
+        const size_t last = first + kRows < rows ? first + kRows : rows;
+        for (size_t column = 0; column < columns; ++column)
+            for (size_t row = first; row < last; ++row) {
+                const uint32_t codes = word[int64_t(row) * down + int64_t(column) * right];
+                for (size_t bit = 0; bit < 4; ++bit)
+                    plane[((3 - bit) * rows + row) * columns + column] = every_fourth_bit(codes >> bit);
+            }
+    }
+}
+
 }  // namespace
 
 NB_MODULE(_values, m) {
     m.def("fp4_to_bfloat16", &fp4_to_bfloat16, nb::arg("codes"), nb::arg("scale"), nb::arg("values"));
+    m.def("planes_of_nibbles", &planes_of_nibbles, nb::arg("words"), nb::arg("planes"));
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +20,14 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from ndp_device.calibration.build import build_calibrated, build_data_free  # noqa: E402
-from ndp_device.calibration.data_free import expert_losses  # noqa: E402
+from ndp_device.calibration.data_free import dequantize, expert_losses  # noqa: E402
 from ndp_device.checkpoint import values as decoders  # noqa: E402
 from ndp_device.checkpoint.headers import TensorInfo  # noqa: E402
 from ndp_device.checkpoint.names import DTYPES  # noqa: E402
 from ndp_device.checkpoint.opening import unpacked  # noqa: E402
 from ndp_device.checkpoint.values import Packed  # noqa: E402
 from ndp_device.common.errors import ConfigError, ReplicaError  # noqa: E402
+from ndp_device.common.widths import WIDTHS  # noqa: E402
 from ndp_device.experts.expert import to_float32  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
@@ -111,6 +113,54 @@ def test_replicas_are_of_the_dequantized_values_and_their_losses_are_measured_ag
     mine, theirs = ({bits: files.expert(1, 2, bits) for bits in (1, 2, 3, 4)} for files in (ours, plain))
     np.testing.assert_array_equal(expert_losses(x, full, mine)[0], expert_losses(x, full, theirs)[0])
     np.testing.assert_array_equal(ours.layer_losses(1)[1], plain.layer_losses(1)[1])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixtral-gptq",
+        "mixtral-awq",
+        "mixtral-compressed",
+        pytest.param("mixtral-auto_round", marks=_marks("mixtral-auto_round")),
+    ],
+)
+def test_codes_of_4_bits_become_replicas_of_4_bits_as_they_are(models: Path, tmp_path: Path, name: str) -> None:
+    """What differs is one rounding of a zero point times its scale to float16, and of a value to its own dtype."""
+    directory = quantized.make(name, models)
+    build_data_free(directory, tmp_path / "out", bits=(4,), show_progress=False)
+    replicas, checkpoint = ReplicaFiles(tmp_path / "out"), CheckpointExperts(directory)
+    assert replicas.manifest.solver["name"] == "as stored"
+    assert (replicas.manifest.group_size, np.nanmax(replicas.layer_losses(0)[1])) == (32, 0)
+    for layer, expert in ((0, 0), (checkpoint.shape.num_layers - 1, checkpoint.shape.num_experts - 1)):
+        full, replica = checkpoint.expert(layer, expert), replicas.expert(layer, expert, 4)
+        for mine, theirs in (
+            (dequantize(replica.w13), np.concatenate([full.w1, full.w3])),
+            (dequantize(replica.w2), full.w2),
+        ):
+            wanted = to_float32(np.ascontiguousarray(theirs), full.dtype)
+            np.testing.assert_allclose(mine, wanted, rtol=2e-3, atol=2e-3 * np.abs(wanted).max())
+            step = np.abs(wanted).max() / 8
+            assert np.abs(mine - wanted).max() < step / 50
+
+
+def test_codes_in_another_order_than_their_columns_are_fitted_and_their_loss_is_measured(
+    models: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "shuffled"
+    shutil.copytree(quantized.make("mixtral-gptq", models), directory)
+    tensors = load_file(directory / "model.safetensors")
+    for name in tensors:
+        if name.endswith("experts.0.w1.g_idx"):
+            tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = True
+    (directory / "config.json").write_text(json.dumps(config))
+    build_data_free(directory, tmp_path / "out", bits=(4,), show_progress=False)
+    losses = ReplicaFiles(tmp_path / "out").layer_losses(0)[1]
+    of_four = losses[:, WIDTHS.index(4)]
+    assert of_four[0] > 0
+    assert (of_four[1:] == 0).all()
 
 
 @pytest.mark.calibration
