@@ -76,7 +76,8 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         "vllm_ndp/",
         ("ndp_device.calibration",),
         tuple(
-            f"vllm_ndp/{file}.py" for file in ("cli/quantize", "integration/host_replicas", "integration/linear_layers")
+            f"vllm_ndp/{file}.py"
+            for file in ("cli/replica_sets", "integration/host_replicas", "integration/linear_layers")
         ),
     ),
     ("ndp_device/common/widths.py", ("numpy", "ndp_device"), ()),

@@ -1,17 +1,178 @@
-"""`vllm-ndp push` and `pull`: replica sets on a hub of models. Knows options and last lines; operating/hub.py works."""
+"""`vllm-ndp quantize`, `tune`, `push` and `pull`: replica sets are made, and go to and come from a hub of models.
+
+Knows options and last lines; ndp_device/calibration/ and operating/hub.py work.
+"""
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ndp_device.common.command_line import command, print_json
+from ndp_device.common.errors import ConfigError
 from ndp_device.common.outputs import REPLICAS
+from vllm_ndp.cli.options import integers
+
+if TYPE_CHECKING:
+    from ndp_device.replicas.format import Manifest
 
 app = typer.Typer()
 RepoArgument = Annotated[str, typer.Argument(metavar="REPO", help="ORGANISATION/NAME on the hub.")]
+
+
+@dataclass(frozen=True)
+class SolverOptions:
+    """Widths of the replicas, and the solver that makes them."""
+
+    bits: Annotated[
+        str | None,
+        typer.Option(help="Widths with commas between them, such as 1,2,3,4,8; default: the solver's, without 8."),
+    ] = None
+    solver: Annotated[
+        Literal["nested", "independent", "auto-gptq"],
+        typer.Option(help="nested stores 4 bit planes for widths to 4, the others 10; 8 bits are 8 more."),
+    ] = "nested"
+    group_size: Annotated[
+        int | None, typer.Option(help="Weights that share a scale; default: 128, or 64 for small models.")
+    ] = None
+    shrink: Annotated[
+        float,
+        typer.Option(
+            metavar="X", min=0, help="Distrust the text by this much: 0.3 if what is served is of other subjects."
+        ),
+    ] = 0.0
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """How a text passes through the model."""
+
+    sequence_length: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per sequence.")] = 512
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Where it computes; auto: on a GPU where there is one.")
+    ] = "auto"
+    seed: Annotated[int, typer.Option(help="Chooses the text, and what else is drawn.")] = 0
+
+
+@command(
+    app,
+    "quantize",
+    examples=(
+        "vllm-ndp quantize models/tiny-mixtral --out replicas --bits 1,2",
+        "vllm-ndp quantize models/tiny-mixtral --out calibrated --calibration models/tiny-mixtral/calibration.txt",
+    ),
+)
+def quantize(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory, or id of the hub.")],
+    out: Annotated[
+        Path, REPLICAS, typer.Option(help="Directory of the replicas; an interrupted job continues where it stopped.")
+    ],
+    by: SolverOptions,
+    way: PassOptions,
+    calibration: Annotated[
+        Path | None, typer.Option(help="UTF-8 text to calibrate with; default: replicas from the weights alone.")
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(metavar="N", min=8, help="Calibration sequences; every 8th is held out.")
+    ] = 128,
+) -> None:
+    """Quantize every expert of a model.
+
+    To 1, 2, 3 and 4 bits, and measures what each width loses; with text also how much that matters in each layer.
+    """
+    from ndp_device.calibration.build import build_calibrated, build_data_free
+    from ndp_device.common.widths import WIDTHS
+    from vllm_ndp.operating.hub import checkpoint_dir
+
+    started = time.monotonic()
+    model = checkpoint_dir(str(model))
+    widths = None if by.bits is None else integers(by.bits, "--bits")
+    if calibration is None:
+        if by.solver != "nested":
+            raise ConfigError(f"--solver {by.solver} needs text: add --calibration FILE")
+        if by.shrink:
+            raise ConfigError("--shrink says how far to distrust a text: add --calibration FILE")
+        manifest = build_data_free(model, out, bits=widths or WIDTHS, group_size=by.group_size)
+    else:
+        manifest = build_calibrated(
+            model,
+            out,
+            calibration,
+            bits=widths,
+            group_size=by.group_size,
+            solver=by.solver,
+            num_sequences=samples,
+            sequence_length=way.sequence_length,
+            seed=way.seed,
+            shrink=by.shrink,
+            device_name=way.device,
+        )
+    _print_summary(manifest, out, started)
+
+
+@command(
+    app,
+    "tune",
+    examples=(
+        "vllm-ndp tune models/tiny-mixtral models/tiny-mixtral-replicas --out tuned "
+        "--calibration models/tiny-mixtral/calibration.txt",
+    ),
+)
+def tune(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory, or id of the hub.")],
+    replicas: Annotated[Path, typer.Argument(metavar="REPLICAS", help="Directory that `quantize` wrote.")],
+    out: Annotated[Path, REPLICAS, typer.Option(help="Directory of the tuned replicas.")],
+    calibration: Annotated[Path, typer.Option(help="UTF-8 text to train on.")],
+    way: PassOptions,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of training.")] = 300,
+    samples: Annotated[int, typer.Option(metavar="N", min=8, help="Sequences of text; every 8th is held out.")] = 256,
+) -> None:
+    """Train the scales and offsets of replicas through the model.
+
+    Same size, same speed, less loss. All experts are in memory in float32.
+    """
+    from ndp_device.calibration.build import build_tuned
+    from vllm_ndp.operating.hub import checkpoint_dir
+
+    started = time.monotonic()
+    manifest = build_tuned(
+        checkpoint_dir(str(model)),
+        replicas,
+        out,
+        calibration,
+        steps=steps,
+        num_sequences=samples,
+        sequence_length=way.sequence_length,
+        seed=way.seed,
+        device_name=way.device,
+    )
+    _print_summary(manifest, out, started)
+
+
+def _print_summary(manifest: Manifest, out: Path, started: float) -> None:
+    import numpy as np
+
+    from ndp_device.common.widths import REPLICA_WIDTHS
+    from ndp_device.replicas.format import load_loss_table
+
+    _, relative = load_loss_table(out)
+    print_json(
+        {
+            "experts": manifest.model.num_layers * manifest.model.num_experts,
+            "seconds": round(time.monotonic() - started, 3),
+            "relative_loss": {
+                str(b): float(f"{np.mean(relative[..., REPLICA_WIDTHS.index(b)]):.4g}") for b in manifest.bits
+            },
+            "nats_per_loss": manifest.nats_per_loss if manifest.is_weighed else None,
+            "bytes": sum(file.num_bytes for file in manifest.layers.values()),
+            "source": manifest.source,
+            "out": str(out),
+        }
+    )
 
 
 @command(

@@ -17,8 +17,7 @@ from vllm_ndp.lab.compare import popularity, split_requests
 from vllm_ndp.lab.differences import bootstrap_means
 from vllm_ndp.planning.bitwidths import LossTable, select_bitwidths
 from vllm_ndp.planning.importance import ImportanceScore, importance
-from vllm_ndp.planning.placement import highest, top_experts
-from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.plan import Budget, highest, top_experts
 from vllm_ndp.planning.policies import PolicySettings
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.traces.trace import Sequence as Request

@@ -29,7 +29,7 @@ from vllm_ndp.lab.scaling import Pool, ScalingPoint
 from vllm_ndp.lab.systems import SYSTEMS
 from vllm_ndp.planning.bitwidths import nominal_loss
 from vllm_ndp.planning.importance import importance
-from vllm_ndp.planning.placement import highest
+from vllm_ndp.planning.plan import highest
 from vllm_ndp.traces.trace import Trace
 
 Plot = Any

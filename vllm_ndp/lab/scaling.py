@@ -28,7 +28,7 @@ from vllm_ndp.lab.exact.clients import together
 from vllm_ndp.lab.exact.engine import Asks, ReplayedCommand
 from vllm_ndp.layer.balance import Balancer, LayerLoad
 from vllm_ndp.layer.devices import DeviceRules, Devices, HeldExperts, of_part, slowest, work_of
-from vllm_ndp.planning.placement import highest
+from vllm_ndp.planning.plan import highest
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
 MODELS = ("mixtral-8x7b", "qwen3-235b-a22b", "deepseek-v3", "gpt-oss-120b")

@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import BYTE_BITS, REPLICA_WIDTHS, WIDTHS
-from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.cost_model.host_cpu import HostCpu
+from vllm_ndp.cost_model.costs import Costs, HostCpu
 from vllm_ndp.cost_model.prices import MeasuredPrices
 from vllm_ndp.planning.bitwidths import LossTable, nominal_loss
-from vllm_ndp.planning.joint_problem import Choice, JointProblem
+from vllm_ndp.planning.joint import Choice, JointProblem
 from vllm_ndp.planning.same_everywhere import powers
 
 TIER_SETS = ("gpu+device", "gpu+host+device", "gpu+host", "gpu")

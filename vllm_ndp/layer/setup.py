@@ -32,7 +32,7 @@ class Planning(msgspec.Struct, frozen=True, kw_only=True):
     hot_experts: int
     avg_bits: float
     warm_experts: int = 0
-    """Per layer, computed by the host's CPU in full precision (cost_model/host_cpu.py)."""
+    """Per layer, computed by the host's CPU in full precision (cost_model/costs.py)."""
     max_loss: float | None = None
     bits_for: str = "request"
     """As PlannerRules.bits_for."""

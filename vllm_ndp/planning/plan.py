@@ -1,14 +1,16 @@
-"""Where every expert lives and how many bits it keeps. Values only, each checked once, where it is made.
+"""Where every expert lives and how many bits it keeps. Values are checked once, where they are made.
 
     Budget (what we may spend) -> Placement (who is hot) + BitwidthPlan (bits of the cold) -> Plan (both, with an epoch)
 
-Does not know how a plan is found (placement.py, bitwidths.py, policies.py) nor how it is installed.
+The K experts of highest score in each layer are hot, also for several requests at once. Ties go to the lower expert id,
+so that the same scores always give the same placement. Does not know how bits are found (bitwidths.py, policies.py) nor
+how a plan is installed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import BYTE_BITS, FLAG_OF_BITS, FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
+from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.stats import frozen_array
 
 _ALLOWED_BITS = (0, *PLAN_BITS)
@@ -246,3 +249,37 @@ class Plan:
         NaN where none is cold."""
         cold = self.bits.of_pairs(weights)[self.placement.cold].mean(axis=1)
         return float((cold * self.placement.cold_shares(importance)).sum()) if cold.size else math.nan
+
+
+def top_experts(ranking: NDArray[np.float64], num_hot: int) -> Placement:
+    """The num_hot highest of each row of a [L, E] ranking, ties to the lower id."""
+    return Placement(highest(ranking, num_hot))
+
+
+def highest(ranking: NDArray[np.float64], num_hot: int) -> NDArray[np.bool_]:
+    """[..., E], the same of any number of rankings."""
+    num_experts = ranking.shape[-1]
+    if not 0 <= num_hot <= num_experts:
+        raise ConfigError(
+            f"hot_experts must lie in 0..{num_experts} (the experts of this model), got {num_hot}: lower it"
+        )
+    hot = np.zeros(ranking.shape, np.bool_)
+    order = np.argsort(-ranking, axis=-1, kind="stable")[..., :num_hot]
+    np.put_along_axis(hot, order, True, axis=-1)
+    return hot
+
+
+def with_warm(placement: Placement, importance: NDArray[np.float64], num_warm: int) -> Placement:
+    """The same hot experts, and of each layer's others the num_warm most important ones warm, ties to the lower id.
+
+    `importance` [L, E]: the scores of all requests together, whatever rule made experts hot. So an expert that would
+    have become hot and was not allowed to move is warm first.
+    """
+    return Placement(placement.hot, top_experts(np.where(placement.hot, -np.inf, importance), num_warm).hot)
+
+
+def by_sum(scores: Sequence[ImportanceScore], num_hot: int) -> Placement:
+    """Every request counts the same: top-K of the sum of normalised importances."""
+    if not scores:
+        raise ValueError("a placement needs the score of at least one request")
+    return top_experts(np.sum([score.values for score in scores], axis=0), num_hot)

@@ -38,8 +38,7 @@ from vllm_ndp.planning.bitwidths import (
     uniform_bitwidths,
 )
 from vllm_ndp.planning.importance import PAPER_ALPHA, ImportanceScore, calibrated, importance, repeats
-from vllm_ndp.planning.placement import by_sum
-from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement
+from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, by_sum
 from vllm_ndp.planning.stats import RoutingStats
 
 _MOST_PRIOR_TOKENS = 1 << 32

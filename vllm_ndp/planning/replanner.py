@@ -23,8 +23,16 @@ from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.planning.bitwidths import LossTable, full_precision
 from vllm_ndp.planning.follower import Follower, FollowRules, exchanged
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, ImportanceScore, has_common_bits, scores_for_bits
-from vllm_ndp.planning.placement import top_experts, with_warm
-from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan, keep_streamed, limit_moves
+from vllm_ndp.planning.plan import (
+    BitwidthPlan,
+    Budget,
+    Placement,
+    Plan,
+    keep_streamed,
+    limit_moves,
+    top_experts,
+    with_warm,
+)
 from vllm_ndp.planning.policies import Policy
 from vllm_ndp.planning.stats import RoutingStats
 

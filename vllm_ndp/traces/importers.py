@@ -25,9 +25,8 @@ from ndp_device.common.errors import TraceError
 from ndp_device.common.strict_arrays import decode_array, read_arrays
 from ndp_device.common.strict_files import open_plain, read_lines
 from vllm_ndp.traces import row_logs
-from vllm_ndp.traces.blanks import without_blanks
 from vllm_ndp.traces.format import Provenance
-from vllm_ndp.traces.rows import MOST_BYTES, MOST_ROWS, MOST_VALUES, Found, Logged, Told, chosen
+from vllm_ndp.traces.rows import MOST_BYTES, MOST_ROWS, MOST_VALUES, Found, Logged, Told, chosen, without_blanks
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
 

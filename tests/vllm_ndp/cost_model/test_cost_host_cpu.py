@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from ndp_device.timing.spec import load_hardware
-from vllm_ndp.cost_model.costs import Costs, model_named
+from vllm_ndp.cost_model.costs import Costs, HostCpu, model_named
 from vllm_ndp.cost_model.gpu_timing import StepClock
-from vllm_ndp.cost_model.host_cpu import HostCpu
 from vllm_ndp.layer.balance import Balancer, LayerLoad
 
 COSTS = Costs(load_hardware("h100-ndp512"), model_named("mixtral-8x7b"))

@@ -13,8 +13,7 @@ from vllm_ndp.layer.balance import Balancer, LayerLoad
 from vllm_ndp.layer.joint_rule import JointRule
 from vllm_ndp.layer.prefill_split import PrefillSplit
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.planning.placement import top_experts
-from vllm_ndp.planning.plan import BitwidthPlan
+from vllm_ndp.planning.plan import BitwidthPlan, top_experts
 
 COSTS = Costs(load_hardware("h100-ndp512"), model_named("mixtral-8x7b"))
 ROWS = (1, 4, 16)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.cost_model.host_cpu import HostCpu
+from vllm_ndp.cost_model.costs import Costs, HostCpu
 from vllm_ndp.layer.balance import Balancer, LayerLoad
 from vllm_ndp.layer.devices import DevicesBalancer
 from vllm_ndp.layer.prefill_split import PrefillSplit

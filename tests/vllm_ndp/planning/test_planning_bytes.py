@@ -8,8 +8,7 @@ import pytest
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.placement import top_experts
-from vllm_ndp.planning.plan import Budget, Plan
+from vllm_ndp.planning.plan import Budget, Plan, top_experts
 from vllm_ndp.planning.policies import BIT_RULES, PolicySettings, load_policy
 from vllm_ndp.planning.replanner import PlannerRules, Replanner
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.planning.drift import DriftRules, DriftWatch
+from vllm_ndp.planning.follower import DriftRules, DriftWatch
 from vllm_ndp.planning.importance import ImportanceScore, importance, repeats
-from vllm_ndp.planning.placement import top_experts
+from vllm_ndp.planning.plan import top_experts
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.planning.stats import RoutingStats
 

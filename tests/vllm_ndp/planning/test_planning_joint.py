@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.planning import joint
 from vllm_ndp.planning._joint import Problem
-from vllm_ndp.planning.joint import least_loss, least_time
-from vllm_ndp.planning.joint_problem import Choice, JointPlan, JointProblem, total
+from vllm_ndp.planning.joint import Choice, JointPlan, JointProblem, least_loss, least_time, total
 
 FULL = 1600
 RATES = {"gpu": 30.0, "host": 3.0, "device": 5.0}  # bytes a picosecond
@@ -66,7 +65,7 @@ def with_tiers(whole: JointProblem, *tiers: str) -> JointProblem:
 
 
 def layer_ps(given: JointProblem, plan: list[int], layer: int) -> float:
-    """One expert after the other, in plain Python: the formulas of joint_problem.py."""
+    """One expert after the other, in plain Python: the formulas of joint.py."""
     picks = max(sum(u * (1 - u) for u in given.used[layer]), 1e-9)
     sides = {}
     for tier in ("device", "host", "gpu"):

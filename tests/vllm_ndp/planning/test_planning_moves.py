@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.placement import top_experts
-from vllm_ndp.planning.plan import Budget, Placement, limit_moves
+from vllm_ndp.planning.plan import Budget, Placement, limit_moves, top_experts
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.planning.replanner import PlannerRules, Replanner
 

@@ -16,12 +16,10 @@ from vllm_ndp.layer.prefill_split import PrefillSplit
 from vllm_ndp.layer.run import copies_beside_decode
 from vllm_ndp.planning.bitwidths import LossTable, bits_over_layers, select_bitwidths
 from vllm_ndp.planning.copies import add_device, assign_copies, rebalance
-from vllm_ndp.planning.drift import DriftRules, DriftWatch
+from vllm_ndp.planning.follower import DriftRules, DriftWatch
 from vllm_ndp.planning.importance import ImportanceScore, importance, repeats
-from vllm_ndp.planning.joint import least_loss, least_time
-from vllm_ndp.planning.joint_problem import Choice, JointProblem
-from vllm_ndp.planning.placement import by_sum, top_experts
-from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.joint import Choice, JointProblem, least_loss, least_time
+from vllm_ndp.planning.plan import Budget, by_sum, top_experts
 from vllm_ndp.planning.stats import RoutingStats
 
 LAYERS, EXPERTS, TOP = 6, 16, 2

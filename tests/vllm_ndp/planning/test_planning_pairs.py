@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from vllm_ndp.planning.bitwidths import LossTable, bits_of_pairs, bits_over_layers
 from vllm_ndp.planning.follower import exchanged
 from vllm_ndp.planning.importance import ImportanceScore, scores_for_bits
-from vllm_ndp.planning.placement import top_experts
-from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan
+from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan, top_experts
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.planning.stats import WEIGHT_SAMPLES, RoutingStats
 

@@ -25,8 +25,7 @@ from vllm_ndp.planning.bitwidths import (
     verdict_on_loss,
 )
 from vllm_ndp.planning.importance import ImportanceScore, importance
-from vllm_ndp.planning.placement import by_sum, top_experts
-from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan
+from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan, by_sum, top_experts
 from vllm_ndp.planning.policies import PolicySettings, ScoredPolicy
 from vllm_ndp.planning.stats import RoutingStats
 

@@ -12,7 +12,7 @@ import pytest
 
 from ndp_device.common.errors import ConfigError, TraceError
 from vllm_ndp.planning.importance import importance
-from vllm_ndp.planning.placement import top_experts
+from vllm_ndp.planning.plan import top_experts
 from vllm_ndp.traces.importers import FORMATS, ImportSettings, import_trace
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace

@@ -20,8 +20,7 @@ from vllm_ndp.lab.exact.clients import alone
 from vllm_ndp.lab.exact.engine import Engine, StepRun
 from vllm_ndp.lab.exact.modelled import modelled_host
 from vllm_ndp.layer.split import Split
-from vllm_ndp.planning.placement import top_experts
-from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement
+from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, top_experts
 from vllm_ndp.planning.replanner import PlannerRules
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from vllm_ndp.lab.systems.moepic_solver import THETAS, MoepicLoad, num_tops
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.cache import LFU, LRU, RANDOM, lcp, visits
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.placement import highest
+from vllm_ndp.planning.plan import highest
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
 SHAPE: dict[str, Any] = {"num_layers": 4, "num_experts": 60, "top_k": 4}

@@ -11,14 +11,13 @@ from __future__ import annotations
 import numpy as np
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.cost_model.host_cpu import HostCpu
+from vllm_ndp.cost_model.costs import Costs, HostCpu
 from vllm_ndp.lab.systems.system import ReplayOptions, System, beside_host_memory
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import LOSS_OF_SKIPPING, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, time_before
-from vllm_ndp.planning.placement import highest
+from vllm_ndp.planning.plan import highest
 
 ACCURACY = 0.9  # [O] of predicting the next layer's experts, as for MoEpic
 

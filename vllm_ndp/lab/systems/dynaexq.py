@@ -20,7 +20,7 @@ from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import gate_loss, on_gpu_ps, prompts_ps, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic
-from vllm_ndp.planning.placement import highest
+from vllm_ndp.planning.plan import highest
 
 PRIOR_TOKENS = 16.0
 

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, WIDTHS
 from ndp_device.timing.units import PS_PER_S
-from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.cost_model.host_cpu import HostCpu
+from vllm_ndp.cost_model.costs import Costs, HostCpu
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, beside_device_memory, slots_bytes
 from vllm_ndp.lab.systems.ktransformers import CPU_BITS
 from vllm_ndp.lab.systems.system import ReplayOptions, System
@@ -34,10 +33,8 @@ from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
 from vllm_ndp.layer.joint_menu import NATS, OF_ONE_BIT, TIER_SETS, Menu, losses_by_width, unit_of
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.joint import least_loss, least_time
-from vllm_ndp.planning.joint_problem import JointPlan
-from vllm_ndp.planning.placement import top_experts
-from vllm_ndp.planning.plan import Placement
+from vllm_ndp.planning.joint import JointPlan, least_loss, least_time
+from vllm_ndp.planning.plan import Placement, top_experts
 
 GPU_BITS = (16, 8, 4, 3, 2)
 

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.cost_model.host_cpu import HostCpu
+from vllm_ndp.cost_model.costs import Costs, HostCpu
 from vllm_ndp.cost_model.memory import Memory
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches

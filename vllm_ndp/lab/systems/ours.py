@@ -25,8 +25,7 @@ from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import PairCounts, gate_loss, run_pairs
 from vllm_ndp.lab.vectorised.outcome import Outcome, layer_factor
-from vllm_ndp.planning.drift import DriftRules
-from vllm_ndp.planning.follower import FollowRules
+from vllm_ndp.planning.follower import DriftRules, FollowRules
 from vllm_ndp.planning.policies import Policy
 from vllm_ndp.planning.replanner import PlannerRules
 

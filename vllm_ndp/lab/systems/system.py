@@ -18,8 +18,7 @@ from vllm_ndp.lab.vectorised.outcome import Outcome
 from vllm_ndp.lab.vectorised.prediction import NextLayer
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.placement import highest
-from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.plan import Budget, highest
 from vllm_ndp.planning.policies import Policy
 
 T = TypeVar("T", bound=str | int)
