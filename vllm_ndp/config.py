@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from ndp_device import transport
 from ndp_device.common.errors import ConfigError
@@ -28,7 +28,10 @@ DEFAULT_OFFLOAD_BITS = 3
 DEFAULT_HARDWARE = "h100-ndp512"
 GPU_RUNGS = ("plain", "streams", "asynchronous", "kernels", "thread", "graphs")
 """Ways to run on a GPU, each with one thing more than the one before."""
-_CHOICES: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, tuple[str | int, ...]] = {
+    "slot_bits": PLAN_BITS,
+    "linear_bits": (8, 4),
+    "offload_bits": REPLICA_WIDTHS,
     "plan": ("fixed", "joint", "joint+host"),
     "cold_precision": ("quantized", "full"),
     "execution": ("auto", "balanced", "paper"),
@@ -42,6 +45,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "kernel": ("auto", "reference", "native"),
     "device_experts": ("copies", "split"),
 }
+_LEAST = {"hot_experts": 0, "warm_experts": 0, "max_moves": 0, "device_hosts": 1, "devices": 1}
+_QUANTIZED = ("linear_bits", "slot_bits", "replicas", "offload_bits")
+"""Settings beside which `cold_precision` `full` is refused."""
 _DECIDED_JOINTLY = {
     "slot_bits": "gives every hot expert a width of its own",
     "warm_experts": "says itself how many experts are warm, if it is 'joint+host'",
@@ -159,33 +165,20 @@ class NdpSettings:
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"ndp setting {name!r} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
-                )
-        if self.hot_experts is not None and self.hot_experts < 0:
-            raise ConfigError(f"ndp setting 'hot_experts' must be 0 or more, got {self.hot_experts}")
-        if self.slot_bits not in PLAN_BITS:
-            raise ConfigError(f"ndp setting 'slot_bits' must be 16, 8, 4, 3, 2 or 1, got {self.slot_bits}")
-        if self.linear_bits not in (None, 8, 4):
-            raise ConfigError(f"ndp setting 'linear_bits' must be 8, 4 or null, got {self.linear_bits}")
-        if self.linear_bits is not None and self.cold_precision == "full":
-            raise ConfigError(
-                f"ndp setting 'linear_bits' is {self.linear_bits} beside cold_precision 'full', which quantizes "
-                "nothing: drop one of the two"
-            )
+            if (value := getattr(self, name)) is not None and value not in allowed:
+                raise ConfigError(f"ndp setting {name!r} must be one of {', '.join(map(str, allowed))}, got {value!r}")
+        for name, least in _LEAST.items():
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ConfigError(f"ndp setting {name!r} must be {least} or more, got {value}")
         self._check_joint()
         self._check_replan()
         self._check_prices()
-        if self.has_quantized_slots and self.cold_precision == "full":
-            raise ConfigError(
-                f"ndp setting 'slot_bits' is {self.slot_bits} beside cold_precision 'full', which quantizes nothing: "
-                "drop one of the two"
-            )
-        if self.warm_experts < 0:
-            raise ConfigError(f"ndp setting 'warm_experts' must be 0 or more, got {self.warm_experts}")
-        if self.max_moves is not None and self.max_moves < 0:
-            raise ConfigError(f"ndp setting 'max_moves' must be 0 or more, got {self.max_moves}")
+        for name in _QUANTIZED if self.cold_precision == "full" else ():
+            if (value := getattr(self, name)) != getattr(NdpSettings, name):
+                raise ConfigError(
+                    f"ndp setting {name!r} is {value!r} beside cold_precision 'full', which quantizes nothing: drop "
+                    "one of the two"
+                )
         if not 1.0 <= self.avg_bits <= 4.0 and self.avg_bits != BYTE_BITS:
             raise ConfigError(f"ndp setting 'avg_bits' must lie in 1..4 or be 8, got {self.avg_bits}")
         if self.max_loss is not None and (self.bit_rule_in_force not in BY_BITS_READ or self.losses != "relative"):
@@ -193,22 +186,9 @@ class NdpSettings:
                 "ndp setting 'avg_bits' is {'max_loss': ...}, which needs bit_rule 'layers' or 'pairs' and relative "
                 f"losses, got {self.bit_rule_in_force!r} and {self.losses!r}: drop them from 'policy'"
             )
-        if self.cold_precision == "full" and self.replicas is not None:
+        if self.offload_bits is not None and self.execution == "paper":
             raise ConfigError(
-                "ndp setting 'replicas' has no effect with cold_precision 'full', which computes from the checkpoint: "
-                "drop one of the two"
-            )
-        if self.offload_bits is not None and self.offload_bits not in REPLICA_WIDTHS:
-            raise ConfigError(f"ndp setting 'offload_bits' must be 1, 2, 3, 4 or 8, got {self.offload_bits}")
-        if self.offload_bits is not None and (self.execution == "paper" or self.cold_precision == "full"):
-            raise ConfigError(
-                f"ndp setting 'offload_bits' has no effect with execution {self.execution!r} and cold_precision "
-                f"{self.cold_precision!r}: drop it, or use execution 'balanced' with quantized cold experts"
-            )
-        if self.device_hosts < 1:
-            raise ConfigError(
-                f"ndp setting 'device_hosts' counts the hosts of the device, this one too, and must be at least 1, "
-                f"got {self.device_hosts}"
+                "ndp setting 'offload_bits' has no effect with execution 'paper': drop it, or use execution 'balanced'"
             )
         if not 0 < self.deadline_ms <= MAX_DEADLINE_MS:
             raise ConfigError(
@@ -274,22 +254,17 @@ class NdpSettings:
                 )
         if self.device == () or len(set(self.addresses)) < len(self.addresses):
             raise ConfigError(f"ndp setting 'devices' must name each device once, got {list(self.device)}")
-        if self.devices < 1:
-            raise ConfigError(
-                f"ndp setting 'devices' counts embedded devices and must be at least 1, got {self.devices}"
-            )
         if self.splits_experts and self.num_devices == 1:
             raise ConfigError(
                 "ndp setting 'device_experts' is 'split', which gives each of several devices a part of every expert, "
                 "got 1 of them: name more devices, or use 'copies'"
             )
-        if self.device_copies is not None and not 1 <= self.device_copies <= self.num_devices:
+        copies = 1 if self.device_copies is None else self.device_copies
+        if not 1 <= copies <= self.num_devices or self.device_moves < 0:
             raise ConfigError(
-                f"ndp setting 'device_experts' must ask for 1 to {self.num_devices} copies, the number of devices, "
-                f"got {self.device_copies}"
+                f"ndp setting 'device_experts' must ask for 1 to {self.num_devices} copies, the number of devices, and "
+                f"0 or more moves, got {self.device_copies} and {self.device_moves}"
             )
-        if self.device_moves < 0:
-            raise ConfigError(f"ndp setting 'device_experts' must ask for 0 or more moves, got {self.device_moves}")
         if self.device_moves and self.num_devices <= (self.device_copies or 2):
             raise ConfigError(
                 f"ndp setting 'device_experts' asks for moves, which have no effect where every device holds every "
@@ -468,8 +443,8 @@ class NdpSettings:
             return cls()
         if not isinstance(raw, Mapping):
             raise ConfigError(f"additional_config['ndp'] must be a mapping of settings, got {type(raw).__name__}")
-        kinds = {one.name: str(one.type) for one in fields(cls)}
-        return cls(**{name: typed(name, value, kinds[name]) for name, value in by_field(raw).items()})
+        kinds, words = get_type_hints(cls), {one.name: str(one.type) for one in fields(cls)}
+        return cls(**{name: typed(name, value, kinds[name], words[name]) for name, value in by_field(raw).items()})
 
     def resolve_hot_experts(self, num_experts: int) -> int:
         """K for a model of E experts. Raises ConfigError when more are asked for than exist."""

@@ -9,10 +9,11 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import WIDTHS
 
-_LARGEST = 1 << 53  # of a whole number in settings: what a float holds exactly
 TOP = (
     *("hot_experts", "slot_bits", "warm_experts", "plan", "avg_bits", "cold_precision", "execution", "prefill"),
     *("replan", "policy", "replicas", "devices", "hardware", "hardware_overrides"),
@@ -124,24 +125,17 @@ def _hint(name: object, known: Sequence[str], otherwise: str) -> str:
     return f"did you mean {near[0]!r}{_PLACES[near[0]]}?" if near else otherwise + ", ".join(known)
 
 
-def typed(name: str, value: Any, wanted: str) -> Any:
-    """The value as a field of this annotation holds it. Raises ConfigError for another type."""
-    if value is None and "None" in wanted:
-        return None
-    kind = wanted.split(" |")[0].split("[")[0]
-    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST
-    if kind == "float" and (whole or isinstance(value, float)):
-        return float(value)
-    if kind == "int" and whole:
-        return value
-    if (kind == "str" and isinstance(value, str) and "\0" not in value) or (kind == "bool" and isinstance(value, bool)):
-        return value
-    if (
-        "tuple" in wanted
-        and isinstance(value, list | tuple)
-        and all(isinstance(one, str) and "\0" not in one for one in value)
-    ):
-        return tuple(value)
-    if kind == "Mapping" and isinstance(value, Mapping):
-        return dict(value)
-    raise ConfigError(f"ndp setting {name!r} must be {wanted}, got {value!r}")
+def typed(name: str, value: Any, kind: Any, words: str) -> Any:
+    """The value as a field of this kind holds it. Raises ConfigError for another type, which `words` names."""
+    try:
+        held = msgspec.convert(value, kind)
+        if all(_is_sound(one) for one in (held if isinstance(held, tuple) else (held,))):
+            return held
+    except (msgspec.ValidationError, OverflowError):
+        pass
+    raise ConfigError(f"ndp setting {name!r} must be {words}, got {value!r}")
+
+
+def _is_sound(value: Any) -> bool:
+    """Texts may become paths, and whole numbers floats, which hold them exactly up to 2**53."""
+    return "\0" not in value if isinstance(value, str) else not isinstance(value, int) or abs(value) <= 1 << 53

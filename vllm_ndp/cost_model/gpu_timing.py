@@ -128,11 +128,9 @@ class GpuModel:
         """One all-reduce of so many rows of activations."""
         return all_reduce_ps(self.num_gpus, rows * self.shape.hidden_size * self.shape.dtype_bytes)
 
-    def attention_ps(
-        self, rows: int, kv_tokens: int, attended: int | None = None, spans: Sequence[tuple[int, int]] | None = None
-    ) -> int:
-        """Mean over the MoE layers of what runs before their experts, rounded up; arguments as before_experts_ps."""
-        return ceil_div(sum(self.before_experts_ps(rows, kv_tokens, attended, spans)), self.shape.num_layers)
+    def attention_ps(self, rows: int, kv_tokens: int) -> int:
+        """Mean over the MoE layers of what runs before their experts in decode, rounded up."""
+        return ceil_div(sum(self.before_experts_ps(rows, kv_tokens)), self.shape.num_layers)
 
     def before_experts_ps(
         self, rows: int, kv_tokens: int, attended: int | None = None, spans: Sequence[tuple[int, int]] | None = None

@@ -32,6 +32,7 @@ _ENVIRONMENT_PREFIXES = ("LC_", "NDP_", "PYTHON", "ASAN_", "UBSAN_")
 
 RESPAWN_FIRST_S, RESPAWN_LAST_S = 0.5, 30.0
 _LISTENS_WITHIN_S = 10.0
+_ENDS_WITHIN_S = 2.0
 _MOST_SAID = 64 << 10
 """Bytes of the line by which a device says that it is ready."""
 
@@ -136,12 +137,12 @@ class DeviceProcess:
         self._process = self._start()
         return True
 
-    def terminate(self, timeout_s: float = 2.0) -> None:
+    def terminate(self) -> None:
         """SIGTERM, then SIGKILL; the private directory goes too."""
         if self.poll() is None:
             self._process.terminate()
             try:
-                self._process.wait(timeout_s)
+                self._process.wait(_ENDS_WITHIN_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()

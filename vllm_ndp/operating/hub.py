@@ -54,7 +54,7 @@ def is_repo(name: str) -> bool:
     return _REPO.fullmatch(name) is not None and not Path(name).exists()
 
 
-def checkpoint_dir(name: str, revision: str | None = None) -> Path:
+def checkpoint_dir(name: str) -> Path:
     """A directory as it is; a model's id as its place in the hub's cache, fetched first where it is not there."""
     if not is_repo(name):
         return Path(name)
@@ -64,7 +64,7 @@ def checkpoint_dir(name: str, revision: str | None = None) -> Path:
             wanted = {"allow_patterns": files, "ignore_patterns": _FOLDERS}
             return Path(hub.snapshot_download(name, revision=revision, **wanted))
 
-        directory = fetch(_BESIDE_WEIGHTS, revision)
+        directory = fetch(_BESIDE_WEIGHTS, None)
         commit = directory.name  # whatever is pushed meanwhile
         fetch(indexed_files(directory) or _CHECKPOINT_FILES, commit)
         if not has_weights(directory):  # under other names

@@ -39,10 +39,10 @@ class Scored:
 class ScoringServer:
     """`vllm serve`, by the address that its clients use."""
 
-    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = _TIMEOUT_S) -> None:
+    def __init__(self, url: str, api_key: str | None = None) -> None:
         base = url.rstrip("/")
         self.name = base.removesuffix("/v1")
-        self._api_key, self._timeout_s = api_key, timeout_s
+        self._api_key = api_key
         models = self._ask("/v1/models")["data"]
         self.model = str(models[0]["id"])
         self.root = str(models[0].get("root") or self.model)
@@ -104,7 +104,7 @@ class ScoringServer:
         if self._api_key:
             request.add_header("Authorization", f"Bearer {self._api_key}")
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as error:
             if error.code in (401, 403):

@@ -91,9 +91,9 @@ class Measured:
         return experts_s + linear_s + model.num_layers * LAYER_S
 
 
-def simulated(costs: Costs, num_hot: int, avg_bits: float, batch: int, context: int, seed: int = 0) -> Simulated:
+def simulated(costs: Costs, num_hot: int, avg_bits: float, batch: int, context: int) -> Simulated:
     """One decode step of `batch` requests with `context` tokens each, every layer as the mean of many."""
-    model, rng = costs.shape, np.random.default_rng(seed)
+    model, rng = costs.shape, np.random.default_rng(0)
     layers = [_layer(costs, _choices(model, batch, rng), num_hot, avg_bits) for _ in range(_draws(batch))]
     attention = float(costs.attention_ps(batch, np.array([batch * context]))[0])
     step = model.num_layers * (attention + float(np.mean(layers)) + costs.overhead_ps) + costs.gpu.head_ps(batch)

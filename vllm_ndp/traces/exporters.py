@@ -9,8 +9,7 @@ Knows their layouts. `dynande` is read back by traces/importers.py.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from ndp_device.common.errors import TraceError
 from ndp_device.common.outputs import require_own_folder
 from vllm_ndp.traces.trace import Trace
 
+DYNANDE = "dynande"
 _LEAST = 1e-9
 """A chosen expert's score at least: 0 says not chosen."""
 Choices = tuple[NDArray[Any], NDArray[np.float32]]
@@ -29,14 +29,13 @@ Choices = tuple[NDArray[Any], NDArray[np.float32]]
 
 def export_trace(trace: Trace, kind: str, out: Path) -> list[Path]:
     """The files written. Raises TraceError in one sentence before any is."""
-    if kind not in EXPORTERS:
-        nearest = difflib.get_close_matches(kind, EXPORTERS, n=1, cutoff=0.0)[0]
-        raise TraceError(f"format must be one of {', '.join(EXPORTERS)}, got {kind!r}: did you mean {nearest!r}?")
+    if kind != DYNANDE:
+        raise TraceError(f"format must be {DYNANDE}, got {kind!r}")
     require_own_folder(out)
     if not trace.sequences:
         raise TraceError("the trace has no request to export")
     written = []
-    for name, text in EXPORTERS[kind](trace):
+    for name, text in _dynande(trace):
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -77,6 +76,3 @@ def _ordinal(number: int) -> str:
     """1st, 2nd, 3rd, 4th, 11th, 21st"""
     last = 0 if number % 100 in (11, 12, 13) else number % 10
     return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"
-
-
-EXPORTERS: dict[str, Callable[[Trace], Iterator[tuple[str, str]]]] = {"dynande": _dynande}

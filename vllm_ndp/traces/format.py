@@ -116,11 +116,11 @@ class TraceManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Chunks per table, written when the trace was closed; None: still being written, or its writer died."""
 
 
-def require_choices(ids: NDArray[Any], weights: NDArray[Any], made: Provenance, first_row: int = 0) -> None:
+def require_choices(ids: NDArray[Any], weights: NDArray[Any], made: Provenance) -> None:
     """What every reader, importer and recorder of rows must hold: ids and weights [N, L, k] of a router.
 
-    ids before they are cast to the trace's type, which would wrap them. first_row: number of the first one. Raises
-    TraceError that names row, layer and what came.
+    ids before they are cast to the trace's type, which would wrap them. Raises TraceError that
+    names row, layer and what came.
     """
     want = (len(ids), made.num_layers, made.top_k)
     if ids.shape != want or weights.shape != want:
@@ -134,7 +134,7 @@ def require_choices(ids: NDArray[Any], weights: NDArray[Any], made: Provenance, 
     if not 0 <= low <= high < made.num_experts:
         cell = _first((ids < 0) | (ids >= made.num_experts))
         raise TraceError(
-            f"expert ids must lie in 0..{made.num_experts - 1}, got {low}..{high}: {_cell(cell, first_row)} has "
+            f"expert ids must lie in 0..{made.num_experts - 1}, got {low}..{high}: {_cell(cell)} has "
             f"{ids[cell].tolist()}"
         )
     for start in range(0, len(ids), _ROWS_AT_ONCE):
@@ -143,15 +143,13 @@ def require_choices(ids: NDArray[Any], weights: NDArray[Any], made: Provenance, 
             if (same := ranks[apart:] == ranks[:-apart]).any():
                 row, layer = _first(same.any(axis=0))
                 raise TraceError(
-                    f"a token chooses an expert at most once: {_cell((start + row, layer), first_row)} has "
+                    f"a token chooses an expert at most once: {_cell((start + row, layer))} has "
                     f"{ids[start + row, layer].tolist()}"
                 )
     low, high = np.minimum.reduce(weights, axis=None), np.maximum.reduce(weights, axis=None)
     if not 0 <= low <= high < np.inf:
         cell = _first(~((weights >= 0) & (weights < np.inf)))
-        raise TraceError(
-            f"router weights must be finite and at least 0: {_cell(cell, first_row)} has {weights[cell].tolist()}"
-        )
+        raise TraceError(f"router weights must be finite and at least 0: {_cell(cell)} has {weights[cell].tolist()}")
 
 
 def _first(wrong: NDArray[np.bool_]) -> tuple[int, int]:
@@ -160,8 +158,8 @@ def _first(wrong: NDArray[np.bool_]) -> tuple[int, int]:
     return row, layer
 
 
-def _cell(cell: tuple[int, int], first_row: int) -> str:
-    return f"row {first_row + cell[0]}, layer {cell[1]}"
+def _cell(cell: tuple[int, int]) -> str:
+    return f"row {cell[0]}, layer {cell[1]}"
 
 
 def schema(table: str, provenance: Provenance) -> pa.Schema:

@@ -179,12 +179,12 @@ class Trace:
             "has none: compare measured times, or record the run beside a device that simulates"
         )
 
-    def stats(self, sequence: Sequence, phase: str = "prefill", first: int | None = None) -> RoutingStats:
-        """Routing statistics of a sequence's prompt or decode, or of its first tokens only."""
+    def stats(self, sequence: Sequence, phase: str = "prefill") -> RoutingStats:
+        """Routing statistics of a sequence's prompt or decode."""
         if phase == "prefill":
-            ids, weights = sequence.prompt_ids[:first], sequence.prompt_weights[:first]
+            ids, weights = sequence.prompt_ids, sequence.prompt_weights
         else:
-            ids, weights = sequence.decode_ids[:first], sequence.decode_weights[:first]
+            ids, weights = sequence.decode_ids, sequence.decode_weights
         return RoutingStats.from_choices(ids, weights, self.provenance.num_experts)
 
     def select(self, requests: Seq[int]) -> Trace:
@@ -266,7 +266,7 @@ class Trace:
         write_manifest(directory, self.provenance, chunks)
 
 
-def from_sequences(provenance: Provenance, sequences: Seq[Sequence], request_ids: Seq[str] | None = None) -> Trace:
+def from_sequences(provenance: Provenance, sequences: Seq[Sequence]) -> Trace:
     """A trace of requests that ran one after the other: one prefill step each, then one step per decoded token."""
     parts: dict[str, list[NDArray[Any]]] = {name: [] for name in ("step", "request", "position", "phase")}
     next_step = 0
@@ -289,7 +289,7 @@ def from_sequences(provenance: Provenance, sequences: Seq[Sequence], request_ids
         weights=weights.astype(np.float32),
         prompt_len=np.array([len(s.prompt_ids) for s in sequences], np.int32),
         arrival_s=np.array([s.arrival_s for s in sequences], np.float64),
-        request_ids=list(request_ids) if request_ids is not None else [str(i) for i in range(len(sequences))],
+        request_ids=[str(i) for i in range(len(sequences))],
         labels=[s.label for s in sequences],
     )
 

@@ -122,7 +122,7 @@ def test_impossible_placements_and_plans_are_refused():
             {"hot_experts": 4, "warm_experts": 5},
             "beside 4 hot experts, the model has only 8 experts per layer: at most 4",
         ),
-        ({"slot_bits": 5}, "'slot_bits' must be 16, 8, 4, 3, 2 or 1, got 5"),
+        ({"slot_bits": 5}, "'slot_bits' must be one of 1, 2, 3, 4, 16, 8, got 5"),
         ({"slot_bits": 4, "cold_precision": "full"}, "which quantizes nothing: drop one of the two"),
         ({"slot_bits": 4, "hot_experts": 0}, "'hot_experts' is 0, which leaves no GPU memory to 'slot_bits' 4"),
         (

@@ -142,7 +142,7 @@ def test_dynande_reads_back_what_was_written(tmp_path):
 
 
 def test_what_cannot_be_exported_is_refused_before_a_file_is_written(tmp_path):
-    with pytest.raises(TraceError, match="did you mean 'dynande'"):
+    with pytest.raises(TraceError, match="format must be dynande, got 'dynand'"):
         export_trace(BUNDLED, "dynand", tmp_path / "out")
     (tmp_path / "mine").write_text("")
     with pytest.raises(ConfigError, match="is not empty"):
