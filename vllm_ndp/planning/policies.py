@@ -104,9 +104,10 @@ class PolicySettings:
         _known("bit_rule", self.bit_rule, BIT_RULES)
         _known("losses", self.losses, LOSSES)
 
-    def prior_for(self, stats: RoutingStats) -> ImportanceScore | None:
-        """The prior of the layers that the statistics are about."""
-        return self.prior if self.prior is None or stats.layer is None else self.prior.layer(stats.layer)
+    def prior_for(self, stats: RoutingStats) -> ImportanceScore:
+        """The prior, which there must be, of the layers that the statistics are about."""
+        assert self.prior is not None
+        return self.prior if stats.layer is None else self.prior.layer(stats.layer)
 
 
 def usual_bit_rule(bits_for: str) -> str:
@@ -154,14 +155,14 @@ def prefill(settings: PolicySettings) -> Policy:
 
 def static(settings: PolicySettings) -> Policy:
     """Popularity measured beforehand, the same for every request."""
-    return ScoredPolicy("static", lambda stats, told: _prior_of("static", told, stats), _with_prior("static", settings))
+    return ScoredPolicy("static", lambda stats, told: told.prior_for(stats), _with_prior("static", settings))
 
 
 def prefill_prior(settings: PolicySettings) -> Policy:
     """Prefill shrunk to a popularity prior: a short prompt says little about hundreds of experts."""
 
     def score(stats: RoutingStats, told: PolicySettings) -> ImportanceScore:
-        return importance(stats, told.alpha).shrunk_to(_prior_of("prefill_prior", told, stats), told.prior_tokens)
+        return importance(stats, told.alpha).shrunk_to(told.prior_for(stats), told.prior_tokens)
 
     return ScoredPolicy("prefill_prior", score, _with_prior("prefill_prior", settings))
 
@@ -172,7 +173,7 @@ def prefill_shrunk(settings: PolicySettings, *, calibrate: bool = False) -> Poli
     as often as they come. A plan then loses what it promises."""
 
     def score(stats: RoutingStats, told: PolicySettings) -> ImportanceScore:
-        prior = _prior_of("prefill_shrunk", told, stats)
+        prior = told.prior_for(stats)
         own, weight = importance(stats, told.alpha), repeats(stats, prior)
         if weight is None:
             return own.shrunk_to(prior, told.prior_tokens)
@@ -279,12 +280,6 @@ def _with_prior(name: str, settings: PolicySettings) -> PolicySettings:
             f"policy {name!r} needs a popularity prior: give one recorded on this model, or use policy 'prefill'"
         )
     return settings
-
-
-def _prior_of(name: str, settings: PolicySettings, stats: RoutingStats) -> ImportanceScore:
-    prior = _with_prior(name, settings).prior_for(stats)
-    assert prior is not None
-    return prior
 
 
 def _known(what: str, value: str, allowed: Collection[str]) -> None:
