@@ -28,6 +28,7 @@ from vllm_ndp.integration import drafts, vllm_private
 from vllm_ndp.integration.batch import KvGroup
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.ranks import Share, Stage
+from vllm_ndp.operating.hub import asked_of_hub
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,23 +62,14 @@ def model_dir(vllm_config: VllmConfig) -> Path:
     name = model.model
     if Path(name).is_dir():
         return Path(name).resolve()
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     from vllm.model_executor.model_loader.weight_utils import download_weights_from_hf
 
-    try:
+    with asked_of_hub(f"there is no directory {name}, and the model") as hub:
         directory = download_weights_from_hf(
             name, load.download_dir, ["*.safetensors"], model.revision, ignore_patterns=load.ignore_patterns
         )
         # beside the weights: with --download-dir vLLM has put it elsewhere
-        hf_hub_download(name, "config.json", cache_dir=load.download_dir, revision=model.revision)
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        advice = "unset HF_HUB_OFFLINE, or fetch it first" if HF_HUB_OFFLINE else "check its name, HF_TOKEN and network"
-        raise ConfigError(
-            f"there is no directory {name}, and the model cannot be had from the hub ({why.rstrip('.:')}): {advice}"
-        ) from None
+        hub.hf_hub_download(name, "config.json", cache_dir=load.download_dir, revision=model.revision)
     return Path(directory)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from ndp_device.checkpoint.headers import INDEX, WHOLE, has_weights, indexed_files
 from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common.cache import hub_cache_dir
-from ndp_device.common.errors import ConfigError, NdpError, ReplicaError
+from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import REPLICA_WIDTHS
 from ndp_device.replicas.format import MANIFEST, Manifest, ReplicaFiles, load_loss_table
 
@@ -36,10 +36,6 @@ _CHECKPOINT_FILES = [*_BESIDE_WEIGHTS, WHOLE, "model-*-of-*.safetensors"]
 _FOLDERS = ["*/*"]
 """No part of a checkpoint lies in a folder: there are second copies (original/, checkpoint-500/, onnx/)."""
 _REPLICA_FILES = [MANIFEST, "experts-*.safetensors", CARD]
-
-
-class HubError(NdpError):
-    """The hub, or the way to it, did not do what was asked."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ def checkpoint_dir(name: str) -> Path:
     """A directory as it is; a model's id as its place in the hub's cache, fetched first where it is not there."""
     if not is_repo(name):
         return Path(name)
-    with _hub(f"the checkpoint {name}") as hub:
+    with asked_of_hub(f"the checkpoint {name}") as hub:
 
         def fetch(files: list[str], revision: str | None) -> Path:
             wanted = {"allow_patterns": files, "ignore_patterns": _FOLDERS}
@@ -79,7 +75,7 @@ def pull(repo: str, out: Path | None, model: str | None = None, revision: str | 
     """
     _require_repo(repo)
     directory = hub_cache_dir(repo) if out is None else out
-    with _hub(f"the replica set {repo}") as hub:
+    with asked_of_hub(f"the replica set {repo}") as hub:
         options = {"revision": revision, "allow_patterns": _REPLICA_FILES, "ignore_patterns": _FOLDERS}
         fetched = Path(hub.snapshot_download(repo, local_dir=directory, **options))
     if not (fetched / MANIFEST).exists():
@@ -94,7 +90,7 @@ def push(directory: Path, repo: str, *, license_: str, base_model: str | None, p
     files = ReplicaFiles(directory)
     text = card(files, repo, license_=license_, base_model=base_model)
     names = [path.name for pattern in _REPLICA_FILES for path in sorted(directory.glob(pattern)) if path.name != CARD]
-    with _hub(f"the replica set {repo}") as hub:
+    with asked_of_hub(f"the replica set {repo}") as hub:
         api = hub.HfApi()
         api.create_repo(repo, private=private, exist_ok=True)
         added = {name: directory / name for name in names} | {CARD: text.encode()}
@@ -155,22 +151,21 @@ def _require_repo(repo: str) -> None:
 
 
 @contextmanager
-def _hub(what: str) -> Iterator[Any]:
+def asked_of_hub(what: str) -> Iterator[Any]:
     """huggingface_hub, whose errors leave as one sentence about `what`."""
     try:
         import huggingface_hub
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
     except ModuleNotFoundError:
-        raise HubError(f"{what} needs the package huggingface_hub: pip install huggingface_hub") from None
+        raise ConfigError(f"{what} needs the package huggingface_hub: pip install huggingface_hub") from None
     try:
         yield huggingface_hub
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError, ValueError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, ValueError) as error:
         offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
         advice = "unset HF_HUB_OFFLINE, or give a directory" if offline else "check its name, HF_TOKEN and HF_ENDPOINT"
-        raise HubError(f"{what} cannot be had from the hub ({first_line(error)}): {advice}") from None
+        raise ConfigError(f"{what} cannot be had from the hub ({_first_line(error)}): {advice}") from None
 
 
-def first_line(error: BaseException) -> str:
-    """First line of an error of the hub's client, as a part of a sentence."""
+def _first_line(error: BaseException) -> str:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return text.rstrip(".:")

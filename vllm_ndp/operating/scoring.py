@@ -10,15 +10,13 @@ token has one row per request. Knows vLLM's /v1/completions. Does not know lm-ev
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ndp_device.common.errors import ConfigError, DeviceUnavailable
+from ndp_device.common.errors import ConfigError
+from vllm_ndp.operating.server import Server
 
 FORCED = "ndp_forced_tokens"
 PROCESSOR = "vllm_ndp.integration.forced_tokens:ForcedTokens"
@@ -36,14 +34,10 @@ class Scored:
     pairs: Counter[str]  # where decode ran; empty beside a stock server
 
 
-class ScoringServer:
-    """`vllm serve`, by the address that its clients use."""
-
+class ScoringServer(Server):
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        base = url.rstrip("/")
-        self.name = base.removesuffix("/v1")
-        self._api_key = api_key
-        models = self._ask("/v1/models")["data"]
+        super().__init__(url, api_key, _TIMEOUT_S)
+        models = self.json("/v1/models")["data"]
         self.model = str(models[0]["id"])
         self.root = str(models[0].get("root") or self.model)
         """Directory or hub id of its checkpoint, tokenizer included."""
@@ -73,7 +67,7 @@ class ScoringServer:
         }
         if scored_from < decode_from:
             body["prompt_logprobs"] = 0  # of the tokens themselves, with their rank
-        answer = self._ask("/v1/completions", body)
+        answer = self.json("/v1/completions", body)
         (choice,) = answer["choices"]
         if choice["token_ids"] != forced:
             raise ConfigError(
@@ -96,25 +90,7 @@ class ScoringServer:
     def complete(self, prompt: Sequence[int], max_tokens: int, stop: Sequence[str], **sampling: Any) -> str:
         """Text that the model makes."""
         body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "stop": list(stop), **sampling}
-        return str(self._ask("/v1/completions", body)["choices"][0]["text"])
-
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        request = urllib.request.Request(self.name + path, None if body is None else json.dumps(body).encode())
-        request.add_header("Content-Type", "application/json")
-        if self._api_key:
-            request.add_header("Authorization", f"Bearer {self._api_key}")
-        try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-                return json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            if error.code in (401, 403):
-                raise ConfigError(f"{self.name} wants its key: give --api-key, or set VLLM_API_KEY") from None
-            raise ConfigError(f"{self.name}{path} answers {error.code}: {_reason(error)}") from None
-        except json.JSONDecodeError:
-            raise ConfigError(f"{self.name}{path} answers no JSON: is this the address of vllm serve?") from None
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            raise DeviceUnavailable(f"no server answers at {self.name} ({reason})") from None
+        return str(self.json("/v1/completions", body)["choices"][0]["text"])
 
 
 def _scored_pairs(prompt: list[int], choice: dict[str, Any], scored_from: int) -> list[tuple[int, dict[str, Any]]]:
@@ -122,11 +98,3 @@ def _scored_pairs(prompt: list[int], choice: dict[str, Any], scored_from: int) -
     if scored_from >= len(prompt):
         return []
     return list(zip(prompt[scored_from:], choice["prompt_logprobs"][scored_from:], strict=True))
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    text = error.read(10_000).decode(errors="replace")
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return " ".join(text.split())[:200] or str(error.reason)

@@ -19,6 +19,7 @@ from ndp_device.common.strict_files import Refused
 from ndp_device.model_config import public_model
 from ndp_device.timing.public_models import PUBLIC_MODELS, SHAPES, public_shape
 from vllm_ndp.cost_model.costs import model_named
+from vllm_ndp.operating.hub import asked_of_hub
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ def source_named(name: str) -> CheckpointSource:
     if shape := known.get(name.lower()):
         return CheckpointSource(SHAPES[shape], name, "its published sizes")
     if name.count("/") == 1 and not name.startswith((".", "/")):
-        return CheckpointSource(_of_config(name, _config_of_hub(name)), name, "config.json on the hub")
+        with asked_of_hub(f"there is no directory {name}, and its config.json") as hub:
+            config = Path(hub.hf_hub_download(name, "config.json"))
+        return CheckpointSource(_of_config(name, config), name, "config.json on the hub")
     return CheckpointSource(public_shape(name), name, "")  # raises, and names the nearest one
 
 
@@ -76,21 +79,3 @@ def _of_config(name: str, path: Path) -> WholeModel:
 def _as_served(model: WholeModel) -> WholeModel:
     """Change the dtype to the one that vLLM takes by itself: 16 bits for a checkpoint of 32."""
     return replace(model, dtype="bfloat16") if model.dtype == "float32" else model
-
-
-def _config_of_hub(name: str) -> Path:
-    try:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-    except ModuleNotFoundError:
-        raise ConfigError(
-            f"there is no directory {name}, and ids of a hub need huggingface_hub: give a config.json"
-        ) from None
-    try:
-        return Path(hf_hub_download(name, "config.json"))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        why = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
-        raise ConfigError(
-            f"there is no directory {name}, and no config.json of it on the hub or in its cache ({why}): give a "
-            "config.json, or a public shape such as mixtral-8x7b"
-        ) from None

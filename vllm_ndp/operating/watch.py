@@ -6,10 +6,7 @@ device is asked for its Description. Knows names of metrics and fields. Does not
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.error
-import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,12 +15,12 @@ from typing import Any, Protocol
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from ndp_device.common.errors import ConfigError, DeviceUnavailable, NdpError
+from ndp_device.common.errors import ConfigError
 from ndp_device.transport import is_address
+from vllm_ndp.operating.server import Server, ServerRefusal
 
 PLACES = ("hot", "spilled", "warm", "cold", "fallback", "prefill", "prefill_device", "prefill_fallback")
 STATUS = "/v1/ndp/status"
-_MOST_BYTES = 64 << 20
 _TIMEOUT_S = 5.0
 
 
@@ -83,17 +80,13 @@ MEANS = {
 _PAIRS = "vllm:ndp_pairs_total"
 
 
-class WatchedServer:
-    """`vllm serve`, by the address that its clients use. api_key: as theirs; no other server gets it."""
-
+class WatchedServer(Server):
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        base = url.rstrip("/")
-        self.name = base.removesuffix("/v1")
-        self._api_key = api_key
+        super().__init__(url, api_key, _TIMEOUT_S)
         self._has_status = True
 
     def look(self) -> Sample:
-        sums, levels = read_metrics(self._get("/metrics"))
+        sums, levels = read_metrics(self.text("/metrics"))
         return Sample(time.monotonic(), sums, levels, self._status())
 
     def _status(self) -> Mapping[str, Any]:
@@ -101,37 +94,13 @@ class WatchedServer:
         if not self._has_status:
             return {}
         try:
-            status = json.loads(self._get(STATUS))
-        except _Refused as refusal:
-            if refusal.code in (401, 403):
-                raise ConfigError(
-                    f"{self.name}{STATUS} wants the server's key: give --api-key, or set VLLM_API_KEY"
-                ) from None
+            status = self.json(STATUS)
+        except ServerRefusal as refusal:
+            if refusal.wants_key:
+                raise
             self._has_status = False
             return {}
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{self.name}{STATUS} is no JSON: {error}") from None
         return status if isinstance(status, dict) else {}
-
-    def _get(self, path: str) -> str:
-        request = urllib.request.Request(self.name + path)
-        if self._api_key and path.startswith("/v1"):
-            request.add_header("Authorization", f"Bearer {self._api_key}")
-        try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-                return str(answer.read(_MOST_BYTES).decode(errors="replace"))
-        except urllib.error.HTTPError as error:
-            if path == STATUS:
-                raise _Refused(error.code) from None
-            raise ConfigError(f"{self.name}{path} answers {error.code}: is this the address of vllm serve?") from None
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            raise DeviceUnavailable(f"no server answers at {self.name} ({reason})") from None
-
-
-class _Refused(Exception):
-    def __init__(self, code: int) -> None:
-        self.code = code
 
 
 def read_metrics(text: str) -> tuple[dict[str, float], dict[str, float]]:
@@ -208,6 +177,3 @@ def watched(target: str, *, api_key: str | None = None, key: Path | None = None)
     raise ConfigError(
         f"what to watch must be http://HOST:PORT of vllm serve, or ipc:// or tcp:// of a device, got {target!r}"
     )
-
-
-__all__ = ["Device", "NdpError", "Rates", "Sample", "Watched", "WatchedServer", "rates", "read_metrics", "watched"]

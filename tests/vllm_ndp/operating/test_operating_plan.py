@@ -166,7 +166,7 @@ def test_the_id_of_a_public_model_needs_no_network() -> None:
     ("name", "says"),
     [
         ("mixtral-8x7", "did you mean 'mixtral-8x7b'"),
-        ("no-such-org/no-such-model", "no config.json of it on the hub or in its cache"),
+        ("no-such-org/no-such-model", "and its config.json cannot be had from the hub"),
         ("{tmp}", "no config.json in"),
     ],
 )

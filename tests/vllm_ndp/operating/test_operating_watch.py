@@ -121,9 +121,9 @@ def test_status_is_taken_along_where_it_is_served(serve: Callable[..., str]) -> 
     ("pages", "says"),
     [
         ({"/metrics": (200, PAGE), "/v1/ndp/status": (401, "")}, "give --api-key, or set VLLM_API_KEY"),
-        ({"/metrics": (404, "")}, "answers 404: is this the address of vllm serve"),
+        ({"/metrics": (404, "")}, r"answers 404 \(.*\): is this the address of vllm serve"),
         ({"/metrics": (200, "<html>not metrics")}, "not in Prometheus' text format"),
-        ({"/metrics": (200, PAGE), "/v1/ndp/status": (200, "{")}, "is no JSON"),
+        ({"/metrics": (200, PAGE), "/v1/ndp/status": (200, "{")}, "answers no JSON"),
     ],
 )
 def test_what_is_no_server_of_ours_is_named_in_one_sentence(
