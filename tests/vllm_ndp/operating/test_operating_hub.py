@@ -116,7 +116,7 @@ def test_damaged_replicas_are_not_pushed(hub: Hub, tmp_path: Path) -> None:
         (("pull", "nothing"), "a repository of the hub is named ORGANISATION/NAME"),
         (("push", str(REPLICAS), REPO), "Missing option '--license'"),
         (("quantize", "lab/nothing", "--out", "x"), "the checkpoint lab/nothing cannot be had from the hub"),
-        (("plan", "lab/nothing"), "no config.json of it on the hub"),
+        (("plan", "lab/nothing"), "its config.json cannot be had from the hub"),
     ],
 )
 def test_what_is_not_there_is_one_sentence(words: tuple[str, ...], says: str, hub: Hub) -> None:
