@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.plan import Placement, limit_moves, top_experts
+from vllm_ndp.planning.plan import Placement, highest, limit_moves
 from vllm_ndp.planning.same_everywhere import exp
 
 _BETS = (0.15, 0.4, 0.9)
@@ -135,7 +135,7 @@ class DriftWatch:
     def _renew(self) -> None:
         """Renew the rivals from all tokens so far, and with them what is aimed at."""
         weights = self._weights
-        rivals = top_experts(weights.reshape(-1, weights.shape[2]), self._num_hot).hot.reshape(weights.shape)
+        rivals = highest(weights, self._num_hot)
         aim = self._planned if self.aims_at is None else rivals[self._names.index(self.aims_at)]
         self._hot = np.concatenate([aim[None], rivals])  # [R + 1, L, E], what is aimed at first
 
