@@ -12,24 +12,33 @@ from ndp_device.common.decoder_layers import DecoderLayer, GatedDelta, GroupedQu
 from ndp_device.common.model_shape import WholeModel
 from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.spec import load_hardware
-from vllm_ndp.cost_model.gpu_timing import Context, GpuModel, StepClock
+from vllm_ndp.cost_model.gpu_timing import (
+    COLLECTIVE_PS,
+    Context,
+    GpuModel,
+    PipelineClock,
+    StepClock,
+    all_reduce_ps,
+    gather_ps,
+)
 
 H100 = load_hardware("h100-ndp512")
 MIXTRAL = public_shape("mixtral-8x7b")
 ATTENTION = GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=4)
+ONE, TWO = GpuModel(H100, MIXTRAL), GpuModel(H100, MIXTRAL, 2)
 SMALL = WholeModel("small", 2, 4, 2, 8, 16, vocab_size=100, decoder=(DecoderLayer(attention=ATTENTION),) * 2)
 
 
 def test_attention_of_the_published_models_takes_what_their_weights_take() -> None:
     """8x7B: 4096 x (2 x 4096 + 2 x 1024) weights x 2 B / 3.35 TB/s = 25.0 us a layer; 8x22B 52.6 us."""
-    assert GpuModel(H100, MIXTRAL).attention_ps(1, 0) == pytest.approx(25.04e6, rel=0.001)
+    assert ONE.attention_ps(1, 0) == pytest.approx(25.04e6, rel=0.001)
     large = public_shape("mixtral-8x22b")
     assert GpuModel(H100, large).attention_ps(1, 0) == pytest.approx(52.6e6, rel=0.001)
 
 
 def test_hot_experts_are_read_once_each_until_compute_outgrows_the_read() -> None:
     """352 MB at 3.35 TB/s: 0.105 ms; 0.352 GFLOP a row at 989.4 TFLOP/s: 0.356 us a row, so they meet at 295 rows."""
-    model = GpuModel(H100, MIXTRAL)
+    model = ONE
     one = model.hot_experts_ps([1])
     assert one == pytest.approx(0.1052e9, rel=0.001)
     assert model.hot_experts_ps([295]) == model.hot_experts_ps([1, 0, 0]) == one
@@ -154,10 +163,10 @@ def test_streamed_experts_take_the_link_until_compute_outgrows_it() -> None:
 
 def test_a_full_migration_takes_what_the_paper_s_sizes_give() -> None:
     """Four of eight experts in 32 layers: 45.1 GB at 25.6 GB/s = 1.76 s; 8x22B, two of eight in 56: 67.6 GB, 2.64 s."""
-    assert GpuModel(H100, MIXTRAL).migration_ps(4 * 32) == pytest.approx(1.76e12, rel=0.005)
+    assert ONE.migration_ps(4 * 32) == pytest.approx(1.76e12, rel=0.005)
     large = public_shape("mixtral-8x22b")
     assert GpuModel(H100, large).migration_ps(2 * 56) == pytest.approx(2.64e12, rel=0.005)
-    assert GpuModel(H100, MIXTRAL).migration_ps(0) == 0
+    assert ONE.migration_ps(0) == 0
 
 
 def test_a_migration_is_never_faster_than_the_dram_or_the_link() -> None:
@@ -224,3 +233,77 @@ def test_a_clock_used_out_of_order_says_what_was_expected() -> None:
         clock.begin_step(1, 0)
     with pytest.raises(RuntimeError, match="between two steps"):
         clock.migrate(1)
+
+
+# -- several GPUs that split each layer
+
+
+def test_one_gpu_tells_nobody_anything():
+    assert all_reduce_ps(1, 1 << 20) == gather_ps(1, 1 << 20) == 0
+
+
+def test_an_all_reduce_of_two_sends_its_bytes_once_each_way():
+    """370 kB at 370 GB/s is 1 us; an all-reduce of n = 2 moves 2 (n - 1) / n = 1 times its bytes, a gather half."""
+    assert all_reduce_ps(2, 370_000) == COLLECTIVE_PS + 1_000_000
+    assert gather_ps(2, 370_000) == COLLECTIVE_PS + 500_000
+
+
+def test_two_gpus_read_their_halves_of_an_expert_at_once():
+    assert TWO.hot_experts_ps([1, 3]) == pytest.approx(ONE.hot_experts_ps([1, 3]) / 2, abs=1)
+
+
+def test_experts_that_come_over_the_one_devices_link_take_as_long_for_two_gpus():
+    assert TWO.prefill_stream_ps(1, 1) == ONE.prefill_stream_ps(1, 1)
+    assert TWO.migration_ps(3) == ONE.migration_ps(3)
+
+
+def test_a_step_of_two_gpus_reduces_twice_per_layer_and_once_more_and_gathers_its_logits():
+    """Of 8 rows of which one yields a token: 2 L + 1 all-reduces of 8 x 4096 x 2 bytes, one gather of 32000 logits."""
+
+    def step_ps(model: GpuModel) -> int:
+        clock = StepClock(model)
+        clock.begin_step(8, 100)
+        for _ in range(MIXTRAL.num_layers):
+            clock.begin_layer()
+            clock.end_layer([(1, 8)])
+        return clock.end_step(1).total_ps
+
+    collectives = (2 * MIXTRAL.num_layers + 1) * all_reduce_ps(2, 8 * 4096 * 2) + gather_ps(2, 32000 * 2)
+    overheads = MIXTRAL.num_layers * H100.gpu.layer_overhead_ps
+    split = (step_ps(ONE) - overheads) / 2
+    assert step_ps(TWO) == pytest.approx(split + overheads + collectives, abs=3 * MIXTRAL.num_layers)
+
+
+# -- stages of a pipeline
+
+
+def test_one_request_waits_for_its_own_token():
+    """Stages of 10 and 5: its second step cannot begin before its first token exists, at 15."""
+    clock = PipelineClock(2)
+    assert clock.run([10, 5], ["a"]) == (0, 15)
+    clock.note_token("a", 15)
+    assert clock.run([10, 5], ["a"]) == (15, 30)
+
+
+def test_two_batches_fill_both_stages():
+    """Stages of 10 and 10: the second batch enters when the first has left stage 0, and they never wait again."""
+    clock = PipelineClock(2)
+    assert clock.run([10, 10], ["a"]) == (0, 20)
+    clock.note_token("a", 20)
+    assert clock.run([10, 10], ["b"]) == (10, 30)
+    clock.note_token("b", 30)
+    assert clock.run([10, 10], ["a"]) == (20, 40)
+
+
+def test_chunks_of_a_prompt_need_no_token_and_follow_at_once():
+    clock = PipelineClock(2)
+    assert clock.run([10, 30], ["a"]) == (0, 40)
+    assert clock.run([10, 30], ["a"]) == (10, 70)  # stage 1 is busy until 40
+
+
+def test_a_request_that_ended_holds_nobody_up():
+    clock = PipelineClock(1)
+    assert clock.run([10], ["a"]) == (0, 10)
+    clock.note_token("a", 1000)
+    clock.forget("a")
+    assert clock.run([10], ["a"]) == (10, 20)
