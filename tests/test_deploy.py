@@ -167,7 +167,7 @@ def test_the_servers_settings_are_those_of_the_plugin_and_name_the_device() -> N
     (raw,) = [word.partition("=")[2] for word in words if word.startswith("--additional-config=")]
     settings = NdpSettings.from_mapping(json.loads(raw)["ndp"])
     served = json.loads(one("device", "CMD"))
-    assert settings.device == served[served.index("--address") + 1]
+    assert settings.addresses == (served[served.index("--address") + 1],)
     assert settings.replicas in served
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from ndp_device import transport
@@ -20,9 +19,8 @@ from vllm_ndp.layer.setup import Planning
 from vllm_ndp.planning.bitwidths import BY_BITS_READ, OF_PAIRS, OVER_LAYERS
 from vllm_ndp.planning.importance import BITS_FOR
 from vllm_ndp.planning.policies import Policy, PolicySettings, policy_with, usual_bit_rule
-from vllm_ndp.setting_names import by_field, typed
+from vllm_ndp.setting_names import DeviceAddress, by_field, typed
 
-EMBEDDED = "embedded"
 MAX_DEADLINE_MS = 3_600_000.0
 DEFAULT_OFFLOAD_BITS = 3
 DEFAULT_HARDWARE = "h100-ndp512"
@@ -127,8 +125,10 @@ class NdpSettings:
     """Number of embedded devices, each a private process; or the address of a running device (ipc:// or tcp://). Or a
     list of addresses: those devices share the experts, and others can join. Instead of an address: {"address": ADDRESS,
     "keys": FILE}, with this host's key file (`ndp-device keygen`)."""
-    device: str | tuple[str, ...] = EMBEDDED
-    """Addresses of `devices`: `embedded`, one, or several."""
+    running: tuple[DeviceAddress, ...] = ()
+    """Those of `devices` that run already; empty = all are embedded."""
+    takes_more: bool = False
+    """Whether `devices` is a list."""
     device_experts: str = "copies"
     """`copies`: each of several devices has whole experts, with copies on others. `split`: each has an equal part of
     every expert, so all devices work on every pair. Or {"copies": N, "moves": M}: N devices hold each expert, and a
@@ -137,9 +137,6 @@ class NdpSettings:
     """Copies of `device_experts`; None = 2 if they fit, else 1."""
     device_moves: int = 0
     """Moves of `device_experts`."""
-    device_keys: str | tuple[str, ...] | None = None
-    """Key file of this host (`ndp-device keygen`) for tcp addresses of `devices`, or `insecure-loopback` for a device
-    that was started with --insecure-loopback. One for all, or one for each."""
     prices: str = "auto"
     """Times that decide where experts run: those of the `simulated` hardware, or `measured` on this machine at
     start-up. `auto`: measured if one worker on CPU and one embedded device run everything and no `hardware` is named.
@@ -252,8 +249,8 @@ class NdpSettings:
                 raise ConfigError(
                     f"ndp setting 'devices' must be a number, or an ipc:// or tcp:// address, got {address!r}"
                 )
-        if self.device == () or len(set(self.addresses)) < len(self.addresses):
-            raise ConfigError(f"ndp setting 'devices' must name each device once, got {list(self.device)}")
+        if len(set(self.addresses)) < len(self.addresses) or (self.takes_more and not self.running):
+            raise ConfigError(f"ndp setting 'devices' must name each device once, got {list(self.addresses)}")
         if self.splits_experts and self.num_devices == 1:
             raise ConfigError(
                 "ndp setting 'device_experts' is 'split', which gives each of several devices a part of every expert, "
@@ -270,25 +267,16 @@ class NdpSettings:
                 f"ndp setting 'device_experts' asks for moves, which have no effect where every device holds every "
                 f"expert, as with {self.num_devices} of them: drop them, or ask for fewer copies"
             )
-        if self.device_keys is None:
-            return
-        if plain := [one for one in self.addresses or (EMBEDDED,) if one == EMBEDDED or one.startswith("ipc://")]:
+        if plain := [one.address for one in self.running if one.keys and one.address.startswith("ipc://")]:
             raise ConfigError(
                 f"ndp setting 'devices' has keys, which have no effect on the device {plain[0]}: "
                 "keys are for tcp:// addresses"
-            )
-        if not isinstance(self.device_keys, str) and len(self.device_keys) != len(self.addresses):
-            raise ConfigError(
-                f"ndp setting 'devices' must have keys in one file for all devices or one for each, got "
-                f"{len(self.device_keys)} for {len(self.addresses)} devices"
             )
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """Addresses of the running devices; empty where devices are embedded."""
-        if self.device == EMBEDDED:
-            return ()
-        return (self.device,) if isinstance(self.device, str) else self.device
+        return tuple(one.address for one in self.running)
 
     @property
     def preset(self) -> str:
@@ -306,7 +294,7 @@ class NdpSettings:
     @property
     def may_join(self) -> bool:
         """Whether devices can be added while the engine runs."""
-        return isinstance(self.device, tuple) and not self.splits_experts
+        return self.takes_more and not self.splits_experts
 
     @property
     def shares_experts(self) -> bool:
@@ -342,17 +330,10 @@ class NdpSettings:
         """Whether what a prefill streams, in full precision, can stay in a slot and does."""
         return not self.has_quantized_slots
 
-    def keys_of(self, device: int) -> Path | None:
-        """The key file of this host for one of the devices."""
-        if self.device_keys is None:
-            return None
-        return Path(self.device_keys if isinstance(self.device_keys, str) else self.device_keys[device])
-
     def changed(self) -> dict[str, Any]:
         """Settings that differ from the defaults."""
-        default = NdpSettings()
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value != getattr(default, name)}
+        default = asdict(NdpSettings())
+        return {name: value for name, value in asdict(self).items() if value != default[name]}
 
     def recorded(self) -> dict[str, Any]:
         """Every field for a trace, with the losses and the bit rule in force, whose defaults may change."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -30,6 +31,17 @@ _PLACES = {
     **dict.fromkeys(("alpha", "bit_rule", "losses"), " in 'policy'"),
 }
 _DEVICES = '{"devices": 2}, {"devices": ADDRESS} or {"devices": [{"address": ADDRESS, "keys": FILE}, ...]}'
+
+
+@dataclass(frozen=True)
+class DeviceAddress:
+    """A device that runs already."""
+
+    address: str
+    """ipc:// or tcp://"""
+    keys: str | None = None
+    """Key file of this host (`ndp-device keygen`) for a tcp address, or `insecure-loopback` for a device that was
+    started with --insecure-loopback."""
 
 
 def by_field(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,10 +72,8 @@ def _devices(raw: Mapping[str, Any]) -> dict[str, Any]:
         return values
     del values["devices"]
     if not isinstance(asked, list | tuple):
-        address, keys = _address(asked)
-        return values | {"device": address} | ({} if keys is None else {"device_keys": keys})
-    known = [_address(one) for one in asked]
-    return values | {"device": tuple(address for address, _ in known)} | _keys([keys for _, keys in known])
+        return values | {"running": (_address(asked),)}
+    return values | {"running": tuple(map(_address, asked)), "takes_more": True}
 
 
 def _budget(values: dict[str, Any]) -> dict[str, Any]:
@@ -101,22 +111,13 @@ def _experts_of(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"device_experts": "copies"} | {f"device_{name}": value for name, value in asked.items()}
 
 
-def _keys(given: Sequence[str | None]) -> dict[str, str | tuple[str, ...]]:
-    files = [file for file in given if file is not None]
-    if not files:
-        return {}
-    if len(files) < len(given):
-        raise ConfigError(f"ndp setting 'devices' must name keys for all of its {len(given)} devices or for none")
-    return {"device_keys": files[0] if len(set(files)) == 1 else tuple(files)}
-
-
-def _address(one: Any) -> tuple[str, str | None]:
+def _address(one: Any) -> DeviceAddress:
     if isinstance(one, str):
-        return one, None
+        return DeviceAddress(one)
     if isinstance(one, Mapping) and set(one) <= {"address", "keys"} and isinstance(one.get("address"), str):
         keys = one.get("keys")
         if keys is None or isinstance(keys, str):
-            return one["address"], keys
+            return DeviceAddress(one["address"], keys)
     raise ConfigError(f"ndp setting 'devices' must be {_DEVICES}, got {one!r}")
 
 

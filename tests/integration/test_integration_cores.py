@@ -47,7 +47,7 @@ def test_threads_that_are_not_bound_leave_the_device_free_too() -> None:
 
 def test_the_engine_takes_every_core_beside_an_embedded_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "on_cpu", lambda: True)
-    compat.share_cores_with_the_device(NdpSettings(device="ipc:///tmp/elsewhere"))
+    compat.share_cores_with_the_device(NdpSettings.from_mapping({"devices": "ipc:///tmp/elsewhere"}))
     assert "VLLM_CPU_NUM_OF_RESERVED_CPU" not in os.environ
     compat.share_cores_with_the_device(NdpSettings())
     assert os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "0"

@@ -33,7 +33,7 @@ from ndp_device.common.cache import default_cache_dir
 from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.replicas.format import load_losses
 from ndp_device.transport.keys import make_keys
-from vllm_ndp.config import NdpSettings
+from vllm_ndp.config import DeviceAddress, NdpSettings
 from vllm_ndp.device_client.handshake import Requirements
 from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.integration.compat import hardware_of
@@ -358,7 +358,8 @@ def device() -> Iterator[DeviceProcess]:
 def refusal(*addresses: str, keys: Path | None = None) -> str:
     """What opening these devices for the bundled model says."""
     given = None if keys is None else str(keys)
-    settings = NdpSettings(device=addresses, cold_precision="full", device_keys=given)
+    running = tuple(DeviceAddress(address, given) for address in addresses)
+    settings = NdpSettings(running=running, takes_more=True, cold_precision="full")
     requirements = Requirements(open_checkpoint(MODEL).shape, hardware_of(settings), full_precision=True)
     with pytest.raises(NdpError) as caught:
         DeviceMembers(settings, requirements, MODEL, model_digest(MODEL), None, set())

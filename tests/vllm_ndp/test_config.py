@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from paths import ROOT
 
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.config import EMBEDDED, NdpSettings
+from vllm_ndp.config import DeviceAddress, NdpSettings
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.replanner import Replanner
@@ -27,7 +27,7 @@ NAMES = [field.name for field in dataclasses.fields(NdpSettings)]
 @pytest.mark.parametrize("nothing", [None, {}])
 def test_no_settings_are_the_defaults(nothing: object):
     assert NdpSettings.from_mapping(nothing) == NdpSettings()
-    assert NdpSettings().device == EMBEDDED
+    assert NdpSettings().addresses == ()
 
 
 def test_what_is_recorded_says_what_is_in_force():
@@ -69,7 +69,7 @@ def test_a_person_need_not_know_more_than_20_settings_and_every_value_has_one_wa
     assert len(TOP) <= 20
     assert not set(TOP) & set(DEBUG)
     assert {*TOP, *DEBUG} - {"debug"} == set(NAMES) - {
-        *("device", "device_keys", "max_loss", "policy_options", "device_copies", "device_moves")
+        *("running", "takes_more", "max_loss", "policy_options", "device_copies", "device_moves")
     }
 
 
@@ -269,24 +269,25 @@ A, B = "tcp://a:1", "tcp://b:1"
 @pytest.mark.parametrize(
     ("devices", "addresses", "count", "keys"),
     [
-        (2, (), 2, None),
-        (A, (A,), 1, None),
-        ([A], (A,), 1, None),
-        ({"address": A, "keys": "k"}, (A,), 1, "k"),
-        ([{"address": A, "keys": "k"}, {"address": B, "keys": "k"}], (A, B), 2, "k"),
-        ([{"address": A, "keys": "k"}, {"address": B, "keys": "l"}], (A, B), 2, ("k", "l")),
+        (2, (), 2, []),
+        (A, (A,), 1, [None]),
+        ([A], (A,), 1, [None]),
+        ([{"address": A, "keys": "k"}, "ipc:///b"], (A, "ipc:///b"), 2, ["k", None]),
+        ({"address": A, "keys": "k"}, (A,), 1, ["k"]),
+        ([{"address": A, "keys": "k"}, {"address": B, "keys": "k"}], (A, B), 2, ["k", "k"]),
+        ([{"address": A, "keys": "k"}, {"address": B, "keys": "l"}], (A, B), 2, ["k", "l"]),
     ],
 )
 def test_devices_are_counted_or_named_in_one_place(devices: Any, addresses: Any, count: int, keys: Any):
     settings = NdpSettings.from_mapping({"devices": devices})
-    assert (settings.addresses, settings.num_devices, settings.device_keys) == (addresses, count, keys)
+    assert (settings.addresses, settings.num_devices) == (addresses, count)
+    assert [one.keys for one in settings.running] == keys
     assert settings.may_join == isinstance(devices, list)
 
 
 @pytest.mark.parametrize(
     ("devices", "sentence"),
     [
-        ([{"address": A, "keys": "k"}, B], "keys for all of its 2 devices or for none"),
         ({"address": A, "key": "k"}, "'devices' must be"),
         ([3], "'devices' must be"),
         (True, "'devices' must be"),
@@ -338,7 +339,7 @@ def test_the_prior_of_a_policy_is_what_following_decode_falls_back_to(tmp_path: 
 def test_prices_are_not_measured_on_several_embedded_devices_which_share_cores():
     with pytest.raises(ConfigError, match="use 'prices': 'simulated', one embedded device, or addresses"):
         NdpSettings(prices="measured", devices=2)
-    NdpSettings(prices="measured", device=("ipc:///run/ndp/a", "ipc:///run/ndp/b"))
+    NdpSettings.from_mapping({"debug": {"prices": "measured"}, "devices": ["ipc:///run/ndp/a", "ipc:///run/ndp/b"]})
 
 
 @pytest.mark.parametrize(
@@ -347,7 +348,7 @@ def test_prices_are_not_measured_on_several_embedded_devices_which_share_cores()
         {"hardware": "h100-ndp512"},
         {"hardware_overrides": {"gpu.hbm_bytes_per_s": 1}},
         {"device_hosts": 2},
-        {"device": "ipc:///run/ndp/a"},
+        {"running": (DeviceAddress("ipc:///run/ndp/a"),)},
         {"devices": 2},
     ],
 )

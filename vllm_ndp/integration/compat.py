@@ -23,7 +23,7 @@ from ndp_device.common.model_shape import ModelShape
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.timing.spec import Hardware, load_hardware
 from vllm_ndp import setting_names
-from vllm_ndp.config import EMBEDDED, NdpSettings
+from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration import drafts, vllm_private
 from vllm_ndp.integration.batch import KvGroup
 from vllm_ndp.integration.cuda import limits
@@ -386,7 +386,7 @@ def share_cores_with_the_device(settings: NdpSettings) -> None:
     (measured: docs/performance.md). Variables of vLLM that the user has set stay as they are.
     """
     ours_to_set = not {"VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND"} & set(os.environ)
-    if on_cpu() and settings.device == EMBEDDED and ours_to_set:
+    if on_cpu() and not settings.running and ours_to_set:
         os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
 
 

@@ -95,7 +95,7 @@ class DeviceMembers:
         self._newcomer: Member | None = None  # reached, and without a part so far
         self._look_at_s = 0.0  # whether the embedded devices live
         try:
-            if not settings.addresses:
+            if not settings.running:
                 self.cores = compat.device_cores(engine_cores)
                 compat.choose_spins()
             for number in range(settings.num_devices):
@@ -117,8 +117,9 @@ class DeviceMembers:
         settings = self._settings
         part = Part(number, settings.num_devices) if settings.splits_experts else WHOLE
         self._requirements.check_part(part)
-        if settings.addresses:
-            return self._reach(settings.addresses[number], settings.keys_of(number), part=part)
+        if settings.running:
+            device = settings.running[number]
+            return self._reach(device.address, None if device.keys is None else Path(device.keys), part=part)
         process = DeviceProcess.spawn(
             self._model_dir,
             self.replicas,
@@ -169,8 +170,9 @@ class DeviceMembers:
     def reach_another(self, address: str, keys: str | None) -> None:
         """Between steps: connect to one device more, which `join` then gives its part. Raises ConfigError, DeviceError
         or DeviceUnavailable, in one sentence with the address, and everything is as before."""
-        if keys is None and isinstance(self._settings.device_keys, str) and address.startswith("tcp://"):
-            keys = self._settings.device_keys
+        known = {device.keys for device in self._settings.running}
+        if keys is None and len(known) == 1 and address.startswith("tcp://"):
+            (keys,) = known
         if not transport.is_address(address):
             raise ConfigError(f"a device is added by its ipc:// or tcp:// address, got {address!r}")
         newcomer = self._reach(address, None if keys is None else Path(keys))
@@ -246,7 +248,7 @@ class DeviceMembers:
 
         To ask the system costs 10 us, so devices that answer are asked after now and then only.
         """
-        if self._settings.addresses or (time.monotonic() < self._look_at_s and all(self.up)):
+        if self._settings.running or (time.monotonic() < self._look_at_s and all(self.up)):
             return
         self._look_at_s = time.monotonic() + _LOOK_EVERY_S
         for member in self.each:

@@ -21,7 +21,7 @@ from ndp_device.kernels import Kernel, load_kernel
 from ndp_device.replicas import format as replica_format
 from ndp_device.replicas.format import ReplicaFiles, read_manifest
 from ndp_device.replicas.store import ExpertStore
-from vllm_ndp.config import EMBEDDED, NdpSettings
+from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.compat import say
 from vllm_ndp.planning.bitwidths import LossTable
 
@@ -38,7 +38,7 @@ def find_replicas(settings: NdpSettings, model_dir: Path, digest: str, num_exper
         return Path(settings.replicas)
     cached = cached_replicas(settings, digest, num_experts)
     if not _is_whole(cached, digest):  # none yet, or an earlier build was stopped: the builder keeps what is whole
-        if settings.device != EMBEDDED:
+        if settings.running:
             return None
         only = settings.only_width(num_experts)
         widths = "" if only is None else f" at {only} bits"

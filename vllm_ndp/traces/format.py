@@ -201,8 +201,7 @@ def schema(table: str, provenance: Provenance) -> pa.Schema:
     return pa.schema([pa.field(name, kind, nullable=name in MAY_LACK) for name, kind in columns[table]])
 
 
-def arrow_columns(columns: Mapping[str, Any], wanted: pa.Schema) -> list[pa.Array]:
-    """Columns by name (arrays, or lists of values) in the order and types of a schema."""
+def _arrow_columns(columns: Mapping[str, Any], wanted: pa.Schema) -> list[pa.Array]:
     arrays = []
     for field in wanted:
         values = columns[field.name]
@@ -215,12 +214,14 @@ def arrow_columns(columns: Mapping[str, Any], wanted: pa.Schema) -> list[pa.Arra
     return arrays
 
 
-def chunk_path(directory: Path, table: str, index: int) -> Path:
+def _chunk_path(directory: Path, table: str, index: int) -> Path:
     return directory / f"{table}-{index:05d}.parquet"
 
 
-def write_chunk(path: Path, rows: pa.Table) -> None:
-    """Complete and on disk, or absent."""
+def write_chunk(directory: Path, table: str, index: int, columns: Mapping[str, Any], provenance: Provenance) -> None:
+    """Complete and on disk, or absent. columns: arrays by name, or lists of values."""
+    path, wanted = _chunk_path(directory, table, index), schema(table, provenance)
+    rows = pa.Table.from_arrays(_arrow_columns(columns, wanted), schema=wanted)
     with durable.written(path, aside=path.with_suffix(".tmp"), mode=PRIVATE_FILE) as file:
         pq.write_table(
             rows,
@@ -265,7 +266,7 @@ def read_table(directory: Path, table: str, manifest: TraceManifest) -> pa.Table
     room = _room(sum(path.stat().st_size for path in found), table)
     parts = []
     for index in range(expected):
-        path = chunk_path(directory, table, index)
+        path = _chunk_path(directory, table, index)
         if not path.exists():
             raise TraceError(f"{path} is missing: the trace has {expected} chunks of {table!r}; restore it")
         try:

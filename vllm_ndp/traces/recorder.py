@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
 from ndp_device.common import durable
@@ -26,8 +25,6 @@ from vllm_ndp.traces.format import (
     PRIVATE_DIRECTORY,
     TABLES,
     Provenance,
-    arrow_columns,
-    chunk_path,
     require_choices,
     schema,
     write_chunk,
@@ -224,7 +221,5 @@ class TraceWriter:
     def _flush(self, waiting: dict[str, dict[str, Any]]) -> None:
         for table in TABLES:
             if table in waiting:
-                wanted = schema(table, self._provenance)
-                rows = pa.Table.from_arrays(arrow_columns(waiting[table], wanted), schema=wanted)
-                write_chunk(chunk_path(self._directory, table, self._chunks[table]), rows)
+                write_chunk(self._directory, table, self._chunks[table], waiting[table], self._provenance)
                 self._chunks[table] += 1

@@ -29,12 +29,9 @@ from vllm_ndp.traces.format import (
     TABLES,
     UNTIMED,
     Provenance,
-    arrow_columns,
-    chunk_path,
     read_manifest,
     read_table,
     require_choices,
-    schema,
     write_chunk,
     write_manifest,
 )
@@ -259,9 +256,7 @@ class Trace:
         chunks = dict.fromkeys(TABLES, 0)
         for table in TABLES:
             if columns[table] and len(next(iter(columns[table].values()))):
-                wanted = schema(table, self.provenance)
-                rows = pa.Table.from_arrays(arrow_columns(columns[table], wanted), schema=wanted)
-                write_chunk(chunk_path(directory, table, 0), rows)
+                write_chunk(directory, table, 0, columns[table], self.provenance)
                 chunks[table] = 1
         write_manifest(directory, self.provenance, chunks)
 
