@@ -78,14 +78,6 @@ class ParentOptions:
 
 
 @dataclass(frozen=True)
-class FailpointOptions:
-    """Replies damaged on purpose, for tests."""
-
-    failpoint: Annotated[list[str] | None, typer.Option(hidden=True)] = None
-    failpoint_seed: Annotated[int, typer.Option(hidden=True)] = 0
-
-
-@dataclass(frozen=True)
 class ExpertsOptions:
     """Options for the experts: their weights, and the kernel that computes them."""
 
@@ -93,9 +85,7 @@ class ExpertsOptions:
         Path | None, typer.Argument(metavar="MODEL", help="Checkpoint directory: full-precision experts.")
     ] = None
     replicas: Annotated[Path | None, typer.Option(help="Replica directory: 1 to 4 bit experts.")] = None
-    kernel: Annotated[
-        str, typer.Option(help="What computes experts: auto, reference, native, or one that a package adds.")
-    ] = "auto"
+    kernel: Annotated[str, typer.Option(help="What computes experts: auto, reference, native.")] = "auto"
     prepare: Annotated[
         Literal["idle", "asked"],
         typer.Option(help="When experts are converted: before a plan needs them, in idle time; or once one does."),
@@ -116,7 +106,6 @@ def serve(
     where: DeviceHardwareOptions,
     access: AccessOptions,
     parent: ParentOptions,
-    failpoints: FailpointOptions,
     experts: ExpertsOptions,
 ) -> None:
     """Load the experts and serve them until SIGTERM.
@@ -126,7 +115,6 @@ def serve(
     from ndp_device.process import Parent, confine, log_to_stderr
 
     confine()
-    from ndp_device.failpoints import Failpoint, Failpoints
     from ndp_device.handler import DeviceConfig, Handler
     from ndp_device.server import Server
     from ndp_device.transport import listen
@@ -147,12 +135,10 @@ def serve(
         kernel=experts.kernel,
         prepare=experts.prepare,
     )
-    damage = [Failpoint.parse(text) for text in failpoints.failpoint or ()]
-    points = Failpoints(damage, failpoints.failpoint_seed) if damage else None
     transport = listen(config.address, access.given)
     try:
         handler = Handler.from_config(config)
-        server = Server(transport, handler, parent=owner, failpoints=points)
+        server = Server(transport, handler, parent=owner)
         ready = {"ready": True, "address": transport.address, "pid": os.getpid(), "incarnation": handler.incarnation}
         server.run(lambda: print_json(ready))
     finally:

@@ -10,14 +10,13 @@ import os
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 from ndp_device.handler import Handler
 from ndp_device.process import Parent
-from ndp_device.protocol.codec import Frames
 from ndp_device.transport.base import Clock, Received, ServerTransport
 
 OTHERS_MAY_USE = 0.25
@@ -197,13 +196,11 @@ class Server:
         handler: Handler,
         *,
         parent: Parent | None = None,
-        failpoints: Callable[[Frames], Iterable[Frames]] | None = None,
         clock: Clock = time,
     ) -> None:
         self._clock = clock
         self._transport, self._handler = transport, handler
         self._parent = parent
-        self._failpoints = failpoints  # of tests: what really leaves for one reply
         self._cores = IdleCores()
         self._served_ns = clock.monotonic_ns()
         self._preparing = False
@@ -265,19 +262,12 @@ class Server:
         try:
             reply = handler.reply(client, received.frames, received.damage, (start_ns - received.seen_ns) // 1000)
             received.release()
-            self._send(client, reply)
+            self._transport.send(client, reply)
         except Exception:  # a mistake of this program: one peer loses its connection, nobody loses the device
             _log.exception("a request could not even be refused")
             self._transport.drop(client)
         now_ns = self._served_ns = self._clock.monotonic_ns()
         self._queue.served(client, now_ns - start_ns, now_ns, computed=handler.num_executed > executed)
-
-    def _send(self, client: bytes, reply: Frames) -> None:
-        if self._failpoints is None:
-            self._transport.send(client, reply)
-            return
-        for outgoing in self._failpoints(self._transport.with_checksum(client, reply)):
-            self._transport.send_as_is(client, outgoing)
 
     def _others_compute(self, client: bytes) -> bool:
         return self._queue.others_compute(client, self._clock.monotonic_ns())

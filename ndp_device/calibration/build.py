@@ -28,6 +28,7 @@ from rich.progress import (
 from ndp_device.calibration import data_free
 from ndp_device.checkpoint.names import DTYPES
 from ndp_device.checkpoint.opening import model_digest
+from ndp_device.common import machine_memory
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.model_shape import ModelShape
 from ndp_device.common.outputs import REPLICAS, require_own_folder
@@ -138,7 +139,7 @@ def build_calibrated(
     shrink: how far the solver distrusts the text (calibrated.shrunk); for subjects that the text does not cover.
     """
     from ndp_device.calibration import auto_gptq, calibrated, gptq, memory, streamed
-    from ndp_device.calibration.text import HELD_OUT_EVERY, CalibrationText, load_config, load_tokenizer
+    from ndp_device.calibration.text import HELD_OUT_EVERY
 
     if solver not in get_args(SolverName):
         raise ConfigError(f"solver must be one of {', '.join(get_args(SolverName))}, got {solver!r}")
@@ -157,12 +158,7 @@ def build_calibrated(
     solve = calibrated.shrunk(calibrated.load_solver(solver, group_size, track_weights), shrink)
     if BYTE_BITS in bits:
         solve = calibrated.with_bytes(solve, group_size)
-    _refuse_quantized_beside(checkpoint)
-    load_config(model_dir)  # before hours of work, of which the model is a part
-    tokenizer = load_tokenizer(model_dir)
-    text = CalibrationText.draw(
-        calibration_file, tokenizer, num_sequences=num_sequences, sequence_length=sequence_length, seed=seed
-    )
+    text = _drawn_text(checkpoint, model_dir, calibration_file, num_sequences, sequence_length, seed)
     _refuse_few_tokens(num_sequences - text.num_held_out, sequence_length, shape)
     manifest = Manifest.with_form(
         checkpoint.layout.activations,
@@ -252,22 +248,17 @@ def build_tuned(
     """
     import numpy as np
 
-    from ndp_device.calibration import calibrated
+    from ndp_device.calibration import calibrated, streamed, tuned
     from ndp_device.calibration.data_free import expert_losses
-    from ndp_device.calibration.text import HELD_OUT_EVERY, CalibrationText, load_config, load_tokenizer
+    from ndp_device.calibration.text import HELD_OUT_EVERY
 
     if steps < 1:
         raise ConfigError(f"steps must be 1 or more, got {steps}")
     device = _torch_device(device_name)
     checkpoint = CheckpointExperts(model_dir)
     source = ReplicaFiles(replicas_dir, model_digest=model_digest(model_dir))
-    _refuse_what_does_not_fit(source, "tuning")
-    _refuse_quantized_beside(checkpoint)
-    load_config(model_dir)  # before hours of work, of which the model is a part
-    tokenizer = load_tokenizer(model_dir)
-    text = CalibrationText.draw(
-        calibration_file, tokenizer, num_sequences=num_sequences, sequence_length=sequence_length, seed=seed
-    )
+    _refuse_what_does_not_fit(source.manifest)
+    text = _drawn_text(checkpoint, model_dir, calibration_file, num_sequences, sequence_length, seed)
     manifest = msgspec.structs.replace(
         source.manifest.unweighed(),
         layers={},
@@ -303,7 +294,10 @@ def build_tuned(
         return LayerReplicas(tuple(experts), loss, relative_loss, *source.calibration_of(layer))
 
     def trained() -> tuple[Tuning, list[RoutedInputs]]:
-        tuning = _in_memory(model_dir, checkpoint, source, device, seed=seed)
+        layers, experts = range(checkpoint.shape.num_layers), range(checkpoint.shape.num_experts)
+        full = [[calibrated.FloatExpert(checkpoint.expert(n, e), device) for e in experts] for n in layers]
+        replicas = [[{b: source.expert(n, e, b) for b in source.manifest.bits} for e in experts] for n in layers]
+        tuning = tuned.Tuning(streamed.load_without_experts(model_dir, device), full, replicas, seed=seed)
         tokens = text.held_out_last
         tokens, held_out = tokens[: -text.num_held_out], tokens[-text.num_held_out :]
         told = tuning.improve(tokens, held_out, steps)
@@ -340,28 +334,36 @@ def weigh(model_dir: Path, replicas_dir: Path, text: CalibrationText, device: to
     return manifest
 
 
-def _in_memory(
-    model_dir: Path, checkpoint: CheckpointExperts, source: ReplicaFiles, device: torch.device, *, seed: int
-) -> Tuning:
-    """The model with all its experts, in full precision and at every width that there is."""
-    from ndp_device.calibration import calibrated, streamed, tuned
+def _drawn_text(
+    checkpoint: CheckpointExperts,
+    model_dir: Path,
+    calibration_file: Path,
+    num_sequences: int,
+    sequence_length: int,
+    seed: int,
+) -> CalibrationText:
+    """The text, once it is known that torch can run what stands beside the experts: before hours of work."""
+    from ndp_device.calibration.text import CalibrationText, load_config, load_tokenizer
 
-    every_layer, every_expert = range(checkpoint.shape.num_layers), range(checkpoint.shape.num_experts)
-    full = [[calibrated.FloatExpert(checkpoint.expert(n, e), device) for e in every_expert] for n in every_layer]
-    replicas = [[{b: source.expert(n, e, b) for b in source.manifest.bits} for e in every_expert] for n in every_layer]
-    return tuned.Tuning(streamed.load_without_experts(model_dir, device), full, replicas, seed=seed)
+    _refuse_quantized_beside(checkpoint)
+    load_config(model_dir)
+    return CalibrationText.draw(
+        calibration_file,
+        load_tokenizer(model_dir),
+        num_sequences=num_sequences,
+        sequence_length=sequence_length,
+        seed=seed,
+    )
 
 
-def _refuse_what_does_not_fit(source: ReplicaFiles, what: str) -> None:
+def _refuse_what_does_not_fit(manifest: Manifest) -> None:
     from ndp_device.calibration import memory
 
-    manifest = source.manifest
     needed = memory.tuning_bytes(manifest.model, group_size=manifest.group_size, num_widths=len(manifest.bits))
-    if needed > memory.physical_bytes():
+    if needed > (usable := machine_memory.usable_bytes()):
         raise ConfigError(
-            f"{what} holds every expert of {manifest.model.name} in memory, {needed / 1e9:.1f} GB with their "
-            f"gradients, of which this process may have {memory.physical_bytes() / 1e9:.1f} GB: serve the replicas "
-            "as they are"
+            f"tuning holds every expert of {manifest.model.name} in memory, {needed / 1e9:.1f} GB with their "
+            f"gradients, of which this process may have {usable / 1e9:.1f} GB: serve the replicas as they are"
         )
 
 

@@ -62,14 +62,6 @@ class ServerTransport(Protocol):
         """Never blocks; a client that is gone loses its answer, one that reads none loses its connection."""
         ...
 
-    def with_checksum(self, client: bytes, frames: Frames) -> Frames:
-        """The frames as `send` would write them, for `send_as_is`."""
-        ...
-
-    def send_as_is(self, client: bytes, frames: Frames) -> None:
-        """Send frames that have their checksum, right or wrong: for failpoints."""
-        ...
-
     def offer_memory(self, client: bytes) -> SlotOffer | None:
         """Shared memory for this client; None where there is none."""
         ...

@@ -234,19 +234,8 @@ class ZmqServer:
 
     # -- out -----------------------------------------------------------------------------------------------------
 
-    def send(self, client: bytes, frames: Frames) -> None:
-        self._send(client, frames, writes_checksum=True)
-
-    def send_as_is(self, client: bytes, frames: Frames) -> None:
-        self._send(client, frames, writes_checksum=False)
-
-    def with_checksum(self, client: bytes, frames: Frames) -> Frames:
-        header, body = frames
-        peer = self._peers.get(client)
-        in_memory = peer is not None and peer.channel is not None and peer.channel.has_spoken
-        return write_checksum(header, shm.checked_part(body) if in_memory else body), body
-
-    def _send(self, client: bytes, frames: Frames, *, writes_checksum: bool) -> None:
+    def send(self, client: bytes, frames: Frames, *, writes_checksum: bool = True) -> None:
+        """writes_checksum: False where the frames have one, right or wrong."""
         peer = self._peers.get(client)
         if peer is None or self._to_memory(peer, frames, writes_checksum=writes_checksum):
             return

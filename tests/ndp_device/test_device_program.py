@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,11 @@ def refused(*arguments: str) -> str:
 
 
 @contextmanager
-def serving(address: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+def serving(
+    address: str, *arguments: str, program: Sequence[str] = PROGRAM
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     process = subprocess.Popen(
-        [*PROGRAM, "serve", "--address", address, "--kernel", "reference", *arguments],
+        [*program, "serve", "--address", address, "--kernel", "reference", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -290,7 +292,8 @@ def test_shutdown_over_ipc_ends_the_device(address: str, model_dir: Path) -> Non
 
 def test_a_request_that_waited_behind_others_too_long_is_dropped(address: str, model_dir: Path) -> None:
     """Each reply is held back for 200 ms, so the last of four requests lies in the queue for 400 or more of its 300."""
-    with serving(address, str(model_dir), "--failpoint", "delay=1:200"):
+    slow = [sys.executable, "-P", str(ROOT / "tests" / "failpoints.py")]
+    with serving(address, str(model_dir), "--failpoint", "delay=1:200", program=slow):
         transport = connect(address, None)
         requests: list[tuple[msg.Message, codec.Tensors]] = [
             (msg.Hello(1, versions=(msg.VERSION, msg.VERSION), client="test"), {}),

@@ -6,17 +6,14 @@ agree. Knows no host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
+from failpoints import Failpoints
 from numpy.typing import NDArray
 
-from ndp_device.failpoints import Failpoints
 from ndp_device.handler import Handler
 from ndp_device.kernels import load_kernel
-from ndp_device.protocol import codec
 from ndp_device.server import Server
 from ndp_device.timing.spec import load_hardware
 from simulation.material import store
@@ -80,8 +77,8 @@ class Device:
         self.model = model
         self.handler = Handler(store(model), kernel, load_hardware("h100-ndp512"))
         self.handler.incarnation = f"{world.rng.getrandbits(128):032x}"
-        lies = partial(_lies, self)
-        self._server = Server(self.transport, self.handler, failpoints=lies, clock=SimClock(self.process))
+        self.transport.passing = lambda reply: [reply] if self.failpoints is None else self.failpoints(reply)
+        self._server = Server(self.transport, self.handler, clock=SimClock(self.process))
         self.wake()
 
     def kill(self) -> None:
@@ -134,7 +131,3 @@ class Device:
         assert queue._bytes == sum(len(f) for a in accounts for received in a.waiting for f in received.frames)
         assert set(queue._waiting) <= set(transport.links)
         assert set(handler._clients) <= set(transport.links)
-
-
-def _lies(device: Device, reply: codec.Frames) -> Sequence[codec.Frames]:
-    return [reply] if device.failpoints is None else list(device.failpoints(reply))

@@ -24,7 +24,8 @@ import logging
 import random
 from dataclasses import dataclass, field
 
-from ndp_device.failpoints import Failpoint, Failpoints
+from failpoints import Failpoint, Failpoints
+
 from simulation.device import Device
 from simulation.host import Host
 from simulation.network import Network

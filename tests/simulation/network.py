@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ndp_device.common.errors import DeviceUnavailable
@@ -223,6 +223,8 @@ class SimServer:
     def __init__(self, network: Network, process: Process) -> None:
         self._network, self._process = network, process
         self.on_gone: Callable[[bytes], None] = lambda client: None
+        self.passing: Callable[[Frames], Iterable[Frames]] = lambda reply: [reply]
+        """What really leaves for one reply."""
         self.links: dict[bytes, Link] = {}
         self._last = 0
         network.listener = self
@@ -253,15 +255,10 @@ class SimServer:
         return arrived
 
     def send(self, client: bytes, frames: Frames) -> None:
-        self.send_as_is(client, self.with_checksum(client, frames))
-
-    def with_checksum(self, client: bytes, frames: Frames) -> Frames:
-        return write_checksum(*frames), frames[1]
-
-    def send_as_is(self, client: bytes, frames: Frames) -> None:
-        link = self.links.get(client)
-        if link is not None and link.is_open and not link.send(frames):
-            self.drop(client)
+        for outgoing in self.passing((write_checksum(*frames), frames[1])):
+            link = self.links.get(client)
+            if link is not None and link.is_open and not link.send(outgoing):
+                self.drop(client)
 
     def offer_memory(self, client: bytes) -> SlotOffer | None:
         return None

@@ -147,7 +147,7 @@ def test_a_model_that_does_not_fit_is_refused_with_both_sizes(
     """3 145 728 weights at 2 widths: 4 + 2 + 12 bytes each, and 20 for each of 2 * 2 / 64 levels."""
     wanted = 3_145_728 * (4 + 2 + 12) + 3_145_728 * 2 * 2 // 64 * 20
     assert memory.tuning_bytes(CheckpointExperts(MODEL).shape, group_size=64, num_widths=2) == wanted
-    monkeypatch.setattr(memory, "physical_bytes", lambda: wanted - 1)
+    monkeypatch.setattr("ndp_device.common.machine_memory.usable_bytes", lambda: wanted - 1)
     with pytest.raises(
         ConfigError, match=r"in memory, 0\.1 GB with their gradients, of which this process may have 0\.1 GB"
     ):

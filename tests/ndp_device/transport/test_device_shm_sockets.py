@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from failpoints import with_checksum
 from server_by_hand import PATIENCE_S, HandServer, host_of, serving
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
 
@@ -90,8 +91,8 @@ def test_a_flipped_bit_in_memory_is_noticed(sockets: tuple[HandServer, ZmqTransp
     client = attach(server, transport)
     transport.send(FRAMES)
     assert server.one(1000) is not None
-    header, body = server.with_checksum(client, FRAMES)
-    server.send_as_is(client, (header, bytes(body)[:-1] + b"Y"))
+    header, body = with_checksum(server, client, FRAMES)
+    server.send(client, (header, bytes(body)[:-1] + b"Y"), writes_checksum=False)
     with pytest.raises(RemoteProtocolError, match="checksum"):
         transport.receive(1.0)
 

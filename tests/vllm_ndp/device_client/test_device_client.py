@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from device_cases import MODEL, FaultyDevice, full_plan, make_calls, make_handler
+from failpoints import KINDS, Failpoint, Failpoints
 
 from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common.errors import DeviceError, DeviceUnavailable, LocalProtocolError
-from ndp_device.failpoints import KINDS, Failpoint, Failpoints
 from ndp_device.protocol.codec import VersionMismatch
 from vllm_ndp.device_client.client import MAX_IN_FLIGHT, DeviceClient
 from vllm_ndp.device_client.connection import ConnectionStage

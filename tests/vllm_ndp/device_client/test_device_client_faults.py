@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 from device_cases import MODEL, full_plan, make_calls
+from failpoints import FailingProcess
 
 from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common.errors import DeviceUnavailable
@@ -40,7 +41,7 @@ class Rig:
 
     def __init__(self, *failpoints: str, memory: bool = True) -> None:
         options = [text for failpoint in failpoints for text in ("--failpoint", failpoint)]
-        self.process = DeviceProcess.spawn(
+        self.process = FailingProcess.spawn(
             MODEL, None, kernel="reference", extra_arguments=[*options, "--failpoint-seed", "0"]
         )
         self.client = DeviceClient(

@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 import pytest
 from device_cases import MODEL, Call, FaultyDevice, full_plan, make_calls, make_handler
+from failpoints import Failpoint, Failpoints
 from numpy.typing import NDArray
 
 from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common.errors import DeviceUnavailable
 from ndp_device.experts.part import WHOLE, Part
-from ndp_device.failpoints import Failpoint, Failpoints
 from ndp_device.protocol.codec import Frames
 from vllm_ndp.device_client.client import DeviceClient
 from vllm_ndp.device_client.connection import ExecuteResult

@@ -1,7 +1,8 @@
-"""Faults on purpose, in the real server process: what leaves for a reply is damaged, late, twice or missing.
+"""Faults on purpose, in a device's process or in a test's: what leaves for a reply is damaged, late, twice or missing.
 
-Only tests use this, through the hidden option `serve --failpoint KIND=PROBABILITY[:MILLISECONDS]`. The faults are
-drawn from a seeded generator, so a run can be repeated. Knows frames, not sockets.
+python tests/failpoints.py serve ... --failpoint KIND=PROBABILITY[:MILLISECONDS] --failpoint-seed N
+
+is `ndp-device serve` with such faults. They are drawn from a seeded generator, so a run can be repeated.
 """
 
 from __future__ import annotations
@@ -9,17 +10,25 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 import zlib
-from collections.abc import Iterator
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ndp_device.common.errors import ConfigError
+from ndp_device import transport
+from ndp_device.__main__ import main
 from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
+from ndp_device.transport.base import write_checksum
+from ndp_device.transport.shm import checked_part
+from ndp_device.transport.zmq_server import ZmqServer
+from vllm_ndp.device_client.process import DeviceProcess
 
 KINDS = (
     "drop",
@@ -54,13 +63,8 @@ class Failpoint:
     def parse(cls, text: str) -> Failpoint:
         kind, _, rest = text.partition("=")
         probability, _, milliseconds = rest.partition(":")
-        try:
-            point = cls(kind, float(probability), int(milliseconds or _DEFAULT_MS.get(kind, 0)))
-        except ValueError:
-            raise ConfigError(f"a failpoint must look like delay=0.1:20, got {text!r}") from None
-        if kind not in KINDS or not 0 <= point.probability <= 1:
-            raise ConfigError(f"a failpoint must be one of {', '.join(KINDS)} with 0..1, got {text!r}")
-        return point
+        assert kind in KINDS
+        return cls(kind, float(probability), int(milliseconds or _DEFAULT_MS.get(kind, 0)))
 
 
 class Failpoints:
@@ -139,3 +143,51 @@ class Failpoints:
                 fields["tensors"] = [[name, "int32", shape, offset]]
         before = msgspec.msgpack.encode(fields)[:-4]
         return before + zlib.crc32(body, zlib.crc32(before)).to_bytes(4, "little"), body
+
+
+# -- in a device's process ---------------------------------------------------------------------------------------------
+
+
+def with_checksum(server: ZmqServer, client: bytes, frames: Frames) -> Frames:
+    """The frames as the server would send them."""
+    header, body = frames
+    peer = server._peers.get(client)
+    in_memory = peer is not None and peer.channel is not None and peer.channel.has_spoken
+    return write_checksum(header, checked_part(body) if in_memory else body), body
+
+
+def let_fail(server: ZmqServer, failpoints: Callable[[Frames], Iterable[Frames]]) -> None:
+    """What the server sends passes through the failpoints."""
+    send = server.send
+
+    def failing(client: bytes, reply: Frames) -> None:
+        for frames in failpoints(with_checksum(server, client, reply)):
+            send(client, frames, writes_checksum=False)
+
+    server.send = failing  # type: ignore[method-assign, assignment]
+
+
+class FailingProcess(DeviceProcess):
+    """An embedded device that takes --failpoint."""
+
+    def _start(self) -> Any:
+        if "-m" in self._arguments:
+            at = self._arguments.index("-m")
+            self._arguments[at : at + 2] = [__file__]
+        return super()._start()
+
+
+if __name__ == "__main__":
+    parser = ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--failpoint", action="append", type=Failpoint.parse)
+    parser.add_argument("--failpoint-seed", type=int, default=0)
+    asked, sys.argv[1:] = parser.parse_known_args()
+    points, listen = Failpoints(asked.failpoint or [], asked.failpoint_seed), transport.listen
+
+    def failing_listen(address: str, keys: Path | None = None) -> ZmqServer:
+        server = listen(address, keys)
+        let_fail(server, points)
+        return server
+
+    transport.listen = failing_listen
+    main()
