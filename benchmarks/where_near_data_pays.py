@@ -1,6 +1,6 @@
 """Which system decodes fastest on cards of 8 to 96 GB, where near-data computing wins, and what would make it win?
 
-The cells of vllm_ndp/lab/frontier.py for five public models under the assumptions that decide, one changed at a time:
+The cells of benchmarks/frontier.py for five public models under the assumptions that decide, one changed at a time:
 routing, the price of a hop, host memory, H100 rates at every size; then devices that are faster or slower than the
 paper's. An ideal DRAM, batch 1. Everything is simulated. `make map` renews docs/measured/map.json and the page of it:
 
@@ -20,11 +20,11 @@ from typing import Any
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.units import PS_PER_US
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.lab.frontier import CARDS, DEVICE, LIMITS, SHAPES, Cell, frontier_of_shapes
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.vectorised.outcome import Summary
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from frontier import CARDS, DEVICE, LIMITS, SHAPES, Cell, frontier_of_shapes
 from measured import Measurement, add_json_option
 
 

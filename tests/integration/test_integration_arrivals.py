@@ -13,7 +13,7 @@ from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common.cache import default_cache_dir
 from ndp_device.replicas.format import load_losses
 from ndp_device.timing.model import DeviceModel
-from vllm_ndp.lab.exact.clients import alone
+from vllm_ndp.lab.exact.engine import alone
 from vllm_ndp.lab.exact.live import recorded_rules
 from vllm_ndp.lab.load.host import Host, ServedRequest
 from vllm_ndp.lab.load.latency import tokens_of

@@ -19,8 +19,7 @@ from ndp_device.common.cache import default_cache_dir
 from ndp_device.replicas.format import load_losses, read_manifest, write_manifest
 from ndp_device.timing.model import CommandEnergy
 from vllm_ndp.cost_model.memory import DoesNotFit, beside_device_memory
-from vllm_ndp.lab.exact.live import recorded_rules, replay_live, require_capacity
-from vllm_ndp.lab.exact.recorded import RecordedRun
+from vllm_ndp.lab.exact.live import RecordedRun, recorded_rules, replay_live, require_capacity
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.traces.trace import Trace
 

@@ -17,10 +17,8 @@ from ndp_device.checkpoint.opening import model_digest
 from ndp_device.replicas.format import load_losses
 from ndp_device.timing.model import DeviceModel
 from vllm_ndp.device_client.process import DeviceProcess
-from vllm_ndp.lab.exact.clients import alone, together
-from vllm_ndp.lab.exact.engine import StepRun
-from vllm_ndp.lab.exact.live import recorded_rules, replay_live
-from vllm_ndp.lab.exact.recorded import RecordedRun
+from vllm_ndp.lab.exact.engine import StepRun, alone, together
+from vllm_ndp.lab.exact.live import RecordedRun, recorded_rules, replay_live
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.traces.trace import Trace
 

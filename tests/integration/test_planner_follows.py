@@ -18,8 +18,8 @@ from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.integration.batch import BatchRows, RequestTracker, Span, TrackedRequest
 from vllm_ndp.integration.planner import PlanRunner
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
-from vllm_ndp.lab.exact.modelled import modelled_host
-from vllm_ndp.lab.exact.recorded import RecordedRun
+from vllm_ndp.lab.exact.engine import modelled_host
+from vllm_ndp.lab.exact.live import RecordedRun
 from vllm_ndp.layer.run import Run
 from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.bitwidths import LossTable

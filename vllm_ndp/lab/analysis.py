@@ -39,8 +39,8 @@ class Interval:
     high: float
 
     @classmethod
-    def of(cls, values: NDArray[np.float64], seed: int = 0) -> Interval:
-        low, high = np.percentile(bootstrap_means(values, seed), [2.5, 97.5])
+    def of(cls, values: NDArray[np.float64]) -> Interval:
+        low, high = np.percentile(bootstrap_means(values), [2.5, 97.5])
         return cls(float(values.mean()), float(low), float(high))
 
 
@@ -74,9 +74,7 @@ class Analysis:
         return sum(c > high for c, high in zip(self.cosine, self.cosine_null_high, strict=True))
 
 
-def analyse(
-    trace: Trace, num_hot: int | None = None, *, prior: ImportanceScore | None = None, seed: int = 0
-) -> Analysis:
+def analyse(trace: Trace, num_hot: int | None = None, *, prior: ImportanceScore | None = None) -> Analysis:
     """Raises TraceError when there are too few requests with a prompt and a decode."""
     if prior is None:
         known, trace = split_requests(trace)
@@ -89,12 +87,12 @@ def analyse(
     prompts = [trace.stats(s) for s in requests]
     decodes = [trace.stats(s, "decode") for s in requests]
     cosine, across = _cosines(prompts, decodes)
-    low, high = _null_band(requests, num_experts, seed)
+    low, high = _null_band(requests, num_experts)
     scores = {
         "prefill": [importance(stats) for stats in prompts],
         "prefill_prior": [importance(stats).shrunk_to(prior, PolicySettings.prior_tokens) for stats in prompts],
         "static": [prior] * len(requests),
-        "random": _random_scores(prompts, seed),
+        "random": _random_scores(prompts),
         "oracle": [importance(stats, 1.0) for stats in decodes],
     }
     covered = {name: _coverage(score, decodes, hot) for name, score in scores.items()}
@@ -103,7 +101,7 @@ def analyse(
     def of_tokens(part: slice, n0: float = 0.0) -> Interval:
         picked = [RoutingStats.from_choices(s.prompt_ids[part], s.prompt_weights[part], num_experts) for s in requests]
         found = [importance(stats) if n0 == 0 else importance(stats).shrunk_to(prior, n0) for stats in picked]
-        return Interval.of(_coverage(found, decodes, hot), seed)
+        return Interval.of(_coverage(found, decodes, hot))
 
     longest = max(len(s.prompt_ids) for s in requests)
     lengths = [n for n in FIRST_TOKENS if n <= longest]
@@ -115,16 +113,16 @@ def analyse(
         cosine_null_low=low.tolist(),
         cosine_null_high=high.tolist(),
         cosine_across=across.tolist(),
-        coverage={name: Interval.of(values, seed) for name, values in covered.items()},
+        coverage={name: Interval.of(values) for name, values in covered.items()},
         over_static={
-            name: Interval.of(values - covered["static"], seed) for name, values in covered.items() if name != "static"
+            name: Interval.of(values - covered["static"]) for name, values in covered.items() if name != "static"
         },
         by_domain=_grouped(covered, [s.label for s in requests]),
         by_prompt_len=_grouped(covered, [_length_class(len(s.prompt_ids)) for s in requests]),
         first_tokens={n: of_tokens(slice(n)) for n in lengths},
         first_tokens_and_prior={n: of_tokens(slice(n), PolicySettings.prior_tokens) for n in lengths},
         last_tokens={n: of_tokens(slice(-n, None)) for n in lengths},
-        refresh={m: Interval.of(_refreshed(requests, num_experts, hot, m), seed) for m in REFRESH_TOKENS},
+        refresh={m: Interval.of(_refreshed(requests, num_experts, hot, m)) for m in REFRESH_TOKENS},
         prior_tokens={n0: of_tokens(slice(None), n0) for n0 in PRIOR_TOKENS},
     )
 
@@ -139,15 +137,13 @@ class Sensitivity:
     """Share of cold experts that get other bits, mean over requests."""
 
 
-def calibration_sensitivity(
-    trace: Trace, first: LossTable, second: LossTable, budget: Budget, gain: str = "importance"
-) -> Sensitivity:
+def calibration_sensitivity(trace: Trace, first: LossTable, second: LossTable, budget: Budget) -> Sensitivity:
     """Plans of every request under both loss tables."""
     changed = []
     for sequence in trace.sequences:
         score = importance(trace.stats(sequence))
         placement = top_experts(score.values, budget.num_hot)
-        plans = [select_bitwidths(score, placement, loss, budget, gain).bits for loss in (first, second)]
+        plans = [select_bitwidths(score, placement, loss, budget, "importance").bits for loss in (first, second)]
         cold = ~placement.hot
         if cold.any():
             changed.append(float((plans[0] != plans[1])[cold].mean()))
@@ -178,11 +174,9 @@ def _cosines(
     return own.mean(axis=1), others
 
 
-def _null_band(
-    requests: Sequence[Request], num_experts: int, seed: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _null_band(requests: Sequence[Request], num_experts: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Per layer, 95 % band of the mean cosine when every token is drawn from all requests' tokens together."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     pool = np.concatenate([part for s in requests for part in (s.prompt_ids, s.decode_ids)]).astype(np.int64)
     layers = pool.shape[1]
     cells = pool + np.arange(layers)[:, None] * num_experts
@@ -217,8 +211,8 @@ def _refreshed(requests: Sequence[Request], num_experts: int, num_hot: int, ever
     return np.array(shares, np.float64)
 
 
-def _random_scores(prompts: Sequence[RoutingStats], seed: int) -> list[ImportanceScore]:
-    generator = np.random.default_rng(seed)
+def _random_scores(prompts: Sequence[RoutingStats]) -> list[ImportanceScore]:
+    generator = np.random.default_rng(0)
     return [ImportanceScore.from_weights(generator.random(stats.counts.shape)) for stats in prompts]
 
 

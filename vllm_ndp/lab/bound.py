@@ -23,7 +23,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,9 @@ _MOST_UNITS = 96
 """Units of time of a full-precision expert on the device, at most."""
 _MOST_STATES, _MOST_CHOICES, _MOST_RELAXED = 1 << 27, 1 << 24, 1 << 21
 """Most states of the programme, choices that are kept, and values by slot and width, over all cells."""
+
+
+P = TypeVar("P", "BoundRows", "Cells")
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,6 @@ class BoundRows:
             by_cell(losses),
         )
 
-    def part(self, which: slice) -> BoundRows:
-        return BoundRows(self.slots[which], self.device_ps[which], self.losses[which])
-
     def cheapest(self, weight: float, price: float, num_slots: int) -> NDArray[np.float64]:
         """[C, S]: the least sum over an expert's rows of weight x time + price x loss."""
         lost = np.where(self.losses > 0, np.inf, 0.0) if np.isinf(price) else price * self.losses
@@ -105,7 +105,7 @@ class BoundRows:
 
 @dataclass(frozen=True)
 class Cells:
-    """C layers of steps with up to S used experts each. Times in picoseconds, losses as `outcome.loss` sums them."""
+    """C layers of steps with up to S used experts each. Times in picoseconds, losses as `Cold.loss` sums them."""
 
     gpu_ps: NDArray[np.float64]  # [C, S]
     device_ps: NDArray[np.float64]  # [C, S, W] with all rows at one width: DEVICE_BITS, after the first 8 if there are
@@ -158,17 +158,7 @@ class Cells:
         )
 
     def part(self, which: slice) -> Cells:
-        return Cells(
-            self.gpu_ps[which],
-            self.device_ps[which],
-            self.losses[which],
-            self.used[which],
-            self.places[which],
-            self.beside_ps[which],
-            self.message_ps,
-            self.message_more_ps,
-            None if self.rows is None else self.rows.part(which),
-        )
+        return replace(_part(self, which), rows=None if self.rows is None else _part(self.rows, which))
 
     def times(self, choice: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """(least time, loss) of each cell for choice [C, S]: 0 the GPU, 1.. a width of the device."""
@@ -267,6 +257,14 @@ class Cells:
         return times, np.maximum(gpu, away_most[ends]), np.where(np.isfinite(losses), losses, 0.0)
 
 
+def _part(record: P, which: slice) -> P:
+    """The same of some cells, of which every array has a row each."""
+    arrays: dict[str, Any] = {
+        name: value[which] for name, value in vars(record).items() if isinstance(value, np.ndarray)
+    }
+    return replace(record, **arrays)
+
+
 def _in_units(device_ps: NDArray[np.float64]) -> tuple[NDArray[np.int64], float, float]:
     """(whole units [W], least and most picoseconds of one), so that the times come nearest to whole numbers."""
     best: tuple[NDArray[np.int64], float, float] | None = None
@@ -303,11 +301,6 @@ class BoundAnswer:
 
     bound: float
     reached: float
-
-    @property
-    def gap(self) -> float:
-        """How much of what was reached may be missing to the least."""
-        return 1 - self.bound / self.reached if self.reached > 0 else 0.0
 
 
 @dataclass
@@ -473,7 +466,7 @@ def regretted(row: Summary, outcome: Outcome, batches: Batches, costs: Costs, bo
     taken_ps, whole_ps = outcome.moe_ps[running].sum(), np.nansum(step_times(outcome, batches, costs))
     count = float(batches.valid.sum()) * batches.shape[3]
     # The same arithmetic in another order: a row's own loss and time must be within reach of it.
-    lost, slack = outcome.loss * count, 1 + 1e-9
+    lost, slack = outcome.cold.loss * count, 1 + 1e-9
     time, loss = bound.least_time(lost * slack), bound.least_loss(float(taken_ps) * slack)
     factor = layer_factor(batches, costs)
     beside_ps = whole_ps - outcome.migration_ps.sum() - factor * taken_ps

@@ -157,7 +157,6 @@ class Replays:
         self._budget = Budget(num_hot, settings.avg_bits)
         told = {
             "bit_rule": settings.bit_rule or usual_bit_rule(settings.bits_for),
-            "seed": settings.seed,
             "prior": workload.prior,
             "prior_tokens": settings.prior_tokens,
             **settings.policy_options,
@@ -227,11 +226,9 @@ class Replays:
         return Comparison(side_by_side(replayed), self.skipped, self.costs.hardware.config_hash, self.num_requests)
 
 
-def compare(
-    trace: Trace, settings: CompareSettings, *, prior: ImportanceScore | None = None, loss: LossTable | None = None
-) -> Comparison:
+def compare(trace: Trace, settings: CompareSettings) -> Comparison:
     """Replay the trace under every combination. Raises ConfigError or TraceError before any replay starts."""
-    return Replays(Workload(trace, prior=prior, affinity=settings.affinity), settings, loss).compared()
+    return Replays(Workload(trace, affinity=settings.affinity), settings).compared()
 
 
 def _layer_ms(outcome: Outcome, batches: Batches, costs: Costs) -> dict[str, float]:

@@ -91,7 +91,7 @@ def compare_all(
     ]
     parts: list[list[Comparison]] = [[] for _ in points]
     refused: dict[tuple[int, str], None] = {}
-    for task, found in zip(tasks, _run(_Work(workloads, loss), tasks, min(jobs, len(tasks))), strict=True):
+    for task, found in zip(tasks, _run(workloads, loss, tasks, min(jobs, len(tasks))), strict=True):
         if isinstance(found, str):
             refused[task.point, found] = None
         else:
@@ -112,52 +112,39 @@ class Task(NamedTuple):
     settings: CompareSettings
 
 
-class _Work:
-    """What processes share: they are forked, so they read the traces without a copy."""
-
-    def __init__(self, workloads: list[Workload], loss: LossTable | None) -> None:
-        self._workloads, self._loss = workloads, loss
-
-    def __call__(self, task: Task) -> Comparison | str:
-        try:
-            return Replays(self._workloads[task.trace], task.settings, self._loss).compared()
-        except NdpError as error:
-            return str(error)
-
-    def arrange(self, tasks: Sequence[Task]) -> None:
-        """Arrange the traces for every batch size now, so that no process does it again."""
-        for _, number, settings in tasks:
-            workload = self._workloads[number]
-            for batch in settings.batches:
-                if batch <= len(workload.trace.prompt_len):
-                    workload.batches(batch)
+_shared: list[tuple[list[Workload], LossTable | None]] = []
+"""What processes replay on: they are forked, so they read the traces without a copy."""
 
 
-_forked: list[_Work] = []
-"""In a worker process: what it was forked with."""
+def _replayed(task: Task) -> Comparison | str:
+    workloads, loss = _shared[0]
+    try:
+        return Replays(workloads[task.trace], task.settings, loss).compared()
+    except NdpError as error:
+        return str(error)
 
 
-def _run(work: _Work, tasks: Sequence[Task], jobs: int) -> Iterator[Comparison | str]:
+def _run(
+    workloads: list[Workload], loss: LossTable | None, tasks: Sequence[Task], jobs: int
+) -> Iterator[Comparison | str]:
     """In the order of the tasks."""
+    _shared[:] = [(workloads, loss)]
     if jobs == 1:
-        yield from map(work, tasks)
+        yield from map(_replayed, tasks)
         return
-    work.arrange(tasks)
-    _forked[:] = [work]
+    for task in tasks:  # arranged for every batch size now, so that no process does it again
+        for batch in task.settings.batches:
+            if batch <= len(workloads[task.trace].trace.prompt_len):
+                workloads[task.trace].batches(batch)
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
         try:
-            yield from pool.map(_run_forked, tasks)
+            yield from pool.map(_replayed, tasks)
         except BrokenProcessPool:
             raise NdpError(
                 "a worker process ended without an answer, perhaps because memory ran out: try with fewer --jobs"
             ) from None
         finally:
-            _forked.clear()
             pool.shutdown(cancel_futures=True)
-
-
-def _run_forked(task: Task) -> Comparison | str:
-    return _forked[0](task)
 
 
 def _of_system(at: CompareSettings, name: str) -> CompareSettings:

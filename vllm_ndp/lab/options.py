@@ -88,7 +88,6 @@ class CompareSettings:
     hardware: str = "h100-ndp512"
     overrides: dict[str, str | int] = field(default_factory=dict)
     avg_bits: float = DEFAULT_AVG_BITS
-    seed: int = 0
     systems: Annotated[
         tuple[str, ...], typer.Option(help="Names with commas between them, or all."), Written(_listed, "all")
     ] = ("all",)

@@ -24,8 +24,7 @@ from ndp_device.timing.units import PS_PER_S
 from ndp_device.timing.work import Work
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.cost_model.memory import CAPACITY_OF, Footprint, Memory, slots_bytes
-from vllm_ndp.lab.exact.clients import together
-from vllm_ndp.lab.exact.engine import Asks, ReplayedCommand
+from vllm_ndp.lab.exact.engine import Asks, ReplayedCommand, together
 from vllm_ndp.layer.balance import Balancer, LayerLoad
 from vllm_ndp.layer.devices import DeviceRules, Devices, HeldExperts, of_part, slowest, work_of
 from vllm_ndp.planning.plan import highest

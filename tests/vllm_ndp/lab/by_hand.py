@@ -15,6 +15,7 @@ from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.outcome import Outcome
+from vllm_ndp.lab.vectorised.prediction import NextLayer
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
@@ -73,6 +74,7 @@ def run(
     num_hot: int,
     prior: list[list[float]] | None = None,
     loss: LossTable | None = None,
+    predictor: NextLayer | None = None,
     **own: float | str,
 ) -> Outcome:
     layers, experts = batches.shape[3], batches.num_experts
@@ -84,6 +86,7 @@ def run(
         budget=Budget(num_hot, 2.0),
         loss=loss or LossTable.nominal(layers, experts),
         prior=known,
+        predictor=predictor,
         own=own,
     )
     return SYSTEMS[system].replay(batches, costs, options)

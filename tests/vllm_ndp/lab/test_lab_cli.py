@@ -20,7 +20,6 @@ from paths import DATA, ROOT
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.replicas.format import load_losses
-from vllm_ndp.app import main
 from vllm_ndp.lab.cli.recorded import losses
 from vllm_ndp.layer.setup import Setup
 from vllm_ndp.planning.bitwidths import LossTable
@@ -142,7 +141,6 @@ def test_a_foreign_recording_is_imported(tmp_path):
         ),
         (["compare", TRACE, "--fit", "--set", "gpu.hbm_capacity_bytes=1"], "nothing of it fits"),
         (["compare", TRACE, "--set", "dram.capacity_bytes=-1"], "dram.capacity_bytes must lie in 1.."),
-        (["compare", TRACE, "--option", "spill_bit=2"], "unknown option 'spill_bit'"),
         (
             ["compare", TRACE, "--systems", "monde", "--out", "/nowhere/t.csv"],
             "/nowhere/t.csv cannot be used",
@@ -152,7 +150,6 @@ def test_a_foreign_recording_is_imported(tmp_path):
         (["compare", TRACE, "--memory", "0"], "--memory must be at least 1"),
         (["compare", TRACE, TRACE, "--replicas", "r"], "belong to one trace, 2 were given"),
         (["analyze", TRACE, "--places", "9"], "--places must lie in 0..8"),
-        (["arrivals", TRACE, "--process", "sometimes"], "process must be one of"),
         (["arrivals", TRACE, "--rate", "-1"], "--rate must be greater than 0"),
         (["arrivals", TRACE, "--kv-tokens", "100"], "needs 32 blocks of KV cache for 512 tokens, there are 6"),
         (["arrivals", TRACE, "--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
@@ -176,34 +173,23 @@ def test_bad_input_ends_in_one_sentence_and_code_2(arguments, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["compare", "--option", "activation_bits=7", "--systems", "cxl_expert"], "activation_bits must be one of"),
-        (["compare", "--option", "tiers=moving", "--systems", "cxl_expert"], "tiers must be one of following, fixed"),
-        (["compare", "--option", "ahead=always", "--systems", "hobbit"], "ahead must be one of auto, on, off"),
         (["compare", "--option", "speed=9"], "unknown option 'speed'"),
         (["compare", "--columns", "speed"], "No such option"),
         (["compare", "--model", "olmoe"], "name a model of the trace's routing shape"),
         (["compare", "--systems", "cxl_expert", "--set", "host.cxl_capacity_bytes=1"], "expander memory lacks"),
-        (["compare", "--set", f"host.cxl_capacity_bytes={2**60}"], "host.cxl_capacity_bytes must lie in 1.."),
         (["compare", "--set", "host.cxl_bytes_per_s=0"], "host.cxl_bytes_per_s must be"),
         (["arrivals", "--process", "recorded"], "arrivals are out of order: request 2 comes at 1 s"),
     ],
 )
-def test_bad_input_writes_nothing(arguments, says, tmp_path, monkeypatch, capsys):
-    """In this process; the trace's third request claims to have come before the second."""
+def test_bad_input_writes_nothing(arguments, says, tmp_path):
+    """The trace's third request claims to have come before the second."""
     trace = Trace.load(Path(TRACE)).select(range(4))
     mixed = [replace(s, arrival_s=at) for s, at in zip(trace.sequences, (0.0, 2.0, 1.0, 3.0), strict=True)]
     from_sequences(trace.provenance, mixed).save(tmp_path / "trace")
     before = sorted(tmp_path.rglob("*"))
     command, *rest = arguments
-    monkeypatch.setattr(
-        "sys.argv", ["vllm-ndp", command, str(tmp_path / "trace"), *rest, "--out", str(tmp_path / "t.csv")]
-    )
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    error = capsys.readouterr().err.strip()
-    assert says in error
-    assert says == "No such option" or len(error.splitlines()) == 1
+    done = run(command, str(tmp_path / "trace"), *rest, "--out", str(tmp_path / "t.csv"), code=2)
+    assert says in done.stderr
     assert sorted(tmp_path.rglob("*")) == before
 
 

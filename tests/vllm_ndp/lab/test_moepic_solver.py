@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from vllm_ndp.lab.systems.moepic_solver import THETAS, MoepicLoad, divide, num_tops, solve
+from vllm_ndp.lab.systems.moepic import THETAS, MoepicLoad, divide, num_tops, solve
 
 
 def test_more_tops_fit_the_smaller_they_are():

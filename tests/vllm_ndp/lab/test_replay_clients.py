@@ -14,10 +14,9 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.lab.exact.clients import alone, together
-from vllm_ndp.lab.exact.engine import Asks, ReplayedCommand, ReplayedMigration, StepRun
-from vllm_ndp.lab.exact.modelled import modelled_host, with_layers
-from vllm_ndp.lab.exact.recorded import RecordedRun
+from vllm_ndp.lab.exact.engine import Asks, ReplayedCommand, ReplayedMigration, StepRun, alone, modelled_host, together
+from vllm_ndp.lab.exact.live import RecordedRun
+from vllm_ndp.lab.load.run import with_layers
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy

@@ -9,9 +9,8 @@ import pytest
 
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.lab.exact.engine import StepRun
-from vllm_ndp.lab.exact.modelled import modelled_host
-from vllm_ndp.lab.exact.recorded import RecordedRun
+from vllm_ndp.lab.exact.engine import StepRun, modelled_host
+from vllm_ndp.lab.exact.live import RecordedRun
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.follower import FollowRules
 from vllm_ndp.planning.plan import Budget

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
-from paths import DATA
+from paths import DATA, ROOT
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.lab.compare import Replays, Workload
-from vllm_ndp.lab.frontier import CARDS, DEVICE, LIMITS, Cell, _as_released, frontier, frontier_of_shapes
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.vectorised.outcome import Summary
 from vllm_ndp.traces.trace import Trace
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from frontier import CARDS, DEVICE, LIMITS, Cell, _as_released, frontier, frontier_of_shapes
 
 WORKLOAD = Workload(Trace.load(DATA / "tiny-mixtral-trace"))
 SETTINGS = CompareSettings(overrides={"dram.kind": "ideal"})

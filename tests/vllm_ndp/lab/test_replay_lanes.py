@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from vllm_ndp.lab import _lanes
+from vllm_ndp.lab.systems.hobbit import NO_GUESS
+from vllm_ndp.lab.systems.hobbit import visits as hobbit_visits
 from vllm_ndp.lab.vectorised.cache import LFU, LRU, NO_DEPTH, RANDOM, Priority, depths, lcp, visits
-from vllm_ndp.lab.vectorised.hobbit_caches import NO_GUESS, Cache, Weights
-from vllm_ndp.lab.vectorised.hobbit_caches import visits as hobbit_visits
 from vllm_ndp.lab.vectorised.loads import Loads
 
 GROUPS, LAYERS = 3, 4
@@ -156,11 +156,10 @@ def test_hobbits_compiled_caches_are_the_sets_of_experts_in_python(
     need = np.where(loads.rows > 0, generator.integers(0, 3, loads.rows.shape), 0).astype(np.uint8)
     kind = np.where(guessed.rows > 0, generator.integers(0, 3, guessed.rows.shape), 0).astype(np.uint8)
     some = np.arange(LAYERS * num_experts).reshape(LAYERS, num_experts)
-    first = Cache(some < high_places, min(high_places, some.size))
-    second = Cache(some[::-1] < low_places, min(low_places, some.size))
-    found = hobbit_visits(loads.experts, need, guessed.experts, kind, first, second, Weights(*weights))
-    caches = ((cache.holds, cache.places) for cache in (first, second))
-    flags, ordered = reference.two_caches(loads.experts, need, guessed.experts, kind, *caches, np.array(weights))
+    first = some < high_places, min(high_places, some.size)
+    second = some[::-1] < low_places, min(low_places, some.size)
+    found = hobbit_visits(loads.experts, need, guessed.experts, kind, first, second, np.array(weights))
+    flags, ordered = reference.two_caches(loads.experts, need, guessed.experts, kind, first, second, np.array(weights))
     for name, bit in (("hit", 1), ("early", 2), ("late", 4), ("low", 8)):
         assert (getattr(found, name) == ((flags & bit) > 0)).all(), name
     assert (found.ordered == ordered).all()
@@ -176,10 +175,10 @@ def test_the_layer_term_throws_out_what_is_used_last():
     layer 2 hits. By recency layer 0's was just used; of the others, never used, the last leaves, and layer 2 misses."""
     experts = np.array([0, 1, 0], np.int64).reshape(1, 1, 3, 1)
     need, nothing = np.ones(experts.shape, np.uint8), np.zeros((1, 1, 3, 0), np.int64)
-    start, empty = Cache(np.array([[True, False]] * 3), 3), Cache(np.zeros((3, 2), np.bool_), 0)
+    start, empty = (np.array([[True, False]] * 3), 3), (np.zeros((3, 2), np.bool_), 0)
 
     def hits(*weights: float) -> list[bool]:
-        found = hobbit_visits(experts, need, nothing, nothing.astype(np.uint8), start, empty, Weights(*weights))
+        found = hobbit_visits(experts, need, nothing, nothing.astype(np.uint8), start, empty, np.array(weights))
         return found.hit.ravel().tolist()
 
     assert hits(0.0, 0.0, 0.0, 1.0) == [True, False, True]

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from by_hand import C, F, chosen, machine, trace
+from by_hand import C, F, chosen, machine, run, trace
 from paths import DATA
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.lab.compare import Workload, compare
 from vllm_ndp.lab.options import CompareSettings
-from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions
 from vllm_ndp.lab.systems.hobbit import _pays
 from vllm_ndp.lab.vectorised.outcome import Outcome
 from vllm_ndp.lab.vectorised.prediction import NextLayer
-from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.plan import Budget
-from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
@@ -69,17 +65,9 @@ def test_the_predictor_of_a_comparison_knows_no_request_that_is_replayed_and_bea
 
 def hobbit(decode: np.ndarray, predictor: NextLayer | None, places: int) -> Outcome:
     """All choices in high precision: one expert a layer."""
-    batches = trace(chosen([[0], [0]]), decode, num_experts=4)
-    prior = ImportanceScore.from_weights(np.array([[1.0, 0, 0, 0]] * 2))
-    options = ReplayOptions(
-        load_policy("prefill", PolicySettings(prior=prior)),
-        Budget(places, 2.0),
-        LossTable.nominal(2, 4),
-        prior,
-        predictor=predictor,
-        own={"low_slots": 0, "ahead": "on"},
-    )
-    return SYSTEMS["hobbit"].replay(batches, machine(2, top_k=1), options)
+    batches, costs = trace(chosen([[0], [0]]), decode, num_experts=4), machine(2, top_k=1)
+    prior = [[1.0, 0, 0, 0]] * 2
+    return run("hobbit", batches, costs, places, prior, predictor=predictor, low_slots=0, ahead="on")
 
 
 def test_a_wrong_guess_costs_link_time_and_a_place_that_the_next_step_misses():

@@ -9,7 +9,7 @@ import pytest
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import model_named
-from vllm_ndp.lab.exact.clients import alone
+from vllm_ndp.lab.exact.engine import alone
 from vllm_ndp.lab.scaling import PARTS, Pool, Scale, ScalingPoint, Setup, _Host, curve, pool, room_for_hot, stops_paying
 
 HARDWARE = load_hardware("h100-ndp512")

@@ -15,10 +15,10 @@ from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.compare import compare, popularity, split_requests
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions, TooFewPlaces
-from vllm_ndp.lab.systems.monde import num_moved
+from vllm_ndp.lab.systems.hobbit import HIGH, LOW, SKIP, precision_classes
+from vllm_ndp.lab.systems.near_memory import num_moved
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import SKIPPED, gate_loss
-from vllm_ndp.lab.vectorised.hobbit_caches import HIGH, LOW, SKIP, precision_classes
 from vllm_ndp.lab.vectorised.outcome import Outcome, ratio_se, summarise
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
@@ -133,14 +133,14 @@ def test_skipping_an_expert_loses_all_of_it_and_no_width_loses_more():
 
 def test_pairs_and_bits_are_conserved_by_a_static_plan():
     outcome = run()
-    assert outcome.hot_pairs + outcome.cold_pairs == PAIRS
-    assert 1 <= outcome.cold_bits / outcome.cold_pairs <= 4
+    assert outcome.hot_pairs + outcome.cold.pairs == PAIRS
+    assert 1 <= outcome.cold.bits / outcome.cold.pairs <= 4
 
 
 def test_fewer_bits_are_faster_and_lose_more():
     two, three = run(budget=Budget(0, 2.0)), run(budget=Budget(0, 3.0))
     assert two.moe_ps.sum() < three.moe_ps.sum()
-    assert two.loss > three.loss > 0
+    assert two.cold.loss > three.cold.loss > 0
 
 
 def test_each_way_to_migrate_moves_no_more_than_the_one_before():

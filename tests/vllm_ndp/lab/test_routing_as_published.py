@@ -8,12 +8,11 @@ import pytest
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.lab.locality import locality
-from vllm_ndp.lab.reproduce import reproduce_locality
-from vllm_ndp.lab.reproduce.locality import GPT_OSS, QWEN3, QWEN38
+from vllm_ndp.lab.reproduce.locality import GPT_OSS, QWEN3, QWEN38, reproduce
 from vllm_ndp.traces.routing import read_routing, routing_named, routing_of
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
-PUBLISHED = cache(reproduce_locality)
+PUBLISHED = cache(reproduce)
 
 
 def of(model: str, quantity: str) -> list[tuple[float, float]]:

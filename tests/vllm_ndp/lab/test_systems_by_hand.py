@@ -10,7 +10,7 @@ from by_hand import HARDWARE, US, C, F, chosen, machine, run, trace
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
-from vllm_ndp.lab.systems.ktransformers import most_used
+from vllm_ndp.lab.systems.host_cpu import most_used
 from vllm_ndp.lab.systems.quantized import widest_that_fits
 from vllm_ndp.planning.bitwidths import LossTable
 
@@ -50,7 +50,7 @@ def test_fiddler_computes_a_miss_on_the_cpu_unless_a_copy_is_faster():
     batches = trace(PROMPT, chosen([[0, 1]], [[0, 2]]))
     outcome = run("fiddler", batches, machine(), 2)
     assert outcome.moe_ps.ravel() == near([2 * C, F + C])
-    assert outcome.cold_pairs == 0
+    assert outcome.cold.pairs == 0
 
 
 def test_moe_infinity_fetches_early_what_the_sequence_has_used_and_hides_it_behind_the_layer_before():
@@ -93,16 +93,11 @@ def test_the_papers_layer_is_the_slower_of_its_hot_experts_and_the_device():
     costs = machine()
     outcome = run("context_aware", batches, costs, 2)
     cold = costs.device_experts_ps(1)
-    bits = [int(b) for b in np.unique(cold_bits(batches, outcome))]
-    assert bits == [2]  # two cold experts that the prompt never used: equal, so 2 bits each
+    assert outcome.cold.bits == 2 * outcome.cold.pairs  # two cold experts that the prompt never used: equal
     message = costs.links_ps(1)[1, 1] + costs.device_fill_ps
     two = costs.links_ps(1)[1, 2] + costs.device_fill_ps
     assert outcome.moe_ps.ravel() == near([2 * C, max(C, message + cold[2, 1]), two + 2 * cold[2, 1]])
-    assert (outcome.hot_pairs, outcome.cold_pairs) == (3, 3)
-
-
-def cold_bits(batches, outcome):
-    return [outcome.cold_bits / outcome.cold_pairs]
+    assert (outcome.hot_pairs, outcome.cold.pairs) == (3, 3)
 
 
 def test_balancing_sends_the_lighter_of_two_hot_experts_to_the_device_only_if_that_is_shorter():
@@ -137,9 +132,9 @@ def test_quantized_reads_everything_at_the_widest_width_that_fits():
     assert [widest_that_fits(costs, places) for places in (0, 1, 2, 3, 4)] == [None, 3, 4, 8, 16]
     outcome = run("quantized", trace(PROMPT, chosen([[0, 1]])), costs, 2)
     assert outcome.moe_ps.ravel() == pytest.approx([0.564 * US], rel=1e-4)
-    assert outcome.loss == pytest.approx(4.4**-3)
+    assert outcome.cold.loss == pytest.approx(4.4**-3)
     assert outcome.prefill_ps.ravel() == pytest.approx([0.564 * US], rel=0.01)
-    assert run("quantized", trace(PROMPT, chosen([[0, 1]])), costs, 4).loss == 0.0
+    assert run("quantized", trace(PROMPT, chosen([[0, 1]])), costs, 4).cold.loss == 0.0
 
 
 def test_vllm_offload_reads_chosen_experts_of_half_of_its_layers_or_copies_all_of_them():
@@ -161,7 +156,7 @@ def test_llama_cpp_computes_whole_layers_on_the_cpu():
     assert run("llama_cpp", batches, machine(2), 2).moe_ps.sum() == near(2 * C + 2 * CPU + HOP)
     small = run("llama_cpp", batches, machine(2), 2, gguf_bits=4)
     assert small.moe_ps.sum() == pytest.approx(2 * 0.564 * US, rel=1e-4)
-    assert small.loss == pytest.approx(4.4**-3)
+    assert small.cold.loss == pytest.approx(4.4**-3)
 
 
 def test_ktransformers_places_by_frequency_over_all_layers_and_both_sides_work_at_once():
@@ -177,7 +172,7 @@ def test_ktransformers_places_by_frequency_over_all_layers_and_both_sides_work_a
     assert outcome.moe_ps.ravel() == near([2 * C, CPU + HOP])
     narrow = run("ktransformers", batches, machine(2), 2, prior, cpu_bits=4)
     assert narrow.moe_ps.ravel()[1] == near(CPU * 1.692 / 6 + HOP)
-    assert narrow.loss == pytest.approx(4.4**-3 / 4)  # one of four equal choices
+    assert narrow.cold.loss == pytest.approx(4.4**-3 / 4)  # one of four equal choices
 
 
 def test_moepic_hides_bottoms_behind_the_layer_before_and_books_the_link_once():
@@ -224,10 +219,10 @@ def test_dynaexq_keeps_all_experts_and_as_many_wide_ones_as_memory_leaves():
     outcome = run("dynaexq", trace(PROMPT, chosen([[0, 2]])), machine(), 3)
     assert outcome.policy == "16 over 4 bits, 2 high"
     assert outcome.moe_ps.ravel() == near([C + 0.282 * US])
-    assert outcome.loss == pytest.approx(4.4**-3 / 2)
+    assert outcome.cold.loss == pytest.approx(4.4**-3 / 2)
     narrow = run("dynaexq", trace(PROMPT, chosen([[0, 2]])), machine(), 1)
     assert narrow.policy == "4 over 2 bits, 2 high"
-    assert narrow.loss == pytest.approx((4.4**-3 + 4.4**-1) / 2)
+    assert narrow.cold.loss == pytest.approx((4.4**-3 + 4.4**-1) / 2)
 
 
 def test_hybrimoe_divides_its_misses_among_cpu_and_link():
@@ -237,7 +232,7 @@ def test_hybrimoe_divides_its_misses_among_cpu_and_link():
     assert outcome.moe_ps.ravel() == near([F + C])
     both = run("hybrimoe", trace(PROMPT, chosen([[2, 3]])), machine(), 2)
     assert both.moe_ps.ravel() == near([CPU + HOP])
-    assert (both.cold_pairs, both.migrated_bytes) == (1, 6e6)
+    assert (both.cold.pairs, both.migrated_bytes) == (1, 6e6)
 
 
 def test_an_expert_cache_copies_or_computes_and_an_idle_link_fills_it():
@@ -247,7 +242,7 @@ def test_an_expert_cache_copies_or_computes_and_an_idle_link_fills_it():
     batches = trace(PROMPT, chosen([[0, 2]], [[2, 0]]))
     outcome = run("expert_cache", batches, machine(), 2, cache_bits=16)
     assert outcome.moe_ps.ravel() == near([F + C, 2 * C])
-    assert (outcome.hot_pairs, outcome.migrated_bytes, outcome.loss) == (3, 6e6, 0)
+    assert (outcome.hot_pairs, outcome.migrated_bytes, outcome.cold.loss) == (3, 6e6, 0)
     host = run("expert_cache", batches, machine(), 2, cache_bits=16, misses_by="host")
     assert host.moe_ps.ravel() == near([CPU + HOP, 2 * C])
     assert (host.hot_pairs, host.notes["copied"], host.notes["filled"]) == (3, 0, 1)
@@ -272,7 +267,7 @@ def test_an_expert_cache_holds_more_of_narrow_experts():
     outcome = run("expert_cache", trace(PROMPT, chosen([[0, 2]])), machine(), 1)
     assert outcome.notes["places"] == 3
     assert outcome.moe_ps.ravel() == near([2 * 0.282 * US])
-    assert outcome.loss == pytest.approx(4.4**-3)
+    assert outcome.cold.loss == pytest.approx(4.4**-3)
 
 
 def test_one_cache_for_all_layers_lets_a_layer_have_more_than_its_share():
@@ -291,7 +286,7 @@ def test_ktransformers_holds_more_of_narrow_experts_on_the_gpu():
     """One place per layer is 6 MB, three experts at 4 bits: [0, 2] runs on the GPU in 2 x 0.282 us."""
     outcome = run("ktransformers", trace(PROMPT, chosen([[0, 2]])), machine(), 1, cpu_bits=4, gpu_bits=4)
     assert outcome.moe_ps.ravel() == near([2 * 0.282 * US])
-    assert (outcome.loss, outcome.notes["gpu_experts_per_layer"]) == (pytest.approx(4.4**-3), [3])
+    assert (outcome.cold.loss, outcome.notes["gpu_experts_per_layer"]) == (pytest.approx(4.4**-3), [3])
 
 
 def test_daop_computes_predicted_cold_experts_a_layer_ahead():
@@ -300,10 +295,10 @@ def test_daop_computes_predicted_cold_experts_a_layer_ahead():
     batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [0, 2]]))
     outcome = run("daop", batches, machine(2), 2, predicted=1.0)
     assert outcome.moe_ps.ravel() == near([2 * C, CPU + HOP - 2 * C])
-    assert outcome.loss == 0
+    assert outcome.cold.loss == 0
     half = run("daop", batches, machine(2), 2, predicted=0.5)
     assert half.moe_ps.ravel()[1] == near((CPU + HOP) / 2 - 2 * C)
-    assert half.loss == pytest.approx(0.5 * 0.5 / (1 - 2 / np.pi) / 2)  # half of one of two gates, over two layers
+    assert half.cold.loss == pytest.approx(0.5 * 0.5 / (1 - 2 / np.pi) / 2)  # half of one of two gates, over two layers
 
 
 def test_pimoe_moves_the_longest_experts_to_the_gpu_while_that_shortens_the_layer():
@@ -312,7 +307,7 @@ def test_pimoe_moves_the_longest_experts_to_the_gpu_while_that_shortens_the_laye
     device = costs.device_experts_ps(1)[16, 1] + costs.device_fill_ps + costs.links_ps(1)[1, 1]
     outcome = run("pimoe", trace(PROMPT, chosen([[0, 1]], [[0, 2]])), costs, 2)
     assert outcome.moe_ps.ravel() == near([2 * C, device])
-    assert (outcome.hot_pairs, outcome.cold_pairs) == (3, 1)
+    assert (outcome.hot_pairs, outcome.cold.pairs) == (3, 1)
 
 
 def test_cxl_expert_reads_warm_experts_from_host_memory_and_cold_ones_from_the_expander():
@@ -377,7 +372,7 @@ def test_hobbit_fetches_a_light_choice_at_four_bits_and_skips_the_lightest():
     batches = trace(PROMPT, chosen([[0, 1]], [[0, 2]], [[0, 3]], [[0, 2]]), weights=gates)
     outcome = run("hobbit", batches, machine(), 2, low_slots=0)
     assert outcome.moe_ps.ravel() == near([2 * C, (F + C) / 4, C, F + C])
-    assert outcome.loss == pytest.approx((0.3 * 4.4**-3 + 0.05 / (1 - 2 / np.pi)) / 4, rel=1e-5)
+    assert outcome.cold.loss == pytest.approx((0.3 * 4.4**-3 + 0.05 / (1 - 2 / np.pi)) / 4, rel=1e-5)
 
 
 def test_joint_keeps_all_four_experts_at_8_bits_where_three_fit_at_16():
@@ -387,7 +382,7 @@ def test_joint_keeps_all_four_experts_at_8_bits_where_three_fit_at_16():
     costs = machine()
     outcome = run("joint", batches, costs, 3, max_gate_loss=1e-4)
     assert outcome.moe_ps.ravel() == near([2 * C * costs.replica_bytes(8) / 6e6] * 2)
-    assert (outcome.hot_pairs, outcome.loss) == (4, pytest.approx(4.4**-7, rel=1e-3))
+    assert (outcome.hot_pairs, outcome.cold.loss) == (4, pytest.approx(4.4**-7, rel=1e-3))
 
 
 def test_a_limit_of_joint_is_in_nats_where_the_losses_are_and_refused_where_they_are_not():

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -31,6 +32,7 @@ from vllm_ndp.lab.options import (
 
 if TYPE_CHECKING:
     from vllm_ndp.lab.exact.engine import StepRun
+    from vllm_ndp.lab.reproduce import Reproduction
     from vllm_ndp.planning.bitwidths import LossTable
     from vllm_ndp.traces.trace import Trace
 
@@ -50,8 +52,7 @@ def replay(
     Under its own policy, to the picosecond. Exit code 1 if any step differs.
     """
     from vllm_ndp.cli.terminal import waiting
-    from vllm_ndp.lab.exact.live import recorded_rules, replay_live
-    from vllm_ndp.lab.exact.recorded import RecordedRun
+    from vllm_ndp.lab.exact.live import RecordedRun, recorded_rules, replay_live
     from vllm_ndp.traces.trace import Trace
 
     recorded = Trace.load(trace)
@@ -177,7 +178,6 @@ def reproduce(
 ) -> None:
     """Print published figures beside ours, with assumptions."""
     from vllm_ndp.cli.terminal import waiting
-    from vllm_ndp.lab import reproduce as figures
     from vllm_ndp.lab.cli.tables import print_reproduction
     from vllm_ndp.traces.trace import Trace
 
@@ -187,14 +187,9 @@ def reproduce(
         raise ConfigError(f"a trace belongs to paper and hobbit, got one with {source!r}: leave it out")
     recorded = None if trace is None else Trace.load(trace)
     with waiting(f"computing the figures of {source}"):
-        result = {
-            "paper": lambda: figures.reproduce_paper(recorded),
-            "cxl-expert": lambda: figures.reproduce_cxl_expert(physical),
-            "hobbit": lambda: figures.reproduce_hobbit(recorded),
-            "monde": figures.reproduce_monde,
-            "moepic": figures.reproduce_moepic,
-            "locality": figures.reproduce_locality,
-        }[source]()
+        given = {"paper": (recorded,), "hobbit": (recorded,), "cxl-expert": (physical,)}.get(source, ())
+        figures = import_module(f"vllm_ndp.lab.reproduce.{source.replace('-', '_')}")
+        result: Reproduction = figures.reproduce(*given)
     print_reproduction(result)
     rows = [row.as_dict() for row in result.rows]
     print_json({"source": result.source, "rows": rows, "notes": list(result.notes)}, shown=True)
@@ -203,8 +198,7 @@ def reproduce(
 def write_timeline(path: Path, runs: Sequence[StepRun], measured_s: Sequence[float] = ()) -> None:
     from vllm_ndp.lab.exact.timeline import chrome_trace
 
-    moved = {run.step: run.migration_ps for run in runs if run.migrated_experts}
-    path.write_text(json.dumps(chrome_trace(runs, measured_s, moved)), encoding="utf-8")
+    path.write_text(json.dumps(chrome_trace(runs, measured_s)), encoding="utf-8")
 
 
 def losses_chosen(trace: Trace, replicas: Path | None, options: dict[str, Any]) -> LossTable | None:

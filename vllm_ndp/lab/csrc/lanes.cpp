@@ -1,6 +1,6 @@
 // What replay does step by step because each step depends on the one before: expert caches of one size and of all sizes at
 // once, HOBBIT's two caches that all layers share, and a hot set that follows decode. A lane is one layer of one group of
-// requests. Exact doubles, no randomness but a hash, one thread; cache.py, hobbit_caches.py and adaptive.py are the users, tests/vllm_ndp/lab/lane_reference.py is the same
+// requests. Exact doubles, no randomness but a hash, one thread; cache.py, hobbit.py and ours.py are the users, tests/vllm_ndp/lab/lane_reference.py is the same
 // in numpy.
 #include <nanobind/stl/string.h>
 
@@ -387,7 +387,7 @@ void depths(In<int64_t, 4> experts, In<int64_t, 4> rows, In<int64_t, 2> order, I
         }
 }
 
-// hobbit_caches.py: one of HOBBIT's caches, which all layers of a group share. Experts are layer * E + id.
+// hobbit.py: one of HOBBIT's caches, which all layers of a group share. Experts are layer * E + id.
 class SharedCache {
    public:
     SharedCache(size_t layers, size_t num_experts)
@@ -469,7 +469,7 @@ class SharedCache {
 
 constexpr uint8_t kEarly = 2, kLate = 4, kLow = 8;  // beside kHit
 
-// Guessed experts are ordered before a layer, then its own choices are served, in both caches. See hobbit_caches.py.
+// Guessed experts are ordered before a layer, then its own choices are served, in both caches. See hobbit.py.
 void two_caches(In<int64_t, 4> experts, In<uint8_t, 4> need, In<int64_t, 4> guessed, In<uint8_t, 4> as, In<bool, 2> high,
                 In<bool, 2> low, int64_t high_places, int64_t low_places, In<double, 1> weights, Out<uint8_t, 4> flags,
                 Out<uint8_t, 4> order, Out<uint8_t, 4> ordered) {

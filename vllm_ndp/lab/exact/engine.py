@@ -3,14 +3,15 @@
 Only who computes is another: a slot is named, and what a device would say of its message is asked of somebody. Slow and
 exact, where systems/ are fast and averaged.
 
-The host yields its questions to the device (Command, Migration), and clients.py answers for one host or many. Knows
-routing by (request, position). Does not know which rows a step has, nor recorded times.
+The host yields its questions to the device (Command, Migration); `alone` answers for one host, `together` for many.
+Knows routing by (request, position). Does not know which rows a step has, nor recorded times.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,7 +20,9 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import TraceError
 from ndp_device.common.model_shape import WholeModel
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.model import DeviceModel
+from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import Timing, Work
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.gpu_timing import StepClock, StepTime
@@ -83,6 +86,29 @@ class RequestState:
     prefilled: bool = False
     score: ImportanceScore | None = None
     plan: Plan | None = None
+
+
+def modelled_host(
+    costs: Costs,
+    rules: PlannerRules,
+    *,
+    offload_bits: int = 0,
+    device_hosts: int = 1,
+    splits_prefill: bool = False,
+) -> Setup:
+    """The Setup that a live run with these rules writes into its trace."""
+    usual = load_hardware(costs.hardware.preset).values()
+    return Setup(
+        preset=costs.hardware.preset,
+        overrides={name: value for name, value in costs.hardware.values().items() if value != usual[name]},
+        host_dims=costs.shape.recorded(),
+        expert_bytes={bits: costs.replica_bytes(bits) for bits in (*rules.loss.widths, FULL_PRECISION_BITS)},
+        group_size=costs.group_size,
+        activation_bytes=costs.shape.dtype_bytes,
+        spill_bits=offload_bits,
+        device_hosts=device_hosts,
+        splits_prefill=splits_prefill,
+    )
 
 
 class Engine:
@@ -302,3 +328,48 @@ def _of_layers(ids: NDArray[np.int32], weights: NDArray[np.float32]) -> list[tup
     """[L], addresses of each layer's choices in ids and weights [L, T, k], contiguous, which the caller keeps."""
     first, second, step = ids.ctypes.data, weights.ctypes.data, ids.strides[0]
     return [(first + layer * step, second + layer * step) for layer in range(len(ids))]
+
+
+def alone(host: Asks[R], *devices: DeviceModel) -> R:
+    """Run one host to its end."""
+    return together([host], *devices)[0]
+
+
+def together(hosts: Sequence[Asks[R]], *devices: DeviceModel) -> list[R]:
+    """Run hosts to their ends; their results in order.
+
+    Hosts run side by side and meet only in the devices. Always the one with the smallest next submit time goes on, of
+    equal ones the first, so each device's clock is one (docs/timing.md, "Several clients"). A migration to a GPU takes
+    that GPU's own link, and counts on the first device.
+    """
+    results: dict[int, R] = {}
+    first = devices[0]
+    queue: list[tuple[int, int]] = []  # when a host asks or its migration ends, and which
+    asked: dict[int, Any] = {}
+    moving: dict[int, int] = {}  # host -> its migration under way
+
+    def go_on(host: int, answer: Any) -> None:
+        try:
+            asked[host] = hosts[host].send(answer)
+        except StopIteration as end:
+            results[host] = end.value
+        else:
+            heapq.heappush(queue, (asked[host].submit_ps, host))
+
+    for host in range(len(hosts)):
+        go_on(host, None)
+    while queue:
+        at_ps, host = heapq.heappop(queue)
+        if host in moving:
+            ends_ps = first.migration_end_ps(moving[host])
+            if ends_ps > at_ps:  # others' activations have passed it meanwhile
+                heapq.heappush(queue, (ends_ps, host))
+            else:
+                del moving[host]
+                go_on(host, at_ps)
+        elif isinstance(ask := asked[host], ReplayedCommand):
+            go_on(host, devices[ask.device].execute(ask.work, at_ps))
+        else:
+            moving[host] = first.begin_migration(ask.num_bytes, at_ps)
+            heapq.heappush(queue, (first.migration_end_ps(moving[host]), host))
+    return [results[host] for host in range(len(hosts))]

@@ -16,9 +16,7 @@ from ndp_device.common.model_shape import WholeModel
 from ndp_device.timing.model import DeviceModel
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.gpu_timing import LayerTime
-from vllm_ndp.lab.exact.clients import alone
-from vllm_ndp.lab.exact.engine import Engine, StepRun
-from vllm_ndp.lab.exact.modelled import modelled_host
+from vllm_ndp.lab.exact.engine import Engine, StepRun, alone, modelled_host
 from vllm_ndp.layer.split import Split
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, top_experts
 from vllm_ndp.planning.replanner import PlannerRules

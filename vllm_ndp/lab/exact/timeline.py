@@ -24,20 +24,14 @@ _TRACKS = {
 _PS_PER_US = 1e6
 
 
-def chrome_trace(
-    runs: Iterable[StepRun], measured_s: Iterable[float] = (), migration_ps_of: dict[int, int] | None = None
-) -> dict[str, Any]:
-    """measured_s: wall seconds of the same steps, if they ran live. migration_ps_of: step -> time of its migration."""
+def chrome_trace(runs: Iterable[StepRun], measured_s: Iterable[float] = ()) -> dict[str, Any]:
+    """measured_s: wall seconds of the same steps, if they ran live."""
     events: list[dict[str, Any]] = [_name("process_name", SIMULATED, 0, "simulated")]
     events += [_name("thread_name", SIMULATED, track, name) for track, name in _TRACKS.items()]
     for run in runs:
-        moved_ps = (migration_ps_of or {}).get(run.step, 0)
-        if run.migrated_experts and moved_ps:
-            events.append(
-                _slice(
-                    MIGRATION, f"{run.migrated_experts} experts", run.time.start_ps - moved_ps, moved_ps, step=run.step
-                )
-            )
+        if run.migrated_experts and (took := run.migration_ps):
+            experts = f"{run.migrated_experts} experts"
+            events.append(_slice(MIGRATION, experts, run.time.start_ps - took, took, step=run.step))
         events += _step(run)
     wall = 0.0
     walls = list(measured_s)

@@ -63,7 +63,7 @@ class Host:
         ]
 
     def whole(self) -> Asks[ServedRequest]:
-        """Serve every request; for clients.alone or clients.together."""
+        """Serve every request; for `alone` or `together`."""
         clock, scheduler = self.engine.clock, self._scheduler
         order = np.argsort(self._arrivals_ps, kind="stable").tolist()
         steps: list[ServedStep] = []

@@ -18,9 +18,8 @@ from ndp_device.timing.units import PS_PER_S
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS, NdpSettings
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.cost_model.memory import CAPACITY_OF, Footprint, beside_device_memory
-from vllm_ndp.lab.exact.clients import alone, together
+from vllm_ndp.lab.exact.engine import alone, modelled_host, together
 from vllm_ndp.lab.exact.live import recorded_rules
-from vllm_ndp.lab.exact.modelled import modelled_host, with_layers
 from vllm_ndp.lab.load.host import Host, ServedRequest
 from vllm_ndp.lab.load.scheduler import SchedulerRules
 from vllm_ndp.lab.options import LoadSettings
@@ -29,7 +28,7 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import policy_with, usual_bit_rule
 from vllm_ndp.planning.replanner import PlannerRules
-from vllm_ndp.traces.format import CACHED
+from vllm_ndp.traces.format import CACHED, Provenance
 from vllm_ndp.traces.trace import Trace, from_sequences
 
 
@@ -109,6 +108,28 @@ def _host(
         kv_tokens = kv_room(costs, num_hot, min(settings.max_num_seqs, len(at_ps)))
     limits = settings.max_num_batched_tokens, settings.max_num_seqs, settings.block_size
     return Host(trace, setup, rules, at_ps, SchedulerRules(*limits, kv_tokens // max(settings.block_size, 1)))
+
+
+def with_layers(trace: Trace, loss: LossTable, num_layers: int) -> tuple[Trace, LossTable]:
+    """The trace of a model with so many layers: each layer of the recording stands for as many as it must."""
+    recorded = trace.provenance.num_layers
+    if recorded == num_layers:
+        return trace, loss
+    layers = np.arange(num_layers) * recorded // num_layers
+    longer = dataclasses.replace(
+        trace,
+        provenance=_with_layers(trace.provenance, num_layers),
+        ids=trace.ids[:, layers],
+        weights=trace.weights[:, layers],
+        events={},
+        plans={},
+    )
+    return longer, loss.of_layers(layers)
+
+
+def _with_layers(provenance: Provenance, num_layers: int) -> Provenance:
+    fields = {name: getattr(provenance, name) for name in provenance.__struct_fields__}
+    return Provenance(**fields | {"num_layers": num_layers, "live": None})
 
 
 def kv_room(costs: Costs, num_hot: int, requests: int) -> int:

@@ -1,20 +1,34 @@
-"""Published figures and ours, row by row, with the assumptions of each."""
+"""Published figures and ours, row by row, with the assumptions of each: what was published, what we get."""
 
-from vllm_ndp.lab.reproduce.cxl_expert import reproduce_cxl_expert
-from vllm_ndp.lab.reproduce.hobbit import reproduce_hobbit
-from vllm_ndp.lab.reproduce.locality import reproduce_locality
-from vllm_ndp.lab.reproduce.moepic import reproduce_moepic
-from vllm_ndp.lab.reproduce.monde import reproduce_monde
-from vllm_ndp.lab.reproduce.paper import reproduce_paper
-from vllm_ndp.lab.reproduce.row import Reproduction, Row
+from __future__ import annotations
 
-__all__ = [
-    "Reproduction",
-    "Row",
-    "reproduce_cxl_expert",
-    "reproduce_hobbit",
-    "reproduce_locality",
-    "reproduce_moepic",
-    "reproduce_monde",
-    "reproduce_paper",
-]
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """published is None where the source gives no figure for this line."""
+
+    name: str
+    quantity: str
+    unit: str
+    published: float | None
+    ours: float
+    assumptions: str
+
+    @property
+    def deviation(self) -> float | None:
+        return None if self.published is None else self.ours / self.published - 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "deviation": self.deviation}
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """All lines of one source, and what its own text contradicts."""
+
+    source: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()

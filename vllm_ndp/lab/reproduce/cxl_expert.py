@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ndp.lab.reproduce.row import Reproduction, Row
+from vllm_ndp.lab.reproduce import Reproduction, Row
 
 NUM_EXPERTS, TOKENS, ZIPF = 128, 1024, 1.5
 GPU_TOKEN_S, CPU_TOKEN_S, COLD_EXPERT_S = 5e-6, 50e-6, 50e-6
@@ -52,7 +52,7 @@ def latency_s(sizes: Sizes, percentile: float, *, at_once: bool) -> float:
     return float(gpu + host + num_cold * COLD_EXPERT_S)
 
 
-def reproduce_cxl_expert(physical: bool = False) -> Reproduction:
+def reproduce(physical: bool = False) -> Reproduction:
     sizes = PHYSICAL if physical else Sizes()
     text = f"{sizes.weights / 1e6:.2f} MB per expert, {sizes.activations / 1e6:.3g} MB of activations"
     seconds = {

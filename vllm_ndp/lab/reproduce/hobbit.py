@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ndp_device.timing.public_models import public_shape
+from vllm_ndp.lab.reproduce import Reproduction, Row
 from vllm_ndp.lab.reproduce.paper import MODELS, VARIANTS, layer_ms, times_of
-from vllm_ndp.lab.reproduce.row import Reproduction, Row
-from vllm_ndp.lab.systems.hobbit import PREFETCH_ACCURACY, T1, T2
-from vllm_ndp.lab.vectorised.hobbit_caches import HIGH, LOW, SKIP, precision_classes
+from vllm_ndp.lab.systems.hobbit import HIGH, LOW, PREFETCH_ACCURACY, SKIP, T1, T2, precision_classes
 from vllm_ndp.traces.trace import Trace
 
 MIX = (0.67, 0.30, 0.03)
@@ -56,7 +55,7 @@ def trace_rows(trace: Trace) -> Iterator[Row]:
         yield Row("mix", name, "%", 100 * published, 100 * share, assumption)
 
 
-def reproduce_hobbit(trace: Trace | None = None) -> Reproduction:
+def reproduce(trace: Trace | None = None) -> Reproduction:
     return Reproduction(
         "HOBBIT, arXiv 2411.01433",
         (*implied_rows(), *(trace_rows(trace) if trace is not None else ())),

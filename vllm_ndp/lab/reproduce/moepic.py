@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ndp.lab.reproduce.row import Reproduction, Row
-from vllm_ndp.lab.systems.moepic_solver import THETAS, MoepicLoad, num_tops
+from vllm_ndp.lab.reproduce import Reproduction, Row
+from vllm_ndp.lab.systems.moepic import THETAS, MoepicLoad, num_tops
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.cache import LFU, LRU, RANDOM, lcp, visits
 from vllm_ndp.planning.importance import ImportanceScore
@@ -49,7 +49,7 @@ def token_ms(batches: Batches, prior: ImportanceScore, misses: str, slots: int) 
     return load.expected_ps(used * hits, THETAS)
 
 
-def reproduce_moepic() -> Reproduction:
+def reproduce() -> Reproduction:
     trace = synthetic_trace(SETTINGS, "qwen1.5-moe (synthetic)")
     batches = Batches.of(trace)
     prior = ImportanceScore.from_weights(np.sum([stats.counts for (stats,) in batches.prompts], axis=0))

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.lab.reproduce.row import Reproduction, Row
-from vllm_ndp.lab.systems.monde import moved_share
+from vllm_ndp.lab.reproduce import Reproduction, Row
+from vllm_ndp.lab.systems.near_memory import moved_share
 
 ENCODER, DECODER = 7.5, 3.7
 EXPERTS = 128
@@ -55,7 +55,7 @@ def rows_of_models() -> Iterator[Row]:
         yield Row(name, "H of the rule, share of active experts", "%", None, 100 * moved_share(costs), "preset's rates")
 
 
-def reproduce_monde() -> Reproduction:
+def reproduce() -> Reproduction:
     limit = (LINK + DEVICE) / LINK
     share = (1 / DECODER - 1 / limit) / (1 - 1 / limit)
     peak = "peak rates: 32 GB/s of link, 512 GB/s of device"

@@ -22,7 +22,7 @@ from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.gpu_timing import GpuModel
 from vllm_ndp.lab.compare import compare
 from vllm_ndp.lab.options import CompareSettings
-from vllm_ndp.lab.reproduce.row import Reproduction, Row
+from vllm_ndp.lab.reproduce import Reproduction, Row
 from vllm_ndp.traces.trace import Trace
 
 MS_PS = 1e9
@@ -160,47 +160,24 @@ def variant_rows() -> Iterator[Row]:
                 yield Row(variant.name, f"{model.name} {bits}-bit over MoNDE", "x", published, ratio, variant.text)
 
 
-@dataclass(frozen=True)
-class Inversion:
-    """Consequences of the two published ratios if ours(b) = A + x b / 2 and MoNDE = A + M."""
-
-    a_over_x: float
-    m_over_x: float
-    x_ms: float  # cold time at 2 bits if M = 2 fp16 experts on the device
-    cold_per_layer: float
-    overhead_us: float
-    moe_over_device: float
-    moved_share: float
-
-
-def invert(model: PaperModel) -> Inversion:
-    r3, r2 = model.decode_ratio
-    a = (1.5 * r3 - r2) / (r2 - r3)
-    m = r2 * (a + 1) - a
-    t = times_of(model.name)
-    x = 2 * t.device / m
-    return Inversion(
-        a_over_x=a,
-        m_over_x=m,
-        x_ms=x,
-        cold_per_layer=x / (t.device * 2 / FULL_BITS),
-        overhead_us=1e3 * (a * x - t.attention),
-        moe_over_device=m / 8,
-        moved_share=(m / 8 - 1) * t.device / t.link,
-    )
-
-
 def inversion_rows() -> Iterator[Row]:
+    """Consequences of the two published ratios if ours(b) = A + x b / 2 and MoNDE = A + M."""
+    first = "reading (i): MoNDE runs both experts in fp16 on the device"
+    second = "reading (ii): MoNDE has the same cold share and also migrates"
     for model in MODELS:
-        inv = invert(model)
-        first = "reading (i): MoNDE runs both experts in fp16 on the device"
-        second = "reading (ii): MoNDE has the same cold share and also migrates"
-        yield Row("inversion", f"{model.name} A/x", "", None, inv.a_over_x, "ours(b) = A + x b/2, MoNDE = A + M")
-        yield Row("inversion", f"{model.name} M/x", "", None, inv.m_over_x, "the same")
-        yield Row("inversion", f"{model.name} cold experts per layer", "", None, inv.cold_per_layer, first)
-        yield Row("inversion", f"{model.name} overhead per layer", "us", None, inv.overhead_us, first)
-        yield Row("inversion", f"{model.name} MoE over fp16 device time", "x", None, inv.moe_over_device, second)
-        yield Row("inversion", f"{model.name} cold accesses moved", "%", None, 100 * inv.moved_share, second)
+        (r3, r2), t = model.decode_ratio, times_of(model.name)
+        a = (1.5 * r3 - r2) / (r2 - r3)  # over x
+        m = r2 * (a + 1) - a
+        x = 2 * t.device / m  # cold time at 2 bits
+        for quantity, unit, ours, text in (
+            ("A/x", "", a, "ours(b) = A + x b/2, MoNDE = A + M"),
+            ("M/x", "", m, "the same"),
+            ("cold experts per layer", "", x / (t.device * 2 / FULL_BITS), first),
+            ("overhead per layer", "us", 1e3 * (a * x - t.attention), first),
+            ("MoE over fp16 device time", "x", m / 8, second),
+            ("cold accesses moved", "%", 100 * ((m / 8 - 1) * t.device / t.link), second),
+        ):
+            yield Row("inversion", f"{model.name} {quantity}", unit, None, ours, text)
 
 
 def end_to_end_rows() -> Iterator[Row]:
@@ -332,7 +309,7 @@ def trace_rows(trace: Trace, model: PaperModel) -> Iterator[Row]:
                 yield Row("trace", f"{model.name} {bits}-bit over MoNDE ({row.policy})", "x", published, ratio, text)
 
 
-def reproduce_paper(trace: Trace | None = None) -> Reproduction:
+def reproduce(trace: Trace | None = None) -> Reproduction:
     """Closed forms, and with a trace of 8 experts top-2 also what replaying it gives for both models."""
     driven: tuple[Row, ...] = ()
     if trace is not None:

@@ -11,25 +11,18 @@ from importlib.metadata import entry_points
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.lab.systems.cxl_expert import CXL_EXPERT
-from vllm_ndp.lab.systems.daop import DAOP
-from vllm_ndp.lab.systems.dynaexq import DYNAEXQ
 from vllm_ndp.lab.systems.expert_cache import EXPERT_CACHE, HYBRIMOE
-from vllm_ndp.lab.systems.fiddler import FIDDLER
-from vllm_ndp.lab.systems.gpu_on_demand import GPU_ON_DEMAND
+from vllm_ndp.lab.systems.gpu_on_demand import GPU_ON_DEMAND, MOE_INFINITY
 from vllm_ndp.lab.systems.hobbit import HOBBIT
+from vllm_ndp.lab.systems.host_cpu import DAOP, FIDDLER, KTRANSFORMERS
 from vllm_ndp.lab.systems.joint import JOINT
-from vllm_ndp.lab.systems.klotski import KLOTSKI
-from vllm_ndp.lab.systems.ktransformers import KTRANSFORMERS
-from vllm_ndp.lab.systems.llama_cpp import LLAMA_CPP
-from vllm_ndp.lab.systems.moe_infinity import MOE_INFINITY
+from vllm_ndp.lab.systems.layer_ahead import KLOTSKI, PREGATED
 from vllm_ndp.lab.systems.moepic import MOEPIC
-from vllm_ndp.lab.systems.monde import MONDE
+from vllm_ndp.lab.systems.near_memory import MONDE, PIMOE
 from vllm_ndp.lab.systems.ours import ADAPTIVE, BALANCED, CONTEXT_AWARE, REPLANNED
-from vllm_ndp.lab.systems.pimoe import PIMOE
-from vllm_ndp.lab.systems.pregated import PREGATED
-from vllm_ndp.lab.systems.quantized import QUANTIZED
+from vllm_ndp.lab.systems.quantized import DYNAEXQ, QUANTIZED
 from vllm_ndp.lab.systems.system import ReplayOptions, System, TooFewPlaces
-from vllm_ndp.lab.systems.vllm_offload import VLLM_OFFLOAD
+from vllm_ndp.lab.systems.whole_layers import LLAMA_CPP, VLLM_OFFLOAD
 
 SYSTEMS: dict[str, System] = {
     system.name: system

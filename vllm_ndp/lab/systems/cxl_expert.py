@@ -1,7 +1,7 @@
 """CXL-Expert (seed 002) on a trace: hot experts on the GPU, warm ones on the CPU, cold ones behind a CXL expander.
 
 Tiers begin by popularity: num_hot experts in GPU memory, half of the rest in CPU memory (fp16), the others in the
-expander. The expander holds 4 bits and reads at its own rate. Experts change tiers as their use does (cxl_tiers.py).
+expander. The expander holds 4 bits and reads at its own rate. Experts change tiers as their use does (`retiered`).
 Activations of warm and cold experts cross the link quantized and packed in bit planes;
 the host unpacks them.
 Per layer the threshold adapts: the link loads the heaviest missing experts to the GPU while that shortens the layer.
@@ -12,8 +12,7 @@ cold experts itself, beside the CPU. CPU and expander are the hardware's. The pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +20,95 @@ from numpy.typing import NDArray
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs, HostCpu
 from vllm_ndp.cost_model.memory import Memory, slots_bytes
-from vllm_ndp.lab.systems.cxl_tiers import COLD, HOT, WARM, Moves, TierCosts, retiered
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import copied_in_order, each_ps, gate_loss, on_gpu_ps, prompts_ps, without_device
-from vllm_ndp.lab.vectorised.loads import Loads, add_up, distinct_cells, sums_after, sums_before
+from vllm_ndp.lab.vectorised.execution import (
+    cold_at,
+    copied_in_order,
+    each_ps,
+    on_gpu_ps,
+    prompts_ps,
+    without_device,
+)
+from vllm_ndp.lab.vectorised.loads import Loads, add_up, sums_after, sums_before
 from vllm_ndp.lab.vectorised.outcome import PS_PER_S, Outcome, Traffic
+
+HOT, WARM, COLD = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class TierCosts:
+    """Times in ps: use_ps of one use in each tier, the others of one move of an expert to a higher tier."""
+
+    use_ps: tuple[float, float, float]
+    warm_to_hot_ps: float
+    cold_to_hot_ps: float
+    cold_to_warm_ps: float
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Experts that one look moved, and the time of the moves; [G, L] each."""
+
+    to_gpu: NDArray[np.int64]
+    to_cpu: NDArray[np.int64]
+    took_ps: NDArray[np.float64]
+
+
+def retiered(tiers: NDArray[np.uint8], uses: NDArray[np.float64], costs: TierCosts) -> tuple[NDArray[np.uint8], Moves]:
+    """tiers and uses [G, L, E] -> (tiers from now on, what moved). uses: steps since the last look that used each.
+
+    "The system monitors execution time and may migrate an expert between categories if its usage changes" (seed 002),
+    no rule given. Ours: every so many steps of a group two experts of a layer change places if the saving exceeds the
+    copy. The saving is the time that the exchange would have saved since the last look. The first look is at the end of
+    the prompts, by their counts. So tiers keep their sizes, and the two copies cross in opposite directions at once.
+    """
+    hot, warm, cold = costs.use_ps
+    below = np.array([0.0, warm - hot, cold - hot])
+    copies = np.array([np.inf, costs.warm_to_hot_ps, costs.cold_to_hot_ps])
+    after, first = _exchanged(tiers, uses, tiers == HOT, tiers != HOT, below, copies)
+    up = np.array([0.0, 0.0, cold - warm])
+    copies = np.array([np.inf, np.inf, costs.cold_to_warm_ps])
+    after, second = _exchanged(after, uses, after == WARM, after == COLD, up, copies)
+    # The expander's copies go to the CPU's memory or through it: one way, one after the other. The link is another.
+    from_warm, from_cold = (((tiers == tier) & first).sum(axis=2) for tier in (WARM, COLD))
+    to_cpu = second.sum(axis=2)
+    link = from_warm * costs.warm_to_hot_ps + from_cold * costs.cold_to_hot_ps
+    expander = (from_cold + to_cpu) * costs.cold_to_warm_ps
+    return after, Moves(from_warm + from_cold, to_cpu, np.maximum(link, expander))
+
+
+def _exchanged(
+    tiers: NDArray[np.uint8],
+    uses: NDArray[np.float64],
+    inside: NDArray[np.bool_],
+    outside: NDArray[np.bool_],
+    saves_ps: NDArray[np.float64],
+    copy_ps: NDArray[np.float64],
+) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    """Exchange the most valuable expert outside for the least used one inside, while that is worth the copy.
+
+    Returns (tiers, experts that came in). By tier: saves_ps is the extra time of a use there over a use inside, and
+    copy_ps the time to bring an expert in.
+    """
+    pairs = int(min(inside.sum(axis=2).max(), outside.sum(axis=2).max()))
+    came = np.zeros(tiers.shape, np.bool_)
+    if pairs == 0:
+        return tiers, came
+    value = np.where(outside, uses * saves_ps[tiers] - np.where(outside, copy_ps[tiers], 0.0), -np.inf)
+    coming = np.argsort(-value, axis=2, kind="stable")[..., :pairs]
+    leaving = np.argsort(np.where(inside, uses, np.inf), axis=2, kind="stable")[..., :pairs]
+    both = np.take_along_axis(outside, coming, 2) & np.take_along_axis(inside, leaving, 2)
+    from_tier = np.take_along_axis(tiers, coming, 2)
+    costs_ps = np.where(both, np.take_along_axis(uses, leaving, 2), 0.0) * saves_ps[from_tier]
+    swaps = both & (np.take_along_axis(value, coming, 2) > costs_ps)
+    to_tier = np.take_along_axis(tiers, leaving, 2)
+    after = tiers.copy()
+    np.put_along_axis(after, coming, np.where(swaps, to_tier, from_tier), 2)
+    np.put_along_axis(after, leaving, np.where(swaps, from_tier, to_tier), 2)
+    np.put_along_axis(came, coming, swaps, 2)
+    return after, came
+
 
 COLD_BITS = 4
 RETIER_STEPS = 64
@@ -135,53 +217,32 @@ def cold_bytes(costs: Costs) -> float:
     return costs.shape.expert_bytes * COLD_BITS / FULL_PRECISION_BITS
 
 
-@dataclass(frozen=True)
-class _Cells:
-    """Results of the layers of some steps, by slot or by layer."""
-
-    moe_ps: NDArray[np.float64]
-    gpu_ps: NDArray[np.float64]
-    chosen: NDArray[np.int64]
-    """How many were loaded."""
-    on_host: NDArray[np.bool_]  # [N, S]
-
-
-def _cells(
+def _layers(
     rows: NDArray[np.int64],
     tier: NDArray[np.uint8],
     gpu: NDArray[np.float64],
     machine: _Machine,
     num_loaded: int | None,
-) -> _Cells:
-    """rows and tier [N, S]. num_loaded: the heaviest so many are loaded; None: as many as shorten the layer."""
+) -> tuple[NDArray[np.float64], NDArray[np.float64], int, NDArray[np.bool_]]:
+    """(time of the experts, of those on the GPU, how many were loaded, slots that the host computes).
+
+    rows and tier [G, D, L, S]. num_loaded: the heaviest so many are loaded; None: as many as shorten the layer.
+    """
     is_hot = tier == HOT
     away = np.where(is_hot, 0, rows)
-    order = np.argsort(-away, axis=1, kind="stable")  # heaviest missing first
-    missing = np.take_along_axis(away, order, axis=1)
-    is_warm = np.take_along_axis(tier == WARM, order, axis=1)
-    here = add_up(gpu[np.where(is_hot, rows, 0)])[:, None]
+    order = np.argsort(-away, axis=3, kind="stable")  # heaviest missing first
+    missing = np.take_along_axis(away, order, axis=3)
+    is_warm = np.take_along_axis(tier == WARM, order, axis=3)
+    here = add_up(gpu[np.where(is_hot, rows, 0)])[..., None]
     total = np.maximum(copied_in_order(gpu[missing], here, machine.costs), machine.host_ps(missing, is_warm))
-    chosen = total.argmin(axis=1)[:, None]
+    chosen = total.argmin(axis=3)[..., None]
     if num_loaded is not None:
-        rank = np.argsort(np.argsort(-rows, axis=1, kind="stable"), axis=1)
-        chosen = ((rank < num_loaded) & ~is_hot & (rows > 0)).sum(axis=1)[:, None]
+        rank = np.argsort(np.argsort(-rows, axis=3, kind="stable"), axis=3)
+        chosen = ((rank < num_loaded) & ~is_hot & (rows > 0)).sum(axis=3)[..., None]
     on_host = np.zeros(rows.shape, np.bool_)
-    np.put_along_axis(on_host, order, (np.arange(rows.shape[1]) >= chosen) & (missing > 0), axis=1)
-    return _Cells(
-        np.take_along_axis(total, chosen, 1)[:, 0],
-        np.take_along_axis(here + sums_before(gpu[missing]), chosen, 1)[:, 0],
-        chosen[:, 0],
-        on_host,
-    )
-
-
-def _parts(loads: Loads, every: int) -> Iterator[tuple[slice, bool]]:
-    """(steps, whether tiers are looked at before them)."""
-    steps = loads.rows.shape[1]
-    length = loads.chunk_steps
-    for look in range(0, steps, every):
-        for start in range(look, min(look + every, steps), length):
-            yield slice(start, min(start + length, look + every, steps)), start == look
+    np.put_along_axis(on_host, order, (np.arange(rows.shape[3]) >= chosen) & (missing > 0), axis=3)
+    moe, on_gpu = (np.take_along_axis(of, chosen, 3)[..., 0] for of in (total, here + sums_before(gpu[missing])))
+    return moe, on_gpu, int(chosen.sum()), on_host
 
 
 def _uses(loads: Loads, part: slice, num_experts: int) -> NDArray[np.float64]:
@@ -215,36 +276,28 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     percentile = options.number("percentile", 75.0, 0.0, 100.0)
     num_loaded = round(batches.num_experts * (1 - percentile / 100)) if fixed else None
 
-    moe, gpu_ps = np.zeros((2, g, d, layers))
-    cold, on_host = np.zeros((2, *loads.rows.shape), np.bool_)
-    tiers, moved = np.broadcast_to(start, (g, *start.shape)), Moves.none(g, layers)
-    uses = _expected_uses(batches, every) if follows else np.zeros(0)
-    prices = machine.tiers
-    loaded = to_gpu = to_cpu = 0
-    for part, looks in _parts(loads, every):
-        if looks and follows:
-            if part.start:
-                uses = _uses(loads, slice(part.start - every, part.start), batches.num_experts)
-            running = (batches.rows[:, part.start] > 0)[:, None, None]
-            tiers, moved = retiered(tiers, np.where(running, uses, 0.0), prices)
+    tiers, tier, waits = (
+        np.broadcast_to(start, (g, *start.shape)),
+        np.empty(loads.rows.shape, np.uint8),
+        np.zeros((g, d, layers)),
+    )
+    uses, to_gpu, to_cpu = _expected_uses(batches, every), 0, 0
+    for first in range(0, d, every):
+        if follows:
+            if first:
+                uses = _uses(loads, slice(first - every, first), batches.num_experts)
+            running = (batches.rows[:, first] > 0)[:, None, None]
+            tiers, moved = retiered(tiers, np.where(running, uses, 0.0), machine.tiers)
             to_gpu, to_cpu = to_gpu + int(moved.to_gpu.sum()), to_cpu + int(moved.to_cpu.sum())
-        rows = loads.rows[:, part]
-        tier = loads.look_up(tiers, part)
-        flat_rows, flat_tier = rows.reshape(-1, rows.shape[3]), tier.reshape(-1, rows.shape[3])
-        which, back = distinct_cells(flat_rows, flat_tier)
-        cells = _cells(flat_rows[which], flat_tier[which], gpu, machine, num_loaded)
-        shape = rows.shape[:3]
-        moe[:, part] = cells.moe_ps[back].reshape(shape)
-        gpu_ps[:, part] = cells.gpu_ps[back].reshape(shape)
-        if looks and follows:
-            moe[:, part.start] += moved.took_ps
-        on_host[:, part] = cells.on_host[back].reshape(rows.shape)
-        cold[:, part] = on_host[:, part] & (tier == COLD)
-        loaded += int(cells.chosen[back].sum())
+            waits[:, first] = moved.took_ps
+        part = slice(first, first + every)
+        tier[:, part] = loads.look_up(tiers, part)
+    moe, gpu_ps, loaded, on_host = _layers(loads.rows, tier, gpu, machine, num_loaded)
+    cold = on_host & (tier == COLD)
     used = loads.rows > 0
-    host_rows, cold_rows = (int(np.where(where, loads.rows, 0).sum()) for where in (on_host, cold))
     host_experts, cold_experts = int(on_host.sum()), int(cold.sum())
-    widths = np.where(cold.ravel()[loads.places], COLD_BITS, 0).astype(np.uint8)
+    widths = np.where(cold, COLD_BITS, np.where(on_host, FULL_PRECISION_BITS, 0))
+    ran = cold_at(batches, widths.ravel()[loads.places], options.loss)
 
     def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
         """The same threshold for the rows of a prompt."""
@@ -258,7 +311,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
 
     gates = float(loads.total(batches.weights, batches.pairs & on_host.ravel()[loads.places]).sum())
     packing_loss = _PACKED_LOSS.get(bits, 0.0) * gates / batches.num_decisions
-    activations = 2.0 * host_rows * costs.shape.hidden_size * costs.shape.dtype_bytes
+    activations = 2.0 * ran.pairs * costs.shape.hidden_size * costs.shape.dtype_bytes
     share = float(packed_share(bits, np.array(costs.shape.hidden_size)))
     return without_device(
         (f"above the {percentile:g}th percentile" if fixed else "adaptive threshold")
@@ -266,14 +319,12 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         + (", near data" if machine.near_data else ""),
         batches,
         costs,
-        moe_ps=moe,
+        moe_ps=moe + waits,
         gpu_ps=gpu_ps,
         prefill_ps=prompts_ps(batches, costs, layers_ps),
         fetched_experts=loaded + to_gpu,
-        hot_pairs=int(loads.rows.sum()) - host_rows,
-        cold_bits=float(COLD_BITS * cold_rows + FULL_PRECISION_BITS * (host_rows - cold_rows)),
-        cold_pairs=host_rows,
-        loss=gate_loss(batches, widths, options.loss) + packing_loss,
+        hot_pairs=int(loads.rows.sum()) - ran.pairs,
+        cold=replace(ran, loss=ran.loss + packing_loss),
         traffic=Traffic(
             hbm_bytes=(int(used.sum()) - host_experts) * costs.shape.expert_bytes,
             host_bytes=(host_experts - cold_experts + to_cpu) * costs.shape.expert_bytes
@@ -294,7 +345,6 @@ CXL_EXPERT = System(
         "cold experts are computed by the CPU from the expander's memory; near_data=on: by the expander itself",
         "activations at 8 bits in bit planes, size and loss measured on tiny-mixtral; packing on the GPU costs nothing",
     ),
-    False,
     replay,
     memory,
     options=("percentile", "near_data", "tiers", "retier_steps", "activation_bits", "warm_share"),

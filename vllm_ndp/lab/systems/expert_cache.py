@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.units import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs, HostCpu
-from vllm_ndp.cost_model.memory import Memory, slots_bytes
+from vllm_ndp.cost_model.memory import Memory
 from vllm_ndp.lab.systems.quantized import WEIGHT_BITS
-from vllm_ndp.lab.systems.system import ReplayOptions, System, beside_host_memory
+from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import gate_loss, on_gpu_ps, prompts_ps, shared_ps, without_device
+from vllm_ndp.lab.vectorised.execution import cold_at, on_gpu_ps, prompts_ps, shared_ps, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
-from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, attention_ps, layer_factor
+from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, attention_ps, layer_factor
 
 MISSES = ("either", "host", "copy")
 SCOPES = ("all", "layer")
@@ -57,18 +57,14 @@ class CacheRule:
 
     def places(self, costs: Costs, options: ReplayOptions) -> int:
         """Experts that the GPU's memory holds, of the whole model."""
-        shape = costs.shape
-        room = shape.num_layers * min(options.budget.num_hot, shape.num_experts) * shape.expert_bytes
-        if options.gpu_bytes is not None:
-            room = max(options.gpu_bytes - slots_bytes(shape, 0), room)
-        return min(room // costs.replica_bytes(self.bits), shape.num_layers * shape.num_experts)
+        every = costs.shape.num_layers * costs.shape.num_experts
+        return min(options.room(costs) // costs.replica_bytes(self.bits), every)
 
 
 def memory(costs: Costs, options: ReplayOptions) -> Memory:
     """The host keeps every expert, at the same width."""
     rule, shape = CacheRule.of(options), costs.shape
-    gpu = slots_bytes(shape, options.budget.num_hot) if options.gpu_bytes is None else options.gpu_bytes
-    return Memory(gpu=gpu, host=shape.num_layers * shape.num_experts * costs.replica_bytes(rule.bits))
+    return Memory(options.gpu_memory(costs), host=shape.num_layers * shape.num_experts * costs.replica_bytes(rule.bits))
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
@@ -113,10 +109,9 @@ def replay_cache(policy: str, rule: CacheRule, batches: Batches, costs: Costs, o
     on_gpu = (done == HIT) | (done == COPIED)
     computed = done == COMPUTED
     moved = (int((done == COPIED).sum()) + filled) * expert_bytes / costs.shape.expert_bytes
-    quantized = rule.bits < FULL_PRECISION_BITS
-    widths = np.full(batches.ids.shape, rule.bits if quantized else 0, np.uint8)
-    pairs, hot = int(loads.rows.sum()), int(loads.rows[done == HIT].sum())
-    cold = pairs if quantized else int(loads.rows[computed].sum())
+    cold = Cold(float(rule.bits * loads.rows[computed].sum()), int(loads.rows[computed].sum()))
+    if rule.bits < FULL_PRECISION_BITS:
+        cold = cold_at(batches, rule.bits, options.loss)
     beside_rows = (add_up(np.where(computed, loads.rows, 0)) > 0) * batches.rows[:, :, None]
     return without_device(
         policy,
@@ -126,10 +121,8 @@ def replay_cache(policy: str, rule: CacheRule, batches: Batches, costs: Costs, o
         gpu_ps=add_up(np.where(on_gpu, gpu[loads.rows], 0.0)),
         prefill_ps=_prompts_ps(batches, costs, expert_bytes),
         fetched_experts=moved,
-        hot_pairs=hot,
-        cold_bits=float(rule.bits * cold),
-        cold_pairs=cold,
-        loss=gate_loss(batches, widths, options.loss),
+        hot_pairs=int(loads.rows[done == HIT].sum()),
+        cold=cold,
         traffic=Traffic(
             hbm_bytes=float(on_gpu.sum()) * expert_bytes,
             host_bytes=float(computed.sum()) * expert_bytes,
@@ -281,7 +274,6 @@ EXPERT_CACHE = System(
         "an idle link brings what the host computed, the newest first; what it carries delays later copies",
         "prompts stream every expert, or the host computes it; CPU kernels read narrow experts at full memory rate",
     ),
-    False,
     replay,
     memory,
     fills_memory=True,
@@ -306,7 +298,5 @@ HYBRIMOE = System(
         "copies that fill the cache occupy the link; the least recently used expert leaves",
         "no prefetch of later layers",
     ),
-    False,
     replay_hybrimoe,
-    beside_host_memory,
 )

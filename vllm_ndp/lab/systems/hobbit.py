@@ -2,12 +2,13 @@
 
 Unimportance of the i-th choice of a token = gate weight of the choices before it. Up to T1 (0.6) it gets high
 precision, up to T2 (0.9) low; beyond T2 it is skipped. Two caches, high (fp16) and low (int4), share the GPU memory of
-num_hot experts per layer. Each cache spans all layers (priority of its experts: vectorised/hobbit_caches.py). Experts
+num_hot experts per layer. Each cache spans all layers. Experts
 guessed for the next layer are ordered while this one computes; a copy that has begun cannot be cancelled.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,36 +17,79 @@ from numpy.typing import NDArray
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.units import ceil_div
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, slots_bytes
+from vllm_ndp.cost_model.memory import Memory, all_experts_bytes
+from vllm_ndp.lab._lanes import precisions, two_caches
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import SKIPPED, gate_loss, with_copies, without_device
-from vllm_ndp.lab.vectorised.hobbit_caches import (
-    HIGH,
-    LOW,
-    SKIP,
-    Cache,
-    HobbitVisits,
-    Weights,
-    precision_classes,
-    visits,
-)
 from vllm_ndp.lab.vectorised.loads import Loads, add_up
-from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, time_before
+from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, time_before
 from vllm_ndp.lab.vectorised.prediction import Guess
+
+HIGH, LOW, SKIP = 0, 1, 2
+_HIT, _EARLY, _LATE, _LOW = 1, 2, 4, 8
+NO_GUESS = 255
+
+
+@dataclass(frozen=True)
+class HobbitVisits:
+    """Hits and copies of the two caches on a trace, by slot [G, D, L, S]; `ordered` by guess [G, D, L, S']."""
+
+    hit: NDArray[np.bool_]  # there, without a copy for this layer
+    early: NDArray[np.bool_]  # ordered before the layer's own gate
+    late: NDArray[np.bool_]  # missing, and ordered then
+    low: NDArray[np.bool_]  # runs in low precision
+    guess: NDArray[np.uint8]  # which guess brought it early, or NO_GUESS
+    ordered: NDArray[np.uint8]  # 1: ordered ahead whole, 2: narrow, 0: not
+
+
+def visits(
+    experts: NDArray[np.int64],
+    need: NDArray[np.uint8],
+    guessed: NDArray[np.int64],
+    guessed_as: NDArray[np.uint8],
+    high: tuple[NDArray[np.bool_], int],
+    low: tuple[NDArray[np.bool_], int],
+    weights: NDArray[np.float64],
+) -> HobbitVisits:
+    """experts and need [G, D, L, S], guessed and guessed_as [G, D, L, S'] in the order of their copies: 1 is high
+    precision, 2 low, 0 nothing. high and low: the experts [L, E] that a cache holds at first, its places of all layers
+    together. weights: of four shares, in this order.
+
+    Equation 3: the expert with the lowest weighted sum of four shares leaves. The shares: last use / tokens, uses /
+    tokens, uses in high precision / tokens, and 1 - layers until its next possible use / layers. Records are of the
+    running sequence and common to both caches. Experts guessed for a layer, or in use in it, stay. Advanced step by
+    step by csrc/lanes.cpp.
+    """
+    flags, order = np.zeros(experts.shape, np.uint8), np.full(experts.shape, NO_GUESS, np.uint8)
+    ordered = np.zeros(guessed.shape, np.uint8)
+    caches = high[0], low[0], high[1], low[1]
+    two_caches(experts, need, guessed, guessed_as, *caches, weights, flags, order, ordered)
+    hit, early, late, runs_low = ((flags & bit) > 0 for bit in (_HIT, _EARLY, _LATE, _LOW))
+    return HobbitVisits(hit, early, late, runs_low, order, ordered)
+
+
+def precision_classes(weights: NDArray[np.float32], t1: float, t2: float) -> NDArray[np.uint8]:
+    """[..., k] of HIGH, LOW, SKIP from gate weights in any order of choices."""
+    classes = np.empty(weights.shape, np.uint8)
+    k = weights.shape[-1]
+    precisions(np.ascontiguousarray(weights, np.float32).reshape(-1, k), t1, t2, classes.reshape(-1, k))
+    return classes
+
 
 T1, T2 = 0.6, 0.9  # published for Mixtral-8x7B
 LOW_BITS = 4
 PREFETCH_ACCURACY = 0.96  # published, next layer, top-1
-WEIGHTS = Weights(recency=0.0, frequency=0.4, high_precision=0.6, layer=0.0)
-"""Weights of the priority; they sum to 1. The paper tunes them for the least miss penalty and does not print them.
-These are the best in steps of a tenth, on the quarter of tiny-mixtral's trace that is not replayed (2026-11-22)."""
+WEIGHTS = (0.0, 0.4, 0.6)
+"""Weights of recency, frequency and high precision in the priority; that of the layer is 0, and all sum to 1. The paper
+tunes them for the least miss penalty and does not print them. These are the best in steps of a tenth, on the quarter of
+tiny-mixtral's trace that is not replayed (2026-11-22)."""
 
 
 def memory(costs: Costs, options: ReplayOptions) -> Memory:
     """Both caches share the places of num_hot experts; host memory holds every expert at both precisions."""
     low = all_experts_bytes(costs.shape) * LOW_BITS // FULL_PRECISION_BITS
-    return Memory(gpu=slots_bytes(costs.shape, options.budget.num_hot), host=all_experts_bytes(costs.shape) + low)
+    return Memory(options.gpu_memory(costs), host=all_experts_bytes(costs.shape) + low)
 
 
 class _Predicted(NamedTuple):
@@ -119,9 +163,8 @@ def _pays(accuracy: float, batches: Batches, costs: Costs) -> bool:
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     t1 = options.number("t1", T1, 0.0, 1.0)
     t2 = options.number("t2", max(T2, t1), t1, 1.0)
-    layer_weight = options.number("layer_weight", WEIGHTS.layer, 0.0, 1.0)
-    others = (1 - layer_weight) / (1 - WEIGHTS.layer)
-    weights = Weights._make([*(others * weight for weight in WEIGHTS[:3]), layer_weight])
+    layer_weight = options.number("layer_weight", 0.0, 0.0, 1.0)
+    weights = np.array([*((1 - layer_weight) * weight for weight in WEIGHTS), layer_weight])
     per_place = FULL_PRECISION_BITS // LOW_BITS
     places, layers = options.budget.num_hot, batches.shape[3]
     low_slots = options.whole("low_slots", min(places, 1) * per_place, 0, places * per_place)
@@ -143,8 +186,8 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         need,
         ahead.experts,
         ahead.kind,
-        Cache(high_start, high_slots * layers),
-        Cache(both & ~high_start, low_slots * layers),
+        (high_start, high_slots * layers),
+        (both & ~high_start, low_slots * layers),
         weights,
     )
     rows = high + low
@@ -179,9 +222,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         resident=high_start,
         fetched_experts=float(crossed.sum()) / costs.copy_ps,
         hot_pairs=int(rows[seen.hit].sum()),
-        cold_bits=float(LOW_BITS * low_pairs),
-        cold_pairs=low_pairs,
-        loss=gate_loss(batches, widths, options.loss),
+        cold=Cold(float(LOW_BITS * low_pairs), low_pairs, gate_loss(batches, widths, options.loss)),
         traffic=Traffic(hbm_bytes=costs.shape.expert_bytes * read),
         notes={
             "high": float(mix[HIGH]),
@@ -209,7 +250,6 @@ HOBBIT = System(
         "ends, also a wrong one; ahead=auto: only where a right guess gains more than a wrong one costs",
         "prefetch published: 96 % of the copies that fit beside the layer before are hidden, wrong ones cost nothing",
     ),
-    False,
     replay,
     memory,
     options=("t1", "t2", "low_slots", "layer_weight", "ahead"),

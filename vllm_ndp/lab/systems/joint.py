@@ -24,11 +24,11 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, WIDTHS
 from ndp_device.timing.units import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs, HostCpu
-from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, beside_device_memory, slots_bytes
-from vllm_ndp.lab.systems.ktransformers import CPU_BITS
+from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, beside_device_memory
+from vllm_ndp.lab.systems.host_cpu import CPU_BITS
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import gate_loss, run_prompts, shared_ps
+from vllm_ndp.lab.vectorised.execution import cold_at, run_prompts, shared_ps
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
 from vllm_ndp.layer.joint_menu import NATS, OF_ONE_BIT, TIER_SETS, Menu, losses_by_width, unit_of
@@ -70,7 +70,7 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
     The host holds the experts that its CPU may compute.
     """
     tiers = menu_of(costs, options).tiers
-    gpu = slots_bytes(costs.shape, options.budget.num_hot) if options.gpu_bytes is None else options.gpu_bytes
+    gpu = options.gpu_memory(costs)
     if "device" not in tiers:
         return Memory(gpu=gpu, host=all_experts_bytes(costs.shape))
     held = beside_device_memory(costs, 0, options.widest)
@@ -86,11 +86,7 @@ class JointPlans:
         self.menu = menu_of(costs, options, b)
         self._costs, self._options, self._rows = costs, options, b
         self._factor = layer_factor(batches, costs)
-        places = costs.shape.num_layers * min(options.budget.num_hot, costs.shape.num_experts)
-        gpu_bytes = places * costs.shape.expert_bytes
-        if options.gpu_bytes is not None:
-            gpu_bytes = max(options.gpu_bytes - slots_bytes(costs.shape, 0), 0)
-        self._budgets = {"gpu": gpu_bytes / self._factor}
+        self._budgets = {"gpu": options.room(costs) / self._factor}
         most = options.number("move_gb", np.inf, 0.0, np.inf)
         if np.isfinite(most):
             self._budgets["link"] = most * 1e9 / self._factor
@@ -181,8 +177,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     host += hops[(aside > 0).sum(axis=1)]
     gpu += shared_ps(batches, costs)
     bits = menu.bits[pair]
-    narrow = executed & (bits < FULL_PRECISION_BITS)
-    widths = np.where(bits == FULL_PRECISION_BITS, 0, bits).astype(np.uint8)
     bytes_moved = moved * layer_factor(batches, costs)
     whole = [round(each / costs.shape.expert_bytes) for each in bytes_moved]
     return Outcome(
@@ -194,9 +188,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         migration_ps=np.array([costs.gpu.migration_ps(count) for count in whole], np.float64),
         migrated_bytes=float(bytes_moved.sum()),
         hot_pairs=int((on_gpu[pair] & executed).sum()),
-        cold_bits=float(bits[narrow].sum()),
-        cold_pairs=int(narrow.sum()),
-        loss=gate_loss(batches, widths, options.loss),
+        cold=cold_at(batches, bits % FULL_PRECISION_BITS, options.loss),
         traffic=_traffic(menu, costs, b, slots, loads.rows, rows, pairs),
         notes={
             "chosen": np.bincount(chosen.ravel(), minlength=len(menu.choices)).tolist(),
@@ -247,9 +239,9 @@ JOINT = System(
         "dequantising on the GPU is free beside the read; prompts as the paper's, other experts streamed in 16 bits",
         "moving is weighed against as many steps to come as the trace's groups have on average",
     ),
-    True,
     replay,
     memory,
+    follows_policy=True,
     fills_memory=True,
     options=("tiers", "max_loss", "max_gate_loss", "least", "move_gb", "steps"),
 )

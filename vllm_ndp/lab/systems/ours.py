@@ -23,7 +23,7 @@ from vllm_ndp.lab._lanes import follow
 from vllm_ndp.lab.exact.groups import Clairvoyant, Groups, OfExperts
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import PairCounts, gate_loss, run_pairs
+from vllm_ndp.lab.vectorised.execution import PairCounts, cold_at, run_pairs
 from vllm_ndp.lab.vectorised.outcome import Outcome, layer_factor
 from vllm_ndp.planning.follower import DriftRules, FollowRules
 from vllm_ndp.planning.policies import Policy
@@ -66,7 +66,6 @@ def outcome_of(
 ) -> Outcome:
     """decode: times of decode pairs, where other ones than those of `ran` count."""
     executed = np.broadcast_to(batches.pairs, ran.widths.shape)
-    cold = executed & (ran.widths > 0)
     copied = ran.copies * layer_factor(batches, costs)
     return Outcome(
         policy=options.policy_name,
@@ -77,9 +76,7 @@ def outcome_of(
         migration_ps=ran.migration_ps,
         migrated_bytes=(ran.moved + copied) * costs.shape.expert_bytes,
         hot_pairs=int((executed & (ran.widths == 0)).sum()),
-        cold_bits=float(ran.widths[cold].sum()),
-        cold_pairs=int(cold.sum()),
-        loss=gate_loss(batches, ran.widths, options.loss),
+        cold=cold_at(batches, ran.widths, options.loss),
         traffic=(run_pairs(batches, ran.widths, costs) if decode is None else decode).traffic,
     )
 
@@ -161,9 +158,9 @@ CONTEXT_AWARE = System(
         "prompts run in full precision: resident experts on the GPU, the others streamed over the link; with prefill "
         "'split' the device computes some of these, so that both end together",
     ),
-    True,
     papers,
     memory,
+    follows_policy=True,
     is_bounded=True,
     options=("prefill",),
 )
@@ -174,9 +171,9 @@ BALANCED = System(
         "layer from the router's output alone",
         "hot experts of least gate weight go first, at 3 bits unless told otherwise",
     ),
-    True,
     partial(plugins, follows=False),
     memory,
+    follows_policy=True,
     is_bounded=True,
     options=("spill_bits", "prefill"),
 )
@@ -186,9 +183,9 @@ REPLANNED = System(
         "drift is noticed from decode's own routing, bounded against false alarms; nothing moves before",
         "copies take the link's idle time, as the plugin's setting replan 'drift'",
     ),
-    True,
     partial(plugins, follows=True),
     memory,
+    follows_policy=True,
     is_bounded=True,
     options=("execution", "spill_bits", "once_in", "prefill"),
 )
@@ -198,9 +195,9 @@ ADAPTIVE = System(
         "the link's idle time is worth one step's expert time per step; activations are too small to count against it",
         "one exchange at a time per group; a trace with fewer layers than the model moves all layers it stands for",
     ),
-    True,
     following,
     memory,
+    follows_policy=True,
     is_bounded=True,
     options=("frequency", "memory_tokens", "hysteresis", "prefill"),
 )

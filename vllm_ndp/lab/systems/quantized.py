@@ -1,22 +1,20 @@
-"""The usual alternative: every expert in GPU memory, all at one width. No device, no link, no migration.
-
-The GPU memory is that of every other row: num_hot full-precision experts per layer. The GPU reads experts from HBM at
-their width, scales included, and multiplies in 16 bits, as weight-only kernels do. Option `weight_bits`: 16, 8, 4, 3, 2
-or "widest", the widest of these that fits. The system refuses a width that does not fit.
-"""
+"""Every expert in GPU memory, at one width or at two. No device, no link, nothing is ever missing."""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory
 from vllm_ndp.lab.systems.system import ReplayOptions, System, TooFewPlaces
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import gate_loss, on_gpu_ps, prompts_ps, shared_ps
+from vllm_ndp.lab.vectorised.execution import cold_at, on_gpu_ps, prompts_ps, without_device
 from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic
+from vllm_ndp.planning.plan import highest
 
 WEIGHT_BITS = (FULL_PRECISION_BITS, 8, 4, 3, 2)
 WIDEST = "widest"
@@ -43,33 +41,31 @@ def chosen_bits(costs: Costs, options: ReplayOptions) -> int:
     return bits
 
 
-def memory(costs: Costs, options: ReplayOptions) -> Memory:
+def quantized_memory(costs: Costs, options: ReplayOptions) -> Memory:
     shape = costs.shape
     return Memory(gpu=shape.num_layers * shape.num_experts * costs.replica_bytes(chosen_bits(costs, options)))
 
 
-def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+def quantized(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    """The usual alternative: every expert in GPU memory, all at one width. No device, no link, no migration.
+
+    The GPU memory is that of every other row: num_hot full-precision experts per layer. The GPU reads experts from HBM
+    at their width, scales included, and multiplies in 16 bits, as weight-only kernels do. Option `weight_bits`: 16, 8,
+    4, 3, 2 or "widest", the widest of these that fits. The system refuses a width that does not fit.
+    """
     bits = chosen_bits(costs, options)
-    g, b, d, layers, _ = batches.shape
-    expert_bytes = costs.replica_bytes(bits)
-    table = on_gpu_ps(costs, np.arange(b + 1)[:, None], expert_bytes)
-    moe = add_up(table[batches.loads.rows]) + shared_ps(batches, costs)
-    pairs = int(np.broadcast_to(batches.pairs, batches.ids.shape).sum())
-    quantized = bits < FULL_PRECISION_BITS
-    widths = np.full(batches.ids.shape, bits if quantized else 0, np.uint8)
-    return Outcome(
-        policy=f"{bits} bits",
+    rows, expert_bytes = batches.loads.rows, costs.replica_bytes(bits)
+    moe = add_up(on_gpu_ps(costs, np.arange(batches.shape[1] + 1)[:, None], expert_bytes)[rows])
+    return without_device(
+        f"{bits} bits",
+        batches,
+        costs,
         moe_ps=moe,
-        device_ps=np.zeros((g, d, layers)),
         gpu_ps=moe,
         prefill_ps=prompts_ps(batches, costs, lambda counts: on_gpu_ps(costs, counts, expert_bytes)),
-        migration_ps=np.zeros(g),
-        migrated_bytes=0.0,
-        hot_pairs=pairs,
-        cold_bits=float(bits * pairs) if quantized else 0.0,
-        cold_pairs=pairs if quantized else 0,
-        loss=gate_loss(batches, widths, options.loss),
-        traffic=Traffic(hbm_bytes=float((batches.loads.rows > 0).sum()) * expert_bytes),
+        hot_pairs=int(rows.sum()),
+        cold=cold_at(batches, bits % FULL_PRECISION_BITS, options.loss),
+        traffic=Traffic(hbm_bytes=float((rows > 0).sum()) * expert_bytes),
     )
 
 
@@ -80,8 +76,88 @@ QUANTIZED = System(
         "dequantising is free beside the read (weight-only kernels at small batches); multiplied in 16 bits",
         "loss at 8 bits is extrapolated from 4 bits at 4.4x per bit",
     ),
-    False,
-    replay,
-    memory,
+    quantized,
+    quantized_memory,
     options=("weight_bits",),
+)
+
+
+PRIOR_TOKENS = 16.0
+
+
+def dynaexq_widths(costs: Costs, options: ReplayOptions) -> tuple[int, int, int]:
+    """(high, low, how many experts per layer at high). Unless told: 16 over 4 if all fit at 4 bits, else 4 over 2."""
+    shape, room = costs.shape, options.budget.num_hot * costs.shape.expert_bytes
+    all_at_four = shape.num_experts * costs.replica_bytes(4) <= room
+    high = options.choice("high_bits", WEIGHT_BITS, 16 if all_at_four else 4)
+    low = options.choice("low_bits", WEIGHT_BITS, 4 if all_at_four else 2)
+    if high <= low:
+        raise ConfigError(f"high_bits must be above low_bits, got {high} and {low}")
+    spare = room - shape.num_experts * costs.replica_bytes(low)
+    if spare < 0:
+        raise TooFewPlaces(
+            f"all {shape.num_experts} experts of a layer at {low} bits do not fit in the memory of "
+            f"{options.budget.num_hot} full-precision ones: {-spare} bytes are missing"
+        )
+    return high, low, min(spare // (costs.replica_bytes(high) - costs.replica_bytes(low)), shape.num_experts)
+
+
+def dynaexq_memory(costs: Costs, options: ReplayOptions) -> Memory:
+    """Narrow and wide experts on the GPU; the host keeps the wide ones to promote from."""
+    high, low, num_high = dynaexq_widths(costs, options)
+    shape = costs.shape
+    layer = num_high * costs.replica_bytes(high) + (shape.num_experts - num_high) * costs.replica_bytes(low)
+    return Memory(gpu=shape.num_layers * layer, host=shape.num_layers * shape.num_experts * costs.replica_bytes(high))
+
+
+def dynaexq(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    """DynaExq (arXiv 2511.15015): every expert in GPU memory, the hot ones at more bits, chosen by what was used
+    lately.
+
+    A low width for all, and as many of the hottest per layer at a high width as the memory of num_hot full-precision
+    experts leaves. No expert is ever missing, so nothing waits; promotions run beside compute. The closest rival of
+    context-aware bits on a device: the same idea inside GPU memory. Hotness here: a prior worth 16 tokens and the
+    group's prompts, decided once per group (published: a long window of router traces, updated all the time).
+    """
+    high, low, num_high = dynaexq_widths(costs, options)
+    g, b, _, layers, k = batches.shape
+    heat = batches.prompt_counts + PRIOR_TOKENS * k * options.prior.values
+    loads = batches.loads
+    is_wide = loads.look_up(highest(heat, num_high))
+    tables = [on_gpu_ps(costs, np.arange(b + 1)[:, None], costs.replica_bytes(bits)) for bits in (low, high)]
+    moe = add_up(np.where(is_wide, tables[1][loads.rows], tables[0][loads.rows]))
+    used = loads.rows > 0
+    ran = np.where(is_wide.ravel()[loads.places], high, low)
+    read = used.sum() * costs.replica_bytes(low) + (used & is_wide).sum() * (
+        costs.replica_bytes(high) - costs.replica_bytes(low)
+    )
+
+    def layers_ps(prompt: NDArray[np.int64]) -> NDArray[np.float64]:
+        return on_gpu_ps(costs, prompt, costs.replica_bytes(low))
+
+    return without_device(
+        f"{high} over {low} bits, {num_high} high",
+        batches,
+        costs,
+        moe_ps=moe,
+        gpu_ps=moe,
+        prefill_ps=prompts_ps(batches, costs, layers_ps),
+        fetched_experts=float(g * layers * num_high * costs.replica_bytes(high) / costs.shape.expert_bytes),
+        hot_pairs=int(loads.rows[is_wide].sum()),
+        cold=cold_at(batches, ran % FULL_PRECISION_BITS, options.loss),
+        traffic=Traffic(hbm_bytes=float(read)),
+        notes={"high_per_layer": num_high, "pairs": int(loads.rows.sum())},
+    )
+
+
+DYNAEXQ = System(
+    "dynaexq",
+    (
+        "hot set per group from a prior worth 16 tokens and the prompts; published: a long window, updated in decode",
+        "promotions are copied beside compute and never waited for; prompts run at the low width",
+        "widths and losses are our replicas'",
+    ),
+    dynaexq,
+    dynaexq_memory,
+    options=("high_bits", "low_bits"),
 )

@@ -72,6 +72,17 @@ class ReplayOptions:
             raise ConfigError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
         return next(one for one in known if one == value)
 
+    def gpu_memory(self, costs: Costs) -> int:
+        """Bytes of the GPU's memory that is for experts."""
+        return slots_bytes(costs.shape, self.budget.num_hot) if self.gpu_bytes is None else self.gpu_bytes
+
+    def room(self, costs: Costs) -> int:
+        """Bytes of experts that stay in it, of the whole model."""
+        shape = costs.shape
+        if self.gpu_bytes is not None:
+            return self.gpu_bytes - slots_bytes(shape, 0)
+        return shape.num_layers * min(self.budget.num_hot, shape.num_experts) * shape.expert_bytes
+
     def popular(self, num: int) -> NDArray[np.bool_]:
         """[L, E], the most popular experts: a cache's content before the first request."""
         return highest(self.prior.values, num)
@@ -81,9 +92,14 @@ class ReplayOptions:
         return "oracle" if self.clairvoyant else self.policy.name
 
 
+def beside_host_memory(costs: Costs, options: ReplayOptions) -> Memory:
+    """Memory of systems that keep every expert in host memory and num_hot per layer on the GPU."""
+    return Memory(options.gpu_memory(costs), host=all_experts_bytes(costs.shape))
+
+
 @dataclass(frozen=True)
 class System:
-    """Name of a system, its assumptions, whether it follows a placement policy, its replay and its memory.
+    """Name of a system, its assumptions, its replay, its memory and whether it follows a placement policy.
 
     The assumptions are printed beside every number. `memory`: bytes of the whole model's experts by place, which are
     checked against the hardware before a replay.
@@ -91,30 +107,12 @@ class System:
 
     name: str
     assumptions: tuple[str, ...]
-    follows_policy: bool
     replay: Callable[[Batches, Costs, ReplayOptions], Outcome]
-    memory: Callable[[Costs, ReplayOptions], Memory]
+    memory: Callable[[Costs, ReplayOptions], Memory] = beside_host_memory
+    follows_policy: bool = False
     fills_memory: bool = False
     """Whether it can use any number of bytes on the GPU (`ReplayOptions.gpu_bytes`), not only whole experts."""
     is_bounded: bool = False
     """Whether its schedules are of the class that lab/bound.py bounds."""
     options: tuple[str, ...] = ()
     """Names in `ReplayOptions.own`."""
-
-
-def beside_host_memory(costs: Costs, options: ReplayOptions) -> Memory:
-    """Memory of systems that keep every expert in host memory and num_hot per layer on the GPU."""
-    return Memory(gpu=slots_bytes(costs.shape, options.budget.num_hot), host=all_experts_bytes(costs.shape))
-
-
-def resident_layers(costs: Costs, num_hot: int, expert_bytes: int) -> int:
-    """How many layers of the model keep all their experts, of that size each, in the GPU memory of num_hot
-    full-precision ones per layer."""
-    room = num_hot * costs.shape.expert_bytes * costs.shape.num_layers
-    return min(room // (expert_bytes * costs.shape.num_experts), costs.shape.num_layers)
-
-
-def whole_layers(costs: Costs, num_hot: int, expert_bytes: int) -> Memory:
-    """Memory of those layers on the GPU, and of the others on the host."""
-    resident, layer_bytes = resident_layers(costs, num_hot, expert_bytes), costs.shape.num_experts * expert_bytes
-    return Memory(gpu=resident * layer_bytes, host=(costs.shape.num_layers - resident) * layer_bytes)

@@ -18,7 +18,7 @@ from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab import _lanes
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.loads import add_up, sums_before
-from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
+from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, layer_factor
 from vllm_ndp.layer.joint_menu import OF_ONE_BIT, losses_by_width
 from vllm_ndp.planning.bitwidths import LossTable
 
@@ -167,14 +167,12 @@ def without_device(
     *,
     moe_ps: NDArray[np.float64],
     gpu_ps: NDArray[np.float64],
-    fetched_experts: float,
     hot_pairs: int,
+    fetched_experts: float = 0.0,
     resident: NDArray[np.bool_] | None = None,
     prefill_ps: NDArray[np.float64] | None = None,
     traffic: Traffic | None = None,
-    cold_bits: float = 0.0,
-    cold_pairs: int = 0,
-    loss: float = 0.0,
+    cold: Cold | None = None,
     notes: dict[str, Any] | None = None,
 ) -> Outcome:
     """Outcome of a system whose experts run on the GPU or CPU.
@@ -196,9 +194,7 @@ def without_device(
         migration_ps=np.zeros(g),
         migrated_bytes=fetched_experts * layer_factor(batches, costs) * costs.shape.expert_bytes,
         hot_pairs=hot_pairs,
-        cold_bits=cold_bits,
-        cold_pairs=cold_pairs,
-        loss=loss,
+        cold=cold or Cold(),
         traffic=traffic or Traffic(hbm_bytes=float((batches.loads.rows > 0).sum()) * costs.shape.expert_bytes),
         notes=notes or {},
     )
@@ -224,6 +220,13 @@ def run_prompts(batches: Batches, resident: NDArray[np.bool_], costs: Costs) -> 
             beside = sum(before) + costs.shape.num_layers * costs.overhead_ps
             out[group, request] = factor * layer_ps + beside + costs.gpu.head_ps(1)
     return out
+
+
+def cold_at(batches: Batches, widths: NDArray[np.uint8] | int, known: LossTable) -> Cold:
+    """widths [G, B, D, L, k] or of all pairs: 0 on the GPU in full precision, 16 elsewhere in full precision."""
+    widths = np.broadcast_to(np.asarray(widths, np.uint8), batches.ids.shape)
+    cold = widths[(widths > 0) & batches.pairs]
+    return Cold(float(cold.sum()), len(cold), gate_loss(batches, widths, known))
 
 
 def gate_loss(batches: Batches, widths: NDArray[np.uint8], known: LossTable) -> float:

@@ -6,7 +6,6 @@ experts of 512 cost 10. Knows routing. Does not know hardware, policies or time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,9 +14,7 @@ from numpy.typing import NDArray
 
 T = TypeVar("T", bound=np.generic)
 
-_CHUNK_SLOTS = 1 << 18
 _SHORT = 16
-_WORD = 8
 
 
 def add_up(values: NDArray[Any]) -> NDArray[Any]:
@@ -40,22 +37,6 @@ def sums_before(values: NDArray[Any]) -> NDArray[Any]:
 def sums_after(values: NDArray[Any]) -> NDArray[Any]:
     """[..., S] -> [..., S + 1]: at h the sum of all but the first h."""
     return sums_before(values[..., ::-1])[..., ::-1]
-
-
-def distinct_cells(rows: NDArray[np.int64], kinds: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find layers with the same load, by rows and kinds [N, S], kinds below 4.
-
-    Returns (indices of the distinct layers [M], for each layer its place among them [N]). All layers count as
-    distinct where one does not fit into 64 bits.
-    """
-    cells, slots = rows.shape
-    if slots > _WORD or int(rows.max(initial=0)) >= 64:
-        every = np.arange(cells)
-        return every, every
-    packed = np.zeros((cells, _WORD), np.uint8)
-    packed[:, :slots] = (rows << 2) + np.where(rows > 0, kinds, 0)
-    _, which, back = np.unique(packed.view(np.uint64)[:, 0], return_index=True, return_inverse=True)
-    return which, back
 
 
 @dataclass(frozen=True)
@@ -92,21 +73,6 @@ class Loads:
             places = by_pair.reshape(g, d, layers, b, k).transpose(0, 3, 1, 2, 4)
         rows = np.bincount(places[pairs], minlength=experts.size).reshape(experts.shape).astype(np.int64)
         return cls(experts, rows, places)
-
-    def groups(self, which: slice) -> Loads:
-        """Loads of some groups alone, without the pairs."""
-        return Loads(self.experts[which], self.rows[which], np.zeros((0, 0, 0, 0, 0), np.int64))
-
-    def chunks(self) -> Iterator[slice]:
-        """Steps in pieces whose arrays stay small enough for the processor's cache."""
-        steps, length = self.rows.shape[1], self.chunk_steps
-        for start in range(0, steps, length):
-            yield slice(start, min(start + length, steps))
-
-    @property
-    def chunk_steps(self) -> int:
-        g, layers, slots = (int(self.rows.shape[axis]) for axis in (0, 2, 3))
-        return max(_CHUNK_SLOTS // (g * layers * slots), 1)
 
     def look_up(self, table: NDArray[T], part: slice = slice(None)) -> NDArray[T]:
         """[G, C, L, S], what a table [L, E] or [G, L, E] says about each slot's expert in the steps of part."""

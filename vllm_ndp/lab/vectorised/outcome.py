@@ -28,6 +28,16 @@ class Traffic:
     device_arrays_pj: float = 0.0
 
 
+@dataclass(frozen=True)
+class Cold:
+    """Decode pairs that the GPU did not compute in full precision."""
+
+    bits: float = 0.0  # sum over the pairs
+    pairs: int = 0
+    loss: float = 0.0
+    """Mean over all decode pairs of gate * loss of the width it ran at, relative to 1 bit."""
+
+
 @dataclass
 class Outcome:
     """Simulated. G groups, D steps, L layers of the trace; a model with more layers repeats the trace's."""
@@ -40,10 +50,7 @@ class Outcome:
     migration_ps: NDArray[np.float64]  # [G], of the whole model, before the first decode step
     migrated_bytes: float  # of the whole model, weights moved to the GPU after or during decode; prefill apart
     hot_pairs: int  # decode pairs found in GPU memory
-    cold_bits: float  # sum over decode pairs computed off the GPU's full-precision experts
-    cold_pairs: int
-    loss: float = float("nan")
-    """Mean over decode pairs of gate * loss of the width it ran at, relative to 1 bit; 0 = all in full precision."""
+    cold: Cold
     traffic: Traffic | None = None
     """None: not stated, and no energy is shown."""
     notes: dict[str, Any] = field(default_factory=dict)
@@ -212,8 +219,8 @@ def summarise(system: str, outcome: Outcome, batches: Batches, costs: Costs) -> 
         hit_mass=outcome.hot_pairs / (batches.num_decisions * batches.shape[4]),
         migrated_gb=outcome.migrated_bytes / 1e9,
         device_busy=busy / decode_s,
-        avg_bits=outcome.cold_bits / outcome.cold_pairs if outcome.cold_pairs else float("nan"),
-        loss=outcome.loss,
+        avg_bits=outcome.cold.bits / outcome.cold.pairs if outcome.cold.pairs else float("nan"),
+        loss=outcome.cold.loss,
     )
     return row if outcome.traffic is None else _with_energy(row, outcome, outcome.traffic, batches, costs)
 

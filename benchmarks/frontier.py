@@ -17,7 +17,7 @@ from ndp_device.timing.public_models import public_shape
 from vllm_ndp.lab.compare import Replays, Workload
 from vllm_ndp.lab.options import CAPACITY, GB, CompareSettings
 from vllm_ndp.lab.vectorised.outcome import Summary
-from vllm_ndp.planning.bitwidths import LossTable, nominal_loss
+from vllm_ndp.planning.bitwidths import nominal_loss
 from vllm_ndp.traces.routing import read_routing
 from vllm_ndp.traces.synthetic import synthetic_trace
 
@@ -78,7 +78,6 @@ def frontier(
     workload: Workload,
     settings: CompareSettings,
     memory_gb: Iterable[int],
-    loss: LossTable | None = None,
     cards: Mapping[int, str] | None = None,
 ) -> list[Cell]:
     """A cell per size, with the settings' model, first batch size and hardware, or the card of that size."""
@@ -98,12 +97,12 @@ def frontier(
             options={},
         )
         try:
-            replays = Replays(workload, at, loss)
+            replays = Replays(workload, at)
         except NdpError:
             cells.append(Cell(settings.model, size, ()))
             continue
         rows = [replays.replay(one).row for one in replays.planned]
-        rows += [row for limit in LIMITS.values() for row in _joint_within(workload, at, limit, loss)]
+        rows += [row for limit in LIMITS.values() for row in _joint_within(workload, at, limit)]
         rows = [_as_released(row, settings.model) for row in rows]
         cells.append(Cell(settings.model, size, tuple(sorted(rows, key=lambda row: -row.decode_tokens_per_s))))
     return cells
@@ -128,20 +127,18 @@ def frontier_of_shapes(
     return cells
 
 
-def _joint_within(
-    workload: Workload, settings: CompareSettings, limit: float, loss: LossTable | None
-) -> Iterator[Summary]:
+def _joint_within(workload: Workload, settings: CompareSettings, limit: float) -> Iterator[Summary]:
     """Joint plans, each expected to lose less than the one before, until one keeps the limit."""
     most = limit
     for _ in range(_PLANS):
-        rows = _joint(workload, settings, most, loss)
+        rows = _joint(workload, settings, most)
         yield from rows
         if not rows or rows[0].loss <= limit * (1 + _SLACK):
             return
         most *= limit / rows[0].loss * (1 - _MARGIN)
 
 
-def _joint(workload: Workload, settings: CompareSettings, most: float, loss: LossTable | None) -> list[Summary]:
+def _joint(workload: Workload, settings: CompareSettings, most: float) -> list[Summary]:
     """The joint plan's row at an expected loss; none where it does not fit."""
     at = replace(
         settings,
@@ -151,7 +148,7 @@ def _joint(workload: Workload, settings: CompareSettings, most: float, loss: Los
         options={"max_gate_loss": most},
     )
     try:
-        replays = Replays(workload, at, loss)
+        replays = Replays(workload, at)
         return [replays.replay(one).row for one in replays.planned]
     except NdpError:
         return []

@@ -1,0 +1,231 @@
+"""Popular experts on the GPU, others computed by the host's CPU: Fiddler, DAOP and KTransformers."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.common.widths import FULL_PRECISION_BITS
+from vllm_ndp.cost_model.costs import Costs, HostCpu
+from vllm_ndp.cost_model.memory import Memory, all_experts_bytes
+from vllm_ndp.lab.systems.system import ReplayOptions, System
+from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.execution import (
+    LOSS_OF_SKIPPING,
+    cold_at,
+    each_ps,
+    on_gpu_ps,
+    prompts_ps,
+    with_copies,
+    without_device,
+)
+from vllm_ndp.lab.vectorised.loads import add_up
+from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, layer_factor, time_before
+from vllm_ndp.planning.plan import highest
+
+
+def fiddler_memory(costs: Costs, options: ReplayOptions) -> Memory:
+    """Popular experts never leave the GPU: host memory holds the others."""
+    return Memory(options.gpu_memory(costs), host=all_experts_bytes(costs.shape) - options.room(costs))
+
+
+def fiddler(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    """Fiddler (arXiv 2402.07033): popular experts on the GPU, a missing one on the CPU or copied, the faster of both.
+
+    Activations cross the link, weights do so only when many rows share them. The placement is static popularity.
+    """
+    cpu = HostCpu.of(costs)
+    b = batches.shape[1]
+    resident = options.popular(options.budget.num_hot)
+    gpu = costs.gpu_experts_ps(b)
+    on_cpu = cpu.experts_ps(costs, b, costs.shape.expert_bytes, cpu.memory_bytes_per_s)
+    hop = cpu.hops_ps(costs, b)
+    fetch = costs.fetch_ps()
+    rows, here = batches.loads.rows, batches.loads.look_up(resident)
+    hits, misses = np.where(here, rows, 0), np.where(here, 0, rows)
+    host_ps = on_cpu[misses] + hop[misses]
+    on_host = (misses > 0) & (host_ps <= fetch + gpu[misses])
+    copied = (misses > 0) & ~on_host
+    moe = with_copies(np.where(on_host, 0.0, gpu[rows]), copied, costs)
+    cpu_pairs, cpu_experts = int(misses[on_host].sum()), int(on_host.sum())
+
+    def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The same choice for the rows of a prompt."""
+        here = each_ps(counts, lambda rows: costs.resident_ps(1, rows))
+        host = each_ps(counts, costs.hop_ps)
+        host += cpu.each_ps(costs, counts, costs.shape.expert_bytes)
+        away = (counts > 0) & ~resident
+        on_host = away & (host <= fetch + here)
+        on_gpu = with_copies(np.where(on_host, 0.0, here), away & ~on_host, costs)
+        times: NDArray[np.float64] = np.maximum(on_gpu, np.where(on_host, host, 0.0).sum(axis=1))
+        return times
+
+    return without_device(
+        "static",
+        batches,
+        costs,
+        moe_ps=np.maximum(moe, add_up(np.where(on_host, host_ps, 0.0))),
+        gpu_ps=add_up(gpu[hits]) + add_up(np.where(copied, gpu[misses], 0.0)),
+        prefill_ps=prompts_ps(batches, costs, layers_ps),
+        fetched_experts=int(copied.sum()),
+        hot_pairs=int(hits.sum()),
+        cold=Cold(float(FULL_PRECISION_BITS * cpu_pairs), cpu_pairs),
+        traffic=Traffic(
+            hbm_bytes=(int((rows > 0).sum()) - cpu_experts) * costs.shape.expert_bytes,
+            host_bytes=cpu_experts * costs.shape.expert_bytes,
+            link_bytes=2.0 * cpu_pairs * costs.shape.hidden_size * costs.shape.dtype_bytes,
+        ),
+    )
+
+
+FIDDLER = System(
+    "fiddler",
+    (
+        "CPU: 20 TFLOP/s (seed 002), 307 GB/s (8 x DDR5-4800); fp16 weights on both sides",
+        "CPU and GPU run side by side, in prompts too: each expert where its rows are done sooner",
+    ),
+    fiddler,
+    fiddler_memory,
+)
+
+
+ACCURACY = 0.9  # [O] of predicting the next layer's experts, as for MoEpic
+
+
+def daop(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    """DAOP (arXiv 2501.10375): per-sequence hot experts on the GPU, and cold ones computed by the CPU a layer ahead.
+
+    After the prompt the num_hot experts that it used most move to the GPU. In decode DAOP predicts the next layer's
+    experts from this layer's activations. The CPU computes predicted cold ones from those activations while this layer
+    runs. A cold expert that was not predicted is not computed: the published graceful degradation takes the best expert
+    that is there instead. A computed one uses the activations of a layer before, which costs precision too.
+    """
+    accuracy = options.number("predicted", ACCURACY, 0.0, 1.0)
+    _, b, _, layers, _ = batches.shape
+    hot = highest(batches.prompt_counts, options.budget.num_hot)
+    loads, cpu = batches.loads, HostCpu.of(costs)
+    here = loads.look_up(hot)
+    used = loads.rows > 0
+    on_gpu = add_up(costs.gpu_experts_ps(b)[np.where(here, loads.rows, 0)])
+    cold = np.where(here, 0, loads.rows)
+    on_cpu = cpu.experts_ps(costs, b, costs.shape.expert_bytes, cpu.memory_bytes_per_s)
+    busy = accuracy * (
+        add_up(on_cpu[cold]) + np.where(add_up(cold) > 0, cpu.hops_ps(costs, b)[batches.rows][..., None], 0)
+    )
+    late = np.maximum(busy - time_before(on_gpu, batches, costs), 0.0)
+    cold_pairs = int(cold.sum())
+    is_cold = ~here.ravel()[loads.places] & batches.pairs
+    lost = (1 - accuracy) * LOSS_OF_SKIPPING * float((batches.weights * is_cold).sum())
+    return without_device(
+        "per sequence, CPU a layer ahead",
+        batches,
+        costs,
+        moe_ps=np.maximum(on_gpu, late),
+        gpu_ps=on_gpu,
+        resident=options.popular(options.budget.num_hot),
+        fetched_experts=float(hot.sum()),
+        hot_pairs=int(loads.rows[here].sum()),
+        cold=Cold(float(FULL_PRECISION_BITS * cold_pairs), cold_pairs, lost / (float(batches.valid.sum()) * layers)),
+        traffic=Traffic(
+            hbm_bytes=float((used & here).sum()) * costs.shape.expert_bytes,
+            host_bytes=accuracy * float((cold > 0).sum()) * costs.shape.expert_bytes,
+        ),
+    )
+
+
+DAOP = System(
+    "daop",
+    (
+        "the prompt's most used experts move to the GPU, beside the prompt that streams them anyway: no extra time",
+        "90 % of cold experts are predicted (a guess), the others are replaced: counted as skipped, the worst",
+        "computing from the activations of a layer before also loses; how much is not known and not counted",
+    ),
+    daop,
+    options=("predicted",),
+)
+
+
+CPU_BITS, GPU_BITS = (FULL_PRECISION_BITS, 8, 4), (FULL_PRECISION_BITS, 4)
+
+
+def most_used(frequency: NDArray[np.float64], num_experts: int) -> NDArray[np.bool_]:
+    """[L, E], the num_experts highest of all layers together; of equal ones the earlier layer and lower id."""
+    order = np.argsort(-frequency.ravel(), kind="stable")[:num_experts]
+    hot = np.zeros(frequency.size, np.bool_)
+    hot[order] = True
+    return hot.reshape(frequency.shape)
+
+
+def _widths(options: ReplayOptions) -> tuple[int, int]:
+    """Bits on the CPU and on the GPU."""
+    return options.choice("cpu_bits", CPU_BITS), options.choice("gpu_bits", GPU_BITS)
+
+
+def _on_gpu(costs: Costs, options: ReplayOptions) -> int:
+    """Experts of the model in the GPU memory of num_hot full-precision ones per layer."""
+    shape = costs.shape
+    return min(options.room(costs) // costs.replica_bytes(_widths(options)[1]), shape.num_layers * shape.num_experts)
+
+
+def ktransformers_memory(costs: Costs, options: ReplayOptions) -> Memory:
+    """Bytes by place: the host keeps only the experts that are not on the GPU."""
+    shape, on_gpu = costs.shape, _on_gpu(costs, options)
+    away = shape.num_layers * shape.num_experts - on_gpu
+    cold_bytes, hot_bytes = map(costs.replica_bytes, _widths(options))
+    return Memory(gpu=on_gpu * hot_bytes, host=away * cold_bytes)
+
+
+def ktransformers(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    """KTransformers' `frequency` placement: the experts used most, over all layers, on the GPU; all others on the CPU.
+
+    `--kt-num-gpu-experts K --kt-expert-placement-strategy frequency`: the K x L highest counts of a profile over all
+    layers at once. So K per layer is an average, and a skewed layer gets more. Nothing moves. CPU and GPU compute a
+    layer side by side. `cpu_bits` 16 (lossless) or 8 or 4, as its AMX kernels have them, `gpu_bits` 16 or 4: of narrow
+    experts the same memory holds more. Prompts run on both sides in the same way. source: kt-kernel's
+    generate_gpu_experts_masks and its test, github.com/kvcache-ai/ktransformers.
+    """
+    bits, gpu_bits = _widths(options)
+    _, b, _, layers, _ = batches.shape
+    cpu, cold_bytes, hot_bytes = HostCpu.of(costs), costs.replica_bytes(bits), costs.replica_bytes(gpu_bits)
+    hot = most_used(options.prior.values, int(_on_gpu(costs, options) / layer_factor(batches, costs)))
+    gpu = on_gpu_ps(costs, np.arange(b + 1)[:, None], hot_bytes)
+    on_cpu, hop = cpu.experts_ps(costs, b, cold_bytes, cpu.memory_bytes_per_s), cpu.hops_ps(costs, b)
+    rows, here = batches.loads.rows, batches.loads.look_up(hot)
+    hits, cold = np.where(here, rows, 0), np.where(here, 0, rows)
+    gpu_ps = add_up(gpu[hits])
+    crossing = np.minimum(add_up(cold), batches.rows[:, :, None])  # activations of a row cross once
+
+    def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+        resident = on_gpu_ps(costs, np.where(hot, counts, 0), hot_bytes)
+        return np.maximum(resident, cpu.layers_ps(costs, np.where(hot, 0, counts), cold_bytes))
+
+    widths = np.where(hot, gpu_bits % FULL_PRECISION_BITS, bits)[np.arange(layers)[:, None], batches.ids]
+    return without_device(
+        f"frequency, CPU {bits} bits" + (f", GPU {gpu_bits}" if gpu_bits < FULL_PRECISION_BITS else ""),
+        batches,
+        costs,
+        moe_ps=np.maximum(gpu_ps, add_up(on_cpu[cold]) + hop[crossing]),
+        gpu_ps=gpu_ps,
+        prefill_ps=prompts_ps(batches, costs, layers_ps),
+        hot_pairs=int(hits.sum()),
+        cold=cold_at(batches, widths, options.loss),
+        traffic=Traffic(
+            hbm_bytes=int((hits > 0).sum()) * hot_bytes,
+            host_bytes=int((cold > 0).sum()) * cold_bytes,
+            link_bytes=int(crossing.sum()) * 2.0 * costs.shape.hidden_size * costs.shape.dtype_bytes,
+        ),
+        notes={"gpu_experts_per_layer": hot.sum(axis=1).tolist()},
+    )
+
+
+KTRANSFORMERS = System(
+    "ktransformers",
+    (
+        "frequency placement over all layers from the prior; static; no expert deferral (which changes the model)",
+        "CPU: 20 TFLOP/s (seed 002) and 307 GB/s (8 x DDR5-4800), both reached in full, in prompts too",
+        "8- and 4-bit CPU experts have our replicas' sizes and losses",
+    ),
+    ktransformers,
+    ktransformers_memory,
+    options=("cpu_bits", "gpu_bits"),
+)

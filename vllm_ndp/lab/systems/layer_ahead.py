@@ -1,0 +1,157 @@
+"""Copies for the next layer while this one computes, on a link that carries each byte once.
+
+A layer's copies are early or late. Early ones are ordered at the gate of the layer before, whose activations predict
+them. Late ones are known only at the layer's own gate, and then go first on the link. Wrong predictions keep the link
+busy as well; what has not begun when the gate is known is dropped. Compute that needs no copy (`ready`) runs while
+copies arrive, the rest (`waiting`) after the last one.
+
+Between two layers lie attention and shared experts. The first layer of a step has no layer before: all its copies are
+late. A trace with fewer layers than the model repeats each of its layers, and only the first of all is such a one.
+Knows times. Does not know why anything is copied.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.lab.systems.system import ReplayOptions, System
+from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.cache import LRU, visits
+from vllm_ndp.lab.vectorised.execution import shared_ps, without_device
+from vllm_ndp.lab.vectorised.loads import add_up
+from vllm_ndp.lab.vectorised.outcome import Outcome, attention_ps
+
+
+def pipelined_ps(
+    batches: Batches,
+    costs: Costs,
+    *,
+    early_ps: NDArray[np.float64],
+    late_ps: NDArray[np.float64],
+    wrong_ps: NDArray[np.float64],
+    ready_ps: NDArray[np.float64],
+    waiting_ps: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """[G, D, L], what the experts of each layer take; all arguments [G, D, L], copies in link time.
+
+    Raises ValueError for a trace with more layers than the model.
+    """
+    attention = attention_ps(batches, costs) + costs.overhead_ps + shared_ps(batches, costs)[:, :, 0]
+    layers = early_ps.shape[2]
+    if layers > costs.shape.num_layers:
+        raise ValueError(f"a trace with {layers} layers cannot stand for a model with {costs.shape.num_layers}")
+    repeats = np.bincount(np.arange(costs.shape.num_layers) * layers // costs.shape.num_layers, minlength=layers)
+    took = np.zeros(early_ps.shape)
+    gate = np.zeros(attention.shape)  # when the gate of the layer is known
+    free = np.zeros(attention.shape)  # when the link has carried all that earlier layers needed
+    for place, layer in enumerate(np.repeat(np.arange(layers), repeats).tolist()):
+        right, wrong, late = early_ps[:, :, layer], wrong_ps[:, :, layer], late_ps[:, :, layer]
+        if place == 0:
+            missing = right + late
+        else:
+            ordered = right + wrong
+            carried = np.minimum(gate - free, ordered) / np.where(ordered > 0, ordered, 1.0)
+            missing = right * (1 - carried) + late
+        free = gate + missing
+        done = np.maximum(gate + ready_ps[:, :, layer], free) + waiting_ps[:, :, layer]
+        took[:, :, layer] += done - gate
+        gate = done + attention
+    return took / repeats
+
+
+def klotski(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    """Klotski (arXiv 2502.06888): batches in turn through one layer's weights, hot experts first, so that copies hide.
+
+    All requests of a group pass a layer before any enters the next. While one layer computes, the link brings the hot
+    experts of the next (by popularity: as many as a token chooses). The others follow when their gates are known, and
+    compute last. Nothing stays on the GPU between steps except in the places of num_hot experts, which hold the hot
+    ones.
+    """
+    loads, k = batches.loads, batches.shape[4]
+    places = min(options.budget.num_hot, batches.num_experts)
+    resident = options.popular(places)
+    ahead = options.popular(min(places + k, batches.num_experts)) & ~resident
+    used = loads.rows > 0
+    here, early = loads.look_up(resident) & used, loads.look_up(ahead) & used
+    each, fetch = costs.gpu_experts_ps(batches.shape[1])[loads.rows], float(costs.fetch_ps())
+    right, late = add_up(early), add_up(used & ~here & ~early)
+    running = (batches.rows > 0)[:, :, None]
+    wrong = np.where(running, ahead.sum(axis=1) - right, 0)
+    ready = add_up(np.where(here, each, 0.0))
+    return without_device(
+        "hot experts ahead",
+        batches,
+        costs,
+        moe_ps=pipelined_ps(
+            batches,
+            costs,
+            early_ps=right * fetch,
+            late_ps=late * fetch,
+            wrong_ps=wrong * fetch,
+            ready_ps=ready,
+            waiting_ps=add_up(each) - ready,
+        ),
+        gpu_ps=add_up(each),
+        resident=resident,
+        fetched_experts=float((right + late + wrong).sum()),
+        hot_pairs=int(loads.rows[here].sum()),
+    )
+
+
+KLOTSKI = System(
+    "klotski",
+    (
+        "a group is the published n batches together; its planner's choice of n is the batch size you give",
+        "hot experts by static popularity instead of the published correlation of layers",
+        "what was ordered ahead and not chosen is dropped when the gate is known",
+    ),
+    klotski,
+)
+
+
+def pregated(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    """Pre-gated MoE (arXiv 2308.12066, ISCA 2024): each layer's gate chooses the experts of the next layer.
+
+    So copies are ordered a layer ahead and are always right; what the layer before does not hide waits. The price is a
+    model fine-tuned to gates of that kind. Its routing would differ from the trace's, and its loss does not count:
+    replay takes the trace as it is. The published system keeps no expert; here the places of num_hot hold the ones used
+    last.
+    """
+    rows, places = batches.loads.rows, options.budget.num_hot
+    start = options.popular(places)
+    hit = visits(batches.loads, start, places, LRU).hit
+    each = costs.gpu_experts_ps(batches.shape[1])[rows]
+    copies = add_up((rows > 0) & ~hit)
+    ready = add_up(np.where(hit, each, 0.0))
+    nothing = np.zeros(copies.shape)
+    return without_device(
+        "gates a layer ahead",
+        batches,
+        costs,
+        moe_ps=pipelined_ps(
+            batches,
+            costs,
+            early_ps=copies * float(costs.fetch_ps()),
+            late_ps=nothing,
+            wrong_ps=nothing,
+            ready_ps=ready,
+            waiting_ps=add_up(each) - ready,
+        ),
+        gpu_ps=add_up(each),
+        resident=start,
+        fetched_experts=int(copies.sum()),
+        hot_pairs=int(rows[hit].sum()),
+    )
+
+
+PREGATED = System(
+    "pregated",
+    (
+        "needs a model fine-tuned to choose a layer ahead: the trace's routing stands in, its loss is not counted",
+        "places of num_hot experts hold the ones used last (the published system frees them after use)",
+        "the first layer of a step has no gate before it: its copies wait",
+    ),
+    pregated,
+)

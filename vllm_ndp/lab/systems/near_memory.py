@@ -1,0 +1,174 @@
+"""Experts in full precision near memory, some of them on the GPU: MoNDE and PIMoE."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.common.widths import FULL_PRECISION_BITS
+from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, slots_bytes
+from vllm_ndp.lab.systems.system import ReplayOptions, System
+from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.execution import (
+    cold_at,
+    copied_in_order,
+    each_ps,
+    prompts_ps,
+    run_pairs,
+    run_prompts,
+    shared_ps,
+)
+from vllm_ndp.lab.vectorised.loads import add_up, sums_after, sums_before
+from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, layer_factor
+
+ROUNDINGS = ("floor", "round", "ceil", "cost")
+
+
+def moved_share(costs: Costs) -> float:
+    """0.0588 = 32 / (32 + 512) with the peak rates of the public re-implementation; ours from the preset."""
+    link, device = costs.hardware.link.bulk_bytes_per_s, costs.hardware.dram.peak_bytes_per_s
+    return link / (link + device)
+
+
+def num_moved(active: NDArray[np.int64], share: float, rounding: str) -> NDArray[np.int64]:
+    """H for each number of active experts; not defined for `cost`, which needs times."""
+    exact = share * active
+    rounded: NDArray[np.float64] = {"floor": np.floor(exact), "round": np.rint(exact)}.get(rounding, np.ceil(exact))
+    return rounded.astype(np.int64)
+
+
+def monde_memory(costs: Costs, options: ReplayOptions) -> Memory:
+    """Every expert beside the device's memory; the GPU holds the ones that pass through."""
+    return Memory(gpu=slots_bytes(costs.shape, 0), device=all_experts_bytes(costs.shape))
+
+
+def monde(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    """MoNDE (arXiv 2405.18832): every expert stays near memory in fp16; per layer the H most loaded ones move to the
+    GPU.
+
+    H = BW_link / (BW_link + BW_device) x active experts. At small batches the rounding of H decides the baseline, so it
+    is an option. Choices: floor, ceil (as in a third-party simulator), round, or cost, the H that makes the layer
+    shortest.
+    """
+    rounding = options.choice("h_rounding", ROUNDINGS, "cost")
+    g, b = batches.shape[:2]
+    device, gpu, links = costs.device_experts_ps(b)[FULL_PRECISION_BITS], costs.gpu_experts_ps(b), costs.links_ps(b)
+    share = moved_share(costs)
+    ranked = -np.sort(-batches.loads.rows, axis=3)  # most loaded first
+    active = (ranked > 0).sum(axis=3)
+    rest, left = sums_after(device[ranked]), sums_after(ranked)
+    rows = np.minimum(left, batches.rows[:, :, None, None])
+    device_ps = np.where(rest > 0, rest + costs.device_fill_ps + links[rows, left], 0.0)
+    gpu_ps = copied_in_order(gpu[ranked], np.zeros((*ranked.shape[:3], 1)), costs)
+    compute = sums_before(gpu[ranked])
+    if rounding == "cost":
+        chosen = np.maximum(gpu_ps, device_ps).argmin(axis=3)
+    else:
+        chosen = np.minimum(num_moved(active, share, rounding), active)
+    device_ps, gpu_ps, compute, after, sent = (
+        np.take_along_axis(a, chosen[..., None], 3)[..., 0] for a in (device_ps, gpu_ps, compute, left, rows)
+    )
+    moved, pairs, on_device = int(chosen.sum()), int(left[..., 0].sum()), int(after.sum())
+    reads = np.bincount(ranked[np.arange(ranked.shape[3]) >= chosen[..., None]], minlength=b + 1)
+    link_bytes = float(costs.message_wire_bytes(b)[sent, after].sum())
+    dram_pj, arrays_pj = costs.device_energy(b)[:, FULL_PRECISION_BITS] @ reads
+
+    def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The same rule for the rows of a prompt; they all cross the link."""
+        ranked = -np.sort(-counts, axis=1)
+        rest = sums_after(each_ps(ranked, lambda rows: costs.device_expert_ps(FULL_PRECISION_BITS, rows)))
+        left, rows = sums_after(ranked), counts.sum(axis=1, keepdims=True) // costs.shape.top_k
+        message = costs.messages_ps(np.minimum(left, rows), left)
+        beside = np.where(rest > 0, rest + costs.device_fill_ps + message, 0.0)
+        here = copied_in_order(
+            each_ps(ranked, lambda rows: costs.resident_ps(1, rows)), np.zeros((len(counts), 1)), costs
+        )
+        layer = np.maximum(here, beside)
+        active = (counts > 0).sum(axis=1)
+        chosen = layer.argmin(axis=1) if rounding == "cost" else np.minimum(num_moved(active, share, rounding), active)
+        times: NDArray[np.float64] = np.take_along_axis(layer, chosen[:, None], 1)[:, 0]
+        return times
+
+    return Outcome(
+        policy=f"H {rounding}",
+        moe_ps=np.maximum(device_ps, gpu_ps + shared_ps(batches, costs)),
+        device_ps=device_ps,
+        gpu_ps=compute,
+        prefill_ps=prompts_ps(batches, costs, layers_ps),
+        migration_ps=np.zeros(g),
+        migrated_bytes=moved * layer_factor(batches, costs) * costs.shape.expert_bytes,
+        hot_pairs=pairs - on_device,
+        cold=Cold(float(FULL_PRECISION_BITS * on_device), on_device),
+        traffic=Traffic(moved * costs.shape.expert_bytes, 0.0, link_bytes, float(dram_pj), float(arrays_pj)),
+        notes={"h_share": share},
+    )
+
+
+MONDE = System(
+    "monde",
+    (
+        "no expert is cached on the GPU between steps; device and copies to the GPU run side by side",
+        "h_rounding=cost unless told otherwise; copies are pipelined with GPU compute",
+        "prompts follow the same rule as decode (ours: MoNDE's own prefill rule is not public)",
+    ),
+    monde,
+    monde_memory,
+    is_bounded=True,
+    options=("h_rounding",),
+)
+
+
+def pimoe_memory(costs: Costs, options: ReplayOptions) -> Memory:
+    return Memory(options.gpu_memory(costs), device=all_experts_bytes(costs.shape))
+
+
+def pimoe(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    """PIMoE (DAC 2025) on this hardware: experts on both sides in full precision, the longest moved until both sides
+    agree.
+
+    num_hot popular experts lie in GPU memory and on the device, all others on the device alone. Each layer begins with
+    all on the device. The expert with most rows that the GPU also holds moves to the GPU, then the next. That goes on
+    as long as it shortens max(GPU, device). The published system balances an NPU and PIM units that share memory.
+    Duplex (arXiv 2409.01141) decides per expert by a table of both times, which is the same choice.
+    """
+    g, b = batches.shape[:2]
+    resident = options.popular(options.budget.num_hot)
+    loads = batches.loads
+    here = loads.look_up(resident) & (loads.rows > 0)
+    device, gpu = costs.device_experts_ps(b)[FULL_PRECISION_BITS], costs.gpu_experts_ps(b)
+    order = np.argsort(-np.where(here, loads.rows, 0), axis=3, kind="stable")
+    movable = np.take_along_axis(np.where(here, loads.rows, 0), order, axis=3)  # longest first
+    left = add_up(device[loads.rows])[..., None] - sums_before(device[movable])
+    message = costs.device_fill_ps + costs.links_ps(b)[1, 1]
+    shared = shared_ps(batches, costs)[..., None]
+    both = np.maximum(sums_before(gpu[movable]) + shared, np.where(left > 1.0, left + message, 0.0))
+    moved = np.zeros(here.shape, np.bool_)
+    np.put_along_axis(moved, order, np.arange(here.shape[3]) < both.argmin(axis=3)[..., None], axis=3)
+    moved &= here
+    widths = np.where(moved.ravel()[loads.places], 0, FULL_PRECISION_BITS).astype(np.uint8)
+    split = run_pairs(batches, widths, costs)
+    return Outcome(
+        policy="longest to the GPU",
+        moe_ps=split.moe_ps,
+        device_ps=split.device_ps,
+        gpu_ps=split.gpu_ps,
+        prefill_ps=run_prompts(batches, np.broadcast_to(resident, (g, *resident.shape)), costs),
+        migration_ps=np.zeros(g),
+        migrated_bytes=0.0,
+        hot_pairs=int(loads.rows[moved].sum()),
+        cold=cold_at(batches, widths, options.loss),
+        traffic=split.traffic,
+    )
+
+
+PIMOE = System(
+    "pimoe",
+    (
+        "popular experts are on the GPU too, as the published shared memory gives both sides all; no copies in decode",
+        "the division is the best prefix by load, where moving one at a time until it no longer pays would stop",
+        "full precision on both sides; prompts stream what the GPU does not hold",
+    ),
+    pimoe,
+    pimoe_memory,
+)
