@@ -110,11 +110,12 @@ def _with_outer_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 _MAX_SMALL = 4096
-_PART = re.compile(
-    r"(.*\bexperts\b.*?)(?:_(blocks|scales)|\.("
-    + "|".join(re.escape(part) for part in sorted(PARTS, key=len, reverse=True))
-    + "))"
+_PARTS = "|".join(re.escape(part) for part in sorted(PARTS, key=len, reverse=True))
+_OF_EXPERTS = re.compile(
+    r"(?P<prefix>.*\bexperts\b.*?(?:_(?=(?:blocks|scales)$)|\.))"
+    rf"(?P<part>(?<=_)(?:blocks|scales)|(?<=\.)(?:{_PARTS}))"
 )
+_OF_OTHERS = re.compile(rf"(?P<prefix>(?!.*\bexperts\b).*?\.)(?P<part>{_PARTS})")
 _PLAIN = ("F64", "F32", "F16", "BF16")
 
 
@@ -131,13 +132,7 @@ def unpacked(
     small: Callable[[TensorInfo], NDArray[Any]] = read_small,
 ) -> tuple[dict[str, TensorInfo], dict[str, Packed]]:
     """All tensors, those of quantized experts replaced by what they stand for; and how each of these is read."""
-    groups: dict[str, dict[str, str]] = {}
-    for tensor, info in tensors.items():
-        match = _PART.fullmatch(tensor)
-        if match is None or (match[3] == "weight" and info.dtype in _PLAIN):
-            continue
-        separator = "_" if match[2] else "."
-        groups.setdefault(match[1] + separator, {})[match[2] or match[3]] = tensor
+    groups = _groups(tensors, _OF_EXPERTS)
     hidden = {tensor for parts in groups.values() for tensor in parts.values()}
     shown = {tensor: info for tensor, info in tensors.items() if tensor not in hidden}
     packed = _of_gguf(tensors, name)
@@ -148,6 +143,26 @@ def unpacked(
     for shown_name, one in packed.items():
         shown[shown_name] = TensorInfo(one.dtype, one.shape, tensors[one.parts["codes"]].file)
     return shown, packed
+
+
+def packed_linears(model_dir: Path, is_asked: Callable[[str], bool]) -> dict[str, Packed]:
+    """How quantized layers beside the experts are read, by the names of their weights; of those that are asked for."""
+    tensors, config, name = read_headers(model_dir), read_config(model_dir), model_dir.resolve().name
+    groups = {prefix: parts for prefix, parts in _groups(tensors, _OF_OTHERS).items() if is_asked(prefix.rstrip("."))}
+    settings = _settings(_with_outer_settings(config).get("quantization_config"), name)
+    return {
+        f"{of}weight": describe(Parts(of, parts, tensors, name, read_small), settings) for of, parts in groups.items()
+    }
+
+
+def _groups(tensors: Mapping[str, TensorInfo], part_of: re.Pattern[str]) -> dict[str, dict[str, str]]:
+    """Prefix of a quantized tensor -> its parts -> their names."""
+    groups: dict[str, dict[str, str]] = {}
+    for tensor, info in tensors.items():
+        match = part_of.fullmatch(tensor)
+        if match is not None and not (match["part"] == "weight" and info.dtype in _PLAIN):
+            groups.setdefault(match["prefix"], {})[match["part"]] = tensor
+    return groups
 
 
 def _of_gguf(tensors: Mapping[str, TensorInfo], name: str) -> dict[str, Packed]:

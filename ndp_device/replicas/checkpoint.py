@@ -29,6 +29,20 @@ _LARGEST_OF_REPLICAS = float(np.finfo(np.float16).max) / 2
 _DAMAGED = "the checkpoint is damaged or its training diverged, give it another"
 
 
+class StoredTensors:
+    """Tensors of a checkpoint's mapped files by their names."""
+
+    def __init__(self, model_dir: Path) -> None:
+        # resolve(): the Hugging Face cache keeps checkpoints as links into its blob store
+        self.files = {path: MappedFile(path.resolve()) for path in weight_files(model_dir)}
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        for file in self.files.values():
+            if name in file:
+                return file.tensor(name)
+        raise ReplicaError(f"the checkpoint holds no tensor {name}: it is incomplete")
+
+
 class CheckpointExperts:
     """The experts of one checkpoint: `expert(layer, expert) -> FullExpert`, views of the mapped files.
 
@@ -40,9 +54,8 @@ class CheckpointExperts:
         self.shape, self.layout, self.tensors = opened.shape, opened.layout, opened.tensors
         self._packed = opened.packed
         self._is_usable = np.zeros((self.shape.num_layers, self.shape.num_experts), np.bool_)
-        # resolve(): the Hugging Face cache keeps checkpoints as links into its blob store
-        files = {path: MappedFile(path.resolve()) for path in weight_files(model_dir)}
-        self._files = files
+        stored = StoredTensors(model_dir)
+        self._files, self._stored = stored.files, stored.tensor
         self.expert(0, 0)  # a file that is cut short is refused here, not in mid-decode
 
     def expert(self, layer: int, expert: int) -> FullExpert:
@@ -176,12 +189,6 @@ class CheckpointExperts:
     def _values(self, place: Place) -> NDArray[Any]:
         values: NDArray[Any] = place.of(self._files[self.tensors[place.tensor].file].tensor(place.tensor))
         return values
-
-    def _stored(self, name: str) -> NDArray[Any]:
-        for file in self._files.values():
-            if name in file:
-                return file.tensor(name)
-        raise ReplicaError(f"{self.shape.name} holds no tensor {name}: it is incomplete")
 
 
 def largest_magnitude(expert: FullExpert) -> float:

@@ -23,6 +23,7 @@ from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.host_replicas import load_engine_kernel
 from vllm_ndp.integration.linear_layers import LinearLayers
 from vllm_ndp.integration.ranks import Ranks
+from vllm_ndp.integration.stored_linears import StoredLinears
 from vllm_ndp.layer.setup import Planning
 from vllm_ndp.layer.tiers import Owners, Tiers
 
@@ -46,6 +47,7 @@ class WorkerFacts:
         owners = Owners(ranks.size, *sizes) if ranks.holds_whole_experts else None
         self.tiers = Tiers(*sizes, owners=owners, rank=ranks.rank if owners else None)
         self.linears = self._make_linears()
+        self.stored_linears = StoredLinears(self.model_dir)
 
     def _make_linears(self) -> LinearLayers | None:
         """Linear layers to quantize; None where they stay as they are."""

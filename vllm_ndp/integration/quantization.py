@@ -1,14 +1,14 @@
 """`--quantization ndp`: Mixture-of-Experts layers through NdpMoEMethod, everything else as the checkpoint has it.
 
 A checkpoint that is quantized already keeps its own method for linear layers, where vLLM has a kernel for it on this
-machine. Its experts are dequantized when they leave the pool, so that slots hold plain weights. A draft, whose layers
-vLLM makes once all of the model's are loaded, keeps vLLM's methods.
+machine; a processor without one gets their values (stored_linears.py). Its experts are dequantized when they leave the
+pool, so that slots hold plain weights. A draft, whose layers vLLM makes once all of the model's are loaded, keeps
+vLLM's methods.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.platforms import current_platform
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.integration import vllm_private
+from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.whole_weights import WholeLinearMethod
 
 STORED_BESIDE: Mapping[str, tuple[str, ...]] = {
@@ -41,6 +43,8 @@ _VLLM_SAYS: Mapping[str, tuple[str, ...]] = {
     "auto-round": ("inc",),
 }
 """quant_method -> vLLM's own names of it, where they differ: its configurations know which of them a checkpoint is."""
+_NO_KERNEL = (ValueError, NotImplementedError, AssertionError)
+"""What vLLM raises where it has none. RuntimeError is left as it is: memory that is not there is one."""
 _OPERATORS: Mapping[str, str] = {"CPUWNA16LinearKernel": "cpu_gemm_wna16"}
 """vLLM's kernels of linear layers -> the operator they call, which its builds for some processors lack."""
 
@@ -51,6 +55,7 @@ class NdpConfig(QuantizationConfig):
     def __init__(self, method: str | None = None, inner: QuantizationConfig | None = None) -> None:
         super().__init__()
         self._method, self._inner = method, inner
+        self._vllms_name: Callable[[str], str | None] = lambda name: name
 
     def get_name(self) -> str:
         return "ndp"
@@ -91,6 +96,7 @@ class NdpConfig(QuantizationConfig):
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         if self._inner is not None:
+            self._vllms_name = hf_to_vllm_mapper.map_name
             self._inner.apply_vllm_mapper(hf_to_vllm_mapper)
 
     def maybe_update_config(self, *args: Any, **kwargs: Any) -> None:
@@ -108,20 +114,20 @@ class NdpConfig(QuantizationConfig):
         if self._inner is None:
             return self._plain_method(layer, prefix)
         self._inner.packed_modules_mapping = self.packed_modules_mapping
-        with self._naming(prefix):
+        try:
             method = self._inner.get_quant_method(layer, prefix)
-        if isinstance(layer, LinearBase) and method is not None:
-            self._name_when_weights_are_made(method, prefix)  # some formats look for their kernel only then
+        except _NO_KERNEL as error:
+            return self._dequantized(layer, prefix, error)
         if method is None or isinstance(method, UnquantizedLinearMethod):
             return self._plain_method(layer, prefix)
-        computes_in = self._inner.get_supported_act_dtypes()
+        if not isinstance(layer, LinearBase):
+            return method
         dtype = get_current_vllm_config().model_config.dtype
-        if isinstance(layer, LinearBase) and dtype not in computes_in:
-            raise ConfigError(
-                f"the checkpoint stores {prefix} as {self._method}, whose linear layers compute in "
-                f"{' or '.join(str(one).removeprefix('torch.') for one in computes_in)}, not in "
-                f"{str(dtype).removeprefix('torch.')}: set --dtype bfloat16"
-            )
+        if dtype not in (computes_in := self._inner.get_supported_act_dtypes()):
+            types = " or ".join(str(one).removeprefix("torch.") for one in computes_in)
+            why = f"it computes in {types}, not in {str(dtype).removeprefix('torch.')}: set --dtype bfloat16"
+            return self._dequantized(layer, prefix, ValueError(why))
+        self._dequantize_without_kernel(method, layer, prefix)
         return method
 
     def _plain_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
@@ -133,30 +139,48 @@ class NdpConfig(QuantizationConfig):
         ours = None if linears is None else linears.method_of(layer, prefix)
         return ours or (WholeLinearMethod(prefix) if isinstance(layer, LinearBase) else None)
 
-    @contextmanager
-    def _naming(self, prefix: str) -> Iterator[None]:
-        """Turn vLLM's many lines about a kernel that is not here into one sentence with the layer's name.
+    def _dequantized(self, layer: torch.nn.Module, prefix: str, error: Exception) -> QuantizeMethodBase:
+        """The method of a layer for whose format vLLM has no kernel here: as if the checkpoint stored it plainly.
 
-        RuntimeError is left as it is: memory that is not there is one.
+        vLLM's many lines about the kernel become one sentence where it cannot be.
         """
-        try:
-            yield
-        except (ValueError, NotImplementedError, AssertionError) as error:
+        from vllm_ndp.integration.assembly import current_assembly
+
+        assembly, plain = current_assembly(), self._plain_method(layer, prefix)
+        if plain is None or assembly.has_every_layer or not current_platform.is_cpu():
             reason = str(error).strip().splitlines()
             raise ConfigError(
                 f"vLLM has no kernel on this machine for {prefix}, which the checkpoint stores as {self._method}: "
                 f"serve it where there is one, or give its linear layers in bfloat16 ({(reason or [repr(error)])[0]})"
             ) from error
+        stored = assembly.facts.stored_linears
+        if not stored.names:
+            say(
+                f"vLLM has no kernel here for linear layers stored as {self._method}: they are dequantized as they load"
+            )
+        stored.vllms_name = self._vllms_name
+        stored.names.add(prefix)
+        return plain
 
-    def _name_when_weights_are_made(self, method: Any, prefix: str) -> None:
+    def _dequantize_without_kernel(self, method: Any, layer: Any, prefix: str) -> None:
+        """Some formats look for their kernel only when the weights are made."""
+        from vllm_ndp.integration.assembly import current_assembly
+
         create_weights = method.create_weights
 
-        def named(*args: Any, **kwargs: Any) -> None:
-            with self._naming(prefix):
+        def made(*args: Any, **kwargs: Any) -> None:
+            before, assembly = set(layer._parameters), current_assembly()
+            try:
                 create_weights(*args, **kwargs)
-                _refuse_missing_operator(method, kwargs.get("layer", args[0] if args else None))
+                _refuse_missing_operator(method, layer)
+                assembly.facts.stored_linears.kept.add(prefix)
+            except _NO_KERNEL as error:
+                layer.quant_method = self._dequantized(layer, prefix, error)
+                for name in set(layer._parameters) - before:
+                    del layer._parameters[name]
+                layer.quant_method.create_weights(*args, **kwargs)
 
-        method.create_weights = named
+        method.create_weights = made
 
 
 def _vllms_own(method: str, config: dict[str, Any]) -> type[QuantizationConfig]:

@@ -161,6 +161,26 @@ def weights_tracked_by(
         DefaultModelLoader.track_weights_loading = stock
 
 
+@touches("model_executor/model_loader/default_loader.py", "DefaultModelLoader.get_all_weights")
+@contextmanager
+def weights_passed_through(
+    change: Callable[[Iterator[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]],
+) -> Iterator[None]:
+    """Within: vLLM's loader gives a model what change() makes of the checkpoint's tensors, name and tensor."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    stock = DefaultModelLoader.get_all_weights
+
+    def ours(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return change(stock(self, *args, **kwargs))
+
+    DefaultModelLoader.get_all_weights = ours
+    try:
+        yield
+    finally:
+        DefaultModelLoader.get_all_weights = stock
+
+
 @touches(
     "model_executor/layers/vocab_parallel_embedding.py", "UnquantizedEmbeddingMethod.process_weights_after_loading"
 )

@@ -43,9 +43,12 @@ class NdpWorker(FixedWeights, _Base):
             vllm_private.sleep_between_looks()
         try:
             making = Assembly.begin(self.vllm_config, self._opened)  # layers attach themselves while the model loads
-            linears = making.facts.linears
+            linears, stored = making.facts.linears, making.facts.stored_linears
             with (
                 checked_as_unquantized(of_draft=lambda: making.has_every_layer),
+                vllm_private.weights_passed_through(
+                    lambda stream: stream if making.has_every_layer else stored.values_in(stream)
+                ),
                 nullcontext() if linears is None else vllm_private.plain_heads_offered_to(linears.take_plain_head),
             ):
                 super().load_model(*args, **kwargs)
