@@ -6,8 +6,8 @@ Prints a table for people, then one JSON object as the last line of stdout.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,11 +19,8 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.presets import PRESETS
 from ndp_device.timing.public_models import SHAPES, public_shape
 from ndp_device.timing.spec import (
-    LAUNCH_PATHS,
     PE_MODES,
-    REFRESH_MODES,
     Hardware,
-    density_overrides,
     load_hardware,
     preset_table,
 )
@@ -38,37 +35,6 @@ app = program("Simulated times of the hardware model.", examples=("ndp-device ti
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-@dataclass(frozen=True)
-class MemoryOptions:
-    """Changes to a preset's DRAM and its controller."""
-
-    refresh: Annotated[str | None, typer.Option(help=f"{', '.join(REFRESH_MODES)}.")] = None
-    bank_group_interleave: Annotated[str | None, typer.Option(help="on, off.")] = None
-    outstanding: Annotated[int | None, typer.Option(help="Lines in flight per channel; 0: a full queue.")] = None
-    density: Annotated[int | None, typer.Option(help="Gbit of a DRAM part: 16, 32.")] = None
-
-    def overrides(self, hardware: str) -> dict[str, Any]:
-        return {
-            **({} if self.density is None else density_overrides(hardware, self.density)),
-            "dram.refresh": self.refresh,
-            "dram.bank_group_interleave": self.bank_group_interleave,
-            "dram.outstanding": self.outstanding,
-        }
-
-
-@dataclass(frozen=True)
-class ArrayOptions:
-    """How the device is told, and how it computes."""
-
-    pe_mode: Annotated[str | None, typer.Option(help=f"{', '.join(PE_MODES)}.")] = None
-    launch: Annotated[str | None, typer.Option(help=f"{', '.join(LAUNCH_PATHS)}.")] = None
-    hardware: HardwareOption = "h100-ndp512"
-    set_: SetOption = None
-
-    def in_mode(self, pe_mode: str | None) -> Hardware:
-        return _hardware(self.hardware, self.set_, {"array.pe_mode": pe_mode, "link.launch": self.launch})
-
-
 @command(
     app,
     "dram",
@@ -79,7 +45,6 @@ class ArrayOptions:
 )
 def dram(
     num_bytes: Annotated[str, typer.Argument(metavar="BYTES", help="Bytes read in all: 65536, 64KiB, 352MB, …")],
-    memory: MemoryOptions,
     hardware: HardwareOption = "h100-ndp512",
     streams: Annotated[int, typer.Option(help="Sequential streams that share the bytes.")] = 1,
     placement: Annotated[str, typer.Option(help=f"{', '.join(PLACEMENTS)}.")] = "natural",
@@ -89,7 +54,7 @@ def dram(
 
     Mean, fastest and slowest of start times that are spread across one refresh interval.
     """
-    chosen = _hardware(hardware, set_, memory.overrides(hardware))
+    chosen = _hardware(hardware, set_)
     size = _parse_size(num_bytes)
     transfer = dram_timing.transfer(chosen.dram, size, streams, placement)
     lines = dram_timing.channel_lines(chosen.dram, size)
@@ -117,7 +82,7 @@ def idle(
 
     hit: its row is open; closed: its bank is; conflict: another row is open.
     """
-    chosen = _hardware(hardware, set_, {})
+    chosen = _hardware(hardware, set_)
     latency = dram_timing.idle_ps(chosen.dram, case)
     print_json({"ps": latency, "case": case, "config_hash": chosen.config_hash})
 
@@ -127,24 +92,25 @@ def idle(
     "expert",
     examples=(
         "ndp-device time expert mixtral-8x7b --bits 3",
-        "ndp-device time expert olmoe --bits 4 --tokens 8 --hardware h200-gen5 --pe-mode fp16_dequant",
+        "ndp-device time expert olmoe --bits 4 --tokens 8 --hardware h200-gen5 --set array.pe_mode=fp16_dequant",
     ),
 )
 def expert(
     bits: Annotated[int, typer.Option(help="1, 2, 3, 4, 8 or 16.")],
-    array: ArrayOptions,
     model: Annotated[str, typer.Argument(metavar="MODEL", help=f"Public shape: {', '.join(SHAPES)}.")] = "mixtral-8x7b",
     tokens: Annotated[int, typer.Option(help="Rows that the expert serves.")] = 1,
     group_size: Annotated[int, typer.Option(help="Weights that share a scale and an offset.")] = 128,
     scales: Annotated[bool, typer.Option(help="Count the scales and offsets.")] = True,
+    hardware: HardwareOption = "h100-ndp512",
+    set_: SetOption = None,
 ) -> None:
     """Time one expert on the idle device, from launch to completion."""
     if tokens < 1:
         raise ConfigError(f"--tokens must be at least 1, got {tokens}")
     work = single_expert_work(public_shape(model), bits, tokens, group_size, scales=scales)
-    timing = DeviceModel(array.in_mode(array.pe_mode)).execute(work, 0)
-    beside = {mode: DeviceModel(array.in_mode(mode)).execute(work, 0) for mode in PE_MODES}
-    _stage_table(f"{model}, one expert, {bits} bits, {tokens} tokens, {array.hardware}", beside)
+    timing = DeviceModel(_hardware(hardware, set_)).execute(work, 0)
+    beside = {mode: DeviceModel(_hardware(hardware, set_, mode)).execute(work, 0) for mode in PE_MODES}
+    _stage_table(f"{model}, one expert, {bits} bits, {tokens} tokens, {hardware}", beside)
     print_json(
         {
             "model": model,
@@ -169,7 +135,7 @@ def hardware(
     """Print every number of a preset with its unit and source."""
     from rich.table import Table
 
-    chosen = _hardware(preset, set_, {})
+    chosen = _hardware(preset, set_)
     table = Table("value", "", "unit", "source", title=preset)
     sources = preset_table(preset)
     values = chosen.values()
@@ -181,10 +147,9 @@ def hardware(
     print_json({"preset": preset, "config_hash": chosen.config_hash, "values": values}, shown=True)
 
 
-def _hardware(preset: str, set_: list[str] | None, options: dict[str, Any]) -> Hardware:
-    overrides: dict[str, Any] = dict(assignments(set_, "--set", "section.field=value"))
-    overrides.update({key: value for key, value in options.items() if value is not None})
-    return load_hardware(preset, **overrides)
+def _hardware(preset: str, set_: list[str] | None, pe_mode: str | None = None) -> Hardware:
+    overrides = assignments(set_, "--set", "section.field=value")
+    return load_hardware(preset, **overrides | ({} if pe_mode is None else {"array.pe_mode": pe_mode}))
 
 
 def _parse_size(text: str) -> int:

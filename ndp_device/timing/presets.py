@@ -113,9 +113,9 @@ _LPDDR5: Table = {
     "dram.aad": _q(8, "cycle", "[JL] tAAD"),
     "dram.read_cycles": _q(1, "cycle", "[JL]"),
     "dram.wck_sync": _q(1, "cycle", "[JL] tWCKPST, then a CAS must precede the next read"),
-    "dram.rfc": _q(224, "cycle", "[JL] tRFCab 280 ns, 16 Gb"),
+    "dram.rfc": _q(224, "cycle", "[JL] tRFCab 280 ns, 16 Gb; 32 Gb: 380 ns = 304"),
     "dram.refi": _q(3_125, "cycle", "[JL] tREFI 3.906 us"),
-    "dram.rfc_pb": _q(112, "cycle", "[JL] tRFCpb 140 ns, 16 Gb"),
+    "dram.rfc_pb": _q(112, "cycle", "[JL] tRFCpb 140 ns, 16 Gb; 32 Gb: 190 ns = 152"),
     "dram.refi_pb": _q(391, "cycle", "[JL] tREFIpb 488 ns"),
     "dram.pbr_to_pbr": _q(72, "cycle", "[JL] tpbR2pbR 90 ns"),
     "dram.pbr_to_act": _q(6, "cycle", "[JL] tpbR2act 7.5 ns"),
@@ -229,15 +229,6 @@ _SEED002: Table = {
     "gpu.flops_per_s": _q(200_000_000_000_000, "flop/s", "[S] seed 002"),
     "gpu.hbm_bytes_per_s": _q(800_000_000_000, "byte/s", "[S] seed 002"),
     "gpu.layer_overhead_ps": _q(0, "ps", "[S] seed 002 counts none"),
-}
-
-DENSITY_REFRESH: Mapping[str, Mapping[int, Mapping[str, int]]] = {
-    # refresh times in cycles of parts of other densities, by the first word of dram.standard and Gbit
-    "DDR5-6400AN": {16: {"dram.rfc": 946}, 32: {"dram.rfc": 1315}},  # [J5] tRFC1 295 and 410 ns at 312 ps
-    "LPDDR5-6400": {  # [JL] tRFCab 280 and 380 ns, tRFCpb 140 and 190 ns
-        16: {"dram.rfc": 224, "dram.rfc_pb": 112},
-        32: {"dram.rfc": 304, "dram.rfc_pb": 152},
-    },
 }
 
 _X8: Table = {  # PCIe 4.0 x8, which is what a 4060 Ti has

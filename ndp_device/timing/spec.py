@@ -15,7 +15,7 @@ from functools import cache, cached_property
 from typing import Annotated, Any, ClassVar, NamedTuple, get_origin, get_type_hints
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.timing.presets import DENSITY_REFRESH, PRESETS, Quantity, known_presets
+from ndp_device.timing.presets import PRESETS, Quantity, known_presets
 from ndp_device.timing.units import FS_PER_PS, PS_PER_S, ceil_div
 
 REFRESH_MODES = ("all-bank", "per-bank", "off")
@@ -321,15 +321,6 @@ def load_hardware(preset: str = "h100-ndp512", /, **overrides: Any) -> Hardware:
         for section, spec in SECTIONS.items()
     }
     return Hardware(preset=preset, **sections)
-
-
-def density_overrides(preset: str, gbit: int) -> Mapping[str, int]:
-    """Changes to a preset for DRAM parts of another density."""
-    standard = str(preset_table(preset)["dram.standard"].value)
-    known = DENSITY_REFRESH.get(standard.split()[0], {})
-    if gbit not in known:
-        raise ConfigError(f"the density of {standard} must be one of {list(known)} Gbit, got {gbit}")
-    return known[gbit]
 
 
 def preset_table(preset: str) -> Mapping[str, Quantity]:

@@ -32,12 +32,11 @@ def test_dram_prints_what_the_model_says() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ["--refresh", "off"],
-        ["--bank-group-interleave", "off"],
-        ["--outstanding", "4"],
-        ["--hardware", "h100-ndp512-lpddr5", "--refresh", "per-bank"],
+        ["--set", "dram.refresh=off"],
+        ["--set", "dram.bank_group_interleave=off"],
+        ["--set", "dram.outstanding=4"],
+        ["--hardware", "h100-ndp512-lpddr5", "--set", "dram.refresh=per-bank"],
         ["--set", "dram.rfc=1315"],
-        ["--density", "32"],
         ["--streams", "2", "--placement", "same-bank"],
     ],
 )
@@ -56,7 +55,7 @@ def test_idle_prints_picoseconds(case: str) -> None:
 
 def test_expert_prints_every_stage_and_the_other_modes_beside_it() -> None:
     options = ["mixtral-8x7b", "--bits", "3", "--tokens", "4"]
-    line = last_line("expert", *options, "--pe-mode", "fp16_dequant")
+    line = last_line("expert", *options, "--set", "array.pe_mode=fp16_dequant")
     stages = ("launch", "link_in", "queue", "dram", "compute", "dequant", "vector", "link_out", "completion")
     total = sum(line[f"{stage}_ps"] for stage in stages) - line["overlap_saved_ps"]
     assert line["total_ps"] == total == line["total_ps_by_pe_mode"]["fp16_dequant"]
@@ -78,7 +77,6 @@ def test_hardware_prints_every_value_and_marks_what_was_set_by_hand() -> None:
         (["dram", "0"], "at least 1"),
         (["dram", "64", "--set", "rfc"], "section.field=value"),
         (["dram", "64", "--set", "dram.channels=0"], "dram.channels must lie in 1..16777216"),
-        (["dram", "64", "--density", "24"], "one of [16, 32] Gbit, got 24"),
         (["idle", "warm"], "hit, closed, conflict"),
         (["expert", "--bits", "5"], "bits must be one of"),
         (["expert", "--bits", "3", "--tokens", "0"], "--tokens"),
