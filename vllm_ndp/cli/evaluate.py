@@ -12,9 +12,9 @@ import typer
 
 from ndp_device.common.command_line import command, print_json
 from ndp_device.common.errors import ConfigError
+from vllm_ndp.cli.options import SERVER
 
 app = typer.Typer()
-SERVER = "http://127.0.0.1:8000"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from ndp_device.common.command_line import assignments
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.outputs import A_NEW_FOLDER
 
+SERVER = "http://127.0.0.1:8000"
 TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="Directory of the trace.")]
 CheckpointArgument = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory.")]
 OutOption = Annotated[

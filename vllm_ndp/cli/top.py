@@ -10,7 +10,7 @@ import typer
 
 from ndp_device.common.command_line import command, print_json
 from ndp_device.common.errors import DeviceUnavailable
-from vllm_ndp.cli.options import JsonOption
+from vllm_ndp.cli.options import SERVER, JsonOption
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from vllm_ndp.operating.watch import Rates, Sample, Watched
 
 app = typer.Typer()
-SERVER = "http://127.0.0.1:8000"
 
 
 @command(

@@ -29,6 +29,7 @@ from vllm_ndp.integration.batch import KvGroup
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.ranks import Share, Stage
 from vllm_ndp.operating.hub import asked_of_hub
+from vllm_ndp.operating.sizing import CPU_KERNEL_UNIT, require_cpu_kernel
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -180,7 +181,8 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
             f"{directory.name} is a GGUF file, of which vLLM loads no dense layer: serve its safetensors; "
             "vllm-ndp quantize, plan and a device of its own read GGUF"
         )
-    _refuse_odd_sizes(shape)
+    if on_cpu():
+        require_cpu_kernel(shape)
     _refuse_uneven_shares(shape, parallel.tensor_parallel_size, settings, whole=parallel.enable_expert_parallel)
     settings.resolve_offload_bits(shape.num_experts)
     settings.require_followable(shape.num_experts)
@@ -194,18 +196,6 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     return settings
 
 
-_CPU_UNIT = 32
-"""Unit of either size in vLLM's CPU kernel for experts."""
-
-
-def _refuse_odd_sizes(shape: ModelShape) -> None:
-    if on_cpu() and (shape.hidden_size % _CPU_UNIT or shape.intermediate_size % _CPU_UNIT):
-        raise ConfigError(
-            f"vLLM's CPU kernel for experts needs hidden and intermediate sizes that are multiples of {_CPU_UNIT}, "
-            f"{shape.name} has {shape.hidden_size} and {shape.intermediate_size}: serve it on a GPU"
-        )
-
-
 def _quantized_slots(settings: NdpSettings) -> str:
     return f"'plan' {settings.plan!r}" if settings.is_joint else f"'slot_bits' {settings.slot_bits}"
 
@@ -214,7 +204,7 @@ def _refuse_uneven_shares(shape: ModelShape, num_ranks: int, settings: NdpSettin
     """whole: each rank holds whole experts."""
     if num_ranks == 1:
         return
-    unit = _CPU_UNIT if on_cpu() else 1
+    unit = CPU_KERNEL_UNIT if on_cpu() else 1
     if shape.intermediate_size % (unit * num_ranks) and not whole:
         raise ConfigError(
             f"--tensor-parallel-size {num_ranks} cuts experts of intermediate size {shape.intermediate_size} into "

@@ -28,11 +28,10 @@ from typing import Literal, NamedTuple
 
 from ndp_device.common.errors import NdpError
 from ndp_device.common.machine_memory import control_groups, memory_found
-from vllm_ndp.operating.sizing import human
+from vllm_ndp.operating.sizing import GB, human
 
 State = Literal["ok", "warn", "fail", "skipped"]
 
-GB = 1_000_000_000
 SLOW_READ = 5 * GB
 """Bytes per second below which one row through an expert of Mixtral's size takes longer than 15 ms at 3 bits."""
 FEW_FILES = 1024

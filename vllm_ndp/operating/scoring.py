@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.operating.server import Server
+from vllm_ndp.operating.server import DECODE_PLACES, Server
 
 FORCED = "ndp_forced_tokens"
 PROCESSOR = "vllm_ndp.integration.forced_tokens:ForcedTokens"
-PAIR_KINDS = ("hot_pairs", "spilled_pairs", "warm_pairs", "cold_pairs", "fallback_pairs")
+PAIR_KINDS = tuple(f"{place}_pairs" for place in DECODE_PLACES)
 _TIMEOUT_S = 3600.0
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from ndp_device.common.errors import ConfigError, DeviceUnavailable
 
+DECODE_PLACES = ("hot", "spilled", "warm", "cold", "fallback")
+"""Where pairs of decode rows run, as reports and metrics name it."""
 _MOST_BYTES = 64 << 20
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.model_shape import WholeModel
-from ndp_device.common.widths import FULL_PRECISION_BITS, WIDTHS, default_group_size
+from ndp_device.common.model_shape import ModelShape, WholeModel
+from ndp_device.common.widths import DEFAULT_AVG_BITS, FULL_PRECISION_BITS, WIDTHS, default_group_size
 from ndp_device.timing.units import ceil_div
 from ndp_device.timing.work import expert_bytes
 from vllm_ndp.cost_model.memory import STAGED_EXPERTS
@@ -36,11 +36,12 @@ GPU_PROGRAM_BYTES = 600_000_000
 """CUDA context and libraries in GPU memory: a guess, since nothing was run on a GPU here."""
 SIDECAR_BYTES_PER_CHOICE = 6
 """An int16 id and a float32 weight: integration/routing_sidecar.py."""
+CPU_KERNEL_UNIT = 32
+"""Hidden and intermediate sizes are multiples of it in vLLM's CPU kernel."""
 CPU_KERNEL_ELEMENTS = 2**31
 """vLLM's CPU kernel computes offsets of a layer's slots in 32 bits: K * 2I * H must stay below."""
 KV_BLOCK = 32
 """Tokens: what vLLM's CPU attention needs, and two blocks of its CUDA default."""
-DEFAULT_AVG_BITS = 3.0
 _PLAIN_SHARE = 0.9
 """Files with less of the bytes that the model has as served store a quantized format: FP8 has half and more."""
 
@@ -53,6 +54,15 @@ def parse_bytes(text: str, option: str) -> int:
     unit = match[2].lower()
     base = 1024 if "i" in unit else 1000
     return int(float(match[1]) * base ** {"m": 2, "g": 3, "t": 4}[unit[0]])
+
+
+def require_cpu_kernel(model: ModelShape) -> None:
+    """Raises ConfigError where vLLM's CPU kernel cannot run experts of these sizes."""
+    if model.hidden_size % CPU_KERNEL_UNIT or model.intermediate_size % CPU_KERNEL_UNIT:
+        raise ConfigError(
+            f"vLLM's CPU kernel for experts needs hidden and intermediate sizes that are multiples of "
+            f"{CPU_KERNEL_UNIT}, {model.name} has {model.hidden_size} and {model.intermediate_size}: serve it on a GPU"
+        )
 
 
 @dataclass(frozen=True)
@@ -281,7 +291,8 @@ class Sizing:
 
     def require(self) -> list[Option]:
         """`options`, at least one. Raises ConfigError with what is missing where there is none."""
-        self._require_kernel()
+        if self.machine.gpu_bytes is None:
+            require_cpu_kernel(self.model)
         if found := list(self.options()):
             return found
         fixed = sum(self._engine.values())
@@ -300,14 +311,6 @@ class Sizing:
             f"{need / GB:.1f} GB of {place} memory, of which {room / GB:.1f} GB may be used: take a smaller --context "
             "or --batch, or more memory"
         )
-
-    def _require_kernel(self) -> None:
-        model = self.model
-        if self.machine.gpu_bytes is None and (model.hidden_size % 32 or model.intermediate_size % 32):
-            raise ConfigError(
-                f"vLLM's CPU kernel needs hidden and intermediate sizes that are multiples of 32, got "
-                f"{model.hidden_size} and {model.intermediate_size}: give --gpu-memory"
-            )
 
     # -- what else would do -------------------------------------------------------------------------------------------
 

@@ -17,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.transport import is_address
-from vllm_ndp.operating.server import Server, ServerRefusal
+from vllm_ndp.operating.server import DECODE_PLACES, Server, ServerRefusal
 
-PLACES = ("hot", "spilled", "warm", "cold", "fallback", "prefill", "prefill_device", "prefill_fallback")
+PLACES = (*DECODE_PLACES, "prefill", "prefill_device", "prefill_fallback")
 STATUS = "/v1/ndp/status"
 _TIMEOUT_S = 5.0
 
@@ -141,7 +141,7 @@ def rates(before: Sample, after: Sample) -> Rates:
         count = grown.get(f"{name} count", 0.0)
         means[name] = grown[f"{name} sum"] / count if count else None
     plain = {name: value / seconds for name, value in grown.items() if not name.endswith((" sum", " count"))}
-    decoded = [grown.get(f"{place} pairs", 0.0) for place in PLACES if not place.startswith("prefill")]
+    decoded = [grown.get(f"{place} pairs", 0.0) for place in DECODE_PLACES]
     return Rates(seconds, plain, means, decoded[0] / sum(decoded) if sum(decoded) else None)
 
 
