@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +37,6 @@ _FOLDERS = ["*/*"]
 _REPLICA_FILES = [MANIFEST, "experts-*.safetensors", CARD]
 
 
-@dataclass(frozen=True)
-class Pulled:
-    directory: Path
-    manifest: Manifest
-    num_bytes: int
-
-
 def is_repo(name: str) -> bool:
     """Whether this can be an id, and is no directory here."""
     return _REPO.fullmatch(name) is not None and not Path(name).exists()
@@ -68,7 +60,7 @@ def checkpoint_dir(name: str) -> Path:
         return directory
 
 
-def pull(repo: str, out: Path | None, model: str | None = None, revision: str | None = None) -> Pulled:
+def pull(repo: str, out: Path | None, model: str | None = None, revision: str | None = None) -> ReplicaFiles:
     """Fetch a replica set, into `out` or our cache. model: of which they must be, where given.
 
     Raises ReplicaError where a byte differs from what the manifest says, ConfigError where they are of another model.
@@ -80,8 +72,7 @@ def pull(repo: str, out: Path | None, model: str | None = None, revision: str | 
         fetched = Path(hub.snapshot_download(repo, local_dir=directory, **options))
     if not (fetched / MANIFEST).exists():
         raise ReplicaError(f"{repo} has no {MANIFEST}: it holds no replica set of vllm-ndp")
-    files = ReplicaFiles(fetched, model_digest=None if model is None else model_digest(checkpoint_dir(model)))
-    return Pulled(fetched, files.manifest, files.num_bytes)
+    return ReplicaFiles(fetched, model_digest=None if model is None else model_digest(checkpoint_dir(model)))
 
 
 def push(directory: Path, repo: str, *, license_: str, base_model: str | None, private: bool) -> str:

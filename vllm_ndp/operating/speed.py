@@ -48,7 +48,6 @@ class Simulated:
     decode_tokens_per_s: float
     prefill_ps: int
     """Time of one prompt as long as the context, cold experts streamed."""
-    hot_share: float
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,6 @@ def simulated(costs: Costs, num_hot: int, avg_bits: float, batch: int, context: 
         decode_step_ps=round(step),
         decode_tokens_per_s=batch * PS_PER_S / step,
         prefill_ps=_prefill_ps(costs, num_hot, context),
-        hot_share=num_hot / model.num_experts,
     )
 
 
