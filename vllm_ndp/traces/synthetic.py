@@ -25,6 +25,15 @@ from vllm_ndp.traces.rows import MOST_ROWS
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
 _GRID = 2.0**16
+_LIMITS = {
+    **dict.fromkeys(("num_layers", "num_experts", "top_k", "num_requests", "prompt_len"), (1, math.inf)),
+    **dict.fromkeys(("decode_len", "turns"), (0, math.inf)),
+    "concentration": (1e-9, 1e9),
+    "signal": (0, 1e9),
+    "reach": (1e-9, 1),
+    "memory": (0, 1 - 1e-9),
+    **dict.fromkeys(("persistence", "drift"), (0, 1)),
+}
 _BEYOND_REACH = 3.0
 """Standard deviations of taste."""
 
@@ -61,23 +70,14 @@ class SyntheticSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_experts", "top_k", "num_requests", "prompt_len"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"synthetic trace: {name} must be at least 1, got {getattr(self, name)}")
+        for name, (least, most) in _LIMITS.items():
+            if not least <= (value := getattr(self, name)) <= most:
+                raise ConfigError(f"synthetic trace: {name} must lie in {least:g}..{most:g}, got {value}")
         cells = self.num_requests * (self.prompt_len + self.decode_len) * self.num_layers
         if cells > MOST_ROWS:
             raise ConfigError(f"synthetic trace: tokens times layers must be at most {MOST_ROWS}, got {cells}")
         if self.top_k > self.num_experts:
             raise ConfigError(f"synthetic trace: top_k {self.top_k} must not exceed num_experts {self.num_experts}")
-        if not 0 < self.reach <= 1:
-            raise ConfigError(f"synthetic trace: reach must lie above 0 and be at most 1, got {self.reach}")
-        if self.turns < 0:
-            raise ConfigError(f"synthetic trace: turns must be at least 0, got {self.turns}")
-        if not 0 <= self.persistence <= 1 or not 0 <= self.memory < 1:
-            raise ConfigError(
-                f"synthetic trace: persistence must lie in 0..1 and memory in 0..1 without 1, got {self.persistence} "
-                f"and {self.memory}"
-            )
         if self.strength and (len(self.strength) != self.num_layers or not min(self.strength) >= 0):
             raise ConfigError(
                 f"synthetic trace: strength must hold a number of at least 0 for each of {self.num_layers} layers, got "
@@ -87,12 +87,6 @@ class SyntheticSettings:
             raise ConfigError(
                 f"synthetic trace: strength times persistence must not exceed 1, got {max(self.strength)} times "
                 f"{self.persistence}"
-            )
-        finite = 0 < self.concentration < np.inf and 0 <= self.signal < np.inf
-        if self.decode_len < 0 or not finite or not 0 <= self.drift <= 1:
-            raise ConfigError(
-                "synthetic trace: decode_len >= 0, concentration > 0, signal >= 0 and drift in 0..1 are needed, got "
-                f"{self.decode_len}, {self.concentration}, {self.signal}, {self.drift}"
             )
 
     @classmethod
