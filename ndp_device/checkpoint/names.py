@@ -57,35 +57,26 @@ ALL_ROWS = TensorRows()
 
 
 @dataclass(frozen=True)
-class Place:
-    """One matrix [rows, columns] or bias [rows] of one expert inside a tensor: `values[index].T[rows]`."""
-
-    tensor: str
-    index: int | None = None
-    transposed: bool = False
-    rows: TensorRows = ALL_ROWS
-
-    def of(self, values: Any) -> Any:
-        """A view of the matrix, given the whole tensor as an array."""
-        if self.index is not None:
-            values = values[self.index]
-        if self.transposed:
-            values = values.T
-        return values[slice(*self.rows)]
-
-
-@dataclass(frozen=True)
 class Source:
-    """Where one matrix or bias of all experts of a layer lies. `name` holds {} where each expert has its own tensor."""
+    """Where one matrix [rows, columns] or bias [rows] of all experts of a layer lies.
+
+    `name` holds {} where each expert has its own tensor.
+    """
 
     name: str
     transposed: bool = False
     rows: TensorRows = ALL_ROWS
 
-    def place(self, expert: int) -> Place:
-        if "{}" in self.name:
-            return Place(self.name.format(expert), None, self.transposed, self.rows)
-        return Place(self.name, expert, self.transposed, self.rows)
+    def tensor(self, expert: int) -> str:
+        return self.name.format(expert)
+
+    def index(self, expert: int) -> int | None:
+        """Place of the expert in its tensor; None where it has its own."""
+        return None if "{}" in self.name else expert
+
+    def of(self, values: Any) -> Any:
+        """A view of the matrix, given the values of this expert alone."""
+        return (values.T if self.transposed else values)[slice(*self.rows)]
 
 
 @dataclass(frozen=True)
@@ -365,8 +356,7 @@ class _Layer:
         return Source(template)
 
     def _matrix_shape(self, source: Source) -> tuple[int, int]:
-        place = source.place(0)
-        shape = self._shape(place.tensor, 2 if place.index is None else 3)
+        shape = self._shape(source.tensor(0), 2 if source.index(0) is None else 3)
         return shape[-2], shape[-1]
 
     def _one(self, role: str, is_bias: bool = False) -> str:
@@ -490,7 +480,7 @@ def _dtype(tensors: Mapping[str, TensorInfo], layers: list[CheckpointLayer], num
         tensors[tensor].dtype: tensor
         for layer in layers
         for source in layer.weights.values()
-        for tensor in {source.place(expert).tensor for expert in range(num_experts)}
+        for tensor in {source.tensor(expert) for expert in range(num_experts)}
     }
     for dtype, example in dtypes.items():
         if dtype not in DTYPES:
@@ -499,8 +489,6 @@ def _dtype(tensors: Mapping[str, TensorInfo], layers: list[CheckpointLayer], num
                 "give the checkpoint in bfloat16, float16 or float32"
             )
     for source in (source for layer in layers for source in layer.biases.values()):
-        if tensors[source.place(0).tensor].dtype not in DTYPES:
-            raise ConfigError(
-                f"{name}: {source.name.format(0)} is {tensors[source.place(0).tensor].dtype}, not a float"
-            )
+        if tensors[source.tensor(0)].dtype not in DTYPES:
+            raise ConfigError(f"{name}: {source.tensor(0)} is {tensors[source.tensor(0)].dtype}, not a float")
     return DTYPES[next(iter(dtypes))] if len(dtypes) == 1 else "float32"

@@ -8,7 +8,6 @@ computes with it makes a copy. Each request for a quantized expert dequantizes i
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.checkpoint.headers import weight_files
-from ndp_device.checkpoint.names import DTYPES, Place
+from ndp_device.checkpoint.names import DTYPES, Source
 from ndp_device.checkpoint.opening import Checkpoint, open_checkpoint
 from ndp_device.checkpoint.values import Codes
 from ndp_device.common.errors import ReplicaError
@@ -66,20 +65,18 @@ class CheckpointExperts:
                 f"not an expert {expert} of layer {layer}"
             )
         found = self.layout.layers[layer]
-        places = [found.weights[part].place(expert) for part in ("gate", "up", "down")]
+        sources = [found.weights[part] for part in ("gate", "up", "down")]
         dequantized = {
-            (place.tensor, place.index): self._packed[place.tensor].values(self._stored, place.index)
-            for place in places
-            if place.tensor in self._packed
+            source.name: self._packed[name].values(self._stored, source.index(expert))
+            for source in {source.name: source for source in sources}.values()  # gate and up may be one
+            if (name := source.tensor(expert)) in self._packed
         }
         w1, w3, w2 = (
             self._in_one_dtype(
-                replace(place, index=None).of(dequantized[place.tensor, place.index])
-                if place.tensor in self._packed
-                else self._values(place),
-                place.tensor,
+                source.of(dequantized[source.name]) if source.name in dequantized else self._values(source, expert),
+                source.tensor(expert),
             )
-            for place in places
+            for source in sources
         )
         biases = self._biases(layer, expert)
         full = FullExpert(self.layout.dtype, w1, w3, w2, biases=biases, activation=found.activation)
@@ -93,14 +90,15 @@ class CheckpointExperts:
         found = self.layout.layers[layer]
         if not found.biases:
             return None
-        places = [found.biases[part].place(expert) for part in ("gate", "up", "down")]
-        return Biases(*(to_float32(self._values(at), DTYPES[self.tensors[at.tensor].dtype]) for at in places))
+        sources = [found.biases[part] for part in ("gate", "up", "down")]
+        dtypes = [DTYPES[self.tensors[source.tensor(expert)].dtype] for source in sources]
+        return Biases(*(to_float32(self._values(s, expert), of) for s, of in zip(sources, dtypes, strict=True)))
 
     @property
     def group_of_codes(self) -> int | None:
         """Columns under one scale where all experts may be stored as replicas of 4 bits hold them; else None."""
         names = {
-            found.weights[part].place(expert).tensor
+            found.weights[part].tensor(expert)
             for found in self.layout.layers
             for part in found.weights
             for expert in range(self.shape.num_experts)
@@ -112,11 +110,11 @@ class CheckpointExperts:
         """The replica of 4 bits whose codes and scales are the checkpoint's; None where it is stored in another way."""
         found = self.layout.layers[layer]
         parts: list[Codes] = []
-        for place in (found.weights[part].place(expert) for part in ("gate", "up", "down")):
-            packed = self._packed.get(place.tensor)
-            if packed is None or place.transposed or (codes := packed.codes(self._stored, place.index)) is None:
+        for source in (found.weights[part] for part in ("gate", "up", "down")):
+            packed, index = self._packed.get(source.tensor(expert)), source.index(expert)
+            if packed is None or source.transposed or (codes := packed.codes(self._stored, index)) is None:
                 return None
-            rows = slice(*place.rows)
+            rows = slice(*source.rows)
             parts.append(Codes(codes.planes[:, rows], codes.scale[rows], codes.offset[rows]))
         gate, up, down = parts
         both = Codes(
@@ -148,7 +146,7 @@ class CheckpointExperts:
         """Whether a kernel reads experts where they lie: row by row and unquantized. Others are copied for it."""
         first = self.expert(0, 0)
         dtypes = {
-            DTYPES[self.tensors[source.place(expert).tensor].dtype]
+            DTYPES[self.tensors[source.tensor(expert)].dtype]
             for found in self.layout.layers
             for source in found.weights.values()
             for expert in range(self.shape.num_experts)
@@ -169,10 +167,9 @@ class CheckpointExperts:
         name = self.layout.layers[layer].norm
         if name is None:
             return np.ones(self.shape.hidden_size, np.float32)
-        dtype = DTYPES.get(self.tensors[name].dtype)
-        if dtype is None:
-            raise ReplicaError(f"{name} of {self.shape.name} is {self.tensors[name].dtype}, which is not read")
-        weight = to_float32(self._values(Place(name)), dtype)
+        if (dtype := self.tensors[name].dtype) not in DTYPES:
+            raise ReplicaError(f"{name} of {self.shape.name} is {dtype}, which is not read")
+        weight = to_float32(self._tensor(name), DTYPES[dtype])
         return weight + np.float32(self.layout.norm_offset) if self.layout.norm_offset else weight
 
     def release(self) -> None:
@@ -183,12 +180,16 @@ class CheckpointExperts:
     @cache  # noqa: B019  # one entry per layer, for as long as the checkpoint is used
     def _files_of(self, layer: int) -> tuple[MappedFile, ...]:
         sources = [*self.layout.layers[layer].weights.values(), *self.layout.layers[layer].biases.values()]
-        names = {source.place(expert).tensor for source in sources for expert in range(self.shape.num_experts)}
+        names = {source.tensor(expert) for source in sources for expert in range(self.shape.num_experts)}
         return tuple(self._files[path] for path in sorted({self.tensors[name].file for name in names}))
 
-    def _values(self, place: Place) -> NDArray[Any]:
-        values: NDArray[Any] = place.of(self._files[self.tensors[place.tensor].file].tensor(place.tensor))
-        return values
+    def _tensor(self, name: str) -> NDArray[Any]:
+        return self._files[self.tensors[name].file].tensor(name)
+
+    def _values(self, source: Source, expert: int) -> NDArray[Any]:
+        values, index = self._tensor(source.tensor(expert)), source.index(expert)
+        part: NDArray[Any] = source.of(values if index is None else values[index])
+        return part
 
 
 def largest_magnitude(expert: FullExpert) -> float:

@@ -15,7 +15,7 @@ import pytest
 from paths import ROOT
 
 from ndp_device.checkpoint.headers import TensorInfo, read_headers
-from ndp_device.checkpoint.names import ExpertLayout, Place, resolve
+from ndp_device.checkpoint.names import ExpertLayout, Source, resolve
 from ndp_device.checkpoint.opening import model_digest, read_config
 from ndp_device.checkpoint.spellings import SPELLINGS, activation_of
 from ndp_device.common.activation import GELU_TANH, GPT_OSS, SILU, Activation
@@ -102,15 +102,16 @@ def test_every_layout_gives_the_same_matrices(layout: Callable[[int], Shapes]) -
     names = layout(1)
     is_transposed, is_interleaved = layout in (transposed, biased), layout is biased
 
-    def stored(place: Place) -> np.ndarray:
-        """The tensor that holds it, built from what each part should be."""
-        is_bias = place.tensor.endswith("bias")
+    def stored(source: Source, of_expert: int) -> np.ndarray:
+        """What the tensor holds of the expert, built from what each part should be."""
+        tensor = source.tensor(of_expert)
+        is_bias = tensor.endswith("bias")
 
         def part(name: str, expert: int) -> np.ndarray:
             return bias(name, expert) if is_bias else matrix(name, expert)
 
         def one(expert: int) -> np.ndarray:
-            last = place.tensor.removesuffix(".weight").removesuffix("_bias").rsplit(".", 1)[-1]
+            last = tensor.removesuffix(".weight").removesuffix("_bias").rsplit(".", 1)[-1]
             if last in ("gate_up_proj", "input_linear"):
                 gate, up = part("gate", expert), part("up", expert)
                 both = np.stack([gate, up], 1).reshape(2 * I, -1) if is_interleaved else np.concatenate([gate, up])
@@ -120,17 +121,16 @@ def test_every_layout_gives_the_same_matrices(layout: Callable[[int], Shapes]) -
                 both = part(roles.get(last, "down"), expert)
             return both.T if is_transposed else both
 
-        values = one(place_expert) if place.index is None else np.stack([one(expert) for expert in range(E)])
-        assert values.shape == names[place.tensor]
-        return values
+        index = source.index(of_expert)
+        values = one(of_expert) if index is None else np.stack([one(expert) for expert in range(E)])
+        assert values.shape == names[tensor]
+        return values if index is None else values[index]
 
-    for place_expert in range(E):
+    for expert in range(E):
         for name, source in found.layers[1].weights.items():
-            place = source.place(place_expert)
-            np.testing.assert_array_equal(place.of(stored(place)), matrix(name, place_expert))
+            np.testing.assert_array_equal(source.of(stored(source, expert)), matrix(name, expert))
         for name, source in found.layers[1].biases.items():
-            place = source.place(place_expert)
-            np.testing.assert_array_equal(place.of(stored(place)), bias(name, place_expert))
+            np.testing.assert_array_equal(source.of(stored(source, expert)), bias(name, expert))
 
 
 def matrix(name: str, expert: int) -> np.ndarray:
@@ -382,7 +382,8 @@ def test_a_stack_of_experts_is_found_under_any_word_by_its_three_dimensions():
     shapes |= {f"model.layers.{layer}.share_expert.gate_proj.weight": (I, H) for layer in range(3)}
     layout = resolved(shapes, num_experts=None, moe_num_experts=E, num_experts_per_tok=None, moe_top_k=K)
     assert (layout.num_experts, layout.top_k, len(layout.layers)) == (E, K, 3)
-    assert layout.layers[1].weights["down"].place(2) == Place("model.layers.1.moe.down_proj.weight", 2)
+    assert layout.layers[1].weights["down"] == Source("model.layers.1.moe.down_proj.weight")
+    assert layout.layers[1].weights["down"].index(2) == 2
 
 
 def test_qwen_omni_is_read_by_its_thinker_and_not_by_its_talker():
@@ -399,7 +400,7 @@ def test_blocks_with_fully_connected_experts_are_layers_with_experts():
     shapes = renamed(shapes, **{".gate.weight": ".fc_gate.weight", ".up.weight": ".fc_up.weight"})
     shapes = renamed(shapes, **{".down.weight": ".fc_down.weight", "ffn.fc_gate.": "ffn.gate."})
     layout = resolved(shapes, num_hidden_layers=None, n_layers=3, num_experts_per_tok=None, top_k_experts=K)
-    assert layout.layers[2].weights["up"].place(3).tensor == "transformer.blocks.2.ffn.experts.3.fc_up.weight"
+    assert layout.layers[2].weights["up"].tensor(3) == "transformer.blocks.2.ffn.experts.3.fc_up.weight"
 
 
 @pytest.mark.parametrize(
