@@ -230,6 +230,17 @@ def test_weights_tracked_by() -> None:
     assert DefaultModelLoader.track_weights_loading is stock
 
 
+def test_weights_passed_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    monkeypatch.setattr(
+        DefaultModelLoader, "get_all_weights", stock := lambda loader, config, model: iter([loader, config, model])
+    )
+    with vllm_private.weights_passed_through(lambda stream: (2 * one for one in stream)):
+        assert list(DefaultModelLoader.get_all_weights(1, 2, 3)) == [2, 4, 6]
+    assert DefaultModelLoader.get_all_weights is stock
+
+
 def test_plain_heads_offered_to() -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 

@@ -204,3 +204,5 @@ def _refuse_missing_operator(method: Any, layer: Any) -> None:
         operator = _OPERATORS.get(base.__name__)
         if operator is not None and not vllm_private.has_operator(operator):
             raise NotImplementedError(f"vLLM builds its operator {operator} for AVX-512 only")
+        if operator is not None and get_current_vllm_config().model_config.dtype == torch.float32:
+            raise NotImplementedError(f"vLLM's operator {operator} computes in 16 bits only")
