@@ -21,6 +21,10 @@ REPLICA_WIDTHS = (*WIDTHS, BYTE_BITS)
 LIMBS: dict[int, int] = {1: 1, 2: 1, 3: 1, 4: 2, 8: 2}
 """int8 limbs of the activations a replica meets: 1 where text does not show the difference (docs/log/kernels.md)."""
 
+LINEAR_LIMBS = 1
+"""Limbs of linear layers. Beside 4-bit weights, 8-bit activations add 0.3 % to the error and take two thirds of the
+time (docs/log/kernels.md)."""
+
 LIMB_BITS = {1: 8, 2: 15}
 """Bits of an activation held in so many limbs."""
 

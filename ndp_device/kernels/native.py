@@ -21,15 +21,11 @@ from numpy.typing import NDArray
 
 from ndp_device.common.activation import SILU
 from ndp_device.common.errors import ConfigError, ReplicaError
-from ndp_device.common.widths import LIMBS
+from ndp_device.common.widths import LIMBS, LINEAR_LIMBS
 from ndp_device.experts.expert import Expert, FullExpert, NestedMatrix, QuantizedMatrix
 from ndp_device.kernels import _native
 
 _LOG = logging.getLogger(__name__)
-
-_LINEAR_LIMBS = 1
-"""Limbs of linear layers. Beside 4-bit weights, 8-bit activations add 0.3 % to the error and take two thirds of the
-time (docs/log/kernels.md)."""
 
 COMPONENT_BITS: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 2), 8: (8,)}
 """How a replica's bits are cut into components, top bits first. The alternatives that lost: docs/log/kernels.md."""
@@ -160,7 +156,7 @@ class NativeKernel:
 
     def multiply(self, x: NDArray[np.float32], prepared: NativeMatrix) -> NDArray[np.float32]:
         y = np.empty((len(x), prepared.shape[0]), np.float32)
-        self._engine.multiply(np.ascontiguousarray(x, np.float32), prepared.native, _LINEAR_LIMBS, y)
+        self._engine.multiply(np.ascontiguousarray(x, np.float32), prepared.native, LINEAR_LIMBS, y)
         return y
 
     def prepare_matrix(self, matrix: QuantizedMatrix) -> NativeMatrix:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
-from ndp_device.common.widths import BYTE_BITS, WIDTHS, default_group_size
+from ndp_device.common.widths import BYTE_BITS, LIMBS, LINEAR_LIMBS, WIDTHS, default_group_size
 from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.timing.units import PS_PER_S
@@ -81,12 +81,13 @@ class Measured:
 
     def prompt_s(self, model: WholeModel, tokens: int, num_linear: int) -> float:
         """First token of a prompt at even routing, every expert at `bits` in this process and num_linear weights
-        beside experts at 8 bits."""
+        beside experts at 8 bits. Only the last row meets the output matrix; linear layers take one limb a row."""
         touched = model.num_experts * (1 - (1 - model.top_k / model.num_experts) ** tokens)
         row_s = max(self.expert_rows_s - self.expert_s, 0.0) / (_PROMPT_ROWS - 1)
         experts_s = model.num_layers * (touched * self.expert_s + (tokens * model.top_k - touched) * row_s)
-        weight_row_s = row_s / (3 * model.hidden_size * model.intermediate_size)
-        linear_s = num_linear / self.linear_bytes_per_s + num_linear * (tokens - 1) * weight_row_s
+        limb_s = row_s / (3 * model.hidden_size * model.intermediate_size * LIMBS[self.bits])
+        in_layers = num_linear - model.head_weights
+        linear_s = num_linear / self.linear_bytes_per_s + in_layers * (tokens - 1) * LINEAR_LIMBS * limb_s
         return experts_s + linear_s + model.num_layers * LAYER_S
 
 
