@@ -87,7 +87,7 @@ def test_what_is_said_holds_the_line_that_says_it_by_hand() -> None:
     assert "loss 3.0% of an expert" in expected
     step_s = 64 * 6e-3 + linear / 16e9 + 32 * LAYER_S  # 32 layers, 2 of 8 experts each
     assert f"then {1 / step_s:.1f} tokens/s for one request" in expected
-    # 64 tokens touch all 8 experts of a layer, which 16 rows each go through: 36 ms; layers' linear weights 63 rows more, of
+    # 64 tokens touch all 8 experts of a layer, which 16 rows each go through: 36 ms; linear weights 63 rows more, of
     # one limb instead of two
     in_layers_s = MODEL.beside_weights * 63 * 1e-3 / (3 * 4096 * 14336)
     first_s = 32 * 8 * 36e-3 + linear / 16e9 + in_layers_s + 32 * LAYER_S
