@@ -118,7 +118,7 @@ class NdpWorker(FixedWeights, _Base):
     def ndp_add_device(self, address: str, keys: str | None = None) -> dict[str, Any]:
         """One device more, while the engine runs: how many copies each then holds, or why it is `refused`.
 
-        keys: the file of this host for that device; None = that of the setting `device_keys`, if it is one for all.
+        keys: the file of this host for that device; None = that of the others, if they have one for all.
         """
         return self.ndp.add_device(address, keys)
 
