@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -42,13 +42,6 @@ class Rates:
     per_s: Mapping[str, float]
     means: Mapping[str, float | None]
     hot_share: float | None
-
-
-class Watched(Protocol):
-    name: str
-
-    def look(self) -> Sample:
-        """Raises NdpError in one sentence where nobody answers."""
 
 
 # -- a server ----------------------------------------------------------------------------------------------------------
@@ -164,6 +157,10 @@ class Device:
         counts = {name.removeprefix("num_"): float(fields[name]) for name in ("num_executed", "num_refused")}
         kept = {name: value for name, value in fields.items() if name not in ("id", "ndp", "tensors", "crc", "type")}
         return Sample(time.monotonic(), counts, {"sessions": float(fields["num_sessions"])}, kept)
+
+
+Watched = WatchedServer | Device
+"""What has a name and can be looked at."""
 
 
 def watched(target: str, *, api_key: str | None = None, key: Path | None = None) -> Watched:
