@@ -78,7 +78,7 @@ class Host:
         end_ns = self.world.now_ns + BACK_WITHIN_NS
         before = self.served
         while self.served < before + 3:
-            assert self.world.now_ns < end_ns, f"not served again: {self.client.reason} ({self.client.stage})"
+            assert self.world.now_ns < end_ns, f"not served again: {self.client.reason}"
             self.some_calls(1)
             self.sleep(5 * MS)
         assert self.client.missing == []

@@ -103,11 +103,6 @@ class DeviceClient:
         return "up" if self._up else "down"
 
     @property
-    def stage(self) -> ConnectionStage:
-        """How far the connection is; CLOSED where there is none."""
-        return ConnectionStage.CLOSED if self._connection is None else self._connection.stage
-
-    @property
     def uses_shared_memory(self) -> bool:
         """Messages lie in shared memory, as long as they fit."""
         return self._connection is not None and self._connection.uses_shared_memory

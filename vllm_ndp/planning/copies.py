@@ -50,11 +50,6 @@ class Copies:
         counts: NDArray[np.int64] = self.held.sum(axis=(0, 1), dtype=np.int64)
         return counts
 
-    def loads(self, load: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[L, D], what each device has to do where the copies of an expert share its load [L, E] equally."""
-        loads: NDArray[np.float64] = (load[:, :, None] * self.held).sum(axis=1) / self.num_copies
-        return loads
-
 
 def assign_copies(
     load: NDArray[np.float64], num_devices: int, num_copies: int, room: Sequence[int] | None = None

@@ -114,10 +114,6 @@ class Placement:
         chosen = importance[self.cold]
         return chosen / chosen.sum() if chosen.any() else np.full(len(chosen), 1.0 / max(len(chosen), 1))
 
-    def moves_from(self, previous: Placement | None) -> NDArray[np.bool_]:
-        """[L, E], the experts that must migrate into GPU memory to get here."""
-        return self.hot.copy() if previous is None else self.hot & ~previous.hot
-
 
 def keep_streamed(
     held: NDArray[np.bool_], wanted: Placement, streamed: NDArray[np.bool_], num_slots: int

@@ -143,7 +143,7 @@ class Replanner:
         if rules.budget.num_warm:
             placement = with_warm(placement, together, rules.budget.num_warm)
         self._watch(placement, list(scores.values()))
-        became_hot = placement.moves_from(self.placement)
+        became_hot = placement.hot & ~self.placement.hot
         moved = placement.hot & ~self.resident
         self.epoch += 1
         self.placement, self.resident = placement, placement.hot

@@ -19,7 +19,6 @@ from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common.errors import DeviceError, DeviceUnavailable, LocalProtocolError
 from ndp_device.protocol.codec import VersionMismatch
 from vllm_ndp.device_client.client import MAX_IN_FLIGHT, DeviceClient
-from vllm_ndp.device_client.connection import ConnectionStage
 
 CALLS = make_calls()
 
@@ -284,7 +283,7 @@ def test_a_plan_that_changes_on_the_way_up_costs_no_call(
     with pytest.raises(DeviceUnavailable):
         client.finish_execute(CALLS[0].begin(client))
     monkeypatch.setattr("vllm_ndp.device_client.client._LOOKS_AT_ONCE", 1)  # greeting, Welcome, plan, epoch, up
-    while client.stage is ConnectionStage.CLOSED:
+    while client._connection is None:
         client.poll()
     for _ in range(looks):
         client.poll()

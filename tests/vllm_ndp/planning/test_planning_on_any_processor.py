@@ -72,7 +72,7 @@ def decisions() -> dict[str, str]:
         "hot": digest(by_sum(scores, 5).hot),
         "bits": digest(select_bitwidths(scores[0], hot, loss, budget).bits),
         "bits over layers": digest(bits_over_layers(scores[0], hot, loss, budget).bits),
-        "copies": digest(copies.held, copies.loads(load), *rebalance(copies, load[::-1], 8)[1:]),
+        "copies": digest(copies.held, *rebalance(copies, load[::-1], 8)[1:]),
         "one device more": digest(add_device(copies, load, 3, [LAYERS * EXPERTS] * 4)[0].held),
         "drift": digest(noticed, watch.noticed),
         "beside decode": digest([copies_beside_decode(costs, Budget(4, 3.0))(rows) for rows in range(1, 65)]),
