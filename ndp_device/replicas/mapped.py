@@ -18,20 +18,17 @@ from ndp_device.checkpoint.tensor_files import tensor_header
 from ndp_device.common.errors import ReplicaError
 from ndp_device.replicas import _mapping
 
-# safetensors dtype -> (our name, numpy dtype that holds its bytes); numpy has no bfloat16
-_DTYPES: dict[str, tuple[str, np.dtype[Any]]] = {
-    "F64": ("float64", np.dtype("<f8")),
-    "F32": ("float32", np.dtype("<f4")),
-    "F16": ("float16", np.dtype("<f2")),
-    "BF16": ("bfloat16", np.dtype("<u2")),
-    "I64": ("int64", np.dtype("<i8")),
-    "I32": ("int32", np.dtype("<i4")),
-    "I8": ("int8", np.dtype("i1")),
-    "U8": ("uint8", np.dtype("u1")),
-    "F8_E4M3": ("float8_e4m3fn", np.dtype("u1")),
-    "F8_E8M0": ("float8_e8m0fnu", np.dtype("u1")),
-    **{QUANTIZED + name: (name, np.dtype("u1")) for name, _, _ in TYPES.values()},
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),  # numpy has no bfloat16
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I8": np.dtype("i1"),
+    **dict.fromkeys(("U8", "F8_E4M3", "F8_E8M0", *(QUANTIZED + name for name, _, _ in TYPES.values())), np.dtype("u1")),
 }
+"""Safetensors dtype -> the numpy dtype that holds its bytes."""
 _WITHOUT_NAME = 0
 """Replaced or removed: nobody can open it to write any more."""
 
@@ -72,37 +69,24 @@ class MappedFile(MappedBytes):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._header, self._start = tensor_header(path)
-        self.metadata: dict[str, str] = self._header.pop("__metadata__", {})
+        self._header.pop("__metadata__", None)
         for name, entry in self._header.items():
             self._refuse_disagreement(name, entry["shape"], *entry["data_offsets"])
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._header)
 
     def __contains__(self, name: str) -> bool:
         return name in self._header
 
-    def dtype(self, name: str) -> str:
-        """float64 | float32 | float16 | bfloat16 | int64 | int32 | uint8"""
-        return self._entry(name)[0]
-
     def tensor(self, name: str) -> NDArray[Any]:
         """The tensor's values; bfloat16 as uint16. Raises ReplicaError naming the file when its bytes are not there."""
-        _, storage, shape, first, last = self._entry(name)
-        return self.bytes[first:last].view(storage).reshape(shape)
-
-    def _entry(self, name: str) -> tuple[str, np.dtype[Any], tuple[int, ...], int, int]:
         entry = self._header.get(name)
         if entry is None:
             raise ReplicaError(f"{self.path.name} holds no tensor {name}: it is incomplete or of another model")
-        if entry["dtype"] not in _DTYPES:
-            raise ReplicaError(f"{self.path.name}: {name} is {entry['dtype']}, which is not read")
-        dtype, storage = _DTYPES[entry["dtype"]]
-        first, last = entry["data_offsets"]
-        if last - first != storage.itemsize * math.prod(entry["shape"]):
-            raise self._damaged(name, entry["shape"], first, last)
-        return dtype, storage, tuple(entry["shape"]), self._start + first, self._start + last
+        dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if dtype not in _DTYPES:
+            raise ReplicaError(f"{self.path.name}: {name} is {dtype}, which is not read")
+        if last - first != _DTYPES[dtype].itemsize * math.prod(shape):
+            raise self._damaged(name, shape, first, last)
+        return self.bytes[self._start + first : self._start + last].view(_DTYPES[dtype]).reshape(shape)
 
     def _refuse_disagreement(self, name: str, shape: list[int], first: int, last: int) -> None:
         """Refuse a tensor that does not lie inside the file, whatever its dtype: most tensors are never read."""

@@ -16,12 +16,12 @@ from paths import MODEL, ROOT
 
 from ndp_device.calibration.build import build_data_free
 from ndp_device.checkpoint.opening import open_checkpoint
+from ndp_device.checkpoint.tensor_files import tensor_header
 from ndp_device.common import sealed
 from ndp_device.common.errors import ConfigError, DeviceUnavailable
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.experts.part import Part
 from ndp_device.replicas.format import MANIFEST, ReplicaFiles, layer_file_name
-from ndp_device.replicas.mapped import MappedFile
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import expert_bytes
 from vllm_ndp.device_client.client import DeviceClient
@@ -71,7 +71,8 @@ def recalibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def position_of(path: Path, tensor: str) -> int:
-    return MappedFile(path)._entry(tensor)[3]
+    header, start = tensor_header(path)
+    return int(start + header[tensor]["data_offsets"][0])
 
 
 def requirements(replicas: Path | None = REPLICAS, **changes: object) -> Requirements:
