@@ -28,10 +28,6 @@ class ReferenceExpert:
     biases: Biases | None = None
     activation: Activation = SILU
 
-    @property
-    def nbytes(self) -> int:
-        return self.w13.nbytes + self.w2.nbytes + (0 if self.biases is None else self.biases.nbytes)
-
     def __call__(self, x: Float32) -> Float32:
         """W2 act(W1 x, W3 x) for one row x [H], with the expert's own activation and biases."""
         y: Float32 = self.w2 @ self._between(self.w13 @ x)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ndp_device import _commands
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.dram import Stream, Streams, channel_lines
-from ndp_device.timing.link import Hop, hop_in, hop_out, migration, wire_bytes
+from ndp_device.timing.link import Hop, hop_in, hop_out, migration_ps, wire_bytes
 from ndp_device.timing.spec import ArraySpec, EnergySpec, Hardware
 from ndp_device.timing.units import PS_PER_S, ceil_div, cycles_ps
 from ndp_device.timing.work import Timing, Work
@@ -343,11 +343,11 @@ class DeviceModel:
         """
         number, self._num_migrations = self._num_migrations, self._num_migrations + 1
         self._migration_ends = {n: end for n, end in self._migration_ends.items() if end >= submit_ps}
-        move = migration(self.hardware, num_bytes)
+        total_ps, dram_ps = migration_ps(self.hardware, num_bytes)
         start = max(submit_ps, self._bulk.until_ps, self._link_out_free_ps) if num_bytes else submit_ps
-        self._migration_ends[number] = done = start + move.total_ps
+        self._migration_ends[number] = done = start + total_ps
         if num_bytes:
-            self._bulk = _Bulk(done, min(move.dram_ps, move.total_ps - 1), move.total_ps)
+            self._bulk = _Bulk(done, min(dram_ps, total_ps - 1), total_ps)
         return number
 
     def migration_end_ps(self, number: int) -> int:

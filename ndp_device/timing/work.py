@@ -62,10 +62,6 @@ class Work:
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} of a work must not be negative, got {getattr(self, field)}")
 
-    @property
-    def dram_bytes(self) -> int:
-        return sum(expert.dram_bytes for expert in self.experts)
-
 
 def expert_bytes(hidden: int, intermediate: int, bits: int, group_size: int, *, scales: bool = True) -> int:
     """Bytes of one replica: bit planes, and a float16 scale and offset per group of inputs unless scales is False."""

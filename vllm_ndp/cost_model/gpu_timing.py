@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from ndp_device.common.decoder_layers import DecoderLayer
 from ndp_device.common.model_shape import WholeModel
-from ndp_device.timing.link import Migration, bulk_ps, migration
+from ndp_device.timing.link import bulk_ps, migration_ps
 from ndp_device.timing.spec import Hardware
 from ndp_device.timing.units import PS_PER_S, ceil_div, transfer_ps
 
@@ -203,11 +203,8 @@ class GpuModel:
         compute = self.roofline_ps(num_bytes, 2 * self.shape.weights_per_expert * pairs)
         return max(bulk_ps(self.hardware.link, num_bytes), compute)
 
-    def migration(self, num_experts: int, num_bytes: int | None = None) -> Migration:
-        return migration(self.hardware, num_experts * self.hot_expert_bytes if num_bytes is None else num_bytes)
-
     def migration_ps(self, num_experts: int, num_bytes: int | None = None) -> int:
-        return self.migration(num_experts, num_bytes).total_ps
+        return migration_ps(self.hardware, num_experts * self.hot_expert_bytes if num_bytes is None else num_bytes)[0]
 
     def head_ps(self, rows: int, of_rows: int = 0) -> int:
         """Embedding rows and the output projection; rows = tokens whose logits are wanted, of so many in the step.
