@@ -26,26 +26,15 @@ BITS = (2, 3, 4)
 """Its levels are scale * (code - integer zero): at one bit these are zero and one other value, which is useless."""
 
 
-def quantize(
-    weights: Tensor,
-    hessian: Tensor,
-    *,
-    bits: int,
-    group_size: int,
-    damp: float,
-    sym: bool = False,
-    mse: bool = True,
-) -> QuantizedMatrix:
-    """W [N, C] float32 and H [C, C] -> the matrix as auto-gptq quantizes it, columns in falling order of H's diagonal.
-
-    sym and mse are its own flags; its defaults (True, False) lose more, see docs/replica-format.md.
-    """
+def quantize(weights: Tensor, hessian: Tensor, *, bits: int, group_size: int, damp: float) -> QuantizedMatrix:
+    """W [N, C] float32, H [C, C] -> the matrix as auto-gptq quantizes it, columns in falling order of H's diagonal."""
     if bits not in BITS:
         raise ConfigError(f"auto-gptq makes replicas of {list(BITS)} bits, not {bits}: use --solver nested for 1 bit")
     linear = torch.nn.Linear(weights.shape[1], weights.shape[0], bias=False, device=weights.device)
     linear.weight.data = weights.clone()
     solver = load_gptq_class()(linear)
-    solver.quantizer.configure(bits, perchannel=True, sym=sym, mse=mse)
+    # by default sym is True and mse False, which loses more: docs/replica-format.md
+    solver.quantizer.configure(bits, perchannel=True, sym=False, mse=True)
     solver.H, solver.nsamples = hessian.float(), 1
     with synchronize_without_cuda(), torch.no_grad():
         scale, zero, group_of = solver.fasterquant(percdamp=damp, group_size=group_size, actorder=True)

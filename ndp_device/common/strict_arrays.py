@@ -36,8 +36,8 @@ def decode_array(contents: bytes) -> NDArray[Any]:
     return _array(io.BytesIO(contents), len(contents))
 
 
-def read_arrays(path: Path, at_most: int = MAX_ARRAY_BYTES) -> dict[str, NDArray[Any]]:
-    """Every array of an .npz file, together at most so many bytes. Raises Refused or OSError."""
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """Every array of an .npz file, together at most MAX_ARRAY_BYTES. Raises Refused or OSError."""
     with open_plain(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
@@ -47,8 +47,8 @@ def read_arrays(path: Path, at_most: int = MAX_ARRAY_BYTES) -> dict[str, NDArray
                         raise Refused(
                             f"{member.filename} unfolds from {member.compress_size} to {member.file_size} bytes"
                         )
-                if (total := sum(member.file_size for member in members)) > at_most:
-                    raise Refused(f"its arrays take {total} bytes, and at most {at_most} are read")
+                if (total := sum(member.file_size for member in members)) > MAX_ARRAY_BYTES:
+                    raise Refused(f"its arrays take {total} bytes, and at most {MAX_ARRAY_BYTES} are read")
                 return {member.filename.removesuffix(".npy"): _member(archive, member) for member in members}
         except ValueError as error:
             raise Refused(str(error)) from None
