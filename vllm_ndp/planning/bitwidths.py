@@ -193,19 +193,14 @@ def select_bitwidths(
     """
     if gain not in GAINS:
         raise ConfigError(f"bits must be chosen by one of {list(GAINS)}, got {gain!r}")
-    hot = placement.hot
-    if loss.mse.shape[:2] != hot.shape or score.values.shape != hot.shape:
-        raise ConfigError(
-            f"placement {list(hot.shape)}, scores {list(score.values.shape)} and loss table "
-            f"{list(loss.mse.shape[:2])} must be of one model"
-        )
+    _require_one_model(score, placement, loss)
     gains = loss.mse[:, :, :1] - loss.mse[:, :, 1:]  # [L, E, 3] for 2, 3, 4 bits
     if gain == "importance":
         gains = gains * score.values[:, :, None]
     num_cold, increments = placement.num_cold, budget.increments(placement.num_cold)
     # Cold experts first, by falling importance, ties to the lower id; the others behind them.
     order = np.argsort(np.where(placement.cold, -score.values, np.inf), axis=1, kind="stable")
-    bits = np.zeros(hot.shape, np.uint8)
+    bits = np.zeros(placement.hot.shape, np.uint8)
     for cold, spend in sorted(set(zip(num_cold.tolist(), increments.tolist(), strict=True))):
         if cold == 0:
             continue
