@@ -1,4 +1,4 @@
-"""Types of the C++ module (csrc/lanes.cpp)."""
+"""Types of the C++ module (csrc/lanes.cpp and stacks.cpp)."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,3 +56,14 @@ def follow(
     bits: NDArray[np.uint8],
     widths: NDArray[np.uint8],
 ) -> int: ...
+def stack_depths(
+    ids: NDArray[np.uint16],
+    rows: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    num_experts: int,
+    policy: str,
+    start: NDArray[np.uint16],
+    early_tokens: int,
+    counts: NDArray[np.int64],
+    early: NDArray[np.int64],
+) -> None: ...

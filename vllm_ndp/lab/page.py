@@ -35,7 +35,7 @@ from vllm_ndp.traces.trace import Trace
 Plot = Any
 """A Bokeh figure."""
 Values = Sequence[Any] | NDArray[Any]
-Curves = Mapping[str, tuple[Values, Values]]
+Curves = dict[str, tuple[Values, Values]]
 """Name -> (x, y)."""
 
 # Okabe and Ito: distinguishable with every common colour blindness.
@@ -220,15 +220,11 @@ def of_scaling(points: Sequence[ScalingPoint], pools: Sequence[Pool]) -> list[st
 
 
 def _scaled(title: str, axis: str, points: Sequence[ScalingPoint]) -> Plot:
-    curves: Curves = {
-        f"batch {batch}": zip_of([one for one in points if one.batch == batch], axis)
-        for batch in sorted({one.batch for one in points})
-    }
+    curves: Curves = {}
+    for batch in sorted({one.batch for one in points}):
+        own = [one for one in points if one.batch == batch]
+        curves[f"batch {batch}"] = [getattr(one, f"num_{axis}") for one in own], [one.tokens_per_s for one in own]
     return lines(title, axis, "tokens/s", curves, "y")
-
-
-def zip_of(points: Sequence[ScalingPoint], axis: str) -> tuple[list[int], list[float]]:
-    return [getattr(one, f"num_{axis}") for one in points], [one.tokens_per_s for one in points]
 
 
 def write_page(path: Path, title: str, page: Sequence[str | list[Plot]]) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ndp.lab.vectorised.loads import Loads
+from vllm_ndp.lab.vectorised.batches import Loads
 
 NEVER = -1e6
 IN_USE = 1e9

@@ -9,8 +9,8 @@ import pytest
 from vllm_ndp.lab import _lanes
 from vllm_ndp.lab.systems.hobbit import NO_GUESS
 from vllm_ndp.lab.systems.hobbit import visits as hobbit_visits
+from vllm_ndp.lab.vectorised.batches import Loads
 from vllm_ndp.lab.vectorised.cache import LFU, LRU, NO_DEPTH, RANDOM, Priority, depths, lcp, visits
-from vllm_ndp.lab.vectorised.loads import Loads
 
 GROUPS, LAYERS = 3, 4
 

@@ -679,7 +679,10 @@ int64_t follow(In<int64_t, 5> ids, In<int64_t, 4> experts, In<int64_t, 4> rows, 
 
 }  // namespace
 
+void add_stacks(nb::module_& module);  // stacks.cpp
+
 NB_MODULE(_lanes, module) {
+    add_stacks(module);
     module.def("visit", &visit, nb::arg("experts"), nb::arg("rows"), nb::arg("start"), nb::arg("frequency"),
                nb::arg("places"), nb::arg("priority"), nb::arg("parameters"), nb::arg("predict"), nb::arg("flags"));
     module.def("depths", &depths, nb::arg("experts"), nb::arg("rows"), nb::arg("order"), nb::arg("worth"),

@@ -7,8 +7,6 @@ loading against 57 ms of compute per token without a cache.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,14 +18,13 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import highest
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
-SHAPE: dict[str, Any] = {"num_layers": 4, "num_experts": 60, "top_k": 4}
 CACHED = 30
 BUDGETS = (15, 20, 30)
 """Experts' bytes per layer in GPU memory; the published budget of the theta sweep is not public."""
 LOAD_MS, COMPUTE_MS = 165.0, 57.0
 PUBLISHED_HITS = {"lcp": 62.21, "lfu": 60.68, "lru": 56.38, "random": 49.69}
 SETTINGS = SyntheticSettings(
-    **SHAPE, num_requests=16, prompt_len=32, decode_len=512, concentration=20.0, signal=0.35, drift=0.8, seed=1
+    4, 60, 4, num_requests=16, prompt_len=32, decode_len=512, concentration=20.0, signal=0.35, drift=0.8, seed=1
 )
 
 

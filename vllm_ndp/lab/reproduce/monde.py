@@ -19,12 +19,10 @@ from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.reproduce import Reproduction, Row
 from vllm_ndp.lab.systems.near_memory import moved_share
 
-ENCODER, DECODER = 7.5, 3.7
-EXPERTS = 128
+ENCODER, DECODER, EXPERTS = 7.5, 3.7, 128
 LINK, DEVICE = 32e9, 512e9
 """Peak rates of its public re-implementation, bytes/s."""
 MOST_ROWS = 64
-MODELS = ("mixtral-8x7b", "qwen3-30b-a3b")
 
 
 def gain_by_rows(costs: Costs, active: int) -> NDArray[np.float64]:
@@ -44,7 +42,7 @@ def gain_by_rows(costs: Costs, active: int) -> NDArray[np.float64]:
 
 
 def rows_of_models() -> Iterator[Row]:
-    for name in MODELS:
+    for name in ("mixtral-8x7b", "qwen3-30b-a3b"):
         costs = Costs(load_hardware("h100-ndp512"), model_named(name))
         gains = gain_by_rows(costs, EXPERTS)
         text = f"experts of {name}, {EXPERTS} of them in use with as many rows each, best H"

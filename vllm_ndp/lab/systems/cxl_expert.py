@@ -21,7 +21,7 @@ from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs, HostCpu
 from vllm_ndp.cost_model.memory import Memory, slots_bytes
 from vllm_ndp.lab.systems.system import ReplayOptions, System
-from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.batches import Batches, Loads, add_up, sums_after, sums_before
 from vllm_ndp.lab.vectorised.execution import (
     cold_at,
     copied_in_order,
@@ -30,7 +30,6 @@ from vllm_ndp.lab.vectorised.execution import (
     prompts_ps,
     without_device,
 )
-from vllm_ndp.lab.vectorised.loads import Loads, add_up, sums_after, sums_before
 from vllm_ndp.lab.vectorised.outcome import PS_PER_S, Outcome, Traffic
 
 HOT, WARM, COLD = 0, 1, 2

@@ -7,10 +7,9 @@ import numpy as np
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, slots_bytes
 from vllm_ndp.lab.systems.system import ReplayOptions, System
-from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.batches import Batches, add_up
 from vllm_ndp.lab.vectorised.cache import CACHE_PRIORITIES, LRU, Priority, visits
 from vllm_ndp.lab.vectorised.execution import with_copies, without_device
-from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, time_before
 
 

@@ -20,9 +20,8 @@ from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes
 from vllm_ndp.lab._lanes import precisions, two_caches
 from vllm_ndp.lab.systems.system import ReplayOptions, System
-from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.batches import Batches, Loads, add_up
 from vllm_ndp.lab.vectorised.execution import SKIPPED, gate_loss, with_copies, without_device
-from vllm_ndp.lab.vectorised.loads import Loads, add_up
 from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, time_before
 from vllm_ndp.lab.vectorised.prediction import Guess
 

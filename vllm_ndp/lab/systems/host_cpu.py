@@ -9,7 +9,7 @@ from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs, HostCpu
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes
 from vllm_ndp.lab.systems.system import ReplayOptions, System
-from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.batches import Batches, add_up
 from vllm_ndp.lab.vectorised.execution import (
     LOSS_OF_SKIPPING,
     cold_at,
@@ -19,7 +19,6 @@ from vllm_ndp.lab.vectorised.execution import (
     with_copies,
     without_device,
 )
-from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, layer_factor, time_before
 from vllm_ndp.planning.plan import highest
 

@@ -27,9 +27,8 @@ from vllm_ndp.cost_model.costs import Costs, HostCpu
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, beside_device_memory
 from vllm_ndp.lab.systems.host_cpu import CPU_BITS
 from vllm_ndp.lab.systems.system import ReplayOptions, System
-from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.batches import Batches, add_up
 from vllm_ndp.lab.vectorised.execution import cold_at, run_prompts, shared_ps
-from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
 from vllm_ndp.layer.joint_menu import NATS, OF_ONE_BIT, TIER_SETS, Menu, losses_by_width, unit_of
 from vllm_ndp.planning.importance import ImportanceScore

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.systems.system import ReplayOptions, System
-from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.batches import Batches, add_up
 from vllm_ndp.lab.vectorised.cache import LRU, visits
 from vllm_ndp.lab.vectorised.execution import shared_ps, without_device
-from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, attention_ps
 
 

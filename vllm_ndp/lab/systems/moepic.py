@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.systems.layer_ahead import pipelined_ps
 from vllm_ndp.lab.systems.system import ReplayOptions, System
-from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.batches import Batches, add_up
 from vllm_ndp.lab.vectorised.cache import depths, lcp
 from vllm_ndp.lab.vectorised.execution import on_gpu_ps, prompts_ps, without_device
-from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, attention_ps
 
 THETAS = np.round(np.arange(0.0, 1.01, 0.1), 2)

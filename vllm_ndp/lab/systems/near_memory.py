@@ -9,7 +9,7 @@ from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, slots_bytes
 from vllm_ndp.lab.systems.system import ReplayOptions, System
-from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.batches import Batches, add_up, sums_after, sums_before
 from vllm_ndp.lab.vectorised.execution import (
     cold_at,
     copied_in_order,
@@ -19,7 +19,6 @@ from vllm_ndp.lab.vectorised.execution import (
     run_prompts,
     shared_ps,
 )
-from vllm_ndp.lab.vectorised.loads import add_up, sums_after, sums_before
 from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, layer_factor
 
 ROUNDINGS = ("floor", "round", "ceil", "cost")

@@ -62,22 +62,24 @@ def groups_of(
 
 
 def outcome_of(
-    ran: Groups, batches: Batches, costs: Costs, options: ReplayOptions, decode: PairCounts | None = None
+    ran: Groups, batches: Batches, costs: Costs, options: ReplayOptions, *, by_tables: bool = False
 ) -> Outcome:
-    """decode: times of decode pairs, where other ones than those of `ran` count."""
+    """by_tables: times of decode pairs are those of the tables, since `ran` did not decode."""
     executed = np.broadcast_to(batches.pairs, ran.widths.shape)
     copied = ran.copies * layer_factor(batches, costs)
+    pairs = run_pairs(batches, ran.widths, costs)
+    times: Groups | PairCounts = pairs if by_tables else ran
     return Outcome(
         policy=options.policy_name,
-        moe_ps=ran.moe_ps if decode is None else decode.moe_ps,
-        device_ps=ran.device_ps if decode is None else decode.device_ps,
-        gpu_ps=ran.gpu_ps if decode is None else decode.gpu_ps,
+        moe_ps=times.moe_ps,
+        device_ps=times.device_ps,
+        gpu_ps=times.gpu_ps,
         prefill_ps=ran.prefill_ps,
         migration_ps=ran.migration_ps,
         migrated_bytes=(ran.moved + copied) * costs.shape.expert_bytes,
         hot_pairs=int((executed & (ran.widths == 0)).sum()),
         cold=cold_at(batches, ran.widths, options.loss),
-        traffic=(run_pairs(batches, ran.widths, costs) if decode is None else decode).traffic,
+        traffic=pairs.traffic,
     )
 
 
@@ -126,7 +128,7 @@ def following(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome
     ran.copies = follow(
         batches.ids, loads.experts, loads.rows, each_step, tokens, hysteresis, heat, hot, bits, ran.widths
     )
-    outcome = outcome_of(ran, batches, costs, options, run_pairs(batches, ran.widths, costs))
+    outcome = outcome_of(ran, batches, costs, options, by_tables=True)
     outcome.policy += f" then {frequency}"
     outcome.notes["copies"] = ran.copies
     return outcome

@@ -10,9 +10,8 @@ from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory
 from vllm_ndp.lab.systems.system import ReplayOptions, System, TooFewPlaces
-from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.batches import Batches, add_up
 from vllm_ndp.lab.vectorised.execution import cold_at, on_gpu_ps, prompts_ps, without_device
-from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic
 from vllm_ndp.planning.plan import highest
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vllm_ndp.lab._lanes import depths as fading_depths
 from vllm_ndp.lab._lanes import visit
-from vllm_ndp.lab.vectorised.loads import Loads
+from vllm_ndp.lab.vectorised.batches import Loads
 from vllm_ndp.planning.same_everywhere import powers
 
 

@@ -51,8 +51,7 @@ class Outcome:
     migrated_bytes: float  # of the whole model, weights moved to the GPU after or during decode; prefill apart
     hot_pairs: int  # decode pairs found in GPU memory
     cold: Cold
-    traffic: Traffic | None = None
-    """None: not stated, and no energy is shown."""
+    traffic: Traffic
     notes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -222,12 +221,12 @@ def summarise(system: str, outcome: Outcome, batches: Batches, costs: Costs) -> 
         avg_bits=outcome.cold.bits / outcome.cold.pairs if outcome.cold.pairs else float("nan"),
         loss=outcome.cold.loss,
     )
-    return row if outcome.traffic is None else _with_energy(row, outcome, outcome.traffic, batches, costs)
+    return _with_energy(row, outcome, batches, costs)
 
 
-def _with_energy(row: Summary, outcome: Outcome, traffic: Traffic, batches: Batches, costs: Costs) -> Summary:
+def _with_energy(row: Summary, outcome: Outcome, batches: Batches, costs: Costs) -> Summary:
     """Per decode token and part. A copy is read from DRAM, crosses the link and is written to HBM."""
-    hardware, factor = costs.hardware, layer_factor(batches, costs)
+    hardware, factor, traffic = costs.hardware, layer_factor(batches, costs), outcome.traffic
     energy, copied = hardware.energy, outcome.migrated_bytes
     packets = copied / hardware.link.packet_payload_bytes
     wire = factor * traffic.link_bytes + copied + packets * hardware.link.packet_header_bytes
