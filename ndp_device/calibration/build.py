@@ -28,6 +28,7 @@ from rich.progress import (
 from ndp_device.calibration import data_free
 from ndp_device.checkpoint.names import DTYPES
 from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.values import CODE_BITS
 from ndp_device.common import machine_memory
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.model_shape import ModelShape
@@ -57,9 +58,6 @@ if TYPE_CHECKING:
 TRACK_WEIGHTS = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
 """Weight of an error at each width in a nested container. Low widths weigh more, because they lose most by nesting."""
 
-AS_STORED = "as stored"
-"""Solver of replicas that hold the codes of the checkpoint."""
-
 _TOKENS_PER_EXPERT = 32
 """Mean number of calibration tokens per expert. With fewer, most experts would be quantized against their layer
 alone."""
@@ -88,7 +86,7 @@ def build_data_free(
     checkpoint = CheckpointExperts(model_dir)
     bits = _checked_bits(bits)
     track_weights = {width: TRACK_WEIGHTS[width] for width in bits if width in WIDTHS}
-    stored = checkpoint.group_of_codes if tuple(bits) == (4,) else None
+    stored = checkpoint.group_of_codes if tuple(bits) == (CODE_BITS,) else None
     group_size = _checked_group_size(group_size or stored, checkpoint.shape)
     manifest = Manifest.with_form(
         checkpoint.layout.activations,
@@ -100,7 +98,7 @@ def build_data_free(
         group_size=group_size,
         source="data-free",
         solver={
-            "name": AS_STORED if stored == group_size else "least-squares",
+            "name": "as stored" if stored == group_size else "least-squares",
             "track_weights": list(track_weights.values()),
         },
         calibration=_probe_settings(checkpoint.shape, group_size),

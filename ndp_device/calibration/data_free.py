@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from ndp_device.calibration import _data_free
+from ndp_device.checkpoint.values import CODE_BITS
 from ndp_device.common.widths import BYTE_BITS, loss_columns
 from ndp_device.experts.expert import (
     Expert,
@@ -62,7 +63,7 @@ def quantize_layer(
     norm_weight, cores = checkpoint.norm_weight(layer), len(os.sched_getaffinity(0))
     at_once = max(1, min(cores, _ROOM_BYTES // (_COPIES * checkpoint.shape.expert_bytes)))
 
-    as_stored = not with_bytes and [*track_weights] == [4] and checkpoint.group_of_codes == group_size
+    as_stored = not with_bytes and [*track_weights] == [CODE_BITS] and checkpoint.group_of_codes == group_size
 
     def made(expert: int) -> tuple[dict[int, QuantizedExpert], tuple[NDArray[np.float64], NDArray[np.float64]]]:
         if as_stored and (stored := checkpoint.as_stored(layer, expert)) is not None:

@@ -37,6 +37,10 @@ _AT_ONCE = 1 << 18
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
+CODE_BITS = 4
+"""Width of the integers that a replica may take as they are stored."""
+
+
 class Codes(NamedTuple):
     """A matrix [N, C] as it is stored, which a replica may hold: scale * code + offset of each group of columns."""
 
@@ -82,7 +86,7 @@ class Packed:
     def group_of_codes(self) -> int | None:
         """Columns under one scale where `codes` may be there: four bits, of one row, in whole groups; else None."""
         columns, group = self.shape[-1], max(self.block)
-        is_whole = self.decode in _WHOLE and self.bits == 4 and columns % group == 0 and group % 8 == 0
+        is_whole = self.decode in _WHOLE and self.bits == CODE_BITS and columns % group == 0 and group % 8 == 0
         return group if is_whole else None
 
     def codes(self, read: Read, index: int | None) -> Codes | None:

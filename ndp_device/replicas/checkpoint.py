@@ -96,7 +96,7 @@ class CheckpointExperts:
 
     @property
     def group_of_codes(self) -> int | None:
-        """Columns under one scale where all experts may be stored as replicas of 4 bits hold them; else None."""
+        """Columns under one scale where all experts seem to be stored as replicas of 4 bits hold them; else None."""
         names = {
             found.weights[part].tensor(expert)
             for found in self.layout.layers
@@ -104,7 +104,7 @@ class CheckpointExperts:
             for expert in range(self.shape.num_experts)
         }
         groups = {self._packed[name].group_of_codes if name in self._packed else None for name in names}
-        return groups.pop() if len(groups) == 1 else None
+        return groups.pop() if len(groups) == 1 and self.as_stored(0, 0) is not None else None
 
     def as_stored(self, layer: int, expert: int) -> QuantizedExpert | None:
         """The replica of 4 bits whose codes and scales are the checkpoint's; None where it is stored in another way."""

@@ -218,7 +218,7 @@ class Assembly:
         facts = self.facts
         if not (facts.settings.has_quantized_slots and compat.on_cpu()):
             return None
-        if replicas is None:
+        if replicas is None and not facts.serves_its_codes:
             raise ConfigError(
                 f"ndp setting 'slot_bits' is {facts.settings.slot_bits}, which needs the replicas in this process too: "
                 "name their directory in 'replicas'"

@@ -60,6 +60,11 @@ class ExpertsPool:
         return self._checkpoint.lies_in_place
 
     @property
+    def holds_codes(self) -> bool:
+        """Whether experts are stored as replicas of 4 bits hold them."""
+        return self._checkpoint.group_of_codes is not None
+
+    @property
     def shares(self) -> list[Share]:
         """All parts of an expert, whose results add up to the expert's."""
         return [Share(index, self.share.count) for index in range(self.share.count)]

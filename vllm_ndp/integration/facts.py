@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.values import CODE_BITS
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
 from ndp_device.kernels import Kernel
@@ -69,10 +70,17 @@ class WorkerFacts:
         """Digest of the checkpoint."""
         return model_digest(self.model_dir)
 
+    @cached_property
+    def serves_its_codes(self) -> bool:
+        """Whether every expert runs in slots by the codes of 4 bits that the checkpoint holds: without replicas."""
+        alone = compat.on_cpu() and self.settings.only_width(self.pool.shape.num_experts) == CODE_BITS
+        return alone and self.settings.replicas is None and self.pool.holds_codes
+
     @property
     def is_quantized(self) -> bool:
         """Whether some experts are hot or cold as 1-4 bit replicas."""
-        return self.settings.needs_replicas(self.pool.shape.num_experts, in_slots=compat.on_cpu())
+        needed = self.settings.needs_replicas(self.pool.shape.num_experts, in_slots=compat.on_cpu())
+        return needed and not self.serves_its_codes
 
     @cached_property
     def planning(self) -> Planning:

@@ -32,7 +32,7 @@ def find_replicas(settings: NdpSettings, model_dir: Path, digest: str, num_exper
     Where the setting names none, it is the one in the cache. If that is empty, data-free replicas are built there for
     an embedded device. A running device has its own, which replicas made here could only differ from: None.
     """
-    from ndp_device.calibration.build import AS_STORED, build_data_free
+    from ndp_device.calibration.build import build_data_free
 
     if settings.replicas is not None:
         return Path(settings.replicas)
@@ -42,12 +42,11 @@ def find_replicas(settings: NdpSettings, model_dir: Path, digest: str, num_exper
             return None
         only = settings.only_width(num_experts)
         widths = "" if only is None else f" at {only} bits"
-        say(f"no replicas given for {model_dir.name}: building data-free ones{widths} once in {cached}")
-        made = build_data_free(model_dir, cached, bits=WIDTHS if only is None else (only,))
-        if made.solver["name"] == AS_STORED:
-            say(f"the replicas are the checkpoint's own codes of {only} bits: they lose nothing beside it")
-        else:
-            say("`vllm-ndp quantize` makes better replicas from calibration text")
+        say(
+            f"no replicas given for {model_dir.name}: building data-free ones{widths} once in {cached} "
+            "(`vllm-ndp quantize` makes better ones from calibration text)"
+        )
+        build_data_free(model_dir, cached, bits=WIDTHS if only is None else (only,))
     return cached
 
 

@@ -40,13 +40,15 @@ class Beside(Protocol):
 
 
 class Migrator:
-    def __init__(self, cores: Collection[int], beside: Callable[[], Beside | None] | None = None) -> None:
-        """`cores`: where the thread may run; the one that makes it may be bound to a single core. None of them: there
-        is no thread, and moves are carried out as they are begun, on the caller's stream. `beside`: asked for each
-        layer as it is begun; None where moves are done when they return."""
+    def __init__(
+        self, cores: Collection[int], beside: Callable[[], Beside | None] | None = None, threads: int = 1
+    ) -> None:
+        """`cores`: where the threads may run; the one that makes them may be bound to a single core. None of them:
+        there is no thread, and moves are carried out as they are begun, on the caller's stream. `beside`: asked for
+        each layer as it is begun; None where moves are done when they return. `threads`: layers moved at once."""
         self._cores = frozenset(cores)
         self._beside = beside or _OneStream()
-        self._thread = ThreadPoolExecutor(1, "ndp-migration", self._start)
+        self._thread = ThreadPoolExecutor(threads, "ndp-migration", self._start)
         self._pending: dict[int, Future[Event | None]] = {}  # layer -> its moves: at most one entry per layer
 
     def begin(self, layer: int, moves: Sequence[Move]) -> None:
@@ -157,7 +159,7 @@ class HotExperts:
         self._fill = streamer.fill if replicas is None else replicas.fill
         if isinstance(layers[0], LowBitSlots):
             self._fill = self._quantize
-        self._migrator = Migrator(cores if beside else ())
+        self._migrator = Migrator(cores if beside else (), threads=1 if replicas is None else max(len(cores), 1))
         self._maps: torch.Tensor | None = None  # [L, E] on a GPU: each layer's is a row, so that one copy brings all
         if layers[0].expert_map.device.type != "cpu":
             self._maps = torch.stack([layers[layer].expert_map for layer in range(len(layers))])

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import FULL_PRECISION_BITS
+from ndp_device.experts.expert import QuantizedExpert
 from ndp_device.kernels import Kernel
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
@@ -123,18 +124,20 @@ class ReplicaFill:
     def __init__(
         self,
         model_dir: Path,
-        replicas: Path,
+        replicas: Path | None,
         bits: int,
         kernel: Kernel,
         layers: range,
         slots: dict[int, HotSlots],
     ) -> None:
-        """bits: where a slot is not told its own. layers: of the model, which this worker counts from 0; slots: of each
-        of them."""
-        self._checkpoint = CheckpointExperts(model_dir)
-        self._files = ReplicaFiles(replicas, model_digest=model_digest(model_dir), once=True)
+        """replicas: None where the checkpoint holds codes of that width. bits: where a slot is not told its own.
+        layers: of the model, which this worker counts from 0; slots: of each of them."""
+        self._checkpoint, self._files = CheckpointExperts(model_dir), None
         self._bits, self._kernel = bits, kernel
         self._layers, self._slots = layers, slots
+        if replicas is None:
+            return
+        self._files = ReplicaFiles(replicas, model_digest=model_digest(model_dir), once=True)
         if bits not in (*self._files.manifest.bits, FULL_PRECISION_BITS):
             wanted = ",".join(map(str, sorted({*self._files.manifest.bits, bits})))
             raise ConfigError(
@@ -150,7 +153,21 @@ class ReplicaFill:
     def _prepared(self, layer: int, expert: int, bits: int) -> Any:
         if bits == FULL_PRECISION_BITS:
             return self._kernel.prepare(self._checkpoint.expert(layer, expert))
+        if self._files is None:
+            prepared = self._kernel.prepare(self._as_stored(layer, expert))
+            self._checkpoint.check(layer)
+            return prepared
         prepared = self._kernel.prepare(self._files.expert(layer, expert, bits))
         self._files.check(layer)
         self._files.release(layer)
         return prepared
+
+    def _as_stored(self, layer: int, expert: int) -> QuantizedExpert:
+        stored = self._checkpoint.as_stored(layer, expert)
+        if stored is None:
+            raise ConfigError(
+                f"expert {expert} of layer {layer} is stored in another way than the first, which holds codes of 4 "
+                "bits in the order of its columns: make replicas with `vllm-ndp quantize --bits 4` and name them in "
+                "'replicas'"
+            )
+        return stored

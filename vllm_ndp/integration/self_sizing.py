@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.values import CODE_BITS
 from ndp_device.common.errors import ConfigError, NdpError
+from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import load_losses
 from vllm_ndp import __version__
 from vllm_ndp.config import NdpSettings
@@ -113,6 +115,9 @@ def _loss(settings: NdpSettings, model: Path, size: OwnSize) -> float | None:
     """Mean over the experts, relative to their outputs; None where there are no replicas yet."""
     bits, num_experts = size.option.widest, size.sizing.model.num_experts
     named = settings.replicas
+    alone = bits == CODE_BITS and settings.only_width(num_experts) is not None and not named
+    if alone and CheckpointExperts(model).group_of_codes is not None:
+        return 0.0
     replicas = Path(named) if named else cached_replicas(settings, model_digest(model), num_experts)
     try:
         relative: Any = load_losses(replicas, "relative")[0]

@@ -80,6 +80,7 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
         "record": settings.record or "off",
         "report": _report(worker.unsimulated),
         **({} if device.link is None else _device(device.link, device, settings, hot.pool.mapped_bytes)),
+        **({"replicas": "none: experts keep the checkpoint's codes of 4 bits"} if facts.serves_its_codes else {}),
     }
 
 

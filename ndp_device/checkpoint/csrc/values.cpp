@@ -42,12 +42,17 @@ void fp4_to_bfloat16(Matrix<const uint8_t> codes, Matrix<const float> scale, Mat
     }
 }
 
-// Bits 0, 4, 8, ... 28 of a word as one byte.
-uint8_t every_fourth_bit(uint32_t word) {
-    word &= 0x11111111u;
-    word = (word | word >> 3) & 0x03030303u;
-    word = (word | word >> 6) & 0x000f000fu;
-    return uint8_t(word | word >> 12);
+// Eight codes of four bits as four bytes: byte b has bit b of each. Four exchanges of bits that lie `by` apart.
+uint32_t bytes_of_bits(uint32_t codes) {
+    const auto exchange = [&](int by, uint32_t lower) {
+        const uint32_t other = (codes ^ codes >> by) & lower;
+        codes ^= other ^ other << by;
+    };
+    exchange(8, 0x0000ff00u);
+    exchange(14, 0x0000ccccu);
+    exchange(4, 0x00f000f0u);
+    exchange(7, 0x00aa00aau);
+    return codes;
 }
 
 // words [N, C / 8] in any strides: eight codes each, the first in the lowest bits; planes [4, N, C / 8], top bits first.
@@ -60,14 +65,14 @@ void planes_of_nibbles(nb::ndarray<const uint32_t, nb::ndim<2>, nb::device::cpu>
     const int64_t down = words.stride(0), right = words.stride(1);
     uint8_t* plane = planes.data();
     nb::gil_scoped_release release;
-    constexpr size_t kRows = 16;  // of a transposed matrix: a line of its words
+    constexpr size_t kRows = 64;  // of a transposed matrix: four lines of its words
     for (size_t first = 0; first < rows; first += kRows) {
         const size_t last = first + kRows < rows ? first + kRows : rows;
         for (size_t column = 0; column < columns; ++column)
             for (size_t row = first; row < last; ++row) {
-                const uint32_t codes = word[int64_t(row) * down + int64_t(column) * right];
-                for (size_t bit = 0; bit < 4; ++bit)
-                    plane[((3 - bit) * rows + row) * columns + column] = every_fourth_bit(codes >> bit);
+                const uint32_t bits = bytes_of_bits(word[int64_t(row) * down + int64_t(column) * right]);
+                uint8_t* to = plane + row * columns + column;
+                for (int bit = 3; bit >= 0; --bit, to += rows * columns) *to = uint8_t(bits >> 8 * bit);
             }
     }
 }

@@ -150,7 +150,7 @@ def test_codes_in_another_order_than_their_columns_are_fitted_and_their_loss_is_
     shutil.copytree(quantized.make("mixtral-gptq", models), directory)
     tensors = load_file(directory / "model.safetensors")
     for name in tensors:
-        if name.endswith("experts.0.w1.g_idx"):
+        if name.endswith("experts.1.w1.g_idx"):
             tensors[name] = tensors[name].flip(0).contiguous()
     save_file(tensors, directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
@@ -159,8 +159,8 @@ def test_codes_in_another_order_than_their_columns_are_fitted_and_their_loss_is_
     build_data_free(directory, tmp_path / "out", bits=(4,), show_progress=False)
     losses = ReplicaFiles(tmp_path / "out").layer_losses(0)[1]
     of_four = losses[:, WIDTHS.index(4)]
-    assert of_four[0] > 0
-    assert (of_four[1:] == 0).all()
+    assert of_four[1] > 0
+    assert (np.delete(of_four, 1) == 0).all()
 
 
 @pytest.mark.calibration
