@@ -26,8 +26,8 @@ from rich.progress import (
 )
 
 from ndp_device.calibration import data_free
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.names import DTYPES
-from ndp_device.checkpoint.opening import model_digest
 from ndp_device.checkpoint.values import CODE_BITS
 from ndp_device.common import machine_memory
 from ndp_device.common.errors import ConfigError, ReplicaError

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 
 from ndp_device.calibration import calibrated, gptq
 from ndp_device.calibration.data_free import ROWS_BYTES
+from ndp_device.common.machine_memory import usable_bytes
 from ndp_device.common.model_shape import ModelShape
 from ndp_device.replicas.checkpoint import CheckpointExperts
 
@@ -84,6 +85,11 @@ def tuning_bytes(shape: ModelShape, *, group_size: int, num_widths: int) -> int:
     )  # itself, its codes, and at the width of a step: weights, products, gradient
     levels = 2 * num_widths * num_weights // group_size * 5 * _FLOAT  # level, step, gradient and Adam's two moments
     return num_weights * each + levels
+
+
+def physical_bytes() -> int:
+    """Memory of this machine within the limits that hold for this process."""
+    return usable_bytes()
 
 
 def _is_one_of(name: str, template: str) -> bool:

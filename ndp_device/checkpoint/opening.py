@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -14,58 +12,17 @@ import msgspec
 from numpy.typing import NDArray
 
 from ndp_device.checkpoint import values
+from ndp_device.checkpoint.files import read_config
 from ndp_device.checkpoint.formats import PARTS, Parts, describe, small_values
 from ndp_device.checkpoint.gguf_files import QUANTIZED, logical_shape
-from ndp_device.checkpoint.headers import MAX_LISTING_BYTES, TensorInfo, has_weights, read_headers, weight_files
+from ndp_device.checkpoint.headers import TensorInfo, has_weights, read_headers
 from ndp_device.checkpoint.names import ExpertLayout, resolve
 from ndp_device.checkpoint.spellings import keys_about_experts, text_config
 from ndp_device.checkpoint.stated import Settings
-from ndp_device.checkpoint.tensor_files import open_file, read_tensor, tensor_header
+from ndp_device.checkpoint.tensor_files import read_tensor
 from ndp_device.checkpoint.values import Packed
-from ndp_device.common import strict_json
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape
-from ndp_device.common.strict_files import Refused
-
-_SAMPLES_PER_FILE = 64
-_SAMPLE_BYTES = 4096
-
-
-def read_config(model_dir: Path) -> dict[str, Any]:
-    path = model_dir / "config.json"
-    try:
-        config = strict_json.read(path, at_most=MAX_LISTING_BYTES, constants=True)
-    except FileNotFoundError:
-        raise ConfigError(f"no config.json in {model_dir}: give the directory of a Hugging Face checkpoint") from None
-    except (OSError, Refused) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {type(config).__name__}")
-    return config
-
-
-def model_digest(model_dir: Path) -> str:
-    """32 hex digits that change when the architecture or the weights do.
-
-    BLAKE2b over the sizes in config.json and, per file of weights, its size, its header and 64 samples of 4 KiB spread
-    evenly. That takes a few milliseconds for 90 GB, but misses an edit between the samples.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    config = read_config(model_dir)
-    relevant = {key: config[key] for key in sorted(config) if isinstance(config[key], int | float | str | bool)}
-    for volatile in ("transformers_version", "_name_or_path", "torch_dtype", "dtype"):
-        relevant.pop(volatile, None)
-    digest.update(json.dumps(relevant, sort_keys=True).encode())
-    for path in weight_files(model_dir):
-        header, start = tensor_header(path)
-        size = path.stat().st_size
-        digest.update(f"{size} {json.dumps(header, sort_keys=True)}".encode())
-        span = max(size - start - _SAMPLE_BYTES, 0)
-        with open_file(path) as file:
-            for sample in range(_SAMPLES_PER_FILE):
-                file.seek(start + span * sample // max(_SAMPLES_PER_FILE - 1, 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

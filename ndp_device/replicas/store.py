@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.experts.expert import Expert

@@ -234,7 +234,7 @@ def _client_seeds() -> list[bytes]:
 
 
 def _client(cases: Any, device: Any) -> Any:
-    from ndp_device.checkpoint.opening import model_digest
+    from ndp_device.checkpoint.files import model_digest
     from vllm_ndp.device_client.client import DeviceClient
 
     client = DeviceClient("in-process", model_digest(MODEL), deadline_ms=20, transport=device.connect)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engines import MODEL, PROMPTS, engine
 
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.cache import default_cache_dir
 from ndp_device.replicas.format import load_losses
 from ndp_device.timing.model import DeviceModel

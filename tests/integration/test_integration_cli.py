@@ -18,7 +18,7 @@ import pytest
 from engines import BIN, MODEL, REPLICAS, last_json, run_program
 from in_this_process import run_here
 
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from vllm_ndp.device_client.process import DeviceProcess
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engines import MODEL, PROMPTS, check_pairs, engine, greedy, token_ids
 
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.traces.trace import Trace

@@ -28,7 +28,8 @@ from engines import (
 )
 from small_checkpoint import write_small_checkpoint
 
-from ndp_device.checkpoint.opening import model_digest, open_checkpoint
+from ndp_device.checkpoint.files import model_digest
+from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.common.cache import default_cache_dir
 from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.replicas.format import load_losses

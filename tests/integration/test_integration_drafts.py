@@ -11,7 +11,7 @@ import one_engine
 import pytest
 from engines import LONG_PROMPTS, MODEL, engine, greedy, stock_tokens_of, token_ids
 
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable

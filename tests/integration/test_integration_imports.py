@@ -11,7 +11,7 @@ import pytest
 import routed_experts
 from engines import MODEL, last_json, run_program
 
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from vllm_ndp.traces.importers import ImportSettings, import_trace
 from vllm_ndp.traces.trace import Trace
 

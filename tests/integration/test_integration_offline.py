@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from engines import MODEL, PROMPTS, device_processes, engine, greedy, token_ids
 
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.common import sealed
 from vllm_ndp.integration.report import DECODE_KINDS
 

@@ -26,7 +26,7 @@ from engines import (
     token_ids,
 )
 
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable

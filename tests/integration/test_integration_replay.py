@@ -14,7 +14,7 @@ import pytest
 from engines import IN_PROCESS, MODEL, PROMPTS, REPLICAS, ROOT, engine, greedy, run_program
 from processors import settings as processors
 
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.cache import default_cache_dir
 from ndp_device.replicas.format import load_losses, read_manifest, write_manifest
 from ndp_device.timing.model import CommandEnergy

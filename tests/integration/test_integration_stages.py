@@ -20,7 +20,7 @@ from engines import (
     token_ids,
 )
 
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
 from ndp_device.replicas.format import load_losses
 from vllm_ndp.cost_model.gpu_timing import PipelineClock

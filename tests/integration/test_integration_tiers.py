@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 from engines import MODEL, PROMPTS, REPLICAS, engine, greedy, stock_tokens_of, token_ids
 
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.replicas.format import load_losses
 from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.integration.report import PAIR_KINDS

@@ -13,7 +13,7 @@ import one_engine
 import pytest
 from engines import MODEL, PROMPTS, REPLICAS
 
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.replicas.format import load_losses
 from ndp_device.timing.model import DeviceModel
 from vllm_ndp.device_client.process import DeviceProcess

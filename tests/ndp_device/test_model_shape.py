@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from paths import MODEL
 
-from ndp_device.checkpoint.opening import open_checkpoint, read_config
+from ndp_device.checkpoint.files import read_config
+from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.common.decoder_layers import DecoderLayer, GroupedQuery, Latent
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape, WholeModel

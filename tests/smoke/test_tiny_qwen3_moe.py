@@ -15,7 +15,8 @@ import pytest
 from paths import MODEL as FIRST
 from paths import ROOT
 
-from ndp_device.checkpoint.opening import model_digest, open_checkpoint
+from ndp_device.checkpoint.files import model_digest
+from ndp_device.checkpoint.opening import open_checkpoint
 from vllm_ndp.lab.analysis import analyse
 from vllm_ndp.planning.policies import read_prior
 from vllm_ndp.traces.importers import ImportSettings, import_trace

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.checkpoint.opening import open_checkpoint, read_config
+from ndp_device.checkpoint.files import read_config
+from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.checkpoint.spellings import text_config
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel

@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.names import ExpertLayout
-from ndp_device.checkpoint.opening import model_digest, open_checkpoint
+from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.common.activation import GPT_OSS, Activation, activation_named
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape

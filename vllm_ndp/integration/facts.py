@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.values import CODE_BITS
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel

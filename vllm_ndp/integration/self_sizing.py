@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.values import CODE_BITS
 from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.replicas.checkpoint import CheckpointExperts

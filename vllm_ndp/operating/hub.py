@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.headers import INDEX, WHOLE, has_weights, indexed_files
-from ndp_device.checkpoint.opening import model_digest
 from ndp_device.common.cache import hub_cache_dir
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import REPLICA_WIDTHS

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ndp_device.checkpoint.files import read_config
 from ndp_device.checkpoint.headers import MAX_LISTING_BYTES, has_weights, weight_files
-from ndp_device.checkpoint.opening import read_config
 from ndp_device.checkpoint.spellings import text_config
 from ndp_device.common import strict_json
 from ndp_device.common.errors import ConfigError

@@ -22,7 +22,7 @@ from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated
 from ndp_device.calibration.data_free import expert_losses
 from ndp_device.calibration.gptq import second_moment
 from ndp_device.calibration.text import CalibrationText, file_digest
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import QuantizedExpert, to_float32, unpack
 from ndp_device.kernels.reference import ReferenceKernel, dequantize

@@ -21,7 +21,8 @@ transformers = pytest.importorskip("transformers")
 
 from ndp_device.calibration.build import build_calibrated  # noqa: E402
 from ndp_device.calibration.streamed import expert_modules  # noqa: E402
-from ndp_device.checkpoint.opening import open_checkpoint, read_config  # noqa: E402
+from ndp_device.checkpoint.files import read_config  # noqa: E402
+from ndp_device.checkpoint.opening import open_checkpoint  # noqa: E402
 from ndp_device.checkpoint.spellings import text_config  # noqa: E402
 from ndp_device.common.errors import ConfigError, ReplicaError  # noqa: E402
 from ndp_device.kernels import load_kernel  # noqa: E402

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file  # noqa: E402
 
 from ndp_device.calibration.build import build_data_free  # noqa: E402
 from ndp_device.checkpoint import gguf_files  # noqa: E402
-from ndp_device.checkpoint.opening import model_digest  # noqa: E402
+from ndp_device.checkpoint.files import model_digest  # noqa: E402
 from ndp_device.common.errors import ConfigError, ReplicaError  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402

@@ -19,7 +19,7 @@ from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_safete
 
 from ndp_device.calibration.build import build_data_free
 from ndp_device.calibration.data_free import expert_losses
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.common import sealed
 from ndp_device.common.activation import SILU, Activation
 from ndp_device.common.cache import default_cache_dir

@@ -15,7 +15,7 @@ import pytest
 from device_cases import MODEL, FaultyDevice, full_plan, make_calls, make_handler
 from failpoints import KINDS, Failpoint, Failpoints
 
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import DeviceError, DeviceUnavailable, LocalProtocolError
 from ndp_device.protocol.codec import VersionMismatch
 from vllm_ndp.device_client.client import MAX_IN_FLIGHT, DeviceClient

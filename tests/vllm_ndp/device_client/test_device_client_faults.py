@@ -21,7 +21,7 @@ import pytest
 from device_cases import MODEL, full_plan, make_calls
 from failpoints import FailingProcess
 
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import DeviceUnavailable
 from ndp_device.transport.shm import MAX_CHANNELS
 from vllm_ndp.device_client import process as device_process

@@ -20,7 +20,7 @@ from device_cases import MODEL, FaultyDevice, FaultyTransport, full_plan, make_c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg

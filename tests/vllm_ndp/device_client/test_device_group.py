@@ -16,7 +16,7 @@ from device_cases import MODEL, Call, FaultyDevice, full_plan, make_calls, make_
 from failpoints import Failpoint, Failpoints
 from numpy.typing import NDArray
 
-from ndp_device.checkpoint.opening import model_digest
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import DeviceUnavailable
 from ndp_device.experts.part import WHOLE, Part
 from ndp_device.protocol.codec import Frames
