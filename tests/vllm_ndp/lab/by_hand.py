@@ -6,6 +6,8 @@ memory. Attention takes less than 10 ns.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from ndp_device.common.decoder_layers import DecoderLayer, GroupedQuery
@@ -21,7 +23,7 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.traces.format import Provenance
-from vllm_ndp.traces.trace import Sequence, from_sequences
+from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
 US = 1e6  # ps
 F, C = 10 * US, 1 * US
@@ -53,18 +55,31 @@ def chosen(*steps: list[list[int]]) -> np.ndarray:
     return np.array(steps, np.int64)
 
 
+def requests_of(
+    requests: Iterable[tuple[np.ndarray, np.ndarray]], num_experts: int, weights: Iterable[np.ndarray] | None = None
+) -> Trace:
+    """Requests of (prompt, decode) [T, L, k] each; gate weights are equal unless given, of decode alone."""
+    requests = [(np.asarray(prompt), np.asarray(decode)) for prompt, decode in requests]
+    gates = [_equal(decode) for _, decode in requests] if weights is None else list(weights)
+    sequences = [
+        Sequence(r, "", 0.0, prompt, _equal(prompt), decode, gates[r].astype(np.float32))
+        for r, (prompt, decode) in enumerate(requests)
+    ]
+    layers, top_k = requests[0][0].shape[1:]
+    provenance = Provenance(model="by hand", num_layers=layers, num_experts=num_experts, top_k=top_k)
+    return from_sequences(provenance, sequences)
+
+
+def _equal(ids: np.ndarray) -> np.ndarray:
+    return np.full(ids.shape, 1 / ids.shape[2], np.float32)
+
+
 def trace(
     prompt: np.ndarray, decode: np.ndarray, num_experts: int = 4, weights: np.ndarray | None = None, requests: int = 1
 ) -> Batches:
     """The same request so many times, all of them in one batch; gate weights are equal unless given."""
-    own = np.full(decode.shape, 1 / decode.shape[2], np.float32) if weights is None else weights.astype(np.float32)
-    sequences = [
-        Sequence(r, "", 0.0, prompt, np.full(prompt.shape, 1 / prompt.shape[2], np.float32), decode, own)
-        for r in range(requests)
-    ]
-    layers, top_k = decode.shape[1:]
-    provenance = Provenance(model="by hand", num_layers=layers, num_experts=num_experts, top_k=top_k)
-    return Batches.of(from_sequences(provenance, sequences), requests)
+    own = None if weights is None else [weights] * requests
+    return Batches.of(requests_of([(prompt, decode)] * requests, num_experts, own), requests)
 
 
 def run(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from by_hand import requests_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import DATA
@@ -16,20 +17,14 @@ from vllm_ndp.lab.locality import RULES, locality
 from vllm_ndp.lab.page import of_routing, write_page
 from vllm_ndp.lab.routing_fit import fit_routing
 from vllm_ndp.lab.vectorised.prediction import found_ahead
-from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
-from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
+from vllm_ndp.traces.trace import Trace
 
 
 def trace_of(requests: list[list[list[int]]], num_experts: int, prompt: int = 0) -> Trace:
     """One layer; each request a list of tokens, each token its experts."""
-    sequences = []
-    for tokens in requests:
-        ids = np.array(tokens)[:, None, :]
-        weights = np.full(ids.shape, 1.0 / ids.shape[2], np.float32)
-        sequences.append(Sequence(0, "", 0.0, ids[:prompt], weights[:prompt], ids[prompt:], weights[prompt:]))
-    top_k = len(requests[0][0])
-    return from_sequences(Provenance(model="m", num_layers=1, num_experts=num_experts, top_k=top_k), sequences)
+    ids = [np.array(tokens)[:, None, :] for tokens in requests]
+    return requests_of([(one[:prompt], one[prompt:]) for one in ids], num_experts)
 
 
 def slow_hits(requests: list[list[list[int]]], size: int, rule: str) -> int:

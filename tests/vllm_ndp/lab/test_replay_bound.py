@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from by_hand import requests_of
 from paths import DATA
 
 from ndp_device.timing.spec import load_hardware
@@ -16,8 +17,7 @@ from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.systems import SYSTEMS
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.traces.format import Provenance
-from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
+from vllm_ndp.traces.trace import Trace
 
 TRACE = Trace.load(DATA / "tiny-mixtral-trace")
 IDEAL = {"dram.kind": "ideal"}
@@ -120,12 +120,8 @@ def test_programming_finds_what_trying_finds():
 def test_rows_of_an_expert_at_widths_of_their_own_do_not_beat_the_bound():
     """Six rows choose one expert, nothing may run on the GPU: every row at every width, 15625 ways."""
     rng = np.random.default_rng(5)
-    sequences = [
-        Sequence(r, "", 0.0, np.zeros((1, 1, 1), int), np.ones((1, 1, 1), np.float32), np.zeros((1, 1, 1), int),
-                 rng.random((1, 1, 1)).astype(np.float32))
-        for r in range(6)
-    ]  # fmt: skip
-    trace = from_sequences(Provenance(model="one", num_layers=1, num_experts=8, top_k=1), sequences)
+    one = np.zeros((1, 1, 1), int)
+    trace = requests_of([(one, one)] * 6, 8, [rng.random((1, 1, 1)) for _ in range(6)])
     batches, loss = Batches.of(trace, 6), LossTable.nominal(1, 8)
     bound = Bound(Cells.of(batches, COSTS, loss, num_hot=0))
     assert bound.cells.rows is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from by_hand import C, F, chosen, machine, run, trace
+from by_hand import C, F, chosen, machine, requests_of, run, trace
 from paths import DATA
 
 from ndp_device.common.errors import ConfigError
@@ -14,19 +14,14 @@ from vllm_ndp.lab.systems.hobbit import _pays
 from vllm_ndp.lab.vectorised.outcome import Outcome
 from vllm_ndp.lab.vectorised.prediction import NextLayer
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.traces.format import Provenance
-from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
+from vllm_ndp.traces.trace import Trace
 
 TRACE = Trace.load(DATA / "tiny-mixtral-trace")
 
 
 def learned(tokens: np.ndarray, num_experts: int = 4) -> NextLayer:
     """From tokens [T, L, k]."""
-    weights = np.full(tokens.shape, 1 / tokens.shape[2], np.float32)
-    _, layers, top_k = tokens.shape
-    sequence = Sequence(0, "", 0.0, tokens, weights, tokens[:0], weights[:0])
-    provenance = Provenance(model="by hand", num_layers=layers, num_experts=num_experts, top_k=top_k)
-    return NextLayer.learned(from_sequences(provenance, [sequence]))
+    return NextLayer.learned(requests_of([(tokens, tokens[:0])], num_experts))
 
 
 def test_chances_are_counts_of_what_followed_and_one_token_of_popularity():

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from by_hand import requests_of
 from paths import DATA
 
 from ndp_device.common.errors import ConfigError
@@ -24,8 +25,7 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
-from vllm_ndp.traces.format import Provenance
-from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
+from vllm_ndp.traces.trace import Trace
 
 WHOLE = Trace.load(DATA / "tiny-mixtral-trace")
 KNOWN, REST = split_requests(WHOLE)
@@ -211,12 +211,8 @@ def test_following_decode_covers_more_and_keeps_the_bit_budget():
 
 def test_batching_requests_that_route_alike_covers_more():
     """Two kinds of requests that share no expert, in alternation: two hot of four cover a kind, not both."""
-    sequences = []
-    for request in range(8):
-        ids = np.full((20, 1, 2), 2 * (request % 2)) + np.array([0, 1])
-        weights = np.full(ids.shape, 0.5, np.float32)
-        sequences.append(Sequence(request, "", 0.0, ids[:10], weights[:10], ids[10:], weights[10:]))
-    trace = from_sequences(Provenance(model="two kinds", num_layers=1, num_experts=4, top_k=2), sequences)
+    kinds = [np.full((10, 1, 2), 2 * kind) + np.array([0, 1]) for kind in (0, 1)]
+    trace = requests_of([(kinds[request % 2], kinds[request % 2]) for request in range(8)], 4)
     mixed, alike = (Batches.of(trace, 4, affinity=affinity) for affinity in (False, True))
     assert mixed.requests.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert alike.requests.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]

@@ -149,10 +149,7 @@ CPU_BITS, GPU_BITS = (FULL_PRECISION_BITS, 8, 4), (FULL_PRECISION_BITS, 4)
 
 def most_used(frequency: NDArray[np.float64], num_experts: int) -> NDArray[np.bool_]:
     """[L, E], the num_experts highest of all layers together; of equal ones the earlier layer and lower id."""
-    order = np.argsort(-frequency.ravel(), kind="stable")[:num_experts]
-    hot = np.zeros(frequency.size, np.bool_)
-    hot[order] = True
-    return hot.reshape(frequency.shape)
+    return highest(frequency.ravel(), num_experts).reshape(frequency.shape)
 
 
 def _widths(options: ReplayOptions) -> tuple[int, int]:
