@@ -58,14 +58,13 @@ def plan(
     from ndp_device.timing.spec import load_hardware
     from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.cost_model.costs import Costs
-    from vllm_ndp.operating.memory import room_bytes
     from vllm_ndp.operating.proposal import propose
     from vllm_ndp.operating.sizing import Demand, MachineSize, Sizing, parse_bytes
     from vllm_ndp.operating.sources import source_named
     from vllm_ndp.operating.speed import measure
 
     machine = MachineSize(
-        host_bytes=room_bytes() if asked.host_memory is None else parse_bytes(asked.host_memory, "--host-memory"),
+        host_bytes=_this_machine() if asked.host_memory is None else parse_bytes(asked.host_memory, "--host-memory"),
         gpu_bytes=None if asked.gpu_memory is None else parse_bytes(asked.gpu_memory, "--gpu-memory"),
     )
     source = source_named(model)
@@ -76,6 +75,13 @@ def plan(
     if not as_json:
         _print(proposal)
     print_json(proposal.as_dict(), shown=not as_json)
+
+
+def _this_machine() -> int:
+    """Bytes of host memory that are planned with where none are named."""
+    from vllm_ndp.operating.memory import room_bytes
+
+    return room_bytes()
 
 
 def _count(parameters: int) -> str:
