@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError, TraceError
-from vllm_ndp.lab import _lanes
+from vllm_ndp.lab._lanes import stack_depths
 from vllm_ndp.traces.trace import Trace
 
 RULES = ("random", "lfu", "lru", "oracle")
@@ -85,7 +85,7 @@ class Selected:
         First all choices, then those of the first EARLY_TOKENS tokens of each request.
         """
         counts, early = np.zeros((2, self.ids.shape[1], self.num_experts + 1), np.int64)
-        _lanes.stack_depths(self.ids, self.rows, self.ends, self.num_experts, rule, start, EARLY_TOKENS, counts, early)
+        stack_depths(self.ids, self.rows, self.ends, self.num_experts, rule, start, EARLY_TOKENS, counts, early)
         return counts, early
 
 
