@@ -16,6 +16,10 @@ from family_tokens import PENALTIES, PROMPT_COUNT, TOKENS
 from paths import ROOT
 from test_integration_families import Runs, made, models, noted, selected
 
+from vllm_ndp.lab.cli.recorded import losses_of_run
+from vllm_ndp.lab.exact.live import replay_live
+from vllm_ndp.traces.trace import Trace
+
 __all__ = ["models"]
 pytestmark = pytest.mark.vllm
 MAKER = ROOT / "tests" / "checkpoints" / "make_quantized_models.py"
@@ -58,10 +62,10 @@ def test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin(ran: tuple[Ru
 
 
 def test_a_checkpoint_of_4_bits_is_served_by_its_own_codes(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing is written. Fitted again, its experts gave 1 to 9 of 16 tokens of a prompt."""
+    """Nothing is written, and the run is replayed. Fitted again, its experts gave 1 to 9 of 16 tokens of a prompt."""
     monkeypatch.setenv("NDP_CACHE_DIR", str(models / "cache"))
     (path,) = made(models, "mixtral-awq", maker=MAKER).values()
-    slots = {"hot_experts": 8, "slot_bits": 4, "avg_bits": 4.0, "execution": "paper"}
+    slots = {"hot_experts": 8, "slot_bits": 4, "avg_bits": 4.0, "execution": "paper", "record": str(models / "trace")}
     found = {}
     for side, model, settings in (("stock", path.with_name(f"{path.name}-dequantized"), None), ("ours", path, slots)):
         with engine(model, settings=settings, dtype="float32") as llm:
@@ -70,6 +74,8 @@ def test_a_checkpoint_of_4_bits_is_served_by_its_own_codes(models: Path, monkeyp
     assert told["replicas"] == "none: experts keep the checkpoint's codes of 4 bits"
     assert not list((models / "cache").glob("replicas/*"))
     assert found["ours"] == found["stock"]
+    trace = Trace.load(models / "trace")
+    assert replay_live(trace, losses_of_run(trace, None)).identical
 
 
 def test_linear_layers_for_which_vllm_has_no_kernel_here_are_served_by_their_values(

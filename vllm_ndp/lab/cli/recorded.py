@@ -19,6 +19,7 @@ import typer
 from ndp_device.common.command_line import command, print_json
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.outputs import A_NEW_FILE
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cli.options import TraceArgument
 from vllm_ndp.lab.options import (
     BUNDLED,
@@ -219,8 +220,9 @@ def losses(trace: Trace, replicas: Path | None, *, nominal: bool = False, kind: 
 
     p = trace.provenance
     if replicas is None and not nominal:
-        used = p.settings.get("replicas")
-        replicas = Path(used) if used else default_cache_dir(p.model_digest)
+        used, all_widths = p.settings.get("replicas"), default_cache_dir(p.model_digest)
+        only = default_cache_dir(f"{p.model_digest}-{p.settings.get('slot_bits')}")  # of a server with one width alone
+        replicas = Path(used) if used else only if only.exists() and not all_widths.exists() else all_widths
     if nominal or replicas is None:
         return LossTable.nominal(p.num_layers, p.num_experts)
     loss = LossTable.from_measured(*load_losses(replicas, kind))
@@ -241,8 +243,9 @@ def losses(trace: Trace, replicas: Path | None, *, nominal: bool = False, kind: 
 
 def losses_of_run(trace: Trace, replicas: Path | None) -> LossTable:
     """Load the losses that a live run planned with; nominal ones where it planned without, or was none."""
-    is_nominal = trace.provenance.live is None or _is_identity(trace)
-    kind = trace.provenance.settings["policy_options"]["losses"] if trace.provenance.live else "absolute"
+    live = trace.provenance.live
+    is_nominal = live is None or _is_identity(trace) or not set(live.expert_bytes) - {FULL_PRECISION_BITS}
+    kind = trace.provenance.settings["policy_options"]["losses"] if live else "absolute"
     return losses(trace, replicas, nominal=is_nominal, kind=kind)
 
 
