@@ -21,7 +21,7 @@ from ndp_device.timing.spec import PE_MODES
 from ndp_device.transport.address import INSECURE_LOOPBACK
 
 if TYPE_CHECKING:
-    from ndp_device.protocol import messages as msg
+    pass
 
 SOCKET = "ipc://$HOME/.ndp/device"  # in examples: a directory that serve makes for its owner alone
 
@@ -157,7 +157,8 @@ def ping(address: AddressArgument, timeout_s: TimeoutOption = 5.0, key: KeyOptio
         start = time.perf_counter_ns()
         reply, _ = probe.ask(msg.Ping(probe.next_id()))
         elapsed_ns = time.perf_counter_ns() - start
-    print_json({"pong": True, "incarnation": _fields(reply)["incarnation"], "measured_us": round(elapsed_ns / 1e3, 1)})
+    assert isinstance(reply, msg.Pong)
+    print_json({"pong": True, "incarnation": reply.incarnation, "measured_us": round(elapsed_ns / 1e3, 1)})
 
 
 @command(app, "describe", examples=(f"ndp-device describe {SOCKET}",))
@@ -166,12 +167,13 @@ def describe(address: AddressArgument, timeout_s: TimeoutOption = 5.0, key: KeyO
 
     Protocol, incarnation, model digest, replicas, hardware, kernel.
     """
+    import msgspec
+
     from ndp_device.probe import Probe
-    from ndp_device.protocol import messages as msg
 
     with Probe(address, timeout_s=timeout_s, keys=key) as probe:
-        reply, _ = probe.ask(msg.Describe(probe.next_id()))
-    print_json({name: value for name, value in _fields(reply).items() if name not in ("id", "ndp", "tensors", "crc")})
+        fields: dict[str, Any] = msgspec.to_builtins(probe.describe())
+    print_json({name: fields[name] for name in fields if name not in ("type", "id", "ndp", "tensors", "crc")})
 
 
 @command(
@@ -228,13 +230,6 @@ def keygen(
 
 def main() -> None:
     run(app, "ndp-device")
-
-
-def _fields(message: msg.Message) -> dict[str, Any]:
-    import msgspec
-
-    fields: dict[str, Any] = msgspec.to_builtins(message)
-    return {name: value for name, value in fields.items() if name != "type"}
 
 
 def _run_on(cores: str) -> None:
