@@ -81,6 +81,8 @@ class QuantizedMatrix:
     nested: NestedMatrix | None = field(default=None, init=False, compare=False, repr=False)
     """Nested matrix of which this is a view; None if it has planes of its own. A changed copy (`replace`) is no
     view."""
+    token: object = field(default_factory=object, init=False, compare=False, repr=False)
+    """Stands for this matrix where its arrays need not live."""
 
     def __post_init__(self) -> None:
         if self.bits not in REPLICA_WIDTHS or self.planes.dtype != np.uint8 or self.planes.shape[:1] != (self.bits,):

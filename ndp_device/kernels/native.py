@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ndp_device.common.activation import SILU
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import LIMBS, LINEAR_LIMBS
-from ndp_device.experts.expert import Expert, FullExpert, NestedMatrix, QuantizedMatrix
+from ndp_device.experts.expert import Expert, FullExpert, QuantizedMatrix
 from ndp_device.kernels import _native
 
 _LOG = logging.getLogger(__name__)
@@ -39,7 +39,8 @@ class Component:
     """Some consecutive planes of one matrix as the engine streams them, and whose they are."""
 
     native: _native.Component
-    source: QuantizedMatrix | NestedMatrix
+    source: object
+    """The nested matrix, or what stands for one alone: it keeps no weights."""
     planes: range
 
     @property
@@ -187,8 +188,8 @@ class NativeKernel:
         )
 
     def _component(self, matrix: QuantizedMatrix, planes: range, halves: int, group: int) -> Component:
-        # The component keeps the matrix alive, so no other one can have its id while the entry exists.
-        source = matrix if matrix.nested is None else matrix.nested
+        # The component keeps its source alive, so no other one can have its id while the entry exists.
+        source = matrix.token if matrix.nested is None else matrix.nested
         key = (id(source), planes.start, planes.stop, halves)
         component = self._shared.get(key)
         if component is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -53,6 +54,17 @@ def test_a_masked_width_keeps_its_biases_and_activation(isa: str) -> None:
     assert masked is not None
     x, pairs = rng.standard_normal((3, 64)).astype(np.float32), random_pairs(rng, 3, 1, 1)
     assert np.array_equal(kernel.execute(x, [own], *pairs), kernel.execute(x, [masked], *pairs))
+
+
+def test_what_is_prepared_of_a_matrix_alone_keeps_none_of_its_planes() -> None:
+    """Codes that were unpacked into memory would be held twice: a model of 15 GB took 31 and ended its machine."""
+    expert = random_expert(np.random.default_rng(7), 64, 96, 4, 32)
+    planes = [weakref.ref(expert.w13.planes), weakref.ref(expert.w2.planes)]
+    prepared = NativeKernel(threads=1).prepare(expert)
+    del expert
+    gc.collect()
+    assert [one() for one in planes] == [None, None]
+    assert prepared.nbytes > 0
 
 
 def test_replicas_of_one_container_share_their_top_planes_until_the_last_is_gone() -> None:
