@@ -217,6 +217,7 @@ def test_steps_of_a_warm_up_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(worker._Base, "execute_model", lambda self, output: seen.append(output))
     monkeypatch.setattr(worker._Base, "sample_tokens", lambda self, output: seen.append("sampled"))
     warmed = object.__new__(worker.NdpWorker)  # without `ndp`: whoever asks for it fails
+    warmed.model_runner = SimpleNamespace()  # of runner V2
     assert warmed.compile_or_warm_up_model() == "times"
     assert seen == ["made up", "sampled"]
     with pytest.raises(AttributeError, match="ndp"):
@@ -258,7 +259,9 @@ def test_memory_for_what_the_plugin_allocates_is_left_unless_a_size_was_asked_fo
         allocated[0] += 5536
         return SimpleNamespace(facts=made)
 
-    making = SimpleNamespace(finish=finish, facts=SimpleNamespace(linears=None), has_every_layer=False)
+    making = SimpleNamespace(
+        finish=finish, facts=SimpleNamespace(linears=None, stored_linears=None), has_every_layer=False
+    )
     monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     monkeypatch.setattr(worker.torch.cuda, "memory_allocated", lambda: allocated[0])
     monkeypatch.setattr(worker.Assembly, "begin", lambda config, opened: making)

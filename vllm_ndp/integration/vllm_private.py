@@ -263,6 +263,9 @@ def seeds_kept_for_tokens(runner: Any) -> Iterator[None]:
     vLLM samples with the seed, then sets the generator back. A generator on CPU cannot be set back: there the engine
     died of the first chunk of a seeded request's prompt (vLLM 0.32). The seed's numbers go to tokens that count.
     """
+    if not hasattr(runner, "discard_request_mask"):  # runner V2 has no such mask
+        yield
+        return
     batch = runner.input_batch
     partial_prompts = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
     kept = {index: batch.generators.pop(index) for index in partial_prompts if index in batch.generators}
