@@ -8,7 +8,7 @@ vLLM's methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -55,7 +55,9 @@ class NdpConfig(QuantizationConfig):
     def __init__(self, method: str | None = None, inner: QuantizationConfig | None = None) -> None:
         super().__init__()
         self._method, self._inner = method, inner
-        self._vllms_name: Callable[[str], str | None] = lambda name: name
+        self._names: Any = (
+            None  # what maps the checkpoint's names to vLLM's; set in the worker, for which this is pickled
+        )
 
     def get_name(self) -> str:
         return "ndp"
@@ -96,7 +98,7 @@ class NdpConfig(QuantizationConfig):
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         if self._inner is not None:
-            self._vllms_name = hf_to_vllm_mapper.map_name
+            self._names = hf_to_vllm_mapper
             self._inner.apply_vllm_mapper(hf_to_vllm_mapper)
 
     def maybe_update_config(self, *args: Any, **kwargs: Any) -> None:
@@ -158,7 +160,8 @@ class NdpConfig(QuantizationConfig):
             say(
                 f"vLLM has no kernel here for linear layers stored as {self._method}: they are dequantized as they load"
             )
-        stored.vllms_name = self._vllms_name
+        if self._names is not None:
+            stored.vllms_name = self._names.map_name
         stored.names.add(prefix)
         return plain
 
