@@ -8,7 +8,7 @@ computes with it makes a copy. Each request for a quantized expert dequantizes i
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ndp_device.checkpoint.headers import weight_files
 from ndp_device.checkpoint.names import DTYPES, Source
 from ndp_device.checkpoint.opening import Checkpoint, open_checkpoint
-from ndp_device.checkpoint.values import Codes
+from ndp_device.checkpoint.values import CODE_BITS, Codes
 from ndp_device.common.errors import ReplicaError
 from ndp_device.experts.expert import Biases, FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
 from ndp_device.replicas.mapped import MappedFile
@@ -94,7 +94,7 @@ class CheckpointExperts:
         dtypes = [DTYPES[self.tensors[source.tensor(expert)].dtype] for source in sources]
         return Biases(*(to_float32(self._values(s, expert), of) for s, of in zip(sources, dtypes, strict=True)))
 
-    @property
+    @cached_property
     def group_of_codes(self) -> int | None:
         """Columns under one scale where all experts seem to be stored as replicas of 4 bits hold them; else None."""
         names = {
@@ -123,8 +123,8 @@ class CheckpointExperts:
             np.concatenate([gate.offset, up.offset]),
         )
         group = self.shape.hidden_size // both.scale.shape[1]
-        w13, w2 = (QuantizedMatrix(4, *codes, group_size=group) for codes in (both, down))
-        return QuantizedExpert(4, w13, w2, self._biases(layer, expert), found.activation)
+        w13, w2 = (QuantizedMatrix(CODE_BITS, *codes, group_size=group) for codes in (both, down))
+        return QuantizedExpert(CODE_BITS, w13, w2, self._biases(layer, expert), found.activation)
 
     def refuse_large(self, layer: int, expert: int, full: FullExpert) -> None:
         """Raise ReplicaError for an expert whose replicas' scales would not fit into float16."""

@@ -159,7 +159,8 @@ class HotExperts:
         self._fill = streamer.fill if replicas is None else replicas.fill
         if isinstance(layers[0], LowBitSlots):
             self._fill = self._quantize
-        self._migrator = Migrator(cores if beside else (), threads=1 if replicas is None else max(len(cores), 1))
+        only_at_start = replicas is not None and len(layers[0].expert_in) == tiers.where.shape[1]  # later, steps run
+        self._migrator = Migrator(cores if beside else (), threads=max(len(cores), 1) if only_at_start else 1)
         self._maps: torch.Tensor | None = None  # [L, E] on a GPU: each layer's is a row, so that one copy brings all
         if layers[0].expert_map.device.type != "cpu":
             self._maps = torch.stack([layers[layer].expert_map for layer in range(len(layers))])

@@ -149,16 +149,17 @@ class NdpConfig(QuantizationConfig):
         from vllm_ndp.integration.assembly import current_assembly
 
         assembly, plain = current_assembly(), self._plain_method(layer, prefix)
+        reason = (str(error).strip().splitlines() or [repr(error)])[0]
         if plain is None or assembly.has_every_layer or not current_platform.is_cpu():
-            reason = str(error).strip().splitlines()
             raise ConfigError(
                 f"vLLM has no kernel on this machine for {prefix}, which the checkpoint stores as {self._method}: "
-                f"serve it where there is one, or give its linear layers in bfloat16 ({(reason or [repr(error)])[0]})"
+                f"serve it where there is one, or give its linear layers in bfloat16 ({reason})"
             ) from error
         stored = assembly.facts.stored_linears
         if not stored.names:
             say(
-                f"vLLM has no kernel here for linear layers stored as {self._method}: they are dequantized as they load"
+                f"vLLM has no kernel here for linear layers stored as {self._method}: they are dequantized as they "
+                f"load ({prefix}: {reason})"
             )
         if self._names is not None:
             stored.vllms_name = self._names.map_name
