@@ -19,10 +19,15 @@ _SAMPLE_BYTES = 4096
 
 def read_config(model_dir: Path) -> dict[str, Any]:
     path = model_dir / "config.json"
+    if not path.exists():
+        raise ConfigError(f"no config.json in {model_dir}: give the directory of a Hugging Face checkpoint")
+    return read_json(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file such as config.json."""
     try:
         config = strict_json.read(path, at_most=MAX_LISTING_BYTES, constants=True)
-    except FileNotFoundError:
-        raise ConfigError(f"no config.json in {model_dir}: give the directory of a Hugging Face checkpoint") from None
     except (OSError, Refused) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):

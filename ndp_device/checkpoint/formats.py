@@ -33,8 +33,6 @@ _FLOATS = ("F32", "F16", "BF16")
 _E8M0 = ("U8", "F8_E8M0")
 _SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale")
 _WIDTHS = range(1, 9)
-_LARGE_BLOCK = (128, 128)
-"""Block of modelopt's FP8_PB_WO, which config.json does not name."""
 
 
 class Parts:
@@ -208,12 +206,9 @@ def _block(
         parts.agree(scale == (*shape[:-1], -(-columns // row.group)))
         return 1, row.group
     sizes = [size for size in scale if size > 1]
-    if settings.quant_method == "modelopt" and not settings.config_groups:
-        stated = []  # its group_size is of NVFP4
     said = [(block[0] or rows, block[1] or columns) for one in stated if (block := one.block) is not None]
     exponents = [(1, 32)] if parts.dtype(row.scale_of(parts) or "") in _E8M0 else []
-    modelopt = [_LARGE_BLOCK] if settings.quant_method == "modelopt" else []
-    for of_rows, of_columns in said or [(rows, columns), *exponents, *modelopt, (1, columns)]:
+    for of_rows, of_columns in said or [(rows, columns), *exponents, (1, columns)]:
         grid = (*shape[:-2], -(-rows // of_rows), -(-columns // of_columns))
         if grid == scale or [one for one in grid if one > 1] == sizes:
             return of_rows, of_columns

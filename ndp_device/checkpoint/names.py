@@ -230,6 +230,11 @@ def _without_experts(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any
             "vllm-ndp serves Mixture-of-Experts models only"
         )
     shown = [f"{tensor} {list(tensors[tensor].shape)}" for tensor in (speaking or list(tensors))[:3]]
+    if coded := [tensor for tensor in speaking if tensors[tensor].dtype not in DTYPES]:
+        return (
+            f"{name}: its experts are quantized in a form that is not read ({coded[0]} {tensors[coded[0]].dtype} "
+            f"{list(tensors[coded[0]].shape)}): give the checkpoint in bfloat16, or one tensor per expert and matrix"
+        )
     return (
         f"{name}: no experts were found by the names that are known: config.json has "
         f"{', '.join(keys[:6]) or 'no key about experts'}, the tensors are such as {', '.join(shown)}; "

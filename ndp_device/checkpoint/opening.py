@@ -12,12 +12,12 @@ import msgspec
 from numpy.typing import NDArray
 
 from ndp_device.checkpoint import values
-from ndp_device.checkpoint.files import read_config
+from ndp_device.checkpoint.files import read_config, read_json
 from ndp_device.checkpoint.formats import PARTS, Parts, describe, small_values
 from ndp_device.checkpoint.gguf_files import QUANTIZED, logical_shape
 from ndp_device.checkpoint.headers import TensorInfo, has_weights, read_headers
 from ndp_device.checkpoint.names import ExpertLayout, resolve
-from ndp_device.checkpoint.spellings import keys_about_experts, text_config
+from ndp_device.checkpoint.spellings import SPELLINGS, keys_about_experts, text_config
 from ndp_device.checkpoint.stated import Settings
 from ndp_device.checkpoint.tensor_files import read_tensor
 from ndp_device.checkpoint.values import Packed
@@ -44,7 +44,7 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
         raise ConfigError(
             f"{name} is a dense model (no experts in its config.json); vllm-ndp serves Mixture-of-Experts models only"
         )
-    tensors, packed = unpacked(read_headers(model_dir), _with_outer_settings(config), name=name)
+    tensors, packed = unpacked(read_headers(model_dir), _with_settings(model_dir, config), name=name)
     layout = resolve(tensors, config, name=name)
     if any(info.file.suffix == ".gguf" for info in tensors.values()):
         layout = replace(layout, norm_offset=0.0)  # llama.cpp's converter has added it
@@ -60,10 +60,17 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     return Checkpoint(shape, layout, tensors, packed)
 
 
-def _with_outer_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Multimodal models say how they are quantized beside their language model's part, or in it."""
-    inner = text_config(config)
-    return config if "quantization_config" in config else inner
+SETTINGS_BESIDE = "hf_quant_config.json"
+"""modelopt's older place of what is stated; vLLM reads it where config.json states nothing."""
+
+
+def _with_settings(model_dir: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Multimodal models say how they are quantized beside their language model's part, or in it; modelopt in a file."""
+    for part in (config, text_config(config)):
+        if part.get("quantization_config") is not None:
+            return part
+    path = model_dir / SETTINGS_BESIDE
+    return {"quantization_config": read_json(path)} if path.is_file() else {}
 
 
 _MAX_SMALL = 4096
@@ -89,7 +96,11 @@ def unpacked(
     small: Callable[[TensorInfo], NDArray[Any]] = read_small,
 ) -> tuple[dict[str, TensorInfo], dict[str, Packed]]:
     """All tensors, those of quantized experts replaced by what they stand for; and how each of these is read."""
-    groups = _groups(tensors, _OF_EXPERTS)
+    groups = _groups(tensors, _OF_EXPERTS) | {
+        prefix: parts
+        for prefix, parts in _groups(tensors, _OF_OTHERS).items()
+        if prefix.split(".")[-2] in SPELLINGS.roles and any(len(tensors[name].shape) == 3 for name in parts.values())
+    }  # Granite's tensors of all experts do not say that they are of experts
     hidden = {tensor for parts in groups.values() for tensor in parts.values()}
     shown = {tensor: info for tensor, info in tensors.items() if tensor not in hidden}
     packed = _of_gguf(tensors, name)
@@ -106,7 +117,7 @@ def packed_linears(model_dir: Path, is_asked: Callable[[str], bool]) -> dict[str
     """How quantized layers beside the experts are read, by the names of their weights; of those that are asked for."""
     tensors, config, name = read_headers(model_dir), read_config(model_dir), model_dir.resolve().name
     groups = {prefix: parts for prefix, parts in _groups(tensors, _OF_OTHERS).items() if is_asked(prefix.rstrip("."))}
-    settings = _settings(_with_outer_settings(config).get("quantization_config"), name)
+    settings = _settings(_with_settings(model_dir, config).get("quantization_config"), name)
     return {
         f"{of}weight": describe(Parts(of, parts, tensors, name, read_small), settings) for of, parts in groups.items()
     }
@@ -139,6 +150,8 @@ def _of_gguf(tensors: Mapping[str, TensorInfo], name: str) -> dict[str, Packed]:
 
 
 def _settings(given: object, name: str) -> Settings:
+    if isinstance(given, Mapping) and isinstance(inner := given.get("quantization"), Mapping):
+        given = {"quant_method": "modelopt"} | dict(inner)  # modelopt's own form
     try:
         return msgspec.convert({} if given is None else given, Settings)
     except msgspec.ValidationError as error:

@@ -1,14 +1,16 @@
 """What config.json's quantization_config states of one stored tensor, whichever maker wrote it: one form for all.
 
 GPTQ, AWQ, auto-round and FP8 state it once for the whole model, with entries for single modules (`dynamic`,
-`extra_config`); compressed-tensors and modelopt state it by group of modules. Each entry is found as its maker's own
-package finds it. Knows no tensor: formats.py holds a statement against the tensors.
+`extra_config`); compressed-tensors and modelopt state it by group of modules; modelopt also names an algorithm, of the
+model or of each layer. Each entry is found as its maker's own package or vLLM finds it. Knows no tensor: formats.py
+holds a statement against the tensors.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
@@ -19,6 +21,7 @@ _Size = Annotated[int, msgspec.Meta(ge=1)]
 _Block = tuple[_Size, _Size]
 _OFF = (False, "weight", "static")
 """Values of compressed-tensors' actorder that leave the columns in the order of their groups."""
+_NUMBERED = re.compile(r"(\.experts)\.\d+\.")
 _OF_A_PATTERN = set(r"*+?^$()[]{}|\\")
 """auto-round takes a key with one of these characters for a pattern."""
 
@@ -64,6 +67,29 @@ class Weights(msgspec.Struct):
         return f"{bits}, {columns} columns to a scale" if rows == 1 else f"{bits}, blocks of {rows} x {columns}"
 
 
+_FP8_BLOCKS = Weights(8, "float", None, block_structure=(128, 128))
+_NVFP4 = Weights(4, "float", None, group_size=16)
+_ALGORITHMS: Mapping[str, Weights] = MappingProxyType(
+    {
+        "FP8": Weights(8, "float", None, "tensor"),
+        "FP8_PER_CHANNEL_PER_TOKEN": Weights(8, "float", None, "channel"),
+        "FP8_PB_WO": _FP8_BLOCKS,
+        "FP8_BLOCK_SCALES": _FP8_BLOCKS,
+        "NVFP4": _NVFP4,
+        "W4A16_NVFP4": _NVFP4,
+        "MXFP8": Weights(8, "float", None, group_size=32),
+    }
+)
+"""modelopt's algorithms that vLLM reads -> what their names state."""
+
+
+class Layer(msgspec.Struct):
+    """modelopt's entry for one layer."""
+
+    quant_algo: str
+    group_size: _Size | None = None
+
+
 class Group(msgspec.Struct):
     weights: Weights | None = None
     targets: list[str] = []
@@ -97,11 +123,18 @@ class Settings(msgspec.Struct):
     weight_block_size: _Block | None = None  # FP8
     format: str | None = None  # compressed-tensors; gptqmodel's second word for checkpoint_format
     config_groups: dict[str, Group] | None = None  # compressed-tensors and modelopt
+    quant_algo: str | None = None  # modelopt
+    quantized_layers: dict[str, Layer] | None = None  # modelopt: its algorithm MIXED_PRECISION
     bnb_4bit_quant_type: str | None = None  # bitsandbytes
 
     def of(self, module: str) -> list[Weights]:
         """What is stated of one module: one entry, or one for each group of which none names the module."""
+        if self.quantized_layers is not None or self.quant_algo == "MIXED_PRECISION":
+            return [self._of_algorithm(module, self._layer(module))]
         groups = [group for group in (self.config_groups or {}).values() if group.weights is not None]
+        if not groups and self.quant_algo is not None:
+            size = self.group_size if isinstance(self.group_size, int) and self.group_size > 0 else None
+            return [self._of_algorithm(module, Layer(self.quant_algo, size))]
         if not groups:
             return [self._of_all(self._entry(module))]
         targets = {target: group.weights for group in groups for target in group.targets if group.weights is not None}
@@ -109,6 +142,39 @@ class Settings(msgspec.Struct):
         named = next((one for one in patterns if _matches(one[3:], module)), "Linear")  # as its package orders them
         found = targets.get(module) or targets.get(named)
         return [group.weights for group in groups if group.weights is not None] if found is None else [found]
+
+    def _layer(self, module: str) -> Layer:
+        """The entry of the module, of a module around it, or of all experts' matrices of its kind."""
+        layers = self.quantized_layers or {}
+        without_number = _NUMBERED.sub(r"\1.", module)
+        for name in (module, without_number, without_number.replace(".experts.", ".")):
+            for swapped in (name, _inside_out(name)):
+                parts = swapped.split(".")
+                for end in range(len(parts), 0, -1):
+                    if (layer := layers.get(".".join(parts[:end]))) is not None:
+                        return layer
+        experts, found, _ = module.partition(".experts.")  # one tensor for all experts, and an entry for each
+        each = {layer.quant_algo: layer for key, layer in layers.items() if key.startswith(f"{experts}{found}")}
+        if found and module == without_number and len(each) == 1:
+            return next(iter(each.values()))
+        raise ConfigError(
+            f"{module}: config.json's quantized_layers has {'no' if not each else 'more than one'} algorithm for it, "
+            "and its tensors are quantized: take both from one checkpoint"
+        )
+
+    @staticmethod
+    def _of_algorithm(module: str, layer: Layer) -> Weights:
+        stated = _ALGORITHMS.get(layer.quant_algo.upper())
+        if stated is None:
+            raise ConfigError(
+                f"{module}: config.json's quantization_config states modelopt's algorithm {layer.quant_algo}, which is "
+                f"not read: give the checkpoint in bfloat16, or in one of {', '.join(_ALGORITHMS)}"
+            )
+        if layer.group_size is None or stated.block is None or stated.columns == 0:
+            return stated
+        if stated.block_structure is not None:
+            return msgspec.structs.replace(stated, block_structure=(layer.group_size, layer.group_size))
+        return msgspec.structs.replace(stated, group_size=layer.group_size)
 
     def _entry(self, module: str) -> Entry:
         return next(self._entries(module), Entry())
@@ -139,6 +205,12 @@ class Settings(msgspec.Struct):
             block_structure=block,
             actorder="group" if desc_act else desc_act,
         )
+
+
+def _inside_out(module: str) -> str:
+    """The other order of the two words before a multimodal model's layers."""
+    one, other = "model.language_model.", "language_model.model."
+    return module.replace(one, other, 1) if module.startswith(one) else module.replace(other, one, 1)
 
 
 def _matches(pattern: str, module: str, how: Callable[[str, str], Any] = re.match) -> bool:

@@ -51,7 +51,7 @@ class CheckpointExperts:
     def __init__(self, model_dir: Path) -> None:
         opened: Checkpoint = open_checkpoint(model_dir)
         self.shape, self.layout, self.tensors = opened.shape, opened.layout, opened.tensors
-        self._packed = opened.packed
+        self.packed = opened.packed
         self._is_usable = np.zeros((self.shape.num_layers, self.shape.num_experts), np.bool_)
         stored = StoredTensors(model_dir)
         self._files, self._stored = stored.files, stored.tensor
@@ -67,9 +67,9 @@ class CheckpointExperts:
         found = self.layout.layers[layer]
         sources = [found.weights[part] for part in ("gate", "up", "down")]
         dequantized = {
-            source.name: self._packed[name].values(self._stored, source.index(expert))
+            source.name: self.packed[name].values(self._stored, source.index(expert))
             for source in {source.name: source for source in sources}.values()  # gate and up may be one
-            if (name := source.tensor(expert)) in self._packed
+            if (name := source.tensor(expert)) in self.packed
         }
         w1, w3, w2 = (
             self._in_one_dtype(
@@ -103,7 +103,7 @@ class CheckpointExperts:
             for part in found.weights
             for expert in range(self.shape.num_experts)
         }
-        groups = {self._packed[name].group_of_codes if name in self._packed else None for name in names}
+        groups = {self.packed[name].group_of_codes if name in self.packed else None for name in names}
         return groups.pop() if len(groups) == 1 and self.as_stored(0, 0) is not None else None
 
     def as_stored(self, layer: int, expert: int) -> QuantizedExpert | None:
@@ -111,7 +111,7 @@ class CheckpointExperts:
         found = self.layout.layers[layer]
         parts: list[Codes] = []
         for source in (found.weights[part] for part in ("gate", "up", "down")):
-            packed, index = self._packed.get(source.tensor(expert)), source.index(expert)
+            packed, index = self.packed.get(source.tensor(expert)), source.index(expert)
             if packed is None or source.transposed or (codes := packed.codes(self._stored, index)) is None:
                 return None
             rows = slice(*source.rows)
@@ -152,7 +152,7 @@ class CheckpointExperts:
             for expert in range(self.shape.num_experts)
         }
         return (
-            not self._packed
+            not self.packed
             and dtypes == {self.layout.dtype}
             and all(w.flags.c_contiguous for w in (first.w1, first.w3, first.w2))
         )

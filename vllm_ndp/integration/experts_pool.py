@@ -6,6 +6,7 @@ Knows the checkpoint; does not know slots or plans.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -49,6 +50,11 @@ class ExpertsPool:
         self._first_layer = layers.start
         self.shape = replace(self.model, num_layers=len(layers))
         self.mapped_bytes = self.shape.num_layers * self.shape.num_experts * self.expert_bytes
+
+    @property
+    def quantized(self) -> Collection[str]:
+        """Names of the experts' weights that the checkpoint stores quantized."""
+        return self._checkpoint.packed
 
     @property
     def expert_bytes(self) -> int:

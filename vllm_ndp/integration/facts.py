@@ -48,7 +48,7 @@ class WorkerFacts:
         owners = Owners(ranks.size, *sizes) if ranks.holds_whole_experts else None
         self.tiers = Tiers(*sizes, owners=owners, rank=ranks.rank if owners else None)
         self.linears = self._make_linears()
-        self.stored_linears = StoredLinears(self.model_dir)
+        self.stored_linears = StoredLinears(self.model_dir, self.pool.quantized)
 
     def _make_linears(self) -> LinearLayers | None:
         """Linear layers to quantize; None where they stay as they are."""

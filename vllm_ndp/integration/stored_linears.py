@@ -21,8 +21,10 @@ from ndp_device.replicas.checkpoint import StoredTensors
 class StoredLinears:
     """Of one worker. Names of layers are vLLM's; the checkpoint has others where several are fused."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, quantized_experts: Iterable[str] = ()) -> None:
+        """quantized_experts: their weights' names."""
         self._model_dir = model_dir
+        self._unknown = tuple(name.removesuffix("weight") for name in quantized_experts if ".experts." not in name)
         self.names: set[str] = set()
         """Of the layers without a kernel."""
         self.kept: set[str] = set()
@@ -30,7 +32,11 @@ class StoredLinears:
         self.vllms_name: Callable[[str], str | None] = lambda name: name
 
     def values_in(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The checkpoint's tensors as vLLM reads them; those of these layers as one weight each."""
+        """The checkpoint's tensors as vLLM reads them; those of these layers as one weight each.
+
+        Quantized experts that are not called so (Granite's) are left out: vLLM's models do not know their parts.
+        """
+        stream = ((name, tensor) for name, tensor in stream if not name.startswith(self._unknown))
         if not self.names:
             yield from stream
             return

@@ -33,6 +33,7 @@ from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "tests" / "checkpoints"))
+import make_family_models  # noqa: E402
 import make_quantized_models as quantized  # noqa: E402
 import quantized_writers as writers  # noqa: E402
 
@@ -233,13 +234,13 @@ def test_blocks_of_fp8_follow_from_the_makers_settings_or_the_shapes_of_the_scal
         ({}, "F32", (64,), (1, 96)),
         ({"weight_block_size": [32, 32]}, "F8_E8M0", (2, 3), (32, 32)),
         ({"config_groups": {"0": {"weights": {"block_structure": [32, 48]}}}}, "BF16", (2, 2), (32, 48)),
-        ({"quant_method": "modelopt"}, "F32", (1, 1, 1, 1), (64, 96)),
-        ({"quant_method": "modelopt"}, "U8", (64, 3), (1, 32)),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "F32", (1, 1, 1, 1), (128, 128)),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "U8", (64, 3), (1, 32)),
     ]
     for settings, dtype, shape, block in cases:
         assert described(settings, weight=("F8_E4M3", (64, 96)), weight_scale=(dtype, shape)).block == block
     large = {"weight": ("F8_E4M3", (256, 384)), "weight_scale": ("F32", (2, 1, 3, 1))}
-    assert described({"quant_method": "modelopt"}, **large).block == (128, 128)  # type: ignore[arg-type]
+    assert described({"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}, **large).block == (128, 128)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -482,3 +483,72 @@ def test_fp4_in_cpp_has_numpys_values_for_every_code_and_scale(
     np.testing.assert_array_equal((got & 0x7FFF) > 0x7F80, is_nan)
     np.testing.assert_array_equal(got[~is_nan], wanted[~is_nan])
     assert 0 < is_nan.sum() < is_nan.size / 100
+
+
+def test_modelopts_own_file_states_what_config_json_does_not(models: Path, tmp_path: Path) -> None:
+    """Each layer its algorithm; where the file states another one, the checkpoint is refused."""
+    directory = quantized.make("mixtral-fp8-modelopt", models)
+    copy = shutil.copytree(directory, tmp_path / "mixtral")
+    config = json.loads((copy / "config.json").read_text())
+    del config["quantization_config"]
+    (copy / "config.json").write_text(json.dumps(config))
+    layers = {f"model.layers.{layer}.block_sparse_moe.experts": {"quant_algo": "FP8"} for layer in range(4)}
+    stated = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    beside = copy / "hf_quant_config.json"
+    beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": stated}))
+    ours, wanted = CheckpointExperts(copy), CheckpointExperts(directory)
+    for layer in range(4):
+        np.testing.assert_array_equal(ours.expert(layer, 1).w2, wanted.expert(layer, 1).w2)
+    layers["model.layers.3.block_sparse_moe.experts"] = {"quant_algo": "MXFP8"}
+    beside.write_text(json.dumps({"quantization": stated}))
+    with pytest.raises(ConfigError, match=r"layers.3.* states blocks of \[1, 32\], and its tensors say otherwise"):
+        CheckpointExperts(copy)
+
+
+@pytest.mark.parametrize("form", ["compressed", "modelopt_fp8", "NVFP4"])
+def test_tensors_of_all_experts_that_do_not_name_experts_are_read_quantized(
+    form: str, models: Path, tmp_path: Path
+) -> None:
+    """Granite's input_linear and output_linear, in a layout whose parts are those of one matrix stacked."""
+    directory = make_family_models.make("granite_moe", models)
+    tensors, stored, wanted = load_file(directory / "model.safetensors"), {}, {}
+    write = getattr(quantized, form, None) or getattr(writers, form)
+    for name, value in tensors.items():
+        if "block_sparse_moe" not in name or value.ndim != 3:
+            stored[name] = value
+            continue
+        each = [write(name, matrix) for matrix in value]
+        wanted[name] = torch.stack([values for _, values in each])
+        stored |= {part: torch.stack([one[part] for one, _ in each]).contiguous() for part in each[0][0]}
+        if (shape := f"{name}_shape") in stored:
+            stored[shape] = torch.tensor(value.shape)
+    shutil.copytree(directory, tmp_path / "granite")
+    settings = {"compressed": quantized._CT, "NVFP4": {}, "modelopt_fp8": {"quant_method": "modelopt"}}[form]
+    config = json.loads((directory / "config.json").read_text()) | {"quantization_config": settings}
+    (tmp_path / "granite" / "config.json").write_text(json.dumps(config))
+    save_file(stored, tmp_path / "granite" / "model.safetensors")
+    experts = CheckpointExperts(tmp_path / "granite")
+    for layer in range(experts.shape.num_layers):
+        down = wanted[f"model.layers.{layer}.block_sparse_moe.output_linear.weight"]
+        np.testing.assert_array_equal(
+            to_float32(experts.expert(layer, 2).w2, experts.expert(layer, 2).dtype), down[2].float().numpy()
+        )
+
+
+def test_experts_in_a_quantized_form_without_known_names_are_refused_as_what_they_are(
+    models: Path, tmp_path: Path
+) -> None:
+    """All experts' rows in one matrix, as a quantizer of linear layers sees them."""
+    directory = make_family_models.make("granite_moe", models)
+    stored = {}
+    for name, value in load_file(directory / "model.safetensors").items():
+        flat = "block_sparse_moe" in name and value.ndim == 3
+        stored |= quantized.compressed(name, value.flatten(0, 1))[0] if flat else {name: value}
+    shutil.copytree(directory, tmp_path / "granite")
+    config = json.loads((directory / "config.json").read_text()) | {"quantization_config": quantized._CT}
+    (tmp_path / "granite" / "config.json").write_text(json.dumps(config))
+    save_file(stored, tmp_path / "granite" / "model.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"its experts are quantized in a form that is not read \(.*input_linear.weight_"
+    ):
+        CheckpointExperts(tmp_path / "granite")

@@ -427,3 +427,53 @@ def test_weights_that_no_replica_holds_are_served_and_not_quantized(tmp_path: Pa
     largest = tensors[name].clip(-1, 1) * 32000
     directory, _ = rewritten(tmp_path / "largest", "bfloat16", {name: largest})
     build_data_free(directory, tmp_path / "others", show_progress=False)
+
+
+# -- modelopt's algorithms ---------------------------------------------------------------------------------------------
+
+
+def mixed(**layers: dict[str, Any]) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+
+
+E4M3: dict[str, Any] = {"weight": np.zeros((256, 384), np.uint8), "weight_scale": np.ones((2, 3), np.float32)}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [EXPERT, "model.layers.1.mlp.experts", "model.layers.1.mlp.experts.down_proj", "model.layers.1.mlp.down_proj"],
+)
+def test_an_algorithm_of_one_layer_is_found_as_vllm_finds_it(key: str) -> None:
+    """By the module, a module around it, all experts' matrices of its kind, with experts left out."""
+    settings = mixed(**{key: {"quant_algo": "fp8_pb_wo"}, "lm_head": {"quant_algo": "NVFP4", "group_size": 16}})
+    read(settings, E4M3, weight="F8_E4M3")
+    with pytest.raises(ConfigError, match=r"states float of 4 bits, 16 columns to a scale, and its tensors say other"):
+        read(mixed(**{key: {"quant_algo": "NVFP4"}}), E4M3, weight="F8_E4M3")
+    with pytest.raises(ConfigError, match=r"states blocks of \[64, 64\], and its tensors say otherwise"):
+        read(mixed(**{key: {"quant_algo": "FP8_PB_WO", "group_size": 64}}), E4M3, weight="F8_E4M3")
+
+
+def test_each_matrix_is_read_by_its_own_algorithm() -> None:
+    """One scale of the whole tensor and one per row of a tensor of one row look alike but in what is stated."""
+    stored = {"weight": np.zeros((1, 64), np.uint8), "weight_scale": np.ones((1, 1), np.float32)}
+    for name in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+        assert read(mixed(**{EXPERT: {"quant_algo": name}}), stored, weight="F8_E4M3").shape == (1, 64)
+    rows = {"weight": np.zeros((64, 64), np.uint8), "weight_scale": np.ones((64, 1), np.float32)}
+    read(mixed(**{EXPERT: {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}}), rows, weight="F8_E4M3")
+    with pytest.raises(ConfigError, match=r"states blocks of \[64, 64\], and its tensors say otherwise"):
+        read(mixed(**{EXPERT: {"quant_algo": "FP8"}}), rows, weight="F8_E4M3")
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (mixed(lm_head={"quant_algo": "FP8"}), f"{EXPERT}: config.json's quantized_layers has no algorithm for it"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quantized_layers has no algorithm for it"),
+        (mixed(**{EXPERT: {"quant_algo": "W4A8_AWQ"}}), "modelopt's algorithm W4A8_AWQ, which is not read"),
+        ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}, "modelopt's algorithm INT4_AWQ, which is not read"),
+        (mixed(**{EXPERT: {}}), "quantization_config cannot be read: .*quant_algo"),
+    ],
+)
+def test_an_algorithm_that_is_missing_or_not_read_is_refused(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        read(settings, E4M3, weight="F8_E4M3")
