@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import typer
+from in_this_process import run_here
 from paths import ROOT
 
 from ndp_device.__main__ import app as ndp_device
@@ -30,7 +31,7 @@ from ndp_device.common.command_line import run as run_command
 from vllm_ndp.app import app as vllm_ndp
 
 BIN = Path(sys.executable).parent
-TRACE = "tests/data/tiny-mixtral-trace"
+TRACE = str(ROOT / "tests/data/tiny-mixtral-trace")
 APPS: dict[str, typer.Typer] = {"vllm-ndp": vllm_ndp, "ndp-device": ndp_device}
 PROGRAMS = {name: typer.main.get_command(app) for name, app in APPS.items()}
 HEAVY = ("numpy", "pyarrow", "torch", "vllm", "transformers", "safetensors", "zmq", "bokeh", "pandas", "rich")
@@ -82,9 +83,9 @@ def parse(words: list[str]) -> dict[str, Any]:
     return {"command": context.command_path, **context.params}
 
 
-def run(*words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [str(BIN / words[0]), *words[1:]]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, env=os.environ | env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=os.environ | env)
 
 
 EXAMPLES = list(dict.fromkeys(example for path in commands() for example in examples(path)))
@@ -209,6 +210,15 @@ def test_an_option_that_does_not_exist_is_refused(words: str, refused: str) -> N
 
 
 @pytest.mark.parametrize(
+    "words", [["vllm-ndp", "compare"], ["ndp-device", "time"], ["ndp-device", "time", "idle", "hit"]], ids=" ".join
+)
+def test_an_installed_program_ends_as_its_function_does(words: list[str]) -> None:
+    installed, here = run(*words), run_here(*words)
+    assert (installed.returncode, installed.stdout) == (here.returncode, here.stdout)
+    assert installed.stderr == here.stderr
+
+
+@pytest.mark.parametrize(
     ("words", "says"),
     [
         (["vllm-ndp", "comparr"], "No such command 'comparr'"),
@@ -224,7 +234,7 @@ def test_an_option_that_does_not_exist_is_refused(words: str, refused: str) -> N
     ],
 )
 def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(words: list[str], says: str) -> None:
-    done = run(*words)
+    done = run_here(*words)
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
     assert done.stderr.startswith(f"{words[0]}: ")
@@ -243,18 +253,10 @@ def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(words: list[str], 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is(
     words: list[str], says: str, tmp_path: Path
 ) -> None:
-    done = run("vllm-ndp", *(word.replace("{tmp}", str(tmp_path)) for word in words))
+    done = run_here("vllm-ndp", *(word.replace("{tmp}", str(tmp_path)) for word in words))
     assert (done.returncode, done.stdout) == (2, "")
     assert says.replace("{tmp}", str(tmp_path)) in done.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("avg_bits", ["-1", "0", "nan"])
-def test_impossible_bits_are_one_sentence(avg_bits: str) -> None:
-    done = run("vllm-ndp", "compare", TRACE, "--systems", "monde", "--avg-bits", avg_bits)
-    assert (done.returncode, done.stdout) == (2, "")
-    (said,) = done.stderr.splitlines()
-    assert "avg_bits must lie in 1..4 or be 8, got" in said
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,7 @@ def test_no_file_is_written_over_whatever_its_ending_and_no_pipe_is_waited_for(
     for name in ("notes.csv", "notes.html", "notes.json", "notes.npy", "notes.txt", "pipe"):
         if name != "pipe":
             (tmp_path / name).write_text("mine")
-        done = run("vllm-ndp", *words, str(tmp_path / name))
+        done = run_here("vllm-ndp", *words, str(tmp_path / name))
         assert (done.returncode, done.stdout) == (2, "")
         (said,) = done.stderr.splitlines()
         assert f"{name} is there already and would be written over: give another name" in said
@@ -279,7 +281,7 @@ def test_no_file_is_written_over_whatever_its_ending_and_no_pipe_is_waited_for(
 @pytest.mark.parametrize("second", ["same.csv", "./same.csv", "same.csv/below.html"])
 def test_two_outputs_of_one_command_are_two_places(second: str, tmp_path: Path) -> None:
     """By any name; nor does one lie in the other."""
-    done = run("vllm-ndp", "compare", TRACE, "--out", str(tmp_path / "same.csv"), "--html", f"{tmp_path}/{second}")
+    done = run_here("vllm-ndp", "compare", TRACE, "--out", str(tmp_path / "same.csv"), "--html", f"{tmp_path}/{second}")
     assert (done.returncode, done.stdout) == (2, "")
     assert "is where two outputs would be written: give each a place of its own" in done.stderr
     assert not list(tmp_path.iterdir())
@@ -289,7 +291,7 @@ def test_two_outputs_of_one_command_are_two_places(second: str, tmp_path: Path) 
 def test_no_file_is_written_among_the_files_of_a_set(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("{}")
     for out in (name, "new.json"):
-        done = run("vllm-ndp", "analyze", TRACE, "--routing-out", str(tmp_path / out))
+        done = run_here("vllm-ndp", "analyze", TRACE, "--routing-out", str(tmp_path / out))
         assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
         assert f"{out} would be written among the files of a model, replica set or trace" in done.stderr
     assert [path.read_text() for path in tmp_path.iterdir()] == ["{}"]
@@ -298,6 +300,10 @@ def test_no_file_is_written_among_the_files_of_a_set(name: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        *(
+            (["compare", TRACE, "--systems", "monde", "--avg-bits", bits], "avg_bits must lie in 1..4 or be 8, got")
+            for bits in ("-1", "0", "nan")
+        ),
         (["scaling", "--devices", "0"], "--devices must be at least 1, got 0"),
         (["scaling", "--gpus", "2,-1"], "--gpus must be at least 1, got -1"),
         (["scaling", "--batch", "0"], "--batch must be at least 1, got 0"),
@@ -305,7 +311,7 @@ def test_no_file_is_written_among_the_files_of_a_set(name: str, tmp_path: Path) 
     ],
 )
 def test_impossible_numbers_are_one_sentence(words: list[str], says: str) -> None:
-    done = run("vllm-ndp", *words)
+    done = run_here("vllm-ndp", *words)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert says in done.stderr
 
@@ -337,7 +343,7 @@ WRITES: dict[str, tuple[list[str], bool]] = {
 def _writes(name: str, out: Path, places: dict[str, Path]) -> subprocess.CompletedProcess[str]:
     words = [word.format(out=out, **places) for word in WRITES[name][0]]
     program, command = ("ndp-device", "keygen") if name.startswith("ndp-device") else ("vllm-ndp", name.split()[0])
-    return run(program, command, *words)
+    return run_here(program, command, *words)
 
 
 @pytest.fixture
