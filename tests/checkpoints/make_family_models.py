@@ -7,7 +7,8 @@ They show that a family is read, routed and computed right, never how good its t
 vLLM and on the plugin, and compare tokens. The same seed gives the same bytes. Nothing is downloaded: the tokenizer is
 the bundled model's (4096 words). Prints one JSON object: family -> directory.
 
-transformers builds them; for families that it has no class of, families.toml gives the names and shapes of the tensors.
+families.toml says of each family what differs from the others. transformers builds them; where it has no class, that
+table gives the names and shapes of the tensors.
 Weights are drawn anew after transformers has built the model, wide enough that the logits of two words rarely tie; with
 the draws of the classes themselves nearly all of them do.
 """
@@ -27,8 +28,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "models" / "tiny-mixtral"
-MORE = Path(__file__).with_name("families.toml")
-"""Most of them: those without sizes in common with another one."""
 
 COMMON: Mapping[str, Any] = MappingProxyType(
     {
@@ -45,44 +44,6 @@ COMMON: Mapping[str, Any] = MappingProxyType(
     }
 )
 
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 512,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
-_QWEN = {"head_dim": 32, "intermediate_size": 192, "moe_intermediate_size": 64, "num_experts": 16}
-_MLA = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 512,  # vLLM's CPU kernel for latent attention is compiled for 512 + 64 only
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 32,
-    "intermediate_size": 192,
-    "moe_intermediate_size": 64,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
-    "first_k_dense_replace": 1,
-}
-_LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "head_dim": 64,
-    "partial_rotary_factor": 0.25,
-    "shared_expert_intermediate_size": 64,
-    "moe_intermediate_size": 64,
-    "intermediate_size": 192,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-}
-_GRANITE = {"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 4}
-
 
 @dataclass(frozen=True)
 class Family:
@@ -91,6 +52,8 @@ class Family:
     config_class: str
     """Empty: transformers has none, and `tensors` says what there is."""
     sizes: Mapping[str, Any]
+    nulls: Sequence[str] = ()
+    """Sizes that are null in config.json, which TOML cannot say."""
     added: Mapping[str, Any] = field(default_factory=dict)
     """Keys of published config.json files that transformers' class drops and vLLM reads."""
     vision: Mapping[str, Any] = field(default_factory=dict)
@@ -119,100 +82,7 @@ def _read(path: Path) -> dict[str, Family]:
 OUTLINES: Mapping[str, Family] = MappingProxyType(_read(Path(__file__).with_name("outlines.toml")))
 """Of architectures that no engine here builds whole: what stock vLLM and the plugin say of them before that."""
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    _read(MORE)
-    | {
-        "mixtral": Family("MixtralConfig", {"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2}),
-        "qwen2_moe": Family(
-            "Qwen2MoeConfig",
-            _QWEN | {"num_experts_per_tok": 4, "shared_expert_intermediate_size": 96, "norm_topk_prob": False},
-        ),
-        "qwen3_moe": Family(
-            "Qwen3MoeConfig", _QWEN | {"num_experts_per_tok": 4, "norm_topk_prob": True, "mlp_only_layers": [1]}
-        ),
-        "qwen3_moe_top22": Family(
-            "Qwen3MoeConfig", _QWEN | {"num_experts": 64, "num_experts_per_tok": 22, "norm_topk_prob": True}
-        ),
-        "qwen3_moe_512": Family(
-            "Qwen3MoeConfig",
-            _QWEN
-            | {"num_experts": 512, "num_experts_per_tok": 22, "moe_intermediate_size": 32, "num_hidden_layers": 2},
-        ),
-        "qwen3_next": Family("Qwen3NextConfig", _LINEAR, norm_mean=0.0, dtype="bfloat16"),
-        "qwen3_5_moe": Family("Qwen3_5MoeTextConfig", _LINEAR, norm_mean=0.0, dtype="bfloat16"),
-        "deepseek_v2": Family(
-            "DeepseekV2Config",
-            _MLA
-            | {
-                "q_lora_rank": None,
-                "n_shared_experts": 2,
-                "n_group": 1,
-                "topk_group": 1,
-                "routed_scaling_factor": 1.0,
-                "rope_parameters": _YARN,
-            },
-            {"topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1, "norm_topk_prob": False},
-        ),
-        "deepseek_v3": Family(
-            "DeepseekV3Config",
-            _MLA
-            | {
-                "q_lora_rank": 64,
-                "n_shared_experts": 1,
-                "n_group": 4,
-                "topk_group": 2,
-                "routed_scaling_factor": 2.5,
-                "norm_topk_prob": True,
-                "rope_parameters": _YARN,
-            },
-            {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
-        ),
-        "granite_moe": Family("GraniteMoeConfig", _GRANITE),
-        "granite_moe_shared": Family("GraniteMoeSharedConfig", _GRANITE | {"shared_intermediate_size": 96}),
-        "granite_moe_hybrid": Family(
-            "GraniteMoeHybridConfig",
-            _GRANITE
-            | {
-                "shared_intermediate_size": 96,
-                "layer_types": ["mamba", "mamba", "attention", "mamba"],
-                "mamba_n_heads": 8,
-                "mamba_d_head": 32,
-                "mamba_d_state": 32,
-                "mamba_expand": 2,
-            },
-        ),
-        "gemma4": Family(
-            "Gemma4TextConfig",
-            {
-                "head_dim": 32,
-                "global_head_dim": 64,
-                "num_global_key_value_heads": 1,
-                "attention_k_eq_v": True,
-                "intermediate_size": 192,
-                "enable_moe_block": True,
-                "moe_intermediate_size": 64,
-                "num_experts": 16,
-                "top_k_experts": 4,
-                "hidden_size_per_layer_input": 0,
-                "sliding_window": 128,
-                "layer_types": ["sliding_attention", "full_attention"] * 2,
-            },
-        ),
-        "glm4_moe_lite": Family(
-            "Glm4MoeLiteConfig",
-            _MLA
-            | {
-                "q_lora_rank": 64,
-                "n_shared_experts": 1,
-                "n_group": 1,
-                "topk_group": 1,
-                "routed_scaling_factor": 1.8,
-                "norm_topk_prob": True,
-            },
-            {"first_k_dense_replace": 1},
-        ),
-    }
-)
+FAMILIES: Mapping[str, Family] = MappingProxyType(_read(Path(__file__).with_name("families.toml")))
 
 CONFIGURATION = """\
 from transformers import PretrainedConfig
@@ -293,7 +163,7 @@ def _names(pattern: str) -> Iterator[str]:
 
 def _keys(family: Family) -> dict[str, Any]:
     """Of config.json, before what is added to it."""
-    sizes: dict[str, Any] = {**COMMON, **family.sizes}
+    sizes: dict[str, Any] = {**COMMON, **family.sizes, **dict.fromkeys(family.nulls)}
     if family.vision:
         sizes = {"text_config": sizes, "vision_config": dict(family.vision), "tie_word_embeddings": False}
     own_class = {"auto_map": {"AutoConfig": "configuration_family.FamilyConfig"}} if family.own_class else {}
