@@ -100,12 +100,6 @@ def test_no_pairs_and_no_rows_are_legal_and_give_zeros(handler: Handler) -> None
     assert caller.execute(pairs([], [], [], num_rows=0))[1].shape == (0, HIDDEN)
 
 
-def test_asking_twice_gives_the_same_sum(handler: Handler) -> None:
-    caller = Caller(handler).ready()
-    tensors = pairs([0, 0, 1], [0, 1, 1], [2, 3, 16])
-    np.testing.assert_array_equal(caller.execute(tensors)[1], caller.execute(tensors)[1])
-
-
 def test_simulated_time_is_what_the_device_model_says_for_the_works_in_order(
     handler: Handler, model_dir: Path, replicas_dir: Path
 ) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import re
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ndp_device.common.errors import ConfigError
@@ -88,11 +85,6 @@ def test_the_link_is_the_slowest_that_carries_what_was_copied(folder: Path, rate
     assert load_hardware(made(folder, **{"H2D pinned GB/s": rate})).link.raw_bytes_per_s == raw
 
 
-def test_a_copy_that_took_no_longer_than_its_launch_has_no_latency_and_never_a_negative_one(folder: Path) -> None:
-    name = made(folder, **{"kernel + copy to pinned + event us": [12.0, 12.0]})
-    assert load_hardware(name).link.dma_latency_ps == 0
-
-
 def test_an_unknown_gpu_or_an_impossible_rate_is_refused() -> None:
     with pytest.raises(ValueError, match="no preset is known for 'NVIDIA L4'"):
         gpu_preset.preset_of(MADE_UP, **{**WHERE, "gpu": "NVIDIA L4"})
@@ -108,16 +100,6 @@ def test_a_preset_is_written_from_the_piece_s_result(folder: Path) -> None:
     content = json.loads(path.read_text())
     assert path.name == "h200-host.json"
     assert (content["based_on"], content["machine"]) == ("h200-gen5", "NVIDIA H200, made up, 16 cores")
-
-
-def test_where_a_part_of_the_probe_failed_there_is_no_preset_and_a_sentence_says_which(folder: Path) -> None:
-    rows = [row if row["way"] != "event query, done us" else {"way": row["way"], "failed": "refused"} for row in ROWS]
-    machine = {"gpu": "NVIDIA H200, 580.1", "processor": "made up", "cores": 16}
-    (folder / "result").write_text(json.dumps({"machine": machine, "date": "", "figures": {"results": rows}}))
-    assert gpu_preset.try_to_write(folder / "result", folder) == (
-        "no preset: the probe has not said 'event query, done us': run --pieces link --again"
-    )
-    assert [path.name for path in folder.iterdir()] == ["result"]
 
 
 @pytest.mark.parametrize(
@@ -153,62 +135,3 @@ def test_the_probe_says_every_name_that_the_preset_is_made_of() -> None:
     said = set(re.findall(r'say\(\s*"([^"]+)"', probe))
     assert set(MADE_UP) == gpu_preset.NEEDED
     assert said >= gpu_preset.NEEDED
-
-
-def test_the_piece_asks_for_every_part_of_the_probe_and_for_those_that_may_hang_last() -> None:
-    import gpu_speed
-    from gpu_kit import probe_gpu
-
-    assert set(probe_gpu.PARTS) == set(",".join(gpu_speed.PROBED).split(","))
-    assert gpu_speed.PROBED[1:] == ("whole graph", "stream words", "host function", "registering")
-
-
-def test_who_answers_for_the_host_in_a_graph_does_so_without_the_interpreter_s_lock() -> None:
-    """This thread is the GPU, and has the lock: a thread of Python would answer at its next switch, after 5 ms."""
-    from gpu_kit import probe_gpu
-
-    code, layers, replays = probe_gpu.host_code(), 4, 3
-    words = np.zeros(64 * layers, np.int32)
-    at = ctypes.c_void_p(words.ctypes.data)
-    host = threading.Thread(target=code.answer, args=(at, layers, replays), daemon=True)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(3600)  # who has the lock keeps it
-    try:
-        host.start()
-        for _ in range(replays):
-            for layer in range(layers):
-                words[64 * layer] = 1
-                while words[64 * layer + 16] != 1:
-                    pass
-                words[64 * layer + 16] = 0
-                assert words[64 * layer] == 0
-    finally:
-        sys.setswitchinterval(before)
-    host.join(60)
-    assert not host.is_alive()
-
-
-def test_a_part_that_hangs_or_fails_costs_no_other_and_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """As processes of their own: one prints its figures, one fails behind some, one never ends."""
-    from gpu_kit import probe_gpu
-
-    script = tmp_path / "parts.py"
-    script.write_text(
-        "import sys, time\n"
-        "name = sys.argv[sys.argv.index('--part') + 1]\n"
-        "print('{\"' + name + '\": 1}', flush=True)\n"
-        "time.sleep(60 if name == 'hangs' else 0)\n"
-        "sys.exit('no such event') if name == 'fails' else None\n"
-    )
-    monkeypatch.setattr(probe_gpu, "PARTS", dict.fromkeys(("works", "fails", "hangs", "last")))
-    monkeypatch.setattr(probe_gpu, "__file__", str(script))
-    monkeypatch.setattr(probe_gpu, "LIMIT_S", 5)
-    monkeypatch.setattr(probe_gpu, "FOUND", {})
-    monkeypatch.setattr(probe_gpu, "host", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["probe_gpu.py"])
-    assert probe_gpu.main() == 1
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert {name for name in said if "FAILED" not in name} == {"works", "fails", "hangs", "last"}
-    assert {name for name in said if "FAILED" in name} == {"FAILED fails", "FAILED hangs"}

@@ -50,14 +50,6 @@ def test_a_command_shows_no_path_of_this_machine() -> None:
     assert measured.command_line(argv) == "python benchmarks/b.py --model model --out docs 'a b'"
 
 
-def test_a_file_of_figures_keeps_short_values_on_one_line() -> None:
-    value = {"rows": [{"a": 1, "b": "x" * 70}, {"a": 2, "b": "y" * 70}], "short": [1, 2, 3]}
-    text = measured.readable(value)
-    assert json.loads(text) == value
-    assert '  "short": [1, 2, 3]' in text.splitlines()
-    assert text.count("\n") == 6
-
-
 def test_a_table_that_several_runs_fill_keeps_the_rows_of_earlier_ones(tmp_path: Path) -> None:
     file = tmp_path / "families.json"
     for name, tokens in (("second", 2), ("first", 1), ("second", 3)):

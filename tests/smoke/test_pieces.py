@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tarfile
 import time
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu_check  # noqa: E402
 import gpu_engines  # noqa: E402
-import gpu_plan as plan  # noqa: E402
 import gpu_speed  # noqa: E402
 import gpu_timeline  # noqa: E402
 import pieces as runner  # noqa: E402
@@ -231,147 +229,6 @@ def test_what_a_call_has_found_is_there_when_it_is_killed_itself(toy: Toy) -> No
     assert toy.calls.count("quick") == 1
 
 
-# -- the GPU's pieces --------------------------------------------------------------------------------------------------
-
-
-def session(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: float = 1.0, hanging: str = "", install_s: float = 45.0
-) -> tuple[list[set[str]], float]:
-    """Which pieces end in each call of a session on a fresh machine, and its minutes, with the asking and transfers.
-
-    Each takes `slower` times what is expected of it; the first way of one never ends.
-    """
-    now = [60 * plan.START_MINUTES]
-
-    def run_within(command: list[str], limit_s: float, log: Path) -> tuple[str, int]:
-        name, file = command[command.index("--piece") + 1], Path(command[command.index("--out") + 1])
-        piece = gpu_check.PIECES[name]
-        earlier = json.loads(file.read_text())["figures"] if "--earlier" in command else {"results": []}
-        rows, left = earlier["results"], earlier.get(runner.UNFINISHED, list(piece.ways))
-        took = 0.0
-        for way in list(left) or [""]:
-            way_s = slower * 60 * piece.minutes / max(len(piece.ways), 1)
-            if hangs := name == hanging and (not way or way == piece.ways[0]):
-                way_s = piece.limit_s(1 / max(len(piece.ways), 1))
-            if took + way_s > limit_s:
-                now[0] += limit_s
-                return "it took longer", 124
-            took, left = took + way_s, left[1:]
-            if way:
-                rows.append({"way": way})
-                file.write_text(json.dumps({"figures": {"results": rows, runner.UNFINISHED: left}}))
-            if hangs:
-                now[0] += took
-                return "it took longer", 124
-        now[0] += took
-        file.write_text(json.dumps({"figures": {"results": rows}}))
-        return "", 0
-
-    monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(runner, "run_within", run_within)
-    calls, done, pieces = [], set[str](), runner.Pieces(Path("gpu_check.py"), gpu_check.PIECES, lambda: "")
-    for number, call in plan.CALLS.items():
-        minutes = call.minutes if call.minutes is not None else plan.left_minutes(now[0] / 60)
-        began = now[0]
-        now[0] += install_s if number == 1 else 1.0
-        for name in call.pieces:
-            left = minutes - (now[0] - began) / 60
-            pieces.run_all([name], tmp_path, None, minutes=left)
-        assert now[0] - began <= 60 * minutes + 6
-        assert minutes <= plan.CALL_MINUTES
-        ended = {
-            name
-            for name in call.pieces
-            if (file := tmp_path / f"gpu_{name}.json").exists()
-            and runner.UNFINISHED not in json.loads(file.read_text())["figures"]
-        }
-        calls.append(ended - done)
-        done |= ended
-        now[0] += 60 * plan.BETWEEN_MINUTES
-    return calls, now[0] / 60
-
-
-def test_half_an_hour_knows_first_whether_it_serves_and_then_how_fast(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls, minutes = session(tmp_path, monkeypatch)
-    assert calls[0] == {"rungs", "identity"}
-    assert calls[1] == {"speed", "waits"}
-    assert calls[2] >= {"link", "timeline", "prefill"}
-    assert minutes <= plan.DEVICE_MINUTES
-
-
-@pytest.mark.parametrize(("slower", "hanging"), [(1.25, ""), (1.0, "identity"), (1.0, "waits")])
-def test_half_an_hour_has_the_speed_even_where_pieces_are_slow_or_hang(
-    slower: float, hanging: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls, minutes = session(tmp_path, monkeypatch, slower, hanging)
-    assert {"rungs", "speed", "link"} <= set[str]().union(*calls)
-    assert minutes <= plan.DEVICE_MINUTES
-
-
-def test_every_piece_ends_within_ten_minutes_and_is_of_one_call() -> None:
-    assert max(piece.minutes for piece in gpu_check.PIECES.values()) < plan.CALL_MINUTES
-    assert all(piece.limit_s() <= runner.LIMIT_S for piece in gpu_check.PIECES.values())
-    named = [name for call in plan.CALLS.values() for name in call.pieces]
-    assert sorted([*named, "wide"]) == sorted(gpu_check.PIECES)  # which is made beside them
-
-
-def test_tree_and_kit_fit_one_call_with_room_for_what_comes() -> None:
-    """A kit larger than that is refused where it is built."""
-    assert plan.tree_bytes() + plan.KIT_BYTES <= plan.ROOM_BYTES < plan.MOST_BYTES
-
-
-# -- what a call says at its end ---------------------------------------------------------------------------------------
-
-SERVES = {"decode_layers": "as it says"}
-
-
-def verdict_of(
-    folder: Path, call: int, rungs: list[dict[str, Any]], identity: list[dict[str, Any]], **became: str
-) -> str:
-    for name, rows in (("rungs", rungs), ("identity", identity)):
-        (folder / f"gpu_{name}.json").write_text(json.dumps({"figures": {"results": rows}}))
-    return gpu_check.verdict(call, [folder], became)
-
-
-def climbed(last: str) -> list[dict[str, Any]]:
-    ways = gpu_engines.RUNGS[: gpu_engines.RUNGS.index(last) + 1]
-    return [{"way": way, **(SERVES if way != "stock" else {})} for way in ways]
-
-
-@pytest.mark.parametrize("number", range(len(gpu_engines.RUNGS)))
-def test_a_call_ends_with_the_rung_that_fails_and_where(number: int, tmp_path: Path) -> None:
-    name = gpu_engines.RUNGS[number]
-    failed = {"way": name, "failed": "RuntimeError: no", "at": "vllm_ndp/integration/cuda/layer.py:79"}
-    rows = [*(climbed(gpu_engines.RUNGS[number - 1]) if number else []), failed]
-    serves = f"{gpu_engines.RUNGS[number - 1]} serves" if number > 1 else "nothing of this project has served"
-    assert verdict_of(tmp_path, 1, rows, []) == (
-        f"STOP: rung {number}, {name}, fails in vllm_ndp/integration/cuda/layer.py:79 (RuntimeError: no); {serves}"
-    )
-    assert gpu_engines.best_rung([tmp_path]) == (gpu_engines.RUNGS[number - 1] if number > 1 else "auto")
-    assert gpu_check.is_outdated("rungs", [tmp_path])
-
-
-def test_a_call_ends_with_what_is_next(tmp_path: Path) -> None:
-    same, other = {"way": "4 hot", "equal": 512, "of": 512}, {"way": "8 hot", "equal": 511, "of": 512}
-    rungs = climbed("graphs")
-    assert verdict_of(tmp_path, 1, rungs, [same]) == "NEXT: go.sh 2 (graphs serves)"
-    assert verdict_of(tmp_path, 1, rungs[:-2], []) == "NEXT: go.sh 1 again, for thread, graphs (kernels serves)"
-    assert verdict_of(tmp_path, 1, rungs, [same, other]).startswith("STOP: graphs serves, but with 8 hot 511 of 512")
-    said = verdict_of(
-        tmp_path, 2, rungs, [same], speed="4 of 5 ways, FAILED: x in 9 s", waits="no time left: run this again"
-    )
-    assert said == "NEXT: go.sh 3 MINUTES (graphs serves; speed: 4 of 5 ways, FAILED: x in 9 s; no time for waits)"
-
-
-def test_a_comparison_with_a_rung_that_is_not_the_best_any_longer_is_made_again(tmp_path: Path) -> None:
-    verdict_of(tmp_path, 1, climbed("thread"), [{"way": "4 hot", "rung": "streams", "equal": 1, "of": 1}])
-    assert gpu_check.is_outdated("identity", [tmp_path])
-    verdict_of(tmp_path, 1, climbed("streams"), [{"way": "4 hot", "rung": "streams", "equal": 1, "of": 1}])
-    assert not gpu_check.is_outdated("identity", [tmp_path])
-
-
 def test_what_a_folder_holds_is_in_one_archive_while_it_grows_and_when_the_call_is_killed(tmp_path: Path) -> None:
     """Renewed every moment here; a file that is only half written stays out of it."""
     folder, file = tmp_path / "found", tmp_path / "found.tar.gz"
@@ -496,26 +353,7 @@ def test_what_lies_beside_kernels_is_counted_as_hidden() -> None:
     assert (found["device_answers"], found["device_us"], found["device_hidden"]) == (1, 140, round(90 / 140, 3))
 
 
-def test_the_lines_that_wait_are_counted_and_other_warnings_are_not() -> None:
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        for line in (5, 7, 5):
-            warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, "/a/b/cuda/messenger.py", line)
-        warnings.warn_explicit("something else", UserWarning, "/a/b/cuda/messenger.py", 9)
-    assert gpu_speed.waiting_lines(warned) == {"b/cuda/messenger.py:5": 2, "b/cuda/messenger.py:7": 1}
-
-
-def test_stock_its_graphs_and_its_offloading_are_measured_in_the_run_of_ours() -> None:
-    ways = set(gpu_check.PIECES["speed"].ways)
-    assert ways >= {"stock", "stock in pieces", "stock, half the experts offloaded", "8 of 8 hot", "4 of 8 hot"}
-
-
 def test_the_timeline_knows_the_kernel_that_ends_a_packet() -> None:
     kernels = ast.parse((ROOT / "vllm_ndp/integration/cuda/kernels.py").read_text())
     names = [node.name for node in ast.walk(kernels) if isinstance(node, ast.FunctionDef)]
     assert gpu_timeline.LAST_OF_PACKET in names
-
-
-def test_a_profile_without_a_lane_hides_nothing() -> None:
-    assert gpu_timeline.beside([])["device_hidden"] is None
-    assert gpu_timeline.overlap([(0, 2), (3, 9)], [(1, 4), (5, 6), (8, 10)]) == [(1, 2), (3, 4), (5, 6), (8, 9)]

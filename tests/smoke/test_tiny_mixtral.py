@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -16,16 +15,6 @@ DOMAINS = ("c", "dict", "german", "prose", "python", "xml")
 
 def held_out(domain: str) -> str:
     return (MODEL / "eval" / f"{domain}.txt").read_text()
-
-
-def test_the_tokenizer_gives_every_held_out_text_back() -> None:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    for domain in DOMAINS:
-        ids = tokenizer.encode(held_out(domain), add_special_tokens=False).ids
-        assert max(ids) < 4096
-        assert tokenizer.decode(ids) == held_out(domain)
 
 
 @pytest.mark.parametrize(("domain", "measured"), [("german", 18.85), ("xml", 8.72), ("prose", 31.98)])
@@ -45,13 +34,6 @@ def test_the_checkpoint_predicts_held_out_text_as_measured(domain: str, measured
     assert math.exp(nll.item()) == pytest.approx(measured, rel=0.02)
 
 
-def test_the_held_out_documents_add_up_to_the_texts() -> None:
-    lengths = json.loads((MODEL / "eval" / "documents.json").read_text())
-    assert sorted(lengths) == sorted(DOMAINS)
-    for domain, of_documents in lengths.items():
-        assert sum(of_documents) + 2 * (len(of_documents) - 1) == len(held_out(domain))
-
-
 def test_calibration_text_shares_no_200_characters_with_held_out_text() -> None:
     calibration = (MODEL / "calibration.txt").read_text()
     assert len(calibration.encode()) > 800_000
@@ -60,12 +42,3 @@ def test_calibration_text_shares_no_200_characters_with_held_out_text() -> None:
         text = held_out(domain)
         seen.update(hash(text[i : i + 200]) for i in range(len(text) - 199))
     assert not any(hash(calibration[i : i + 200]) in seen for i in range(len(calibration) - 199))
-
-
-def test_every_stretch_of_the_calibration_text_is_a_mixture() -> None:
-    """The domains' documents are spread evenly: any 100 000 characters hold all of them."""
-    calibration = (MODEL / "calibration.txt").read_text()
-    marks = (" und ", "ます", "#include", "import ", "</", " she ")
-    for start in range(0, 900_000, 100_000):
-        part = calibration[start : start + 100_000]
-        assert all(mark in part for mark in marks), (start, [mark for mark in marks if mark not in part])

@@ -40,11 +40,6 @@ def test_the_checkpoint_is_the_one_that_was_measured() -> None:
     assert (shape.hidden_size, shape.intermediate_size, shape.dtype) == (128, 64, "bfloat16")
 
 
-def test_it_shares_the_tokenizer_of_the_first_model() -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (MODEL / name).read_bytes() == (FIRST / name).read_bytes()
-
-
 def test_the_checkpoint_predicts_held_out_text_as_its_log_says(recorder: ModuleType) -> None:
     """Whole texts as evaluate.py takes them; a random guess scores 4096."""
     import torch

@@ -192,28 +192,6 @@ def described(settings: dict[str, Any], **parts: tuple[str, tuple[int, ...]]) ->
     return packed[shown_as]
 
 
-def test_shapes_and_dtypes_of_what_is_stored_packed() -> None:
-    """GPTQ [C / 8, N] and AWQ [C, N / 8] at 4 bits, compressed-tensors [N, C / 8]; all stand for [N, C] = [64, 96]."""
-    gptq = {"quant_method": "gptq", "bits": 4}
-    one = described(gptq, qweight=("I32", (12, 64)), qzeros=("I32", (3, 8)), scales=("F16", (3, 64)))
-    assert (one.shape, one.dtype, one.zero_is_less_one) == ((64, 96), "F16", True)
-    newer = gptq | {"checkpoint_format": "gptq_v2"}
-    two = described(newer, qweight=("I32", (12, 64)), qzeros=("I32", (3, 8)), scales=("F16", (3, 64)))
-    assert not two.zero_is_less_one
-    awq = described(
-        {"quant_method": "awq", "bits": 4}, qweight=("I32", (96, 8)), qzeros=("I32", (3, 8)), scales=("F16", (3, 64))
-    )
-    assert awq.shape == (64, 96)
-    settings = {"quant_method": "compressed-tensors"} | {"format": "pack-quantized"}
-    settings["config_groups"] = {"0": {"weights": {"num_bits": 4}}}  # type: ignore[assignment]
-    parts = {"weight_packed": ("I32", (64, 12)), "weight_scale": ("BF16", (64, 3)), "weight_shape": ("I64", (2,))}
-    assert described(settings, **parts).shape == (64, 96)  # type: ignore[arg-type]
-    groups = {str(bits): {"weights": {"num_bits": bits}} for bits in (4, 8)}
-    mixed = settings | {"config_groups": groups, "format": "mixed-precision"}  # type: ignore[dict-item]
-    assert described(mixed, **parts).bits == 4  # type: ignore[arg-type]
-    assert described(mixed, **parts | {"weight_packed": ("I32", (64, 24))}).bits == 8  # type: ignore[arg-type]
-
-
 def test_a_layer_of_its_own_width_is_read_by_its_tensors() -> None:
     """auto-round and gptqmodel give single layers other widths: the zero points show theirs."""
     eight = {"qweight": ("I32", (24, 64)), "qzeros": ("I32", (3, 16)), "scales": ("F16", (3, 64))}
@@ -316,23 +294,6 @@ def assert_read_as(write: writers.Quantize, weight: Any, settings: dict[str, Any
     np.testing.assert_array_equal(read, values.float().numpy())
 
 
-def test_nf4_by_its_definition() -> None:
-    """Without the package: 16 levels, the high nibble first, one scale for 64 values (QLoRA, appendix E)."""
-    levels = np.array(NF4_LEVELS, np.float32)
-    codes = np.random.default_rng(0).integers(0, 16, 64 * 96)
-    scales = np.random.default_rng(1).random(96).astype(np.float32)
-    stored: dict[str, Any] = {
-        "weight": (codes[0::2] << 4 | codes[1::2]).astype(np.uint8)[:, None],
-        "weight.absmax": scales,
-        "weight.quant_map": levels,
-        "weight.quant_state.bitsandbytes__nf4": np.frombuffer(NF4_STATE, np.uint8),
-    }
-    one = described({"quant_method": "bitsandbytes"}, **NF4_PARTS)
-    values = one.values(lambda name: stored[name.removeprefix(f"{EXPERT}.")], None)
-    wanted = (levels[codes] * np.repeat(scales, 64)).reshape(64, 96)
-    np.testing.assert_array_equal(values, wanted)
-
-
 SPELLED = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64",
     torch.uint8: "U8", torch.int8: "I8",
@@ -342,11 +303,6 @@ NF4_PARTS = {
     "weight": ("U8", (64 * 48, 1)), "weight.absmax": ("F32", (96,)), "weight.quant_map": ("F32", (16,)),
     "weight.quant_state.bitsandbytes__nf4": ("U8", (len(NF4_STATE),)),
 }  # fmt: skip
-NF4_LEVELS = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
 NVFP4_PARTS = {
     "weight_packed": ("U8", (64, 48)), "weight_scale": ("F8_E4M3", (64, 6)), "weight_global_scale": ("F32", (1,)),
 }  # fmt: skip

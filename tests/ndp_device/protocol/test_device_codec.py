@@ -149,38 +149,29 @@ def with_checksum(fields: dict[str, Any], body: bytes = b"") -> bytes:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_every_message_survives_its_own_encoding(name: str) -> None:
+def test_every_message_survives_its_own_encoding_and_is_read_by_the_msgpack_package(name: str) -> None:
+    """The bytes of this major version never change."""
     message, tensors = EXAMPLES[name]
-    decoded, arrays = decode(message, *encode(message, tensors))
+    header, body = encode(message, tensors)
+    if name in VECTORS:
+        assert (header.hex(), bytes(body).hex()) == (VECTORS[name]["header"], VECTORS[name]["body"])
+    decoded, arrays = decode(message, header, body)
     for field in set(message.__struct_fields__) - {"tensors", "crc"}:
         assert getattr(decoded, field) == getattr(message, field)
     assert arrays.keys() == tensors.keys()
     for key, array in tensors.items():
         assert arrays[key].dtype == array.dtype
         np.testing.assert_array_equal(arrays[key], array)
-
-
-@pytest.mark.parametrize("name", VECTORS)
-def test_the_bytes_of_this_major_version_never_change(name: str) -> None:
-    message, tensors = EXAMPLES[name]
-    header, body = encode(message, tensors)
-    assert (header.hex(), bytes(body).hex()) == (VECTORS[name]["header"], VECTORS[name]["body"])
-    decoded, arrays = decode(message, header, body)
-    for field in set(message.__struct_fields__) - {"tensors", "crc"}:
-        assert getattr(decoded, field) == getattr(message, field)
-    for key, array in tensors.items():
-        np.testing.assert_array_equal(arrays[key], array)
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_the_msgpack_package_reads_and_writes_the_same_header(name: str) -> None:
-    header, body = encode(*EXAMPLES[name])
     fields = msgpack.unpackb(header)
     assert msgpack.packb(fields) == header
     assert list(fields)[-1] == "crc"
     assert fields["type"] in name
     assert fields["ndp"] == msg.VERSION
     assert int.from_bytes(fields["crc"], "little") == zlib.crc32(body, zlib.crc32(header[:-4]))
+
+
+def test_every_message_of_the_golden_file_is_an_example() -> None:
+    assert VECTORS.keys() <= EXAMPLES.keys()
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300), st.integers(0, 299))
@@ -332,18 +323,6 @@ def test_a_bomb_is_one_error(bomb: bytes, intact: bool) -> None:
     assert codec.peek_id(header) == 0
 
 
-@settings(max_examples=400)
-@given(name=st.sampled_from(sorted(EXAMPLES)), data=st.data())
-def test_no_single_changed_byte_is_ever_accepted(name: str, data: st.DataObject) -> None:
-    message, tensors = EXAMPLES[name]
-    header, body = encode(message, tensors)
-    frames = bytearray(header + body)
-    position = data.draw(st.integers(0, len(frames) - 1))
-    frames[position] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(RemoteProtocolError):
-        decode(message, bytes(frames[: len(header)]), bytes(frames[len(header) :]))
-
-
 JUNK = st.recursive(
     st.none()
     | st.booleans()
@@ -371,17 +350,6 @@ def test_a_mutated_message_with_a_correct_checksum_decodes_or_is_refused(name: s
     except RemoteProtocolError:
         return
     assert sum(array.nbytes for array in arrays.values()) <= len(body)
-
-
-@settings(max_examples=200)
-@given(header=st.binary(max_size=200), body=st.binary(max_size=100))
-def test_random_bytes_are_one_error(header: bytes, body: bytes) -> None:
-    for decoder in (decode_request, decode_reply):
-        with pytest.raises(RemoteProtocolError):
-            decoder(header, body)
-        sealed = header + zlib.crc32(body, zlib.crc32(header)).to_bytes(4, "little")
-        with pytest.raises(RemoteProtocolError):
-            decoder(sealed, body)
 
 
 def test_we_refuse_to_send_what_the_peer_would_refuse() -> None:
@@ -462,13 +430,6 @@ def test_native_and_python_agree(pairs: list[tuple[int, int, int]], flags: list[
 @pytest.mark.parametrize("wrong", [(-1, 0, 4), (ROWS, 0, 4), (0, -1, 4), (0, EXPERTS, 4), (0, 0, 0), (0, 0, 5)])
 def test_a_pair_that_points_nowhere_is_none(wrong: tuple[int, int, int]) -> None:
     assert distinct(*columns([(0, 0, 4), wrong]), EVERYTHING, ROWS) is None
-
-
-def test_a_width_that_the_plan_does_not_name_is_none() -> None:
-    flags = EVERYTHING.copy()
-    flags[2] = FLAG_OF_BITS[3]
-    assert distinct(*columns([(0, 2, 3)]), flags, ROWS) is not None
-    assert distinct(*columns([(0, 2, 4)]), flags, ROWS) is None
 
 
 def test_the_rows_are_a_copy_that_a_later_write_does_not_reach() -> None:

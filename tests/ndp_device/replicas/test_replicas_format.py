@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import safetensors.numpy
 from paths import ROOT
 from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_safetensors, write_small_checkpoint
 
@@ -151,12 +150,6 @@ def test_a_truncated_file_is_refused_by_name(replicas: Path, kept_bytes: int) ->
     path = replicas / "experts-00001.safetensors"
     path.write_bytes(path.read_bytes()[:kept_bytes])
     with pytest.raises(ReplicaError, match=r"experts-00001\.safetensors"):
-        ReplicaFiles(replicas)
-
-
-def test_one_flipped_bit_is_refused_by_name(replicas: Path) -> None:
-    _flip_last_byte(replicas / "experts-00000.safetensors")
-    with pytest.raises(ReplicaError, match=r"experts-00000\.safetensors is damaged"):
         ReplicaFiles(replicas)
 
 
@@ -360,27 +353,10 @@ def test_biases_and_activation_travel_with_the_replicas(clamped: tuple[Path, Pat
     assert (np.diff(loss, axis=-1) < 0).all()
 
 
-def test_an_expert_is_read_right_out_of_an_interleaved_and_transposed_tensor(clamped: tuple[Path, Path]) -> None:
-    full = CheckpointExperts(clamped[0]).expert(1, 2)
-    fused = safetensors.numpy.load_file(clamped[0] / "model.safetensors")["model.layers.1.mlp.experts.gate_up_proj"]
-    np.testing.assert_array_equal(full.w1, fused[2][:, 0::2].T)
-    np.testing.assert_array_equal(full.w3, fused[2][:, 1::2].T)
-
-
 def test_replicas_of_silu_experts_are_written_as_before_there_was_another(built: Path) -> None:
     manifest = json.loads((built / "manifest.json").read_text())
     assert manifest["version"] == 1
     assert not {"activation", "biases"} & set(manifest)
-
-
-def test_a_manifest_whose_version_and_activation_disagree_is_refused(
-    clamped: tuple[Path, Path], tmp_path: Path
-) -> None:
-    copy = shutil.copytree(clamped[1], tmp_path / "copy")
-    manifest = json.loads((copy / "manifest.json").read_text())
-    (copy / "manifest.json").write_bytes(sealed.seal(manifest | {"version": 1}))
-    with pytest.raises(ReplicaError, match="version 1, wanted 'ndp-moe-replicas' version 2"):
-        read_manifest(copy)
 
 
 def test_replicas_of_layers_that_clamp_at_different_limits_say_so_per_layer(tmp_path: Path) -> None:
@@ -394,20 +370,21 @@ def test_replicas_of_layers_that_clamp_at_different_limits_say_so_per_layer(tmp_
 
 
 @pytest.mark.parametrize(
-    ("activation", "why"),
+    ("change", "why"),
     [
-        ("swigluoaj", "must be one of silu"),
-        ([{"limit": 7.0}], "of .* layers, got 1"),
-        ([{"limit": -7.0}] * LAYERS, "a limit above 0"),
-        ([{"slope": 1.0}] * LAYERS, "slope"),
+        ({"activation": "swigluoaj"}, "must be one of silu"),
+        ({"activation": [{"limit": 7.0}]}, "of .* layers, got 1"),
+        ({"activation": [{"limit": -7.0}] * LAYERS}, "a limit above 0"),
+        ({"activation": [{"slope": 1.0}] * LAYERS}, "slope"),
+        ({"version": 1}, "version 1, wanted 'ndp-moe-replicas' version 2"),
     ],
 )
-def test_a_manifest_with_an_unknown_activation_is_refused(
-    clamped: tuple[Path, Path], tmp_path: Path, activation: Any, why: str
+def test_a_manifest_with_an_activation_that_cannot_be_or_that_its_version_has_not_is_refused(
+    clamped: tuple[Path, Path], tmp_path: Path, change: dict[str, Any], why: str
 ) -> None:
     copy = shutil.copytree(clamped[1], tmp_path / "copy")
     manifest = json.loads((copy / "manifest.json").read_text())
-    (copy / "manifest.json").write_bytes(sealed.seal(manifest | {"activation": activation}))
+    (copy / "manifest.json").write_bytes(sealed.seal(manifest | change))
     with pytest.raises(ReplicaError, match=why):
         read_manifest(copy)
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from ndp_device.common.decoder_layers import DecoderLayer, GatedDelta, GroupedQuery
 from ndp_device.common.model_shape import WholeModel
-from ndp_device.timing.link import bulk_ps, migration_ps
 from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.gpu_timing import (
@@ -168,14 +167,6 @@ def test_a_full_migration_takes_what_the_paper_s_sizes_give() -> None:
     large = public_shape("mixtral-8x22b")
     assert GpuModel(H100, large).migration_ps(2 * 56) == pytest.approx(2.64e12, rel=0.005)
     assert ONE.migration_ps(0) == 0
-
-
-def test_a_migration_is_never_faster_than_the_dram_or_the_link() -> None:
-    for preset in ("h100-ndp512", "h200-gen5", "seed002-cxl-ndp"):
-        hardware, num_bytes = load_hardware(preset), 3 * MIXTRAL.expert_bytes
-        total_ps, dram_ps = migration_ps(hardware, num_bytes)
-        assert total_ps == GpuModel(hardware, MIXTRAL).migration_ps(3)
-        assert total_ps >= max(dram_ps, bulk_ps(hardware.link, num_bytes))
 
 
 def test_a_layer_waits_for_the_slowest_of_gpu_link_and_device() -> None:

@@ -95,17 +95,6 @@ def test_the_lightest_hot_experts_leave_and_no_other_number_of_them_is_faster(da
     assert layer_ps(len(found)) == pytest.approx(min(layer_ps(count) for count in range(len(order) + 1)), rel=1e-12)
 
 
-def test_a_second_device_takes_hot_experts_that_one_would_not() -> None:
-    """Two cold experts at 3 bits keep one device busy as long as the GPU; with two there is room for more."""
-    load = LayerLoad({0: (1, 0.1), 1: (1, 0.2), 2: (1, 0.3), 3: (1, 0.4)}, {(4, 3): 1, (5, 3): 1}, (2, 2), 6)
-    rule = Balancer(MIXTRAL, 3)
-    one, two = (
-        mixtral_on(count, count).balancer(rule, 0, lambda count=count: (True,) * count).offloaded(load)  # type: ignore[misc]
-        for count in (1, 2)
-    )
-    assert len(two) > len(one)
-
-
 def test_a_hot_expert_whose_copies_are_down_stays_on_the_gpu() -> None:
     load = LayerLoad({0: (1, 0.1), 1: (1, 0.2)}, {}, (0, 0), 2)
     devices = mixtral_on(4, 1)

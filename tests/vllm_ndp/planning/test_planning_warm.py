@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.config import NdpSettings
 from vllm_ndp.planning.bitwidths import LossTable, uniform_bitwidths
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan
@@ -112,42 +111,6 @@ def test_impossible_placements_and_plans_are_refused():
     assert uniform_bitwidths(warm, Budget(1, 3.0, 1)).bits.tolist() == [[0, 0, 3]]
     with pytest.raises(ConfigError, match="at least 0"):
         Budget(1, 3.0, -1)
-
-
-@pytest.mark.parametrize(
-    ("settings", "wanted"),
-    [
-        ({"warm_experts": -1}, "'warm_experts' must be 0 or more, got -1"),
-        (
-            {"hot_experts": 4, "warm_experts": 5},
-            "beside 4 hot experts, the model has only 8 experts per layer: at most 4",
-        ),
-        ({"slot_bits": 5}, "'slot_bits' must be one of 1, 2, 3, 4, 16, 8, got 5"),
-        ({"slot_bits": 4, "cold_precision": "full"}, "which quantizes nothing: drop one of the two"),
-        ({"slot_bits": 4, "hot_experts": 0}, "'hot_experts' is 0, which leaves no GPU memory to 'slot_bits' 4"),
-        (
-            {"plan": "joint", "slot_bits": 4},
-            "'slot_bits' is 4, but a joint plan gives every hot expert a width",
-        ),
-        ({"plan": "joint+host", "warm_experts": 1}, "'warm_experts' is 1, but a joint plan says itself how many"),
-        (
-            {"plan": "joint", "cold_precision": "full"},
-            "'cold_precision' is 'full', but a joint plan chooses",
-        ),
-        ({"plan": "joint", "execution": "balanced"}, "'execution' is 'balanced', but a joint plan has placed experts"),
-        ({"plan": "joint", "debug": {"max_moves": 3}}, "'max_moves' is 3, but a joint plan weighs every copy itself"),
-        ({"plan": "joint", "hot_experts": 0}, "leaves no GPU memory"),
-        ({"plan": "jiont"}, "must be one of fixed, joint, joint+host, got 'jiont'"),
-        (
-            {"hot_experts": 4, "warm_experts": 4, "execution": "balanced"},
-            "4 of 8 experts hot and 4 warm: use 'auto'",
-        ),
-    ],
-)
-def test_settings_of_tiers_that_cannot_be_are_refused(settings: dict, wanted: str):
-    with pytest.raises(ConfigError) as error:
-        NdpSettings.from_mapping(settings).resolve_offload_bits(8)
-    assert wanted in str(error.value)
 
 
 def test_the_budget_with_more_bits_keeps_its_warm_experts():
