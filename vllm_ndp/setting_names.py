@@ -6,6 +6,7 @@ Turns that into values by the names of NdpSettings' fields (config.py). Does not
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,23 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import WIDTHS
 
 TOP = (
-    *("hot_experts", "slot_bits", "warm_experts", "plan", "avg_bits", "cold_precision", "execution", "prefill"),
+    *(
+        "hot_experts",
+        "slot_bits",
+        "linear_bits",
+        "warm_experts",
+        "plan",
+        "avg_bits",
+        "cold_precision",
+        "execution",
+        "prefill",
+    ),
     *("replan", "policy", "replicas", "devices", "hardware", "hardware_overrides"),
     *("deadline_ms", "fallback", "itl_factor", "record", "debug"),
 )
 DEBUG = (
     *("device_experts", "bits_for", "offload_bits", "device_hosts", "gpu", "max_moves", "prices", "kernel"),
-    *("linear_bits", "pool"),
+    "pool",
 )
 """Settings for researchers and tests. Each has a default that decides by itself."""
 _PLACES = {
@@ -44,6 +55,18 @@ class DeviceAddress:
     started with --insecure-loopback."""
 
 
+def as_options(settings: Mapping[str, Any], prefix: str = "--additional-config.ndp") -> list[str]:
+    """Words of vLLM's command line that give these settings: one option each, so that no JSON has to be quoted."""
+    words: list[str] = []
+    for name, value in settings.items():
+        option = f"{prefix}.{name}"
+        if isinstance(value, Mapping):
+            words += as_options(value, option)
+        else:
+            words += [option, value if isinstance(value, str) else json.dumps(value)]
+    return words
+
+
 def by_field(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Values by the names of NdpSettings' fields. Raises ConfigError for an unknown name, with the nearest one."""
     if "max_loss" in raw:
@@ -60,6 +83,8 @@ def _debug(group: Any) -> dict[str, Any]:
         raise ConfigError(f"ndp setting 'debug' must be Mapping[str, Any], got {group!r}")
     for name in group:
         if name not in DEBUG:
+            if name in TOP:
+                raise ConfigError(f"ndp setting {name!r} stands beside 'debug', not in it")
             raise ConfigError(f"unknown ndp setting {name!r} in 'debug': {_hint(name, DEBUG, 'known are ')}")
     return dict(group)
 

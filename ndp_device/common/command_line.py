@@ -1,9 +1,9 @@
 """Shared parts of the command lines `ndp-device` and `vllm-ndp`: examples in every help, and how commands end.
 
-A command prints one JSON object as its last line. At a terminal, a command that shows its result as a table omits that
-line. An error is one sentence on stderr and exit code 2. The subject of a command (a trace, a model, the address of a
-device) is an argument. A choice of how it works is an option. Knows typer, and imports nothing that takes time, so that
-a help appears at once. Knows no command.
+A command prints its result: a table, to terminals, pipes and files alike, or with `--json` one JSON object and nothing
+else. A command without a table prints the object. An error is one sentence on stderr and exit code 2. The subject of a
+command (a trace, a model, the address of a device) is an argument. A choice of how it works is an option. Knows typer,
+and imports nothing that takes time, so that a help appears at once. Knows no command.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, TextIO, get_args, get_type_hints
 
 import typer
 from typer.models import ParameterInfo
@@ -66,15 +67,22 @@ def program(summary: str, examples: Sequence[str], **options: Any) -> typer.Type
     )
 
 
-def command(app: typer.Typer, name: str, *, examples: Sequence[str]) -> Callable[[Function], Function]:
-    """Register a function as the command `name`.
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+_json_goes_to: TextIO | None = None
+"""Where a command that was given --json prints its object; what else it prints goes nowhere."""
+
+
+def command(
+    app: typer.Typer, name: str, *, examples: Sequence[str], shows: bool = False
+) -> Callable[[Function], Function]:
+    """Register a function as the command `name`. shows: its result is a table, and --json asks for the object.
 
     A parameter whose type is a frozen dataclass becomes one option per field with typer.Option in its Annotated; other
     fields keep their defaults.
     """
 
     def register(function: Function) -> Function:
-        app.command(name, epilog=_epilog(examples))(_ungrouped(function))
+        app.command(name, epilog=_epilog(examples))(_ungrouped(function, shows))
         return function
 
     return register
@@ -190,10 +198,23 @@ def _compiled_before_sources() -> bool:
 
 
 def print_json(result: Mapping[str, Any], *, shown: bool = False) -> None:
-    """Print the last line of a command. shown: a person at a terminal has the same as a table already."""
-    line = json.dumps(result, allow_nan=False)
-    if not (shown and sys.stdout.isatty()):
-        print(line, flush=True)
+    """Print the result of a command as one line. shown: as a table already, so only with --json."""
+    if not shown or _json_goes_to is not None:
+        print(json.dumps(result, allow_nan=False), file=_json_goes_to, flush=True)
+
+
+@contextmanager
+def _only_json(asked: bool) -> Iterator[None]:
+    global _json_goes_to
+    if not asked:
+        yield
+        return
+    _json_goes_to = sys.stdout
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            yield
+    finally:
+        _json_goes_to = None
 
 
 def assignments(pairs: Sequence[str] | None, option: str, form: str = "name=value") -> dict[str, str]:
@@ -212,8 +233,8 @@ def _epilog(examples: Sequence[str]) -> str:
     return "Examples:\n\n\b\n" + "\n".join(f"$ {example}" for example in examples)
 
 
-def _ungrouped(function: Function) -> Function:
-    """Give typer a signature in which every dataclass has been replaced by its fields."""
+def _ungrouped(function: Function, shows: bool) -> Function:
+    """Give typer a signature in which every dataclass has been replaced by its fields, with --json where one shows."""
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
     parameters = []
@@ -238,6 +259,10 @@ def _ungrouped(function: Function) -> Function:
                 inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=default, annotation=annotation)
             )
 
+    if shows:
+        parameters.append(
+            inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption)
+        )
     outputs = {one.name: mark for one in parameters if (mark := _output(one.annotation)) is not None}
 
     @functools.wraps(function)
@@ -248,7 +273,8 @@ def _ungrouped(function: Function) -> Function:
             read = {field: written.read for field, written in fields[name].items() if written is not None}
             values[name] = group(**{field: read.get(field, _as_it_is)(value) for field, value in given.items()})
         try:
-            function(**values)
+            with _only_json(shows and values.pop("as_json")):
+                function(**values)
             sys.stdout.flush()
         except BrokenPipeError as error:  # which typer would end without a word
             raise ConfigError(_sentence_of(error)) from None

@@ -249,6 +249,9 @@ SHAPES: Mapping[str, WholeModel] = {name: public_model(name, model.config) for n
 
 def public_shape(name: str) -> WholeModel:
     if name not in SHAPES:
-        nearest = difflib.get_close_matches(name, SHAPES, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"unknown model {name!r}: did you mean {nearest!r}? Known: {', '.join(SHAPES)}")
+        near = difflib.get_close_matches(name.lower(), SHAPES, n=1)
+        raise ConfigError(
+            f"unknown model {name!r}: {f'did you mean {near[0]!r}? ' if near else ''}Give a checkpoint's directory, a "
+            f"config.json, an id of the hub such as ORG/NAME, or one of {', '.join(SHAPES)}"
+        )
     return SHAPES[name]

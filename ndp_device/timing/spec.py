@@ -305,6 +305,14 @@ def field_types() -> Mapping[str, type[Any]]:
     return {f"{section}.{f.name}": kinds[section][f.name] for section, spec in SECTIONS.items() for f in fields(spec)}
 
 
+def nearest_card(num_bytes: int | None) -> str:
+    """The preset whose GPU has the memory that is nearest to this; None: the default one."""
+    if num_bytes is None:
+        return "h100-ndp512"
+    capacity = {name: int(table["gpu.hbm_capacity_bytes"].value) for name, table in PRESETS.items()}
+    return min(capacity, key=lambda name: abs(capacity[name] - num_bytes))
+
+
 def load_hardware(preset: str = "h100-ndp512", /, **overrides: Any) -> Hardware:
     """A preset with some values replaced: keys are `section.field`, or the field alone where only one section has it.
 

@@ -88,7 +88,7 @@ def bits(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="module")
 def served(bits: int) -> tuple[list[list[float]], dict[str, Any], dict[str, int]]:
     """Log-probabilities, what is effective, and how many weights each linear layer of vLLM's holds."""
-    with engine(settings={"hot_experts": 8, "debug": {"linear_bits": bits}}) as llm:
+    with engine(settings={"hot_experts": 8, "linear_bits": bits}) as llm:
         model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
         held = {name: module.weight.numel() for name, module in model.named_modules() if hasattr(module, "cpu_linear")}
         return logprobs(llm), llm.collective_rpc("ndp_status")[0], held
@@ -148,7 +148,7 @@ def test_a_head_whose_model_asks_for_no_method_is_taken_too(tmp_path: Path) -> N
     maker = ROOT / "tests" / "checkpoints" / "make_family_models.py"
     subprocess.run([sys.executable, maker, tmp_path, "gpt_oss"], check=True, capture_output=True, timeout=600)
     (path,) = (one.parent for one in tmp_path.glob("*/config.json"))
-    with engine(path, settings={"cold_precision": "quantized", "debug": {"linear_bits": 8}}, dtype="bfloat16") as llm:
+    with engine(path, settings={"cold_precision": "quantized", "linear_bits": 8}, dtype="bfloat16") as llm:
         status = llm.collective_rpc("ndp_status")[0]
         head = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model.lm_head
         assert head.weight.numel() == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from engines import MODEL, PROMPTS, REPLICAS, ROOT, engine, greedy
+from given_options import given_by
 from test_integration_refusals import configure
 
 from ndp_device.common.errors import ConfigError
@@ -38,14 +38,14 @@ def test_a_server_that_is_told_nothing_sizes_itself_and_says_the_line(capfd: pyt
     chosen = config.additional_config["ndp"]
     assert (chosen["hot_experts"], chosen.get("slot_bits")) in ((8, 4), (4, None))
     assert chosen["avg_bits"] == 4.0
-    assert chosen["debug"] == {"linear_bits": 8}
+    assert chosen["linear_bits"] == 8
     per_token = 4 * 2 * 2 * 32 * 2
     assert config.cache_config.kv_cache_memory_bytes == pytest.approx((2 * 128 + KV_BLOCK) * per_token, abs=2)
     sized, expected, by_hand = said(capfd)
     assert sized.startswith("sized to ")
     assert "% of an expert's output" in expected
     words = shlex.split(by_hand.removeprefix("by hand: "))
-    given = json.loads(words[words.index("--additional-config") + 1])["ndp"]
+    given = given_by(words)
 
     again = configure(additional_config={"ndp": TOLD | given, "other": 1}, kv_cache_memory_bytes=int(words[1]))
     assert again.additional_config == config.additional_config
@@ -57,14 +57,25 @@ def test_a_server_that_is_told_nothing_sizes_itself_and_says_the_line(capfd: pyt
 def test_whoever_says_what_is_held_chooses_all_of_it(given: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     config = configure(additional_config={"ndp": given})
     assert config.additional_config == {"ndp": given}
-    assert config.cache_config.kv_cache_memory_bytes is None
     assert said(capfd) == []
+
+
+@pytest.mark.parametrize("given", [{"hot_experts": 4}, {"hardware": "h100-ndp512"}, {"slot_bits": 4}])
+def test_the_kv_cache_is_sized_whatever_else_is_said(given: dict[str, Any]) -> None:
+    """For the requests that may run, and 256 MiB at least: vLLM would ask for 92 % of all memory, or not start."""
+    many = configure(additional_config={"ndp": TOLD | given}, max_num_seqs=4096, max_num_batched_tokens=4096)
+    per_token = 4 * 2 * 2 * 32 * 2
+    assert many.cache_config.kv_cache_memory_bytes == pytest.approx((4096 * 128 + KV_BLOCK) * per_token, abs=2)
+    few = configure(additional_config={"ndp": TOLD | given}, max_num_seqs=4)
+    assert few.cache_config.kv_cache_memory_bytes == 256 << 20
+    asked = configure(additional_config={"ndp": TOLD | given}, gpu_memory_utilization=0.5)
+    assert asked.cache_config.kv_cache_memory_bytes is None
 
 
 def test_linear_bits_that_were_given_are_kept() -> None:
     for bits in (4, None):
-        config = configure(additional_config={"ndp": TOLD | {"debug": {"linear_bits": bits}}})
-        assert config.additional_config["ndp"]["debug"] == {"linear_bits": bits}
+        config = configure(additional_config={"ndp": TOLD | {"linear_bits": bits}})
+        assert config.additional_config["ndp"]["linear_bits"] == bits
 
 
 def test_a_kv_cache_that_was_given_is_kept(capfd: pytest.CaptureFixture[str]) -> None:

@@ -315,7 +315,7 @@ IMPOSSIBLE: list[tuple[Any, str]] = [
     *((raw, "must be a mapping of settings") for raw in ([], "hot_experts=2", 3)),
     ({"hot_experts": 9}, "'hot_experts' is 9, the model has only 8 experts per layer"),
     (FULL | {"replicas": "somewhere"}, "'replicas' is 'somewhere' beside cold_precision 'full'"),
-    (FULL | {"debug": {"linear_bits": 8}}, "'linear_bits' is 8 beside cold_precision 'full'"),
+    (FULL | {"linear_bits": 8}, "'linear_bits' is 8 beside cold_precision 'full'"),
     (FULL | {"debug": {"offload_bits": 2}}, "'offload_bits' is 2 beside"),
     ({"execution": "paper", "debug": {"offload_bits": 2}}, "'offload_bits' has no effect"),
     *(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ndp_device.common.command_line import command, print_json
-from vllm_ndp.cli.options import JsonOption
 
 if TYPE_CHECKING:
     from vllm_ndp.operating.doctor import Check
@@ -19,6 +18,7 @@ app = typer.Typer()
 @command(
     app,
     "doctor",
+    shows=True,
     examples=("vllm-ndp doctor", "vllm-ndp doctor --mend", "vllm-ndp doctor --json --no-bandwidth"),
 )
 def doctor(
@@ -30,7 +30,6 @@ def doctor(
         bool, typer.Option("--mend", help="Mend what pip leaves broken beside vLLM's CPU wheel, and look at nothing.")
     ] = False,
     bandwidth: Annotated[bool, typer.Option(help="Measure how fast this machine reads memory.")] = True,
-    as_json: JsonOption = False,
 ) -> None:
     """Check this machine, and say how to mend what is wrong.
 
@@ -47,8 +46,7 @@ def doctor(
         return
     with waiting("looking at this machine"):
         checks = examine(Machine(), Asked(device, key, bandwidth))
-    if not as_json:
-        _print(checks)
+    _print(checks)
     failed = [check.name for check in checks if check.state == "fail"]
     print_json(
         {
@@ -57,7 +55,7 @@ def doctor(
             "warned": [check.name for check in checks if check.state == "warn"],
             "checks": [vars(check) for check in checks],
         },
-        shown=not as_json,
+        shown=True,
     )
     if failed:
         raise typer.Exit(1)

@@ -20,6 +20,7 @@ app = typer.Typer()
 @command(
     app,
     "demo",
+    shows=True,
     examples=("vllm-ndp demo", "vllm-ndp demo models/tiny-mixtral --hot-experts 4 --avg-bits 3"),
 )
 def demo(

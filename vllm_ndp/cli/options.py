@@ -29,7 +29,6 @@ def judge_bits(avg_bits: float) -> float:
 
 
 AvgBitsOption = Annotated[float, typer.Option(help="Average bits of cold experts.", callback=judge_bits)]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the last line only: one JSON object.")]
 
 
 def hardware_values(pairs: list[str] | None) -> dict[str, str | int]:

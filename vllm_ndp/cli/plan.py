@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ndp_device.common.command_line import SetOption, command, print_json
-from vllm_ndp.cli.options import JsonOption, hardware_values
+from vllm_ndp.cli.options import hardware_values
 
 if TYPE_CHECKING:
     from vllm_ndp.operating.proposal import Proposal
@@ -23,13 +23,16 @@ class DemandOptions:
 
     gpu_memory: Annotated[str | None, typer.Option(help="Such as 24GB; default: serve on the host's cores.")] = None
     host_memory: Annotated[str | None, typer.Option(help="Such as 64GB; default: what this machine has free.")] = None
-    context: Annotated[int, typer.Option(help="Tokens of a request, prompt and answer.")] = 4096
+    context: Annotated[int, typer.Option(help="Tokens of a request, prompt and answer; at most the model's own.")] = (
+        4096
+    )
     batch: Annotated[int, typer.Option(help="Requests at once.")] = 1
 
 
 @command(
     app,
     "plan",
+    shows=True,
     examples=(
         "vllm-ndp plan mixtral-8x7b --gpu-memory 24GB --host-memory 64GB --context 8192 --batch 4",
         "vllm-ndp plan models/tiny-mixtral/config.json --host-memory 8GB --json",
@@ -42,20 +45,20 @@ def plan(
         typer.Argument(metavar="MODEL", help="Checkpoint directory, config.json, public shape, or id of the hub."),
     ],
     asked: DemandOptions,
-    hardware: Annotated[str, typer.Option(help="What simulated times are for (ndp-device time hardware).")] = (
-        "h100-ndp512"
-    ),
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="What simulated times are for (ndp-device time hardware); default: by --gpu-memory."),
+    ] = None,
     set_: SetOption = None,
     probe: Annotated[
         bool, typer.Option("--probe", help="Measure this machine for a few seconds: expected wall time.")
     ] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Say what fits where, how fast, and the line that serves it.
 
     Reads sizes only. Exit code 2 with one sentence where nothing fits.
     """
-    from ndp_device.timing.spec import load_hardware
+    from ndp_device.timing.spec import load_hardware, nearest_card
     from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.cost_model.costs import Costs
     from vllm_ndp.operating.proposal import propose
@@ -68,13 +71,15 @@ def plan(
         gpu_bytes=None if asked.gpu_memory is None else parse_bytes(asked.gpu_memory, "--gpu-memory"),
     )
     source = source_named(model)
-    sizing = Sizing(source.model, machine, Demand(asked.context, asked.batch), stored_bytes=source.stored_bytes)
-    costs = Costs(load_hardware(hardware, **hardware_values(set_)), source.model)
+    demand = Demand(min(asked.context, source.longest or asked.context), asked.batch)
+    sizing = Sizing(source.model, machine, demand, stored_bytes=source.stored_bytes)
+    costs = Costs(load_hardware(hardware or nearest_card(machine.gpu_bytes), **hardware_values(set_)), source.model)
     with waiting("measuring this machine" if probe else "laying out the model"):
         proposal = propose(source, sizing, costs, partial(measure, source.model) if probe else None)
-    if not as_json:
-        _print(proposal)
-    print_json(proposal.as_dict(), shown=not as_json)
+    _print(proposal)
+    if demand.context < asked.context:
+        print(f"The context is {demand.context} tokens, the model's longest, not {asked.context}.")
+    print_json(proposal.as_dict(), shown=True)
 
 
 def _this_machine() -> int:
@@ -143,8 +148,8 @@ def _print(proposal: Proposal) -> None:
             parts.add_row(where, what, human(num_bytes))
     console.print(parts)
     console.print(
-        f"Simulated: {proposal.hardware}, even routing (the worst case for a hot set), "
-        f"{best.avg_bits:g} bits on average. The two clocks are never mixed."
+        f"Simulated: {proposal.hardware} with its CXL device, even routing (the worst case for a hot set), "
+        f"{best.avg_bits:g} bits on average (--hardware names another). No time of this machine."
     )
     if proposal.measured is not None:
         probed = proposal.measured

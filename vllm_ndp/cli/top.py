@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ndp_device.common.command_line import command, print_json
+from ndp_device.common.command_line import JsonOption, command, print_json
 from ndp_device.common.errors import DeviceUnavailable
-from vllm_ndp.cli.options import SERVER, JsonOption
+from vllm_ndp.cli.options import SERVER
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,7 +53,6 @@ def top(
         view.lines()
     else:
         view.live()
-        print_json(view.last(), shown=True)
 
 
 class _View:

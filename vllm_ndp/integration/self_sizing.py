@@ -19,6 +19,7 @@ import numpy as np
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.values import CODE_BITS
 from ndp_device.common.errors import ConfigError, NdpError
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import load_losses
 from vllm_ndp import __version__
@@ -30,7 +31,7 @@ from vllm_ndp.integration.host_replicas import cached_replicas
 from vllm_ndp.integration.known_prices import find_or_measure
 from vllm_ndp.operating import speed
 from vllm_ndp.operating.memory import room_bytes
-from vllm_ndp.operating.own_size import OwnSize, own_size
+from vllm_ndp.operating.own_size import OwnSize, kv_cache_bytes, own_size
 from vllm_ndp.operating.sizing import Demand, MachineSize, Sizing
 from vllm_ndp.operating.sources import source_named
 
@@ -44,6 +45,8 @@ LAYOUT = frozenset(
     | {"replan", "max_moves"}
 )
 """Settings that say what is held where, and at how many bits."""
+_LEAST_KV_BYTES = 256 << 20
+"""Of a KV cache whose layers are not all alike: vLLM pads their pages to one size."""
 _WIDEST = 4
 """Bits of the experts that are measured."""
 
@@ -78,20 +81,21 @@ def meet_time_budget(vllm_config: VllmConfig) -> None:
 
 def choose(vllm_config: VllmConfig, settings: NdpSettings) -> None:
     """Write the choice into `vllm_config`. settings: in force so far."""
-    if not compat.on_cpu() or settings.prices != "measured" or LAYOUT & set(settings.changed()):
+    if not compat.on_cpu():
+        return
+    if settings.prices != "measured" or LAYOUT & set(settings.changed()):
+        _size_kv_cache(vllm_config, settings)
         return
     raw = vllm_config.additional_config.get("ndp") or {}
     try:
         size = _own_size(vllm_config)
-        chosen = {**raw, **size.settings}
-        if debug := size.settings.get("debug", {}) | raw.get("debug", {}):
-            chosen["debug"] = debug
+        chosen = {**raw, **size.settings, **({"linear_bits": raw["linear_bits"]} if "linear_bits" in raw else {})}
         NdpSettings.from_mapping(chosen).require_use_of_prices(size.sizing.model.num_experts)
     except ConfigError as error:
         compat.say(f"not sized to this machine: {error}")
+        _size_kv_cache(vllm_config, settings)
         return
-    keeps_kv = vllm_config.cache_config.kv_cache_memory_bytes is None and "VLLM_CPU_KVCACHE_SPACE" not in os.environ
-    if keeps_kv:
+    if keeps_kv := _has_no_kv_cache(vllm_config):
         vllm_config.cache_config.kv_cache_memory_bytes = size.kv_cache_bytes
     vllm_config.additional_config = {**vllm_config.additional_config, "ndp": chosen}
     loss = _loss(NdpSettings.from_mapping(chosen), model_dir(vllm_config), size)
@@ -99,13 +103,42 @@ def choose(vllm_config: VllmConfig, settings: NdpSettings) -> None:
         compat.say(sentence)
 
 
+def _has_no_kv_cache(vllm_config: VllmConfig) -> bool:
+    """Whether nobody has said how much: vLLM would then ask for 92 % of all memory, whatever the model needs."""
+    cache = vllm_config.cache_config
+    said = (
+        cache.kv_cache_memory_bytes is not None or cache.gpu_memory_utilization != type(cache)().gpu_memory_utilization
+    )
+    return not said and "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+
+
+def _size_kv_cache(vllm_config: VllmConfig, settings: NdpSettings) -> None:
+    """For a user who says what is held where, and not how large the KV cache is."""
+    if not _has_no_kv_cache(vllm_config):
+        return
+    try:
+        sizing = _one_request(vllm_config)
+    except ConfigError:  # sizes that config.json does not give
+        return
+    num_hot = settings.resolve_hot_experts(sizing.model.num_experts)
+    option = sizing.option(num_hot, _WIDEST) if settings.slot_bits == FULL_PRECISION_BITS else sizing.in_slots(_WIDEST)
+    workers = vllm_config.parallel_config.world_size_across_dp
+    size = kv_cache_bytes(sizing, option, max(vllm_config.scheduler_config.max_num_seqs // workers, 1))
+    drafts = 1 if vllm_config.speculative_config is None else 2
+    vllm_config.cache_config.kv_cache_memory_bytes = max(drafts * size, _LEAST_KV_BYTES)
+
+
+def _one_request(vllm_config: VllmConfig) -> Sizing:
+    source = source_named(str(model_dir(vllm_config)))
+    scheduler, context = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
+    demand = Demand(context, batch=1, step_tokens=scheduler.max_num_batched_tokens)
+    return Sizing(source.model, MachineSize(room_bytes()), demand, stored_bytes=source.stored_bytes)
+
+
 def _own_size(vllm_config: VllmConfig) -> OwnSize:
     """Raises ConfigError where not even one request fits."""
-    scheduler, context = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
-    source = source_named(str(model_dir(vllm_config)))
-    model = source.model
-    demand = Demand(context, batch=1, step_tokens=scheduler.max_num_batched_tokens)
-    sizing = Sizing(model, MachineSize(room_bytes()), demand, stored_bytes=source.stored_bytes)
+    scheduler, sizing = vllm_config.scheduler_config, _one_request(vllm_config)
+    model = sizing.model
     facts = {"expert": [model.hidden_size, model.intermediate_size], "bits": _WIDEST, "version": __version__}
     measured, _ = find_or_measure(speed.Measured, facts, partial(speed.measure, model, _WIDEST))
     return own_size(sizing, scheduler.max_num_seqs, measured)

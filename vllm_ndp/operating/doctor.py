@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 
 from ndp_device.common.errors import NdpError
 from ndp_device.common.machine_memory import control_groups, memory_found
-from vllm_ndp.operating.sizing import GB, human
+from vllm_ndp.operating.sizing import ENGINE_BYTES, GB, SERVER_BYTES, human
 
 State = Literal["ok", "warn", "fail", "skipped"]
 
@@ -284,7 +284,8 @@ def _memory(machine: Machine) -> Check:
     if memory.limit is not None:
         found += f", limited to {human(memory.limit)}"
     fix = "free memory, or plan with vllm-ndp plan: a server alone takes 1.4 GB before it holds an expert"
-    return Check.of("memory", memory.room < 3 * GB, found, fix)
+    fails = memory.room < SERVER_BYTES + ENGINE_BYTES
+    return Check.of("memory", memory.room < 3 * GB, found, fix, "fail" if fails else "warn")
 
 
 def _shared_memory(machine: Machine) -> Check:

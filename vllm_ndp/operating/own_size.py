@@ -15,7 +15,6 @@ rest. Knows sizes and measured speeds. Does not know this machine, vLLM or files
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.operating.sizing import Option, Sizing, human
 from vllm_ndp.operating.speed import Measured
+from vllm_ndp.setting_names import as_options
 
 _KV_SHARE = 2
 """One part in so many of the memory that is left goes to the KV cache: a guess, half for it and half for files."""
@@ -45,12 +45,12 @@ class OwnSize:
 
     @property
     def _is_quantized(self) -> bool:
-        return "debug" in self.settings
+        return "linear_bits" in self.settings
 
     def words(self, *, with_kv: bool) -> list[str]:
         """Options that set the same size by hand. with_kv: add the KV cache's size, which the user did not give."""
         kv = ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)] if with_kv else []
-        return [*kv, "--additional-config", json.dumps({"ndp": self.settings})]
+        return [*kv, *as_options(self.settings)]
 
     def said(self, loss: float | None, *, with_kv: bool) -> list[str]:
         """Lines for the log: the chosen size, what to expect of it, and the options to set it by hand.
@@ -116,7 +116,7 @@ def first_token_s(sizing: Sizing, option: Option, measured: Measured) -> float |
 def decode_step_s(sizing: Sizing, option: Option, measured: Measured) -> float:
     """One request at even routing, with the settings of `settings_of`."""
     model = sizing.model
-    if "debug" in settings_of(option, model.num_experts):
+    if "linear_bits" in settings_of(option, model.num_experts):
         beside_s = linear_bytes(sizing) / measured.linear_bytes_per_s
     else:
         beside_s = sizing.other_weights / measured.read_bytes_per_s
@@ -125,7 +125,7 @@ def decode_step_s(sizing: Sizing, option: Option, measured: Measured) -> float:
 
 def settings_of(option: Option, num_experts: int) -> dict[str, Any]:
     """The settings that make an option on a machine without a GPU."""
-    linear = {"debug": {"linear_bits": _LINEAR_BITS}}
+    linear = {"linear_bits": _LINEAR_BITS}
     experts: dict[str, Any] = {"hot_experts": option.num_hot, "avg_bits": option.avg_bits}
     if option.slot_bits != FULL_PRECISION_BITS:  # nothing is left to the device, not even where it would be faster
         return experts | {"slot_bits": option.slot_bits, "execution": "paper"} | linear
@@ -137,8 +137,15 @@ def own_size(sizing: Sizing, batch: int, measured: Measured) -> OwnSize:
     if not even one fits."""
     sizing = replace(sizing, hot_is_faster=measured.hot_is_faster(sizing.model))
     option = sizing.require()[0]
+    return OwnSize(sizing, option, measured, kv_cache_bytes(sizing, option, batch))
+
+
+def kv_cache_bytes(sizing: Sizing, option: Option | None, batch: int) -> int:
+    """For `batch` requests, in at most half of the memory that an option leaves; for one where it leaves none (None).
+
+    sizing: of one request.
+    """
     per_request = sizing.kv_per_request + sizing.sidecar
-    left = sizing.machine.host_bytes - sum(option.host.values())
+    left = 0 if option is None else sizing.machine.host_bytes - sum(option.host.values())
     more = min((batch - 1) * per_request, left // _KV_SHARE)
-    kv_cache = sizing.kv_cache_with_spare + more * sizing.kv_per_request // per_request
-    return OwnSize(sizing, option, measured, kv_cache)
+    return sizing.kv_cache_with_spare + more * sizing.kv_per_request // per_request

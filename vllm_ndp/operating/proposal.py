@@ -5,7 +5,6 @@ Puts sizing.py and speed.py together. Knows the command lines of vLLM and of our
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +18,7 @@ from vllm_ndp.operating.sizing import Option, Sizing
 from vllm_ndp.operating.sources import CheckpointSource
 from vllm_ndp.operating.speed import Measured, Simulated, simulated
 from vllm_ndp.planning.bitwidths import verdict_on
+from vllm_ndp.setting_names import as_options
 
 REPLICAS = "REPLICAS"
 """Stands for the directory that `vllm-ndp quantize` is to write."""
@@ -69,7 +69,7 @@ class Proposal:
         if machine.gpu_bytes is None:
             settings |= settings_of(option, num_experts)
         if 0 < option.num_hot < num_experts and option.widest < DEFAULT_OFFLOAD_BITS:
-            settings["debug"] = settings.get("debug", {}) | {"offload_bits": option.widest}
+            settings["debug"] = {"offload_bits": option.widest}
         words = ["--quantization", "ndp", "--dtype", self.sizing.model.dtype]
         words += ["--max-model-len", str(demand.context), "--max-num-seqs", str(demand.batch)]
         words += ["--max-num-batched-tokens", str(max(demand.step_tokens, demand.batch))]
@@ -77,7 +77,7 @@ class Proposal:
             words += ["--kv-cache-memory-bytes", str(self.sizing.kv_cache_with_spare)]
         else:
             words += ["--gpu-memory-utilization", f"{machine.gpu_share:g}"]
-        return [*words, "--additional-config", json.dumps({"ndp": settings})]
+        return [*words, *as_options(settings)]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values; simulated_* is the modelled hardware's, measured_* this machine's."""

@@ -6,8 +6,10 @@ memory or time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ndp_device.checkpoint.files import read_config
 from ndp_device.checkpoint.headers import MAX_LISTING_BYTES, has_weights, weight_files
@@ -21,6 +23,8 @@ from ndp_device.timing.public_models import PUBLIC_MODELS, SHAPES, public_shape
 from vllm_ndp.cost_model.costs import model_named
 from vllm_ndp.operating.hub import asked_of_hub
 
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
+
 
 @dataclass(frozen=True)
 class CheckpointSource:
@@ -33,34 +37,43 @@ class CheckpointSource:
     """For people: what the sizes were taken from."""
     stored_bytes: int | None = None
     """Of its files; None where there are none."""
+    longest: int | None = None
+    """Most tokens of a request, by config.json; None where nobody has said."""
 
 
 def source_named(name: str) -> CheckpointSource:
     """Find the model. Raises ConfigError in one sentence where it has no sizes, or no experts."""
     path = Path(name)
     if path.is_file():
-        return CheckpointSource(_of_config(path.parent.resolve().name, path), str(path.parent), f"{name} alone")
+        return _of_config(path.parent.resolve().name, path, str(path.parent), f"{name} alone")
     if path.is_dir() and not has_weights(path):
-        return CheckpointSource(
-            _of_config(path.resolve().name, path / "config.json"), name, f"{path / 'config.json'} alone"
-        )
+        return _of_config(path.resolve().name, path / "config.json", name, f"{path / 'config.json'} alone")
     if path.is_dir():
         stored = sum(file.stat().st_size for file in weight_files(path))
         read_from = "config.json and the headers of its tensors"
-        return CheckpointSource(_as_served(model_named(name)), name, read_from, stored)
-    if name in SHAPES:
-        return CheckpointSource(SHAPES[name], PUBLIC_MODELS[name].source, "its published sizes")
+        return CheckpointSource(
+            _as_served(model_named(name)), name, read_from, stored, longest_context(read_config(path))
+        )
+    if name.lower() in SHAPES:
+        return CheckpointSource(SHAPES[name.lower()], PUBLIC_MODELS[name.lower()].source, "its published sizes")
     known = {model.source.lower(): shape for shape, model in PUBLIC_MODELS.items()}
     if shape := known.get(name.lower()):
         return CheckpointSource(SHAPES[shape], name, "its published sizes")
     if name.count("/") == 1 and not name.startswith((".", "/")):
         with asked_of_hub(f"there is no directory {name}, and its config.json") as hub:
             config = Path(hub.hf_hub_download(name, "config.json"))
-        return CheckpointSource(_of_config(name, config), name, "config.json on the hub")
+        return _of_config(name, config, name, "config.json on the hub")
     return CheckpointSource(public_shape(name), name, "")  # raises, and names the nearest one
 
 
-def _of_config(name: str, path: Path) -> WholeModel:
+def longest_context(config: Mapping[str, Any]) -> int | None:
+    """Tokens of the longest request that vLLM takes, by the usual keys of config.json; None where it has none."""
+    inner = text_config(config)
+    given = [value for key in _LENGTHS if type(value := inner.get(key)) is int and value > 0]
+    return min(given, default=None)
+
+
+def _of_config(name: str, path: Path, served_as: str, read_from: str) -> CheckpointSource:
     try:
         config = (
             read_config(path.parent)
@@ -73,7 +86,8 @@ def _of_config(name: str, path: Path) -> WholeModel:
         raise ConfigError(f"{path} must hold a JSON object, got {type(config).__name__}")
     inner = text_config(config)
     dtype = next((str(one[key]) for one in (inner, config) for key in ("dtype", "torch_dtype") if one.get(key)), "")
-    return _as_served(replace(public_model(name, inner), dtype=dtype or "bfloat16"))
+    model = _as_served(replace(public_model(name, inner), dtype=dtype or "bfloat16"))
+    return CheckpointSource(model, served_as, read_from, longest=longest_context(config))
 
 
 def _as_served(model: WholeModel) -> WholeModel:

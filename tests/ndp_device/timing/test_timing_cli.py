@@ -15,7 +15,7 @@ from ndp_device.timing.spec import PE_MODES, load_hardware
 
 
 def last_line(*arguments: str) -> dict[str, Any]:
-    result = CliRunner().invoke(app, ["time", *arguments])
+    result = CliRunner().invoke(app, ["time", *arguments, *(() if arguments[0] == "idle" else ("--json",))])
     assert result.exit_code == 0, result.output
     line = json.loads(result.output.splitlines()[-1])
     assert isinstance(line, dict)

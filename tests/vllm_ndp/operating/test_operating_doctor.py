@@ -213,7 +213,6 @@ def test_a_failed_check_is_the_exit_code() -> None:
         timeout=120,
     )
     assert done.returncode == 1
-    assert json.loads(done.stdout.splitlines()[-1])["failed"] == ["device"]
     assert "ndp-device serve" in done.stdout
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import replace
 
 import pytest
+from given_options import given_by
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import NdpSettings
@@ -27,14 +27,14 @@ def size_of(host: int, measured: Measured = SLOW_READS, batch: int = 4, stored_b
 
 
 EIGHT = {"linear_bits": 8}
-SLOTS = {"hot_experts": 8, "execution": "paper", "debug": EIGHT}
+SLOTS = {"hot_experts": 8, "execution": "paper", **EIGHT}
 
 
 def test_where_narrow_experts_are_the_faster_ones_prompts_use_them_too() -> None:
     """gpt-oss-20b's first token came after 461 s: its prompts read every expert from the checkpoint."""
     assert size_of(256 * GB).settings == SLOTS | {"avg_bits": 4.0, "slot_bits": 4}
     assert size_of(20 * GB).settings == SLOTS | {"avg_bits": 2.0, "slot_bits": 2}
-    assert size_of(256 * GB, FAST_READS).settings == {"hot_experts": 4, "avg_bits": 4.0, "debug": EIGHT}
+    assert size_of(256 * GB, FAST_READS).settings == {"hot_experts": 4, "avg_bits": 4.0, **EIGHT}
 
 
 def test_no_default_lets_prompts_read_a_checkpoint_from_the_disk_or_decode_its_format() -> None:
@@ -50,7 +50,7 @@ def test_no_default_lets_prompts_read_a_checkpoint_from_the_disk_or_decode_its_f
 def test_linear_layers_stay_in_full_precision_where_no_expert_is_quantized() -> None:
     size = size_of(512 * GB, FAST_READS)
     whole = replace(size, option=replace(size.option, num_hot=8))
-    assert "debug" not in whole.settings
+    assert "linear_bits" not in whole.settings
     assert "linear" not in whole.said(None, with_kv=False)[0]
 
 
@@ -76,7 +76,7 @@ def test_what_is_said_holds_the_line_that_says_it_by_hand() -> None:
     linear = MODEL.beside_weights + MODEL.head_weights  # a byte each; the embedding stays in 16 bits
     chosen, expected, by_hand = size.said(0.03, with_kv=True)
     words = shlex.split(by_hand.removeprefix("by hand: "))
-    settings = NdpSettings.from_mapping(json.loads(words[words.index("--additional-config") + 1])["ndp"])
+    settings = NdpSettings.from_mapping(given_by(words))
     assert (settings.hot_experts, settings.slot_bits, settings.linear_bits) == (8, 4, 8)
     assert settings.only_width(8) == 4
     assert words[words.index("--kv-cache-memory-bytes") + 1] == str(size.kv_cache_bytes)

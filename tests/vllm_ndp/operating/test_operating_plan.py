@@ -9,8 +9,11 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from given_options import given_by
+from in_this_process import run_here
 from paths import ROOT
 
 from ndp_device.common.errors import ConfigError
@@ -242,8 +245,7 @@ def test_the_serve_line_holds_settings_that_the_plugin_accepts(name: str, gpu: i
     proposed = proposal(name, gpu, host)
     words = shlex.split(proposed.serve_line())
     assert words[:2] == ["vllm", "serve"]
-    raw = json.loads(words[words.index("--additional-config") + 1])["ndp"]
-    settings, best = NdpSettings.from_mapping(raw), proposed.ways[0].option
+    settings, best = NdpSettings.from_mapping(given_by(words)), proposed.ways[0].option
     num_experts = proposed.sizing.model.num_experts
     assert settings.resolve_hot_experts(num_experts) == best.num_hot
     assert settings.resolve_offload_bits(num_experts) <= best.widest
@@ -268,3 +270,25 @@ def test_the_two_clocks_of_a_proposal_have_names_of_their_own() -> None:
     assert way["measured_tpot_ms_at_best"] > 0 < way["simulated_tpot_us"]
     assert json.loads(json.dumps(probed.as_dict())) == probed.as_dict()
     assert isinstance(probed.source, CheckpointSource)
+
+
+def planned(*words: str) -> dict[str, Any]:
+    done = run_here("vllm-ndp", "plan", *words, "--host-memory", "64GB", "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_no_line_asks_for_a_context_that_the_model_does_not_have() -> None:
+    """tiny-mixtral has 2048 positions; the default is 4096."""
+    assert "--max-model-len 2048" in planned(str(TINY))["serve"]
+    assert "--max-model-len 1024" in planned(str(TINY), "--context", "1024")["serve"]
+    said = run_here("vllm-ndp", "plan", TINY, "--host-memory", "8GB").stdout
+    assert "The context is 2048 tokens, the model's longest, not 4096." in said
+    assert not said.splitlines()[-1].startswith("{")
+
+
+def test_the_simulated_card_is_the_one_whose_memory_is_nearest() -> None:
+    for memory, card in (("24GB", "rtx4090"), ("80GiB", "h100-ndp512"), ("140GB", "h200-gen5")):
+        assert planned("Mixtral-8x7B", "--gpu-memory", memory)["hardware"] == card
+    assert planned("mixtral-8x7b", "--gpu-memory", "24GB", "--hardware", "h100-ndp512")["hardware"] == "h100-ndp512"
+    assert planned("mixtral-8x7b")["hardware"] == "h100-ndp512"

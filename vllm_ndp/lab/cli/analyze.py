@@ -39,6 +39,7 @@ class CacheOptions:
 @command(
     app,
     "analyze",
+    shows=True,
     examples=(
         f"vllm-ndp analyze {BUNDLED}",
         f"vllm-ndp analyze {BUNDLED} --hot-experts 2 --prior-out prior.npy --html routing.html",
@@ -128,7 +129,7 @@ def analyze(
     print_json(summary, shown=True)
 
 
-@command(app, "locality", examples=(f"vllm-ndp locality {BUNDLED} --places 2,4,6",))
+@command(app, "locality", shows=True, examples=(f"vllm-ndp locality {BUNDLED} --places 2,4,6",))
 def show_locality(trace: TraceArgument, caches: CacheOptions) -> None:
     """Say what `analyze` says, and write no file. Older scripts use the name."""
     analyze(trace, caches)

@@ -27,6 +27,7 @@ LATENCIES = ("TTFT", "TPOT")
 @command(
     app,
     "arrivals",
+    shows=True,
     examples=(
         f"vllm-ndp arrivals {BUNDLED} --rate 0.5 --requests 3",
         f"vllm-ndp arrivals {BUNDLED} --process bursty --rate 2 --requests 4 --max-num-seqs 2 --out tokens.csv",

@@ -83,6 +83,7 @@ def replay(
 @command(
     app,
     "compare",
+    shows=True,
     examples=(
         f"vllm-ndp compare {BUNDLED} --systems context_aware,monde --batch 1,4",
         f"vllm-ndp compare {BUNDLED} --systems balanced --option spill_bits=2 --out rows.parquet",
@@ -160,6 +161,7 @@ def compare(
 @command(
     app,
     "reproduce",
+    shows=True,
     examples=(
         "vllm-ndp reproduce paper",
         "vllm-ndp reproduce cxl-expert --physical",

@@ -45,6 +45,7 @@ class ScaleOptions:
 @command(
     app,
     "scaling",
+    shows=True,
     examples=(
         "vllm-ndp scaling --models mixtral-8x7b --devices 1,2 --gpus 1 --batch 1,8 --hosts 2",
         "vllm-ndp scaling --models mixtral-8x7b --devices 1,2,4 --gpus 1 --batch 1 --hosts 0 --html scaling.html",
