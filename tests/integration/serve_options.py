@@ -1,7 +1,7 @@
 """What becomes of every option of `vllm serve` beside `--quantization ndp`. Data only.
 
-    WORKS        with the test that shows it
-    REFUSED      at the start, in one sentence, with the test that shows it
+    WORKS        as vLLM's own, or as `what` says
+    REFUSED      at the start, in one sentence
     NOT_OURS     vLLM acts on it as ever, and the plugin takes no part
 
 test_integration_flags.py holds the three together equal to what vLLM offers, so that an option of a
@@ -19,134 +19,105 @@ class Answer:
     options: str
     """Names as vLLM's configuration has them, separated by spaces."""
     what: str
-    test: str = ""
-    """File without `.py` and function, of those in tests/integration."""
 
     @property
     def names(self) -> list[str]:
         return self.options.split()
 
 
-EACH_WORKS = "test_integration_options::test_an_option_that_works_is_accepted"
-EACH_REFUSED = "test_integration_options::test_an_option_that_cannot_work_is_refused"
-EACH_NOT_OURS = "test_integration_options::test_vllm_acts_on_an_option_as_it_does_without_the_plugin"
-"""Tests that run for every single option of a table, named [OPTION]."""
-
 WORKS = (
     Answer(
         "otlp_traces_endpoint",
         "a span `ndp.request` beside vLLM's own, in the client's trace",
-        "test_integration_serve::test_a_span_of_each_traced_request_lies_beside_vllms_in_the_clients_trace",
     ),
     Answer(
         "model quantization served_model_name host port max_model_len max_num_seqs kv_cache_memory_bytes enforce_eager",
         "as for every model",
-        "test_integration_serve::test_a_completion_carries_both_clocks",
     ),
     Answer(
         "additional_config",
         "the plugin's settings, in one JSON or all of them dotted; both together are refused, since vLLM "
         "would drop one of the two",
-        "test_integration_flags::test_settings_in_two_ways_are_refused_because_vllm_drops_one",
     ),
     Answer(
         "middleware",
         "`vllm_ndp.integration.serving.routes.NdpRoutes`: serving.md",
-        "test_integration_serve::test_status_tells_settings_totals_device_and_requests",
     ),
     Answer(
         "logits_processors",
         "`vllm_ndp.integration.forced_tokens:ForcedTokens` forces tokens through decode for lm-eval (howto.md); "
         "on runner V2 `vllm_ndp.integration.serving.traced_tokens:TracedTokens`, with --enable-trace-replay",
-        "test_integration_quality::test_a_server_scores_tokens_on_decodes_precision_as_the_benchmark_does",
     ),
     Answer(
         "api_key",
         "guards our paths as well",
-        "test_integration_serve::test_our_paths_are_behind_the_servers_key",
     ),
     Answer(
         "chat_template",
         "",
-        "test_integration_serve::test_a_chat_answer_carries_both_clocks_and_streams_the_same_text",
     ),
     Answer(
         "shutdown_timeout",
         "30 or more: everything ends in order; 0: the process tree is killed",
-        "test_integration_serve::test_sigterm_ends_the_server_its_device_and_the_private_directory",
     ),
     Answer(
         "disable_log_stats",
         "without stats vLLM's `/metrics` has no numbers of ours either; reports and status do",
-        "test_integration_serve::test_metrics_count_what_reports_count",
     ),
     Answer(
         "dtype",
         "float32 and bfloat16; float16 is accepted and was not run",
-        "test_integration_bf16::test_bf16_logprobs_stay_close_to_stock_with_a_full_precision_device",
     ),
     Answer(
         "compilation_config optimization_level",
         "torch.compile stays on; CUDA graphs are off, and full ones refused",
-        "test_integration_offline::test_the_first_start_builds_replicas_loudly_and_the_second_one_uses_them",
     ),
     Answer(
         "enable_chunked_prefill max_num_batched_tokens long_prefill_token_threshold "
         "long_prefill_token_threshold_adaptive",
         "",
-        "test_integration_statistics::test_chunked_prefill_gives_the_counts_of_one_pass",
     ),
     Answer(
         "enable_prefix_caching prefix_caching_hash_algo block_size",
         "",
-        "test_integration_statistics::test_prefix_cache_hits_give_the_counts_of_one_pass",
     ),
     Answer(
         "num_gpu_blocks_override",
         "preemption and recompute",
-        "test_integration_statistics::test_preemption_gives_the_counts_of_one_pass_and_the_tokens_of_an_undisturbed_run",
     ),
     Answer(
         "speculative_config spec_method spec_model spec_tokens",
         "`ngram`; `draft_model`, `eagle`, `eagle3`, `medusa` and `mtp`, whose reports hold no simulated time of a "
         "token; `suffix` is accepted and was not run; others are refused",
-        "test_integration_draft_layers::test_tokens_and_accepted_drafts_are_stocks",
     ),
     Answer(
         "enable_lora lora_target_modules max_loras max_lora_rank max_cpu_loras lora_dtype lora_modules",
         "adapters of attention and other layers; of experts they are refused",
-        "test_integration_flags::test_an_attention_adapter_gives_the_tokens_of_a_checkpoint_with_it_merged_in",
     ),
     Answer(
         "kv_transfer_config",
         "one that only saves KV (`kv_producer`), by vLLM's MultiConnector beside ours; one that loads is refused",
-        "test_integration_flags::test_a_connector_that_saves_kv_runs_beside_ours",
     ),
     Answer(
         "tensor_parallel_size",
         "",
-        "test_integration_ranks::test_two_ranks_give_the_tokens_of_stock_vllm",
     ),
     Answer(
         "distributed_executor_backend",
         "`mp`, `uni`, `ray`",
-        "test_integration_ranks::test_ray_starts_the_same_two_ranks",
     ),
     Answer(
         "pipeline_parallel_size",
         "",
-        "test_integration_stages::test_two_stages_give_the_tokens_of_stock_vllm",
     ),
     Answer(
         "enable_expert_parallel",
         "with tensor parallelism; over data-parallel ranks refused",
-        "test_integration_expert_ranks::test_ranks_with_whole_experts_give_the_tokens_of_stock_vllm",
     ),
     Answer(
         "data_parallel_size data_parallel_rank data_parallel_size_local data_parallel_address "
         "data_parallel_rpc_port data_parallel_backend",
         "engines of their own",
-        "test_integration_replicas_of_engines::test_a_server_of_two_replicas_gives_the_tokens_of_stock_vllm",
     ),
 )
 
@@ -155,90 +126,73 @@ REFUSED = (
         "load_format model_loader_extra_config",
         "`auto`, `hf`, `safetensors`, `fastsafetensors` and `instanttensor` are "
         "accepted: experts are read from safetensors in the model's directory, and all of it must be there",
-        "test_integration_refusals::test_features_that_cannot_work_together_are_refused_with_the_option_to_drop",
     ),
     Answer(
         "model_weights",
         "experts are read from the model's directory",
-        "test_integration_refusals::test_features_this_platform_does_not_even_offer_would_be_refused_too",
     ),
     Answer(
         "quantization_config",
         "vLLM would quantize what it loads, and experts it does not",
-        "test_integration_refusals::test_features_this_platform_does_not_even_offer_would_be_refused_too",
     ),
     Answer(
         "hf_overrides",
         "where it changes experts (number, size, per token, activation); other values are vLLM's",
-        "test_integration_flags::test_an_override_of_the_experts_is_refused_before_the_first_prompt",
     ),
     Answer(
         "weight_transfer_config",
         "pool, replicas and device keep the checkpoint's weights. So are `reload_weights` and its like, "
         "when they are called",
-        "test_integration_flags::test_new_weights_under_a_running_engine_are_refused_and_it_goes_on",
     ),
     Answer(
         "kv_offloading_size kv_offloading_backend",
         "KV comes back without its routing",
-        "test_integration_refusals::test_features_that_cannot_work_together_are_refused_with_the_option_to_drop",
     ),
     Answer(
         "cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group "
         "offload_prefetch_step offload_params",
         "vLLM would move the hot slots: lower `hot_experts` instead",
-        "test_integration_refusals::test_features_that_cannot_work_together_are_refused_with_the_option_to_drop",
     ),
     Answer(
         "moe_backend",
         "experts run in our kernels",
-        "test_integration_refusals::test_features_that_cannot_work_together_are_refused_with_the_option_to_drop",
     ),
     Answer(
         "expert_placement_strategy",
         "other than `linear`",
-        "test_integration_refusals::test_features_that_cannot_work_together_are_refused_with_the_option_to_drop",
     ),
     Answer(
         "enable_elastic_ep elastic_ep_max_dp_size",
         "",
-        "test_integration_refusals::test_features_this_platform_does_not_even_offer_would_be_refused_too",
     ),
     Answer(
         "enable_eplb eplb_config",
         "",
-        "test_integration_refusals::test_features_this_platform_does_not_even_offer_would_be_refused_too",
     ),
     Answer(
         "enable_sleep_mode sleep_mode_offload_cudagraph sleep_preserve_parameter_names enable_cumem_allocator",
         "not tried on a GPU, and vLLM's CPU build has none",
-        "test_integration_refusals::test_features_this_platform_does_not_even_offer_would_be_refused_too",
     ),
     Answer(
         "enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold",
         "",
-        "test_integration_refusals::test_features_that_cannot_work_together_are_refused_with_the_option_to_drop",
     ),
     Answer(
         "prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend dcp_q_replicate "
         "dcp_kv_cache_interleave_size cp_kv_cache_interleave_size",
         "",
-        "test_integration_refusals::test_features_that_cannot_work_together_are_refused_with_the_option_to_drop",
     ),
     Answer(
         "runner convert pooler_config",
         "pooling, which never decodes",
-        "test_integration_refusals::test_features_that_cannot_work_together_are_refused_with_the_option_to_drop",
     ),
     Answer(
         "worker_cls",
         "unless it is made of ours",
-        "test_integration_refusals::test_features_that_cannot_work_together_are_refused_with_the_option_to_drop",
     ),
     Answer(
         "fully_sharded_loras enable_mixed_moe_lora_format enable_moe_shared_loras",
         "adapters of experts",
-        "test_integration_refusals::test_features_that_cannot_work_together_are_refused_with_the_option_to_drop",
     ),
 )
 

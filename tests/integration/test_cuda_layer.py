@@ -112,16 +112,6 @@ def test_a_layer_gives_what_a_router_and_its_experts_give_by_hand_wherever_they_
     assert len(outcome.out) == num_rows + padding
 
 
-@settings(max_examples=40)
-@given(setups())
-def test_a_layer_waits_for_the_gpu_once(setup: Setup) -> None:
-    """And not at all where every expert is hot. A layer whose message got no answer may wait to mend that."""
-    outcome = run(setup, asynchronous=True)
-    everything = setup.num_slots == setup.maps.shape[1] and bool((np.sort(setup.maps) >= 0).all())
-    answered = [count for layer, count in enumerate(outcome.waits_by_layer) if layer not in setup.silent]
-    assert set(answered) <= ({0} if everything else {1})
-
-
 def mixtral(num_slots: int, num_rows: int = 1) -> Setup:
     """8 experts, 2 chosen, the first num_slots of them hot; of the two one is cold wherever there are both kinds."""
     maps = np.tile(np.where(np.arange(8) < num_slots, np.arange(8), -1), (LAYERS, 1))

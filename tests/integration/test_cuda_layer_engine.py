@@ -58,16 +58,6 @@ def test_an_engine_gives_the_same_tokens_counts_and_simulated_times_whichever_wa
     assert counted == after["cold_pairs"] - before["cold_pairs"] > 0
 
 
-def test_the_host_sends_where_no_thread_was_asked_for(
-    plain: tuple[str, Any, list[list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(messenger, "CORES", 1)
-    with engine(settings={**PAPER, "debug": PAPER["debug"] | {"gpu": "asynchronous"}}) as llm:
-        layers, found = outcome(llm)
-    assert layers == "asynchronous, asynchronous up to 256 rows, the host sends"
-    assert found == plain[1]
-
-
 def ask_for_reports_as_runner_v2_does(monkeypatch: pytest.MonkeyPatch) -> list[StepReport]:
     """Not within a step, but while its tokens are sampled; once each."""
     late: list[StepReport] = []

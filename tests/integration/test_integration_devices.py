@@ -31,7 +31,7 @@ from small_checkpoint import write_small_checkpoint
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.common.cache import default_cache_dir
-from ndp_device.common.errors import ConfigError, NdpError
+from ndp_device.common.errors import NdpError
 from ndp_device.replicas.format import load_losses
 from ndp_device.transport.keys import make_keys
 from vllm_ndp.config import DeviceAddress, NdpSettings
@@ -427,39 +427,3 @@ def test_keys_that_are_missing_wrong_or_open_to_others_are_refused_in_one_senten
     (keys / "stranger.key_secret").chmod(0o644)
     assert "0600" in refusal(address, keys=keys / "stranger.key_secret")
     assert str(tmp_path / "absent.key_secret") in refusal(address, keys=tmp_path / "absent.key_secret")
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (
-            {"devices": 2, "debug": {"device_experts": {"copies": 3}}},
-            "'device_experts' must ask for 1 to 2 copies, the number of devices, and 0 or more moves, got 3 and 0",
-        ),
-        ({"devices": 0}, "'devices' must be 1 or more, got 0"),
-        ({"devices": ["ipc:///a", "ipc:///a"]}, "'devices' must name each device once"),
-        ({"devices": []}, "'devices' must name each device once"),
-        ({"devices": ["ipc:///a", "here"]}, "must be a number, or an ipc:// or tcp:// address, got 'here'"),
-        (
-            {"devices": [{"address": one, "keys": "k"} for one in ("tcp://a:1", "ipc:///b")]},
-            "no effect on the device ipc:///b",
-        ),
-        (
-            {"devices": 2, "debug": {"device_experts": {"moves": 2}}},
-            "'device_experts' asks for moves, which have no effect where every device holds every expert",
-        ),
-        ({"debug": {"device_experts": {"moves": 2}}}, "asks for moves, which have no effect"),
-        ({"devices": 3, "debug": {"device_experts": {"moves": -1}}}, "and 0 or more moves, got None and -1"),
-        ({"devices": 3, "debug": {"device_experts": {"copy": 1}}}, 'or {"copies": N, "moves": M}, got '),
-        ({"debug": {"device_experts": "halves"}}, "'device_experts' must be one of copies, split, got 'halves'"),
-        (
-            {"debug": {"device_experts": "split"}},
-            "gives each of several devices a part of every expert, got 1 of them: name more",
-        ),
-        ({"debug": {"device_experts": "split"}, "devices": ["ipc:///a"]}, "got 1 of them: name more devices"),
-    ],
-)
-def test_settings_of_several_devices_that_cannot_be_are_refused_in_one_sentence(settings, sentence):  # type: ignore[no-untyped-def]
-    with pytest.raises(ConfigError) as caught:
-        NdpSettings.from_mapping(settings)
-    assert sentence in str(caught.value)

@@ -1,8 +1,8 @@
 """Every family of Mixture-of-Experts models gives stock vLLM's tokens with nothing quantized and half its experts cold.
 
-One family by default; `make test-families` runs all and writes docs/measured/families.json, from which the table of
-docs/families.md is made. What vLLM's CPU build itself gets wrong is refused by name, and a test here fails when vLLM
-gets it right.
+`make test-families` runs all and writes docs/measured/families.json, from which the table of docs/families.md is made;
+test_integration_shared_experts.py always runs three. What vLLM's CPU build itself gets wrong is refused by name, and a
+test here fails when vLLM gets it right.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ pytestmark = pytest.mark.vllm
 torch = pytest.importorskip("torch")
 
 MAKER = ROOT / "tests" / "checkpoints" / "make_family_models.py"
-BY_DEFAULT = ("deepseek_v3",)
-"""Dense layers, latent attention, groups and a scale. Biases and a clamp: test_integration_quantized.py, gpt_oss."""
-
 MODELS_AT_ONCE = 6
 FEW = 4
 TRAINED = ROOT / "models" / "tiny-qwen3-moe"
@@ -77,7 +74,7 @@ def _families() -> list[Any]:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return [
-        pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.families)
+        pytest.param(name, marks=pytest.mark.families)
         for name, family in module.FAMILIES.items()
         if name not in REFUSED and family.on_cpu
     ]

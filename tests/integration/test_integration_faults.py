@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import chaos
@@ -129,32 +130,26 @@ def test_requests_that_always_run_keep_their_tokens_while_the_device_dies_and_st
     wait_until_used_again(llm)
 
 
-def test_prompts_that_a_frozen_device_does_not_answer_are_no_decode() -> None:
+def test_prompts_that_a_frozen_device_does_not_answer_are_no_decode(llm) -> None:  # type: ignore[no-untyped-def]
     """A request of one token has no decode row, so that none of its pairs is one of decode."""
-    settings = {"cold_precision": "full", "hot_experts": 2, "deadline_ms": 300, "prefill": "split"}
-    with engine(settings=settings) as llm:
-        greedy(llm, PROMPTS, 1)
-        assert totals(llm)["prefill_device_pairs"] > 0
-        llm.reset_prefix_cache()
-        os.kill(device_pid(llm), signal.SIGSTOP)
-        try:
-            reports = [output.kv_transfer_params["ndp"] for output in greedy(llm, PROMPTS, 1)]
-        finally:
-            os.kill(device_pid(llm), signal.SIGCONT)
-        causes = totals(llm)["fallback_causes"]
-    assert sum(report["prefill_fallback_pairs"] for report in reports) == sum(causes.values())
+    before = totals(llm)
+    llm.reset_prefix_cache()
+    greedy(llm, PROMPTS, 1)
+    between = totals(llm)
+    assert between["prefill_device_pairs"] > before["prefill_device_pairs"]
+    llm.reset_prefix_cache()
+    os.kill(device_pid(llm), signal.SIGSTOP)
+    try:
+        reports = [output.kv_transfer_params["ndp"] for output in greedy(llm, PROMPTS, 1)]
+    finally:
+        os.kill(device_pid(llm), signal.SIGCONT)
+    causes = Counter(totals(llm)["fallback_causes"]) - Counter(between["fallback_causes"])
+    assert sum(report["prefill_fallback_pairs"] for report in reports) == causes.total()
     assert causes["late"] > 0  # then the device is down, and what a prompt needs of it is streamed
     for report in reports:
         assert (report["fallback_pairs"], report["decode_rows"]) == (0, 0)
         check_pairs(report, 4 * 2)
-
-
-def test_at_the_default_deadline_every_pair_is_computed_once_and_no_token_depends_on_where(undisturbed) -> None:  # type: ignore[no-untyped-def]
-    """How many answers are late depends on the machine; what is generated and what is counted does not."""
-    with engine(settings={"cold_precision": "full", "hot_experts": 2, "deadline_ms": DEFAULT_DEADLINE_MS}) as llm:
-        outputs = greedy(llm, PROMPTS, TOKENS)
-    assert_every_decode_pair_is_in_the_report(outputs, TOKENS)
-    assert token_ids(outputs) == undisturbed
+    wait_until_used_again(llm)
 
 
 SLOW_GPU = {"gpu.hbm_bytes_per_s": 300_000_000_000}

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from engines import MODEL, PROMPTS, ROOT, engine, greedy, token_ids
+from engines import MODEL, PROMPTS, engine, greedy, token_ids
 from safetensors.torch import load_file, save_file
-from serve_options import EACH_NOT_OURS, EACH_REFUSED, EACH_WORKS, NOT_OURS, REFUSED, WORKS
+from serve_options import NOT_OURS, REFUSED, WORKS
 
 from ndp_device.common.errors import ConfigError
 
@@ -31,12 +31,6 @@ def test_every_option_of_vllm_serve_has_one_answer():
     answered = [name for answer in (*WORKS, *REFUSED, *NOT_OURS) for name in answer.names]
     assert len(answered) == len(set(answered)), sorted(name for name in answered if answered.count(name) > 1)
     assert set(answered) == offered
-
-
-def test_the_tests_that_answers_name_are_there():
-    for test in (*(answer.test for answer in (*WORKS, *REFUSED)), EACH_WORKS, EACH_REFUSED, EACH_NOT_OURS):
-        file, _, function = test.partition("::")
-        assert f"def {function}(" in (ROOT / "tests" / "integration" / f"{file}.py").read_text(), test
 
 
 def test_settings_in_two_ways_are_refused_because_vllm_drops_one(monkeypatch: pytest.MonkeyPatch):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 import numpy as np
 import pytest
 from engines import PROMPTS, REPLICAS, engine, greedy, token_ids
 
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration import controller, streaming
+from vllm_ndp.integration.hot_experts import Migrator
 
 pytestmark = pytest.mark.vllm
 
@@ -16,8 +20,11 @@ SETTINGS = {"hot_experts": 3, "avg_bits": 2.0, "prefill": "streamed", "replicas"
 """Prompts that are streamed whole have the most to keep."""
 
 
-def serve(keeps: bool, monkeypatch: pytest.MonkeyPatch, **options):
-    """Tokens of three batches, totals, how often an expert was read, and whether slots hold what they name."""
+def serve(keeps: bool, monkeypatch: pytest.MonkeyPatch):
+    """Tokens of three batches in chunks, totals, how often an expert was read, and whether slots hold what they name.
+
+    Then a prompt that was to change the placement leaves, and slots hold the placement as before.
+    """
     reads: list[tuple[int, int]] = []
     load = streaming.StagingStreamer._load
 
@@ -27,11 +34,17 @@ def serve(keeps: bool, monkeypatch: pytest.MonkeyPatch, **options):
 
     monkeypatch.setattr(streaming.StagingStreamer, "_load", counted)
     monkeypatch.setattr(NdpSettings, "keeps_streamed", keeps)
-    with engine(settings=SETTINGS, **options) as llm:
+    with engine(settings=SETTINGS, max_num_batched_tokens=32) as llm:
         reads.clear()
         tokens = [token_ids(greedy(llm, batch, 8)) for batch in ([PROMPTS[0]], PROMPTS[1:], [PROMPTS[2] * 5])]
         totals = llm.collective_rpc("ndp_totals")[0]
         num_reads = len(reads)
+        assert_slots_hold_what_they_name()
+        first = token_ids(greedy(llm, [PROMPTS[0]], 6))
+        prefills = llm.collective_rpc("ndp_totals")[0]["prefills"]
+        assert greedy(llm, [PROMPTS[3]], 1)  # ends with its prefill, after it has kept experts
+        assert llm.collective_rpc("ndp_totals")[0]["prefills"] == prefills
+        assert token_ids(greedy(llm, [PROMPTS[0]], 6)) == first
         assert_slots_hold_what_they_name()
     monkeypatch.undo()
     return tokens, totals, num_reads
@@ -51,9 +64,8 @@ def assert_slots_hold_what_they_name() -> None:
             assert slots.where[expert] == slot == int(slots.expert_map[expert])
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 32}], ids=["one-chunk", "chunks"])
-def test_keeping_streamed_experts_saves_a_read_each_and_changes_no_token(monkeypatch, options):
-    kept, moved = (serve(keeps, monkeypatch, **options) for keeps in (True, False))
+def test_keeping_streamed_experts_saves_a_read_each_and_changes_no_token(monkeypatch):
+    kept, moved = (serve(keeps, monkeypatch) for keeps in (True, False))
     assert kept[0] == moved[0]
     assert kept[1]["kept_experts"] > 0 == moved[1]["kept_experts"]
     assert kept[1]["migrated_experts"] + kept[1]["kept_experts"] == moved[1]["migrated_experts"]
@@ -61,11 +73,78 @@ def test_keeping_streamed_experts_saves_a_read_each_and_changes_no_token(monkeyp
     assert kept[1]["simulated_ps"] < moved[1]["simulated_ps"]
 
 
-def test_slots_hold_the_placement_again_when_the_prompt_that_was_to_change_it_has_left(monkeypatch):
-    with engine(settings=SETTINGS) as llm:
-        first = token_ids(greedy(llm, [PROMPTS[0]], 6))
-        assert greedy(llm, [PROMPTS[3]], 1)  # ends with its prefill, after it has kept experts
-        assert llm.collective_rpc("ndp_totals")[0]["prefills"] == 1
-        again = token_ids(greedy(llm, [PROMPTS[0]], 6))
-        assert_slots_hold_what_they_name()
-    assert first == again
+# -- copies beside the step: a layer waits for its own and for nothing else --------------------------------------------
+
+TIMEOUT_S = 20
+
+
+@pytest.fixture
+def migrator():
+    migrator = Migrator(os.sched_getaffinity(0))
+    yield migrator
+    migrator.close()
+
+
+def test_a_layer_does_not_wait_for_a_later_one(migrator):
+    done, release = [], threading.Event()
+    migrator.begin(0, [lambda: done.append(0)])
+    migrator.begin(1, [lambda: release.wait(TIMEOUT_S), lambda: done.append(1)])
+    migrator.wait(0)
+    migrator.wait(7)  # has nothing to move
+    assert done == [0]
+    release.set()
+    migrator.wait(1)
+    assert done == [0, 1]
+
+
+def test_what_a_move_raises_is_raised_once_where_its_layer_waits(migrator):
+    def fail():
+        raise OSError("the pool is gone")
+
+    migrator.begin(0, [fail])
+    migrator.begin(1, [lambda: None])
+    migrator.wait(1)
+    with pytest.raises(OSError, match="the pool is gone"):
+        migrator.wait(0)
+    migrator.wait(0)
+
+
+def test_a_layer_that_still_moves_takes_no_second_set_of_moves(migrator):
+    migrator.begin(3, [lambda: None])
+    with pytest.raises(ValueError, match="layer 3 still waits"):
+        migrator.begin(3, [lambda: None])
+
+
+def test_the_copying_thread_may_use_every_core_though_its_maker_is_bound_to_one():
+    cores, seen = os.sched_getaffinity(0), []
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        migrator = Migrator(cores)
+        migrator.begin(0, [lambda: seen.append(os.sched_getaffinity(0))])
+        migrator.wait(0)
+        migrator.close()
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert seen == [cores]
+
+
+def generate(pool: str) -> list[list[list[int]]]:
+    settings = {"hot_experts": 3, "avg_bits": 2.0, "replicas": str(REPLICAS), "debug": {"pool": pool}}
+    with engine(settings=settings) as llm:
+        return [token_ids(greedy(llm, batch, 8)) for batch in ([PROMPTS[0]], PROMPTS[1:])]
+
+
+def test_slow_copies_change_no_token_out_of_either_pool(monkeypatch):
+    undisturbed = generate("checkpoint")
+    for pool, kind in (("checkpoint", streaming.StagingStreamer), ("packed", streaming.PackedStreamer)):
+        fill, threads = kind.fill, set()
+
+        def slow(self, *arguments, fill=fill, threads=threads):
+            if threading.current_thread() is not threading.main_thread():
+                threads.add(threading.current_thread().name)
+                threading.Event().wait(0.02)
+            fill(self, *arguments)
+
+        monkeypatch.setattr(kind, "fill", slow)
+        assert generate(pool) == undisturbed
+        assert len(threads) == 1

@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-from engines import MODEL, PROMPTS, device_processes, engine, greedy, token_ids
+from engines import MODEL, PROMPTS, device_processes, engine, greedy
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common import sealed
+from vllm_ndp.config import NdpSettings
+from vllm_ndp.integration.host_replicas import find_replicas
 from vllm_ndp.integration.report import DECODE_KINDS
 
 pytestmark = pytest.mark.vllm
@@ -26,7 +28,7 @@ def _use_empty_cache(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("NDP_CACHE_DIR", str(empty_cache))
 
 
-def start_generate_and_end() -> tuple[list[list[int]], list[dict[str, object]]]:
+def start_generate_and_end() -> list[dict[str, object]]:
     """A user's script: no settings, the model's own dtype, torch.compile on."""
     from vllm import LLM
 
@@ -34,7 +36,7 @@ def start_generate_and_end() -> tuple[list[list[int]], list[dict[str, object]]]:
     try:
         assert len(device_processes()) == 1
         outputs = greedy(llm, PROMPTS, 8)
-        return token_ids(outputs), [output.kv_transfer_params["ndp"] for output in outputs]
+        return [output.kv_transfer_params["ndp"] for output in outputs]
     finally:
         llm.llm_engine.engine_core.shutdown()
 
@@ -42,7 +44,7 @@ def start_generate_and_end() -> tuple[list[list[int]], list[dict[str, object]]]:
 def test_the_first_start_builds_replicas_loudly_and_the_second_one_uses_them(
     empty_cache: Path, capfd: pytest.CaptureFixture[str]
 ):
-    tokens, reports = start_generate_and_end()
+    reports = start_generate_and_end()
     said = capfd.readouterr().err
     assert "vllm-ndp: no replicas given for tiny-mixtral: building data-free ones once" in said
     assert "vllm-ndp quantize" in said
@@ -54,24 +56,14 @@ def test_the_first_start_builds_replicas_loudly_and_the_second_one_uses_them(
     (manifest,) = (empty_cache / "replicas").glob("*/manifest.json")
     assert json.loads(manifest.read_text())["source"] == "data-free"
     built_at = manifest.stat().st_mtime_ns
-
-    again, repeated = start_generate_and_end()
-    said += (second := capfd.readouterr().err)
-    assert "no replicas given" not in second
-    assert manifest.stat().st_mtime_ns == built_at
-    if "not kept, because other programs took cores" in said:
-        return  # plans are made by prices, which each start has measured for itself
-    for own, other, *both in zip(again, tokens, repeated, reports, strict=True):
-        if not any(report["fallback_pairs"] for report in both):  # late answers: computed here, in full precision
-            assert own == other
     assert device_processes() == []
+    assert find_replicas(NdpSettings(), MODEL, model_digest(MODEL), 8) == manifest.parent
+    assert "no replicas given" not in capfd.readouterr().err
+    assert manifest.stat().st_mtime_ns == built_at
 
 
 def test_a_build_that_was_stopped_is_finished_without_making_whole_layers_again(empty_cache: Path):
     """Stopped in the last of 4 layers: its file is cut short and the manifest does not know it yet."""
-    from vllm_ndp.config import NdpSettings
-    from vllm_ndp.integration.host_replicas import find_replicas
-
     digest = model_digest(MODEL)
     directory = find_replicas(NdpSettings(), MODEL, digest, 8)
     assert directory == empty_cache / "replicas" / digest

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MODEL, REPLICAS, ROOT, VLLM_PROGRAM, engine, run_program, sentence
+from engines import MODEL, PROMPTS, REPLICAS, ROOT, VLLM_PROGRAM, engine, greedy, run_program, sentence
 from fuzzing.packed import make_gguf
 
+from ndp_device.calibration.build import build_data_free
 from ndp_device.common import sealed
-from ndp_device.common.errors import ConfigError, NdpError, ReplicaError
+from ndp_device.common.errors import ConfigError, DeviceError, DeviceUnavailable, NdpError, ReplicaError
+from vllm_ndp.device_client.process import DeviceProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_device_is_left_behind")]
 
@@ -38,29 +40,15 @@ def configure(model: Path = MODEL, *, additional_config: dict[str, Any] | None =
     [
         ({"hot_expert": 2}, "unknown ndp setting 'hot_expert': did you mean 'hot_experts'?"),
         ({"hot_experts": 9}, "'hot_experts' is 9, the model has only 8 experts"),
-        ({"hot_experts": -1}, "'hot_experts' must be 0 or more, got -1"),
-        ({"avg_bits": 0.5}, "'avg_bits' must lie in 1..4 or be 8, got 0.5"),
         ({"avg_bits": 5}, "'avg_bits' must lie in 1..4 or be 8, got 5"),
         ({"hardware": "h100-ndp51"}, "did you mean 'h100-ndp512'?"),
         ({"hardware_overrides": {"array.pe_mode": "analog"}}, "pe_mode must be one of bit_scalable"),
         ({"policy": "prefil"}, "did you mean 'prefill'?"),
-        (
-            {"policy": {"batchrule": "sum"}},
-            "policy 'prefill' has no option 'batchrule': known are alpha, bit_rule",
-        ),
         ({"replicas": "/no/such/directory"}, "holds no replicas"),
         ({"record": "/dev/null/trace"}, "no trace can be written to /dev/null/trace: Not a directory; choose a"),
         ({"record": "/proc/trace"}, "no trace can be written to /proc/trace: "),
         ({"record": str(MODEL)}, "is not empty: README.md in it is none of the files that are written"),
         ({"replan": "drift", "hot_experts": 8}, "exchanges hot and cold experts, but 8 of 8 are hot"),
-        (
-            {"replan": "drift", "debug": {"max_moves": 0}},
-            "but 'max_moves' is 0, so that none may be copied: drop one of the two",
-        ),
-        (
-            {"debug": {"prices": "measured"}, "devices": 2},
-            "so that none takes what one takes alone: use 'prices': 'simulated'",
-        ),
     ],
 )
 def test_impossible_settings_are_refused_before_loading(settings: dict[str, Any], wanted: str):
@@ -351,3 +339,114 @@ def test_serve_ends_with_the_sentence_and_a_non_zero_exit():
     )
     assert done.returncode not in (0, None)
     assert "unknown ndp setting 'avg_bit': did you mean 'avg_bits'?" in done.stderr + done.stdout
+
+
+# -- devices that a host cannot use ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[DeviceProcess]:
+    process = DeviceProcess.spawn(MODEL, None, kernel="reference")
+    yield process
+    process.terminate()
+
+
+def test_a_device_with_other_hardware_than_asked_is_refused(device: DeviceProcess):
+    settings = {
+        "cold_precision": "full",
+        "devices": device.address,
+        "hardware_overrides": {"array.pe_mode": "fp16_dequant"},
+    }
+    with pytest.raises(ConfigError) as error, engine(settings=settings):
+        pass
+    assert f"the device at {device.address} simulates" in sentence(error)
+    assert "pe_mode fp16_dequant" in sentence(error)
+
+
+def test_a_device_with_another_model_is_refused(device: DeviceProcess, tmp_path: Path):
+    changed = Path(shutil.copytree(MODEL, tmp_path / "changed", ignore=shutil.ignore_patterns("eval", "traces")))
+    contents = bytearray((changed / "model.safetensors").read_bytes())
+    contents[-1] ^= 1
+    (changed / "model.safetensors").write_bytes(contents)
+    with (
+        pytest.raises(DeviceError) as error,
+        engine(changed, settings={"cold_precision": "full", "devices": device.address}),
+    ):
+        pass
+    assert error.value.code == "digest"
+    assert "start the device with the same checkpoint" in sentence(error)
+
+
+def test_a_host_never_plans_with_replicas_it_made_itself_beside_a_device_that_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Another calibration is refused, and so is no `replicas` setting at all; neither builds anything in the cache."""
+    device = DeviceProcess.spawn(MODEL, REPLICAS, kernel="reference")
+    try:
+        monkeypatch.setenv("NDP_CACHE_DIR", str(tmp_path / "cache"))
+        with pytest.raises(ConfigError) as error, engine(settings={"devices": device.address}):
+            pass
+        assert "and this host has none to plan with: set 'replicas' to the directory" in sentence(error)
+        assert not (tmp_path / "cache").exists()
+        build_data_free(MODEL, tmp_path / "others", show_progress=False)
+        settings = {"devices": device.address, "replicas": str(tmp_path / "others")}
+        with pytest.raises(ConfigError) as error, engine(settings=settings):
+            pass
+        assert "(calibrated), the host plans with" in sentence(error)
+        with engine(settings={"devices": device.address, "replicas": str(REPLICAS)}) as llm:
+            assert greedy(llm, PROMPTS[:1], 2)
+    finally:
+        device.terminate()
+
+
+def test_an_address_where_nobody_listens_is_named(tmp_path: Path):
+    address = f"ipc://{tmp_path / 'nobody'}"
+    with (
+        pytest.raises(DeviceUnavailable, match=r"no device answered at .* is it running") as error,
+        engine(settings={"cold_precision": "full", "devices": address}),
+    ):
+        pass
+    assert address in sentence(error)
+
+
+# -- a checkpoint that lacks a tensor, or a part of a fused one --------------------------------------------------------
+
+NORM = "model.layers.1.post_attention_layernorm.weight"
+FULL = {"cold_precision": "full"}
+
+
+def without(out: Path, *names: str) -> Path:
+    """The bundled model without these tensors."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(MODEL, out)
+    (file,) = out.glob("*.safetensors")
+    tensors = load_file(file)
+    for name in names:
+        del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    return out
+
+
+@pytest.mark.parametrize("name", [NORM, "model.embed_tokens.weight"])
+def test_a_missing_tensor_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+    model = without(tmp_path / "model", name)
+    with pytest.raises(ConfigError) as refused, engine(model, settings=FULL):
+        pass
+    assert f"the checkpoint lacks {name}" in str(refused.value)
+
+
+def test_stock_refuses_a_missing_norm_in_its_own_words(tmp_path: Path) -> None:
+    model = without(tmp_path / "model", NORM)
+    with pytest.raises(ValueError, match="not initialized from checkpoint") as stock, engine(model):
+        pass
+    assert NORM in str(stock.value)
+
+
+def test_a_fused_projection_that_lacks_a_part_is_refused_though_stock_serves_it(tmp_path: Path) -> None:
+    model = without(tmp_path / "model", "model.layers.1.self_attn.k_proj.weight")
+    with (
+        pytest.raises(ConfigError, match=r"self_attn\.qkv_proj\.weight, or a part of it"),
+        engine(model, settings=FULL),
+    ):
+        pass

@@ -90,7 +90,6 @@ def weighed_replicas(directory: Path) -> Path:
             {"hot_experts": 6, "debug": {"offload_bits": 2}, "prefill": "streamed", "hardware_overrides": SLOW_GPU},
             {"max_num_seqs": 3},
         ),
-        ({"hot_experts": 6, "execution": "paper", "prefill": "streamed", "hardware_overrides": SLOW_GPU}, {}),
     ],
     ids=[
         "plain",
@@ -103,7 +102,6 @@ def weighed_replicas(directory: Path) -> Path:
         "pairs",
         "balanced",
         "balanced-2",
-        "paper",
     ],
 )
 def test_replaying_a_live_run_gives_its_simulated_times_to_the_picosecond(tmp_path, settings, options):

@@ -12,21 +12,21 @@ pytestmark = pytest.mark.vllm
 
 PAPER: dict[str, Any] = {"replicas": str(REPLICAS), "hot_experts": 4, "avg_bits": 3}
 MORE = ("Once upon a time", "The weather in the north", "class Tree:\n    def", "Article 12. The parties " * 40)
-TOKENS = 96
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "tokens"),
     [
-        pytest.param(PAPER, id="the paper's"),
-        pytest.param(PAPER | {"slot_bits": 4}, id="narrow slots"),
+        pytest.param(PAPER, 96, id="the paper's"),
+        pytest.param(PAPER | {"slot_bits": 4}, 48, id="narrow slots"),
         pytest.param(
             PAPER | {"prefill": "streamed", "hardware": "h100-ndp512"},
+            48,
             id="no prompt on the device, which named hardware needs",
         ),
     ],
 )
-def test_an_answer_does_not_depend_on_earlier_requests(settings: dict[str, Any]) -> None:
+def test_an_answer_does_not_depend_on_earlier_requests(settings: dict[str, Any], tokens: int) -> None:
     """In bfloat16, where the order of sums shows. Prices are this machine's: a prompt alone decides its sides."""
     prompts = [*PROMPTS, *MORE]
     order = [*range(len(prompts)), *range(len(prompts))]
@@ -35,7 +35,7 @@ def test_an_answer_does_not_depend_on_earlier_requests(settings: dict[str, Any])
     options = {"dtype": "bfloat16", "enable_prefix_caching": False}
     with engine(settings={"hardware": None} | settings, **options) as llm:
         for number in order:
-            (done,) = greedy(llm, [prompts[number]], TOKENS)
+            (done,) = greedy(llm, [prompts[number]], tokens)
             answers.setdefault(number, set()).add(tuple(done.outputs[0].token_ids))
         (totals,) = llm.collective_rpc("ndp_totals")
     assert totals["migrated_experts"] + totals["kept_experts"] > 0  # hot sets did change between requests

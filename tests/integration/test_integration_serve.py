@@ -112,13 +112,6 @@ def test_the_device_is_a_process_of_its_own_behind_a_private_directory(server: S
     assert server.device.pid != server.process.pid
 
 
-def test_a_completion_carries_both_clocks(server: Server):
-    response = complete(server, PROMPTS[0])
-    assert response.usage.completion_tokens == TOKENS
-    assert response.choices[0].text
-    check_report(report_of(response), TOKENS)
-
-
 def test_a_streamed_completion_is_the_same_text(server: Server):
     """vLLM sends kv_transfer_params only in responses that do not stream."""
     complete(server, PROMPTS[1])  # its prompt is in the prefix cache of both, so that the same rows are rounded alike
@@ -147,21 +140,7 @@ def test_eight_concurrent_requests_are_each_answered_with_their_own_report(serve
     assert {report_of(r)["prompt_tokens"] for r in responses} == {r.usage.prompt_tokens for r in responses}
 
 
-def test_a_client_that_goes_away_does_not_disturb_the_others(server: Server):
-    stream = complete(server, PROMPTS[2], stream=True)
-    next(iter(stream))
-    stream.close()
-    check_report(report_of(complete(server, PROMPTS[3])), TOKENS)
-
-
 # -- reports by every way ------------------------------------------------------------------------------------------
-
-
-def test_a_streamed_completion_that_asks_gets_its_report_in_one_more_chunk(server: Server):
-    chunks, reports = chunk_with_reports(complete(server, PROMPTS[0], stream=True, extra_headers=ASKING))
-    (report,) = reports.values()
-    check_report(report, TOKENS)
-    assert chunks[-1].id == chunks[0].id
 
 
 def test_a_streamed_chat_that_asks_gets_its_report_and_the_usage_it_asked_for(server: Server):

@@ -63,14 +63,12 @@ def stock_tokens() -> list[list[int]]:
     [
         ({"hot_experts": 3, "warm_experts": 2}, {"max_num_batched_tokens": 48, "enable_prefix_caching": True}),
         ({"hot_experts": 2, "warm_experts": 6, "hardware_overrides": SLOW_CPU}, {}),
-        ({"hot_experts": 2, "warm_experts": 2, "devices": 2}, {}),
         ({"hot_experts": 2, "warm_experts": 2, "devices": 2, "debug": {"device_experts": "split"}}, {}),
         ({"hot_experts": 2, "warm_experts": 2, "debug": {"gpu": "thread"}}, {}),
     ],
     ids=[
         "all three tiers, chunked",
         "no cold expert",
-        "two devices with copies",
         "two devices with parts",
         "layers that do not wait",
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import tomllib
 
 import pytest
@@ -13,7 +12,7 @@ from paths import ROOT
 pytest.importorskip("vllm")
 
 DATA = tomllib.loads((ROOT / "tests" / "data" / "moe-architectures.toml").read_text())
-ROWS, DRAWN = DATA["outcomes"], DATA["drawn"]
+ROWS = DATA["outcomes"]
 
 
 def test_every_architecture_with_experts_has_one_row() -> None:
@@ -37,9 +36,3 @@ def test_a_row_of_the_same_class_is_the_same_class_in_the_registry() -> None:
     for architecture, other in ROWS["same_class"].items():
         assert known[architecture] == known[other], architecture
         assert other in with_outcomes
-
-
-def test_the_ten_were_drawn_by_chance() -> None:
-    """Their outcome on first try is beside them; what was mended since shows in their row."""
-    drawn = random.Random(DRAWN["seed"]).sample(DRAWN["among"], 10)
-    assert list(DRAWN["first_try"]) == drawn

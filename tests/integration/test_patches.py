@@ -52,15 +52,6 @@ def test_the_wheel_that_is_installed_is_the_one_asked_for(cpu_wheel: metadata.Di
     assert f"{CPU_WHEEL}=={cpu_wheel.version}" in extras["cpu"]
 
 
-def test_every_patch_says_why_it_is_there_and_when_it_can_go():
-    folders = [path for path in (ROOT / "patches").iterdir() if path.is_dir()]
-    assert folders
-    for folder in folders:
-        readme = (folder / "README.md").read_text()
-        assert "**Why.**" in readme, folder
-        assert "**When it can go.**" in readme, folder
-
-
 @pytest.mark.vllm
 def test_vllms_readers_still_look_without_sleeping():
     """If not: delete patches/sleeping-readers and what it describes."""

@@ -12,6 +12,7 @@ import pytest
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.report import _SUMMED, DEVICE_STAGES, PAIR_KINDS, RequestReport, StepReport
 from vllm_ndp.integration.serving.live import FinishedRequests, made_of
+from vllm_ndp.integration.serving.routes import NdpRoutes
 
 pytestmark = pytest.mark.vllm
 
@@ -88,26 +89,43 @@ def test_the_startup_table_gives_the_true_reason_where_no_loss_is_predicted(
     assert row.startswith(said) if said else row == ""
 
 
+class Served:
+    """The routes in a server whose engine is pretended; what its workers do is in test_integration_devices.py."""
+
+    def __init__(self, keys: list[str], collective_rpc: Any = None, quantization: str = "ndp") -> None:
+        self.keys, self.sent, self.messages = keys, list[dict[str, Any]](), list[dict[str, Any]]()
+        config = SimpleNamespace(model_config=SimpleNamespace(quantization=quantization))
+        engine = SimpleNamespace(vllm_config=config, engine_core=SimpleNamespace(), collective_rpc=collective_rpc)
+        state = SimpleNamespace(engine_client=engine, args=SimpleNamespace(api_key=keys))
+        self.scope: dict[str, Any] = {"app": SimpleNamespace(state=state)}
+        self.routes = NdpRoutes(self._not_ours)
+
+    async def ask(self, method: str, path: str, *parts: bytes) -> None:
+        headers = [(b"host", b"here"), *[(b"authorization", f"Bearer {key}".encode()) for key in self.keys]]
+        asked = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b""}
+        more = [{"body": part, "more_body": True} for part in parts[:-1]]
+        self.messages = [{"type": "http.request", **one} for one in (*more, {"body": parts[-1], "more_body": False})]
+        await self.routes(self.scope | asked, self._receive, self._send)
+
+    async def start(self) -> None:
+        self.messages = [{"type": "lifespan.startup"}]
+        await self.routes(self.scope | {"type": "lifespan"}, self._receive, self._send)
+
+    async def _receive(self) -> dict[str, Any]:
+        return self.messages.pop(0) if len(self.messages) > 1 else self.messages[0]
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def _not_ours(self, scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("the path is ours, and the server must not start")
+
+
 def test_the_routes_end_the_start_of_a_server_that_did_not_ask_for_ndp():
-    from vllm_ndp.integration.serving.routes import NdpRoutes
-
-    sent: list[dict[str, Any]] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        raise AssertionError("the server must not start")
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "lifespan.startup"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    config = SimpleNamespace(model_config=SimpleNamespace(quantization="fp8"))
-    state = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=config))
-    scope = {"type": "lifespan", "app": SimpleNamespace(state=state)}
-    asyncio.run(NdpRoutes(app)(scope, receive, send))
-    assert [message["type"] for message in sent] == ["lifespan.startup.failed"]
-    assert "needs --quantization ndp, got fp8: drop one of the two" in sent[0]["message"]
+    served = Served([], quantization="fp8")
+    asyncio.run(served.start())
+    assert [message["type"] for message in served.sent] == ["lifespan.startup.failed"]
+    assert "needs --quantization ndp, got fp8: drop one of the two" in served.sent[0]["message"]
 
 
 @pytest.mark.parametrize(("method", "status"), [("ndp", 200), ("fp8", 404)])
@@ -141,32 +159,20 @@ def test_an_endpoint_plugin_adds_the_routes_to_servers_of_this_plugin_only(metho
     ],
 )
 def test_a_device_is_added_behind_keys_only(keys: list[str], asked: dict[str, Any], status: int, said: str):
-    """The workers are pretended; what they do is in test_integration_devices.py."""
-    from vllm_ndp.integration.serving.routes import NdpRoutes
-
-    sent: list[dict[str, Any]] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        raise AssertionError("the path is ours")
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": json.dumps(asked).encode(), "more_body": False}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
     async def collective_rpc(method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
         assert method == "ndp_add_device"
         refused = "" if args[0].startswith("ipc://") else "in a sentence"
         return [{"address": args[0], "refused": refused} | ({} if refused else {"copies_held": [32, 32]})]
 
-    client = SimpleNamespace(engine_core=SimpleNamespace(), collective_rpc=collective_rpc)
-    state = SimpleNamespace(engine_client=client, args=SimpleNamespace(api_key=keys))
-    headers = [(b"authorization", b"Bearer secret")] if keys else []
-    scope = {"type": "http", "method": "POST", "path": "/v1/ndp/devices", "headers": headers, "query_string": b""}
-    asyncio.run(NdpRoutes(app)(scope | {"app": SimpleNamespace(state=state)}, receive, send))
-    assert sent[0]["status"] == status
-    assert said in sent[1]["body"].decode()
+    served = Served(keys, collective_rpc)
+    asyncio.run(served.ask("POST", "/v1/ndp/devices", json.dumps(asked).encode()))
+    assert served.sent[0]["status"] == status
+    assert said in served.sent[1]["body"].decode()
+
+
+async def accepted(method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
+    await asyncio.sleep(0.05)
+    return [{"refused": ""}]
 
 
 @pytest.mark.parametrize(
@@ -174,26 +180,10 @@ def test_a_device_is_added_behind_keys_only(keys: list[str], asked: dict[str, An
     [([b" " * 1000] * 100_000, 413), ([b"[" * 4000], 400), ([b'{"address": "ipc:', b'///a"}'], 200)],
 )
 def test_a_body_without_an_end_or_of_any_depth_is_refused_as_soon_as_that_shows(parts: list[bytes], status: int):
-    from vllm_ndp.integration.serving.routes import NdpRoutes
-
-    left, sent = list(parts), list[dict[str, Any]]()
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def collective_rpc(method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
-        return [{"refused": ""}]
-
-    client = SimpleNamespace(engine_core=SimpleNamespace(), collective_rpc=collective_rpc)
-    state = SimpleNamespace(engine_client=client, args=SimpleNamespace(api_key=["secret"]))
-    headers = [(b"authorization", b"Bearer secret")]
-    scope = {"type": "http", "method": "POST", "path": "/v1/ndp/devices", "headers": headers, "query_string": b""}
-    asyncio.run(NdpRoutes(None)(scope | {"app": SimpleNamespace(state=state)}, receive, send))  # type: ignore[arg-type]
-    assert sent[0]["status"] == status
-    assert len(left) == max(len(parts) - 5, 0)
+    served = Served(["secret"], accepted)
+    asyncio.run(served.ask("POST", "/v1/ndp/devices", *parts))
+    assert served.sent[0]["status"] == status
+    assert len(served.messages) == max(len(parts) - 5, 1)
 
 
 @pytest.mark.parametrize(
@@ -208,54 +198,23 @@ def test_a_body_without_an_end_or_of_any_depth_is_refused_as_soon_as_that_shows(
 )
 def test_an_unknown_path_or_method_is_refused_in_vllms_own_form(method: str, path: str, status: int, kind: str):
     """With a server's `app` in the scope, where a router of Starlette raises and leaves the answer to the server."""
-    from vllm_ndp.integration.serving.routes import NdpRoutes
-
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    state = SimpleNamespace(args=SimpleNamespace(api_key=["secret"]))
-    headers = [(b"authorization", b"Bearer secret"), (b"host", b"here")]
-    scope = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b""}
-    asyncio.run(NdpRoutes(None)(scope | {"app": SimpleNamespace(state=state)}, receive, send))  # type: ignore[arg-type]
-    assert sent[0]["status"] == status
-    error = json.loads(sent[1]["body"])["error"]
+    served = Served(["secret"])
+    asyncio.run(served.ask(method, path, b""))
+    assert served.sent[0]["status"] == status
+    error = json.loads(served.sent[1]["body"])["error"]
     assert error == {"message": f"{kind}: {method} {path}", "type": kind, "param": None, "code": status}
 
 
 def test_one_device_is_added_at_a_time():
     """The engine waits while it meets one; whoever has the key must not keep it waiting by many at once."""
-    from vllm_ndp.integration.serving.routes import NdpRoutes
-
-    answers = list[int]()
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b'{"address": "ipc:///a"}', "more_body": False}
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            answers.append(message["status"])
-
-    async def collective_rpc(method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
-        await asyncio.sleep(0.05)
-        return [{"refused": ""}]
-
-    client = SimpleNamespace(engine_core=SimpleNamespace(), collective_rpc=collective_rpc)
-    state = SimpleNamespace(engine_client=client, args=SimpleNamespace(api_key=["secret"]))
-    headers = [(b"authorization", b"Bearer secret")]
-    scope = {"type": "http", "method": "POST", "path": "/v1/ndp/devices", "headers": headers, "query_string": b""}
-    routes = NdpRoutes(None)  # type: ignore[arg-type]
+    served = Served(["secret"], accepted)
 
     async def many() -> None:
-        asked = scope | {"app": SimpleNamespace(state=state)}
-        await asyncio.gather(*(routes(dict(asked), receive, send) for _ in range(5)))
+        await asyncio.gather(*(served.ask("POST", "/v1/ndp/devices", b'{"address": "ipc:///a"}') for _ in range(5)))
 
     asyncio.run(many())
-    assert sorted(answers) == [200, 429, 429, 429, 429]
+    statuses = [message["status"] for message in served.sent if message["type"] == "http.response.start"]
+    assert sorted(statuses) == [200, 429, 429, 429, 429]
 
 
 def test_sums_of_two_steps_add_up_and_the_last_state_of_the_device_counts():

@@ -30,7 +30,6 @@ Read = Callable[[str], str | None]
 """The source of a file of vLLM, by its path below `vllm/`; None: there is none."""
 MOE = "model_executor/layers/fused_moe"
 METHOD, RUNNER = f"{MOE}/fused_moe_method_base.py", f"{MOE}/runner/moe_runner.py"
-SHARED = f"{MOE}/runner/shared_experts.py"
 WORKER, V2 = "v1/worker/gpu_worker.py", "v1/worker/gpu/model_runner.py"
 SCHEDULED, COMPILATION = "v1/core/sched/output.py", "config/compilation.py"
 CONNECTOR = "distributed/kv_transfer/kv_connector/v1/base.py"
@@ -99,94 +98,6 @@ PUBLIC = (
 )  # fmt: skip
 HOOKS = (*PUBLIC, *PRIVATE)
 ABSENT = "absent"
-SHOWN_BY = {
-    "test_integration_identity::test_verify_finds_every_token_identical_eager_and_compiled_chunked_and_cached": (
-        "MoE method: slots in place of experts",
-        "MoE method: routed rows",
-        "routing before `apply`",
-        "worker: load",
-        "worker: a step",
-    ),
-    "test_integration_replicas_of_engines::test_two_replicas_on_one_device_give_the_tokens_of_stock_vllm": (
-        "MoE method: sizes are not rounded",
-        "the method stays ours",
-    ),
-    "test_cuda_low_bits::test_vllm_s_own_kernel_reads_our_slots_as_they_are_meant": (
-        "hot slots: the fused kernel",
-    ),
-    "test_cuda_hooks::test_slots_are_run_with_the_tiles_of_all_experts": (
-        "hot slots: tiles by E",
-        "hot slots: tiles by E, applied",
-    ),
-    "test_cuda_low_bits::test_forms_are_made_of_vllm_s_own_functions": (
-        "hot slots of 8 bits: scales by row",
-        "hot slots of 4 bits: scales and zero points by group",
-    ),
-    "test_cuda_graphs::test_the_operator_s_name_is_one_that_graphs_are_split_at": (
-        "our operator",
-    ),
-    "test_cuda_graphs::test_pieces_read_a_layer_s_result_where_it_was_at_their_capture": (
-        "operator that graphs are split at",
-    ),
-    "test_cuda_without_gpu::test_graphs_are_split_where_pieces_were_asked_for_and_off_else": (
-        "graphs are split before vLLM fills its list",
-    ),
-    "test_cuda_hooks::test_memory_for_what_the_plugin_allocates_is_left_unless_a_size_was_asked_for": (
-        "worker: memory for the KV cache",
-    ),
-    "test_cuda_limits::test_kv_bytes_are_those_of_layers_that_keep_every_position": (
-        "worker: layers' KV entries",
-    ),
-    "test_integration_statistics::test_chunked_prefill_gives_the_counts_of_one_pass": (
-        "worker: KV cache exists",
-    ),
-    "test_cuda_hooks::test_steps_of_a_warm_up_are_nobodys": (
-        "worker: warm-up",
-    ),
-    "test_integration_drafts::test_a_trace_marks_rejected_rows_which_are_no_tokens_of_their_request": (
-        "worker: tokens of a step",
-    ),
-    "test_integration_offline::test_an_engine_that_has_ended_leaves_none_of_its_layers_in_memory": (
-        "worker: end",
-    ),
-    "test_cuda_hooks::test_the_length_of_a_prompt_is_counted_where_the_message_does_not_say_it": (
-        "a new request",
-        "length of its prompt",
-    ),
-    "test_integration_statistics::test_preemption_gives_the_counts_of_one_pass_and_the_tokens_of_an_undisturbed_run": (
-        "a running request",
-    ),
-    "test_integration_statistics::test_every_decode_pair_is_executed_exactly_once": (
-        "a step's message",
-    ),
-    "test_cuda_hooks::test_runner_v1_keeps_the_order_in_its_batch": (
-        "order of rows, runner V1",
-    ),
-    "test_cuda_hooks::test_runner_v2_sorts_and_so_do_we": (
-        "order of rows, runner V2",
-        "its length of a decode",
-    ),
-    "test_cuda_rows::test_a_row_of_another_request_ends_the_step": (
-        "KV entries of the rows",
-    ),
-    "test_cuda_layer_engine::test_an_engine_gives_the_same_tokens_counts_and_simulated_times_whichever_way_its_layers_run": (  # noqa: E501
-        "connector: a step's report",
-        "connector: reports arrive",
-    ),
-    "test_integration_serve::test_a_completion_carries_both_clocks": (
-        "connector: a request has ended",
-    ),
-    "test_cuda_without_gpu::test_what_cannot_work_is_refused_with_its_switch": (
-        "offloading, which is refused",
-    ),
-    "test_cuda_limits::test_what_would_not_be_effective_is_refused_with_its_switch": (
-        "offloading by prefetch, which is refused",
-    ),
-    "test_cuda_without_gpu::test_the_model_runner_is_the_one_that_the_docs_name": (
-        "model runner V2 by default",
-    ),
-}  # fmt: skip
-"""Which test, in tests/integration, fails where a hook does not do what we take it for."""
 
 
 # -- reading source ----------------------------------------------------------------------------------------------------
