@@ -44,6 +44,17 @@ _PLACES = {
 _DEVICES = '{"devices": 2}, {"devices": ADDRESS} or {"devices": [{"address": ADDRESS, "keys": FILE}, ...]}'
 
 
+_IN_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "None": "null",
+    "Mapping[str, Any]": "an object",
+}
+"""Types as a person would say them."""
+
+
 @dataclass(frozen=True)
 class DeviceAddress:
     """A device that runs already."""
@@ -80,7 +91,7 @@ def by_field(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _debug(group: Any) -> dict[str, Any]:
     if not isinstance(group, Mapping):
-        raise ConfigError(f"ndp setting 'debug' must be Mapping[str, Any], got {group!r}")
+        raise ConfigError(f"ndp setting 'debug' must be an object, got {group!r}")
     for name in group:
         if name not in DEBUG:
             if name in TOP:
@@ -159,7 +170,8 @@ def typed(name: str, value: Any, kind: Any, words: str) -> Any:
             return held
     except (msgspec.ValidationError, OverflowError):
         pass
-    raise ConfigError(f"ndp setting {name!r} must be {words}, got {value!r}")
+    kinds = " or ".join(_IN_WORDS.get(one, one) for one in words.split(" | "))
+    raise ConfigError(f"ndp setting {name!r} must be {kinds}, got {value!r}")
 
 
 def _is_sound(value: Any) -> bool:

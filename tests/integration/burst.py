@@ -45,7 +45,7 @@ class Stream:
         asked = {"max_tokens": self.tokens, "stream_options": usage, "extra_headers": headers}
         with complete(server, self.prompt, stream=True, **asked) as chunks:
             for chunk in chunks:
-                if chunk.object == "ndp.report":
+                if "ndp" in (chunk.model_extra or {}):
                     (self.report,) = chunk.model_extra["ndp"].values()
                 elif chunk.usage:
                     self.received, self.prompt_tokens = chunk.usage.completion_tokens, chunk.usage.prompt_tokens

@@ -113,12 +113,14 @@ def get_json(server: Server, path: str) -> dict[str, Any]:
 
 
 def chunk_with_reports(stream: Any) -> tuple[list[Any], dict[str, dict[str, Any]]]:
-    """All chunks of a stream, and what the one chunk of ours holds."""
+    """All chunks of a stream, and the reports that its last one holds; readers find in it what they look at."""
     chunks = list(stream)
-    ours = [chunk for chunk in chunks if chunk.object == "ndp.report"]
+    ours = [chunk for chunk in chunks if "ndp" in (chunk.model_extra or {})]
     assert len(ours) == 1
     assert chunks[-1] is ours[0]
-    assert ours[0].choices == []
+    assert (ours[0].id, ours[0].model, ours[0].object) == (chunks[0].id, chunks[0].model, chunks[0].object)
+    assert ours[0].created
+    assert ours[0].usage is not None or ours[0].choices[0].finish_reason is None
     return chunks, ours[0].model_extra["ndp"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -332,13 +333,28 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     sentence(error)
 
 
-def test_serve_ends_with_the_sentence_and_a_non_zero_exit():
-    done = run_program(
-        *(VLLM_PROGRAM, "serve", MODEL, "--quantization", "ndp", "--port", "0"),
-        *("--additional-config", '{"ndp": {"avg_bit": 2}}'),
-    )
-    assert done.returncode not in (0, None)
-    assert "unknown ndp setting 'avg_bit': did you mean 'avg_bits'?" in done.stderr + done.stdout
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--additional-config.ndp.avg_bit", "2"], "unknown ndp setting 'avg_bit': did you mean 'avg_bits'?"),
+        (["--additional-config", '{"ndp": {"avg_bits": 2,}}'], "--additional-config is no JSON (Expecting"),
+        (["--port", "{taken}"], "another program listens at this server's port: end it, or give another --port"),
+        (  # vLLM's own refusal, in the process of the engine
+            ["--additional-config.ndp.hot_experts", "4", "--kv-cache-memory-bytes", str(1 << 50), "--enforce-eager"],
+            "Available memory on node ",
+        ),
+    ],
+)
+def test_serve_ends_with_one_sentence_and_exit_code_2(options: list[str], sentence: str):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        asked = [option.format(taken=taken.getsockname()[1]) if "{taken}" in option else option for option in options]
+        ports = [] if "--port" in asked else ["--port", "0"]
+        done = run_program(VLLM_PROGRAM, "serve", MODEL, "--quantization", "ndp", "--host", "127.0.0.1", *ports, *asked)
+    assert done.returncode == 2, done.stderr
+    assert (done.stderr.strip().splitlines() or [""])[-1].startswith(f"vllm-ndp: {sentence}")
+    assert "Traceback" not in done.stderr + done.stdout
 
 
 # -- devices that a host cannot use ------------------------------------------------------------------------------------

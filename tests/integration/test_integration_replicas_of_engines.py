@@ -93,7 +93,7 @@ def test_a_server_of_two_replicas_gives_the_tokens_of_stock_vllm(
         *("--additional-config", json.dumps({"ndp": settings}), "--data-parallel-size", "2"),
         *("--max-model-len", "512", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20)),
     ]
-    with serving(MODEL, options, port, user_environment(OMP_NUM_THREADS="1", VLLM_PLUGINS="ndp"), log):
+    with serving(MODEL, options, port, user_environment(OMP_NUM_THREADS="1"), log):
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300)
 
         def ask(prompt: str) -> Any:

@@ -159,11 +159,11 @@ def test_a_stop_string_costs_no_report(server: Server):
     assert stopped.choices[0].finish_reason == "stop"
     assert "kv_transfer_params" not in (stopped.model_extra or {}) or not stopped.model_extra["kv_transfer_params"]
     (report,) = stopped.model_extra["ndp"].values()
-    assert report["finish"] == "aborted"
+    assert report["finish"] == "stop"
     assert report["output_tokens"] >= stopped.usage.completion_tokens
     assert report["cold_pairs"] > 0
     _, reports = chunk_with_reports(complete(server, PROMPTS[0], stream=True, **options))
-    assert [report["finish"] for report in reports.values()] == ["aborted"]
+    assert [report["finish"] for report in reports.values()] == ["stop"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import shlex
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import NdpSettings
+from vllm_ndp.integration.refusals import is_server, sentence_of
 from vllm_ndp.integration.report import _SUMMED, DEVICE_STAGES, PAIR_KINDS, RequestReport, StepReport
 from vllm_ndp.integration.serving.live import FinishedRequests, made_of
 from vllm_ndp.integration.serving.routes import NdpRoutes
@@ -25,6 +29,7 @@ pytestmark = pytest.mark.vllm
         ("cmpl-X", ["0_cmpl-X-0-1a2b3c4d", "11_cmpl-X-0-1a2b3c4d", "a_cmpl-X-0-1a2b3c4d"], 2),
         ("7", ["7-1a2b3c4d", "0_7-1a2b3c4d", "17-1a2b3c4d", "70-1a2b3c4d"], 2),
         ("cmpl-X", ["cmpl-X-0-1a2b3c4d5e6f7a8b-beam-1-1a2b3c4d", "cmpl-X-0-beam-1-1a2b3c4d"], 1),
+        ("resp_X", ["resp_X_0-1a2b3c4d", "resp_XY_0-1a2b3c4d"], 1),
         (".*", ["cmpl-X-0-1a2b3c4d"], 0),
         ("", ["cmpl-X-0-1a2b3c4d"], 0),
     ],
@@ -143,7 +148,7 @@ def test_an_endpoint_plugin_adds_the_routes_to_servers_of_this_plugin_only(metho
     app.state.engine_client = SimpleNamespace(
         vllm_config=config, engine_core=SimpleNamespace(), collective_rpc=collective_rpc
     )
-    app.state.args = SimpleNamespace(api_key=[])
+    app.state.args = SimpleNamespace(api_key=[], uds="a socket")
     NdpEndpoints().attach_router(app)
     with TestClient(app) as client:
         assert client.get("/v1/ndp/experts").status_code == status
@@ -224,3 +229,73 @@ def test_sums_of_two_steps_add_up_and_the_last_state_of_the_device_counts():
     both = first.aggregate(NdpStats({"steps": 2, "pairs:hot": 3, "ndp_measured_plan_seconds": [0.2], DEVICE_UP: 0}))
     assert both.data == {"steps": 3, "pairs:hot": 3, "ndp_measured_plan_seconds": [0.1, 0.2], DEVICE_UP: 0}
     assert both.reduce() == {"steps": 3, "pairs:hot": 3, DEVICE_UP: 0}
+
+
+@pytest.mark.parametrize(
+    ("given", "where", "key"),
+    [
+        ({"host": None}, "http://localhost:8000", False),
+        ({"host": "0.0.0.0", "root_path": "/llm"}, "http://localhost:8000/llm", False),
+        ({"host": "::1", "api_key": ["k"]}, "http://[::1]:8000", True),
+        ({"host": "gpu7", "ssl_certfile": "c.pem"}, "https://gpu7:8000", False),
+    ],
+)
+def test_a_server_says_where_it_answers_and_a_line_that_asks_it(given: dict[str, Any], where: str, key: bool) -> None:
+    from vllm_ndp.integration.serving.routes import addresses
+
+    usual = {"port": 8000, "root_path": "", "ssl_certfile": None, "uds": None, "served_model_name": None, "model": "m"}
+    places, line = addresses(SimpleNamespace(**(usual | {"api_key": None} | given)))
+    assert places == f"live page {where}/v1/ndp/, metrics {where}/metrics"
+    words = shlex.split(line.removeprefix("try: "))
+    assert words[:2] == ["curl", f"{where}/v1/completions"]
+    assert json.loads(words[-1])["model"] == "m"
+    assert ("Authorization: Bearer $VLLM_API_KEY" in words) == key
+    assert addresses(SimpleNamespace(uds="/run/socket")) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "serves"),
+    [
+        ("vllm serve M --quantization ndp", True),
+        ("/usr/bin/vllm serve M -q ndp --port 1", True),
+        ("vllm serve M --quantization=ndp", True),
+        ("vllm serve M --quantization fp8", False),
+        ("vllm serve ndp", False),
+        ("vllm bench throughput --quantization ndp", False),
+        ("python program.py --quantization ndp", False),
+    ],
+)
+def test_only_a_server_with_the_plugin_ends_in_one_sentence(words: str, serves: bool) -> None:
+    assert is_server(words.split()) == serves
+
+
+def test_the_sentence_of_an_error_is_its_cause() -> None:
+    after = RuntimeError("Engine core initialization failed. See root cause above.")
+    after.__cause__ = ConfigError("the cause")
+    assert sentence_of(after) == "the cause"
+    assert sentence_of(RuntimeError("Engine core initialization failed. Failed core proc(s): {}")) == ""
+    assert "signal 9" in sentence_of(RuntimeError("Engine core initialization failed. Failed core proc(s): {'e': -9}"))
+    assert "--port" in sentence_of(OSError(errno.EADDRINUSE, "Address already in use"))
+    assert sentence_of(ValueError("one\n  two")) == "one two"
+    assert sentence_of(KeyError("x")).startswith("unexpected KeyError: 'x'")
+
+
+@pytest.mark.parametrize(
+    ("processors", "asked", "refused"),
+    [
+        (None, {"ndp_forced_tokens": [1]}, "which nothing on this server reads"),
+        (["vllm_ndp.integration.forced_tokens:ForcedTokens"], {"ndp_forced_tokens": [1]}, ""),
+        (None, {"ndp_forced": [1]}, "vllm_xargs has ndp_forced, which the plugin does not know"),
+        (None, {"theirs": 1}, ""),
+    ],
+)
+def test_arguments_that_nobody_reads_are_refused(processors: Any, asked: dict[str, Any], refused: str) -> None:
+    from vllm_ndp.integration.serving.routes import _refused_arguments
+
+    config = SimpleNamespace(model_config=SimpleNamespace(logits_processors=processors))
+    state = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=config))
+    body = json.dumps({"prompt": "x", "vllm_xargs": asked}).encode()
+    message = {"type": "http.request", "body": body, "more_body": False}
+    said = _refused_arguments([message], {"app": SimpleNamespace(state=state)})
+    assert said.startswith("vllm_xargs has") == bool(refused)
+    assert refused in said

@@ -209,7 +209,7 @@ def test_what_only_researchers_turn_is_taken_under_debug():
         NdpSettings.from_mapping({"debug": {"max_move": 3}})
     with pytest.raises(ConfigError, match="ndp setting 'debug' must be"):
         NdpSettings.from_mapping({"debug": [3]})
-    with pytest.raises(ConfigError, match="ndp setting 'max_moves' must be int"):
+    with pytest.raises(ConfigError, match="ndp setting 'max_moves' must be a whole number"):
         NdpSettings.from_mapping({"debug": {"max_moves": "3"}})
 
 
@@ -334,7 +334,7 @@ IMPOSSIBLE: list[tuple[Any, str]] = [
     ({"avg_bits": {"nats": 0.05}}, "'avg_bits' must be a number or"),
     ({"max_loss": 0.05}, 'unknown ndp setting \'max_loss\': write {"avg_bits": {"max_loss": NATS}}'),
     ({"avg_bits": {"max_loss": 0.05}, "policy": {"bit_rule": "mse"}}, "needs bit_rule 'layers'"),
-    ({"avg_bits": {"max_loss": "little"}}, "'max_loss' must be float"),
+    ({"avg_bits": {"max_loss": "little"}}, "'max_loss' must be a number"),
     # plans that follow decode
     (DRIFT | {"plan": "joint"}, "while requests decode, but 'plan' is 'joint'"),
     (DRIFT | {"debug": {"max_moves": 0}}, "while requests decode, but 'max_moves' is 0"),

@@ -41,7 +41,7 @@ FINISHES = {
     RequestStatus.FINISHED_ABORTED: "aborted",
     RequestStatus.FINISHED_ERROR: "error",
 }
-"""How a request ended, by the engine: `aborted` is what a stop string looks like there."""
+"""How a request ended, by the engine."""
 
 
 @dataclass
@@ -219,6 +219,8 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         finish = FINISHES.get(request.status, "stop")
         if finish == "aborted" and request.num_prompt_tokens == report.prompt_end:
             finish = report.part_finish or finish  # vLLM aborts a session that waits for input when there is no more
+        if finish == "aborted" and request.sampling_params is not None and request.sampling_params.stop:
+            finish = "stop"  # the front end found a stop string; a client that left looks the same from here
         return report.as_dict(request.num_output_tokens, finish)
 
     def _close(self, name: str) -> None:

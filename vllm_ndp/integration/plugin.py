@@ -7,11 +7,13 @@ model-inspection subprocess.
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_ndp.integration import vllm_private
+from vllm_ndp.integration import refusals, vllm_private
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -26,6 +28,7 @@ def register() -> None:
 
     if METHOD in QUANTIZATION_METHODS:
         return
+    refusals.end_in_one_sentence()
     from vllm_ndp.integration.quantization import NdpConfig
 
     if not hasattr(FusedMoEMethodBase, "apply"):
@@ -48,6 +51,7 @@ def configure(vllm_config: VllmConfig) -> None:
     from vllm_ndp.traces.recorder import require_writable
 
     compat.refuse_mixed_settings(sys.argv)
+    _load_our_routes()
     self_sizing.meet_time_budget(vllm_config)
     settings = compat.check(vllm_config)
     self_sizing.choose(vllm_config, settings)
@@ -64,6 +68,19 @@ def configure(vllm_config: VllmConfig) -> None:
     waiting.configure(vllm_config)
     whole_weights.track(vllm_config.load_config)
     vllm_config.kv_transfer_config = _with_connectors(vllm_config.kv_transfer_config)
+
+
+def _load_our_routes() -> None:
+    """In a server: name our routes to vLLM, which loads none that VLLM_PLUGINS does not name, and all other plugins.
+
+    Nothing changes where VLLM_PLUGINS is set, nor where that would bring another package's routes.
+    """
+    if "VLLM_PLUGINS" in os.environ or not refusals.is_server(sys.argv):
+        return
+    groups = ("general", "io_processor", "platform", "stat_logger")
+    others = {one.name for group in groups for one in entry_points(group=f"vllm.{group}_plugins")}
+    if not any(one.name in others - {METHOD} for one in entry_points(group="vllm.endpoint_plugins")):
+        os.environ["VLLM_PLUGINS"] = ",".join(sorted(others | {METHOD}))
 
 
 def _with_connectors(theirs: KVTransferConfig | None) -> KVTransferConfig:

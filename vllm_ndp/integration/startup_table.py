@@ -1,4 +1,7 @@
-"""The table printed at start-up: what is effective, where every byte lives. Asked for but not effective cannot hide."""
+"""What is effective and where every byte lives, as data; at start-up a table of it, in ten rows at most.
+
+VLLM_LOGGING_LEVEL=DEBUG prints all rows, and /v1/ndp/status tells them. Asked for but not effective cannot hide.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from rich.table import Table
 from ndp_device.common.widths import FULL_PRECISION_BITS, LIMB_BITS, LIMBS
 from ndp_device.replicas.format import load_layer_weights
 from vllm_ndp.config import GPU_RUNGS, NdpSettings
-from vllm_ndp.integration import drafts, paced_scheduler
+from vllm_ndp.integration import compat, drafts, paced_scheduler
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.cuda.limits import Rung
 from vllm_ndp.integration.cuda.messenger import Messenger
@@ -31,9 +34,10 @@ _PRICES = {
 _REPLAN = {"prefill": "where a prompt ends", "drift": "where a prompt ends, and when decode shows another subject"}
 
 
-def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
+def status(worker: LoadedWorker, sidecar: RoutingSidecar, kv_cache_bytes: int) -> dict[str, Any]:
     """Return what is effective, as data."""
     facts, parts = worker.facts, worker.parts
+    engine = "engine" if compat.on_cpu() else "GPU"
     settings, shape, hot, device = facts.settings, facts.pool.shape, parts.hot, parts.device
     num_hot = settings.resolve_hot_experts(shape.num_experts)
     return {
@@ -54,6 +58,8 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
         "slot_bits": settings.slot_bits,
         "linear_layers": "the checkpoint's, by vLLM" if facts.linears is None else facts.linears.description,
         "drafts": drafts.description(facts.vllm_config),
+        "engine": engine,
+        "kv_cache_bytes": kv_cache_bytes,
         "hot_bytes": hot.num_bytes,
         "staging_bytes": hot.streamer.staging_bytes,
         "pool_bytes": hot.pool.mapped_bytes,
@@ -69,8 +75,8 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
         ),
         "too_few_bits": verdict_on(settings.avg_bits) if settings.needs_replicas(shape.num_experts) else "",
         "bits_for": settings.bits_for,
-        "execution": _execution(num_hot, device.facts.offload_bits, settings.device_hosts),
-        "prefill": _prefill(settings, num_hot, shape.num_experts, splits=device.facts.computes_prompts),
+        "execution": _execution(num_hot, device.facts.offload_bits, settings.device_hosts, engine),
+        "prefill": _prefill(settings, num_hot, shape.num_experts, splits=device.facts.computes_prompts, engine=engine),
         "hardware_overrides": "".join(f", {k}={v}" for k, v in settings.hardware_overrides.items()),
         "prices": settings.prices,
         "replan": settings.replan,
@@ -197,8 +203,8 @@ def _tiers(status: dict[str, Any]) -> str:
         tiers = status["joint_tiers"].replace("+", ", ")
         host = f" ({status['warm']})" if status["warm"] else ""
         return (
-            f"{status['experts']}: tier ({tiers}){host} and width by each joint plan, with the GPU memory of "
-            f"{status['hot_experts']} in full precision"
+            f"{status['experts']}: tier ({tiers}){host} and width by each joint plan, with the memory of "
+            f"{status['hot_experts']} in full precision in the {status['engine']}"
         )
     warm = f"{status['warm_experts']} warm ({status['warm']}), " if status["warm_experts"] else ""
     return f"{status['experts']}: {status['hot_experts']} hot, {warm}{status['cold_experts']} cold"
@@ -217,19 +223,19 @@ def _bits(status: dict[str, Any]) -> str:
     return f"average {bits:g} bits {of}, per request, {more:g} in common{rule} from {AUTO_SHARES_FROM} running ones on,"
 
 
-def _execution(num_hot: int, offload_bits: int, device_hosts: int) -> str:
+def _execution(num_hot: int, offload_bits: int, device_hosts: int, engine: str) -> str:
     if offload_bits:
         beside = f" beside {device_hosts - 1} other hosts" if device_hosts > 1 else ""
         return f"balanced: hot experts also on the device, at {offload_bits} bits, where faster{beside}"
-    return "paper: hot experts on the GPU only" if num_hot else "every expert on the device"
+    return f"paper: hot experts in the {engine} only" if num_hot else "every expert on the device"
 
 
-def _prefill(settings: NdpSettings, num_hot: int, num_experts: int, *, splits: bool) -> str:
+def _prefill(settings: NdpSettings, num_hot: int, num_experts: int, *, splits: bool, engine: str) -> str:
     if num_hot == num_experts:
-        return "every expert on the GPU"
+        return f"every expert in the {engine}"
     if splits:
         return "split: cold experts streamed or on the device, in full precision, so that both end together"
-    return "streamed: cold experts through the GPU" + (" (auto)" if settings.prefill == "auto" else "")
+    return f"streamed: cold experts through the {engine}" + (" (auto)" if settings.prefill == "auto" else "")
 
 
 def human_bytes(num_bytes: int) -> str:
@@ -241,17 +247,53 @@ def human_bytes(num_bytes: int) -> str:
     raise AssertionError("unreachable")
 
 
-def startup_table(status: dict[str, Any]) -> Table:
+def _memory(status: dict[str, Any]) -> str:
+    parts = {
+        "hot slots": status["hot_bytes"] + status["staging_bytes"],
+        "KV cache": status["kv_cache_bytes"],
+        "routing": status["sidecar_bytes"],
+        "device": status["device_bytes"],
+    }
+    listed = " + ".join(f"{what} {human_bytes(num_bytes)}" for what, num_bytes in parts.items() if num_bytes)
+    return f"{listed} = {human_bytes(sum(parts.values()))}, beside the model's other weights and the programs"
+
+
+def _short_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the reader of a start asks: which experts are where, what that takes and costs, and who computes it."""
+    given = ", ".join(f"{name}={value}" for name, value in status["settings"].items())
+    quantized = f"{status['avg_bits']:g} bits on average, by {status['policy']}"
+    return [
+        ("settings in force", given or "none beside defaults"),
+        ("experts per layer", f"{_tiers(status)}; in {status['moe_layers']} of {status['model_layers']} MoE layers"),
+        ("memory", _memory(status)),
+        *([("cold experts", quantized)] if status["predicted_loss"] and status["max_loss"] is None else []),
+        ("replicas", status["replicas"]),
+        *([("predicted loss", status["predicted_loss"])] if status["predicted_loss"] else []),
+        *([("TOO FEW BITS", status["too_few_bits"])] if status["too_few_bits"] else []),
+        _device_row(status),
+        ("simulated hardware", _hardware(status)),
+        *([("routing trace", status["record"])] if status["record"] != "off" else []),
+    ]
+
+
+def startup_table(status: dict[str, Any], *, whole: bool) -> Table:
     table = Table(title="vllm-ndp: what is effective", title_justify="left", show_header=False)
     table.add_column("what", style="bold")
     table.add_column("value")
+    for what, value in _rows(status) if whole else _short_rows(status):
+        table.add_row(what, value)
+    return table
+
+
+def _rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     given = ", ".join(f"{name}={value}" for name, value in status["settings"].items())
-    rows = [
+    return [
         ("settings in force", given or "none beside defaults"),
         ("MoE layers attached", f"{status['moe_layers']} of {status['model_layers']}"),
         ("ranks", status["ranks"]),
         ("experts per layer", _tiers(status)),
-        ("hot slots on GPU", _slots(status)),
+        ("hot slots", _slots(status)),
+        ("KV cache", human_bytes(status["kv_cache_bytes"])),
         ("linear layers", status["linear_layers"]),
         *([("drafts", status["drafts"])] if status["drafts"] else []),
         ("pool (memory map)", f"{human_bytes(status['pool_bytes'])}: {status['pool']}"),
@@ -276,11 +318,9 @@ def startup_table(status: dict[str, Any]) -> Table:
         ("routing trace", status["record"]),
         ("per-request report", status["report"]),
     ]
-    for what, value in rows:
-        table.add_row(what, value)
-    return table
 
 
 def show(status: dict[str, Any]) -> None:
     console = Console(file=sys.stderr, width=100)
-    console.print(startup_table(status))
+    whole = os.environ.get("VLLM_LOGGING_LEVEL", "").upper() == "DEBUG"
+    console.print(startup_table(status, whole=whole))

@@ -109,5 +109,5 @@ class FinishedRequests:
 def made_of(client_id: str, names: Iterable[str]) -> list[str]:
     """Ids that vLLM made from the client's id."""
     of_beam = r"-[0-9a-f]{16,32}-beam-\d+"
-    pattern = re.compile(rf"(\d+_)?([a-z]+-)?{re.escape(client_id)}(-\d+)?({of_beam})?(-[0-9a-f]{{8}})?")
+    pattern = re.compile(rf"(\d+_)?([a-z]+-)?{re.escape(client_id)}([-_]\d+)?({of_beam})?(-[0-9a-f]{{8}})?")
     return [name for name in names if pattern.fullmatch(name)]

@@ -55,7 +55,7 @@ def render() -> str:
         '<h1 id="model">vllm-ndp</h1><p class="faint" id="about">Waiting for the server.</p>'
         '<div class="tiles" id="tiles"></div>'
         "<h2>Who is hot where</h2><p>Share of each layer's importance by expert, as the prompts of the plan in force "
-        "had it; framed experts are hot: in full precision on the GPU. Beside it the width of every cold one.</p>"
+        "had it; framed experts are hot: in slots of the engine. Beside it the width of every cold one.</p>"
         f"{row('importance', 'width')}"
         "<h2>The last requests, on their two clocks</h2><p>Orange is <b>measured</b> on this machine; blue is "
         "<b>simulated</b>, on the hardware named above. The two share no axis and no sum.</p>"

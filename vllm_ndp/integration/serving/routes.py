@@ -1,11 +1,11 @@
-"""Our paths, and reports in answers that ask for them: `VLLM_PLUGINS=ndp`, or `--middleware` with `NdpRoutes` by name.
+"""Our paths, and reports in answers that ask for them, on every `vllm serve … --quantization ndp`.
 
-    GET /v1/ndp/                 the live page (page.py)
+    GET /v1/ndp/                 the live page (page.py), to which / and /v1/ndp lead
     GET /v1/ndp/status           what is effective, totals, device, requests now and lately
     GET /v1/ndp/experts          who is hot where, and bits
     GET /v1/ndp/requests/ID      reports of one request, by the id that the client got
     POST /v1/ndp/devices         {"address": ...}: one device more joins the running engine; needs a server with keys
-    X-NDP-Report: 1              on a completion or chat: the reports come with the answer, streamed or not
+    X-NDP-Report: 1              on a request for text: the reports come with the answer, streamed or not
 
 Everything comes from the workers by `collective_rpc`, so it works with several front ends and without vLLM's stats.
 Since vLLM puts `--middleware` outside of its own authentication, the same class guards our paths here. An endpoint
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
@@ -25,20 +26,28 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm import envs
 
+from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.plugin import METHOD
+from vllm_ndp.operating.scoring import FORCED
 
 PREFIX = "/v1/ndp/"
 DEVICES = PREFIX + "devices"
 HEADER = "X-NDP-Report"
-CHUNK = "ndp.report"
+EVENT = "ndp.report"
+"""Of a stream of named events (Anthropic's Messages)."""
+_ANSWERED = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/inference/v1/generate")
+"""Paths whose answers carry reports."""
+_NOT_ASKED = ("", "0", "false", "no", "off")
+"""Values of the header that ask for none."""
 FORMAT = 1
 """Version of the JSON that /v1/ndp/status answers; docs/serving.md lists its fields. Fields may be added under one
 number."""
-_DONE = b"data: [DONE]\n\n"
+_DATA, _DONE, _LAST_MESSAGE = b"data: ", b"data: [DONE]", b"event: message_stop"
 _SEEN = "vllm_ndp.routes"
 """Key of a scope that has met our routes: a server may have them in both ways."""
 _MOST_BODY_BYTES = 4096  # of what we are sent: an address
@@ -93,9 +102,17 @@ class NdpRoutes:
                 error = "devices are added on a server with keys only: start it with --api-key"
                 guarded = _refusal(403, error)
             await guarded(scope, receive, send)
-        elif scope["type"] == "http" and HEADER in Headers(scope=scope):
+        elif scope["type"] == "http" and _path(scope) in ("/", PREFIX.rstrip("/")) and scope["method"] == "GET":
+            await RedirectResponse(f"{scope.get('root_path', '')}{PREFIX}")(scope, receive, send)
+        elif scope["type"] == "http" and _path(scope) in _ANSWERED:
             scope[_SEEN] = True
-            await self._app(scope, receive, _WithReports(scope, send))
+            body = await _body(receive)
+            if refused := _refused_arguments(body, scope):
+                await _refusal(400, refused)(scope, receive, send)
+                return
+            if Headers(scope=scope).get(HEADER, "").strip().lower() not in _NOT_ASKED:
+                send = _WithReports(scope, send)
+            await self._app(scope, _again(body, receive), send)
         else:
             await self._app(scope, receive, send)
 
@@ -106,12 +123,10 @@ class NdpRoutes:
             await receive()
             await send({"type": "lifespan.startup.failed", "message": sentence})
             return
-        await self._app(scope, receive, send)
+        await self._app(scope, receive, _saying_where(scope["app"].state.args, send) if method == METHOD else send)
 
     def _behind_keys(self, scope: Scope) -> ASGIApp:
         if self._guarded is None:
-            from vllm import envs
-
             try:
                 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
             except ImportError:  # its place in vLLM 0.26
@@ -123,8 +138,37 @@ class NdpRoutes:
         return self._guarded
 
 
+def _saying_where(args: Any, send: Send) -> Send:
+    """As the server starts to answer: its addresses, and a line that asks it something."""
+
+    async def sent(message: Message) -> None:
+        await send(message)
+        if message["type"] == "lifespan.startup.complete":
+            for line in addresses(args):
+                say(line)
+
+    return sent
+
+
+def addresses(args: Any) -> list[str]:
+    """What a person does next with a server of these arguments; nothing where it listens at no port."""
+    if getattr(args, "uds", None):
+        return []
+    host = args.host if args.host not in (None, "", "0.0.0.0", "::") else "localhost"
+    name = f"[{host}]" if ":" in host else host
+    where = f"http{'s' if args.ssl_certfile else ''}://{name}:{args.port}{args.root_path or ''}"
+    model = (args.served_model_name or [args.model])[0]
+    key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if args.api_key or envs.VLLM_API_KEY else ""
+    body = shlex.quote(json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 24}))
+    return [
+        f"live page {where}{PREFIX}, metrics {where}/metrics",
+        f"try: curl {where}/v1/completions -H 'Content-Type: application/json'{key} -d {body}",
+    ]
+
+
 class NdpEndpoints:
-    """Entry point `vllm.endpoint_plugins`: the same routes without `--middleware`, where VLLM_PLUGINS names `ndp`.
+    """Entry point `vllm.endpoint_plugins`: the same routes without `--middleware`, where VLLM_PLUGINS names `ndp`, as
+    it does in a server with the plugin (plugin.py).
 
     Servers of other models keep their answers.
     """
@@ -141,12 +185,18 @@ class NdpEndpoints:
 
 
 class _WithReports:
-    """Sends an answer on, with the reports of its request: a chunk before [DONE], or the field `ndp` of a JSON body."""
+    """Sends an answer on, with the reports of its request in a field `ndp`.
+
+    Of a JSON body; of a stream's chunk with the usage, or else of one more chunk before [DONE], which has all that its
+    readers look at; of an event before Anthropic's last one. A stream of Responses stays as it is.
+    """
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope, self._send = scope, send
         self._start: Message | None = None  # of an answer whose length changes
         self._body = bytearray()
+        self._chunk: dict[str, Any] = {}  # the last one of a stream
+        self._is_told = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -158,8 +208,8 @@ class _WithReports:
             if self._start is not None:
                 await self._collect(self._start, message)
                 return
-            if message.get("body", b"").endswith(_DONE):
-                message = {**message, "body": message["body"][: -len(_DONE)] + await self._chunk() + _DONE}
+            if not self._is_told and (body := message.get("body", b"")):
+                message = {**message, "body": b"\n\n".join([await self._told(event) for event in body.split(b"\n\n")])}
         await self._send(message)
 
     async def _collect(self, start: Message, message: Message) -> None:
@@ -168,29 +218,93 @@ class _WithReports:
             return
         answer = json.loads(self._body)
         if isinstance(answer, dict):
-            answer["ndp"] = (await self._reports())[1]
-        body = json.dumps(answer).encode()
+            answer["ndp"] = await self._reports()
+        body = _json(answer)
         kept = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
         await self._send({**start, "headers": [*kept, (b"content-length", str(len(body)).encode())]})
         await self._send({"type": "http.response.body", "body": body})
 
-    async def _chunk(self) -> bytes:
-        request_id, reports = await self._reports()
-        chunk = {"id": request_id, "object": CHUNK, "choices": [], "ndp": reports}
-        return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+    async def _told(self, event: bytes) -> bytes:
+        """One event of a stream, with the reports where they belong."""
+        if event.startswith(_LAST_MESSAGE):
+            self._is_told = True
+            told = {"type": EVENT, "ndp": await self._reports()}
+            return b"event: " + EVENT.encode() + b"\n" + _DATA + _json(told) + b"\n\n" + event
+        if event == _DONE and self._chunk:
+            self._is_told = True
+            chat = "delta" in (self._chunk.get("choices") or [{"delta": {}}])[0]
+            choice: dict[str, Any] = {"index": 0, "delta": {}} if chat else {"index": 0, "text": ""}
+            kept: dict[str, Any] = {
+                name: self._chunk[name] for name in ("id", "object", "created", "model") if name in self._chunk
+            }
+            told = kept | {"choices": [choice | {"finish_reason": None}], "ndp": await self._reports()}
+            return _DATA + _json(told) + b"\n\n" + event
+        if event.startswith(_DATA + b"{"):
+            try:
+                self._chunk = json.loads(event[len(_DATA) :])
+            except ValueError:  # an event in several parts, which vLLM does not send
+                return event
+            if self._chunk.get("choices") == [] and self._chunk.get("usage"):
+                self._is_told = True
+                return _DATA + _json(self._chunk | {"ndp": await self._reports()})
+        return event
 
-    async def _reports(self) -> tuple[str, dict[str, Any]]:
-        """The client's id, and the reports of everything that was made of it."""
+    async def _reports(self) -> dict[str, Any]:
+        """The reports of everything that was made of the client's request."""
         metadata = self._scope.get("state", {}).get("request_metadata")
         if metadata is None:  # a path that makes no request of the engine
-            return "", {}
+            return {}
         found: dict[str, Any] = {}
         for _ in range(_MOST_QUESTIONS):
             found, running = await _find(self._scope["app"], metadata.request_id)
             if found and not running:
                 break
             await asyncio.sleep(_ASK_AGAIN_S)
-        return metadata.request_id, found
+        return found
+
+
+async def _body(receive: Receive) -> list[Message]:
+    """The messages of a request's body, which vLLM reads whole as well."""
+    messages = [await receive()]
+    while messages[-1]["type"] == "http.request" and messages[-1].get("more_body", False):
+        messages.append(await receive())
+    return messages
+
+
+def _again(messages: list[Message], receive: Receive) -> Receive:
+    left = iter(messages)
+
+    async def received() -> Message:
+        return next(left, None) or await receive()
+
+    return received
+
+
+def _refused_arguments(messages: list[Message], scope: Scope) -> str:
+    """Why the plugin's part of `vllm_xargs`, which vLLM ignores, would have no effect; empty where it has."""
+    body = b"".join(message.get("body", b"") for message in messages)
+    if b'"ndp_' not in body:
+        return ""
+    try:
+        given = json.loads(body)["vllm_xargs"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    asked = sorted(name for name in given if name.startswith("ndp_")) if isinstance(given, dict) else []
+    if unknown := [name for name in asked if name != FORCED]:
+        return f"vllm_xargs has {unknown[0]}, which the plugin does not know: it knows {FORCED}"
+    config = scope["app"].state.engine_client.vllm_config.model_config
+    named = " ".join(map(str, getattr(config, "logits_processors", None) or ()))
+    if asked and not ("ForcedTokens" in named or "TracedTokens" in named):
+        return (
+            f"vllm_xargs has {FORCED}, which nothing on this server reads: start it with --logits-processors "
+            "vllm_ndp.integration.forced_tokens:ForcedTokens"
+        )
+    return ""
+
+
+def _json(value: Any) -> bytes:
+    """As vLLM writes it."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 # -- our paths -----------------------------------------------------------------------------------------------------

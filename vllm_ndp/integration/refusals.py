@@ -1,0 +1,119 @@
+"""How a start of `vllm serve … --quantization ndp` that cannot be ends: `vllm-ndp: SENTENCE`, exit code 2, no stack.
+
+vLLM prints the stack of each of its processes, the cause between them. Here the process that knows the cause writes it,
+past vLLM's prefixes, and none shows a stack. VLLM_LOGGING_LEVEL=DEBUG leaves everything as vLLM has it. Other programs
+than that server get exceptions, as ever. Knows Python's hooks and how vLLM's processes end; not why.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from ndp_device.common.errors import NdpError
+
+_USAGE = 2
+_NO_NEWS = r"Triton|LD_PRELOAD|SSM cache|KVConnectorBase_V1|custom scheduler class|^Route: |^.shutdown. Process manager"
+_WHOLE = "--additional-config"
+
+
+def end_in_one_sentence() -> None:
+    """In each process of such a server, before it does anything else. Refuses settings that are no JSON."""
+    if not is_server(sys.argv) or os.environ.get("VLLM_LOGGING_LEVEL", "").upper() == "DEBUG":
+        return
+    sys.excepthook = _hook
+    for handler in logging.getLogger("vllm").handlers:
+        handler.addFilter(_without_stack)
+        handler.addFilter(_is_news)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of processes that start later
+    _refuse_what_is_no_json(sys.argv)
+
+
+def is_server(words: Sequence[str]) -> bool:
+    """Whether this command line starts a server with the plugin; processes that it starts have the same one."""
+    if Path(words[0]).name != "vllm" or words[1:2] != ["serve"]:
+        return False
+    asked = [word.partition("=")[2] or after for word, after in zip(words, [*words[1:], ""], strict=True)
+             if word.partition("=")[0] in ("--quantization", "-q")]  # fmt: skip
+    return "ndp" in asked
+
+
+def sentence_of(error: BaseException) -> str:
+    """The cause, in one sentence; empty where another process has written it."""
+    for one in _chain(error):
+        if isinstance(one, NdpError):
+            return str(one)
+    for one in _chain(error):
+        if isinstance(one, OSError) and one.errno == errno.EADDRINUSE:
+            return "another program listens at this server's port: end it, or give another --port"
+        if isinstance(one, MemoryError):
+            return f"there is not enough memory: {one or 'free some'}"
+    said = str(error)
+    if killed := re.search(r"Failed core proc\(s\): \{.*?: (-\d+)", said):
+        return f"the engine's process ended by signal {killed[1][1:]}: of 9, look for too little memory first"
+    if said.startswith("Engine core initialization failed"):
+        return ""
+    errors = getattr(error, "errors", None)
+    if callable(errors) and (listed := errors()):  # pydantic's
+        said = str(listed[0].get("msg", said)).removeprefix("Value error, ")
+    if isinstance(error, ValueError | OSError | RuntimeError):
+        return " ".join(said.split())
+    return f"unexpected {type(error).__name__}: {' '.join(said.split())} (VLLM_LOGGING_LEVEL=DEBUG shows where)"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _write(sentence: str) -> None:
+    sys.stderr.flush()
+    os.write(2, f"vllm-ndp: {sentence}\n".encode())
+
+
+def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> NoReturn:
+    if isinstance(error, KeyboardInterrupt):
+        sys.exit(130)
+    if sentence := sentence_of(error):
+        _write(sentence)
+    sys.exit(_USAGE)
+
+
+def _without_stack(record: logging.LogRecord) -> bool:
+    """vLLM's engine and its workers log what ended their start, and Python prints it once more as they end."""
+    ended = record.exc_info and re.match(r"(EngineCore|WorkerProc) failed to start", record.getMessage())
+    if not ended or record.exc_info is None or record.exc_info[1] is None:
+        return True
+    if sentence := sentence_of(record.exc_info[1]):
+        _write(sentence)
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until this process has ended)
+    return False
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not what vLLM says of parts that this build never has, of the plugin's own parts, or of each of its routes."""
+    said = record.msg if isinstance(record.msg, str) else ""
+    return record.levelno > logging.WARNING or not re.search(_NO_NEWS, said)
+
+
+def _refuse_what_is_no_json(words: Sequence[str]) -> None:
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") != _WHOLE:
+            continue
+        try:
+            json.loads(value if equals else after)
+        except ValueError as error:
+            _write(f"{_WHOLE} is no JSON ({error}): write {_WHOLE}.ndp.hot_experts 4, one option for each setting")
+            sys.exit(_USAGE)
