@@ -25,8 +25,9 @@ def scraping(server: str, directory: Path) -> Iterator[str]:
         pytest.skip("needs Prometheus: apt-get install prometheus (.ci/run does it where it may)")
     scrape = (ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text()
     assert scrape.count("server:8000") == scrape.count("scrape_interval: 5s") == 1
+    assert scrape.count("evaluation_interval: 5s") == 1, "else rules run once a minute"
     target = server.removeprefix("http://")
-    scrape = scrape.replace("server:8000", target).replace("5s", "1s\n  evaluation_interval: 1s")
+    scrape = scrape.replace("server:8000", target).replace("interval: 5s", "interval: 1s")
     (directory / "prometheus.yml").write_text(scrape)
     shutil.copyfile(ROOT / "deploy" / "prometheus" / "ndp-rules.yml", directory / "ndp-rules.yml")
     address = f"127.0.0.1:{free_port()}"

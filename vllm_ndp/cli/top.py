@@ -31,7 +31,9 @@ app = typer.Typer()
     ),
 )
 def top(
-    target: Annotated[str, typer.Argument(metavar="ADDR", help="http:// of vllm serve; ipc:// or tcp:// of a device.")],
+    target: Annotated[
+        str, typer.Argument(metavar="ADDR", help="HOST:PORT of vllm serve; ipc:// or tcp:// of a device.")
+    ],
     interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Between two looks.")] = 1.0,
     count: Annotated[int, typer.Option(metavar="N", min=0, help="So many looks, then end; 0: until Ctrl-C.")] = 0,
     api_key: Annotated[
@@ -116,7 +118,7 @@ class _View:
         head = f"[bold]{self._target.name}[/]  " + (f"[red]{self._lost}[/]" if self._lost else "answers")
         if "protocol" in self._after.status:
             return Group(head, _device(self._after, between))
-        return Group(head, _load(self._after, between), _times(between), *_plugin(self._after, between))
+        return Group(head, _load(self._after, between), _times(self._after, between), *_plugin(self._after, between))
 
 
 def _table(*columns: str) -> Table:
@@ -133,22 +135,27 @@ def _number(value: float | None, form: str = ".1f") -> str:
 
 
 def _load(now: Sample, between: Rates | None) -> RenderableType:
-    table = _table("requests", "running", "waiting", "KV cache", "prompt tokens/s", "output tokens/s", "ended/s")
-    per_s = {} if between is None else between.per_s
+    table = _table("requests", "running", "waiting", "KV cache", "prompt tokens", "output tokens", "ended")
+    per_s, counted = {} if between is None else between.per_s, ("prompt tokens", "output tokens", "requests")
     table.add_row(
-        "",
+        "now, per second",
         _number(now.levels.get("running"), ".0f"),
         _number(now.levels.get("waiting"), ".0f"),
         f"{100 * now.levels.get('KV cache used', 0.0):.1f} %",
-        *(_number(per_s.get(name)) for name in ("prompt tokens", "output tokens", "requests")),
+        *(_number(per_s.get(name)) for name in counted),
     )
+    table.add_row("since the start", "", "", "", *(_number(now.sums.get(name), ".0f") for name in counted))
     return table
 
 
-def _times(between: Rates | None) -> RenderableType:
-    """Two rows, one for each clock."""
-    table = _table("clock", "TTFT ms", "TPOT ms", "device round trip ms", "planning ms")
+def _times(now: Sample, between: Rates | None) -> RenderableType:
+    """Two rows, one for each clock: of what has ended between two looks, or else since the server started."""
+    from vllm_ndp.operating.watch import START, rates
+
     means = {} if between is None else between.means
+    is_now = any(value is not None for value in means.values())
+    table = _table(f"clock, {'now' if is_now else 'since the start'}", "TTFT ms", "TPOT ms", "device ms", "planning ms")
+    means = means if is_now else rates(START, now).means
 
     def milliseconds(name: str) -> str:
         value = means.get(name)
@@ -163,28 +170,28 @@ def _times(between: Rates | None) -> RenderableType:
 
 
 def _plugin(now: Sample, between: Rates | None) -> list[RenderableType]:
-    from vllm_ndp.operating.watch import PLACES
+    from vllm_ndp.operating.watch import PLACES, START, rates
 
     if not any(name.endswith(" pairs") for name in now.sums):
         return ["vllm-ndp is not active in this server, or has served nothing yet"]
-    pairs = _table("pairs/s", *PLACES, "hot share", "experts moved/s", "device")
-    per_s = {} if between is None else between.per_s
-    up = now.levels.get("device up")
-    pairs.add_row(
-        "",
-        *(_number(per_s.get(f"{place} pairs"), ".0f") for place in PLACES),
-        "-" if between is None or between.hot_share is None else f"{100 * between.hot_share:.0f} %",
-        _number(per_s.get("experts moved")),
-        "-" if up is None else "up" if up else "[red]down: the host computes for it[/]",
-    )
-    return [pairs, *_requests(now.status)]
+    pairs, per_s = _table("pairs", "now, per second", "since the start"), {} if between is None else between.per_s
+    for place in PLACES:
+        if total := now.sums.get(f"{place} pairs", 0.0):
+            pairs.add_row(place.replace("_", ", "), _number(per_s.get(f"{place} pairs"), ".0f"), f"{total:.0f}")
+    pairs.add_row("experts moved", _number(per_s.get("experts moved")), _number(now.sums.get("experts moved"), ".0f"))
+    up, share = now.levels.get("device up"), rates(START, now).hot_share
+    device = "-" if up is None else "up" if up else "[red]down: the host computes for it[/]"
+    told = f"device {device}; hot share {'-' if share is None else f'{100 * share:.0f} %'} since the start"
+    return [pairs, told, *_requests(now.status)]
 
 
 def _requests(status: Any) -> list[RenderableType]:
     """The plan and the running requests, which our routes tell. One hint where the server has no such routes."""
     workers = status.get("workers") or []
     if not workers:
-        return ["[dim]more where the server has VLLM_PLUGINS=ndp, or --middleware (docs/serving.md)[/]"]
+        return [
+            "[dim]more where the server has our routes: --middleware, or VLLM_PLUGINS with ndp (docs/serving.md)[/]"
+        ]
     plan, effective = workers[0].get("plan") or {}, workers[0].get("effective") or {}
     bits = plan.get("avg_bits")
     told = (
@@ -198,7 +205,17 @@ def _requests(status: Any) -> list[RenderableType]:
         running.add_row(
             str(request["id"])[:40], request["phase"], str(request["prompt_tokens"]), str(request["output_tokens"])
         )
-    return [told, running] if status.get("running") else [told]
+    ended = _table("ended last", "prompt", "output", "how", "measured TPOT ms", "simulated TPOT us")
+    for report in status.get("finished", [])[:5]:
+        ended.add_row(
+            str(report["id"])[:30],
+            str(report.get("prompt_tokens")),
+            str(report.get("output_tokens")),
+            str(report.get("finish")),
+            _number(report.get("measured_tpot_ms"), ".3g"),
+            _number(report.get("simulated_tpot_us"), ".3g"),
+        )
+    return [told, *([running] if status.get("running") else []), *([ended] if status.get("finished") else [])]
 
 
 def _memory(memory: Any) -> str:

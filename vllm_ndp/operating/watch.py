@@ -6,6 +6,7 @@ device is asked for its Description. Knows names of metrics and fields. Does not
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -122,6 +123,10 @@ def read_metrics(text: str) -> tuple[dict[str, float], dict[str, float]]:
     }
 
 
+START = Sample(0.0, {}, {})
+"""Before everything: what `rates` since then are means of."""
+
+
 def rates(before: Sample, after: Sample) -> Rates:
     """Rates between two readings of one server. A counter that fell counts from zero, because its server restarted."""
     seconds = max(after.at_s - before.at_s, 1e-9)
@@ -164,13 +169,15 @@ Watched = WatchedServer | Device
 
 
 def watched(target: str, *, api_key: str | None = None, key: Path | None = None) -> Watched:
-    """Raises ConfigError for what is neither a server's address nor a device's."""
+    """HOST:PORT is a server's. Raises ConfigError for what is neither a server's address nor a device's."""
     if target.startswith(("http://", "https://")):
         if key is not None:
             raise ConfigError("--key is for devices behind tcp://: a server takes --api-key")
         return WatchedServer(target, api_key)
     if is_address(target):
         return Device(target, key)
+    if re.fullmatch(r"[\w.-]+:\d{1,5}/?|\[[0-9a-fA-F:]+\]:\d{1,5}/?", target):
+        return watched(f"http://{target}", api_key=api_key, key=key)
     raise ConfigError(
         f"what to watch must be http://HOST:PORT of vllm serve, or ipc:// or tcp:// of a device, got {target!r}"
     )

@@ -5,6 +5,7 @@ test_integration_serve.py watches a real server with it.
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -12,11 +13,14 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from paths import ROOT
+from rich.console import Console
 
 from ndp_device.common.errors import ConfigError, DeviceUnavailable
+from vllm_ndp.cli.top import _View
 from vllm_ndp.integration.report import PAIR_KINDS
 from vllm_ndp.operating.watch import PLACES, Device, Sample, WatchedServer, rates, read_metrics, watched
 
@@ -143,11 +147,34 @@ def test_nobody_there_is_a_sentence_and_exit_code_2() -> None:
 def test_what_to_watch_is_read_from_its_address() -> None:
     assert isinstance(watched("http://localhost:8000"), WatchedServer)
     assert isinstance(watched("ipc:///tmp/d"), Device)
-    for wrong in ("localhost:8000", "", "/tmp/socket"):
+    for short in ("localhost:8000", "127.0.0.1:8000", "[::1]:8000"):
+        assert isinstance(server := watched(short), WatchedServer)
+        assert server.name == f"http://{short}"
+    for wrong in ("localhost", "", "/tmp/socket"):
         with pytest.raises(ConfigError, match="what to watch must be"):
             watched(wrong)
     with pytest.raises(ConfigError, match="a server takes --api-key"):
         watched("http://localhost", key=Path("k"))
+
+
+def test_the_picture_shows_what_was_before_the_first_look() -> None:
+    """One request that ended before `top` was started; nothing is cut in a terminal of 100 columns."""
+    totals = {"prompt tokens": 9.0, "output tokens": 24.0, "requests": 1.0, "hot pairs": 90.0, "cold pairs": 94.0}
+    totals |= {"measured TTFT sum": 0.05, "measured TTFT count": 1.0}
+    ended = {"id": "cmpl-X-0", "prompt_tokens": 9, "output_tokens": 24, "finish": "stop", "measured_tpot_ms": 3.25}
+    status = {"workers": [{"plan": {"epoch": 1, "hot_experts": 4, "avg_bits": 3.0}}], "finished": [ended]}
+    look = Sample(1.0, totals, {"running": 0.0, "device up": 1.0}, status)
+    console = Console(width=100, file=io.StringIO())
+    console.print(_View(SimpleNamespace(name="here", look=lambda: look), 1.0, 1).picture())
+    drawn = console.file.getvalue()
+    for words in ("since the start", "hot share 49 % since the start", "cmpl-X-0", "3.25", "stop"):
+        assert words in drawn
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in drawn.splitlines() if "│" in line]
+    assert ["since the start", "", "", "", "9", "24", "1"] in rows
+    assert ["measured", "50", "-", "-", "-"] in rows
+    assert ["hot", "-", "90"] in rows
+    assert ["cold", "-", "94"] in rows
+    assert "…" not in drawn
 
 
 def test_a_device_that_goes_away_is_waited_for(tmp_path: Path) -> None:
