@@ -108,6 +108,7 @@ class Handler:
         self._shards = ShardStores(store, prepares_ahead=prepares_ahead)
         self._files = self._shards.files
         self._ahead: _Ahead | None = None  # what is being prepared
+        self._said_masked = False
         self.offer_memory: Callable[[bytes], msg.SlotOffer | None] = lambda client: None  # the server knows better
         self.others_compute: Callable[[bytes], bool] = lambda client: False  # and this
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
@@ -307,7 +308,9 @@ class Handler:
                 store.trim(used)
         self._ahead = None  # as far as it got it served this plan, if that needs it
         store.trim(used)
-        if masked := sum(int(store.masked(bits).sum()) for bits in store.widths):
+        masked = sum(int(store.masked(bits).sum()) for bits in store.widths)
+        if masked and not self._said_masked:
+            self._said_masked = True
             _log.info("%d replicas are masked for want of memory: slower, with the same results", masked)
         if reasons:
             count = int(np.unpackbits(missing).sum())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,11 +57,15 @@ class CalibrationText:
             ids = tokenizer(text.decode(), add_special_tokens=False, verbose=False)["input_ids"]
         except UnicodeDecodeError as error:
             raise ConfigError(f"the calibration file {path} must be UTF-8 text: {error}") from None
-        wanted = num_sequences * sequence_length
-        if len(ids) < wanted:
+        if (whole := len(ids) // sequence_length) < HELD_OUT_EVERY:
             raise ConfigError(
-                f"the calibration file {path.name} has {len(ids)} tokens and {num_sequences} sequences of "
-                f"{sequence_length} need {wanted}: give a longer text or fewer sequences"
+                f"the calibration file {path.name} has {len(ids)} tokens and {HELD_OUT_EVERY} sequences of "
+                f"{sequence_length} need {HELD_OUT_EVERY * sequence_length}: give a longer text or shorter sequences"
+            )
+        if whole < num_sequences:
+            print(
+                f"{path.name} has {len(ids)} tokens: {whole} sequences of {sequence_length}, not {num_sequences}",
+                file=sys.stderr,
             )
         windows = np.array(ids[: len(ids) // sequence_length * sequence_length]).reshape(-1, sequence_length)
         drawn = np.random.default_rng(seed).permutation(len(windows))[:num_sequences]

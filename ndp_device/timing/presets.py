@@ -187,12 +187,14 @@ def _card(table: Table, flops: int, hbm: int, gigabytes: int, idle_watts: int, w
 
 
 _HOST: Table = {
-    "host.cpu_flops_per_s": _q(20_000_000_000_000, "flop/s", "[S] seed 002: 20 TFLOPS of AMX"),
+    "host.cpu_flops_per_s": _q(20_000_000_000_000, "flop/s", "[S] CXL-Expert's description: 20 TFLOPS of AMX"),
     "host.memory_bytes_per_s": _q(307_200_000_000, "byte/s", "[D] 8 channels of DDR5-4800 x 8 B"),
     "host.memory_capacity_bytes": _q(2**40, "byte", "[O] 16 modules of 64 GiB, two on each of the 8 channels"),
-    "host.cxl_flops_per_s": _q(2_000_000_000_000, "flop/s", "[S] seed 002: 2 TFLOPS where the expander multiplies"),
-    "host.cxl_bytes_per_s": _q(64_000_000_000, "byte/s", "[S] seed 002, a commodity CXL 2.0 expander"),
-    "host.cxl_capacity_bytes": _q(256 * 2**30, "byte", "[S] seed 002"),
+    "host.cxl_flops_per_s": _q(
+        2_000_000_000_000, "flop/s", "[S] CXL-Expert's description: 2 TFLOPS where the expander multiplies"
+    ),
+    "host.cxl_bytes_per_s": _q(64_000_000_000, "byte/s", "[S] CXL-Expert's description, a commodity CXL 2.0 expander"),
+    "host.cxl_capacity_bytes": _q(256 * 2**30, "byte", "[S] CXL-Expert's description"),
 }
 
 _ENERGY: Table = {
@@ -213,22 +215,24 @@ _SEED002: Table = {
     **_H100,
     **_HOST,
     **_ENERGY,
-    "dram.kind": _q("ideal", "name", "[S] seed 002 gives a bandwidth only"),
-    "dram.standard": _q("commodity CXL expander", "name", "[S] seed 002"),
-    "dram.capacity_bytes": _q(256 * 2**30, "byte", "[S] seed 002"),
-    "dram.ideal_bytes_per_s": _q(64_000_000_000, "byte/s", "[S] seed 002"),
+    "dram.kind": _q("ideal", "name", "[S] CXL-Expert's description gives a bandwidth only"),
+    "dram.standard": _q("commodity CXL expander", "name", "[S] CXL-Expert's description"),
+    "dram.capacity_bytes": _q(256 * 2**30, "byte", "[S] CXL-Expert's description"),
+    "dram.ideal_bytes_per_s": _q(64_000_000_000, "byte/s", "[S] CXL-Expert's description"),
     "link.launch": _q("dma", "name", "[O] a commodity expander has no command window"),
-    "link.raw_bytes_per_s": _q(32_000_000_000, "byte/s each way", "[S] seed 002, called PCIe 5.0 (32 is Gen4)"),
-    "link.bulk_bytes_per_s": _q(32_000_000_000, "byte/s", "[S] seed 002"),
-    "link.packet_header_bytes": _q(0, "byte", "[S] seed 002 counts no headers"),
-    "link.dma_launch_ps": _q(0, "ps", "[S] seed 002 counts none"),
-    "link.dma_latency_ps": _q(100_000, "ps", "[S] seed 002"),
-    "link.completion_ps": _q(0, "ps", "[S] seed 002 counts none"),
+    "link.raw_bytes_per_s": _q(
+        32_000_000_000, "byte/s each way", "[S] CXL-Expert's description, called PCIe 5.0 (32 is Gen4)"
+    ),
+    "link.bulk_bytes_per_s": _q(32_000_000_000, "byte/s", "[S] CXL-Expert's description"),
+    "link.packet_header_bytes": _q(0, "byte", "[S] CXL-Expert's description counts no headers"),
+    "link.dma_launch_ps": _q(0, "ps", "[S] CXL-Expert's description counts none"),
+    "link.dma_latency_ps": _q(100_000, "ps", "[S] CXL-Expert's description"),
+    "link.completion_ps": _q(0, "ps", "[S] CXL-Expert's description counts none"),
     "array.pe_mode": _q("fp16_dequant", "name", "[O] general-purpose units"),
-    "array.command_ps": _q(0, "ps", "[S] seed 002 counts none"),
-    "gpu.flops_per_s": _q(200_000_000_000_000, "flop/s", "[S] seed 002"),
-    "gpu.hbm_bytes_per_s": _q(800_000_000_000, "byte/s", "[S] seed 002"),
-    "gpu.layer_overhead_ps": _q(0, "ps", "[S] seed 002 counts none"),
+    "array.command_ps": _q(0, "ps", "[S] CXL-Expert's description counts none"),
+    "gpu.flops_per_s": _q(200_000_000_000_000, "flop/s", "[S] CXL-Expert's description"),
+    "gpu.hbm_bytes_per_s": _q(800_000_000_000, "byte/s", "[S] CXL-Expert's description"),
+    "gpu.layer_overhead_ps": _q(0, "ps", "[S] CXL-Expert's description counts none"),
 }
 
 _X8: Table = {  # PCIe 4.0 x8, which is what a 4060 Ti has

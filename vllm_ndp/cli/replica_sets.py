@@ -5,6 +5,8 @@ Knows options and last lines; ndp_device/calibration/ and operating/hub.py work.
 
 from __future__ import annotations
 
+import shlex
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from ndp_device.common.command_line import command, print_json
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.outputs import REPLICAS
 from vllm_ndp.cli.options import integers
+from vllm_ndp.setting_names import as_options
 
 if TYPE_CHECKING:
     from ndp_device.replicas.format import Manifest
@@ -88,7 +91,7 @@ def quantize(
     from ndp_device.common.widths import WIDTHS
     from vllm_ndp.operating.hub import checkpoint_dir
 
-    started = time.monotonic()
+    started, before, asked = time.monotonic(), _files(out), model
     model = checkpoint_dir(str(model))
     widths = None if by.bits is None else integers(by.bits, "--bits")
     if calibration is None:
@@ -112,6 +115,15 @@ def quantize(
             device_name=way.device,
         )
     _print_summary(manifest, out, started)
+    if before == _files(out):
+        print(f"vllm-ndp: nothing to do: {out} holds these replicas", file=sys.stderr)
+    words = ["vllm", "serve", str(asked), "--quantization", "ndp", *as_options({"replicas": str(out)})]
+    print(f"vllm-ndp: serve it with: {shlex.join(words)}", file=sys.stderr)
+
+
+def _files(directory: Path) -> dict[str, int]:
+    """Files of experts by name, and when each was written."""
+    return {path.name: path.stat().st_mtime_ns for path in directory.glob("experts-*")}
 
 
 @command(

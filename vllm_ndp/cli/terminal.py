@@ -57,7 +57,7 @@ def print_table(table: Table, *, width: int, expendable: Sequence[str] = (), els
         table.columns = [column for column in table.columns if _words(column.header) != header]
     console.print(table)
     if hidden:
-        print(f"  this terminal is too narrow for {', '.join(hidden)}{elsewhere and f': {elsewhere}'}", file=sys.stderr)
+        print(f"  {len(hidden)} columns more do not fit{elsewhere and f': {elsewhere}'}", file=sys.stderr)
 
 
 def _words(header: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,11 +40,14 @@ def trace_import(
 
     vllm, sglang, routelog, moe-trace, expert-selection, dynande, npz: docs/trace-format.md.
     """
+    from vllm_ndp.traces.format import PHASES
     from vllm_ndp.traces.importers import ImportSettings, import_trace
 
     settings = ImportSettings(model, num_experts, sequence_len, prompt_len, top_k=top_k)
     trace = import_trace(source, kind, settings)
     _save(trace, out)
+    if not (trace.phase == PHASES.index("decode")).any():
+        print("vllm-ndp: 0 decode tokens, so nothing can be replayed: give --prompt-len", file=sys.stderr)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -89,10 +89,12 @@ class CompareSettings:
     overrides: dict[str, str | int] = field(default_factory=dict)
     avg_bits: float = DEFAULT_AVG_BITS
     systems: Annotated[
-        tuple[str, ...], typer.Option(help="Names with commas between them, or all."), Written(_listed, "all")
+        tuple[str, ...],
+        typer.Option(help="Names with commas between them, or all."),
+        Written(_listed, "context_aware,balanced,fiddler,ktransformers,gpu_on_demand,quantized"),
     ] = ("all",)
     policies: Annotated[
-        tuple[str, ...], typer.Option(help="Names with commas between them, or all."), Written(_listed, "all")
+        tuple[str, ...], typer.Option(help="Names with commas between them, or all."), Written(_listed, "prefill")
     ] = ("all",)
     batches: Annotated[
         tuple[int, ...],
@@ -195,6 +197,7 @@ class GridOptions:
                 model=model,
                 hardware=hardware,
                 avg_bits=bits,
+                fit=settings.fit or memory is not None,  # half of the experts would not fit a small one
                 overrides=self.overrides | ({} if memory is None else {CAPACITY: memory * GB}),
             )
             for model, hardware, memory, bits in product(

@@ -7,6 +7,7 @@ setting `{"ndp": {"record": DIR}}`.
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ def run(
     NdpSettings(hot_experts=hot, avg_bits=avg_bits).resolve_hot_experts(shape.num_experts)
     settings = {"hot_experts": hot, "avg_bits": avg_bits, "hardware": DEFAULT_HARDWARE, "record": str(out.resolve())}
     prompts = _read_prompts(prompts_file)
+    found = f"{len(prompts)} prompt{'s' * (len(prompts) > 1)}"
+    print(f"vllm-ndp: {prompts_file} holds {found} (blank lines stand between them)", file=sys.stderr)
     import_vllm()
     from vllm import SamplingParams
 

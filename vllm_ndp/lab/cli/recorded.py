@@ -103,6 +103,7 @@ def compare(
     out: TableOption = None,
     html: PageOption = None,
     jobs: Annotated[str, typer.Option(help="Processes that share the work: a number, or all (one per core).")] = "1",
+    notes: Annotated[bool, typer.Option("--notes", help="Also say what each system and time rests on.")] = False,
 ) -> None:
     """Run systems and policies on one trace and one hardware.
 
@@ -126,7 +127,7 @@ def compare(
     with waiting(f"replaying {sum(len(one.prompt_len) for one in recorded)} requests"):
         found = compare_all(recorded, points, prior=known, loss=loss, jobs=workers)
     if len(points) == 1:
-        print_comparison(found.points[0][1], found.points[0][0])
+        print_comparison(found.points[0][1], found.points[0][0], recorded[0].provenance.model, notes=notes)
     else:
         print_winners(found)
     if out is not None:

@@ -31,9 +31,14 @@ EXPENDABLE = (
     "GPU GB",
     "mJ/token",
     "regret %",
-    "TTFT ms",
+    "K",
+    "bits",
+    "TPOT p50 ms",
+    "batch",
 )
 """Columns of a comparison that a narrow terminal goes without, the least first."""
+WIDTH = 100
+"""Columns of a comparison that no terminal shows."""
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -47,20 +52,35 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         pyarrow.parquet.write_table(table, path)
     elif path.suffix == ".csv":
         pyarrow.csv.write_csv(table, path)
+    elif path.suffix == ".md":
+        lines = [
+            table.column_names,
+            ["---"] * table.num_columns,
+            *([str(cell) for cell in row.values()] for row in rows),
+        ]
+        path.write_text("".join(f"| {' | '.join(cells)} |\n" for cells in lines))
     else:
-        raise ConfigError(f"--out takes a .parquet or a .csv file, got {path}")
+        raise ConfigError(f"--out takes a .parquet, .csv or .md file, got {path}")
 
 
-def print_comparison(result: Comparison, settings: CompareSettings) -> None:
-    where = f"{settings.model} on {settings.hardware} ({result.config_hash})"
-    table = Table(title=f"{where}, {result.num_requests} requests; simulated times")
+def print_comparison(result: Comparison, settings: CompareSettings, routing: str, *, notes: bool) -> None:
+    """routing: of which model. notes: what else there is to know of each row and system."""
+    where = f"{settings.model} on {settings.hardware}"
+    routed = "" if routing == settings.model else f" with {routing}'s routing"
+    table = Table(title=f"{where}{routed}, {result.num_requests} requests; simulated times", title_justify="left")
     for name in result.rows[0].cells():
         table.add_column(
             name.replace(" ", "\n"), justify="left" if name in ("system", "policy") else "right", no_wrap=True
         )
     for row in result.rows:
         table.add_row(*row.cells().values())
-    print_table(table, width=230, expendable=EXPENDABLE, elsewhere="--out FILE has all columns")
+    print_table(table, width=WIDTH, expendable=EXPENDABLE, elsewhere="--out FILE has all columns")
+    for note in result.skipped:
+        print(f"  skipped {note}")
+    if not notes:
+        print("  --notes says what each system assumes; --systems all and --policies all show every one")
+        return
+    print(f"  hardware {result.config_hash}")
     for row, beside in zip(result.rows, beside_fastest(result.replayed), strict=True):
         if beside is not None and beside.equal and beside.ks:
             print(
@@ -74,8 +94,6 @@ def print_comparison(result: Comparison, settings: CompareSettings) -> None:
     for name in settings.systems:
         for assumption in SYSTEMS[name].assumptions:
             print(f"  {name}: {assumption}")
-    for note in result.skipped:
-        print(f"  skipped {note}")
 
 
 def print_winners(result: Compared) -> None:

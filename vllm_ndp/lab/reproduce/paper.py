@@ -333,6 +333,5 @@ def reproduce(trace: Trace | None = None) -> Reproduction:
             "already keeps busy",
             "a higher hit rate does not help above about 0.6: two fp16 experts on the GPU take longer than one 2-bit "
             "expert on the device",
-            "'67 % fewer migrations' of the review card is not in the paper and is no target",
         ),
     )

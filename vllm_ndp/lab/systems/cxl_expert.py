@@ -1,4 +1,4 @@
-"""CXL-Expert (seed 002) on a trace: hot experts on the GPU, warm ones on the CPU, cold ones behind a CXL expander.
+"""CXL-Expert on a trace: hot experts on the GPU, warm ones on the CPU, cold ones behind a CXL expander.
 
 Tiers begin by popularity: num_hot experts in GPU memory, half of the rest in CPU memory (fp16), the others in the
 expander. The expander holds 4 bits and reads at its own rate. Experts change tiers as their use does (`retiered`).
@@ -57,7 +57,7 @@ class Moves:
 def retiered(tiers: NDArray[np.uint8], uses: NDArray[np.float64], costs: TierCosts) -> tuple[NDArray[np.uint8], Moves]:
     """tiers and uses [G, L, E] -> (tiers from now on, what moved). uses: steps since the last look that used each.
 
-    "The system monitors execution time and may migrate an expert between categories if its usage changes" (seed 002),
+    "The system monitors execution time and may migrate an expert between categories if its usage changes" (its words),
     no rule given. Ours: every so many steps of a group two experts of a layer change places if the saving exceeds the
     copy. The saving is the time that the exchange would have saved since the last look. The first look is at the end of
     the prompts, by their counts. So tiers keep their sizes, and the two copies cross in opposite directions at once.
@@ -115,7 +115,7 @@ WARM_SHARE = 0.5  # [O] of the experts that are not hot
 
 _MESSAGE_VALUES = (128, 2048, 32768)
 _PACKED_SHARE = {
-    8: (0.7148, 0.5219, 0.4696),  # source: seed 002
+    8: (0.7148, 0.5219, 0.4696),  # source: CXL-Expert's description
     6: (0.5508, 0.3945, 0.3447),
     5: (0.4688, 0.3308, 0.2826),
     4: (0.3867, 0.2671, 0.2211),

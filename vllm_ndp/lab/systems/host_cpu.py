@@ -80,7 +80,7 @@ def fiddler(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
 FIDDLER = System(
     "fiddler",
     (
-        "CPU: 20 TFLOP/s (seed 002), 307 GB/s (8 x DDR5-4800); fp16 weights on both sides",
+        "CPU: 20 TFLOP/s (CXL-Expert's description), 307 GB/s (8 x DDR5-4800); fp16 weights on both sides",
         "CPU and GPU run side by side, in prompts too: each expert where its rows are done sooner",
     ),
     fiddler,
@@ -218,7 +218,7 @@ KTRANSFORMERS = System(
     "ktransformers",
     (
         "frequency placement over all layers from the prior; static; no expert deferral (which changes the model)",
-        "CPU: 20 TFLOP/s (seed 002) and 307 GB/s (8 x DDR5-4800), both reached in full, in prompts too",
+        "CPU: 20 TFLOP/s (CXL-Expert's description) and 307 GB/s (8 x DDR5-4800), both reached in full, in prompts too",
         "8- and 4-bit CPU experts have our replicas' sizes and losses",
     ),
     ktransformers,

@@ -1,0 +1,36 @@
+"""The commands of docs/first-experiment.md, as they are written, one after the other."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engines import BIN, PATIENCE_S, ROOT, user_environment
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+def test_every_command_of_the_page_runs_and_the_replay_is_exact(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "first-experiment.md").read_text()
+    assert len(page.splitlines()) <= 60
+    for name in ("models", "examples", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    said = {}
+    for line in re.findall(r"```\n(.*?)```", page, re.S):
+        for command in line.splitlines():
+            program, *words = shlex.split(command)
+            path = sys.executable if program == "python" else str(BIN / program)
+            done = subprocess.run(
+                [path, *words], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, env=user_environment()
+            )
+            assert done.returncode == 0, (command, done.stderr[-2000:])
+            said[words[0]] = done.stdout
+    assert json.loads(said["replay"].splitlines()[-1])["identical"] is True
+    assert (tmp_path / "rows.md").read_text().count("\n") > 6
+    assert (tmp_path / "page.html").stat().st_size > 1000
+    assert (tmp_path / "my-trace").is_dir()
