@@ -228,7 +228,7 @@ def test_an_installed_program_ends_as_its_function_does(words: list[str]) -> Non
         (["vllm-ndp", "trace-synth"], "Missing option '--out'"),
         (
             ["vllm-ndp", "trace-synth", "no/such", "--out", "o"],
-            "unknown model 'no/such': Give a checkpoint's",
+            "a model is a checkpoint's directory",
         ),
         (["vllm-ndp", "quantize", "m", "--out", "o", "--solver", "best"], "'--solver'"),
         (["ndp-device", "time"], "Missing command (see ndp-device time --help)"),

@@ -15,12 +15,20 @@ Messages are one sentence: what was wanted, what came, what to change.
 
 from __future__ import annotations
 
+import difflib
 import errno
+from collections.abc import Iterable
 
 _MAX_SENTENCE = 1500
 UNAVAILABLE = ("down", "late", "lost", "refused", "broken")
 """Reasons for a call without a result. The device was away when the call was made, did not answer in time, or was lost
 meanwhile. Or its answer was a typed error, or broke the protocol."""
+
+
+def nearest(value: str, known: Iterable[str]) -> str:
+    """ ": did you mean NAME?", where one of the known names is like this one; else nothing."""
+    near = difflib.get_close_matches(value, list(known), n=1)
+    return f": did you mean {near[0]!r}?" if near else ""
 
 
 class NdpError(Exception):

@@ -302,7 +302,8 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         manifest = sealed.read(path, Manifest)
     except FileNotFoundError:
-        raise ReplicaError(f"{directory} holds no replicas ({MANIFEST} is missing): run vllm-ndp quantize") from None
+        lacks = f"holds no replicas ({MANIFEST} is missing)" if directory.is_dir() else "does not exist"
+        raise ReplicaError(f"{directory} {lacks}: run vllm-ndp quantize") from None
     except (OSError, strict_json.Refused, NdpError) as error:
         raise ReplicaError(f"{path} is not a replica manifest: {error}") from None
     has_form = manifest.activation is not msgspec.UNSET or manifest.biases is not msgspec.UNSET

@@ -6,12 +6,11 @@ billions by its model card or paper, total and active. A test compares the sizes
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ndp_device.common.errors import ConfigError
+from ndp_device.common.errors import ConfigError, nearest
 from ndp_device.common.model_shape import WholeModel
 from ndp_device.model_config import public_model
 
@@ -249,9 +248,8 @@ SHAPES: Mapping[str, WholeModel] = {name: public_model(name, model.config) for n
 
 def public_shape(name: str) -> WholeModel:
     if name not in SHAPES:
-        near = difflib.get_close_matches(name.lower(), SHAPES, n=1)
         raise ConfigError(
-            f"unknown model {name!r}: {f'did you mean {near[0]!r}? ' if near else ''}Give a checkpoint's directory, a "
-            f"config.json, an id of the hub such as ORG/NAME, or one of {', '.join(SHAPES)}"
+            "a model is a checkpoint's directory, a config.json, an id of the hub such as ORG/NAME, or one of "
+            f"{', '.join(SHAPES)}, got {name!r}{nearest(name.lower(), SHAPES)}"
         )
     return SHAPES[name]

@@ -6,7 +6,6 @@ Knows units and limits, not how time passes.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Annotated, Any, ClassVar, NamedTuple, get_origin, get_type_hints
 
-from ndp_device.common.errors import ConfigError
+from ndp_device.common.errors import ConfigError, nearest
 from ndp_device.timing.presets import PRESETS, Quantity, known_presets
 from ndp_device.timing.units import FS_PER_PS, PS_PER_S, ceil_div
 
@@ -336,8 +335,7 @@ def preset_table(preset: str) -> Mapping[str, Quantity]:
         return PRESETS[preset]
     known = known_presets()
     if preset not in known:
-        nearest = difflib.get_close_matches(preset, known, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"unknown hardware preset {preset!r}: did you mean {nearest!r}? Known: {', '.join(known)}")
+        raise ConfigError(f"hardware must be one of {', '.join(known)}, got {preset!r}{nearest(preset, known)}")
     return known[preset]
 
 
@@ -350,8 +348,7 @@ def _full_key(key: str, types: Mapping[str, type[Any]]) -> str:
     if matches:
         raise ConfigError(f"hardware value {key!r} is ambiguous: write one of {', '.join(matches)}")
     names = [*types, *(full.split(".")[1] for full in types)]
-    nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
-    raise ConfigError(f"unknown hardware value {key!r}: did you mean {nearest!r}?")
+    raise ConfigError(f"unknown hardware value {key!r}{nearest(key, names)}")
 
 
 def _convert(key: str, kind: type[Any], value: Any) -> Any:

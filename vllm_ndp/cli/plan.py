@@ -122,7 +122,7 @@ def _print(proposal: Proposal) -> None:
     for name in ("replicas\nup to", "hot experts\nper layer", "KV tokens\nleft", "checkpoint\nin memory"):
         ways.add_column(name, justify="right")
     times = ("simulated\nTPOT us", "simulated\ntokens/s", "simulated\nTTFT ms")
-    for name in times if proposal.measured is None else (*times, "measured\nTPOT ms, at best"):
+    for name in times if proposal.measured is None else (*times, "expected here\nTPOT ms, at best"):
         ways.add_column(name, justify="right")
     for way in proposal.ways:
         option, step_s = way.option, way.measured_decode_step_s

@@ -355,7 +355,7 @@ class DeviceClient:
             self.counters.connected += 1
             back = self.counters.connected > 1
             level, state = (logging.WARNING, "back") if back else (logging.INFO, "up")  # as loud as it went
-            _log.log(level, "NDP device at %s is %s (incarnation %.10r)", self.address, state, connection.incarnation)
+            _log.log(level, "NDP device at %s is %s (incarnation %.8s)", self.address, state, connection.incarnation)
 
     def _next_of_plans(self, connection: Connection) -> tuple[msg.Message, AnnouncedPlan] | None:
         """Return the next request that gives the device our plans; found again each time, as plans change meanwhile."""

@@ -158,7 +158,7 @@ def measure_prices(
         facts["group size"] = device.facts.group_size
         measure = partial(probe.measure, wanted, link.members.beside_the_run)
         prices, said = known_prices.find_or_measure(MeasuredPrices, facts, measure)
-        say(f"prices of this machine: {said}")
+        say(f"speed of this machine, by which plans place experts: {said}")
         recorded = prices.recorded()
     told: dict[str, Any] = worker.ranks.from_leader(recorded)
     return told

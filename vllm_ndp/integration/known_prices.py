@@ -42,7 +42,7 @@ def find_or_measure(kind: type[P], facts: Mapping[str, Any], measure: Callable[[
     began, waited = time.monotonic_ns(), _waited_ns()
     prices = measure()
     if _waited_ns() - waited > _BUSY * (time.monotonic_ns() - began):
-        return prices, "measured now, and not kept, because other programs took cores meanwhile"
+        return prices, "measured now, and again at the next start, because other programs took cores meanwhile"
     _write(path, prices)
     return prices, f"measured now and kept in {path}"
 

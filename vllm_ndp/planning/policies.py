@@ -8,7 +8,6 @@ Does not know vLLM, devices or files other than a prior's array.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ndp_device.common.errors import ConfigError
+from ndp_device.common.errors import ConfigError, nearest
 from ndp_device.common.model_shape import MAX_EXPERTS_IN_ALL
 from ndp_device.common.strict_arrays import read_array
 from ndp_device.common.strict_files import Refused
@@ -283,9 +282,6 @@ def _with_prior(name: str, settings: PolicySettings) -> PolicySettings:
 
 
 def _known(what: str, value: str, allowed: Collection[str]) -> None:
-    if not isinstance(value, str):
-        raise ConfigError(f"{what} must be one of {sorted(allowed)}, got {value!r}")
-    if value in allowed:
-        return
-    nearest = difflib.get_close_matches(value, list(allowed), n=1, cutoff=0.0)[0]
-    raise ConfigError(f"{what} must be one of {sorted(allowed)}, got {value!r}: did you mean {nearest!r}?")
+    if not isinstance(value, str) or value not in allowed:
+        near = nearest(value, allowed) if isinstance(value, str) else ""
+        raise ConfigError(f"{what} must be one of {', '.join(sorted(allowed))}, got {value!r}{near}")

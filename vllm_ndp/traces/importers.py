@@ -7,7 +7,6 @@ notes both. How requests are told, or found again, where a source has rows of si
 from __future__ import annotations
 
 import base64
-import difflib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import pyarrow.csv as pa_csv
 from numpy.typing import NDArray
 
 from ndp_device.common import strict_json
-from ndp_device.common.errors import TraceError
+from ndp_device.common.errors import TraceError, nearest
 from ndp_device.common.strict_arrays import decode_array, read_arrays
 from ndp_device.common.strict_files import open_plain, read_lines
 from vllm_ndp.traces import row_logs
@@ -50,8 +49,7 @@ def import_trace(source: Path, kind: str, settings: ImportSettings | None = None
     """Read a foreign recording. Raises TraceError in one sentence when it is not what `kind` says."""
     settings = settings or ImportSettings()
     if kind not in FORMATS:
-        nearest = difflib.get_close_matches(kind, FORMATS, n=1, cutoff=0.0)[0]
-        raise TraceError(f"trace format must be one of {', '.join(FORMATS)}, got {kind!r}: did you mean {nearest!r}?")
+        raise TraceError(f"trace format must be one of {', '.join(FORMATS)}, got {kind!r}{nearest(kind, FORMATS)}")
     if not source.exists():
         raise TraceError(f"{source} does not exist")
     row = FORMATS[kind]

@@ -7,7 +7,6 @@ that was not fitted to their model. Data only.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ndp_device.common import strict_json
-from ndp_device.common.errors import ConfigError
+from ndp_device.common.errors import ConfigError, nearest
 from ndp_device.timing.public_models import SHAPES, public_shape
 from vllm_ndp.traces.synthetic import SyntheticSettings
 
@@ -68,8 +67,7 @@ class RoutingPreset:
 
 def routing_named(name: str) -> RoutingPreset:
     if name not in ROUTINGS:
-        nearest = difflib.get_close_matches(name, ROUTINGS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"routing must be one of {', '.join(ROUTINGS)}, got {name!r}: did you mean {nearest!r}?")
+        raise ConfigError(f"routing must be one of {', '.join(ROUTINGS)}, got {name!r}{nearest(name, ROUTINGS)}")
     return ROUTINGS[name]
 
 

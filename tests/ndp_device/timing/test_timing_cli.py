@@ -80,7 +80,7 @@ def test_hardware_prints_every_value_and_marks_what_was_set_by_hand() -> None:
         (["idle", "warm"], "hit, closed, conflict"),
         (["expert", "--bits", "5"], "bits must be one of"),
         (["expert", "--bits", "3", "--tokens", "0"], "--tokens"),
-        (["expert", "gpt", "--bits", "3"], "unknown model"),
+        (["expert", "gpt", "--bits", "3"], "a model is a checkpoint"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(arguments: list[str], words: str) -> None:

@@ -5,11 +5,10 @@ Entry point group `vllm_ndp.systems`: `name = "my_package:SYSTEM"`, a System; do
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from importlib.metadata import entry_points
 
-from ndp_device.common.errors import ConfigError
+from ndp_device.common.errors import ConfigError, nearest
 from vllm_ndp.lab.systems.cxl_expert import CXL_EXPERT
 from vllm_ndp.lab.systems.expert_cache import EXPERT_CACHE, HYBRIMOE
 from vllm_ndp.lab.systems.gpu_on_demand import GPU_ON_DEMAND, MOE_INFINITY
@@ -82,8 +81,7 @@ def require_options(names: Iterable[str], systems: Iterable[str]) -> None:
 
 def system_named(name: str) -> System:
     if name not in SYSTEMS:
-        nearest = difflib.get_close_matches(name, SYSTEMS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"system must be one of {', '.join(SYSTEMS)}, got {name!r}: did you mean {nearest!r}?")
+        raise ConfigError(f"system must be one of {', '.join(SYSTEMS)}, got {name!r}{nearest(name, SYSTEMS)}")
     return SYSTEMS[name]
 
 
