@@ -33,6 +33,7 @@ NDP = (
 )
 OURS = (
     "additional_config",
+    "cache_config.kv_cache_memory_bytes",  # of a start that names none
     "kv_transfer_config",
     "load_config.model_loader_extra_config",
     "model_config.quantization",
