@@ -71,8 +71,6 @@ def job_of(name: str, arguments: argparse.Namespace) -> Job:
         model = str(path)
     elif system.hot is not None:
         settings = {"deadline_ms": LONG_DEADLINE_MS, **system.settings}
-        if "hot_experts" in settings:  # the defaults keep the checkpoint alone in the page cache
-            settings["debug"] = {**settings.get("debug", {}), "pool": "packed"}
         if settings.get("cold_precision") != "full":
             if arguments.replicas is None:
                 raise Unavailable("--replicas was not given")

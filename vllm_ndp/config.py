@@ -39,7 +39,6 @@ _CHOICES: dict[str, tuple[str | int, ...]] = {
     "prices": ("auto", "simulated", "measured"),
     "bits_for": BITS_FOR,
     "fallback": ("full", "same"),
-    "pool": ("checkpoint", "packed"),
     "kernel": ("auto", "reference", "native"),
     "device_experts": ("copies", "split"),
 }
@@ -147,8 +146,6 @@ class NdpSettings:
     """Values of the preset to replace, by `section.field` (`ndp-device time` lists them)."""
     kernel: str = "auto"
     """Kernel of the embedded device."""
-    pool: str = "checkpoint"
-    """Source of full-precision experts: the mapped `checkpoint`, or on CPU a copy `packed` for the kernel."""
     deadline_ms: float = 1000.0
     """One deadline for a layer's device call; after it the same experts are computed locally."""
     fallback: str = "full"

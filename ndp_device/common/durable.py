@@ -44,15 +44,6 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
         sync(path.parent)
 
 
-def move_directory(aside: Path, path: Path) -> None:
-    """A directory of files takes a name that no other has, when all of the files are on disk."""
-    for file in aside.iterdir():
-        sync(file)
-    sync(aside)
-    os.replace(aside, path)
-    sync(path.parent)
-
-
 def sync(path: Path) -> None:
     """A file's contents, or the names in a directory."""
     handle = os.open(path, os.O_RDONLY)

@@ -116,7 +116,7 @@ def test_a_worker_s_hot_experts_are_quantized_from_the_checkpoint(
 
     from vllm_ndp.integration import hot_experts
     from vllm_ndp.integration.experts_pool import ExpertsPool
-    from vllm_ndp.integration.streaming import make_streamer
+    from vllm_ndp.integration.streaming import StagingStreamer
     from vllm_ndp.layer.tiers import Tiers
 
     pool = ExpertsPool(MODEL)
@@ -131,7 +131,7 @@ def test_a_worker_s_hot_experts_are_quantized_from_the_checkpoint(
         index: hot_experts.slots_of_module(layer, plain, tiers, index, num_quantized=3, slot_bits=bits)
         for index in range(pool.shape.num_layers)
     }
-    streamer = make_streamer("checkpoint", pool, layers[0], Path("/nonexistent"))
+    streamer = StagingStreamer(pool, layers[0].kernel, layers[0].held)
     hot = hot_experts.HotExperts(pool, tiers, layers, streamer, os.sched_getaffinity(0))
     wanted = np.zeros((pool.shape.num_layers, 8), dtype=bool)
     for experts in ([0, 3, 5], [3, 6, 7]):

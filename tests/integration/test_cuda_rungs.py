@@ -57,7 +57,7 @@ def has(made: Assembly, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     given: list[Any] = []  # the copies of each layer
     held = SimpleNamespace(w13=torch.empty(0, device=ELSEWHERE, dtype=torch.bfloat16))
     monkeypatch.setattr(assembly, "make_slot_kernel", lambda *of: given.append(of[-1]))
-    monkeypatch.setattr(assembly, "slots_of_module", lambda *of, **more: SimpleNamespace(held=held))
+    monkeypatch.setattr(assembly, "slots_of_module", lambda *of, **more: SimpleNamespace(held=held, kernel=None))
     monkeypatch.setattr(assembly, "HotExperts", lambda *of, beside: beside)
     monkeypatch.setattr(compat, "engine_cores", lambda: {0})
     monkeypatch.setattr(messenger, "CORES", 1)
@@ -65,7 +65,7 @@ def has(made: Assembly, monkeypatch: pytest.MonkeyPatch) -> set[str]:
         monkeypatch.setattr(compat, "moe_index", lambda *of, index=index: index)
         made.attach(SimpleNamespace(layer_name="layer", apply_router_weight_on_input=False))
     assert given[0] is given[1], "layers have copies of their own: buffers, streams and threads for each"
-    monkeypatch.setattr(made, "_make_streamer", lambda slots: None)
+    monkeypatch.setattr(assembly, "StagingStreamer", lambda *of: None)
     monkeypatch.setattr(made, "_make_replica_fill", lambda *of: None)
     found, sends = set(), made.make_messenger()
     found |= {"copies"} if given[0] is not None else set()

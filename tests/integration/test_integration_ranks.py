@@ -170,11 +170,6 @@ def config_of_two_ranks(**settings: Any) -> Any:
     return EngineArgs(str(MODEL), **plugin, **TWO_RANKS).create_engine_config()
 
 
-def test_a_packed_pool_of_whole_experts_is_refused_on_two_ranks():
-    with pytest.raises(ConfigError, match="'pool' is 'packed', which holds all experts of a layer for one rank"):
-        config_of_two_ranks(debug={"pool": "packed"})
-
-
 def test_parts_that_the_kernel_cannot_take_are_refused_before_loading():
     from vllm_ndp.integration import compat
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +11,8 @@ from engines import MODEL, REPLICAS
 
 from ndp_device.kernels import load_kernel
 from ndp_device.replicas.store import ExpertStore
-from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotPairs, SlotWeights
+from vllm_ndp.integration.hot_slots import CpuSlotKernel, SlotPairs, SlotWeights
 from vllm_ndp.integration.quantized_slots import QuantizedSlots, ReplicaFill
-from vllm_ndp.integration.streaming import packed_dir
 
 pytestmark = pytest.mark.vllm
 
@@ -81,15 +79,3 @@ def test_a_profile_run_computes_some_rows_only(kernel):
     out = slots.run_anything(x, torch.ones(40, 2), ids)
     assert (out[:16] != 0).any(dim=1).all()
     assert (out[16:] == 0).all()
-
-
-def test_a_packed_copy_is_named_by_the_kernel_that_streams_it() -> None:
-    """It was named by the kernel of quantized slots: a copy for AMX ended every start of a process without AMX."""
-    held = SlotWeights(torch.empty(0, 2 * INTERMEDIATE, HIDDEN), torch.empty(0, HIDDEN, INTERMEDIATE))
-    names = {}
-    for isa in ("amx", "vec"):
-        kernel = CpuSlotKernel(torch.float32, HIDDEN, INTERMEDIATE, "silu")
-        kernel.isa = isa
-        names[isa] = packed_dir(Path("digest"), QuantizedSlots(kernel, held, EXPERTS, 1))
-        assert names[isa] == packed_dir(Path("digest"), HotSlots(kernel, held, EXPERTS))
-    assert names["amx"] != names["vec"]

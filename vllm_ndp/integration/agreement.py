@@ -166,12 +166,12 @@ def measure_prices(
 
 def _facts_of_prices(worker: WorkerFacts, hot: HotExperts, link: DeviceLink) -> dict[str, Any]:
     """Facts that measured prices depend on, beside the processor and what is asked."""
-    shape, settings, members = worker.pool.shape, worker.settings, link.members
+    shape, members = worker.pool.shape, link.members
     sizes = [shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k]
     return {
         "shape": [*sizes, sorted(map(str, set(worker.pool.layout.activations)))],
         "dtype": str(hot.layers[0].held.w13.dtype),
-        "kernels": [hot.layers[0].kernel_name, members.description.kernel, settings.pool, members.description.pe_mode],
+        "kernels": [hot.layers[0].kernel_name, members.description.kernel, members.description.pe_mode],
         "cores": [sorted(compat.engine_cores()), members.cores],
         "versions": [vllm.__version__, torch.__version__, __version__],
     }

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ndp_device.common.cache import default_cache_dir
 from ndp_device.common.errors import ConfigError
 from ndp_device.transport.sender_thread import SenderThread
 from vllm_ndp.integration import compat, host_replicas
@@ -39,7 +38,7 @@ from vllm_ndp.integration.price_probe import Shared
 from vllm_ndp.integration.quantized_slots import ReplicaFill
 from vllm_ndp.integration.report import DEVICE_TIME
 from vllm_ndp.integration.step import RunningStep
-from vllm_ndp.integration.streaming import Streamer, make_streamer
+from vllm_ndp.integration.streaming import StagingStreamer
 from vllm_ndp.layer.run import Run
 from vllm_ndp.planning.bitwidths import LossTable
 
@@ -205,13 +204,10 @@ class Assembly:
         """The hot slots of all layers, and where they are filled from."""
         facts = self.facts
         layers = {index: attached.slots for index, attached in self.attached.items()}
-        streamer, fill = self._make_streamer(layers[0]), self._make_replica_fill(replicas, layers)
+        streamer = StagingStreamer(facts.pool, layers[0].kernel, self._held)
+        fill = self._make_replica_fill(replicas, layers)
         beside = facts.rung >= Rung.STREAMS or compat.on_cpu()
         return HotExperts(facts.pool, facts.tiers, layers, streamer, compat.engine_cores(), fill, beside=beside)
-
-    def _make_streamer(self, slots: HotSlots) -> Streamer:
-        facts = self.facts
-        return make_streamer(facts.settings.pool, facts.pool, slots, default_cache_dir(facts.digest))
 
     def _make_replica_fill(self, replicas: Path | None, slots: dict[int, HotSlots]) -> ReplicaFill | None:
         """Make the object that fills hot slots with replicas; None where the checkpoint fills them."""

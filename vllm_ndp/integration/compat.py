@@ -184,7 +184,7 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         )
     if on_cpu():
         require_cpu_kernel(shape)
-    _refuse_uneven_shares(shape, parallel.tensor_parallel_size, settings, whole=parallel.enable_expert_parallel)
+    _refuse_uneven_shares(shape, parallel.tensor_parallel_size, whole=parallel.enable_expert_parallel)
     settings.resolve_offload_bits(shape.num_experts)
     settings.require_followable(shape.num_experts)
     settings.require_use_of_prices(shape.num_experts)
@@ -201,7 +201,7 @@ def _quantized_slots(settings: NdpSettings) -> str:
     return f"'plan' {settings.plan!r}" if settings.is_joint else f"'slot_bits' {settings.slot_bits}"
 
 
-def _refuse_uneven_shares(shape: ModelShape, num_ranks: int, settings: NdpSettings, *, whole: bool) -> None:
+def _refuse_uneven_shares(shape: ModelShape, num_ranks: int, *, whole: bool) -> None:
     """whole: each rank holds whole experts."""
     if num_ranks == 1:
         return
@@ -210,11 +210,6 @@ def _refuse_uneven_shares(shape: ModelShape, num_ranks: int, settings: NdpSettin
         raise ConfigError(
             f"--tensor-parallel-size {num_ranks} cuts experts of intermediate size {shape.intermediate_size} into "
             f"parts that are no multiple of {unit}: choose a size that divides it"
-        )
-    if settings.pool == "packed":
-        raise ConfigError(
-            f"ndp setting 'pool' is 'packed', which holds all experts of a layer for one rank; with "
-            f"--tensor-parallel-size {num_ranks} use 'checkpoint'"
         )
 
 

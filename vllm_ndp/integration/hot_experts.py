@@ -24,7 +24,7 @@ from vllm_ndp.integration.cuda.streams import CudaEvent, Event, own_stream
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotWeights
 from vllm_ndp.integration.quantized_slots import QuantizedSlots, ReplicaFill
-from vllm_ndp.integration.streaming import Streamer
+from vllm_ndp.integration.streaming import StagingStreamer
 from vllm_ndp.layer.split import Pairs
 from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.plan import Placement
@@ -147,7 +147,7 @@ class HotExperts:
         pool: ExpertsPool,
         tiers: Tiers,
         layers: Mapping[int, HotSlots],
-        streamer: Streamer,
+        streamer: StagingStreamer,
         cores: Collection[int],
         replicas: ReplicaFill | None = None,
         *,

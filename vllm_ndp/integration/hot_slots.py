@@ -13,7 +13,7 @@ import itertools
 import mmap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -87,16 +87,6 @@ class SlotWeights(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return sum(int(t.nbytes) for t in self if t is not None)
-
-
-class SlotKernel(Protocol):
-    """Runs pairs over slots and knows the layout in which a slot holds its expert."""
-
-    def load(self, to: SlotWeights, slot: int, expert: ExpertWeights) -> None:
-        """Write one expert into slot `slot`, in the kernel's own layout."""
-
-    def run(self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """x [T, H], weights f32 [T, k], slots i32 [T, k], below 0 = elsewhere -> [T, H]; 0 where no pair is here."""
 
 
 class CpuSlotKernel:

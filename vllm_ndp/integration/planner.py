@@ -98,7 +98,7 @@ class PlanRunner:
     def slots_to_keep(self, step: Step, layer: int, pairs: Pairs) -> dict[int, int]:
         """Slots for the prefill pairs that are about to be streamed: expert -> slot for those that will be hot."""
         ending = step.ending
-        if not (ending and self.replanner.rules.keeps_streamed and self._hot.streamer.keeps):
+        if not (ending and self.replanner.rules.keeps_streamed):
             return {}
         stats = [self._stats(request, step.parts.sidecar, layer) for request in ending]
         resident = self.replanner.predict_resident(layer, self._scores(), stats, np.unique(pairs.experts).tolist())
