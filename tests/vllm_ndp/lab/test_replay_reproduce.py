@@ -15,7 +15,7 @@ PAPER = paper.reproduce()
 GOLDEN = DATA / "golden-reproduce.json"
 TRACE = DATA / "tiny-mixtral-trace"
 MADE = {
-    "paper, of a trace": lambda: paper.reproduce(Trace.load(TRACE)),
+    "paper": paper.reproduce,
     "cxl-expert": cxl_expert.reproduce,
     "cxl-expert, physical": lambda: cxl_expert.reproduce(physical=True),
     "monde": monde.reproduce,

@@ -176,7 +176,7 @@ def reproduce(
     ],
     trace: Annotated[
         Path | None,
-        typer.Argument(metavar="TRACE", help="paper, hobbit: directory of a trace, for figures that depend on one."),
+        typer.Argument(metavar="TRACE", help="hobbit: directory of a trace, for its mix of precisions."),
     ] = None,
     physical: Annotated[bool, typer.Option(help="cxl-expert: real bytes instead of the stated ones.")] = False,
 ) -> None:
@@ -187,11 +187,11 @@ def reproduce(
 
     if physical and source != "cxl-expert":
         raise ConfigError(f"--physical belongs to cxl-expert, got it with {source!r}: leave it out")
-    if trace is not None and source not in ("paper", "hobbit"):
-        raise ConfigError(f"a trace belongs to paper and hobbit, got one with {source!r}: leave it out")
+    if trace is not None and source != "hobbit":
+        raise ConfigError(f"a trace belongs to hobbit, got one with {source!r}: leave it out")
     recorded = None if trace is None else Trace.load(trace)
     with waiting(f"computing the figures of {source}"):
-        given = {"paper": (recorded,), "hobbit": (recorded,), "cxl-expert": (physical,)}.get(source, ())
+        given = {"hobbit": (recorded,), "cxl-expert": (physical,)}.get(source, ())
         figures = import_module(f"vllm_ndp.lab.reproduce.{source.replace('-', '_')}")
         result: Reproduction = figures.reproduce(*given)
     print_reproduction(result)

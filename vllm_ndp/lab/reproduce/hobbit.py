@@ -34,7 +34,7 @@ def implied_rows() -> Iterator[Row]:
                 "implied", f"{model.name} miss rate, {text}", "%", None, rate, "two experts per layer, no overlap"
             )
         yield Row("implied", f"{model.name} no cache", "ms", None, 2 * t.link * mixed, "67/30/3 mix, copies only")
-        held = 100 * GPU_BYTES / (shape.num_layers * shape.num_experts * t.expert_gb * 1e9)
+        held = 100 * GPU_BYTES / (shape.num_layers * shape.num_experts * shape.expert_bytes)
         yield Row(
             "implied", f"{model.name} fp16 experts that fit in 70 GB", "%", None, held, "80 GB less the dense part"
         )
