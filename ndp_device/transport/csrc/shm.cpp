@@ -59,14 +59,6 @@ uint32_t crc_by_tables(nb::handle data, uint32_t crc) {
     return ~checksum::by_tables(~crc, reinterpret_cast<const unsigned char*>(view.data()), view.size());
 }
 
-// Copies `source` to `target` from `offset` on; the CRC-32 of it, continued from `crc`.
-uint32_t copy_into(nb::handle target, uint64_t offset, nb::handle source, uint32_t crc) {
-    const View to(target, PyBUF_WRITABLE), from(source, PyBUF_SIMPLE);
-    if (offset > to.size() || from.size() > to.size() - offset) throw std::invalid_argument("no room in the target");
-    nb::gil_scoped_release release;
-    return checksum::copy(crc, to.data() + offset, from.data(), from.size());
-}
-
 // The header with its last bytes replaced by the checksum of what stands before them and of `body`.
 nb::object write_checksum(nb::handle header, nb::handle body) {
     const View head(header, PyBUF_SIMPLE), rest(body, PyBUF_SIMPLE);
@@ -118,7 +110,6 @@ NB_MODULE(_shm, module) {
     module.def("spin", &spin);
     module.def("crc32", &crc_of, nb::arg("data"), nb::arg("crc") = 0);
     module.def("crc32_by_tables", &crc_by_tables, nb::arg("data"), nb::arg("crc") = 0);
-    module.def("copy_into", &copy_into, nb::arg("target"), nb::arg("offset"), nb::arg("source"), nb::arg("crc"));
     module.def("write_checksum", &write_checksum, nb::arg("header"), nb::arg("body"));
     module.def("checksum_fits", &checksum_fits, nb::arg("header"), nb::arg("body"));
     module.attr("MAX_CHECKED_BODY_BYTES") = kCheckedBody;

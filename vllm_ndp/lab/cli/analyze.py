@@ -129,12 +129,6 @@ def analyze(
     print_json(summary, shown=True)
 
 
-@command(app, "locality", shows=True, examples=(f"vllm-ndp locality {BUNDLED} --places 2,4,6",))
-def show_locality(trace: TraceArgument, caches: CacheOptions) -> None:
-    """Say what `analyze` says, and write no file. Older scripts use the name."""
-    analyze(trace, caches)
-
-
 def _by_layer(found: Locality) -> list[dict[str, Any]]:
     """A row per layer and size of a cache."""
     return [

@@ -33,10 +33,9 @@ HITS = {
     (QWEN38, "static"): {32: 0.10},  # another report on the same model
 }
 """Hits by places of caches, one per layer, empty at first. Of Qwen3 25 prompts, 129 decode tokens each."""
-TOP_16 = (0.545, 0.608, 0.569, 0.620, 0.890)
-"""Share of choices of a prompt's 16 most used experts, by kind of work."""
-EARLY_MISSES, LATER_MISSES, RESIDENT = 0.138, 0.053, 51
-"""Misses of the first 64 tokens and of later ones at 40 % of the experts: another project, three prompts."""
+RESIDENT = 51
+"""40 % of the experts."""
+LATER_MISSES = 0.053
 
 
 def _of_preset(name: str, **sizes: int) -> Locality:
@@ -56,15 +55,13 @@ def _qwen3() -> Iterator[Row]:
         yield _row(QWEN3, f"repeats, layer {layer}", published, found.repeats[layer], text)
     yield _row(QWEN3, "repeats, mean of layers", 0.427, found.repeats.mean(), text)
     yield from _hits(QWEN3, found, text)
-    top = found.concentration[:, 16].mean()
-    yield _row(QWEN3, "share of a request's top 16", float(np.mean(TOP_16)), top, f"{text}; five kinds of work")
-    for which, published, curve in (
-        ("the first 64", EARLY_MISSES, found.early_misses),
-        ("later", LATER_MISSES, found.later_misses),
-    ):
-        quantity = f"misses of {which} tokens, LRU, {RESIDENT} of 128"
-        ours, other = curve[:, RESIDENT].mean(), f"{text}; another project's three prompts"
-        yield _row(QWEN3, quantity, published, ours, other)
+    top, kinds = found.concentration[:, 16].mean(), (0.545, 0.608, 0.569, 0.620, 0.890)
+    yield _row(QWEN3, "share of a request's top 16", float(np.mean(kinds)), top, f"{text}; five kinds of work")
+    misses = f"tokens, LRU, {RESIDENT} of 128"
+    early, later = (curve[:, RESIDENT].mean() for curve in (found.early_misses, found.later_misses))
+    text += "; another project's three prompts"
+    yield _row(QWEN3, f"misses of the first 64 {misses}", 0.138, early, text)
+    yield _row(QWEN3, f"misses of later {misses}", LATER_MISSES, later, text)
 
 
 def _near_chance() -> Iterator[Row]:
