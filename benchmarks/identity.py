@@ -12,7 +12,7 @@ from pathlib import Path
 
 from measured import ROOT, Measurement, add_json_option
 
-from vllm_ndp.integration.commands import verify
+from vllm_ndp.integration import commands
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     add_json_option(parser)
     given = parser.parse_args()
     measurement = Measurement(__doc__ or "")
-    found = verify.run(given.model, None, 32)
+    found = commands.verify(given.model, None, 32)
     figures = {
         "tokens": found["tokens_total"],
         "equal": found["tokens_identical"],

@@ -36,7 +36,7 @@ def demo(
 
     Runs vLLM with the plugin and a real device process.
     """
-    print_json(_integration("demo").run(model, replicas, hot_experts, avg_bits, tokens), shown=True)
+    print_json(_commands().demo(model, replicas, hot_experts, avg_bits, tokens), shown=True)
 
 
 @command(app, "verify", examples=("vllm-ndp verify models/tiny-mixtral --tokens 16",))
@@ -49,7 +49,7 @@ def verify(
 
     In fp32, greedy, with a full-precision device, eager and compiled. Exit code 1 if any token differs.
     """
-    result = _integration("verify").run(model, hot_experts, tokens)
+    result = _commands().verify(model, hot_experts, tokens)
     print_json(result)
     if result["tokens_identical"] != result["tokens_total"] or result["sidecar_mismatches"]:
         raise typer.Exit(1)
@@ -75,14 +75,14 @@ def record(
     batch: Annotated[int, typer.Option(help="Sequences that run at once.")] = 8,
 ) -> None:
     """Run prompts through vLLM and keep their routing as a trace."""
-    print_json(_integration("record").run(model, prompts, out, hot_experts, avg_bits, tokens, batch))
+    print_json(_commands().record(model, prompts, out, hot_experts, avg_bits, tokens, batch))
 
 
-def _integration(module: str) -> Any:
-    """Import a command that starts vLLM; that alone takes ten seconds, the first time twenty."""
+def _commands() -> Any:
+    """Import what starts vLLM; that alone takes ten seconds, the first time twenty."""
     print("vllm-ndp: starting vLLM and a device; half a minute, the first time a minute", file=sys.stderr, flush=True)
     try:
-        return importlib.import_module(f"vllm_ndp.integration.commands.{module}")
+        return importlib.import_module("vllm_ndp.integration.commands")
     except ModuleNotFoundError as error:
         raise NdpError(
             f"this command needs vLLM, which cannot be imported ({error}): pip install 'vllm-ndp[cpu]' or '[cuda]'"
