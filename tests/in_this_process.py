@@ -23,6 +23,7 @@ def run_here(program: str, *arguments: object) -> subprocess.CompletedProcess[st
     words, out, err = [program, *map(str, arguments)], io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr("sys.argv", words)
+        patch.setattr("ndp_device.process.confine", lambda: None)  # it would close the tests' own files
         with pytest.raises(SystemExit) as ended:
             run(APPS[program], program)
     return subprocess.CompletedProcess(words, int(ended.value.code or 0), out.getvalue(), err.getvalue())
