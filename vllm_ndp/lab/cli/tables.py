@@ -51,7 +51,7 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     if path.suffix == ".parquet":
         pyarrow.parquet.write_table(table, path)
     elif path.suffix == ".csv":
-        pyarrow.csv.write_csv(table, path)
+        pyarrow.csv.write_csv(table.flatten(), path)  # a field of a field is a column of its own
     elif path.suffix == ".md":
         lines = [
             table.column_names,
