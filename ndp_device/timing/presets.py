@@ -174,13 +174,14 @@ _H200: Table = {
 def _card(table: Table, flops: int, hbm: int, gigabytes: int, idle_watts: int, what: str) -> Table:
     """A GPU that people have: rates (fp16 with fp32 sums, dense) and GB/s of its data sheet.
 
-    Written from memory: hold each against the sheet that its source names before a result rests on it.
+    Written from memory, which each source says: hold it against the sheet before a result rests on it.
     """
+    what = f"as remembered, not read, of the {what}"
     return {
         **table,
-        "gpu.flops_per_s": _q(flops * 10**11, "flop/s", f"[S] {what}, dense fp16 with fp32 accumulation"),
-        "gpu.hbm_bytes_per_s": _q(hbm * 10**9, "byte/s", f"[S] {what}"),
-        "gpu.hbm_capacity_bytes": _q(gigabytes * 10**9, "byte", f"[S] {what}"),
+        "gpu.flops_per_s": _q(flops * 10**11, "flop/s", f"[O] {what}: dense fp16 with fp32 accumulation"),
+        "gpu.hbm_bytes_per_s": _q(hbm * 10**9, "byte/s", f"[O] {what}"),
+        "gpu.hbm_capacity_bytes": _q(gigabytes * 10**9, "byte", f"[O] {what}"),
         "gpu.hbm_efficiency_percent": _q(100, "%", "[O] a roofline, as of the H100"),
         "energy.gpu_idle_mw": _q(idle_watts * 1000, "mW", "[O] of a card of its size that waits; sweep it"),
     }

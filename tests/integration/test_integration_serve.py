@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 import urllib.parse
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,7 +59,6 @@ pytestmark = pytest.mark.vllm
 ASKING = {"X-NDP-Report": "1"}
 SETTINGS = {"hot_experts": 2, "avg_bits": 2, "replicas": str(REPLICAS), "deadline_ms": PATIENT_DEADLINE_MS}
 SETTINGS |= {"hardware": "h100-ndp512"}
-CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +76,11 @@ def collector(spans: list[Any]) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, collector: str) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("serve")
-    (directory / "chat.jinja").write_text(CHAT_TEMPLATE)
     runtime_dir = Path(tempfile.mkdtemp(prefix="run-"))  # short: an ipc path may have 107 bytes
     port, log = free_port(), directory / "log"
     options = [
         *("--quantization", "ndp", "--served-model-name", NAME, "--additional-config", json.dumps({"ndp": SETTINGS})),
-        *("--chat-template", directory / "chat.jinja", "--max-model-len", "512", "--max-num-seqs", "8"),
+        *("--max-model-len", "512", "--max-num-seqs", "8"),
         # An answer in bfloat16 depends on which side computed a prompt, hence on what the slots hold.
         *("--dtype", "float32"),
         *("--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager", "--shutdown-timeout", "30", "--api-key", KEY),
@@ -176,6 +175,41 @@ def test_each_of_n_answers_has_its_report(server: Server, stream: bool):
     assert sorted(name.partition("_")[0] for name in reports) == ["0", "1", "2"]
     for report in reports.values():
         check_report(report, TOKENS)
+
+
+def test_an_answer_of_the_responses_api_has_its_report_and_is_found_by_its_id(server: Server):
+    asked = {"model": NAME, "input": "Write a sentence about the sea.", "max_output_tokens": TOKENS}
+    answer = server.client.responses.create(**asked, extra_headers=ASKING)
+    (report,) = answer.model_extra["ndp"].values()
+    assert report["output_tokens"] == answer.usage.output_tokens
+    assert list(get_json(server, f"/v1/ndp/requests/{answer.id}")["finished"].values()) == [report]
+
+
+def test_a_streamed_message_of_anthropics_has_its_report_before_the_end(server: Server):
+    messages = [{"role": "user", "content": "Write a sentence about the sea."}]
+    body = {"model": NAME, "messages": messages, "max_tokens": TOKENS, "stream": True}
+    headers = ASKING | {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{server.address}/v1/messages", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        events = [event for event in answer.read().decode().split("\n\n") if event.startswith("event: ")]
+    assert [event.partition("\n")[0] for event in events[-2:]] == ["event: ndp.report", "event: message_stop"]
+    (report,) = json.loads(events[-2].partition("data: ")[2])["ndp"].values()
+    assert report["output_tokens"] >= 1
+
+
+@pytest.mark.parametrize(("value", "asks"), [("0", False), ("off", False), ("1", True), ("yes", True)])
+def test_the_header_means_what_its_value_says_and_touches_answers_only(server: Server, value: str, asks: bool):
+    answer = complete(server, PROMPTS[0], max_tokens=2, extra_headers={"X-NDP-Report": value})
+    assert ("ndp" in answer.model_extra) == asks
+    models = server.client.models.list(extra_headers={"X-NDP-Report": value})
+    assert "ndp" not in (models.model_extra or {})
+
+
+def test_short_paths_lead_to_the_page_and_arguments_that_nobody_reads_are_refused(server: Server):
+    for path in ("/", "/v1/ndp"):
+        assert get(server, path, key=None) == get(server, "/v1/ndp/", key=None)
+    with pytest.raises(openai.BadRequestError, match="nothing on this server reads: start it with --logits-processors"):
+        complete(server, PROMPTS[0], extra_body={"vllm_xargs": {"ndp_forced_tokens": [5, 6, 7]}})
 
 
 def test_each_request_that_a_beam_search_is_made_of_has_its_report(server: Server):
@@ -424,6 +458,7 @@ def test_a_span_of_each_traced_request_lies_beside_vllms_in_the_clients_trace(se
     while (not named("ndp.request") or len(named("llm_request")) < 2) and time.monotonic() < deadline:
         time.sleep(0.2)
     (ours,) = named("ndp.request")
+    assert len({span.span_id for span in spans}) == len(spans), "vLLM's start-up spans among them"
     theirs = [span for span in named("llm_request") if span.parent_span_id == ours.parent_span_id]
     assert len(theirs) == 1
     assert ours.trace_id.hex() == theirs[0].trace_id.hex() == trace

@@ -8,6 +8,7 @@ ask for it. Counts of the step go to vLLM's own /metrics (serving/metrics.py).
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -104,7 +105,10 @@ def note_span(request: Request, report: Mapping[str, Any]) -> None:
     values |= {f"ndp.simulated_device_us.{k}": value for k, value in report.get("simulated_device_us", {}).items()}
     values["gen_ai.request.id"] = request.request_id
     context = extract_trace_context(request.trace_headers)
+    state = random.getstate()
+    random.seed()  # ids of spans are drawn from it, and vLLM has seeded it alike at each start
     instrument_manual("ndp.request", int(request.arrival_time * 1e9), time.time_ns(), values, context)
+    random.setstate(state)
 
 
 class NdpConnector(KVConnectorBase_V1, SupportsHMA):

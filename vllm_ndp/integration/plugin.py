@@ -51,7 +51,10 @@ def configure(vllm_config: VllmConfig) -> None:
     from vllm_ndp.traces.recorder import require_writable
 
     compat.refuse_mixed_settings(sys.argv)
-    _load_our_routes()
+    if refusals.is_server(sys.argv):
+        _load_our_routes()
+        if refusals.is_brief():
+            refusals.filter_log()
     self_sizing.meet_time_budget(vllm_config)
     settings = compat.check(vllm_config)
     self_sizing.choose(vllm_config, settings)
@@ -75,7 +78,7 @@ def _load_our_routes() -> None:
 
     Nothing changes where VLLM_PLUGINS is set, nor where that would bring another package's routes.
     """
-    if "VLLM_PLUGINS" in os.environ or not refusals.is_server(sys.argv):
+    if "VLLM_PLUGINS" in os.environ:
         return
     groups = ("general", "io_processor", "platform", "stat_logger")
     others = {one.name for group in groups for one in entry_points(group=f"vllm.{group}_plugins")}

@@ -28,15 +28,25 @@ _WHOLE = "--additional-config"
 
 def end_in_one_sentence() -> None:
     """In each process of such a server, before it does anything else. Refuses settings that are no JSON."""
-    if not is_server(sys.argv) or os.environ.get("VLLM_LOGGING_LEVEL", "").upper() == "DEBUG":
+    if not (is_server(sys.argv) and is_brief()):
         return
     sys.excepthook = _hook
-    for handler in logging.getLogger("vllm").handlers:
-        handler.addFilter(_without_stack)
-        handler.addFilter(_is_news)
+    filter_log()
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of processes that start later
     _refuse_what_is_no_json(sys.argv)
+
+
+def is_brief() -> bool:
+    """Whether nobody has asked for everything."""
+    return os.environ.get("VLLM_LOGGING_LEVEL", "").upper() != "DEBUG"
+
+
+def filter_log() -> None:
+    """Once more after vLLM has set up its log anew, which it does once it has read the command line."""
+    for handler in logging.getLogger("vllm").handlers:
+        handler.addFilter(_without_stack)
+        handler.addFilter(_is_news)
 
 
 def is_server(words: Sequence[str]) -> bool:

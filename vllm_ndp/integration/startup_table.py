@@ -16,7 +16,7 @@ from rich.table import Table
 from ndp_device.common.widths import FULL_PRECISION_BITS, LIMB_BITS, LIMBS
 from ndp_device.replicas.format import load_layer_weights
 from vllm_ndp.config import GPU_RUNGS, NdpSettings
-from vllm_ndp.integration import compat, drafts, paced_scheduler
+from vllm_ndp.integration import compat, drafts, paced_scheduler, refusals
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.cuda.limits import Rung
 from vllm_ndp.integration.cuda.messenger import Messenger
@@ -322,5 +322,4 @@ def _rows(status: dict[str, Any]) -> list[tuple[str, str]]:
 
 def show(status: dict[str, Any]) -> None:
     console = Console(file=sys.stderr, width=100)
-    whole = os.environ.get("VLLM_LOGGING_LEVEL", "").upper() == "DEBUG"
-    console.print(startup_table(status, whole=whole))
+    console.print(startup_table(status, whole=not refusals.is_brief()))

@@ -131,7 +131,15 @@ def _print(points: list[ScalingPoint], pools: list[Pool]) -> None:
 
     counts = sorted({point.num_devices for point in points})
     table = Table(title="simulated decode tokens/s by devices; what takes most of a step")
-    for name in ("model", "GPUs", "batch", "hot", *map(str, counts), "stops paying", "most, first and last"):
+    for name in (
+        "model",
+        "GPUs",
+        "batch",
+        "hot",
+        *map(str, counts),
+        "more do not pay from",
+        "longest side, first and last",
+    ):
         table.add_column(name, justify="left" if name == "model" else "right")
     for model, size, count in dict.fromkeys((point.model, point.num_gpus, point.batch) for point in points):
         line = [one for one in points if (one.model, one.num_gpus, one.batch) == (model, size, count)]
@@ -145,8 +153,8 @@ def _print(points: list[ScalingPoint], pools: list[Pool]) -> None:
     console = Console(width=200)
     for pool in pools:
         private = pool.num_hosts * pool.num_private
-        enough = "no size asked for" if pool.enough is None else f"{pool.enough} devices"
+        enough = "no number of devices that was asked for" if pool.enough is None else f"{pool.enough} devices"
         console.print(
             f"  {pool.model}: {pool.num_hosts} hosts of batch {pool.batch} make {pool.private_tokens_per_s:.4g} "
-            f"tokens/s with {private} devices of their own; nine tenths of it with a shared pool of {enough}"
+            f"tokens/s with {private} devices of their own; a shared pool makes nine tenths of that with {enough}"
         )
