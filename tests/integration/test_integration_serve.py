@@ -197,6 +197,18 @@ def test_a_streamed_message_of_anthropics_has_its_report_before_the_end(server: 
     assert report["output_tokens"] >= 1
 
 
+def test_anthropics_client_reads_a_stream_that_has_a_report(server: Server):
+    anthropic = pytest.importorskip("anthropic")
+    client = anthropic.Anthropic(base_url=server.address, auth_token=KEY, max_retries=0)
+    messages = [{"role": "user", "content": "Write a sentence about the sea."}]
+    with client.messages.stream(model=NAME, messages=messages, max_tokens=TOKENS, extra_headers=ASKING) as stream:
+        text = "".join(stream.text_stream)
+        message = stream.get_final_message()
+    assert "".join(part.text for part in message.content) == text
+    (report,) = get_json(server, f"/v1/ndp/requests/{message.id}")["finished"].values()
+    assert report["output_tokens"] >= message.usage.output_tokens
+
+
 @pytest.mark.parametrize(("value", "asks"), [("0", False), ("off", False), ("1", True), ("yes", True)])
 def test_the_header_means_what_its_value_says_and_touches_answers_only(server: Server, value: str, asks: bool):
     answer = complete(server, PROMPTS[0], max_tokens=2, extra_headers={"X-NDP-Report": value})
