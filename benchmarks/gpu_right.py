@@ -158,7 +158,7 @@ def identity(run: Run, way: str) -> list[Row]:
     settings = {"hot_experts": int(way.split()[0]), "cold_precision": "full", "deadline_ms": PATIENT_MS}
     options = engines.IN_PIECES if way.endswith("in pieces") else {}
     if options and not engines.on_gpu():
-        raise LeftOutError("no graph is captured without a GPU; test_cuda_graphs.py has what stands for one")
+        raise LeftOutError("no graph is captured without a GPU; test_cuda_rungs.py has what stands for one")
     llm = engines.engine(settings, dtype="float32", **options)
     found = engines.token_ids(engines.greedy(llm, PROMPTS, tokens))
     engines.end(llm)

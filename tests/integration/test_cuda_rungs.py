@@ -19,7 +19,7 @@ from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import GPU_RUNGS, NdpSettings
 from vllm_ndp.integration import assembly, compat, startup_table
 from vllm_ndp.integration.assembly import Assembly
-from vllm_ndp.integration.cuda import graphs, limits, messenger
+from vllm_ndp.integration.cuda import limits, messenger
 from vllm_ndp.integration.cuda.limits import PASSED, Rung
 from vllm_ndp.integration.facts import WorkerFacts
 from vllm_ndp.integration.hot_experts import HotExperts, Migrator
@@ -188,7 +188,7 @@ def test_a_step_of_so_many_rows_is_captured_when_it_comes_again_and_replayed_aft
         def replay(self) -> None:
             hot._out[:rows].copy_(weights[:rows] * 2)  # type: ignore[index]
 
-    monkeypatch.setattr(graphs, "own_stream", lambda device: SimpleNamespace(wait_stream=lambda of: None))
+    monkeypatch.setattr(messenger, "own_stream", lambda device: SimpleNamespace(wait_stream=lambda of: None))
     for name, stand_in in (
         ("CUDAGraph", Graph),
         ("graph_pool_handle", lambda: (0, 0)),
@@ -196,7 +196,7 @@ def test_a_step_of_so_many_rows_is_captured_when_it_comes_again_and_replayed_aft
         ("current_stream", lambda device: SimpleNamespace(wait_stream=lambda of: None)),
     ):
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    hot = graphs.HotGraphs(torch.device("cpu"), most_rows=4)
+    hot = messenger.HotGraphs(torch.device("cpu"), most_rows=4)
     for rows in (1, 2, 1, 1, 2, 8, 8):
         out = hot.run("layer 0", weights[:rows], lambda rows=rows: compute(rows))  # type: ignore[misc]
         assert torch.equal(out, weights[:rows] * 2)

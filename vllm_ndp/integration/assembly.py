@@ -21,10 +21,9 @@ from vllm_ndp.integration import compat, host_replicas
 from vllm_ndp.integration.agreement import agree_on_replicas, measure_prices, open_device
 from vllm_ndp.integration.batch import RequestTracker
 from vllm_ndp.integration.cuda import limits
-from vllm_ndp.integration.cuda.graphs import HotGraphs
 from vllm_ndp.integration.cuda.layer import FixedOutput
 from vllm_ndp.integration.cuda.limits import Rung
-from vllm_ndp.integration.cuda.messenger import Messenger
+from vllm_ndp.integration.cuda.messenger import HotGraphs, Messenger
 from vllm_ndp.integration.cuda.packet import RowForm
 from vllm_ndp.integration.cuda.routing import routing_by
 from vllm_ndp.integration.cuda.streams import LateCheck, make_stream, pinned_for

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ndp_device.common import strict_json
+from ndp_device.common import durable, strict_json
 from ndp_device.common.cache import prices_file
 from ndp_device.common.errors import ConfigError
 from ndp_device.kernels import _native
@@ -83,9 +82,7 @@ def _write(path: Path, prices: object) -> None:
     """Whole or not at all. A cache that cannot be written costs the next start a second."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            json.dump(msgspec.to_builtins(prices), file)
-        os.replace(aside, path)
+        with durable.written(path, aside=path.with_suffix(f".{os.getpid()}")) as file:
+            file.write(msgspec.json.encode(prices))
     except OSError as error:
         say(f"prices cannot be kept ({error}): every start measures them; set NDP_CACHE_DIR elsewhere")

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from paths import DATA
 
 from ndp_device.common.errors import ConfigError, TraceError
-from vllm_ndp.lab.locality import RULES, locality
+from vllm_ndp.lab.locality import RULES, fit_routing, locality
 from vllm_ndp.lab.page import of_routing, write_page
-from vllm_ndp.lab.routing_fit import fit_routing
 from vllm_ndp.lab.vectorised.prediction import found_ahead
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace

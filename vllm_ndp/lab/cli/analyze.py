@@ -99,7 +99,7 @@ def analyze(
             summary["not_analysed"] = str(error)
     summary["locality"] = found.as_dict(sizes) | {"predicted": found_ahead(recorded)}
     if routing_out is not None:
-        from vllm_ndp.lab.routing_fit import fit_routing
+        from vllm_ndp.lab.locality import fit_routing
 
         with waiting("fitting synthetic routing"):
             routing, summary["fit_off_by"] = fit_routing(found, p.model)
