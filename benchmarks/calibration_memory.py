@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         setattr(owner, name, run_and_note)
 
     signal.signal(signal.SIGTERM, _end_here)
-    timed(gptq, "inverse_factor", "factor")
+    timed(gptq, "unit_factor", "factor")
     unsolved = 0.0
     if arguments.rows is not None:
         whole = gptq.quantize
@@ -136,8 +136,9 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
         gptq.quantize = first_rows
     timed(streamed.StreamedForward, "_to_the_experts", "up to the experts")
-    timed(streamed.RoutedBatch, "answer", "answer")
-    timed(calibrated, "second_moment", "moments")
+    timed(calibrated.FloatExpert, "answers", "answer")
+    timed(gptq.Moment, "add", "moments")
+    timed(gptq, "quantize", "solver")
     timed(calibrated, "expert_losses", "losses")
     timed(calibrated, "quantize_expert", "quantize")
     before = watch.look()
@@ -158,7 +159,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     mean = {stage: sum(taken) / len(taken) for stage, taken in seconds.items()}
     per_expert = per_layer = None  # where it was ended before
     if "quantize" in mean:
-        per_expert = mean["quantize"] + mean["answer"] + unsolved / len(seconds["quantize"])
+        per_expert = mean["quantize"] + unsolved / len(seconds["quantize"])
         per_layer = 2 * mean["up to the experts"] + arguments.experts * per_expert
     return {
         "hidden": arguments.hidden,
@@ -169,7 +170,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "experts_quantized": len(seconds.get("quantize", [])),
         "said_gb": round(said[0].total / 1e9, 2),
-        "said_parts_gb": {name: round(getattr(said[0], name) / 1e9, 2) for name in said[0].__dataclass_fields__},
+        "said_parts_gb": {name: round(size / 1e9, 2) for name, size in said[0].parts.items()},
         "private_before_gb": round(before / 1e9, 2),
         "peak_private_gb": round(watch.peak / 1e9, 2),
         "seconds": round(time.monotonic() - started, 1),

@@ -35,7 +35,7 @@ def quantize(weights: Tensor, hessian: Tensor, *, bits: int, group_size: int, da
     solver = load_gptq_class()(linear)
     # by default sym is True and mse False, which loses more: docs/replica-format.md
     solver.quantizer.configure(bits, perchannel=True, sym=False, mse=True)
-    solver.H, solver.nsamples = hessian.float(), 1
+    solver.H, solver.nsamples = hessian.float().clone(), 1  # which it overwrites
     with synchronize_without_cuda(), torch.no_grad():
         scale, zero, group_of = solver.fasterquant(percdamp=damp, group_size=group_size, actorder=True)
     order = torch.argsort(group_of, stable=True)

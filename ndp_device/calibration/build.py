@@ -7,6 +7,7 @@ torch and transformers.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -65,6 +66,8 @@ alone."""
 DeviceName = Literal["auto", "cpu", "cuda"]
 SolverName = Literal["nested", "independent", "auto-gptq"]
 """nested: one code for all widths; independent: our GPTQ at every width alone; auto-gptq: that library's, likewise."""
+
+Effort = Literal["fast", "default", "best"]
 
 MakeLayer = Callable[[int, Callable[[], None]], LayerReplicas]
 """(layer, to be called after each expert) -> its replicas."""
@@ -126,6 +129,7 @@ def build_calibrated(
     sequence_length: int = 512,
     seed: int = 0,
     shrink: float = 0.0,
+    effort: Effort = "default",
     device_name: DeviceName = "auto",
     show_progress: bool = True,
 ) -> Manifest:
@@ -134,8 +138,13 @@ def build_calibrated(
     The model is never in memory: its experts are read one at a time, each once per pass, and quantized where the pass
     needs them. A job that is continued only passes through the layers that are done.
 
+    Experts of a layer are made side by side, as many as there are cores and memory for (memory.side_by_side).
+
     shrink: how far the solver distrusts the text (calibrated.shrunk); for subjects that the text does not cover.
+    effort: time against loss, gptq.SWEEPS; what each costs and gives: docs/log/calibration.md.
     """
+    import torch
+
     from ndp_device.calibration import auto_gptq, calibrated, gptq, memory, streamed
     from ndp_device.calibration.text import HELD_OUT_EVERY
 
@@ -153,7 +162,10 @@ def build_calibrated(
     track_weights = {width: TRACK_WEIGHTS[width] for width in bits if width in WIDTHS}
     if not 0 <= shrink < math.inf:
         raise ConfigError(f"shrink must be 0 or more, got {shrink}")
-    solve = calibrated.shrunk(calibrated.load_solver(solver, group_size, track_weights), shrink)
+    if effort not in gptq.SWEEPS:
+        raise ConfigError(f"effort must be one of {', '.join(gptq.SWEEPS)}, got {effort!r}")
+    sweeps = 0 if solver == "auto-gptq" else gptq.SWEEPS[effort]
+    solve = calibrated.shrunk(calibrated.load_solver(solver, group_size, track_weights, sweeps), shrink)
     if BYTE_BITS in bits:
         solve = calibrated.with_bytes(solve, group_size)
     text = _drawn_text(checkpoint, model_dir, calibration_file, num_sequences, sequence_length, seed)
@@ -171,7 +183,7 @@ def build_calibrated(
         solver={
             "name": solver,
             "damp": calibrated.DAMP,
-            "polish_sweeps": 0 if solver == "auto-gptq" else gptq.POLISH_SWEEPS,
+            "sweeps": sweeps,
             "track_weights": list(track_weights.values()) if solver == "nested" else [],
         }
         | ({"shrink": shrink} if shrink else {}),  # left out where it is none, so that older jobs stay the same job
@@ -185,17 +197,31 @@ def build_calibrated(
             "device": device.type,
         },
     )
+    peak = memory.peak_memory(
+        checkpoint,
+        num_tokens=num_sequences * sequence_length,
+        group_size=group_size,
+        num_widths=len(bits),
+        num_tracks=len(track_weights) if solver == "nested" else 1,
+        num_planes=sum(bits) - (sum(track_weights) - max(track_weights) if solver == "nested" else 0),
+    )
+    cores = len(os.sched_getaffinity(0))
+    alone = device.type != "cpu" or solver == "auto-gptq"  # which patches torch while it runs
+    peak = memory.side_by_side(peak, 1 if alone else min(cores, shape.num_experts))
     if show_progress:
-        peak = memory.peak_memory(
-            checkpoint,
-            num_tokens=num_sequences * sequence_length,
-            group_size=group_size,
-            num_widths=len(bits),
-            num_tracks=len(track_weights) if solver == "nested" else 1,
-            num_planes=sum(bits) - (sum(track_weights) - max(track_weights) if solver == "nested" else 0),
-        )
         _say(f"calibration of {shape.name} on {device.type} needs {peak} beside the mapped checkpoint")
     passing: Iterator[tuple[int, RoutedBatch]] | None = None
+    for_solver = num_sequences - text.num_held_out
+
+    def parts_of(batch: RoutedBatch) -> tuple[RoutedInputs, RoutedInputs]:
+        return batch.inputs(slice(None, for_solver)), batch.inputs(slice(for_solver, None))
+
+    def float_expert(layer: int, expert: int) -> calibrated.FloatExpert:
+        full = checkpoint.expert(layer, expert)
+        checkpoint.refuse_large(layer, expert, full)
+        weights = calibrated.FloatExpert(full, device)
+        checkpoint.release()
+        return weights
 
     def make_layer(layer: int, advance: Callable[[], None]) -> LayerReplicas:
         nonlocal passing
@@ -206,21 +232,22 @@ def build_calibrated(
         for index, batch in passing:
             if index == layer:
                 break
+            inputs, held_out = parts_of(batch)
             for expert in range(shape.num_experts):  # a layer that is done: its answers only
-                weights = calibrated.FloatExpert(checkpoint.expert(index, expert), device)
-                checkpoint.release()
-                batch.answer(expert, weights, device)
+                weights = float_expert(index, expert)
+                batch.add(expert, torch.cat([weights.answers(part.of(expert)) for part in (inputs, held_out)]))
+        inputs, held_out = parts_of(batch)
+        inputs.layer_moment.sum()  # before experts ask for it at the same time
         done = []
-        for_solver = num_sequences - text.num_held_out
-        inputs, held_out = batch.inputs(slice(None, for_solver)), batch.inputs(slice(for_solver, None))
-        for expert in range(shape.num_experts):
-            full = checkpoint.expert(layer, expert)
-            checkpoint.refuse_large(layer, expert, full)
-            weights = calibrated.FloatExpert(full, device)
-            checkpoint.release()
-            batch.answer(expert, weights, device)
-            done.append(calibrated.quantize_expert(weights, expert, inputs, held_out, solve))
-            advance()
+
+        def made(expert: int) -> calibrated.CalibratedExpert:
+            return calibrated.quantize_expert(float_expert(layer, expert), expert, inputs, held_out, solve)
+
+        with calibrated.side_by_side(peak.experts, cores // peak.experts) as threads:
+            for expert, result in enumerate(threads.map(made, range(shape.num_experts))):
+                batch.add(expert, result.answers)
+                done.append(result.without_answers())
+                advance()
         checkpoint.check(layer)
         return calibrated.layer_of(done)
 

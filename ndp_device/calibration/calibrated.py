@@ -7,17 +7,21 @@ layer, see gptq.py. Rows are taken in blocks, so that memory does not grow with 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from ndp_device.calibration import auto_gptq, gptq
 from ndp_device.calibration.data_free import expert_losses, round_to_bytes
-from ndp_device.calibration.gptq import blend, own_weight, second_moment
+from ndp_device.calibration.gptq import Moment, blend, own_weight, second_moment
 from ndp_device.common.activation import SILU, Activation
 from ndp_device.common.widths import BYTE_BITS
 from ndp_device.experts.expert import Biases, FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
@@ -33,6 +37,8 @@ columns."""
 LAYER_ROWS = 4096
 ROWS_AT_ONCE = 4096
 _MIN_HELD_OUT = 32
+_TEST_ROWS = 1024
+"""Held-out rows that the loss table of an expert rests on, at most."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,17 @@ class RoutedInputs:
     def of(self, expert: int) -> Tensor:
         """The rows that were routed to one expert, [n, H]."""
         return self.hidden[self.rows_of(expert)]
+
+    @property
+    def sample(self) -> Tensor:
+        """Which rows stand for the layer, [at most LAYER_ROWS]."""
+        return torch.arange(0, len(self.hidden), -(-len(self.hidden) // LAYER_ROWS))
+
+    @cached_property
+    def layer_moment(self) -> Tensor:
+        """Second moment [H, H] of what enters any expert of the layer: computed once for all of them."""
+        rows = (self.hidden[part].float() for part in self.sample.split(ROWS_AT_ONCE))
+        return second_moment(rows, self.hidden.shape[1])
 
 
 class FloatExpert:
@@ -68,10 +85,26 @@ class FloatExpert:
         w1, w3 = self.w13.chunk(2)
         return activated(hidden @ w1.T, hidden @ w3.T, self._biases, self.full.activation)
 
+    def down(self, between: Tensor) -> Tensor:
+        """What down multiplies [n, I] -> the expert's outputs [n, H]."""
+        out = between @ self.w2.T
+        return out if self._biases is None else out + self._biases[2]
+
     def __call__(self, hidden: Tensor) -> Tensor:
         """Rows [n, H] -> the expert's outputs [n, H], in the rows' dtype."""
-        out = self.between(hidden.float()) @ self.w2.T
-        return (out if self._biases is None else out + self._biases[2]).to(hidden.dtype)
+        return self.down(self.between(hidden.float())).to(hidden.dtype)
+
+    def answers(self, hidden: Tensor, seen: Callable[[Tensor, Tensor], None] | None = None) -> Tensor:
+        """The same where rows lie on the CPU, a block at a time; `seen` gets each block and what is between."""
+        out = torch.empty_like(hidden)
+        for first in range(0, len(hidden), ROWS_AT_ONCE):
+            block = slice(first, first + ROWS_AT_ONCE)
+            rows = hidden[block].to(self.w2.device).float()
+            between = self.between(rows)
+            if seen is not None:
+                seen(rows, between)
+            out[block] = self.down(between).to(out.dtype).cpu()
+        return out
 
 
 BiasTensors = tuple[Tensor, Tensor, Tensor]
@@ -95,15 +128,27 @@ def activated(gate: Tensor, up: Tensor, biases: BiasTensors | None, activation: 
     return gate * torch.sigmoid(argument) * (up + activation.up_bias)
 
 
-def load_solver(name: str, group_size: int, track_weights: Mapping[int, float]) -> Solver:
+def load_solver(
+    name: str, group_size: int, track_weights: Mapping[int, float], sweeps: int = gptq.SWEEPS["default"]
+) -> Solver:
+    def ours(weights: Tensor, hessian: Tensor, damp: float, tracks: Mapping[int, float]) -> dict[int, QuantizedMatrix]:
+        return gptq.quantize(
+            weights,
+            hessian,
+            group_size=group_size,
+            track_weights=tracks,
+            damp=damp,
+            sweeps=sweeps,
+            threads=torch.get_num_threads(),
+        )
+
     def nested(weights: Tensor, hessian: Tensor, damp: float) -> dict[int, QuantizedMatrix]:
-        return gptq.quantize(weights, hessian, group_size=group_size, track_weights=track_weights, damp=damp)
+        return ours(weights, hessian, damp, track_weights)
 
     def independent(weights: Tensor, hessian: Tensor, damp: float) -> dict[int, QuantizedMatrix]:
         matrices: dict[int, QuantizedMatrix] = {}
         for bits in track_weights:
-            alone = {bits: 1.0}
-            matrices |= gptq.quantize(weights, hessian, group_size=group_size, track_weights=alone, damp=damp)
+            matrices |= ours(weights, hessian, damp, {bits: 1.0})
         return matrices
 
     def through_auto_gptq(weights: Tensor, hessian: Tensor, damp: float) -> dict[int, QuantizedMatrix]:
@@ -132,11 +177,11 @@ def shrunk(solver: Solver, part: float) -> Solver:
     """
 
     def solve(weights: Tensor, hessian: Tensor, damp: float) -> dict[int, QuantizedMatrix]:
-        diagonal = hessian.diagonal()
-        diagonal += part * diagonal.mean()
-        return solver(weights, hessian, damp)
+        distrusted = hessian.clone()  # the layer's is another expert's too
+        distrusted.diagonal().add_(part * hessian.diagonal().mean())
+        return solver(weights, distrusted, damp)
 
-    return solve
+    return solve if part else solver
 
 
 @dataclass(frozen=True)
@@ -148,40 +193,64 @@ class CalibratedExpert:
     relative_loss: NDArray[np.float64]
     num_tokens: int
     own_weight: float
+    answers: Tensor
+    """Outputs in full precision of the rows that were routed to it, those of the solver first, [n, H]."""
+
+    def without_answers(self) -> CalibratedExpert:
+        return replace(self, answers=self.answers[:0])
+
+
+@contextlib.contextmanager
+def side_by_side(num_experts: int, threads_each: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that make an expert each, and compute in that many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads_each)
+    try:
+        # each thread has a number of its own; the other BLAS has one for all
+        with (
+            threadpool_limits(threads_each, "blas"),
+            ThreadPoolExecutor(num_experts, initializer=torch.set_num_threads, initargs=(threads_each,)) as threads,
+        ):
+            yield threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def quantize_expert(
     weights: FloatExpert, expert: int, inputs: RoutedInputs, held_out: RoutedInputs, solver: Solver
 ) -> CalibratedExpert:
     """Solve for one expert and measure what each width loses on what the solver did not see."""
-    device = weights.w2.device
-    own = inputs.rows_of(expert)
-    layer = torch.arange(0, len(inputs.hidden), -(-len(inputs.hidden) // LAYER_ROWS))
+    device, full = weights.w2.device, weights.full
+    own = inputs.of(expert)
     share = own_weight(len(own))
+    of_hidden, of_between = (Moment(matrix.shape[1], device) for matrix in (weights.w13, weights.w2))
 
-    def blocks(rows: Tensor) -> Iterator[Tensor]:
-        return (inputs.hidden[part].to(device).float() for part in rows.split(ROWS_AT_ONCE))
+    def seen(rows: Tensor, between: Tensor) -> None:
+        of_hidden.add(rows)
+        of_between.add(between)
 
-    def solve(matrix: Tensor, through: Callable[[Tensor], Tensor] | None) -> dict[int, QuantizedMatrix]:
-        def moment(rows: Tensor) -> Tensor:
-            inputs = blocks(rows) if through is None else map(through, blocks(rows))
-            return second_moment(inputs, matrix.shape[1], device)
+    answers = [weights.answers(own, seen)]
 
-        hessian = blend(moment(own), moment(layer), share)
-        return solver(matrix, hessian, DAMP if len(own) >= matrix.shape[1] else DAMP_FEW_TOKENS)
+    def solve(matrix: Tensor, moment: Tensor, of_layer: Tensor) -> dict[int, QuantizedMatrix]:
+        damp = DAMP if len(own) >= matrix.shape[1] else DAMP_FEW_TOKENS
+        return solver(matrix, blend(moment, of_layer, share), damp)
 
-    w13s = solve(weights.w13, None)
-    w2s = solve(weights.w2, weights.between)
-    full = weights.full
+    w13s = solve(weights.w13, of_hidden.mean(), inputs.layer_moment.to(device))
+    # a layer that counts little is known well enough from fewer rows
+    sample = inputs.sample if share < 0.5 else inputs.sample[::4]
+    rows = (weights.between(inputs.hidden[part].to(device).float()) for part in sample.split(ROWS_AT_ONCE))
+    w2s = solve(weights.w2, of_between.mean(), second_moment(rows, weights.w2.shape[1], device))
     replicas = {bits: fold_order(bits, w13s[bits], w2s[bits], full.biases, full.activation) for bits in w13s}
     loss, relative_loss = expert_losses(test_rows(held_out, expert).float().numpy(), full, replicas)
-    return CalibratedExpert(replicas, loss, relative_loss, len(own), share)
+    answers.append(weights.answers(held_out.of(expert)))
+    return CalibratedExpert(replicas, loss, relative_loss, len(own), share, torch.cat(answers))
 
 
 def test_rows(held_out: RoutedInputs, expert: int) -> Tensor:
-    """Rows to compare an expert's widths on: its own, or where they are too few all rows of the layer."""
+    """Rows to compare an expert's widths on: its own, or where they are too few the layer's."""
     own = held_out.of(expert)
-    return own if len(own) >= _MIN_HELD_OUT else held_out.hidden
+    rows = own if len(own) >= _MIN_HELD_OUT else held_out.hidden
+    return rows[:: -(-len(rows) // _TEST_ROWS)]
 
 
 def layer_of(experts: Sequence[CalibratedExpert]) -> LayerReplicas:

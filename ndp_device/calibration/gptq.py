@@ -1,332 +1,264 @@
 """GPTQ for one matrix, at one or several widths at once. Knows a matrix and a Hessian, not experts, layers or files.
 
 A code of B bits serves every narrower width by its first bits. Each width ("track") maps its prefix of the code to a
-level scale * prefix + offset of its own.
+level scale * prefix + offset of its own. Every weight gets the one code whose prefixes suit all widths best.
 
-With one width this is GPTQ: column by column, choose the nearest code and pass its error on to the open columns. The
-error goes through a factor of the inverse Hessian. With several widths each width has its own
-error-compensated copy of the weights and its own feedback. Every weight gets the one code whose prefixes suit all
-widths best.
+With H = M D M', M upper with ones on its diagonal and D diagonal, the loss E H E' of E = W - Q is the sum over columns
+of D[c] * (E M)[c]**2. So GPTQ takes column by column the code nearest to W[c] + (E M of the columns before)[c]. Each
+width has its own E. After that, coordinate descent passes over all columns with E H. Products of whole groups are BLAS,
+on a GPU where there is one. What happens within a group of columns is C++ (csrc/columns.inc.h).
 
-Differences from the textbook, each of which measured better (docs/replica-format.md, "recipe"):
+Differences from the textbook, each of which measured better (docs/log/calibration.md):
 
 - Offsets are floats.
-- Levels of a group fit its weights as they are when the solver reaches the group, weighted by 1 / U[c, c]**2.
-- Columns come in falling order of the Hessian's diagonal where that lowers the loss.
-- At the end, the solver refits scales and polishes codes, in turns.
+- Levels of a group fit its weights as they are when the solver reaches the group, weighted by D[c].
+- A group's levels and codes are fitted again, to what they cost once later columns answer, before the next group.
+- Columns come in the order in which some rows lose least.
 
 The Hessian is the second moment of the inputs. An expert that calibration text reached seldom borrows from its layer.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ndp_device.calibration import _gptq
+from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import NestedMatrix, QuantizedMatrix, pack
 
-_CLIPS = (1.0, 0.85, 0.7, 0.55)
-"""Starting ranges of a group's levels, as parts of min..max; the best one per row stays."""
-_ROUNDS = 4
-_REFIT_ROWS = 2048
-_RIDGE = 1e-4
-
-
-@dataclass(frozen=True)
-class Tracks:
-    """The widths a matrix is quantized to together, and what an error at each of them costs."""
-
-    bits: tuple[int, ...]
-    cost: Tensor  # float32 [K], sums to 1
-
-    @classmethod
-    def of(cls, track_weights: Mapping[int, float], device: torch.device) -> Tracks:
-        bits = tuple(sorted(track_weights))
-        cost = torch.tensor([track_weights[b] for b in bits], dtype=torch.float32, device=device)
-        return cls(bits, cost / cost.sum())
-
-    def prefixes(self, codes: Tensor) -> Tensor:
-        """Codes [...] -> each track's first bits of them, float32 [K, ...]."""
-        return torch.stack([codes >> (self.bits[-1] - b) for b in self.bits]).float()
-
-
-class LevelTable:
-    """Levels of every code for every track in one group of columns; finds the code that suits given weights best."""
-
-    def __init__(self, scale: Tensor, offset: Tensor, tracks: Tracks) -> None:
-        prefixes = tracks.prefixes(torch.arange(1 << tracks.bits[-1], device=scale.device))
-        self._levels = scale[:, :, None] * prefixes[:, None, :] + offset[:, :, None]  # [K, N, codes]
-        # sum_k cost_k (w_k - level_k)**2 differs between codes only in these two terms
-        self._slope = ((-2 * tracks.cost[:, None, None]) * self._levels).permute(1, 0, 2).contiguous()  # [N, K, codes]
-        self._constant = (tracks.cost[:, None, None] * self._levels**2).sum(0)[:, None, :]  # [N, 1, codes]
-
-    def nearest(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights as each track sees them [K, N, m] -> (codes [N, m], their cost less a part common to all codes)."""
-        cost, codes = torch.baddbmm(self._constant, weights.permute(1, 2, 0), self._slope).min(-1)
-        return codes, cost
-
-    def of(self, codes: Tensor) -> Tensor:
-        """Codes [N, m] -> levels [K, N, m]."""
-        return self._levels.gather(2, codes.expand(len(self._levels), -1, -1))
-
-
-def fit_levels(block: Tensor, importance: Tensor, tracks: Tracks) -> tuple[Tensor, Tensor]:
-    """Scale and offset [K, N] for a group's weights [K, N, g]: Lloyd's steps from several ranges, the best per row."""
-    middle_track = (tracks.cost[:, None, None] * block).sum(0)
-    low, high = middle_track.amin(1, keepdim=True), middle_track.amax(1, keepdim=True)
-    span = (high - low).clamp_min(1e-12)
-    top = (1 << tracks.bits[-1]) - 1
-    fits = []
-    for clip in _CLIPS:
-        start = ((middle_track - (high + low) / 2) / (span * clip) + 0.5) * top
-        codes = start.round().clamp(0, top).to(torch.int64)
-        for _ in range(_ROUNDS):
-            scale, offset = _least_squares(block, codes, importance, tracks)
-            codes, cost = LevelTable(scale, offset, tracks).nearest(block)
-        fits.append(((cost * importance).sum(1), scale, offset))
-    errors, scales, offsets = (torch.stack(parts) for parts in zip(*fits, strict=True))
-    best = errors.argmin(0).expand_as(scales[:1])
-    return scales.gather(0, best)[0], offsets.gather(0, best)[0]
-
-
-def refit(
-    weights: Tensor, hessian: Tensor, codes: Tensor, scale: Tensor, offset: Tensor, group_of: Tensor, tracks: Tracks
-) -> tuple[Tensor, Tensor]:
-    """Given the codes, the scale and offset of each row and group that minimise (w - q) H (w - q)' of the whole row.
-
-    Each row has 2G unknowns: the step away from the present values, solved with a little ridge. So a group stays as it
-    is where all its codes are equal or the Hessian knows nothing of the group.
-    """
-    refitted = [
-        _refit_rows(weights[rows], hessian, prefix[rows], scale[k, rows], offset[k, rows], group_of)
-        for k, prefix in enumerate(tracks.prefixes(codes))
-        for rows in (slice(first, first + _REFIT_ROWS) for first in range(0, len(weights), _REFIT_ROWS))
-    ]
-    scales, offsets = (as_stored(torch.cat(parts).view_as(scale)) for parts in zip(*refitted, strict=True))
-    return scales, offsets
-
-
-def as_stored(values: Tensor) -> Tensor:
-    """Rounded to what float16 holds, as float32."""
-    return values.half().float()
-
-
-def _least_squares(block: Tensor, codes: Tensor, importance: Tensor, tracks: Tracks) -> tuple[Tensor, Tensor]:
-    """Scale and offset [K, N] that fit each track's weights to its prefix of the codes."""
-    share = importance / importance.sum()
-    prefixes = tracks.prefixes(codes)
-    prefix_mean, mean = (prefixes * share).sum(-1), (block * share).sum(-1)
-    centred = (prefixes - prefix_mean[:, :, None]) * share
-    variance = (centred * prefixes).sum(-1)
-    scale = as_stored((centred * block).sum(-1) / torch.where(variance > 1e-12, variance, 1))
-    return scale, as_stored(mean - scale * prefix_mean)
-
-
-def _refit_rows(
-    weights: Tensor, hessian: Tensor, prefix: Tensor, scale: Tensor, offset: Tensor, group_of: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One track, rows [n]: weights and prefix [n, C], scale and offset [n, G].
-
-    The code computes only the part of the normal equations that symmetry does not give: a group's prefixes against its
-    own and later columns. The part of two offsets is the same for all rows.
-    """
-    num_groups = scale.shape[1]
-
-    def sum_groups(values: Tensor, of: Tensor) -> Tensor:  # [n, c] -> [n, G]
-        return values.new_zeros(len(values), num_groups).index_add_(1, of, values)
-
-    prefix = prefix.double()
-    residual = (weights - scale[:, group_of] * prefix - offset[:, group_of]) @ hessian
-    wanted = torch.cat([sum_groups(residual * prefix, group_of), sum_groups(residual, group_of)], 1)
-    del residual
-    group_sums = hessian.new_zeros(num_groups, hessian.shape[1]).index_add_(0, group_of, hessian)
-    normal = hessian.new_zeros(len(weights), 2, num_groups, 2, num_groups)
-    normal[:, 1, :, 1] = sum_groups(group_sums, group_of)
-    for group in range(num_groups):
-        columns = (group_of == group).nonzero()[:, 0]
-        first, own = int(columns[0]), prefix[:, columns]
-        normal[:, 1, :, 0, group] = own @ group_sums[:, columns].T
-        normal[:, 0, group, 1] = normal[:, 1, :, 0, group]
-        product = own @ hessian[columns, first:]
-        from_here = sum_groups(product * prefix[:, first:], group_of[first:])[:, group:]
-        normal[:, 0, group, 0, group:] = from_here
-        normal[:, 0, group:, 0, group] = from_here
-    normal = normal.view(len(weights), 2 * num_groups, 2 * num_groups)
-    diagonal = normal.diagonal(dim1=1, dim2=2)
-    diagonal += _RIDGE * diagonal + 1e-12 * diagonal.mean(1, keepdim=True) + 1e-30
-    step = torch.linalg.solve(normal, wanted)
-    return scale + step[:, :num_groups], offset + step[:, num_groups:]
-
-
-POLISH_SWEEPS = 2
-"""Passes of coordinate descent over all codes after GPTQ; measured: 5-15 % less loss, a third pass gives 1 %."""
-
-
+SWEEPS = {"fast": 0, "default": 1, "best": 3}
+"""Passes of coordinate descent over all columns after GPTQ, by effort. Each costs twice GPTQ's own products."""
 _ROWS_AT_ONCE = 1024
 """Rows of W that are solved together. They do not depend on each other: this bounds memory, and changes no value."""
+_ORDER_ROWS = 128
+"""Rows that choose an order of columns."""
+_LEAST_GAIN = 0.01
+"""What another order than by falling diagonal has to gain, in parts of the loss: less is chance."""
 
 
-@dataclass(frozen=True)
-class _Solution:
-    """Column c multiplies input order[c]. loss[k] = trace((W - Q_k) H (W - Q_k)')."""
+class _Solver:
+    """The widths a matrix is quantized to together, what an error at each costs, and how much of the machine works."""
 
-    order: Tensor  # int64 [C]
-    codes: Tensor  # uint8 [N, C]
-    scale: Tensor  # float32 [K, N, G]
-    offset: Tensor
-    loss: Tensor  # float64 [K]
+    def __init__(self, track_weights: Mapping[int, float], threads: int | None) -> None:
+        self.bits = tuple(sorted(track_weights))
+        total = sum(track_weights.values())
+        self._costs = [track_weights[b] / total for b in self.bits]
+        self._threads = threads or len(os.sched_getaffinity(0))
+
+    def group(
+        self,
+        weights: Tensor,
+        product: Tensor,
+        square: Tensor,
+        factor: tuple[Tensor, Tensor] | None,
+        solution: tuple[Tensor, Tensor, Tensor],
+        sweeps: int,
+    ) -> Tensor:
+        """One group of columns [n, g]: fills its solution, codes [n, g] and levels [K, n]; returns E [K, n, g].
+
+        factor: M and D of the group for GPTQ; None goes down from the solution that there is.
+        """
+        product = product.contiguous().cpu()
+        feedback = importance = None
+        if factor is not None:
+            feedback, importance = (part.cpu().numpy() for part in (factor[0].T.contiguous(), factor[1].contiguous()))
+        codes, scale, offset = solution
+        _gptq.solve_group(
+            self.bits,
+            self._costs,
+            weights.contiguous().cpu().numpy(),
+            product.numpy(),
+            square.contiguous().cpu().numpy(),
+            feedback,
+            importance,
+            codes.numpy(),
+            scale.numpy(),
+            offset.numpy(),
+            sweeps,
+            self._threads,
+        )
+        return product
 
 
 def quantize(
-    weights: Tensor, hessian: Tensor, *, group_size: int, track_weights: Mapping[int, float], damp: float
+    weights: Tensor,
+    hessian: Tensor,
+    *,
+    group_size: int,
+    track_weights: Mapping[int, float],
+    damp: float,
+    sweeps: int = SWEEPS["default"],
+    threads: int | None = None,
 ) -> dict[int, QuantizedMatrix]:
-    """W [N, C] float32 and H [C, C] float64 -> the matrix at every width in track_weights, narrow ones prefixes."""
-    tracks = Tracks.of(track_weights, weights.device)
-    natural = torch.arange(weights.shape[1], device=weights.device)
-    by_diagonal = torch.argsort(hessian.diagonal(), descending=True, stable=True)
-    solutions = [_solve(weights, hessian, order, group_size, tracks, damp) for order in (natural, by_diagonal)]
-    # times 4 per bit, about what a bit buys: else the narrowest track alone would choose the order
-    value = torch.tensor([4.0**b for b in tracks.bits], dtype=torch.float64, device=weights.device)
-    best = min(solutions, key=lambda solution: float(solution.loss @ value))
-    perm = None if best is solutions[0] else best.order.cpu().numpy().astype(np.int32)
-    del solutions
-    codes, scale, offset = _polished(weights, _ordered(hessian, best.order), best, group_size, tracks)
-    planes = pack(codes.cpu().numpy(), tracks.bits[-1])
-    scales, offsets = (values.cpu().numpy().astype(np.float16) for values in (scale, offset))
-    return NestedMatrix(tuple(tracks.bits), planes, scales, offsets, group_size, perm).by_width()
+    """W [N, C] float32 and H [C, C] -> the matrix at every width in track_weights, narrow ones prefixes.
+
+    threads: of what happens within a group; None: all cores.
+    """
+    solver = _Solver(track_weights, threads)
+    diagonal = hessian.diagonal()
+    if not diagonal.isfinite().all():  # an infinity or NaN of any input is in its own square
+        raise ConfigError("the Hessian is not finite: the model produced NaN or infinity on the calibration text")
+    mean = float(diagonal.mean())
+    if mean <= 0:  # inputs that never came: the weights alone
+        hessian, mean = torch.eye(len(hessian), device=hessian.device), 1.0
+    order, problem = _ordered(weights, hessian, mean, group_size, solver, damp)
+    num_rows, num_columns = weights.shape
+    codes = torch.empty(num_rows, num_columns, dtype=torch.uint8)
+    levels = torch.empty(2, -(-num_columns // group_size), len(solver.bits), num_rows)
+    for first in range(0, num_rows, _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        _solve_rows(_columns(weights[rows], order), problem, codes[rows], levels[..., rows], group_size, solver, sweeps)
+    scale, offset = (part.permute(1, 2, 0).contiguous().numpy().astype(np.float16) for part in levels)
+    perm = None if _is_natural(order) else order.cpu().numpy().astype(np.int32)
+    return NestedMatrix(solver.bits, pack(codes.numpy(), solver.bits[-1]), scale, offset, group_size, perm).by_width()
 
 
 def peak_bytes(num_rows: int, num_columns: int, group_size: int, num_tracks: int) -> int:
     """Most bytes that quantize() allocates, beside the weights and the Hessian that it is given."""
     rows, groups = min(num_rows, _ROWS_AT_ONCE), -(-num_columns // group_size)
-    square = num_columns**2 * 8
-    factoring = 3 * square  # the Hessian in order, and one factor out of another
-    block = rows * num_columns * (6 * 4 * num_tracks + 3 * 8)  # each track's weights, errors and levels
-    refitting = 3 * rows * (2 * groups) ** 2 * 8
-    results = 2 * num_rows * (num_columns + 2 * 4 * num_tracks * groups)  # codes and levels in both orders
-    return max(factoring, square + square + block + refitting) + results
+    square = num_columns**2 * 4
+    block = rows * num_columns * (4 * (num_tracks + 1) + 1) + 4 * rows * group_size * 4 * num_tracks
+    results = 2 * num_rows * num_columns + 2 * 3 * 4 * num_tracks * groups * num_rows
+    return square + max(2 * square, square + block) + results
 
 
-def _ordered(hessian: Tensor, order: Tensor) -> Tensor:
-    return hessian[order[:, None], order]
+class _Problem(NamedTuple):
+    """H [C, C] over its mean diagonal, and its unit factor: columns in the order that they are solved in."""
+
+    hessian: Tensor
+    mixing: Tensor
+    importance: Tensor
 
 
-def _row_blocks(num_rows: int) -> list[slice]:
-    return [slice(first, first + _ROWS_AT_ONCE) for first in range(0, num_rows, _ROWS_AT_ONCE)]
-
-
-def _solve(weights: Tensor, hessian: Tensor, order: Tensor, group_size: int, tracks: Tracks, damp: float) -> _Solution:
-    hessian = _ordered(hessian, order)
-    upper, hessian32 = inverse_factor(hessian, damp), hessian.float()
+def _solve_rows(
+    weights: Tensor, problem: _Problem, codes: Tensor, levels: Tensor, group_size: int, solver: _Solver, sweeps: int
+) -> Tensor:
+    """Fill codes [n, C] and levels [2, G, K, n], of scale and offset; returns E [K, n, C]."""
     num_rows, num_columns = weights.shape
-    group_of = torch.arange(num_columns, device=weights.device) // group_size
-    codes = torch.empty_like(weights, dtype=torch.uint8)
-    scales, offsets = [], []
-    loss = hessian.new_zeros(len(tracks.bits))
-    for rows in _row_blocks(num_rows):
-        block = weights[rows][:, order]
-        scale, offset = _quantize_rows(block, upper, codes[rows], group_size, tracks)
-        scale, offset = refit(block, hessian, codes[rows], scale, offset, group_of, tracks)
-        error = _dequantize(codes[rows], scale, offset, group_of, tracks) - block
-        loss += ((error @ hessian32) * error).sum((1, 2), dtype=torch.float64)
-        scales.append(scale)
-        offsets.append(offset)
-    return _Solution(order, codes, torch.cat(scales, 1), torch.cat(offsets, 1), loss)
+    hessian, mixing, importance = problem
+    error = weights.new_zeros(len(solver.bits), num_rows, num_columns)
+    flat = error.view(-1, num_columns)
+    for sweep in range(1 + sweeps):
+        for index, start in enumerate(range(0, num_columns, group_size)):
+            group = slice(start, min(start + group_size, num_columns))
+            if sweep == 0:
+                own = mixing[group, group], importance[group]
+                product = flat[:, :start] @ mixing[:start, group]
+                square = (own[0] * own[1]) @ own[0].T  # what a change costs once the columns behind answer
+            else:
+                own, product, square = None, flat @ hessian[:, group], hessian[group, group]
+            solution = codes[:, group].contiguous(), *(part.contiguous() for part in levels[:, index])
+            product = product.view(len(solver.bits), num_rows, -1)
+            error[:, :, group] = solver.group(weights[:, group], product, square, own, solution, 1).to(error.device)
+            codes[:, group] = solution[0]
+            levels[0, index], levels[1, index] = solution[1:]
+    return error
 
 
-def _quantize_rows(
-    weights: Tensor, upper: Tensor, codes: Tensor, group_size: int, tracks: Tracks
-) -> tuple[Tensor, Tensor]:
-    """Fill codes [n, C]; returns scale and offset [K, n, G]."""
-    num_columns = weights.shape[1]
-    open_weights = weights.repeat(len(tracks.bits), 1, 1)  # [K, n, C], each track's own, errors passed on
-    fits = []
-    for start in range(0, num_columns, group_size):
-        group = slice(start, min(start + group_size, num_columns))
-        block, factor = open_weights[:, :, group], upper[group, group]
-        fits.append(fit_levels(block, factor.diagonal() ** -2, tracks))
-        errors = _quantize_group(block, factor, LevelTable(*fits[-1], tracks), codes[:, group])
-        open_weights[:, :, group.stop :] -= errors @ upper[group, group.stop :]
-    scale, offset = (torch.stack(parts, -1) for parts in zip(*fits, strict=True))
-    return scale, offset
+def _ordered(
+    weights: Tensor, hessian: Tensor, mean: float, group_size: int, solver: _Solver, damp: float
+) -> tuple[Tensor, _Problem]:
+    """Which input each column multiplies, [C], and the problem in that order.
 
-
-def _quantize_group(block: Tensor, factor: Tensor, table: LevelTable, codes: Tensor) -> Tensor:
-    """Fill codes [N, g] column by column, passing errors on within block [K, N, g]; returns the errors [K, N, g]."""
-    errors = torch.empty_like(block)
-    for c in range(block.shape[2]):
-        column = block[:, :, c : c + 1]
-        chosen, _ = table.nearest(column)
-        codes[:, c] = chosen[:, 0]
-        errors[:, :, c : c + 1] = (column - table.of(chosen)) / factor[c, c]
-        block[:, :, c:] -= errors[:, :, c : c + 1] * factor[c, c:]
-    return errors
-
-
-def _polished(
-    weights: Tensor, hessian: Tensor, solution: _Solution, group_size: int, tracks: Tracks
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scale and offset after some passes of coordinate descent; the Hessian in the solution's order."""
-    hessian32 = hessian.float()
-    group_of = torch.arange(weights.shape[1], device=weights.device) // group_size
-    scales, offsets = [], []
-    for rows in _row_blocks(len(weights)):
-        block, codes = weights[rows][:, solution.order], solution.codes[rows]
-        scale, offset = solution.scale[:, rows], solution.offset[:, rows]
-        for _ in range(POLISH_SWEEPS):
-            _descend(block, hessian32, codes, scale, offset, group_of, tracks)
-            scale, offset = refit(block, hessian, codes, scale, offset, group_of, tracks)
-        scales.append(scale)
-        offsets.append(offset)
-    return solution.codes, torch.cat(scales, 1), torch.cat(offsets, 1)
-
-
-def _descend(
-    weights: Tensor, hessian32: Tensor, codes: Tensor, scale: Tensor, offset: Tensor, group_of: Tensor, tracks: Tracks
-) -> None:
-    """Choose each code again with all others fixed, in place.
-
-    With R = (Q - W) H, the best real value of column c is q_c - R_c / H[c, c]. R is kept up to date within a group, and
-    for the other groups when the group is done.
+    The order decides which columns share levels. Falling diagonal puts like with like, and is mostly best. Where few
+    columns carry the loss, groups fit these by having one each: the columns as they lie, or dealt out in turn. If some
+    rows lose less so without feedback, GPTQ of these rows decides.
     """
-    quantized = _dequantize(codes, scale, offset, group_of, tracks)
-    residual = (quantized - weights) @ hessian32
-    for group in range(scale.shape[2]):
-        columns = (group_of == group).nonzero()[:, 0]
-        table = LevelTable(scale[:, :, group], offset[:, :, group], tracks)
-        before, own = quantized[:, :, columns], hessian32[columns][:, columns]
-        after, local = before.clone(), residual[:, :, columns]
-        for i, c in enumerate(columns.tolist()):
-            if own[i, i] > 0:  # else an input that never came: any code is as good
-                column = slice(i, i + 1)
-                chosen, _ = table.nearest(before[:, :, column] - local[:, :, column] / own[i, i])
-                codes[:, c] = chosen[:, 0]
-                after[:, :, column] = table.of(chosen)
-                local += (after[:, :, column] - before[:, :, column]) * own[i]
-        residual += (after - before) @ hessian32[columns]
-        quantized[:, :, columns] = after
+    num_columns = weights.shape[1]
+    some = weights[:: max(1, len(weights) // _ORDER_ROWS)][:_ORDER_ROWS]
+    diagonal = hessian.diagonal() / mean + damp
+    natural = torch.arange(num_columns, device=weights.device)
+    falling = torch.argsort(diagonal, descending=True, stable=True)
+    dealt = torch.empty_like(falling)
+    dealt[torch.argsort(natural % group_size, stable=True)] = falling
+
+    def problem(order: Tensor) -> _Problem:
+        ordered = (hessian if _is_natural(order) else hessian[order[:, None], order]).float() / mean
+        return _Problem(ordered, *unit_factor(ordered, damp))
+
+    def loss(order: Tensor, among: _Problem) -> float:
+        codes = torch.empty(some.shape, dtype=torch.uint8)
+        levels = torch.empty(2, -(-num_columns // group_size), len(solver.bits), len(some))
+        error = _solve_rows(_columns(some, order), among, codes, levels, group_size, solver, 0)
+        return _mean_log(((error @ among.hessian) * error).sum((1, 2)))
+
+    alone = [_loss_alone(some, diagonal, order, group_size, solver) for order in (falling, natural, dealt)]
+    if alone[0] - _LEAST_GAIN <= min(alone[1:]) or diagonal.max() <= (1 + _LEAST_GAIN) * diagonal.min():
+        return falling, problem(falling)
+    other = natural if alone[1] <= alone[2] else dealt
+    of_other = loss(other, problem(other))
+    found = problem(falling)
+    if loss(falling, found) - _LEAST_GAIN <= of_other:
+        return falling, found
+    del found
+    return other, problem(other)
 
 
-def _dequantize(codes: Tensor, scale: Tensor, offset: Tensor, group_of: Tensor, tracks: Tracks) -> Tensor:
-    return scale[:, :, group_of] * tracks.prefixes(codes) + offset[:, :, group_of]
+def _loss_alone(weights: Tensor, diagonal: Tensor, order: Tensor, group_size: int, solver: _Solver) -> float:
+    """What rows of W lose where each column counts by the Hessian's diagonal alone."""
+    loss = torch.zeros(len(solver.bits), device=weights.device)
+    for columns in order.split(group_size):
+        none, importance = weights.new_zeros(len(columns), len(columns)), diagonal[columns].float()
+        product = weights.new_zeros(len(solver.bits), len(weights), len(columns))
+        levels = torch.empty(2, len(solver.bits), len(weights))
+        solution = torch.empty(len(weights), len(columns), dtype=torch.uint8), *levels
+        error = solver.group(weights[:, columns], product, none, (none, importance), solution, 0).to(weights.device)
+        loss += (error**2 * importance).sum((1, 2))
+    return _mean_log(loss)
+
+
+def _mean_log(losses: Tensor) -> float:
+    """One loss at each width as one number: by ratios, as narrow widths would outweigh the others."""
+    return float(losses.clamp_min(1e-30).log().mean())
+
+
+def _columns(weights: Tensor, order: Tensor) -> Tensor:
+    return weights if _is_natural(order) else weights[:, order]
+
+
+def _is_natural(order: Tensor) -> bool:
+    return bool((order == torch.arange(len(order), device=order.device)).all())
 
 
 _TOKENS_FOR_HALF = 512
 """An expert with this many tokens counts as much as its layer. Source: docs/replica-format.md, "few tokens"."""
+_STRIP = 1024
 
 
 def second_moment(blocks: Iterable[Tensor], num_columns: int, device: torch.device | None = None) -> Tensor:
-    """Rows in blocks of [n, C] -> mean of x x' [C, C] in float64; zeros without rows."""
-    moment = torch.zeros(num_columns, num_columns, dtype=torch.float64, device=device)
-    num_rows = 0
+    """Rows in blocks of [n, C] -> mean of x x' [C, C] in float32; zeros without rows."""
+    moment = Moment(num_columns, device)
     for rows in blocks:
-        moment += rows.T @ rows
-        num_rows += len(rows)
-    return moment.div_(max(num_rows, 1))
+        moment.add(rows)
+    return moment.mean()
+
+
+class Moment:
+    """The mean of x x' of rows that come in blocks. Only what symmetry does not give is computed."""
+
+    def __init__(self, num_columns: int, device: torch.device | None = None) -> None:
+        self._sum = torch.zeros(num_columns, num_columns, device=device)
+        self._num_rows = 0
+
+    def add(self, rows: Tensor) -> None:
+        """Rows [n, C], float32."""
+        for first in range(0, rows.shape[1], _STRIP):
+            strip = slice(first, first + _STRIP)
+            self._sum[first:, strip].addmm_(rows[:, first:].T, rows[:, strip])
+        self._num_rows += len(rows)
+
+    def mean(self) -> Tensor:
+        """[C, C]; nothing may be added after it."""
+        for first in range(0, len(self._sum), _STRIP):
+            behind = first + _STRIP
+            self._sum[first:behind, behind:] = self._sum[behind:, first:behind].T
+        return self._sum.div_(max(self._num_rows, 1))
 
 
 def own_weight(num_tokens: int) -> float:
@@ -337,29 +269,30 @@ def own_weight(num_tokens: int) -> float:
 def blend(own: Tensor, layer: Tensor, weight: float) -> Tensor:
     """weight * own + (1 - weight) * layer, the layer's scaled to own's trace; the layer's alone where own is zero.
 
-    Overwrites both: at Mixtral's width each has 1.6 GB.
+    Overwrites own: at Mixtral's width each has 0.8 GB.
     """
     if weight == 0 or not own.trace() > 0:
         return layer
-    ratio = own.trace() / layer.trace().clamp_min(1e-30)
-    return own.mul_(weight).add_(layer.mul_(1 - weight).mul_(ratio))
+    ratio = float(own.trace() / layer.trace().clamp_min(1e-30))
+    return own.mul_(weight).add_(layer, alpha=(1 - weight) * ratio)
 
 
-def inverse_factor(hessian: Tensor, damp: float) -> Tensor:
-    """Upper U [C, C] float32 with (H + damp * mean(diag H) * I)^-1 = U'U; damp grows tenfold until H is definite."""
-    diagonal = hessian.diagonal()
-    if not diagonal.isfinite().all():  # an infinity or NaN of any input is in its own square
-        raise ValueError("the Hessian is not finite: the model produced NaN or infinity on the calibration text")
-    undamped, mean = diagonal.clone(), diagonal.mean().clamp_min(1e-30)
-    try:
-        while True:
-            diagonal.copy_(undamped + damp * mean)
-            lower, failed = torch.linalg.cholesky_ex(hessian)
-            if not failed:
-                break
-            damp *= 10
-    finally:
-        diagonal.copy_(undamped)
-    inverse = torch.cholesky_inverse(lower)
-    del lower
-    return torch.linalg.cholesky(inverse, upper=True).float()
+def unit_factor(hessian: Tensor, damp: float) -> tuple[Tensor, Tensor]:
+    """M [C, C], upper with ones on its diagonal, and D [C], both float32: H + damp * mean(diag H) * I = M diag(D) M'.
+
+    In float32, or where H is not definite there in float64, where damp grows tenfold until H is definite. An M that is
+    not exact makes worse codes, not wrong ones: E is exact, and so is what descent sees.
+    """
+    mean = hessian.diagonal().mean().clamp_min(1e-30)
+    dtype = torch.float32
+    while True:
+        backwards = hessian.to(dtype).flip(0, 1)
+        backwards.diagonal().add_(damp * mean)
+        lower, failed = torch.linalg.cholesky_ex(backwards)
+        if not failed:
+            break
+        damp, dtype = damp if dtype == torch.float32 else 10 * damp, torch.float64
+    del backwards
+    root = lower.diagonal().clone()
+    lower /= root
+    return lower.flip(0, 1).float(), (root**2).flip(0).float()

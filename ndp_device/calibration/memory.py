@@ -8,7 +8,7 @@ same time; tests/ndp_device/calibration/test_calibration_streamed.py holds a rea
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ndp_device.calibration import calibrated, gptq
 from ndp_device.calibration.data_free import ROWS_BYTES
@@ -18,6 +18,8 @@ from ndp_device.replicas.checkpoint import CheckpointExperts
 
 _PROGRAMS = 700 << 20
 """torch, transformers, numpy and their libraries: measured 0.45 GB after the imports, and room for BLAS's buffers."""
+_PART_OF_MACHINE = 0.8
+"""Of memory, for experts side by side; one expert takes what it needs."""
 _FLOAT = 4
 
 
@@ -31,14 +33,28 @@ class PeakMemory:
     expert: int  # one in float32
     solver: int
     layer: int  # the replicas of a layer, in memory until its file is written
+    experts: int = 1  # side by side
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by what they are for; those of an expert and its solver for each of the experts side by side."""
+        sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "experts"}
+        return sizes | {name: self.experts * sizes[name] for name in ("expert", "solver")}
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(self.parts.values())
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{field.name.replace('_', ' ')} {_gb(getattr(self, field.name))}" for field in fields(self))
-        return f"{_gb(self.total)} GB at most ({parts})"
+        parts = ", ".join(f"{name.replace('_', ' ')} {_gb(size)}" for name, size in self.parts.items())
+        together = f", {self.experts} experts side by side" if self.experts > 1 else ""
+        return f"{_gb(self.total)} GB at most{together} ({parts})"
+
+
+def side_by_side(peak: PeakMemory, most: int) -> PeakMemory:
+    """The same with as many experts side by side, up to `most`, as this machine's memory has room for."""
+    room = int(_PART_OF_MACHINE * usable_bytes()) - peak.total
+    return replace(peak, experts=max(1, min(most, 1 + room // (peak.expert + peak.solver))))
 
 
 def peak_memory(
@@ -60,9 +76,11 @@ def peak_memory(
         if name not in of_experts and not any(_is_one_of(name, template) for template in of_experts if "{}" in template)
     )
     matrices = ((2 * inner, hidden), (hidden, inner))
-    solving = max(columns**2 * 8 + gptq.peak_bytes(rows, columns, group_size, num_tracks) for rows, columns in matrices)
+    square = _FLOAT * max(columns for _, columns in matrices) ** 2
+    own = _FLOAT * hidden * num_tokens  # rows of an expert, and its answers: at most those of all tokens
+    solving = square + max(gptq.peak_bytes(rows, columns, group_size, num_tracks) for rows, columns in matrices)
     rows = min(num_tokens, calibrated.ROWS_AT_ONCE)
-    moments = max(columns**2 * (8 + 8 + _FLOAT) for _, columns in matrices) + rows * _FLOAT * (hidden + 4 * inner)
+    moments = 3 * square + rows * _FLOAT * (hidden + 4 * inner)
     kept = num_planes * shape.weights_per_expert // 8 + num_widths * 4 * shape.weights_per_expert // group_size
     # the reference kernel's weights while it prepares gate and up, the rows it is tested on and what it makes of them
     losing = _FLOAT * 5 * 2 * inner * hidden + 6 * min(ROWS_BYTES, num_tokens * 2 * inner * _FLOAT)
@@ -72,7 +90,7 @@ def peak_memory(
         beside_experts=beside,
         sequences=num_tokens * (3 * hidden * _FLOAT + shape.top_k * 16),
         expert=_FLOAT * shape.weights_per_expert + 2 * _FLOAT * inner * hidden,
-        solver=max(solving, moments, losing),
+        solver=max(solving, moments, losing) + 2 * own,
         layer=2 * shape.num_experts * kept,  # once more while the file's bytes are put together
     )
 

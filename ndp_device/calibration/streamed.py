@@ -66,6 +66,14 @@ class RoutedBatch:
         if self.answers is not None:
             self._add(self.answers, expert, compute, device, range(len(self.answers)) if of is None else of)
 
+    def add(self, expert: int, outputs: Tensor) -> None:
+        """Add one expert's part to the answers: its outputs [n, H] for the rows that were routed to it, in order."""
+        if self.answers is not None:
+            chosen = self.expert_ids.flatten(0, 1) == expert
+            rows = chosen.any(1).nonzero()[:, 0]
+            weights = (self.weights.flatten(0, 1)[rows] * chosen[rows]).sum(1, keepdim=True)
+            self.answers.flatten(0, 1).index_add_(0, rows, (outputs * weights).to(self.answers.dtype))
+
     def answer_branch(self, expert: int, compute: Callable[[Tensor], Tensor], device: torch.device) -> None:
         """The same for the branch that leaves here."""
         if self.branch is not None:

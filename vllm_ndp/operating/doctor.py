@@ -225,6 +225,7 @@ def _native_modules(machine: Machine) -> Check:
         "ndp_device.replicas._mapping",
         "ndp_device.transport._shm",
         "ndp_device.calibration._data_free",
+        "ndp_device.calibration._gptq",
         "ndp_device._commands",
         "vllm_ndp.layer._split",
         "vllm_ndp.planning._joint",

@@ -4,10 +4,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "floats.inc.h"
+
 namespace ndp::data_free {
 
 constexpr int kMaxBits = 4;
-constexpr size_t kLanes = 8;  // the same in every build, and no contraction: every machine gives the same bytes
 
 enum class DType { kFloat32, kFloat16, kBfloat16 };
 

@@ -5,7 +5,6 @@
 // Two facts make it fast. The cost of a code is linear in the weight once w**2 is left out, so the best codes follow
 // from the lower envelope of at most 16 lines: a code is the number of thresholds below the weight. And codes that rise
 // with the weight give scales >= 0, which give lines of rising slope, which give codes that rise again: always so.
-#include <cstring>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -16,61 +15,13 @@ namespace {
 
 using namespace ndp::data_free;
 
-#define NDP_INLINE inline __attribute__((always_inline))
-
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t UInts __attribute__((vector_size(4 * kLanes)));
 typedef float Four __attribute__((vector_size(16)));  // one value per width
 typedef double FourDoubles __attribute__((vector_size(32)));
-typedef Floats AnyFloats __attribute__((aligned(4), may_alias));  // memcpy would go through the stack in halves
 
 constexpr int kRounds = 6;      // data_free.py has the reasons for both
 constexpr float kClip = 0.9f;
 constexpr float kLargest = 3.402823466e38f;
 constexpr float kNever = __builtin_inff();
-
-NDP_INLINE float bits_to_float(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-NDP_INLINE uint32_t float_to_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
-
-NDP_INLINE float half_to_float(uint16_t half) {
-    const uint32_t sign = uint32_t(half & 0x8000u) << 16, magnitude = uint32_t(half & 0x7fffu) << 13;
-    const uint32_t infinite = magnitude >= 0x0f800000u ? 0x7f800000u : 0u;  // and NaN
-    return bits_to_float(sign | infinite | float_to_bits(bits_to_float(magnitude) * 0x1p112f));
-}
-
-// The nearest values that float16 holds, ties to even.
-NDP_INLINE Floats round_to_half(const Floats& values) {
-    const Ints bits = Ints(values), magnitude = bits & 0x7fffffff;
-    const UInts up = UInts(magnitude) + 0xfffu + (UInts(magnitude) >> 13 & 1u);
-    const Ints small = Ints((Floats(magnitude) + 0.5f) - 0.5f);  // steps of 2**-24
-    const Ints infinite = magnitude > 0x7f800000 ? (magnitude & 0) + 0x7fc00000 : (magnitude & 0) + 0x7f800000;
-    Ints rounded = magnitude < 0x38800000 ? small : Ints(up & ~0x1fffu);
-    rounded = (rounded >= 0x47800000) | (magnitude > 0x7f800000) ? infinite : rounded;
-    return Floats(rounded | (bits ^ magnitude));
-}
-
-// Of a value that float16 holds.
-NDP_INLINE uint16_t half_bits(float value) {
-    const uint32_t bits = float_to_bits(value), magnitude = bits & 0x7fffffffu;
-    uint32_t half;
-    if (magnitude >= 0x7f800000u)
-        half = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-    else if (magnitude < 0x38800000u)
-        half = uint32_t(bits_to_float(magnitude) * 0x1p24f);
-    else
-        half = (magnitude - 0x38000000u) >> 13;
-    return uint16_t((bits >> 16 & 0x8000u) | half);
-}
 
 NDP_INLINE void load_group(const Job& job, size_t start, size_t count, float* group) {
     const char* weights = static_cast<const char*>(job.weights);
@@ -86,9 +37,6 @@ NDP_INLINE void load_group(const Job& job, size_t start, size_t count, float* gr
         group[i] = bfloat ? bits_to_float(uint32_t(value) << 16) : half_to_float(value);
     }
 }
-
-NDP_INLINE void store(float* p, const Floats& v) { *reinterpret_cast<AnyFloats*>(p) = v; }
-NDP_INLINE Floats load(const float* p) { return *reinterpret_cast<const AnyFloats*>(p); }
 
 NDP_INLINE float sum(const Floats& v) {
     return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));

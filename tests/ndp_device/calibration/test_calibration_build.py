@@ -19,7 +19,7 @@ from paths import MODEL
 
 from ndp_device.calibration import auto_gptq, calibrated, gptq
 from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated
-from ndp_device.calibration.data_free import expert_losses
+from ndp_device.calibration.data_free import expert_losses, quantize_nested
 from ndp_device.calibration.gptq import second_moment
 from ndp_device.calibration.text import CalibrationText, file_digest
 from ndp_device.checkpoint.files import model_digest
@@ -204,6 +204,54 @@ def test_how_far_the_text_is_distrusted_is_in_the_manifest_unless_it_is_not(
         build(tmp_path / "wrong", shrink=-1)
 
 
+def test_each_effort_is_another_job_and_its_sweeps_are_in_the_manifest(
+    build: Callable[..., Any], built: Path, tmp_path: Path
+) -> None:
+    assert ReplicaFiles(built).manifest.solver["sweeps"] == gptq.SWEEPS["default"]
+    assert build(tmp_path / "out", effort="fast", bits=(2,)).solver["sweeps"] == 0
+    with pytest.raises(ConfigError, match="other settings"):
+        build(tmp_path / "out", effort="best", bits=(2,))
+    with pytest.raises(ConfigError, match="effort must be one of fast, default, best, got 'most'"):
+        build(tmp_path / "wrong", effort="most")
+
+
+@pytest.mark.parametrize("group_size", [24, 32])
+def test_experts_that_no_token_reaches_and_groups_that_do_not_divide_lose_less_than_the_weights_alone(
+    model_dir: Path, captured: Captured, group_size: int
+) -> None:
+    """All tokens sent to expert 0: expert 1 is solved for its layer's moment, and is counted as reached by none."""
+    inputs, held_out = (calibrated.RoutedInputs(part.hidden, torch.zeros_like(part.expert_ids)) for part in captured[0])
+    full = CheckpointExperts(model_dir).expert(0, 1)
+    solve = calibrated.load_solver("nested", group_size, TRACK_WEIGHTS)
+    made = calibrated.quantize_expert(calibrated.FloatExpert(full, torch.device("cpu")), 1, inputs, held_out, solve)
+    assert (made.num_tokens, made.own_weight, len(made.answers)) == (0, 0, 0)
+    w13s, w2s = (
+        quantize_nested(weights, group_size, TRACK_WEIGHTS) for weights in (np.concatenate([full.w1, full.w3]), full.w2)
+    )
+    alone = {bits: QuantizedExpert(bits, w13s[bits], w2s[bits]) for bits in w13s}
+    assert (made.loss < expert_losses(held_out.hidden.numpy(), full, alone)[0])[1:].all()
+
+
+def test_a_silent_input_and_one_that_only_ever_is_loud_stay_finite(model_dir: Path, captured: Captured) -> None:
+    hidden = captured[0][0].hidden.clone()
+    hidden[:, 3] = 0
+    hidden[:, 5] = 1000
+    inputs = calibrated.RoutedInputs(hidden, captured[0][0].expert_ids)
+    weights = calibrated.FloatExpert(CheckpointExperts(model_dir).expert(0, 0), torch.device("cpu"))
+    made = calibrated.quantize_expert(weights, 0, inputs, inputs, calibrated.load_solver("nested", 16, TRACK_WEIGHTS))
+    assert np.isfinite(made.loss).all()
+    assert (np.diff(made.relative_loss) < 0).all()
+
+
+def test_answers_that_are_not_finite_end_the_job_with_a_sentence(model_dir: Path, captured: Captured) -> None:
+    hidden = captured[0][0].hidden.clone()
+    hidden[7, 3] = torch.nan
+    inputs = calibrated.RoutedInputs(hidden, captured[0][0].expert_ids * 0)
+    weights = calibrated.FloatExpert(CheckpointExperts(model_dir).expert(0, 0), torch.device("cpu"))
+    with pytest.raises(ConfigError, match="not finite: the model produced NaN or infinity"):
+        calibrated.quantize_expert(weights, 0, inputs, inputs, calibrated.load_solver("nested", 16, TRACK_WEIGHTS))
+
+
 def test_folding_the_column_order_of_down_into_gate_and_up_changes_no_output(model_dir: Path) -> None:
     full = CheckpointExperts(model_dir).expert(0, 0)
     w1, w3, w2 = (torch.tensor(to_float32(w, full.dtype)) for w in (full.w1, full.w3, full.w2))
@@ -278,7 +326,7 @@ def test_the_shipped_replicas_are_of_the_shipped_model_and_lose_what_they_say() 
 def test_our_solver_loses_less_than_auto_gptq_on_the_same_layer(model_dir: Path, captured: Captured, bits: int) -> None:
     full = CheckpointExperts(model_dir).expert(1, 2)
     weights = torch.tensor(np.concatenate([full.w1, full.w3]))
-    hessian = second_moment([captured[1][0].of(2)], 32)
+    hessian = second_moment([captured[1][0].of(2)], 32).double()
     ours = gptq.quantize(weights, hessian, group_size=32, track_weights={bits: 1.0}, damp=0.01)[bits]
     theirs = auto_gptq.quantize(weights, hessian, bits=bits, group_size=32, damp=0.01)
     losses = []
