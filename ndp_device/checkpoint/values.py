@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ndp_device.checkpoint import _values
 from ndp_device.common.errors import ConfigError, ReplicaError
+from ndp_device.common.widths import FP4, FP4_GROUP
 
 Floats = NDArray[np.float32]
 Rows = Callable[[int, int], NDArray[Any]]
@@ -29,7 +30,7 @@ Read = Callable[[str], NDArray[Any]]
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the k-th value of a word lies among its nibbles: AWQ packs them in the order 0 2 4 6 1 3 5 7."""
 _NEIGHBOURS = len(_AWQ_ORDER)
-_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_FP4 = np.array(FP4, np.float32)
 _ONE_127TH = np.float32(7.874015718698502e-3)
 """As bitsandbytes writes it."""
 _AT_ONCE = 1 << 18
@@ -37,8 +38,21 @@ _AT_ONCE = 1 << 18
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
+_NO_NUMBER = 0xFF
+"""Of E8M0."""
+
 CODE_BITS = 4
-"""Width of the integers that a replica may take as they are stored."""
+"""Width of the codes that are served as they are stored."""
+
+
+class StoredForm(NamedTuple):
+    """How codes of four bits are stored: as integers (int4) or E2M1 numbers (fp4), so many columns under one scale."""
+
+    numbers: str
+    group: int
+
+
+MXFP4 = StoredForm("fp4", FP4_GROUP)
 
 
 class Codes(NamedTuple):
@@ -49,6 +63,26 @@ class Codes(NamedTuple):
     scale: NDArray[np.float16]
     """[N, groups]; offset likewise, minus zero point times scale, rounded to float16."""
     offset: NDArray[np.float16]
+
+    def of(self, rows: slice) -> Codes:
+        return Codes(self.planes[:, rows], self.scale[rows], self.offset[rows])
+
+    def above(self, other: Codes) -> Codes:
+        planes = np.concatenate([self.planes, other.planes], axis=1)
+        return Codes(planes, np.concatenate([self.scale, other.scale]), np.concatenate([self.offset, other.offset]))
+
+
+class Fp4Codes(NamedTuple):
+    """A matrix [N, C] of MXFP4 as it is stored, see experts/expert.py."""
+
+    codes: NDArray[np.uint8]
+    exponents: NDArray[np.uint8]
+
+    def of(self, rows: slice) -> Fp4Codes:
+        return Fp4Codes(self.codes[rows], self.exponents[rows])
+
+    def above(self, other: Fp4Codes) -> Fp4Codes:
+        return Fp4Codes(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -83,17 +117,26 @@ class Packed:
             return one._decoded(part)
 
     @property
-    def group_of_codes(self) -> int | None:
-        """Columns under one scale where `codes` may be there: four bits, of one row, in whole groups; else None."""
+    def stored_form(self) -> StoredForm | None:
+        """What a kernel may compute from as it is stored, in whole groups of a row; else None."""
         columns, group = self.shape[-1], max(self.block)
-        is_whole = self.decode in _WHOLE and self.bits == CODE_BITS and columns % group == 0 and group % 8 == 0
-        return group if is_whole else None
-
-    def codes(self, read: Read, index: int | None) -> Codes | None:
-        """The same as it is stored; None where a replica cannot hold it so, as columns in the order of their loss."""
-        one, part = self._one(read, index)
-        if one.group_of_codes is None:
+        if columns % group:
             return None
+        if self.decode in _WHOLE and self.bits == CODE_BITS and group % 8 == 0:
+            return StoredForm("int4", group)
+        has_powers = self.scale_dtype in ("U8", "F8_E8M0") and self.parts.keys() == {"codes", "scale"}
+        is_fp4 = self.decode is scaled and self.elements == "fp4" and has_powers and self.block == (1, FP4_GROUP)
+        return MXFP4 if is_fp4 else None
+
+    def codes(self, read: Read, index: int | None) -> Codes | Fp4Codes | None:
+        """The same as it is stored; None where a kernel cannot take it so, as columns in the order of their loss."""
+        one, part = self._one(read, index)
+        if one.stored_form is None:
+            return None
+        if one.stored_form == MXFP4:
+            exponents = part("scale").view(np.uint8).reshape(one.shape[0], -1)
+            codes = part("codes").view(np.uint8).reshape(one.shape[0], -1)
+            return None if (exponents == _NO_NUMBER).any() else Fp4Codes(codes, exponents)
         whole = _WHOLE[self.decode](one, part)
         scale, zero, group_of = whole.scale, whole.zero, whole.group_of
         if group_of is not None and not np.array_equal(group_of, np.arange(len(group_of)) // max(one.block)):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.activation import SILU, Activation
-from ndp_device.common.widths import FULL_PRECISION_BITS, REPLICA_WIDTHS
+from ndp_device.common.widths import FP4_BITS, FP4_GROUP, FULL_PRECISION_BITS, REPLICA_WIDTHS
 
 MAX_BITS = 8
 """A code is one byte; replicas use 1 to 4 bits of it, or all."""
@@ -182,6 +182,57 @@ class QuantizedExpert:
             raise ValueError(f"w13 {[rows, hidden]} and w2 {[out, intermediate]} must be [2I, H] and [H, I]")
         if (self.w13.bits, self.w2.bits) != (self.bits, self.bits):
             raise ValueError(f"w13 and w2 must both have {self.bits} bits, got {self.w13.bits} and {self.w2.bits}")
+        _check_biases(self.biases, intermediate, hidden)
+
+    @property
+    def nbytes(self) -> int:
+        return self.w13.nbytes + self.w2.nbytes + (0 if self.biases is None else self.biases.nbytes)
+
+
+@dataclass(frozen=True)
+class Fp4Matrix:
+    """W[n, c] = FP4[code[n, c]] * 2 ** (exponents[n, c // 32] - 127): MXFP4 (OCP Microscaling Formats 1.0) as stored.
+
+    - codes: uint8 [N, C // 2], the first of two columns in the low bits
+    - exponents: uint8 [N, C // 32], E8M0; below 1 counts as zero
+    """
+
+    codes: NDArray[np.uint8]
+    exponents: NDArray[np.uint8]
+
+    def __post_init__(self) -> None:
+        rows, columns = self.shape
+        if columns % FP4_GROUP or self.exponents.shape != (rows, columns // FP4_GROUP):
+            raise ValueError(
+                f"codes and exponents must be [N, C / 2] and [N, C / {FP4_GROUP}], "
+                f"got {list(self.codes.shape)} and {list(self.exponents.shape)}"
+            )
+        if self.codes.dtype != np.uint8 or self.exponents.dtype != np.uint8:
+            raise ValueError(f"codes and exponents must be uint8, got {self.codes.dtype} and {self.exponents.dtype}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1] * 2
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.exponents.nbytes
+
+
+@dataclass(frozen=True)
+class Fp4Expert:
+    """One SwiGLU expert in MXFP4: w13 [2I, H] (gate rows first, then up), w2 [H, I]."""
+
+    w13: Fp4Matrix
+    w2: Fp4Matrix
+    biases: Biases | None = None
+    activation: Activation = SILU
+    bits: int = FP4_BITS
+
+    def __post_init__(self) -> None:
+        (rows, hidden), (out, intermediate) = self.w13.shape, self.w2.shape
+        if rows != 2 * intermediate or out != hidden:
+            raise ValueError(f"w13 {[rows, hidden]} and w2 {[out, intermediate]} must be [2I, H] and [H, I]")
         _check_biases(self.biases, intermediate, hidden)
 
     @property

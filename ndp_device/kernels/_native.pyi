@@ -18,6 +18,8 @@ class Component:
 
 class PackedMatrix:
     @property
+    def nbytes(self) -> int: ...
+    @property
     def meta_nbytes(self) -> int: ...
 
 class PreparedExpert:
@@ -51,6 +53,7 @@ class Engine:
         group_size: int,
         perm: NDArray[np.int32],
     ) -> PackedMatrix: ...
+    def fp4_matrix(self, codes: NDArray[np.uint8], exponents: NDArray[np.uint8], halves: int) -> PackedMatrix: ...
     def execute(
         self,
         x: NDArray[np.float32],

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ndp_device.common.activation import SILU
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import LIMBS, LINEAR_LIMBS
-from ndp_device.experts.expert import Expert, FullExpert, QuantizedMatrix
+from ndp_device.experts.expert import Expert, Fp4Expert, FullExpert, QuantizedMatrix
 from ndp_device.kernels import _native
 
 _LOG = logging.getLogger(__name__)
@@ -97,7 +97,9 @@ class NativeKernel:
         self._engine = _native.Engine(isa, threads)
         self._shared: weakref.WeakValueDictionary[tuple[int, ...], Component] = weakref.WeakValueDictionary()
 
-    def prepare(self, expert: Expert) -> NativeExpert:
+    def prepare(self, expert: Expert | Fp4Expert) -> NativeExpert:
+        if isinstance(expert, Fp4Expert):
+            return self._prepare_fp4(expert)
         *_, prepared = self.prepare_by_parts(expert)
         assert prepared is not None
         return prepared
@@ -122,6 +124,15 @@ class NativeKernel:
         native = _with_activation(_native.quantized_expert(w13, w2, self.limbs[expert.bits]), expert)
         bias_bytes = 0 if expert.biases is None else expert.biases.nbytes
         yield NativeExpert(native, tuple(components), w13.meta_nbytes + w2.meta_nbytes + bias_bytes)
+
+    def _prepare_fp4(self, expert: Fp4Expert) -> NativeExpert:
+        w13, w2 = (
+            self._engine.fp4_matrix(np.ascontiguousarray(m.codes), np.ascontiguousarray(m.exponents), halves)
+            for m, halves in ((expert.w13, 2), (expert.w2, 1))
+        )
+        native = _with_activation(_native.quantized_expert(w13, w2, self.limbs[expert.bits]), expert)
+        bias_bytes = 0 if expert.biases is None else expert.biases.nbytes
+        return NativeExpert(native, (), w13.nbytes + w2.nbytes + bias_bytes)
 
     def masked(self, narrow: NativeExpert, wide: NativeExpert) -> NativeExpert | None:
         """1 bit out of the top component of any other width, 3 bits out of both of 4 bits."""
@@ -247,7 +258,7 @@ def _prepare_full(expert: FullExpert) -> NativeExpert:
     return NativeExpert(_with_activation(_native.full_expert(code, *arrays), expert), (), copied)
 
 
-def _with_activation(native: _native.PreparedExpert, expert: Expert) -> _native.PreparedExpert:
+def _with_activation(native: _native.PreparedExpert, expert: Expert | Fp4Expert) -> _native.PreparedExpert:
     act = expert.activation
     if expert.biases is None and act == SILU:
         return native

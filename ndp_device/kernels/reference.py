@@ -14,7 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.activation import SILU, Activation
-from ndp_device.experts.expert import Biases, Expert, FullExpert, QuantizedMatrix, to_float32, unpack
+from ndp_device.common.widths import FP4, FP4_GROUP
+from ndp_device.experts.expert import (
+    Biases,
+    Expert,
+    Fp4Expert,
+    Fp4Matrix,
+    FullExpert,
+    QuantizedMatrix,
+    to_float32,
+    unpack,
+)
 
 Float32 = NDArray[np.float32]
 
@@ -50,10 +60,12 @@ class ReferenceKernel:
 
     name = "reference"
 
-    def prepare(self, expert: Expert) -> ReferenceExpert:
+    def prepare(self, expert: Expert | Fp4Expert) -> ReferenceExpert:
         if isinstance(expert, FullExpert):
             w1, w3, w2 = (to_float32(w, expert.dtype) for w in (expert.w1, expert.w3, expert.w2))
             return ReferenceExpert(np.concatenate([w1, w3]), w2, expert.biases, expert.activation)
+        if isinstance(expert, Fp4Expert):
+            return ReferenceExpert(from_fp4(expert.w13), from_fp4(expert.w2), expert.biases, expert.activation)
         return ReferenceExpert(dequantize(expert.w13), dequantize(expert.w2), expert.biases, expert.activation)
 
     def prepare_by_parts(self, expert: Expert) -> Iterator[ReferenceExpert | None]:
@@ -95,6 +107,14 @@ def dequantize(matrix: QuantizedMatrix) -> Float32:
     in_order = np.empty_like(weights)
     in_order[:, matrix.perm] = weights
     return in_order
+
+
+def from_fp4(matrix: Fp4Matrix) -> Float32:
+    """The matrix as float32 [N, C]."""
+    codes = np.stack([matrix.codes & 15, matrix.codes >> 4], axis=-1).reshape(matrix.shape)
+    scale = np.ldexp(np.float32(1), matrix.exponents.astype(np.int32) - 127)
+    weights: Float32 = np.array(FP4, np.float32)[codes] * np.repeat(scale, FP4_GROUP, axis=1)
+    return weights
 
 
 def activated(gate: Float32, up: Float32, activation: Activation) -> Float32:

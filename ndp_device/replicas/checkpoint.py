@@ -18,9 +18,17 @@ from numpy.typing import NDArray
 from ndp_device.checkpoint.headers import weight_files
 from ndp_device.checkpoint.names import DTYPES, Source
 from ndp_device.checkpoint.opening import Checkpoint, open_checkpoint
-from ndp_device.checkpoint.values import CODE_BITS, Codes
+from ndp_device.checkpoint.values import CODE_BITS, MXFP4, Codes, Fp4Codes, StoredForm
 from ndp_device.common.errors import ReplicaError
-from ndp_device.experts.expert import Biases, FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
+from ndp_device.experts.expert import (
+    Biases,
+    Fp4Expert,
+    Fp4Matrix,
+    FullExpert,
+    QuantizedExpert,
+    QuantizedMatrix,
+    to_float32,
+)
 from ndp_device.replicas.mapped import MappedFile
 
 _LARGEST_OF_REPLICAS = float(np.finfo(np.float16).max) / 2
@@ -95,36 +103,42 @@ class CheckpointExperts:
         return Biases(*(to_float32(self._values(s, expert), of) for s, of in zip(sources, dtypes, strict=True)))
 
     @cached_property
-    def group_of_codes(self) -> int | None:
-        """Columns under one scale where all experts seem to be stored as replicas of 4 bits hold them; else None."""
+    def stored_form(self) -> StoredForm | None:
+        """How all experts seem to be stored where `as_stored` gives them; else None."""
         names = {
             found.weights[part].tensor(expert)
             for found in self.layout.layers
             for part in found.weights
             for expert in range(self.shape.num_experts)
         }
-        groups = {self.packed[name].group_of_codes if name in self.packed else None for name in names}
-        return groups.pop() if len(groups) == 1 and self.as_stored(0, 0) is not None else None
+        forms = {self.packed[name].stored_form if name in self.packed else None for name in names}
+        return forms.pop() if len(forms) == 1 and self.as_stored(0, 0) is not None else None
 
-    def as_stored(self, layer: int, expert: int) -> QuantizedExpert | None:
-        """The replica of 4 bits whose codes and scales are the checkpoint's; None where it is stored in another way."""
+    @property
+    def group_of_codes(self) -> int | None:
+        """Columns under one scale where all experts seem to be stored as replicas of 4 bits hold them; else None."""
+        form = self.stored_form
+        return form.group if form is not None and form != MXFP4 else None
+
+    def as_stored(self, layer: int, expert: int) -> QuantizedExpert | Fp4Expert | None:
+        """The expert of 4 bits whose codes and scales are the checkpoint's; None where it is stored in another way."""
         found = self.layout.layers[layer]
-        parts: list[Codes] = []
+        parts: list[Codes | Fp4Codes] = []
         for source in (found.weights[part] for part in ("gate", "up", "down")):
             packed, index = self.packed.get(source.tensor(expert)), source.index(expert)
             if packed is None or source.transposed or (codes := packed.codes(self._stored, index)) is None:
                 return None
-            rows = slice(*source.rows)
-            parts.append(Codes(codes.planes[:, rows], codes.scale[rows], codes.offset[rows]))
-        gate, up, down = parts
-        both = Codes(
-            np.concatenate([gate.planes, up.planes], axis=1),
-            np.concatenate([gate.scale, up.scale]),
-            np.concatenate([gate.offset, up.offset]),
-        )
-        group = self.shape.hidden_size // both.scale.shape[1]
-        w13, w2 = (QuantizedMatrix(CODE_BITS, *codes, group_size=group) for codes in (both, down))
-        return QuantizedExpert(CODE_BITS, w13, w2, self._biases(layer, expert), found.activation)
+            parts.append(codes.of(slice(*source.rows)))
+        biases, activation = self._biases(layer, expert), found.activation
+        match parts:
+            case [Fp4Codes() as gate, Fp4Codes() as up, Fp4Codes() as down]:
+                return Fp4Expert(Fp4Matrix(*gate.above(up)), Fp4Matrix(*down), biases, activation)
+            case [Codes() as gate, Codes() as up, Codes() as down]:
+                both = gate.above(up)
+                group = self.shape.hidden_size // both.scale.shape[1]
+                w13, w2 = (QuantizedMatrix(CODE_BITS, *codes, group_size=group) for codes in (both, down))
+                return QuantizedExpert(CODE_BITS, w13, w2, biases, activation)
+        return None
 
     def refuse_large(self, layer: int, expert: int, full: FullExpert) -> None:
         """Raise ReplicaError for an expert whose replicas' scales would not fit into float16."""

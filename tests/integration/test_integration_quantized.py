@@ -61,11 +61,15 @@ def test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin(ran: tuple[Ru
     assert totals["row_checks"] > 0 == totals["sidecar_mismatches"] == totals["fallback_pairs"]
 
 
-def test_a_checkpoint_of_4_bits_is_served_by_its_own_codes(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["mixtral-awq", "gpt_oss-mxfp4"])
+def test_a_checkpoint_of_4_bits_is_served_by_its_own_codes(
+    models: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Nothing is written, and the run is replayed. Fitted again, its experts gave 1 to 9 of 16 tokens of a prompt."""
     monkeypatch.setenv("NDP_CACHE_DIR", str(models / "cache"))
-    (path,) = made(models, "mixtral-awq", maker=MAKER).values()
-    slots = {"hot_experts": 8, "slot_bits": 4, "avg_bits": 4.0, "execution": "paper", "record": str(models / "trace")}
+    (path,) = made(models, name, maker=MAKER).values()
+    record = models / f"trace-{name}"
+    slots = {"hot_experts": 8, "slot_bits": 4, "avg_bits": 4.0, "execution": "paper", "record": str(record)}
     found = {}
     for side, model, settings in (("stock", path.with_name(f"{path.name}-dequantized"), None), ("ours", path, slots)):
         with engine(model, settings=settings, dtype="float32") as llm:
@@ -74,7 +78,7 @@ def test_a_checkpoint_of_4_bits_is_served_by_its_own_codes(models: Path, monkeyp
     assert told["replicas"] == "none: experts keep the checkpoint's codes of 4 bits"
     assert not list((models / "cache").glob("replicas/*"))
     assert found["ours"] == found["stock"]
-    trace = Trace.load(models / "trace")
+    trace = Trace.load(record)
     assert replay_live(trace, losses_of_run(trace, None)).identical
 
 

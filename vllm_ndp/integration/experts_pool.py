@@ -67,8 +67,8 @@ class ExpertsPool:
 
     @property
     def holds_codes(self) -> bool:
-        """Whether experts are stored as replicas of 4 bits hold them."""
-        return self._checkpoint.group_of_codes is not None
+        """Whether slots of 4 bits may hold experts as they are stored."""
+        return self._checkpoint.stored_form is not None
 
     @property
     def shares(self) -> list[Share]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from ndp_device.experts.expert import QuantizedExpert
+from ndp_device.experts.expert import Fp4Expert, QuantizedExpert
 from ndp_device.kernels import Kernel
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
@@ -162,7 +162,7 @@ class ReplicaFill:
         self._files.release(layer)
         return prepared
 
-    def _as_stored(self, layer: int, expert: int) -> QuantizedExpert:
+    def _as_stored(self, layer: int, expert: int) -> QuantizedExpert | Fp4Expert:
         stored = self._checkpoint.as_stored(layer, expert)
         if stored is None:
             raise ConfigError(

@@ -149,7 +149,7 @@ def _loss(settings: NdpSettings, model: Path, size: OwnSize) -> float | None:
     bits, num_experts = size.option.widest, size.sizing.model.num_experts
     named = settings.replicas
     alone = bits == CODE_BITS and settings.only_width(num_experts) is not None and not named
-    if alone and CheckpointExperts(model).group_of_codes is not None:
+    if alone and CheckpointExperts(model).stored_form is not None:
         return 0.0
     replicas = Path(named) if named else cached_replicas(settings, model_digest(model), num_experts)
     try:

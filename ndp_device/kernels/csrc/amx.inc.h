@@ -73,8 +73,10 @@ bool own_products(const Panel& panel, const Activations& a, int first_group, flo
             const int count = a.tokens - first < 2 * kTokens ? a.tokens - first : 2 * kTokens;
             for (int t = 0; t < count; ++t) {
                 for (int block = 0; block < kUnitBlocks; ++block) {
-                    f32x16 dot = to_float(dots[t * LIMBS][block]);
-                    if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(dots[t * LIMBS + 1][block]);
+                    const int32_t* sums = a.code_sums + (at + first + t) * LIMBS;
+                    f32x16 dot = to_float(dots[t * LIMBS][block] - sums[0] * panel.zero);
+                    if constexpr (LIMBS == 2)
+                        dot = dot * 128.0f + to_float(dots[t * LIMBS + 1][block] - sums[1] * panel.zero);
                     add_dot(dot, a.scale[at + first + t], a.sum[at + first + t], meta + block * 2,
                             y + (first + t) * stride + block * kBlockRows);
                 }

@@ -15,6 +15,11 @@ constexpr bool kInPlaceFields = true;  // vpdpbusd does not saturate
 constexpr bool kOwnRow = false;
 constexpr int kGemmRows = 12;          // 12 rows x 2 blocks of sums: 24 of 32 registers
 
+NDP_INLINE Words fp4_levels(Words codes) {
+    const __m512i levels = _mm512_broadcast_i32x4(load<__m128i>(kFp4Levels));
+    return (Words)_mm512_shuffle_epi8(levels, (__m512i)codes);
+}
+
 using PackWord = u32x16;
 constexpr int kPackRows = 16;
 

@@ -41,11 +41,12 @@ QuantizedView PackedMatrix::view() const {
     v.padded_group = geometry.padded_group();
     v.num_components = static_cast<int>(components.size());
     v.dropped = dropped;
+    v.is_fp4 = is_fp4;
     for (int c = 0; c < v.num_components; ++c) {
         v.width[c] = components[c].width;
         v.component[c] = components[c].buffer->data();
     }
-    v.meta = reinterpret_cast<const uint16_t*>(meta->data());
+    v.meta = meta->data();
     return v;
 }
 
@@ -55,7 +56,7 @@ void PackedMatrix::check() const {
     const bool may_drop = widths == std::vector<int>{2} || widths == std::vector<int>{2, 2};
     const bool is_known = may_drop || widths == std::vector<int>{1} || widths == std::vector<int>{2, 1} ||
                           widths == std::vector<int>{8};
-    if (!is_known || dropped < 0 || dropped > (may_drop ? 1 : 0))
+    if (is_fp4 != (widths == std::vector<int>{4}) || !(is_known || is_fp4) || dropped < 0 || dropped > (may_drop ? 1 : 0))
         throw std::invalid_argument("no kernel streams these components without their " + std::to_string(dropped) +
                                     " lowest bits");
     const size_t groups = static_cast<size_t>(geometry.units()) * geometry.groups();
@@ -123,6 +124,7 @@ struct Engine::Quantized {
     int8_t* codes;
     float* scale;
     float* sum;
+    int32_t* code_sums;
     ptrdiff_t group_stride;  // bytes of codes
     int row_bytes;           // codes of one token in one group
 };
@@ -191,7 +193,8 @@ Engine::Quantized Engine::take_quantized(const QuantizedView& w, int tokens, int
     std::memset(q.codes + bytes, 0, slack);
     q.scale = arena_.take<float>(static_cast<size_t>(w.groups) * tokens);
     q.sum = arena_.take<float>(static_cast<size_t>(w.groups) * tokens);
-    q.view = {tokens, limbs, q.codes, q.scale, q.sum};
+    q.code_sums = arena_.take<int32_t>(static_cast<size_t>(w.groups) * tokens * limbs);
+    q.view = {tokens, limbs, q.codes, q.scale, q.sum, q.code_sums};
     return q;
 }
 
@@ -207,7 +210,8 @@ QuantizeJob Engine::quantize_job(const float* row, const PackedMatrix& matrix, c
             to.group_stride,
             to.scale + token,
             to.sum + token,
-            to.view.tokens};
+            to.view.tokens,
+            to.code_sums + static_cast<ptrdiff_t>(token) * to.view.limbs};
 }
 
 bool Engine::splits_rows(const PreparedExpert& expert) const {
@@ -255,6 +259,9 @@ void Engine::quantize_inputs(const float* x, int hidden, const Pairs& pairs, std
                             done.codes + g * done.group_stride, to.row_bytes);
                 to.scale[g * to.view.tokens + token] = done.scale[g * done.token_stride];
                 to.sum[g * to.view.tokens + token] = done.sum[g * done.token_stride];
+                const ptrdiff_t limbs = to.view.limbs;
+                std::memcpy(to.code_sums + (g * to.view.tokens + token) * limbs,
+                            done.code_sums + g * done.token_stride * limbs, limbs * sizeof(int32_t));
             }
         }
     });

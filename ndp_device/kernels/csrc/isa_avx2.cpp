@@ -14,6 +14,11 @@ constexpr bool kOwnRow = true;
 constexpr int kFewRows = 0;
 constexpr int kGemmRows = 2;            // 2 rows x 2 blocks x 2 halves = 8 of 16 registers
 
+NDP_INLINE Words fp4_levels(Words codes) {
+    const __m256i levels = _mm256_broadcastsi128_si256(load<__m128i>(kFp4Levels));
+    return (Words)_mm256_shuffle_epi8(levels, (__m256i)codes);
+}
+
 typedef uint32_t PackWord __attribute__((vector_size(32)));
 constexpr int kPackRows = 8;
 
@@ -115,9 +120,9 @@ NDP_INLINE void add_step(const uint8_t* codes, ptrdiff_t block_bytes, const int8
     }
 }
 
-// The integer products of ROWS rows with a group of both blocks: `chunks_in_16` chunks of 8 steps add up in 16 bits.
-template <int ROWS>
-void dot_rows(const uint8_t* codes, int steps, int chunks_in_16, const int8_t* first, __m256i (*dots)[4]) {
+// The integer products of ROWS rows with a group of both blocks: `halves_in_16` times 4 steps add up in 16 bits.
+template <int ROWS, int STEPS>
+void dot_rows(const uint8_t* codes, int steps, int halves_in_16, const int8_t* first, __m256i (*dots)[4]) {
     const ptrdiff_t block_bytes = steps * 64;
     const __m256i ones = _mm256_set1_epi16(1);
     const int8_t* x[ROWS];
@@ -125,13 +130,14 @@ void dot_rows(const uint8_t* codes, int steps, int chunks_in_16, const int8_t* f
         x[row] = first + row * steps * 4;
         for (int part = 0; part < 4; ++part) dots[row][part] = _mm256_setzero_si256();
     }
-    for (int left = steps / 8; left > 0; left -= chunks_in_16) {
+    const int together = halves_in_16 * 4 / STEPS;
+    for (int left = steps / STEPS; left > 0; left -= together) {
         __m256i pairs[ROWS][4] = {};
-        for (int chunk = left < chunks_in_16 ? left : chunks_in_16; chunk > 0; --chunk) {
+        for (int part = left < together ? left : together; part > 0; --part) {
             NDP_UNROLL(8)
-            for (int step = 0; step < 8; ++step) add_step<ROWS>(codes, block_bytes, x, step, pairs);
-            codes += 8 * 64;
-            for (int row = 0; row < ROWS; ++row) x[row] += 8 * 4;
+            for (int step = 0; step < STEPS; ++step) add_step<ROWS>(codes, block_bytes, x, step, pairs);
+            codes += STEPS * 64;
+            for (int row = 0; row < ROWS; ++row) x[row] += STEPS * 4;
         }
         NDP_UNROLL(2)
         for (int row = 0; row < ROWS; ++row) {
@@ -164,8 +170,9 @@ template <int LIMBS>
 bool own_products(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t stride) {
     constexpr int kTokens = 2 / LIMBS;
     const ptrdiff_t row_bytes = panel.steps * 4;
-    const auto dot_two = panel.chunks_in_16 ? dot_rows<2> : dot_wide_rows<2>;
-    const auto dot_one = panel.chunks_in_16 ? dot_rows<1> : dot_wide_rows<1>;
+    const int in_16 = panel.halves_in_16;
+    const auto dot_two = in_16 > 1 ? dot_rows<2, 8> : in_16 ? dot_rows<2, 4> : dot_wide_rows<2>;
+    const auto dot_one = in_16 > 1 ? dot_rows<1, 8> : in_16 ? dot_rows<1, 4> : dot_wide_rows<1>;
     for (int first = 0; first < a.tokens; first += kTokens) {
         const int count = a.tokens - first < kTokens ? a.tokens - first : kTokens;
         for (int g = 0; g < panel.groups; ++g) {
@@ -173,12 +180,16 @@ bool own_products(const Panel& panel, const Activations& a, int first_group, flo
             const uint8_t* codes = panel.codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * panel.steps * 64;
             __m256i dots[2][4];
             const int8_t* x = a.codes + at * LIMBS * row_bytes;
-            (count * LIMBS == 2 ? dot_two : dot_one)(codes, panel.steps, panel.chunks_in_16, x, dots);
+            (count * LIMBS == 2 ? dot_two : dot_one)(codes, panel.steps, in_16, x, dots);
             for (int t = 0; t < count; ++t) {
                 for (int part = 0; part < 4; ++part) {
-                    __m256 dot = _mm256_cvtepi32_ps(dots[t * LIMBS][part]);
-                    if constexpr (LIMBS == 2)
-                        dot = _mm256_fmadd_ps(dot, _mm256_set1_ps(128), _mm256_cvtepi32_ps(dots[t * LIMBS + 1][part]));
+                    __m256 limb[LIMBS];
+                    for (int l = 0; l < LIMBS; ++l) {
+                        const __m256i zeros = _mm256_set1_epi32(a.code_sums[(at + t) * LIMBS + l] * panel.zero);
+                        limb[l] = _mm256_cvtepi32_ps(_mm256_sub_epi32(dots[t * LIMBS + l][part], zeros));
+                    }
+                    __m256 dot = limb[0];
+                    if constexpr (LIMBS == 2) dot = _mm256_fmadd_ps(dot, _mm256_set1_ps(128), limb[1]);
                     const float* meta = reinterpret_cast<const float*>(panel.meta + (g * kUnitBlocks + part / 2) * 2);
                     float* to = y + (first + t) * stride + part * 8;
                     dot = _mm256_mul_ps(dot, _mm256_set1_ps(a.scale[at + t]));
@@ -199,24 +210,26 @@ bool own_products(const Panel& panel, const Activations& a, int first_group, flo
 namespace {
 
 // The integer products of one row with the codes of one group of a unit as they lie in memory: [limb][part], a part being 8
-// of the unit's 32 rows. One chunk, eight steps, adds up in 16 bits: 8 * 2 * 15 * 127 = 30480.
+// of the unit's 32 rows. One chunk, eight steps, adds up in 16 bits: 8 * 2 * 15 * 127 = 30480. Half of one does of FP4.
 template <class Code, int LIMBS>
-NDP_INLINE void dot_in_registers(const uint8_t* c0, const uint8_t* c1, int chunks, const int8_t* x, int padded,
-                                 __m256i (&dots)[LIMBS][4]) {
-    const __m256i code = _mm256_set1_epi8(Code::kMask >> Code::kDropped), ones = _mm256_set1_epi16(1);
+NDP_INLINE void dot_in_registers(const uint8_t* c0, const uint8_t* c1, int chunks, const int8_t* x,
+                                 const int32_t* x_sums, int padded, __m256i (&dots)[LIMBS][4]) {
+    const __m256i ones = _mm256_set1_epi16(1);
     NDP_UNROLL(2)
     for (int limb = 0; limb < LIMBS; ++limb) {
         NDP_UNROLL(4)
-        for (int part = 0; part < 4; ++part) dots[limb][part] = _mm256_setzero_si256();
+        for (int part = 0; part < 4; ++part) dots[limb][part] = _mm256_set1_epi32(x_sums[limb] * -Code::kZero);
     }
     // At once: with more of them sums leave the registers; 3 bits are faster so all the same.
-    constexpr int kParts = Code::kWidth1 == 1 ? 4 : 4 / LIMBS;
+    constexpr int kParts = Code::kWidth1 == 1 ? 4 : 4 / LIMBS, kTogether = Code::kFp4 ? 2 : 4;
+    static_assert(kTogether * 4 * Code::kTop * 127 <= 32767, "sums of 16 bits");
     for (int chunk = 0; chunk < chunks; ++chunk) {
-        NDP_UNROLL(2)
-        for (int first = 0; first < 4; first += kParts) {
+        NDP_UNROLL(4)
+        for (int turn = 0; turn < 4 / kParts * (4 / kTogether); ++turn) {
+            const int first = turn / (4 / kTogether) * kParts, from = turn % (4 / kTogether) * kTogether;
             __m256i pairs[LIMBS][kParts] = {};
             NDP_UNROLL(4)
-            for (int q = 0; q < 4; ++q) {
+            for (int q = from; q < from + kTogether; ++q) {
                 __m256i four[2][LIMBS];
                 NDP_UNROLL(2)
                 for (int high = 0; high < 2; ++high) {
@@ -233,8 +246,7 @@ NDP_INLINE void dot_in_registers(const uint8_t* c0, const uint8_t* c1, int chunk
                     const uint8_t* b1 = c1 + chunk * chunk_bytes(Code::kWidth1) + (first + part) * 32;
                     if (part % 2 == 0) Code::prefetch(b0, b1, q, kGemvLead);
                     const Words v = Code::template vector<Words>(b0, b1, q);
-                    const __m256i low = _mm256_and_si256((__m256i)(v >> Code::kDropped), code);
-                    const __m256i high = _mm256_and_si256((__m256i)(v >> (Code::kHigh + Code::kDropped)), code);
+                    const __m256i low = (__m256i)Code::field(v, 0), high = (__m256i)Code::field(v, 1);
                     NDP_UNROLL(2)
                     for (int limb = 0; limb < LIMBS; ++limb) {
                         const __m256i both = _mm256_add_epi16(_mm256_maddubs_epi16(low, four[0][limb]),
@@ -284,28 +296,36 @@ void own_row(const QuantizedView& w, const Activations& a, int first, int last, 
         const ptrdiff_t at = static_cast<ptrdiff_t>(unit) * w.groups;
         const uint8_t* c0 = w.component[0] + at * bytes0;
         const uint8_t* c1 = Code::kWidth1 ? w.component[1] + at * bytes1 : c0;
-        const uint16_t* halves = w.meta + at * 2 * kUnitRows;
+        const uint8_t* stored = w.meta + at * Code::kMetaBytes;
         const int8_t* x = a.codes;
         __m256 out[4] = {};
         for (int g = 0; g < w.groups; ++g) {
             __m256i dots[LIMBS][4];
             if constexpr (Code::kFields == 1) dot_bytes<LIMBS>(c0, chunks * 8, x, padded, dots);
-            else dot_in_registers<Code, LIMBS>(c0, c1, chunks, x, padded, dots);
-            __builtin_prefetch(reinterpret_cast<const char*>(halves) + kMetaLead);
-            __builtin_prefetch(reinterpret_cast<const char*>(halves) + kMetaLead + 64);
+            else dot_in_registers<Code, LIMBS>(c0, c1, chunks, x, a.code_sums + g * LIMBS, padded, dots);
+            __builtin_prefetch(stored + kMetaLead);
+            if constexpr (!Code::kFp4) __builtin_prefetch(stored + kMetaLead + 64);
             NDP_UNROLL(4)
             for (int part = 0; part < 4; ++part) {
-                const uint16_t* meta = halves + part / 2 * 32 + part % 2 * 8;
+                __m256 scale, offset{};
+                if constexpr (Code::kFp4) {
+                    const __m256i exponents = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(stored + part * 8)));
+                    scale = _mm256_castsi256_ps(_mm256_slli_epi32(exponents, 23));
+                } else {
+                    const uint8_t* meta = stored + (part / 2 * 32 + part % 2 * 8) * 2;
+                    scale = _mm256_cvtph_ps(load<__m128i>(meta));
+                    offset = _mm256_cvtph_ps(load<__m128i>(meta + 32));
+                }
                 __m256 dot = _mm256_cvtepi32_ps(dots[0][part]);
                 if constexpr (LIMBS == 2)
                     dot = _mm256_fmadd_ps(dot, _mm256_set1_ps(128), _mm256_cvtepi32_ps(dots[1][part]));
                 dot = _mm256_mul_ps(dot, _mm256_set1_ps(a.scale[g]));
-                out[part] = _mm256_fmadd_ps(dot, _mm256_cvtph_ps(load<__m128i>(meta)), out[part]);
-                out[part] = _mm256_fmadd_ps(_mm256_cvtph_ps(load<__m128i>(meta + 16)), _mm256_set1_ps(a.sum[g]), out[part]);
+                out[part] = _mm256_fmadd_ps(dot, scale, out[part]);
+                if constexpr (!Code::kFp4) out[part] = _mm256_fmadd_ps(offset, _mm256_set1_ps(a.sum[g]), out[part]);
             }
             c0 += bytes0;
             c1 += bytes1;
-            halves += 2 * kUnitRows;
+            stored += Code::kMetaBytes;
             x += LIMBS * padded;
         }
         NDP_UNROLL(4)

@@ -28,6 +28,13 @@ constexpr int kFullRows = 4, kFullTokens = 4;
 
 NDP_INLINE Floats halves_to_floats(const uint16_t* p) { return half_to_float(p); }
 
+NDP_INLINE Words fp4_levels(Words codes) {
+    uint8_t bytes[sizeof codes];
+    store(bytes, codes);
+    for (uint8_t& byte : bytes) byte = kFp4Levels[byte];
+    return load<Words>(bytes);
+}
+
 typedef uint64_t PackWord;
 constexpr int kPackRows = 1;
 

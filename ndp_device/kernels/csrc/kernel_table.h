@@ -24,25 +24,34 @@ constexpr int kRowSlack = 16;  // rows past the last one that a tile load may re
 //   component c  [units][groups][chunks * width][2 blocks][16 rows][4 columns]; a byte of a W-bit component holds
 //                the codes of 8/W consecutive steps of 4 columns, lowest bits first (W = 1: see step_of_bit; W = 8: one)
 //   meta         fp16 [units][groups][2 blocks][scale, offset][16 rows]
+//   FP4: one component of 4 bits, and meta [units][groups][2 blocks][16 rows], one byte: the exponent of half the scale
 struct QuantizedView {
     int units;
     int groups;
     int padded_group;  // columns per group, a multiple of 32
     int num_components;
     int dropped;  // 0 or 1
+    bool is_fp4;  // codes are E2M1 numbers, with a power of two as scale (OCP Microscaling Formats 1.0)
     int width[kMaxComponents];
     const uint8_t* component[kMaxComponents];
-    const uint16_t* meta;
+    const uint8_t* meta;
 };
 
+// An E2M1 code's number in halves, plus kFp4Zero: what kernels multiply by.
+constexpr int kFp4Group = 32;  // columns under one scale
+constexpr int kFp4Zero = 12;
+constexpr uint8_t kFp4Levels[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
 // Quantized inputs of T tokens: x ~ scale * (128 * high + low) with two limbs, scale * code with one.
-//   codes [groups][T * limbs][padded_group], scale and sum (of the values the codes stand for) [groups][T]
+//   codes [groups][T * limbs][padded_group], code_sums of these [groups][T * limbs], scale and sum (of the values the
+//   codes stand for) [groups][T]
 struct Activations {
     int tokens;
     int limbs;
     const int8_t* codes;
     const float* scale;
     const float* sum;
+    const int32_t* code_sums;
 };
 
 enum class DType : int { float32 = 0, float16 = 1, bfloat16 = 2 };
@@ -69,6 +78,7 @@ struct QuantizeJob {
     float* scale;            // [groups], `token_stride` apart
     float* sum;
     ptrdiff_t token_stride;
+    int32_t* code_sums;  // [groups][limbs], token_stride * limbs apart
 };
 
 // One block of 16 rows of some planes, cut into words of 32 columns, and where its part of a component lies.

@@ -6,6 +6,7 @@
 //   kOwnRow          whether the file defines own_row (below), after it has included this one
 //   NDP_UNROLL(n)    unrolls the next loop, or nothing
 //   Words            the widest vector of uint16_t that lives in a register
+//   fp4_levels(Words codes)   E2M1 codes, a byte each, as what kFp4Levels (kernel_table.h) gives for them
 //   kFewRows         up to this many activation rows (token limbs) codes stay in registers; 0 without kInPlaceFields
 //   PackWord, kPackRows, store_rows, pick   see packing.inc.h
 //   Floats, halves_to_floats, kFullRows, kFullTokens   full precision: the vector, how to load it from fp16, and how many rows
@@ -33,9 +34,16 @@ constexpr int kMetaLead = 512;
 // W0 and W1 are the component widths (W1 = 0: one component). Two components are merged in place, which costs half of
 // what two passes of products do. DROPPED lowest bits do not count: in place they are masked off, and the sums, exact
 // multiples, are shifted down, so that nothing after them differs from components that never had these bits.
-template <int W0, int W1, int DROPPED = 0>
+// FP4 codes are E2M1 numbers: each becomes its level, twice the number plus kFp4Zero, where it is shifted down. Sums of
+// products then begin at what that zero adds, so that they need no offset.
+template <int W0, int W1, int DROPPED = 0, bool FP4 = false>
 struct Codes {
     static constexpr int kWidth0 = W0, kWidth1 = W1, kDropped = DROPPED;
+    static constexpr bool kFp4 = FP4;
+    static constexpr int kTop = FP4 ? 2 * kFp4Zero : ((1 << (W0 + W1)) - 1) >> DROPPED;  // the largest factor of a product
+    static constexpr int kZero = FP4 ? kFp4Zero : 0;
+    static constexpr int kMetaBytes = FP4 ? kUnitRows : 4 * kUnitRows;  // of a group of a unit
+    static constexpr int kUsualChunks = FP4 ? 1 : 4;                    // of the groups that most files have
     static constexpr int kFields = W0 == 8 ? 1 : 2, kVectors = 8 / kFields;
     static constexpr uint8_t kMask = ((1 << (W0 + W1)) - 1) >> DROPPED << DROPPED;  // of the low field
     static constexpr int kHigh = W1 ? 4 : W0;  // bit of the high field, where there is one
@@ -45,6 +53,25 @@ struct Codes {
         if (kFields == 1) return q;
         if (W1) return q / 2 * 4 + q % 2 + 2 * high;
         return W0 == 1 ? step_of_bit(2 * q + high) : 2 * q + high;
+    }
+
+    // The low or the high field of each byte of a vector, shifted down.
+    template <class Words>
+    static NDP_INLINE Words field(Words v, int high) {
+        const Words codes = (v >> (high * kHigh + DROPPED)) & repeat<Words>(kMask >> DROPPED);
+        if constexpr (FP4) return fp4_levels(codes);
+        return codes;
+    }
+
+    // Scale and offset of 16 rows, of a group's meta data from the rows' block on.
+    static NDP_INLINE void read_meta(const uint8_t* meta, f32x16& scale, f32x16& offset) {
+        if constexpr (FP4) {
+            scale = fp4_scale(meta);
+            offset = f32x16{};
+        } else {
+            scale = half_to_float(reinterpret_cast<const uint16_t*>(meta));
+            offset = half_to_float(reinterpret_cast<const uint16_t*>(meta) + kBlockRows);
+        }
     }
 
     // `block` points to this block's first vector of the chunk; its vectors lie kUnitBlocks * 64 bytes apart.
@@ -76,7 +103,6 @@ struct Codes {
 // The codes of one group of a unit as bytes: out [2 blocks][steps][16 rows][4 columns].
 template <class Code>
 NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, uint8_t* out) {
-    constexpr int kCode = Code::kMask >> Code::kDropped;
     const int steps = chunks * 8;
     for (int chunk = 0; chunk < chunks; ++chunk) {
         for (int block = 0; block < kUnitBlocks; ++block) {
@@ -89,8 +115,7 @@ NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, u
                     const Words v = Code::template vector<Words>(b0 + part, b1 + part, q);
                     NDP_UNROLL(2)
                     for (int high = 0; high < Code::kFields; ++high) {
-                        const Words codes = v >> (high * Code::kHigh + Code::kDropped);
-                        store(to + Code::step(q, high) * 64 + part, codes & repeat<Words>(kCode));
+                        store(to + Code::step(q, high) * 64 + part, Code::field(v, high));
                     }
                 }
             }
@@ -104,21 +129,27 @@ NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, u
 // two units are two streams, which the memory system likes better than one.
 template <class Code, int LIMBS, int BLOCKS, int CHUNKS>
 NDP_INLINE void dot_group(const uint8_t* c0, ptrdiff_t stride0, const uint8_t* c1, ptrdiff_t stride1, const int8_t* x,
-                          int chunks_now, int padded_group, i32x16 (&total)[BLOCKS][LIMBS]) {
-    i32x16 sum[Code::kFields][BLOCKS][LIMBS] = {};  // the high fields stay in place: their sum is shifted down at the end
+                          const int32_t* x_sums, int chunks_now, int padded_group, i32x16 (&total)[BLOCKS][LIMBS]) {
+    // High fields stay in place: their sum is shifted down at the end. Those of FP4 are shifted down before.
+    constexpr int kSums = Code::kFp4 ? 1 : Code::kFields;
+    i32x16 sum[kSums][BLOCKS][LIMBS] = {};
+    if constexpr (Code::kZero > 0) {
+        for (int limb = 0; limb < LIMBS; ++limb)
+            for (int block = 0; block < BLOCKS; ++block) sum[0][block][limb] = x_sums[limb] * -Code::kZero - i32x16{};
+    }
     const int chunks = CHUNKS ? CHUNKS : chunks_now;
     NDP_UNROLL(4)
     for (int chunk = 0; chunk < chunks; ++chunk) {
         NDP_UNROLL(8)
         for (int q = 0; q < Code::kVectors; ++q) {
-            u8x64 v[BLOCKS];
+            u16x32 v[BLOCKS];
             NDP_UNROLL(4)
             for (int block = 0; block < BLOCKS; ++block) {
                 const int unit = block / kUnitBlocks, within = block % kUnitBlocks * 64;
                 const uint8_t* b0 = c0 + unit * stride0 + chunk * chunk_bytes(Code::kWidth0) + within;
                 const uint8_t* b1 = c1 + unit * stride1 + chunk * chunk_bytes(Code::kWidth1) + within;
                 Code::prefetch(b0, b1, q, kGemvLead);
-                v[block] = (u8x64)Code::template vector<u16x32>(b0, b1, q);
+                v[block] = Code::template vector<u16x32>(b0, b1, q);
             }
             NDP_UNROLL(2)
             for (int high = 0; high < Code::kFields; ++high) {
@@ -128,10 +159,13 @@ NDP_INLINE void dot_group(const uint8_t* c0, ptrdiff_t stride0, const uint8_t* c
                 for (int limb = 0; limb < LIMBS; ++limb) steps[limb] = broadcast_step(at + limb * padded_group);
                 NDP_UNROLL(4)
                 for (int block = 0; block < BLOCKS; ++block) {
-                    const u8x64 codes = v[block] & (u8x64)repeat<u16x32>(Code::kMask << (high * Code::kHigh));
+                    u8x64 codes;
+                    if constexpr (Code::kFp4) codes = (u8x64)Code::field(v[block], high);
+                    else codes = (u8x64)(v[block] & repeat<u16x32>(Code::kMask << (high * Code::kHigh)));
                     NDP_UNROLL(2)
                     for (int limb = 0; limb < LIMBS; ++limb) {
-                        sum[high][block][limb] = dot4(sum[high][block][limb], codes, steps[limb]);
+                        i32x16& to = sum[high % kSums][block][limb];
+                        to = dot4(to, codes, steps[limb]);
                     }
                 }
             }
@@ -143,7 +177,7 @@ NDP_INLINE void dot_group(const uint8_t* c0, ptrdiff_t stride0, const uint8_t* c
         NDP_UNROLL(2)
         for (int limb = 0; limb < LIMBS; ++limb) {
             i32x16 all = sum[0][block][limb];
-            if constexpr (Code::kFields == 2) all += sum[1][block][limb] >> Code::kHigh;
+            if constexpr (kSums == 2) all += sum[1][block][limb] >> Code::kHigh;
             total[block][limb] = all >> Code::kDropped;
         }
     }
@@ -157,27 +191,29 @@ void gemv_units(const QuantizedView& w, const Activations& a, int unit, float* y
     const ptrdiff_t group0 = static_cast<ptrdiff_t>(unit) * w.groups;
     const ptrdiff_t stride0 = static_cast<ptrdiff_t>(w.groups) * chunks * chunk_bytes(Code::kWidth0);
     const ptrdiff_t stride1 = static_cast<ptrdiff_t>(w.groups) * chunks * chunk_bytes(Code::kWidth1);
-    const ptrdiff_t meta_stride = static_cast<ptrdiff_t>(w.groups) * 2 * kUnitRows;
+    const ptrdiff_t meta_stride = static_cast<ptrdiff_t>(w.groups) * Code::kMetaBytes;
     const uint8_t* c0 = w.component[0] + group0 * chunks * chunk_bytes(Code::kWidth0);
     const uint8_t* c1 = Code::kWidth1 ? w.component[1] + group0 * chunks * chunk_bytes(Code::kWidth1) : nullptr;
-    const uint16_t* meta = w.meta + group0 * 2 * kUnitRows;
+    const uint8_t* meta = w.meta + group0 * Code::kMetaBytes;
     const int8_t* x = a.codes;
     f32x16 out[kBlocks] = {};
     for (int g = 0; g < w.groups; ++g) {
         i32x16 total[kBlocks][LIMBS];
-        dot_group<Code, LIMBS, kBlocks, CHUNKS>(c0, stride0, c1, stride1, x, chunks, padded, total);
+        dot_group<Code, LIMBS, kBlocks, CHUNKS>(c0, stride0, c1, stride1, x, a.code_sums + g * LIMBS, chunks, padded, total);
         NDP_UNROLL(4)
         for (int block = 0; block < kBlocks; ++block) {
-            const uint16_t* halves = meta + block / kUnitBlocks * meta_stride + block % kUnitBlocks * 32;
-            __builtin_prefetch(reinterpret_cast<const char*>(halves) + kMetaLead);
+            const uint8_t* at = meta + block / kUnitBlocks * meta_stride + block % kUnitBlocks * (Code::kMetaBytes / 2);
+            __builtin_prefetch(at + kMetaLead);
+            f32x16 scale, offset;
+            Code::read_meta(at, scale, offset);
             f32x16 dot = to_float(total[block][0]);
             if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(total[block][1]);
-            out[block] += dot * a.scale[g] * half_to_float(halves);
-            out[block] += half_to_float(halves + 16) * a.sum[g];
+            out[block] += dot * a.scale[g] * scale;
+            if constexpr (!Code::kFp4) out[block] += offset * a.sum[g];
         }
         c0 += chunks * chunk_bytes(Code::kWidth0);
         if constexpr (Code::kWidth1 > 0) c1 += chunks * chunk_bytes(Code::kWidth1);
-        meta += 2 * kUnitRows;
+        meta += Code::kMetaBytes;
         x += LIMBS * padded;
     }
     NDP_UNROLL(4)
@@ -204,14 +240,19 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
     const ptrdiff_t group0 = static_cast<ptrdiff_t>(unit) * w.groups;
     const ptrdiff_t stride0 = static_cast<ptrdiff_t>(w.groups) * CHUNKS * chunk_bytes(Code::kWidth0);
     const ptrdiff_t stride1 = static_cast<ptrdiff_t>(w.groups) * CHUNKS * chunk_bytes(Code::kWidth1);
-    const ptrdiff_t meta_stride = static_cast<ptrdiff_t>(w.groups) * 2 * kUnitRows;
+    const ptrdiff_t meta_stride = static_cast<ptrdiff_t>(w.groups) * Code::kMetaBytes;
     const uint8_t* c0 = w.component[0] + group0 * CHUNKS * chunk_bytes(Code::kWidth0);
     const uint8_t* c1 = Code::kWidth1 ? w.component[1] + group0 * CHUNKS * chunk_bytes(Code::kWidth1) : nullptr;
-    const uint16_t* meta = w.meta + group0 * 2 * kUnitRows;
+    const uint8_t* meta = w.meta + group0 * Code::kMetaBytes;
     const int8_t* x = a.codes;
     f32x16 out[TOKENS][kBlocks] = {};
     for (int g = 0; g < w.groups; ++g) {
         i32x16 dots[kRows][kBlocks] = {};
+        if constexpr (Code::kZero > 0) {
+            for (int row = 0; row < kRows; ++row)
+                for (int block = 0; block < kBlocks; ++block)
+                    dots[row][block] = a.code_sums[g * kRows + row] * -Code::kZero - i32x16{};
+        }
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             NDP_UNROLL(8)
             for (int q = 0; q < Code::kVectors; ++q) {
@@ -230,7 +271,7 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
                     u8x64 codes[kBlocks];
                     NDP_UNROLL(4)
                     for (int block = 0; block < kBlocks; ++block)
-                        codes[block] = (u8x64)((high ? v[block] >> Code::kHigh : v[block]) & repeat<u16x32>(Code::kMask));
+                        codes[block] = (u8x64)Code::field(v[block], high);
                     NDP_UNROLL(8)
                     for (int row = 0; row < kRows; ++row) {
                         const i32x16 four = broadcast_step(at + row * kPadded);
@@ -244,21 +285,21 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
         }
         NDP_UNROLL(4)
         for (int block = 0; block < kBlocks; ++block) {
-            const uint16_t* halves = meta + block / kUnitBlocks * meta_stride + block % kUnitBlocks * 32;
-            __builtin_prefetch(reinterpret_cast<const char*>(halves) + kMetaLead);
-            const f32x16 scale = half_to_float(halves), offset = half_to_float(halves + 16);
+            const uint8_t* at = meta + block / kUnitBlocks * meta_stride + block % kUnitBlocks * (Code::kMetaBytes / 2);
+            __builtin_prefetch(at + kMetaLead);
+            f32x16 scale, offset;
+            Code::read_meta(at, scale, offset);
             NDP_UNROLL(4)
             for (int t = 0; t < TOKENS; ++t) {
-                f32x16 dot = to_float(dots[t * LIMBS][block] >> Code::kDropped);
-                if constexpr (LIMBS == 2)
-                    dot = dot * 128.0f + to_float(dots[t * LIMBS + 1][block] >> Code::kDropped);
+                f32x16 dot = to_float(dots[t * LIMBS][block]);
+                if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(dots[t * LIMBS + 1][block]);
                 out[t][block] += dot * a.scale[g * TOKENS + t] * scale;
-                out[t][block] += offset * a.sum[g * TOKENS + t];
+                if constexpr (!Code::kFp4) out[t][block] += offset * a.sum[g * TOKENS + t];
             }
         }
         c0 += CHUNKS * chunk_bytes(Code::kWidth0);
         if constexpr (Code::kWidth1 > 0) c1 += CHUNKS * chunk_bytes(Code::kWidth1);
-        meta += 2 * kUnitRows;
+        meta += Code::kMetaBytes;
         x += kRows * kPadded;
     }
     NDP_UNROLL(4)
@@ -286,11 +327,11 @@ void few_tokens(const QuantizedView& w, const Activations& a, int first, int las
 // ---- several tokens: codes are unpacked once per panel ---------------------------------------------------------------
 
 // What a panel adds to ROWS / LIMBS tokens: y += scale * (integer dot product) * token scale + offset * token sum.
-// x and the tokens' scale and sum begin at the panel's first group and this block's first token. STEPS is the panel's,
+// x and the tokens' scale and sums begin at the panel's first group and this block's first token. STEPS is the panel's,
 // or 0: known at compile time, every row's address is a constant away from the first one's.
 template <int ROWS, int LIMBS, int STEPS, bool PREFETCH>
 void multiply_rows(const Panel& panel, const int8_t* x, ptrdiff_t group_stride, const float* scale, const float* sum,
-                   int tokens, float* y, ptrdiff_t y_stride) {
+                   const int32_t* x_sums, int tokens, float* y, ptrdiff_t y_stride) {
     const int steps = STEPS ? STEPS : panel.steps;
     const uint8_t* ahead0 = panel.ahead[0];
     const uint8_t* ahead1 = panel.ahead[1];
@@ -300,7 +341,7 @@ void multiply_rows(const Panel& panel, const int8_t* x, ptrdiff_t group_stride, 
         const int8_t* next_x = g + 1 < panel.groups ? x + group_stride : next_rows;
         i32x16 dots[ROWS][kUnitBlocks];
         NDP_UNROLL(12)
-        for (int row = 0; row < ROWS; ++row) dots[row][0] = dots[row][1] = i32x16{};
+        for (int row = 0; row < ROWS; ++row) dots[row][0] = dots[row][1] = x_sums[row] * -panel.zero - i32x16{};
         for (int step = 0; step < steps; ++step) {
             if constexpr (PREFETCH) {
                 __builtin_prefetch(ahead0);
@@ -333,18 +374,19 @@ void multiply_rows(const Panel& panel, const int8_t* x, ptrdiff_t group_stride, 
         x += group_stride;
         scale += tokens;
         sum += tokens;
+        x_sums += tokens * LIMBS;
     }
 }
 
 template <int MAX_TOKENS, int LIMBS, int STEPS, bool PREFETCH>
 void multiply_tokens(int count, const Panel& panel, const int8_t* x, ptrdiff_t group_stride, const float* scale,
-                     const float* sum, int tokens, float* y, ptrdiff_t y_stride) {
+                     const float* sum, const int32_t* x_sums, int tokens, float* y, ptrdiff_t y_stride) {
     if (count == MAX_TOKENS) {
-        multiply_rows<MAX_TOKENS * LIMBS, LIMBS, STEPS, PREFETCH>(panel, x, group_stride, scale, sum, tokens, y,
+        multiply_rows<MAX_TOKENS * LIMBS, LIMBS, STEPS, PREFETCH>(panel, x, group_stride, scale, sum, x_sums, tokens, y,
                                                                   y_stride);
     } else if constexpr (MAX_TOKENS > 1) {
-        multiply_tokens<MAX_TOKENS - 1, LIMBS, STEPS, PREFETCH>(count, panel, x, group_stride, scale, sum, tokens, y,
-                                                                y_stride);
+        multiply_tokens<MAX_TOKENS - 1, LIMBS, STEPS, PREFETCH>(count, panel, x, group_stride, scale, sum, x_sums, tokens,
+                                                                y, y_stride);
     }
 }
 
@@ -360,7 +402,8 @@ void multiply_panel(const Panel& panel, const Activations& a, int first_group, f
         (panel.steps != kUsual ? multiply_tokens<kTokens, LIMBS, 0, false>
          : i == 0              ? multiply_tokens<kTokens, LIMBS, kUsual, true>
                                : multiply_tokens<kTokens, LIMBS, kUsual, false>)(
-            count, panel, x, group_stride, a.scale + at, a.sum + at, a.tokens, y + done * y_stride, y_stride);
+            count, panel, x, group_stride, a.scale + at, a.sum + at, a.code_sums + at * LIMBS, a.tokens,
+            y + done * y_stride, y_stride);
         done += count;
     }
 }
@@ -377,8 +420,8 @@ void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y,
         const ptrdiff_t at = static_cast<ptrdiff_t>(unit) * w.groups + first;
         const uint8_t* c0 = w.component[0] + at * group_bytes[0];
         const uint8_t* c1 = Code::kWidth1 ? w.component[1] + at * group_bytes[1] : c0;
-        constexpr int kChunksIn16 = 32767 / (8 * 2 * 127 * (Code::kMask >> Code::kDropped));
-        Panel panel{most < w.groups - first ? most : w.groups - first, steps, kChunksIn16, codes, meta, {}, {}};
+        constexpr int kHalvesIn16 = 32767 / (4 * 2 * 127 * Code::kTop);
+        Panel panel{most < w.groups - first ? most : w.groups - first, steps, kHalvesIn16, Code::kZero, codes, meta, {}, {}};
         panel.ahead[0] = c0 + panel.groups * group_bytes[0];
         panel.ahead[1] = c1 + panel.groups * group_bytes[1];
         panel.ahead_bytes[0] = chunk_bytes(Code::kWidth0) / 8;
@@ -390,8 +433,11 @@ void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y,
         for (int g = 0; g < panel.groups; ++g) {
             unpack_group<Code>(c0 + g * group_bytes[0], c1 + g * group_bytes[1], chunks,
                                codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * steps * 64);
-            const uint16_t* halves = w.meta + (at + g) * 2 * kUnitRows;
-            for (int i = 0; i < 2 * kUnitBlocks; ++i) meta[g * 2 * kUnitBlocks + i] = half_to_float(halves + 16 * i);
+            const uint8_t* stored = w.meta + (at + g) * Code::kMetaBytes;
+            for (int block = 0; block < kUnitBlocks; ++block) {
+                f32x16* to = meta + (g * kUnitBlocks + block) * 2;
+                Code::read_meta(stored + block * (Code::kMetaBytes / 2), to[0], to[1]);
+            }
         }
         if (!own_products<LIMBS>(panel, a, first, y, stride)) multiply_panel<LIMBS>(panel, a, first, y, stride);
     }
@@ -404,20 +450,22 @@ void own_row(const QuantizedView& w, const Activations& a, int first, int last, 
 template <class Code, int LIMBS>
 void multiply_width(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride,
                     void* scratch) {
+    constexpr int kChunks = Code::kUsualChunks;
+    const bool is_usual = w.padded_group == kChunks * kChunkCols;
     if constexpr (kInPlaceFields) {
         if (a.tokens == 1) {
-            if (w.padded_group == 128) return gemv<Code, LIMBS, 4>(w, a, first, last, y);
+            if (is_usual) return gemv<Code, LIMBS, kChunks>(w, a, first, last, y);
             return gemv<Code, LIMBS, 0>(w, a, first, last, y);
         }
         constexpr int kFewTokens = kFewRows / LIMBS < 4 ? kFewRows / LIMBS : 4;
         if constexpr (kFewTokens > 1) {
-            if (a.tokens <= kFewTokens && w.padded_group == 128)
-                return few_tokens<Code, LIMBS, kFewTokens, 4>(w, a, first, last, y, stride);
+            if (a.tokens <= kFewTokens && is_usual)
+                return few_tokens<Code, LIMBS, kFewTokens, kChunks>(w, a, first, last, y, stride);
         }
     }
     if constexpr (kOwnRow) {
         if (a.tokens == 1) {
-            if (w.padded_group == 128) return own_row<Code, LIMBS, 4>(w, a, first, last, y);
+            if (is_usual) return own_row<Code, LIMBS, kChunks>(w, a, first, last, y);
             return own_row<Code, LIMBS, 0>(w, a, first, last, y);
         }
     }
@@ -425,23 +473,24 @@ void multiply_width(const QuantizedView& w, const Activations& a, int first, int
         gemm_unit<Code, LIMBS>(w, a, unit, y + (unit - first) * kUnitRows, stride, scratch);
 }
 
-template <int W0, int W1, int DROPPED = 0>
+template <int W0, int W1, int DROPPED = 0, bool FP4 = false>
 void multiply_codes(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride,
                     void* scratch) {
-    using Code = Codes<W0, W1, DROPPED>;
+    using Code = Codes<W0, W1, DROPPED, FP4>;
     (a.limbs == 2 ? multiply_width<Code, 2> : multiply_width<Code, 1>)(w, a, first, last, y, stride, scratch);
 }
 
 void multiply(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride,
               void* scratch) {
     const int second = w.num_components == 2 ? w.width[1] : 0;
-    switch (w.width[0] * 100 + second * 10 + w.dropped) {
+    switch (w.is_fp4 * 1000 + w.width[0] * 100 + second * 10 + w.dropped) {
         case 100: return multiply_codes<1, 0>(w, a, first, last, y, stride, scratch);
         case 200: return multiply_codes<2, 0>(w, a, first, last, y, stride, scratch);
         case 201: return multiply_codes<2, 0, 1>(w, a, first, last, y, stride, scratch);
         case 210: return multiply_codes<2, 1>(w, a, first, last, y, stride, scratch);
         case 220: return multiply_codes<2, 2>(w, a, first, last, y, stride, scratch);
         case 221: return multiply_codes<2, 2, 1>(w, a, first, last, y, stride, scratch);
+        case 1400: return multiply_codes<4, 0, 0, true>(w, a, first, last, y, stride, scratch);
         case 800: return multiply_codes<8, 0>(w, a, first, last, y, stride, scratch);
         default: __builtin_trap();  // PackedMatrix::check lets no other ones through
     }
@@ -476,13 +525,14 @@ void quantize(const QuantizeJob& job) {
         const float scale = top / most;
         const float inverse = scale > 0.0f ? most / top : 0.0f;  // a group of subnormals counts as zero
         int8_t* to = job.codes + g * job.group_stride;
-        i32x16 code_sums = {};
+        i32x16 code_sums = {}, high_sums = {};
         for (int i = 0; i < job.padded_group; i += 16) {
             i32x16 code = round_to_int(load<f32x16>(values + i) * inverse);
             code_sums += code;
             typedef int8_t i8x16 __attribute__((vector_size(16)));
             if (job.limbs == 2) {
                 i32x16 high = (code + 64) >> 7;
+                high_sums += high;
                 store(to + i, __builtin_convertvector(high, i8x16));
                 store(to + job.padded_group + i, __builtin_convertvector(code - (high << 7), i8x16));
             } else {
@@ -490,10 +540,14 @@ void quantize(const QuantizeJob& job) {
             }
         }
         // The sum of what the codes mean, not of x: rounding errors then meet the centred weights, half as large.
-        // A NaN or infinity in x makes the last term NaN, and with it the result.
-        const float exact = sum_lanes(sums);
-        job.scale[g * job.token_stride] = scale;
-        job.sum[g * job.token_stride] = sum_lanes(to_float(code_sums)) * scale + (exact - exact);
+        // A NaN or infinity in x makes the last terms NaN, and with them the result.
+        const float exact = sum_lanes(sums), total = sum_lanes(to_float(code_sums));
+        job.scale[g * job.token_stride] = scale + (exact - exact);
+        job.sum[g * job.token_stride] = total * scale + (exact - exact);
+        int32_t* limb_sums = job.code_sums + g * job.token_stride * job.limbs;
+        const int high = static_cast<int>(sum_lanes(to_float(high_sums)));
+        limb_sums[0] = job.limbs == 2 ? high : static_cast<int>(total);
+        if (job.limbs == 2) limb_sums[1] = static_cast<int>(total) - high * 128;
     }
 }
 

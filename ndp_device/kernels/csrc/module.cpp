@@ -54,6 +54,24 @@ PackedMatrix assemble(Engine& engine, const Components& components, int rows, in
     return matrix;
 }
 
+// codes [rows, cols / 2] and exponents [rows, groups] of MXFP4: packing.h.
+PackedMatrix fp4_matrix(Engine& engine, Matrix<uint8_t> codes, Matrix<uint8_t> exponents, int halves) {
+    const int rows = static_cast<int>(codes.shape(0)), cols = static_cast<int>(codes.shape(1)) * 2;
+    PackedMatrix matrix;
+    matrix.geometry = {rows, cols, halves, kFp4Group};
+    if (exponents.shape(0) != codes.shape(0) || cols % kFp4Group || exponents.shape(1) * kFp4Group != codes.shape(1) * 2)
+        throw std::invalid_argument("wanted codes [N, C / 2] and exponents [N, C / 32]");
+    matrix.is_fp4 = true;
+    nb::gil_scoped_release release;
+    engine.with_pool([&](ThreadPool& pool) {
+        matrix.components = {{pack_fp4(pool, matrix.geometry, codes.data()), 4}};
+        matrix.meta = pack_fp4_scales(pool, matrix.geometry, exponents.data());
+        return 0;
+    });
+    matrix.check();
+    return matrix;
+}
+
 std::shared_ptr<PreparedExpert> quantized_expert(const PackedMatrix& w13, const PackedMatrix& w2, int limbs) {
     if (limbs != 1 && limbs != 2) throw std::invalid_argument("limbs must be 1 or 2, got " + std::to_string(limbs));
     auto expert = std::make_shared<PreparedExpert>();
@@ -125,6 +143,11 @@ NB_MODULE(_native, m) {
         .def_prop_ro("nbytes", [](const Component& c) { return c.buffer->bytes(); })
         .def("tobytes", [](const Component& c) { return nb::bytes(c.buffer->data(), c.buffer->bytes()); });
     nb::class_<PackedMatrix>(m, "PackedMatrix")
+        .def_prop_ro("nbytes", [](const PackedMatrix& w) {
+            size_t bytes = w.meta->bytes();
+            for (const ndp::Component& component : w.components) bytes += component.buffer->bytes();
+            return bytes;
+        })
         .def_prop_ro("meta_nbytes", [](const PackedMatrix& w) { return w.meta->bytes(); });
     nb::class_<PreparedExpert>(m, "PreparedExpert")
         .def("masked", [](const PreparedExpert& narrow, const Components& w13, const Components& w2) {
@@ -142,6 +165,7 @@ NB_MODULE(_native, m) {
         .def("pack", pack, nb::arg("planes"), nb::arg("halves"), nb::arg("group"))
         .def("assemble", assemble, nb::arg("components"), nb::arg("rows"), nb::arg("cols"), nb::arg("halves"),
              nb::arg("group"), nb::arg("scale"), nb::arg("offset"), nb::arg("group_size"), nb::arg("perm"))
+        .def("fp4_matrix", fp4_matrix, nb::arg("codes"), nb::arg("exponents"), nb::arg("halves"))
         .def("execute", execute, nb::arg("x"), nb::arg("experts"), nb::arg("pair_rows"), nb::arg("pair_experts"),
              nb::arg("gates"), nb::arg("out"))
         .def("multiply", multiply, nb::arg("x"), nb::arg("matrix"), nb::arg("limbs"), nb::arg("y"))

@@ -155,4 +155,43 @@ std::shared_ptr<Buffer> pack_meta(ThreadPool& pool, const Geometry& geometry, co
     return buffer;
 }
 
+std::shared_ptr<Buffer> pack_fp4(ThreadPool& pool, const Geometry& geometry, const uint8_t* codes) {
+    const auto spread = [](uint32_t four) {  // four codes to the low bits of four bytes
+        four = (four | four << 8) & 0x00ff00ffu;
+        return (four | four << 4) & 0x0f0f0f0fu;
+    };
+    const int words = geometry.cols / 8;  // two steps each: half of a line of 16 rows
+    const size_t unit_bytes = static_cast<size_t>(words) * kUnitBlocks * 64;
+    auto buffer = std::make_shared<Buffer>(geometry.units() * unit_bytes);
+    pool.run(geometry.units(), [&](int unit, int) {
+        for (int r = 0; r < kUnitRows; ++r) {
+            const int row = geometry.source_row(unit, r);
+            uint8_t* to = buffer->data() + unit * unit_bytes + r / kBlockRows * 64 + r % kBlockRows * 4;
+            for (int i = 0; i < words; ++i, to += kUnitBlocks * 64) {
+                uint32_t word = 0;
+                if (row >= 0) std::memcpy(&word, codes + (static_cast<ptrdiff_t>(row) * words + i) * 4, 4);
+                word = spread(word & 0xffffu) | spread(word >> 16) << 4;
+                std::memcpy(to, &word, 4);
+            }
+        }
+    });
+    return buffer;
+}
+
+std::shared_ptr<Buffer> pack_fp4_scales(ThreadPool& pool, const Geometry& geometry, const uint8_t* exponents) {
+    const int groups = geometry.groups();
+    auto buffer = std::make_shared<Buffer>(static_cast<size_t>(geometry.units()) * groups * kUnitRows);
+    pool.run(geometry.units(), [&](int unit, int) {
+        for (int r = 0; r < kUnitRows; ++r) {
+            const int row = geometry.source_row(unit, r);
+            for (int g = 0; g < groups; ++g) {
+                const uint8_t exponent = row < 0 ? 0 : exponents[static_cast<ptrdiff_t>(row) * groups + g];
+                buffer->data()[(static_cast<ptrdiff_t>(unit) * groups + g) * kUnitRows + r] =
+                    exponent ? exponent - 1 : 0;
+            }
+        }
+    });
+    return buffer;
+}
+
 }  // namespace ndp

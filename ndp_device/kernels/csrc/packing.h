@@ -58,4 +58,9 @@ std::shared_ptr<Buffer> pack_component(const KernelTable& kernels, ThreadPool& p
 std::shared_ptr<Buffer> pack_meta(ThreadPool& pool, const Geometry& geometry, const uint16_t* scale,
                                   const uint16_t* offset, int group_size);
 
+// FP4: codes [rows][cols / 2], the first column in the low bits; exponents [rows][groups], E8M0. Numbers of less than 2^-126
+// count as zero.
+std::shared_ptr<Buffer> pack_fp4(ThreadPool& pool, const Geometry& geometry, const uint8_t* codes);
+std::shared_ptr<Buffer> pack_fp4_scales(ThreadPool& pool, const Geometry& geometry, const uint8_t* exponents);
+
 }  // namespace ndp

@@ -62,6 +62,12 @@ NDP_INLINE f32x16 half_to_float_by_bits(const uint16_t* p) {
     return (f32x16)(bits | sign);
 }
 
+// 16 scales of FP4 codes from the exponents that pack_fp4_scales left of them.
+NDP_INLINE f32x16 fp4_scale(const uint8_t* exponents) {
+    typedef uint8_t u8x16 __attribute__((vector_size(16)));
+    return (f32x16)(__builtin_convertvector(load<u8x16>(exponents), u32x16) << 23);
+}
+
 // The bits of `mask` (one byte, repeated) from a, the others from b.
 template <class Words>
 NDP_INLINE Words choose(int mask, Words a, Words b) {
@@ -117,7 +123,8 @@ NDP_INLINE f32x16 exp_lanes(f32x16 v) {
 struct Panel {
     int groups;
     int steps;             // per group
-    int chunks_in_16;      // chunks of 8 steps whose products with int8 add up in int16; 0: not even two products do
+    int halves_in_16;      // times 4 steps whose products with int8 add up in int16; 0: not even two products do
+    int zero;              // what a code of no weight is multiplied by
     const uint8_t* codes;  // [groups][2 blocks][steps][16 rows][4 columns]
     const f32x16* meta;    // [groups][2 blocks][scale, offset]
     const uint8_t* ahead[kMaxComponents];  // the next panel's components ...

@@ -28,7 +28,8 @@ from ndp_device.checkpoint.opening import unpacked  # noqa: E402
 from ndp_device.checkpoint.values import Packed  # noqa: E402
 from ndp_device.common.errors import ConfigError, ReplicaError  # noqa: E402
 from ndp_device.common.widths import WIDTHS  # noqa: E402
-from ndp_device.experts.expert import to_float32  # noqa: E402
+from ndp_device.experts.expert import Fp4Expert, to_float32  # noqa: E402
+from ndp_device.kernels.reference import from_fp4  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
 
@@ -142,6 +143,19 @@ def test_codes_of_4_bits_become_replicas_of_4_bits_as_they_are(models: Path, tmp
             np.testing.assert_allclose(mine, wanted, rtol=2e-3, atol=2e-3 * np.abs(wanted).max())
             step = np.abs(wanted).max() / 8
             assert np.abs(mine - wanted).max() < step / 50
+
+
+@pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "mixtral-mxfp4"])
+def test_mxfp4_is_given_as_it_is_stored_and_stands_for_the_same_values(models: Path, name: str) -> None:
+    checkpoint = CheckpointExperts(quantized.make(name, models))
+    assert checkpoint.stored_form == decoders.MXFP4
+    assert checkpoint.group_of_codes is None  # no replica of integers holds it
+    for layer, expert in ((0, 0), (checkpoint.shape.num_layers - 1, checkpoint.shape.num_experts - 1)):
+        full, stored = checkpoint.expert(layer, expert), checkpoint.as_stored(layer, expert)
+        assert isinstance(stored, Fp4Expert)
+        assert (stored.biases is None) == (full.biases is None)
+        for mine, theirs in ((stored.w13, np.concatenate([full.w1, full.w3])), (stored.w2, full.w2)):
+            np.testing.assert_array_equal(from_fp4(mine), to_float32(np.ascontiguousarray(theirs), full.dtype))
 
 
 def test_codes_in_another_order_than_their_columns_are_fitted_and_their_loss_is_measured(

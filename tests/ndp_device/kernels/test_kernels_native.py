@@ -30,6 +30,8 @@ from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import LIMBS, REPLICA_WIDTHS
 from ndp_device.experts.expert import (
     Expert,
+    Fp4Expert,
+    Fp4Matrix,
     FullExpert,
     QuantizedExpert,
     QuantizedMatrix,
@@ -37,7 +39,7 @@ from ndp_device.experts.expert import (
 )
 from ndp_device.kernels import _native
 from ndp_device.kernels.native import NativeKernel
-from ndp_device.kernels.reference import ReferenceKernel, dequantize
+from ndp_device.kernels.reference import ReferenceKernel, dequantize, from_fp4
 
 ISAS = _native.supported_isas()
 
@@ -70,6 +72,69 @@ def test_any_number_of_rows_of_mixed_widths(isa: str, tokens: int) -> None:
     pairs = random_pairs(rng, tokens, len(experts), 4)
     y = kernel.execute(x, [kernel.prepare(expert) for expert in experts], *pairs)
     assert relative_error(y, exact(x, experts, pairs)) < LIMIT[2]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("limbs", [2, 1])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(64, 32), (96, 160), (544, 352)])
+def test_mxfp4_matches_fp64_and_a_row_gets_the_same_bits_in_any_batch(
+    isa: str, limbs: int, hidden: int, intermediate: int
+) -> None:
+    """Exponents of one row far apart, as a column that nothing reads has them; biases and gpt-oss's activation."""
+    rng = np.random.default_rng([limbs, hidden])
+    biases = random_biases(rng, hidden, intermediate)
+    drawn = [
+        Fp4Expert(_drawn_fp4(rng, 2 * intermediate, hidden), _drawn_fp4(rng, hidden, intermediate), *more)
+        for more in ((), (biases, GPT_OSS), ())
+    ]
+    experts: list[Expert] = [
+        FullExpert("float32", *np.split(from_fp4(e.w13), 2), from_fp4(e.w2), biases=e.biases, activation=e.activation)
+        for e in drawn
+    ]
+    kernel = NativeKernel(dict.fromkeys(LIMBS, limbs), isa=isa, threads=2)
+    prepared = [kernel.prepare(expert) for expert in drawn]
+    for tokens in (1, 2, 3, 4, 8, 17, 33):
+        x = rng.standard_normal((tokens, hidden)).astype(np.float32)
+        rows, chosen, gates = random_pairs(rng, tokens, 3, 2)
+        y = kernel.execute(x, prepared, rows, chosen, gates)
+        assert relative_error(y, exact(x, experts, (rows, chosen, gates))) < LIMIT[limbs]
+        for row in range(tokens):
+            own = rows == row
+            alone = kernel.execute(x[row : row + 1], prepared, np.zeros_like(rows[own]), chosen[own], gates[own])
+            np.testing.assert_array_equal(alone[0], y[row])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_no_number_among_activations_of_mxfp4_is_seen_in_the_result(isa: str, bad: float) -> None:
+    rng = np.random.default_rng(1)
+    kernel, x = NativeKernel(isa=isa, threads=1), np.ones((3, 64), np.float32)
+    prepared = kernel.prepare(Fp4Expert(_drawn_fp4(rng, 64, 64), _drawn_fp4(rng, 64, 32)))
+    x[1, 40] = bad
+    y = kernel.execute(x, [prepared], np.arange(3, dtype=np.int32), np.zeros(3, np.int32), np.ones(3, np.float32))
+    assert np.isnan(y[1]).all()
+    assert np.isfinite(y[[0, 2]]).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_largest_codes_of_mxfp4_and_the_largest_activations_do_not_overflow(isa: str) -> None:
+    """Sums of 16 bits hold four steps of them, where those of 15 as the largest factor hold eight."""
+    codes, exponents = np.full((64, 48), 0x77, np.uint8), np.full((64, 3), 127, np.uint8)
+    down = Fp4Matrix(np.full((96, 16), 0xFF, np.uint8), np.full((96, 1), 127, np.uint8))
+    expert = Fp4Expert(Fp4Matrix(codes, exponents), down)
+    full = FullExpert("float32", *np.split(from_fp4(expert.w13), 2), from_fp4(expert.w2))
+    kernel = NativeKernel(isa=isa, threads=1)
+    for tokens in (1, 2, 5, 16):
+        x, pairs = np.ones((tokens, 96), np.float32), random_pairs(np.random.default_rng(0), tokens, 1, 1)
+        y = kernel.execute(x, [kernel.prepare(expert)], *pairs)
+        assert relative_error(y, exact(x, [full], pairs)) < LIMIT[2]
+
+
+def _drawn_fp4(rng: np.random.Generator, rows: int, columns: int) -> Fp4Matrix:
+    codes = rng.integers(0, 256, (rows, columns // 2), dtype=np.uint8)
+    exponents = rng.integers(120, 124, (rows, columns // 32), dtype=np.uint8)
+    exponents[::5, 0] = rng.choice([0, 1, 60, 125], len(exponents[::5]))
+    return Fp4Matrix(codes, exponents)
 
 
 @pytest.mark.parametrize("isa", ISAS)
