@@ -206,6 +206,7 @@ QuantizeJob Engine::quantize_job(const float* row, const PackedMatrix& matrix, c
             g.group,
             g.padded_group(),
             to.view.limbs,
+            matrix.is_fp4 ? kFp4TopLimb : kTopLimbOfAll,
             to.codes + static_cast<ptrdiff_t>(token) * to.row_bytes,
             to.group_stride,
             to.scale + token,
@@ -224,17 +225,18 @@ void Engine::quantize_inputs(const float* x, int hidden, const Pairs& pairs, std
         Job* job;
         int token;
     };
-    std::map<std::tuple<const int32_t*, int, int, int>, std::vector<Destination>> wanted;  // (perm, group, limbs, row)
+    // (perm, group, FP4, limbs, row)
+    std::map<std::tuple<const int32_t*, int, bool, int, int>, std::vector<Destination>> wanted;
     for (Job& job : jobs) {
         const PackedMatrix& w = job.expert->w13;
         const int32_t* perm = job.expert->full || w.perm.empty() ? nullptr : w.perm.data();
         const int group = job.expert->full ? 0 : w.geometry.group;
         for (int t = 0; t < job.tokens; ++t)
-            wanted[{perm, group, job.expert->limbs, pairs.rows[job.pairs[t]]}].push_back({&job, t});
+            wanted[{perm, group, w.is_fp4, job.expert->limbs, pairs.rows[job.pairs[t]]}].push_back({&job, t});
     }
     std::vector<std::pair<const float*, const std::vector<Destination>*>> tasks;
     for (const auto& [key, destinations] : wanted)
-        tasks.emplace_back(x + static_cast<ptrdiff_t>(std::get<3>(key)) * hidden, &destinations);
+        tasks.emplace_back(x + static_cast<ptrdiff_t>(std::get<4>(key)) * hidden, &destinations);
     run(static_cast<int>(tasks.size()), [&](int task, int) {
         const auto& [row, destinations] = tasks[task];
         const Job& first = *destinations->front().job;

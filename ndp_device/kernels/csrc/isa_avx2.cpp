@@ -120,24 +120,24 @@ NDP_INLINE void add_step(const uint8_t* codes, ptrdiff_t block_bytes, const int8
     }
 }
 
-// The integer products of ROWS rows with a group of both blocks: `halves_in_16` times 4 steps add up in 16 bits.
-template <int ROWS, int STEPS>
-void dot_rows(const uint8_t* codes, int steps, int halves_in_16, const int8_t* first, __m256i (*dots)[4]) {
+// The integer products of ROWS rows with a group of both blocks: `chunks_in_16` chunks of 8 steps add up in 16 bits.
+template <int ROWS>
+void dot_rows(const uint8_t* codes, int steps, int chunks_in_16, const int8_t* first, const int32_t* x_sums, int zero,
+              __m256i (*dots)[4]) {
     const ptrdiff_t block_bytes = steps * 64;
     const __m256i ones = _mm256_set1_epi16(1);
     const int8_t* x[ROWS];
     for (int row = 0; row < ROWS; ++row) {
         x[row] = first + row * steps * 4;
-        for (int part = 0; part < 4; ++part) dots[row][part] = _mm256_setzero_si256();
+        for (int part = 0; part < 4; ++part) dots[row][part] = _mm256_set1_epi32(x_sums[row] * -zero);
     }
-    const int together = halves_in_16 * 4 / STEPS;
-    for (int left = steps / STEPS; left > 0; left -= together) {
+    for (int left = steps / 8; left > 0; left -= chunks_in_16) {
         __m256i pairs[ROWS][4] = {};
-        for (int part = left < together ? left : together; part > 0; --part) {
+        for (int chunk = left < chunks_in_16 ? left : chunks_in_16; chunk > 0; --chunk) {
             NDP_UNROLL(8)
-            for (int step = 0; step < STEPS; ++step) add_step<ROWS>(codes, block_bytes, x, step, pairs);
-            codes += STEPS * 64;
-            for (int row = 0; row < ROWS; ++row) x[row] += STEPS * 4;
+            for (int step = 0; step < 8; ++step) add_step<ROWS>(codes, block_bytes, x, step, pairs);
+            codes += 8 * 64;
+            for (int row = 0; row < ROWS; ++row) x[row] += 8 * 4;
         }
         NDP_UNROLL(2)
         for (int row = 0; row < ROWS; ++row) {
@@ -150,7 +150,7 @@ void dot_rows(const uint8_t* codes, int steps, int halves_in_16, const int8_t* f
 
 // dot_rows for codes of more than 7 bits.
 template <int ROWS>
-void dot_wide_rows(const uint8_t* codes, int steps, int, const int8_t* first, __m256i (*dots)[4]) {
+void dot_wide_rows(const uint8_t* codes, int steps, int, const int8_t* first, const int32_t*, int, __m256i (*dots)[4]) {
     __m256i sums[ROWS][4] = {};
     for (int step = 0; step < steps; ++step) {
         WideStep x[ROWS];
@@ -170,9 +170,8 @@ template <int LIMBS>
 bool own_products(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t stride) {
     constexpr int kTokens = 2 / LIMBS;
     const ptrdiff_t row_bytes = panel.steps * 4;
-    const int in_16 = panel.halves_in_16;
-    const auto dot_two = in_16 > 1 ? dot_rows<2, 8> : in_16 ? dot_rows<2, 4> : dot_wide_rows<2>;
-    const auto dot_one = in_16 > 1 ? dot_rows<1, 8> : in_16 ? dot_rows<1, 4> : dot_wide_rows<1>;
+    const auto dot_two = panel.chunks_in_16 ? dot_rows<2> : dot_wide_rows<2>;
+    const auto dot_one = panel.chunks_in_16 ? dot_rows<1> : dot_wide_rows<1>;
     for (int first = 0; first < a.tokens; first += kTokens) {
         const int count = a.tokens - first < kTokens ? a.tokens - first : kTokens;
         for (int g = 0; g < panel.groups; ++g) {
@@ -180,16 +179,13 @@ bool own_products(const Panel& panel, const Activations& a, int first_group, flo
             const uint8_t* codes = panel.codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * panel.steps * 64;
             __m256i dots[2][4];
             const int8_t* x = a.codes + at * LIMBS * row_bytes;
-            (count * LIMBS == 2 ? dot_two : dot_one)(codes, panel.steps, in_16, x, dots);
+            const int32_t* x_sums = a.code_sums + at * LIMBS;
+            (count * LIMBS == 2 ? dot_two : dot_one)(codes, panel.steps, panel.chunks_in_16, x, x_sums, panel.zero, dots);
             for (int t = 0; t < count; ++t) {
                 for (int part = 0; part < 4; ++part) {
-                    __m256 limb[LIMBS];
-                    for (int l = 0; l < LIMBS; ++l) {
-                        const __m256i zeros = _mm256_set1_epi32(a.code_sums[(at + t) * LIMBS + l] * panel.zero);
-                        limb[l] = _mm256_cvtepi32_ps(_mm256_sub_epi32(dots[t * LIMBS + l][part], zeros));
-                    }
-                    __m256 dot = limb[0];
-                    if constexpr (LIMBS == 2) dot = _mm256_fmadd_ps(dot, _mm256_set1_ps(128), limb[1]);
+                    __m256 dot = _mm256_cvtepi32_ps(dots[t * LIMBS][part]);
+                    if constexpr (LIMBS == 2)
+                        dot = _mm256_fmadd_ps(dot, _mm256_set1_ps(128), _mm256_cvtepi32_ps(dots[t * LIMBS + 1][part]));
                     const float* meta = reinterpret_cast<const float*>(panel.meta + (g * kUnitBlocks + part / 2) * 2);
                     float* to = y + (first + t) * stride + part * 8;
                     dot = _mm256_mul_ps(dot, _mm256_set1_ps(a.scale[at + t]));
@@ -210,7 +206,7 @@ bool own_products(const Panel& panel, const Activations& a, int first_group, flo
 namespace {
 
 // The integer products of one row with the codes of one group of a unit as they lie in memory: [limb][part], a part being 8
-// of the unit's 32 rows. One chunk, eight steps, adds up in 16 bits: 8 * 2 * 15 * 127 = 30480. Half of one does of FP4.
+// of the unit's 32 rows. One chunk, eight steps, adds up in 16 bits.
 template <class Code, int LIMBS>
 NDP_INLINE void dot_in_registers(const uint8_t* c0, const uint8_t* c1, int chunks, const int8_t* x,
                                  const int32_t* x_sums, int padded, __m256i (&dots)[LIMBS][4]) {
@@ -221,15 +217,14 @@ NDP_INLINE void dot_in_registers(const uint8_t* c0, const uint8_t* c1, int chunk
         for (int part = 0; part < 4; ++part) dots[limb][part] = _mm256_set1_epi32(x_sums[limb] * -Code::kZero);
     }
     // At once: with more of them sums leave the registers; 3 bits are faster so all the same.
-    constexpr int kParts = Code::kWidth1 == 1 ? 4 : 4 / LIMBS, kTogether = Code::kFp4 ? 2 : 4;
-    static_assert(kTogether * 4 * Code::kTop * 127 <= 32767, "sums of 16 bits");
+    constexpr int kParts = Code::kWidth1 == 1 ? 4 : 4 / LIMBS;
+    static_assert(8 * 2 * Code::kTop * Code::kTopLimb <= 32767, "sums of 16 bits");
     for (int chunk = 0; chunk < chunks; ++chunk) {
-        NDP_UNROLL(4)
-        for (int turn = 0; turn < 4 / kParts * (4 / kTogether); ++turn) {
-            const int first = turn / (4 / kTogether) * kParts, from = turn % (4 / kTogether) * kTogether;
+        NDP_UNROLL(2)
+        for (int first = 0; first < 4; first += kParts) {
             __m256i pairs[LIMBS][kParts] = {};
             NDP_UNROLL(4)
-            for (int q = from; q < from + kTogether; ++q) {
+            for (int q = 0; q < 4; ++q) {
                 __m256i four[2][LIMBS];
                 NDP_UNROLL(2)
                 for (int high = 0; high < 2; ++high) {

@@ -76,6 +76,27 @@ Matrix random_matrix(Engine& engine, std::mt19937& random, int rows, int cols, i
     return m;
 }
 
+// MXFP4, which `bits` of 0 stand for: every code, exponents far apart.
+Matrix random_fp4_matrix(Engine& engine, std::mt19937& random, int rows, int cols, int halves) {
+    Matrix m{rows, cols, {}, {}, std::vector<double>(static_cast<size_t>(rows) * cols), {}, {}};
+    std::vector<uint8_t> codes(m.values.size() / 2), exponents(m.values.size() / kFp4Group);
+    for (uint8_t& byte : codes) byte = static_cast<uint8_t>(random());
+    for (uint8_t& exponent : exponents) exponent = random() % 20 ? 120 + random() % 3 : random() % 120;
+    for (size_t i = 0; i < m.values.size(); ++i) {
+        const int level = kFp4Levels[codes[i / 2] >> (i % 2 * 4) & 15] - kFp4Zero;
+        m.values[i] = std::ldexp(level / 2.0, exponents[i / kFp4Group] - 127);
+    }
+    m.packed.geometry = {rows, cols, halves, kFp4Group};
+    m.packed.is_fp4 = true;
+    engine.with_pool([&](ThreadPool& pool) {
+        m.packed.components = {{pack_fp4(pool, m.packed.geometry, codes.data()), 4}};
+        m.packed.meta = pack_fp4_scales(pool, m.packed.geometry, exponents.data());
+        return 0;
+    });
+    m.packed.check();
+    return m;
+}
+
 std::vector<double> times(const Matrix& m, const std::vector<double>& v) {
     std::vector<double> y(m.rows);
     for (int r = 0; r < m.rows; ++r)
@@ -87,8 +108,11 @@ double error_of(const std::string& isa, const Case& c, int bits, int limbs) {
     std::mt19937 random(c.hidden + bits);
     std::normal_distribution<float> normal;
     Engine engine(isa, c.threads);
-    const Matrix w13 = random_matrix(engine, random, 2 * c.intermediate, c.hidden, bits, c.group, 2);
-    const Matrix w2 = random_matrix(engine, random, c.hidden, c.intermediate, bits, c.group, 1);
+    const auto matrix = [&](int rows, int cols, int halves) {
+        return bits ? random_matrix(engine, random, rows, cols, bits, c.group, halves)
+                    : random_fp4_matrix(engine, random, rows, cols, halves);
+    };
+    const Matrix w13 = matrix(2 * c.intermediate, c.hidden, 2), w2 = matrix(c.hidden, c.intermediate, 1);
     PreparedExpert expert;
     expert.hidden = c.hidden;
     expert.intermediate = c.intermediate;
@@ -133,7 +157,8 @@ int main() {
     int checks = 0, failures = 0;
     for (const std::string& isa : supported_isas()) {
         for (const Case& c : kCases) {
-            for (int bits : {1, 2, 3, 4, 8}) {
+            for (int bits : {0, 1, 2, 3, 4, 8}) {
+                if (!bits && (c.hidden % kFp4Group || c.intermediate % kFp4Group)) continue;
                 for (int limbs = 1; limbs <= 2; ++limbs) {
                     const double error = error_of(isa, c, bits, limbs);
                     ++checks;

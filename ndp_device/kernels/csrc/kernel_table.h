@@ -40,6 +40,8 @@ struct QuantizedView {
 // An E2M1 code's number in halves, plus kFp4Zero: what kernels multiply by.
 constexpr int kFp4Group = 32;  // columns under one scale
 constexpr int kFp4Zero = 12;
+constexpr int kTopLimbOfAll = 127;  // the largest code of the only, or the higher, limb of an activation
+constexpr int kFp4TopLimb = 85;     // beside a level of 24: eight steps add up in 16 bits, for .6 of 15 bits
 constexpr uint8_t kFp4Levels[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 // Quantized inputs of T tokens: x ~ scale * (128 * high + low) with two limbs, scale * code with one.
@@ -73,6 +75,7 @@ struct QuantizeJob {
     int group;  // valid columns per group
     int padded_group;
     int limbs;
+    int top_limb;
     int8_t* codes;           // first limb of this row in group 0
     ptrdiff_t group_stride;  // bytes from one group's codes to the next
     float* scale;            // [groups], `token_stride` apart

@@ -40,7 +40,8 @@ template <int W0, int W1, int DROPPED = 0, bool FP4 = false>
 struct Codes {
     static constexpr int kWidth0 = W0, kWidth1 = W1, kDropped = DROPPED;
     static constexpr bool kFp4 = FP4;
-    static constexpr int kTop = FP4 ? 2 * kFp4Zero : ((1 << (W0 + W1)) - 1) >> DROPPED;  // the largest factor of a product
+    static constexpr int kTop = FP4 ? 2 * kFp4Zero : ((1 << (W0 + W1)) - 1) >> DROPPED;  // largest factor of a product
+    static constexpr int kTopLimb = FP4 ? kFp4TopLimb : kTopLimbOfAll;
     static constexpr int kZero = FP4 ? kFp4Zero : 0;
     static constexpr int kMetaBytes = FP4 ? kUnitRows : 4 * kUnitRows;  // of a group of a unit
     static constexpr int kUsualChunks = FP4 ? 1 : 4;                    // of the groups that most files have
@@ -420,8 +421,8 @@ void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y,
         const ptrdiff_t at = static_cast<ptrdiff_t>(unit) * w.groups + first;
         const uint8_t* c0 = w.component[0] + at * group_bytes[0];
         const uint8_t* c1 = Code::kWidth1 ? w.component[1] + at * group_bytes[1] : c0;
-        constexpr int kHalvesIn16 = 32767 / (4 * 2 * 127 * Code::kTop);
-        Panel panel{most < w.groups - first ? most : w.groups - first, steps, kHalvesIn16, Code::kZero, codes, meta, {}, {}};
+        constexpr int kChunksIn16 = 32767 / (8 * 2 * Code::kTopLimb * Code::kTop);
+        Panel panel{most < w.groups - first ? most : w.groups - first, steps, kChunksIn16, Code::kZero, codes, meta, {}, {}};
         panel.ahead[0] = c0 + panel.groups * group_bytes[0];
         panel.ahead[1] = c1 + panel.groups * group_bytes[1];
         panel.ahead_bytes[0] = chunk_bytes(Code::kWidth0) / 8;
@@ -498,9 +499,6 @@ void multiply(const QuantizedView& w, const Activations& a, int first, int last,
 
 // ---- activations ---------------------------------------------------------------------------------------------------
 
-// Largest code of two limbs: 127 * 128 + 63, so that the high limb of every code fits into int8.
-constexpr float kLargestCode[2] = {127.0f, 127.0f * 128.0f + 63.0f};
-
 void quantize(const QuantizeJob& job) {
     float values[kMaxPaddedGroup];
     const int groups = (job.cols + job.group - 1) / job.group;
@@ -521,7 +519,7 @@ void quantize(const QuantizeJob& job) {
             sums += v;
         }
         const float top = max_lanes(largest);
-        const float most = kLargestCode[job.limbs - 1];
+        const float most = job.limbs == 2 ? job.top_limb * 128.0f + 63.0f : job.top_limb;
         const float scale = top / most;
         const float inverse = scale > 0.0f ? most / top : 0.0f;  // a group of subnormals counts as zero
         int8_t* to = job.codes + g * job.group_stride;

@@ -64,8 +64,13 @@ NDP_INLINE f32x16 half_to_float_by_bits(const uint16_t* p) {
 
 // 16 scales of FP4 codes from the exponents that pack_fp4_scales left of them.
 NDP_INLINE f32x16 fp4_scale(const uint8_t* exponents) {
-    typedef uint8_t u8x16 __attribute__((vector_size(16)));
-    return (f32x16)(__builtin_convertvector(load<u8x16>(exponents), u32x16) << 23);
+#if defined(__AVX512F__)  // g++ converts bytes one by one
+    return (f32x16)_mm512_slli_epi32(_mm512_cvtepu8_epi32(load<__m128i>(exponents)), 23);
+#else
+    u32x16 wide;
+    for (int i = 0; i < 16; ++i) wide[i] = exponents[i];
+    return (f32x16)(wide << 23);
+#endif
 }
 
 // The bits of `mask` (one byte, repeated) from a, the others from b.
@@ -123,7 +128,7 @@ NDP_INLINE f32x16 exp_lanes(f32x16 v) {
 struct Panel {
     int groups;
     int steps;             // per group
-    int halves_in_16;      // times 4 steps whose products with int8 add up in int16; 0: not even two products do
+    int chunks_in_16;      // chunks of 8 steps whose products with int8 add up in int16; 0: not even two products do
     int zero;              // what a code of no weight is multiplied by
     const uint8_t* codes;  // [groups][2 blocks][steps][16 rows][4 columns]
     const f32x16* meta;    // [groups][2 blocks][scale, offset]
