@@ -1,4 +1,4 @@
-"""Two layers of gpt-oss-20b at full width, served with nothing set: a prompt leaves the checkpoint alone."""
+"""Two layers of gpt-oss-20b at full width, served with nothing set: its MXFP4 as it is, no file, no decoded expert."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.vllm
 LAYERS, PROMPT, TOKENS = 2, 64, 4
 
 
-def test_a_prompt_computes_the_replicas_in_slots_and_decodes_no_expert(
+def test_a_prompt_computes_the_stored_codes_in_slots_and_decodes_no_expert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     maker = ROOT / "tests" / "checkpoints" / "make_real_size.py"
@@ -29,6 +29,7 @@ def test_a_prompt_computes_the_replicas_in_slots_and_decodes_no_expert(
         return read_expert(pool, layer, expert, *share)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ExpertsPool, "expert", noted)
+    monkeypatch.setenv("NDP_CACHE_DIR", str(tmp_path / "cache"))
     options = {"dtype": "bfloat16", "skip_tokenizer_init": True, "max_num_seqs": 2}
     with engine(tmp_path / "model", quantization="ndp", **options) as llm:
         from vllm import SamplingParams
@@ -39,7 +40,9 @@ def test_a_prompt_computes_the_replicas_in_slots_and_decodes_no_expert(
         read.clear()
         sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
         llm.generate([{"prompt_token_ids": list(range(10, 10 + PROMPT))}], sampling, use_tqdm=False)
-        totals = llm.collective_rpc("ndp_totals")[0]
+        totals, told = llm.collective_rpc("ndp_totals")[0], llm.collective_rpc("ndp_status")[0]
     assert read == []
+    assert told["replicas"] == "none: experts keep the checkpoint's codes of 4 bits"
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
     assert totals["prefill_pairs"] == PROMPT * LAYERS * 4
     assert totals["prefill_device_pairs"] == totals["prefill_fallback_pairs"] == totals["cold_pairs"] == 0

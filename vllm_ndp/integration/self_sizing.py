@@ -138,9 +138,10 @@ def _one_request(vllm_config: VllmConfig) -> Sizing:
 def _own_size(vllm_config: VllmConfig) -> OwnSize:
     """Raises ConfigError where not even one request fits."""
     scheduler, sizing = vllm_config.scheduler_config, _one_request(vllm_config)
-    model = sizing.model
-    facts = {"expert": [model.hidden_size, model.intermediate_size], "bits": _WIDEST, "version": __version__}
-    measured, _ = find_or_measure(speed.Measured, facts, partial(speed.measure, model, _WIDEST))
+    model, form = sizing.model, CheckpointExperts(model_dir(vllm_config)).stored_form
+    size = [model.hidden_size, model.intermediate_size]
+    facts = {"expert": size, "bits": _WIDEST, "stored": form and [*form], "version": __version__}
+    measured, _ = find_or_measure(speed.Measured, facts, partial(speed.measure, model, _WIDEST, form))
     return own_size(sizing, scheduler.max_num_seqs, measured)
 
 

@@ -17,10 +17,11 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.checkpoint.values import MXFP4, StoredForm
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
-from ndp_device.common.widths import BYTE_BITS, LIMBS, LINEAR_LIMBS, WIDTHS, default_group_size
-from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix
+from ndp_device.common.widths import BYTE_BITS, FP4_GROUP, LIMBS, LINEAR_LIMBS, WIDTHS, default_group_size
+from ndp_device.experts.expert import Fp4Expert, Fp4Matrix, QuantizedExpert, QuantizedMatrix
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.timing.units import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs
@@ -163,10 +164,11 @@ def _prefill_ps(costs: Costs, num_hot: int, rows: int) -> int:
     return before + model.num_layers * (experts + costs.overhead_ps) + costs.gpu.head_ps(1, rows)
 
 
-def measure(model: WholeModel, bits: int) -> Measured:
-    """Two seconds of reading and computing on the cores that this process may use."""
+def measure(model: WholeModel, bits: int, form: StoredForm | None = None) -> Measured:
+    """Two seconds of reading and computing on the cores that this process may use. form: of experts that are served as
+    they are stored."""
     kernel = NativeKernel()
-    one, many = (_expert_s(kernel, model, bits, rows) for rows in (1, _PROMPT_ROWS))
+    one, many = (_expert_s(kernel, model, bits, form, rows) for rows in (1, _PROMPT_ROWS))
     read, linear = read_bytes_per_s(kernel.threads), _linear_bytes_per_s(kernel, model.hidden_size)
     return Measured(read, one, many, linear, bits, kernel.isa)
 
@@ -184,11 +186,15 @@ def read_bytes_per_s(threads: int | None = None) -> float:
     return _PROBE_BYTES / best
 
 
-def _expert_s(kernel: NativeKernel, model: WholeModel, bits: int, rows: int) -> float:
+def _expert_s(kernel: NativeKernel, model: WholeModel, bits: int, form: StoredForm | None, rows: int) -> float:
     """Rows through one expert of this size."""
     hidden, inner = model.hidden_size, model.intermediate_size
-    group = default_group_size(hidden, inner)
-    expert = QuantizedExpert(bits, _random(2 * inner, hidden, bits, group), _random(hidden, inner, bits, group))
+    expert: QuantizedExpert | Fp4Expert
+    if form == MXFP4:
+        expert = Fp4Expert(_random_fp4(2 * inner, hidden), _random_fp4(hidden, inner))
+    else:
+        group = default_group_size(hidden, inner) if form is None else form.group
+        expert = QuantizedExpert(bits, _random(2 * inner, hidden, bits, group), _random(hidden, inner, bits, group))
     prepared = kernel.prepare(expert)
     x = np.random.default_rng(0).standard_normal((rows, hidden), np.float32)
     owner, one, weights = np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32), np.ones(rows, np.float32)
@@ -212,6 +218,11 @@ def _cold_s(run: Callable[[], object]) -> float:
         if tries >= _ENOUGH and time.perf_counter() > until:
             break
     return best
+
+
+def _random_fp4(rows: int, columns: int) -> Fp4Matrix:
+    codes = np.random.default_rng(0).integers(0, 256, (rows, columns // 2), np.uint8)
+    return Fp4Matrix(codes, np.full((rows, columns // FP4_GROUP), 118, np.uint8))
 
 
 def _random(rows: int, columns: int, bits: int, group: int) -> QuantizedMatrix:
