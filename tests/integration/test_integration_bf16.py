@@ -3,7 +3,6 @@
 Tolerance on the log-probability of every token of a forced continuation, full-precision device: mean |d| <= 0.02 and
 98th percentile <= 0.12. For scale: stock bf16 against transformers bf16 on this model has mean 0.015 and p99 0.09. With
 AMX a near tie of a router fell the other way in two steps, and p99 was 0.24, though one expert's outputs are stock's.
-Quantized cold experts must be further away, or the device would not be computing from its replicas.
 """
 
 from __future__ import annotations
@@ -56,9 +55,3 @@ def test_all_experts_hot_is_stock_token_for_token_in_bf16(stock) -> None:  # typ
         mine, my_ids = logprobs(llm, PROMPTS)
     assert my_ids == stock[1]
     assert distances(mine, stock[0], my_ids, stock[1]).max() == 0
-
-
-def test_two_bit_experts_are_visibly_not_full_precision(stock) -> None:  # type: ignore[no-untyped-def]
-    with engine(dtype="bfloat16", settings={"hot_experts": 0, "avg_bits": 2.0}) as llm:
-        mine, my_ids = logprobs(llm, PROMPTS)
-    assert distances(mine, stock[0], my_ids, stock[1]).mean() > 0.05

@@ -11,28 +11,30 @@ from engines import PROMPTS, REPLICAS, engine, greedy, token_ids
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.parametrize("at", ["hot", "sent"], ids=["before-the-answer", "while-a-message-is-under-way"])
-def test_what_a_layer_raises_is_not_masked_and_the_next_request_is_served(monkeypatch, at):
-    """Once `end_step: every layer must have ended` hid the cause, and the next request died of the open step."""
+def test_what_a_layer_raises_is_not_masked_and_the_next_request_is_served(monkeypatch):
+    """Before the answer, and while a message is under way. Once `end_step: every layer must have ended` hid the cause,
+    and the next request died of the open step."""
     from vllm_ndp.integration.hot_slots import CpuSlotKernel
 
     with engine(settings={"hot_experts": 3, "avg_bits": 2.0, "replicas": str(REPLICAS), "execution": "paper"}) as llm:
         before = token_ids(greedy(llm, [PROMPTS[0]], 6))
-        fused, calls = CpuSlotKernel.fused, []
+        fused = CpuSlotKernel.fused
+        for at, prompt in (("hot", PROMPTS[1]), ("sent", PROMPTS[2])):
+            calls: list[int] = []
 
-        def fails_once(self, x, *arguments):  # type: ignore[no-untyped-def]
-            calls.append(len(x))
-            if at == "hot" or (len(x) == 1 and len(calls) > 6):  # a decode row, whose message has left
-                monkeypatch.undo()
-                raise ArithmeticError("a kernel that fails")
-            return fused(self, x, *arguments)
+            def fails_once(self, x, *arguments, at=at, calls=calls):  # type: ignore[no-untyped-def]
+                calls.append(len(x))
+                if at == "hot" or (len(x) == 1 and len(calls) > 6):  # a decode row, whose message has left
+                    monkeypatch.undo()
+                    raise ArithmeticError("a kernel that fails")
+                return fused(self, x, *arguments)
 
-        monkeypatch.setattr(CpuSlotKernel, "fused", fails_once)
-        with pytest.raises(Exception, match="a kernel that fails"):
-            greedy(llm, [PROMPTS[1]], 6)
-        assert calls, "the error must have been raised"
-        llm.llm_engine.abort_request(list(llm.llm_engine.output_processor.request_states), internal=True)
-        assert token_ids(greedy(llm, [PROMPTS[0]], 6)) == before
+            monkeypatch.setattr(CpuSlotKernel, "fused", fails_once)
+            with pytest.raises(Exception, match="a kernel that fails"):
+                greedy(llm, [prompt], 6)
+            assert calls, "the error must have been raised"
+            llm.llm_engine.abort_request(list(llm.llm_engine.output_processor.request_states), internal=True)
+            assert token_ids(greedy(llm, [PROMPTS[0]], 6)) == before
         totals = llm.collective_rpc("ndp_totals")[0]
         assert totals["device_state"] == "up"
         assert totals["fallback_pairs"] == 0

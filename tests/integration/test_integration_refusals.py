@@ -169,12 +169,6 @@ def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_dense_model_is_refused(dense_model: Path):
-    with pytest.raises(ConfigError) as error:
-        configure(dense_model)
-    assert "tiny-llama is a dense model" in sentence(error)
-
-
 def test_the_offline_entry_refuses_in_the_same_words(dense_model: Path):
     with pytest.raises(ConfigError, match="tiny-llama is a dense model") as error, engine(dense_model, settings={}):
         pass
@@ -293,15 +287,6 @@ def test_replicas_of_another_model_are_refused_before_loading(tmp_path: Path):
         configure(other, additional_config={"ndp": {"replicas": str(REPLICAS)}})
     assert "holds replicas of tiny-mixtral" in sentence(error)
     assert "not of the model being served" in sentence(error)
-
-
-def test_a_truncated_replica_file_is_refused_by_name_before_loading(copied: Path):
-    file = copied / "experts-00002.safetensors"
-    with file.open("r+b") as handle:
-        handle.truncate(file.stat().st_size - 1)
-    with pytest.raises(ReplicaError, match=r"experts-00002\.safetensors.* truncated") as error:
-        configure(additional_config={"ndp": {"replicas": str(copied)}})
-    sentence(error)
 
 
 def test_a_build_that_was_stopped_half_way_is_refused_by_the_layer_it_lacks(copied: Path):

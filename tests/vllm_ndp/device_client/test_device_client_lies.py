@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.common.errors import DeviceUnavailable, RemoteProtocolError
+from ndp_device.common.errors import DeviceUnavailable
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.codec import Frames
@@ -227,14 +227,6 @@ def test_whatever_a_device_says_the_answer_is_right_or_unavailable(seed: int) ->
         ask_and_check(client)
     client._deadline_s = 0.1
     assert_recovers(client)
-
-
-@pytest.mark.parametrize("shape", [[0, 1 << 62], [1 << 62, 0], [1 << 40, 0]])
-def test_a_shape_that_no_array_can_have_is_a_broken_message(shape: list[int]) -> None:
-    reply = msg.Result(1, incarnation="i", epoch=1, timing=None)  # type: ignore[arg-type]
-    fields = msgspec.to_builtins(reply) | {"type": "result", "tensors": [["y", "float32", shape, 0]]}
-    with pytest.raises(RemoteProtocolError):
-        codec.decode_reply(msgspec.msgpack.encode(fields), b"")
 
 
 DEVICE_THAT_DIES = """

@@ -18,7 +18,7 @@ from vllm_ndp.traces.trace import Trace
 
 TRACE = Trace.load(DATA / "tiny-mixtral-trace")
 SETTINGS = CompareSettings(
-    systems=("context_aware", "monde", "gpu_on_demand"), policies=("prefill", "oracle"), batches=(1, 4, 64), fit=True
+    systems=("context_aware", "monde", "gpu_on_demand"), policies=("prefill", "oracle"), batches=(4, 64), fit=True
 )
 SMALL = {"gpu.hbm_capacity_bytes": 24 * 10**9}
 
