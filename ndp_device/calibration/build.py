@@ -38,6 +38,7 @@ from ndp_device.common.widths import BYTE_BITS, REPLICA_WIDTHS, WIDTHS, default_
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import (
     MANIFEST,
+    WITHOUT_TOKENS,
     LayerReplicas,
     Manifest,
     ReplicaFiles,
@@ -62,6 +63,9 @@ TRACK_WEIGHTS = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
 _TOKENS_PER_EXPERT = 32
 """Mean number of calibration tokens per expert. With fewer, most experts would be quantized against their layer
 alone."""
+
+_SAID_EVERY_S = 30
+"""How often a log is told which expert was made and how long the others will take, at most."""
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 SolverName = Literal["nested", "independent", "auto-gptq"]
@@ -340,7 +344,7 @@ def build_tuned(
 def weigh(model_dir: Path, replicas_dir: Path, text: CalibrationText, device: torch.device) -> Manifest:
     """Measure what a loss in each layer does to the model's answer (weighing.py); write it into the manifest.
 
-    One more pass through the model, of the sequences held out.
+    With it, how many experts the text never reached. One more pass through the model, of the sequences held out.
     """
     from ndp_device.calibration import streamed, weighing
 
@@ -352,10 +356,12 @@ def weigh(model_dir: Path, replicas_dir: Path, text: CalibrationText, device: to
     model = streamed.load_without_experts(model_dir, device)
     nats = weighing.nats_per_loss(model, tokens, branching, checkpoint, files)
     mean = max(float(nats.mean()), 1e-30)
+    without_tokens = sum(int((files.calibration_of(n)[0] == 0).sum()) for n in range(checkpoint.shape.num_layers))
     manifest = msgspec.structs.replace(
         files.manifest,
         layer_weights=tuple(float(f"{one / mean:.4g}") for one in nats),
         nats_per_loss=float(f"{mean:.4g}"),
+        calibration=files.manifest.calibration | {WITHOUT_TOKENS: without_tokens},
     )
     write_manifest(replicas_dir, manifest)
     return manifest
@@ -429,7 +435,10 @@ def run_job(out_dir: Path, manifest: Manifest, make_layer: MakeLayer, *, show_pr
     manifest = _resume(out_dir, manifest)
     shape = manifest.model
     console = Console(stderr=True)
-    started, at_first = time.monotonic(), len(manifest.layers)
+    total = shape.num_layers * shape.num_experts
+    before = len(manifest.layers) * shape.num_experts
+    started = said = time.monotonic()
+    experts_made = 0
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -442,22 +451,29 @@ def run_job(out_dir: Path, manifest: Manifest, make_layer: MakeLayer, *, show_pr
     ) as progress:
         task = progress.add_task(
             f"{manifest.source} replicas of {shape.name}",
-            total=shape.num_layers * shape.num_experts,
-            completed=len(manifest.layers) * shape.num_experts,
+            total=total,
+            completed=before,
         )
+
+        def advance() -> None:
+            nonlocal experts_made, said
+            experts_made += 1
+            progress.advance(task)
+            now = time.monotonic()
+            if show_progress and not console.is_terminal and now - said >= _SAID_EVERY_S:  # a log shows no bar
+                said = now
+                left = _in_words((now - started) / experts_made * (total - before - experts_made))
+                _say(f"expert {before + experts_made} of {total} made after {_in_words(now - started)}, {left} left")
+
         written: Future[Manifest] | None = None
         with ThreadPoolExecutor(1) as beside:  # a layer is written while the next one is made
             for layer in range(shape.num_layers):
                 if layer in manifest.layers:
                     continue
-                replicas = make_layer(layer, lambda: progress.advance(task))
+                replicas = make_layer(layer, advance)
                 if written is not None:
                     manifest = written.result()
                 written = beside.submit(write_layer, out_dir, layer, replicas, manifest)
-                if show_progress and not console.is_terminal:  # a log shows no bar
-                    seconds, done = time.monotonic() - started, len(manifest.layers) + 1
-                    left = _in_words(seconds / (done - at_first) * (shape.num_layers - done))
-                    _say(f"layer {done} of {shape.num_layers} made after {_in_words(seconds)}, {left} left")
             return manifest if written is None else written.result()
 
 

@@ -41,6 +41,8 @@ VERSION = 1
 VERSION_WITH_FORM = 2
 """Version of manifests that name an activation or biases. A reader that does not know them must not serve such
 experts."""
+WITHOUT_TOKENS = "experts_without_tokens"
+"""In a manifest's `calibration`: how many experts the text never reached, solved for their layer's moment."""
 MANIFEST = "manifest.json"
 
 _UNFINISHED = ".unfinished"
@@ -124,7 +126,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def unweighed(self) -> Manifest:
         """Without what is measured when all layers are there."""
-        return msgspec.structs.replace(self, layer_weights=msgspec.UNSET, nats_per_loss=msgspec.UNSET)
+        calibration = {name: value for name, value in self.calibration.items() if name != WITHOUT_TOKENS}
+        return msgspec.structs.replace(
+            self, layer_weights=msgspec.UNSET, nats_per_loss=msgspec.UNSET, calibration=calibration
+        )
 
     @property
     def digest(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -124,6 +125,26 @@ def test_the_manifest_says_of_what_and_how(model_dir: Path, text_file: Path, bui
     assert manifest.calibration["file"] == text_file.name
     assert (manifest.calibration["num_sequences"], manifest.calibration["seed"]) == (SEQUENCES, 0)
     assert str(text_file.parent) not in (built / "manifest.json").read_text()
+
+
+def test_the_manifest_counts_the_experts_that_the_text_never_reached(model_dir: Path, built: Path) -> None:
+    files = ReplicaFiles(built)
+    unreached = sum(int((files.calibration_of(layer)[0] == 0).sum()) for layer in range(2))
+    assert files.manifest.calibration["experts_without_tokens"] == unreached
+    assert "experts_without_tokens" not in files.manifest.unweighed().calibration
+
+
+def test_a_log_is_told_from_the_first_expert_on_how_long_the_others_will_take(
+    build: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("ndp_device.calibration.build._SAID_EVERY_S", 0)
+    build(tmp_path / "out", bits=(2,), show_progress=True)
+    said = capsys.readouterr().err
+    for expert in range(1, 9):
+        assert re.search(rf"expert {expert} of 8 made after \d+ s, \d+ s left", said)
 
 
 def test_the_stored_loss_is_what_the_stored_replicas_lose_on_held_out_tokens(
@@ -275,7 +296,7 @@ def test_folding_the_column_order_of_down_into_gate_and_up_changes_no_output(mod
 @pytest.mark.parametrize(
     ("contents", "complaint"),
     [
-        (b"far too little text", f"{SEQUENCES} sequences of {LENGTH} need {SEQUENCES * LENGTH}"),
+        (b"far too little text", f"8 sequences of {LENGTH} need {8 * LENGTH}"),
         (b"\xff\xfe", "must be UTF-8"),
         (None, "cannot read the calibration file"),
     ],
