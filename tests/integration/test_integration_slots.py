@@ -180,7 +180,7 @@ def test_no_slots_at_all_computes_nothing(parts) -> None:  # type: ignore[no-unt
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_experts_that_stay_where_they_pass_give_the_same_bits(dtype: torch.dtype) -> None:
+def test_experts_that_stay_where_they_pass_give_the_same_bits(dtype) -> None:  # type: ignore[no-untyped-def]
     """The bundled model: through the staging slot, through slots that keep them, and filled by themselves."""
     import numpy as np
     from engines import MODEL

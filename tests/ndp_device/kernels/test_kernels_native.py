@@ -88,8 +88,9 @@ def test_mxfp4_matches_fp64_and_a_row_gets_the_same_bits_in_any_batch(
         for more in ((), (biases, GPT_OSS), ())
     ]
     experts: list[Expert] = [
-        FullExpert("float32", *np.split(from_fp4(e.w13), 2), from_fp4(e.w2), biases=e.biases, activation=e.activation)
+        FullExpert("float32", both[:intermediate], both[intermediate:], from_fp4(e.w2), 16, e.biases, e.activation)
         for e in drawn
+        for both in (from_fp4(e.w13),)
     ]
     kernel = NativeKernel(dict.fromkeys(LIMBS, limbs), isa=isa, threads=2)
     prepared = [kernel.prepare(expert) for expert in drawn]
@@ -122,7 +123,8 @@ def test_the_largest_codes_of_mxfp4_and_the_largest_activations_do_not_overflow(
     codes, exponents = np.full((64, 48), 0x77, np.uint8), np.full((64, 3), 127, np.uint8)
     down = Fp4Matrix(np.full((96, 16), 0xFF, np.uint8), np.full((96, 1), 127, np.uint8))
     expert = Fp4Expert(Fp4Matrix(codes, exponents), down)
-    full = FullExpert("float32", *np.split(from_fp4(expert.w13), 2), from_fp4(expert.w2))
+    gate, up = np.split(from_fp4(expert.w13), 2)
+    full = FullExpert("float32", gate, up, from_fp4(expert.w2))
     kernel = NativeKernel(isa=isa, threads=1)
     for tokens in (1, 2, 5, 16):
         x, pairs = np.ones((tokens, 96), np.float32), random_pairs(np.random.default_rng(0), tokens, 1, 1)
