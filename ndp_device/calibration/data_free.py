@@ -66,7 +66,7 @@ def quantize_layer(
     as_stored = not with_bytes and [*track_weights] == [CODE_BITS] and checkpoint.group_of_codes == group_size
 
     def made(expert: int) -> tuple[dict[int, QuantizedExpert], tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        if as_stored and isinstance(stored := checkpoint.as_stored(layer, expert), QuantizedExpert):
+        if as_stored and (stored := checkpoint.as_replica(layer, expert)) is not None:
             columns = loss_columns([stored.bits])
             none = np.where(np.array(columns) == stored.bits, 0.0, np.nan)
             return {stored.bits: stored}, (none, none)

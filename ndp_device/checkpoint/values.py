@@ -63,13 +63,22 @@ class Codes(NamedTuple):
     scale: NDArray[np.float16]
     """[N, groups]; offset likewise, minus zero point times scale, rounded to float16."""
     offset: NDArray[np.float16]
+    perm: NDArray[np.int32] | None
+    """Column of the checkpoint's matrix behind each of these [C]; None: they lie in its order."""
 
     def of(self, rows: slice) -> Codes:
-        return Codes(self.planes[:, rows], self.scale[rows], self.offset[rows])
+        return Codes(self.planes[:, rows], self.scale[rows], self.offset[rows], self.perm)
 
     def above(self, other: Codes) -> Codes:
+        """`other` has its columns in the same order."""
         planes = np.concatenate([self.planes, other.planes], axis=1)
-        return Codes(planes, np.concatenate([self.scale, other.scale]), np.concatenate([self.offset, other.offset]))
+        scale, offset = (np.concatenate(pair) for pair in ((self.scale, other.scale), (self.offset, other.offset)))
+        return Codes(planes, scale, offset, self.perm)
+
+    def has_order_of(self, other: Codes) -> bool:
+        if self.perm is None or other.perm is None:
+            return self.perm is other.perm
+        return np.array_equal(self.perm, other.perm)
 
 
 class Fp4Codes(NamedTuple):
@@ -129,7 +138,7 @@ class Packed:
         return MXFP4 if is_fp4 else None
 
     def codes(self, read: Read, index: int | None) -> Codes | Fp4Codes | None:
-        """The same as it is stored; None where a kernel cannot take it so, as columns in the order of their loss."""
+        """The same as it is stored; None where a kernel cannot take it so."""
         one, part = self._one(read, index)
         if one.stored_form is None:
             return None
@@ -138,14 +147,18 @@ class Packed:
             codes = part("codes").view(np.uint8).reshape(one.shape[0], -1)
             return None if (exponents == _NO_NUMBER).any() else Fp4Codes(codes, exponents)
         whole = _WHOLE[self.decode](one, part)
-        scale, zero, group_of = whole.scale, whole.zero, whole.group_of
-        if group_of is not None and not np.array_equal(group_of, np.arange(len(group_of)) // max(one.block)):
-            return None
+        scale, zero, words = whole.scale, whole.zero, whole.words[:, : one.shape[1] // 8]
+        perm, in_order = None, np.arange(one.shape[1]) // max(one.block)
+        if whole.group_of is not None and not np.array_equal(whole.group_of, in_order):
+            perm = np.argsort(whole.group_of, kind="stable").astype(np.int32)
+            if not np.array_equal(whole.group_of[perm], in_order):  # groups of several sizes
+                return None
+            words = _words_of_nibbles(_unpack_stream(words, CODE_BITS)[:, perm])
         with np.errstate(over="ignore"):
             halves, offset = scale.astype(np.float16), (-zero * scale).astype(np.float16)
         if not (np.array_equal(halves, scale) and np.isfinite(offset).all()):
             return None
-        return Codes(_planes(whole.words[:, : one.shape[1] // 8]), halves, offset)
+        return Codes(_planes(words), halves, offset, perm)
 
     def _one(self, read: Read, index: int | None) -> tuple[Packed, Read]:
         def part(role: str) -> NDArray[Any]:
@@ -312,8 +325,14 @@ def _awq_zeros(packed: Packed, part: Read) -> Floats:
 
 def _whole_awq(packed: Packed, part: Read) -> Whole:
     codes = _awq_in_order(part("codes")).T  # [N, C]
+    return Whole(_words_of_nibbles(codes), _float(part("scale")).T, _awq_zeros(packed, part).T, None)
+
+
+def _words_of_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.int32]:
+    """Codes of 4 bits [N, C] -> words [N, C / 8], the first in the lowest bits."""
     octets = codes[:, ::2] | codes[:, 1::2] << 4
-    return Whole(np.ascontiguousarray(octets).view("<i4"), _float(part("scale")).T, _awq_zeros(packed, part).T, None)
+    words: NDArray[np.int32] = np.ascontiguousarray(octets).view("<i4")
+    return words
 
 
 def awq(packed: Packed, part: Read) -> Rows:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ndp_device.checkpoint.headers import weight_files
 from ndp_device.checkpoint.names import DTYPES, Source
 from ndp_device.checkpoint.opening import Checkpoint, open_checkpoint
-from ndp_device.checkpoint.values import CODE_BITS, MXFP4, Codes, Fp4Codes, StoredForm
+from ndp_device.checkpoint.values import CODE_BITS, Codes, Fp4Codes, StoredForm
 from ndp_device.common.errors import ReplicaError
 from ndp_device.experts.expert import (
     Biases,
@@ -118,7 +118,14 @@ class CheckpointExperts:
     def group_of_codes(self) -> int | None:
         """Columns under one scale where all experts seem to be stored as replicas of 4 bits hold them; else None."""
         form = self.stored_form
-        return form.group if form is not None and form != MXFP4 else None
+        return form.group if form is not None and self.as_replica(0, 0) is not None else None
+
+    def as_replica(self, layer: int, expert: int) -> QuantizedExpert | None:
+        """`as_stored` where files of replicas hold it: integers, and columns in the order of the input."""
+        stored = self.as_stored(layer, expert)
+        if not isinstance(stored, QuantizedExpert) or stored.w13.perm is not None or stored.w2.perm is not None:
+            return None
+        return stored
 
     def as_stored(self, layer: int, expert: int) -> QuantizedExpert | Fp4Expert | None:
         """The expert of 4 bits whose codes and scales are the checkpoint's; None where it is stored in another way."""
@@ -133,10 +140,13 @@ class CheckpointExperts:
         match parts:
             case [Fp4Codes() as gate, Fp4Codes() as up, Fp4Codes() as down]:
                 return Fp4Expert(Fp4Matrix(*gate.above(up)), Fp4Matrix(*down), biases, activation)
-            case [Codes() as gate, Codes() as up, Codes() as down]:
+            case [Codes() as gate, Codes() as up, Codes() as down] if gate.has_order_of(up):
                 both = gate.above(up)
                 group = self.shape.hidden_size // both.scale.shape[1]
-                w13, w2 = (QuantizedMatrix(CODE_BITS, *codes, group_size=group) for codes in (both, down))
+                w13, w2 = (
+                    QuantizedMatrix(CODE_BITS, codes.planes, codes.scale, codes.offset, group, codes.perm)
+                    for codes in (both, down)
+                )
                 return QuantizedExpert(CODE_BITS, w13, w2, biases, activation)
         return None
 

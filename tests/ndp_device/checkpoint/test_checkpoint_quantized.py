@@ -28,8 +28,8 @@ from ndp_device.checkpoint.opening import unpacked  # noqa: E402
 from ndp_device.checkpoint.values import Packed  # noqa: E402
 from ndp_device.common.errors import ConfigError, ReplicaError  # noqa: E402
 from ndp_device.common.widths import WIDTHS  # noqa: E402
-from ndp_device.experts.expert import Fp4Expert, to_float32  # noqa: E402
-from ndp_device.kernels.reference import from_fp4  # noqa: E402
+from ndp_device.experts.expert import Fp4Expert, QuantizedExpert, to_float32  # noqa: E402
+from ndp_device.kernels import reference  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
 
@@ -155,7 +155,8 @@ def test_mxfp4_is_given_as_it_is_stored_and_stands_for_the_same_values(models: P
         assert isinstance(stored, Fp4Expert)
         assert (stored.biases is None) == (full.biases is None)
         for mine, theirs in ((stored.w13, np.concatenate([full.w1, full.w3])), (stored.w2, full.w2)):
-            np.testing.assert_array_equal(from_fp4(mine), to_float32(np.ascontiguousarray(theirs), full.dtype))
+            values = reference.from_fp4(mine)
+            np.testing.assert_array_equal(values, to_float32(np.ascontiguousarray(theirs), full.dtype))
 
 
 def test_codes_in_another_order_than_their_columns_are_fitted_and_their_loss_is_measured(
@@ -176,6 +177,35 @@ def test_codes_in_another_order_than_their_columns_are_fitted_and_their_loss_is_
     of_four = losses[:, WIDTHS.index(4)]
     assert of_four[1] > 0
     assert (np.delete(of_four, 1) == 0).all()
+
+
+def test_columns_in_the_order_of_their_loss_are_served_as_they_are_stored(models: Path, tmp_path: Path) -> None:
+    """GPTQ with desc_act: gate and up, which read one input, in one order; down in its own."""
+    directory = tmp_path / "in-order-of-loss"
+    shutil.copytree(quantized.make("mixtral-gptq", models), directory)
+    tensors = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    orders = {
+        name: torch.randperm(
+            len(tensors[f"model.layers.0.block_sparse_moe.experts.0.{name}.g_idx"]), generator=generator
+        )
+        for name in ("w1", "w2")
+    }
+    for name in tensors:
+        if name.endswith("g_idx") and ".experts." in name:
+            tensors[name] = tensors[name][orders["w2" if ".w2." in name else "w1"]].contiguous()
+    save_file(tensors, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = True
+    (directory / "config.json").write_text(json.dumps(config))
+    checkpoint = CheckpointExperts(directory)
+    assert (checkpoint.stored_form, checkpoint.group_of_codes) == (decoders.StoredForm("int4", 32), None)
+    full, stored = checkpoint.expert(1, 2), checkpoint.as_stored(1, 2)
+    assert isinstance(stored, QuantizedExpert)
+    for mine, theirs in ((stored.w13, np.concatenate([full.w1, full.w3])), (stored.w2, full.w2)):
+        wanted = to_float32(np.ascontiguousarray(theirs), full.dtype)
+        assert mine.perm is not None
+        np.testing.assert_allclose(reference.dequantize(mine), wanted, rtol=2e-3, atol=2e-3 * np.abs(wanted).max())
 
 
 @pytest.mark.calibration
