@@ -105,7 +105,7 @@ def test_new_weights_under_a_running_engine_are_refused_and_it_goes_on():
         greedy(llm, PROMPTS[1:2], 2)
         (asked,) = llm.collective_rpc("ndp_requests", args=(stopped.request_id,))
         (report,) = asked["finished"].values()
-        assert report["finish"] == "aborted"
+        assert report["finish"] == "stop"
         assert report["output_tokens"] == len(stopped.outputs[0].token_ids)
 
 

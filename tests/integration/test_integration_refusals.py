@@ -45,7 +45,7 @@ def configure(model: Path = MODEL, *, additional_config: dict[str, Any] | None =
         ({"hardware": "h100-ndp51"}, "did you mean 'h100-ndp512'?"),
         ({"hardware_overrides": {"array.pe_mode": "analog"}}, "pe_mode must be one of bit_scalable"),
         ({"policy": "prefil"}, "did you mean 'prefill'?"),
-        ({"replicas": "/no/such/directory"}, "holds no replicas"),
+        ({"replicas": "/no/such/directory"}, "/no/such/directory does not exist: run vllm-ndp quantize"),
         ({"record": "/dev/null/trace"}, "no trace can be written to /dev/null/trace: Not a directory; choose a"),
         ({"record": "/proc/trace"}, "no trace can be written to /proc/trace: "),
         ({"record": str(MODEL)}, "is not empty: README.md in it is none of the files that are written"),
