@@ -268,7 +268,7 @@ def test_an_expert_is_quantized_on_a_gpu_as_on_the_host(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch, "tensor", tensor)
     with gpu:
         found = quantized(GPU)
-    assert gpu.launches > 1000  # it was there
+    assert gpu.launches > 300  # it was there: factors and products; the loop over columns is the host's
     assert found.num_tokens == wanted.num_tokens
     assert np.array_equal(found.loss, wanted.loss)
     for bits, mine in found.replicas.items():
