@@ -99,7 +99,7 @@ def unpacked(
     groups = _groups(tensors, _OF_EXPERTS) | {
         prefix: parts
         for prefix, parts in _groups(tensors, _OF_OTHERS).items()
-        if prefix.split(".")[-2] in SPELLINGS.roles and any(len(tensors[name].shape) == 3 for name in parts.values())
+        if prefix.split(".")[-2] in SPELLINGS.roles and any(_is_of_all(tensors[name]) for name in parts.values())
     }  # Granite's tensors of all experts do not say that they are of experts
     hidden = {tensor for parts in groups.values() for tensor in parts.values()}
     shown = {tensor: info for tensor, info in tensors.items() if tensor not in hidden}
@@ -111,6 +111,11 @@ def unpacked(
     for shown_name, one in packed.items():
         shown[shown_name] = TensorInfo(one.dtype, one.shape, tensors[one.parts["codes"]].file)
     return shown, packed
+
+
+def _is_of_all(info: TensorInfo) -> bool:
+    """Whether a safetensors file holds it for all experts; `_of_gguf` reads the others' types."""
+    return len(info.shape) == 3 and not info.dtype.startswith(QUANTIZED)
 
 
 def packed_linears(model_dir: Path, is_asked: Callable[[str], bool]) -> dict[str, Packed]:
