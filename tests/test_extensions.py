@@ -13,7 +13,7 @@ MODULES = [f"{place.replace('/', '.')}.{name}" for name, place in BUILT]
 
 
 def test_all_that_is_installed_is_looked_for() -> None:
-    assert len(MODULES) == 9
+    assert len(MODULES) == 10
     assert not [name for name in MODULES if "$" in name]
 
 
