@@ -177,12 +177,9 @@ class QuantizedExpert:
     activation: Activation = SILU
 
     def __post_init__(self) -> None:
-        (rows, hidden), (out, intermediate) = self.w13.shape, self.w2.shape
-        if rows != 2 * intermediate or out != hidden:
-            raise ValueError(f"w13 {[rows, hidden]} and w2 {[out, intermediate]} must be [2I, H] and [H, I]")
+        _check_shapes(self)
         if (self.w13.bits, self.w2.bits) != (self.bits, self.bits):
             raise ValueError(f"w13 and w2 must both have {self.bits} bits, got {self.w13.bits} and {self.w2.bits}")
-        _check_biases(self.biases, intermediate, hidden)
 
     @property
     def nbytes(self) -> int:
@@ -230,10 +227,7 @@ class Fp4Expert:
     bits: int = FP4_BITS
 
     def __post_init__(self) -> None:
-        (rows, hidden), (out, intermediate) = self.w13.shape, self.w2.shape
-        if rows != 2 * intermediate or out != hidden:
-            raise ValueError(f"w13 {[rows, hidden]} and w2 {[out, intermediate]} must be [2I, H] and [H, I]")
-        _check_biases(self.biases, intermediate, hidden)
+        _check_shapes(self)
 
     @property
     def nbytes(self) -> int:
@@ -270,6 +264,13 @@ class FullExpert:
 
 
 Expert = QuantizedExpert | FullExpert
+
+
+def _check_shapes(expert: QuantizedExpert | Fp4Expert) -> None:
+    (rows, hidden), (out, intermediate) = expert.w13.shape, expert.w2.shape
+    if rows != 2 * intermediate or out != hidden:
+        raise ValueError(f"w13 {[rows, hidden]} and w2 {[out, intermediate]} must be [2I, H] and [H, I]")
+    _check_biases(expert.biases, intermediate, hidden)
 
 
 def _check_biases(biases: Biases | None, intermediate: int, hidden: int) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.checkpoint.values import CODE_BITS
+from ndp_device.checkpoint.values import CODE_BITS, StoredForm
 from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.replicas.checkpoint import CheckpointExperts
@@ -88,7 +88,8 @@ def choose(vllm_config: VllmConfig, settings: NdpSettings) -> None:
         return
     raw = vllm_config.additional_config.get("ndp") or {}
     try:
-        size = _own_size(vllm_config)
+        form = CheckpointExperts(model_dir(vllm_config)).stored_form
+        size = _own_size(vllm_config, form)
         chosen = {**raw, **size.settings, **({"linear_bits": raw["linear_bits"]} if "linear_bits" in raw else {})}
         NdpSettings.from_mapping(chosen).require_use_of_prices(size.sizing.model.num_experts)
     except ConfigError as error:
@@ -98,7 +99,7 @@ def choose(vllm_config: VllmConfig, settings: NdpSettings) -> None:
     if keeps_kv := _has_no_kv_cache(vllm_config):
         vllm_config.cache_config.kv_cache_memory_bytes = size.kv_cache_bytes
     vllm_config.additional_config = {**vllm_config.additional_config, "ndp": chosen}
-    loss = _loss(NdpSettings.from_mapping(chosen), model_dir(vllm_config), size)
+    loss = _loss(NdpSettings.from_mapping(chosen), model_dir(vllm_config), size, form)
     for sentence in size.said(loss, with_kv=keeps_kv):
         compat.say(sentence)
 
@@ -135,22 +136,25 @@ def _one_request(vllm_config: VllmConfig) -> Sizing:
     return Sizing(source.model, MachineSize(room_bytes()), demand, stored_bytes=source.stored_bytes)
 
 
-def _own_size(vllm_config: VllmConfig) -> OwnSize:
-    """Raises ConfigError where not even one request fits."""
+def _own_size(vllm_config: VllmConfig, form: StoredForm | None) -> OwnSize:
+    """form: how the checkpoint stores its experts, where they may be served so.
+
+    Raises ConfigError where not even one request fits.
+    """
     scheduler, sizing = vllm_config.scheduler_config, _one_request(vllm_config)
-    model, form = sizing.model, CheckpointExperts(model_dir(vllm_config)).stored_form
+    model = sizing.model
     size = [model.hidden_size, model.intermediate_size]
     facts = {"expert": size, "bits": _WIDEST, "stored": form and [*form], "version": __version__}
     measured, _ = find_or_measure(speed.Measured, facts, partial(speed.measure, model, _WIDEST, form))
     return own_size(sizing, scheduler.max_num_seqs, measured)
 
 
-def _loss(settings: NdpSettings, model: Path, size: OwnSize) -> float | None:
+def _loss(settings: NdpSettings, model: Path, size: OwnSize, form: StoredForm | None) -> float | None:
     """Mean over the experts, relative to their outputs; None where there are no replicas yet."""
     bits, num_experts = size.option.widest, size.sizing.model.num_experts
     named = settings.replicas
     alone = bits == CODE_BITS and settings.only_width(num_experts) is not None and not named
-    if alone and CheckpointExperts(model).stored_form is not None:
+    if alone and form is not None:
         return 0.0
     replicas = Path(named) if named else cached_replicas(settings, model_digest(model), num_experts)
     try:

@@ -539,13 +539,12 @@ void quantize(const QuantizeJob& job) {
         }
         // The sum of what the codes mean, not of x: rounding errors then meet the centred weights, half as large.
         // A NaN or infinity in x makes the last terms NaN, and with them the result.
-        const float exact = sum_lanes(sums), total = sum_lanes(to_float(code_sums));
+        const float exact = sum_lanes(sums);
         job.scale[g * job.token_stride] = scale + (exact - exact);
-        job.sum[g * job.token_stride] = total * scale + (exact - exact);
+        job.sum[g * job.token_stride] = sum_lanes(to_float(code_sums)) * scale + (exact - exact);
         int32_t* limb_sums = job.code_sums + g * job.token_stride * job.limbs;
-        const int high = static_cast<int>(sum_lanes(to_float(high_sums)));
-        limb_sums[0] = job.limbs == 2 ? high : static_cast<int>(total);
-        if (job.limbs == 2) limb_sums[1] = static_cast<int>(total) - high * 128;
+        limb_sums[0] = sum_lanes(job.limbs == 2 ? high_sums : code_sums);
+        if (job.limbs == 2) limb_sums[1] = sum_lanes(code_sums - (high_sums << 7));
     }
 }
 

@@ -94,6 +94,14 @@ NDP_INLINE float sum_lanes(V v) {
     return lanes[0];
 }
 
+// Around at 32 bits: activations that are no numbers have any codes.
+NDP_INLINE int32_t sum_lanes(i32x16 v) {
+    uint32_t lanes[16], sum = 0;
+    store(lanes, v);
+    for (uint32_t lane : lanes) sum += lane;
+    return static_cast<int32_t>(sum);
+}
+
 NDP_INLINE float max_lanes(f32x16 v) {
     float lanes[16];
     store(lanes, v);

@@ -154,6 +154,7 @@ def addresses(args: Any) -> list[str]:
     """What a person does next with a server of these arguments; nothing where it listens at no port."""
     if getattr(args, "uds", None):
         return []
+    # nobody can ask at the address that means all of a machine's: what is printed has to work
     host = args.host if args.host not in (None, "", "0.0.0.0", "::") else "localhost"
     name = f"[{host}]" if ":" in host else host
     where = f"http{'s' if args.ssl_certfile else ''}://{name}:{args.port}{args.root_path or ''}"
