@@ -209,7 +209,7 @@ _ENERGY: Table = {
     "energy.device_idle_mw": _q(25_000, "mW", "[O] a card with 512 GiB of DDR5 in standby"),
 }
 
-_SEED002: Table = {
+_CXL_EXPERT: Table = {
     **_DDR5,
     **_GEN5,
     **_ARRAYS,
@@ -253,13 +253,13 @@ PRESETS: Mapping[str, Table] = {
     "h100-ndp512": {**_DDR5, **_GEN4, **_ARRAYS, **_H100, **_HOST, **_ENERGY},
     "h100-ndp512-lpddr5": {**_LPDDR5, **_GEN4, **_ARRAYS, **_H100, **_HOST, **_ENERGY},
     "h200-gen5": {**_DDR5, **_GEN5, **_ARRAYS, **_H200, **_HOST, **_ENERGY},
-    "seed002-cxl-ndp": {
-        **_SEED002,
+    "cxl-expert-ndp": {
+        **_CXL_EXPERT,
         "array.units": _q(125, "count", "[D] 2 TFLOP/s = 1000 x 10^9 multiply-accumulates/s = 125 x 4 x 2 x 1 GHz"),
         "array.cols": _q(2, "columns", "[D] see array.units"),
     },
-    "seed002-cxl-amx": {
-        **_SEED002,
+    "cxl-expert-amx": {
+        **_CXL_EXPERT,
         "array.units": _q(625, "count", "[D] 20 TFLOP/s = 10^13 multiply-accumulates/s = 625 x 4 x 4 x 1 GHz"),
     },
 }

@@ -119,7 +119,12 @@ def _print(proposal: Proposal) -> None:
         title=f"ways that fit; times for batch {sizing.demand.batch}, {sizing.demand.context} tokens each",
         title_justify="left",
     )
-    for name in ("replicas\nup to", "hot experts\nper layer", "KV tokens\nleft", "checkpoint\nin memory"):
+    for name in (
+        "replicas up to\n(read on average)",
+        "hot experts\nper layer",
+        "KV tokens\nleft",
+        "checkpoint\nin memory",
+    ):
         ways.add_column(name, justify="right")
     times = ("simulated\nTPOT us", "simulated\ntokens/s", "simulated\nTTFT ms")
     for name in times if proposal.measured is None else (*times, "expected here\nTPOT ms, at best"):
@@ -128,7 +133,7 @@ def _print(proposal: Proposal) -> None:
         option, step_s = way.option, way.measured_decode_step_s
         measured = () if step_s is None else (f"{1e3 * step_s:.2f}",)
         ways.add_row(
-            f"{option.widest} bit",
+            f"{option.widest} bit ({option.avg_bits:g})",
             f"{option.num_hot} of {model.num_experts}" + (f" at {option.slot_bits}" if option.slot_bits < 16 else ""),
             str(option.kv_tokens_left),
             f"{100 * option.pool_cached:.0f} %",
@@ -138,6 +143,11 @@ def _print(proposal: Proposal) -> None:
             *measured,
         )
     console.print(ways)
+    if alike := [way.option.widest for way in proposal.ways if way.option.avg_bits == best.avg_bits][1:]:
+        console.print(
+            f"Up to {best.widest} bits are read at {best.avg_bits:g} on average: experts that matter more get "
+            f"{best.widest}, others fewer. At the same speed the predicted loss is at most that of up to {alike[0]}."
+        )
     parts = Table(title="the first of them", title_justify="left")
     for name in ("where", "what", "size"):
         parts.add_column(name, justify="right" if name == "size" else "left")

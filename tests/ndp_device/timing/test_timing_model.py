@@ -56,7 +56,7 @@ ANY_HARDWARE = st.sampled_from(
     [HARDWARE, IDEAL_DRAM, FAST_ARRAYS]
     + [load_hardware("h100-ndp512", pe_mode=mode) for mode in PE_MODES]
     + [load_hardware("h100-ndp512-lpddr5", launch="dma"), load_hardware("h200-gen5", double_buffered=False)]
-    + [load_hardware("seed002-cxl-ndp"), load_hardware("seed002-cxl-amx")]
+    + [load_hardware("cxl-expert-ndp"), load_hardware("cxl-expert-amx")]
 )
 
 
@@ -300,7 +300,7 @@ PIPELINES: dict[str, Hardware] = {
     "ddr5": load_hardware("h100-ndp512"),
     "lpddr5": load_hardware("h100-ndp512-lpddr5"),
     "gen5": load_hardware("h200-gen5"),
-    "ideal": load_hardware("seed002-cxl-ndp"),
+    "ideal": load_hardware("cxl-expert-ndp"),
     "no-refresh": load_hardware("h100-ndp512", **{"dram.refresh": "off"}),
     "per-bank": load_hardware("h100-ndp512-lpddr5", **{"dram.refresh": "per-bank"}),
     "single-buffered": load_hardware("h100-ndp512", **{"array.double_buffered": False}),

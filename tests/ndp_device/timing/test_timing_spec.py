@@ -28,7 +28,7 @@ def test_the_device_of_the_paper_has_512_gb_per_s_and_a_tera_mac(preset: str) ->
 
 
 def test_the_commodity_set_ups_have_the_seed_s_rates() -> None:
-    ndp, amx = load_hardware("seed002-cxl-ndp"), load_hardware("seed002-cxl-amx")
+    ndp, amx = load_hardware("cxl-expert-ndp"), load_hardware("cxl-expert-amx")
     assert ndp.dram.peak_bytes_per_s == amx.dram.peak_bytes_per_s == 64 * 10**9
     assert (2 * ndp.array.macs_per_s, 2 * amx.array.macs_per_s) == (2 * 10**12, 20 * 10**12)
     assert ndp.link.bulk_bytes_per_s == 32 * 10**9

@@ -91,7 +91,7 @@ def test_equal_weights_are_the_hypergeometric_draw():
 
 
 @pytest.mark.parametrize(("name", "published"), [("baseline", 805.1), ("mondelike", 48.0), ("cxl_expert", 213.2)])
-def test_the_three_latencies_of_seed_002_come_out_within_two_per_mille(name, published):
+def test_the_three_latencies_of_cxl_expert_come_out_within_two_per_mille(name, published):
     assert find(cxl_expert.reproduce(), name, "latency").ours == pytest.approx(published, rel=0.002)
 
 

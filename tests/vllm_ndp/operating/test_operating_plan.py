@@ -287,6 +287,18 @@ def test_no_line_asks_for_a_context_that_the_model_does_not_have() -> None:
     assert not said.splitlines()[-1].startswith("{")
 
 
+def test_two_ways_that_read_the_same_bits_are_told_apart() -> None:
+    """Beside a GPU both read 3 bits on average at one speed; on a CPU the widths themselves are read."""
+    said = run_here("vllm-ndp", "plan", "mixtral-8x7b", "--gpu-memory", "24GB", "--host-memory", "64GB").stdout
+    assert "4 bit (3)" in said
+    assert "3 bit (3)" in said
+    assert "predicted loss is at most that of up to 3." in " ".join(said.split())
+    said = run_here("vllm-ndp", "plan", TINY, "--host-memory", "8GB").stdout
+    assert "4 bit (4)" in said
+    assert "3 bit (3)" in said
+    assert "predicted loss" not in said
+
+
 def test_the_simulated_card_is_the_one_whose_memory_is_nearest() -> None:
     for memory, card in (("24GB", "rtx4090"), ("80GiB", "h100-ndp512"), ("140GB", "h200-gen5")):
         assert planned("Mixtral-8x7B", "--gpu-memory", memory)["hardware"] == card

@@ -1,4 +1,4 @@
-"""Seed 002 (CXL-Expert): its three latencies in closed form, under two readings of its text, and with real bytes.
+"""CXL-Expert: its three latencies in closed form, under two readings of its text, and with real bytes.
 
 128 experts, top-1, 1024 tokens with Zipf(1.5) popularity, expected counts. "50 us per cold expert" and "24 MB of
 activations per expert" are fitted: the text gives neither, but nothing else reproduces 213 and 48 ms.

@@ -72,7 +72,7 @@ def reproduce() -> Reproduction:
         tuple(rows),
         (
             "mechanism read from third-party descriptions; the equations of the published solver are not public",
-            "seed 003 is inverted: the top part is cached, the whole expert is computed and the split is lossless",
+            "one reading is ours: the top part is cached, the whole expert is computed and the split is lossless",
             "an interior optimum of theta needs misses that wait for their gate: only then is theta 0 'prefetch only' "
             "and theta 1 'cache only', as published; prefetched like bottoms, whole experts save more bytes on routing "
             "with any skew, and theta 1 is never worse",
