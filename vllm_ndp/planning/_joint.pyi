@@ -20,7 +20,5 @@ class Problem:
     ) -> None: ...
     def times(self, plans: NDArray[np.int64], out: NDArray[np.float64]) -> None: ...  # [K, L * E], [K, L]
     def changes(self, chosen: NDArray[np.int64], out: NDArray[np.float64]) -> None: ...  # [L * E], [C, L, E]
-    def tried(self, least_time: bool, most: float, out: NDArray[np.int64]) -> None: ...  # [L * E]
-    def searched(
-        self, least_time: bool, most: float, known: Sequence[NDArray[np.int64]], out: NDArray[np.int64]
-    ) -> None: ...
+    def tried(self, most: float, out: NDArray[np.int64]) -> None: ...  # [L * E]
+    def searched(self, most: float, known: Sequence[NDArray[np.int64]], out: NDArray[np.int64]) -> None: ...

@@ -46,8 +46,6 @@ TIERS = ("gpu", "host", "device")
 JOINT_WIDTHS = (16, 8, 4, 3, 2, 1)
 _FOLDED = ("device", "host", "gpu")
 """Sides of a layer, those that are waited for most first: the GPU is folded in last."""
-RESOURCES = (*TIERS, "link")
-"""Bytes of the three memories, and bytes that must move over the link before the plan is in force."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class JointProblem:
     ps: NDArray[np.float64]  # [C, L, E], expected in one step on the side of the choice
     loss: NDArray[np.float64]  # [C, L, E], expected in one step
     budgets: Mapping[str, float]
-    """Budgets by name of RESOURCES; a resource without a budget is not limited."""
+    """Tier -> bytes of its memory; a tier without a budget is not limited."""
     moved: NDArray[np.float64] | None = None
     """[C, L, E], bytes over the link before an expert is there at that width, 0 where it is; None: nothing moves."""
     move_ps: float = 0.0
@@ -108,8 +106,8 @@ class JointProblem:
                 named = self.choices[int(bad.argmax())]
                 raise ConfigError(f"{named} has no {what} for some experts: measure it first, or leave it out")
         for name, budget in self.budgets.items():
-            if name not in RESOURCES:
-                raise ConfigError(f"a budget is for one of {', '.join(RESOURCES)}, got {name!r}")
+            if name not in TIERS:
+                raise ConfigError(f"a budget is for one of {', '.join(TIERS)}, got {name!r}")
             if not budget >= 0:
                 raise ConfigError(f"the budget of {name} bytes must be at least 0, got {budget}")
 
@@ -121,13 +119,11 @@ class JointProblem:
 
     @cached_property
     def takes(self) -> dict[str, NDArray[np.float64]]:
-        """Resource with a budget -> bytes of each choice, [C, 1, 1] or [C, L, E]."""
-        takes = {
+        """Tier with a budget -> bytes of each choice, [C, 1, 1]."""
+        return {
             tier: np.array([c.held_bytes if c.tier == tier else 0 for c in self.choices], np.float64)[:, None, None]
-            for tier in TIERS
+            for tier in self.budgets
         }
-        takes["link"] = np.zeros((len(self.choices), 1, 1)) if self.moved is None else self.moved
-        return {name: takes[name] for name in self.budgets}
 
     def only(self, which: NDArray[np.int64]) -> JointProblem:
         """The problem with some of the choices."""
@@ -179,7 +175,7 @@ class JointProblem:
         return total(self.loss, chosen)
 
     def uses(self, chosen: NDArray[np.int64]) -> dict[str, float]:
-        """Bytes of every resource that has a budget."""
+        """Bytes in every memory that has a budget."""
         return {name: total(takes, chosen) for name, takes in self.takes.items()}
 
     def moved_bytes(self, chosen: NDArray[np.int64]) -> float:
@@ -225,22 +221,13 @@ _SLACK = 1e-9
 
 def least_time(problem: JointProblem, most_loss: float) -> JointPlan:
     """The plan of least time that loses at most that much. Raises ConfigError where nothing fits."""
-    return _plan(problem, True, most_loss, "loss of at most", "")
-
-
-def least_loss(problem: JointProblem, most_ps: float) -> JointPlan:
-    """The plan of least loss that takes at most that long. Raises ConfigError where nothing fits."""
-    return _plan(problem, False, most_ps, "time of at most", " ps")
-
-
-def _plan(problem: JointProblem, is_time_least: bool, most: float, what: str, unit: str) -> JointPlan:
     c, layers, experts = problem.shape
     _require_room(problem)
     if max(c, 2) ** (layers * experts) <= MOST_TRIED:
         chosen = np.empty((layers, experts), np.int64)
-        problem.native.tried(is_time_least, most, chosen.reshape(-1))
+        problem.native.tried(most_loss, chosen.reshape(-1))
     else:
-        chosen = _searched(problem, is_time_least, most)
+        chosen = _searched(problem, most_loss)
     used = problem.uses(chosen)
     over = {name: used[name] - budget for name, budget in problem.budgets.items() if _exceeds(used[name], budget)}
     if over:
@@ -249,9 +236,8 @@ def _plan(problem: JointProblem, is_time_least: bool, most: float, what: str, un
             f"no plan found within {problem.budgets[name]:.0f} bytes of {name}: it lacks {over[name]:.0f}"
         )
     time_ps, loss = problem.time_ps(chosen), problem.lost(chosen)
-    first = loss if is_time_least else time_ps
-    if _exceeds(first, most):
-        raise ConfigError(f"no plan that fits has a {what} {most:g}{unit}: the least found is {first:g}{unit}")
+    if _exceeds(loss, most_loss):
+        raise ConfigError(f"no plan that fits has a loss of at most {most_loss:g}: the least found is {loss:g}")
     return JointPlan(problem, chosen, time_ps, loss)
 
 
@@ -259,16 +245,16 @@ def _exceeds(used: float, most: float) -> bool:
     return used > most * (1 + _SLACK)
 
 
-def _searched(problem: JointProblem, is_time_least: bool, most: float) -> NDArray[np.int64]:
+def _searched(problem: JointProblem, most_loss: float) -> NDArray[np.int64]:
     """A plan that is no worse than what the same search finds without the host or without the device."""
     _, layers, experts = problem.shape
     known = []
     for away in sorted({choice.tier for choice in problem.choices} - {"gpu"}):
         others = np.flatnonzero([choice.tier != away for choice in problem.choices])
         if len(others) and _room(part := problem.only(others)) >= layers * experts:
-            known.append(others[_searched(part, is_time_least, most)].reshape(-1))
+            known.append(others[_searched(part, most_loss)].reshape(-1))
     chosen = np.empty((layers, experts), np.int64)
-    problem.native.searched(is_time_least, most, known, chosen.reshape(-1))
+    problem.native.searched(most_loss, known, chosen.reshape(-1))
     return chosen
 
 

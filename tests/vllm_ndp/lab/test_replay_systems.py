@@ -199,13 +199,10 @@ def test_a_summary_adds_layers_attention_and_head():
     ("system", "own", "says"),
     [
         ("monde", {"h_rounding": "up"}, "h_rounding"),
-        ("hobbit", {"t1": "much"}, "t1 must lie in 0..1, got 'much'"),
-        ("hobbit", {"t1": 1.5}, "t1 must lie in 0..1, got 1.5"),
-        ("hobbit", {"t1": 0.5, "t2": 0.4}, "t2 must lie in 0.5..1"),
-        ("hobbit", {"low_slots": -3}, r"low_slots must lie in 0..16"),
+        ("hobbit", {"low_slots": "many"}, "low_slots must lie in 0..16, got 'many'"),
+        ("hobbit", {"low_slots": float("nan")}, "low_slots must lie in 0..16"),
         ("hobbit", {"low_slots": 17}, r"low_slots must lie in 0..16"),
         ("hobbit", {"low_slots": 2.5}, "whole number"),
-        ("hobbit", {"layer_weight": 1.1}, "layer_weight must lie in 0..1"),
         ("hobbit", {"ahead": "always"}, "ahead must be one of auto, on, off"),
         ("gpu_on_demand", {"cache": "fifo"}, "cache must be"),
         ("balanced", {"spill_bits": 7}, "spill_bits"),
@@ -213,18 +210,12 @@ def test_a_summary_adds_layers_attention_and_head():
         ("dynaexq", {"high_bits": 2, "low_bits": 4}, "high_bits must be above low_bits"),
         ("cxl_expert", {"percentile": 101}, "percentile must lie in 0..100"),
         ("cxl_expert", {"near_data": "yes"}, "near_data must be one of off, on"),
-        ("cxl_expert", {"tiers": "moving"}, "tiers must be one of following, fixed"),
-        ("cxl_expert", {"retier_steps": 0}, "retier_steps must lie in 1.."),
-        ("cxl_expert", {"activation_bits": 7}, "activation_bits must be one of 8, 6, 5, 4, 3, 16"),
-        ("cxl_expert", {"warm_share": 1.5}, "warm_share must lie in 0..1"),
         ("daop", {"predicted": 2}, "predicted must lie in 0..1"),
         ("quantized", {"weight_bits": 5}, "weight_bits must be one of widest, 16, 8, 4, 3, 2, got 5"),
         ("vllm_offload", {"offload_backend": "disk"}, "offload_backend must be one of uva, prefetch"),
         ("llama_cpp", {"gguf_bits": 6}, "gguf_bits must be one of"),
         ("ktransformers", {"cpu_bits": 3}, "cpu_bits must"),
-        ("adaptive", {"memory_tokens": 0}, "memory_tokens"),
         ("adaptive", {"frequency": "fifo"}, "frequency must be"),
-        ("adaptive", {"hysteresis": float("nan")}, "hysteresis must lie in 0.."),
     ],
 )
 def test_an_impossible_option_is_refused(system, own, says):
@@ -233,7 +224,7 @@ def test_an_impossible_option_is_refused(system, own, says):
 
 
 def test_every_option_has_its_system_and_others_are_refused_before_anything_runs():
-    CompareSettings(systems=("balanced", "hobbit"), options={"spill_bits": 2, "t1": 0.5})
+    CompareSettings(systems=("balanced", "hobbit"), options={"spill_bits": 2, "ahead": "on"})
     with pytest.raises(ConfigError, match=r"unknown option 'spill_bit': the chosen systems have spill_bits"):
         CompareSettings(systems=("balanced",), options={"spill_bit": 2})
     with pytest.raises(ConfigError, match="the chosen systems have none"):

@@ -319,35 +319,34 @@ def test_cxl_expert_reads_warm_experts_from_host_memory_and_cold_ones_from_the_e
     memory to unpack them, 21 ns."""
     batches = trace(PROMPT, chosen([[0, 1]], [[1, 2]]))
     prior = [[8, 4, 2, 1]]
-    still = {"tiers": "fixed"}
-    assert run("cxl_expert", batches, machine(), 1, prior, **still).moe_ps.ravel()[0] == near(F + C)
+    assert run("cxl_expert", batches, machine(), 1, prior).moe_ps.ravel()[0] == near(F + C)
     hop = (4000 * 0.572 / 600e9 + 4000 * 1.572 / 300e9) * 1e12
     cold = 1.5e6 / 64e9 * 1e12
-    none = run("cxl_expert", batches, machine(), 1, prior, percentile=100, **still)
+    none = run("cxl_expert", batches, machine(), 1, prior, percentile=100)
     assert none.moe_ps.ravel() == pytest.approx([CPU + hop, CPU + cold + 2 * hop], abs=100)
-    apart = run("cxl_expert", batches, machine(), 1, prior, percentile=100, near_data="on", **still)
+    apart = run("cxl_expert", batches, machine(), 1, prior, percentile=100, near_data="on")
     assert apart.moe_ps.ravel() == near([CPU + hop, cold + hop])
-    every = run("cxl_expert", batches, machine(), 1, prior, percentile=0, **still)
+    every = run("cxl_expert", batches, machine(), 1, prior, percentile=0)
     assert every.moe_ps.ravel()[1] == near(2 * F + C)
 
 
 def test_cxl_experts_experts_change_tier_when_that_would_have_paid_for_the_copy():
-    """Every look is after 4 steps; 0 is hot, 1 warm, 2 and 3 cold. The prompt used 0 alone: nothing moves.
+    """Every look is after 64 steps; 0 is hot, 1 warm, 2 and 3 cold. The prompt used 0 alone: nothing moves.
 
-    Four steps of [2]: 23.4 us each from the expander (11 us if loaded, which is shorter and what they take). 2 was used
-    4 times, each 10 us longer than on the GPU: 40 us. Its copy comes out of the expander, 6 MB at 64 GB/s: 93.75 us. It
-    stays. With looks every 16 steps it would have saved 160 us, so then it moves: the 17th step takes 93.75 us and C,
-    the 18th C, and 0 is where 2 was: cold, so loading it takes F + C."""
-    steps = [[[2]]] * 18 + [[[0]]]
-    batches = trace(chosen([[0]]), chosen(*steps))
-    prior = [[8, 4, 2, 1]]
+    A step of [2] takes 23.4 us from the expander, 11 us if loaded, which is shorter and what it takes: 10 us longer
+    than on the GPU. Its copy comes out of the expander, 6 MB at 64 GB/s: 93.75 us. Used in 9 of 64 steps it stays. Used
+    in all of them it would have saved 640 us, so then it moves: the 65th step takes 93.75 us and C, the 66th C, and 0
+    is where 2 was: cold, so loading it takes F + C."""
+    prior, after = [[8, 4, 2, 1]], [[[2]], [[2]], [[0]]]
     copy = 6e6 / 64e9 * 1e12
-    often = run("cxl_expert", batches, machine(top_k=1), 1, prior, retier_steps=4)
-    assert often.moe_ps.ravel() == near([F + C] * 18 + [C])
-    assert often.notes["moved_to_gpu"] == 0
-    seldom = run("cxl_expert", batches, machine(top_k=1), 1, prior, retier_steps=16)
-    assert seldom.moe_ps.ravel() == near([F + C] * 16 + [copy + C, C, F + C])
-    assert (seldom.notes["moved_to_gpu"], seldom.notes["moved_to_cpu"]) == (1, 0)
+    seldom, often = (
+        run("cxl_expert", trace(chosen([[0]]), chosen(*steps, *after)), machine(top_k=1), 1, prior)
+        for steps in ([[[2]]] * 9 + [[[0]]] * 55, [[[2]]] * 64)
+    )
+    assert seldom.moe_ps.ravel() == near([F + C] * 9 + [C] * 55 + [F + C, F + C, C])
+    assert seldom.notes["moved_to_gpu"] == 0
+    assert often.moe_ps.ravel() == near([F + C] * 64 + [copy + C, C, F + C])
+    assert (often.notes["moved_to_gpu"], often.notes["moved_to_cpu"]) == (1, 0)
 
 
 def test_hobbits_caches_are_shared_by_all_layers_and_keep_what_is_used_often():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.planning import joint
 from vllm_ndp.planning._joint import Problem
-from vllm_ndp.planning.joint import Choice, JointPlan, JointProblem, least_loss, least_time, total
+from vllm_ndp.planning.joint import Choice, JointPlan, JointProblem, least_time, total
 
 FULL = 1600
 RATES = {"gpu": 30.0, "host": 3.0, "device": 5.0}  # bytes a picosecond
@@ -91,24 +91,22 @@ def layer_ps(given: JointProblem, plan: list[int], layer: int) -> float:
     return mean
 
 
-def best_of_all(given: JointProblem, most: float, least: str) -> float:
-    """Plan by plan, in plain Python: the least time (or loss) within every limit, infinite where there is none."""
+def best_of_all(given: JointProblem, most: float) -> float:
+    """Plan by plan, in plain Python: the least time within every limit, infinite where there is none."""
     _, layers, experts = given.shape
     cells = list(itertools.product(range(layers), range(experts)))
     best = np.inf
     for plan in itertools.product(range(len(given.choices)), repeat=len(cells)):
-        used = dict.fromkeys(("gpu", "host", "device", "link"), 0.0)
+        used = dict.fromkeys(("gpu", "host", "device"), 0.0)
         time = loss = 0.0
         for c, (layer, expert) in zip(plan, cells, strict=True):
             used[given.choices[c].tier] += given.choices[c].held_bytes
-            used["link"] += given.moved[c, layer, expert]
             loss += given.loss[c, layer, expert]
             time += given.moved[c, layer, expert] * given.move_ps
         experts = given.shape[2]
         time += sum(layer_ps(given, list(plan[at * experts : (at + 1) * experts]), at) for at in range(layers))
-        value, limited = (time, loss) if least == "time" else (loss, time)
-        if limited <= most * (1 + 1e-9) and all(used[n] <= b * (1 + 1e-9) for n, b in given.budgets.items()):
-            best = min(best, value)
+        if loss <= most * (1 + 1e-9) and all(used[n] <= b * (1 + 1e-9) for n, b in given.budgets.items()):
+            best = min(best, time)
     return best
 
 
@@ -119,27 +117,24 @@ SMALL = tuple(c for c in MENU if c.bits in (16, 4, 2) and c.tier != "host")
 @given(
     seed=st.integers(0, 999),
     gpu=st.sampled_from([0.1, 0.3, 0.6, 1.0]),
-    link=st.sampled_from([None, 0.0, 0.4]),
+    device=st.sampled_from([None, 0.1, 0.4]),
     most=st.floats(0.01, 0.6),
-    least=st.sampled_from(["time", "loss"]),
 )
-def test_a_small_plan_is_the_best_of_all_there_are(seed, gpu, link, most, least):
-    given = problem(seed, 1, 4, gpu, SMALL, **({} if link is None else {"link": link}))
-    find, limit = (least_time, most) if least == "time" else (least_loss, most * 4 * FULL / 5)
-    best = best_of_all(given, limit, least)
+def test_a_small_plan_is_the_best_of_all_there_are(seed, gpu, device, most):
+    given = problem(seed, 1, 4, gpu, SMALL, **({} if device is None else {"device": device}))
+    best = best_of_all(given, most)
     if np.isinf(best):
         with pytest.raises(ConfigError):
-            find(given, limit)
+            least_time(given, most)
     else:
-        plan = find(given, limit)
-        assert (plan.time_ps if least == "time" else plan.loss) == pytest.approx(best, rel=1e-9)
+        assert least_time(given, most).time_ps == pytest.approx(best, rel=1e-9)
 
 
-def searched(find, given: JointProblem, limit: float) -> JointPlan | None:
+def searched(given: JointProblem, limit: float) -> JointPlan | None:
     """By the method for large problems, on cases so small that one expert is a quarter of everything."""
     tried, joint.MOST_TRIED = joint.MOST_TRIED, 1
     try:
-        return find(given, limit)
+        return least_time(given, limit)
     except ConfigError:
         return None
     finally:
@@ -150,16 +145,16 @@ def searched(find, given: JointProblem, limit: float) -> JointPlan | None:
 @given(seed=st.integers(0, 999), gpu=st.sampled_from([0.1, 0.3, 0.6]), most=st.floats(0.02, 0.5))
 def test_no_plan_of_the_search_is_better_than_the_best_of_all(seed, gpu, most):
     given = problem(seed, 2, 2, gpu, SMALL)
-    plan = searched(least_time, given, most)
+    plan = searched(given, most)
     if plan is not None:
-        assert plan.time_ps >= best_of_all(given, most, "time") * (1 - 1e-9)
+        assert plan.time_ps >= best_of_all(given, most) * (1 - 1e-9)
 
 
 def test_the_search_is_on_average_within_six_percent_of_the_best_of_all_plans_of_one_layer():
     ratios = []
     for seed in range(24):
         given = problem(seed, 1, 6, (0.1, 0.3, 0.6)[seed % 3], SMALL)
-        plan = searched(least_time, given, 0.15)
+        plan = searched(given, 0.15)
         best = least_time(given, 0.15)
         assert plan is not None
         ratios.append(plan.time_ps / best.time_ps)
@@ -170,15 +165,12 @@ def test_the_search_is_on_average_within_six_percent_of_the_best_of_all_plans_of
 @pytest.mark.parametrize(("layers", "experts"), [(94, 128), (61, 256), (32, 8)])
 @pytest.mark.parametrize("gpu", [0.05, 0.2, 0.5])
 def test_a_large_plan_keeps_every_limit_and_is_faster_than_one_for_sides_that_take_turns(layers, experts, gpu):
-    given = problem(0, layers, experts, gpu, link=0.1)
+    given = problem(0, layers, experts, gpu)
     plan = least_time(given, 0.02 * layers)
     assert given.lost(plan.chosen) <= 0.02 * layers * (1 + 1e-9)
     uses = given.uses(plan.chosen)
     assert all(uses[name] <= budget * (1 + 1e-9) for name, budget in given.budgets.items())
     assert plan.time_ps < total(given.turns, plan.chosen)
-    other = least_loss(given, plan.time_ps)
-    assert other.time_ps <= plan.time_ps * (1 + 1e-9)
-    assert other.loss <= plan.loss * 1.05
 
 
 def times_of(make: Callable[[Any], JointProblem], cases: Iterable[Any]) -> list[float]:
@@ -282,7 +274,7 @@ PLANS = {
 @pytest.mark.parametrize("asked", PLANS)
 def test_the_search_finds_the_plans_that_it_found(asked):
     seed, layers, experts, tiers = asked
-    given = with_tiers(problem(seed, layers, experts, 0.06, link=0.4, device=0.3), *tiers.split("+"))
+    given = with_tiers(problem(seed, layers, experts, 0.06, device=0.3), *tiers.split("+"))
     plan = least_time(given, 0.05 * layers)
     assert plan.time_ps == pytest.approx(PLANS[asked], rel=1e-6)
 
@@ -314,7 +306,7 @@ def test_arrays_that_do_not_belong_together_are_refused_before_the_search(wrong,
     with pytest.raises(ValueError, match=r"choices 0\.\.C-1"):
         right.times(np.full((1, 4), 3), np.empty((1, 2)))
     with pytest.raises(ValueError, match=r"a plan must be \[L \* E\]"):
-        right.searched(True, 1.0, [np.zeros(3, np.int64)], np.empty(4, np.int64))
+        right.searched(1.0, [np.zeros(3, np.int64)], np.empty(4, np.int64))
 
 
 def test_the_papers_plan_quantization_alone_and_all_cold_are_points_of_the_space():
@@ -367,8 +359,6 @@ def test_a_limit_that_no_plan_keeps_is_refused_with_the_least_there_is():
     given = problem(4, 8, 8, 0.05, tuple(c for c in MENU if c.bits <= 4))
     with pytest.raises(ConfigError, match="loss of at most 1e-06: the least found is"):
         least_time(given, 1e-6)
-    with pytest.raises(ConfigError, match="time of at most 1 ps: the least found is"):
-        least_loss(given, 1.0)
 
 
 def test_a_width_without_a_price_or_a_loss_is_refused_by_its_name():

@@ -18,7 +18,7 @@ from vllm_ndp.planning.bitwidths import LossTable, bits_over_layers, select_bitw
 from vllm_ndp.planning.copies import add_device, assign_copies, rebalance
 from vllm_ndp.planning.follower import DriftRules, DriftWatch
 from vllm_ndp.planning.importance import ImportanceScore, importance, repeats
-from vllm_ndp.planning.joint import Choice, JointProblem, least_loss, least_time
+from vllm_ndp.planning.joint import Choice, JointProblem, least_time
 from vllm_ndp.planning.plan import Budget, by_sum, top_experts
 from vllm_ndp.planning.stats import RoutingStats
 
@@ -79,7 +79,6 @@ def decisions() -> dict[str, str]:
         "menu": digest(whole.ps, whole.used),
         "sides at once": digest(least_time(whole, 0.02).chosen),
         "least time": digest(least_time(problem, problem.lost(np.full((LAYERS, EXPERTS), 1))).chosen),
-        "least loss": digest(least_loss(problem, problem.time_ps(np.full((LAYERS, EXPERTS), 1))).chosen),
         "offloaded": digest([sorted(balancer.offloaded(each)) for each in loads]),
         "split": digest(
             [split.of_counts(*np.unique(np.repeat(each.ravel(), 3), return_counts=True)).tolist() for each in eight]

@@ -47,7 +47,7 @@ def implied_rows() -> Iterator[Row]:
 
 def trace_rows(trace: Trace) -> Iterator[Row]:
     decode = [s.decode_weights for s in trace.sequences if len(s.decode_weights)]
-    classes = [precision_classes(weights, T1, T2) for weights in decode]
+    classes = [precision_classes(weights) for weights in decode]
     total = sum(c.size for c in classes)
     for name, kind, published in (("high", HIGH, MIX[0]), ("low", LOW, MIX[1]), ("skipped", SKIP, MIX[2])):
         share = sum(int((c == kind).sum()) for c in classes) / total

@@ -114,17 +114,11 @@ RETIER_STEPS = 64
 WARM_SHARE = 0.5  # [O] of the experts that are not hot
 
 _MESSAGE_VALUES = (128, 2048, 32768)
-_PACKED_SHARE = {
-    8: (0.7148, 0.5219, 0.4696),  # source: CXL-Expert's description
-    6: (0.5508, 0.3945, 0.3447),
-    5: (0.4688, 0.3308, 0.2826),
-    4: (0.3867, 0.2671, 0.2211),
-    3: (0.3047, 0.2034, 0.1592),
-}
-"""Bytes of a packed message of so many values over their 16-bit bytes, mean of both ways. Below: the loss of an
-expert's result by packing both ways, in units of the loss of 1-bit weights. Measured on 3072 decode rows of
-tiny-mixtral on 2026-11-22, by the codec at commit 9e4323f0, whose benchmarks/activation_codec.py is gone."""
-_PACKED_LOSS = {8: 1.33e-4, 6: 2.28e-3, 5: 9.90e-3, 4: 4.45e-2, 3: 2.75e-1}
+_PACKED_SHARE = (0.7148, 0.5219, 0.4696)
+"""Bytes of a message of so many values packed to 8 bits (source: CXL-Expert's description) over their 16-bit bytes,
+mean of both ways. Below: the loss of an expert's result by packing both ways, in units of the loss of 1-bit weights.
+Measured on 3072 decode rows of tiny-mixtral on 2026-11-22, by the codec at commit 9e4323f0."""
+_PACKED_LOSS = 1.33e-4
 
 
 def _log2(values: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -132,13 +126,9 @@ def _log2(values: NDArray[np.int64]) -> NDArray[np.float64]:
     return np.rint(np.log2(values) * 2.0**30) / 2.0**30
 
 
-def packed_share(bits: int, values: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[...]: of the 16-bit bytes of so many values; 1 for 16 bits, which are not packed."""
-    if bits == FULL_PRECISION_BITS:
-        return np.ones(values.shape)
-    shares: NDArray[np.float64] = np.interp(
-        _log2(values.clip(1)), _log2(np.array(_MESSAGE_VALUES)), _PACKED_SHARE[bits]
-    )
+def packed_share(values: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[...]: of the 16-bit bytes of so many values."""
+    shares: NDArray[np.float64] = np.interp(_log2(values.clip(1)), _log2(np.array(_MESSAGE_VALUES)), _PACKED_SHARE)
     return shares
 
 
@@ -156,7 +146,7 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
 
 def _num_warm(num_experts: int, options: ReplayOptions) -> int:
     left = num_experts - min(options.budget.num_hot, num_experts)
-    return int(left * options.number("warm_share", WARM_SHARE, 0.0, 1.0))
+    return int(left * WARM_SHARE)
 
 
 @dataclass(frozen=True)
@@ -164,16 +154,13 @@ class _Machine:
     """Times of experts and activations outside the GPU."""
 
     costs: Costs
-    activation_bits: int
     near_data: bool
 
     def hops_ps(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Activations of an expert's rows to the host and back, and their unpacking: read packed, written whole."""
         shape, link = self.costs.shape, self.costs.hardware.link
         whole = 2.0 * rows * shape.hidden_size * shape.dtype_bytes
-        if self.activation_bits == FULL_PRECISION_BITS:
-            return whole / link.bulk_bytes_per_s * PS_PER_S
-        share = packed_share(self.activation_bits, rows * shape.hidden_size)
+        share = packed_share(rows * shape.hidden_size)
         unpacking = whole * (1 + share) / self.costs.hardware.host.memory_bytes_per_s
         times: NDArray[np.float64] = (whole * share / link.bulk_bytes_per_s + unpacking) * PS_PER_S
         return times
@@ -267,10 +254,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     near = options.popular(num_hot + _num_warm(batches.num_experts, options))
     start = np.where(hot, HOT, np.where(near, WARM, COLD)).astype(np.uint8)
     gpu = costs.gpu_experts_ps(b)
-    follows = options.choice("tiers", ("following", "fixed")) == "following"
-    every = options.whole("retier_steps", RETIER_STEPS, 1, 1 << 20) if follows else d
-    bits = options.choice("activation_bits", (*_PACKED_SHARE, FULL_PRECISION_BITS))
-    machine = _Machine(costs, bits, options.choice("near_data", ("off", "on")) == "on")
+    machine = _Machine(costs, options.choice("near_data", ("off", "on")) == "on")
     fixed = "percentile" in options.own
     percentile = options.number("percentile", 75.0, 0.0, 100.0)
     num_loaded = round(batches.num_experts * (1 - percentile / 100)) if fixed else None
@@ -280,16 +264,15 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         np.empty(loads.rows.shape, np.uint8),
         np.zeros((g, d, layers)),
     )
-    uses, to_gpu, to_cpu = _expected_uses(batches, every), 0, 0
-    for first in range(0, d, every):
-        if follows:
-            if first:
-                uses = _uses(loads, slice(first - every, first), batches.num_experts)
-            running = (batches.rows[:, first] > 0)[:, None, None]
-            tiers, moved = retiered(tiers, np.where(running, uses, 0.0), machine.tiers)
-            to_gpu, to_cpu = to_gpu + int(moved.to_gpu.sum()), to_cpu + int(moved.to_cpu.sum())
-            waits[:, first] = moved.took_ps
-        part = slice(first, first + every)
+    uses, to_gpu, to_cpu = _expected_uses(batches, RETIER_STEPS), 0, 0
+    for first in range(0, d, RETIER_STEPS):
+        if first:
+            uses = _uses(loads, slice(first - RETIER_STEPS, first), batches.num_experts)
+        running = (batches.rows[:, first] > 0)[:, None, None]
+        tiers, moved = retiered(tiers, np.where(running, uses, 0.0), machine.tiers)
+        to_gpu, to_cpu = to_gpu + int(moved.to_gpu.sum()), to_cpu + int(moved.to_cpu.sum())
+        waits[:, first] = moved.took_ps
+        part = slice(first, first + RETIER_STEPS)
         tier[:, part] = loads.look_up(tiers, part)
     moe, gpu_ps, loaded, on_host = _layers(loads.rows, tier, gpu, machine, num_loaded)
     cold = on_host & (tier == COLD)
@@ -309,12 +292,12 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         return times
 
     gates = float(loads.total(batches.weights, batches.pairs & on_host.ravel()[loads.places]).sum())
-    packing_loss = _PACKED_LOSS.get(bits, 0.0) * gates / batches.num_decisions
+    packing_loss = _PACKED_LOSS * gates / batches.num_decisions
     activations = 2.0 * ran.pairs * costs.shape.hidden_size * costs.shape.dtype_bytes
-    share = float(packed_share(bits, np.array(costs.shape.hidden_size)))
+    share = float(packed_share(np.array(costs.shape.hidden_size)))
     return without_device(
         (f"above the {percentile:g}th percentile" if fixed else "adaptive threshold")
-        + (", tiers follow" if follows else ", tiers fixed")
+        + ", tiers follow"
         + (", near data" if machine.near_data else ""),
         batches,
         costs,
@@ -338,13 +321,13 @@ CXL_EXPERT = System(
     "cxl_expert",
     (
         "CPU, its memory and the CXL expander are the hardware's host.* values",
-        "tiers begin by popularity: num_hot on the GPU, half of the rest (warm_share) warm, the others cold at 4 bits",
-        "tiers following: every 64 steps experts change places where the last 64 would have saved more than the copy; "
+        "tiers begin by popularity: num_hot on the GPU, half of the rest warm, the others cold at 4 bits",
+        "every 64 steps experts change places where the last 64 would have saved more than the copy; "
         "the step that begins with it waits; what becomes cold is quantized on the way",
         "cold experts are computed by the CPU from the expander's memory; near_data=on: by the expander itself",
         "activations at 8 bits in bit planes, size and loss measured on tiny-mixtral; packing on the GPU costs nothing",
     ),
     replay,
     memory,
-    options=("percentile", "near_data", "tiers", "retier_steps", "activation_bits", "warm_share"),
+    options=("percentile", "near_data"),
 )

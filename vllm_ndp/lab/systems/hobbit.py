@@ -68,19 +68,19 @@ def visits(
     return HobbitVisits(hit, early, late, runs_low, order, ordered)
 
 
-def precision_classes(weights: NDArray[np.float32], t1: float, t2: float) -> NDArray[np.uint8]:
+def precision_classes(weights: NDArray[np.float32]) -> NDArray[np.uint8]:
     """[..., k] of HIGH, LOW, SKIP from gate weights in any order of choices."""
     classes = np.empty(weights.shape, np.uint8)
     k = weights.shape[-1]
-    precisions(np.ascontiguousarray(weights, np.float32).reshape(-1, k), t1, t2, classes.reshape(-1, k))
+    precisions(np.ascontiguousarray(weights, np.float32).reshape(-1, k), T1, T2, classes.reshape(-1, k))
     return classes
 
 
 T1, T2 = 0.6, 0.9  # published for Mixtral-8x7B
 LOW_BITS = 4
 PREFETCH_ACCURACY = 0.96  # published, next layer, top-1
-WEIGHTS = (0.0, 0.4, 0.6)
-"""Weights of recency, frequency and high precision in the priority; that of the layer is 0, and all sum to 1. The paper
+WEIGHTS = np.array([0.0, 0.4, 0.6, 0.0])
+"""Weights of recency, frequency, high precision and layer in the priority. The paper
 tunes them for the least miss penalty and does not print them. These are the best in steps of a tenth, on the quarter of
 tiny-mixtral's trace that is not replayed (2026-11-22)."""
 
@@ -98,11 +98,11 @@ class _Predicted(NamedTuple):
     kind: NDArray[np.uint8]  # 1 high precision, 2 low, 0 nothing
 
     @classmethod
-    def of(cls, guess: Guess | None, batches: Batches, t1: float, t2: float) -> _Predicted:
+    def of(cls, guess: Guess | None, batches: Batches) -> _Predicted:
         g, b, d, layers, _ = batches.shape
         if guess is None:
             return cls(np.zeros((g, d, layers, 0), np.int64), np.zeros((g, d, layers, 0), np.uint8))
-        expected = np.where(batches.pairs, precision_classes(guess.weights, t1, t2), SKIP)
+        expected = np.where(batches.pairs, precision_classes(guess.weights), SKIP)
         if b == 1:  # best first already
             return cls(np.ascontiguousarray(guess.ids[:, 0]), _KIND[expected[:, 0]])
         loads = Loads.of(guess.ids, batches.valid, batches.num_experts)
@@ -160,10 +160,6 @@ def _pays(accuracy: float, batches: Batches, costs: Costs) -> bool:
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    t1 = options.number("t1", T1, 0.0, 1.0)
-    t2 = options.number("t2", max(T2, t1), t1, 1.0)
-    layer_weight = options.number("layer_weight", 0.0, 0.0, 1.0)
-    weights = np.array([*((1 - layer_weight) * weight for weight in WEIGHTS), layer_weight])
     per_place = FULL_PRECISION_BITS // LOW_BITS
     places, layers = options.budget.num_hot, batches.shape[3]
     low_slots = options.whole("low_slots", min(places, 1) * per_place, 0, places * per_place)
@@ -171,7 +167,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     high_start = options.popular(high_slots)
     both = options.popular(min(high_slots + low_slots, batches.num_experts))
     loads, gpu = batches.loads, costs.gpu_experts_ps(batches.shape[1])
-    classes = np.where(batches.pairs, precision_classes(batches.weights, t1, t2), SKIP)
+    classes = np.where(batches.pairs, precision_classes(batches.weights), SKIP)
     high, low = loads.count(classes == HIGH), loads.count(classes == LOW)
     # An expert that some row needs in high precision serves all rows.
     need = np.where(high > 0, 1, np.where(low > 0, 2, 0)).astype(np.uint8)
@@ -179,7 +175,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     orders = options.choice("ahead", ("auto", "on", "off"))
     if guess is not None and orders == "auto":
         orders = "on" if _pays(guess.accuracy, batches, costs) else "off"
-    ahead = _Predicted.of(guess if orders == "on" else None, batches, t1, t2)
+    ahead = _Predicted.of(guess if orders == "on" else None, batches)
     seen = visits(
         loads.experts,
         need,
@@ -187,7 +183,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         ahead.kind,
         (high_start, high_slots * layers),
         (both & ~high_start, low_slots * layers),
-        weights,
+        WEIGHTS,
     )
     rows = high + low
     per_expert = gpu[rows] * np.where(seen.low, LOW_BITS / FULL_PRECISION_BITS, 1.0)
@@ -213,7 +209,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     widths = np.where(runs_low, LOW_BITS, np.where(classes == SKIP, SKIPPED, 0)).astype(np.uint8)
     low_pairs = int((classes[executed] == LOW).sum())
     return without_device(
-        f"T1 {t1:g} T2 {t2:g}, prefetch {'published' if guess is None else 'measured, ' + orders}",
+        f"T1 {T1:g} T2 {T2:g}, prefetch {'published' if guess is None else 'measured, ' + orders}",
         batches,
         costs,
         moe_ps=layer,
@@ -243,7 +239,7 @@ HOBBIT = System(
     (
         "T1 0.6 and T2 0.9 as published; fp16 + int4",
         "one of the num_hot fp16 places per layer holds four int4 experts instead; both caches are of all layers",
-        "priority: .4 frequency, .6 of it in high precision, 0 recency and layers until use (layer_weight), tuned on "
+        "priority: .4 frequency, .6 of it in high precision, 0 recency and layers until use, tuned on "
         "requests that are not replayed, as published; the published weights are not printed",
         "prefetch measured: by chances from layer to layer in other requests, one layer ahead; a copy that has begun "
         "ends, also a wrong one; ahead=auto: only where a right guess gains more than a wrong one costs",
@@ -251,5 +247,5 @@ HOBBIT = System(
     ),
     replay,
     memory,
-    options=("t1", "t2", "low_slots", "layer_weight", "ahead"),
+    options=("low_slots", "ahead"),
 )

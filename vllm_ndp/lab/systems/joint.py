@@ -2,8 +2,8 @@
 
 The GPU may hold experts at 16, 8, 4, 3 or 2 bits, the device computes at 16 or 4-1, with `tiers` gpu+host+device the
 host's CPU takes part at 16, 8 or 4. One plan per group, made when its prompts are done. By default it is the fastest
-plan whose expected loss is at most that of the paper's plan at the same K and average bits. With `least` = loss it is
-that of least loss in the paper's time. Both losses are nats a token where the replicas were made with text.
+plan whose expected loss is at most that of the paper's plan at the same K and average bits. Losses are nats a token
+where the replicas were made with text.
 
     max_loss        another limit: nats a token; refused where the losses say nothing of nats
     max_gate_loss   another limit: of the column `loss`, in units of what every expert loses at 1 bit
@@ -32,7 +32,7 @@ from vllm_ndp.lab.vectorised.execution import cold_at, run_prompts, shared_ps
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
 from vllm_ndp.layer.joint_menu import NATS, OF_ONE_BIT, TIER_SETS, Menu, losses_by_width, unit_of
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.joint import JointPlan, least_loss, least_time
+from vllm_ndp.planning.joint import JointPlan, least_time
 from vllm_ndp.planning.plan import Placement, top_experts
 
 GPU_BITS = (16, 8, 4, 3, 2)
@@ -86,13 +86,9 @@ class JointPlans:
         self._costs, self._options, self._rows = costs, options, b
         self._factor = layer_factor(batches, costs)
         self._budgets = {"gpu": options.room(costs) / self._factor}
-        most = options.number("move_gb", np.inf, 0.0, np.inf)
-        if np.isfinite(most):
-            self._budgets["link"] = most * 1e9 / self._factor
-        self._steps = options.number("steps", float((batches.rows > 0).sum() / len(batches.rows)), 1, 1e9)
+        self._steps = float((batches.rows > 0).sum() / len(batches.rows))
         self.unit, self._limit = limit_of(options)
         self.losses = losses_by_width(options.loss, self.unit)
-        self._least = options.choice("least", ("time", "loss"))
         # Before anything is known every expert is alike.
         uniform = ImportanceScore.from_weights(np.ones((layers, batches.num_experts)))
         self.current = self._plan([uniform], None, np.zeros(uniform.values.shape, np.bool_)).chosen
@@ -116,18 +112,14 @@ class JointPlans:
                 wide = menu.where("gpu") & (menu.bits >= 8)
                 moved[wide] = np.where(streamed, 0.0, moved[wide])
         link = self._costs.hardware.link.bulk_bytes_per_s
-        budgets = self._budgets if current is not None else {"gpu": self._budgets["gpu"]}
-        problem = menu.problem(values, self._rows, self.losses, budgets, moved, PS_PER_S / link / self._steps)
+        problem = menu.problem(values, self._rows, self.losses, self._budgets, moved, PS_PER_S / link / self._steps)
         if self._limit is not None:
             return least_time(problem, self._limit)
         if "device" not in menu.tiers:
             raise ConfigError(
                 f"tiers {menu.tiers} have no plan of the paper to compare with: give --option max_gate_loss=X"
             )
-        paper = self._papers(scores, values)
-        if self._least == "loss":
-            return least_loss(problem, problem.time_ps(paper))
-        return least_time(problem, problem.lost(paper))
+        return least_time(problem, problem.lost(self._papers(scores, values)))
 
     def _papers(self, scores: list[ImportanceScore], values: NDArray[np.float64]) -> NDArray[np.int64]:
         """The paper's plan with the same memory and average bits, as choices."""
@@ -242,5 +234,5 @@ JOINT = System(
     memory,
     follows_policy=True,
     fills_memory=True,
-    options=("tiers", "max_loss", "max_gate_loss", "least", "move_gb", "steps"),
+    options=("tiers", "max_loss", "max_gate_loss"),
 )

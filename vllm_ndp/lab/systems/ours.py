@@ -33,6 +33,7 @@ PREFILLS = ("streamed", "split")
 """The option `prefill`: as published, or as the plugin does where it can (layer/prefill_split.py)."""
 MEMORY_TOKENS = {"decayed": 128.0, "lfu": 1e12, "lru": 2.0}
 """Counts fade with this time constant: never (least frequently used leaves), at once (least recently), or between."""
+HYSTERESIS = 0.1
 
 
 def groups_of(
@@ -96,7 +97,7 @@ def papers(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
 def plugins(batches: Batches, costs: Costs, options: ReplayOptions, *, follows: bool) -> Outcome:
     bits = min(options.whole("spill_bits", DEFAULT_OFFLOAD_BITS, WIDTHS[0], WIDTHS[-1]), options.widest)
     execution = options.choice("execution", ("balanced", "paper"))
-    drift = DriftRules(once_in=options.number("once_in", DriftRules.once_in, 2.0, 1e12)) if follows else None
+    drift = DriftRules() if follows else None
     offload_bits = bits if execution == "balanced" else 0
     ran = groups_of(batches, costs, options, offload_bits=offload_bits, drift=drift)
     ran.run()
@@ -108,11 +109,10 @@ def plugins(batches: Batches, costs: Costs, options: ReplayOptions, *, follows: 
 
 def following(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """Every decode token decays the prompt's counts and adds its own. An idle link copies one expert at a time per
-    group: the exchange that gains most over all layers. The newcomer's count must exceed the leaver's by `hysteresis`.
+    group: the exchange that gains most over all layers. The newcomer's count must exceed the leaver's by HYSTERESIS.
     Decode never waits: until a copy is complete the expert runs on the device as before."""
     frequency = options.choice("frequency", tuple(MEMORY_TOKENS))
-    tokens = options.number("memory_tokens", MEMORY_TOKENS[frequency], 1.0, 1e15)
-    hysteresis = options.number("hysteresis", 0.1, 0.0, 1e6)
+    tokens = MEMORY_TOKENS[frequency]
     g, b, _, layers, _ = batches.shape
     ran = groups_of(batches, costs, options, of_experts=True)
     hot = np.zeros((g, layers, batches.num_experts), np.bool_)
@@ -126,7 +126,7 @@ def following(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome
     heat = np.stack([_prompt_heat(batches, group, tokens) for group in range(g)])
     loads, each_step = batches.loads, copies_per_step(batches, costs, bits)
     ran.copies = follow(
-        batches.ids, loads.experts, loads.rows, each_step, tokens, hysteresis, heat, hot, bits, ran.widths
+        batches.ids, loads.experts, loads.rows, each_step, tokens, HYSTERESIS, heat, hot, bits, ran.widths
     )
     outcome = outcome_of(ran, batches, costs, options, by_tables=True)
     outcome.policy += f" then {frequency}"
@@ -189,7 +189,7 @@ REPLANNED = System(
     memory,
     follows_policy=True,
     is_bounded=True,
-    options=("execution", "spill_bits", "once_in", "prefill"),
+    options=("execution", "spill_bits", "prefill"),
 )
 ADAPTIVE = System(
     "adaptive",
@@ -201,5 +201,5 @@ ADAPTIVE = System(
     memory,
     follows_policy=True,
     is_bounded=True,
-    options=("frequency", "memory_tokens", "hysteresis", "prefill"),
+    options=("frequency", "prefill"),
 )

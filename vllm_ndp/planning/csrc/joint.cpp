@@ -116,7 +116,7 @@ struct Amounts {
     }
 };
 
-// An objective under limits, of which the first is that of loss or of time, the others are bytes. A cell is an expert that
+// An objective under limits, of which the first is that of loss, the others are bytes. A cell is an expert that
 // chooses, or a layer among its plans.
 struct Limited {
     size_t choices, cells;
@@ -510,11 +510,11 @@ class Problem {
         }
     }
     // The best of all plans; of those that keep no limit the one that exceeds them least.
-    void tried(bool least_time, double most, Out<int64_t, 1> out) const {
+    void tried(double most, Out<int64_t, 1> out) const {
         Plan plan(cells()), best;
         std::tuple<double, double, double> least;
         for (bool is_done = false; !is_done;) {
-            const auto demerits = columns(least_time, most, {plan}).layers.demerits(Plan(num_layers_));
+            const auto demerits = columns(most, {plan}).layers.demerits(Plan(num_layers_));
             if (best.empty() || demerits < least) best = plan, least = demerits;
             is_done = true;
             for (size_t i = plan.size(); is_done && i-- > 0;) {  // the next one, the last cell fastest
@@ -525,19 +525,19 @@ class Problem {
         give(best, out);
     }
     // A plan that is no worse than the known ones.
-    void searched(bool least_time, double most, std::vector<In<int64_t, 1>> known, Out<int64_t, 1> out) const {
+    void searched(double most, std::vector<In<int64_t, 1>> known, Out<int64_t, 1> out) const {
         const bool is_one_side = openings_.size() == 1;
-        auto [first, prices] = added_up(least_time, most);
+        auto [first, prices] = added_up(most);
         std::vector<Plan> plans;
         for (size_t c = 0; c < choices_; ++c) plans.emplace_back(cells(), static_cast<uint16_t>(c));
         plans.push_back(first);
         for (const auto& each : known) plans.push_back(plan_of(each.data(), each.size()));
-        Columns found = columns(least_time, most, plans);
+        Columns found = columns(most, plans);
         Plan plan = best(found);
         for (int round = 0; round < (is_one_side ? 1 : kRounds); ++round) {
-            if (!is_one_side) add(found, descended(least_time, most, prices, plan));
+            if (!is_one_side) add(found, descended(most, prices, plan));
             Columns with_last = found;
-            add(with_last, columns(least_time, most, {plan}));
+            add(with_last, columns(most, {plan}));
             std::tie(plan, prices) = mixture(with_last, round == kRounds - 1);
         }
         give(plan, out);
@@ -557,9 +557,8 @@ class Problem {
         std::copy(plan.begin(), plan.end(), out.data());
     }
 
-    Limited limited(bool least_time, double most, size_t choices, size_t cells, Amounts time, Amounts loss,
+    Limited limited(double most, size_t choices, size_t cells, Amounts time, Amounts loss,
                     std::vector<Amounts> takes) const {
-        if (!least_time) std::swap(time, loss);
         Limited whole{choices, cells, std::move(time), {}, {most}};
         whole.takes.push_back(std::move(loss));
         for (Amounts& each : takes) whole.takes.push_back(std::move(each));
@@ -625,7 +624,7 @@ class Problem {
     }
 
     // What layers take under plans; times [K][L] of layers, if they are known.
-    Columns columns(bool least_time, double most, const std::vector<Plan>& plans,
+    Columns columns(double most, const std::vector<Plan>& plans,
                     const std::vector<Floats>* known = nullptr) const {
         const size_t k = plans.size(), l = num_layers_;
         const auto whole = [&](const Amounts& amounts) {
@@ -645,7 +644,7 @@ class Problem {
                 times.values[p * l + at] = (known ? (*known)[p][at] : time(plans[p], at)) + times.values[p * l + at];
         std::vector<Amounts> takes;
         for (const Amounts& each : takes_) takes.push_back(whole(each));
-        return {plans, limited(least_time, most, k, l, std::move(times), whole({loss_, cells()}), std::move(takes))};
+        return {plans, limited(most, k, l, std::move(times), whole({loss_, cells()}), std::move(takes))};
     }
     static void add(Columns& columns, const Columns& more) {
         const auto append = [](Amounts& to, const Amounts& from) {
@@ -681,21 +680,9 @@ class Problem {
     }
 
     // (A plan, prices of the limits), for sides that take turns.
-    std::pair<Plan, Floats> added_up(bool least_time, double most) const {
-        auto found = in_turns(least_time, most);
-        if (least_time) return found;
-        // A time that sides may take at once is longer if they take turns.
-        const Plan& plan = found.first;
-        Floats layers(num_layers_), each(experts_);
-        for (size_t l = 0; l < num_layers_; ++l) {
-            for (size_t e = 0; e < experts_; ++e) each[e] = moving_[plan[l * experts_ + e] * cells() + l * experts_ + e];
-            layers[l] = time(plan, l) + sum(each);
-        }
-        return in_turns(least_time, most * (Amounts{turns_, cells()}.total(plan) / std::max(sum(layers), kTiny)));
-    }
-    std::pair<Plan, Floats> in_turns(bool least_time, double most) const {
+    std::pair<Plan, Floats> added_up(double most) const {
         const size_t n = cells();
-        const Limited first = limited(least_time, most, choices_, n, {turns_, n}, {loss_, n}, takes_);
+        const Limited first = limited(most, choices_, n, {turns_, n}, {loss_, n}, takes_);
         auto found = at_prices(first);
         const Floats over = first.over(found.first);
         if (std::any_of(over.begin(), over.end(), [](double each) { return each > 0; })) found = at_prices(first.freed());
@@ -715,13 +702,13 @@ class Problem {
     }
 
     // Plans of ever less cost at these prices, from one on; each layer by itself, at first many experts at a time.
-    Columns descended(bool least_time, double most, const Floats& prices, Plan plan) const {
+    Columns descended(double most, const Floats& prices, Plan plan) const {
         const size_t n = cells(), l = num_layers_, e = experts_;
-        const double time_price = least_time ? 1.0 : prices[0], loss_price = least_time ? prices[0] : 1.0;
+        const double loss_price = prices[0];
         Amounts apart{Floats(choices_ * n), n};  // all else that an expert costs
         for (size_t c = 0; c < choices_; ++c)
             for (size_t i = 0; i < n; ++i) {
-                double cost = loss_price * loss_[c * n + i] + time_price * moving_[c * n + i];
+                double cost = loss_price * loss_[c * n + i] + moving_[c * n + i];
                 for (size_t r = 0; r < takes_.size(); ++r) cost += prices[r + 1] * takes_[r].of(c, i);
                 apart.values[c * n + i] = cost;
             }
@@ -730,7 +717,7 @@ class Problem {
         Floats now_ps(l), now(l), least(n), changed(choices_ * e), each(e);
         const auto cost_of = [&](const Plan& some, size_t layer, double ps) {
             for (size_t i = 0; i < e; ++i) each[i] = apart.of(some[layer * e + i], layer * e + i);
-            return time_price * ps + sum(each);
+            return ps + sum(each);
         };
         for (size_t at = 0; at < l; ++at) now_ps[at] = time(plan, at), now[at] = cost_of(plan, at, now_ps[at]);
         std::vector<size_t> many(l, std::max<size_t>(e / kFirstShare, 1)), order(e);
@@ -746,7 +733,7 @@ class Problem {
                         const size_t cell = at * e + i;
                         const double here = apart.of(plan[cell], cell);
                         for (size_t c = 0; c < choices_; ++c) {
-                            const double change = time_price * changed[c * e + i] + (apart.of(c, cell) - here);
+                            const double change = changed[c * e + i] + (apart.of(c, cell) - here);
                             if (!c || precedes(change, least[cell])) least[cell] = change, to[cell] = static_cast<uint16_t>(c);
                         }
                     }
@@ -773,7 +760,7 @@ class Problem {
             if (is_better) plan = after, found.push_back(plan), times.push_back(now_ps);
             if (is_done) break;
         }
-        return columns(least_time, most, found, &times);
+        return columns(most, found, &times);
     }
 
     size_t choices_, num_layers_, experts_;
@@ -797,6 +784,6 @@ NB_MODULE(_joint, m) {
         .def("times", &Problem::times, nb::arg("plans"), nb::arg("out"))
         .def("changes", nb::overload_cast<In<int64_t, 1>, Out<double, 3>>(&Problem::changes, nb::const_),
              nb::arg("chosen"), nb::arg("out"))
-        .def("tried", &Problem::tried, nb::arg("least_time"), nb::arg("most"), nb::arg("out"))
-        .def("searched", &Problem::searched, nb::arg("least_time"), nb::arg("most"), nb::arg("known"), nb::arg("out"));
+        .def("tried", &Problem::tried, nb::arg("most"), nb::arg("out"))
+        .def("searched", &Problem::searched, nb::arg("most"), nb::arg("known"), nb::arg("out"));
 }
