@@ -14,13 +14,6 @@ def visit(
     predict: int,
     flags: NDArray[np.uint8],
 ) -> None: ...
-def depths(
-    experts: NDArray[np.int64],
-    rows: NDArray[np.int64],
-    order: NDArray[np.int64],
-    worth: NDArray[np.float64],
-    depth: NDArray[np.uint16],
-) -> None: ...
 def two_caches(
     experts: NDArray[np.int64],
     need: NDArray[np.uint8],

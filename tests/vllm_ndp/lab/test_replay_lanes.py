@@ -10,7 +10,7 @@ from vllm_ndp.lab import _lanes
 from vllm_ndp.lab.systems.hobbit import NO_GUESS
 from vllm_ndp.lab.systems.hobbit import visits as hobbit_visits
 from vllm_ndp.lab.vectorised.batches import Loads
-from vllm_ndp.lab.vectorised.cache import LFU, LRU, NO_DEPTH, RANDOM, Priority, depths, lcp, visits
+from vllm_ndp.lab.vectorised.cache import LFU, LRU, RANDOM, Priority, lcp, visits
 
 GROUPS, LAYERS = 3, 4
 
@@ -67,24 +67,6 @@ def test_the_compiled_cache_is_the_numpy_one(kind, num_experts, k, batch, seed):
         at_slots = np.take_along_axis(wanted, loads.experts, axis=3)
         assert (ours == (at_slots & (loads.rows != 0))).all(), name
     assert 0 < found.hit.sum() < (loads.rows != 0).sum()
-
-
-@pytest.mark.parametrize(("num_experts", "k", "batch"), [(8, 2, 1), (8, 2, 3), (40, 6, 1), (40, 6, 4), (40, 6, 9)])
-@pytest.mark.parametrize("omega", [0.25, 4.0, 128.0])
-def test_depths_are_the_hits_of_caches_of_every_size(num_experts, k, batch, omega):
-    """Omega .25: the worth of a frequency has fewer entries than there are steps."""
-    _, loads = routing(num_experts, k, batch)
-    order = np.random.default_rng(3).permuted(np.tile(np.arange(num_experts), (LAYERS, 1)), axis=1)
-    depth = depths(loads, order, lcp(omega=omega))
-    place = np.argsort(order, axis=1)
-    for size in range(num_experts + 1):
-        assert ((depth < size) == visits(loads, place < size, size, lcp(omega=omega)).hit).all(), size
-    assert ((depth == NO_DEPTH) == (loads.rows == 0)).all()
-
-
-def test_depths_need_each_expert_once():
-    with pytest.raises(ValueError, match="each expert once"):
-        depths(one_lane([[0]]), np.array([[0, 1, 2, 3, 3]]), lcp())
 
 
 def one_lane(steps: list[list[int]]) -> Loads:

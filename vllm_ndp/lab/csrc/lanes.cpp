@@ -1,7 +1,7 @@
-// What replay does step by step because each step depends on the one before: expert caches of one size and of all sizes at
-// once, HOBBIT's two caches that all layers share, and a hot set that follows decode. A lane is one layer of one group of
-// requests. Exact doubles, no randomness but a hash, one thread; cache.py, hobbit.py and ours.py are the users, tests/vllm_ndp/lab/lane_reference.py is the same
-// in numpy.
+// What replay does step by step because each step depends on the one before: expert caches, HOBBIT's two caches that all
+// layers share, and a hot set that follows decode. A lane is one layer of one group of requests. Exact doubles, no
+// randomness but a hash, one thread; cache.py, hobbit.py and ours.py are the users, tests/vllm_ndp/lab/lane_reference.py
+// is the same in numpy.
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -29,7 +29,6 @@ struct Lane {
     std::vector<double> last_used, frequency;
     std::vector<uint8_t> cached;
     std::vector<double> absent;  // 0 where cached, else above any key: what cannot leave
-    std::vector<double> rank;    // in the order of the keys but for almost equal ones, and set anew only when used
     std::vector<double> keys;
     size_t held;
 
@@ -82,41 +81,21 @@ size_t last_lowest(const double* values, size_t count) {
     return at - 1;
 }
 
-// Of those held the one of lowest key, of equal ones the last. ranks: with absent and kInUse in them.
-template <class Key>
-size_t who_leaves(const std::vector<double>& ranks, const Key& key, bool rank_is_key) {
-    const size_t first = last_lowest(ranks.data(), ranks.size());
-    if (rank_is_key) return first;
-    const double near = ranks[first] + 1e-9 * std::max(1.0, std::abs(ranks[first]));
-    size_t leaves = first;
-    double least = key(static_cast<int64_t>(first));
-    for (size_t e = ranks.size(); e-- > 0;) {
-        if (e == first || !(ranks[e] <= near)) continue;
-        const double own = key(static_cast<int64_t>(e));
-        if (own < least || (own == least && e > leaves)) least = own, leaves = e;
-    }
-    return leaves;
-}
-
 // Holds the experts in use and those of highest key, as far as the places go. Of equal ones the higher id leaves.
 template <class Key>
-void bring_in(Lane& lane, const int64_t* experts, const int64_t* rows, size_t slots, size_t places, const Key& key,
-              bool rank_is_key) {
+void bring_in(Lane& lane, const int64_t* experts, const int64_t* rows, size_t slots, size_t places, const Key& key) {
     for (size_t s = 0; s < slots; ++s)
         if (rows[s] && !lane.cached[experts[s]]) lane.hold(experts[s]);
     if (lane.held <= places) return;
-    const size_t num_experts = lane.keys.size();
-    for (size_t e = 0; e < num_experts; ++e) lane.keys[e] = lane.rank[e] + lane.absent[e];
+    for (size_t e = 0; e < lane.keys.size(); ++e) lane.keys[e] = key(static_cast<int64_t>(e)) + lane.absent[e];
     for (size_t s = 0; s < slots; ++s)
         if (rows[s]) lane.keys[experts[s]] += kInUse;
     while (lane.held > places) {
-        const size_t leaves = who_leaves(lane.keys, key, rank_is_key);
+        const size_t leaves = last_lowest(lane.keys.data(), lane.keys.size());
         lane.keys[leaves] = kHighest;
         lane.drop(static_cast<int64_t>(leaves));
     }
 }
-
-enum class Ranks { kKeys, kNear, kNone };
 
 struct Visit {
     In<int64_t, 4> experts, rows;  // [G, D, L, S]
@@ -126,18 +105,15 @@ struct Visit {
     int64_t predict;
     Out<uint8_t, 4> flags;  // [G, D, L, S]
 
-    // key_of(lane, number, layer, step) -> function of an expert. rank_of(lane, layer) -> the same without the step, in
-    // the same order but for almost equal ones; Ranks::kNone: keys of another step say nothing.
-    template <class KeyOf, class RankOf>
-    void run(const KeyOf& key_of, const RankOf& rank_of, Ranks ranks) const {
+    // key_of(lane, number, layer, step) -> function of an expert.
+    template <class KeyOf>
+    void run(const KeyOf& key_of) const {
         const size_t groups = experts.shape(0), steps = experts.shape(1), layers = experts.shape(2);
         const size_t slots = experts.shape(3), num_experts = start.shape(2);
         Lane lane;
         for (size_t g = 0; g < groups; ++g) {
             for (size_t l = 0; l < layers; ++l) {  // a lane to its end: what it remembers stays in the processor's cache
                 begin(lane, (g * layers + l) * num_experts, num_experts);
-                const auto rank = rank_of(lane, l);
-                for (size_t e = 0; e < num_experts; ++e) lane.rank[e] = rank(static_cast<int64_t>(e));
                 for (size_t d = 0; d < steps; ++d) {
                     const size_t cell = ((g * steps + d) * layers + l) * slots;
                     const int64_t *ids = experts.data() + cell, *count = rows.data() + cell;
@@ -158,12 +134,9 @@ struct Visit {
                         if (!count[s]) continue;
                         lane.last_used[ids[s]] = static_cast<double>(d);
                         lane.frequency[ids[s]] += static_cast<double>(count[s]);
-                        lane.rank[ids[s]] = rank(ids[s]);
                     }
                     if (!missing || !places.data()[l]) continue;
-                    if (ranks == Ranks::kNone)
-                        for (size_t e = 0; e < num_experts; ++e) lane.rank[e] = key(static_cast<int64_t>(e));
-                    bring_in(lane, ids, count, slots, places.data()[l], key, ranks != Ranks::kNear);
+                    bring_in(lane, ids, count, slots, places.data()[l], key);
                 }
             }
         }
@@ -175,51 +148,11 @@ struct Visit {
         lane.cached.assign(num_experts, 0);
         lane.absent.assign(num_experts, kHighest);
         lane.keys.assign(num_experts, 0.0);
-        lane.rank.assign(num_experts, 0.0);
         lane.held = 0;
         for (size_t e = 0; e < num_experts; ++e)
             if (start.data()[at + e]) lane.hold(static_cast<int64_t>(e));
     }
 };
-
-// To 2^-40: below that libm's differs by processor, and almost equal ranks decide who stays.
-double same_log(double x) { return std::nearbyint(std::log(x) * 0x1p40) * 0x1p-40; }
-
-// A frequency, times what it is worth after 0, 1, ... steps without use. `rank` is in the order of the keys of any step, but
-// for almost equal ones, where every step is worth the same share of the one before and none lies behind the last entry.
-struct Faded {
-    const double* worth;
-    size_t count;
-    double fading;
-    bool has_ranks;
-
-    Faded(const double* p, size_t size, size_t steps) : worth(p), count(size), fading(0.0), has_ranks(false) {
-        want(size > 0 && p[0] > 0.0, "faded needs what a frequency is worth after 0, 1, ... steps");
-        if (size < 2 || !(p[1] > 0.0)) return;
-        fading = same_log(p[0] / p[1]);
-        has_ranks = steps < size;
-        for (size_t i = 2; i < size && has_ranks; ++i)
-            has_ranks = p[i] > 0.0 && std::abs(p[i] * p[0] / (p[i - 1] * p[1]) - 1.0) <= 1e-12;
-    }
-
-    double key(double frequency, double last_used, size_t step) const {
-        const double since = static_cast<double>(step) - last_used;
-        return frequency * worth[static_cast<size_t>(std::min(since, static_cast<double>(count - 1)))];
-    }
-
-    double rank(double frequency, double last_used) const {
-        return frequency > 0.0 ? rank_of_log(same_log(frequency), last_used) : -1e300;
-    }
-
-    double rank_of_log(double log_frequency, double last_used) const { return log_frequency + fading * last_used; }
-};
-
-// An expert that was never used has no frequency either: its key is 0 at any time.
-bool never_without_use(const In<double, 3>& frequency) {
-    for (size_t i = 0; i < frequency.size(); ++i)
-        if (frequency.data()[i] != 0.0) return false;
-    return true;
-}
 
 void visit(In<int64_t, 4> experts, In<int64_t, 4> rows, In<bool, 3> start, In<double, 3> frequency,
            In<int64_t, 1> places, const std::string& priority, In<double, 1> parameters, int64_t predict,
@@ -238,153 +171,34 @@ void visit(In<int64_t, 4> experts, In<int64_t, 4> rows, In<bool, 3> start, In<do
     const double* p = parameters.data();
     const size_t count = parameters.size();
     nb::gil_scoped_release release;
-    const auto alike = [](const auto& rank_of) {  // a key that does not depend on the step
-        return [rank_of](const Lane& lane, size_t, size_t l, size_t) { return rank_of(lane, l); };
-    };
     if (priority == "lru") {
-        const auto last = [](const Lane& lane, size_t) { return [&lane](int64_t e) { return lane.last_used[e]; }; };
-        work.run(alike(last), last, Ranks::kKeys);
+        work.run([](const Lane& lane, size_t, size_t, size_t) { return [&lane](int64_t e) { return lane.last_used[e]; }; });
     } else if (priority == "lfu") {  // ties go to the one used last
-        const auto often = [](const Lane& lane, size_t) {
+        work.run([](const Lane& lane, size_t, size_t, size_t) {
             return [&lane](int64_t e) { return lane.frequency[e] + 1e-7 * (lane.last_used[e] - kNever); };
-        };
-        work.run(alike(often), often, Ranks::kKeys);
+        });
     } else if (priority == "faded") {
-        const Faded faded(p, count, steps);
-        work.run(
-            [=](const Lane& lane, size_t, size_t, size_t d) {
-                return [&lane, faded, d](int64_t e) { return faded.key(lane.frequency[e], lane.last_used[e], d); };
-            },
-            [=](const Lane& lane, size_t) {
-                return [&lane, faded](int64_t e) { return faded.rank(lane.frequency[e], lane.last_used[e]); };
-            },
-            faded.has_ranks && never_without_use(frequency) ? Ranks::kNear : Ranks::kNone);
+        want(count > 0, "faded needs what a frequency is worth after 0, 1, ... steps");
+        work.run([=](const Lane& lane, size_t, size_t, size_t d) {
+            return [&lane, p, count, d](int64_t e) {
+                const double since = static_cast<double>(d) - lane.last_used[e];
+                return lane.frequency[e] * p[static_cast<size_t>(std::min(since, static_cast<double>(count - 1)))];
+            };
+        });
     } else if (priority == "expected") {
         want(count == layers * num_experts, "expected needs a frequency known beforehand per layer and expert");
-        const auto known = [=](const Lane& lane, size_t l) {
+        work.run([=](const Lane& lane, size_t, size_t l, size_t) {
             return [&lane, of_layer = p + l * num_experts](int64_t e) { return lane.frequency[e] + of_layer[e]; };
-        };
-        work.run(alike(known), known, Ranks::kKeys);
+        });
     } else if (priority == "random") {
-        work.run(
-            [=](const Lane&, size_t lane, size_t, size_t d) {
-                return [seed = scrambled(scrambled(lane) ^ d)](int64_t e) {
-                    return static_cast<double>(scrambled(seed ^ static_cast<uint64_t>(e)) >> 11);
-                };
-            },
-            [](const Lane&, size_t) { return [](int64_t) { return 0.0; }; }, Ranks::kNone);
+        work.run([](const Lane&, size_t lane, size_t, size_t d) {
+            return [seed = scrambled(scrambled(lane) ^ d)](int64_t e) {
+                return static_cast<double>(scrambled(seed ^ static_cast<uint64_t>(e)) >> 11);
+            };
+        });
     } else {
         throw std::invalid_argument("priority must be lru, lfu, faded, expected or random, got " + priority);
     }
-}
-
-// The experts of a lane in such an order that a cache of C places holds the first C of them, for any C: who stays depends on
-// keys only, and every cache begins with the first of one order (Mattson's stack).
-struct Stack {
-    std::vector<int64_t> order, used, waiting;
-    std::vector<size_t> place;
-    std::vector<double> last_used, frequency, rank;
-    std::vector<double> standing;  // rank, but below any rank while in use
-
-    void begin(const int64_t* first, size_t num_experts) {
-        order.assign(first, first + num_experts);
-        place.resize(num_experts);
-        for (size_t i = 0; i < num_experts; ++i) place[order[i]] = i;
-        last_used.assign(num_experts, kNever);
-        frequency.assign(num_experts, 0.0);
-        rank.assign(num_experts, -1e300);
-        standing = rank;
-    }
-
-    // Experts in use first, then each cache's own by key: of the first C of before and those in use, the best C.
-    template <class Above>
-    void serve(const Above& above, bool has_ranks) {
-        std::sort(used.begin(), used.end(), above);
-        for (int64_t e : used) standing[e] = -kHighest;
-        waiting.clear();
-        size_t first = 0, i = 0;  // of those that wait, best first: never more than are in use
-        const auto wait = [&](int64_t expert) {
-            size_t at = waiting.size();
-            waiting.push_back(expert);
-            for (; at > first && above(expert, waiting[at - 1]); --at) waiting[at] = waiting[at - 1];
-            waiting[at] = expert;
-        };
-        for (; i < used.size(); ++i) {
-            if (standing[order[i]] > -kHighest) wait(order[i]);
-            put(i, used[i]);
-        }
-        while (first < waiting.size()) {
-            const int64_t best = waiting[first];
-            const double clear = has_ranks ? rank[best] + near(rank[best]) : kHighest;
-            while (standing[order[i]] > clear) ++i;  // better than all that wait; in the end comes one in use
-            const int64_t old = order[i];
-            const bool in_use = standing[old] == -kHighest;
-            if (in_use || above(best, old)) {
-                ++first;
-                if (!in_use) wait(old);
-                put(i, best);
-            }
-            ++i;
-        }
-        for (int64_t e : used) standing[e] = rank[e];
-    }
-
-    static double near(double value) { return 1e-9 * std::max(1.0, std::abs(value)); }
-
-   private:
-    void put(size_t at, int64_t expert) {
-        order[at] = expert;
-        place[expert] = at;
-    }
-};
-
-// How far down each expert lies when it is asked for: a cache of more places has it. Keys are Faded's.
-void depths(In<int64_t, 4> experts, In<int64_t, 4> rows, In<int64_t, 2> order, In<double, 1> worth, Out<uint16_t, 4> depth) {
-    const size_t groups = experts.shape(0), steps = experts.shape(1), layers = experts.shape(2);
-    const size_t slots = experts.shape(3), num_experts = order.shape(1);
-    want(has_shape(rows, {groups, steps, layers, slots}) && has_shape(depth, {groups, steps, layers, slots}) &&
-             has_shape(order, {layers, num_experts}) && num_experts < 65535,
-         "experts, rows and depth must be [G, D, L, S], order [L, E] with E below 65535");
-    require_known(experts, num_experts);
-    for (size_t l = 0; l < layers; ++l) {
-        std::vector<uint8_t> seen(num_experts, 0);
-        for (size_t i = 0; i < num_experts; ++i) {
-            const int64_t e = order.data()[l * num_experts + i];
-            want(e >= 0 && e < static_cast<int64_t>(num_experts) && !seen[e]++, "order must hold each expert once");
-        }
-    }
-    const Faded faded(worth.data(), worth.size(), steps);
-    nb::gil_scoped_release release;
-    Stack stack;
-    std::vector<double> logs(1, 0.0);  // frequencies are counts here, and small
-    for (size_t g = 0; g < groups; ++g)
-        for (size_t l = 0; l < layers; ++l) {
-            stack.begin(order.data() + l * num_experts, num_experts);
-            for (size_t d = 0; d < steps; ++d) {
-                const size_t cell = ((g * steps + d) * layers + l) * slots;
-                const int64_t *ids = experts.data() + cell, *count = rows.data() + cell;
-                stack.used.clear();
-                for (size_t s = 0; s < slots; ++s) {
-                    depth.data()[cell + s] = count[s] ? static_cast<uint16_t>(stack.place[ids[s]]) : 65535;
-                    if (!count[s]) continue;
-                    const int64_t e = ids[s];
-                    stack.last_used[e] = static_cast<double>(d);
-                    stack.frequency[e] += static_cast<double>(count[s]);
-                    const size_t uses = static_cast<size_t>(stack.frequency[e]);
-                    while (logs.size() <= uses) logs.push_back(same_log(static_cast<double>(logs.size())));
-                    stack.rank[e] = faded.rank_of_log(logs[uses], stack.last_used[e]);
-                    stack.used.push_back(e);
-                }
-                const auto above = [&](int64_t a, int64_t b) {
-                    const double first = stack.rank[a], second = stack.rank[b];
-                    if (faded.has_ranks && std::abs(first - second) > Stack::near(second)) return first > second;
-                    const double own = faded.key(stack.frequency[a], stack.last_used[a], d);
-                    const double other = faded.key(stack.frequency[b], stack.last_used[b], d);
-                    return own > other || (own == other && a < b);
-                };
-                stack.serve(above, faded.has_ranks);
-            }
-        }
 }
 
 // hobbit.py: one of HOBBIT's caches, which all layers of a group share. Experts are layer * E + id.
@@ -685,8 +499,6 @@ NB_MODULE(_lanes, module) {
     add_stacks(module);
     module.def("visit", &visit, nb::arg("experts"), nb::arg("rows"), nb::arg("start"), nb::arg("frequency"),
                nb::arg("places"), nb::arg("priority"), nb::arg("parameters"), nb::arg("predict"), nb::arg("flags"));
-    module.def("depths", &depths, nb::arg("experts"), nb::arg("rows"), nb::arg("order"), nb::arg("worth"),
-               nb::arg("depth"));
     module.def("two_caches", &two_caches, nb::arg("experts"), nb::arg("need"), nb::arg("guessed"), nb::arg("as_"),
                nb::arg("high"), nb::arg("low"), nb::arg("high_places"), nb::arg("low_places"), nb::arg("weights"),
                nb::arg("flags"), nb::arg("order"), nb::arg("ordered"));

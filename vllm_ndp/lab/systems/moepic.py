@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.systems.layer_ahead import pipelined_ps
 from vllm_ndp.lab.systems.system import ReplayOptions, System
-from vllm_ndp.lab.vectorised.batches import Batches, add_up
-from vllm_ndp.lab.vectorised.cache import depths, lcp
+from vllm_ndp.lab.vectorised.batches import Batches, Loads, add_up
+from vllm_ndp.lab.vectorised.cache import Priority, lcp, visits
 from vllm_ndp.lab.vectorised.execution import on_gpu_ps, prompts_ps, without_device
 from vllm_ndp.lab.vectorised.outcome import Outcome, attention_ps
 
@@ -125,21 +125,19 @@ PREFETCH_ACCURACY = 0.9  # [O] published only as "good mid-model, poor at head a
 _CALIBRATION_GROUPS = 8
 
 
-def hit_rates(batches: Batches, depth: NDArray[np.uint16]) -> NDArray[np.float64]:
+def hit_rates(batches: Batches, place: NDArray[np.int64], priority: Priority) -> NDArray[np.float64]:
     """Share of used experts whose tops a cache holds, for each number of slots [slots, L], on the trace's first groups.
 
-    Computed for 16 sizes, linear between them. depth: of each used expert (see `depths`).
+    Computed for 16 sizes, linear between them. place [L, E]: of each expert among the most popular ones.
     """
-    experts, layers = batches.num_experts, batches.shape[3]
-    first, rows = depth[:_CALIBRATION_GROUPS], batches.loads.rows[:_CALIBRATION_GROUPS]
+    experts = batches.num_experts
+    all_loads = batches.loads
+    loads = Loads(*(of[:_CALIBRATION_GROUPS] for of in (all_loads.experts, all_loads.rows, all_loads.places)))
     slots = np.unique(np.linspace(0, experts, min(experts, 16) + 1).astype(int))
-    every = np.arange(experts + 1)
-    rates = []
-    for layer in range(layers):
-        found = np.bincount(first[:, :, layer][rows[:, :, layer] > 0], minlength=experts)
-        within = np.concatenate([[0], found.cumsum()])
-        rates.append(np.interp(every, slots, within[slots] / max(int(within[-1]), 1)))
-    return np.stack(rates, axis=1)
+    used = (loads.rows > 0).sum(axis=(0, 1, 3))
+    found = [visits(loads, place < size, size, priority).hit.sum(axis=(0, 1, 3)) for size in slots.tolist()]
+    rates = np.array(found) / np.maximum(used, 1)
+    return np.stack([np.interp(np.arange(experts + 1), slots, of_layer) for of_layer in rates.T], axis=1)
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
@@ -150,9 +148,9 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     gpu, fetch, rows = costs.gpu_experts_ps(b), float(costs.fetch_ps()), batches.loads.rows
     compute = add_up(gpu[rows])
     running = batches.rows > 0
-    order = np.argsort(-options.prior.values, axis=1, kind="stable")  # the most popular experts first
+    place = np.argsort(np.argsort(-options.prior.values, axis=1, kind="stable"), axis=1)  # among the most popular ones
     # nu counts tokens: a step of b requests is b of them, also after some have ended.
-    depth = depths(batches.loads, order, lcp(RHO, OMEGA / b))
+    priority = lcp(RHO, OMEGA / b)
     if "theta" in options.own:
         theta = np.full(layers, options.number("theta", 0.0, 0.0, 1.0))
         share = np.full(layers, float(options.budget.num_hot))
@@ -165,10 +163,10 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
             accuracy=accuracy,
             misses=misses_are,
         )
-        theta, share = solve(hit_rates(batches, depth), options.budget.num_hot, load)
+        theta, share = solve(hit_rates(batches, place, priority), options.budget.num_hot, load)
     tops = np.array([num_tops(share[layer], theta[layer], batches.num_experts) for layer in range(layers)])
-    start = np.argsort(order, axis=1) < tops[:, None]  # an expert's place among the most popular ones
-    cached = depth < tops[:, None]
+    start = place < tops[:, None]
+    cached = visits(batches.loads, start, tops, priority).hit
     hit = (cached | (theta == 0)[:, None]) & (rows > 0)
     hits = add_up(hit).astype(np.float64)
     misses = add_up(rows > 0) - hits

@@ -1,4 +1,4 @@
-"""Expert caches in GPU memory, one per (group, layer) lane or of all sizes at once, advanced by csrc/lanes.cpp.
+"""Expert caches in GPU memory, one per (group, layer) lane, advanced by csrc/lanes.cpp.
 
 A priority says who stays. Experts used in a step are brought in first, as far as they fit. Knows recency and
 frequency. Does not know time or hardware.
@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ndp.lab._lanes import depths as fading_depths
 from vllm_ndp.lab._lanes import visit
 from vllm_ndp.lab.vectorised.batches import Loads
 from vllm_ndp.planning.same_everywhere import powers
@@ -76,17 +75,3 @@ def visits(
         flags,
     )
     return Visits(*((flags & bit) > 0 for bit in (1, 2)))
-
-
-NO_DEPTH = np.iinfo(np.uint16).max
-
-
-def depths(loads: Loads, order: NDArray[np.int64], fading: Priority) -> NDArray[np.uint16]:
-    """Depths of the slots' experts, [G, D, L, S]: a cache of C places hits where depth < C. NO_DEPTH for 0 rows.
-
-    One depth serves every C, because the priority of experts does not depend on C. `order`: [L, E], a cache of C begins
-    with the first C. `fading`: a `faded` priority.
-    """
-    depth = np.empty(loads.rows.shape, np.uint16)
-    fading_depths(loads.experts, loads.rows, np.ascontiguousarray(order, np.int64), fading.parameters, depth)
-    return depth
