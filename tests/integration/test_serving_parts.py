@@ -245,7 +245,8 @@ def test_a_server_says_where_it_answers_and_a_line_that_asks_it(given: dict[str,
 
     usual = {"port": 8000, "root_path": "", "ssl_certfile": None, "uds": None, "served_model_name": None, "model": "m"}
     places, line = addresses(SimpleNamespace(**(usual | {"api_key": None} | given)))
-    assert places == f"live page {where}/v1/ndp/, metrics {where}/metrics"
+    asking = f"vllm-ndp top {where} --count 1 --all"
+    assert places == f"live page {where}/v1/ndp/, metrics {where}/metrics, all settings: {asking}"
     words = shlex.split(line.removeprefix("try: "))
     assert words[:2] == ["curl", f"{where}/v1/completions"]
     assert json.loads(words[-1])["model"] == "m"

@@ -27,6 +27,7 @@ app = typer.Typer()
     examples=(
         f"vllm-ndp top {SERVER}",
         f"vllm-ndp top {SERVER} --count 1 --json",
+        f"vllm-ndp top {SERVER} --count 1 --all",
         "vllm-ndp top ipc://$HOME/.ndp/device --count 2",
     ),
 )
@@ -42,6 +43,7 @@ def top(
     key: Annotated[
         Path | None, typer.Option(metavar="FILE", help="This host's key file, where the device wants keys.")
     ] = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Everything that is effective in the server, too.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Watch a running server or device.
@@ -50,7 +52,7 @@ def top(
     """
     from vllm_ndp.operating.watch import watched
 
-    view = _View(watched(target, api_key=api_key, key=key), interval, count)
+    view = _View(watched(target, api_key=api_key, key=key), interval, count, show_all=show_all)
     if as_json:
         view.lines()
     else:
@@ -58,8 +60,8 @@ def top(
 
 
 class _View:
-    def __init__(self, target: Watched, interval_s: float, count: int) -> None:
-        self._target, self._interval_s, self._count = target, interval_s, count
+    def __init__(self, target: Watched, interval_s: float, count: int, *, show_all: bool) -> None:
+        self._target, self._interval_s, self._count, self._show_all = target, interval_s, count, show_all
         self._before: Sample | None = None
         self._after = target.look()
         self._lost = ""
@@ -118,7 +120,8 @@ class _View:
         head = f"[bold]{self._target.name}[/]  " + (f"[red]{self._lost}[/]" if self._lost else "answers")
         if "protocol" in self._after.status:
             return Group(head, _device(self._after, between))
-        return Group(head, _load(self._after, between), _times(self._after, between), *_plugin(self._after, between))
+        shown = [head, _load(self._after, between), _times(self._after, between), *_plugin(self._after, between)]
+        return Group(*shown, *(_effective(self._after.status) if self._show_all else []))
 
 
 def _table(*columns: str) -> Table:
@@ -216,6 +219,19 @@ def _requests(status: Any) -> list[RenderableType]:
             _number(report.get("simulated_tpot_us"), ".3g"),
         )
     return [told, *([running] if status.get("running") else []), *([ended] if status.get("finished") else [])]
+
+
+def _effective(status: Any) -> list[RenderableType]:
+    """All rows of the table that a server prints ten of as it starts."""
+    tables: list[RenderableType] = []
+    for worker in status.get("workers") or []:
+        tables.append(table := _table())
+        table.title = "what is effective"
+        table.add_column("")
+        table.add_column("")
+        for what, value in worker.get("table", ()):  # a server of an older version has none
+            table.add_row(what, value)
+    return tables
 
 
 def _memory(memory: Any) -> str:

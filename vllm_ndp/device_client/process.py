@@ -182,11 +182,15 @@ class DeviceProcess:
 
 def _private_directory() -> tuple[Path, int]:
     """A new directory with mode 0700, where sockets belong if the system says so; and the lock that says it is ours."""
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_parent()))
+    remove_abandoned()
+    return directory, _claim(directory)
+
+
+def _parent() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     usable = bool(runtime) and os.access(runtime, os.W_OK | os.X_OK)
-    directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=runtime if usable else None))
-    _remove_abandoned(directory.parent)
-    return directory, _claim(directory)
+    return Path(runtime if usable else tempfile.gettempdir())
 
 
 def _claim(directory: Path) -> int:
@@ -206,9 +210,9 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _remove_abandoned(parent: Path) -> None:
+def remove_abandoned() -> None:
     """Directories of hosts that were killed together with their device: nobody holds their lock."""
-    for directory in parent.glob(f"{_PREFIX}*"):
+    for directory in _parent().glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if directory.lstat().st_uid != os.geteuid():
                 continue

@@ -227,8 +227,10 @@ class NdpController:
         """Return what goes on now, for a status page; None where another rank tells."""
         if (link := self.device.link) is None:
             return None
+        status = self.status()
         return {
-            "effective": self.status(),
+            "effective": status,
+            "table": startup_table.rows(status),
             "totals": self.totals_dict(),
             "device": link.members.look(link.state),
             "memory": live.memory(link.members.pids),

@@ -1,6 +1,6 @@
 """What is effective and where every byte lives, as data; at start-up a table of it, in ten rows at most.
 
-VLLM_LOGGING_LEVEL=DEBUG prints all rows, and /v1/ndp/status tells them. Asked for but not effective cannot hide.
+VLLM_LOGGING_LEVEL=DEBUG prints all rows, as `vllm-ndp top --all` does. Asked for but not effective cannot hide.
 """
 
 from __future__ import annotations
@@ -280,12 +280,13 @@ def startup_table(status: dict[str, Any], *, whole: bool) -> Table:
     table = Table(title="vllm-ndp: what is effective", title_justify="left", show_header=False)
     table.add_column("what", style="bold")
     table.add_column("value")
-    for what, value in _rows(status) if whole else _short_rows(status):
+    for what, value in rows(status) if whole else _short_rows(status):
         table.add_row(what, value)
     return table
 
 
-def _rows(status: dict[str, Any]) -> list[tuple[str, str]]:
+def rows(status: dict[str, Any]) -> list[tuple[str, str]]:
+    """Everything that is effective, in words."""
     given = ", ".join(f"{name}={value}" for name, value in status["settings"].items())
     return [
         ("settings in force", given or "none beside defaults"),

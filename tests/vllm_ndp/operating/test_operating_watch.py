@@ -165,7 +165,7 @@ def test_the_picture_shows_what_was_before_the_first_look() -> None:
     status = {"workers": [{"plan": {"epoch": 1, "hot_experts": 4, "avg_bits": 3.0}}], "finished": [ended]}
     look = Sample(1.0, totals, {"running": 0.0, "device up": 1.0}, status)
     console = Console(width=100, file=io.StringIO())
-    console.print(_View(SimpleNamespace(name="here", look=lambda: look), 1.0, 1).picture())
+    console.print(_View(SimpleNamespace(name="here", look=lambda: look), 1.0, 1, show_all=False).picture())
     drawn = console.file.getvalue()
     for words in ("since the start", "hot share 49 % since the start", "cmpl-X-0", "3.25", "stop"):
         assert words in drawn
@@ -175,6 +175,16 @@ def test_the_picture_shows_what_was_before_the_first_look() -> None:
     assert ["hot", "-", "90"] in rows
     assert ["cold", "-", "94"] in rows
     assert "…" not in drawn
+
+
+def test_all_that_is_effective_is_shown_where_asked_for() -> None:
+    worker = {"plan": {}, "table": [["slot kernel", "amx"], ["routing trace", "off"]]}
+    look = Sample(1.0, {"hot pairs": 1.0}, {}, {"workers": [worker]})
+    for show_all in (True, False):
+        console = Console(width=100, file=io.StringIO())
+        console.print(_View(SimpleNamespace(name="here", look=lambda: look), 1.0, 1, show_all=show_all).picture())
+        drawn = console.file.getvalue()
+        assert ("slot kernel   │ amx" in drawn, "routing trace │ off" in drawn) == (show_all, show_all)
 
 
 def test_a_device_that_goes_away_is_waited_for(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import shlex
 from functools import lru_cache
 from http import HTTPStatus
@@ -31,6 +32,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
 
+from vllm_ndp.device_client.process import remove_abandoned
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.plugin import METHOD
 from vllm_ndp.operating.scoring import FORCED
@@ -47,12 +49,14 @@ _NOT_ASKED = ("", "0", "false", "no", "off")
 FORMAT = 1
 """Version of the JSON that /v1/ndp/status answers; docs/serving.md lists its fields. Fields may be added under one
 number."""
-_DATA, _DONE, _LAST_MESSAGE = b"data: ", b"data: [DONE]", b"event: message_stop"
+_DATA, _DONE = b"data: ", b"data: [DONE]"
+_LAST_MESSAGE, _LAST_OF_RESPONSE = b"event: message_stop", b"event: response.completed\n"
 _SEEN = "vllm_ndp.routes"
 """Key of a scope that has met our routes: a server may have them in both ways."""
 _MOST_BODY_BYTES = 4096  # of what we are sent: an address
 _ASK_AGAIN_S, _MOST_QUESTIONS = 0.005, 40
 """The worker learns of a finished request with the step after it, a few milliseconds later."""
+_ENDS_WITHIN_S = 2.0
 _adding = asyncio.Lock()
 """Held while a device is being added."""
 
@@ -139,13 +143,18 @@ class NdpRoutes:
 
 
 def _saying_where(args: Any, send: Send) -> Send:
-    """As the server starts to answer: its addresses, and a line that asks it something."""
+    """As the server starts to answer: its addresses, and a line that asks it something. At its end, what is left."""
 
     async def sent(message: Message) -> None:
         await send(message)
         if message["type"] == "lifespan.startup.complete":
             for line in addresses(args):
                 say(line)
+        if message["type"] == "lifespan.shutdown.complete":
+            # vLLM has killed the engine and its device, so that neither removes the device's directory
+            for engine in multiprocessing.active_children():
+                engine.join(_ENDS_WITHIN_S)  # it holds the directory until its last thread has ended
+            remove_abandoned()
 
     return sent
 
@@ -162,7 +171,7 @@ def addresses(args: Any) -> list[str]:
     key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if args.api_key or envs.VLLM_API_KEY else ""
     body = shlex.quote(json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 24}))
     return [
-        f"live page {where}{PREFIX}, metrics {where}/metrics",
+        f"live page {where}{PREFIX}, metrics {where}/metrics, all settings: vllm-ndp top {where} --count 1 --all",
         f"try: curl {where}/v1/completions -H 'Content-Type: application/json'{key} -d {body}",
     ]
 
@@ -189,7 +198,7 @@ class _WithReports:
     """Sends an answer on, with the reports of its request in a field `ndp`.
 
     Of a JSON body; of a stream's chunk with the usage, or else of one more chunk before [DONE], which has all that its
-    readers look at; of an event before Anthropic's last one. A stream of Responses stays as it is.
+    readers look at; of an event before Anthropic's last one; of the Response that its stream's last event holds.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -231,6 +240,12 @@ class _WithReports:
             self._is_told = True
             told = {"type": EVENT, "ndp": await self._reports()}
             return b"event: " + EVENT.encode() + b"\n" + _DATA + _json(told) + b"\n\n" + event
+        if event.startswith(_LAST_OF_RESPONSE):
+            self._is_told = True
+            name, data = event.split(b"\n" + _DATA, 1)
+            completed = json.loads(data)
+            completed["response"]["ndp"] = await self._reports()
+            return name + b"\n" + _DATA + _json(completed)
         if event == _DONE and self._chunk:
             self._is_told = True
             chat = "delta" in (self._chunk.get("choices") or [{"delta": {}}])[0]

@@ -127,18 +127,18 @@ def _print(points: list[ScalingPoint], pools: list[Pool]) -> None:
     from rich.table import Table
 
     from vllm_ndp.cli.terminal import print_table
-    from vllm_ndp.lab.scaling import stops_paying
+    from vllm_ndp.lab.scaling import PAYS, stops_paying
 
     counts = sorted({point.num_devices for point in points})
-    table = Table(title="simulated decode tokens/s by devices; what takes most of a step")
+    table = Table(title="simulated decode tokens/s, by number of devices; what takes most of a step")
     for name in (
         "model",
         "GPUs",
         "batch",
-        "hot",
-        *map(str, counts),
-        "more do not pay from",
-        "longest side, first and last",
+        "hot per layer",
+        *(f"{number} device{'s' if number > 1 else ''}" for number in counts),
+        f"one more adds\nless than {100 * PAYS:g} % from",
+        "takes most, first and last",
     ):
         table.add_column(name, justify="left" if name == "model" else "right")
     for model, size, count in dict.fromkeys((point.model, point.num_gpus, point.batch) for point in points):
@@ -153,8 +153,12 @@ def _print(points: list[ScalingPoint], pools: list[Pool]) -> None:
     console = Console(width=200)
     for pool in pools:
         private = pool.num_hosts * pool.num_private
-        enough = "no number of devices that was asked for" if pool.enough is None else f"{pool.enough} devices"
+        makes = (
+            "no shared pool that was asked for makes"
+            if pool.enough is None
+            else (f"a shared pool of {pool.enough} devices makes at least")
+        )
         console.print(
             f"  {pool.model}: {pool.num_hosts} hosts of batch {pool.batch} make {pool.private_tokens_per_s:.4g} "
-            f"tokens/s with {private} devices of their own; a shared pool makes nine tenths of that with {enough}"
+            f"tokens/s with {private} devices of their own; {makes} 90 % of that"
         )
