@@ -16,14 +16,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ndp_device.common.errors import ConfigError, NdpError
+from ndp_device.common.widths import WIDTHS
 from vllm_ndp.cost_model.costs import model_named
 from vllm_ndp.lab.compare import Comparison, Replays, Workload, side_by_side
 from vllm_ndp.lab.options import CAPACITY, GB, ORACLE, CompareSettings
 from vllm_ndp.lab.systems import SYSTEMS
 from vllm_ndp.lab.vectorised.outcome import Summary
-from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.bitwidths import LossTable, nominal_loss
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.traces.trace import Trace
+
+_SAME = 1e-6
+"""Sums of the same losses differ by their order."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +37,32 @@ class Compared:
     points: list[tuple[CompareSettings, Comparison]]
     refused: list[tuple[CompareSettings, str]]
     skipped: list[str]
+    loss: LossTable | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """Every row, with its point in the first columns."""
         return [columns(at) | row.as_dict() for at, comparison in self.points for row in comparison.rows]
 
     def winners(self) -> Iterator[tuple[CompareSettings, int, Summary, Summary | None]]:
-        """Per point and batch size: the fastest row, and the fastest of all other systems. Oracles do not take part."""
+        """Per point and batch size: the fastest row, and the fastest of all other systems, of those that lose no more
+        than every expert at the point's bits does. If none does, of all. Oracles do not take part."""
         for at, comparison in self.points:
             for batch in dict.fromkeys(row.batch for row in comparison.rows):
                 rows = [row for row in comparison.rows if row.batch == batch and not row.policy.startswith(ORACLE)]
-                ranked = sorted(rows, key=lambda row: -row.decode_tokens_per_s)
+                most = self._loss_at(int(at.avg_bits), rows)
+                within = [row for row in rows if row.loss <= most] or rows
+                ranked = sorted(within, key=lambda row: -row.decode_tokens_per_s)
                 if ranked:
                     other = next((row for row in ranked if row.system != ranked[0].system), None)
                     yield at, batch, ranked[0], other
+
+    def _loss_at(self, bits: int, rows: Sequence[Summary]) -> float:
+        """Of every expert at so many bits: as a row has it, or else by the table."""
+        known = [row.loss for row in rows if (row.system, row.policy) == ("quantized", f"{bits} bits")]
+        by_table = (
+            nominal_loss(bits) if self.loss is None else float(self.loss.mse[:, :, min(bits, WIDTHS[-1]) - 1].mean())
+        )
+        return (known or [by_table])[0] * (1 + _SAME)
 
 
 def columns(at: CompareSettings) -> dict[str, Any]:
@@ -101,7 +117,7 @@ def compare_all(
     there = [(at, _whole(of)) for at, of in zip(points, parts, strict=True) if of]
     if alone is not None:
         there = [(at, dataclasses.replace(whole, skipped=alone.skipped)) for at, whole in there]
-    return Compared(there, [(points[place], why) for place, why in refused], _skipped(there))
+    return Compared(there, [(points[place], why) for place, why in refused], _skipped(there), loss)
 
 
 class Task(NamedTuple):

@@ -12,7 +12,8 @@ from ndp_device.common.errors import ConfigError, NdpError
 from vllm_ndp.lab import grid
 from vllm_ndp.lab.compare import compare
 from vllm_ndp.lab.grid import columns, compare_all, processes
-from vllm_ndp.lab.options import CompareSettings
+from vllm_ndp.lab.options import CAPACITY, GB, CompareSettings
+from vllm_ndp.planning.bitwidths import nominal_loss
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
@@ -92,6 +93,21 @@ def test_what_one_system_refuses_does_not_keep_the_others_from_a_point():
         ("monde", None),
         ("fiddler", "monde"),
     ]
+
+
+def test_the_fastest_is_looked_for_among_those_that_lose_no_more_than_the_points_bits():
+    """At 2 bits 8x7B is fastest with every expert on the GPU. At 3 bits 16 GB do not hold that: the plan wins, though
+    all at 2 bits is faster. A point's bits alone change its row."""
+    points = [
+        at(systems=("quantized", "context_aware"), policies=("prefill",), batches=(1,), avg_bits=bits, fit=True,
+           overrides={CAPACITY: 16 * GB})
+        for bits in (2.0, 3.0)
+    ]  # fmt: skip
+    found = compare_all([TRACE], points)
+    two, three = [best for _, _, best, _ in found.winners()]
+    assert (two.system, two.policy, three.system) == ("quantized", "2 bits", "context_aware")
+    assert three.decode_tokens_per_s < two.decode_tokens_per_s
+    assert three.loss <= nominal_loss(3) < two.loss
 
 
 def test_a_worker_that_dies_ends_the_work_in_one_sentence(monkeypatch):

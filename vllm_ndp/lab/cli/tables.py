@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,20 +98,28 @@ def print_comparison(result: Comparison, settings: CompareSettings, routing: str
 
 
 def print_winners(result: Compared) -> None:
-    """For each point and batch size the fastest row that is no oracle, and the best of the others' systems."""
-    table = Table(title="fastest system at each point; simulated decode tokens/s")
-    point = ("model", "hardware", "memory GB", "avg bits", "batch")
-    for name in (*point, "system", "policy", "tokens/s", "loss", "next system", "of it"):
+    """For each point and batch size the row that wins, and the best of the others' systems."""
+    won, names = list(result.winners()), ("model", "hardware", "memory GB", "avg bits", "batch")
+    points = [
+        ["preset" if value is None else str(value) for value in (*columns(at).values(), batch)] for at, batch, *_ in won
+    ]
+    varies = [len({point[place] for point in points}) > 1 for place in range(len(names))]
+    common = itertools.compress(zip(names, points[0] if points else (), strict=False), (not does for does in varies))
+    same = ", ".join(value if name in ("model", "hardware") else f"{name} {value}" for name, value in common)
+    table = Table(
+        title=f"fastest system that loses no more than every expert at as many bits; simulated decode tokens/s\n{same}"
+    )
+    for name in (*itertools.compress(names, varies), "system", "policy", "tokens/s", "loss", "next system", "of it"):
         table.add_column(name, justify="left" if name in ("model", "hardware", "system", "policy") else "right")
-    for at, batch, best, second in result.winners():
+    for point, (_, _, best, second) in zip(points, won, strict=True):
         cells = best.cells()
         other = (
             ("-", "-")
             if second is None
             else (second.system, f"{second.decode_tokens_per_s / best.decode_tokens_per_s:.2f}")
         )
-        where = ("preset" if value is None else str(value) for value in columns(at).values())
-        table.add_row(*where, str(batch), best.system, best.policy, cells["decode tokens/s"], cells["loss"], *other)
+        where = itertools.compress(point, varies)
+        table.add_row(*where, best.system, best.policy, cells["decode tokens/s"], cells["loss"], *other)
     print_table(table, width=200)
     for at, why in result.refused:
         print(f"  refused {named(at)}: {why}")

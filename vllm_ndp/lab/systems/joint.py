@@ -225,6 +225,7 @@ JOINT = System(
     "joint",
     (
         "one plan per group; the fastest that is expected to lose no more than the paper's at the same memory and bits",
+        "that limit is of the row's own policy: a policy that loses more may be faster here, so look at both",
         "losses are nats where the replicas were made with text, else in units of what each expert loses at 1 bit",
         "unless replicas have them, 8 bits are rounded from 16 on arrival and lose 4.4x less per bit than 4",
         "dequantising on the GPU is free beside the read; prompts as the paper's, other experts streamed in 16 bits",
