@@ -104,7 +104,7 @@ def watch(stamps: Stamps, driver: ctypes.CDLL) -> None:
 
     split = stamps.stamped(launch, "", "split")
     add_rows = stamps.stamped(kernels.add_rows, "", "added")
-    assembly.routing_by = lambda *, kernels: routing.Routing(split, add_rows)
+    assembly.routing_by = lambda *, kernels: routing.Routing(split, add_rows, routing.take_answer)
     stamps.on(layer.AsideLayer, "_send_ahead", after="ordered")
     stamps.on(layer.AsideLayer, "_sent_ahead", after="crossed")
     stamps.on(layer.AsideLayer, "_ask", after="asked")

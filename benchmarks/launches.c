@@ -59,7 +59,8 @@ static uint16_t to_bf16(float value) {
 #define INTEGER(i) (*(int32_t *)given[i])
 
 // expert_map, ids, weights, x, stride, slots, x_here, weights_here, head, sent_rows, ids_out, weights_out, out, word,
-// entries (sent_rows where nothing is noted), noted_ids, noted_weights, elsewhere, hidden
+// entries (sent_rows where nothing is noted), noted_ids, noted_weights, live (head where no row is padding),
+// elsewhere, hidden
 static void split_rows(void **given) {
     const int32_t *expert_map = POINTER(0);
     const void *ids = POINTER(1);
@@ -67,8 +68,8 @@ static void split_rows(void **given) {
     int32_t *slots = POINTER(5), *head = POINTER(8), *ids_out = POINTER(10);
     int64_t *sent_rows = POINTER(9), *entries = POINTER(14);
     float *weights_out = POINTER(11);
-    const int32_t elsewhere = INTEGER(17), stays = -3;  // as layer/tiers.py
-    const uint64_t row_bytes = (uint64_t)INTEGER(18) * x_bytes;
+    const int32_t elsewhere = INTEGER(18), stays = -3;  // as layer/tiers.py
+    const uint64_t row_bytes = (uint64_t)INTEGER(19) * x_bytes;
     int32_t leaving = 0;
     memcpy(POINTER(6), POINTER(3), row_bytes);
     memcpy(POINTER(7), weights, 4 * top_k);
@@ -91,10 +92,10 @@ static void split_rows(void **given) {
     __atomic_store_n((uint32_t *)POINTER(13), 1, __ATOMIC_RELEASE);
 }
 
-static void add_partial(void **given) {  // out, stride, partial, rows, hidden
+static void add_partial(void **given) {  // out, stride, partial, rows, head, hidden
     uint16_t *out = POINTER(0);
     const float *partial = POINTER(2);
-    for (int32_t i = 0; i < INTEGER(4); ++i) out[i] = to_bf16(of_bf16(out[i]) + partial[i]);
+    for (int32_t i = 0; i < INTEGER(5); ++i) out[i] = to_bf16(of_bf16(out[i]) + partial[i]);
 }
 
 int cuLaunchKernelEx(const unsigned *config, void *function, void **given, void **extra) {

@@ -79,13 +79,10 @@ class SenderThread:
         self._native.begin(channel.ring, order.finder, order.places, order.layer, asked, spin_ns, idle_ns)
 
     def end(self, require_packet: Callable[[], object]) -> SendOutcome:
-        """Wait until the message has left, or will not. require_packet: is called where the packet takes long. It
-        returns when the packet is there, or raises."""
-        found = self._native.end(_LOOK_NS)
-        if found is None:
+        """Wait until the message has left, or will not. require_packet: is called, again and again, where the packet
+        takes long; it raises where none will come."""
+        while (found := self._native.end(_LOOK_NS)) is None:
             require_packet()
-            while (found := self._native.end(_LOOK_NS)) is None:
-                pass
         state, sent_ns, lost, in_vain, described = found
         reply = None if described is None else codec.described_result(described)
         return SendOutcome(State(state), sent_ns / 1e9, lost, in_vain, reply)

@@ -54,20 +54,27 @@ def cases() -> Iterator[Case]:
         for hidden in HIDDEN:
             yield split(2, 2, "*i32", 4, dtype, hidden)
             sums: dict[str, str | int] = {"out": dtype, "stride": hidden, "partial": "*fp32", "rows": "*i64"}
-            name = f"{dtype[1:]}, hidden {hidden}"
-            yield Case(name, kernels.add_partial, sums | {"hidden": hidden}, {"WIDTH": kernels.BLOCK})
+            for counted in (False, True):
+                given = sums | {"head": "*i32" if counted else "*i64", "hidden": hidden}
+                name = f"{dtype[1:]}, hidden {hidden}{', counted' * counted}"
+                yield Case(name, kernels.add_partial, given, {"WIDTH": kernels.BLOCK, "COUNTED": counted})
+    for rows in ROWS:  # in a graph
+        yield split(rows, 2, "*i32", elsewhere=4, padded=True)
+    yield Case("the host's word", kernels.wait_for, {"word": "*i32"}, {"BY_EXCHANGE": False})
 
 
-def split(rows: int, top_k: int, ids: str, elsewhere: int, dtype: str = "*bf16", hidden: int = 4096) -> Case:
+def split(
+    rows: int, top_k: int, ids: str, elsewhere: int, dtype: str = "*bf16", hidden: int = 4096, *, padded: bool = False
+) -> Case:
     router = {"expert_map": "*i32", "ids": ids, "weights": "*fp32", "x": dtype, "stride": hidden}
     here = {"slots": "*i32", "x_here": dtype, "weights_here": "*fp32", "head": "*i32", "sent_rows": "*i64"}
     there = {"ids_out": "*i32", "weights_out": "*fp32", "out": dtype, "word": "*i32"}
-    there |= {"entries": "*i64", "noted_ids": "*i16", "noted_weights": "*fp32"}
+    there |= {"entries": "*i64", "noted_ids": "*i16", "noted_weights": "*fp32", "live": "*i32"}
     given = {**router, **here, **there, "num_rows": rows, "elsewhere": elsewhere, "hidden": hidden}
     constants = {"STAYS": ELSEWHERE, "K": top_k, "ROWS": triton.next_power_of_2(rows)}
     constants |= {"COLUMNS": triton.next_power_of_2(top_k), "WIDTH": kernels.BLOCK}
-    constants |= {"NOTES": True, "TELLS": True, "BY_EXCHANGE": False}
-    name = f"{rows} rows, top {top_k}, ids {ids[1:]}, elsewhere {elsewhere}, {dtype[1:]}, hidden {hidden}"
+    constants |= {"NOTES": True, "TELLS": True, "PADDED": padded, "BY_EXCHANGE": False}
+    name = f"{rows} rows, top {top_k}, ids {ids[1:]}, elsewhere {elsewhere}, {dtype[1:]}, hidden {hidden}{', padded' * padded}"
     return Case(name, kernels.split_rows, given, constants)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +32,7 @@ from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.cuda.packet import RowForm
 from vllm_ndp.integration.cuda.routing import routing_by
 from vllm_ndp.integration.cuda.streams import Arrival
+from vllm_ndp.integration.cuda.whole_step import WholeStep
 from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink, DeviceView, Gather, WarmPending, chosen
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
@@ -184,14 +186,15 @@ class Outcome:
     sidecar: tuple[torch.Tensor, torch.Tensor]
 
 
-def run(setup: Setup, *, asynchronous: bool, on: str = "pretended") -> Outcome:
-    """All layers of one decode step, each with the output of the one before."""
+def run(setup: Setup, *, asynchronous: bool, as_graph: bool = False, on: str = "pretended") -> Outcome:
+    """All layers of one decode step, each with the output of the one before. as_graph: as one graph, which a GPU replays
+    and a thread stands for where there is none."""
     gpu = gpu_of(on)
     with torch.no_grad(), gpu:
-        return _run(gpu, setup, asynchronous)
+        return _run(gpu, setup, asynchronous or as_graph, as_graph)
 
 
-def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
+def _run(gpu: Gpu, setup: Setup, asynchronous: bool, as_graph: bool) -> Outcome:
     num_layers, num_rows, top_k = setup.ids.shape
     num_experts = setup.maps.shape[1]
     generator = torch.Generator().manual_seed(setup.seed)
@@ -261,15 +264,20 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
     gpu.waits.clear()
     gpu.launches = 0
     by_layer = []
-    for index, layer in enumerate(layers):
-        ids, weights = (
+    routed = [
+        [
             gpu.tensor(torch.from_numpy(np.pad(part[index], ((0, setup.padding), (0, 0)), constant_values=1)))
-            for part in (setup.ids, setup.weights)
-        )
+            for part in (setup.weights, setup.ids)
+        ]
+        for index in range(num_layers)
+    ]
+    if as_graph:
+        x = _run_whole(gpu, setup, running, layers, sidecar, entries, x, routed, every)
+    for index, layer in enumerate([] if as_graph else layers):
         before = len(gpu.waits)
-        x = layer.run(x, weights, ids)
+        x = layer.run(x, *routed[index])
         by_layer.append(len(gpu.waits) - before)
-        ids.zero_()  # a captured piece's outputs lie where later pieces write theirs
+        routed[index][1].zero_()  # a captured piece's outputs lie where later pieces write theirs
     waits, launches = list(gpu.waits), gpu.launches
     gpu.waits.clear()
     report = step.report()
@@ -279,6 +287,55 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
         step.pairs_by_request(), clock.now_ps,
         (peek(sidecar._ids)[:, peek(entries)], peek(sidecar._weights)[:, peek(entries)]),
     )  # fmt: skip
+
+
+def _run_whole(
+    gpu: Gpu,
+    setup: Setup,
+    running: RunningStep,
+    layers: list[MoELayer],
+    sidecar: RoutingSidecar,
+    entries: torch.Tensor,
+    x: torch.Tensor,
+    routed: list[list[torch.Tensor]],
+    every: list[SlotWeights],
+) -> torch.Tensor:
+    """A capture, then a step: this thread is the GPU, another one the host."""
+    step, running.step = running.step, None
+    assert step is not None
+    aside = [layer.aside for layer in layers if layer.aside is not None]
+    messenger = layers[0]._parts.messenger
+    assert messenger is not None
+    padded = gpu.tensor(torch.cat([peek(entries), torch.full((setup.padding,), -1)]))
+    whole = running.whole = WholeStep(
+        aside, messenger, lambda layer: sidecar.note(layer, padded), lambda: None, Cpu(every).execute
+    )
+    asks = not all(layer.holds_everything for layer in aside)
+
+    def forward(run: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        out = x
+        for index in range(len(layers)):
+            out = run(index, out)
+        return out
+
+    forward(lambda index, rows: layers[index].run(rows, *routed[index]))  # before the capture: nobody's rows
+    graph = torch.cuda.CUDAGraph() if gpu.device.type == "cuda" else None
+    launch = lambda index, rows: aside[index].launch(  # noqa: E731
+        rows, *routed[index], sidecar.note(index, padded), object, asks=asks
+    )
+    if graph is not None:
+        with torch.cuda.graph(graph):
+            out = forward(lambda index, rows: layers[index].run(rows, *routed[index]))
+    whole.begin(step, len(x))
+    if graph is not None:
+        graph.replay()
+        whole.serve()
+        return out
+    with ThreadPoolExecutor(1) as pool:
+        host = pool.submit(whole.serve)
+        out = forward(lambda index, rows: rows if host.done() and host.exception() else launch(index, rows))
+        host.result()
+    return out
 
 
 def by_hand(setup: Setup, every: list[SlotWeights], x: torch.Tensor) -> torch.Tensor:

@@ -71,6 +71,26 @@ def test_results_messages_counts_and_simulated_time_are_those_of_the_eager_layer
 
 
 @pytest.mark.parametrize("on", GPUS)
+@settings(max_examples=40, deadline=None)
+@given(setups(), st.integers(0, 3))
+def test_a_step_as_one_graph_gives_what_its_layers_give_one_by_one_with_padding_behind(
+    on: str, setup: Setup, padding: int
+) -> None:
+    if setup.weighs_input:  # refused when the engine starts
+        return
+    padded = dataclasses.replace(setup, padding=padding, slot_bits=16)
+    mine, count = run(padded, asynchronous=True, as_graph=True, on=on), len(setup.owners)
+    eager = run(dataclasses.replace(padded, padding=0), asynchronous=True, on=on)
+    if not padding:
+        compare(mine, eager)
+    near = {"rtol": 1e-4, "atol": 1e-4} if setup.dtype is torch.float32 else {"rtol": 0.1, "atol": 0.05}
+    torch.testing.assert_close(mine.out[:count], eager.out, **near)  # matrices of more rows round otherwise
+    assert mine.pairs == eager.pairs
+    assert mine.now_ps == eager.now_ps
+    assert all(torch.equal(a, b) for a, b in zip(mine.sidecar, eager.sidecar, strict=True))
+
+
+@pytest.mark.parametrize("on", GPUS)
 @settings(max_examples=40)
 @given(setups(), st.integers(0, 2**16))
 def test_what_the_hosts_cpu_computes_beside_is_added_too_and_counted_alike(on: str, setup: Setup, seed: int) -> None:

@@ -144,6 +144,26 @@ for case in range(60):
         kernels.add_rows(out, partial, mine.sent_rows[:sent])
         routing.add_rows(other, partial, theirs.sent_rows[:sent])
         assert torch.equal(out, other)
+    live, answer = torch.tensor([int(random.integers(0, rows + 1))], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    given, notes = (expert_map, ids, gates, x), [Note(entries.clone(), *(part.clone() for part in notes[0][1:])) for _ in range(2)]
+    for note in notes:
+        note.entries[int(live):] = -1  # as vLLM pads
+    mine, theirs = fields(rows, k, x.dtype, 0), fields(rows, k, x.dtype, 0)
+    kernels.split(*given, mine, slots, notes[0], True, live)
+    routing.split(*given, theirs, slots, notes[1], True, live)
+    assert all(torch.equal(a, b) for a, b in zip(*notes))
+    sent, alive = int(theirs.head[1]), int(live)
+    assert mine.head[:2].tolist() == theirs.head[:2].tolist() and mine.word[0] == 1
+    for name, count in (("ids", alive), ("weights", alive), ("slots", alive), ("sent_rows", sent), ("x", sent), ("x_here", rows)):
+        assert torch.equal(getattr(mine, name)[:count], getattr(theirs, name)[:count]), (case, name)
+    assert (mine.slots >= 0).all() and (mine.slots <= slots).all()  # of padding too
+    out, sums = torch.from_numpy(random.standard_normal((rows, HIDDEN), dtype=np.float32)), torch.ones(rows, HIDDEN)
+    other = out.clone()
+    for module, into, to in ((kernels, mine, out), (routing, theirs, other)):
+        answer[0] = 1
+        module.take_answer(answer, to, sums, into)
+        assert answer[0] == 0
+    assert torch.equal(out, other)
 print("equal")
 """  # noqa: E501
 
@@ -205,7 +225,7 @@ def test_every_specialisation_compiles_for_a_hopper_gpu_and_its_registers_suffic
     source = "import runpy, sys; sys.path.insert(0, sys.argv[1]); sys.argv[1:] = ['--targets', '90']; "
     source += "runpy.run_path(sys.path[0] + '/compiled_kernels.py', run_name='__main__')"
     found = json.loads(program(source, Path(__file__).parent)[-1])
-    assert [row["kernel"] for row in found["results"]] == ["add_partial", "split_rows"]
+    assert [row["kernel"] for row in found["results"]] == ["add_partial", "split_rows", "wait_for"]
     assert not [row["case"] for row in found["specialisations"] if row["stack_bytes"] > 8]
     told = [row["to the host"] for row in found["specialisations"] if row["kernel"] == "split_rows"]
     assert told == [[["@first", "st.release.sys.global.u32"]]] * len(told), (

@@ -158,7 +158,7 @@ class Assembly:
             hot=hot,
             device=device,
             planner=planner,
-            running=RunningStep(),
+            running=RunningStep(captures_whole_steps=limits.captures_whole_steps(facts.vllm_config)),
             views=HotViews(run.splitter, self._held.w13.device),
             host=self.make_host(),
             messenger=self.make_messenger(),

@@ -249,6 +249,10 @@ class RowLocator:
             self._refuse()
         return rows, entries
 
+    def entries(self) -> torch.Tensor:
+        """Where the runner writes the KV entries of a forward pass, padding included: i64 [T], the same for a graph."""
+        return get_forward_context().slot_mapping[self.group.layer_name]
+
     def settle(self) -> None:
         """The step has run: raise if its rows were not whose we took them for, before its tokens are handed out."""
         if self._late is not None and not self._late.settle():

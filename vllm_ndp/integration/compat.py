@@ -445,7 +445,12 @@ def keep_moe_out_of_graphs(vllm_config: VllmConfig) -> None:
     """A captured graph cannot wait for a device in another process; torch.compile stays on."""
     if on_cpu():
         return  # no graphs on CPU; the opaque operator is enough
-    if limits.configure_graphs(vllm_config):
+    if limits.captures_whole_steps(vllm_config) and limits.configure_graphs(vllm_config):
+        say(
+            "a decode step is one captured graph, in which each MoE layer asks the host "
+            "(cudagraph_mode FULL_DECODE_ONLY)"
+        )
+    elif limits.configure_graphs(vllm_config):
         say("captured graphs end before each MoE layer (cudagraph_mode PIECEWISE)")
     else:
-        say("cudagraph_mode is NONE, since a captured graph cannot wait for the device; PIECEWISE may be asked for")
+        say("cudagraph_mode is NONE: FULL_DECODE_ONLY makes one graph of a decode step, PIECEWISE several")

@@ -140,13 +140,15 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         """Never, as attention layers see it: they then skip their two calls to us, in each layer of each step."""
         return False
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        current_controller().begin_forward(forward_context)
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
 
-    def wait_for_save(self) -> None: ...
+    def wait_for_save(self) -> None:
+        current_controller().end_forward()
 
     # -- scheduler side -------------------------------------------------------------------------------------------
 

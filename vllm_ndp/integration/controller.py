@@ -15,13 +15,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ndp_device.common.errors import ConfigError, NdpError
-from vllm_ndp.integration import compat, startup_table
+from ndp_device.common.widths import FULL_PRECISION_BITS
+from vllm_ndp.integration import compat, startup_table, vllm_private
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.batch import RowLocator, TrackedRequest
 from vllm_ndp.integration.compat import say
+from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.cuda.streams import Arrival, make_stream, pinned_for
-from vllm_ndp.integration.device_link import DeviceView
+from vllm_ndp.integration.cuda.whole_step import WholeStep
+from vllm_ndp.integration.device_link import DeviceView, HostCpuExperts
 from vllm_ndp.integration.other_connectors import loads_of
 from vllm_ndp.integration.recording import RunRecorder, run_provenance
 from vllm_ndp.integration.report import StepReport
@@ -31,6 +37,7 @@ from vllm_ndp.integration.serving.live import made_of
 from vllm_ndp.integration.step import Before, Step, StepParts
 from vllm_ndp.integration.step_log import LateReport, StepLog
 from vllm_ndp.layer.setup import Scheduling
+from vllm_ndp.layer.split import Pairs
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -61,6 +68,8 @@ class NdpController:
         self.steps = StepParts(shape.num_layers * shape.top_k, worker.run, locator, sidecar, send)
         if sidecar.on_host is not None and send is None:
             worker.run.splitter.note_into(*sidecar.on_host)
+        if parts.running.captures_whole_steps:
+            parts.running.whole = self._make_whole_step()
         self.log = StepLog(worker, self._open_recorder(num_blocks, group.block_size))
         self.log.note_plan(0)
         self._last_planned: list[TrackedRequest] = []  # under the plan in force; they may have ended
@@ -82,6 +91,50 @@ class NdpController:
         if stage.count > 1:
             directory /= f"stage-{stage.index}"
         return RunRecorder(directory, run_provenance(self.worker, scheduling), self.steps.sidecar)
+
+    def _make_whole_step(self) -> WholeStep:
+        """What vLLM captures with our layers in it. Raises ConfigError where a layer cannot be captured."""
+        facts, parts, locator, sidecar = self.worker.facts, self.worker.parts, self.steps.locator, self.steps.sidecar
+        layers = [layer.aside for layer in self.worker.layers if layer.aside is not None]
+        if parts.messenger is None or parts.weighs_input:
+            raise ConfigError(limits.cannot_capture("layers that wait for the host, or whose router weighs the input"))
+        stand_in: list[HostCpuExperts] = []
+
+        def compute(layer: int, x: NDArray[np.float32], pairs: Pairs) -> NDArray[np.float32]:
+            if (link := parts.device.link) is not None and (found := link.stand_in(layer, x, pairs)) is not None:
+                return found
+            if not stand_in:
+                stand_in.append(HostCpuExperts(facts.model_dir, facts.kernel, facts.layers))
+            return stand_in[0].execute(layer, x, pairs._replace(bits=np.full_like(pairs.bits, FULL_PRECISION_BITS)))
+
+        vllm_private.full_graphs_where(self.worker.runner, self._fits_a_graph)
+        return WholeStep(
+            layers,
+            parts.messenger,
+            lambda layer: sidecar.note(layer, locator.entries()),
+            parts.hot.wait_for_all,
+            compute,
+        )
+
+    def _fits_a_graph(self) -> bool:
+        """Whether the running step, if there is one, may be a captured one: each of its rows decodes a request."""
+        step = self.worker.parts.running.step
+        return step is None or all(
+            span.num_tokens == 1 and span.start >= span.first_decode for span in step.spans.values()
+        )
+
+    def begin_forward(self, forward_context: Any) -> None:
+        """vLLM is about to run the model: if it replays a graph with our layers in it, get ready to answer them."""
+        running = self.worker.parts.running
+        if running.whole is None or running.step is None:
+            return
+        if getattr(forward_context.cudagraph_runtime_mode, "name", "") == "FULL":
+            running.whole.begin(running.step, forward_context.batch_descriptor.num_tokens)
+
+    def end_forward(self) -> None:
+        """It has launched it."""
+        if (whole := self.worker.parts.running.whole) is not None:
+            whole.serve()
 
     def _close(self) -> None:
         global _current

@@ -354,13 +354,23 @@ class DeviceLink:
         if self._local is None:
             return None
         activations = x.detach().float().cpu().numpy()
-        asked = pairs.rows.astype(np.int32), pairs.experts, pairs.bits, pairs.topk_weights
+        partial = self._stand_in(layer, activations, pairs.rows.astype(np.int32), pairs)
+        return None if partial is None else torch.from_numpy(partial).to(x.device)
+
+    def stand_in(self, layer: int, x: NDArray[np.float32], pairs: Pairs) -> NDArray[np.float32] | None:
+        """The same for the rows that were sent, x [S, H] -> [S, H]."""
+        return None if self._local is None else self._stand_in(layer, x, pairs.local, pairs)
+
+    def _stand_in(
+        self, layer: int, x: NDArray[np.float32], rows: NDArray[np.int32], pairs: Pairs
+    ) -> NDArray[np.float32] | None:
+        assert self._local is not None
+        asked = rows, pairs.experts, pairs.bits, pairs.topk_weights
         try:
-            partial = self._local.execute(self._layers[layer], activations, *asked)
+            return self._local.execute(self._layers[layer], x, *asked)
         except ReplicaError as error:
             say(f"{error}; computing in full precision instead")
             return None
-        return torch.from_numpy(partial).to(x.device)
 
     def close(self) -> None:
         self.members.close()

@@ -129,9 +129,9 @@ class MoELayer:
         self.index, self._parts = index, parts
         self._slots, self._device, self._link = parts.hot.layers[index], parts.device, parts.device.link
         self._shared, self._fixed = shared, fixed
-        self._aside = None
+        self.aside = None
         if parts.messenger is not None:
-            self._aside = AsideLayer(index, self._slots, self._link, parts.host, parts.messenger, self._compute_here)
+            self.aside = AsideLayer(index, self._slots, self._link, parts.host, parts.messenger, self._compute_here)
 
     def run(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, beside: Callable[[], object] = object
@@ -142,7 +142,11 @@ class MoELayer:
         """
         step = self._parts.running.step
         if step is None:
-            refuse_capture(self.index, x)
+            whole = self._parts.running.whole
+            if whole is not None and self.aside is not None and whole.takes(len(x)):
+                return whole.launch(self.aside, x, topk_weights, topk_ids, beside)
+            if not self._parts.running.captures_whole_steps or whole is not None:
+                refuse_capture(self.index, x)
             beside()
             out = self._slots.run_anything(self._weighed(x, topk_weights), self._applied(topk_weights), topk_ids)
         else:
@@ -199,7 +203,7 @@ class MoELayer:
     ) -> torch.Tensor:
         """Split, start what runs beside, compute the hot pairs, collect, account."""
         parts, note = self._parts, step.note_of(self.index)
-        aside = self._aside if self._aside is not None and self._aside.takes(step) else None
+        aside = self.aside if self.aside is not None and self.aside.takes(step) else None
         if note is not None and (aside is None or parts.weighs_input):
             note.write(topk_ids, topk_weights)
             note = None

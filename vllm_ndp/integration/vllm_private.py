@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from ndp_device.common.errors import ConfigError
+
 F = TypeVar("F", bound=Callable[..., Any])
 _MOE = "model_executor/layers/fused_moe"
 _SHARED = f"{_MOE}/runner/shared_experts.py"
@@ -90,6 +92,22 @@ def attention_operators(compilation_config: Any) -> list[str]:
 def metric_classes(metrics: Any) -> tuple[Any, Any, Any]:
     """Classes of counters, histograms and gauges, of Prometheus or of Ray, for a connector's metrics."""
     return metrics._counter_cls, metrics._histogram_cls, metrics._gauge_cls
+
+
+@touches("v1/cudagraph_dispatcher.py", "CudagraphDispatcher.dispatch")
+def full_graphs_where(runner: Any, fits: Callable[[], bool]) -> None:
+    """Have a runner replay full graphs in steps only that fit. Raises ConfigError for one that chooses otherwise."""
+    from vllm.config import CUDAGraphMode
+
+    if (dispatcher := getattr(runner, "cudagraph_dispatcher", None)) is None:
+        raise ConfigError("a decode step as one graph needs vLLM's model runner V1: set VLLM_USE_V2_MODEL_RUNNER=0")
+    stock = dispatcher.dispatch
+
+    def dispatch(*args: Any, invalid_modes: Any = None, **kwargs: Any) -> Any:
+        invalid = set(invalid_modes or ()) | (set() if fits() else {CUDAGraphMode.FULL})
+        return stock(*args, invalid_modes=invalid, **kwargs)
+
+    dispatcher.dispatch = dispatch
 
 
 # -- layers --------------------------------------------------------------------------------------------------------

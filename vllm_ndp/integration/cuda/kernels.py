@@ -34,36 +34,59 @@ only where the host has native atomics. Every thread runs this, and the others s
 set the word back to 0."""
 
 
+_WAIT = tl.constexpr("""{
+.reg .pred done; .reg .u32 thread, seen;
+mov.u32 thread, %tid.x;
+setp.ne.u32 done, thread, 0;
+@done bra over;
+again:
+ld.acquire.sys.global.u32 seen, [$1];
+setp.ne.u32 done, seen, 1;
+@done bra again;
+st.relaxed.sys.global.u32 [$1], 0;
+over:
+mov.u32 $0, 0;
+}""")
+"""One thread looks until the host has stored 1, and clears the word for the layer after."""
+
+
 @triton.jit
 def split_rows(
     expert_map, ids, weights, x, stride, slots, x_here, weights_here, head, sent_rows, ids_out, weights_out, out, word,
-    entries, noted_ids, noted_weights, num_rows, elsewhere, hidden,
+    entries, noted_ids, noted_weights, live, num_rows, elsewhere, hidden,
     STAYS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-    NOTES: tl.constexpr, TELLS: tl.constexpr, BY_EXCHANGE: tl.constexpr,
+    NOTES: tl.constexpr, TELLS: tl.constexpr, PADDED: tl.constexpr, BY_EXCHANGE: tl.constexpr,
 ):  # fmt: skip
     """Program (i, b): block b of row i, and of the i-th row that leaves, into the host's memory. STAYS: the place that
     is no slot and whose pairs stay. ROWS and COLUMNS: T and k rounded up to powers of two. NOTES: entries is where the
-    routing is noted. TELLS: the host waits. BY_EXCHANGE: for Triton's interpreter.
+    routing is noted. TELLS: the host waits. PADDED: live has the rows that are none. BY_EXCHANGE: for Triton's
+    interpreter.
 
     Each finds the rows for itself, since a second launch costs the host more; the first writes them. The last to end
     tells the host that all of it is there. Each counts after it has written, and the word follows the last count."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
-    here = (row[:, None] < num_rows) & (column[None, :] < K)
+    every = (row[:, None] < num_rows) & (column[None, :] < K)
+    here = every
+    nowhere = tl.zeros([ROWS, COLUMNS], tl.int32) + elsewhere
+    if PADDED:
+        count = tl.load(live)
+        here = every & (row[:, None] < count)
+        nowhere = tl.where(row[:, None] < count, nowhere, tl.maximum(elsewhere, 0))
     at = row[:, None] * K + column[None, :]
     expert = tl.load(ids + at, mask=here, other=0)
-    where = tl.load(expert_map + expert, mask=here, other=0)
+    where = tl.load(expert_map + expert, mask=here, other=-1)
     in_row = tl.sum((here & (where < 0) & (where != STAYS)).to(tl.int32), axis=1)
     leaves = (in_row > 0).to(tl.int32)
     rank = tl.cumsum(leaves, axis=0) - leaves
     num_sent = tl.sum(leaves, axis=0)
     i = tl.program_id(0)
     if (i == 0) & (tl.program_id(1) == 0):
-        tl.store(slots + at, tl.where(where >= 0, where, elsewhere), mask=here)
+        tl.store(slots + at, tl.where(where >= 0, where, nowhere), mask=every)
         weight = tl.load(weights + at, mask=here, other=0.0)
         tl.store(weights_here + at, weight, mask=here)
         if NOTES:
-            entry = tl.load(entries + row, mask=row < num_rows, other=0)
+            entry = tl.load(entries + row, mask=row < (count if PADDED else num_rows), other=0)
             noted = entry[:, None] * K + column[None, :]
             tl.store(noted_ids + noted, expert.to(tl.int16), mask=here)
             tl.store(noted_weights + noted, weight, mask=here)
@@ -93,15 +116,29 @@ def split_rows(
 
 
 @triton.jit
-def add_partial(out, stride, partial, rows, hidden, WIDTH: tl.constexpr):
-    """Program (i, b): out[rows[i]] += partial[i] in block b; one rounding."""
+def add_partial(out, stride, partial, rows, head, hidden, WIDTH: tl.constexpr, COUNTED: tl.constexpr):
+    """Program (i, b): out[rows[i]] += partial[i] in block b; one rounding. COUNTED: the packet's head says of how many
+    rows."""
     i = tl.program_id(0)
-    row = tl.load(rows + i)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < hidden
+    if COUNTED:
+        inside = inside & (i < tl.load(head + 1))
+        row = tl.load(rows + i, mask=i < tl.load(head + 1), other=0)
+    else:
+        row = tl.load(rows + i)
     mine = out + row * stride + column
     total = tl.load(mine, mask=inside).to(tl.float32) + tl.load(partial + i.to(tl.int64) * hidden + column, mask=inside)
     tl.store(mine, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def wait_for(word, BY_EXCHANGE: tl.constexpr):
+    """The host's answer is there when this has run."""
+    if BY_EXCHANGE:
+        tl.atomic_xchg(word, 0, sem="acquire", scope="sys")
+    else:
+        tl.inline_asm_elementwise(_WAIT, "=r,l", [word.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 def split(
@@ -113,12 +150,13 @@ def split(
     elsewhere: int,
     note: Note | None = None,
     tells: bool = True,
+    live: torch.Tensor | None = None,
 ) -> None:
     """As routing.split."""
     num_rows, top_k = topk_ids.shape
     hidden, stride = x.shape[1], x.stride(0)
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
-    is_so = note is not None, tells
+    is_so = note is not None, tells, live is not None
     noted = Note(into.sent_rows, into.slots, into.weights_here) if note is None else note  # of the same types
     _launch(
         split_rows,
@@ -126,7 +164,8 @@ def split(
         ("split", x.get_device(), num_rows, top_k, elsewhere, hidden, stride, topk_ids.dtype, x.dtype, *is_so),
         (expert_map, topk_ids, topk_weights, x, *noted),
         expert_map, topk_ids, topk_weights, x, stride, into.slots, into.x_here, into.weights_here, into.head,
-        into.sent_rows, into.ids, into.weights, into.x, into.word, *noted, num_rows, elsewhere, hidden,
+        into.sent_rows, into.ids, into.weights, into.x, into.word, *noted,
+        into.head if live is None else live, num_rows, elsewhere, hidden,
         ELSEWHERE, top_k, _rounded_up(num_rows), _rounded_up(top_k), BLOCK, *is_so, INTERPRETED,
     )  # fmt: skip
 
@@ -139,8 +178,15 @@ def add_rows(out: torch.Tensor, partial: torch.Tensor, rows: torch.Tensor) -> No
         (len(rows), -(-hidden // BLOCK), 1),
         ("add", out.get_device(), len(rows), hidden, stride, out.dtype),
         (out, partial, rows),
-        out, stride, partial, rows, hidden, BLOCK,
+        out, stride, partial, rows, rows, hidden, BLOCK, False,
     )  # fmt: skip
+
+
+def take_answer(answer: torch.Tensor, out: torch.Tensor, sums: torch.Tensor, into: Fields) -> None:
+    """As routing.take_answer. answer and sums are pinned memory of the host, which the GPU reads where it lies."""
+    wait_for[1, 1, 1](answer, INTERPRETED, num_warps=1)
+    grid = len(sums), -(-out.shape[1] // BLOCK), 1
+    add_partial[grid](out, out.stride(0), sums, into.sent_rows, into.head, out.shape[1], BLOCK, True)
 
 
 def _rounded_up(count: int) -> int:

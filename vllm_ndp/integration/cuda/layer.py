@@ -27,6 +27,8 @@ from vllm_ndp.layer.split import Pairs, Split
 
 ComputeHere = Callable[[torch.Tensor, torch.Tensor, Pairs], None]
 """Adds to `out` what the pairs of a call without an answer give: (out, x, pairs)."""
+StandIn = Callable[[int, NDArray[np.float32], Pairs], NDArray[np.float32]]
+"""What they give, on the CPU: (layer, their rows f32 [S, H], pairs) -> sums f32 [S, H]."""
 
 
 class AsideLayer:
@@ -82,8 +84,7 @@ class AsideLayer:
             beside()
             out = self._run_hot(here, are_named=self._elsewhere >= 0)
             if ahead is not None:
-                asked = self._sent_ahead(step, packet, ahead)
-                ahead = None
+                asked, ahead = self._sent_ahead(step, packet, ahead, packet.require), None
             assert asked is not None
             sums = self._sums(packet.arrays, asked)
         except BaseException:
@@ -114,16 +115,73 @@ class AsideLayer:
         self._routing.split(self._slots.expert_map, topk_ids, topk_weights, x, here, -1, note, False)
         beside()
         out = self._run_hot(here, are_named=isinstance(self._kernel, CudaSlotKernel))
+        self.note_later(step)
+        return out
 
+    # -- in a graph of the whole step -----------------------------------------------------------------------------
+
+    def launch(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        note: Note,
+        beside: Callable[[], object],
+        *,
+        asks: bool,
+    ) -> torch.Tensor:
+        """All of a layer by the GPU alone, for a graph: it asks the host, if it does, and waits for the answer there.
+        The arguments are those of `run`, with padding behind the rows that count."""
+        messenger, here = self._messenger, self._messenger.packet(len(x)).here
+        elsewhere, weights = self._elsewhere if asks else -1, topk_weights.to(torch.float32)
+        self._routing.split(self._slots.expert_map, topk_ids, weights, x, here, elsewhere, note, asks, messenger.live)
+        beside()
+        are_named = elsewhere >= 0 if asks else isinstance(self._kernel, CudaSlotKernel)
+        out = self._run_hot(here, are_named=are_named, in_graph=True)
+        if asks:
+            self._routing.take_answer(messenger.answer, out, messenger.host_sums[: len(x)], here)
+        return out
+
+    def serve(self, step: Step, packet: Packet, watch: Callable[[], object], stand_in: StandIn) -> None:
+        """The host's side of `launch`: what the GPU asks, it gets. watch: raises where no question will come."""
+        step.take().begin_layer()
+        asked, ahead = None, self._send_ahead(step, packet)
+        try:
+            if ahead is None:
+                packet.look(watch)
+                asked = self._send(step, packet.arrays, self._split(step, *packet.arrays.addresses))
+            else:
+                asked, ahead = self._sent_ahead(step, packet, ahead, watch), None
+            sums = self._sums(packet.arrays, asked)
+        except BaseException:
+            if ahead is not None:
+                ahead.order.sender.cancel()
+            if asked is not None and asked.call is not None:
+                asked.call.abandon()
+            raise
+        split, call, left = asked
+        answered = call is None or call.answer is not None
+        if not answered:  # on the CPU, because the GPU waits
+            rows = _places(left, split.device)
+            here = stand_in(self.index, as_float32(packet.arrays.x[rows]), split.device)
+            parts = [(rows, here)] if sums is None else [(np.arange(len(left)), sums), (rows, here)]
+            sums = _added(parts, len(left))
+        self._messenger.put(sums)
+        step.end_layer(self.index, split, None if call is None else call.answer, answered=answered)
+
+    def note_later(self, step: Step) -> None:
+        """The host's side of a layer that does not ask."""
+        step.end_later(self.index, self._counted(step))
+
+    def _counted(self, step: Step) -> Callable[[NDArray[np.int32]], None]:
         def end(found: NDArray[np.int32]) -> None:
             step.take().begin_layer()
             weights = np.ones(found.shape, np.float32)  # nothing leaves with them
             step.end_layer(self.index, self._split(step, found.ctypes.data, weights.ctypes.data), None)
 
-        step.end_later(self.index, end)
-        return out
+        return end
 
-    def _run_hot(self, here: Fields, *, are_named: bool) -> torch.Tensor:
+    def _run_hot(self, here: Fields, *, are_named: bool, in_graph: bool = False) -> torch.Tensor:
         """are_named: no slot is -1, so that the kernel may take them as they are."""
         if not self._num_slots:
             return torch.zeros_like(here.x_here)
@@ -135,7 +193,7 @@ class AsideLayer:
                 run = self._kernel.run_named
             return run(here.x_here, self._held, here.weights_here, here.slots)
 
-        if self._messenger.graphs is None:
+        if in_graph or self._messenger.graphs is None:
             return compute()
         return self._messenger.graphs.run((self.index, are_named), here.x_here, compute)
 
@@ -163,12 +221,12 @@ class AsideLayer:
         handle = self._link.send_ahead(step, self.index, order, packet.arrays.x)
         return None if handle is None else _Ahead(order, handle)
 
-    def _sent_ahead(self, step: Step, packet: Packet, ahead: _Ahead) -> _Asked:
+    def _sent_ahead(self, step: Step, packet: Packet, ahead: _Ahead, require: Callable[[], object]) -> _Asked:
         """Go on from where the thread has come to."""
         assert self._link is not None
-        outcome = ahead.order.sender.end(packet.require)
-        if outcome.state is State.LEFT:
-            return self._ask(step, packet)
+        outcome = ahead.order.sender.end(require)
+        if outcome.state is State.LEFT:  # it has seen the packet
+            return self._send(step, packet.arrays, self._split(step, *packet.arrays.addresses))
         split = step.parts.run.splitter.found()
         if outcome.state is State.FOUND:
             return self._send(step, packet.arrays, split)

@@ -17,6 +17,7 @@ import torch
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import GPU_RUNGS
 from vllm_ndp.integration import vllm_private
+from vllm_ndp.integration.cuda.messenger import MOST_ROWS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,6 +40,8 @@ LONG_SPIN_US, MANY_CORES = "5000", 8
 half of Mixtral's experts cold, `plain` gave 93 tokens/s with it, and `thread` 72 with shm.HOST_SPIN_US."""
 SLOT_BITS = (8, 4)
 """Bits of hot slots that a GPU has beside full precision (low_bit_slots.py)."""
+WHOLE_STEPS = "FULL_DECODE_ONLY"
+"""vLLM's name for graphs of whole decode steps, and of nothing else."""
 SPLITTING = ("vllm::moe_forward", "vllm_ndp::moe")
 """Operators that a captured graph must end before: vLLM's own around our layer, and ours where vLLM's is not opaque."""
 
@@ -106,8 +109,18 @@ def refusals(vllm_config: VllmConfig, settings: NdpSettings) -> Iterable[tuple[b
     )
     mode = graph_mode(vllm_config)
     yield (
-        "FULL" in mode,
-        'full CUDA graphs: set "cudagraph_mode":"NONE" in --compilation-config, or "PIECEWISE"',
+        "FULL" in mode and mode != WHOLE_STEPS,
+        'full CUDA graphs of prompts: set "cudagraph_mode":"FULL_DECODE_ONLY" in --compilation-config, or "NONE"',
+    )
+    parallel, several = vllm_config.parallel_config, 'with "cudagraph_mode":"FULL_DECODE_ONLY": set it to "NONE"'
+    yield (
+        mode == WHOLE_STEPS and parallel.world_size * parallel.data_parallel_size > 1,
+        f"several GPUs {several}",
+    )
+    yield mode == WHOLE_STEPS and vllm_config.speculative_config is not None, f"drafts {several}"
+    yield (
+        mode == WHOLE_STEPS and settings.gpu != "auto" and Rung(GPU_RUNGS.index(settings.gpu)) < Rung.KERNELS,
+        f"'gpu' {settings.gpu!r} {several}",
     )
     yield (
         mode == "PIECEWISE" and bool(os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH", "0") not in ("", "0")),
@@ -120,6 +133,18 @@ def refusals(vllm_config: VllmConfig, settings: NdpSettings) -> Iterable[tuple[b
     )
 
 
+def captures_whole_steps(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM captures decode steps with our layers in them."""
+    return graph_mode(vllm_config) == WHOLE_STEPS
+
+
+def cannot_capture(what: str) -> str:
+    return (
+        f'quantization \'ndp\' does not work together with "cudagraph_mode":"{WHOLE_STEPS}" for {what}: set '
+        '"cudagraph_mode":"NONE" in --compilation-config'
+    )
+
+
 def graph_mode(vllm_config: VllmConfig) -> str:
     """The name of the mode that was asked for; empty where none was."""
     mode = vllm_config.compilation_config.cudagraph_mode
@@ -127,10 +152,15 @@ def graph_mode(vllm_config: VllmConfig) -> str:
 
 
 def configure_graphs(vllm_config: VllmConfig) -> bool:
-    """Split captured graphs at our operator where piecewise ones were asked for, else capture none. Returns which."""
+    """Split captured graphs at our operator where piecewise ones were asked for; capture whole decode steps where that
+    was, else none. Returns whether any are captured."""
     from vllm.config import CUDAGraphMode
 
     compilation = vllm_config.compilation_config
+    if captures_whole_steps(vllm_config):
+        most = min(vllm_config.scheduler_config.max_num_seqs, MOST_ROWS)
+        compilation.max_cudagraph_capture_size = min(compilation.max_cudagraph_capture_size or most, most)
+        return True
     if graph_mode(vllm_config) != "PIECEWISE":
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         return False

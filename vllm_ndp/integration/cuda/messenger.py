@@ -13,6 +13,7 @@ layer before. Knows buffers. Does not know what is hot, nor how the device is as
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -32,6 +33,9 @@ MOST_ROWS = 256
 little."""
 CORES = 3
 """Fewest that the thread is used with: host, device and thread spin, and each needs one (docs/log/gpu.md)."""
+
+LOOK_S = 0.1
+"""After so long it is asked whether the GPU still runs."""
 
 MOST_CAPTURED_ROWS = 32
 """Of a step that is captured: each layer keeps a graph for every number of rows that came."""
@@ -114,6 +118,15 @@ class Packet:
         """Wait until the main stream has written it, which raises what went wrong there."""
         self._seen.copy_(self.here.head)
 
+    def look(self, watch: Callable[[], object]) -> None:
+        """Wait until a captured layer has written it. watch: is called now and then, and raises where none will."""
+        look_again_s = time.monotonic() + LOOK_S
+        while not self.arrays.word[0]:
+            if time.monotonic() > look_again_s:
+                watch()
+                look_again_s = time.monotonic() + LOOK_S
+        self.arrays.word[0] = 0
+
     def fetch(self) -> HostFields:
         """Wait for it, where no thread does."""
         self.require()
@@ -153,7 +166,12 @@ class Messenger:
         self._host_memory = pinned(there, dtype=torch.uint8)
         self._seen = pinned(4, dtype=torch.int32)
         self._sums = torch.zeros(most_rows, form.hidden, dtype=torch.float32, device=device)
-        self._host_sums = pinned(most_rows, form.hidden, dtype=torch.float32)
+        self.host_sums = pinned(most_rows, form.hidden, dtype=torch.float32)
+        self.live = torch.zeros(1, dtype=torch.int32, device=device)
+        """Rows of a captured step that are no padding."""
+        self.answer = pinned(16, dtype=torch.int32)
+        """The first is 1 when the sums are there that a captured layer waits for, which then clears it."""
+        self._host_sums, self._answer = self.host_sums.numpy(), self.answer.numpy()
         self._by_rows: dict[int, Packet] = {}
         self._sums_by_rows: dict[int, _Sums] = {}
 
@@ -171,13 +189,19 @@ class Messenger:
         if (known := self._by_rows.get(num_rows)) is None:
             fields = lay_out(self._memory, self._host_memory, num_rows, self._form)
             arrays = HostFields(fields)
-            known = Packet(fields, arrays, arrays.places(self._host_sums), self._sender, self._seen)
+            known = Packet(fields, arrays, arrays.places(self.host_sums), self._sender, self._seen)
             self._by_rows[num_rows] = known
         return known
 
     def arrived(self, num_rows: int) -> NDArray[np.float32]:
         """[n, H], where a packet's thread has put the sums."""
         return self._sums_of(num_rows).array
+
+    def put(self, sums: NDArray[np.float32] | None) -> None:
+        """Answer a captured layer that waits: [n, H] of the rows that left; None where none did."""
+        if sums is not None and sums.ctypes.data != self._host_sums.ctypes.data:  # else a thread has put them there
+            np.copyto(self._host_sums[: len(sums)], sums)
+        self._answer[0] = 1
 
     def bring(self, sums: NDArray[np.float32]) -> torch.Tensor:
         """[n, H] on the device, for the main stream. The caller may write over `sums` at once, as a device does that
@@ -189,6 +213,6 @@ class Messenger:
 
     def _sums_of(self, num_rows: int) -> _Sums:
         if (known := self._sums_by_rows.get(num_rows)) is None:
-            pinned = self._host_sums[:num_rows]
+            pinned = self.host_sums[:num_rows]
             known = self._sums_by_rows[num_rows] = _Sums(pinned.numpy(), pinned, self._sums[:num_rows])
         return known

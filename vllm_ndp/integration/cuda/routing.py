@@ -8,6 +8,7 @@ Triton kernel each; tests hold the two equal. Knows tensors of one layer only.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,20 +20,20 @@ from vllm_ndp.layer.tiers import ELSEWHERE
 
 
 class Routing(NamedTuple):
-    """The two steps, by whatever does them on a device."""
+    """The steps, by whatever does them on a device."""
 
-    split: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Fields, int, Note | None, bool], None]
+    split: Callable[..., None]
     add_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    take_answer: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Fields], None]
 
 
 def routing_by(*, kernels: bool) -> Routing:
     """kernels: those of Triton."""
     if not kernels:
-        return Routing(split, add_rows)
-    from vllm_ndp.integration.cuda.kernels import add_rows as add_partial
-    from vllm_ndp.integration.cuda.kernels import split as split_rows
+        return Routing(split, add_rows, take_answer)
+    from vllm_ndp.integration.cuda import kernels as of_triton
 
-    return Routing(split_rows, add_partial)
+    return Routing(of_triton.split, of_triton.add_rows, of_triton.take_answer)
 
 
 def split(
@@ -44,15 +45,23 @@ def split(
     elsewhere: int,
     note: Note | None = None,
     tells: bool = True,
+    live: torch.Tensor | None = None,
 ) -> None:
     """Fill a packet. expert_map i32 [E]: slot or a place of tiers.py; ids, weights [T, k]; x [T, H].
 
-    elsewhere: a slot that is none. note: where the routing is written, too. tells: the host waits for the word.
+    elsewhere: a slot that is none. note: where the routing is written, too. tells: the host waits for the word. live:
+    i32 [1] on the GPU, how many rows are no padding of a captured graph; None: all. Padding is neither noted nor sent.
     """
     num_rows, top_k = topk_ids.shape
+    if live is not None:
+        padding = torch.arange(num_rows, device=x.device) >= live
+        topk_ids = topk_ids.masked_fill(padding.unsqueeze(1), 0)
     if note is not None:
-        note.write(topk_ids, topk_weights)
+        count = num_rows if live is None else int(live)
+        Note(note.entries[:count], *note[1:]).write(topk_ids[:count], topk_weights[:count])
     where = expert_map.index_select(0, topk_ids.reshape(-1).long()).view(num_rows, top_k)
+    if live is not None:
+        where = where.masked_fill(padding.unsqueeze(1), max(elsewhere, 0))
     into.slots.copy_(where.masked_fill(where < 0, elsewhere))
     into.ids.copy_(topk_ids, non_blocking=True)
     into.weights.copy_(topk_weights, non_blocking=True)
@@ -84,3 +93,15 @@ def add_rows(out: torch.Tensor, partial: torch.Tensor, rows: torch.Tensor) -> No
         out.add_(partial)
     else:
         out.index_copy_(0, rows, out.index_select(0, rows).add_(partial))
+
+
+def take_answer(answer: torch.Tensor, out: torch.Tensor, sums: torch.Tensor, into: Fields) -> None:
+    """Wait for the word `answer` i32 [1] of the host and clear it; add its sums f32 [T, H] to the rows that left.
+
+    For memory of the host: this waits in its thread.
+    """
+    while not int(answer[0]):
+        time.sleep(0)
+    answer[0] = 0
+    count = int(into.head[1])
+    add_rows(out, sums[:count].to(out.device), into.sent_rows[:count])
