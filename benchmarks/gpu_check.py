@@ -42,7 +42,7 @@ PIECES = {
     "rungs": Piece("With which rung does it serve?", 4.6, right.rungs, engines.RUNGS, apart=True, ladder=True),
     "identity": Piece(
         "Is it stock vLLM in fp32 when nothing is quantized?", 1.8, right.identity,
-        ("4 hot", "8 hot", "4 hot in pieces"), 2,
+        ("4 hot", "8 hot", "4 hot in one graph", "8 hot in one graph", "4 hot in pieces"), 3,
     ),
     "wide": Piece("How long does it take to make and to quantize four layers at full width?", 2, speed.wide),
     "speed": Piece("How fast is it beside what a user has?", 4.5, speed.speed, OF_SPEED[: speed.FIRST], 2),

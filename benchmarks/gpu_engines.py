@@ -28,6 +28,8 @@ HALF = {"hot_experts": 4, "replicas": str(REPLICAS), "execution": "paper", "dead
 RUNGS = ("stock", *GPU_RUNGS)
 IN_PIECES: dict[str, Any] = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "PIECEWISE"}}
 """Options of an engine that captures graphs between MoE layers."""
+IN_ONE: dict[str, Any] = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}
+"""Of one that makes one graph of a decode step."""
 RUNG = "NDP_GPU_RUNG"
 """In the environment: the setting `gpu` of engines that name none."""
 

@@ -156,7 +156,11 @@ def identity(run: Run, way: str) -> list[Row]:
         wanted = engines.token_ids(engines.greedy(llm, PROMPTS, tokens))
         engines.end(llm)
     settings = {"hot_experts": int(way.split()[0]), "cold_precision": "full", "deadline_ms": PATIENT_MS}
-    options = engines.IN_PIECES if way.endswith("in pieces") else {}
+    options: dict[str, Any] = {}
+    if way.endswith("in pieces"):
+        options = engines.IN_PIECES
+    elif way.endswith("in one graph"):
+        options = engines.IN_ONE | {"compilation_config": {**engines.IN_ONE["compilation_config"], "mode": 0}}
     if options and not engines.on_gpu():
         raise LeftOutError("no graph is captured without a GPU; test_cuda_rungs.py has what stands for one")
     llm = engines.engine(settings, dtype="float32", **options)

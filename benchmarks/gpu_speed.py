@@ -118,14 +118,16 @@ def timeline(run: Run) -> dict[str, Any]:
 SLOW = {"deadline_ms": PATIENT_MS, "execution": "paper"}
 IN_PIECES = engines.IN_PIECES
 WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+    "4 of 8 hot in one graph": ({"hot_experts": 4, **SLOW}, engines.IN_ONE),
+    "8 of 8 hot in one graph": ({"hot_experts": 8, **SLOW}, engines.IN_ONE),
+    "stock with graphs": (None, {"enforce_eager": False}),
+    "stock, half the experts offloaded": (None, {"cpu_offload_gb": WIDE_LAYERS * 4 * 0.33}),
+    "4 of 8 hot": ({"hot_experts": 4, **SLOW}, {}),
     "stock": (None, {}),
     "8 of 8 hot": ({"hot_experts": 8, **SLOW}, {}),
-    "4 of 8 hot": ({"hot_experts": 4, **SLOW}, {}),
-    "stock, half the experts offloaded": (None, {"cpu_offload_gb": WIDE_LAYERS * 4 * 0.33}),
     "4 of 8 hot in pieces": ({"hot_experts": 4, **SLOW}, IN_PIECES),
     "8 of 8 hot in pieces": ({"hot_experts": 8, **SLOW}, IN_PIECES),
     "stock in pieces": (None, IN_PIECES),
-    "stock with graphs": (None, {"enforce_eager": False}),
     "8 of 8 hot at 4 bits": ({"hot_experts": 8, "slot_bits": 4, **SLOW}, {}),
     "4 of 8 hot, plain": ({"hot_experts": 4, "debug": {"gpu": "plain"}, **SLOW}, {}),
     "8 of 8 hot at 8 bits": ({"hot_experts": 8, "slot_bits": 8, **SLOW}, {}),

@@ -74,7 +74,8 @@ def split(
     constants = {"STAYS": ELSEWHERE, "K": top_k, "ROWS": triton.next_power_of_2(rows)}
     constants |= {"COLUMNS": triton.next_power_of_2(top_k), "WIDTH": kernels.BLOCK}
     constants |= {"NOTES": True, "TELLS": True, "PADDED": padded, "BY_EXCHANGE": False}
-    name = f"{rows} rows, top {top_k}, ids {ids[1:]}, elsewhere {elsewhere}, {dtype[1:]}, hidden {hidden}{', padded' * padded}"
+    name = f"{rows} rows, top {top_k}, ids {ids[1:]}, elsewhere {elsewhere}, {dtype[1:]}, hidden {hidden}"
+    name += ", padded" * padded
     return Case(name, kernels.split_rows, given, constants)
 
 

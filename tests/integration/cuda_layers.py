@@ -187,8 +187,8 @@ class Outcome:
 
 
 def run(setup: Setup, *, asynchronous: bool, as_graph: bool = False, on: str = "pretended") -> Outcome:
-    """All layers of one decode step, each with the output of the one before. as_graph: as one graph, which a GPU replays
-    and a thread stands for where there is none."""
+    """All layers of one decode step, each with the output of the one before. as_graph: as one graph, which a GPU
+    replays and a thread stands for where there is none."""
     gpu = gpu_of(on)
     with torch.no_grad(), gpu:
         return _run(gpu, setup, asynchronous or as_graph, as_graph)

@@ -23,9 +23,16 @@ def configuration(mode: str | None = None, **changed: Any) -> Any:
         splitting_ops=None,
         _attention_ops=["vllm::unified_attention_with_output"],
         use_inductor_graph_partition=False,
+        max_cudagraph_capture_size=None,
     )
     offload = SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0))
-    config = SimpleNamespace(compilation_config=compilation, offload_config=offload, speculative_config=None)
+    config = SimpleNamespace(
+        compilation_config=compilation,
+        offload_config=offload,
+        speculative_config=None,
+        parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=1000),
+    )
     for name, value in changed.items():
         *path, last = name.split("__")
         target: Any = config
@@ -49,14 +56,16 @@ def test_a_plain_configuration_is_not_refused(mode: str | None) -> None:
     [
         ({"offload_config__uva__cpu_offload_gb": 4}, "--cpu-offload-gb"),
         ({"offload_config__prefetch__offload_group_size": 2}, "--offload-group-size"),
-        ({"mode": "FULL"}, '"cudagraph_mode":"NONE"'),
-        ({"mode": "FULL_AND_PIECEWISE"}, '"PIECEWISE"'),
+        ({"mode": "FULL"}, '"cudagraph_mode":"FULL_DECODE_ONLY"'),
+        ({"mode": "FULL_AND_PIECEWISE"}, '"NONE"'),
+        ({"mode": "FULL_DECODE_ONLY", "parallel_config__world_size": 2}, "several GPUs"),
+        ({"mode": "FULL_DECODE_ONLY", "speculative_config": object()}, "drafts"),
         (
             {"mode": "PIECEWISE", "compilation_config__use_inductor_graph_partition": True},
             "use_inductor_graph_partition",
         ),
     ],
-    ids=["offload", "prefetch", "full", "full and piecewise", "inductor's partition"],
+    ids=["offload", "prefetch", "full", "full and piecewise", "several GPUs", "drafts", "inductor's partition"],
 )
 def test_what_would_not_be_effective_is_refused_with_its_switch(changed: dict[str, Any], switch: str) -> None:
     (what,) = refused(configuration(**changed))
@@ -88,6 +97,17 @@ def test_graphs_are_off_unless_pieces_were_asked_for() -> None:
     assert pieces.compilation_config.splitting_ops[0] in pieces.compilation_config._attention_ops
     assert set(limits.SPLITTING) <= set(pieces.compilation_config.splitting_ops)
     assert pieces.compilation_config._attention_ops == ["vllm::unified_attention_with_output"]  # vLLM's own list
+
+
+@pytest.mark.parametrize(("asked", "most"), [(None, 256), (64, 64), (512, 256)])
+def test_whole_steps_are_captured_for_as_many_rows_as_layers_take(asked: int | None, most: int) -> None:
+    config = configuration("FULL_DECODE_ONLY", compilation_config__max_cudagraph_capture_size=asked)
+    assert refused(config) == []
+    assert limits.captures_whole_steps(config)
+    assert limits.configure_graphs(config)
+    assert config.compilation_config.max_cudagraph_capture_size == most
+    (what,) = refused(config, NdpSettings(gpu="plain"))
+    assert "'plain'" in what
 
 
 def test_shared_experts_beside_pieces_of_graphs_are_refused_by_the_name_of_a_layer() -> None:

@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 
 from vllm import _custom_ops
 
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.integration import vllm_private
 
 pytestmark = pytest.mark.vllm
@@ -382,3 +383,29 @@ def test_run_ray_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_executor_v2, "RayWorkerProc", ray_executor_v2.RayWorkerProc)
     vllm_private.run_ray_workers("a resource", Doubled)
     assert (current_platform.ray_device_key, ray_executor_v2.RayWorkerProc) == ("a resource", Doubled)
+
+
+def test_full_graphs_where() -> None:
+    """With vLLM's own dispatcher, which knows a graph of 4 decode rows."""
+    from vllm.config import CompilationConfig, CUDAGraphMode
+    from vllm.forward_context import BatchDescriptor
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+    compilation = CompilationConfig(
+        mode=0, cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY, max_cudagraph_capture_size=4, cudagraph_capture_sizes=[4]
+    )
+    compilation.post_init_cudagraph_sizes()
+    config = SimpleNamespace(
+        compilation_config=compilation, speculative_config=None, lora_config=None, num_speculative_tokens=0,
+        scheduler_config=SimpleNamespace(max_num_seqs=4), parallel_config=SimpleNamespace(),
+    )  # fmt: skip
+    dispatcher = CudagraphDispatcher(config)
+    dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_DECODE_ONLY, 1)
+    fits = [True]
+    vllm_private.full_graphs_where(SimpleNamespace(cudagraph_dispatcher=dispatcher), lambda: fits[0])
+    mode, rows = dispatcher.dispatch(num_tokens=3, uniform_decode=True)
+    assert (mode, rows.num_tokens) == (CUDAGraphMode.FULL, 4)
+    fits[0] = False
+    assert dispatcher.dispatch(num_tokens=3, uniform_decode=True) == (CUDAGraphMode.NONE, BatchDescriptor(3))
+    with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        vllm_private.full_graphs_where(SimpleNamespace(), lambda: True)

@@ -123,10 +123,8 @@ def add_partial(out, stride, partial, rows, head, hidden, WIDTH: tl.constexpr, C
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < hidden
     if COUNTED:
-        inside = inside & (i < tl.load(head + 1))
-        row = tl.load(rows + i, mask=i < tl.load(head + 1), other=0)
-    else:
-        row = tl.load(rows + i)
+        inside = inside & (tl.zeros([WIDTH], tl.int32) + i < tl.load(head + 1))
+    row = tl.load(rows + i)
     mine = out + row * stride + column
     total = tl.load(mine, mask=inside).to(tl.float32) + tl.load(partial + i.to(tl.int64) * hidden + column, mask=inside)
     tl.store(mine, total.to(out.dtype.element_ty), mask=inside)
