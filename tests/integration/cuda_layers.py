@@ -32,13 +32,13 @@ from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.cuda.packet import RowForm
 from vllm_ndp.integration.cuda.routing import routing_by
 from vllm_ndp.integration.cuda.streams import Arrival
-from vllm_ndp.integration.cuda.whole_step import WholeStep
+from vllm_ndp.integration.cuda.whole_step import RunningStep, WholeStep
 from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink, DeviceView, Gather, WarmPending, chosen
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
 from vllm_ndp.integration.moe_layer import HotViews, LayerParts, MoELayer
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
-from vllm_ndp.integration.step import RunningStep, Step, StepParts
+from vllm_ndp.integration.step import Step, StepParts
 from vllm_ndp.layer.run import Run
 from vllm_ndp.layer.setup import Planning
 from vllm_ndp.layer.setup import Setup as RunSetup

@@ -27,6 +27,7 @@ from vllm_ndp.integration.cuda.messenger import HotGraphs, Messenger
 from vllm_ndp.integration.cuda.packet import RowForm
 from vllm_ndp.integration.cuda.routing import routing_by
 from vllm_ndp.integration.cuda.streams import LateCheck, make_stream, pinned_for
+from vllm_ndp.integration.cuda.whole_step import RunningStep
 from vllm_ndp.integration.device_link import HostCpuExperts
 from vllm_ndp.integration.facts import WorkerFacts
 from vllm_ndp.integration.hot_experts import HotExperts, slots_of_module
@@ -36,7 +37,6 @@ from vllm_ndp.integration.planner import PlanRunner
 from vllm_ndp.integration.price_probe import Shared
 from vllm_ndp.integration.quantized_slots import ReplicaFill
 from vllm_ndp.integration.report import DEVICE_TIME
-from vllm_ndp.integration.step import RunningStep
 from vllm_ndp.integration.streaming import StagingStreamer
 from vllm_ndp.layer.run import Run
 from vllm_ndp.planning.bitwidths import LossTable

@@ -17,11 +17,12 @@ import torch
 from vllm_ndp.integration.cuda.layer import AsideLayer, FixedOutput
 from vllm_ndp.integration.cuda.limits import refuse_capture
 from vllm_ndp.integration.cuda.messenger import Messenger
+from vllm_ndp.integration.cuda.whole_step import RunningStep
 from vllm_ndp.integration.device_link import DeviceView, HostCpuExperts
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.hot_slots import HotSlots, SlotPairs
 from vllm_ndp.integration.planner import PlanRunner
-from vllm_ndp.integration.step import RunningStep, Step
+from vllm_ndp.integration.step import Step
 from vllm_ndp.layer.split import HotArrays, Pairs, Split, Splitter
 
 _MOST_KNOWN = 4096

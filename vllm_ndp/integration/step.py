@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +26,6 @@ from vllm_ndp.integration.report import PAIR_KINDS, StepReport, device_sums, ene
 from vllm_ndp.integration.routing_sidecar import Note, RoutingSidecar
 from vllm_ndp.layer.run import Run
 from vllm_ndp.layer.split import COUNTED, Split
-
-if TYPE_CHECKING:
-    from vllm_ndp.integration.cuda.whole_step import WholeStep
 
 _REPORTED = {
     "hot": ("hot",),
@@ -218,15 +215,3 @@ class Step:
             prompt = min(max(span.first_decode - span.start, 0), span.num_tokens)
             counts[span.request.request_id] = span.num_tokens - prompt, prompt
         return counts
-
-
-class RunningStep:
-    """Which step runs now, for the layers: None outside of steps and while vLLM profiles memory."""
-
-    def __init__(self, *, captures_whole_steps: bool = False) -> None:
-        """captures_whole_steps: whether vLLM captures our layers; before there is a KV cache it does so to measure, and
-        throws the graphs away."""
-        self.captures_whole_steps = captures_whole_steps
-        self.step: Step | None = None
-        self.whole: WholeStep | None = None
-        """What decode steps run as one graph by, once there is a KV cache."""

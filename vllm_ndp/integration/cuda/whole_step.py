@@ -122,3 +122,15 @@ class WholeStep:
         except RuntimeError:  # of the GPU; what ended the step is told
             return
         packet.arrays.word[0] = self._messenger.answer.numpy()[0] = 0
+
+
+class RunningStep:
+    """Which step runs now, for the layers: None outside of steps and while vLLM profiles memory."""
+
+    def __init__(self, *, captures_whole_steps: bool = False) -> None:
+        """captures_whole_steps: whether vLLM captures our layers; before there is a KV cache it does so to measure, and
+        throws the graphs away."""
+        self.captures_whole_steps = captures_whole_steps
+        self.step: Step | None = None
+        self.whole: WholeStep | None = None
+        """What decode steps run as one graph by, once there is a KV cache."""
