@@ -16,6 +16,7 @@ from paths import ROOT
 from typer.main import get_command
 
 from ndp_device.__main__ import app as ndp_device
+from ndp_device.timing.presets import PRESETS
 from vllm_ndp.app import app as vllm_ndp
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.setting_names import DEBUG, TOP
@@ -97,6 +98,11 @@ def test_every_setting_that_a_page_shows_exists() -> None:
     named = {(page.name, name) for page in TODAY for name in settings_named(page.read_text())}
     assert len(named) > 10, "the pattern finds less than the pages hold"
     assert sorted((page, name) for page, name in named if name not in SETTINGS) == []
+
+
+def test_every_preset_of_hardware_stands_on_its_page() -> None:
+    page = (ROOT / "docs" / "timing.md").read_text()
+    assert [name for name in PRESETS if f"`{name}`" not in page] == []
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from paths import ROOT
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.refusals import is_server, sentence_of
 from vllm_ndp.integration.report import _SUMMED, DEVICE_STAGES, PAIR_KINDS, RequestReport, StepReport
 from vllm_ndp.integration.serving.live import FinishedRequests, made_of
+from vllm_ndp.integration.serving.metrics import COUNTERS, HISTOGRAMS
 from vllm_ndp.integration.serving.routes import NdpRoutes
 
 pytestmark = pytest.mark.vllm
@@ -229,6 +231,12 @@ def test_sums_of_two_steps_add_up_and_the_last_state_of_the_device_counts():
     both = first.aggregate(NdpStats({"steps": 2, "pairs:hot": 3, "ndp_measured_plan_seconds": [0.2], DEVICE_UP: 0}))
     assert both.data == {"steps": 3, "pairs:hot": 3, "ndp_measured_plan_seconds": [0.1, 0.2], DEVICE_UP: 0}
     assert both.reduce() == {"steps": 3, "pairs:hot": 3, DEVICE_UP: 0}
+
+
+def test_every_metric_stands_on_its_page() -> None:
+    page = (ROOT / "docs" / "serving.md").read_text()
+    names = [*(f"{name}_total" for name in COUNTERS), *HISTOGRAMS]
+    assert [name for name in names if f"`{name.removeprefix('ndp_')}`" not in page] == []
 
 
 @pytest.mark.parametrize(
