@@ -31,7 +31,7 @@ class Rung(IntEnum):
     PLAIN, STREAMS, ASYNCHRONOUS, KERNELS, THREAD, GRAPHS = range(len(GPU_RUNGS))
 
 
-PASSED = Rung.THREAD
+PASSED = Rung.GRAPHS
 """What a GPU runs unless it is told: the last rung that a run on a GPU has passed (benchmarks/gpu_check.py)."""
 ENGINE_CORES = 4
 """Cores that an embedded device leaves to a GPU engine, of 16: for threads that launch, send and hand out tokens."""
