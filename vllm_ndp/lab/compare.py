@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from ndp_device.common.errors import ConfigError, TraceError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.lab.bound import Bound, Cells, regretted
 from vllm_ndp.lab.capacity import Planned, fitted, with_memory
 from vllm_ndp.lab.differences import Difference, paired
 from vllm_ndp.lab.options import ORACLE, CompareSettings
@@ -110,8 +109,6 @@ class Workload:
         self._known = known
         self._affinity = affinity
         self._batches: dict[int, Batches] = {}
-        self.bounds: dict[tuple[str, str, int, int], Bound] = {}
-        """By hardware, model, batch size and places: rows of several systems are set against one bound."""
 
     @cached_property
     def predictor(self) -> NextLayer:
@@ -207,19 +204,9 @@ class Replays:
         outcome = system.replay(batches, self.costs, options)
         seconds = time.perf_counter() - started
         row = with_memory(summarise(system.name, outcome, batches, self.costs), one, self.costs)
-        row = replace(self._with_regret(row, one, outcome), routing=self._workload.routing)
+        row = replace(row, routing=self._workload.routing)
         decode_ps = np.nansum(step_times(outcome, batches, self.costs), axis=1)
         return Replayed(row, decode_ps, _layer_ms(outcome, batches, self.costs), batches.num_decisions, seconds)
-
-    def _with_regret(self, row: Summary, one: Planned, outcome: Outcome) -> Summary:
-        if not (self._settings.regret and one.system.is_bounded):
-            return row
-        batches, num_hot = one.batches, one.options.budget.num_hot
-        bounds = self._workload.bounds
-        key = self.costs.hardware.config_hash, self._settings.model, batches.shape[1], num_hot
-        if key not in bounds:
-            bounds[key] = Bound(Cells.of(batches, self.costs, self._loss, num_hot))
-        return regretted(row, outcome, batches, self.costs, bounds[key])
 
     def compared(self) -> Comparison:
         replayed = [self.replay(one) for one in self.planned]

@@ -104,11 +104,6 @@ class CompareSettings:
     prefetch: Annotated[
         str, typer.Option(help="How well systems prefetch: measured on the trace, or published by their authors.")
     ] = "measured"
-    regret: Annotated[
-        bool,
-        typer.Option(help="Say how much longer each row takes than the least time at its loss, with proof."),
-        Written(bool, True, bool),
-    ] = False
     affinity: Annotated[bool, typer.Option(help="Batch requests whose prompts route alike.")] = False
     options: Annotated[
         dict[str, float | str],

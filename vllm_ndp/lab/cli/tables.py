@@ -31,7 +31,6 @@ EXPENDABLE = (
     "p99 ms",
     "GPU GB",
     "mJ/token",
-    "regret %",
     "K",
     "bits",
     "TPOT p50 ms",

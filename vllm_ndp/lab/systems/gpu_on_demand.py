@@ -56,7 +56,6 @@ GPU_ON_DEMAND = System(
     ),
     gpu_on_demand,
     memory,
-    is_bounded=True,
     options=("cache",),
 )
 

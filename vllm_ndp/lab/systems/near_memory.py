@@ -113,7 +113,6 @@ MONDE = System(
     ),
     monde,
     monde_memory,
-    is_bounded=True,
     options=("h_rounding",),
 )
 

@@ -163,7 +163,6 @@ CONTEXT_AWARE = System(
     papers,
     memory,
     follows_policy=True,
-    is_bounded=True,
     options=("prefill",),
 )
 BALANCED = System(
@@ -176,7 +175,6 @@ BALANCED = System(
     partial(plugins, follows=False),
     memory,
     follows_policy=True,
-    is_bounded=True,
     options=("spill_bits", "prefill"),
 )
 REPLANNED = System(
@@ -188,7 +186,6 @@ REPLANNED = System(
     partial(plugins, follows=True),
     memory,
     follows_policy=True,
-    is_bounded=True,
     options=("execution", "spill_bits", "prefill"),
 )
 ADAPTIVE = System(
@@ -200,6 +197,5 @@ ADAPTIVE = System(
     following,
     memory,
     follows_policy=True,
-    is_bounded=True,
     options=("frequency", "prefill"),
 )

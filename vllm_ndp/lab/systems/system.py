@@ -112,7 +112,5 @@ class System:
     follows_policy: bool = False
     fills_memory: bool = False
     """Whether it can use any number of bytes on the GPU (`ReplayOptions.gpu_bytes`), not only whole experts."""
-    is_bounded: bool = False
-    """Whether its schedules are of the class that lab/bound.py bounds."""
     options: tuple[str, ...] = ()
     """Names in `ReplayOptions.own`."""

@@ -78,12 +78,6 @@ class Summary:
     """How much faster decode is than under the paper's system and policy at this batch: 0.2 = 20 %."""
     over_paper_se: float = float("nan")
     """Standard error over the same groups side by side (jackknife)."""
-    regret: float = float("nan")
-    """How much longer decode takes than the least there is at this loss (lab/bound.py): 0.2 = 20 %, or less."""
-    regret_at_least: float = float("nan")
-    """The same against a schedule that was found: between the two lies the truth."""
-    least_loss: float = float("nan")
-    """No schedule as fast as this row loses less."""
     routing: str = ""
     """Measured model that a synthetic trace resembles, or that it was fitted to nothing."""
     num_hot: int = 0
@@ -118,7 +112,6 @@ class Summary:
             "over the paper %": f"{over:+.1f}" + (f" ± {error:.1f}" if np.isfinite(error) else "")
             if np.isfinite(over)
             else "-",
-            "regret %": _range(100 * self.regret_at_least, 100 * self.regret),
             "TTFT ms": _text(self.ttft_ms),
             "TPOT p50 ms": _text(self.tpot_p50_ms),
             "p99 ms": _text(self.tpot_p99_ms),
@@ -144,13 +137,6 @@ def _text(value: float, digits: int = 4) -> str:
     if not np.isfinite(value):
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
-
-
-def _range(low: float, high: float) -> str:
-    """One number where both print alike."""
-    if not np.isfinite(low) and np.isfinite(high):
-        return f"up to {_text(high, 3)}"
-    return _text(high, 3) if _text(low, 3) == _text(high, 3) else f"{_text(low, 3)} to {_text(high, 3)}"
 
 
 def _with_error(value: float, error: float) -> str:
