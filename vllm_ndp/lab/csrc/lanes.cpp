@@ -1,7 +1,6 @@
 // What replay does step by step because each step depends on the one before: expert caches, HOBBIT's two caches that all
 // layers share, and a hot set that follows decode. A lane is one layer of one group of requests. Exact doubles, no
-// randomness but a hash, one thread; cache.py, hobbit.py and ours.py are the users, tests/vllm_ndp/lab/lane_reference.py
-// is the same in numpy.
+// randomness but a hash, one thread; cache.py, hobbit.py and ours.py are the users.
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -205,7 +204,7 @@ void visit(In<int64_t, 4> experts, In<int64_t, 4> rows, In<bool, 3> start, In<do
 class SharedCache {
    public:
     SharedCache(size_t layers, size_t num_experts)
-        : layers_(layers), num_experts_(num_experts), least_(layers), share_(layers), lowest_(layers), own_(layers) {}
+        : layers_(layers), num_experts_(num_experts), least_(layers), lowest_(layers) {}
 
     void begin(const bool* start, size_t places) {
         const size_t all = layers_ * num_experts_;
@@ -218,12 +217,6 @@ class SharedCache {
         for (size_t l = 0; l < layers_; ++l) look_at(l);
     }
 
-    // So many tokens have begun.
-    void at_token(double tokens) {
-        tokens_ = tokens;
-        for (size_t l = 0; l < layers_; ++l) share_[l] = least_[l] / tokens_;
-    }
-
     bool holds(size_t expert) const { return held_[expert]; }
 
     // Not thrown out before `unpin`. All of one layer.
@@ -233,14 +226,11 @@ class SharedCache {
         is_lowest_pinned_ |= lowest_[layer] == expert;
     }
 
-    // Takes the place of the expert of lowest priority, value / tokens + near[layers until it is used]; is not kept
-    // where all others are pinned. near: twice, one after the other.
-    void enter(size_t expert, const std::vector<double>& near, size_t layer) {
+    // Takes the place of the expert of lowest value; is not kept where all others are pinned.
+    void enter(size_t expert, size_t layer) {
         if (count_ == places_) {
             if (is_lowest_pinned_) look_at(layer), is_lowest_pinned_ = false;
-            const double* until = near.data() + layers_ - layer;
-            for (size_t l = 0; l < layers_; ++l) own_[l] = share_[l] + until[l];
-            const size_t from = last_lowest(own_.data(), layers_);
+            const size_t from = last_lowest(least_.data(), layers_);
             if (least_[from] == kHighest) return;
             held_[lowest_[from]] = 0, leaving_[lowest_[from]] = kHighest, --count_;
             look_at(from);
@@ -260,13 +250,10 @@ class SharedCache {
 
    private:
     size_t layers_, num_experts_, places_ = 0, count_ = 0;
-    double tokens_ = 1.0;
     std::vector<uint8_t> held_;
     std::vector<double> leaving_;  // what an expert is worth if it may leave, else above any
     std::vector<double> least_;    // the lowest of each layer
-    std::vector<double> share_;    // the same / tokens
     std::vector<size_t> lowest_;   // and whose it is
-    std::vector<double> own_;
     std::vector<size_t> pinned_;
     bool is_lowest_pinned_ = false;  // then the layer's lowest is to be looked for
 
@@ -277,7 +264,6 @@ class SharedCache {
     void lowest_is(size_t layer, size_t expert) {
         lowest_[layer] = expert;
         least_[layer] = leaving_[expert];
-        share_[layer] = least_[layer] / tokens_;
     }
 };
 
@@ -292,9 +278,9 @@ void two_caches(In<int64_t, 4> experts, In<uint8_t, 4> need, In<int64_t, 4> gues
     want(has_shape(need, {groups, steps, layers, slots}) && has_shape(flags, {groups, steps, layers, slots}) &&
              has_shape(order, {groups, steps, layers, slots}) && has_shape(guessed, {groups, steps, layers, guesses}) &&
              has_shape(as, {groups, steps, layers, guesses}) && has_shape(ordered, {groups, steps, layers, guesses}) &&
-             has_shape(high, {layers, num_experts}) && has_shape(low, {layers, num_experts}) && has_shape(weights, {4}),
+             has_shape(high, {layers, num_experts}) && has_shape(low, {layers, num_experts}) && has_shape(weights, {2}),
          "experts, need, flags and order must be [G, D, L, S], guessed, as and ordered [G, D, L, S'], high and low "
-         "[L, E], weights [4]");
+         "[L, E], weights [2]");
     want(guesses < 255, "at most 254 experts can be guessed for a layer");
     want(high_places >= 0 && low_places >= 0, "places must be at least 0");
     require_known(experts, num_experts);
@@ -303,20 +289,15 @@ void two_caches(In<int64_t, 4> experts, In<uint8_t, 4> need, In<int64_t, 4> gues
     nb::gil_scoped_release release;
     const double* w = weights.data();
     SharedCache upper(layers, num_experts), lower(layers, num_experts);
-    std::vector<double> value, last, near(2 * layers);
+    std::vector<double> value;
     std::vector<int64_t> at_high(layers * num_experts), at_low(layers * num_experts);  // when an expert was ordered
     std::vector<uint8_t> as_guess(layers * num_experts);                               // and as which guess
-    for (size_t l = 0; l < 2 * layers; ++l)
-        near[l] = w[3] * (1.0 - static_cast<double>(l % layers) / static_cast<double>(layers));
     int64_t now = 0;
     for (size_t g = 0; g < groups; ++g) {
         upper.begin(high.data(), static_cast<size_t>(high_places));
         lower.begin(low.data(), static_cast<size_t>(low_places));
         value.assign(layers * num_experts, 0.0);
-        last.assign(layers * num_experts, 0.0);
         for (size_t d = 0; d < steps; ++d) {
-            const double tokens = static_cast<double>(d + 1);
-            upper.at_token(tokens), lower.at_token(tokens);
             for (size_t l = 0; l < layers; ++l) {
                 ++now;
                 const size_t cell = (g * steps + d) * layers + l;
@@ -337,13 +318,12 @@ void two_caches(In<int64_t, 4> experts, In<uint8_t, 4> need, In<int64_t, 4> gues
                     copies[s] = ahead_as[s];
                     as_guess[e] = static_cast<uint8_t>(s);
                     (ahead_as[s] == 1 ? at_high : at_low)[e] = now;
-                    (ahead_as[s] == 1 ? upper : lower).enter(e, near, l);
+                    (ahead_as[s] == 1 ? upper : lower).enter(e, l);
                 }
                 for (size_t s = 0; s < slots; ++s) {
                     if (!needs[s]) continue;
                     const size_t e = l * num_experts + static_cast<size_t>(ids[s]);
-                    value[e] += w[0] * (tokens - last[e]) + w[1] + (needs[s] == 1 ? w[2] : 0.0);
-                    last[e] = tokens;
+                    value[e] += w[0] + (needs[s] == 1 ? w[1] : 0.0);
                     upper.pin(e, l), lower.pin(e, l);
                 }
                 for (size_t s = 0; s < slots; ++s) {
@@ -356,14 +336,14 @@ void two_caches(In<int64_t, 4> experts, In<uint8_t, 4> need, In<int64_t, 4> gues
                         flag[s] = kHit;
                     } else if (needs[s] == 1) {
                         flag[s] = kLate;
-                        upper.enter(e, near, l);
+                        upper.enter(e, l);
                     } else if (at_low[e] == now) {
                         flag[s] = kEarly | kLow, which[s] = as_guess[e];
                     } else if (lower.holds(e)) {
                         flag[s] = kHit | kLow;
                     } else {
                         flag[s] = kLate | kLow;
-                        lower.enter(e, near, l);
+                        lower.enter(e, l);
                     }
                 }
                 upper.unpin(l, value), lower.unpin(l, value);

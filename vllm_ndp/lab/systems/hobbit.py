@@ -49,21 +49,19 @@ def visits(
     guessed_as: NDArray[np.uint8],
     high: tuple[NDArray[np.bool_], int],
     low: tuple[NDArray[np.bool_], int],
-    weights: NDArray[np.float64],
 ) -> HobbitVisits:
     """experts and need [G, D, L, S], guessed and guessed_as [G, D, L, S'] in the order of their copies: 1 is high
     precision, 2 low, 0 nothing. high and low: the experts [L, E] that a cache holds at first, its places of all layers
-    together. weights: of four shares, in this order.
+    together.
 
-    Equation 3: the expert with the lowest weighted sum of four shares leaves. The shares: last use / tokens, uses /
-    tokens, uses in high precision / tokens, and 1 - layers until its next possible use / layers. Records are of the
-    running sequence and common to both caches. Experts guessed for a layer, or in use in it, stay. Advanced step by
-    step by csrc/lanes.cpp.
+    Equation 3, less what has weight 0 here: the expert with the lowest weighted sum of its uses and of its uses in high
+    precision leaves. Records are of the running sequence and common to both caches. Experts guessed for a layer, or in
+    use in it, stay. Advanced step by step by csrc/lanes.cpp.
     """
     flags, order = np.zeros(experts.shape, np.uint8), np.full(experts.shape, NO_GUESS, np.uint8)
     ordered = np.zeros(guessed.shape, np.uint8)
     caches = high[0], low[0], high[1], low[1]
-    two_caches(experts, need, guessed, guessed_as, *caches, weights, flags, order, ordered)
+    two_caches(experts, need, guessed, guessed_as, *caches, WEIGHTS, flags, order, ordered)
     hit, early, late, runs_low = ((flags & bit) > 0 for bit in (_HIT, _EARLY, _LATE, _LOW))
     return HobbitVisits(hit, early, late, runs_low, order, ordered)
 
@@ -79,10 +77,10 @@ def precision_classes(weights: NDArray[np.float32]) -> NDArray[np.uint8]:
 T1, T2 = 0.6, 0.9  # published for Mixtral-8x7B
 LOW_BITS = 4
 PREFETCH_ACCURACY = 0.96  # published, next layer, top-1
-WEIGHTS = np.array([0.0, 0.4, 0.6, 0.0])
-"""Weights of recency, frequency, high precision and layer in the priority. The paper
-tunes them for the least miss penalty and does not print them. These are the best in steps of a tenth, on the quarter of
-tiny-mixtral's trace that is not replayed (2026-11-22)."""
+WEIGHTS = np.array([0.4, 0.6])
+"""Weights of uses and of uses in high precision in the priority. The paper has two more, of recency and of layers until
+the next use, tunes all four for the least miss penalty and does not print them. 0 for these two is best in steps of a
+tenth, on the quarter of tiny-mixtral's trace that is not replayed (2026-11-22)."""
 
 
 def memory(costs: Costs, options: ReplayOptions) -> Memory:
@@ -183,7 +181,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         ahead.kind,
         (high_start, high_slots * layers),
         (both & ~high_start, low_slots * layers),
-        WEIGHTS,
     )
     rows = high + low
     per_expert = gpu[rows] * np.where(seen.low, LOW_BITS / FULL_PRECISION_BITS, 1.0)
