@@ -27,7 +27,7 @@ from vllm_ndp.lab.vectorised.batches import Batches, add_up
 from vllm_ndp.lab.vectorised.execution import cold_at, on_gpu_ps, prompts_ps, shared_ps, without_device
 from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, attention_ps, layer_factor
 
-MISSES = ("either", "host", "copy")
+MISSES = ("either", "host")
 SCOPES = ("all", "layer")
 HIT, COPIED, COMPUTED = 1, 2, 3
 MOST_WAITING = 64
@@ -41,18 +41,14 @@ class CacheRule:
     bits: int
     """Bits of every expert, in the cache and on the host."""
     misses: str
-    """either: copied or computed, what ends the layer sooner · host: computed · copy: copied."""
+    """either: copied or computed, what ends the layer sooner · host: computed."""
     scope: str
     """all: one cache for all layers · layer: one each."""
-    fills: bool
-    """Whether an idle link brings what the host has computed."""
 
     @classmethod
     def of(cls, options: ReplayOptions) -> CacheRule:
         bits = options.choice("cache_bits", WEIGHT_BITS, 4)
-        misses = options.choice("misses_by", MISSES)
-        fills = options.choice("fills", ("idle", "none")) == "idle"
-        return cls(bits, misses, options.choice("scope", SCOPES), fills)
+        return cls(bits, options.choice("misses_by", MISSES), options.choice("scope", SCOPES))
 
     def places(self, costs: Costs, options: ReplayOptions) -> int:
         """Experts that the GPU's memory holds, of the whole model."""
@@ -68,8 +64,7 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     rule = CacheRule.of(options)
-    policy = f"{rule.bits} bits, {rule.scope}, misses {rule.misses}" + ("" if rule.fills else ", no fills")
-    return replay_cache(policy, rule, batches, costs, options)
+    return replay_cache(f"{rule.bits} bits, {rule.scope}, misses {rule.misses}", rule, batches, costs, options)
 
 
 def replay_cache(policy: str, rule: CacheRule, batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
@@ -208,7 +203,7 @@ class _Caches:
             done[slot] = COPIED if place < copied else COMPUTED
             if place < copied:
                 self._bring(cell)
-            elif self._rule.fills and self._places and cell != self._coming:
+            elif self._places and cell != self._coming:
                 self._waiting.append(cell)
         return ends, done
 
@@ -223,7 +218,7 @@ class _Caches:
             if copied:
                 rest -= prices.host[missing[copied - 1]]
                 moved += prices.gpu[missing[copied - 1]]
-            if (copied and misses == "host") or (copied < count and misses == "copy"):
+            if copied and misses == "host":
                 continue
             ends = here + moved
             if copied:
@@ -276,7 +271,7 @@ EXPERT_CACHE = System(
     replay,
     memory,
     fills_memory=True,
-    options=("cache_bits", "misses_by", "scope", "fills"),
+    options=("cache_bits", "misses_by", "scope"),
 )
 
 
@@ -286,7 +281,7 @@ def replay_hybrimoe(batches: Batches, costs: Costs, options: ReplayOptions) -> O
     The published greedy schedule approximates the division of misses. The published cache lets the lowest recent score
     leave (MRS); here the least recently used does.
     """
-    rule = CacheRule(FULL_PRECISION_BITS, "either", "layer", fills=True)
+    rule = CacheRule(FULL_PRECISION_BITS, "either", "layer")
     return replay_cache("CPU, link and cache", rule, batches, costs, options)
 
 

@@ -5,7 +5,6 @@ host's CPU takes part at 16, 8 or 4. One plan per group, made when its prompts a
 plan whose expected loss is at most that of the paper's plan at the same K and average bits. Losses are nats a token
 where the replicas were made with text.
 
-    max_loss        another limit: nats a token; refused where the losses say nothing of nats
     max_gate_loss   another limit: of the column `loss`, in units of what every expert loses at 1 bit
 
 Moving: experts that the prompts streamed and that stay at 16 or 8 bits (rounded on arrival) cost nothing under `kept`.
@@ -30,7 +29,7 @@ from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
 from vllm_ndp.lab.vectorised.execution import cold_at, run_prompts, shared_ps
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
-from vllm_ndp.layer.joint_menu import NATS, OF_ONE_BIT, TIER_SETS, Menu, losses_by_width, unit_of
+from vllm_ndp.layer.joint_menu import OF_ONE_BIT, TIER_SETS, Menu, losses_by_width, unit_of
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.joint import JointPlan, least_time
 from vllm_ndp.planning.plan import Placement, top_experts
@@ -40,19 +39,9 @@ GPU_BITS = (16, 8, 4, 3, 2)
 
 def limit_of(options: ReplayOptions) -> tuple[str, float | None]:
     """(unit of losses, the most that is asked for; None: what the paper's plan loses)."""
-    asked = [name for name in ("max_loss", "max_gate_loss") if name in options.own]
-    if len(asked) == 2:
-        raise ConfigError("options max_loss, in nats, and max_gate_loss, in units of 1 bit, limit one plan: drop one")
-    if not asked:
-        return unit_of(options.loss), None
-    if asked == ["max_gate_loss"]:
+    if "max_gate_loss" in options.own:
         return OF_ONE_BIT, options.number("max_gate_loss", 0.0, 0.0, 1.0)
-    if unit_of(options.loss) != NATS:
-        raise ConfigError(
-            "option max_loss is in nats, of which these losses say nothing: give --replicas made with text, or "
-            "--option max_gate_loss=X, in units of what experts lose at 1 bit"
-        )
-    return NATS, options.number("max_loss", 0.0, 0.0, 100.0)
+    return unit_of(options.loss), None
 
 
 def menu_of(costs: Costs, options: ReplayOptions, max_rows: int = 1) -> Menu:
@@ -235,5 +224,5 @@ JOINT = System(
     memory,
     follows_policy=True,
     fills_memory=True,
-    options=("tiers", "max_loss", "max_gate_loss"),
+    options=("tiers", "max_gate_loss"),
 )
