@@ -28,15 +28,6 @@ def two_caches(
     order: NDArray[np.uint8],
     ordered: NDArray[np.uint8],
 ) -> None: ...
-def with_copies(
-    compute: NDArray[np.float64],
-    missing: NDArray[np.bool_],
-    copy: NDArray[np.float64],
-    before: NDArray[np.float64],
-    opening: float,
-    total: NDArray[np.float64],
-) -> None: ...
-def precisions(weights: NDArray[np.float32], t1: float, t2: float, classes: NDArray[np.uint8]) -> None: ...
 def follow(
     ids: NDArray[np.int64],
     experts: NDArray[np.int64],

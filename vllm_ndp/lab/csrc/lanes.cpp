@@ -352,53 +352,6 @@ void two_caches(In<int64_t, 4> experts, In<uint8_t, 4> need, In<int64_t, 4> gues
     }
 }
 
-// execution.py's with_copies: copies of missing experts one after the other, and compute beside them.
-void with_copies(In<double, 2> compute, In<bool, 2> missing, In<double, 2> copy, In<double, 1> before, double opening,
-                 Out<double, 1> total) {
-    const size_t cells = compute.shape(0), slots = compute.shape(1);
-    const size_t stride = copy.size() == 1 ? 0 : 1, row = before.size() == 1 ? 0 : 1;
-    want(has_shape(missing, {cells, slots}) && has_shape(total, {cells}) && (!stride || has_shape(copy, {cells, slots})) &&
-             (!row || has_shape(before, {cells})),
-         "compute and missing must be [N, S], copy too or one number, before and total [N], before or one number");
-    nb::gil_scoped_release release;
-    for (size_t n = 0; n < cells; ++n) {
-        double all = 0.0, waiting = 0.0, link = 0.0, lightest = kHighest, shortest = kHighest;
-        bool any = false;
-        for (size_t s = 0; s < slots; ++s) {
-            const size_t at = n * slots + s;
-            const double own = compute.data()[at];
-            all += own;
-            if (!missing.data()[at]) continue;
-            any = true;
-            const double each = copy.data()[stride * at];
-            waiting += own, link += each;
-            lightest = std::min(lightest, own), shortest = std::min(shortest, each);
-        }
-        const double free = before.data()[row * n] + opening;
-        total.data()[n] =
-            any ? std::max(all, std::max(free + shortest + waiting, free + link + lightest)) : all;
-    }
-}
-
-// hobbit.py's precision of each choice, from the gate weight of those before it: of equal ones the first comes first.
-void precisions(In<float, 2> weights, double t1, double t2, Out<uint8_t, 2> classes) {
-    const size_t rows = weights.shape(0), k = weights.shape(1);
-    want(has_shape(classes, {rows, k}), "weights and classes must be [N, k]");
-    nb::gil_scoped_release release;
-    for (size_t row = 0; row < rows; ++row) {
-        const float* gates = weights.data() + row * k;
-        double sum = 0.0;
-        for (size_t i = 0; i < k; ++i) sum += static_cast<double>(gates[i]);
-        for (size_t i = 0; i < k; ++i) {
-            double before = 0.0;
-            for (size_t j = 0; j < k; ++j)
-                if (j != i && (j < i ? gates[j] >= gates[i] : gates[j] > gates[i])) before += static_cast<double>(gates[j]);
-            before /= std::max(sum, 1e-12);
-            classes.data()[row * k + i] = before <= t1 ? 0 : before <= t2 ? 1 : 2;
-        }
-    }
-}
-
 // adaptive.py's rule for the hot set of each group: one exchange at a time while the link is idle. Returns how many.
 int64_t follow(In<int64_t, 5> ids, In<int64_t, 4> experts, In<int64_t, 4> rows, In<double, 1> copies_per_step,
                double memory, double hysteresis, Out<double, 3> heat, Out<bool, 3> hot, Out<uint8_t, 4> bits,
@@ -482,9 +435,6 @@ NB_MODULE(_lanes, module) {
     module.def("two_caches", &two_caches, nb::arg("experts"), nb::arg("need"), nb::arg("guessed"), nb::arg("as_"),
                nb::arg("high"), nb::arg("low"), nb::arg("high_places"), nb::arg("low_places"), nb::arg("weights"),
                nb::arg("flags"), nb::arg("order"), nb::arg("ordered"));
-    module.def("with_copies", &with_copies, nb::arg("compute"), nb::arg("missing"), nb::arg("copy"), nb::arg("before"),
-               nb::arg("opening"), nb::arg("total"));
-    module.def("precisions", &precisions, nb::arg("weights"), nb::arg("t1"), nb::arg("t2"), nb::arg("classes"));
     module.def("follow", &follow, nb::arg("ids"), nb::arg("experts"), nb::arg("rows"), nb::arg("copies_per_step"),
                nb::arg("memory"), nb::arg("hysteresis"), nb::arg("heat"), nb::arg("hot"), nb::arg("bits"),
                nb::arg("widths"));

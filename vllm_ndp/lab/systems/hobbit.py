@@ -18,9 +18,9 @@ from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.units import ceil_div
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes
-from vllm_ndp.lab._lanes import precisions, two_caches
+from vllm_ndp.lab._lanes import two_caches
 from vllm_ndp.lab.systems.system import ReplayOptions, System
-from vllm_ndp.lab.vectorised.batches import Batches, Loads, add_up
+from vllm_ndp.lab.vectorised.batches import Batches, Loads, add_up, sums_before
 from vllm_ndp.lab.vectorised.execution import SKIPPED, gate_loss, with_copies, without_device
 from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, time_before
 from vllm_ndp.lab.vectorised.prediction import Guess
@@ -68,9 +68,13 @@ def visits(
 
 def precision_classes(weights: NDArray[np.float32]) -> NDArray[np.uint8]:
     """[..., k] of HIGH, LOW, SKIP from gate weights in any order of choices."""
+    order = np.argsort(-weights, axis=-1, kind="stable")
+    before = sums_before(np.take_along_axis(weights, order, -1).astype(np.float64))
+    share = before[..., :-1] / np.maximum(before[..., -1:], 1e-12)
     classes = np.empty(weights.shape, np.uint8)
-    k = weights.shape[-1]
-    precisions(np.ascontiguousarray(weights, np.float32).reshape(-1, k), T1, T2, classes.reshape(-1, k))
+    np.put_along_axis(
+        classes, order, np.where(share <= T1, HIGH, np.where(share <= T2, LOW, SKIP)).astype(np.uint8), -1
+    )
     return classes
 
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from ndp_device.common.widths import FULL_PRECISION_BITS, REPLICA_WIDTHS
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.lab import _lanes
 from vllm_ndp.lab.vectorised.batches import Batches, add_up, sums_before
 from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, layer_factor
 from vllm_ndp.layer.joint_menu import OF_ONE_BIT, losses_by_width
@@ -125,20 +124,13 @@ def with_copies(
     length, and where a copy takes longer than its compute. `before_ps`: time into the layer that earlier copies keep
     the link busy.
     """
-    slots = compute_ps.shape[-1]
-    flat = np.ascontiguousarray(compute_ps, np.float64).reshape(-1, slots)
-    copies = np.array(costs.copy_ps if copy_ps is None else copy_ps, np.float64)
-    before = np.array(before_ps, np.float64)
-    total = np.empty(len(flat))
-    _lanes.with_copies(
-        flat,
-        np.ascontiguousarray(missing).reshape(-1, slots),
-        copies.reshape(-1, slots) if copies.ndim else copies.reshape(1, 1),
-        before.ravel() if before.ndim else before.reshape(1),
-        costs.copy_opening_ps,
-        total,
-    )
-    return total.reshape(compute_ps.shape[:-1])
+    copies = np.broadcast_to(costs.copy_ps if copy_ps is None else copy_ps, missing.shape)
+    free = before_ps + costs.copy_opening_ps
+    waiting, link = (add_up(np.where(missing, of, 0.0)) for of in (compute_ps, copies))
+    lightest, shortest = (np.where(missing, of, np.inf).min(axis=-1) for of in (compute_ps, copies))
+    ends = np.maximum(free + shortest + waiting, free + link + lightest)
+    times: NDArray[np.float64] = np.maximum(add_up(compute_ps), np.where(np.isfinite(ends), ends, 0.0))
+    return times
 
 
 def copied_in_order(
