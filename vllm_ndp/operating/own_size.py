@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from vllm_ndp.operating.sizing import Option, Sizing, human
+from vllm_ndp.operating.sizing import ENGINE_BYTES, SERVER_BYTES, Option, Sizing, human
 from vllm_ndp.operating.speed import Measured
 from vllm_ndp.setting_names import as_options
 
@@ -76,9 +76,18 @@ class OwnSize:
         return [
             f"sized to {human(self.sizing.machine.host_bytes)} of memory: {experts}{linear}{kept}; held "
             f"{human(self._held)}; {then}",
-            f"expected: {self._speed}; loss {lost}",
+            f"expected: {self._speed}; loss {lost}{self._without_loss}",
             f"by hand: {shlex.join(self.words(with_kv=with_kv))}",
         ]
+
+    @property
+    def _without_loss(self) -> str:
+        """What a server without the plugin would do here; empty where it has no room."""
+        sizing = self.sizing
+        whole = sizing.checkpoint_bytes + ENGINE_BYTES + SERVER_BYTES + self.kv_cache_bytes
+        if not (self._is_quantized and sizing.is_plain) or whole > sizing.machine.host_bytes:
+            return ""
+        return f". Stock vLLM would lose nothing: its {human(whole)} fit, too (leave out --quantization ndp)"
 
     @property
     def _speed(self) -> str:

@@ -286,8 +286,12 @@ class Sizing:
 
     def _prompts_may_stream(self, option: Option) -> bool:
         """Whether a prompt finds all experts in memory, in the format that they are computed in."""
-        is_plain = self.stored_bytes is None or self.stored_bytes > _PLAIN_SHARE * self.checkpoint_bytes
-        return option.pool_cached == 1.0 and is_plain
+        return option.pool_cached == 1.0 and self.is_plain
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the checkpoint's files hold the experts as they are served in full precision."""
+        return self.stored_bytes is None or self.stored_bytes > _PLAIN_SHARE * self.checkpoint_bytes
 
     def require(self) -> list[Option]:
         """`options`, at least one. Raises ConfigError with what is missing where there is none."""

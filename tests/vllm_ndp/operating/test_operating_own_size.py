@@ -54,6 +54,14 @@ def test_linear_layers_stay_in_full_precision_where_no_expert_is_quantized() -> 
     assert "linear" not in whole.said(None, with_kv=False)[0]
 
 
+def test_where_full_precision_fits_a_server_that_loses_nothing_is_named() -> None:
+    """93.4 GB of weights beside vLLM's programs; a checkpoint of 4 bits has nothing in full precision to lose."""
+    said = {gb: size_of(gb * GB).said(0.03, with_kv=True)[1] for gb in (64, 95, 128)}
+    assert [gb for gb, line in said.items() if "Stock vLLM would lose nothing" in line] == [128]
+    assert "GB fit, too (leave out --quantization ndp)" in said[128]
+    assert "Stock" not in size_of(128 * GB, stored_bytes=24_000_000_000).said(0.03, with_kv=True)[1]
+
+
 def test_a_small_machine_gets_narrower_replicas_and_a_smaller_one_a_sentence() -> None:
     assert [size_of(gb * GB).option.widest for gb in (64, 26, 20)] == [4, 3, 2]
     with pytest.raises(ConfigError, match=r"does not fit: .* of host memory"):
