@@ -28,18 +28,6 @@ def two_caches(
     order: NDArray[np.uint8],
     ordered: NDArray[np.uint8],
 ) -> None: ...
-def follow(
-    ids: NDArray[np.int64],
-    experts: NDArray[np.int64],
-    rows: NDArray[np.int64],
-    copies_per_step: NDArray[np.float64],
-    memory: float,
-    hysteresis: float,
-    heat: NDArray[np.float64],
-    hot: NDArray[np.bool_],
-    bits: NDArray[np.uint8],
-    widths: NDArray[np.uint8],
-) -> int: ...
 def stack_depths(
     ids: NDArray[np.uint16],
     rows: NDArray[np.int64],

@@ -1,6 +1,6 @@
-// What replay does step by step because each step depends on the one before: expert caches, HOBBIT's two caches that all
-// layers share, and a hot set that follows decode. A lane is one layer of one group of requests. Exact doubles, no
-// randomness but a hash, one thread; cache.py, hobbit.py and ours.py are the users.
+// What replay does step by step because each step depends on the one before: expert caches, and HOBBIT's two caches that
+// all layers share. A lane is one layer of one group of requests. Exact doubles, no randomness but a hash, one thread;
+// cache.py and hobbit.py are the users.
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -352,78 +352,6 @@ void two_caches(In<int64_t, 4> experts, In<uint8_t, 4> need, In<int64_t, 4> gues
     }
 }
 
-// adaptive.py's rule for the hot set of each group: one exchange at a time while the link is idle. Returns how many.
-int64_t follow(In<int64_t, 5> ids, In<int64_t, 4> experts, In<int64_t, 4> rows, In<double, 1> copies_per_step,
-               double memory, double hysteresis, Out<double, 3> heat, Out<bool, 3> hot, Out<uint8_t, 4> bits,
-               Out<uint8_t, 5> widths) {
-    const size_t groups = ids.shape(0), requests = ids.shape(1), steps = ids.shape(2), layers = ids.shape(3);
-    const size_t k = ids.shape(4), slots = experts.shape(3), num_experts = heat.shape(2);
-    want(has_shape(widths, {groups, requests, steps, layers, k}) && has_shape(copies_per_step, {groups}) &&
-             has_shape(experts, {groups, steps, layers, slots}) && has_shape(rows, {groups, steps, layers, slots}) &&
-             has_shape(heat, {groups, layers, num_experts}) && has_shape(hot, {groups, layers, num_experts}) &&
-             has_shape(bits, {groups, requests, layers, num_experts}),
-         "ids and widths must be [G, B, D, L, k], experts and rows [G, D, L, S], heat and hot [G, L, E], "
-         "bits [G, B, L, E]");
-    require_known(experts, num_experts);
-    require_known(ids, num_experts);
-
-    nb::gil_scoped_release release;
-    const double kept = 1.0 - 1.0 / memory;
-    int64_t copied = 0;
-    for (size_t g = 0; g < groups; ++g) {
-        double* group_heat = heat.data() + g * layers * num_experts;
-        bool* group_hot = hot.data() + g * layers * num_experts;
-        double credit = 0.0;
-        for (size_t d = 0; d < steps; ++d) {
-            for (size_t b = 0; b < requests; ++b) {
-                const size_t row = ((g * requests + b) * steps + d) * layers * k;
-                const uint8_t* plan = bits.data() + (g * requests + b) * layers * num_experts;
-                for (size_t l = 0; l < layers; ++l)
-                    for (size_t j = row + l * k; j < row + (l + 1) * k; ++j)
-                        widths.data()[j] = plan[l * num_experts + ids.data()[j]];
-            }
-            for (size_t i = 0; i < layers * num_experts; ++i) group_heat[i] *= kept;
-            bool running = false;
-            for (size_t l = 0; l < layers; ++l) {
-                const size_t cell = ((g * steps + d) * layers + l) * slots;
-                for (size_t s = cell; s < cell + slots; ++s) {
-                    group_heat[l * num_experts + experts.data()[s]] += static_cast<double>(rows.data()[s]);
-                    running |= rows.data()[s] > 0;
-                }
-            }
-            credit = std::min(credit + copies_per_step.data()[g], 1.0);
-            if (credit < 1.0 || !running) continue;
-            double best = 0.0;
-            size_t at = 0, coming = 0, leaving = 0;
-            for (size_t l = 0; l < layers; ++l) {
-                const double* h = group_heat + l * num_experts;
-                size_t hottest = num_experts, coldest = num_experts;  // of the cold, of the hot
-                for (size_t e = 0; e < num_experts; ++e) {
-                    if (group_hot[l * num_experts + e]) {
-                        if (coldest == num_experts || h[e] < h[coldest]) coldest = e;
-                    } else if (hottest == num_experts || h[e] > h[hottest]) {
-                        hottest = e;
-                    }
-                }
-                if (hottest == num_experts || coldest == num_experts) continue;
-                const double gain = h[hottest] - (1 + hysteresis) * h[coldest];
-                if (gain > best) best = gain, at = l, coming = hottest, leaving = coldest;
-            }
-            if (best <= 0.0) continue;
-            group_hot[at * num_experts + coming] = true;
-            group_hot[at * num_experts + leaving] = false;
-            for (size_t b = 0; b < requests; ++b) {
-                uint8_t* plan = bits.data() + ((g * requests + b) * layers + at) * num_experts;
-                plan[leaving] = plan[coming];
-                plan[coming] = 0;
-            }
-            credit = 0.0;
-            ++copied;
-        }
-    }
-    return copied;
-}
-
 }  // namespace
 
 void add_stacks(nb::module_& module);  // stacks.cpp
@@ -435,7 +363,4 @@ NB_MODULE(_lanes, module) {
     module.def("two_caches", &two_caches, nb::arg("experts"), nb::arg("need"), nb::arg("guessed"), nb::arg("as_"),
                nb::arg("high"), nb::arg("low"), nb::arg("high_places"), nb::arg("low_places"), nb::arg("weights"),
                nb::arg("flags"), nb::arg("order"), nb::arg("ordered"));
-    module.def("follow", &follow, nb::arg("ids"), nb::arg("experts"), nb::arg("rows"), nb::arg("copies_per_step"),
-               nb::arg("memory"), nb::arg("hysteresis"), nb::arg("heat"), nb::arg("hot"), nb::arg("bits"),
-               nb::arg("widths"));
 }

@@ -19,7 +19,6 @@ from ndp_device.common.widths import WIDTHS
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory, beside_device_memory
-from vllm_ndp.lab._lanes import follow
 from vllm_ndp.lab.exact.groups import Clairvoyant, Groups, OfExperts
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
@@ -124,14 +123,45 @@ def following(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome
         ran.end(group)
     # A newcomer takes the leaver's place; the leaver takes the newcomer's bits, so the bit budget is kept.
     heat = np.stack([_prompt_heat(batches, group, tokens) for group in range(g)])
-    loads, each_step = batches.loads, copies_per_step(batches, costs, bits)
-    ran.copies = follow(
-        batches.ids, loads.experts, loads.rows, each_step, tokens, HYSTERESIS, heat, hot, bits, ran.widths
-    )
+    ran.copies = follow(batches, copies_per_step(batches, costs, bits), tokens, heat, hot, bits, ran.widths)
     outcome = outcome_of(ran, batches, costs, options, by_tables=True)
     outcome.policy += f" then {frequency}"
     outcome.notes["copies"] = ran.copies
     return outcome
+
+
+def follow(
+    batches: Batches,
+    each_step: NDArray[np.float64],
+    memory: float,
+    heat: NDArray[np.float64],
+    hot: NDArray[np.bool_],
+    bits: NDArray[np.uint8],
+    widths: NDArray[np.uint8],
+) -> int:
+    """How many experts are exchanged. each_step [G]: copies that a step has time for; memory: tokens after which a
+    count has faded. heat and hot [G, L, E] and bits [G, B, L, E] are changed, widths [G, B, D, L, k] filled."""
+    loads, groups = batches.loads, np.arange(len(heat))
+    cells = np.arange(hot.shape[0] * hot.shape[1]).reshape(hot.shape[:2])[:, :, None] * batches.num_experts
+    credit, copied = np.zeros(len(heat)), 0
+    for step in range(batches.shape[2]):
+        widths[:, :, step] = np.take_along_axis(bits, batches.ids[:, :, step], axis=3)
+        rows, where = loads.rows[:, step], cells + loads.experts[:, step]
+        heat *= 1.0 - 1.0 / memory
+        heat += np.bincount(where.ravel(), weights=rows.ravel(), minlength=heat.size).reshape(heat.shape)
+        credit = np.minimum(credit + each_step, 1.0)
+        coming, leaving = np.where(hot, -np.inf, heat).argmax(axis=2), np.where(hot, heat, np.inf).argmin(axis=2)
+        came, left = (np.take_along_axis(heat, who[:, :, None], 2)[:, :, 0] for who in (coming, leaving))
+        gain = np.where(hot.any(axis=2) & ~hot.all(axis=2), came - (1 + HYSTERESIS) * left, 0.0)
+        layer = gain.argmax(axis=1)
+        go = np.flatnonzero((gain[groups, layer] > 0) & (credit >= 1.0) & rows.any(axis=(1, 2)))
+        at, new, old = layer[go], coming[go, layer[go]], leaving[go, layer[go]]
+        hot[go, at, new], hot[go, at, old] = True, False
+        bits[go, :, at, old] = bits[go, :, at, new]
+        bits[go, :, at, new] = 0
+        credit[go] = 0.0
+        copied += len(go)
+    return copied
 
 
 def _prompt_heat(batches: Batches, group: int, memory: float) -> NDArray[np.float64]:
