@@ -79,6 +79,8 @@ def plan(
     _print(proposal)
     if demand.context < asked.context:
         print(f"The context is {demand.context} tokens, the model's longest, not {asked.context}.")
+    elif source.longest is None and demand.context > DemandOptions.context:
+        print(f"The model's longest context is not known here: vLLM refuses {demand.context} tokens if it is shorter.")
     print_json(proposal.as_dict(), shown=True)
 
 

@@ -284,6 +284,9 @@ def test_no_line_asks_for_a_context_that_the_model_does_not_have() -> None:
     assert "--max-model-len 1024" in planned(str(TINY), "--context", "1024")["serve"]
     said = run_here("vllm-ndp", "plan", TINY, "--host-memory", "8GB").stdout
     assert "The context is 2048 tokens, the model's longest, not 4096." in said
+    public = ("vllm-ndp", "plan", "mixtral-8x7b", "--gpu-memory", "48GB", "--host-memory", "64GB", "--context")
+    unknown = "vLLM refuses 40000 tokens if it is shorter."
+    assert [unknown in run_here(*public, context).stdout for context in ("40000", "4096")] == [True, False]
     assert not said.splitlines()[-1].startswith("{")
 
 
