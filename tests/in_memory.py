@@ -6,18 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from ndp_device.calibration.calibrated import RoutedInputs
-from ndp_device.calibration.streamed import expert_modules
-from ndp_device.calibration.text import HELD_OUT_EVERY, CalibrationText
+from ndp_device.calibration.streamed import auto_class, expert_modules
+from ndp_device.calibration.text import HELD_OUT_EVERY, CalibrationText, load_config
 
 
 def captured_in_memory(
     model_dir: Path, text: CalibrationText, layers: range
 ) -> dict[int, tuple[RoutedInputs, RoutedInputs]]:
     """Per MoE layer: inputs for the solver, inputs held out; by a hook on the modules that hold the experts."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    model = auto_class(load_config(model_dir)).from_pretrained(model_dir, dtype=torch.float32).eval()
     modules = expert_modules(model)
     seen: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {layer: [] for layer in layers}
 

@@ -150,7 +150,7 @@ def build_calibrated(
     import torch
 
     from ndp_device.calibration import auto_gptq, calibrated, gptq, memory, streamed
-    from ndp_device.calibration.text import HELD_OUT_EVERY
+    from ndp_device.calibration.text import HELD_OUT_EVERY, load_config
 
     if solver not in get_args(SolverName):
         raise ConfigError(f"solver must be one of {', '.join(get_args(SolverName))}, got {solver!r}")
@@ -204,6 +204,7 @@ def build_calibrated(
     peak = memory.peak_memory(
         checkpoint,
         num_tokens=num_sequences * sequence_length,
+        between_layers=streamed.bytes_between_layers(load_config(model_dir), shape.hidden_size, sequence_length),
         group_size=group_size,
         num_widths=len(bits),
         num_tracks=len(track_weights) if solver == "nested" else 1,
@@ -231,7 +232,7 @@ def build_calibrated(
         nonlocal passing
         if passing is None:
             model = streamed.load_without_experts(model_dir, device)
-            forward = streamed.StreamedForward(model, text.held_out_last, shape.num_layers)
+            forward = streamed.StreamedForward(model, text.held_out_last, shape)
             passing = enumerate(forward.layers())
         for index, batch in passing:
             if index == layer:

@@ -61,12 +61,16 @@ def peak_memory(
     checkpoint: CheckpointExperts,
     *,
     num_tokens: int,
+    between_layers: int,
     group_size: int,
     num_widths: int,
     num_tracks: int,
     num_planes: int,
 ) -> PeakMemory:
-    """`num_tracks` widths are solved together; a layer's file holds `num_planes` bit planes of each weight."""
+    """A token takes `between_layers` bytes from one layer to the next (streamed.bytes_between_layers).
+
+    `num_tracks` widths are solved together; a layer's file holds `num_planes` bit planes of each weight.
+    """
     shape, layout, tensors = checkpoint.shape, checkpoint.layout, checkpoint.tensors
     hidden, inner = shape.hidden_size, shape.intermediate_size
     of_experts = {source.name for layer in layout.layers for source in layer.weights.values()}
@@ -88,7 +92,7 @@ def peak_memory(
     return PeakMemory(
         programs=_PROGRAMS,
         beside_experts=beside,
-        sequences=num_tokens * (3 * hidden * _FLOAT + shape.top_k * 16),
+        sequences=num_tokens * (between_layers + 2 * hidden * _FLOAT + shape.top_k * 16),
         expert=_FLOAT * shape.weights_per_expert + 2 * _FLOAT * inner * hidden,
         solver=max(solving, moments, losing) + 2 * own,
         layer=2 * shape.num_experts * kept,  # once more while the file's bytes are put together

@@ -7,12 +7,15 @@ Take the experts' answers, and run each sequence through the layer again with it
 experts so runs twice, which costs little beside the experts. In exchange any architecture of transformers works as it
 is: layers run by their own code, with the arguments that their model passes them.
 
-Sequences run one by one, as they would in a model that holds its experts, and give the same bits.
+Sequences run one by one, as they would in a model that holds its experts. RoutedBatch.answer gives the same bits; add,
+for rows of all sequences that were multiplied together, differs in the last ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -24,10 +27,12 @@ import transformers
 from torch import Tensor
 
 from ndp_device.calibration.calibrated import RoutedInputs
-from ndp_device.calibration.text import load_config
+from ndp_device.calibration.text import load_config, read_by_transformers
 from ndp_device.common.errors import ConfigError
+from ndp_device.common.model_shape import ModelShape
 
 _DECODER_LAYER = re.compile(r"(?:^|.*\.)layers\.\d+(?=\.)")
+_REMEDY = "leave out --calibration, and its replicas are made from the weights alone"
 
 
 class _Reached(Exception):
@@ -49,8 +54,8 @@ class RoutedBatch:
     hidden: Tensor  # [S, T, H]
     expert_ids: Tensor  # [S, T, k]
     weights: Tensor  # [S, T, k]
-    answers: Tensor | None = None  # [S, T, H], zeros at first; None behind the last layer if nobody reads its answers
-    branch: Tensor | None = None  # [B, T, H], zeros at first: other answers to the first B sequences
+    answers: Tensor | None = None  # [S, T, H], at first zero experts' alone; None behind the last layer if nobody reads
+    branch: Tensor | None = None  # [B, T, H], likewise: other answers to the first B sequences
 
     def inputs(self, sequences: slice) -> RoutedInputs:
         """Inputs of some sequences, as rows."""
@@ -93,22 +98,27 @@ class RoutedBatch:
 class StreamedForward:
     """One pass of all sequences through a model without experts, layer by layer."""
 
-    def __init__(self, model: Any, token_ids: Tensor, num_moe_layers: int) -> None:
+    def __init__(self, model: Any, token_ids: Tensor, shape: ModelShape) -> None:
         self._model, self._base, self._device = model, model.base_model, model.device
-        self._token_ids = token_ids
-        self._passed = torch.empty(0)
+        self._token_ids, self._num_experts = token_ids, shape.num_experts
+        self._passed = torch.empty(0), token_ids
+        self._handed_on: list[tuple[Any, ...] | None] = []
+        """What each sequence's last layer gave beside hidden states, for the next one (GLM: which tokens to attend to).
+
+        None: it gave hidden states alone.
+        """
         self._experts: dict[int, Any] = {}
         names = {module: name for name, module in self._base.named_modules()}
         modules = expert_modules(self._base)
-        if len(modules) != num_moe_layers:
+        if len(modules) != shape.num_layers:
             raise ConfigError(
-                f"{type(model).__name__} has {len(modules)} layers of experts we can hook, wanted {num_moe_layers}: "
-                "its replicas can be made from the weights alone, without a calibration file"
+                f"{type(model).__name__} has {len(modules)} layers of experts we can hook, wanted {shape.num_layers}: "
+                f"{_REMEDY}"
             )
         found = [_DECODER_LAYER.match(names[module]) for module in modules]
         stacks = {at[0].rpartition(".")[0] for at in found if at is not None}
         if None in found or len(stacks) != 1:
-            raise ConfigError(f"{type(model).__name__} keeps experts outside of one stack of decoder layers")
+            raise ConfigError(f"{type(model).__name__} keeps experts outside of one stack of decoder layers: {_REMEDY}")
         self._layers = list(self._base.get_submodule(stacks.pop()))
         for at, module in zip(found, modules, strict=True):
             self._experts[int(at[0].rpartition(".")[2])] = module  # type: ignore[index]
@@ -122,17 +132,20 @@ class StreamedForward:
         behind those that there are.
         """
         last, token_ids = max(self._experts), self._token_ids
+        self._handed_on = [None] * len(token_ids)
         with torch.no_grad(), self._stopping_at(0):
-            hidden = torch.stack([self._entering(ids)[0].cpu() for ids in token_ids]).squeeze(1)
+            hidden = torch.cat([self._entering(ids)[0].cpu() for ids in token_ids])
         for index in range(last + 1):
             with torch.no_grad(), self._stopping_at(index):
                 if index not in self._experts:
-                    for row, ids in zip(hidden, token_ids, strict=True):
-                        row.copy_(self._through(index, ids, row))
+                    for n, (row, ids) in enumerate(zip(hidden, token_ids, strict=True)):
+                        row.copy_(self._through(index, n, ids, row))
                     continue
                 batch = self._to_the_experts(index, hidden, token_ids)
-            answers = torch.zeros_like(batch.hidden) if num_branching or index < last else None
-            branch = torch.zeros_like(batch.hidden[:num_branching]) if num_branching else None
+            answers = None
+            if num_branching or index < last:
+                answers = of_zero_experts(batch.hidden, batch.expert_ids, batch.weights, self._num_experts)
+            branch = answers[:num_branching].clone() if num_branching and answers is not None else None
             batch = replace(batch, answers=answers, branch=branch)
             yield batch
             if answers is None:
@@ -140,18 +153,21 @@ class StreamedForward:
             if branch is not None:
                 hidden, token_ids = (torch.cat([all_, all_[:num_branching]]) for all_ in (hidden, token_ids))
                 answers = torch.cat([answers, branch])
+                self._handed_on += self._handed_on[:num_branching]
             with torch.no_grad(), self._stopping_at(index):
-                for row, ids, answer in zip(hidden, token_ids, answers, strict=True):
-                    row.copy_(self._through(index, ids, row, answer))
+                for n, (row, ids, answer) in enumerate(zip(hidden, token_ids, answers, strict=True)):
+                    row.copy_(self._through(index, n, ids, row, answer))
             del batch, answers, branch
-        self._passed = hidden
+        self._passed = hidden, token_ids
 
     def log_probabilities(self, sequence: int) -> Tensor:
         """The answer to a sequence that has passed all layers, [T, vocabulary]; branches lie behind the others."""
         last = max(self._experts)
-        hidden, token_ids = self._passed[sequence], self._token_ids[sequence % len(self._token_ids)]
+        hidden, token_ids = (passed[sequence] for passed in self._passed)
         with torch.no_grad(), self._stopping_at(last):
-            self._layers[last].forward = lambda *_, **__: hidden[None].to(self._device)
+            handed_on = self._handed_on[sequence]
+            self._skip_to(last, handed_on)
+            self._layers[last].forward = lambda *_, **__: _given(hidden[None].to(self._device), handed_on)
             logits = self._model(input_ids=token_ids[None].to(self._device), use_cache=False).logits[0]
         return torch.log_softmax(logits.float(), -1)
 
@@ -160,12 +176,12 @@ class StreamedForward:
         ids_and_weights = []
         for n, (row, ids) in enumerate(zip(hidden, token_ids, strict=True)):
             try:
-                self._through(index, ids, row)
+                self._through(index, n, ids, row)
             except _Reached as reached:
                 args, kwargs = reached.call
                 rows, expert_ids, weights = (*args, *kwargs.values())[:3]
             else:
-                raise ConfigError(f"decoder layer {index} ran without its experts: its architecture is not known here")
+                raise ConfigError(f"decoder layer {index} ran without its experts: {_REMEDY}")
             if taken is None:
                 taken = torch.empty((len(hidden), *rows.flatten(0, -2).shape), dtype=rows.dtype)
             taken[n] = rows.flatten(0, -2)
@@ -174,24 +190,30 @@ class StreamedForward:
         all_ids, all_weights = (torch.stack(parts) for parts in zip(*ids_and_weights, strict=True))
         return RoutedBatch(taken, all_ids, all_weights)
 
-    def _through(self, index: int, token_ids: Tensor, hidden: Tensor, answer: Tensor | None = None) -> Tensor:
-        """One sequence [T, H] through one decoder layer, whose experts answer what is given."""
+    def _through(
+        self, index: int, sequence: int, token_ids: Tensor, hidden: Tensor, answer: Tensor | None = None
+    ) -> Tensor:
+        """One sequence, [T, H] or [T, streams, H], through one decoder layer, whose experts answer what is given."""
+        self._skip_to(index, self._handed_on[sequence])
         _, args, kwargs = self._entering(token_ids)
         if index in self._experts and answer is not None:
             experts = self._experts[index]
             experts.forward = lambda rows, *_, **__: answer.to(rows.device).view_as(rows)
         try:
-            out = self._run[index](hidden[None].to(self._device), *args, **kwargs)
+            with self._refusing(f"through decoder layer {index}"):
+                out = self._run[index](hidden[None].to(self._device), *args, **kwargs)
         finally:
             if index in self._experts:
                 self._experts[index].forward = _stop
         first: Tensor = out[0] if isinstance(out, tuple) else out
-        return first[0] if first.ndim == 3 else first
+        self._handed_on[sequence] = out[1:] if isinstance(out, tuple) else None
+        return first[0] if first.ndim > hidden.ndim else first
 
     def _entering(self, token_ids: Tensor) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
         """The model's call to the layer where it stops now: hidden states (of layer 0 only), arguments."""
         try:
-            self._base(input_ids=token_ids[None].to(self._device), use_cache=False)
+            with self._refusing("to its decoder layers"):
+                self._base(input_ids=token_ids[None].to(self._device), use_cache=False)
         except _Reached as reached:
             args, kwargs = reached.call
             hidden = args[0] if args else kwargs.pop("hidden_states")
@@ -199,10 +221,18 @@ class StreamedForward:
         raise AssertionError("the model runs every one of its layers")
 
     @contextlib.contextmanager
+    def _refusing(self, part: str) -> Iterator[None]:
+        try:
+            yield
+        except _Reached:
+            raise
+        except Exception as error:  # transformers raises whatever its parts raise
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise ConfigError(f"{type(self._model).__name__} does not run {part} ({reason}): {_REMEDY}") from error
+
+    @contextlib.contextmanager
     def _stopping_at(self, index: int) -> Iterator[None]:
-        """The layers before pass on what they get, and the layer itself ends the forward pass."""
-        for layer in self._layers[:index]:
-            layer.forward = _pass_on
+        """The layer ends the forward pass; afterwards all layers run as before."""
         self._layers[index].forward = _stop
         try:
             yield
@@ -210,18 +240,36 @@ class StreamedForward:
             for layer, run in zip(self._layers, self._run, strict=True):
                 layer.forward = run
 
+    def _skip_to(self, index: int, handed_on: tuple[Any, ...] | None) -> None:
+        """The layers before pass on hidden states, and beside them what the last one of them gave."""
+        for layer in self._layers[:index]:
+            layer.forward = lambda hidden_states, *_, **__: _given(hidden_states, handed_on)
 
-def _pass_on(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return hidden_states
+
+def _given(hidden: Tensor, handed_on: tuple[Any, ...] | None) -> Tensor | tuple[Any, ...]:
+    return hidden if handed_on is None else (hidden, *handed_on)
+
+
+def of_zero_experts(hidden: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int) -> Tensor:
+    """What experts without weights, numbered behind the others (LongCat), answer [.., H]: each gives its input back.
+
+    hidden [.., H], expert_ids and weights [.., k].
+    """
+    share = (weights * (expert_ids >= num_experts)).sum(-1, keepdim=True)
+    return (hidden * share).to(hidden.dtype)
 
 
 def expert_modules(model: Any) -> list[Any]:
     """The modules that hold the experts of one layer each, in the order of the layers.
 
-    transformers marks them, whatever the family and since 5.17 at least: its kernels ask how weights lie. Llama-4's are
-    not marked, and take other arguments.
+    transformers marks those that its kernels compute; others (LongCat's) take the same arguments. Llama-4's take none.
     """
-    return [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "has_gate")]
+    return [module for module in model.modules() if _holds_experts(module)]
+
+
+def _holds_experts(module: Any) -> bool:
+    marked = hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+    return marked or {"top_k_index", "top_k_weights"} <= inspect.signature(type(module).forward).parameters.keys()
 
 
 def load_without_experts(model_dir: Path, device: torch.device) -> Any:
@@ -232,20 +280,33 @@ def load_without_experts(model_dir: Path, device: torch.device) -> Any:
     config = load_config(model_dir)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the experts, which are not loaded
+    auto = auto_class(config)
     with torch.device("meta"):
-        skeleton = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        skeleton = read_by_transformers(lambda _, **keys: auto.from_config(config, **keys), model_dir, "model", _REMEDY)
     classes = {type(module) for module in expert_modules(skeleton)}
     dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
         with contextlib.ExitStack() as stack:
             for kind in classes:
                 stack.enter_context(_made_bare(kind))
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                model_dir, config=config, dtype=dtype, trust_remote_code=False
-            )
+            load = functools.partial(auto.from_pretrained, config=config, dtype=dtype)
+            model = read_by_transformers(load, model_dir, "weights", _REMEDY)
     finally:
         transformers.utils.logging.set_verbosity(level)
     return model.train(False).to(device)
+
+
+def bytes_between_layers(config: Any, hidden_size: int, sequence_length: int) -> int:
+    """What one token takes from a layer to the next in float32: its residuals, and which tokens it attends to."""
+    text = config.get_text_config()
+    attended = min(getattr(text, "index_topk", None) or 0, sequence_length)
+    return 4 * hidden_size * (getattr(text, "hc_mult", None) or 1) + 8 * attended
+
+
+def auto_class(config: Any) -> Any:
+    """Of a model that has none for text alone, that for text beside images."""
+    for_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return transformers.AutoModelForCausalLM if for_text else transformers.AutoModelForImageTextToText
 
 
 @contextlib.contextmanager

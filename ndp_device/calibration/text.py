@@ -80,7 +80,9 @@ def load_tokenizer(model_dir: str | Path) -> Any:
     """Raises ConfigError where there is none that transformers reads."""
     from transformers import AutoTokenizer
 
-    return _read(AutoTokenizer.from_pretrained, model_dir, "tokenizer", "put its tokenizer.json beside the weights")
+    return read_by_transformers(
+        AutoTokenizer.from_pretrained, model_dir, "tokenizer", "put its tokenizer.json beside the weights"
+    )
 
 
 def load_config(model_dir: str | Path) -> Any:
@@ -88,10 +90,11 @@ def load_config(model_dir: str | Path) -> Any:
     from transformers import AutoConfig
 
     remedy = "quantize from the weights alone (no --calibration), or take a transformers that knows the model"
-    return _read(AutoConfig.from_pretrained, model_dir, "configuration", remedy)
+    return read_by_transformers(AutoConfig.from_pretrained, model_dir, "configuration", remedy)
 
 
-def _read(load: Callable[..., Any], model_dir: str | Path, what: str, remedy: str) -> Any:
+def read_by_transformers(load: Callable[..., Any], model_dir: str | Path, what: str, remedy: str) -> Any:
+    """Raises ConfigError with the reason and the remedy where transformers cannot."""
     import transformers
 
     try:

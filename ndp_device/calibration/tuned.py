@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ndp_device.calibration.calibrated import FloatExpert, RoutedInputs, activated, bias_tensors
-from ndp_device.calibration.streamed import expert_modules
+from ndp_device.calibration.streamed import expert_modules, of_zero_experts
 from ndp_device.common.widths import FULL_PRECISION_BITS, WIDTHS
 from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix, unpack
 
@@ -108,7 +108,7 @@ class TrainedLayer:
         expert_ids, weights = expert_ids.flatten(0, -2), weights.flatten(0, -2)
         if self.seen is not None:
             self.seen.append((rows, expert_ids))
-        answer = torch.zeros_like(rows)
+        answer = of_zero_experts(rows, expert_ids, weights, len(self.widths))
         for expert, bits in enumerate(self.widths):
             chosen, choice = torch.eq(expert_ids, expert).nonzero(as_tuple=True)
             if len(chosen):

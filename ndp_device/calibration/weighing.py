@@ -54,7 +54,7 @@ def nats_per_loss(
     bits = min(files.manifest.bits, key=lambda width: abs(width - WEIGHED_AT))
     column = REPLICA_WIDTHS.index(bits)
     once = len(token_ids)
-    forward = StreamedForward(model, torch.cat([token_ids, token_ids]), checkpoint.shape.num_layers)
+    forward = StreamedForward(model, torch.cat([token_ids, token_ids]), checkpoint.shape)
     losses = []
     for layer, batch in enumerate(forward.layers(branching)):
         in_replicas = range(once, 2 * once)
@@ -67,8 +67,9 @@ def nats_per_loss(
             batch.answer(expert, replica, model.device, in_replicas)
             batch.answer_branch(expert, replica, model.device)
         files.release(layer)
-        counts = np.bincount(batch.expert_ids[:once].numpy().ravel(), minlength=checkpoint.shape.num_experts)
-        losses.append(max(float(np.average(files.layer_losses(layer)[1][:, column], weights=counts)), _LEAST_LOSS))
+        of_experts = files.layer_losses(layer)[1][:, column]
+        counts = np.bincount(batch.expert_ids[:once].numpy().ravel(), minlength=len(of_experts))[: len(of_experts)]
+        losses.append(max(float(np.average(of_experts, weights=counts)), _LEAST_LOSS))
     alone = _divergences(forward, branching, 2 * once, len(losses))
     together = max(_rise(forward, token_ids), _LEAST_PART * alone.sum())
     weights: NDArray[np.float64] = alone / np.array(losses) * (together / max(alone.sum(), _LEAST_LOSS))
