@@ -438,6 +438,8 @@ def run_job(out_dir: Path, manifest: Manifest, make_layer: MakeLayer, *, show_pr
     console = Console(stderr=True)
     total = shape.num_layers * shape.num_experts
     before = len(manifest.layers) * shape.num_experts
+    if show_progress and 0 < before < total:
+        _say(f"{out_dir} goes on: {len(manifest.layers)} of {shape.num_layers} layers are whole and stay")
     started = said = time.monotonic()
     experts_made = 0
     with Progress(

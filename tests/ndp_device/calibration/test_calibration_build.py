@@ -161,8 +161,12 @@ def test_the_stored_loss_is_what_the_stored_replicas_lose_on_held_out_tokens(
         np.testing.assert_allclose(relative, files.layer_losses(1)[1][expert], rtol=1e-5)
 
 
-def test_an_interrupted_job_goes_on_and_ends_with_the_same_bytes(
-    build: Callable[..., Any], built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_job_says_that_it_goes_on_and_ends_with_the_same_bytes(
+    build: Callable[..., Any],
+    built: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     done = 0
     quantize_expert = calibrated.quantize_expert
@@ -179,7 +183,9 @@ def test_an_interrupted_job_goes_on_and_ends_with_the_same_bytes(
         build(tmp_path / "out")
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["experts-00000.safetensors", "manifest.json"]
     monkeypatch.undo()
-    build(tmp_path / "out")
+    capsys.readouterr()
+    build(tmp_path / "out", show_progress=True)
+    assert f"{tmp_path / 'out'} goes on: 1 of 2 layers are whole and stay" in capsys.readouterr().err
     for file in built.iterdir():
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
 
