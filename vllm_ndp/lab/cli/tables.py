@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ EXPENDABLE = (
     "batch",
 )
 """Columns of a comparison that a narrow terminal goes without, the least first."""
+_HEADING = 9
+"""Characters of a line of a heading; a longer word is not broken."""
 WIDTH = 100
 """Columns of a comparison that no terminal shows."""
 
@@ -70,7 +73,9 @@ def print_comparison(result: Comparison, settings: CompareSettings, routing: str
     table = Table(title=f"{where}{routed}, {result.num_requests} requests; simulated times", title_justify="left")
     for name in result.rows[0].cells():
         table.add_column(
-            name.replace(" ", "\n"), justify="left" if name in ("system", "policy") else "right", no_wrap=True
+            textwrap.fill(name, _HEADING, break_long_words=False),
+            justify="left" if name in ("system", "policy") else "right",
+            no_wrap=True,
         )
     for row in result.rows:
         table.add_row(*row.cells().values())
