@@ -20,9 +20,9 @@ from paths import MODEL, ROOT
 
 from ndp_device.calibration import calibrated
 from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated, run_job
-from ndp_device.calibration.streamed import StreamedForward, auto_class, load_without_experts
+from ndp_device.calibration.streamed import StreamedForward, auto_class, bytes_between_layers, load_without_experts
 from ndp_device.calibration.text import CalibrationText, load_config
-from ndp_device.common.errors import NdpError
+from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import LayerReplicas, ReplicaFiles, read_manifest
 
@@ -35,8 +35,9 @@ REFUSED = {
     "nemotron_h": "no gate projection",
     "dbrx": "no experts were found",
     "diffusion_gemma": "two sets of experts",
+    "step3p5": r"cannot read the model of .*: leave out --calibration",
 }
-"""Llama-4's experts take other arguments. The others have no replicas in any way."""
+"""Llama-4's experts take other arguments; transformers has no model for Step's text. The others have no replicas."""
 
 
 def _module(name: str) -> Any:
@@ -114,6 +115,8 @@ def test_what_a_family_says_is_what_it_says_in_memory(tmp_path: Path, family: st
     """With residuals in streams, layers that hand more to the next, experts that give their input back, and a tower."""
     directory = FAMILIES.make(family, tmp_path)
     text, checkpoint = text_of(directory, 8, 32).token_ids[:2], CheckpointExperts(directory)
+    carried = {"deepseek_v4": 4 * 4 * 128 + 8 * 32, "glm_moe_dsa": 4 * 128 + 8 * 16}.get(family, 4 * 128)
+    assert bytes_between_layers(load_config(directory), 128, 32) == carried
     forward = StreamedForward(load_without_experts(directory, CPU), text, checkpoint.shape)
     for layer, batch in enumerate(forward.layers(1)):
         for expert in range(checkpoint.shape.num_experts):
@@ -132,6 +135,16 @@ def test_what_a_family_says_is_what_it_says_in_memory(tmp_path: Path, family: st
 def test_a_family_that_is_not_calibrated_is_refused(tmp_path: Path, family: str, why: str) -> None:
     directory = FAMILIES.make(family, tmp_path)
     with pytest.raises(NdpError, match=why):
+        build_calibrated(directory, tmp_path / "out", CALIBRATION, show_progress=False)
+
+
+def test_a_model_that_transformers_cannot_run_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    """Sixteen experts are not three groups, which transformers sees in the router only."""
+    directory = FAMILIES.make("deepseek_v3", tmp_path)
+    config = json.loads((directory / "config.json").read_text()) | {"n_group": 3, "topk_group": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    wanted = r"^\w+ does not run through decoder layer \d+ \(RuntimeError: [^\n]+\): leave out --calibration, [^\n]+$"
+    with pytest.raises(ConfigError, match=wanted):
         build_calibrated(directory, tmp_path / "out", CALIBRATION, show_progress=False)
 
 
