@@ -520,11 +520,14 @@ def _checked_group_size(group_size: int | None, shape: ModelShape) -> int:
 
 
 def _resume(out_dir: Path, manifest: Manifest) -> Manifest:
-    """The manifest to go on with: a fresh one, or the one in out_dir less the layers whose files are not whole."""
-    if not (out_dir / MANIFEST).exists():
+    """The manifest to go on with: a fresh one, or the one in out_dir less the layers whose files are not whole.
+
+    A job that was refused or stopped in its first layer left nothing that another job could spoil.
+    """
+    present = read_manifest(out_dir) if (out_dir / MANIFEST).exists() else None
+    if present is None or not present.layers:
         write_manifest(out_dir, manifest)
         return manifest
-    present = read_manifest(out_dir)
     # weights of layers are measured when all layers are there
     if msgspec.structs.replace(present.unweighed(), layers={}) != manifest:
         raise ConfigError(

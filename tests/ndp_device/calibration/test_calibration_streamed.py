@@ -19,7 +19,7 @@ from in_memory import captured_in_memory
 from paths import MODEL, ROOT
 
 from ndp_device.calibration import calibrated
-from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated, run_job
+from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated, build_data_free, run_job
 from ndp_device.calibration.streamed import StreamedForward, auto_class, bytes_between_layers, load_without_experts
 from ndp_device.calibration.text import CalibrationText, load_config
 from ndp_device.common.errors import ConfigError, NdpError
@@ -146,6 +146,8 @@ def test_a_model_that_transformers_cannot_run_is_refused_in_one_sentence(tmp_pat
     wanted = r"^\w+ does not run through decoder layer \d+ \(RuntimeError: [^\n]+\): leave out --calibration, [^\n]+$"
     with pytest.raises(ConfigError, match=wanted):
         build_calibrated(directory, tmp_path / "out", CALIBRATION, show_progress=False)
+    made = build_data_free(directory, tmp_path / "out", show_progress=False)  # to the same place, as the sentence says
+    assert len(made.layers) == made.model.num_layers
 
 
 def test_every_expert_is_read_once_in_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
