@@ -63,6 +63,7 @@ class WholeStep:
         asks = self._asks.setdefault(len(x), not all(each.holds_everything for each in self._layers))
         captures = x.is_cuda and torch.cuda.is_current_stream_capturing()
         if not captures:  # nobody's rows: all of them are padding, and the answer is there
+            self._wait_for_moves()  # a capture fails where another thread asks CUDA for memory
             messenger.live.zero_()
             messenger.answer[0] = int(asks)
         out = layer.launch(x, topk_weights, topk_ids, self._note_of(layer.index), beside, asks=asks)
