@@ -442,15 +442,16 @@ def bound_cores() -> set[int]:
 
 
 def keep_moe_out_of_graphs(vllm_config: VllmConfig) -> None:
-    """A captured graph cannot wait for a device in another process; torch.compile stays on."""
+    """Graphs hold a MoE layer only where whole decode steps were asked for; torch.compile stays on."""
     if on_cpu():
         return  # no graphs on CPU; the opaque operator is enough
-    if limits.captures_whole_steps(vllm_config) and limits.configure_graphs(vllm_config):
+    has_graphs = limits.configure_graphs(vllm_config)
+    if limits.captures_whole_steps(vllm_config):
         say(
-            "a decode step is one captured graph, in which each MoE layer asks the host "
-            "(cudagraph_mode FULL_DECODE_ONLY)"
+            "a decode step is one captured graph, in which each MoE layer asks the host (cudagraph_mode "
+            "FULL_DECODE_ONLY): no GPU has run this yet (docs/gpu.md)"
         )
-    elif limits.configure_graphs(vllm_config):
+    elif has_graphs:
         say("captured graphs end before each MoE layer (cudagraph_mode PIECEWISE)")
     else:
         say("cudagraph_mode is NONE: FULL_DECODE_ONLY makes one graph of a decode step, PIECEWISE several")

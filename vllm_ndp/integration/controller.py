@@ -96,8 +96,12 @@ class NdpController:
         """What vLLM captures with our layers in it. Raises ConfigError where a layer cannot be captured."""
         facts, parts, locator, sidecar = self.worker.facts, self.worker.parts, self.steps.locator, self.steps.sidecar
         layers = [layer.aside for layer in self.worker.layers if layer.aside is not None]
-        if parts.messenger is None or parts.weighs_input:
-            raise ConfigError(limits.cannot_capture("layers that wait for the host, or whose router weighs the input"))
+        if parts.weighs_input:
+            raise ConfigError(limits.cannot_capture("layers whose router weighs their input"))
+        if parts.messenger is None:
+            raise ConfigError(
+                limits.cannot_capture(f"execution {facts.settings.execution!r}, which waits for the host")
+            )
         stand_in: list[HostCpuExperts] = []
 
         def compute(layer: int, x: NDArray[np.float32], pairs: Pairs) -> NDArray[np.float32]:
