@@ -320,9 +320,11 @@ def _run_whole(
 
     forward(lambda index, rows: layers[index].run(rows, *routed[index]))  # before the capture: nobody's rows
     graph = torch.cuda.CUDAGraph() if gpu.device.type == "cuda" else None
-    launch = lambda index, rows: aside[index].launch(  # noqa: E731
-        rows, *routed[index], sidecar.note(index, padded), object, asks=asks
-    )
+
+    def launch(index: int, rows: torch.Tensor) -> torch.Tensor:
+        weights, ids = routed[index]
+        return aside[index].launch(rows, weights, ids, sidecar.note(index, padded), object, asks=asks)
+
     if graph is not None:
         with torch.cuda.graph(graph):
             out = forward(lambda index, rows: layers[index].run(rows, *routed[index]))
