@@ -122,20 +122,15 @@ class NdpSettings:
     """Directory written by `vllm-ndp quantize`; None = the cache, filled at the first start from the weights alone."""
     devices: int = 1
     """Number of embedded devices, each a private process; or the address of a running device (ipc:// or tcp://). Or a
-    list of addresses: those devices share the experts, and others can join. Instead of an address: {"address": ADDRESS,
+    list of addresses: those devices share the experts. Instead of an address: {"address": ADDRESS,
     "keys": FILE}, with this host's key file (`ndp-device keygen`)."""
     running: tuple[DeviceAddress, ...] = ()
     """Those of `devices` that run already; empty = all are embedded."""
-    takes_more: bool = False
-    """Whether `devices` is a list."""
     device_experts: str = "copies"
     """`copies`: each of several devices has whole experts, with copies on others. `split`: each has an equal part of
-    every expert, so all devices work on every pair. Or {"copies": N, "moves": M}: N devices hold each expert, and a
-    plan may move M copies between devices."""
+    every expert, so all devices work on every pair. Or {"copies": N}: N devices hold each expert."""
     device_copies: int | None = None
     """Copies of `device_experts`; None = 2 if they fit, else 1."""
-    device_moves: int = 0
-    """Moves of `device_experts`."""
     prices: str = "auto"
     """Times that decide where experts run: those of the `simulated` hardware, or `measured` on this machine at
     start-up. `auto`: measured if one worker on CPU and one embedded device run everything and no `hardware` is named.
@@ -246,7 +241,7 @@ class NdpSettings:
                 raise ConfigError(
                     f"ndp setting 'devices' must be a number, or an ipc:// or tcp:// address, got {address!r}"
                 )
-        if len(set(self.addresses)) < len(self.addresses) or (self.takes_more and not self.running):
+        if len(set(self.addresses)) < len(self.addresses):
             raise ConfigError(f"ndp setting 'devices' must name each device once, got {list(self.addresses)}")
         if self.splits_experts and self.num_devices == 1:
             raise ConfigError(
@@ -254,15 +249,10 @@ class NdpSettings:
                 "got 1 of them: name more devices, or use 'copies'"
             )
         copies = 1 if self.device_copies is None else self.device_copies
-        if not 1 <= copies <= self.num_devices or self.device_moves < 0:
+        if not 1 <= copies <= self.num_devices:
             raise ConfigError(
-                f"ndp setting 'device_experts' must ask for 1 to {self.num_devices} copies, the number of devices, and "
-                f"0 or more moves, got {self.device_copies} and {self.device_moves}"
-            )
-        if self.device_moves and self.num_devices <= (self.device_copies or 2):
-            raise ConfigError(
-                f"ndp setting 'device_experts' asks for moves, which have no effect where every device holds every "
-                f"expert, as with {self.num_devices} of them: drop them, or ask for fewer copies"
+                f"ndp setting 'device_experts' must ask for 1 to {self.num_devices} copies, the number of devices, "
+                f"got {self.device_copies}"
             )
         if plain := [one.address for one in self.running if one.keys and one.address.startswith("ipc://")]:
             raise ConfigError(
@@ -287,16 +277,6 @@ class NdpSettings:
     def splits_experts(self) -> bool:
         """Whether each of several devices has a part of every expert."""
         return self.device_experts == "split"
-
-    @property
-    def may_join(self) -> bool:
-        """Whether devices can be added while the engine runs."""
-        return self.takes_more and not self.splits_experts
-
-    @property
-    def shares_experts(self) -> bool:
-        """Whether there are several devices, or may be."""
-        return self.num_devices > 1 or self.may_join
 
     @property
     def has_quantized_slots(self) -> bool:

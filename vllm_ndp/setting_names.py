@@ -106,7 +106,9 @@ def _devices(raw: Mapping[str, Any]) -> dict[str, Any]:
     del values["devices"]
     if not isinstance(asked, list | tuple):
         return values | {"running": (_address(asked),)}
-    return values | {"running": tuple(map(_address, asked)), "takes_more": True}
+    if not asked:
+        raise ConfigError("ndp setting 'devices' must name each device once, got []")
+    return values | {"running": tuple(map(_address, asked))}
 
 
 def _budget(values: dict[str, Any]) -> dict[str, Any]:
@@ -132,16 +134,15 @@ def _policy(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _experts_of(values: dict[str, Any]) -> dict[str, Any]:
-    """`device_experts` is "copies", "split", or {"copies": N, "moves": M}."""
+    """`device_experts` is "copies", "split", or {"copies": N}."""
     asked = values.get("device_experts")
     if not isinstance(asked, Mapping):
         return values
-    if not set(asked) <= {"copies", "moves"}:
+    if set(asked) != {"copies"}:
         raise ConfigError(
-            'ndp setting \'device_experts\' must be "copies", "split" or {"copies": N, "moves": M}, got '
-            f"{dict(asked)!r}"
+            f'ndp setting \'device_experts\' must be "copies", "split" or {{"copies": N}}, got {dict(asked)!r}'
         )
-    return values | {"device_experts": "copies"} | {f"device_{name}": value for name, value in asked.items()}
+    return values | {"device_experts": "copies", "device_copies": asked["copies"]}
 
 
 def _address(one: Any) -> DeviceAddress:

@@ -8,12 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from engines import (
     LONG_PROMPTS,
@@ -41,8 +40,7 @@ from vllm_ndp.integration.compat import hardware_of
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.planning.copies import assign_copies
-from vllm_ndp.traces.format import DOWN, JOINED
+from vllm_ndp.traces.format import DOWN
 from vllm_ndp.traces.trace import Trace
 
 pytestmark = pytest.mark.vllm
@@ -72,7 +70,6 @@ class Told:
     tokens: list[list[list[int]]] = field(default_factory=list)
     executed: list[list[int]] = field(default_factory=list)
     totals: list[dict[str, Any]] = field(default_factory=list)
-    refused: str = ""
 
     def note(self, llm: Any, tokens: list[list[int]]) -> None:
         self.pids.append(llm.collective_rpc("ndp_status")[0]["device_pids"])
@@ -86,7 +83,6 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     made = Told(tmp_path_factory.mktemp("trace") / "two-devices")
     with engine(settings=TWO | {"record": str(made.directory)}, max_num_batched_tokens=64) as llm:
         made.note(llm, token_ids(greedy(llm, LONG_PROMPTS, TOKENS)))
-        made.refused = llm.collective_rpc("ndp_add_device", args=("ipc:///another",))[0]["refused"]
         killed, other = made.pids[0]
         made.note(llm, kill_in_the_middle(llm, LONG_PROMPTS, TOKENS, killed))
         wait_until_it_serves_again(llm)
@@ -151,7 +147,7 @@ def test_a_run_replays_to_the_picosecond_with_a_device_lost_and_back(told: Told)
     trace = Trace.load(told.directory, model_digest=model_digest(MODEL))
     live, num_steps = trace.provenance.live, told.totals[0]["steps"]
     assert live is not None
-    assert (live.num_devices, live.device_copies, live.may_join) == (2, 2, False)
+    assert (live.num_devices, live.device_copies) == (2, 2)
     replay = replay_live(trace, LossTable.nominal(4, 8))
     assert len(replay.steps) == told.totals[-1]["steps"] > num_steps > 20
     assert replay.identical
@@ -165,12 +161,11 @@ def test_a_run_replays_to_the_picosecond_with_a_device_lost_and_back(told: Told)
     assert without.step_ps[:num_steps].tolist() == without.recorded_step_ps[:num_steps].tolist()
 
 
-def test_three_devices_with_quantized_balanced_experts_whose_copies_move_replay_to_the_picosecond(tmp_path):  # type: ignore[no-untyped-def]
+def test_three_devices_with_quantized_balanced_experts_replay_to_the_picosecond(tmp_path):  # type: ignore[no-untyped-def]
     settings = {
         "hot_experts": 5,
         "avg_bits": 2.0,
         "devices": 3,
-        "debug": {"device_experts": {"moves": 4}},
         "replicas": str(REPLICAS),
     }
     settings |= {"hardware_overrides": SLOW_GPU, "record": str(tmp_path / "trace")}
@@ -178,7 +173,6 @@ def test_three_devices_with_quantized_balanced_experts_whose_copies_move_replay_
         greedy(llm, LONG_PROMPTS, 8)
         greedy(llm, LONG_PROMPTS[:1], 8)
         counts = totals(llm)
-        moved = held_by(llm)
     assert counts["fallback_pairs"] == 0
     assert counts["spilled_pairs"] > 0
     assert counts["cold_pairs"] > 0
@@ -186,17 +180,6 @@ def test_three_devices_with_quantized_balanced_experts_whose_copies_move_replay_
     replay = replay_live(trace, LossTable.from_measured(*load_losses(REPLICAS, "relative")))
     assert len(replay.steps) == counts["steps"]
     assert replay.identical
-    assert moved, "a plan moved copies"
-
-
-def held_by(llm: Any) -> bool:
-    """Whether copies lie elsewhere than at the start."""
-    from vllm_ndp.integration.controller import current_controller
-
-    devices = current_controller().device.devices
-    assert devices is not None
-    first = assign_copies(np.ones((4, 8)), 3, 2)
-    return bool((devices.copies.held != first.held).any())
 
 
 # -- each device with a part of every expert -------------------------------------------------------------------------
@@ -209,7 +192,6 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Told:
     settings = TWO | {"debug": {"device_experts": "split"}, "record": str(made.directory)}
     with engine(settings=settings, max_num_batched_tokens=64) as llm:
         made.note(llm, token_ids(greedy(llm, LONG_PROMPTS, TOKENS)))
-        made.refused = llm.collective_rpc("ndp_add_device", args=("ipc:///another",))[0]["refused"]
         made.note(llm, kill_in_the_middle(llm, LONG_PROMPTS, TOKENS, made.pids[0][0]))
         wait_until_it_serves_again(llm)
         made.note(llm, token_ids(greedy(llm, LONG_PROMPTS, TOKENS)))
@@ -223,8 +205,6 @@ def test_two_halves_of_every_expert_give_the_tokens_of_stock_vllm_and_both_compu
     assert split.totals[0]["fallback_pairs"] == 0
     assert split.totals[0]["cold_pairs"] > 0
     assert split.executed[0][0] == split.executed[0][1] > 0
-    assert "start it with ndp setting 'devices' as a list" in split.refused
-    assert "'device_experts' as 'copies'" in split.refused
 
 
 def test_without_one_half_the_engine_computes_whole_experts_and_counts_no_unit_twice(stock_tokens, split: Told):  # type: ignore[no-untyped-def]
@@ -239,7 +219,7 @@ def test_a_run_on_halves_replays_to_the_picosecond_with_one_lost_and_back(split:
     trace = Trace.load(split.directory, model_digest=model_digest(MODEL))
     live = trace.provenance.live
     assert live is not None
-    assert (live.num_devices, live.splits_experts, live.may_join) == (2, True, False)
+    assert (live.num_devices, live.splits_experts) == (2, True)
     assert live.expert_bytes[16] * 2 == 3 * 128 * 256 * 2
     replay = replay_live(trace, LossTable.nominal(4, 8))
     assert len(replay.steps) == split.totals[-1]["steps"]
@@ -262,90 +242,6 @@ def test_halves_of_quantized_experts_give_the_tokens_of_one_device_and_replay(tm
     assert replay_live(trace, LossTable.from_measured(*data_free)).identical
 
 
-# -- a device that joins, under two ranks ---------------------------------------------------------------------------
-
-ONE_AND_MORE = {"hot_experts": 3, "cold_precision": "full", "deadline_ms": 10_000}
-
-
-@dataclass
-class Grown:
-    """What two ranks did with one device, with another one that joined, and after the first one had died."""
-
-    directory: Path
-    tokens: list[list[list[int]]] = field(default_factory=list)
-    totals: list[list[dict[str, Any]]] = field(default_factory=list)
-    answers: list[list[dict[str, Any]]] = field(default_factory=list)
-
-
-@pytest.fixture(scope="module")
-def grown(tmp_path_factory: pytest.TempPathFactory) -> Grown:
-    made = Grown(tmp_path_factory.mktemp("trace") / "grown")
-    first, second = (DeviceProcess.spawn(MODEL, None) for _ in range(2))
-    settings = ONE_AND_MORE | {"devices": [first.address], "record": str(made.directory)}
-    ranks: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    with engine(settings=settings, max_num_batched_tokens=64, **ranks) as llm:
-
-        def note(run: Callable[[], list[list[int]]] = lambda: token_ids(greedy(llm, LONG_PROMPTS, TOKENS))) -> None:
-            made.tokens.append(run())
-            made.totals.append(llm.collective_rpc("ndp_totals"))
-
-        note()
-        for address in ("here", f"ipc://{made.directory}/absent", first.address, second.address):
-            made.answers.append(llm.collective_rpc("ndp_add_device", args=(address,)))
-        note()
-        note(lambda: kill_in_the_middle(llm, LONG_PROMPTS, TOKENS, first.pid))
-    first.terminate()
-    second.terminate()
-    return made
-
-
-@pytest.mark.ranks
-def test_what_cannot_join_is_refused_in_one_sentence_and_the_engine_goes_on(grown: Grown):
-    here, absent, again = ([answer["refused"] for answer in answers] for answers in grown.answers[:3])
-    assert here[0] == "a device is added by its ipc:// or tcp:// address, got 'here'"
-    assert absent[0].startswith(f"no device answered at ipc://{grown.directory}/absent within 5 s")
-    assert "are one device: name each device once" in again[0]
-    assert [said[1].startswith("another rank refused the device at") for said in (here, absent, again)] == [True] * 3
-
-
-@pytest.mark.ranks
-def test_a_device_that_joins_two_running_ranks_gets_a_copy_of_every_expert_and_computes(
-    stock_tokens: list[list[int]], grown: Grown
-):
-    assert grown.tokens[:2] == [stock_tokens, stock_tokens]
-    for answer in grown.answers[3]:
-        assert answer["refused"] == ""
-        assert answer["copies_held"] == [32, 32]
-
-
-@pytest.mark.ranks
-def test_the_first_device_may_then_die_and_no_pair_falls_back_on_any_rank(stock_tokens: list[list[int]], grown: Grown):
-    assert grown.tokens[2] == stock_tokens
-    for totals in grown.totals[2]:
-        assert totals["cold_pairs"] > 0
-        assert totals["fallback_pairs"] == totals["sidecar_mismatches"] == 0
-    assert grown.totals[2][0]["device_state"] == "up"
-
-
-@pytest.mark.ranks
-def test_a_run_that_a_device_joined_replays_to_the_picosecond(grown: Grown):
-    trace = Trace.load(grown.directory, model_digest=model_digest(MODEL))
-    live = trace.provenance.live
-    assert live is not None
-    assert (live.num_devices, live.device_copies, live.may_join) == (1, 1, True)
-    joined = trace.devices["step"][trace.devices["change"] == JOINED]
-    assert joined.tolist() == [grown.totals[0][0]["steps"] + 1]
-    replay = replay_live(trace, LossTable.nominal(4, 8))
-    assert len(replay.steps) == grown.totals[2][0]["steps"]
-    assert replay.identical
-    assert replay.changed_steps <= 2
-    assert not replay_live(replace(trace, devices={}), LossTable.nominal(4, 8)).identical
-
-
-def test_an_engine_whose_device_is_no_list_lets_none_join(told: Told):
-    assert told.refused.startswith("the device at ipc:///another cannot be added to this engine: start it with ndp")
-
-
 # -- what is refused, in one sentence, before anything is served ---------------------------------------------------
 
 
@@ -360,7 +256,7 @@ def refusal(*addresses: str, keys: Path | None = None) -> str:
     """What opening these devices for the bundled model says."""
     given = None if keys is None else str(keys)
     running = tuple(DeviceAddress(address, given) for address in addresses)
-    settings = NdpSettings(running=running, takes_more=True, cold_precision="full")
+    settings = NdpSettings(running=running, cold_precision="full")
     requirements = Requirements(open_checkpoint(MODEL).shape, hardware_of(settings), full_precision=True)
     with pytest.raises(NdpError) as caught:
         DeviceMembers(settings, requirements, MODEL, model_digest(MODEL), None, set())

@@ -300,7 +300,7 @@ def test_a_path_that_there_is_not_is_refused_as_vllm_refuses_one(server: Server)
 
 
 def test_our_paths_are_behind_the_servers_key(server: Server):
-    for path in ("/v1/ndp/", "/v1/ndp/status", "/v1/ndp/experts", "/v1/ndp/requests/x", "/v1/ndp/devices"):
+    for path in ("/v1/ndp/", "/v1/ndp/status", "/v1/ndp/experts", "/v1/ndp/requests/x"):
         assert get(server, path, key=None)[0] == 401
         assert get(server, path, key="another")[0] == 401
     assert get(server, "/v1/models", key=None)[0] == 401

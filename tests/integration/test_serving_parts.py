@@ -97,7 +97,7 @@ def test_the_startup_table_gives_the_true_reason_where_no_loss_is_predicted(
 
 
 class Served:
-    """The routes in a server whose engine is pretended; what its workers do is in test_integration_devices.py."""
+    """The routes in a server whose engine is pretended."""
 
     def __init__(self, keys: list[str], collective_rpc: Any = None, quantization: str = "ndp") -> None:
         self.keys, self.sent, self.messages = keys, list[dict[str, Any]](), list[dict[str, Any]]()
@@ -157,50 +157,12 @@ def test_an_endpoint_plugin_adds_the_routes_to_servers_of_this_plugin_only(metho
 
 
 @pytest.mark.parametrize(
-    ("keys", "asked", "status", "said"),
-    [
-        ([], {"address": "ipc:///a"}, 403, "devices are added on a server with keys only: start it with --api-key"),
-        (["secret"], {"address": 7}, 400, "the body must be"),
-        (["secret"], {"address": "here"}, 409, "in a sentence"),
-        (["secret"], {"address": "ipc:///a"}, 200, '"copies_held":[32,32]'),
-    ],
-)
-def test_a_device_is_added_behind_keys_only(keys: list[str], asked: dict[str, Any], status: int, said: str):
-    async def collective_rpc(method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
-        assert method == "ndp_add_device"
-        refused = "" if args[0].startswith("ipc://") else "in a sentence"
-        return [{"address": args[0], "refused": refused} | ({} if refused else {"copies_held": [32, 32]})]
-
-    served = Served(keys, collective_rpc)
-    asyncio.run(served.ask("POST", "/v1/ndp/devices", json.dumps(asked).encode()))
-    assert served.sent[0]["status"] == status
-    assert said in served.sent[1]["body"].decode()
-
-
-async def accepted(method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
-    await asyncio.sleep(0.05)
-    return [{"refused": ""}]
-
-
-@pytest.mark.parametrize(
-    ("parts", "status"),
-    [([b" " * 1000] * 100_000, 413), ([b"[" * 4000], 400), ([b'{"address": "ipc:', b'///a"}'], 200)],
-)
-def test_a_body_without_an_end_or_of_any_depth_is_refused_as_soon_as_that_shows(parts: list[bytes], status: int):
-    served = Served(["secret"], accepted)
-    asyncio.run(served.ask("POST", "/v1/ndp/devices", *parts))
-    assert served.sent[0]["status"] == status
-    assert len(served.messages) == max(len(parts) - 5, 1)
-
-
-@pytest.mark.parametrize(
     ("method", "path", "status", "kind"),
     [
         ("GET", "/v1/ndp/nothing", 404, "Not Found"),
         ("GET", "/v1/ndp/requests", 404, "Not Found"),
         ("POST", "/v1/ndp/status", 405, "Method Not Allowed"),
         ("DELETE", "/v1/ndp/", 405, "Method Not Allowed"),
-        ("GET", "/v1/ndp/devices", 405, "Method Not Allowed"),
     ],
 )
 def test_an_unknown_path_or_method_is_refused_in_vllms_own_form(method: str, path: str, status: int, kind: str):
@@ -210,18 +172,6 @@ def test_an_unknown_path_or_method_is_refused_in_vllms_own_form(method: str, pat
     assert served.sent[0]["status"] == status
     error = json.loads(served.sent[1]["body"])["error"]
     assert error == {"message": f"{kind}: {method} {path}", "type": kind, "param": None, "code": status}
-
-
-def test_one_device_is_added_at_a_time():
-    """The engine waits while it meets one; whoever has the key must not keep it waiting by many at once."""
-    served = Served(["secret"], accepted)
-
-    async def many() -> None:
-        await asyncio.gather(*(served.ask("POST", "/v1/ndp/devices", b'{"address": "ipc:///a"}') for _ in range(5)))
-
-    asyncio.run(many())
-    statuses = [message["status"] for message in served.sent if message["type"] == "http.response.start"]
-    assert sorted(statuses) == [200, 429, 429, 429, 429]
 
 
 def test_sums_of_two_steps_add_up_and_the_last_state_of_the_device_counts():

@@ -68,9 +68,7 @@ def test_a_setting_like_no_other_lists_all_known_ones():
 def test_a_person_need_not_know_more_than_20_settings_and_every_value_has_one_way_in():
     assert len(TOP) <= 20
     assert not set(TOP) & set(DEBUG)
-    assert {*TOP, *DEBUG} - {"debug"} == set(NAMES) - {
-        *("running", "takes_more", "max_loss", "policy_options", "device_copies", "device_moves")
-    }
+    assert {*TOP, *DEBUG} - {"debug"} == set(NAMES) - {*("running", "max_loss", "policy_options", "device_copies")}
 
 
 @given(st.text(max_size=20).filter(lambda name: name not in TOP))
@@ -232,7 +230,6 @@ def test_devices_are_counted_or_named_in_one_place(devices: Any, addresses: Any,
     settings = NdpSettings.from_mapping({"devices": devices})
     assert (settings.addresses, settings.num_devices) == (addresses, count)
     assert [one.keys for one in settings.running] == keys
-    assert settings.may_join == isinstance(devices, list)
 
 
 def test_the_identity_mode_plans_full_precision_whatever_bit_rule_the_options_name():
@@ -350,15 +347,9 @@ IMPOSSIBLE: list[tuple[Any, str]] = [
     ({"devices": 2, "debug": {"prices": "measured"}}, "use 'prices': 'simulated', one embedded device, or addresses"),
     (
         {"devices": 2, "debug": {"device_experts": {"copies": 3}}},
-        "'device_experts' must ask for 1 to 2 copies, the number of devices, and 0 or more moves, got 3 and 0",
+        "'device_experts' must ask for 1 to 2 copies, the number of devices, got 3",
     ),
-    (
-        {"devices": 2, "debug": {"device_experts": {"moves": 2}}},
-        "'device_experts' asks for moves, which have no effect where every device holds every expert",
-    ),
-    ({"debug": {"device_experts": {"moves": 2}}}, "asks for moves, which have no effect"),
-    ({"devices": 3, "debug": {"device_experts": {"moves": -1}}}, "and 0 or more moves, got None and -1"),
-    ({"devices": 3, "debug": {"device_experts": {"copy": 1}}}, 'or {"copies": N, "moves": M}, got '),
+    ({"devices": 3, "debug": {"device_experts": {"copy": 1}}}, 'or {"copies": N}, got '),
     ({"debug": {"device_experts": "halves"}}, "'device_experts' must be one of copies, split, got 'halves'"),
     (SPLIT, "gives each of several devices a part of every expert, got 1 of them: name more"),
     (SPLIT | {"devices": ["ipc:///a"]}, "got 1 of them: name more devices"),

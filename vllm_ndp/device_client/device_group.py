@@ -151,11 +151,6 @@ class DeviceGroup:
             )
         return self._sum(handle)
 
-    def add(self, client: DeviceClient, num_copies: int) -> None:
-        """One device more, the last; it gets nothing to do before a plan that names its copies is announced."""
-        self.clients.append(client)
-        self._num_copies = num_copies
-
     def close(self) -> None:
         for client in self.clients:
             client.close()

@@ -123,23 +123,20 @@ def _make_setup(worker: WorkerFacts, facts: DeviceFacts) -> tuple[Setup, Costs]:
         first_layer=worker.layers.start,
         num_stages=stage.count,
         num_devices=settings.num_devices,
-        may_join=settings.may_join,
-        copies_asked=settings.device_copies,
         splits_experts=settings.splits_experts,
         slot_bits=settings.slot_bits,
         joint_tiers=settings.joint_tiers,
     )
     costs = setup.costs_of(worker.shape)
-    if setup.shares_experts:
+    if setup.num_devices > 1:
         rules = DeviceRules.that_fit(
             costs,
             setup.num_devices,
-            setup.copies_asked,
-            max_moves=settings.device_moves,
+            settings.device_copies,
             full_precision=worker.planning.full_precision,
             splits_experts=setup.splits_experts,
         )
-        setup = msgspec.structs.replace(setup, device_copies=rules.num_copies, device_moves=rules.max_moves)
+        setup = msgspec.structs.replace(setup, device_copies=rules.num_copies)
     return setup, costs
 
 

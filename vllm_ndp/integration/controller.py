@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.common.errors import ConfigError, NdpError
+from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.integration import compat, startup_table, vllm_private
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.batch import RowLocator, TrackedRequest
-from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.cuda.streams import Arrival, make_stream, pinned_for
 from vllm_ndp.integration.cuda.whole_step import WholeStep
@@ -223,42 +222,6 @@ class NdpController:
             for name, request in planned.items()
             if request.plan is not None and request.score is not None
         }
-
-    def add_device(self, address: str, keys: str | None) -> dict[str, Any]:
-        """Add a device between two steps, and give it its part of the experts. Every rank must be asked.
-
-        If any rank cannot use the device, nothing changes, and `refused` says why in one sentence. An exception in one
-        worker would leave the answers of the others in vLLM's queues.
-        """
-        self.log.settle()
-        refusal, facts = "", self.worker.facts
-        settings, ranks, clock = facts.settings, facts.ranks, self.worker.run.clock
-        if not settings.may_join:
-            whole = ", and 'device_experts' as 'copies'" if settings.splits_experts else ""
-            refusal = (
-                f"the device at {address} cannot be added to this engine: start it with ndp setting 'devices' as a "
-                f"list of addresses, perhaps of one{whole}"
-            )
-        elif (link := self.device.link) is not None:
-            try:
-                link.members.reach_another(address, keys)
-            except (NdpError, OSError) as error:
-                refusal = str(error)
-        if ranks.any_says(bool(refusal)):
-            if (link := self.device.link) is not None:
-                link.members.leave_newcomer()
-            return {"address": address, "refused": refusal or f"another rank refused the device at {address}"}
-        devices = self.device.devices
-        assert devices is not None
-        clock.wait_until(clock.now_ps + devices.join(settings.device_copies))
-        self.device.join()
-        if self.log.recorder is not None:
-            self.log.recorder.note_joined(self.log.totals.steps + 1, devices.rules.num_devices - 1)
-        held = devices.copies
-        if ranks.leads:
-            copies = f"{held.num_copies} copies" if held.num_copies > 1 else "1 copy"
-            say(f"the device at {address} has joined: {held.num_devices} devices, {copies} of each expert")
-        return {"address": address, "refused": "", "copies_held": held.per_device.tolist()}
 
     # -- what is effective ----------------------------------------------------------------------------------------
 

@@ -186,24 +186,12 @@ class DeviceLink:
         self._facts, self._devices, self._shape, self._layers, self._local = facts, devices, shape, layers, local
         self._gather = Gather(shape.hidden_size, dtype)
         self._installing: int | None = None  # epoch whose plan is on its way
-        self._announced: tuple[int, NDArray[np.uint8]] | None = None  # the last plan: its epoch, and widths [L, E]
-        self._num_joined = 0
         self._round_trips_s: deque[float] = deque(maxlen=_MOST_ROUND_TRIPS)
         self._fallbacks = Counter[str]()
 
     def _all_of(self, devices: Devices) -> DeviceGroup:
         clients, copies, deadline_ms = self.members.clients, devices.rules.num_copies, self.members.deadline_ms
         return DeviceGroup(clients, self._route, self._holds, slowest, num_copies=copies, deadline_ms=deadline_ms)
-
-    def join(self) -> None:
-        """The device that was reached has its copies now: announce the plan in force again, to all devices."""
-        assert isinstance(self.client, DeviceGroup)
-        assert self._devices is not None
-        self.wait_installed()
-        self.client.add(self.members.admit(), self._devices.rules.num_copies)
-        self._num_joined += 1
-        if self._announced is not None:
-            self._announce(*self._announced)
 
     def _route(
         self, layer: int, experts: NDArray[np.int32], bits: NDArray[np.uint8], usable: Sequence[bool]
@@ -246,13 +234,7 @@ class DeviceLink:
             widths[hot] |= FLAG_OF_BITS[self._facts.offload_bits]
         if self._facts.computes_prompts:  # of hot experts, too: the rule may look at rows alone
             widths |= FLAG_OF_BITS[FULL_PRECISION_BITS]
-        self._announced = epoch, widths
-        self._announce(epoch, widths)
-
-    def _announce(self, epoch: int, widths: NDArray[np.uint8]) -> None:
-        """A device counts from 1, since nothing is installed in its epoch 0, and once more for every device that joined
-        under a plan."""
-        self._installing = epoch = epoch + 1 + self._num_joined
+        self._installing = epoch = epoch + 1  # nothing is installed in a device's epoch 0
         of_model = np.zeros((self._shape.num_layers, widths.shape[1]), np.uint8)
         of_model[self._layers.start : self._layers.stop] = widths
         with contextlib.suppress(DeviceUnavailable, DeviceError):  # the client installs it when the device is back
@@ -413,13 +395,6 @@ class DeviceView:
             return tuple(self.devices.all_alive)
         alive = self.up if self.agreed is None else self.agreed
         return alive if self.link is None else self.link.note_availability(alive)
-
-    def join(self) -> None:
-        """There is one device more; who holds what is known on every rank."""
-        if self.link is not None:
-            self.link.join()
-        if self.agreed is not None:
-            self.agreed = (*self.agreed, True)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ndp_device import transport
 from ndp_device.common.errors import ConfigError, DeviceError, DeviceUnavailable, ProtocolError
 from ndp_device.experts.part import WHOLE, Part
 from ndp_device.probe import Probe
@@ -76,7 +75,7 @@ class Member:
 
 
 class DeviceMembers:
-    """Devices in the order of the settings, later ones behind them. `served` is what every one of them serves."""
+    """Devices in the order of the settings. `served` is what every one of them serves."""
 
     def __init__(
         self,
@@ -92,7 +91,6 @@ class DeviceMembers:
         self.replicas = replicas
         self.cores: list[int] = []
         self.each: list[Member] = []
-        self._newcomer: Member | None = None  # reached, and without a part so far
         self._look_at_s = 0.0  # whether the embedded devices live
         try:
             if not settings.running:
@@ -166,35 +164,6 @@ class DeviceMembers:
                 f"{others[0].address} serves {sorted(first.served.expert_bytes)}: start them alike"
             )
         return served
-
-    def reach_another(self, address: str, keys: str | None) -> None:
-        """Between steps: connect to one device more, which `join` then gives its part. Raises ConfigError, DeviceError
-        or DeviceUnavailable, in one sentence with the address, and everything is as before."""
-        known = {device.keys for device in self._settings.running}
-        if keys is None and len(known) == 1 and address.startswith("tcp://"):
-            (keys,) = known
-        if not transport.is_address(address):
-            raise ConfigError(f"a device is added by its ipc:// or tcp:// address, got {address!r}")
-        newcomer = self._reach(address, None if keys is None else Path(keys))
-        try:
-            self._meet(newcomer, self.each)
-        except BaseException:
-            newcomer.close()
-            raise
-        self._newcomer = newcomer
-
-    def leave_newcomer(self) -> None:
-        """Another rank cannot use the device that was reached."""
-        if self._newcomer is not None:
-            self._newcomer.close()
-            self._newcomer = None
-
-    def admit(self) -> DeviceClient:
-        """The device that was reached is one of them from now on."""
-        assert self._newcomer is not None
-        newcomer, self._newcomer = self._newcomer, None
-        self.each.append(newcomer)
-        return newcomer.client
 
     @contextmanager
     def beside_the_run(self, deadline_ms: float) -> Iterator[DeviceClient]:

@@ -99,7 +99,7 @@ class WorkerFacts:
         settings, num_experts, reason = self.settings, self.pool.shape.num_experts, ""
         if settings.resolve_hot_experts(num_experts) == num_experts:
             reason = "every expert is hot"
-        elif settings.shares_experts:
+        elif settings.num_devices > 1:
             reason = "several devices do not share the experts of prompts"
         elif not self.pool.lies_in_place:
             reason = "experts do not lie row by row in this checkpoint, so the device would keep copies of them"

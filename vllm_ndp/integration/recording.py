@@ -32,7 +32,6 @@ from vllm_ndp.traces.format import (
     CHANGED,
     DECODE,
     DOWN,
-    JOINED,
     PREFILL,
     REJECTED,
     Provenance,
@@ -106,12 +105,6 @@ class RunRecorder:
         with self._writing() as writer:
             if writer is not None:
                 writer.append_plan(step, epoch, placement.tiers, bits)
-
-    def note_joined(self, step: int, device: int) -> None:
-        """Note that a device has joined: it serves from this step on."""
-        with self._writing() as writer:
-            if writer is not None:
-                writer.append_devices(step, {device: JOINED})
 
     def note_step(
         self,

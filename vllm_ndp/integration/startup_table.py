@@ -136,7 +136,6 @@ def _device(link: DeviceLink, device: DeviceView, settings: NdpSettings, pool_by
         "carrier": _carrier(link.members),
         "device_bytes": sum(one.resident_bytes for one in link.members.descriptions),
         "device_mapped_bytes": pool_bytes if reads_checkpoint else 0,
-        "device_may_join": settings.may_join,
         "device_copies": 1 if device.devices is None else device.devices.rules.num_copies,
         "device_parts": 1 if device.devices is None else device.devices.num_parts,
         "kernel": description.kernel + (" (a slow check)" if description.kernel == "reference" else ""),
@@ -172,8 +171,6 @@ def _activations(status: dict[str, Any]) -> str:
 def _device_row(status: dict[str, Any]) -> tuple[str, str]:
     pids = ", ".join(str(pid or "external") for pid in status["device_pids"])
     where = f"{status['device_address']} (pid {pids}) by {status['carrier']}, kernel {status['kernel']}"
-    if status["device_may_join"]:
-        where += "; others may join"
     if len(status["device_pids"]) == 1:
         return "device", where
     copies, parts = status["device_copies"], status["device_parts"]

@@ -115,13 +115,6 @@ class NdpWorker(FixedWeights, _Base):
         """Counts since start-up."""
         return self.ndp.totals_dict()
 
-    def ndp_add_device(self, address: str, keys: str | None = None) -> dict[str, Any]:
-        """One device more, while the engine runs: how many copies each then holds, or why it is `refused`.
-
-        keys: the file of this host for that device; None = that of the others, if they have one for all.
-        """
-        return self.ndp.add_device(address, keys)
-
     def ndp_live(self, latest: int = 50) -> dict[str, Any] | None:
         """Return what goes on now, and the reports of requests that ended last; None where another rank tells."""
         live = self.ndp.live()

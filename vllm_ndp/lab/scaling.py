@@ -117,11 +117,9 @@ class Scale:
             costs, splits = self._costs_of(1), self.setup.splits_experts
             parts = num_devices if splits else 1
             Part(0, parts).check(self.shape.intermediate_size, costs.group_size)
-            rules = DeviceRules.that_fit(
-                costs, num_devices, None, max_moves=0, full_precision=False, splits_experts=splits
-            )
+            rules = DeviceRules.that_fit(costs, num_devices, None, full_precision=False, splits_experts=splits)
             sizes = {bits: of_part(costs, parts).replica_bytes(bits) for bits in PLAN_BITS}
-            self._devices[num_devices] = Devices(costs, rules, sizes, self.setup.bits)
+            self._devices[num_devices] = Devices(costs, rules, sizes)
         return self._devices[num_devices]
 
     def point(self, batch: int, num_gpus: int, num_devices: int, num_hosts: int = 1) -> ScalingPoint | None:

@@ -11,7 +11,7 @@ and prices. Does not know which devices are up until it is told, nor how they ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -20,15 +20,12 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
-from ndp_device.timing.link import bulk_ps
 from ndp_device.timing.units import ceil_div
 from ndp_device.timing.work import ExpertWork, Timing, Work, execute_bytes
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import CAPACITY_OF
 from vllm_ndp.layer.balance import Balancer, LayerLoad
-from vllm_ndp.planning.copies import NO_COPY, Copies, add_device, assign_copies, rebalance, route
-from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.plan import Plan
+from vllm_ndp.planning.copies import NO_COPY, Copies, assign_copies, route
 
 DEFAULT_COPIES = 2
 Alive = Sequence[bool]
@@ -42,8 +39,6 @@ class DeviceRules:
     num_devices: int
     num_copies: int
     """Copies of each expert, on different devices."""
-    max_moves: int = 0
-    """How many copies one plan may move between devices."""
     full_precision: bool = False
     """Cold experts are computed from the checkpoint's own weights, which then are what is copied."""
     splits_experts: bool = False
@@ -56,17 +51,16 @@ class DeviceRules:
         num_devices: int,
         num_copies: int | None,
         *,
-        max_moves: int,
         full_precision: bool,
         splits_experts: bool = False,
     ) -> DeviceRules:
         """num_copies: None = 2 where they fit, else 1. Raises ConfigError where what is asked for does not fit."""
         if splits_experts:
-            return cls(num_devices, 1, 0, full_precision, splits_experts=True)
+            return cls(num_devices, 1, full_precision, splits_experts=True)
         wanted = min(DEFAULT_COPIES, num_devices) if num_copies is None else num_copies
         if num_copies is None and sum(_room(costs, num_devices, full_precision)) < wanted * _experts(costs):
             wanted = 1
-        return cls(num_devices, wanted, max_moves, full_precision)
+        return cls(num_devices, wanted, full_precision)
 
 
 def _experts(costs: Costs) -> int:
@@ -87,17 +81,15 @@ def _room(costs: Costs, num_devices: int, full_precision: bool) -> list[int]:
 class Devices:
     """Copies as they are now, and every choice that follows from them."""
 
-    def __init__(self, costs: Costs, rules: DeviceRules, expert_bytes: Mapping[int, int], offload_bits: int) -> None:
-        """expert_bytes: what one read of an expert moves, by width. offload_bits: of hot experts, 0 = none runs there.
-
-        Before the first prompt nothing is known: all experts are expected alike.
-        """
+    def __init__(self, costs: Costs, rules: DeviceRules, expert_bytes: Mapping[int, int]) -> None:
+        """expert_bytes: what one read of an expert moves, by width."""
         self.rules = rules
-        self._costs, self._bytes, self._offload_bits = costs, dict(expert_bytes), offload_bits
+        self._bytes = dict(expert_bytes)
         self._rows_per_pass = costs.hardware.array.rows
-        self._expected = np.ones((costs.shape.num_layers, costs.shape.num_experts))  # of each expert, in any unit
         room = _room(costs, rules.num_devices, rules.full_precision)
-        self.copies: Copies = assign_copies(self._expected, rules.num_devices, rules.num_copies, room)
+        self.copies: Copies = assign_copies(
+            costs.shape.num_layers, costs.shape.num_experts, rules.num_devices, rules.num_copies, room
+        )
         self._of_parts: tuple[Balancer, Balancer] | None = None  # a rule, and the same for what one device has
         if rules.splits_experts:  # which fit, as one copy of each does
             self.copies = Copies(np.ones_like(self.copies.held))
@@ -106,11 +98,6 @@ class Devices:
     def expert_bytes(self) -> dict[int, int]:
         """Bytes that one read of an expert moves, by width."""
         return self._bytes
-
-    @property
-    def everywhere(self) -> bool:
-        """Every device holds something of every expert, so that no plan can move anything."""
-        return self.copies.num_copies == self.rules.num_devices
 
     @property
     def num_parts(self) -> int:
@@ -125,48 +112,6 @@ class Devices:
     @property
     def all_alive(self) -> Alive:
         return (True,) * self.rules.num_devices
-
-    def join(self, num_copies: int | None) -> int:
-        """One device more, the last: copies come to it, and how long that keeps the links busy.
-
-        num_copies: as the settings ask; None = 2 where they fit, so that a second device brings second copies.
-        """
-        old = self.rules
-        rules = DeviceRules.that_fit(
-            self._costs,
-            old.num_devices + 1,
-            num_copies,
-            max_moves=old.max_moves,
-            full_precision=old.full_precision,
-        )
-        room = _room(self._costs, rules.num_devices, rules.full_precision)
-        wanted = max(rules.num_copies, old.num_copies)
-        self.copies, arrived = add_device(self.copies, self._expected, wanted, room)
-        self.rules = replace(rules, num_copies=self.copies.num_copies)
-        return self._moves_ps(arrived)
-
-    def follow(self, plans: Iterable[Plan], scores: Iterable[ImportanceScore]) -> int:
-        """Move copies to where the new plans want them, as far as the rules allow; how long that keeps the links busy.
-
-        A copy leaves one device's link while it arrives at another's; all links work at once, the busiest counts.
-        """
-        if self.everywhere or self.rules.max_moves == 0:
-            return 0
-        load = self._expected = np.zeros(self.copies.held.shape[:2])
-        of_width = np.zeros(256)
-        of_width[list(self._bytes)] = list(self._bytes.values())
-        of_width[0] = of_width[self._offload_bits] if self._offload_bits else 0.0
-        for plan, score in zip(plans, scores, strict=True):
-            load += score.values * np.where(plan.placement.warm, 0.0, of_width[plan.bits.bits])
-        self.copies, arrived = rebalance(self.copies, load, self.rules.max_moves)
-        return self._moves_ps(arrived)
-
-    def _moves_ps(self, arrived: NDArray[np.int64]) -> int:
-        """arrived [D]: copies that come to each device over its own link."""
-        most = int(arrived.max())
-        if most == 0:
-            return 0
-        return bulk_ps(self._costs.hardware.link, most * _copy_bytes(self._costs, self.rules.full_precision))
 
     def route_pairs(
         self, layer: int, experts: NDArray[np.integer], bits: NDArray[np.uint8], alive: Alive

@@ -146,9 +146,6 @@ class Run(Generic[K]):
     def _adopt(self, change: PlanChange[K], there: Mapping[K, Planned]) -> None:
         for name, plan in change.plans.items():
             there[name].plan = plan
-        if self.devices is not None:
-            scores = [score for name in change.plans if (score := there[name].score) is not None]
-            self.clock.wait_until(self.clock.now_ps + self.devices.follow(change.plans.values(), scores))
 
     def end_prefills(
         self, ended: Iterable[tuple[K, Planned, RoutingStats]], there: Callable[[], Iterable[Planned]]

@@ -103,15 +103,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     num_stages: int = 1
     """Stages of the pipeline. Trace and host_dims are of this stage's layers, and times are its own clock's."""
     num_devices: int = 1
-    """Number of devices at the start; others may join."""
-    may_join: bool = False
-    """Whether they can: the setting `devices` is a list, perhaps of one."""
-    copies_asked: int | None = None
-    """The setting `device_copies`: how many copies there are once there are devices enough."""
     device_copies: int = 1
     """Copies of each expert, on several devices."""
-    device_moves: int = 0
-    """Copies that one plan may move between devices."""
     splits_experts: bool = False
     """Whether each device has an equal part of every expert; `expert_bytes` are of that part."""
     same_without: bool = False
@@ -132,11 +125,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return None if self.prices is None else MeasuredPrices.of_recorded(self.prices)
 
     @property
-    def shares_experts(self) -> bool:
-        """Whether there are several devices, or may be."""
-        return self.num_devices > 1 or self.may_join
-
-    @property
     def has_warm_experts(self) -> bool:
         """Whether the host's CPU may compute some."""
         is_fixed = self.planning is not None and self.planning.warm_experts > 0
@@ -154,13 +142,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def devices_of(self, costs: Costs, *, full_precision: bool) -> Devices | None:
         """Who of several devices holds what at the start; None where there is one. full_precision: of cold experts."""
-        if not self.shares_experts:
+        if self.num_devices == 1:
             return None
-        rules = DeviceRules(
-            self.num_devices,
-            self.device_copies,
-            self.device_moves,
-            full_precision,
-            splits_experts=self.splits_experts,
-        )
-        return Devices(costs, rules, self.expert_bytes, self.spill_bits)
+        rules = DeviceRules(self.num_devices, self.device_copies, full_precision, splits_experts=self.splits_experts)
+        return Devices(costs, rules, self.expert_bytes)

@@ -52,10 +52,10 @@ UNTIMED = -1
 MAY_LACK = ("simulated_start_ps", "simulated_step_ps")
 """Columns that may hold it."""
 
-DOWN, CHANGED, JOINED = 0, 1, 2
-DEVICE_CHANGES = ("down", "changed", "joined")
+DOWN, CHANGED = 0, 1
+DEVICE_CHANGES = ("down", "changed")
 """`down`: the device served nothing in the step. `changed`: a device was lost or came back within the step, so the
-step's time depends on the moment (device -1). `joined`: a device was added before the step."""
+step's time depends on the moment (device -1)."""
 
 _ROWS_AT_ONCE = 1 << 14
 _SMALL_BYTES = 128 << 20

@@ -50,7 +50,7 @@ class Rack:
 
 
 def make_rack(num_devices: int, num_copies: int) -> Rack:
-    copies = assign_copies(np.ones((4, 8)), num_devices, num_copies)
+    copies = assign_copies(4, 8, num_devices, num_copies)
 
     def where(layer: int, experts: NDArray[np.int32], usable: Sequence[bool]) -> list[tuple[int, NDArray[np.int64]]]:
         distinct, rows = np.unique(experts, return_counts=True)
@@ -274,22 +274,6 @@ def test_a_step_knows_which_devices_it_went_by_and_whether_that_changed(rack: Ra
     assert_right(rack, CALLS[:1])
     assert availability.take() is None
     assert availability.take() == ()
-
-
-def test_a_device_that_joins_computes_once_a_plan_names_its_copies() -> None:
-    rack = make_rack(2, 1)
-    newcomer = FaultyDevice(make_handler())
-    client = DeviceClient("newcomer", model_digest(MODEL), deadline_ms=DEADLINE_MS, transport=newcomer.connect)
-    client.connect()
-    rack.devices.append(newcomer)
-    rack.client.add(client, 1)
-    grown = assign_copies(np.ones((4, 8)), 3, 1)
-    object.__setattr__(rack.copies, "held", grown.held)
-    rack.client.begin_install_plan(2, full_plan())
-    assert rack.client.finish_install_plan() == []
-    assert rack.client.activate_plan(2)
-    assert_right(rack)
-    assert min(rack.executed()) > 0
 
 
 def test_two_devices_that_are_down_are_down(rack: Rack) -> None:

@@ -11,15 +11,12 @@ from hypothesis import strategies as st
 from paths import MODEL
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.timing.link import bulk_ps
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.layer.balance import Balancer, LayerLoad
 from vllm_ndp.layer.devices import DeviceRules, Devices, HeldExperts, slowest, work_of
-from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.plan import BitwidthPlan, Placement, Plan
 
 SHAPE = model_named(str(MODEL))
 MIXTRAL = Costs(load_hardware("h100-ndp512"), model_named("mixtral-8x7b"))
@@ -31,8 +28,8 @@ def with_capacity(capacity: int) -> Costs:
     return Costs(load_hardware("h100-ndp512", **{"dram.capacity_bytes": capacity}), SHAPE)
 
 
-def mixtral_on(num_devices: int, num_copies: int, max_moves: int = 0) -> Devices:
-    return Devices(MIXTRAL, DeviceRules(num_devices, num_copies, max_moves), BYTES, 3)
+def mixtral_on(num_devices: int, num_copies: int) -> Devices:
+    return Devices(MIXTRAL, DeviceRules(num_devices, num_copies), BYTES)
 
 
 def test_two_copies_become_one_where_they_do_not_fit_and_one_that_does_not_fit_is_refused() -> None:
@@ -43,19 +40,19 @@ def test_two_copies_become_one_where_they_do_not_fit_and_one_that_does_not_fit_i
     ample, tight, small = (with_capacity(half + count * REPLICA) for count in (32, 31, 15))
 
     def rules(costs: Costs) -> DeviceRules:
-        return DeviceRules.that_fit(costs, 2, None, max_moves=0, full_precision=False)
+        return DeviceRules.that_fit(costs, 2, None, full_precision=False)
 
     assert [rules(costs).num_copies for costs in (ample, tight, small)] == [2, 1, 1]
-    assert Devices(ample, rules(ample), {3: 1}, 0).copies.per_device.tolist() == [32, 32]
-    assert Devices(tight, rules(tight), {3: 1}, 0).copies.per_device.tolist() == [16, 16]
+    assert Devices(ample, rules(ample), {3: 1}).copies.per_device.tolist() == [32, 32]
+    assert Devices(tight, rules(tight), {3: 1}).copies.per_device.tolist() == [16, 16]
     with pytest.raises(ConfigError, match="1 copies of 32 experts do not fit devices with room for"):
-        Devices(small, rules(small), {3: 1}, 0)
+        Devices(small, rules(small), {3: 1})
     with pytest.raises(ConfigError, match="2 copies of 32 experts do not fit"):
-        Devices(tight, DeviceRules.that_fit(tight, 2, 2, max_moves=0, full_precision=False), {3: 1}, 0)
+        Devices(tight, DeviceRules.that_fit(tight, 2, 2, full_precision=False), {3: 1})
 
 
 def test_experts_in_full_precision_are_copied_as_they_are() -> None:
-    rules = DeviceRules.that_fit(with_capacity(32 * 196_608 - 1), 2, None, max_moves=0, full_precision=True)
+    rules = DeviceRules.that_fit(with_capacity(32 * 196_608 - 1), 2, None, full_precision=True)
     assert rules.num_copies == 1
 
 
@@ -103,48 +100,6 @@ def test_a_hot_expert_whose_copies_are_down_stays_on_the_gpu() -> None:
     assert devices.balancer(Balancer(MIXTRAL, 3), 0, lambda: alive).offloaded(load) == frozenset()
 
 
-def plan_and_score(seed: int) -> tuple[Plan, ImportanceScore]:
-    shape = MIXTRAL.shape
-    score = ImportanceScore.from_weights(np.random.default_rng(seed).random((shape.num_layers, shape.num_experts)) ** 4)
-    hot = np.zeros(score.values.shape, np.bool_)
-    return Plan(1, Placement(hot), BitwidthPlan(np.full(hot.shape, 3, np.uint8))), score
-
-
-def test_copies_follow_a_plan_as_far_as_they_may_and_the_links_are_busy_meanwhile() -> None:
-    plan, score = plan_and_score(0)
-    load = score.values * BYTES[3]
-    for most in (2, 16):
-        devices = mixtral_on(4, 1, most)
-        before = devices.copies
-        took = devices.follow([plan], [score])
-        moved = int((devices.copies.held & ~before.held).sum())
-        assert 0 < moved <= most
-        after, busiest = (
-            (load[:, :, None] * copies.held).sum(axis=1).max(axis=1).sum() for copies in (devices.copies, before)
-        )
-        assert after < busiest
-        arrived = (devices.copies.held & ~before.held).sum(axis=(0, 1)).max()
-        assert took == bulk_ps(MIXTRAL.hardware.link, int(arrived) * MIXTRAL.stored_replica_bytes())
-
-
-def test_no_copy_follows_what_the_hosts_cpu_computes() -> None:
-    plan, score = plan_and_score(0)
-    warm = Plan(1, Placement(plan.placement.hot, ~plan.placement.hot), BitwidthPlan(np.full_like(plan.bits.bits, 16)))
-    devices = mixtral_on(4, 1, 16)
-    before = devices.copies
-    assert devices.follow([warm], [score]) == 0
-    np.testing.assert_array_equal(devices.copies.held, before.held)
-    assert devices.follow([plan], [score]) > 0
-
-
-@pytest.mark.parametrize("devices", [mixtral_on(4, 1, 0), mixtral_on(2, 2, 8)], ids=["may not move", "everywhere"])
-def test_copies_stay_where_they_may_not_move_or_every_device_has_all(devices: Devices) -> None:
-    plan, score = plan_and_score(0)
-    before = devices.copies
-    assert devices.follow([plan], [score]) == 0
-    assert devices.copies is before
-
-
 def test_a_layer_takes_what_its_slowest_device_takes_and_spends_what_all_spend() -> None:
     shape = MIXTRAL.shape
 
@@ -160,30 +115,10 @@ def test_a_layer_takes_what_its_slowest_device_takes_and_spends_what_all_spend()
     assert slowest(timings[:1]) is timings[0]
 
 
-def test_a_device_that_joins_keeps_its_own_link_busy_for_the_copies_that_come_to_it() -> None:
-    """32 layers of 8 experts: a second device gets all 256 as second copies; a third, with 2 copies each, 5 a layer."""
-    devices = mixtral_on(1, 1)
-    copy = MIXTRAL.stored_replica_bytes()
-    assert devices.join(None) == bulk_ps(MIXTRAL.hardware.link, 256 * copy)
-    assert (devices.rules.num_devices, devices.rules.num_copies) == (2, 2)
-    assert devices.all_alive == (True, True)
-    assert devices.join(None) == bulk_ps(MIXTRAL.hardware.link, 32 * 5 * copy)
-    assert devices.copies.held.sum(axis=(0, 1)).tolist()[2] == 32 * 5
-    pairs = np.arange(8)
-    assert set(devices.route_pairs(0, pairs, np.full(8, 3, np.uint8), devices.all_alive).tolist()) == {0, 1, 2}
-
-
-def test_one_copy_stays_one_where_one_was_asked_for() -> None:
-    devices = mixtral_on(1, 1)
-    devices.join(1)
-    assert devices.rules.num_copies == 1
-    assert devices.copies.per_device.tolist() == [128, 128]
-
-
 def split_mixtral(num_devices: int) -> Devices:
     of_part = {bits: size // num_devices for bits, size in BYTES.items()}
-    rules = DeviceRules.that_fit(MIXTRAL, num_devices, None, max_moves=0, full_precision=False, splits_experts=True)
-    return Devices(MIXTRAL, rules, of_part, 3)
+    rules = DeviceRules.that_fit(MIXTRAL, num_devices, None, full_precision=False, splits_experts=True)
+    return Devices(MIXTRAL, rules, of_part)
 
 
 def layer_ps(devices: Devices, experts: list[int]) -> int:
@@ -212,7 +147,6 @@ def test_every_device_of_those_with_parts_is_sent_every_pair_and_none_where_one_
     ]
     assert devices.messages(0, pairs, bits, (True, False, True)) == []
     assert devices.rules.num_copies == 1
-    assert devices.everywhere
 
 
 def test_experts_in_parts_fit_where_one_copy_of_each_does() -> None:
@@ -220,8 +154,8 @@ def test_experts_in_parts_fit_where_one_copy_of_each_does() -> None:
     fits, small = (with_capacity(half + count * REPLICA) for count in (16, 15))
 
     def made(costs: Costs) -> Devices:
-        rules = DeviceRules.that_fit(costs, 2, None, max_moves=0, full_precision=False, splits_experts=True)
-        return Devices(costs, rules, {3: 1}, 0)
+        rules = DeviceRules.that_fit(costs, 2, None, full_precision=False, splits_experts=True)
+        return Devices(costs, rules, {3: 1})
 
     assert made(fits).num_parts == 2
     with pytest.raises(ConfigError, match="1 copies of 32 experts do not fit"):

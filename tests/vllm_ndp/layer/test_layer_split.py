@@ -96,7 +96,7 @@ def cases(draw: st.DrawFn) -> Case:
     balancers: list[Balancer | DevicesBalancer] = [rule] * LAYERS
     kind = draw(st.sampled_from(["none", "one", "one", "several"]))
     if kind == "several":
-        devices = Devices(costs, DeviceRules(2, draw(st.integers(1, 2))), BYTES, rule.offload_bits)
+        devices = Devices(costs, DeviceRules(2, draw(st.integers(1, 2))), BYTES)
         alive = draw(st.sampled_from([(True, True), (True, False)]))
         balancers = [devices.balancer(rule, layer, lambda: alive) for layer in range(LAYERS)]
     num_gpus = draw(st.sampled_from([0, 0, 1, 2, 3]))

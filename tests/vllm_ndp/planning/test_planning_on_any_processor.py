@@ -15,7 +15,6 @@ from vllm_ndp.layer.joint_rule import LIVE_WIDTHS
 from vllm_ndp.layer.prefill_split import PrefillSplit
 from vllm_ndp.layer.run import copies_beside_decode
 from vllm_ndp.planning.bitwidths import LossTable, bits_over_layers, select_bitwidths
-from vllm_ndp.planning.copies import add_device, assign_copies, rebalance
 from vllm_ndp.planning.follower import DriftRules, DriftWatch
 from vllm_ndp.planning.importance import ImportanceScore, importance, repeats
 from vllm_ndp.planning.joint import Choice, JointProblem, least_time
@@ -48,7 +47,6 @@ def decisions() -> dict[str, str]:
     loss = LossTable.from_measured(1.0 / (3 + np.arange(LAYERS * EXPERTS * 4) * 7919 % 997).reshape(LAYERS, EXPERTS, 4))
     budget = Budget(4, 2.5)
     hot = top_experts(load, 4)
-    copies = assign_copies(load, 3, 2)
     costs = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), model_named("mixtral-8x7b"))
     menu = Menu(costs, {tier: LIVE_WIDTHS[tier] for tier in ("gpu", "host", "device")}, 8)
     choices = tuple(Choice(tier, bits, bits * 1000) for tier, bits in [("gpu", 16), ("gpu", 4), ("device", 3)])
@@ -72,8 +70,6 @@ def decisions() -> dict[str, str]:
         "hot": digest(by_sum(scores, 5).hot),
         "bits": digest(select_bitwidths(scores[0], hot, loss, budget).bits),
         "bits over layers": digest(bits_over_layers(scores[0], hot, loss, budget).bits),
-        "copies": digest(copies.held, *rebalance(copies, load[::-1], 8)[1:]),
-        "one device more": digest(add_device(copies, load, 3, [LAYERS * EXPERTS] * 4)[0].held),
         "drift": digest(noticed, watch.noticed),
         "beside decode": digest([copies_beside_decode(costs, Budget(4, 3.0))(rows) for rows in range(1, 65)]),
         "menu": digest(whole.ps, whole.used),

@@ -21,7 +21,7 @@ from ndp_device.common import sealed
 from ndp_device.common.errors import ConfigError, TraceError
 from vllm_ndp.lab.load.run import of_steps
 from vllm_ndp.lab.page import _clocks
-from vllm_ndp.traces.format import CHANGED, DECODE, DOWN, JOINED, PREFILL, UNTIMED, Provenance, read_manifest
+from vllm_ndp.traces.format import CHANGED, DECODE, DOWN, PREFILL, UNTIMED, Provenance, read_manifest
 from vllm_ndp.traces.recorder import TraceWriter
 from vllm_ndp.traces.trace import Trace
 
@@ -208,12 +208,11 @@ def test_what_became_of_devices_is_kept_and_a_trace_from_before_that_loads(tmp_p
         writer.append_devices(3, {0: DOWN, 2: DOWN})
         writer.append_devices(4, {-1: CHANGED})
         writer.append_devices(5, {})
-        writer.append_devices(6, {3: JOINED})
     for directory in ("trace", "copy"):
         found = Trace.load(tmp_path / directory).devices
-        assert found["step"].tolist() == [3, 3, 4, 6]
-        assert found["device"].tolist() == [0, 2, -1, 3]
-        assert found["change"].tolist() == [DOWN, DOWN, CHANGED, JOINED]
+        assert found["step"].tolist() == [3, 3, 4]
+        assert found["device"].tolist() == [0, 2, -1]
+        assert found["change"].tolist() == [DOWN, DOWN, CHANGED]
         if directory == "trace":
             Trace.load(tmp_path / "trace").save(tmp_path / "copy")
     manifest = json.loads((tmp_path / "copy" / "manifest.json").read_text())

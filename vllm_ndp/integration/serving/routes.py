@@ -4,7 +4,6 @@
     GET /v1/ndp/status           what is effective, totals, device, requests now and lately
     GET /v1/ndp/experts          who is hot where, and bits
     GET /v1/ndp/requests/ID      reports of one request, by the id that the client got
-    POST /v1/ndp/devices         {"address": ...}: one device more joins the running engine; needs a server with keys
     X-NDP-Report: 1              on a request for text: the reports come with the answer, streamed or not
 
 Everything comes from the workers by `collective_rpc`, so it works with several front ends and without vLLM's stats.
@@ -38,7 +37,6 @@ from vllm_ndp.integration.plugin import METHOD
 from vllm_ndp.operating.scoring import FORCED
 
 PREFIX = "/v1/ndp/"
-DEVICES = PREFIX + "devices"
 HEADER = "X-NDP-Report"
 EVENT = "ndp.report"
 """Of a stream of named events (Anthropic's Messages)."""
@@ -53,11 +51,9 @@ _DATA, _DONE = b"data: ", b"data: [DONE]"
 _LAST_MESSAGE, _LAST_OF_RESPONSE = b"event: message_stop", b"event: response.completed\n"
 _SEEN = "vllm_ndp.routes"
 """Key of a scope that has met our routes: a server may have them in both ways."""
-_MOST_BODY_BYTES = 4096  # of what we are sent: an address
 _ASK_AGAIN_S, _MOST_QUESTIONS = 0.005, 40
 """The worker learns of a finished request with the step after it, a few milliseconds later."""
 _ENDS_WITHIN_S = 2.0
-_adding = asyncio.Lock()
 """Held while a device is being added."""
 
 
@@ -88,7 +84,6 @@ class NdpRoutes:
             Route(PREFIX + "status", _status),
             Route(PREFIX + "experts", _experts),
             Route(PREFIX + "requests/{request_id:path}", _request),
-            Route(DEVICES, _add_device, methods=["POST"]),
         ]
         self._ours = ExceptionMiddleware(Router(paths, redirect_slashes=False), {HTTPException: _unknown})
         self._guarded: ASGIApp | None = None  # the same behind the server's keys, which a request leads to
@@ -102,9 +97,6 @@ class NdpRoutes:
             guarded = self._behind_keys(scope)
             if _path(scope) == PREFIX and guarded is not self._ours and "authorization" not in Headers(scope=scope):
                 guarded = HTMLResponse(LOGIN, status_code=401)  # a browser cannot send a key before it is asked for one
-            if _path(scope) == DEVICES and guarded is self._ours:  # else anybody could have experts computed elsewhere
-                error = "devices are added on a server with keys only: start it with --api-key"
-                guarded = _refusal(403, error)
             await guarded(scope, receive, send)
         elif scope["type"] == "http" and _path(scope) in ("/", PREFIX.rstrip("/")) and scope["method"] == "GET":
             await RedirectResponse(f"{scope.get('root_path', '')}{PREFIX}")(scope, receive, send)
@@ -348,25 +340,6 @@ async def _request(request: Request) -> Response:
         error = f"no request {request_id!r} runs or is among the last that ended"
         return _refusal(404, error)
     return JSONResponse({"id": request_id, "finished": finished, "running": running})
-
-
-async def _add_device(request: Request) -> Response:
-    body = b""
-    async for part in request.stream():  # as far as an address can need: a server holds no more of it
-        if len(body := body + part) > _MOST_BODY_BYTES:
-            return _refusal(413, f"the body may have {_MOST_BODY_BYTES} bytes")
-    try:
-        address = json.loads(body)["address"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        address = None
-    if not isinstance(address, str):
-        return _refusal(400, 'the body must be {"address": "tcp://..."}')
-    if _adding.locked():  # the engine waits while a device is met: for one at a time
-        return _refusal(429, "another device is being added: try again")
-    async with _adding:
-        answers = await _ask(request.app, "ndp_add_device", address)
-    refusals = [answer["refused"] for answer in answers if answer["refused"]]
-    return JSONResponse({"workers": answers}, status_code=409 if refusals else 200)
 
 
 async def _unknown(request: Request, error: Exception) -> Response:

@@ -159,12 +159,6 @@ class Engine:
         """The placement in force, [L, E]."""
         return self.planner.placement.hot
 
-    def join_device(self) -> None:
-        """Between two steps: one device more."""
-        if self.devices is None:
-            raise TraceError("a device joined a run on one device that others could not join: the trace is damaged")
-        self.clock.wait_until(self.clock.now_ps + self.devices.join(self.setup.copies_asked))
-
     def step(self, number: int, rows: NDArray[np.int64], alive: Alive | None = None) -> Asks[StepRun]:
         """Replan if a prefill has ended, then run the step. rows index the trace, in the order of the batch.
 
@@ -183,8 +177,6 @@ class Engine:
         """Before a step: new plans where they are due. (experts that moved, the time that passed)."""
         before = self.clock.now_ps
         replanned = self.run.replan(self._there)
-        if not replanned.exchanged:  # to have copies of experts elsewhere is no migration of this host's
-            before = self.clock.now_ps
         if replanned.moves_slots:
             self._activate()
         if moved := replanned.num_moved:

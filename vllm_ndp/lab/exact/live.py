@@ -19,7 +19,7 @@ from vllm_ndp.lab.exact.engine import Asks, Engine, StepRun, alone
 from vllm_ndp.layer.setup import Setup
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.replanner import PlannerRules
-from vllm_ndp.traces.format import ALL_REQUESTS, CACHED, CHANGED, DOWN, JOINED, UNTIMED
+from vllm_ndp.traces.format import ALL_REQUESTS, CACHED, CHANGED, DOWN, UNTIMED
 from vllm_ndp.traces.trace import Trace
 
 
@@ -114,14 +114,11 @@ class RecordedRun:
         self._devices = self._idle_devices(setup.num_devices)
         changes = (trace.devices.get(name, np.zeros(0, np.int64)) for name in ("step", "device", "change"))
         self._down: dict[int, set[int]] = {}
-        self._joined: set[int] = set()  # before the step
         self.changed: set[int] = set()
         """Steps whose time is taken from the record."""
         for step, device, change in zip(*(column.tolist() for column in changes), strict=True):
             if change == DOWN:
                 self._down.setdefault(step, set()).add(device)
-            elif change == JOINED:
-                self._joined.add(step)
             elif change == CHANGED:
                 self.changed.add(step)
         self._ended_ps = self._recorded_ends(trace)
@@ -150,9 +147,6 @@ class RecordedRun:
 
     def run(self, step: int) -> StepRun:
         """Run one step on the run's own devices. Call for every step of `steps`, in order."""
-        if step in self._joined:
-            self.engine.join_device()
-            self._devices += self._idle_devices(1)
         run = alone(self._step(step), *self._devices)
         if step in self.changed:  # every device has answered or is gone by then
             self.engine.clock.resume_at(self._ended_ps[step])
@@ -161,9 +155,9 @@ class RecordedRun:
 
     def whole(self, start_ps: int = 0) -> Asks[list[StepRun]]:
         """All steps, for `together`; this host's clock starts at start_ps."""
-        if self._joined or self.changed:
+        if self.changed:
             raise TraceError(
-                f"in {len(self._joined | self.changed)} steps of the trace a device was lost, came back or joined, "
+                f"in {len(self.changed)} steps of the trace a device was lost or came back, "
                 "which cannot be replayed beside other hosts: record one with steady devices"
             )
         self.engine.clock.wait_until(start_ps)
