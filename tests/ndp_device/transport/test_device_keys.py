@@ -165,10 +165,11 @@ def test_names_that_are_no_file_names_are_refused(tmp_path: Path, name: str) -> 
         make_keys(tmp_path / "keys", name)
 
 
+@pytest.mark.parametrize(("mode", "got"), [(0o640, "-rw-r-----"), (0o604, "-rw----r--")])
 @pytest.mark.parametrize("file", ["device.key_secret", "host.key_secret"])
-def test_a_secret_that_others_can_read_is_refused(keys: Path, file: str) -> None:
-    (keys / file).chmod(0o644)
-    with pytest.raises(ConfigError, match=r"0600.*-rw-r--r--"):
+def test_a_secret_that_others_can_read_is_refused(keys: Path, file: str, mode: int, got: str) -> None:
+    (keys / file).chmod(mode)
+    with pytest.raises(ConfigError, match=f"0600.*{got}"):
         DeviceKeys.read(keys) if file == "device.key_secret" else HostKeys.read(keys / file)
 
 
@@ -294,7 +295,10 @@ def test_a_host_takes_no_devices_key_that_another_user_could_replace(
 
 
 def test_a_directory_above_that_is_everybodys_may_be_so_if_its_entries_are_not(tmp_path: Path) -> None:
-    """As /tmp is."""
+    """As /tmp is. The directory of the keys may not: whoever adds a file there comes in."""
     tmp_path.chmod(0o1777)
     make_keys(tmp_path / "keys", None)
     assert len(DeviceKeys.read(tmp_path / "keys").allowed()) == 1
+    (tmp_path / "keys" / "allowed").chmod(0o1777)
+    with pytest.raises(ConfigError, match="must be writable by you and root alone"):
+        DeviceKeys.read(tmp_path / "keys")
