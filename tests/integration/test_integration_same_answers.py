@@ -15,24 +15,27 @@ MORE = ("Once upon a time", "The weather in the north", "class Tree:\n    def", 
 
 
 @pytest.mark.parametrize(
-    ("settings", "tokens"),
+    ("settings", "tokens", "eager"),
     [
-        pytest.param(PAPER, 96, id="the paper's"),
-        pytest.param(PAPER | {"slot_bits": 4}, 48, id="narrow slots"),
+        pytest.param(PAPER, 96, True, id="the paper's"),
+        pytest.param(PAPER, 24, False, id="the paper's, compiled"),
+        pytest.param({}, 24, True, id="nothing set"),
+        pytest.param(PAPER | {"slot_bits": 4}, 48, True, id="narrow slots"),
         pytest.param(
             PAPER | {"prefill": "streamed", "hardware": "h100-ndp512"},
             48,
+            True,
             id="no prompt on the device, which named hardware needs",
         ),
     ],
 )
-def test_an_answer_does_not_depend_on_earlier_requests(settings: dict[str, Any], tokens: int) -> None:
+def test_an_answer_does_not_depend_on_earlier_requests(settings: dict[str, Any], tokens: int, eager: bool) -> None:
     """In bfloat16, where the order of sums shows. Prices are this machine's: a prompt alone decides its sides."""
     prompts = [*PROMPTS, *MORE]
     order = [*range(len(prompts)), *range(len(prompts))]
     random.Random(0).shuffle(order)
     answers: dict[int, set[tuple[int, ...]]] = {}
-    options = {"dtype": "bfloat16", "enable_prefix_caching": False}
+    options = {"dtype": "bfloat16", "enable_prefix_caching": False, "enforce_eager": eager}
     with engine(settings={"hardware": None} | settings, **options) as llm:
         for number in order:
             (done,) = greedy(llm, [prompts[number]], tokens)
