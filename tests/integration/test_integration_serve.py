@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.parse
@@ -29,6 +30,7 @@ from engines import (
     PATIENT_DEADLINE_MS,
     PROMPTS,
     REPLICAS,
+    ROOT,
     check_pairs,
     device_processes,
     free_port,
@@ -222,6 +224,86 @@ def test_anthropics_client_reads_a_stream_that_has_a_report(server: Server):
     assert "".join(part.text for part in message.content) == text
     (report,) = get_json(server, f"/v1/ndp/requests/{message.id}")["finished"].values()
     assert report["output_tokens"] >= message.usage.output_tokens
+
+
+NPM_OPENAI, LITELLM = "openai@6.49.0", "litellm==1.72.6"
+OF_NPM = """
+import OpenAI from 'openai';
+const [baseURL, apiKey, model, prompt] = process.argv.slice(2);
+const client = new OpenAI({baseURL, apiKey, maxRetries: 0}), headers = {'X-NDP-Report': '1'};
+const asked = {model, prompt, max_tokens: 6, temperature: 0};
+const whole = await client.completions.create(asked, {headers});
+const read = async more => {
+  const chunks = [], stream = await client.completions.create({...asked, ...more, stream: true}, {headers});
+  for await (const chunk of stream) chunks.push(chunk);
+  return chunks;
+};
+const messages = [{role: 'user', content: prompt}];
+const chat = await client.chat.completions.stream({model, messages, max_tokens: 6}, {headers}).finalChatCompletion();
+const response = await client.responses.stream({model, input: prompt, max_output_tokens: 6}, {headers}).finalResponse();
+const plain = await read({}), counted = await read({stream_options: {include_usage: true}});
+console.log(JSON.stringify({whole, plain, counted, chat, response}));
+"""
+OF_LITELLM = """
+import json, sys
+import litellm
+base, key, model, prompt = sys.argv[1:]
+asked = dict(model="openai/" + model, api_base=base, api_key=key, max_tokens=6, temperature=0, num_retries=0,
+             extra_headers={"X-NDP-Report": "1"}, messages=[{"role": "user", "content": prompt}])
+read = lambda **more: [chunk.model_dump() for chunk in litellm.completion(**asked, **more, stream=True)]
+whole = litellm.completion(**asked).model_dump()
+print(json.dumps({"whole": whole, "plain": read(), "counted": read(stream_options={"include_usage": True})}))
+"""
+
+
+def _client(name: str, *install: str | Path) -> Path:
+    """A folder with a pinned client, installed once; skipped where it cannot be."""
+    folder = ROOT / ".cache" / "clients" / name
+    if not (folder / "whole").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            subprocess.run([*install, folder, name], check=True, capture_output=True, timeout=PATIENCE_S)
+        except (OSError, subprocess.SubprocessError) as error:
+            pytest.skip(f"{name} cannot be installed here: {error}")
+        (folder / "whole").touch()
+    return folder
+
+
+def _text(chunks: list[dict[str, Any]]) -> str:
+    """As most loops read a stream without usage: each chunk has a choice."""
+    first = [chunk["choices"][0] for chunk in chunks if chunk["choices"] or not chunk.get("usage")]
+    return "".join(one["text"] if "text" in one else one["delta"]["content"] or "" for one in first)
+
+
+def test_npms_client_reads_answers_and_streams_that_have_a_report(server: Server):
+    folder = _client(NPM_OPENAI, "npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix")
+    node = ["node", "--input-type=module", "-", f"{server.address}/v1", KEY, NAME, PROMPTS[0]]
+    done = subprocess.run(node, input=OF_NPM, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    for answer in (said["whole"], said["plain"][-1], said["counted"][-1], said["response"]):
+        (report,) = answer["ndp"].values()
+        assert report["output_tokens"] == 6
+    assert all(chunk["choices"] for chunk in said["plain"])
+    assert said["counted"][-1]["usage"]["completion_tokens"] == 6
+    assert _text(said["plain"]) == _text(said["counted"]) == said["whole"]["choices"][0]["text"]
+    assert said["chat"]["choices"][0]["finish_reason"] == "length"
+    assert get_json(server, f"/v1/ndp/requests/{said['chat']['id']}")["finished"]
+
+
+def test_litellm_reads_answers_and_streams_that_have_a_report(server: Server):
+    """Of a stream it hands on no field that it does not know: the report is found by the answer's id."""
+    folder = _client(LITELLM, sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target")
+    words = [sys.executable, "-c", OF_LITELLM, f"{server.address}/v1", KEY, NAME, PROMPTS[0]]
+    environment = user_environment(PYTHONPATH=str(folder), LITELLM_LOCAL_MODEL_COST_MAP="True")
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    (report,) = said["whole"]["ndp"].values()
+    assert report["output_tokens"] == 6
+    assert _text(said["plain"]) == _text(said["counted"]) == said["whole"]["choices"][0]["message"]["content"]
+    assert said["counted"][-1]["usage"]["completion_tokens"] == 6
+    assert get_json(server, f"/v1/ndp/requests/{said['plain'][0]['id']}")["finished"]
 
 
 @pytest.mark.parametrize(("value", "asks"), [("0", False), ("off", False), ("1", True), ("yes", True)])
