@@ -22,7 +22,15 @@ from typing import NoReturn
 from ndp_device.common.errors import NdpError
 
 _USAGE = 2
-_NO_NEWS = r"Triton|LD_PRELOAD|SSM cache|KVConnectorBase_V1|custom scheduler class|^Route: |^.shutdown. Process manager"
+_NO_NEWS = (
+    r"Triton|LD_PRELOAD|SSM cache|KVConnectorBase_V1|custom scheduler class|^.shutdown. Process manager|^Inductor "
+    r"|set_num_threads|leaving Torch threads|NUM_OF_RESERVED_CPU|^Initializing a V1 LLM engine|^Supported tasks"
+)
+_NO_NEWS_FROM = (
+    r"vllm\.(plugins|compilation|config\.kernel|distributed|model_executor\.model_loader|utils\.ompmultiprocessing"
+    r"|v1\.attention|renderers|entrypoints\.launchers\.launcher|entrypoints\.scale_out)\b"
+)
+"""Loggers whose words below a warning are about vLLM's own making."""
 _WHOLE = "--additional-config"
 
 
@@ -112,9 +120,12 @@ def _without_stack(record: logging.LogRecord) -> bool:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Not what vLLM says of parts that this build never has, of the plugin's own parts, or of each of its routes."""
+    """Not what vLLM says of parts that this build never has, of the plugin's own parts, or of how its own are made."""
+    if record.levelno > logging.WARNING:
+        return True
     said = record.msg if isinstance(record.msg, str) else ""
-    return record.levelno > logging.WARNING or not re.search(_NO_NEWS, said)
+    is_inside = record.levelno < logging.WARNING and re.match(_NO_NEWS_FROM, record.name) is not None
+    return not is_inside and not re.search(_NO_NEWS, said)
 
 
 def _refuse_what_is_no_json(words: Sequence[str]) -> None:
