@@ -42,6 +42,7 @@ def test_a_prompt_computes_the_stored_codes_in_slots_and_decodes_no_expert(
         llm.generate([{"prompt_token_ids": list(range(10, 10 + PROMPT))}], sampling, use_tqdm=False)
         totals, told = llm.collective_rpc("ndp_totals")[0], llm.collective_rpc("ndp_status")[0]
     assert read == []
+    assert f"{1 / told['expected_step_s']:.1f} tokens/s for one request" in said
     assert told["replicas"] == "none: experts keep the checkpoint's codes of 4 bits"
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
     assert totals["prefill_pairs"] == PROMPT * LAYERS * 4

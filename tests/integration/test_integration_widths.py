@@ -42,8 +42,9 @@ def test_plans_use_the_widths_of_the_replicas(
     """No pair falls back: the device is never asked for a width that it does not have."""
     with engine(settings={**settings, "avg_bits": 3, "replicas": replicas[bits]}) as llm:
         outputs = greedy(llm, PROMPTS[:2], TOKENS)
-        (totals,) = llm.collective_rpc("ndp_totals")
+        (totals,), (status,) = llm.collective_rpc("ndp_totals"), llm.collective_rpc("ndp_status")
     assert totals["fallback_pairs"] == 0
+    assert status["avg_bits"] == average
     for output in outputs:
         assert len(output.outputs[0].token_ids) == TOKENS
         report = output.kv_transfer_params["ndp"]

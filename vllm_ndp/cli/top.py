@@ -152,7 +152,8 @@ def _load(now: Sample, between: Rates | None) -> RenderableType:
 
 
 def _times(now: Sample, between: Rates | None) -> RenderableType:
-    """Two rows, one for each clock: of what has ended between two looks, or else since the server started."""
+    """A row for each clock, of what has ended between two looks, or else since the server started; beside the measured
+    one what the start expected of one request."""
     from vllm_ndp.operating.watch import START, rates
 
     means = {} if between is None else between.means
@@ -168,6 +169,9 @@ def _times(now: Sample, between: Rates | None) -> RenderableType:
         "measured",
         *(milliseconds(f"measured {what}") for what in ("TTFT", "TPOT", "device round trip", "planning")),
     )
+    workers = now.status.get("workers") or [{}]
+    if (expected := (workers[0].get("effective") or {}).get("expected_step_s")) is not None:
+        table.add_row("expected, one request", "", f"{1e3 * expected:.3g}", "", "")
     table.add_row("simulated", milliseconds("simulated TTFT"), milliseconds("simulated TPOT"), "", "")
     return table
 

@@ -45,6 +45,9 @@ LAYOUT = frozenset(
     | {"replan", "max_moves"}
 )
 """Settings that say what is held where, and at how many bits."""
+EXPECTED_STEP_S = "ndp_expected_step_s"
+"""Attribute of the configuration: seconds of a decode step, as the log has said. No setting, as vLLM compiles anew for
+other settings."""
 _LEAST_KV_BYTES = 256 << 20
 """Of a KV cache whose layers are not all alike: vLLM pads their pages to one size."""
 _WIDEST = 4
@@ -102,6 +105,7 @@ def choose(vllm_config: VllmConfig, settings: NdpSettings) -> None:
     loss = _loss(NdpSettings.from_mapping(chosen), model_dir(vllm_config), size, form)
     for sentence in size.said(loss, with_kv=keeps_kv):
         compat.say(sentence)
+    setattr(vllm_config, EXPECTED_STEP_S, size.step_s)
 
 
 def _has_no_kv_cache(vllm_config: VllmConfig) -> bool:

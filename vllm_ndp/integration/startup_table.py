@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ndp_device.common.widths import FULL_PRECISION_BITS, LIMB_BITS, LIMBS
+from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, LIMB_BITS, LIMBS
 from ndp_device.replicas.format import load_layer_weights
 from vllm_ndp.config import GPU_RUNGS, NdpSettings
 from vllm_ndp.integration import compat, drafts, paced_scheduler, refusals
@@ -23,6 +23,8 @@ from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.device_link import DeviceLink, DeviceView
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
+from vllm_ndp.integration.self_sizing import EXPECTED_STEP_S
+from vllm_ndp.operating.speed import priced_step_s
 from vllm_ndp.planning.bitwidths import BY_BITS_READ, OF_PAIRS, OVER_LAYERS, verdict_on, verdict_on_loss
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, AUTO_SHARES_FROM
 from vllm_ndp.planning.plan import Budget
@@ -39,7 +41,8 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar, kv_cache_bytes: int) -
     facts, parts = worker.facts, worker.parts
     engine = "engine" if compat.on_cpu() else "GPU"
     settings, shape, hot, device = facts.settings, facts.pool.shape, parts.hot, parts.device
-    num_hot = settings.resolve_hot_experts(shape.num_experts)
+    num_hot, rules = settings.resolve_hot_experts(shape.num_experts), parts.planner.replanner.rules
+    avg_bits = settings.avg_bits if settings.avg_bits == BYTE_BITS else min(settings.avg_bits, rules.loss.dealt[-1])
     return {
         "plugin_active": True,
         "settings": settings.changed(),
@@ -68,12 +71,13 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar, kv_cache_bytes: int) -
         "cold_precision": settings.cold_precision,
         "policy": settings.policy,
         "bit_rule": settings.bit_rule_in_force,
-        "avg_bits": settings.avg_bits,
+        "avg_bits": avg_bits,
         "max_loss": settings.max_loss,
+        "expected_step_s": _expected_step_s(worker, num_hot, avg_bits),
         "predicted_loss": _predicted_loss(
             settings, shape.num_experts, parts.planner.replanner.predicted_nats(settings.slot_bits)
         ),
-        "too_few_bits": verdict_on(settings.avg_bits) if settings.needs_replicas(shape.num_experts) else "",
+        "too_few_bits": verdict_on(avg_bits) if settings.needs_replicas(shape.num_experts) else "",
         "bits_for": settings.bits_for,
         "execution": _execution(num_hot, device.facts.offload_bits, settings.device_hosts, engine),
         "prefill": _prefill(settings, num_hot, shape.num_experts, splits=device.facts.computes_prompts, engine=engine),
@@ -88,6 +92,25 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar, kv_cache_bytes: int) -
         **({} if device.link is None else _device(device.link, device, settings, hot.pool.mapped_bytes)),
         **({"replicas": "none: experts keep the checkpoint's codes of 4 bits"} if facts.serves_its_codes else {}),
     }
+
+
+def _expected_step_s(worker: LoadedWorker, num_hot: int, avg_bits: float) -> float | None:
+    """Of decode with one request on this machine: as the log of a server that sized itself has said it, or by the
+    prices of plans. None where neither was measured, and on a GPU, where no forecast was held against a run."""
+    facts, prices = worker.facts, worker.run.setup.measured_prices
+    if (said := getattr(facts.vllm_config, EXPECTED_STEP_S, None)) is not None:
+        return float(said)
+    settings, ranks = facts.settings, facts.ranks
+    if prices is None or settings.is_joint or settings.warm_experts or ranks.size * ranks.stage.count > 1:
+        return None
+    bits = FULL_PRECISION_BITS if settings.cold_precision == "full" else avg_bits
+    return priced_step_s(prices, facts.shape, num_hot, bits, settings.linear_bits) if compat.on_cpu() else None
+
+
+def _speed(step_s: float | None) -> str:
+    if step_s is None:
+        return "unknown: nothing was measured that says it"
+    return f"{1 / step_s:.3g} tokens/s for one request; what is measured then: vllm-ndp top"
 
 
 def _decode_layers(rung: Rung, messenger: Messenger | None) -> str:
@@ -267,9 +290,9 @@ def _short_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("replicas", status["replicas"]),
         *([("predicted loss", status["predicted_loss"])] if status["predicted_loss"] else []),
         *([("TOO FEW BITS", status["too_few_bits"])] if status["too_few_bits"] else []),
+        *([("expected speed", _speed(status["expected_step_s"]))] if status["expected_step_s"] else []),
         _device_row(status),
         ("simulated hardware", _hardware(status)),
-        *([("routing trace", status["record"])] if status["record"] != "off" else []),
     ]
 
 
@@ -306,6 +329,7 @@ def rows(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("policy", f"{status['policy']}, {_bits(status)} by {status['bit_rule']}{status['layers']}"),
         *([("predicted loss", status["predicted_loss"])] if status["predicted_loss"] else []),
         *([("TOO FEW BITS", status["too_few_bits"])] if status["too_few_bits"] else []),
+        ("expected speed", _speed(status["expected_step_s"])),
         ("execution", status["execution"]),
         ("prefill", status["prefill"]),
         ("prices of plans", _PRICES[status["prices"]]),

@@ -94,12 +94,16 @@ class OwnSize:
         measured, first = self.measured, ""
         if (prompt_s := first_token_s(self.sizing, self.option, measured)) is not None:
             first = f"the first token of a prompt of {PROMPT} after {prompt_s:.2g} s, then "
-        step_s = decode_step_s(self.sizing, self.option, measured)
         return (
-            f"{first}{1 / step_s:.1f} tokens/s for one request (this machine reads "
+            f"{first}{1 / self.step_s:.1f} tokens/s for one request (this machine reads "
             f"{human(measured.read_bytes_per_s)}/s and takes {1e3 * measured.expert_s:.2f} ms for an expert at "
             f"{measured.bits} bits)"
         )
+
+    @property
+    def step_s(self) -> float:
+        """A decode step of one request, as expected."""
+        return decode_step_s(self.sizing, self.option, self.measured)
 
     @property
     def _held(self) -> int:

@@ -178,13 +178,16 @@ def test_the_picture_shows_what_was_before_the_first_look() -> None:
 
 
 def test_all_that_is_effective_is_shown_where_asked_for() -> None:
-    worker = {"plan": {}, "table": [["slot kernel", "amx"], ["routing trace", "off"]]}
+    effective = {"expected_step_s": 0.0125}
+    worker = {"plan": {}, "effective": effective, "table": [["slot kernel", "amx"], ["routing trace", "off"]]}
     look = Sample(1.0, {"hot pairs": 1.0}, {}, {"workers": [worker]})
     for show_all in (True, False):
         console = Console(width=100, file=io.StringIO())
         console.print(_View(SimpleNamespace(name="here", look=lambda: look), 1.0, 1, show_all=show_all).picture())
         drawn = console.file.getvalue()
         assert ("slot kernel   │ amx" in drawn, "routing trace │ off" in drawn) == (show_all, show_all)
+        assert "expected, one request" in drawn
+        assert " 12.5 " in drawn  # ms, beside what is measured
 
 
 def test_a_device_that_goes_away_is_waited_for(tmp_path: Path) -> None:
