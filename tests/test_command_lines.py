@@ -14,8 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from in_this_process import run_here
 from paths import ROOT
 
 from ndp_device.__main__ import app as ndp_device
-from ndp_device.common import command_line
 from ndp_device.common.command_line import command, program
 from ndp_device.common.command_line import run as run_command
 from vllm_ndp.app import app as vllm_ndp
@@ -413,42 +411,6 @@ def test_modules_compiled_from_older_sources_cost_one_sentence(
         run_command(app, "x")
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("x: ndp_device.kernels._native was compiled from older sources than these: run make setup")
-
-
-@pytest.mark.parametrize(
-    ("use", "says"),
-    [
-        (lambda module: module.File("a", 2), r"__init__\(\): incompatible function arguments\. The following"),
-        (lambda module: module.no_such_function(1), r"module 'ndp_device\.replicas\._mapping' has no attribute"),
-        (lambda module: module.File(__file__).no_such_method(), r"'File' object has no attribute 'no_such_method'"),
-    ],
-)
-def test_calls_that_a_compiled_module_has_otherwise_cost_one_sentence(
-    use: Callable[[Any], object], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from ndp_device.replicas import _mapping
-
-    with pytest.raises((TypeError, AttributeError)) as raised:
-        use(_mapping)
-    said = _ends(monkeypatch, capsys, raised.value)
-    assert re.search(rf"^x: a compiled module does not fit these sources \(.*{says}.*\): run make setup, or pip", said)
-
-
-@pytest.mark.parametrize(
-    ("age_s", "says"), [(60, "a compiled module does not fit these"), (-(10**9), "unexpected ValueError")]
-)
-def test_a_result_of_another_form_says_to_compile_again_where_sources_are_newer(
-    age_s: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A compiled module that returns two values where these sources take three."""
-    source = tmp_path / "kernels" / "csrc" / "kernel.cpp"
-    source.parent.mkdir(parents=True)
-    source.touch()
-    os.utime(source, (time.time() + age_s,) * 2)
-    monkeypatch.setattr(command_line, "_PACKAGE", tmp_path)
-    said = _ends(monkeypatch, capsys, ValueError("not enough values to unpack (expected 3, got 2)"))
-    assert said.startswith(f"x: {says}")
-    assert "not enough values to unpack" in said
 
 
 def _ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException) -> str:

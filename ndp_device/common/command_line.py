@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import inspect
 import io
 import json
@@ -20,7 +19,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, TextIO, get_args, get_type_hints
 
 import typer
@@ -32,7 +30,6 @@ from ndp_device.common.outputs import Output, check_outputs
 Function = Callable[..., None]
 
 _OURS = ("ndp_device.", "vllm_ndp.")
-_PACKAGE = Path(__file__).resolve().parents[1]
 _SETUP = "run make setup, or pip install vllm-ndp again"
 
 
@@ -127,9 +124,6 @@ def _sentence_of(error: Exception) -> str:
         return f"this system does not know user {os.getuid()}: set HOME and USER in the environment"
     if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # of pathlib
         return f"{error}: give a path that leads to a file"
-    if _disagrees_with_compiled(error) or _compiled_before_sources():
-        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        return f"a compiled module does not fit these sources ({said}): {_SETUP}; if that changes nothing, report this"
     place = traceback.extract_tb(error.__traceback__)[-1]
     return str(
         NdpError(
@@ -177,24 +171,6 @@ def _not_compiled(error: ImportError) -> str:
         return ""
     what = "is not compiled" if error.path is None else "was compiled from older sources than these"
     return f"{error.name} {what}: {_SETUP}"
-
-
-def _disagrees_with_compiled(error: Exception) -> bool:
-    """A call of ours that a compiled module has in another form, or a name that it lacks."""
-    if isinstance(error, AttributeError):
-        name = getattr(error.obj, "__name__" if isinstance(error.obj, ModuleType) else "__module__", None) or ""
-        return name.startswith(_OURS) and name.rpartition(".")[2].startswith("_")
-    return isinstance(error, TypeError) and "(): incompatible function arguments. The following" in str(error)
-
-
-def _compiled_before_sources() -> bool:
-    """Whether C++ beside these sources is newer than every compiled module: then any result may have another form."""
-    found = importlib.util.find_spec("ndp_device._commands")
-    if found is None or found.origin is None or _PACKAGE in Path(found.origin).parents:
-        return False  # one installation brought both
-    sources = [file.stat().st_mtime_ns for suffix in ("cpp", "h") for file in _PACKAGE.rglob(f"*.{suffix}")]
-    modules = [file.stat().st_mtime_ns for file in Path(found.origin).parent.rglob("*.so")]
-    return max(sources, default=0) > max(modules)
 
 
 def print_json(result: Mapping[str, Any], *, shown: bool = False) -> None:

@@ -1,22 +1,17 @@
 """`make fuzz SECONDS=600`: every target in turns for as long as it is told. What ends badly is kept and printed.
 
-Peers (peers.py) run under atheris where it is installed, which is led by coverage, else by our own mutator; files
-(files.py) by the mutator. The last line is JSON: executions, executions a second and findings of each target, in one
-process on one core. Inputs that were found lie in tests/data/fuzz/TARGET, and the suite runs them for ever.
+Peers are in peers.py, files in files.py. The last line is JSON: executions, executions a second and findings of each
+target, in one process on one core. Inputs that were found lie in tests/data/fuzz/TARGET, and the suite runs them for ever.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import logging
-import os
 import random
-import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,20 +38,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="in all, shared by the targets")
     parser.add_argument("--target", action="append", help="only these; may be given several times")
     parser.add_argument("--seed", type=int, default=None, help="of the mutator; default: the clock")
-    parser.add_argument("--engine", choices=("auto", "mutator", "atheris"), default="auto")
-    parser.add_argument("--inside-atheris", help=argparse.SUPPRESS)
     given = parser.parse_args()
     named: dict[str, Kind | Target] = {each.name: each for each in (*targets(), *kinds())}
     if unknown := set(given.target or ()) - set(named):
         parser.error(f"no target {sorted(unknown)[0]!r}: there are {', '.join(named)}")
-    if given.inside_atheris:
-        return _inside_atheris(named[given.target[0]], given.inside_atheris, given.seconds)
     chosen = [named[name] for name in given.target or named]
     seed = int(time.time()) if given.seed is None else given.seed
-    has_atheris = importlib.util.find_spec("atheris") is not None
-    if given.engine == "atheris" and not has_atheris:
-        parser.error("atheris is not installed: pip install atheris")
-    guided = has_atheris and given.engine != "mutator"
     signal.signal(signal.SIGALRM, _too_slow)
     logging.disable()
     results = {}
@@ -64,13 +51,11 @@ def main() -> int:
         files = Files(Path(folder))
         for each in chosen:
             seconds = given.seconds / len(chosen)
-            if isinstance(each, Kind):
-                result = _files(each, files, seed, seconds)
-            else:
-                result = _atheris(each, seconds) if guided else _mutated(each, seed, seconds)
+            is_file = isinstance(each, Kind)
+            result = _files(each, files, seed, seconds) if is_file else _mutated(each, seed, seconds)
             results[each.name] = result
             print(f"{each.name:18} {result['executions']:10} executions {result['per_s']:9.0f}/s "
-                  f"{result['findings']} found ({result['engine']})", flush=True)  # fmt: skip
+                  f"{result['findings']} found", flush=True)  # fmt: skip
     print(json.dumps({"seed": seed, "targets": results}))
     return 1 if any(result["findings"] for result in results.values()) else 0
 
@@ -79,10 +64,9 @@ def _too_slow(number: int, frame: object) -> None:
     raise TooSlow
 
 
-def _report(engine: str, executions: int, started_s: float, findings: int) -> dict[str, Any]:
+def _report(executions: int, started_s: float, findings: int) -> dict[str, Any]:
     seconds = time.monotonic() - started_s
     return {
-        "engine": engine,
         "executions": executions,
         "seconds": round(seconds, 1),
         "per_s": round(executions / max(seconds, 1e-9), 1),
@@ -106,7 +90,7 @@ def _files(kind: Kind, files: Files, seed: int, seconds: float) -> dict[str, Any
         if end is not None:
             found += 1
             print(f"{kind.name} seed {number}: {end}", file=sys.stderr, flush=True)
-    return _report("mutator", done, start, found)
+    return _report(done, start, found)
 
 
 def _mutated(target: Target, seed: int, seconds: float) -> dict[str, Any]:
@@ -124,7 +108,7 @@ def _mutated(target: Target, seed: int, seconds: float) -> dict[str, Any]:
             found += 1
             _keep(target.name, data)
         signal.alarm(0)
-    return _report("mutator", done, start, found)
+    return _report(done, start, found)
 
 
 def _keep(name: str, data: bytes) -> None:
@@ -133,52 +117,6 @@ def _keep(name: str, data: bytes) -> None:
     path = folder / hashlib.sha256(data).hexdigest()[:16]
     path.write_bytes(data)
     print(f"{name}: kept {path}\n{traceback.format_exc(limit=-4)}", file=sys.stderr, flush=True)
-
-
-def _atheris(target: Target, seconds: float) -> dict[str, Any]:
-    """In a process of its own, which libFuzzer ends."""
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        corpus = Path(folder, "corpus")
-        corpus.mkdir()
-        for number, data in enumerate(target.seeds()):
-            (corpus / str(number)).write_bytes(data)
-        command = [sys.executable, "-m", "fuzzing", "--target", target.name, "--seconds", str(seconds)]
-        done = subprocess.run(
-            [*command, "--inside-atheris", str(corpus)],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            print(done.stderr[-3000:], file=sys.stderr)
-        for path in Path(folder).glob("*-*"):  # crash-, timeout-, oom-
-            (KEPT / target.name).mkdir(parents=True, exist_ok=True)
-            (KEPT / target.name / path.name[-16:]).write_bytes(path.read_bytes())
-    counted = re.search(r"number_of_executed_units: (\d+)", done.stderr)
-    return _report("atheris", int(counted[1]) if counted else 0, start, int(done.returncode != 0))
-
-
-def _inside_atheris(target: Kind | Target, corpus: str, seconds: float) -> int:
-    import atheris
-
-    assert isinstance(target, Target)
-    for module in [module for name, module in sys.modules.items() if name.startswith("ndp_device.")]:
-        for name, value in vars(module).items():
-            if getattr(value, "__module__", "") == module.__name__ and callable(value) and hasattr(value, "__code__"):
-                setattr(module, name, atheris.instrument_func(value))
-    options = [f"-max_total_time={max(int(seconds), 1)}", "-print_final_stats=1", f"-timeout={SLOW_S}", "-verbosity=0"]
-
-    def mutator(data: bytes, max_size: int, seed: int) -> bytes:
-        rng = random.Random(seed)
-        changed = target.mutated(rng, data) if rng.random() < 0.5 else atheris.Mutate(data, len(data) or 1)
-        return bytes(changed[:max_size])
-
-    options.append("-max_len=20000")
-    atheris.Setup([sys.argv[0], *options, corpus], target.run, custom_mutator=mutator)
-    atheris.Fuzz()
-    return 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,6 @@ import gpu_speed  # noqa: E402
 import gpu_timeline  # noqa: E402
 import pieces as runner  # noqa: E402
 from pieces import Run  # noqa: E402
-from results_archive import Archive  # noqa: E402
 
 SCRIPT = """
 import os, sys, time
@@ -60,21 +58,12 @@ def table(run, way):
         raise ValueError("no kernel")
     return [{{"value": len(way), "_hidden": sorted(row["way"] for row in run.before)}}]
 
-def dies(run, way):
-    called(way)
-    if way == "dies":
-        os._exit(3)
-    return [{{"value": len(way)}}]
-
 PIECES = {{
     "hangs": Piece("Does it hang?", 0.001, hangs),
     "quick": Piece("Is it quick?", 0.001, quick),
     "absent": Piece("Is it here?", 0.001, left_out, ("a", "b")),
     "apart_absent": Piece("Is it here, apart?", 0.1, left_out, ("a", "b"), apart=True),
     "here": Piece("How do ways of one process do?", 0.004, table, ("one", "fails", "three", "hangs", "five")),
-    "apart": Piece("How do ways of several processes do?", 0.1, table, ("one", "hangs", "fails", "four"), apart=True),
-    "ladder": Piece("How far does it come?", 0.1, table, ("one", "fails", "three"), apart=True, ladder=True),
-    "dies": Piece("Does it go on behind a crash?", 0.003, dies, ("one", "dies", "three")),
     "long": Piece("Is there time?", 9.0, quick),
 }}
 made = Pieces(Path(__file__), PIECES, lambda: "")
@@ -158,62 +147,6 @@ def test_of_ways_in_one_process_one_that_hangs_or_fails_costs_no_other(toy: Toy)
     assert [row.get("value") for row in toy.rows("here")] == [3, None, 5, None, 4]
 
 
-def test_of_ways_in_processes_of_their_own_one_that_hangs_costs_no_other(toy: Toy) -> None:
-    assert toy.run("apart")["apart"].startswith("2 of 4 ways, FAILED: fails, hangs in ")
-    assert [row.get("value") for row in toy.rows("apart")] == [3, None, None, 4]
-    script = toy.script.read_text().splitlines()
-    hung, failed = toy.rows("apart")[1:3]
-    assert hung["failed"].startswith("Timeout")
-    lines = at(script, "time.sleep(60)", 1), at(script, "no kernel")
-    assert [row["at"] for row in (hung, failed)] == [f"{toy.script}:{line}" for line in lines]
-    assert failed["failed"] == "ValueError: no kernel"
-
-
-def at(lines: list[str], words: str, which: int = 0) -> int:
-    """The line that holds these words."""
-    return [number for number, line in enumerate(lines, 1) if words in line][which]
-
-
-def test_of_ways_that_build_on_each_other_none_is_run_after_one_that_failed(toy: Toy) -> None:
-    assert toy.run("ladder,quick")["ladder"].startswith("1 of 3 ways, FAILED: fails in ")
-    assert toy.calls == ["one", "fails", "quick"]
-    assert toy.run("ladder", "--again")["ladder"].startswith("1 of 3 ways, FAILED: fails in ")
-    assert toy.calls[3:] == ["fails"]  # what has passed is not run again
-
-
-OURS = '  File "/tmp/x/vllm_ndp/integration/cuda/layer.py", line 79, in run\n    call()\n'
-THEIRS = '  File "/tmp/site/vllm/worker.py", line 5, in forward\n    call()\n'
-CHAINED = "\nDuring handling of the above exception, another exception occurred:\n\n"
-
-
-@pytest.mark.parametrize(
-    ("log", "failed", "place"),
-    [
-        (f"{runner._FIRST}\n{THEIRS}{OURS}{THEIRS}RuntimeError: CUDA error: an illegal access\nCompile with ...\n",
-         "RuntimeError: CUDA error: an illegal access", "vllm_ndp/integration/cuda/layer.py:79"),
-        (f"{runner._FIRST}\n{THEIRS}KeyError: 'x'\n", "KeyError: 'x'", "/tmp/site/vllm/worker.py:5"),
-        (f"{runner._FIRST}\n{OURS}KeyError: 1\n{CHAINED}{runner._FIRST}\n{THEIRS}OSError: no end\n",
-         "KeyError: 1", "vllm_ndp/integration/cuda/layer.py:79"),
-        (f"Fatal Python error: Segmentation fault\n\nThread 0x1 {runner._LAST}\n{THEIRS}\n"
-         f"Current thread 0x2 {runner._LAST}\n{THEIRS}{OURS}\n\nExtension modules: numpy\n",
-         "Fatal Python error: Segmentation fault", "vllm_ndp/integration/cuda/layer.py:79"),
-        ("".join(f"[rank0]: {line}\n" for line in [runner._FIRST, *f"{THEIRS}{OURS}OSError: cut".splitlines()]),
-         "OSError: cut", "vllm_ndp/integration/cuda/layer.py:79"),
-        ("it says nothing\n", "status 3", "an unknown place"),
-    ],
-)  # fmt: skip
-def test_a_failure_is_named_with_its_first_error_and_the_line_of_ours_that_was_last(
-    log: str, failed: str, place: str
-) -> None:
-    earlier = f"$ a program before\n{runner._FIRST}\n{THEIRS}ValueError: of another way\n"
-    assert runner.failure(f"{earlier}\n$ this one\n{log}", "status 3") == {"failed": failed, "at": place}
-
-
-def test_a_process_that_dies_in_a_way_leaves_the_ways_before_and_after_it(toy: Toy) -> None:
-    assert toy.run("dies")["dies"].startswith("2 of 3 ways, FAILED: dies in ")
-    assert [row.get("value") for row in toy.rows("dies")] == [3, None, 5]
-
-
 def test_what_a_call_has_found_is_there_when_it_is_killed_itself(toy: Toy) -> None:
     """The machine is taken back in the middle: every file is whole, and the next call goes on."""
     call = subprocess.Popen([sys.executable, str(toy.script), str(toy.folder), "quick,here"], start_new_session=True)
@@ -227,28 +160,6 @@ def test_what_a_call_has_found_is_there_when_it_is_killed_itself(toy: Toy) -> No
     toy.run("quick,here")
     assert [row["way"] for row in toy.rows("here")] == ["one", "fails", "three", "hangs", "five"]
     assert toy.calls.count("quick") == 1
-
-
-def test_what_a_folder_holds_is_in_one_archive_while_it_grows_and_when_the_call_is_killed(tmp_path: Path) -> None:
-    """Renewed every moment here; a file that is only half written stays out of it."""
-    folder, file = tmp_path / "found", tmp_path / "found.tar.gz"
-    folder.mkdir()
-
-    def names() -> list[str]:
-        with tarfile.open(file) as archive:
-            return archive.getnames()
-
-    (folder / "gpu_a.json").write_text("{}")
-    archive = Archive(folder, file, every_s=0.02)
-    with archive:
-        assert names() == ["gpu_a.json"]
-        (folder / "gpu_b.part").write_text("{")
-        (folder / "gpu_b.json").write_text("{}")
-        until = time.monotonic() + 60
-        while "gpu_b.json" not in names():
-            assert time.monotonic() < until
-        (folder / "gpu_c.log").write_text("last words")
-    assert names() == ["gpu_a.json", "gpu_b.json", "gpu_c.log"]
 
 
 # -- each piece's own code, around an engine that is made up ----------------------------------------------------------
