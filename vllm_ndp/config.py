@@ -42,7 +42,7 @@ _CHOICES: dict[str, tuple[str | int, ...]] = {
     "kernel": ("auto", "reference", "native"),
     "device_experts": ("copies", "split"),
 }
-_LEAST = {"hot_experts": 0, "warm_experts": 0, "max_moves": 0, "device_hosts": 1, "devices": 1}
+_LEAST = {"hot_experts": 0, "warm_experts": 0, "device_hosts": 1, "devices": 1}
 _QUANTIZED = ("linear_bits", "slot_bits", "replicas", "offload_bits")
 """Settings beside which `cold_precision` `full` is refused."""
 _DECIDED_JOINTLY = {
@@ -51,7 +51,6 @@ _DECIDED_JOINTLY = {
     "cold_precision": "chooses among widths, of which this leaves none",
     "execution": "has placed experts by all that the device has time for",
     "offload_bits": "has placed experts by all that the device has time for",
-    "max_moves": "weighs every copy itself, and a part of it does not fit the memory that all of it does",
 }
 """Settings beside which a joint plan is refused, and why."""
 
@@ -107,9 +106,6 @@ class NdpSettings:
     """Where a prompt's cold experts run, in full precision. `streamed`: all on the GPU. `split`: the device computes so
     many that both sides end together on the simulated hardware. `auto`: split if the engine runs on CPU and the
     checkpoint holds plain experts, else streamed."""
-    max_moves: int | None = None
-    """Number of experts that one plan may copy to the GPU, those with the largest gain first; None = no bound. Matters
-    for models with many small experts."""
     replan: str = "prefill"
     """`prefill`: plans change when a prompt ends. `drift`: plans also change in decode, when the routing shows another
     subject; experts are copied beside decode."""
@@ -205,7 +201,6 @@ class NdpSettings:
     def _check_replan(self) -> None:
         beside = {
             "plan": (self.is_joint, "whose widths fit the memory and the loss of just those experts"),
-            "max_moves": (self.max_moves == 0, "so that none may be copied"),
         }
         for name, (hinders, why) in beside.items():
             if self.replan == "drift" and hinders:
@@ -389,7 +384,6 @@ class NdpSettings:
             max_loss=self.max_loss,
             bits_for=self.bits_for,
             keeps_streamed=self.keeps_streamed,
-            max_moves=self.max_moves,
             full_precision=self.cold_precision == "full",
             follows=self.replan == "drift",
         )

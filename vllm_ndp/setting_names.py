@@ -31,7 +31,7 @@ TOP = (
     *("replan", "policy", "replicas", "devices", "hardware", "hardware_overrides"),
     *("deadline_ms", "fallback", "itl_factor", "record", "debug"),
 )
-DEBUG = (*("device_experts", "bits_for", "offload_bits", "device_hosts", "gpu", "max_moves", "prices", "kernel"),)
+DEBUG = (*("device_experts", "bits_for", "offload_bits", "device_hosts", "gpu", "prices", "kernel"),)
 """Settings for researchers and tests. Each has a default that decides by itself."""
 _PLACES = {
     **dict.fromkeys(TOP, ""),

@@ -1,7 +1,7 @@
 """`make fuzz SECONDS=600`: every target in turns for as long as it is told. What ends badly is kept and printed.
 
 Peers are in peers.py, files in files.py. The last line is JSON: executions, executions a second and findings of each
-target, in one process on one core. Inputs that were found lie in tests/data/fuzz/TARGET, and the suite runs them for ever.
+target, in one process on one core. What was found lies in tests/data/fuzz/TARGET, and the suite runs it for ever.
 """
 
 from __future__ import annotations

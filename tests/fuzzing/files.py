@@ -286,7 +286,7 @@ def _make_settings(path: Path) -> None:
                 "devices": "ipc:///nowhere",
                 "hardware_overrides": {"dram.channels": 20, "array.units": 8},
                 "deadline_ms": 500.0,
-                "debug": {"kernel": "auto", "max_moves": 3},
+                "debug": {"kernel": "auto", "device_hosts": 3},
                 "replicas": "somewhere",
             }
         )

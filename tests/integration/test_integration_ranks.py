@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import one_engine
 import pytest
 from engines import (
     LONG_PROMPTS,
@@ -139,15 +138,6 @@ def test_a_lost_device_changes_no_token_in_full_precision(stock_tokens: list[lis
         leader, other = llm.collective_rpc("ndp_totals")
     assert leader["fallback_pairs"] > 0
     assert other["fallback_pairs"] == 0
-
-
-@pytest.mark.ranks
-def test_ray_starts_the_same_two_ranks(stock_tokens: list[list[int]]):
-    pytest.importorskip("ray", reason="the extra vllm-ndp[ray] is not installed")
-    options = TWO_RANKS | {"distributed_executor_backend": "ray", "max_num_batched_tokens": 64}
-    said = one_engine.run(IDENTITY, LONG_PROMPTS, TOKENS, environment={"RAY_USAGE_STATS_ENABLED": "0"}, **options)
-    assert said["tokens"] == [stock_tokens]
-    assert [totals["fallback_pairs"] for totals in said["totals"]] == [0, 0]
 
 
 @pytest.mark.ranks

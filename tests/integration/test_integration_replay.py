@@ -72,7 +72,7 @@ def weighed_replicas(directory: Path) -> Path:
     ("settings", "options"),
     [
         ({"hot_experts": 4, "avg_bits": 2.0}, {}),
-        ({"hot_experts": 4, "avg_bits": 2.0, "debug": {"max_moves": 2}, "prefill": "streamed"}, {}),
+        ({"hot_experts": 4, "avg_bits": 2.0, "prefill": "streamed"}, {}),
         ({"hot_experts": 3, "avg_bits": 2.5, "debug": {"bits_for": "batch"}}, {}),
         (
             {"hot_experts": 2, "avg_bits": 1.5, "policy": {"bit_rule": "mse"}, "hardware_overrides": FAST_LINK},

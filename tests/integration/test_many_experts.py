@@ -63,17 +63,15 @@ def score(num_experts: int, seed: int) -> ImportanceScore:
     return ImportanceScore.from_weights(np.random.default_rng(seed).random((LAYERS, num_experts)), TOKENS)
 
 
-def planner(num_experts: int, bit_rule: str, max_moves: int | None = None) -> Replanner:
+def planner(num_experts: int, bit_rule: str) -> Replanner:
     policy = load_policy("prefill", PolicySettings(bit_rule=bit_rule))
-    rules = PlannerRules(
-        policy, Budget(num_experts // 2, 3.0), LossTable.nominal(LAYERS, num_experts), max_moves=max_moves
-    )
+    rules = PlannerRules(policy, Budget(num_experts // 2, 3.0), LossTable.nominal(LAYERS, num_experts))
     return Replanner(rules, LAYERS, num_experts)
 
 
-def planning_steps(num_experts: int, bit_rule: str, max_moves: int | None) -> int:
+def planning_steps(num_experts: int, bit_rule: str) -> int:
     """Statistics, score, placement, bits, what moves, what the device is told, what slots keep."""
-    ours, routed = planner(num_experts, bit_rule, max_moves), choices(num_experts, 1)
+    ours, routed = planner(num_experts, bit_rule), choices(num_experts, 1)
     ours.replan({"before": score(num_experts, 0)})  # what is computed once
 
     def plan() -> None:
@@ -86,17 +84,16 @@ def planning_steps(num_experts: int, bit_rule: str, max_moves: int | None) -> in
     return steps_of(plan)
 
 
-@pytest.mark.parametrize("max_moves", [None, 7])
 @pytest.mark.parametrize("bit_rule", ["uniform", "full"])
-def test_a_prompt_is_planned_in_as_many_steps_for_512_experts_as_for_32(bit_rule: str, max_moves: int | None) -> None:
-    few, many = (planning_steps(experts, bit_rule, max_moves) for experts in (32, 512))
+def test_a_prompt_is_planned_in_as_many_steps_for_512_experts_as_for_32(bit_rule: str) -> None:
+    few, many = (planning_steps(experts, bit_rule) for experts in (32, 512))
     assert many == few
 
 
 @pytest.mark.parametrize("bit_rule", ["importance", "mse"])
 def test_the_selector_s_steps_are_bounded_by_how_many_experts_can_have_4_bits(bit_rule: str) -> None:
     """One turn per n4, for all layers together: of 256 cold experts with 2 bits to spend each at most 171 have 4."""
-    few, many = (planning_steps(experts, bit_rule, None) for experts in (32, 512))
+    few, many = (planning_steps(experts, bit_rule) for experts in (32, 512))
     assert many - few < 20 * (171 - 11)
 
 

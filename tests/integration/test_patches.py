@@ -32,14 +32,6 @@ def test_the_cpu_wheel_still_has_no_metadata_named_vllm(cpu_wheel: metadata.Dist
 
 
 @pytest.mark.vllm
-def test_the_cpu_platform_still_names_no_resource_of_ray():
-    """If it does: delete patches/cpu-ray and what it names."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    assert CpuPlatform.ray_device_key == ""
-
-
-@pytest.mark.vllm
 def test_the_shim_says_the_version_of_the_wheel_it_stands_for(cpu_wheel: metadata.Distribution):
     """`+cpu` is what vLLM's platform detection looks for."""
     assert metadata.version("vllm") == f"{cpu_wheel.version}+cpu"

@@ -370,21 +370,6 @@ def test_sleep_between_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SpinCondition.wait is first
 
 
-def test_rank_of_ray_worker() -> None:
-    assert vllm_private.rank_of_ray_worker(SimpleNamespace(_init_kwargs={"rank": 3})) == 3
-
-
-def test_run_ray_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray")
-    from vllm.platforms import current_platform
-    from vllm.v1.executor import ray_executor_v2
-
-    monkeypatch.setattr(type(current_platform), "ray_device_key", "")
-    monkeypatch.setattr(ray_executor_v2, "RayWorkerProc", ray_executor_v2.RayWorkerProc)
-    vllm_private.run_ray_workers("a resource", Doubled)
-    assert (current_platform.ray_device_key, ray_executor_v2.RayWorkerProc) == ("a resource", Doubled)
-
-
 def test_full_graphs_where() -> None:
     """With vLLM's own dispatcher, which knows a graph of 4 decode rows."""
     from vllm.config import CompilationConfig, CUDAGraphMode

@@ -31,8 +31,8 @@ def test_no_settings_are_the_defaults(nothing: object):
 
 
 def test_what_is_recorded_says_what_is_in_force():
-    recorded = json.loads(json.dumps(NdpSettings(max_moves=2).recorded()))
-    assert recorded["max_moves"] == 2
+    recorded = json.loads(json.dumps(NdpSettings(device_hosts=2).recorded()))
+    assert recorded["device_hosts"] == 2
     assert recorded["policy_options"] == {"bit_rule": "pairs", "losses": "relative"}
 
 
@@ -49,7 +49,7 @@ def test_settings_cannot_be_changed_after_they_were_checked():
         ("cold-precision", "cold_precision"),
         ("Replica", "replicas"),
         ("device", "devices"),
-        ("max_moves", "max_moves' in 'debug"),
+        ("device_hosts", "device_hosts' in 'debug"),
         ("bit_rule", "bit_rule' in 'policy"),
         ("spill_bits", "slot_bits"),
     ],
@@ -201,14 +201,14 @@ def test_the_documented_settings_are_the_ones_that_exist():
 
 
 def test_what_only_researchers_turn_is_taken_under_debug():
-    settings = NdpSettings.from_mapping({"debug": {"max_moves": 3, "gpu": "streams"}})
-    assert (settings.max_moves, settings.gpu) == (3, "streams")
-    with pytest.raises(ConfigError, match="unknown ndp setting 'max_move' in 'debug': did you mean 'max_moves'"):
-        NdpSettings.from_mapping({"debug": {"max_move": 3}})
+    settings = NdpSettings.from_mapping({"debug": {"device_hosts": 3, "gpu": "streams"}})
+    assert (settings.device_hosts, settings.gpu) == (3, "streams")
+    with pytest.raises(ConfigError, match="unknown ndp setting 'device_host' in 'debug': did you mean 'device_hosts'"):
+        NdpSettings.from_mapping({"debug": {"device_host": 3}})
     with pytest.raises(ConfigError, match="ndp setting 'debug' must be"):
         NdpSettings.from_mapping({"debug": [3]})
-    with pytest.raises(ConfigError, match="ndp setting 'max_moves' must be a whole number"):
-        NdpSettings.from_mapping({"debug": {"max_moves": "3"}})
+    with pytest.raises(ConfigError, match="ndp setting 'device_hosts' must be a whole number"):
+        NdpSettings.from_mapping({"debug": {"device_hosts": "3"}})
 
 
 A, B = "tcp://a:1", "tcp://b:1"
@@ -334,7 +334,6 @@ IMPOSSIBLE: list[tuple[Any, str]] = [
     ({"avg_bits": {"max_loss": "little"}}, "'max_loss' must be a number"),
     # plans that follow decode
     (DRIFT | {"plan": "joint"}, "while requests decode, but 'plan' is 'joint'"),
-    (DRIFT | {"debug": {"max_moves": 0}}, "while requests decode, but 'max_moves' is 0"),
     (DRIFT | {"hot_experts": 0}, "0 of 8 are hot: use 'replan': 'prefill'"),
     # devices
     *(({"devices": devices}, "'devices' must be") for devices in ({"address": A, "key": "k"}, [3], True)),
@@ -365,7 +364,6 @@ IMPOSSIBLE: list[tuple[Any, str]] = [
     ({"plan": "joint+host", "warm_experts": 1}, "'warm_experts' is 1, but a joint plan says itself how many"),
     (FULL | {"plan": "joint"}, "'cold_precision' is 'full', but a joint plan chooses"),
     ({"plan": "joint", "execution": "balanced"}, "'execution' is 'balanced', but a joint plan has placed experts"),
-    ({"plan": "joint", "debug": {"max_moves": 3}}, "'max_moves' is 3, but a joint plan weighs every copy itself"),
     ({"plan": "joint", "hot_experts": 0}, "leaves no GPU memory"),
 ]
 

@@ -376,12 +376,6 @@ def share_cores_with_the_device(settings: NdpSettings) -> None:
         os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
 
 
-def let_ray_run_on_cpu(vllm_config: VllmConfig) -> None:
-    """vLLM's own Ray executor needs accelerators that Ray counts: patches/cpu-ray/README.md."""
-    if on_cpu() and vllm_config.parallel_config.distributed_executor_backend == "ray":
-        vllm_config.parallel_config.distributed_executor_backend = "vllm_ndp.integration.ray_executor.CpuRayExecutor"
-
-
 def bind_ranks(vllm_config: VllmConfig) -> None:
     """Give each rank cores of its own where vLLM's CPU build would end: it wants a NUMA node for each of them."""
     from vllm.utils.cpu_resource_utils import get_visible_memory_node

@@ -70,7 +70,6 @@ def configure(vllm_config: VllmConfig) -> None:
     compat.keep_moe_out_of_graphs(vllm_config)
     compat.share_cores_with_the_device(settings)
     compat.bind_ranks(vllm_config)
-    compat.let_ray_run_on_cpu(vllm_config)
     paced_scheduler.schedule_by_time(vllm_config, settings)
     waiting.configure(vllm_config)
     whole_weights.track(vllm_config.load_config)

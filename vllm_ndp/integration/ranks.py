@@ -101,13 +101,6 @@ class Ranks:
             dist.all_reduce(named, dist.ReduceOp.MAX, group=group.cpu_group)
         return set(named.nonzero().flatten().tolist())
 
-    def any_says(self, said: bool) -> bool:
-        """Whether any of the ranks says so; every rank must ask."""
-        flag = torch.tensor([said], dtype=torch.uint8)
-        for group in self._groups:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group.cpu_group)
-        return bool(flag.item())
-
     @property
     def _groups(self) -> list[Any]:
         """Groups with other ranks in them. A message through both groups reaches every rank."""

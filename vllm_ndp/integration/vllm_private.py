@@ -364,19 +364,3 @@ def sleep_between_looks() -> None:
 
     wait.sleeps = True  # type: ignore[attr-defined]
     SpinCondition.wait = wait
-
-
-@touches("v1/executor/ray_executor_v2.py", "RayWorkerProc.__init__._init_kwargs", is_mentioned=True, on_cpu_only=True)
-def rank_of_ray_worker(worker: Any) -> int:
-    return int(worker._init_kwargs["rank"])
-
-
-@touches("platforms/interface.py", "Platform.ray_device_key", is_mentioned=True)
-def run_ray_workers(resource: str, worker_class: type) -> None:
-    """Name the resource of Ray that vLLM's platform counts ranks by, which is none on CPU, and start workers of this
-    class."""
-    from vllm.platforms import current_platform
-    from vllm.v1.executor import ray_executor_v2
-
-    type(current_platform).ray_device_key = resource
-    ray_executor_v2.RayWorkerProc = worker_class

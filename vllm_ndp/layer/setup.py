@@ -38,7 +38,6 @@ class Planning(msgspec.Struct, frozen=True, kw_only=True):
     """As PlannerRules.bits_for."""
     keeps_streamed: bool = True
     """Whether experts that the end of a prefill streamed do not move again."""
-    max_moves: int | None = None
     full_precision: bool = False
     """Whether cold experts are in the checkpoint's own precision."""
     follows: bool = False
@@ -55,7 +54,6 @@ class Planning(msgspec.Struct, frozen=True, kw_only=True):
             loss=losses,
             bits_for=self.bits_for,
             keeps_streamed=self.keeps_streamed,
-            max_moves=self.max_moves,
             full_precision=self.full_precision,
             follow=FollowRules(prior=told.prior) if self.follows else None,
         )

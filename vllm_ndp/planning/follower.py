@@ -184,11 +184,8 @@ class Follower:
             self._rows = len(ids)
             self._watch.see(ids)
 
-    def advance(self, hot: NDArray[np.bool_], max_moves: int | None) -> tuple[NDArray[np.bool_] | None, int]:
-        """hot [L, E]: in force. Return (who is hot from this step on, None: the same; experts that begin to be copied).
-
-        max_moves: at most so many at once.
-        """
+    def advance(self, hot: NDArray[np.bool_]) -> tuple[NDArray[np.bool_] | None, int]:
+        """hot [L, E]: in force. Return (who is hot from this step on, None: the same; experts that begin a copy)."""
         arrived = None
         if self._ordered is not None:
             self._steps_left -= 1
@@ -201,8 +198,7 @@ class Follower:
         placement, copies = self._place(wanted), self._rules.copies(self._rows)
         if not np.array_equal(placement.num_hot, self._num_hot):  # a policy of another package may want fewer
             return arrived, 0
-        most = max(int(copies), 1)
-        ordered = limit_moves(hot, placement, wanted.values, most if max_moves is None else min(most, max_moves)).hot
+        ordered = limit_moves(hot, placement, wanted.values, max(int(copies), 1)).hot
         begun = int((ordered & ~hot).sum())
         if begun:
             self._ordered, self._steps_left = ordered, max(math.ceil(begun / copies), 1)

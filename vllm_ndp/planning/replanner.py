@@ -29,7 +29,6 @@ from vllm_ndp.planning.plan import (
     Placement,
     Plan,
     keep_streamed,
-    limit_moves,
     top_experts,
     with_warm,
 )
@@ -138,8 +137,6 @@ class Replanner:
             return self._replan_jointly(scores, rules.joint)
         placement = self._place(list(scores.values()))
         together = np.sum([score.values for score in scores.values()], axis=0)
-        if rules.max_moves is not None:
-            placement = limit_moves(self.resident, placement, together, rules.max_moves)
         if rules.budget.num_warm:
             placement = with_warm(placement, together, rules.budget.num_warm)
         self._watch(placement, list(scores.values()))
@@ -213,7 +210,7 @@ class Replanner:
             self._follower = None  # whom it was about is gone
             return Followed()
         before = self.placement.hot
-        after, begun = self._follower.advance(before, self.rules.max_moves)
+        after, begun = self._follower.advance(before)
         if after is None:
             return Followed(None, begun)
         self.epoch += 1

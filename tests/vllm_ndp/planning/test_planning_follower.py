@@ -138,12 +138,11 @@ def test_rules_that_cannot_be_are_refused():
         DriftRules(once_in=1.0)
 
 
-def planner(copies: float, max_moves: int | None = None, num_warm: int = 0) -> Replanner:
+def planner(copies: float, num_warm: int = 0) -> Replanner:
     rules = PlannerRules(
         load_policy("prefill", PolicySettings()),
         Budget(HOT, 2.0, num_warm),
         LossTable.nominal(LAYERS, EXPERTS),
-        max_moves=max_moves,
         follow=FollowRules(copies=lambda rows: copies),
     )
     return Replanner(rules, LAYERS, EXPERTS)
@@ -212,8 +211,8 @@ def test_who_leaves_for_a_warm_expert_is_warm_in_its_place():
     assert after.warm.sum(axis=1).tolist() == [4] * LAYERS
 
 
-def test_moves_are_bounded_by_the_setting_too_and_none_happen_without_a_request():
-    generator, replanner = np.random.default_rng(3), planner(8.0, max_moves=2)
+def test_moves_are_bounded_by_the_time_of_a_step_and_none_happen_without_a_request():
+    generator, replanner = np.random.default_rng(3), planner(2.0)
     _, plans = planned(replanner, generator)
     events = decode(replanner, plans, tokens(generator, 120, taste(generator, 1.5)))
     assert 0 < max(begun for _, _, begun in events) <= 2

@@ -57,16 +57,6 @@ def test_warm_experts_do_not_change_who_is_hot_nor_what_moves():
         assert (one.moved == other.moved).all()
 
 
-def test_an_expert_that_may_not_move_to_the_gpu_is_warm_first():
-    """Nothing may move: the four that the prompt wants hot and the slots do not hold are the most important others."""
-    rules = replanner(Budget(4, 3.0, 4), max_moves=0)
-    values = np.ones((LAYERS, EXPERTS))
-    values[:, 10:14] = 9.0
-    change = rules.replan({"a": ImportanceScore.from_weights(values, 64)})
-    assert change.placement.hot[:, :4].all()
-    assert change.placement.warm[:, 10:14].all()
-
-
 def test_a_policy_that_knows_nothing_of_tiers_gets_full_precision_for_warm_experts():
     class Careless(ScoredPolicy):
         def assign(self, score, placement, loss, budget):  # type: ignore[no-untyped-def]
