@@ -191,7 +191,7 @@ class Fp4Matrix:
     """W[n, c] = FP4[code[n, c]] * 2 ** (exponents[n, c // 32] - 127): MXFP4 (OCP Microscaling Formats 1.0) as stored.
 
     - codes: uint8 [N, C // 2], the first of two columns in the low bits
-    - exponents: uint8 [N, C // 32], E8M0; below 1 counts as zero
+    - exponents: uint8 [N, C // 32], E8M0; below 2 counts as zero
     """
 
     codes: NDArray[np.uint8]

@@ -268,8 +268,8 @@ def _write_values(file: IO[bytes], name: str, dtype: str, count: int, rng: np.ra
 def _values(name: str, dtype: str, count: int, rng: np.random.Generator) -> bytes:
     if name.endswith(("_blocks", "qweight")):
         return rng.bytes(count * ITEM_BYTES[dtype])
-    if name.endswith("_scales"):  # of MXFP4: powers of two around 2^-8
-        return rng.integers(117, 122, count, np.uint8).tobytes()
+    if name.endswith("_scales"):  # of MXFP4: powers of two around 2^-8, as near each other as those of normal weights
+        return rng.integers(118, 121, count, np.uint8).tobytes()
     if name.endswith("qzeros"):  # GPTQ stores one less than its zero of 8; AWQ's may be any
         return np.full(count, 0x77777777, np.int32).tobytes()
     if name.endswith("g_idx"):

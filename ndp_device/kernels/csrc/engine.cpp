@@ -39,6 +39,7 @@ QuantizedView PackedMatrix::view() const {
     v.units = geometry.units();
     v.groups = geometry.groups();
     v.padded_group = geometry.padded_group();
+    v.unit_chunks = geometry.unit_chunks();
     v.num_components = static_cast<int>(components.size());
     v.dropped = dropped;
     v.is_fp4 = is_fp4;
@@ -59,8 +60,7 @@ void PackedMatrix::check() const {
     if (is_fp4 != (widths == std::vector<int>{4}) || !(is_known || is_fp4) || dropped < 0 || dropped > (may_drop ? 1 : 0))
         throw std::invalid_argument("no kernel streams these components without their " + std::to_string(dropped) +
                                     " lowest bits");
-    const size_t groups = static_cast<size_t>(geometry.units()) * geometry.groups();
-    const size_t chunks = groups * geometry.padded_group() / kChunkCols;
+    const size_t chunks = static_cast<size_t>(geometry.units()) * geometry.unit_chunks();
     for (const Component& component : components)
         if (component.buffer->bytes() != chunks * chunk_bytes(component.width))
             throw std::invalid_argument("a component has " + std::to_string(component.buffer->bytes()) +
@@ -124,7 +124,7 @@ struct Engine::Quantized {
     int8_t* codes;
     float* scale;
     float* sum;
-    int32_t* code_sums;
+    int32_t* zeros;
     ptrdiff_t group_stride;  // bytes of codes
     int row_bytes;           // codes of one token in one group
 };
@@ -193,8 +193,8 @@ Engine::Quantized Engine::take_quantized(const QuantizedView& w, int tokens, int
     std::memset(q.codes + bytes, 0, slack);
     q.scale = arena_.take<float>(static_cast<size_t>(w.groups) * tokens);
     q.sum = arena_.take<float>(static_cast<size_t>(w.groups) * tokens);
-    q.code_sums = arena_.take<int32_t>(static_cast<size_t>(w.groups) * tokens * limbs);
-    q.view = {tokens, limbs, q.codes, q.scale, q.sum, q.code_sums};
+    if (w.is_fp4) q.zeros = arena_.take<int32_t>(static_cast<size_t>(w.groups) * tokens * q.row_bytes / kChunkCols);
+    q.view = {tokens, limbs, q.codes, q.scale, q.sum, q.zeros};
     return q;
 }
 
@@ -206,13 +206,12 @@ QuantizeJob Engine::quantize_job(const float* row, const PackedMatrix& matrix, c
             g.group,
             g.padded_group(),
             to.view.limbs,
-            matrix.is_fp4 ? kFp4TopLimb : kTopLimbOfAll,
             to.codes + static_cast<ptrdiff_t>(token) * to.row_bytes,
             to.group_stride,
             to.scale + token,
             to.sum + token,
             to.view.tokens,
-            to.code_sums + static_cast<ptrdiff_t>(token) * to.view.limbs};
+            to.zeros ? to.zeros + token * to.row_bytes / kChunkCols : nullptr};
 }
 
 bool Engine::splits_rows(const PreparedExpert& expert) const {
@@ -261,9 +260,10 @@ void Engine::quantize_inputs(const float* x, int hidden, const Pairs& pairs, std
                             done.codes + g * done.group_stride, to.row_bytes);
                 to.scale[g * to.view.tokens + token] = done.scale[g * done.token_stride];
                 to.sum[g * to.view.tokens + token] = done.sum[g * done.token_stride];
-                const ptrdiff_t limbs = to.view.limbs;
-                std::memcpy(to.code_sums + (g * to.view.tokens + token) * limbs,
-                            done.code_sums + g * done.token_stride * limbs, limbs * sizeof(int32_t));
+                const ptrdiff_t chunks = to.row_bytes / kChunkCols;  // of all limbs
+                if (to.zeros)
+                    std::memcpy(to.zeros + (g * to.view.tokens + token) * chunks,
+                                done.zeros + g * done.token_stride * chunks, chunks * sizeof(int32_t));
             }
         }
     });

@@ -76,12 +76,12 @@ Matrix random_matrix(Engine& engine, std::mt19937& random, int rows, int cols, i
     return m;
 }
 
-// MXFP4, which `bits` of 0 stand for: every code, exponents far apart.
+// MXFP4, which `bits` of 0 stand for: every code, exponents apart, of some matrices too far for groups of 128.
 Matrix random_fp4_matrix(Engine& engine, std::mt19937& random, int rows, int cols, int halves) {
     Matrix m{rows, cols, {}, {}, std::vector<double>(static_cast<size_t>(rows) * cols), {}, {}};
     std::vector<uint8_t> codes(m.values.size() / 2), exponents(m.values.size() / kFp4Group);
     for (uint8_t& byte : codes) byte = static_cast<uint8_t>(random());
-    for (uint8_t& exponent : exponents) exponent = random() % 20 ? 120 + random() % 3 : random() % 120;
+    for (uint8_t& exponent : exponents) exponent = random() % 20 ? 120 + random() % 3 : cols % 3 ? 128 : random() % 120;
     for (size_t i = 0; i < m.values.size(); ++i) {
         const int level = kFp4Levels[codes[i / 2] >> (i % 2 * 4) & 15] - kFp4Zero;
         m.values[i] = std::ldexp(level / 2.0, exponents[i / kFp4Group] - 127);
@@ -89,8 +89,9 @@ Matrix random_fp4_matrix(Engine& engine, std::mt19937& random, int rows, int col
     m.packed.geometry = {rows, cols, halves, kFp4Group};
     m.packed.is_fp4 = true;
     engine.with_pool([&](ThreadPool& pool) {
-        m.packed.components = {{pack_fp4(pool, m.packed.geometry, codes.data()), 4}};
-        m.packed.meta = pack_fp4_scales(pool, m.packed.geometry, exponents.data());
+        const PackedFp4 packed = pack_fp4(pool, m.packed.geometry, codes.data(), exponents.data());
+        m.packed.components = {{packed.codes, 4}};
+        m.packed.meta = packed.meta;
         return 0;
     });
     m.packed.check();

@@ -24,11 +24,14 @@ constexpr int kRowSlack = 16;  // rows past the last one that a tile load may re
 //   component c  [units][groups][chunks * width][2 blocks][16 rows][4 columns]; a byte of a W-bit component holds
 //                the codes of 8/W consecutive steps of 4 columns, lowest bits first (W = 1: see step_of_bit; W = 8: one)
 //   meta         fp16 [units][groups][2 blocks][scale, offset][16 rows]
-//   FP4: one component of 4 bits, and meta [units][groups][2 blocks][16 rows], one byte: the exponent of half the scale
+//   FP4: one component of 4 bits; a scale is a power of two of 32 columns, and groups of 128 hold four of them (or one, where
+//   four are too far apart): meta [units][groups][2 blocks][16 rows], 4 bytes, the smallest one's half as float32, whose
+//   mantissa says in 4 bits for each chunk of the group, the first in the lowest, by how many bits its sums are shifted up
 struct QuantizedView {
     int units;
     int groups;
     int padded_group;  // columns per group, a multiple of 32
+    int unit_chunks;   // of a component in a unit; less than the groups' where the last one ends in the next unit
     int num_components;
     int dropped;  // 0 or 1
     bool is_fp4;  // codes are E2M1 numbers, with a power of two as scale (OCP Microscaling Formats 1.0)
@@ -38,22 +41,23 @@ struct QuantizedView {
 };
 
 // An E2M1 code's number in halves, plus kFp4Zero: what kernels multiply by.
-constexpr int kFp4Group = 32;  // columns under one scale
+constexpr int kFp4Group = 32;       // columns under one scale
+constexpr int kFp4Columns = 128;    // of a group whose sums are added up as whole numbers
+constexpr int kFp4MostShift = 13;   // 4 chunks * 32 columns * 12 * 127 * 2^13 = 1.6e9
 constexpr int kFp4Zero = 12;
-constexpr int kTopLimbOfAll = 127;  // the largest code of the only, or the higher, limb of an activation
-constexpr int kFp4TopLimb = 85;     // beside a level of 24: eight steps add up in 16 bits, for .6 of 15 bits
+constexpr int kTopLimb = 127;  // the largest code of the only, or the higher, limb of an activation
 constexpr uint8_t kFp4Levels[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 // Quantized inputs of T tokens: x ~ scale * (128 * high + low) with two limbs, scale * code with one.
-//   codes [groups][T * limbs][padded_group], code_sums of these [groups][T * limbs], scale and sum (of the values the
-//   codes stand for) [groups][T]
+//   codes [groups][T * limbs][padded_group], scale and sum (of the values the codes stand for) [groups][T]
+//   zeros [groups][T * limbs][chunks], beside FP4: what takes from the sums of a chunk that its levels begin at kFp4Zero
 struct Activations {
     int tokens;
     int limbs;
     const int8_t* codes;
     const float* scale;
     const float* sum;
-    const int32_t* code_sums;
+    const int32_t* zeros;
 };
 
 enum class DType : int { float32 = 0, float16 = 1, bfloat16 = 2 };
@@ -75,13 +79,12 @@ struct QuantizeJob {
     int group;  // valid columns per group
     int padded_group;
     int limbs;
-    int top_limb;
     int8_t* codes;           // first limb of this row in group 0
     ptrdiff_t group_stride;  // bytes from one group's codes to the next
     float* scale;            // [groups], `token_stride` apart
     float* sum;
     ptrdiff_t token_stride;
-    int32_t* code_sums;  // [groups][limbs], token_stride * limbs apart
+    int32_t* zeros;  // null, or [groups][limbs][chunks], token_stride * limbs * chunks apart
 };
 
 // One block of 16 rows of some planes, cut into words of 32 columns, and where its part of a component lies.

@@ -7,6 +7,7 @@
 //   NDP_UNROLL(n)    unrolls the next loop, or nothing
 //   Words            the widest vector of uint16_t that lives in a register
 //   fp4_levels(Words codes)   E2M1 codes, a byte each, as what kFp4Levels (kernel_table.h) gives for them
+//   fp4_zero(const int8_t*)   a word of Activations' zeros as this file's products begin with it
 //   kFewRows         up to this many activation rows (token limbs) codes stay in registers; 0 without kInPlaceFields
 //   PackWord, kPackRows, store_rows, pick   see packing.inc.h
 //   Floats, halves_to_floats, kFullRows, kFullTokens   full precision: the vector, how to load it from fp16, and how many rows
@@ -26,6 +27,8 @@ namespace {
 constexpr int kGemvLead = 2048;
 constexpr int kMetaLead = 512;
 
+constexpr int kMetaBytes = 4 * kUnitRows;  // of a group of a unit
+constexpr int kUsualChunks = 4;            // of the groups that most files have
 
 // ---- codes -----------------------------------------------------------------------------------------------------
 
@@ -34,17 +37,14 @@ constexpr int kMetaLead = 512;
 // W0 and W1 are the component widths (W1 = 0: one component). Two components are merged in place, which costs half of
 // what two passes of products do. DROPPED lowest bits do not count: in place they are masked off, and the sums, exact
 // multiples, are shifted down, so that nothing after them differs from components that never had these bits.
-// FP4 codes are E2M1 numbers: each becomes its level, twice the number plus kFp4Zero, where it is shifted down. Sums of
-// products then begin at what that zero adds, so that they need no offset.
+// FP4 codes are E2M1 numbers: each becomes its level, twice the number plus kFp4Zero, where it is shifted down. Sums of a
+// chunk begin at what takes that zero away, so that they need no offset, and are shifted up to their group's smallest scale.
 template <int W0, int W1, int DROPPED = 0, bool FP4 = false>
 struct Codes {
     static constexpr int kWidth0 = W0, kWidth1 = W1, kDropped = DROPPED;
     static constexpr bool kFp4 = FP4;
-    static constexpr int kTop = FP4 ? 2 * kFp4Zero : ((1 << (W0 + W1)) - 1) >> DROPPED;  // largest factor of a product
-    static constexpr int kTopLimb = FP4 ? kFp4TopLimb : kTopLimbOfAll;
-    static constexpr int kZero = FP4 ? kFp4Zero : 0;
-    static constexpr int kMetaBytes = FP4 ? kUnitRows : 4 * kUnitRows;  // of a group of a unit
-    static constexpr int kUsualChunks = FP4 ? 1 : 4;                    // of the groups that most files have
+    // The largest factor of a product; sums of levels may wrap around, as they end without the levels' zero.
+    static constexpr int kTop = FP4 ? kFp4Zero : ((1 << (W0 + W1)) - 1) >> DROPPED;
     static constexpr int kFields = W0 == 8 ? 1 : 2, kVectors = 8 / kFields;
     static constexpr uint8_t kMask = ((1 << (W0 + W1)) - 1) >> DROPPED << DROPPED;  // of the low field
     static constexpr int kHigh = W1 ? 4 : W0;  // bit of the high field, where there is one
@@ -67,13 +67,16 @@ struct Codes {
     // Scale and offset of 16 rows, of a group's meta data from the rows' block on.
     static NDP_INLINE void read_meta(const uint8_t* meta, f32x16& scale, f32x16& offset) {
         if constexpr (FP4) {
-            scale = fp4_scale(meta);
+            scale = (f32x16)(load<u32x16>(meta) & 0x7f800000u);
             offset = f32x16{};
         } else {
             scale = half_to_float(reinterpret_cast<const uint16_t*>(meta));
             offset = half_to_float(reinterpret_cast<const uint16_t*>(meta) + kBlockRows);
         }
     }
+
+    // By how many bits the sums of a group's chunk are shifted up, of FP4.
+    static NDP_INLINE i32x16 shifts(const uint8_t* meta, int chunk) { return (load<i32x16>(meta) >> (4 * chunk)) & 15; }
 
     // `block` points to this block's first vector of the chunk; its vectors lie kUnitBlocks * 64 bytes apart.
     template <class Words>
@@ -102,21 +105,32 @@ struct Codes {
 };
 
 // The codes of one group of a unit as bytes: out [2 blocks][steps][16 rows][4 columns].
+// shifts: null, or those of the group's levels.
 template <class Code>
-NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, uint8_t* out) {
+NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, const i32x16* shifts, uint8_t* out) {
+    typedef int32_t Lanes __attribute__((vector_size(sizeof(Words))));
     const int steps = chunks * 8;
     for (int chunk = 0; chunk < chunks; ++chunk) {
         for (int block = 0; block < kUnitBlocks; ++block) {
             const uint8_t* b0 = c0 + chunk * chunk_bytes(Code::kWidth0) + block * 64;
             const uint8_t* b1 = c1 + chunk * chunk_bytes(Code::kWidth1) + block * 64;
             uint8_t* to = out + (static_cast<ptrdiff_t>(block) * steps + chunk * 8) * 64;
+            i32x16 by{}, zeros{};
+            if (Code::kFp4 && shifts) {
+                by = load<i32x16>(shifts + chunk * kUnitBlocks + block);
+                zeros = zeros_of_shifted(by);
+            }
             for (size_t part = 0; part < 64; part += sizeof(Words)) {
+                const Lanes by_part = load<Lanes>(reinterpret_cast<const char*>(&by) + part);
+                const Lanes zero_part = load<Lanes>(reinterpret_cast<const char*>(&zeros) + part);
                 NDP_UNROLL(8)
                 for (int q = 0; q < Code::kVectors; ++q) {
                     const Words v = Code::template vector<Words>(b0 + part, b1 + part, q);
                     NDP_UNROLL(2)
                     for (int high = 0; high < Code::kFields; ++high) {
-                        store(to + Code::step(q, high) * 64 + part, Code::field(v, high));
+                        Words codes = Code::field(v, high);
+                        if constexpr (Code::kFp4) codes = (Words)(((Lanes)codes << by_part) + zero_part);
+                        store(to + Code::step(q, high) * 64 + part, codes);
                     }
                 }
             }
@@ -126,21 +140,31 @@ NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, u
 
 // ---- one token: codes stay in registers ------------------------------------------------------------------------------
 
+// Where the meta data of one of BLOCKS blocks begins; those of two units lie `stride` apart.
+NDP_INLINE const uint8_t* block_meta(const uint8_t* meta, ptrdiff_t stride, int block) {
+    return meta + block / kUnitBlocks * stride + block % kUnitBlocks * (kMetaBytes / 2);
+}
+
 // total[block][limb] = the dot product of one group, for the BLOCKS / 2 units that lie `stride0` and `stride1` apart:
 // two units are two streams, which the memory system likes better than one.
 template <class Code, int LIMBS, int BLOCKS, int CHUNKS>
-NDP_INLINE void dot_group(const uint8_t* c0, ptrdiff_t stride0, const uint8_t* c1, ptrdiff_t stride1, const int8_t* x,
-                          const int32_t* x_sums, int chunks_now, int padded_group, i32x16 (&total)[BLOCKS][LIMBS]) {
+NDP_INLINE void dot_group(const uint8_t* c0, ptrdiff_t stride0, const uint8_t* c1, ptrdiff_t stride1, const uint8_t* meta,
+                          ptrdiff_t meta_stride, const int8_t* x, const int32_t* zeros, int chunks_now, int padded_group,
+                          i32x16 (&total)[BLOCKS][LIMBS]) {
     // High fields stay in place: their sum is shifted down at the end. Those of FP4 are shifted down before.
     constexpr int kSums = Code::kFp4 ? 1 : Code::kFields;
     i32x16 sum[kSums][BLOCKS][LIMBS] = {};
-    if constexpr (Code::kZero > 0) {
-        for (int limb = 0; limb < LIMBS; ++limb)
-            for (int block = 0; block < BLOCKS; ++block) sum[0][block][limb] = x_sums[limb] * -Code::kZero - i32x16{};
-    }
     const int chunks = CHUNKS ? CHUNKS : chunks_now;
     NDP_UNROLL(4)
     for (int chunk = 0; chunk < chunks; ++chunk) {
+        if constexpr (Code::kFp4) {
+            NDP_UNROLL(2)
+            for (int limb = 0; limb < LIMBS; ++limb) {
+                NDP_UNROLL(4)
+                for (int block = 0; block < BLOCKS; ++block)
+                    sum[0][block][limb] = zeros[limb * chunks + chunk] - i32x16{};
+            }
+        }
         NDP_UNROLL(8)
         for (int q = 0; q < Code::kVectors; ++q) {
             u16x32 v[BLOCKS];
@@ -172,7 +196,19 @@ NDP_INLINE void dot_group(const uint8_t* c0, ptrdiff_t stride0, const uint8_t* c
             }
             asm volatile("" ::: "memory");  // or g++ loads ahead until it runs out of registers
         }
+        if constexpr (Code::kFp4) {
+            NDP_UNROLL(4)
+            for (int block = 0; block < BLOCKS; ++block) {
+                const i32x16 shifts = Code::shifts(block_meta(meta, meta_stride, block), chunk);
+                NDP_UNROLL(2)
+                for (int limb = 0; limb < LIMBS; ++limb) {
+                    const i32x16 shifted = sum[0][block][limb] << shifts;
+                    total[block][limb] = chunk ? total[block][limb] + shifted : shifted;
+                }
+            }
+        }
     }
+    if constexpr (Code::kFp4) return;
     NDP_UNROLL(4)
     for (int block = 0; block < BLOCKS; ++block) {
         NDP_UNROLL(2)
@@ -189,21 +225,21 @@ void gemv_units(const QuantizedView& w, const Activations& a, int unit, float* y
     constexpr int kBlocks = UNITS * kUnitBlocks;
     const int chunks = CHUNKS ? CHUNKS : w.padded_group / kChunkCols;
     const int padded = chunks * kChunkCols;
-    const ptrdiff_t group0 = static_cast<ptrdiff_t>(unit) * w.groups;
-    const ptrdiff_t stride0 = static_cast<ptrdiff_t>(w.groups) * chunks * chunk_bytes(Code::kWidth0);
-    const ptrdiff_t stride1 = static_cast<ptrdiff_t>(w.groups) * chunks * chunk_bytes(Code::kWidth1);
-    const ptrdiff_t meta_stride = static_cast<ptrdiff_t>(w.groups) * Code::kMetaBytes;
-    const uint8_t* c0 = w.component[0] + group0 * chunks * chunk_bytes(Code::kWidth0);
-    const uint8_t* c1 = Code::kWidth1 ? w.component[1] + group0 * chunks * chunk_bytes(Code::kWidth1) : nullptr;
-    const uint8_t* meta = w.meta + group0 * Code::kMetaBytes;
+    const ptrdiff_t stride0 = static_cast<ptrdiff_t>(w.unit_chunks) * chunk_bytes(Code::kWidth0);
+    const ptrdiff_t stride1 = static_cast<ptrdiff_t>(w.unit_chunks) * chunk_bytes(Code::kWidth1);
+    const ptrdiff_t meta_stride = static_cast<ptrdiff_t>(w.groups) * kMetaBytes;
+    const uint8_t* c0 = w.component[0] + unit * stride0;
+    const uint8_t* c1 = Code::kWidth1 ? w.component[1] + unit * stride1 : nullptr;
+    const uint8_t* meta = w.meta + unit * meta_stride;
     const int8_t* x = a.codes;
     f32x16 out[kBlocks] = {};
     for (int g = 0; g < w.groups; ++g) {
         i32x16 total[kBlocks][LIMBS];
-        dot_group<Code, LIMBS, kBlocks, CHUNKS>(c0, stride0, c1, stride1, x, a.code_sums + g * LIMBS, chunks, padded, total);
+        dot_group<Code, LIMBS, kBlocks, CHUNKS>(c0, stride0, c1, stride1, meta, meta_stride, x, a.zeros + g * LIMBS * chunks,
+                                                chunks, padded, total);
         NDP_UNROLL(4)
         for (int block = 0; block < kBlocks; ++block) {
-            const uint8_t* at = meta + block / kUnitBlocks * meta_stride + block % kUnitBlocks * (Code::kMetaBytes / 2);
+            const uint8_t* at = block_meta(meta, meta_stride, block);
             __builtin_prefetch(at + kMetaLead);
             f32x16 scale, offset;
             Code::read_meta(at, scale, offset);
@@ -214,7 +250,7 @@ void gemv_units(const QuantizedView& w, const Activations& a, int unit, float* y
         }
         c0 += chunks * chunk_bytes(Code::kWidth0);
         if constexpr (Code::kWidth1 > 0) c1 += chunks * chunk_bytes(Code::kWidth1);
-        meta += Code::kMetaBytes;
+        meta += kMetaBytes;
         x += LIMBS * padded;
     }
     NDP_UNROLL(4)
@@ -238,23 +274,36 @@ void gemv(const QuantizedView& w, const Activations& a, int first, int last, flo
 template <class Code, int LIMBS, int TOKENS, int UNITS, int CHUNKS>
 void few_units(const QuantizedView& w, const Activations& a, int unit, float* y, ptrdiff_t y_stride) {
     constexpr int kBlocks = UNITS * kUnitBlocks, kRows = TOKENS * LIMBS, kPadded = CHUNKS * kChunkCols;
-    const ptrdiff_t group0 = static_cast<ptrdiff_t>(unit) * w.groups;
-    const ptrdiff_t stride0 = static_cast<ptrdiff_t>(w.groups) * CHUNKS * chunk_bytes(Code::kWidth0);
-    const ptrdiff_t stride1 = static_cast<ptrdiff_t>(w.groups) * CHUNKS * chunk_bytes(Code::kWidth1);
-    const ptrdiff_t meta_stride = static_cast<ptrdiff_t>(w.groups) * Code::kMetaBytes;
-    const uint8_t* c0 = w.component[0] + group0 * CHUNKS * chunk_bytes(Code::kWidth0);
-    const uint8_t* c1 = Code::kWidth1 ? w.component[1] + group0 * CHUNKS * chunk_bytes(Code::kWidth1) : nullptr;
-    const uint8_t* meta = w.meta + group0 * Code::kMetaBytes;
+    const ptrdiff_t stride0 = static_cast<ptrdiff_t>(w.unit_chunks) * chunk_bytes(Code::kWidth0);
+    const ptrdiff_t stride1 = static_cast<ptrdiff_t>(w.unit_chunks) * chunk_bytes(Code::kWidth1);
+    const ptrdiff_t meta_stride = static_cast<ptrdiff_t>(w.groups) * kMetaBytes;
+    const uint8_t* c0 = w.component[0] + unit * stride0;
+    const uint8_t* c1 = Code::kWidth1 ? w.component[1] + unit * stride1 : nullptr;
+    const uint8_t* meta = w.meta + unit * meta_stride;
     const int8_t* x = a.codes;
     f32x16 out[TOKENS][kBlocks] = {};
     for (int g = 0; g < w.groups; ++g) {
-        i32x16 dots[kRows][kBlocks] = {};
-        if constexpr (Code::kZero > 0) {
-            for (int row = 0; row < kRows; ++row)
-                for (int block = 0; block < kBlocks; ++block)
-                    dots[row][block] = a.code_sums[g * kRows + row] * -Code::kZero - i32x16{};
-        }
+        i32x16 dots[kRows][kBlocks] = {}, total[kRows][kBlocks] = {};
+        bool shifted = Code::kFp4;
+        for (int of = 0; Code::kFp4 && of < UNITS; ++of) shifted = shifted && shifts_codes(meta + of * meta_stride);
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            i32x16 by[kBlocks] = {}, zeros[kBlocks] = {};
+            if (Code::kFp4 && shifted) {
+                NDP_UNROLL(4)
+                for (int block = 0; block < kBlocks; ++block) {
+                    by[block] = Code::shifts(block_meta(meta, meta_stride, block), chunk);
+                    zeros[block] = zeros_of_shifted(by[block]);
+                }
+            }
+            if (Code::kFp4 && (chunk == 0 || !shifted)) {
+                NDP_UNROLL(8)
+                for (int row = 0; row < kRows; ++row) {
+                    const int32_t* of_row = a.zeros + (g * kRows + row) * CHUNKS;
+                    const i32x16 zero = (shifted ? zero_of_shifted(of_row, CHUNKS) : of_row[chunk]) - i32x16{};
+                    NDP_UNROLL(4)
+                    for (int block = 0; block < kBlocks; ++block) dots[row][block] = zero;
+                }
+            }
             NDP_UNROLL(8)
             for (int q = 0; q < Code::kVectors; ++q) {
                 u16x32 v[kBlocks];
@@ -271,8 +320,10 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
                     const int8_t* at = x + (chunk * 8 + Code::step(q, high)) * 4;
                     u8x64 codes[kBlocks];
                     NDP_UNROLL(4)
-                    for (int block = 0; block < kBlocks; ++block)
+                    for (int block = 0; block < kBlocks; ++block) {
                         codes[block] = (u8x64)Code::field(v[block], high);
+                        if constexpr (Code::kFp4) codes[block] = (u8x64)(((i32x16)codes[block] << by[block]) + zeros[block]);
+                    }
                     NDP_UNROLL(8)
                     for (int row = 0; row < kRows; ++row) {
                         const i32x16 four = broadcast_step(at + row * kPadded);
@@ -283,24 +334,32 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
                 }
                 asm volatile("" ::: "memory");  // or g++ loads ahead until it runs out of registers
             }
+            if (!Code::kFp4 || shifted) continue;
+            NDP_UNROLL(4)
+            for (int block = 0; block < kBlocks; ++block) {
+                const i32x16 shifts = Code::shifts(block_meta(meta, meta_stride, block), chunk);
+                NDP_UNROLL(8)
+                for (int row = 0; row < kRows; ++row) total[row][block] += dots[row][block] << shifts;
+            }
         }
+        if (!Code::kFp4 || shifted) std::memcpy(total, dots, sizeof total);
         NDP_UNROLL(4)
         for (int block = 0; block < kBlocks; ++block) {
-            const uint8_t* at = meta + block / kUnitBlocks * meta_stride + block % kUnitBlocks * (Code::kMetaBytes / 2);
+            const uint8_t* at = block_meta(meta, meta_stride, block);
             __builtin_prefetch(at + kMetaLead);
             f32x16 scale, offset;
             Code::read_meta(at, scale, offset);
             NDP_UNROLL(4)
             for (int t = 0; t < TOKENS; ++t) {
-                f32x16 dot = to_float(dots[t * LIMBS][block]);
-                if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(dots[t * LIMBS + 1][block]);
+                f32x16 dot = to_float(total[t * LIMBS][block]);
+                if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(total[t * LIMBS + 1][block]);
                 out[t][block] += dot * a.scale[g * TOKENS + t] * scale;
                 if constexpr (!Code::kFp4) out[t][block] += offset * a.sum[g * TOKENS + t];
             }
         }
         c0 += CHUNKS * chunk_bytes(Code::kWidth0);
         if constexpr (Code::kWidth1 > 0) c1 += CHUNKS * chunk_bytes(Code::kWidth1);
-        meta += Code::kMetaBytes;
+        meta += kMetaBytes;
         x += kRows * kPadded;
     }
     NDP_UNROLL(4)
@@ -329,69 +388,88 @@ void few_tokens(const QuantizedView& w, const Activations& a, int first, int las
 
 // What a panel adds to ROWS / LIMBS tokens: y += scale * (integer dot product) * token scale + offset * token sum.
 // x and the tokens' scale and sums begin at the panel's first group and this block's first token. STEPS is the panel's,
-// or 0: known at compile time, every row's address is a constant away from the first one's.
-template <int ROWS, int LIMBS, int STEPS, bool PREFETCH>
+// or 0: known at compile time, every row's address is a constant away from the first one's. SHIFTED: of FP4.
+template <int ROWS, int LIMBS, int STEPS, bool PREFETCH, bool SHIFTED>
 void multiply_rows(const Panel& panel, const int8_t* x, ptrdiff_t group_stride, const float* scale, const float* sum,
-                   const int32_t* x_sums, int tokens, float* y, ptrdiff_t y_stride) {
-    const int steps = STEPS ? STEPS : panel.steps;
+                   const int32_t* zeros, int tokens, float* y, ptrdiff_t y_stride) {
+    const int steps = STEPS ? STEPS : panel.steps, chunks = steps / 8;
     const uint8_t* ahead0 = panel.ahead[0];
     const uint8_t* ahead1 = panel.ahead[1];
     const uint8_t* codes = panel.codes;
     const int8_t* next_rows = x + ROWS * steps * 4;
     for (int g = 0; g < panel.groups; ++g) {
         const int8_t* next_x = g + 1 < panel.groups ? x + group_stride : next_rows;
-        i32x16 dots[ROWS][kUnitBlocks];
-        NDP_UNROLL(12)
-        for (int row = 0; row < ROWS; ++row) dots[row][0] = dots[row][1] = x_sums[row] * -panel.zero - i32x16{};
-        for (int step = 0; step < steps; ++step) {
-            if constexpr (PREFETCH) {
-                __builtin_prefetch(ahead0);
-                __builtin_prefetch(ahead1);
-                ahead0 += panel.ahead_bytes[0];
-                ahead1 += panel.ahead_bytes[1];
+        i32x16 dots[ROWS][kUnitBlocks] = {}, total[ROWS][kUnitBlocks] = {};
+        const bool by_chunk = SHIFTED && !panel.shifted[g];
+        const int at_once = by_chunk ? 8 : steps;
+        for (int first = 0; first < steps; first += at_once) {
+            if constexpr (SHIFTED) {
+                NDP_UNROLL(12)
+                for (int row = 0; row < ROWS; ++row) {
+                    const int32_t* of_row = zeros + row * chunks;
+                    const int32_t zero = by_chunk ? of_row[first / 8] : zero_of_shifted(of_row, chunks);
+                    dots[row][0] = dots[row][1] = zero - i32x16{};
+                }
             }
-            __builtin_prefetch(next_x + step * ROWS * 4);
-            const u8x64 w0 = load<u8x64>(codes + step * 64);
-            const u8x64 w1 = load<u8x64>(codes + (steps + step) * 64);
+            for (int step = first; step < first + at_once; ++step) {
+                if constexpr (PREFETCH) {
+                    __builtin_prefetch(ahead0);
+                    __builtin_prefetch(ahead1);
+                    ahead0 += panel.ahead_bytes[0];
+                    ahead1 += panel.ahead_bytes[1];
+                }
+                __builtin_prefetch(next_x + step * ROWS * 4);
+                const u8x64 w0 = load<u8x64>(codes + step * 64);
+                const u8x64 w1 = load<u8x64>(codes + (steps + step) * 64);
+                NDP_UNROLL(12)
+                for (int row = 0; row < ROWS; ++row) {
+                    const i32x16 four = broadcast_step(x + (row * steps + step) * 4);
+                    dots[row][0] = dot4(dots[row][0], w0, four);
+                    dots[row][1] = dot4(dots[row][1], w1, four);
+                }
+            }
+            if (!by_chunk) continue;
+            const i32x16* shifts = panel.shifts + (g * chunks + first / 8) * kUnitBlocks;
+            const i32x16 by0 = load<i32x16>(shifts), by1 = load<i32x16>(shifts + 1);
             NDP_UNROLL(12)
             for (int row = 0; row < ROWS; ++row) {
-                const i32x16 four = broadcast_step(x + (row * steps + step) * 4);
-                dots[row][0] = dot4(dots[row][0], w0, four);
-                dots[row][1] = dot4(dots[row][1], w1, four);
+                total[row][0] += dots[row][0] << by0;
+                total[row][1] += dots[row][1] << by1;
             }
         }
+        if (!by_chunk) std::memcpy(total, dots, sizeof total);
         f32x16 meta[kUnitBlocks][2];
         std::memcpy(meta, panel.meta + g * kUnitBlocks * 2, sizeof meta);
         NDP_UNROLL(12)
         for (int t = 0; t < ROWS / LIMBS; ++t) {
             NDP_UNROLL(2)
             for (int block = 0; block < kUnitBlocks; ++block) {
-                f32x16 dot = to_float(dots[t * LIMBS][block]);
-                if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(dots[t * LIMBS + 1][block]);
-                add_dot(dot, scale[t], sum[t], meta[block], y + t * y_stride + block * kBlockRows);
+                f32x16 dot = to_float(total[t * LIMBS][block]);
+                if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(total[t * LIMBS + 1][block]);
+                add_dot(dot, scale[t], sum[t], meta[block], y + t * y_stride + block * kBlockRows, SHIFTED);
             }
         }
         codes += kUnitBlocks * steps * 64;
         x += group_stride;
         scale += tokens;
         sum += tokens;
-        x_sums += tokens * LIMBS;
+        if constexpr (SHIFTED) zeros += tokens * LIMBS * chunks;
     }
 }
 
-template <int MAX_TOKENS, int LIMBS, int STEPS, bool PREFETCH>
+template <int MAX_TOKENS, int LIMBS, int STEPS, bool PREFETCH, bool SHIFTED>
 void multiply_tokens(int count, const Panel& panel, const int8_t* x, ptrdiff_t group_stride, const float* scale,
-                     const float* sum, const int32_t* x_sums, int tokens, float* y, ptrdiff_t y_stride) {
+                     const float* sum, const int32_t* zeros, int tokens, float* y, ptrdiff_t y_stride) {
     if (count == MAX_TOKENS) {
-        multiply_rows<MAX_TOKENS * LIMBS, LIMBS, STEPS, PREFETCH>(panel, x, group_stride, scale, sum, x_sums, tokens, y,
-                                                                  y_stride);
+        multiply_rows<MAX_TOKENS * LIMBS, LIMBS, STEPS, PREFETCH, SHIFTED>(panel, x, group_stride, scale, sum, zeros, tokens,
+                                                                           y, y_stride);
     } else if constexpr (MAX_TOKENS > 1) {
-        multiply_tokens<MAX_TOKENS - 1, LIMBS, STEPS, PREFETCH>(count, panel, x, group_stride, scale, sum, x_sums, tokens,
-                                                                y, y_stride);
+        multiply_tokens<MAX_TOKENS - 1, LIMBS, STEPS, PREFETCH, SHIFTED>(count, panel, x, group_stride, scale, sum, zeros,
+                                                                         tokens, y, y_stride);
     }
 }
 
-template <int LIMBS>
+template <int LIMBS, bool SHIFTED>
 void multiply_panel(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t y_stride) {
     constexpr int kTokens = kGemmRows / LIMBS, kUsual = 128 / 4;
     const ptrdiff_t row_bytes = panel.steps * 4, group_stride = a.tokens * LIMBS * row_bytes;
@@ -400,11 +478,11 @@ void multiply_panel(const Panel& panel, const Activations& a, int first_group, f
         const int count = (a.tokens - done) / (blocks - i);
         const ptrdiff_t at = static_cast<ptrdiff_t>(first_group) * a.tokens + done;
         const int8_t* x = a.codes + first_group * group_stride + done * LIMBS * row_bytes;
-        (panel.steps != kUsual ? multiply_tokens<kTokens, LIMBS, 0, false>
-         : i == 0              ? multiply_tokens<kTokens, LIMBS, kUsual, true>
-                               : multiply_tokens<kTokens, LIMBS, kUsual, false>)(
-            count, panel, x, group_stride, a.scale + at, a.sum + at, a.code_sums + at * LIMBS, a.tokens,
-            y + done * y_stride, y_stride);
+        (panel.steps != kUsual ? multiply_tokens<kTokens, LIMBS, 0, false, SHIFTED>
+         : i == 0              ? multiply_tokens<kTokens, LIMBS, kUsual, true, SHIFTED>
+                               : multiply_tokens<kTokens, LIMBS, kUsual, false, SHIFTED>)(
+            count, panel, x, group_stride, a.scale + at, a.sum + at, a.zeros + (SHIFTED ? at * LIMBS * panel.steps / 8 : 0),
+            a.tokens, y + done * y_stride, y_stride);
         done += count;
     }
 }
@@ -415,14 +493,18 @@ void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y,
     const int most = kPanelCols > w.padded_group ? kPanelCols / w.padded_group : 1;
     const ptrdiff_t group_bytes[] = {chunks * chunk_bytes(Code::kWidth0), chunks * chunk_bytes(Code::kWidth1)};
     f32x16* meta = static_cast<f32x16*>(scratch);
-    uint8_t* codes = reinterpret_cast<uint8_t*>(meta + kPanelCols / kChunkCols * 2 * kUnitBlocks);
+    i32x16* shifts = reinterpret_cast<i32x16*>(meta + kPanelCols / kChunkCols * 2 * kUnitBlocks);
+    uint8_t* codes = reinterpret_cast<uint8_t*>(shifts + kPanelCols / kChunkCols * kUnitBlocks);
+    bool shifted[kPanelCols / kChunkCols];
     for (int t = 0; t < a.tokens; ++t) std::memset(y + t * stride, 0, sizeof(float) * kUnitRows);
     for (int first = 0; first < w.groups; first += most) {
         const ptrdiff_t at = static_cast<ptrdiff_t>(unit) * w.groups + first;
-        const uint8_t* c0 = w.component[0] + at * group_bytes[0];
-        const uint8_t* c1 = Code::kWidth1 ? w.component[1] + at * group_bytes[1] : c0;
-        constexpr int kChunksIn16 = 32767 / (8 * 2 * Code::kTopLimb * Code::kTop);
-        Panel panel{most < w.groups - first ? most : w.groups - first, steps, kChunksIn16, Code::kZero, codes, meta, {}, {}};
+        const ptrdiff_t chunk = static_cast<ptrdiff_t>(unit) * w.unit_chunks + first * chunks;
+        const uint8_t* c0 = w.component[0] + chunk * chunk_bytes(Code::kWidth0);
+        const uint8_t* c1 = Code::kWidth1 ? w.component[1] + chunk * chunk_bytes(Code::kWidth1) : c0;
+        constexpr int kChunksIn16 = 32767 / (8 * 2 * kTopLimb * Code::kTop);
+        Panel panel{most < w.groups - first ? most : w.groups - first, steps, kChunksIn16, Code::kFp4 ? shifts : nullptr,
+                    shifted, codes, meta, {}, {}};
         panel.ahead[0] = c0 + panel.groups * group_bytes[0];
         panel.ahead[1] = c1 + panel.groups * group_bytes[1];
         panel.ahead_bytes[0] = chunk_bytes(Code::kWidth0) / 8;
@@ -432,15 +514,19 @@ void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y,
             panel.ahead_bytes[1] = panel.ahead_bytes[0];
         }
         for (int g = 0; g < panel.groups; ++g) {
-            unpack_group<Code>(c0 + g * group_bytes[0], c1 + g * group_bytes[1], chunks,
-                               codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * steps * 64);
-            const uint8_t* stored = w.meta + (at + g) * Code::kMetaBytes;
+            const uint8_t* stored = w.meta + (at + g) * kMetaBytes;
+            shifted[g] = Code::kFp4 && kInPlaceFields && shifts_codes(stored);
             for (int block = 0; block < kUnitBlocks; ++block) {
                 f32x16* to = meta + (g * kUnitBlocks + block) * 2;
-                Code::read_meta(stored + block * (Code::kMetaBytes / 2), to[0], to[1]);
+                Code::read_meta(stored + block * (kMetaBytes / 2), to[0], to[1]);
+                for (int chunk = 0; Code::kFp4 && chunk < chunks; ++chunk)
+                    shifts[(g * chunks + chunk) * kUnitBlocks + block] = Code::shifts(stored + block * (kMetaBytes / 2), chunk);
             }
+            unpack_group<Code>(c0 + g * group_bytes[0], c1 + g * group_bytes[1], chunks,
+                               shifted[g] ? shifts + g * chunks * kUnitBlocks : nullptr,
+                               codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * steps * 64);
         }
-        if (!own_products<LIMBS>(panel, a, first, y, stride)) multiply_panel<LIMBS>(panel, a, first, y, stride);
+        if (!own_products<LIMBS>(panel, a, first, y, stride)) multiply_panel<LIMBS, Code::kFp4>(panel, a, first, y, stride);
     }
 }
 
@@ -451,7 +537,7 @@ void own_row(const QuantizedView& w, const Activations& a, int first, int last, 
 template <class Code, int LIMBS>
 void multiply_width(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride,
                     void* scratch) {
-    constexpr int kChunks = Code::kUsualChunks;
+    constexpr int kChunks = kUsualChunks;
     const bool is_usual = w.padded_group == kChunks * kChunkCols;
     if constexpr (kInPlaceFields) {
         if (a.tokens == 1) {
@@ -519,18 +605,17 @@ void quantize(const QuantizeJob& job) {
             sums += v;
         }
         const float top = max_lanes(largest);
-        const float most = job.limbs == 2 ? job.top_limb * 128.0f + 63.0f : job.top_limb;
+        const float most = job.limbs == 2 ? kTopLimb * 128.0f + 63.0f : kTopLimb;
         const float scale = top / most;
         const float inverse = scale > 0.0f ? most / top : 0.0f;  // a group of subnormals counts as zero
         int8_t* to = job.codes + g * job.group_stride;
-        i32x16 code_sums = {}, high_sums = {};
+        i32x16 code_sums = {};
         for (int i = 0; i < job.padded_group; i += 16) {
             i32x16 code = round_to_int(load<f32x16>(values + i) * inverse);
             code_sums += code;
             typedef int8_t i8x16 __attribute__((vector_size(16)));
             if (job.limbs == 2) {
                 i32x16 high = (code + 64) >> 7;
-                high_sums += high;
                 store(to + i, __builtin_convertvector(high, i8x16));
                 store(to + job.padded_group + i, __builtin_convertvector(code - (high << 7), i8x16));
             } else {
@@ -542,9 +627,9 @@ void quantize(const QuantizeJob& job) {
         const float exact = sum_lanes(sums);
         job.scale[g * job.token_stride] = scale + (exact - exact);
         job.sum[g * job.token_stride] = sum_lanes(to_float(code_sums)) * scale + (exact - exact);
-        int32_t* limb_sums = job.code_sums + g * job.token_stride * job.limbs;
-        limb_sums[0] = sum_lanes(job.limbs == 2 ? high_sums : code_sums);
-        if (job.limbs == 2) limb_sums[1] = sum_lanes(code_sums - (high_sums << 7));
+        const int chunks = job.padded_group / kChunkCols * job.limbs;
+        for (int chunk = 0; job.zeros && chunk < chunks; ++chunk)
+            job.zeros[g * job.token_stride * chunks + chunk] = fp4_zero(to + chunk * kChunkCols);
     }
 }
 

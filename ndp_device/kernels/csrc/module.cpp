@@ -64,8 +64,9 @@ PackedMatrix fp4_matrix(Engine& engine, Matrix<uint8_t> codes, Matrix<uint8_t> e
     matrix.is_fp4 = true;
     nb::gil_scoped_release release;
     engine.with_pool([&](ThreadPool& pool) {
-        matrix.components = {{pack_fp4(pool, matrix.geometry, codes.data()), 4}};
-        matrix.meta = pack_fp4_scales(pool, matrix.geometry, exponents.data());
+        const PackedFp4 packed = pack_fp4(pool, matrix.geometry, codes.data(), exponents.data());
+        matrix.components = {{packed.codes, 4}};
+        matrix.meta = packed.meta;
         return 0;
     });
     matrix.check();

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -155,43 +156,59 @@ std::shared_ptr<Buffer> pack_meta(ThreadPool& pool, const Geometry& geometry, co
     return buffer;
 }
 
-std::shared_ptr<Buffer> pack_fp4(ThreadPool& pool, const Geometry& geometry, const uint8_t* codes) {
+PackedFp4 pack_fp4(ThreadPool& pool, Geometry& geometry, const uint8_t* codes, const uint8_t* exponents) {
     const auto spread = [](uint32_t four) {  // four codes to the low bits of four bytes
         four = (four | four << 8) & 0x00ff00ffu;
         return (four | four << 4) & 0x0f0f0f0fu;
     };
-    const int words = geometry.cols / 8;  // two steps each: half of a line of 16 rows
-    const size_t unit_bytes = static_cast<size_t>(words) * kUnitBlocks * 64;
-    auto buffer = std::make_shared<Buffer>(geometry.units() * unit_bytes);
-    pool.run(geometry.units(), [&](int unit, int) {
-        for (int r = 0; r < kUnitRows; ++r) {
-            const int row = geometry.source_row(unit, r);
-            uint8_t* to = buffer->data() + unit * unit_bytes + r / kBlockRows * 64 + r % kBlockRows * 4;
-            for (int i = 0; i < words; ++i, to += kUnitBlocks * 64) {
-                uint32_t word = 0;
-                if (row >= 0) std::memcpy(&word, codes + (static_cast<ptrdiff_t>(row) * words + i) * 4, 4);
-                word = spread(word & 0xffffu) | spread(word >> 16) << 4;
-                std::memcpy(to, &word, 4);
-            }
+    const int chunks = geometry.cols / kChunkCols;
+    // Four scales of a row as meta data, those of nothing but zeros left out; false where they are too far apart.
+    const auto meta_of = [&](int row, int first, int count, uint32_t& meta) {
+        int smallest = 0, largest = 0;
+        bool counts[kFp4Columns / kFp4Group] = {};
+        const uint8_t* exponent = exponents + static_cast<ptrdiff_t>(row) * chunks + first;
+        for (int c = 0; c < count; ++c) {
+            uint64_t both[2];
+            std::memcpy(both, codes + (static_cast<ptrdiff_t>(row) * chunks + first + c) * sizeof both, sizeof both);
+            counts[c] = exponent[c] > 1 && ((both[0] | both[1]) & 0x7777777777777777u);
+            if (!counts[c]) continue;
+            smallest = smallest ? std::min<int>(smallest, exponent[c]) : exponent[c];
+            largest = std::max<int>(largest, exponent[c]);
         }
-    });
-    return buffer;
-}
-
-std::shared_ptr<Buffer> pack_fp4_scales(ThreadPool& pool, const Geometry& geometry, const uint8_t* exponents) {
-    const int groups = geometry.groups();
-    auto buffer = std::make_shared<Buffer>(static_cast<size_t>(geometry.units()) * groups * kUnitRows);
-    pool.run(geometry.units(), [&](int unit, int) {
-        for (int r = 0; r < kUnitRows; ++r) {
-            const int row = geometry.source_row(unit, r);
-            for (int g = 0; g < groups; ++g) {
-                const uint8_t exponent = row < 0 ? 0 : exponents[static_cast<ptrdiff_t>(row) * groups + g];
-                buffer->data()[(static_cast<ptrdiff_t>(unit) * groups + g) * kUnitRows + r] =
-                    exponent ? exponent - 1 : 0;
+        if (largest - smallest > kFp4MostShift) return false;
+        meta = smallest ? (smallest - 1u) << 23 : 0;
+        for (int c = 0; c < count; ++c)
+            if (counts[c]) meta |= static_cast<uint32_t>(exponent[c] - smallest) << (4 * c);
+        return true;
+    };
+    geometry.ends_with_columns = true;
+    for (geometry.group = kFp4Columns;; geometry.group = kFp4Group) {
+        const int groups = geometry.groups(), of_group = geometry.group / kChunkCols;
+        PackedFp4 packed{std::make_shared<Buffer>(static_cast<size_t>(geometry.units()) * chunks * chunk_bytes(4)),
+                         std::make_shared<Buffer>(static_cast<size_t>(geometry.units()) * groups * kUnitRows * 4)};
+        std::atomic<bool> fits{true};
+        pool.run(geometry.units(), [&](int unit, int) {
+            uint8_t* out = packed.codes->data() + static_cast<ptrdiff_t>(unit) * chunks * chunk_bytes(4);
+            uint8_t* meta_out = packed.meta->data() + static_cast<ptrdiff_t>(unit) * groups * kUnitRows * 4;
+            for (int r = 0; r < kUnitRows && fits; ++r) {
+                const int row = geometry.source_row(unit, r);
+                for (int g = 0; g < groups; ++g) {
+                    uint32_t meta = 0;
+                    if (row >= 0 && !meta_of(row, g * of_group, std::min(of_group, chunks - g * of_group), meta)) fits = false;
+                    std::memcpy(meta_out + (g * kUnitRows + r) * 4, &meta, 4);
+                }
+                uint8_t* to = out + r / kBlockRows * 64 + r % kBlockRows * 4;
+                for (int i = 0; i < chunks * 4; ++i, to += kUnitBlocks * 64) {  // words of 8 columns, two steps each
+                    uint32_t word = 0;
+                    const ptrdiff_t at = static_cast<ptrdiff_t>(row) * chunks + i / 4;
+                    if (row >= 0 && exponents[at] > 1) std::memcpy(&word, codes + at * 16 + i % 4 * 4, 4);
+                    word = spread(word & 0xffffu) | spread(word >> 16) << 4;
+                    std::memcpy(to, &word, 4);
+                }
             }
-        }
-    });
-    return buffer;
+        });
+        if (fits) return packed;
+    }
 }
 
 }  // namespace ndp

@@ -34,6 +34,7 @@ struct Geometry {
     int cols;
     int halves;
     int group;  // columns per kernel group; divides the replica's group size
+    bool ends_with_columns = false;  // the last group has chunks for its columns only
 
     int rows_per_half() const { return rows / halves; }
     int units() const {
@@ -42,6 +43,7 @@ struct Geometry {
     }
     int groups() const { return (cols + group - 1) / group; }
     int padded_group() const { return (group + kChunkCols - 1) / kChunkCols * kChunkCols; }
+    int unit_chunks() const { return ends_with_columns ? cols / kChunkCols : groups() * padded_group() / kChunkCols; }
     // The matrix row behind row r (0 .. 31) of a unit, or -1 where the unit is padded.
     int source_row(int unit, int r) const;
 };
@@ -58,9 +60,11 @@ std::shared_ptr<Buffer> pack_component(const KernelTable& kernels, ThreadPool& p
 std::shared_ptr<Buffer> pack_meta(ThreadPool& pool, const Geometry& geometry, const uint16_t* scale,
                                   const uint16_t* offset, int group_size);
 
-// FP4: codes [rows][cols / 2], the first column in the low bits; exponents [rows][groups], E8M0. Numbers of less than 2^-126
-// count as zero.
-std::shared_ptr<Buffer> pack_fp4(ThreadPool& pool, const Geometry& geometry, const uint8_t* codes);
-std::shared_ptr<Buffer> pack_fp4_scales(ThreadPool& pool, const Geometry& geometry, const uint8_t* exponents);
+// FP4: codes [rows][cols / 2], the first column in the low bits; exponents [rows][cols / 32], E8M0, of which those below 2
+// count as zero. Sets the group of the geometry, see QuantizedView.
+struct PackedFp4 {
+    std::shared_ptr<Buffer> codes, meta;
+};
+PackedFp4 pack_fp4(ThreadPool& pool, Geometry& geometry, const uint8_t* codes, const uint8_t* exponents);
 
 }  // namespace ndp

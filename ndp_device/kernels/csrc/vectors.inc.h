@@ -62,15 +62,31 @@ NDP_INLINE f32x16 half_to_float_by_bits(const uint16_t* p) {
     return (f32x16)(bits | sign);
 }
 
-// 16 scales of FP4 codes from the exponents that pack_fp4_scales left of them.
-NDP_INLINE f32x16 fp4_scale(const uint8_t* exponents) {
-#if defined(__AVX512F__)  // g++ converts bytes one by one
-    return (f32x16)_mm512_slli_epi32(_mm512_cvtepu8_epi32(load<__m128i>(exponents)), 23);
-#else
-    u32x16 wide;
-    for (int i = 0; i < 16; ++i) wide[i] = exponents[i];
-    return (f32x16)(wide << 23);
-#endif
+// See Activations: of the 32 codes of one chunk.
+NDP_INLINE int32_t zero_of_levels(const int8_t* codes) {
+    int32_t sum = 0;
+    for (int i = 0; i < kChunkCols; ++i) sum += codes[i];
+    return -kFp4Zero * sum;
+}
+
+// Levels may be shifted up themselves where their shifts are at most 3 bits: they then begin at kShiftedZero, and a group's sum
+// at what takes that away.
+constexpr int kShiftedZero = kFp4Zero << 3;
+
+NDP_INLINE bool shifts_codes(const uint8_t* meta) {
+    uint32_t all = 0;
+    for (int r = 0; r < kUnitRows; ++r) all |= load<uint32_t>(meta + 4 * r);
+    return (all & 0xcccc) == 0;
+}
+
+NDP_INLINE int32_t zero_of_shifted(const int32_t* zeros, int chunks) {
+    int32_t sum = 0;
+    for (int chunk = 0; chunk < chunks; ++chunk) sum += zeros[chunk];
+    return sum * (kShiftedZero / kFp4Zero);
+}
+
+NDP_INLINE i32x16 zeros_of_shifted(i32x16 shifts) {
+    return kShiftedZero * 0x01010101 - ((kFp4Zero * 0x01010101 - i32x16{}) << shifts);
 }
 
 // The bits of `mask` (one byte, repeated) from a, the others from b.
@@ -92,14 +108,6 @@ NDP_INLINE float sum_lanes(V v) {
     for (int width = kCount / 2; width; width /= 2)
         for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
     return lanes[0];
-}
-
-// Around at 32 bits: activations that are no numbers have any codes.
-NDP_INLINE int32_t sum_lanes(i32x16 v) {
-    uint32_t lanes[16], sum = 0;
-    store(lanes, v);
-    for (uint32_t lane : lanes) sum += lane;
-    return static_cast<int32_t>(sum);
 }
 
 NDP_INLINE float max_lanes(f32x16 v) {
@@ -137,18 +145,20 @@ struct Panel {
     int groups;
     int steps;             // per group
     int chunks_in_16;      // chunks of 8 steps whose products with int8 add up in int16; 0: not even two products do
-    int zero;              // what a code of no weight is multiplied by
+    const i32x16* shifts;  // FP4: [groups][chunks][2 blocks], by how many bits sums are shifted up; else null
+    const bool* shifted;   // [groups], whether codes are; then no sum is, and it begins at zero_of_shifted
     const uint8_t* codes;  // [groups][2 blocks][steps][16 rows][4 columns]
     const f32x16* meta;    // [groups][2 blocks][scale, offset]
     const uint8_t* ahead[kMaxComponents];  // the next panel's components ...
     int ahead_bytes[kMaxComponents];       // ... and how much of them to prefetch per step; 0: there is none
 };
 
-// y += dot * token scale * meta[0] + meta[1] * token sum. Written once, so that a row gets the same bits on every way.
-NDP_INLINE void add_dot(f32x16 dot, float scale, float sum, const f32x16* meta, float* y) {
+// y += dot * token scale * meta[0] + meta[1] * token sum, which FP4 lacks. Written once, so that a row gets the same bits on
+// every way.
+NDP_INLINE void add_dot(f32x16 dot, float scale, float sum, const f32x16* meta, float* y, bool fp4) {
     f32x16 out = load<f32x16>(y);
     out += dot * scale * meta[0];
-    out += meta[1] * sum;
+    if (!fp4) out += meta[1] * sum;
     store(y, out);
 }
 
