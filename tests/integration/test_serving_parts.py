@@ -13,9 +13,21 @@ import pytest
 from paths import ROOT
 
 from ndp_device.common.errors import ConfigError
+from ndp_device.timing.spec import load_hardware
 from vllm_ndp.config import NdpSettings
+from vllm_ndp.cost_model.gpu_timing import PipelineClock
 from vllm_ndp.integration.refusals import is_server, sentence_of
-from vllm_ndp.integration.report import _SUMMED, DEVICE_STAGES, PAIR_KINDS, RequestReport, StepReport
+from vllm_ndp.integration.report import (
+    _SUMMED,
+    DEVICE_PARTS,
+    DEVICE_STAGES,
+    PAIR_KINDS,
+    RequestReport,
+    StepCosts,
+    StepReport,
+    energy_shares,
+    of_all_stages,
+)
 from vllm_ndp.integration.serving.live import FinishedRequests, made_of
 from vllm_ndp.integration.serving.metrics import COUNTERS, HISTOGRAMS
 from vllm_ndp.integration.serving.routes import NdpRoutes
@@ -70,6 +82,44 @@ def test_stages_of_the_device_are_told_to_requests_that_sent_something_and_to_no
     assert dicts["a"]["simulated_device_us"] == dict.fromkeys((*DEVICE_STAGES, "overlap_saved", "total"), 1.0)
     assert dicts["a"]["simulated_device_bound"] == {"dram": 1}
     assert not {"simulated_device_us", "simulated_device_bound"} & dicts["b"].keys()
+
+
+def test_the_report_of_a_pipeline_is_the_sum_of_its_stages_each_by_its_layers():
+    """Three layers of top-2 and one, in the order in which no worker answers first."""
+
+    def stage(number: int, layers: int, bits: float, took_ps: int, cause: str) -> StepReport:
+        pairs = dict.fromkeys(PAIR_KINDS, 0) | {"cold": layers, "hot": layers}
+        costs = StepCosts(None, [0.25] * layers, layers, 10 * layers, 1, number == 0, {cause: layers, "late": 1})
+        sums = dict.fromkeys(_SUMMED, layers)
+        energy, plan = dict.fromkeys(DEVICE_PARTS, 0.5 * layers), {"avg_bits": bits, "predicted_nats": 0.25 * layers}
+        return StepReport(
+            *(7, 7 + took_ps, {"a": pairs}, {"a": plan}, {}, 2 * layers, {"a": (1, 0)}, number, 7),
+            *({"a": energy}, sums, {"dram": layers}, costs),
+        )
+
+    whole = of_all_stages([stage(1, 1, 2.0, 50, "down"), stage(0, 3, 4.0, 100, "lost")], PipelineClock(2))
+    assert (whole.start_ps, whole.end_ps, whole.pairs_per_row) == (0, 150, 8)
+    assert whole.pairs == {"a": dict.fromkeys(PAIR_KINDS, 0) | {"cold": 4, "hot": 4}}
+    assert whole.rows == {"a": (1, 0)}
+    assert whole.plans == {"a": {"avg_bits": (3 * 4.0 + 2.0) / 4, "predicted_nats": 1.0}}
+    assert whole.device_pj == {"a": dict.fromkeys(DEVICE_PARTS, 2.0)}
+    assert (whole.device, whole.device_bounds) == (dict.fromkeys(_SUMMED, 4), {"dram": 4})
+    costs = StepCosts(None, [0.25] * 4, 4, 40, 1, False, {"lost": 3, "down": 1, "late": 2})
+    assert whole.costs == costs
+
+
+def test_energy_is_shared_by_pairs_on_the_device():
+    """Of two requests that sent three pairs and one, beside one that sent none: a line of DRAM and of scratchpads."""
+    constants = load_hardware("h100-ndp512").energy
+    pairs = {name: {"cold": cold, "spilled": 0, "prefill_device": 0} for name, cold in {"a": 3, "b": 1, "c": 0}.items()}
+    inside_pj = (constants.dram_line32_fj + 2 * constants.scratchpad_access_fj) / 1000
+    sums = {"energy_pj": 1000 + inside_pj, "weight_bytes": 32, "row_activations": 0}
+    shares = energy_shares(sums, constants, pairs)
+    assert set(shares) == {"a", "b"}
+    assert shares["a"] == pytest.approx({part: 3 * value for part, value in shares["b"].items()})
+    assert 4 * shares["b"]["link"] == pytest.approx(1000)
+    assert 4 * shares["b"]["dram"] == pytest.approx(constants.dram_line32_fj / 1000)
+    assert energy_shares(sums | {"energy_pj": 0}, constants, pairs) == {}
 
 
 @pytest.mark.parametrize(
