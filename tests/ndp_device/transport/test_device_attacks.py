@@ -531,7 +531,8 @@ def test_a_file_in_the_place_of_the_socket_is_not_replaced(tmp_path: Path) -> No
 
 def test_the_lock_and_the_socket_of_a_device_are_closed_to_others(server: HandServer) -> None:
     path = Path(server.address.removeprefix("ipc://"))
-    assert stat.S_IMODE(path.lstat().st_mode) & 0o077 == 0
+    for closed in (path, path.with_name(f"{path.name}.lock")):
+        assert stat.S_IMODE(closed.lstat().st_mode) & 0o077 == 0
     server.close()
     assert not path.exists()
     with pytest.raises(DeviceUnavailable):
