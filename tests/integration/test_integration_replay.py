@@ -148,7 +148,7 @@ def test_requests_report_the_energy_that_a_replay_of_their_commands_takes_by_par
     need = beside_device_memory(run.engine.costs, 2).gpu
     tiny = msgspec.structs.replace(setup, overrides={"gpu.hbm_capacity_bytes": need})
     with pytest.raises(DoesNotFit, match="the run with K 2 does not fit, gpu memory lacks"):
-        require_capacity(RecordedRun(trace, tiny, rules).engine, 2)
+        require_capacity(RecordedRun(trace, tiny, rules).engine, trace, 2)
 
 
 def test_a_run_that_follows_decode_by_measured_prices_replays_and_its_clock_knows_neither(tmp_path):

@@ -73,6 +73,20 @@ def _require(record: Any, **words: tuple[str, ...]) -> None:
             raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(record, name)!r}")
 
 
+def _limits(written: list[str] | None) -> dict[str, float]:
+    """Of `vllm bench serve --goodput`, in milliseconds."""
+    found = {}
+    for one in written or ():
+        name, _, value = one.partition(":")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = -1.0
+        if name not in ("ttft", "tpot", "e2el") or not found[name] > 0:
+            raise ConfigError(f"--goodput must be ttft:MS, tpot:MS or e2el:MS with a time above 0, got {one!r}")
+    return found
+
+
 PolicyOptions = Annotated[
     dict[str, Any],
     typer.Option("--policy-option", metavar="NAME=VALUE", help="Option of a policy, e.g. alpha=0.7 or one of its own."),
@@ -215,11 +229,15 @@ class LoadSettings:
         Written(hardware_values, None, list[str] | None),
     ] = field(default_factory=dict)
     process: Annotated[
-        str, typer.Option(help="poisson, bursty, recorded, together, or steps (a live run again, as it was).")
+        str,
+        typer.Option(
+            help="poisson, bursty, recorded, together, steps (a live run again, as it was), or a .jsonl file of "
+            "Mooncake's: times, lengths and shared prefixes."
+        ),
     ] = "poisson"
     rate: Annotated[float, typer.Option(help="poisson, bursty: requests per second of each host.")] = 1.0
     burstiness: Annotated[float, typer.Option(help="bursty: as of vllm bench serve; below 1 is bursty.")] = 0.25
-    speed: Annotated[float, typer.Option(help="recorded: so many times as fast as recorded.")] = 1.0
+    speed: Annotated[float, typer.Option(help="recorded, or a file: so many times as fast as recorded.")] = 1.0
     requests: Annotated[
         int | None, typer.Option(help="Requests in all, the trace's taken round and round; default: each once.")
     ] = None
@@ -238,9 +256,14 @@ class LoadSettings:
     kv_tokens: Annotated[
         int | None, typer.Option(help="Room in the KV cache; default: what GPU memory holds beside the weights.")
     ] = None
+    goodput: Annotated[
+        dict[str, float],
+        typer.Option("--goodput", metavar="NAME:MS", help="A request is good within it: ttft:500, tpot:50, e2el:9000."),
+        Written(_limits, None, list[str] | None),
+    ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require(self, process=ARRIVALS, execution=EXECUTIONS, migration=MIGRATIONS)
+        _require(self, execution=EXECUTIONS, migration=MIGRATIONS, **({} if self.file else {"process": ARRIVALS}))
         for name in ("rate", "burstiness", "speed"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
@@ -249,3 +272,8 @@ class LoadSettings:
             raise ConfigError(f"there must be at least 1 request, got {self.requests}")
         if self.process == "recorded" and self.requests is not None:
             raise ConfigError("recorded arrivals are those of the trace's own requests: leave --requests out")
+
+    @property
+    def file(self) -> Path | None:
+        """Of requests that come as somebody recorded, with lengths of their own."""
+        return Path(self.process) if self.process.endswith(".jsonl") else None

@@ -252,7 +252,7 @@ class _Host:
         messages, devices, costs = [], self._devices, self._costs
         held = HeldExperts(devices.expert_bytes, costs.shape.dtype_bytes, devices.num_parts)
         for device, own in self._devices.messages(layer, experts, widths, everywhere) if len(rows) else ():
-            work = work_of(self._costs.shape, held, rows[own], experts[own].tolist(), widths[own].tolist())
+            work = work_of(self._costs.shape, held, rows[own], experts[own], widths[own])
             messages.append((device, work))
         return _LayerWork(gpu_ps, tuple(messages))
 

@@ -218,18 +218,29 @@ class HeldExperts:
     """Parts of an expert; the device has one."""
 
 
+_FEW_PAIRS = 48
+"""Up to which a loop is faster than arrays."""
+
+
 def work_of(
     shape: WholeModel,
     held: HeldExperts,
     rows: NDArray[np.int64],
-    experts: Sequence[int],
-    bits: Sequence[int],
+    experts: NDArray[np.integer],
+    bits: NDArray[np.integer],
 ) -> Work:
     """Work of one device in a layer: the pairs (row, expert, bits), experts in the order of their first."""
     tokens: dict[tuple[int, int], int] = {}
-    for expert, width in zip(experts, bits, strict=True):
-        tokens[expert, width] = tokens.get((expert, width), 0) + 1
-    num_rows = len(set(rows.tolist()))
+    if len(rows) <= _FEW_PAIRS:
+        for pair in zip(experts.tolist(), bits.tolist(), strict=True):
+            tokens[pair] = tokens.get(pair, 0) + 1
+    else:
+        names, first, counts = np.unique((experts.astype(np.int64) << 8) | bits, return_index=True, return_counts=True)
+        order = np.argsort(first)
+        tokens = {
+            (name >> 8, name & 255): n for name, n in zip(names[order].tolist(), counts[order].tolist(), strict=True)
+        }
+    num_rows = int(np.count_nonzero(np.bincount(rows)))
     bytes_in, bytes_out = execute_bytes(num_rows, len(rows), shape.hidden_size, held.activation_bytes)
     return Work(
         hidden_size=shape.hidden_size,

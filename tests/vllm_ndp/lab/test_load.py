@@ -12,9 +12,10 @@ from ndp_device.common.errors import ConfigError, NdpError, TraceError
 from vllm_ndp.cost_model.gpu_timing import LayerTime, StepTime
 from vllm_ndp.lab.exact.engine import StepRun
 from vllm_ndp.lab.load.host import ServedRequest, ServedStep
-from vllm_ndp.lab.load.latency import CAUSES, Tokens, percentiles, tokens_of
-from vllm_ndp.lab.load.run import drawn, of_steps, recorded, repeated, serve
+from vllm_ndp.lab.load.latency import CAUSES, Tokens, as_bench_serve, percentiles, tokens_of
+from vllm_ndp.lab.load.run import drawn, of_steps, recorded, serve
 from vllm_ndp.lab.load.scheduler import Request, ScheduledSpan, Scheduler, SchedulerRules
+from vllm_ndp.lab.load.workload import Lengths, Workload, read_mooncake
 from vllm_ndp.lab.options import LoadSettings
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
@@ -304,11 +305,13 @@ def test_the_same_settings_serve_the_same_to_the_picosecond():
 
 def test_a_trace_is_taken_round_and_round_for_more_requests():
     trace = short(3, 4, 2)
-    longer = repeated(trace, 7)
-    assert len(longer.prompt_len) == 7
-    assert np.array_equal(longer.sequences[5].decode_ids, trace.sequences[2].decode_ids)
-    assert len(repeated(trace, 2).prompt_len) == 2
-    assert repeated(trace, None) is trace
+    written = from_sequences(
+        trace.provenance, [dataclasses.replace(trace.sequences[n % 3], request=n) for n in range(7)]
+    )
+    theirs, mine = serve([written], settings())[0], serve([trace], settings(requests=7))[0]
+    assert tokens_of(mine).causes_ps.tolist() == tokens_of(theirs).causes_ps.tolist()
+    assert [step.run.device for step in mine.steps] == [step.run.device for step in theirs.steps]
+    assert len(serve([trace], settings(requests=2))[0].arrivals_ps) == 2
 
 
 def test_a_recording_with_holes_is_refused():
@@ -328,3 +331,76 @@ def test_a_request_of_its_prompt_alone_gives_one_token():
     (served,) = serve([from_sequences(BUNDLED.provenance, [nothing])], settings())
     assert [len(step.spans) for step in served.steps] == [1]
     assert tokens_of(served).index.tolist() == [0]
+
+
+# -- workloads of others ----------------------------------------------------------------------------------------------
+
+MOONCAKE = """{"timestamp": 0, "input_length": 20, "output_length": 4, "hash_ids": [1]}
+{"timestamp": 10, "input_length": 7, "output_length": 1, "hash_ids": [2]}
+{"timestamp": 12.5, "input_length": 3, "output_length": 9}
+"""
+
+
+def test_a_file_of_mooncakes_gives_times_lengths_and_prefixes_and_the_trace_its_routing_round_and_round(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(MOONCAKE)
+    trace = short(2, 6, 3)
+    (served,) = serve([trace], settings(process=str(file), speed=2.0))
+    assert served.arrivals_ps.tolist() == [0, 5 * 10**9, 6_250_000_000]
+    assert np.bincount(tokens_of(served).request).tolist() == [4, 1, 9]
+    rows = Workload(trace, np.array([20, 7, 3]), np.array([4, 1, 9]))
+    first, second = trace.sequences[0], trace.sequences[1]
+    of_first = rows.of([ScheduledSpan(0, 0, 23)])
+    assert np.array_equal(rows.ids[of_first[:20]], np.resize(first.prompt_ids, (20, *first.prompt_ids.shape[1:])))
+    assert np.array_equal(rows.ids[of_first[20:]], first.decode_ids)
+    both = rows.of([ScheduledSpan(1, 2, 5), ScheduledSpan(2, 3, 8)])  # the third request is the first one again
+    assert rows.request[both].tolist() == [1] * 5 + [2] * 8
+    assert rows.position[both].tolist() == [2, 3, 4, 5, 6, *range(3, 11)]
+    assert np.array_equal(rows.ids[both[:5]], second.prompt_ids[[2, 3, 4, 5, 0]])
+    assert np.array_equal(rows.weights[both[5:]], np.resize(first.decode_weights, (8, *first.decode_weights.shape[1:])))
+
+
+def test_a_prefix_that_was_there_is_not_computed_again_while_there_is_room_for_it():
+    lens = np.full(4, 1200)
+    prompts = Lengths(np.arange(4), lens, lens, [[1, 2, 3], [1, 2, 9], [4, 5, 6], [1, 2, 3]])
+    assert prompts.cached(1 << 20).tolist() == [0, 1024, 0, 1199]
+    assert prompts.cached(4 * 512).tolist() == [0, 1024, 0, 512]  # 1 is the last of its prompt to be driven out
+    assert prompts.cached(0).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"timestamp": 1, "input_length": 0, "output_length": 4}', "line 2 is no request of Mooncake's"),
+        ('{"timestamp": -1, "input_length": 3, "output_length": 4}', "line 2 is no request of Mooncake's"),
+        ('{"input_length": 3}', "line 2 is no request of Mooncake's"),
+        ("\xff", "line 2 is no request of Mooncake's"),
+        ('{"timestamp": 0.5, "input_length": 3, "output_length": 4}', "line 2 comes at 0.5 ms, before"),
+    ],
+)
+def test_another_file_is_refused_with_its_line(tmp_path, line, says):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"timestamp": 1, "input_length": 2, "output_length": 4}\n' + line + "\n", encoding="latin-1")
+    with pytest.raises(TraceError, match=says):
+        read_mooncake(file)
+    file.write_text('{"timestamp": 1, "input_length": 2, "output_length": 4}')
+    with pytest.raises(TraceError, match="holds 1 requests, and 5 were asked for"):
+        read_mooncake(file, 5)
+
+
+def test_figures_under_the_names_of_vllm_bench_serve_count_from_the_same_tokens():
+    (served,) = serve([short(3, 5, 4)], settings())
+    tokens = tokens_of(served)
+    figures = as_bench_serve(tokens, served, {})
+    ttft = tokens.latency_ps[tokens.index == 0] / 1e9
+    last = [tokens.at_ps[tokens.request == r].max() / 1e9 for r in range(3)]
+    assert figures["completed"] == 3
+    assert (figures["total_input_tokens"], figures["total_output_tokens"]) == (15, 15)
+    assert figures["mean_ttft_ms"] == pytest.approx(ttft.mean())
+    assert figures["mean_e2el_ms"] == pytest.approx(np.mean(last))
+    assert figures["median_tpot_ms"] == pytest.approx(np.median((np.array(last) - ttft) / 4))
+    assert figures["output_throughput"] == pytest.approx(15 / (max(last) / 1e3))
+    assert "request_goodput" not in figures
+    middle = float(np.median(last))
+    good = as_bench_serve(tokens, served, {"e2el": middle, "ttft": 1e9})["request_goodput"]
+    assert good == pytest.approx(sum(at <= middle for at in last) / (max(last) / 1e3))

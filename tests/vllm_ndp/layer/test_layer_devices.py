@@ -127,7 +127,7 @@ def layer_ps(devices: Devices, experts: list[int]) -> int:
     timings = []
     for _, own in devices.messages(0, pairs, bits, devices.all_alive):
         held = HeldExperts(devices.expert_bytes, 2, devices.num_parts)
-        work = work_of(MIXTRAL.shape, held, np.zeros(len(own), np.int64), pairs[own].tolist(), bits[own].tolist())
+        work = work_of(MIXTRAL.shape, held, np.zeros(len(own), np.int64), pairs[own], bits[own])
         timings.append(DeviceModel(MIXTRAL.hardware).execute(work, 0))
     return slowest(timings).total_ps
 
@@ -178,3 +178,16 @@ def test_hot_experts_leave_for_devices_with_parts_as_their_own_times_make_best_a
     ]
     assert len(found) == int(np.argmin(took)) > 0
     assert devices.balancer(rule, 0, lambda: (True, False)).offloaded(load) == frozenset()
+
+
+def test_work_of_many_pairs_is_that_of_a_loop_over_them() -> None:
+    """Above some pairs arrays count: experts stand in the order of their first pair all the same."""
+    rng, held = np.random.default_rng(1), HeldExperts({2: 100, 4: 200, 16: 900}, 2, 1)
+    for pairs in (1, 48, 49, 4000):
+        rows, experts = np.sort(rng.integers(0, 900, pairs)), rng.integers(0, 300, pairs)
+        bits = rng.choice(np.array([2, 4, 16], np.uint8), pairs)
+        work, counted = work_of(MIXTRAL.shape, held, rows, experts, bits), dict[tuple[int, int], int]()
+        for pair in zip(experts.tolist(), bits.tolist(), strict=True):
+            counted[pair] = counted.get(pair, 0) + 1
+        assert [(one.bits, one.tokens) for one in work.experts] == [(b, n) for (_, b), n in counted.items()]
+        assert work.bytes_out == len(set(rows.tolist())) * MIXTRAL.shape.hidden_size * 2

@@ -49,7 +49,7 @@ def arrivals(
     """
     from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.lab.cli.tables import print_latencies, write_rows
-    from vllm_ndp.lab.load.latency import percentiles, tokens_of
+    from vllm_ndp.lab.load.latency import as_bench_serve, percentiles, tokens_of
     from vllm_ndp.lab.load.run import serve, serve_again
     from vllm_ndp.planning.policies import read_prior
     from vllm_ndp.traces.trace import Trace
@@ -78,7 +78,10 @@ def arrivals(
     if perfetto is not None:
         write_timeline(perfetto, [step.run for step in served[0].steps[:steps]])
     last: dict[str, Any] = {
-        "hosts": [_summary(one, some, kinds) for one, some, kinds in zip(served, tokens, found, strict=True)],
+        "hosts": [
+            _summary(one, some, kinds) | {"simulated_bench_serve": as_bench_serve(some, one, asked.goodput)}
+            for one, some, kinds in zip(served, tokens, found, strict=True)
+        ],
         "measured_seconds": round(time.perf_counter() - started, 3),
     }
     print_json(last if identical is None else last | {"identical": identical}, shown=True)

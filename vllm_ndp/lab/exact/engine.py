@@ -13,7 +13,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,7 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import BitwidthPlan, Plan
 from vllm_ndp.planning.replanner import PlannerRules, Replanner
 from vllm_ndp.planning.stats import RoutingStats
-from vllm_ndp.traces.format import REJECTED
-from vllm_ndp.traces.trace import Trace
+from vllm_ndp.traces.format import REJECTED, Provenance
 
 R = TypeVar("R")
 
@@ -79,6 +78,27 @@ class StepRun:
     replanned: bool
 
 
+class Routed(Protocol):
+    """Of a Trace, what is asked of it here: columns by row, requests by number."""
+
+    @property
+    def provenance(self) -> Provenance: ...
+    @property
+    def prompt_len(self) -> NDArray[np.integer]: ...
+    @property
+    def request(self) -> Any: ...
+    @property
+    def position(self) -> Any: ...
+    @property
+    def phase(self) -> NDArray[np.uint8]: ...
+    @property
+    def ids(self) -> Any: ...
+    @property
+    def weights(self) -> Any: ...
+    @property
+    def sequences(self) -> Any: ...
+
+
 @dataclass
 class RequestState:
     prompt_len: int
@@ -114,7 +134,7 @@ def modelled_host(
 class Engine:
     """The state that the plugin keeps between steps."""
 
-    def __init__(self, trace: Trace, setup: Setup, rules: PlannerRules, costs: Costs | None = None) -> None:
+    def __init__(self, trace: Routed, setup: Setup, rules: PlannerRules, costs: Costs | None = None) -> None:
         """costs: the setup's, where they are known already."""
         if costs is None:
             costs = setup.costs_of(WholeModel.of_recorded(setup.host_dims, trace.provenance.model))
@@ -307,7 +327,7 @@ class Engine:
         return slowest(timings) if is_served.all() else None
 
     def _work(self, rows: NDArray[np.int64], experts: NDArray[np.integer], bits: NDArray[np.uint8]) -> Work:
-        return work_of(self.clock.model.shape, self._held, rows, experts.tolist(), bits.tolist())
+        return work_of(self.clock.model.shape, self._held, rows, experts, bits)
 
     def _bits_of(self, request: int) -> BitwidthPlan:
         plan = self.requests[request].plan

@@ -71,7 +71,7 @@ def replay_live(trace: Trace, loss: LossTable) -> LiveReplay:
         raise TraceError("the trace holds no steps of a live run: record one with the plugin's 'record' setting")
     recorded_run = RecordedRun(trace, setup, rules)
     engine = recorded_run.engine
-    require_capacity(engine, rules.budget.num_hot)
+    require_capacity(engine, trace, rules.budget.num_hot)
     plans = _recorded_plans(trace)
     mismatches = 0
     times = np.zeros((2, len(recorded_run.steps)), np.int64)
@@ -175,9 +175,9 @@ class RecordedRun:
         return run
 
 
-def require_capacity(engine: Engine, num_hot: int) -> None:
+def require_capacity(engine: Engine, trace: Trace, num_hot: int) -> None:
     """Raises DoesNotFit where the modelled hardware could not have held the run: its plans and its largest KV cache."""
-    costs, trace = engine.costs, engine.trace
+    costs = engine.costs
     ran = trace.phase != CACHED
     spans, place = np.unique(np.stack([trace.step[ran], trace.request[ran]]), axis=1, return_inverse=True)
     context = np.zeros(spans.shape[1], np.int64)

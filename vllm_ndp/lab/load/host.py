@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ndp_device.common.errors import TraceError
 from vllm_ndp.lab.exact.engine import Asks, Engine, StepRun
 from vllm_ndp.lab.load.scheduler import Request, ScheduledSpan, Scheduler, SchedulerRules
+from vllm_ndp.lab.load.workload import Workload
 from vllm_ndp.layer.setup import Setup
 from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.traces.format import CACHED
@@ -45,7 +46,7 @@ class ServedRequest:
 class Host:
     def __init__(
         self,
-        trace: Trace,
+        trace: Trace | Workload,
         setup: Setup,
         rules: PlannerRules,
         arrivals_ps: NDArray[np.int64],
@@ -53,12 +54,12 @@ class Host:
     ) -> None:
         """arrivals_ps: of each request of the trace."""
         self.engine = Engine(trace, setup, rules)
-        self._rows = _Rows(trace)
+        self._rows = _Rows(trace) if isinstance(trace, Trace) else trace
         self._arrivals_ps, self._scheduler = arrivals_ps, Scheduler(scheduling)
         self._requests = [
             Request(number, int(prompt), rows, cached)
             for number, (prompt, rows, cached) in enumerate(
-                zip(trace.prompt_len, self._rows.num_rows, self._rows.cached, strict=True)
+                zip(trace.prompt_len, map(int, self._rows.num_rows), map(int, self._rows.cached), strict=True)
             )
         ]
 

@@ -13,7 +13,7 @@ Prefill of a step is shared out by rows. Knows served steps. Does not know how t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,6 +89,40 @@ def tokens_of(served: ServedRequest) -> Tokens:
             causes[request] = 0
     requests, indices, at, waits = zip(*out, strict=True)
     return Tokens(np.array(requests), np.array(indices), np.array(at, np.int64), np.array(waits, np.int64))
+
+
+def as_bench_serve(tokens: Tokens, served: ServedRequest, goodput: Mapping[str, float]) -> dict[str, float]:
+    """Figures of the simulated clock under the names of `vllm bench serve`.
+
+    goodput: limits in ms by `ttft`, `tpot`, `e2el`. TPOT is of a request, over its tokens behind the first one; ITL
+    is of a token.
+    """
+    order = np.lexsort((tokens.index, tokens.request))
+    latency, request, first = tokens.latency_ps[order] / 1e9, tokens.request[order], tokens.index[order] == 0
+    starts = np.flatnonzero(first)
+    whole, count = np.add.reduceat(latency, starts), np.diff(np.append(starts, len(latency)))
+    ttft, several = latency[first], count > 1
+    tpot = (whole - ttft) / np.maximum(count - 1, 1)
+    seconds = (int(tokens.at_ps.max()) - int(served.arrivals_ps.min())) / 1e12
+    prompts = int(served.prompt_lens[request[starts]].sum())
+    found = {
+        "completed": len(starts),
+        "total_input_tokens": prompts,
+        "total_output_tokens": len(latency),
+        "request_throughput": len(starts) / seconds,
+        "output_throughput": len(latency) / seconds,
+        "total_token_throughput": (len(latency) + prompts) / seconds,
+    }
+    kinds = {"ttft": ttft, "tpot": tpot[several], "itl": latency[~first], "e2el": whole}
+    for name, values in kinds.items():
+        if len(values):
+            found[f"mean_{name}_ms"], found[f"median_{name}_ms"] = float(values.mean()), float(np.median(values))
+            found[f"p99_{name}_ms"] = float(np.percentile(values, 99))
+    if goodput:
+        by_request = {"ttft": ttft, "tpot": tpot, "e2el": whole}
+        good = np.logical_and.reduce([by_request[name] <= limit for name, limit in goodput.items()])
+        found["request_goodput"] = int(good.sum()) / seconds
+    return found
 
 
 def percentiles(tokens: Tokens, wanted: tuple[float, ...] = PERCENTILES) -> Iterator[Percentile]:

@@ -22,6 +22,7 @@ from vllm_ndp.lab.exact.engine import alone, modelled_host, together
 from vllm_ndp.lab.exact.live import recorded_rules
 from vllm_ndp.lab.load.host import Host, ServedRequest
 from vllm_ndp.lab.load.scheduler import SchedulerRules
+from vllm_ndp.lab.load.workload import Workload, read_mooncake
 from vllm_ndp.lab.options import LoadSettings
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
@@ -29,7 +30,7 @@ from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import policy_with, usual_bit_rule
 from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.traces.format import CACHED, Provenance
-from vllm_ndp.traces.trace import Trace, from_sequences
+from vllm_ndp.traces.trace import Trace
 
 
 def serve(
@@ -56,20 +57,6 @@ def serve_again(trace: Trace, loss: LossTable) -> ServedRequest:
     return alone(host.whole(), *(DeviceModel(host.engine.hardware) for _ in range(setup.num_devices)))
 
 
-def repeated(trace: Trace, count: int | None) -> Trace:
-    """Lengthen or cut the trace to so many requests, by repeating its own in order."""
-    if count is None:
-        return trace
-    own = len(trace.prompt_len)
-    if not own:
-        raise TraceError("the trace has no requests")
-    if count <= own:
-        return trace.select(range(count))
-    sequences = [dataclasses.replace(trace.sequences[n % own], request=n) for n in range(count)]
-    provenance = trace.provenance
-    return from_sequences(provenance, sequences)
-
-
 def _host(
     trace: Trace,
     settings: LoadSettings,
@@ -78,8 +65,11 @@ def _host(
     loss: LossTable | None,
     device_hosts: int = 1,
 ) -> Host:
-    trace = repeated(trace, settings.requests)
-    at_ps = _arrivals(trace, settings, number)
+    told = read_mooncake(settings.file, settings.requests, settings.speed) if settings.file else None
+    count = len(trace.prompt_len) if settings.requests is None else settings.requests
+    if told is None and count < len(trace.prompt_len):
+        trace = trace.select(range(count))
+    at_ps = _arrivals(trace, settings, number, count) if told is None else told.arrivals_ps
     p = trace.provenance
     costs = Costs(load_hardware(settings.hardware, **settings.overrides), model_named(settings.model))
     costs.require(p.num_experts, p.top_k)
@@ -89,9 +79,9 @@ def _host(
             prior.values[np.arange(costs.shape.num_layers) * p.num_layers // costs.shape.num_layers]
         )
     num_hot = p.num_experts // 2 if settings.num_hot is None else settings.num_hot
-    told = {"prior": prior, "bit_rule": usual_bit_rule(NdpSettings.bits_for), **settings.policy_options}
+    options = {"prior": prior, "bit_rule": usual_bit_rule(NdpSettings.bits_for), **settings.policy_options}
     rules = PlannerRules(
-        policy_with(settings.policy, told)[0],
+        policy_with(settings.policy, options)[0],
         Budget(num_hot, settings.avg_bits),
         loss,
         bits_for=NdpSettings.bits_for,
@@ -107,7 +97,13 @@ def _host(
     if kv_tokens is None:
         kv_tokens = kv_room(costs, num_hot, min(settings.max_num_seqs, len(at_ps)))
     limits = settings.max_num_batched_tokens, settings.max_num_seqs, settings.block_size
-    return Host(trace, setup, rules, at_ps, SchedulerRules(*limits, kv_tokens // max(settings.block_size, 1)))
+    scheduling = SchedulerRules(*limits, kv_tokens // max(settings.block_size, 1))
+    if told is not None:
+        requests = Workload(trace, told.prompt_lens, told.output_lens, told.cached(kv_tokens))
+        return Host(requests, setup, rules, at_ps, scheduling)
+    if count > len(trace.prompt_len):
+        return Host(Workload.repeated(trace, count), setup, rules, at_ps, scheduling)
+    return Host(trace, setup, rules, at_ps, scheduling)
 
 
 def with_layers(trace: Trace, loss: LossTable, num_layers: int) -> tuple[Trace, LossTable]:
@@ -145,8 +141,7 @@ def kv_room(costs: Costs, num_hot: int, requests: int) -> int:
     return left // (one.gpu - held.gpu)
 
 
-def _arrivals(trace: Trace, settings: LoadSettings, number: int) -> NDArray[np.int64]:
-    count = len(trace.prompt_len)
+def _arrivals(trace: Trace, settings: LoadSettings, number: int, count: int) -> NDArray[np.int64]:
     if settings.process == "recorded":
         return recorded(trace, settings.speed)
     if settings.process == "together":
