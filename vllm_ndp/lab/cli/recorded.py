@@ -171,7 +171,7 @@ def compare(
 )
 def reproduce(
     source: Annotated[
-        Literal["paper", "monde", "cxl-expert", "hobbit", "moepic", "locality"],
+        Literal["paper", "monde", "cxl-expert", "hobbit", "moepic", "locality", "silicon"],
         typer.Argument(metavar="SOURCE", help="Whose figures."),
     ],
     trace: Annotated[
@@ -196,7 +196,7 @@ def reproduce(
         result: Reproduction = figures.reproduce(*given)
     print_reproduction(result)
     rows = [row.as_dict() for row in result.rows]
-    print_json({"source": result.source, "rows": rows, "notes": list(result.notes)}, shown=True)
+    print_json({"source": result.source, **result.summary, "rows": rows, "notes": list(result.notes)}, shown=True)
 
 
 def write_timeline(path: Path, runs: Sequence[StepRun], measured_s: Sequence[float] = ()) -> None:

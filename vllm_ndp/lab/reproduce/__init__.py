@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -32,3 +33,5 @@ class Reproduction:
     source: str
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    """Of all rows; beside them in the command's JSON."""

@@ -1,0 +1,99 @@
+"""Times of vLLM's GPU kernels that NVIDIA measured, as the small extract that the package ships.
+
+    python benchmarks/silicon_extract.py FOLDER > vllm_ndp/cost_model/silicon.csv
+
+FOLDER: `aiconfigurator_core/systems/data` of the wheel aiconfigurator-core 0.12.0 (Apache-2.0, vLLM 0.24.0), unpacked.
+A line is a card, a kernel, its shape, and nanoseconds along its axis; `-` where a row is missing. Nothing is left out
+for its time here: vllm_ndp/cost_model/silicon.py says which rows it does not believe.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+CARDS = {"h100": "h100_sxm", "h200": "h200_sxm", "l40s": "l40s", "rtxpro6000": "rtx_pro_6000_server"}
+EXPERTS = {"bfloat16": "bf16", "fp8": "fp8", "int4_wo": "int4", "w4a16_mxfp4": "mxfp4"}
+TOKENS = [1 << n for n in range(15)]
+ROWS = [1, 4, 16, 64, 256, 1024, 4096, 16384]
+CACHED = [15, 63, 255, 1023, 4095, 16383]
+PROMPT = [16, 64, 256, 1024, 4096, 16384]
+MATRICES = (1024, 2048, 4096, 6144, 8192, 12288, 16384, 51200)
+HEADS = (8, 16, 32, 64)
+REQUESTS = (1, 4, 16, 64, 256)
+NARROWEST = 128
+"""Columns of an expert's shard; fewer are no shard that an engine makes of one model on one machine."""
+TWO_MATRICES = (22, 6)
+"""Experts a token of the models without gate in the data; their rows would count a matrix too much."""
+
+HEADER = """\
+# vLLM 0.24.0 kernels timed by NVIDIA: aiconfigurator-core 0.12.0, Copyright NVIDIA CORPORATION & AFFILIATES, Apache-2.0
+# made by benchmarks/silicon_extract.py; times in ns. Axis and shape of each kernel:
+# bf16, fp8, int4, mxfp4: a MoE layer, balanced routing, by tokens 2^0..2^14; hidden, intermediate, chosen, experts
+# gemm: bf16, by rows 4^0..4^7; columns, hidden
+# decode, prefill: attention, bf16, by cached or prompt tokens 16 x 4^0..4^5; requests, heads, kv heads, head size
+card,kernel,shape,ns
+"""
+
+Line = tuple[str, tuple[int, ...], str]
+
+
+def read(path: Path, **only: object) -> list[dict[str, int | float | str]]:
+    table = pq.read_table(path)
+    for name, value in only.items():
+        table = table.filter(pc.equal(table[name], value))
+    rows: list[dict[str, int | float | str]] = table.to_pylist()
+    return rows
+
+
+def series(rows: list[tuple[str, tuple[int, ...], int, float]], axis: list[int]) -> Iterator[Line]:
+    """rows: kernel, shape, place on the axis, ms."""
+    known = {(kernel, shape, at): f"{ms * 1e6:.0f}" for kernel, shape, at, ms in rows}
+    for kernel, shape in sorted({row[:2] for row in rows}):
+        yield kernel, shape, " ".join(known.get((kernel, shape, at), "-") for at in axis)
+
+
+def lines_of(folder: Path) -> Iterator[Line]:
+    experts = [
+        (EXPERTS[r["moe_dtype"]], (r["hidden_size"], wide, r["topk"], r["num_experts"]), r["num_tokens"], r["latency"])
+        for r in read(folder / "moe/vllm/0.24.0/moe_perf.parquet", moe_ep_size=1, distribution="balanced")
+        if r["moe_dtype"] in EXPERTS
+        and (wide := r["inter_size"] // r["moe_tp_size"]) >= NARROWEST
+        and r["topk"] not in TWO_MATRICES
+    ]
+    yield from series(experts, TOKENS)
+    gemms = [
+        ("gemm", (r["n"], r["k"]), r["m"], r["latency"])
+        for r in read(folder / "gemm/vllm/0.24.0/gemm_perf.parquet", gemm_dtype="bfloat16")
+        if r["n"] in MATRICES and r["k"] in MATRICES[:-1]
+    ]
+    yield from series(gemms, ROWS)
+    for kernel, name, at, axis in (
+        ("decode", "generation", "step", CACHED),
+        ("prefill", "context", "isl", PROMPT),
+    ):
+        path = folder / f"attention/vllm/0.24.0/{name}_attention_perf.parquet"
+        found = [
+            (kernel, (r["batch_size"], r["num_heads"], r["num_key_value_heads"], r["head_dim"]), r[at], r["latency"])
+            for r in read(path, kv_cache_dtype="bfloat16", window_size=0)
+            if r["batch_size"] in REQUESTS
+            and r["num_heads"] in HEADS
+            and r["num_key_value_heads"] < r["num_heads"]
+            and r["head_dim"] in (64, 128)
+        ]
+        yield from series(found, axis)
+
+
+def main() -> None:
+    sys.stdout.write(HEADER)
+    for card, system in CARDS.items():
+        for kernel, shape, times in lines_of(Path(sys.argv[1]) / system):
+            print(f"{card},{kernel},{'x'.join(map(str, shape))},{times}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Times of GPU kernels that were measured: vLLM's MoE layers, matrix products and attention on four cards.
+
+    time = base x ratio          base = fastest time of the kernel + bytes / memory rate + flops / arithmetic rate
+
+`base` is of the work that is asked for, on the hardware that is asked for. `ratio`, measured time over base, is the
+mean of the eight nearest measured rows, each weighted by 1 / distance^2; a measured row itself has its own ratio.
+Distance is that of the sizes' logarithms to base 2, in whole sixteenths: of an expert's matrices, experts with a row,
+and rows of each; of a product's columns, depth and rows; of attention's requests, heads, cached values and tokens.
+
+Left out, because such a row says nothing of weights that come from memory, or was disturbed:
+
+* rows faster than the memory allows, and rows whose bytes fit into the card's L2 cache, unless their reading takes less
+  than a quarter of the kernel's fastest time;
+* rows half as slow again as one of the same layer with more tokens.
+
+Whole numbers throughout. silicon.csv names source, licence and version. Knows sizes and rates; no model and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.timing.spec import load_hardware
+from ndp_device.timing.units import PS_PER_S, ceil_div
+
+FILE = Path(__file__).with_name("silicon.csv")
+CARDS = {  # the preset with the rates of each, and the bytes of its L2 cache
+    "h100": ("h100-ndp512", 50 * 10**6),
+    "h200": ("h200-gen5", 50 * 10**6),
+    "l40s": ("l40s", 96 * 10**6),
+    "rtxpro6000": ("rtxpro6000", 128 * 10**6),
+}
+BITS = {"bf16": (16, 1), "fp8": (8, 1), "int4": (33, 8), "mxfp4": (17, 4)}
+"""Bits of a weight with its scales, as a fraction."""
+EXPERTS = {16: ("bf16",), 8: ("fp8",), 4: ("int4", "mxfp4")}
+"""Kernels that stand for experts of a width; narrower ones are read by the kernels of 4 bits."""
+_NEAREST = 8
+_ONE = 1 << 16
+_DISTURBED = 3, 2
+
+
+class Load(NamedTuple):
+    """What a kernel reads, computes, and looks like."""
+
+    num_bytes: int
+    flops: int
+    sizes: tuple[int, ...]
+
+
+def experts(hidden: int, intermediate: int, touched: int, pairs: int, num_bytes: int) -> Load:
+    """A layer's experts with gate: `touched` of them have `pairs` rows in all. num_bytes: of their weights."""
+    moved = num_bytes + 2 * pairs * (2 * hidden + 3 * intermediate)
+    flops = 6 * hidden * intermediate * pairs
+    return Load(moved, flops, (_log(hidden), _log(intermediate), _log(touched), _log(pairs) - _log(touched)))
+
+
+def product(columns: int, depth: int, rows: int) -> Load:
+    num_bytes = 2 * (columns * depth + rows * (columns + depth))
+    return Load(num_bytes, 2 * columns * depth * rows, (_log(columns), _log(depth), _log(rows)))
+
+
+def attention(requests: int, heads: int, kv_values: int, num_bytes: int, flops: int, tokens: int) -> Load:
+    """kv_values: numbers cached for a token. tokens: of each request, cached ones in decode, new ones in a prompt."""
+    return Load(num_bytes, flops, (_log(requests), _log(heads), _log(kv_values), _log(max(tokens, 1))))
+
+
+def _log(number: int) -> int:
+    """Sixteenths of its logarithm to base 2, rounded down."""
+    return (number**16).bit_length() - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """Rows of one kernel, or of those that stand for one, on one card."""
+
+    fastest_ps: int
+    groups: tuple[tuple[int, ...], ...]
+    """Of each row, the layer that it is of."""
+    sizes: NDArray[np.int64]
+    base_ps: NDArray[np.int64]
+    took_ps: NDArray[np.int64]
+    num_left_out: int
+
+    def ratio(self, sizes: tuple[int, ...], among: NDArray[np.bool_] | None = None) -> int:
+        """In 65 536ths. among: rows that may be asked."""
+        apart = ((self.sizes - np.array(sizes)) ** 2).sum(axis=1)
+        ratios = self.took_ps * _ONE // self.base_ps
+        if among is not None:
+            apart, ratios = apart[among], ratios[among]
+        if (same := apart == 0).any():
+            return int(ratios[same].sum()) // int(same.sum())
+        nearest = np.argsort(apart, kind="stable")[:_NEAREST]
+        weights = 10**9 // apart[nearest]
+        return int((weights * ratios[nearest]).sum()) // int(weights.sum())
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def ps(self, load: Load, bytes_per_s: int, flops_per_s: int) -> int:
+        base = self.fastest_ps + base_ps(load, bytes_per_s, flops_per_s)
+        return ceil_div(base * _ratio(self, load.sizes), _ONE)
+
+
+@lru_cache(1 << 16)
+def _ratio(kernel: Kernel, sizes: tuple[int, ...]) -> int:
+    return kernel.ratio(sizes)
+
+
+def base_ps(load: Load, bytes_per_s: int, flops_per_s: int) -> int:
+    return ceil_div(load.num_bytes * PS_PER_S, bytes_per_s) + ceil_div(load.flops * PS_PER_S, flops_per_s)
+
+
+@cache
+def kernel(card: str, *names: str) -> Kernel:
+    """One kernel of a card; with several names, the rows of all."""
+    parts = [_read(card, name) for name in names]
+    return Kernel(
+        min(part.fastest_ps for part in parts),
+        sum((part.groups for part in parts), ()),
+        np.concatenate([part.sizes for part in parts]),
+        np.concatenate([part.base_ps for part in parts]),
+        np.concatenate([part.took_ps for part in parts]),
+        sum(part.num_left_out for part in parts),
+    )
+
+
+@cache
+def _lines() -> dict[tuple[str, str], list[tuple[tuple[int, ...], list[int]]]]:
+    found: dict[tuple[str, str], list[tuple[tuple[int, ...], list[int]]]] = {}
+    for line in FILE.read_text().splitlines():
+        if not line.startswith(("#", "card,")):
+            card, name, shape, times = line.split(",")
+            ps = [0 if at == "-" else 1000 * int(at) for at in times.split()]
+            found.setdefault((card, name), []).append((tuple(map(int, shape.split("x"))), ps))
+    return found
+
+
+def _read(card: str, name: str) -> Kernel:
+    preset, cache_bytes = CARDS[card]
+    gpu, series = load_hardware(preset).gpu, _lines()[card, name]
+    fastest = min(ps for _, times in series for ps in times if ps)
+    groups, sizes, bases, took = [], [], [], []
+    for shape, times in series:
+        for at, ps in enumerate(times):
+            load = _measured(name, shape, at)
+            read = ceil_div(load.num_bytes * PS_PER_S, gpu.hbm_bytes_per_s)
+            warm = ps < read or (load.num_bytes <= cache_bytes and 4 * read > fastest)
+            if ps == 0 or warm or _disturbed(ps, times[at + 1 :]):
+                continue
+            groups.append(shape)
+            sizes.append(load.sizes)
+            bases.append(fastest + base_ps(load, gpu.hbm_bytes_per_s, gpu.flops_per_s))
+            took.append(ps)
+    there = sum(map(bool, chain(*(times for _, times in series))))
+    arrays = [np.array(values, np.int64) for values in (sizes, bases, took)]
+    return Kernel(fastest, tuple(groups), arrays[0], arrays[1], arrays[2], there - len(groups))
+
+
+def _disturbed(ps: int, later: Sequence[int]) -> bool:
+    times, of = _DISTURBED
+    return any(other > 0 and ps * of > times * other for other in later)
+
+
+def _measured(name: str, shape: tuple[int, ...], at: int) -> Load:
+    """The load of the row `at` along a kernel's axis: see the head of silicon.csv."""
+    if name in BITS:
+        hidden, intermediate, chosen, num_experts = shape
+        pairs = chosen << at
+        touched, (bits, of) = min(pairs, num_experts), BITS[name]
+        return experts(hidden, intermediate, touched, pairs, touched * 3 * hidden * intermediate * bits // of // 8)
+    if name == "gemm":
+        return product(shape[0], shape[1], 4**at)
+    requests, heads, kv_heads, size = shape
+    tokens, kv_values = 16 * 4**at, 2 * kv_heads * size
+    pairs = requests * (tokens if name == "decode" else tokens * (tokens + 1) // 2)
+    return attention(requests, heads, kv_values, 2 * requests * tokens * kv_values, 4 * pairs * heads * size, tokens)
