@@ -81,11 +81,11 @@ class TasteOptions:
 def trace_export(
     trace: TraceArgument,
     out: OutOption,
-    kind: Annotated[str, typer.Option("--format", help="dynande.")],
+    kind: Annotated[str, typer.Option("--format", help="dynande or policylang.")],
 ) -> None:
     """Write a trace's routing for another simulator.
 
-    dynande: CSV of DynaNDE.
+    dynande: CSV of DynaNDE. policylang: Parquet of moe-policylang.
     """
     from vllm_ndp.traces.exporters import export_trace
     from vllm_ndp.traces.trace import Trace

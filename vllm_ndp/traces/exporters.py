@@ -3,8 +3,9 @@
     dynande     CSV of DynaNDE, whose simulator reads one (moe_routing_trace_path): layer_id, token_id and the score of
                 every expert, 0 where it is not chosen. Encoder/routing.csv has the prompts' tokens one after another,
                 Decoder/1st/routing.csv, ... the first, second, ... decode token of every request, token_id its number
+    policylang  Parquet of moe-policylang (TraceRecording.load): a row a prompt, token and layer
 
-Knows their layouts. `dynande` is read back by traces/importers.py.
+Knows their layouts. traces/importers.py reads both back.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ndp_device.common.errors import TraceError
+from ndp_device.common.errors import TraceError, nearest
 from ndp_device.common.outputs import require_own_folder
 from vllm_ndp.traces.trace import Trace
 
-DYNANDE = "dynande"
+KINDS = ("dynande", "policylang")
 _LEAST = 1e-9
 """A chosen expert's score at least: 0 says not chosen."""
 Choices = tuple[NDArray[Any], NDArray[np.float32]]
@@ -29,11 +32,15 @@ Choices = tuple[NDArray[Any], NDArray[np.float32]]
 
 def export_trace(trace: Trace, kind: str, out: Path) -> list[Path]:
     """The files written. Raises TraceError in one sentence before any is."""
-    if kind != DYNANDE:
-        raise TraceError(f"format must be {DYNANDE}, got {kind!r}")
+    if kind not in KINDS:
+        raise TraceError(f"format must be {' or '.join(KINDS)}, got {kind!r}{nearest(kind, KINDS)}")
     require_own_folder(out)
     if not trace.sequences:
         raise TraceError("the trace has no request to export")
+    if kind == "policylang":
+        out.mkdir(parents=True, exist_ok=True)
+        pq.write_table(_policylang(trace), out / "trace.parquet", compression="zstd")
+        return [out / "trace.parquet"]
     written = []
     for name, text in _dynande(trace):
         path = out / name
@@ -56,6 +63,29 @@ def _dynande(trace: Trace) -> Iterator[tuple[str, str]]:
             np.stack([s.decode_weights[position] for s in running]),
         )
         yield f"Decoder/{_ordinal(position + 1)}/routing.csv", _table([s.request for s in running], at, experts)
+
+
+def _policylang(trace: Trace) -> pa.Table:
+    _, num_layers, top_k = trace.ids.shape
+    parts = [
+        (number, np.concatenate([s.prompt_ids, s.decode_ids]), np.concatenate([s.prompt_weights, s.decode_weights]))
+        for number, s in enumerate(trace.sequences)
+    ]
+    lengths = [len(ids) for _, ids, _ in parts]
+    prompt = np.concatenate([np.arange(n) < len(s.prompt_ids) for n, s in zip(lengths, trace.sequences, strict=True)])
+    ids, weights = (np.concatenate([part[which] for part in parts]).ravel() for which in (1, 2))
+    lists = [pa.array(ids.astype(np.int32)), pa.array(weights.astype(np.float32))]
+    starts = pa.array(np.arange(sum(lengths) * num_layers + 1, dtype=np.int32) * top_k)
+    return pa.table(
+        {
+            "prompt_id": np.repeat(np.arange(len(parts), dtype=np.int32), np.array(lengths) * num_layers),
+            "token_idx": np.repeat(np.concatenate([np.arange(n, dtype=np.int32) for n in lengths]), num_layers),
+            "layer_idx": np.tile(np.arange(num_layers, dtype=np.int32), sum(lengths)),
+            "selected_experts": pa.ListArray.from_arrays(starts, lists[0]),
+            "router_scores": pa.ListArray.from_arrays(starts, lists[1]),
+            "phase": np.repeat(np.where(prompt, "prefill", "decode"), num_layers),
+        }
+    )
 
 
 def _table(tokens: Sequence[int], choices: Choices, experts: int) -> str:

@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ndp_device.common import strict_json
@@ -25,7 +27,18 @@ from ndp_device.common.strict_arrays import decode_array, read_arrays
 from ndp_device.common.strict_files import open_plain, read_lines
 from vllm_ndp.traces import row_logs
 from vllm_ndp.traces.format import Provenance
-from vllm_ndp.traces.rows import MOST_BYTES, MOST_ROWS, MOST_VALUES, Found, Logged, Told, chosen, without_blanks
+from vllm_ndp.traces.rows import (
+    MOST_BYTES,
+    MOST_ROWS,
+    MOST_VALUES,
+    Found,
+    Logged,
+    Rows,
+    Told,
+    chosen,
+    requests_of,
+    without_blanks,
+)
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
 
@@ -171,6 +184,30 @@ def _columns(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:
     yield str(path), {field: np.stack(of, 1) if field in ("ids", "scores") else of[0] for field, of in values.items()}
 
 
+def _table(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:
+    """Columns of a Parquet file by what they mean; lists as a matrix, which all have one length. Phases are words."""
+    with open_plain(path) as file:
+        parquet = pq.ParquetFile(file)
+        rows, there = parquet.metadata.num_rows, set(parquet.schema_arrow.names)
+        if not 0 < rows <= MOST_ROWS:
+            raise TraceError(f"{path} must have 1 to {MOST_ROWS} rows, got {rows}")
+        table = parquet.read([name for name in fields.values() if name in there])
+    columns = {}
+    for field, name in fields.items():
+        if name in there:
+            column = table.column(name).combine_chunks()
+            flat = column.flatten() if pa.types.is_list(column.type) else column
+            if column.null_count or flat.null_count:
+                raise TraceError(f"{path} has rows without {name}")
+            values = flat.to_numpy(zero_copy_only=False)
+            if flat is not column and (
+                len(values) % rows or pc.count_distinct(pc.list_value_length(column)).as_py() > 1
+            ):
+                raise TraceError(f"{path} must have as many {name} in every row")
+            columns[field] = values.reshape(rows, -1) if flat is not column else values
+    yield str(path), columns
+
+
 def _files(source: Path, row: Format) -> list[Path]:
     """Files by the numbers in their names, so that request 9 comes before request 10."""
     if not source.is_dir():
@@ -259,6 +296,25 @@ def _pass(where: str, layers: dict[str, Any], wanted: list[int]) -> NDArray[np.i
     return np.stack(ids, axis=1).astype(np.int64)
 
 
+def _prompts(told: Told) -> Found:
+    """Rows of a prompt, token and layer each, in any order; a phase where one is told."""
+    ((_, columns),) = told.parts
+    if lacking := [told.fields[name] for name in ("request", "token", "layer", "ids") if name not in columns]:
+        raise TraceError(f"{told.source} must have columns {', '.join(lacking)}")
+    names, request = np.unique(columns["request"], return_inverse=True)
+    token, layer, weights = columns["token"].astype(np.int64), columns["layer"].astype(np.int64), columns.get("weights")
+    if weights is not None and weights.shape != columns["ids"].shape:
+        raise TraceError(f"{told.source} must have a weight for each expert, got {weights.shape[1]} a row")
+    rows = Rows(
+        request.astype(np.int64), token, layer, columns["ids"].astype(np.int64), weights, [str(n) for n in names]
+    )
+    prompts = {}
+    if "phase" in columns:
+        is_prompt = columns["phase"] == "prefill"
+        prompts = {name: len(np.unique(token[is_prompt & (request == n)])) for n, name in enumerate(rows.names)}
+    return requests_of(told.source, rows, prompts), {}
+
+
 def _requests(told: Told) -> Found:
     """ids and weights [R, T, L, k], or logits [R, T, L, E]; prompt_len [R], domain [R] and their names are optional."""
     ((_, arrays),) = told.parts
@@ -337,6 +393,20 @@ FORMATS: dict[str, Format] = {
     # CSV of DynaNDE: the score of each expert, 0 where it is not chosen
     "dynande": Format(
         _columns, ".csv", {"layer": "layer_id", "token": "token_id", "scores": r"expert_\d+"}, row_logs.by_folder
+    ),
+    # Parquet of moe-policylang's TraceRecording
+    "policylang": Format(
+        _table,
+        ".parquet",
+        {
+            "request": "prompt_id",
+            "token": "token_idx",
+            "layer": "layer_idx",
+            "ids": "selected_experts",
+            "weights": "router_scores",
+            "phase": "phase",
+        },
+        _prompts,
     ),
     "npz": Format(
         _arrays,

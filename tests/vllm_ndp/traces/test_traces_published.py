@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from paths import DATA
 
@@ -142,12 +144,61 @@ def test_dynande_reads_back_what_was_written(tmp_path):
 
 
 def test_what_cannot_be_exported_is_refused_before_a_file_is_written(tmp_path):
-    with pytest.raises(TraceError, match="format must be dynande, got 'dynand'"):
+    with pytest.raises(TraceError, match="format must be dynande or policylang, got 'dynand': did you mean 'dynande'"):
         export_trace(BUNDLED, "dynand", tmp_path / "out")
     (tmp_path / "mine").write_text("")
     with pytest.raises(ConfigError, match="is not empty"):
         export_trace(BUNDLED, "dynande", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+POLICYLANG = DATA / "policylang.parquet"
+"""Written by moe-policylang 1.15.0 of the bundled model: record_trace of two prompts, six tokens each, record_phase."""
+
+
+def test_a_recording_of_moe_policylangs_is_read_with_its_prompts_and_scores():
+    trace = import_trace(POLICYLANG, "policylang")
+    rows = pq.read_table(POLICYLANG).to_pylist()
+    assert [len(s.prompt_ids) for s in trace.sequences] == [
+        len({row["token_idx"] for row in rows if row["prompt_id"] == n and row["phase"] == "prefill"}) for n in (0, 1)
+    ]
+    for row in rows:
+        one = trace.sequences[row["prompt_id"]]
+        ids, weights = (
+            np.concatenate(both)
+            for both in ((one.prompt_ids, one.decode_ids), (one.prompt_weights, one.decode_weights))
+        )
+        assert ids[row["token_idx"], row["layer_idx"]].tolist() == row["selected_experts"]
+        assert weights[row["token_idx"], row["layer_idx"]].tolist() == row["router_scores"]
+    assert sum(len(s.prompt_ids) + len(s.decode_ids) for s in trace.sequences) * 4 == len(rows)
+
+
+def test_policylang_reads_back_what_was_written(tmp_path):
+    first = BUNDLED.select(range(5))
+    (file,) = export_trace(first, "policylang", tmp_path / "out")
+    back = import_trace(file, "policylang", ImportSettings(num_experts=8))
+    for was, now in zip(first.sequences, back.sequences, strict=True):
+        for name in ("prompt_ids", "decode_ids", "prompt_weights", "decode_weights"):
+            np.testing.assert_array_equal(getattr(now, name), getattr(was, name))
+    assert pq.read_schema(file).remove_metadata().equals(pq.read_schema(POLICYLANG).remove_metadata())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"prompt_id": None}, "must have columns prompt_id"),
+        ({"selected_experts": [[0, 1], [1]]}, "as many selected_experts in every row"),
+        ({"selected_experts": [[0, 1], None]}, "has rows without selected_experts"),
+        ({"router_scores": [[0.5], [0.5]]}, "must have a weight for each expert, got 1 a row"),
+        ({"token_idx": [0, 2]}, "request '0' has no row of token 1"),
+    ],
+)
+def test_a_table_that_lacks_something_is_refused(tmp_path, change, says):
+    good = {"prompt_id": [0, 0], "token_idx": [0, 1], "layer_idx": [0, 0], "selected_experts": [[0, 1], [1, 2]]}
+    columns = {name: values for name, values in (good | change).items() if values is not None}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(TraceError, match=says):
+        import_trace(tmp_path / "a.parquet", "policylang")
 
 
 def test_positions_are_named_as_dynande_names_them():
