@@ -69,9 +69,6 @@ class PlannerRules:
     """`request`: bits by each request's own score; `batch`: by one score for all that run; `auto`: by how many run."""
     keeps_streamed: bool = True
     """Whether experts that a prefill streamed and that will be hot stay in the slots."""
-    max_moves: int | None = None
-    """Number of experts that one plan may copy into GPU memory; None = as many as the policy wants. Experts that a
-    prefill streams and leaves in the slots do not count."""
     full_precision: bool = False
     """The identity mode: cold experts in the checkpoint's own precision, whatever the policy would assign."""
     joint: JointPlanner | None = None
