@@ -17,7 +17,7 @@ BY_FILE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-rest
 PYTEST = PYTHONHASHSEED=0 $(BIN)/python -m pytest $(BY_FILE)
 LONG = PYTHONHASHSEED=0 $(BIN)/python tests/long_tests.py
 
-.PHONY: map wheel-check site gpu-check fuzz simulate audit docs demo test test-fast test-vllm test-long test-changed test-families check gate format wheel setup clean
+.PHONY: map wheel-check site gpu-check fuzz simulate docs demo test test-fast test-vllm test-long test-changed test-families check gate format wheel setup clean
 
 demo: export VLLM_LOGGING_LEVEL := ERROR
 demo: $(SERVES)
@@ -75,10 +75,6 @@ fuzz: $(READY)
 # SEEDS histories of hosts, device and network in simulated time (tests/simulation), from seed FIRST on.
 simulate: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m simulation --seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0) --jobs $(or $(JOBS),2)
-
-# Installed versions against the pins and a list of known holes; no network.
-audit: $(READY)
-	$(BIN)/python patches/audit.py
 
 # MINUTES on a machine with a GPU: what is missing of docs/measured/gpu_*.json, in pieces; docs/gpu.md.
 gpu-check:
