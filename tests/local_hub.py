@@ -2,13 +2,12 @@
 
     DIR/org/name/...        the files of a repository's one revision
 
-Serves listing, file heads and files, and takes repositories and commits, as far as the client asks for them; keys and
-large-file storage are not in it. Give clients `HF_ENDPOINT` and `HF_HUB_DISABLE_XET=1`.
+Serves listing, file heads and files, as far as the client asks for them. Give clients `HF_ENDPOINT` and
+`HF_HUB_DISABLE_XET=1`.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import threading
@@ -45,36 +44,9 @@ class _Hub(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def do_POST(self) -> None:
-        words, body = self._words(), self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if words == ["api", "repos", "create"]:
-            asked = json.loads(body)
-            repo = "/".join(filter(None, (asked.get("organization"), asked["name"])))
-            (self.root / repo).mkdir(parents=True, exist_ok=True)
-            self._json({"url": self._url(repo), "id": repo})
-        elif words == ["api", "validate-yaml"]:
-            self._json({"errors": [], "warnings": []})
-        elif "preupload" in words:
-            files = json.loads(body)["files"]
-            self._json({"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]})
-        elif "commit" in words:
-            repo = "/".join(words[2:4])
-            for line in body.splitlines():
-                entry = json.loads(line)
-                if entry["key"] == "file":
-                    path = self.root / repo / entry["value"]["path"]
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(base64.b64decode(entry["value"]["content"]))
-            self._json({"commitUrl": f"{self._url(repo)}/commit/{REVISION}", "commitOid": REVISION, "success": True})
-        else:
-            self._missing("EntryNotFound")
-
     def _words(self) -> list[str]:
         self.seen.append(f"{self.command} {self.path}")
         return [unquote(word) for word in urlsplit(self.path).path.split("/") if word]
-
-    def _url(self, repo: str) -> str:
-        return f"http://{self.headers['Host']}/{repo}"
 
     def _files(self, repo: str) -> list[str]:
         folder = self.root / repo

@@ -35,7 +35,6 @@ PROGRAMS = {name: typer.main.get_command(app) for name, app in APPS.items()}
 HEAVY = ("numpy", "pyarrow", "torch", "vllm", "transformers", "safetensors", "zmq", "bokeh", "pandas", "rich")
 NOT_RUN = {
     r"vllm-ndp (demo|verify|record)\b": "starts vLLM",
-    r"vllm-ndp (push|pull)\b": "needs a hub: test_operating_hub.py",
     r"vllm-ndp lm-eval\b": "needs a server: test_integration_quality.py",
     r"vllm-ndp top\b": "needs what it watches: test_integration_serve.py, test_operating_watch.py",
     r"vllm-ndp replay\b": "needs a trace that vLLM recorded",
@@ -320,7 +319,6 @@ def test_impossible_numbers_are_one_sentence(words: list[str], says: str) -> Non
 WRITES: dict[str, tuple[list[str], bool]] = {
     "quantize": (["{model}", "--out", "{out}", "--bits", "1"], True),
     "tune": (["{model}", "{replicas}", "--out", "{out}", "--calibration", "{model}/calibration.txt"], True),
-    "pull": (["org/name", "--model", "{model}", "--out", "{out}"], True),
     "record": (["{model}", "--prompts", "{model}/calibration.txt", "--out", "{out}"], True),
     "trace-import": (["{trace}", "--format", "vllm", "--out", "{out}"], True),
     "trace-export": (["{trace}", "--format", "dynande", "--out", "{out}"], True),

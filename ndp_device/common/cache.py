@@ -25,11 +25,6 @@ def checked_file(directory: Path) -> Path:
     return _base() / "checked" / f"{key}.json"
 
 
-def hub_cache_dir(repo: str) -> Path:
-    """The place of a hub's repository, named as huggingface_hub names it, in plain files: its own cache has links."""
-    return _base() / "hub" / f"models--{repo.replace('/', '--')}"
-
-
 def _base() -> Path:
     if chosen := os.environ.get("NDP_CACHE_DIR"):
         return Path(chosen)

@@ -211,7 +211,8 @@ def chaos(rig: Rig, calls: int) -> None:
 
 
 @pytest.mark.parametrize("rig", [(*MIXED, "hang=0.001:600", "exit=0.002")], indirect=True)
-def test_a_device_with_eighteen_kinds_of_fault_never_gives_a_wrong_number(rig: Rig, way: str) -> None:
+def test_a_device_with_eighteen_kinds_of_fault_never_gives_a_wrong_number(rig: Rig) -> None:
+    """By shared memory; tests/simulation has the same kinds without it."""
     chaos(rig, 1000)
     assert rig.client.counters.broken > 10
     assert rig.client.counters.nonfinite > 0
