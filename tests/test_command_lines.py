@@ -222,6 +222,7 @@ def test_an_installed_program_ends_as_its_function_does(words: list[str]) -> Non
         (["vllm-ndp", "compare"], "Missing argument 'TRACE...' (see vllm-ndp compare --help)"),
         (["vllm-ndp", "compare", TRACE, "--system", "all"], "--systems"),
         (["vllm-ndp", "compare", TRACE, "--avg-bits", "two"], "--avg-bits must be numbers"),
+        (["vllm-ndp", "compare", TRACE, "--policies", "orcale"], "did you mean 'oracle'?"),
         (["vllm-ndp", "trace-synth"], "Missing option '--out'"),
         (
             ["vllm-ndp", "trace-synth", "no/such", "--out", "o"],

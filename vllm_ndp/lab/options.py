@@ -145,13 +145,15 @@ class CompareSettings:
     def __post_init__(self) -> None:
         from vllm_ndp.lab.systems import SYSTEMS, require_options, system_named
         from vllm_ndp.planning.importance import BITS_FOR
-        from vllm_ndp.planning.policies import POLICIES
+        from vllm_ndp.planning.policies import POLICIES, require_known
 
         for name, known in (("systems", SYSTEMS), ("policies", (*POLICIES, ORACLE))):
             if getattr(self, name) == ("all",):
                 object.__setattr__(self, name, tuple(known))
         for name in self.systems:
             system_named(name)
+        for name in self.policies:
+            require_known(name, ORACLE)
         require_options(self.options, self.systems)
         if self.num_hot is not None and self.num_hot < 0:
             raise ConfigError(f"hot experts per layer must be at least 0, got {self.num_hot}")

@@ -12,7 +12,7 @@ import inspect
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -256,10 +256,18 @@ def _refuse_unknown(name: str, options: Mapping[str, Any], known: Collection[str
 def _maker(name: str) -> PolicyMaker:
     if name in (*POLICIES,):
         return POLICIES[name]
-    foreign = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    _known("policy", name, (*POLICIES, *foreign))
-    maker: PolicyMaker = foreign[name].load()
+    require_known(name)
+    maker: PolicyMaker = _foreign()[name].load()
     return maker
+
+
+def require_known(name: str, *others: str) -> None:
+    """others: what the asker takes beside policies."""
+    _known("policy", name, (*POLICIES, *_foreign(), *others))
+
+
+def _foreign() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
 
 
 def read_prior(path: Path) -> ImportanceScore:
