@@ -21,7 +21,15 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     path = model_dir / "config.json"
     if not path.exists():
         raise ConfigError(f"no config.json in {model_dir}: give the directory of a Hugging Face checkpoint")
-    return read_json(path)
+    config = read_json(path)
+    compressed = config.get("compression_config")
+    transforms = compressed.get("transform_config") if isinstance(compressed, dict) else None
+    if config.get("approximate_experts") or (isinstance(transforms, dict) and transforms.get("expert_substitution")):
+        raise ConfigError(
+            f"{path} says that constants stand for some experts (MoNE), which have no weights here: give the "
+            "checkpoint it was made from"
+        )
+    return config
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -262,3 +262,18 @@ def test_dense_layers_and_shared_experts_lie_where_the_families_have_them() -> N
     assert [layer.has_experts for layer in maverick.decoder] == [False, True] * 24
     assert next_.shared_weights == 3 * 2048 * 512 + 2048
     assert SHAPES["mixtral-8x7b"].shared_weights == SHAPES["gpt-oss-20b"].shared_weights == 0
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"approximate_experts": {"0": [3]}},
+        {"compression_config": {"transform_config": {"expert_substitution": {"0": [3]}}}},
+    ],
+)
+def test_a_checkpoint_with_constants_in_place_of_experts_is_named_as_such(tmp_path, told):
+    """vLLM 0.33 serves these; their experts have no weights, and were called an incomplete checkpoint."""
+    config = json.loads((MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | told))
+    with pytest.raises(ConfigError, match=r"constants stand for some experts \(MoNE\)"):
+        read_config(tmp_path)
