@@ -50,6 +50,14 @@ def test_stock_vllm_runs_the_recorded_experts_and_refuses_other_lengths_and_shap
     assert "the trace has 2 of 8 experts a token, the model 4 of 32" in done.stdout
 
 
+def test_the_example_sends_what_the_trace_asks_for(trace: Path) -> None:
+    words = [sys.executable, "examples/routing_in_stock_vllm.py", str(trace), str(MODEL)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert f"measured: {REQUESTS} requests and {sum(ROWS + 1 - (20 + 2 * n) for n in range(REQUESTS))} tokens in" in (
+        done.stdout
+    ), done.stdout + done.stderr[-3000:]
+
+
 def test_requests_that_meet_in_steps_keep_their_own_routing(trace: Path, tmp_path: Path) -> None:
     """Prompts in parts, twelve requests for eight places: what the plugin records is the trace."""
     done = run(trace, "plugin", str(tmp_path / "again"))
