@@ -240,9 +240,7 @@ class MoELayer:
 
     def _compute_here(self, out: torch.Tensor, x: torch.Tensor, pairs: Pairs) -> None:
         """The device gave no valid answer: add the same pairs, computed in this process."""
-        assert self._link is not None
-        here = self._link.compute_locally(self.index, x, pairs)
-        out.add_(self._parts.hot.stream_whole(self.index, x, pairs) if here is None else here)
+        out.add_(self._parts.hot.stream_whole(self.index, x, pairs))
 
 
 def _on_host(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
