@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ndp_device.checkpoint import _values
 from ndp_device.common.errors import ConfigError, ReplicaError
-from ndp_device.common.widths import FP4, FP4_GROUP
+from ndp_device.common.widths import BYTE_BITS, FP4, FP4_GROUP
 
 Floats = NDArray[np.float32]
 Rows = Callable[[int, int], NDArray[Any]]
@@ -42,17 +42,25 @@ _NO_NUMBER = 0xFF
 """Of E8M0."""
 
 CODE_BITS = 4
-"""Width of the codes that are served as they are stored."""
+"""Width of the codes that replicas may hold as they are stored."""
 
 
 class StoredForm(NamedTuple):
-    """How codes of four bits are stored: as integers (int4) or E2M1 numbers (fp4), so many columns under one scale."""
+    """How codes are stored: as integers (int4, int8), E2M1 numbers (fp4) or E4M3 ones (float8), so many columns under
+    one scale; 0: whatever blocks 8 bits have."""
 
     numbers: str
     group: int
 
+    @property
+    def bits(self) -> int:
+        return BYTE_BITS if self.numbers in _BYTES.values() else CODE_BITS
+
 
 MXFP4 = StoredForm("fp4", FP4_GROUP)
+
+_BYTES = {"e4m3": "float8", "int8": "int8"}
+"""Elements -> what experts/expert.py calls them."""
 
 
 class Codes(NamedTuple):
@@ -94,6 +102,25 @@ class Fp4Codes(NamedTuple):
         return Fp4Codes(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))
 
 
+class ByteCodes(NamedTuple):
+    """A matrix [N, C] of 8 bits as it is stored, see experts/expert.py."""
+
+    numbers: str
+    codes: NDArray[np.uint8]
+    scale: NDArray[np.float32]
+    block: tuple[int, int]
+
+    def of(self, rows: slice) -> ByteCodes | None:
+        """None where rows end within a block."""
+        of_rows = range(*rows.indices(len(self.codes)))
+        if len(self.scale) == 1:
+            return self._replace(codes=self.codes[rows], block=(len(of_rows), self.block[1]))
+        if self.block[0] != 1 and (of_rows.start % self.block[0] or of_rows.step != 1):
+            return None
+        places = slice(of_rows.start // self.block[0], -(-of_rows.stop // self.block[0]), of_rows.step)
+        return self._replace(codes=self.codes[rows], scale=self.scale[places])
+
+
 @dataclass(frozen=True)
 class Packed:
     """One tensor in the shape that its values have, and the stored tensors that hold them."""
@@ -127,8 +154,10 @@ class Packed:
 
     @property
     def stored_form(self) -> StoredForm | None:
-        """What a kernel may compute from as it is stored, in whole groups of a row; else None."""
+        """What a kernel may compute from as it is stored, integers and FP4 in whole groups of a row; else None."""
         columns, group = self.shape[-1], max(self.block)
+        if self.decode is scaled and self.elements in _BYTES and self.parts.keys() == {"codes", "scale"}:
+            return StoredForm(_BYTES[self.elements], 0)
         if columns % group:
             return None
         if self.decode in _WHOLE and self.bits == CODE_BITS and group % 8 == 0:
@@ -137,11 +166,14 @@ class Packed:
         is_fp4 = self.decode is scaled and self.elements == "fp4" and has_powers and self.block == (1, FP4_GROUP)
         return MXFP4 if is_fp4 else None
 
-    def codes(self, read: Read, index: int | None) -> Codes | Fp4Codes | None:
-        """The same as it is stored; None where a kernel cannot take it so."""
+    def codes(self, read: Read, index: int | None) -> Codes | Fp4Codes | ByteCodes | None:
+        """The same as it is stored; None where a kernel cannot take it so. Raises ReplicaError for a byte or a scale
+        that is no number."""
         one, part = self._one(read, index)
         if one.stored_form is None:
             return None
+        if one.stored_form.bits == BYTE_BITS:
+            return one._byte_codes(part, one.stored_form.numbers)
         if one.stored_form == MXFP4:
             exponents = part("scale").view(np.uint8).reshape(one.shape[0], -1)
             codes = part("codes").view(np.uint8).reshape(one.shape[0], -1)
@@ -159,6 +191,16 @@ class Packed:
         if not (np.array_equal(halves, scale) and np.isfinite(offset).all()):
             return None
         return Codes(_planes(words), halves, offset, perm)
+
+    def _byte_codes(self, part: Read, numbers: str) -> ByteCodes:
+        (rows, columns), (of_rows, of_columns) = self.shape, self.block
+        codes = part("codes").view(np.uint8).reshape(rows, columns)
+        scale = _numbers(part("scale"), self.scale_dtype).reshape(-(-rows // of_rows), -(-columns // of_columns))
+        if not np.isfinite(scale).all() or (numbers == "float8" and _values.holds_nan_of_e4m3(codes)):
+            raise ReplicaError(
+                f"{self.parts['codes']} holds NaN or infinity: the checkpoint is damaged, give it another"
+            )
+        return ByteCodes(numbers, codes, np.ascontiguousarray(scale, np.float32), self.block)
 
     def _one(self, read: Read, index: int | None) -> tuple[Packed, Read]:
         def part(role: str) -> NDArray[Any]:

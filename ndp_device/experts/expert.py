@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.activation import SILU, Activation
-from ndp_device.common.widths import FP4_BITS, FP4_GROUP, FULL_PRECISION_BITS, REPLICA_WIDTHS
+from ndp_device.common.widths import BYTE_BITS, FP4_BITS, FP4_GROUP, FULL_PRECISION_BITS, REPLICA_WIDTHS
 
 MAX_BITS = 8
 """A code is one byte; replicas use 1 to 4 bits of it, or all."""
@@ -232,6 +232,59 @@ class Fp4Expert:
     @property
     def nbytes(self) -> int:
         return self.w13.nbytes + self.w2.nbytes + (0 if self.biases is None else self.biases.nbytes)
+
+
+@dataclass(frozen=True)
+class ByteMatrix:
+    """W[n, c] = number(codes[n, c]) * scale[n // block[0], c // block[1]]: 8 bits as a checkpoint stores them.
+
+    - numbers: "float8" (E4M3 without infinities, none of them NaN) or "int8"
+    - codes: uint8 [N, C]
+    - scale: float32, one for each block of rows and columns
+    """
+
+    numbers: str
+    codes: NDArray[np.uint8]
+    scale: NDArray[np.float32]
+    block: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        grid = tuple(-(-size // of) for size, of in zip(self.codes.shape, self.block, strict=True))
+        if self.codes.dtype != np.uint8 or self.scale.dtype != np.float32 or self.scale.shape != grid:
+            raise ValueError(
+                f"codes and scale must be uint8 [N, C] and float32 {list(grid)}, "
+                f"got {self.codes.dtype}{list(self.codes.shape)} and {self.scale.dtype}{list(self.scale.shape)}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes
+
+
+@dataclass(frozen=True)
+class ByteExpert:
+    """One SwiGLU expert in 8 bits as stored: w1 (gate) and w3 (up) [I, H], w2 (down) [H, I]."""
+
+    w1: ByteMatrix
+    w3: ByteMatrix
+    w2: ByteMatrix
+    biases: Biases | None = None
+    activation: Activation = SILU
+    bits: int = BYTE_BITS
+
+    def __post_init__(self) -> None:
+        (inner, hidden), (out, columns) = self.w1.shape, self.w2.shape
+        if self.w3.shape != (inner, hidden) or (out, columns) != (hidden, inner):
+            raise ValueError(f"w1, w3, w2 must be [I, H], [I, H], [H, I], got {self.w1.shape}, {self.w3.shape}, {out}")
+        _check_biases(self.biases, inner, hidden)
+
+
+StoredExpert = Fp4Expert | ByteExpert
+"""What only a checkpoint holds: no replica."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.experts.expert import Expert, Fp4Expert, QuantizedMatrix
+from ndp_device.experts.expert import Expert, QuantizedMatrix, StoredExpert
 from ndp_device.kernels.reference import ReferenceKernel
 
 KERNELS = ("auto", "reference", "native")
@@ -24,7 +24,7 @@ class Kernel(Protocol):
 
     name: str
 
-    def prepare(self, expert: Expert | Fp4Expert) -> Any:
+    def prepare(self, expert: Expert | StoredExpert) -> Any:
         """Convert an expert once, at load, into whatever this kernel streams."""
         ...
 

@@ -36,7 +36,17 @@ class PreparedExpert:
     ) -> PreparedExpert: ...
 
 def quantized_expert(w13: PackedMatrix, w2: PackedMatrix, limbs: int) -> PreparedExpert: ...
-def full_expert(dtype: int, w1: NDArray[Any], w3: NDArray[Any], w2: NDArray[Any]) -> PreparedExpert: ...
+def full_expert(
+    dtype: int,
+    w1: NDArray[Any],
+    w3: NDArray[Any],
+    w2: NDArray[Any],
+    s1: NDArray[np.float32],
+    s3: NDArray[np.float32],
+    s2: NDArray[np.float32],
+    rows: int,
+    cols: int,
+) -> PreparedExpert: ...
 
 class Engine:
     def __init__(self, isa: str, threads: int) -> None: ...

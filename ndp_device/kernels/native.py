@@ -15,6 +15,7 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,15 @@ from numpy.typing import NDArray
 from ndp_device.common.activation import SILU
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import LIMBS, LINEAR_LIMBS
-from ndp_device.experts.expert import Expert, Fp4Expert, FullExpert, QuantizedMatrix
+from ndp_device.experts.expert import (
+    ByteExpert,
+    ByteMatrix,
+    Expert,
+    Fp4Expert,
+    FullExpert,
+    QuantizedMatrix,
+    StoredExpert,
+)
 from ndp_device.kernels import _native
 
 _LOG = logging.getLogger(__name__)
@@ -31,6 +40,8 @@ COMPONENT_BITS: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (2
 """How a replica's bits are cut into components, top bits first. The alternatives that lost: docs/log/kernels.md."""
 
 _DTYPES = {"float32": (0, 4), "float16": (1, 2), "bfloat16": (2, 2)}  # DType in csrc/kernel_table.h, bytes
+_BYTES = {"float8": 3, "int8": 4}
+_NO_SCALES = np.empty((0, 0), np.float32)
 _IDENTITY = np.empty(0, np.int32)
 
 
@@ -97,7 +108,9 @@ class NativeKernel:
         self._engine = _native.Engine(isa, threads)
         self._shared: weakref.WeakValueDictionary[tuple[int, ...], Component] = weakref.WeakValueDictionary()
 
-    def prepare(self, expert: Expert | Fp4Expert) -> NativeExpert:
+    def prepare(self, expert: Expert | StoredExpert) -> NativeExpert:
+        if isinstance(expert, ByteExpert):
+            return _prepare_bytes(expert)
         if isinstance(expert, Fp4Expert):
             return self._prepare_fp4(expert)
         *_, prepared = self.prepare_by_parts(expert)
@@ -252,13 +265,42 @@ def _prepare_full(expert: FullExpert) -> NativeExpert:
         raise ReplicaError(
             f"full-precision weights must be {' | '.join(_DTYPES)}, got {expert.dtype!r} as {[w.dtype for w in arrays]}"
         )
-    # A matrix that does not lie row by row in the checkpoint has been copied: these bytes are ours to count.
-    originals = (expert.w1, expert.w3, expert.w2)
-    copied = sum(a.nbytes for a, w in zip(arrays, originals, strict=True) if not np.shares_memory(a, w))
-    return NativeExpert(_with_activation(_native.full_expert(code, *arrays), expert), (), copied)
+    copied = _copied(arrays, (expert.w1, expert.w3, expert.w2))
+    w1, w3, w2 = arrays
+    native = _native.full_expert(code, w1, w3, w2, _NO_SCALES, _NO_SCALES, _NO_SCALES, 0, 0)
+    return NativeExpert(_with_activation(native, expert), (), copied)
 
 
-def _with_activation(native: _native.PreparedExpert, expert: Expert | Fp4Expert) -> _native.PreparedExpert:
+def _prepare_bytes(expert: ByteExpert) -> NativeExpert:
+    matrices = (expert.w1, expert.w3, expert.w2)
+    rows, columns = (min(m.block[axis] for m in matrices) for axis in (0, 1))
+    if len({m.numbers for m in matrices}) != 1:
+        raise ReplicaError("gate, up and down must be one kind of numbers")
+    arrays = [np.ascontiguousarray(m.codes) for m in matrices]
+    scales = [_in_blocks(m, rows, columns) for m in matrices]
+    (w1, w3, w2), (s1, s3, s2) = arrays, scales
+    native = _native.full_expert(_BYTES[expert.w1.numbers], w1, w3, w2, s1, s3, s2, rows, columns)
+    copied = _copied(arrays, [m.codes for m in matrices]) + sum(scale.nbytes for scale in scales)
+    return NativeExpert(_with_activation(native, expert), (), copied)
+
+
+def _in_blocks(matrix: ByteMatrix, rows: int, columns: int) -> NDArray[np.float32]:
+    """Scales of blocks of this size, which is that of the matrix's or cuts them."""
+    scale = matrix.scale
+    for axis, least in enumerate((rows, columns)):
+        size, of = matrix.shape[axis], matrix.block[axis]
+        if of < size and of % least:
+            raise ReplicaError(f"blocks of {of} and {least} under one scale, in one expert, do not fit into each other")
+        scale = scale.take(np.arange(0, size, least) // of, axis)
+    return np.ascontiguousarray(scale)
+
+
+def _copied(arrays: Sequence[NDArray[Any]], originals: Sequence[NDArray[Any]]) -> int:
+    """Bytes of the matrices that did not lie row by row in the checkpoint: these are ours to count."""
+    return sum(a.nbytes for a, w in zip(arrays, originals, strict=True) if not np.shares_memory(a, w))
+
+
+def _with_activation(native: _native.PreparedExpert, expert: Expert | StoredExpert) -> _native.PreparedExpert:
     act = expert.activation
     if expert.biases is None and act == SILU:
         return native

@@ -17,11 +17,14 @@ from ndp_device.common.activation import SILU, Activation
 from ndp_device.common.widths import FP4, FP4_GROUP
 from ndp_device.experts.expert import (
     Biases,
+    ByteExpert,
+    ByteMatrix,
     Expert,
     Fp4Expert,
     Fp4Matrix,
     FullExpert,
     QuantizedMatrix,
+    StoredExpert,
     to_float32,
     unpack,
 )
@@ -60,7 +63,10 @@ class ReferenceKernel:
 
     name = "reference"
 
-    def prepare(self, expert: Expert | Fp4Expert) -> ReferenceExpert:
+    def prepare(self, expert: Expert | StoredExpert) -> ReferenceExpert:
+        if isinstance(expert, ByteExpert):
+            w1, w3, w2 = map(from_bytes, (expert.w1, expert.w3, expert.w2))
+            return ReferenceExpert(np.concatenate([w1, w3]), w2, expert.biases, expert.activation)
         if isinstance(expert, FullExpert):
             w1, w3, w2 = (to_float32(w, expert.dtype) for w in (expert.w1, expert.w3, expert.w2))
             return ReferenceExpert(np.concatenate([w1, w3]), w2, expert.biases, expert.activation)
@@ -114,6 +120,20 @@ def from_fp4(matrix: Fp4Matrix) -> Float32:
     codes = np.stack([matrix.codes & 15, matrix.codes >> 4], axis=-1).reshape(matrix.shape)
     scale = np.ldexp(np.float32(1), matrix.exponents.astype(np.int32) - 127)
     weights: Float32 = np.array(FP4, np.float32)[codes] * np.repeat(scale, FP4_GROUP, axis=1)
+    return weights
+
+
+def from_bytes(matrix: ByteMatrix) -> Float32:
+    """The matrix as float32 [N, C]."""
+    codes, (rows, columns) = matrix.codes, matrix.shape
+    if matrix.numbers == "int8":
+        numbers = codes.view(np.int8).astype(np.float32)
+    else:
+        exponent, mantissa = (codes >> 3 & 15).astype(np.int32), (codes & 7).astype(np.float32)
+        sizes = np.where(exponent, np.ldexp(1 + mantissa / 8, exponent - 7), np.ldexp(mantissa / 8, -6))
+        numbers = np.where(codes & 128, -sizes, sizes)
+    scale = matrix.scale[np.arange(rows) // matrix.block[0]][:, np.arange(columns) // matrix.block[1]]
+    weights: Float32 = numbers.astype(np.float32) * scale
     return weights
 
 

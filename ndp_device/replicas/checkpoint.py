@@ -18,15 +18,18 @@ from numpy.typing import NDArray
 from ndp_device.checkpoint.headers import weight_files
 from ndp_device.checkpoint.names import DTYPES, Source
 from ndp_device.checkpoint.opening import Checkpoint, open_checkpoint
-from ndp_device.checkpoint.values import CODE_BITS, Codes, Fp4Codes, StoredForm
+from ndp_device.checkpoint.values import CODE_BITS, ByteCodes, Codes, Fp4Codes, StoredForm
 from ndp_device.common.errors import ReplicaError
 from ndp_device.experts.expert import (
     Biases,
+    ByteExpert,
+    ByteMatrix,
     Fp4Expert,
     Fp4Matrix,
     FullExpert,
     QuantizedExpert,
     QuantizedMatrix,
+    StoredExpert,
     to_float32,
 )
 from ndp_device.replicas.mapped import MappedFile
@@ -127,10 +130,11 @@ class CheckpointExperts:
             return None
         return stored
 
-    def as_stored(self, layer: int, expert: int) -> QuantizedExpert | Fp4Expert | None:
-        """The expert of 4 bits whose codes and scales are the checkpoint's; None where it is stored in another way."""
+    def as_stored(self, layer: int, expert: int) -> QuantizedExpert | StoredExpert | None:
+        """The expert whose codes of 4 or 8 bits and scales are the checkpoint's; None where it is stored in another
+        way."""
         found = self.layout.layers[layer]
-        parts: list[Codes | Fp4Codes] = []
+        parts: list[Codes | Fp4Codes | ByteCodes | None] = []
         for source in (found.weights[part] for part in ("gate", "up", "down")):
             packed, index = self.packed.get(source.tensor(expert)), source.index(expert)
             if packed is None or source.transposed or (codes := packed.codes(self._stored, index)) is None:
@@ -140,6 +144,8 @@ class CheckpointExperts:
         match parts:
             case [Fp4Codes() as gate, Fp4Codes() as up, Fp4Codes() as down]:
                 return Fp4Expert(Fp4Matrix(*gate.above(up)), Fp4Matrix(*down), biases, activation)
+            case [ByteCodes() as gate, ByteCodes() as up, ByteCodes() as down]:
+                return ByteExpert(ByteMatrix(*gate), ByteMatrix(*up), ByteMatrix(*down), biases, activation)
             case [Codes() as gate, Codes() as up, Codes() as down] if gate.has_order_of(up):
                 both = gate.above(up)
                 group = self.shape.hidden_size // both.scale.shape[1]

@@ -7,6 +7,7 @@ plain twin. gpt-oss in MXFP4 by default; `make test-families` runs all and notes
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from engines import PROMPTS, engine, greedy, token_ids
 from family_tokens import PENALTIES, PROMPT_COUNT, TOKENS
 from paths import ROOT
+from safetensors.torch import load_file, save_file
 from test_integration_families import Runs, made, models, noted, selected
 
 from vllm_ndp.lab.cli.recorded import losses_of_run
@@ -61,25 +63,42 @@ def test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin(ran: tuple[Ru
     assert totals["row_checks"] > 0 == totals["sidecar_mismatches"] == totals["fallback_pairs"]
 
 
-@pytest.mark.parametrize("name", ["mixtral-awq", "gpt_oss-mxfp4"])
-def test_a_checkpoint_of_4_bits_is_served_by_its_own_codes(
-    models: Path, monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize(("name", "bits"), [("mixtral-awq", 4), ("gpt_oss-mxfp4", 4), ("mixtral-fp8", 8)])
+def test_a_quantized_checkpoint_is_served_by_its_own_codes(
+    models: Path, monkeypatch: pytest.MonkeyPatch, name: str, bits: int
 ) -> None:
     """Nothing is written, and the run is replayed. Fitted again, its experts gave 1 to 9 of 16 tokens of a prompt."""
     monkeypatch.setenv("NDP_CACHE_DIR", str(models / "cache"))
     (path,) = made(models, name, maker=MAKER).values()
     record = models / f"trace-{name}"
-    slots = {"hot_experts": 8, "slot_bits": 4, "avg_bits": 4.0, "execution": "paper", "record": str(record)}
+    slots = {"hot_experts": 8, "slot_bits": bits, "avg_bits": 4.0, "execution": "paper", "record": str(record)}
+    twin = path.with_name(f"{path.name}-dequantized")
+    if bits == 8:
+        twin = _unrounded(path, twin)
     found = {}
-    for side, model, settings in (("stock", path.with_name(f"{path.name}-dequantized"), None), ("ours", path, slots)):
+    for side, model, settings in (("stock", twin, None), ("ours", path, slots)):
         with engine(model, settings=settings, dtype="float32") as llm:
             found[side] = token_ids(greedy(llm, PROMPTS[:4], 16, **PENALTIES))
             told = llm.collective_rpc("ndp_status")[0] if settings else {}
-    assert told["replicas"] == "none: experts keep the checkpoint's codes of 4 bits"
+    assert told["replicas"] == f"none: experts keep the checkpoint's codes of {bits} bits"
     assert not list((models / "cache").glob("replicas/*"))
     assert found["ours"] == found["stock"]
     trace = Trace.load(record)
     assert replay_live(trace, losses_of_run(trace, None)).identical
+
+
+def _unrounded(quantized: Path, dequantized: Path) -> Path:
+    """The plain twin with its experts in float32: products of E4M3 and a float32 have more bits than bfloat16."""
+    tensors, out = load_file(quantized / "model.safetensors"), dequantized.with_name(f"{dequantized.name}-unrounded")
+    shutil.copytree(dequantized, out)
+    plain = load_file(dequantized / "model.safetensors")
+    for name, scale in tensors.items():
+        if name.endswith("weight_scale_inv"):
+            codes = tensors[name.removesuffix("_scale_inv")].float()
+            blocks = codes.unflatten(0, (len(scale), -1)).unflatten(2, (scale.shape[1], -1))
+            plain[name.removesuffix("_scale_inv")] = (blocks * scale[:, None, :, None]).reshape(codes.shape)
+    save_file(plain, out / "model.safetensors", {"format": "pt"})
+    return out
 
 
 def test_linear_layers_for_which_vllm_has_no_kernel_here_are_served_by_their_values(

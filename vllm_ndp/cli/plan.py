@@ -72,10 +72,11 @@ def plan(
     )
     source = source_named(model)
     demand = Demand(min(asked.context, source.longest or asked.context), asked.batch)
-    sizing = Sizing(source.model, machine, demand, stored_bytes=source.stored_bytes)
+    form = source.stored_form
+    sizing = Sizing(source.model, machine, demand, stored_bytes=source.stored_bytes, stored_bits=form and form.bits)
     costs = Costs(load_hardware(hardware or nearest_card(machine.gpu_bytes), **hardware_values(set_)), source.model)
     with waiting("measuring this machine" if probe else "laying out the model"):
-        proposal = propose(source, sizing, costs, partial(measure, source.model) if probe else None)
+        proposal = propose(source, sizing, costs, partial(measure, source.model, form=form) if probe else None)
     _print(proposal)
     if demand.context < asked.context:
         print(f"The context is {demand.context} tokens, the model's longest, not {asked.context}.")

@@ -66,9 +66,10 @@ class ExpertsPool:
         return self._checkpoint.lies_in_place
 
     @property
-    def holds_codes(self) -> bool:
-        """Whether slots of 4 bits may hold experts as they are stored."""
-        return self._checkpoint.stored_form is not None
+    def code_bits(self) -> int | None:
+        """Width of slots that may hold experts as they are stored; None: they may not."""
+        form = self._checkpoint.stored_form
+        return None if form is None else form.bits
 
     @property
     def shares(self) -> list[Share]:

@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.checkpoint.values import CODE_BITS
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
 from ndp_device.kernels import Kernel
@@ -72,9 +71,9 @@ class WorkerFacts:
 
     @cached_property
     def serves_its_codes(self) -> bool:
-        """Whether every expert runs in slots by the codes of 4 bits that the checkpoint holds: without replicas."""
-        alone = compat.on_cpu() and self.settings.only_width(self.pool.shape.num_experts) == CODE_BITS
-        return alone and self.settings.replicas is None and self.pool.holds_codes
+        """Whether every expert runs in slots by the codes that the checkpoint holds: without replicas."""
+        only = self.settings.only_width(self.pool.shape.num_experts)
+        return compat.on_cpu() and self.settings.replicas is None and only is not None and only == self.pool.code_bits
 
     @property
     def is_quantized(self) -> bool:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.widths import FULL_PRECISION_BITS
-from ndp_device.experts.expert import Fp4Expert, QuantizedExpert
+from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS
+from ndp_device.experts.expert import QuantizedExpert, StoredExpert
 from ndp_device.kernels import Kernel
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
@@ -156,18 +156,20 @@ class ReplicaFill:
         if self._files is None:
             prepared = self._kernel.prepare(self._as_stored(layer, expert))
             self._checkpoint.check(layer)
+            if bits != BYTE_BITS and expert == self._checkpoint.shape.num_experts - 1:
+                self._checkpoint.release()  # its codes were copied; those of 8 bits are read where they lie
             return prepared
         prepared = self._kernel.prepare(self._files.expert(layer, expert, bits))
         self._files.check(layer)
         self._files.release(layer)
         return prepared
 
-    def _as_stored(self, layer: int, expert: int) -> QuantizedExpert | Fp4Expert:
+    def _as_stored(self, layer: int, expert: int) -> QuantizedExpert | StoredExpert:
         stored = self._checkpoint.as_stored(layer, expert)
         if stored is None:
             raise ConfigError(
-                f"expert {expert} of layer {layer} is stored in another way than the first, which holds codes of 4 "
-                "bits in the order of its columns: make replicas with `vllm-ndp quantize --bits 4` and name them in "
-                "'replicas'"
+                f"expert {expert} of layer {layer} is stored in another way than the first, which holds codes of "
+                f"{self._bits} bits in the order of its columns: make replicas with `vllm-ndp quantize --bits "
+                f"{self._bits}` and name them in 'replicas'"
             )
         return stored

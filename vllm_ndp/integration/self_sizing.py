@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.checkpoint.values import CODE_BITS, StoredForm
+from ndp_device.checkpoint.values import StoredForm
 from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.replicas.checkpoint import CheckpointExperts
@@ -133,11 +133,13 @@ def _size_kv_cache(vllm_config: VllmConfig, settings: NdpSettings) -> None:
     vllm_config.cache_config.kv_cache_memory_bytes = max(drafts * size, _LEAST_KV_BYTES)
 
 
-def _one_request(vllm_config: VllmConfig) -> Sizing:
+def _one_request(vllm_config: VllmConfig, stored_bits: int | None = None) -> Sizing:
     source = source_named(str(model_dir(vllm_config)))
     scheduler, context = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
     demand = Demand(context, batch=1, step_tokens=scheduler.max_num_batched_tokens)
-    return Sizing(source.model, MachineSize(room_bytes()), demand, stored_bytes=source.stored_bytes)
+    return Sizing(
+        source.model, MachineSize(room_bytes()), demand, stored_bytes=source.stored_bytes, stored_bits=stored_bits
+    )
 
 
 def _own_size(vllm_config: VllmConfig, form: StoredForm | None) -> OwnSize:
@@ -145,11 +147,12 @@ def _own_size(vllm_config: VllmConfig, form: StoredForm | None) -> OwnSize:
 
     Raises ConfigError where not even one request fits.
     """
-    scheduler, sizing = vllm_config.scheduler_config, _one_request(vllm_config)
+    scheduler, sizing = vllm_config.scheduler_config, _one_request(vllm_config, form and form.bits)
     model = sizing.model
     size = [model.hidden_size, model.intermediate_size]
-    facts = {"expert": size, "bits": _WIDEST, "stored": form and [*form], "version": __version__}
-    measured, _ = find_or_measure(speed.Measured, facts, partial(speed.measure, model, _WIDEST, form))
+    bits = max(_WIDEST, sizing.require()[0].widest)
+    facts = {"expert": size, "bits": bits, "stored": form and [*form], "version": __version__}
+    measured, _ = find_or_measure(speed.Measured, facts, partial(speed.measure, model, bits, form))
     return own_size(sizing, scheduler.max_num_seqs, measured)
 
 
@@ -157,8 +160,7 @@ def _loss(settings: NdpSettings, model: Path, size: OwnSize, form: StoredForm | 
     """Mean over the experts, relative to their outputs; None where there are no replicas yet."""
     bits, num_experts = size.option.widest, size.sizing.model.num_experts
     named = settings.replicas
-    alone = bits == CODE_BITS and settings.only_width(num_experts) is not None and not named
-    if alone and form is not None:
+    if form is not None and form.bits == bits == settings.only_width(num_experts) and not named:
         return 0.0
     replicas = Path(named) if named else cached_replicas(settings, model_digest(model), num_experts)
     try:

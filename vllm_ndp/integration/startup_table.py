@@ -33,6 +33,7 @@ _PRICES = {
     "simulated": "the simulated hardware's",
     "measured": "this machine's, measured at start-up; simulated times stay those of the simulated hardware",
 }
+_OWN_CODES = "none: experts keep the checkpoint's codes of {} bits"
 _REPLAN = {"prefill": "where a prompt ends", "drift": "where a prompt ends, and when decode shows another subject"}
 
 
@@ -90,7 +91,7 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar, kv_cache_bytes: int) -
         "record": settings.record or "off",
         "report": _report(worker.unsimulated),
         **({} if device.link is None else _device(device.link, device, settings, hot.pool.mapped_bytes)),
-        **({"replicas": "none: experts keep the checkpoint's codes of 4 bits"} if facts.serves_its_codes else {}),
+        **({"replicas": _OWN_CODES.format(settings.slot_bits)} if facts.serves_its_codes else {}),
     }
 
 

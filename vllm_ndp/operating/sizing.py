@@ -19,7 +19,7 @@ from functools import cached_property
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape, WholeModel
-from ndp_device.common.widths import DEFAULT_AVG_BITS, FULL_PRECISION_BITS, WIDTHS, default_group_size
+from ndp_device.common.widths import BYTE_BITS, DEFAULT_AVG_BITS, FULL_PRECISION_BITS, WIDTHS, default_group_size
 from ndp_device.timing.units import ceil_div
 from ndp_device.timing.work import expert_bytes
 from vllm_ndp.cost_model.memory import STAGED_EXPERTS
@@ -117,7 +117,7 @@ class Option:
     def avg_bits(self) -> float:
         """Beside a GPU: the plugin's default, or the widest width if that is less. On CPU: the widest width, because
         memory holds it, its loss is least, and 4 bits take hardly longer than 3 (docs/performance.md)."""
-        return min(DEFAULT_AVG_BITS, float(self.widest)) if self.gpu else float(self.widest)
+        return min(DEFAULT_AVG_BITS if self.gpu else float(WIDTHS[-1]), float(self.widest))
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,8 @@ class Sizing:
     """Without a GPU: whether an expert in full precision was measured to be faster than a cold one."""
     stored_bytes: int | None = None
     """Of the checkpoint's files; None where there are none."""
+    stored_bits: int | None = None
+    """Of experts that may be served as the checkpoint stores them; None where they may not."""
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -268,8 +270,12 @@ class Sizing:
         """For each width, from the widest down: the most hot experts that fit; or every expert in slots.
 
         On a CPU low-bit experts are the faster ones, unless a measurement says otherwise. In slots prompts compute them
-        as decode does. Beside a device a prompt reads every cold expert's full precision from the checkpoint.
+        as decode does. Beside a device a prompt reads every cold expert's full precision from the checkpoint. What is
+        stored in 8 bits is served so, without a loss, where it fits.
         """
+        has_bytes = self.machine.gpu_bytes is None and self.stored_bits == BYTE_BITS
+        if has_bytes and (exact := self.in_slots(BYTE_BITS)) is not None:
+            yield exact
         for widest in reversed(WIDTHS):
             best = self._hottest(widest)
             if self.machine.gpu_bytes is None and not (best and self.hot_is_faster and self._prompts_may_stream(best)):

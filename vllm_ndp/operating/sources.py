@@ -1,7 +1,7 @@
 """The model that a person names before anything is loaded: a public shape, a config.json, a checkpoint, an id of a hub.
 
-Only sizes are read: no weight, and of a hub nothing but config.json. Knows names and where each leads. Does not know
-memory or time.
+Only sizes are read, of a checkpoint one expert, and of a hub nothing but config.json. Knows names and where each
+leads. Does not know memory or time.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any
 from ndp_device.checkpoint.files import read_config
 from ndp_device.checkpoint.headers import MAX_LISTING_BYTES, has_weights, weight_files
 from ndp_device.checkpoint.spellings import text_config
+from ndp_device.checkpoint.values import StoredForm
 from ndp_device.common import strict_json
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
 from ndp_device.common.strict_files import Refused
 from ndp_device.model_config import public_model
+from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.timing.public_models import PUBLIC_MODELS, SHAPES, public_shape
 from vllm_ndp.cost_model.costs import model_named
 from vllm_ndp.operating.hub import asked_of_hub
@@ -37,6 +39,8 @@ class CheckpointSource:
     """For people: what the sizes were taken from."""
     stored_bytes: int | None = None
     """Of its files; None where there are none."""
+    stored_form: StoredForm | None = None
+    """How its experts are stored where they may be served so."""
     longest: int | None = None
     """Most tokens of a request, by config.json; None where nobody has said."""
 
@@ -51,9 +55,8 @@ def source_named(name: str) -> CheckpointSource:
     if path.is_dir():
         stored = sum(file.stat().st_size for file in weight_files(path))
         read_from = "config.json and the headers of its tensors"
-        return CheckpointSource(
-            _as_served(model_named(name)), name, read_from, stored, longest_context(read_config(path))
-        )
+        form, longest = CheckpointExperts(path).stored_form, longest_context(read_config(path))
+        return CheckpointSource(_as_served(model_named(name)), name, read_from, stored, form, longest)
     if name.lower() in SHAPES:
         return CheckpointSource(SHAPES[name.lower()], PUBLIC_MODELS[name.lower()].source, "its published sizes")
     known = {model.source.lower(): shape for shape, model in PUBLIC_MODELS.items()}

@@ -21,7 +21,15 @@ from ndp_device.checkpoint.values import MXFP4, StoredForm
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
 from ndp_device.common.widths import BYTE_BITS, FP4_GROUP, LIMBS, LINEAR_LIMBS, WIDTHS, default_group_size
-from ndp_device.experts.expert import Fp4Expert, Fp4Matrix, QuantizedExpert, QuantizedMatrix
+from ndp_device.experts.expert import (
+    ByteExpert,
+    ByteMatrix,
+    Fp4Expert,
+    Fp4Matrix,
+    QuantizedExpert,
+    QuantizedMatrix,
+    StoredExpert,
+)
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.timing.units import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs
@@ -33,7 +41,7 @@ _PROBE_BYTES = 256 << 20
 _KERNEL_S = 0.3
 _ENOUGH = 5
 _PROMPT_ROWS = 16
-_LINEAR_BYTES, _LINEAR_GROUP = 32 << 20, 128
+_LINEAR_BYTES, _BLOCK = 32 << 20, 128
 """A matrix as integration/linear_layers.py makes them."""
 LAYER_S = 1.4e-3
 """What a layer takes beside its matrices, with few rows: norms, rotary embedding, attention of a short context, the
@@ -185,7 +193,9 @@ def _prefill_ps(costs: Costs, num_hot: int, rows: int) -> int:
 
 def measure(model: WholeModel, bits: int, form: StoredForm | None = None) -> Measured:
     """Two seconds of reading and computing on the cores that this process may use. form: of experts that are served as
-    they are stored."""
+    they are stored at its own width."""
+    if form is not None and form.bits != bits:
+        form = None
     kernel = NativeKernel()
     one, many = (_expert_s(kernel, model, bits, form, rows) for rows in (1, _PROMPT_ROWS))
     read, linear = read_bytes_per_s(kernel.threads), _linear_bytes_per_s(kernel, model.hidden_size)
@@ -208,8 +218,11 @@ def read_bytes_per_s(threads: int | None = None) -> float:
 def _expert_s(kernel: NativeKernel, model: WholeModel, bits: int, form: StoredForm | None, rows: int) -> float:
     """Rows through one expert of this size."""
     hidden, inner = model.hidden_size, model.intermediate_size
-    expert: QuantizedExpert | Fp4Expert
-    if form == MXFP4:
+    expert: QuantizedExpert | StoredExpert
+    if form is not None and form.bits == BYTE_BITS:
+        w1, w3, w2 = (_random_bytes(form, *shape) for shape in ((inner, hidden), (inner, hidden), (hidden, inner)))
+        expert = ByteExpert(w1, w3, w2)
+    elif form == MXFP4:
         expert = Fp4Expert(_random_fp4(2 * inner, hidden), _random_fp4(hidden, inner))
     else:
         group = default_group_size(hidden, inner) if form is None else form.group
@@ -221,7 +234,7 @@ def _expert_s(kernel: NativeKernel, model: WholeModel, bits: int, form: StoredFo
 
 
 def _linear_bytes_per_s(kernel: NativeKernel, columns: int) -> float:
-    prepared = kernel.prepare_matrix(_random(max(_LINEAR_BYTES // columns, 32), columns, BYTE_BITS, _LINEAR_GROUP))
+    prepared = kernel.prepare_matrix(_random(max(_LINEAR_BYTES // columns, 32), columns, BYTE_BITS, _BLOCK))
     x = np.random.default_rng(0).standard_normal((1, columns), np.float32)
     return prepared.nbytes / _cold_s(lambda: kernel.multiply(x, prepared))
 
@@ -237,6 +250,12 @@ def _cold_s(run: Callable[[], object]) -> float:
         if tries >= _ENOUGH and time.perf_counter() > until:
             break
     return best
+
+
+def _random_bytes(form: StoredForm, rows: int, columns: int) -> ByteMatrix:
+    codes = np.random.default_rng(0).integers(0, 127, (rows, columns), np.uint8)
+    grid = -(-rows // _BLOCK), -(-columns // _BLOCK)
+    return ByteMatrix(form.numbers, codes, np.full(grid, 1e-3, np.float32), (_BLOCK, _BLOCK))
 
 
 def _random_fp4(rows: int, columns: int) -> Fp4Matrix:

@@ -77,9 +77,17 @@ void planes_of_nibbles(nb::ndarray<const uint32_t, nb::ndim<2>, nb::device::cpu>
     }
 }
 
+bool holds_nan_of_e4m3(nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> codes) {
+    nb::gil_scoped_release release;
+    uint8_t found = 0;
+    for (size_t i = 0; i < codes.size(); ++i) found |= (codes.data()[i] & 0x7f) == 0x7f;
+    return found;
+}
+
 }  // namespace
 
 NB_MODULE(_values, m) {
     m.def("fp4_to_bfloat16", &fp4_to_bfloat16, nb::arg("codes"), nb::arg("scale"), nb::arg("values"));
+    m.def("holds_nan_of_e4m3", &holds_nan_of_e4m3, nb::arg("codes"));
     m.def("planes_of_nibbles", &planes_of_nibbles, nb::arg("words"), nb::arg("planes"));
 }

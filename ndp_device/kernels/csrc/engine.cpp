@@ -94,7 +94,7 @@ PreparedExpert PreparedExpert::with_activation(const Activation& own, const floa
 }
 
 double PreparedExpert::unit_bytes(int cols) const {
-    if (full) return kUnitRows * (full_w2.dtype == DType::float32 ? 4.0 : 2.0) * cols;
+    if (full) return kUnitRows * 1.0 * bytes_of(full_w2.dtype) * cols;
     int bits = 0;
     for (const Component& component : w2.components) bits += component.width;
     return kUnitRows * bits / 8.0 * cols;

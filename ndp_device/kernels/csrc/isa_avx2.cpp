@@ -77,6 +77,15 @@ constexpr int kFullRows = 2, kFullTokens = 6;  // 12 of 16 registers
 
 NDP_INLINE Floats halves_to_floats(const uint16_t* p) { return (Floats)_mm256_cvtph_ps(load<__m128i>(p)); }
 
+NDP_INLINE Floats int8_to_floats(const void* p) {
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load<int64_t>(p))));
+}
+
+NDP_INLINE Floats float8_to_floats(const void* p) {
+    const __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_cvtsi64_si128(load<int64_t>(p))), 7);
+    return (Floats)_mm256_cvtph_ps(_mm_and_si128(wide, _mm_set1_epi16(static_cast<int16_t>(0xbfff))));
+}
+
 // Four columns of a row as pairs for the codes of columns 0 and 2, and of 1 and 3: products of codes above 127 do not fit the
 // sums of _mm256_maddubs_epi16.
 struct WideStep {

@@ -60,7 +60,18 @@ struct Activations {
     const int32_t* zeros;
 };
 
-enum class DType : int { float32 = 0, float16 = 1, bfloat16 = 2 };
+enum class DType : int { float32 = 0, float16 = 1, bfloat16 = 2, float8 = 3, int8 = 4 };  // float8: E4M3
+
+constexpr int bytes_of(DType dtype) { return dtype == DType::float32 ? 4 : dtype < DType::float8 ? 2 : 1; }
+
+// Of weights of 8 bits: one float for each block of so many rows and columns of a matrix, `across` of them side by side.
+struct BlockScales {
+    const float* first;
+    const float* second;
+    int rows;
+    int cols;
+    int across;
+};
 
 // Rows of a checkpoint's own weights: 16 of `first` and 16 of `second` per unit, or 32 of `first` where there is no
 // second matrix. Rows past num_rows count as zero.
@@ -70,6 +81,7 @@ struct FullView {
     const void* second;
     int num_rows;
     int cols;
+    BlockScales scales;
 };
 
 struct QuantizeJob {

@@ -12,6 +12,7 @@
 //   PackWord, kPackRows, store_rows, pick   see packing.inc.h
 //   Floats, halves_to_floats, kFullRows, kFullTokens   full precision: the vector, how to load it from fp16, and how many rows
 //                    of weights and of activations have their sums in registers
+//   int8_to_floats, float8_to_floats   so many bytes as numbers, those of E4M3 as what float16 takes their bits for, 2^-8 of them
 //   kGemmRows        activation rows (token limbs) per register block of 2 x 16 weight rows
 //   own_products<LIMBS>(panel, activations, first group, y, stride)   does what multiply_panel does and returns true,
 //                    or false to leave it to multiply_panel
@@ -668,18 +669,23 @@ NDP_INLINE Floats load_weights(const void* row, int col) {
         typedef uint32_t Whole __attribute__((vector_size(sizeof(Floats))));
         return (Floats)(__builtin_convertvector(load<Halves>(static_cast<const uint16_t*>(row) + col), Whole) << 16);
     }
+    if constexpr (DTYPE == DType::int8) return int8_to_floats(static_cast<const char*>(row) + col);
+    if constexpr (DTYPE == DType::float8) return float8_to_floats(static_cast<const char*>(row) + col);
 }
 
-// Adds columns `from` to `to` of ROWS rows times TOKENS activation rows to sums[row][token].
+// Adds columns `from` to `to` of ROWS rows times TOKENS activation rows to sums[row][token]. scales: each row's of these
+// columns, where weights have any.
 template <DType DTYPE, int ROWS, int TOKENS>
-NDP_INLINE void full_rows(const void* const* rows, int from, int to, const float* x, ptrdiff_t x_stride,
-                          Floats (*sums)[kFullTokens]) {
-    constexpr int kItem = DTYPE == DType::float32 ? 4 : 2;
-    Floats sum[TOKENS][ROWS];
+NDP_INLINE void full_rows(const void* const* rows, const float* const* scales, int from, int to, const float* x,
+                          ptrdiff_t x_stride, Floats (*sums)[kFullTokens]) {
+    constexpr int kItem = bytes_of(DTYPE);
+    constexpr bool kScaled = kItem == 1;
+    constexpr float kUnit = DTYPE == DType::float8 ? 256.0f : 1.0f;  // of load_weights
+    Floats sum[TOKENS][ROWS] = {};
 NDP_UNROLL(16)
     for (int t = 0; t < TOKENS; ++t) {
 NDP_UNROLL(4)
-        for (int r = 0; r < ROWS; ++r) sum[t][r] = sums[r][t];
+        for (int r = 0; r < ROWS && !kScaled; ++r) sum[t][r] = sums[r][t];
     }
     int col = from;
     for (; col + kLanes <= to; col += kLanes) {
@@ -714,17 +720,32 @@ NDP_UNROLL(4)
 NDP_UNROLL(16)
     for (int t = 0; t < TOKENS; ++t) {
 NDP_UNROLL(4)
-        for (int r = 0; r < ROWS; ++r) sums[r][t] = sum[t][r];
+        for (int r = 0; r < ROWS; ++r) {
+            if constexpr (kScaled) sums[r][t] += sum[t][r] * (*scales[r] * kUnit);
+            else sums[r][t] = sum[t][r];
+        }
+    }
+}
+
+// full_rows, where weights have scales of `block` columns each.
+template <DType DTYPE, int ROWS, int TOKENS>
+NDP_INLINE void full_blocks(const void* const* rows, const float* const* scales, int from, int to, int block, int scale_cols,
+                            const float* x, ptrdiff_t x_stride, Floats (*sums)[kFullTokens]) {
+    if constexpr (bytes_of(DTYPE) > 1) return full_rows<DTYPE, ROWS, TOKENS>(rows, nullptr, from, to, x, x_stride, sums);
+    for (int begin = from; begin < to; begin += block) {
+        const float* here[ROWS];
+        for (int r = 0; r < ROWS; ++r) here[r] = scales[r] + begin / scale_cols;
+        full_rows<DTYPE, ROWS, TOKENS>(rows, here, begin, begin + block < to ? begin + block : to, x, x_stride, sums);
     }
 }
 
 // All rows of a unit with 1 to TOKENS activation rows.
 template <DType DTYPE, int TOKENS>
-void full_unit(const void* const* rows, int cols, const float* x, ptrdiff_t x_stride, int tokens, int cols_at_once,
-               float* y, ptrdiff_t y_stride) {
+void full_unit(const void* const* rows, const float* const* scales, int cols, const float* x, ptrdiff_t x_stride, int tokens,
+               int cols_at_once, int block, int scale_cols, float* y, ptrdiff_t y_stride) {
     if (tokens < TOKENS) {
         if constexpr (TOKENS > 1)
-            full_unit<DTYPE, TOKENS - 1>(rows, cols, x, x_stride, tokens, cols_at_once, y, y_stride);
+            full_unit<DTYPE, TOKENS - 1>(rows, scales, cols, x, x_stride, tokens, cols_at_once, block, scale_cols, y, y_stride);
         return;
     }
     constexpr int kRows = TOKENS <= 2 ? 4 : kFullRows;  // few sums at once would wait for each other
@@ -732,7 +753,7 @@ void full_unit(const void* const* rows, int cols, const float* x, ptrdiff_t x_st
     for (int from = 0; from < cols; from += cols_at_once) {
         const int to = from + cols_at_once < cols ? from + cols_at_once : cols;
         for (int r = 0; r < kUnitRows; r += kRows)
-            full_rows<DTYPE, kRows, TOKENS>(rows + r, from, to, x, x_stride, sums + r);
+            full_blocks<DTYPE, kRows, TOKENS>(rows + r, scales + r, from, to, block, scale_cols, x, x_stride, sums + r);
     }
     for (int t = 0; t < TOKENS; ++t)
         for (int r = 0; r < kUnitRows; ++r) y[t * y_stride + r] = sum_lanes(sums[r][t]);
@@ -741,21 +762,29 @@ void full_unit(const void* const* rows, int cols, const float* x, ptrdiff_t x_st
 template <DType DTYPE>
 void full_matrix(const FullView& w, const float* x, ptrdiff_t x_stride, int tokens, int first, int last, float* y,
                  ptrdiff_t y_stride) {
-    constexpr int kItem = DTYPE == DType::float32 ? 4 : 2;
-    const int cols_at_once = tokens > kFullTokens ? kFullCols : w.cols;
+    constexpr int kItem = bytes_of(DTYPE);
+    const BlockScales& s = w.scales;
+    // Columns that are added up before they are scaled: as many for one row as for several, whose bits they would change.
+    const int block = kItem == 1 && s.cols < w.cols ? s.cols : kFullCols;
+    const int cols_at_once = tokens <= kFullTokens ? w.cols : block < kFullCols ? kFullCols / block * block : block;
     for (int unit = first; unit < last; ++unit) {
         float* to = y + (unit - first) * kUnitRows;
         const void* rows[kUnitRows];
+        const float* scales[kUnitRows] = {};
         bool is_past[kUnitRows];
         for (int r = 0; r < kUnitRows; ++r) {  // past the end: any row will do, its result is cleared below
             const void* matrix = w.second && r >= kBlockRows ? w.second : w.first;
             const int row = w.second ? unit * kBlockRows + r % kBlockRows : unit * kUnitRows + r;
             is_past[r] = row >= w.num_rows;
-            rows[r] = static_cast<const char*>(matrix) + static_cast<ptrdiff_t>(is_past[r] ? w.num_rows - 1 : row) * w.cols * kItem;
+            const int held = is_past[r] ? w.num_rows - 1 : row;
+            rows[r] = static_cast<const char*>(matrix) + static_cast<ptrdiff_t>(held) * w.cols * kItem;
+            if constexpr (kItem == 1)
+                scales[r] = (matrix == w.first ? s.first : s.second) + static_cast<ptrdiff_t>(held / s.rows) * s.across;
         }
         for (int t = 0; t < tokens; t += kFullTokens) {
             const int count = tokens - t < kFullTokens ? tokens - t : kFullTokens;
-            full_unit<DTYPE, kFullTokens>(rows, w.cols, x + t * x_stride, x_stride, count, cols_at_once, to + t * y_stride, y_stride);
+            full_unit<DTYPE, kFullTokens>(rows, scales, w.cols, x + t * x_stride, x_stride, count, cols_at_once, block, s.cols,
+                                          to + t * y_stride, y_stride);
         }
         for (int r = 0; r < kUnitRows; ++r)
             if (is_past[r])
@@ -769,6 +798,8 @@ void multiply_full(const FullView& w, const float* x, ptrdiff_t x_stride, int to
         case DType::float32: return full_matrix<DType::float32>(w, x, x_stride, tokens, first, last, y, y_stride);
         case DType::float16: return full_matrix<DType::float16>(w, x, x_stride, tokens, first, last, y, y_stride);
         case DType::bfloat16: return full_matrix<DType::bfloat16>(w, x, x_stride, tokens, first, last, y, y_stride);
+        case DType::float8: return full_matrix<DType::float8>(w, x, x_stride, tokens, first, last, y, y_stride);
+        case DType::int8: return full_matrix<DType::int8>(w, x, x_stride, tokens, first, last, y, y_stride);
     }
 }
 

@@ -86,17 +86,30 @@ std::shared_ptr<PreparedExpert> quantized_expert(const PackedMatrix& w13, const 
 
 using Weights = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu, nb::ro>;
 
-std::shared_ptr<PreparedExpert> full_expert(int dtype, Weights w1, Weights w3, Weights w2) {
+// Scales of blocks of `rows` x `cols`: of weights of 8 bits; else empty.
+std::shared_ptr<PreparedExpert> full_expert(int dtype, Weights w1, Weights w3, Weights w2, Matrix<float> s1, Matrix<float> s3,
+                                            Matrix<float> s2, int rows, int cols) {
+    const auto scales = [&](const Weights& w, const Matrix<float>& s, const Matrix<float>* other) -> BlockScales {
+        if (bytes_of(static_cast<DType>(dtype)) > 1) return {};
+        for (const Matrix<float>* one : {&s, other})
+            if (one && (rows < 1 || cols < 1 || one->shape(0) != (w.shape(0) + rows - 1) / rows ||
+                        one->shape(1) != (w.shape(1) + cols - 1) / cols))
+                throw std::invalid_argument("wanted one scale for each block of rows and columns");
+        return {s.data(), other ? other->data() : nullptr, rows, cols, static_cast<int>(s.shape(1))};
+    };
     auto expert = std::make_shared<PreparedExpert>();
     expert->full = true;
     expert->intermediate = static_cast<int>(w1.shape(0));
     expert->hidden = static_cast<int>(w1.shape(1));
-    expert->full_w13 = {static_cast<DType>(dtype), w1.data(), w3.data(), expert->intermediate, expert->hidden};
-    expert->full_w2 = {static_cast<DType>(dtype), w2.data(), nullptr, expert->hidden, expert->intermediate};
+    expert->full_w13 = {static_cast<DType>(dtype), w1.data(), w3.data(), expert->intermediate, expert->hidden,
+                        scales(w1, s1, &s3)};
+    expert->full_w2 = {static_cast<DType>(dtype), w2.data(), nullptr, expert->hidden, expert->intermediate,
+                       scales(w2, s2, nullptr)};
     struct Arrays {
         Weights w1, w3, w2;
+        Matrix<float> s1, s3, s2;
     };
-    expert->owner = std::make_shared<Arrays>(Arrays{w1, w3, w2});
+    expert->owner = std::make_shared<Arrays>(Arrays{w1, w3, w2, s1, s3, s2});
     return expert;
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -28,7 +29,7 @@ from ndp_device.checkpoint.opening import unpacked  # noqa: E402
 from ndp_device.checkpoint.values import Packed  # noqa: E402
 from ndp_device.common.errors import ConfigError, ReplicaError  # noqa: E402
 from ndp_device.common.widths import WIDTHS  # noqa: E402
-from ndp_device.experts.expert import Fp4Expert, QuantizedExpert, to_float32  # noqa: E402
+from ndp_device.experts.expert import ByteExpert, ByteMatrix, Fp4Expert, QuantizedExpert, to_float32  # noqa: E402
 from ndp_device.kernels import reference  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
@@ -157,6 +158,54 @@ def test_mxfp4_is_given_as_it_is_stored_and_stands_for_the_same_values(models: P
         for mine, theirs in ((stored.w13, np.concatenate([full.w1, full.w3])), (stored.w2, full.w2)):
             values = reference.from_fp4(mine)
             np.testing.assert_array_equal(values, to_float32(np.ascontiguousarray(theirs), full.dtype))
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral-fp8", "mixtral-fp8-modelopt", "mixtral-mxfp8", "mixtral-deepseek-fp8", "mixtral-int8"]
+)
+def test_8_bits_are_given_as_they_are_stored_and_stand_for_the_same_values(models: Path, name: str) -> None:
+    """The values that are given otherwise are these, rounded to 16 bits."""
+    checkpoint = CheckpointExperts(quantized.make(name, models))
+    assert checkpoint.stored_form == ("int8" if "int8" in name else "float8", 0)
+    assert checkpoint.stored_form.bits == 8
+    assert checkpoint.group_of_codes is None
+    for layer, expert in ((0, 0), (checkpoint.shape.num_layers - 1, checkpoint.shape.num_experts - 1)):
+        full, stored = checkpoint.expert(layer, expert), checkpoint.as_stored(layer, expert)
+        assert isinstance(stored, ByteExpert)
+        for mine, theirs in ((stored.w1, full.w1), (stored.w3, full.w3), (stored.w2, full.w2)):
+            values = torch.from_numpy(reference.from_bytes(mine)).to(getattr(torch, full.dtype)).float().numpy()
+            np.testing.assert_array_equal(values, to_float32(np.ascontiguousarray(theirs), full.dtype))
+
+
+def test_rows_of_8_bits_keep_their_scales_or_are_not_given() -> None:
+    """Gate and up in one tensor: one after the other or in turns; blocks that end where they do, or not."""
+    codes = np.arange(64, dtype=np.uint8).reshape(8, 8)
+    for of_rows, rows, wanted in (
+        (1, slice(1, None, 2), [1, 3, 5, 7]),
+        (4, slice(4, 8), [1]),
+        (8, slice(4, 8), [0]),
+        (8, slice(1, None, 2), [0]),
+        (4, slice(2, 8), None),
+        (4, slice(1, None, 2), None),
+    ):
+        scale = np.arange(8 // of_rows, dtype=np.float32)[:, None]
+        found = decoders.ByteCodes("int8", codes, scale, (of_rows, 8)).of(rows)
+        assert (found is None) == (wanted is None), (of_rows, rows)
+        if found is not None:
+            np.testing.assert_array_equal(found.codes, codes[rows])
+            assert found.scale[:, 0].tolist() == wanted
+            ByteMatrix(*found)
+
+
+def test_a_byte_that_is_no_number_is_refused_with_its_tensor(models: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "damaged"
+    shutil.copytree(quantized.make("mixtral-fp8", models), directory)
+    tensors = load_file(directory / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("experts.1.w2.weight"))
+    tensors[name].view(torch.uint8)[5, 7] = 0xFF
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(ReplicaError, match=f"{re.escape(name)} holds NaN or infinity"):
+        CheckpointExperts(directory).as_stored(int(name.split(".")[2]), 1)
 
 
 def test_codes_in_another_order_than_their_columns_are_fitted_and_their_loss_is_measured(

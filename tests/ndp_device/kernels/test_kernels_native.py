@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from drawn_experts import (
     LIMIT,
     SHAPES,
@@ -29,6 +30,8 @@ from ndp_device.common.activation import GPT_OSS, SILU
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import LIMBS, REPLICA_WIDTHS
 from ndp_device.experts.expert import (
+    ByteExpert,
+    ByteMatrix,
     Expert,
     Fp4Expert,
     Fp4Matrix,
@@ -39,7 +42,7 @@ from ndp_device.experts.expert import (
 )
 from ndp_device.kernels import _native
 from ndp_device.kernels.native import NativeKernel
-from ndp_device.kernels.reference import ReferenceKernel, dequantize, from_fp4
+from ndp_device.kernels.reference import ReferenceKernel, dequantize, from_bytes, from_fp4
 
 ISAS = _native.supported_isas()
 
@@ -132,6 +135,77 @@ def test_the_largest_codes_of_mxfp4_and_the_largest_activations_do_not_overflow(
         x, pairs = np.ones((tokens, 96), np.float32), random_pairs(np.random.default_rng(0), tokens, 1, 1)
         y = kernel.execute(x, [kernel.prepare(expert)], *pairs)
         assert relative_error(y, exact(x, [full], pairs)) < LIMIT[2]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("numbers", ["float8", "int8"])
+@pytest.mark.parametrize("block", [(32, 32), (1, 1100), (2 * 1100, 1100), (128, 128), (1, 32)])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(72, 40), (1088, 160)])
+def test_8_bits_as_stored_match_fp64_and_a_row_gets_the_same_bits_in_any_batch(
+    isa: str, numbers: str, block: tuple[int, int], hidden: int, intermediate: int
+) -> None:
+    """In blocks, per row, per tensor, sizes that end within a block; subnormals, blocks of zeros, gpt-oss's biases."""
+    rng = np.random.default_rng([hidden, *block])
+    biases = random_biases(rng, hidden, intermediate)
+    drawn = [
+        ByteExpert(*(_drawn_bytes(rng, numbers, *shape, block) for shape in shapes), *more)
+        for more in ((), (biases, GPT_OSS))
+        for shapes in [((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))]
+    ]
+    experts: list[Expert] = [
+        FullExpert("float32", from_bytes(e.w1), from_bytes(e.w3), from_bytes(e.w2), 16, e.biases, e.activation)
+        for e in drawn
+    ]
+    kernel = NativeKernel(isa=isa, threads=2)
+    prepared = [kernel.prepare(expert) for expert in drawn]
+    for tokens in (1, 2, 5, 17):
+        x = rng.standard_normal((tokens, hidden)).astype(np.float32)
+        rows, chosen, gates = random_pairs(rng, tokens, 2, 1)
+        y = kernel.execute(x, prepared, rows, chosen, gates)
+        assert relative_error(y, exact(x, experts, (rows, chosen, gates))) < 2e-6
+        for row in range(tokens):
+            own = rows == row
+            alone = kernel.execute(x[row : row + 1], prepared, np.zeros_like(rows[own]), chosen[own], gates[own])
+            np.testing.assert_array_equal(alone[0], y[row])
+
+
+def test_every_number_of_8_bits_is_torchs_and_scales_of_another_grid_are_refused() -> None:
+    codes = np.arange(256, dtype=np.uint8)[:, None]
+    one = np.ones((1, 1), np.float32)
+    for numbers, dtype in (("float8", torch.float8_e4m3fn), ("int8", torch.int8)):
+        wanted = torch.from_numpy(codes).view(dtype).float().numpy()
+        wanted[np.isnan(wanted)] = np.copysign(480, 1 - (codes[np.isnan(wanted)] >> 6).astype(np.float32))
+        np.testing.assert_array_equal(from_bytes(ByteMatrix(numbers, codes, one, (256, 1))), wanted)
+    with pytest.raises(ValueError, match=r"float32 \[2, 1\], got uint8\[256, 1\] and float32\[1, 1\]"):
+        ByteMatrix("int8", codes, one, (128, 1))
+    apart = [
+        ByteMatrix("int8", np.zeros((9, 9), np.uint8), np.ones((-(-9 // of), 1), np.float32), (of, 9)) for of in (2, 3)
+    ]
+    with pytest.raises(ReplicaError, match="blocks of 3 and 2 under one scale"):
+        NativeKernel(threads=1).prepare(ByteExpert(apart[0], apart[1], apart[0]))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_no_number_among_activations_of_8_bits_is_seen_in_the_result(isa: str, bad: float) -> None:
+    rng = np.random.default_rng(1)
+    kernel, x = NativeKernel(isa=isa, threads=1), np.ones((3, 64), np.float32)
+    shapes = ((32, 64), (32, 64), (64, 32))
+    prepared = kernel.prepare(ByteExpert(*(_drawn_bytes(rng, "float8", *shape, (16, 16)) for shape in shapes)))
+    x[1, 40] = bad
+    y = kernel.execute(x, [prepared], np.arange(3, dtype=np.int32), np.zeros(3, np.int32), np.ones(3, np.float32))
+    assert not np.isfinite(y[1]).any()
+    assert np.isfinite(y[[0, 2]]).all()
+
+
+def _drawn_bytes(rng: np.random.Generator, numbers: str, rows: int, columns: int, block: tuple[int, int]) -> ByteMatrix:
+    codes = rng.integers(0, 256, (rows, columns), np.uint8)
+    if numbers == "float8":
+        codes[codes & 127 == 127] = 1
+    scale = (0.001 + 0.002 * rng.random((-(-rows // block[0]), -(-columns // block[1])))).astype(np.float32)
+    if scale.size > 4:
+        scale[0, 0] = 0
+    return ByteMatrix(numbers, codes, scale, block)
 
 
 def test_mxfp4_takes_as_much_memory_as_in_the_checkpoint() -> None:

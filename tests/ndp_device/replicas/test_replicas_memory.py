@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from caller import Caller
 from numpy.typing import NDArray
+from paths import resident_bytes_of
 from small_checkpoint import EXPERTS, LAYERS, write_small_checkpoint
 
 from ndp_device.calibration.build import build_data_free
@@ -282,15 +283,3 @@ def test_a_released_file_takes_no_memory_and_reads_the_same(tmp_path: Path) -> N
     file.release()
     assert resident_bytes_of(file.path) == 0
     assert np.array_equal(file.tensor("x"), values)
-
-
-def resident_bytes_of(path: Path) -> int:
-    """Bytes of this process's memory that are pages of the file."""
-    total, ours = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        words = line.split()
-        if not words[0].endswith(":"):
-            ours = words[-1] == str(path)
-        elif ours and words[0] == "Rss:":
-            total += int(words[1]) << 10
-    return total

@@ -47,6 +47,15 @@ def test_no_default_lets_prompts_read_a_checkpoint_from_the_disk_or_decode_its_f
     assert size_of(256 * GB, FAST_READS, stored_bytes=fp8).settings == SLOTS | {"avg_bits": 4.0, "slot_bits": 4}
 
 
+def test_what_is_stored_in_8_bits_is_served_so_where_it_fits() -> None:
+    """Mixtral's 45 billion weights of experts."""
+    for gb, bits in ((64, 8), (40, 4)):
+        sizing = Sizing(MODEL, MachineSize(gb * GB), Demand(), stored_bytes=46_900_000_000, stored_bits=8)
+        size = own_size(sizing, 1, replace(SLOW_READS, bits=bits))
+        assert size.settings == SLOTS | {"avg_bits": 4.0, "slot_bits": bits}
+    assert size_of(64 * GB, stored_bytes=46_900_000_000).settings["slot_bits"] == 4
+
+
 def test_linear_layers_stay_in_full_precision_where_no_expert_is_quantized() -> None:
     size = size_of(512 * GB, FAST_READS)
     whole = replace(size, option=replace(size.option, num_hot=8))
