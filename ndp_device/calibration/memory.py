@@ -109,11 +109,6 @@ def tuning_bytes(shape: ModelShape, *, group_size: int, num_widths: int) -> int:
     return num_weights * each + levels
 
 
-def physical_bytes() -> int:
-    """Memory of this machine within the limits that hold for this process."""
-    return usable_bytes()
-
-
 def _is_one_of(name: str, template: str) -> bool:
     before, after = template.split("{}")
     return name.startswith(before) and name.endswith(after) and name[len(before) : len(name) - len(after)].isdigit()

@@ -64,14 +64,14 @@ def compare(asynchronous: Outcome, eager: Outcome) -> None:
 
 
 @pytest.mark.parametrize("on", GPUS)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(setups())
 def test_results_messages_counts_and_simulated_time_are_those_of_the_eager_layer(on: str, setup: Setup) -> None:
     compare(run(setup, asynchronous=True, on=on), run(setup, asynchronous=False, on=on))
 
 
 @pytest.mark.parametrize("on", GPUS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25)
 @given(setups(), st.integers(0, 3))
 def test_a_step_as_one_graph_gives_what_its_layers_give_one_by_one_with_padding_behind(
     on: str, setup: Setup, padding: int

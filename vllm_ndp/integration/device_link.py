@@ -199,7 +199,7 @@ class DeviceLink:
     def _holds(self, device: int) -> NDArray[np.bool_]:
         """[L, E] of the model."""
         assert self._devices is not None
-        of_stage = self._devices.copies.held[:, :, device]
+        of_stage = self._devices.held[:, :, device]
         held = np.zeros((self._shape.num_layers, of_stage.shape[1]), np.bool_)
         held[self._layers.start : self._layers.stop] = of_stage
         return held

@@ -25,9 +25,9 @@ from ndp_device.timing.work import ExpertWork, Timing, Work, execute_bytes
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import CAPACITY_OF
 from vllm_ndp.layer.balance import Balancer, LayerLoad
-from vllm_ndp.planning.copies import NO_COPY, Copies, assign_copies, route
 
 DEFAULT_COPIES = 2
+NO_COPY = -1
 Alive = Sequence[bool]
 """[D], which devices may be asked."""
 
@@ -78,6 +78,87 @@ def _room(costs: Costs, num_devices: int, full_precision: bool) -> list[int]:
     return [max(capacity - pool, 0) // _copy_bytes(costs, full_precision)] * num_devices
 
 
+def assign_copies(
+    num_layers: int, num_experts: int, num_devices: int, num_copies: int, room: Sequence[int] | None = None
+) -> NDArray[np.bool_]:
+    """[L, E, D], who holds what: every expert has num_copies devices, and every device equally many of each layer.
+
+    `room` [D]: how many copies each device can hold of all layers together; None = any number.
+    Raises ConfigError where there are fewer devices than copies, or less room than needed.
+    """
+    if not 1 <= num_copies <= num_devices:
+        raise ConfigError(f"{num_copies} copies of each expert need as many devices, got {num_devices}: ask for fewer")
+    left = num_layers * num_experts
+    free = [left] * num_devices if room is None else [min(count, left) for count in room]
+    if not _fit(free, left, num_copies):
+        raise ConfigError(
+            f"{num_copies} copies of {left} experts do not fit devices with room for {list(room or ())} of them: "
+            "use more devices, larger ones or fewer copies"
+        )
+    held = np.zeros((num_layers, num_experts, num_devices), np.bool_)
+    for layer in range(num_layers):
+        sums = [[0] * num_devices for _ in range(num_copies)]  # of first copies, of second ones, ...
+        together = [[0] * num_devices for _ in range(num_devices)]  # experts that two devices share
+        for expert in range(num_experts):
+            left -= 1
+            devices = _devices_for_one(sums, together, free, left)
+            held[layer, expert, devices] = True
+            for of_copy, device in zip(sums, devices, strict=True):
+                of_copy[device] += 1
+                free[device] -= 1
+                for other in devices:
+                    together[device][other] += 1
+    return held
+
+
+def _devices_for_one(sums: list[list[int]], together: list[list[int]], free: list[int], left: int) -> list[int]:
+    """For each copy return the device with fewest such copies. Among equal ones it is the one that shares fewest
+    experts with the others: the load of a lost device falls to many. But devices with most room come first where the
+    `left` experts to come would otherwise not find enough devices each. `sums` [copies, D]; `together` [D, D].
+    """
+    num_copies = len(sums)
+    with_room = [device for device, count in enumerate(free) if count > 0]
+    by_room = sorted(with_room, key=lambda device: (-free[device], sum(of[device] for of in sums), device))
+    for forced in range(num_copies + 1):
+        chosen = by_room[:forced]
+        for of_copy in sums[forced:]:
+            others = [
+                (of_copy[device], sum(together[one][device] for one in chosen), -free[device], device)
+                for device in with_room
+                if device not in chosen
+            ]
+            chosen += [min(others)[-1]] if others else []
+        if len(chosen) == num_copies and _fit([n - (at in chosen) for at, n in enumerate(free)], left, num_copies):
+            return chosen
+    raise AssertionError("the devices with most room always leave enough for the rest")
+
+
+def _fit(free: Sequence[int], num_experts: int, num_copies: int) -> bool:
+    """Whether num_copies different devices can be found for each of so many experts."""
+    return sum(min(count, num_experts) for count in free) >= num_experts * num_copies
+
+
+def route(
+    held: NDArray[np.bool_], alive: Sequence[bool], work: Mapping[tuple[int, int], int]
+) -> dict[tuple[int, int], int]:
+    """A device for each piece of a layer's work, NO_COPY where no device with a copy of its expert is alive.
+
+    held [E, D]; alive [D]; work: (expert, bits) -> how much. The largest piece first, to the one of its expert's
+    devices that has least so far; of equal pieces the lower expert's first.
+    """
+    sums = [0] * len(alive)
+    found: dict[tuple[int, int], int] = {}
+    for name, amount in sorted(work.items(), key=lambda item: (-item[1], item[0])):
+        expert = name[0]
+        living = [device for device in np.flatnonzero(held[expert]).tolist() if alive[device]]
+        # of devices with equally much to do another one for another expert
+        *_, device = min(((sums[at], (at - expert) % len(alive), at) for at in living), default=(0, 0, NO_COPY))
+        if device != NO_COPY:
+            sums[device] += amount
+        found[name] = device
+    return found
+
+
 class Devices:
     """Copies as they are now, and every choice that follows from them."""
 
@@ -87,12 +168,12 @@ class Devices:
         self._bytes = dict(expert_bytes)
         self._rows_per_pass = costs.hardware.array.rows
         room = _room(costs, rules.num_devices, rules.full_precision)
-        self.copies: Copies = assign_copies(
+        self.held = assign_copies(
             costs.shape.num_layers, costs.shape.num_experts, rules.num_devices, rules.num_copies, room
         )
         self._of_parts: tuple[Balancer, Balancer] | None = None  # a rule, and the same for what one device has
         if rules.splits_experts:  # which fit, as one copy of each does
-            self.copies = Copies(np.ones_like(self.copies.held))
+            self.held = np.ones_like(self.held)
 
     @property
     def expert_bytes(self) -> dict[int, int]:
@@ -106,7 +187,7 @@ class Devices:
 
     def serves(self, layer: int, expert: int, alive: Alive) -> bool:
         """Whether devices that are up can compute the expert."""
-        there = np.logical_and(self.copies.held[layer, expert], alive)
+        there = np.logical_and(self.held[layer, expert], alive)
         return bool(there.all() if self.rules.splits_experts else there.any())
 
     @property
@@ -133,7 +214,7 @@ class Devices:
             (expert, bits): self._bytes[bits] * ceil_div(rows, self._rows_per_pass)
             for (expert, bits), rows in groups.items()
         }
-        return route(self.copies.held[layer], alive, work)
+        return route(self.held[layer], alive, work)
 
     def messages(
         self, layer: int, experts: NDArray[np.integer], bits: NDArray[np.uint8], alive: Alive

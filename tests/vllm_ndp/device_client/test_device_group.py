@@ -23,8 +23,7 @@ from ndp_device.protocol.codec import Frames
 from vllm_ndp.device_client.client import DeviceClient
 from vllm_ndp.device_client.connection import ExecuteResult
 from vllm_ndp.device_client.device_group import DeviceGroup
-from vllm_ndp.layer.devices import slowest
-from vllm_ndp.planning.copies import NO_COPY, Copies, assign_copies, route
+from vllm_ndp.layer.devices import NO_COPY, assign_copies, route, slowest
 
 CALLS = make_calls()
 DEADLINE_MS = 400
@@ -35,7 +34,7 @@ class Rack:
     """Devices, and who holds what."""
 
     devices: list[FaultyDevice]
-    copies: Copies
+    copies: np.ndarray
     asked: list[tuple[bool, ...]]  # which devices could be asked, call by call
     client: DeviceGroup
 
@@ -55,7 +54,7 @@ def make_rack(num_devices: int, num_copies: int) -> Rack:
     def where(layer: int, experts: NDArray[np.int32], usable: Sequence[bool]) -> list[tuple[int, NDArray[np.int64]]]:
         distinct, rows = np.unique(experts, return_counts=True)
         work = {(int(expert), 16): int(count) for expert, count in zip(distinct, rows, strict=True)}
-        found = route(copies.held[layer], usable, work)
+        found = route(copies[layer], usable, work)
         of_pairs = np.array([found[int(expert), 16] for expert in experts], np.int64)
         return [(device, np.flatnonzero(of_pairs == device)) for device in sorted({*of_pairs.tolist()} - {NO_COPY})]
 
@@ -69,11 +68,11 @@ def make_split_rack(num_devices: int) -> Rack:
         return [(device, np.arange(len(experts))) for device in range(num_devices)] if all(usable) else []
 
     parts = [Part(at, num_devices) for at in range(num_devices)]
-    return racked(Copies(np.ones((4, 8, num_devices), np.bool_)), 1, everywhere, parts)
+    return racked(np.ones((4, 8, num_devices), np.bool_), 1, everywhere, parts)
 
 
-def racked(copies: Copies, num_copies: int, where: Callable[..., Any], parts: Sequence[Part] | None = None) -> Rack:
-    devices = [FaultyDevice(make_handler()) for _ in range(copies.num_devices)]
+def racked(copies: np.ndarray, num_copies: int, where: Callable[..., Any], parts: Sequence[Part] | None = None) -> Rack:
+    devices = [FaultyDevice(make_handler()) for _ in range(copies.shape[2])]
     asked: list[tuple[bool, ...]] = []
 
     def routed(layer: int, experts: NDArray[np.int32], bits: NDArray[np.uint8], usable: Sequence[bool]) -> Any:
@@ -95,7 +94,7 @@ def racked(copies: Copies, num_copies: int, where: Callable[..., Any], parts: Se
     several = DeviceGroup(
         clients,
         routed,
-        lambda device: copies.held[:, :, device],
+        lambda device: copies[:, :, device],
         slowest,
         num_copies=num_copies,
         deadline_ms=DEADLINE_MS,
@@ -138,7 +137,7 @@ def test_each_device_is_sent_one_message_with_its_own_rows_only(rack: Rack) -> N
     )
     for message in handle.messages:
         assert message.rows.tolist() == sorted(set(call.rows[message.pairs].tolist()))
-        assert set(rack.copies.held[call.layer, call.experts[message.pairs], message.device]) == {np.True_}
+        assert set(rack.copies[call.layer, call.experts[message.pairs], message.device]) == {np.True_}
     rack.client.finish_execute(handle)
 
 
@@ -251,7 +250,7 @@ def test_without_a_copy_on_a_device_that_is_up_a_call_fails() -> None:
     rack.devices[0].fault = failing("drop")
     failed = 0
     for call in CALLS[:8]:
-        if not rack.copies.held[call.layer, call.experts, 0].any():
+        if not rack.copies[call.layer, call.experts, 0].any():
             np.testing.assert_allclose(rack.serve(call).y, call.y, rtol=1e-5, atol=1e-6)
             continue
         with pytest.raises(DeviceUnavailable, match="have no copy on a device that is up"):
@@ -292,7 +291,7 @@ def test_a_device_is_told_of_the_experts_that_it_holds_and_of_no_others(monkeypa
     rack.client.begin_install_plan(2, full_plan())
     assert (np.sum([flags != 0 for flags in told], axis=0) == 1).all()
     for device, flags in enumerate(told):
-        assert ((flags != 0) == rack.copies.held[:, :, device]).all()
+        assert ((flags != 0) == rack.copies[:, :, device]).all()
 
 
 # -- each device with a part of every expert -------------------------------------------------------------------------

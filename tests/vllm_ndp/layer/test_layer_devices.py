@@ -43,8 +43,8 @@ def test_two_copies_become_one_where_they_do_not_fit_and_one_that_does_not_fit_i
         return DeviceRules.that_fit(costs, 2, None, full_precision=False)
 
     assert [rules(costs).num_copies for costs in (ample, tight, small)] == [2, 1, 1]
-    assert Devices(ample, rules(ample), {3: 1}).copies.per_device.tolist() == [32, 32]
-    assert Devices(tight, rules(tight), {3: 1}).copies.per_device.tolist() == [16, 16]
+    assert Devices(ample, rules(ample), {3: 1}).held.sum(axis=(0, 1)).tolist() == [32, 32]
+    assert Devices(tight, rules(tight), {3: 1}).held.sum(axis=(0, 1)).tolist() == [16, 16]
     with pytest.raises(ConfigError, match="1 copies of 32 experts do not fit devices with room for"):
         Devices(small, rules(small), {3: 1})
     with pytest.raises(ConfigError, match="2 copies of 32 experts do not fit"):
@@ -95,7 +95,7 @@ def test_the_lightest_hot_experts_leave_and_no_other_number_of_them_is_faster(da
 def test_a_hot_expert_whose_copies_are_down_stays_on_the_gpu() -> None:
     load = LayerLoad({0: (1, 0.1), 1: (1, 0.2)}, {}, (0, 0), 2)
     devices = mixtral_on(4, 1)
-    alive = [not held for held in devices.copies.held[0, 0]]
+    alive = [not held for held in devices.held[0, 0]]
     assert 0 in devices.balancer(Balancer(MIXTRAL, 3), 0, lambda: (True,) * 4).offloaded(load)
     assert devices.balancer(Balancer(MIXTRAL, 3), 0, lambda: alive).offloaded(load) == frozenset()
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.planning.copies import NO_COPY, assign_copies, route
+from vllm_ndp.layer.devices import NO_COPY, assign_copies, route
 
 SMALL = settings(max_examples=60)
 
@@ -44,12 +44,12 @@ def test_every_expert_has_its_copies_on_different_devices_that_have_room(load, n
         with pytest.raises(ConfigError, match="do not fit devices with room for"):
             assign_copies(len(load), load.shape[1], num_devices, num_copies, room)
         return
-    copies = assign_copies(len(load), load.shape[1], num_devices, num_copies, room)
-    assert (copies.held.sum(axis=2) == num_copies).all()
-    of_layer = copies.held.sum(axis=1)
+    held = assign_copies(len(load), load.shape[1], num_devices, num_copies, room)
+    assert (held.sum(axis=2) == num_copies).all()
+    of_layer = held.sum(axis=1)
     if min(room) >= load.size:  # nothing but equal parts decides
         assert (of_layer.max(axis=1) - of_layer.min(axis=1) <= num_copies).all()
-    assert (copies.per_device <= room).all()
+    assert (held.sum(axis=(0, 1)) <= room).all()
 
 
 @SMALL
@@ -69,13 +69,13 @@ def test_of_two_copies_the_one_on_the_device_with_less_to_do_serves(load, num_de
     copies = assign_copies(len(load), load.shape[1], num_devices, 2)
     wanted = data.draw(st.lists(st.integers(0, load.shape[1] - 1), max_size=6, unique=True))
     work = {(expert, 3): int(load[0, expert]) + 1 for expert in wanted}
-    found = route(copies.held[0], [True] * num_devices, work)
+    found = route(copies[0], [True] * num_devices, work)
     sums = [sum(work[name] for name, at in found.items() if at == device) for device in range(num_devices)]
-    allowed = [np.flatnonzero(copies.held[0, expert]).tolist() for expert, _ in work]
+    allowed = [np.flatnonzero(copies[0, expert]).tolist() for expert, _ in work]
     best = best_makespan(list(work.values()), allowed, num_devices)
     assert max(sums, default=0) <= (1 + np.ceil(np.log2(num_devices))) * best
     for name, device in found.items():
-        other = next(at for at in np.flatnonzero(copies.held[0, name[0]]).tolist() if at != device)
+        other = next(at for at in np.flatnonzero(copies[0, name[0]]).tolist() if at != device)
         later = [one for one in work if (-work[one], one) > (-work[name], name)]
         before = {at: sums[at] - sum(work[one] for one in later if found[one] == at) for at in (device, other)}
         assert before[device] - work[name] <= before[other]
@@ -85,7 +85,7 @@ def test_of_two_copies_the_one_on_the_device_with_less_to_do_serves(load, num_de
 @given(loads(), st.integers(2, 4), st.data())
 def test_a_lost_device_leaves_no_pair_behind_where_a_copy_lives(load, num_devices, data) -> None:  # type: ignore[no-untyped-def]
     num_copies = data.draw(st.integers(1, num_devices))
-    held = assign_copies(len(load), load.shape[1], num_devices, num_copies).held[0]
+    held = assign_copies(len(load), load.shape[1], num_devices, num_copies)[0]
     alive = data.draw(st.lists(st.booleans(), min_size=num_devices, max_size=num_devices))
     found = route(held, alive, {(expert, 3): 1 for expert in range(len(held))})
     for (expert, _), device in found.items():
