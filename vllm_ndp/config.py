@@ -38,6 +38,7 @@ _CHOICES: dict[str, tuple[str | int, ...]] = {
     "replan": ("prefill", "drift"),
     "prices": ("auto", "simulated", "measured"),
     "bits_for": BITS_FOR,
+    "fallback": ("full", "same"),
     "kernel": ("auto", "reference", "native"),
     "device_experts": ("copies", "split"),
 }
@@ -138,6 +139,9 @@ class NdpSettings:
     """Kernel of the embedded device."""
     deadline_ms: float = 1000.0
     """One deadline for a layer's device call; after it the same experts are computed locally."""
+    fallback: str = "full"
+    """Source of cold experts that the host computes without a device: the checkpoint (`full`) or the same replica
+    (`same`)."""
     record: str | None = None
     """Directory for a routing trace of this run; None = no recording."""
     itl_factor: float | None = None

@@ -29,7 +29,7 @@ TOP = (
         "prefill",
     ),
     *("replan", "policy", "replicas", "devices", "hardware", "hardware_overrides"),
-    *("deadline_ms", "itl_factor", "record", "debug"),
+    *("deadline_ms", "fallback", "itl_factor", "record", "debug"),
 )
 DEBUG = (*("device_experts", "bits_for", "offload_bits", "device_hosts", "gpu", "prices", "kernel"),)
 """Settings for researchers and tests. Each has a default that decides by itself."""

@@ -360,7 +360,7 @@ def device_link(client: Client, num_layers: int, dtype: torch.dtype) -> Any:
     link: Any = DeviceLink.__new__(DeviceLink)
     link.client = link._only = client
     link._gather = Gather(HIDDEN, dtype)
-    link._layers, link._installing = range(num_layers), None
+    link._layers, link._installing, link._local = range(num_layers), None, None
     link._round_trips_s = deque()
     link._fallbacks = Counter()
     return link

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from typing import Any
 
 import chaos
 import pytest
@@ -149,3 +150,58 @@ def test_prompts_that_a_frozen_device_does_not_answer_are_no_decode(llm) -> None
         assert (report["fallback_pairs"], report["decode_rows"]) == (0, 0)
         check_pairs(report, 4 * 2)
     wait_until_used_again(llm)
+
+
+SLOW_GPU = {"gpu.hbm_bytes_per_s": 300_000_000_000}
+"""With it hot experts of the test model are worth sending, on every machine."""
+
+
+@pytest.mark.parametrize(
+    "prices",
+    [
+        {"hardware": None},
+        {"hot_experts": 5, "hardware_overrides": SLOW_GPU},
+        {"hot_experts": 5, "hardware_overrides": SLOW_GPU, "devices": 2},
+    ],
+    ids=["by default", "that send hot experts", "of two devices"],
+)
+def test_the_same_replicas_stand_in_for_a_dead_device_token_for_token(prices: dict[str, Any]) -> None:
+    """fallback="same" with 2-bit experts: what the engine computes alone is what the device would have answered.
+
+    Hot experts that would run on it to save time do so here, and prompts. Status and metrics say meanwhile that the
+    device is down, and why.
+    """
+    defaults = {"hot_experts": 2, "avg_bits": 2.0, "fallback": "same", "deadline_ms": DEFAULT_DEADLINE_MS}
+    with engine(settings=defaults | prices, disable_log_stats=False) as llm:
+        for _ in range(2):  # the second time begins with the experts in place that the third begins with
+            llm.reset_prefix_cache()
+            with_device = greedy(llm, PROMPTS, 48)
+        llm.reset_prefix_cache()
+        pids = llm.collective_rpc("ndp_status")[0]["device_pids"]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            without = greedy(llm, PROMPTS, 48)
+            device = llm.collective_rpc("ndp_live")[0]["device"]
+            is_up = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:ndp_device_up"]
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        wait_until_used_again(llm)
+        llm.reset_prefix_cache()
+        thread = disturb_after(llm, 20, lambda: os.kill(pids[0], signal.SIGKILL))
+        killed = greedy(llm, PROMPTS, 48)
+        thread.join()
+    assert (device["state"], is_up) == ("down", [0])
+    assert device["reason"]
+    before, reports = ([output.kv_transfer_params["ndp"] for output in outputs] for outputs in (with_device, without))
+    assert all(report["cold_pairs"] == 0 and report["fallback_pairs"] > 0 for report in reports)
+    assert_every_decode_pair_is_in_the_report(with_device, 48)
+    if "hardware_overrides" in prices:
+        assert sum(report["spilled_pairs"] for report in before) > 0
+    for there, here in zip(before, reports, strict=True):  # no pair changed its weights, and each that moved is told
+        assert (here["hot_pairs"], here["spilled_pairs"]) == (there["hot_pairs"], 0)
+        assert here["fallback_pairs"] == there["cold_pairs"] + there["spilled_pairs"] + there["fallback_pairs"]
+        assert here["prefill_fallback_pairs"] == there["prefill_device_pairs"] + there["prefill_fallback_pairs"]
+    assert token_ids(without) == token_ids(with_device)
+    assert token_ids(killed) == token_ids(with_device)

@@ -31,7 +31,7 @@ CHUNK = 8192
 def link_of(client: Any, shape: ModelShape) -> DeviceLink:
     members: Any = SimpleNamespace(clients=[client], deadline_ms=DEADLINE_MS)
     facts = DeviceFacts(0, 8, {}, computes_prompts=True)
-    return DeviceLink(members, facts, None, shape, range(LAYERS), torch.float32)
+    return DeviceLink(members, facts, None, shape, range(LAYERS), torch.float32, None)
 
 
 def prompt_of(num_rows: int) -> tuple[Any, Pairs]:

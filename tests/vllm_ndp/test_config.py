@@ -92,6 +92,7 @@ def test_no_unknown_name_is_ever_accepted(name: str):
         ("device_hosts", 0, "must be 1 or more, got 0"),
         ("execution", "fast", "auto, balanced, paper"),
         ("cold_precision", "half", "quantized, full"),
+        ("fallback", "none", "full, same"),
         ("kernel", "cuda", "auto, reference, native"),
         ("linear_bits", 3, "8, 4, got"),
         ("devices", "udp://127.0.0.1:9", "ipc:// or tcp://"),

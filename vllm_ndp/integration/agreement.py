@@ -25,9 +25,10 @@ from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink, DeviceView
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.facts import WorkerFacts
+from vllm_ndp.integration.host_replicas import LocalReplicas
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.price_probe import PriceProbe, Shared, WantedPrices
-from vllm_ndp.layer.devices import DeviceRules
+from vllm_ndp.layer.devices import DeviceRules, Devices
 from vllm_ndp.layer.joint_rule import LIVE_WIDTHS
 from vllm_ndp.layer.setup import Setup
 
@@ -75,9 +76,7 @@ def open_device(
         facts = worker.ranks.from_leader()
     setup, costs = _make_setup(worker, facts)
     devices = setup.devices_of(costs, full_precision=worker.planning.full_precision)
-    link = None
-    if members is not None:
-        link = DeviceLink(members, facts, devices, worker.pool.model, worker.layers, dtype)
+    link = None if members is None else _make_link(worker, dtype, members, facts, devices, replicas)
     agreed = (True,) * settings.num_devices if link is None else None
     return setup, costs, DeviceView(facts, devices, link, agreed)
 
@@ -86,7 +85,20 @@ def _facts_of_device(worker: WorkerFacts, served: Served, *, wants_prompts: bool
     """wants_prompts: whether the device is to compute for prompts, if it holds the checkpoint."""
     offload_bits = worker.settings.resolve_offload_bits(worker.pool.model.num_experts, served.expert_bytes)
     computes_prompts = wants_prompts and FULL_PRECISION_BITS in served.expert_bytes
-    return DeviceFacts(offload_bits, served.group_size, served.expert_bytes, computes_prompts)
+    same = worker.settings.fallback == "same"
+    return DeviceFacts(offload_bits, served.group_size, served.expert_bytes, computes_prompts, same)
+
+
+def _make_link(
+    worker: WorkerFacts,
+    dtype: torch.dtype,
+    members: DeviceMembers,
+    facts: DeviceFacts,
+    devices: Devices | None,
+    replicas: Path | None,
+) -> DeviceLink:
+    local = LocalReplicas(worker.model_dir, replicas, worker.kernel) if facts.same_without else None
+    return DeviceLink(members, facts, devices, worker.pool.model, worker.layers, dtype, local)
 
 
 def _make_setup(worker: WorkerFacts, facts: DeviceFacts) -> tuple[Setup, Costs]:
@@ -104,6 +116,7 @@ def _make_setup(worker: WorkerFacts, facts: DeviceFacts) -> tuple[Setup, Costs]:
         spill_bits=facts.offload_bits,
         device_hosts=settings.device_hosts,
         splits_prefill=facts.computes_prompts,
+        same_without=facts.same_without,
         num_gpus=ranks.size,
         whole_experts=ranks.holds_whole_experts,
         stage=stage.index,

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.integration import compat, startup_table, vllm_private
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.batch import RowLocator, TrackedRequest
@@ -103,9 +104,11 @@ class NdpController:
         stand_in: list[HostCpuExperts] = []
 
         def compute(layer: int, x: NDArray[np.float32], pairs: Pairs) -> NDArray[np.float32]:
+            if (link := parts.device.link) is not None and (found := link.stand_in(layer, x, pairs)) is not None:
+                return found
             if not stand_in:
                 stand_in.append(HostCpuExperts(facts.model_dir, facts.kernel, facts.layers))
-            return stand_in[0].execute(layer, x, pairs)
+            return stand_in[0].execute(layer, x, pairs._replace(bits=np.full_like(pairs.bits, FULL_PRECISION_BITS)))
 
         vllm_private.full_graphs_where(self.worker.runner, self._fits_a_graph)
         return WholeStep(

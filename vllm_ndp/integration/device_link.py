@@ -19,17 +19,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ndp_device.common.errors import DeviceError, DeviceUnavailable
+from ndp_device.common.errors import DeviceError, DeviceUnavailable, ReplicaError
 from ndp_device.common.model_shape import ModelShape
 from ndp_device.common.widths import FLAG_OF_BITS, FULL_PRECISION_BITS
 from ndp_device.kernels import Kernel
-from ndp_device.replicas.store import ExpertStore
 from ndp_device.transport.sender_thread import Order, SendOutcome
 from vllm_ndp.device_client.client import DeviceClient
 from vllm_ndp.device_client.connection import ExecuteResult, Executes
 from vllm_ndp.device_client.device_group import DeviceGroup
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.device_members import DeviceMembers
+from vllm_ndp.integration.host_replicas import LocalReplicas
 from vllm_ndp.integration.step import Step
 from vllm_ndp.layer import _split
 from vllm_ndp.layer.devices import Devices, slowest
@@ -159,6 +159,8 @@ class DeviceFacts:
     """Bytes of one read of an expert in the device's DRAM, by width."""
     computes_prompts: bool
     """Whether it computes prompt rows too."""
+    same_without: bool = False
+    """Whether pairs are given to devices as if all were up: this side then computes the same of them."""
 
 
 class DeviceLink:
@@ -172,14 +174,16 @@ class DeviceLink:
         shape: ModelShape,
         layers: range,
         dtype: torch.dtype,
+        local: LocalReplicas | None,
     ) -> None:
         """`devices`: where there are several, who holds and serves what. `shape`: of the whole model. `layers`: those
-        of its MoE layers that this worker runs, which it counts from 0. `dtype`: of activations.
+        of its MoE layers that this worker runs, which it counts from 0. `dtype`: of activations. `local`: computes what
+        a call did not bring, None where that is done in full precision.
         """
         self.members = members
         self._only = members.clients[0] if devices is None else None
         self.client: DeviceClient | DeviceGroup = self._all_of(devices) if devices is not None else members.clients[0]
-        self._facts, self._devices, self._shape, self._layers = facts, devices, shape, layers
+        self._facts, self._devices, self._shape, self._layers, self._local = facts, devices, shape, layers, local
         self._gather = Gather(shape.hidden_size, dtype)
         self._installing: int | None = None  # epoch whose plan is on its way
         self._round_trips_s: deque[float] = deque(maxlen=_MOST_ROUND_TRIPS)
@@ -324,6 +328,32 @@ class DeviceLink:
         self._fallbacks.clear()
         return taken
 
+    def compute_locally(self, layer: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
+        """The pairs of a call that got no answer, with the same replicas and kernel: [T, H].
+
+        None: the settings ask for full precision instead, or the replicas cannot be read here either.
+        """
+        if self._local is None:
+            return None
+        activations = x.detach().float().cpu().numpy()
+        partial = self._stand_in(layer, activations, pairs.rows.astype(np.int32), pairs)
+        return None if partial is None else torch.from_numpy(partial).to(x.device)
+
+    def stand_in(self, layer: int, x: NDArray[np.float32], pairs: Pairs) -> NDArray[np.float32] | None:
+        """The same for the rows that were sent, x [S, H] -> [S, H]."""
+        return None if self._local is None else self._stand_in(layer, x, pairs.local, pairs)
+
+    def _stand_in(
+        self, layer: int, x: NDArray[np.float32], rows: NDArray[np.int32], pairs: Pairs
+    ) -> NDArray[np.float32] | None:
+        assert self._local is not None
+        asked = rows, pairs.experts, pairs.bits, pairs.topk_weights
+        try:
+            return self._local.execute(self._layers[layer], x, *asked)
+        except ReplicaError as error:
+            say(f"{error}; computing in full precision instead")
+            return None
+
     def close(self) -> None:
         self.members.close()
 
@@ -347,7 +377,9 @@ class DeviceView:
 
     @property
     def takes_pairs(self) -> bool:
-        """Whether this step's hot experts and prompts may have pairs for a device."""
+        """Whether this step's hot experts and prompts may have pairs for a device, or for what stands in for it."""
+        if self.facts.same_without:
+            return True
         if self.link is not None and self.agreed is None and self.devices is None:  # asked in every layer
             return self.link.state == "up"
         return any(self.counted_on())
@@ -358,6 +390,9 @@ class DeviceView:
 
     def counted_on(self) -> tuple[bool, ...]:
         """[D], which devices this step's experts may run on, for a choice that is made by it."""
+        if self.facts.same_without:
+            assert self.devices is not None
+            return tuple(self.devices.all_alive)
         alive = self.up if self.agreed is None else self.agreed
         return alive if self.link is None else self.link.note_availability(alive)
 
@@ -386,8 +421,7 @@ class HostCpuExperts:
 
     def __init__(self, model_dir: Path, kernel: Kernel, layers: range) -> None:
         """layers: of the model, which this worker counts from 0."""
-        self._layers, self._kernel = layers, kernel
-        self._store = ExpertStore(model_dir, None, kernel=kernel)
+        self._layers, self._local = layers, LocalReplicas(model_dir, None, kernel)
         self.description = f"the host's CPU, full precision, kernel {kernel.name}"
 
     def start(self, layer: int, x: torch.Tensor, pairs: Pairs) -> WarmPending:
@@ -397,8 +431,5 @@ class HostCpuExperts:
     def execute(self, layer: int, x: NDArray[np.float32], pairs: Pairs) -> NDArray[np.float32]:
         """The weighted sum over the pairs of each row of x [S, H]. Raises ReplicaError where the checkpoint has been
         cut short."""
-        distinct, places = np.unique(pairs.experts, return_inverse=True)
-        asked = [self._store.get(self._layers[layer], expert, FULL_PRECISION_BITS) for expert in distinct.tolist()]
-        y = self._kernel.execute(x, asked, pairs.local, places.astype(np.int32), pairs.topk_weights)
-        self._store.check_used(self._layers[layer], (FULL_PRECISION_BITS,))
-        return y
+        _, local, experts, bits, topk_weights = pairs
+        return self._local.execute(self._layers[layer], x, local, experts, bits, topk_weights)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ndp_device.common.cache import default_cache_dir
 from ndp_device.common.errors import ConfigError, ReplicaError
@@ -19,6 +20,7 @@ from ndp_device.experts.expert import FullExpert
 from ndp_device.kernels import Kernel, load_kernel
 from ndp_device.replicas import format as replica_format
 from ndp_device.replicas.format import ReplicaFiles, read_manifest
+from ndp_device.replicas.store import ExpertStore
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.compat import say
 from vllm_ndp.planning.bitwidths import LossTable
@@ -87,6 +89,30 @@ def load_losses(replicas: Path, layers: range, settings: NdpSettings) -> LossTab
     return LossTable.from_measured(*replica_format.load_losses(replicas, kind)).of_layers(
         slice(layers.start, layers.stop)
     )
+
+
+class LocalReplicas:
+    """The device's arithmetic in this process: the same replicas, the same kernel (`fallback="same"`)."""
+
+    def __init__(self, model_dir: Path, replicas: Path | None, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._store = ExpertStore(model_dir, replicas, kernel=kernel)
+
+    def execute(
+        self,
+        layer: int,
+        x: NDArray[np.float32],
+        rows: NDArray[np.int32],
+        experts: NDArray[np.int32],
+        bits: NDArray[np.uint8],
+        topk_weights: NDArray[np.float32],
+    ) -> NDArray[np.float32]:
+        """Pairs of one layer, each with its bits -> weighted partial sum f32 [T, H]."""
+        keys, places = np.unique(experts.astype(np.int64) << 8 | bits, return_inverse=True)
+        prepared = [self._store.get(layer, key >> 8, key & 255) for key in keys.tolist()]
+        y = self._kernel.execute(x, prepared, rows, places.astype(np.int32), topk_weights)
+        self._store.check_used(layer, np.unique(bits).tolist())
+        return y
 
 
 _SIDE = 512

@@ -240,7 +240,9 @@ class MoELayer:
 
     def _compute_here(self, out: torch.Tensor, x: torch.Tensor, pairs: Pairs) -> None:
         """The device gave no valid answer: add the same pairs, computed in this process."""
-        out.add_(self._parts.hot.stream_whole(self.index, x, pairs))
+        assert self._link is not None
+        here = self._link.compute_locally(self.index, x, pairs)
+        out.add_(self._parts.hot.stream_whole(self.index, x, pairs) if here is None else here)
 
 
 def _on_host(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

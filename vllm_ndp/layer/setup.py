@@ -105,6 +105,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Copies of each expert, on several devices."""
     splits_experts: bool = False
     """Whether each device has an equal part of every expert; `expert_bytes` are of that part."""
+    same_without: bool = False
+    """Whether pairs are given to devices as if all were up: the host computes the same of them (`fallback`)."""
     slot_bits: int = 16
     """Bits of hot experts in GPU memory."""
     joint_tiers: str = ""

@@ -153,7 +153,7 @@ def test_a_checkpoint_cut_under_full_precision_experts_gives_no_number(model: Pa
 
 
 def test_the_hosts_own_store_disowns_what_it_computed(model: Path, replicas: Path) -> None:
-    """An expert that was not converted yet, and one in full precision, as the host's CPU computes them."""
+    """What `fallback: same` runs on: an expert that was not converted yet, and one in full precision."""
     store = ExpertStore(model, replicas, kernel=load_kernel("native"))
     store.get(0, 0, 3)
     store.get(0, 0, FULL_PRECISION_BITS)

@@ -146,7 +146,7 @@ class Engine:
         shape = trace.provenance.num_layers, trace.provenance.num_experts
         self._owners = Owners(setup.num_gpus, *shape) if setup.whole_experts and setup.num_gpus else None
         self._tiers, top_k = Tiers(*shape, owners=self._owners), trace.provenance.top_k
-        self.run = Run[int](setup, rules, costs, self.devices, self._tiers, top_k, lambda: self._alive)
+        self.run = Run[int](setup, rules, costs, self.devices, self._tiers, top_k, self._counted_on)
         self._idle_device = DeviceModel(self.hardware)  # for what decode rows alone would have taken there
         self._decode_splitter = self.run.make_splitter(top_k, SplitRules())  # of decode rows alone
         self._activate()
@@ -165,6 +165,10 @@ class Engine:
     @property
     def planner(self) -> Replanner:
         return self.run.planner
+
+    def _counted_on(self) -> Alive:
+        """[D], which devices this step's experts may run on, for a choice that is made by it."""
+        return self.devices.all_alive if self.devices is not None and self.setup.same_without else self._alive
 
     @property
     def epoch(self) -> int:
@@ -250,7 +254,7 @@ class Engine:
             attended = int(positions[decode].sum()) + int(decode.sum())
             alone.begin_step(int(decode.sum()), sum(end for _, end in kept), attended, kept)
             self._decode_splitter.begin_step(request_of[decode], decode[decode], plans)
-        with_device = self.devices is None or any(self._alive)
+        with_device = self.devices is None or any(self._counted_on())
         every_ids = np.ascontiguousarray(trace.ids[rows].swapaxes(0, 1), np.int32)
         every_weight = np.ascontiguousarray(trace.weights[rows].swapaxes(0, 1), np.float32)
         if alone is not None:
