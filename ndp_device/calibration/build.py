@@ -71,6 +71,8 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 SolverName = Literal["nested", "independent", "auto-gptq"]
 """nested: one code for all widths; independent: our GPTQ at every width alone; auto-gptq: that library's, likewise."""
 
+Effort = Literal["fast", "default", "best"]
+
 MakeLayer = Callable[[int, Callable[[], None]], LayerReplicas]
 """(layer, to be called after each expert) -> its replicas."""
 
@@ -131,6 +133,7 @@ def build_calibrated(
     sequence_length: int = 512,
     seed: int = 0,
     shrink: float = 0.0,
+    effort: Effort = "default",
     device_name: DeviceName = "auto",
     show_progress: bool = True,
 ) -> Manifest:
@@ -142,6 +145,7 @@ def build_calibrated(
     Experts of a layer are made side by side, as many as there are cores and memory for (memory.side_by_side).
 
     shrink: how far the solver distrusts the text (calibrated.shrunk); for subjects that the text does not cover.
+    effort: time against loss, gptq.SWEEPS; what each costs and gives: docs/log/calibration.md.
     """
     import torch
 
@@ -162,7 +166,9 @@ def build_calibrated(
     track_weights = {width: TRACK_WEIGHTS[width] for width in bits if width in WIDTHS}
     if not 0 <= shrink < math.inf:
         raise ConfigError(f"shrink must be 0 or more, got {shrink}")
-    sweeps = 0 if solver == "auto-gptq" else gptq.SWEEPS
+    if effort not in gptq.SWEEPS:
+        raise ConfigError(f"effort must be one of {', '.join(gptq.SWEEPS)}, got {effort!r}")
+    sweeps = 0 if solver == "auto-gptq" else gptq.SWEEPS[effort]
     solve = calibrated.shrunk(calibrated.load_solver(solver, group_size, track_weights, sweeps), shrink)
     if BYTE_BITS in bits:
         solve = calibrated.with_bytes(solve, group_size)

@@ -128,7 +128,9 @@ def activated(gate: Tensor, up: Tensor, biases: BiasTensors | None, activation: 
     return gate * torch.sigmoid(argument) * (up + activation.up_bias)
 
 
-def load_solver(name: str, group_size: int, track_weights: Mapping[int, float], sweeps: int = gptq.SWEEPS) -> Solver:
+def load_solver(
+    name: str, group_size: int, track_weights: Mapping[int, float], sweeps: int = gptq.SWEEPS["default"]
+) -> Solver:
     def ours(weights: Tensor, hessian: Tensor, damp: float, tracks: Mapping[int, float]) -> dict[int, QuantizedMatrix]:
         return gptq.quantize(
             weights,

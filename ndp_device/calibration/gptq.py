@@ -32,9 +32,8 @@ from ndp_device.calibration import _gptq
 from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import NestedMatrix, QuantizedMatrix, pack
 
-SWEEPS = 1
-"""Passes of coordinate descent over all columns after GPTQ. Each costs twice GPTQ's own products, and the first is the
-knee (docs/log/calibration.md)."""
+SWEEPS = {"fast": 0, "default": 1, "best": 3}
+"""Passes of coordinate descent over all columns after GPTQ, by effort. Each costs twice GPTQ's own products."""
 _ROWS_AT_ONCE = 1024
 """Rows of W that are solved together. They do not depend on each other: this bounds memory, and changes no value."""
 _ORDER_ROWS = 128
@@ -94,7 +93,7 @@ def quantize(
     group_size: int,
     track_weights: Mapping[int, float],
     damp: float,
-    sweeps: int = SWEEPS,
+    sweeps: int = SWEEPS["default"],
     threads: int | None = None,
 ) -> dict[int, QuantizedMatrix]:
     """W [N, C] float32 and H [C, C] -> the matrix at every width in track_weights, narrow ones prefixes.

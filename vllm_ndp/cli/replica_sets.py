@@ -44,6 +44,10 @@ class SolverOptions:
             metavar="X", min=0, help="Distrust the text by this much: 0.3 if what is served is of other subjects."
         ),
     ] = 0.0
+    effort: Annotated[
+        Literal["fast", "default", "best"],
+        typer.Option(help="With text: time against loss; best takes half as long again as fast."),
+    ] = "default"
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ def quantize(
             raise ConfigError(f"--solver {by.solver} needs text: add --calibration FILE")
         if by.shrink:
             raise ConfigError("--shrink says how far to distrust a text: add --calibration FILE")
+        if by.effort != "default":
+            raise ConfigError("--effort is about solving for a text: add --calibration FILE")
         manifest = build_data_free(model, out, bits=widths or WIDTHS, group_size=by.group_size)
     else:
         manifest = build_calibrated(
@@ -108,6 +114,7 @@ def quantize(
             sequence_length=way.sequence_length,
             seed=way.seed,
             shrink=by.shrink,
+            effort=by.effort,
             device_name=way.device,
         )
     _print_summary(manifest, out, started)

@@ -231,6 +231,17 @@ def test_how_far_the_text_is_distrusted_is_in_the_manifest_unless_it_is_not(
         build(tmp_path / "wrong", shrink=-1)
 
 
+def test_each_effort_is_another_job_and_its_sweeps_are_in_the_manifest(
+    build: Callable[..., Any], built: Path, tmp_path: Path
+) -> None:
+    assert ReplicaFiles(built).manifest.solver["sweeps"] == gptq.SWEEPS["default"]
+    assert build(tmp_path / "out", effort="fast", bits=(2,)).solver["sweeps"] == 0
+    with pytest.raises(ConfigError, match="other settings"):
+        build(tmp_path / "out", effort="best", bits=(2,))
+    with pytest.raises(ConfigError, match="effort must be one of fast, default, best, got 'most'"):
+        build(tmp_path / "wrong", effort="most")
+
+
 @pytest.mark.parametrize("group_size", [24, 32])
 def test_experts_that_no_token_reaches_and_groups_that_do_not_divide_lose_less_than_the_weights_alone(
     model_dir: Path, captured: Captured, group_size: int

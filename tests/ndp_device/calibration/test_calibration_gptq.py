@@ -187,7 +187,7 @@ def test_a_width_alone_loses_far_less_than_textbook_gptq(bits: int) -> None:
     assert relative_loss(weights, hessian, dequantize(ours)) < 0.85 * relative_loss(weights, hessian, theirs)
 
 
-def test_each_sweep_loses_less_than_none_and_more_of_them_less_still() -> None:
+def test_each_effort_loses_less_than_the_one_before_at_every_width() -> None:
     weights, hessian = correlated_problem(11, 64, 128, 3000)
     losses = [
         [
@@ -196,7 +196,7 @@ def test_each_sweep_loses_less_than_none_and_more_of_them_less_still() -> None:
                 weights, hessian, group_size=32, track_weights=NESTED, damp=0.01, sweeps=sweeps
             ).values()
         ]
-        for sweeps in (0, gptq.SWEEPS, 3)
+        for sweeps in (gptq.SWEEPS["fast"], gptq.SWEEPS["default"], gptq.SWEEPS["best"])
     ]
     assert (np.diff(losses, axis=0) < 0).all()
 

@@ -38,6 +38,7 @@ def test_the_last_line_is_the_summary(tmp_path: Path) -> None:
         (("--group-size", "12"), "multiple of 8"),
         (("--solver", "auto-gptq"), "add --calibration FILE"),
         (("--shrink", "0.3"), "add --calibration FILE"),
+        (("--effort", "best"), "add --calibration FILE"),
     ],
 )
 def test_a_wrong_argument_costs_one_sentence_and_exit_code_2(
