@@ -224,6 +224,15 @@ def test_an_unknown_path_or_method_is_refused_in_vllms_own_form(method: str, pat
     assert error == {"message": f"{kind}: {method} {path}", "type": kind, "param": None, "code": status}
 
 
+def test_a_request_without_a_time_is_in_no_histogram():
+    """As one of a single token, which has no time between two."""
+    from vllm_ndp.integration.serving.metrics import NdpStats
+
+    stats = NdpStats()
+    stats.add_request({"finish": "aborted", "measured_ttft_ms": 5.0, "measured_tpot_ms": None})
+    assert stats.data == {"finish:aborted": 1, "ndp_measured_ttft_seconds": [0.005]}
+
+
 def test_sums_of_two_steps_add_up_and_the_last_state_of_the_device_counts():
     from vllm_ndp.integration.serving.metrics import DEVICE_UP, NdpStats
 
