@@ -4,8 +4,7 @@ MoEpic splits an expert on its intermediate dimension: the top is the first thet
 projection is a sum over both parts, and the compute of the top overlaps the fetch of the bottom. A cache of B experts'
 bytes holds B / theta tops, chosen by P = mu * rho ** (nu / omega), nu counted in tokens. MoEpic predicts the experts of
 the next layer from this layer's activations and orders their missing parts ahead. A hit needs 1 - theta of the expert,
-a miss all of it. Theta and budget per layer: `solve`. A prompt streams what is not cached. (Seed 003's text is
-inverted: it caches the bottom and calls the split lossy.)
+a miss all of it. Theta and budget per layer: `solve`. A prompt streams what is not cached.
 """
 
 from __future__ import annotations
