@@ -21,9 +21,8 @@ from vllm_ndp.integration.cuda.copies import CopiesByThread
 from vllm_ndp.integration.cuda.limits import Rung
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.host_replicas import load_engine_kernel
-from vllm_ndp.integration.linear_layers import LinearLayers
+from vllm_ndp.integration.linear_layers import LinearLayers, StoredLinears
 from vllm_ndp.integration.ranks import Ranks
-from vllm_ndp.integration.stored_linears import StoredLinears
 from vllm_ndp.layer.setup import Planning
 from vllm_ndp.layer.tiers import Owners, Tiers
 

@@ -1,7 +1,7 @@
 """`--quantization ndp`: Mixture-of-Experts layers through NdpMoEMethod, everything else as the checkpoint has it.
 
 A checkpoint that is quantized already keeps its own method for linear layers, where vLLM has a kernel for it on this
-machine; a processor without one gets their values (stored_linears.py). Its experts are dequantized when they leave the
+machine; a processor without one gets their values (linear_layers.py). Its experts are dequantized when they leave the
 pool, so that slots hold plain weights. A draft, whose layers vLLM makes once all of the model's are loaded, keeps
 vLLM's methods.
 """
