@@ -248,6 +248,7 @@ class HostSpec(_Section):
 
     cpu_flops_per_s: Positive  # dense 16-bit
     memory_bytes_per_s: Positive
+    memory_efficiency_percent: Annotated[int, Within(1, 100)]  # of that rate, where the CPU reads experts
     memory_capacity_bytes: Bytes
     cxl_flops_per_s: Positive  # of an expander that multiplies
     cxl_bytes_per_s: Positive

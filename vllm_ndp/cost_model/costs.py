@@ -323,7 +323,7 @@ class HostCpu:
     @classmethod
     def of(cls, costs: Costs) -> HostCpu:
         host = costs.hardware.host
-        return cls(host.cpu_flops_per_s, host.memory_bytes_per_s)
+        return cls(host.cpu_flops_per_s, host.memory_bytes_per_s * host.memory_efficiency_percent // 100)
 
     @classmethod
     def on_expander(cls, costs: Costs) -> HostCpu:
