@@ -244,17 +244,23 @@ def test_weights_passed_through(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_plain_heads_offered_to() -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+    from vllm.platforms import current_platform
 
     class Theirs(UnquantizedEmbeddingMethod):
         """A method that was asked for takes its head itself."""
 
-    head, other = ParallelLMHead.__new__(ParallelLMHead), torch.nn.Linear(32, 32)
+    head = ParallelLMHead.__new__(ParallelLMHead)
+    other, table = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
     stock, offered = UnquantizedEmbeddingMethod.process_weights_after_loading, []
     with vllm_private.plain_heads_offered_to(lambda layer: not offered.append(layer)):
         UnquantizedEmbeddingMethod().process_weights_after_loading(head)
-        UnquantizedEmbeddingMethod().process_weights_after_loading(other)
         Theirs().process_weights_after_loading(other)
+        UnquantizedEmbeddingMethod().process_weights_after_loading(table)
     assert offered == [head]
+    if current_platform.is_cpu():  # a table of embeddings takes no second copy before it is used as a matrix
+        unused, x = table.cpu_linear, torch.randn(3, 32)
+        torch.testing.assert_close(unused(x, table.weight, table.bias), table(x))
+        assert table.cpu_linear is not unused
     assert UnquantizedEmbeddingMethod.process_weights_after_loading is stock
 
 

@@ -219,13 +219,22 @@ def weights_passed_through(
 )
 @contextmanager
 def plain_heads_offered_to(take: Callable[[Any], bool]) -> Iterator[None]:
-    """Within: an output matrix that its model makes without asking for a method is offered to take(layer) first."""
+    """Within: an output matrix that its model makes without asking for a method is offered to take(layer) first. On a
+    CPU a table of embeddings is laid out as a matrix once it is used as one, which few models do: a second copy."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+    from vllm.platforms import current_platform
 
     stock = UnquantizedEmbeddingMethod.process_weights_after_loading
 
-    def ours(self: Any, layer: torch.nn.Module) -> None:
-        if not (type(self) is UnquantizedEmbeddingMethod and isinstance(layer, ParallelLMHead) and take(layer)):
+    def ours(self: Any, layer: Any) -> None:
+        def at_first_use(*product: Any) -> torch.Tensor:
+            stock(self, layer)
+            return layer.cpu_linear(*product)
+
+        plain, is_head = type(self) is UnquantizedEmbeddingMethod, isinstance(layer, ParallelLMHead)
+        if plain and not is_head and current_platform.is_cpu():
+            layer.cpu_linear = at_first_use
+        elif not (plain and is_head and take(layer)):
             stock(self, layer)
 
     UnquantizedEmbeddingMethod.process_weights_after_loading = ours
