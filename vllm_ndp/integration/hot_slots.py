@@ -121,8 +121,15 @@ class CpuSlotKernel:
             to.b2[slot].copy_(down)
 
     def run(self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Rows of which every pair is in a slot. The operator checks nothing: a slot of -1 corrupts the heap."""
-        return self.fused(x, held, weights.contiguous(), slots.contiguous())
+        """Compute pairs in the form for a GPU: a slot of -1 says that the pair runs elsewhere."""
+        # The kernel does not check: ids and weights must be contiguous, and no id may be -1 (heap corruption).
+        here = slots >= 0
+        if bool(here.all()):
+            return self.fused(x, held, weights.contiguous(), slots.contiguous())
+        if not bool(here.any()):
+            return torch.zeros_like(x)
+        rows, cols = here.nonzero(as_tuple=True)
+        return self.listed(x, held, rows, weights[rows, cols].unsqueeze(1), slots[rows, cols].unsqueeze(1))
 
     def listed(
         self, x: torch.Tensor, held: SlotWeights, rows: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
