@@ -185,15 +185,18 @@ class Costs:
         return np.array(times, np.int64)[inverse].reshape(rows.shape)
 
     def gpu_experts_ps(self, max_tokens: int) -> NDArray[np.float64]:
-        """[tokens]: an expert's share of the layer of a step with max_tokens rows, in GPU memory."""
-        among = min(self.shape.num_experts, self.shape.top_k * max_tokens)
-        times = (self.gpu.experts_ps(min(n, 1), n, min(n, 1) * self.slot_bytes, among) for n in range(max_tokens + 1))
-        return np.array(list(times), np.float64)
+        """[tokens]: an expert in GPU memory; experts of one layer run one after the other."""
+        return np.array([self.resident_ps(min(n, 1), n) for n in range(max_tokens + 1)], np.float64)
 
     def resident_ps(self, touched: int, pairs: int) -> int:
         """`touched` experts in GPU memory serving `pairs` rows in all."""
-        key = ("resident", touched, pairs)
-        return int(self._once(key, lambda: self.gpu.experts_ps(touched, pairs, touched * self.slot_bytes)))
+        shape = self.shape
+        return int(
+            self._once(
+                ("resident", touched, pairs),
+                lambda: self.gpu.roofline_ps(touched * self.slot_bytes, 2 * shape.weights_per_expert * pairs),
+            )
+        )
 
     def streamed_ps(self, touched: int, pairs: int) -> int:
         """`touched` experts that come over the link to be computed at once."""

@@ -1,4 +1,4 @@
-"""How long the GPU side of a step would have taken on one hardware preset, and the clock that adds it up.
+"""How long the GPU side of a step would have taken: rooflines of one hardware preset, and the clock that adds them up.
 
     step = sum over MoE layers(
                attention -> max( shared and hot experts | streamed experts over PCIe | device | host's CPU ) + overhead
@@ -6,11 +6,6 @@
 
 "Attention" is all that runs before a layer's experts: attention of any form, the router, and the dense layers since the
 MoE layer before.
-
-A preset says whose measured kernels give the times (silicon.py): routed experts, attention's products and its heads,
-dense and shared experts, the output projection. Rooflines give the rest: copies that are computed as they come, states
-of linear attention, presets of a card that was not measured, and models whose hidden size is below 1024 or whose
-numbers are not of 16 bits.
 
 Several GPUs that split each layer (tensor parallelism) are one GPU of their bandwidth and arithmetic, plus what their
 collectives take. The collectives are an all-reduce after the embedding, after each attention and after
@@ -26,15 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import NamedTuple
 
-from ndp_device.common.decoder_layers import DecoderLayer, GroupedQuery
+from ndp_device.common.decoder_layers import DecoderLayer
 from ndp_device.common.model_shape import WholeModel
 from ndp_device.timing.link import bulk_ps, migration_ps
-from ndp_device.timing.spec import MEASURED, Hardware
+from ndp_device.timing.spec import Hardware
 from ndp_device.timing.units import PS_PER_S, ceil_div, transfer_ps
-from vllm_ndp.cost_model import silicon
 
 _MOST_KNOWN = 4096
 """Loads whose time is remembered."""
@@ -131,57 +124,6 @@ class GpuModel:
         memory = ceil_div(num_bytes * PS_PER_S * 100, n * gpu.hbm_bytes_per_s * gpu.hbm_efficiency_percent)
         return max(memory, ceil_div(flops * PS_PER_S, n * gpu.flops_per_s))
 
-    @cached_property
-    def card(self) -> str:
-        """Whose measured kernels give the times; empty: rooflines do."""
-        times, shape = self.hardware.gpu.times, self.shape
-        known = shape.hidden_size >= silicon.SMALLEST_HIDDEN and shape.dtype_bytes == 2
-        return times.removeprefix(MEASURED) if known and times.startswith(MEASURED) else ""
-
-    def _kernel_ps(self, load: silicon.Load, *names: str) -> int:
-        gpu = self.hardware.gpu
-        return silicon.kernel(self.card, *names).ps(load, gpu.hbm_bytes_per_s, gpu.flops_per_s)
-
-    def experts_ps(self, touched: int, pairs: int, num_bytes: int, among: int = 0) -> int:
-        """`touched` experts in GPU memory with `pairs` rows in all, of `num_bytes` together.
-
-        Measured kernels compute the experts of a layer at once, for a fixed time and one that grows. Experts take their
-        share of a layer that uses `among`, and at least as many as rows of theirs choose: so times of single experts
-        add up to that of the layer.
-        """
-        shape, n = self.shape, self.num_gpus
-        if not self.card or not touched:
-            return self.roofline_ps(num_bytes, 2 * shape.weights_per_expert * pairs)
-        busy = max(touched, among, min(shape.num_experts, shape.top_k * ceil_div(pairs, touched)))
-        load = silicon.experts(
-            shape.hidden_size,
-            ceil_div(shape.intermediate_size, n),
-            busy,
-            pairs * busy // touched,
-            ceil_div(num_bytes * busy, touched * n),
-        )
-        weights = touched * shape.weights_per_expert
-        width = next((width for width in (16, 8) if 4 * 8 * num_bytes > 3 * width * weights), 4)
-        return ceil_div(self._kernel_ps(load, *silicon.EXPERTS[width]) * touched, busy)
-
-    def _products_ps(self, rows: int, *matrices: tuple[int, int]) -> int:
-        """Matrices (columns, depth) of which each GPU has its columns, one after the other."""
-        loads = (silicon.product(ceil_div(columns, self.num_gpus), depth, rows) for columns, depth in matrices)
-        return sum(self._kernel_ps(load, "gemm") for load in loads)
-
-    def _heads_ps(self, attention: GroupedQuery, context: Context, num_bytes: int, flops: int) -> int:
-        """Scores, softmax and the sum of values, over what is cached."""
-        n, new = self.num_gpus, context.rows > context.requests
-        load = silicon.attention(
-            context.requests,
-            ceil_div(attention.num_heads, n),
-            ceil_div(attention.kv_values, n),
-            ceil_div(num_bytes, n),
-            ceil_div(flops, n),
-            (context.rows if new else context.kv_tokens) // context.requests,
-        )
-        return self._kernel_ps(load, "prefill" if new else "decode")
-
     def reduce_ps(self, rows: int) -> int:
         """One all-reduce of so many rows of activations."""
         return all_reduce_ps(self.num_gpus, rows * self.shape.hidden_size * self.shape.dtype_bytes)
@@ -216,29 +158,14 @@ class GpuModel:
         weights = attention.weights(shape.hidden_size) + (shape.router_weights if layer.has_experts else 0)
         cached = attention.values_read(context.rows, kv_tokens)
         cached += 2 * context.requests * attention.state_values  # both ways
-        num_bytes, flops = cached * shape.dtype_bytes, attention.flops(context.rows, kv_tokens, pairs)
-        took = 2 * self.reduce_ps(context.rows)
-        if not self.card:
-            took += self.roofline_ps(weights * shape.dtype_bytes + num_bytes, 2 * context.rows * weights + flops)
-        elif isinstance(attention, GroupedQuery):
-            out = attention.num_heads * attention.head_dim
-            inward = ceil_div(weights, shape.hidden_size) - out
-            took += self._products_ps(context.rows, (inward, shape.hidden_size), (shape.hidden_size, out))
-            took += self._heads_ps(attention, context._replace(kv_tokens=kv_tokens), num_bytes, flops)
-        else:
-            half = ceil_div(weights, 2 * shape.hidden_size)
-            took += self._products_ps(context.rows, (half, shape.hidden_size), (shape.hidden_size, half))
-            took += self.roofline_ps(num_bytes, flops)
+        flops = 2 * context.rows * weights + attention.flops(context.rows, kv_tokens, pairs)
+        took = self.roofline_ps((weights + cached) * shape.dtype_bytes, flops) + 2 * self.reduce_ps(context.rows)
         if layer.dense_weights:
             took += self.weights_ps(layer.dense_weights, context.rows)
         return took
 
     def weights_ps(self, weights: int, rows: int) -> int:
-        """An FFN with gate, read once and multiplied with each row."""
-        if self.card:
-            hidden = self.shape.hidden_size
-            wide = ceil_div(weights, 3 * hidden)
-            return self._products_ps(rows, (2 * wide, hidden), (hidden, wide))
+        """Matrices that are read once and multiplied with each row."""
         return self.roofline_ps(weights * self.shape.dtype_bytes, 2 * rows * weights)
 
     def shared_ps(self, rows: int) -> int:
@@ -249,18 +176,23 @@ class GpuModel:
         """Experts in GPU memory of which each GPU has a part, by the rows of each."""
         return self.hot_ps([(sum(1 for pairs in pairs_per_hot_expert if pairs), sum(pairs_per_hot_expert))])
 
-    def hot_ps(self, loads: Sequence[tuple[int, int]], num_bytes: int | None = None, rows: int = 0) -> int:
+    def hot_ps(self, loads: Sequence[tuple[int, int]], num_bytes: int | None = None) -> int:
         """Experts in GPU memory: each one with at least a row is read once.
 
         `loads`: (experts with a row, their rows). There is one for each GPU where GPUs hold whole experts, of which the
         busiest counts; else one, of all GPUs together. `num_bytes`: of those experts, where each has a width of its
-        own. `rows` of the step: its layer may use that many times the experts that a token chooses.
+        own.
         """
         one = replace(self, num_gpus=1) if self.whole_experts else self
-        among = min(self.shape.num_experts, self.shape.top_k * rows)
-        size = self.hot_expert_bytes
         return max(
-            (one.experts_ps(n, p, n * size if num_bytes is None else num_bytes, among) for n, p in loads), default=0
+            (
+                one.roofline_ps(
+                    touched * self.hot_expert_bytes if num_bytes is None else num_bytes,
+                    2 * self.shape.weights_per_expert * pairs,
+                )
+                for touched, pairs in loads
+            ),
+            default=0,
         )
 
     def prefill_stream_ps(self, num_cold_experts: int, pairs: int) -> int:
@@ -289,10 +221,7 @@ class GpuModel:
             return reduce_ps
         values = shape.head_weights + rows * shape.hidden_size
         logits = rows * shape.vocab_size * shape.dtype_bytes
-        if self.card:
-            compute = self._products_ps(rows, (shape.vocab_size, shape.hidden_size))
-        else:
-            compute = self.roofline_ps(values * shape.dtype_bytes, 2 * rows * shape.head_weights)
+        compute = self.roofline_ps(values * shape.dtype_bytes, 2 * rows * shape.head_weights)
         return reduce_ps + compute + gather_ps(self.num_gpus, logits)
 
 
@@ -391,8 +320,7 @@ class StepClock:
         return layer
 
     def _hot_ps(self, loads: Sequence[tuple[int, int]], num_bytes: int | None) -> int:
-        rows = self._rows
-        return self._once((*loads, num_bytes, rows), lambda: self.model.hot_ps(loads, num_bytes, rows))
+        return self._once((*loads, num_bytes), lambda: self.model.hot_ps(loads, num_bytes))
 
     def _once(self, key: tuple[object, ...], price: Callable[[], int]) -> int:
         """A time that the model says once: decode steps bring the same few loads and rows again and again."""

@@ -42,8 +42,6 @@ BITS = {"bf16": (16, 1), "fp8": (8, 1), "int4": (33, 8), "mxfp4": (17, 4)}
 """Bits of a weight with its scales, as a fraction."""
 EXPERTS = {16: ("bf16",), 8: ("fp8",), 4: ("int4", "mxfp4")}
 """Kernels that stand for experts of a width; narrower ones are read by the kernels of 4 bits."""
-SMALLEST_HIDDEN = 1024
-"""Of a model that the tables are asked about: half of the smallest that was measured."""
 _NEAREST = 8
 _ONE = 1 << 16
 _DISTURBED = 3, 2

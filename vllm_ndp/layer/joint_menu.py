@@ -69,14 +69,13 @@ class Menu:
         if (prices := self.prices) is not None:
             rows = range(1, self.max_rows + 1)
             return np.array([[0.0, *(prices.expert_ps(c.tier, c.bits, n) for n in rows)] for c in self.choices])
-        costs, shape = self.costs, self.costs.shape
-        among = min(shape.num_experts, shape.top_k * self.max_rows)
+        costs, flops = self.costs, 2 * self.costs.shape.weights_per_expert
         device, cpu = costs.device_experts_ps(self.max_rows), HostCpu.of(costs)
         table = np.zeros((len(self.choices), self.max_rows + 1))
         for c, choice in enumerate(self.choices):
             if choice.tier == "gpu":
                 read = choice.held_bytes
-                table[c, 1:] = [costs.gpu.experts_ps(1, n, read, among) for n in range(1, self.max_rows + 1)]
+                table[c, 1:] = [costs.gpu.roofline_ps(read, flops * n) for n in range(1, self.max_rows + 1)]
             elif choice.tier == "host":
                 table[c] = cpu.experts_ps(costs, self.max_rows, choice.held_bytes, cpu.memory_bytes_per_s)
             else:

@@ -160,8 +160,7 @@ def _choices(model: WholeModel, batch: int, rng: np.random.Generator) -> NDArray
 def _layer(costs: Costs, chosen: NDArray[np.int64], num_hot: int, avg_bits: float) -> float:
     """The experts of one layer; the first K are hot."""
     rows_of = np.bincount(chosen.ravel(), minlength=costs.shape.num_experts)
-    hot = rows_of[:num_hot]
-    gpu = costs.gpu.hot_ps([(int((hot > 0).sum()), int(hot.sum()))], rows=len(chosen))
+    gpu = sum(costs.resident_ps(1, int(rows)) for rows in rows_of[:num_hot] if rows)
     cold = [int(rows) for rows in rows_of[num_hot:] if rows]
     on_device = chosen >= num_hot
     device = 0.0

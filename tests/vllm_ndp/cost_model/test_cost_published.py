@@ -14,8 +14,8 @@ from ndp_device.timing.link import bulk_ps
 from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.units import PS_PER_S
+from vllm_ndp.cost_model import silicon
 from vllm_ndp.cost_model.costs import Costs, HostCpu
-from vllm_ndp.cost_model.gpu_timing import GpuModel
 
 GEN4, GEN5 = load_hardware("h100-ndp512"), load_hardware("h200-gen5")
 MIXTRAL, DEEPSEEK = public_shape("mixtral-8x7b"), public_shape("deepseek-v3")
@@ -28,10 +28,11 @@ def _expander_gb_per_s() -> float:
 
 
 def _hbm_share(preset: str) -> float:
-    """Of the memory's rate, while all of Mixtral's experts are read for four tokens."""
-    hardware = load_hardware(preset)
-    took = GpuModel(hardware, MIXTRAL).experts_ps(8, 8, 8 * MIXTRAL.expert_bytes)
-    return 8 * MIXTRAL.expert_bytes * PS_PER_S / took / hardware.gpu.hbm_bytes_per_s
+    """Of the memory's rate, while all of Mixtral's experts are read for four tokens by a measured kernel."""
+    gpu, num_bytes = load_hardware(preset).gpu, 8 * MIXTRAL.expert_bytes
+    load = silicon.experts(MIXTRAL.hidden_size, MIXTRAL.intermediate_size, 8, 8, num_bytes)
+    took = silicon.kernel("h100", *silicon.EXPERTS[16]).ps(load, gpu.hbm_bytes_per_s, gpu.flops_per_s)
+    return num_bytes * PS_PER_S / took / gpu.hbm_bytes_per_s
 
 
 def _ktransformers() -> float:

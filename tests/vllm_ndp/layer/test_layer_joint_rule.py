@@ -109,11 +109,10 @@ def test_a_trace_records_the_width_of_each_hot_expert():
 
 
 def test_a_menu_has_the_prices_of_the_device_and_of_gpu_memory():
-    """One row at batch 1: two experts of 4 bits in GPU memory take what their layer takes; the device has its table."""
+    """One row at batch 1: 4 bits in GPU memory are the roofline of a replica's bytes, on the device its own table."""
     menu = Menu(COSTS, LIVE_WIDTHS, 1)
     gpu, device, host = (menu.index(tier) for tier in ("gpu", "device", "host"))
-    layer = COSTS.gpu.experts_ps(SHAPE.top_k, SHAPE.top_k, SHAPE.top_k * COSTS.replica_bytes(4))
-    assert SHAPE.top_k * menu.ps[gpu[4], 1] == pytest.approx(layer, rel=1e-6)
+    assert menu.ps[gpu[4], 1] == COSTS.gpu.roofline_ps(COSTS.replica_bytes(4), 2 * SHAPE.weights_per_expert)
     assert menu.ps[device[3], 1] == COSTS.device_expert_ps(3, 1)
     assert menu.ps[host[16], 1] == pytest.approx(SHAPE.expert_bytes / 307.2e9 * 1e12)
     assert device[16] == host[4] == -1

@@ -261,8 +261,9 @@ def each_ps(counts: NDArray[np.int64], one_ps: Callable[[int], float]) -> NDArra
 def on_gpu_ps(costs: Costs, counts: NDArray[np.int64], expert_bytes: int) -> NDArray[np.float64]:
     """[...], the experts of counts [..., E] in GPU memory, each used one read once at that size."""
     touched, pairs = (counts > 0).sum(axis=-1), counts.sum(axis=-1)
+    flops = 2 * costs.shape.weights_per_expert
     times = [
-        costs.gpu.experts_ps(n, p, n * expert_bytes)
+        costs.gpu.roofline_ps(n * expert_bytes, flops * p)
         for n, p in zip(touched.ravel().tolist(), pairs.ravel().tolist(), strict=True)
     ]
     return np.array(times, np.float64).reshape(touched.shape)
