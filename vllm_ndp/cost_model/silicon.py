@@ -13,7 +13,8 @@ Left out, because such a row says nothing of weights that come from memory, or w
   than a quarter of the kernel's fastest time;
 * rows half as slow again as one of the same layer with more tokens.
 
-Whole numbers throughout. silicon.csv names source, licence and version. Knows sizes and rates; no model and no clock.
+`vllm-ndp reproduce silicon` says how far they foretell; no clock uses them yet, and docs/log/timing.md says why. Whole
+numbers throughout. silicon.csv names source, licence and version. Knows sizes and rates; no model and no clock.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 
 vLLM then measures the very routing whose simulated time a replay gives. Its n-th request is the trace's n-th, round and
 round, and must have its prompt's length; tokens themselves are of no account. What layers read lies at addresses that
-do not change, so graphs of vLLM's hold. Beside the plugin the strategy stands for the model's router, too.
+do not change, for graphs of vLLM's; no GPU has run this yet. Beside the plugin the strategy stands for the model's
+router, too.
 """
 
 from __future__ import annotations
