@@ -15,7 +15,7 @@ from vllm_ndp.cli import (
     top,
     traces,
 )
-from vllm_ndp.lab.cli import analyze, arrivals, recorded, scaling
+from vllm_ndp.lab.cli import analyze, arrivals, recorded
 
 app = program(
     "Context-aware Mixture-of-Experts placement for vLLM, with an emulated CXL-NDP device.",
@@ -31,7 +31,6 @@ for commands in (
     traces.app,
     recorded.app,
     analyze.app,
-    scaling.app,
     arrivals.app,
 ):
     app.add_typer(commands)

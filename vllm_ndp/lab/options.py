@@ -251,6 +251,9 @@ class LoadSettings:
     execution: Annotated[str, typer.Option(help="balanced: hot experts may run on the device; paper: never.")] = (
         "balanced"
     )
+    gpus: Annotated[int, typer.Option(help="GPUs of a host, which split each layer.", metavar="N", min=1)] = 1
+    devices: Annotated[int, typer.Option(help="Devices that all hosts share.", metavar="N", min=1)] = 1
+    split: Annotated[bool, typer.Option(help="Each device has a part of every expert, not copies of some.")] = False
     migration: Annotated[str, typer.Option(help="kept: what a prefill streamed stays; difference.")] = "kept"
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once, as in vLLM.")] = 256
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step, as in vLLM.")] = 2048

@@ -1,4 +1,4 @@
-"""Pages of plots about a comparison, a trace's routing or scaling: each one file that loads nothing, drawn by Bokeh.
+"""Pages of plots about a comparison or a trace's routing: each one file that loads nothing, drawn by Bokeh.
 
 Every mark says its value under the mouse; a click in a legend hides a series. Knows results. Computes none.
 """
@@ -25,7 +25,6 @@ from vllm_ndp.lab.compare import LAYER_PARTS
 from vllm_ndp.lab.grid import Compared, columns, named
 from vllm_ndp.lab.locality import Locality
 from vllm_ndp.lab.options import CompareSettings
-from vllm_ndp.lab.scaling import Pool, ScalingPoint
 from vllm_ndp.lab.systems import SYSTEMS
 from vllm_ndp.planning.bitwidths import nominal_loss
 from vllm_ndp.planning.importance import importance
@@ -197,34 +196,6 @@ def _clocks(trace: Trace) -> list[Plot]:
         lines(name, name, "share of steps", {"": (np.sort(values), np.arange(1, len(values) + 1) / len(values))}, "x")
         for name, values in shown.items()
     ]
-
-
-def of_scaling(points: Sequence[ScalingPoint], pools: Sequence[Pool]) -> list[str | list[Plot]]:
-    """What `scaling --html` draws: a row per model, over devices, over GPUs, and a pool by its size."""
-    page: list[str | list[Plot]] = ["Simulated decode tokens/s; a line per batch size."]
-    for model in dict.fromkeys(point.model for point in points):
-        own = [point for point in points if point.model == model]
-        fewest, most = min(point.num_gpus for point in own), max(point.num_devices for point in own)
-        page.append(
-            [
-                _scaled(f"{model} on {fewest} GPU", "devices", [one for one in own if one.num_gpus == fewest]),
-                _scaled(f"with {most} devices", "gpus", [one for one in own if one.num_devices == most]),
-                *(
-                    _scaled(f"{pool.num_hosts} hosts that share a pool", "devices", pool.shared)
-                    for pool in pools
-                    if pool.model == model and pool.shared
-                ),
-            ]
-        )
-    return page
-
-
-def _scaled(title: str, axis: str, points: Sequence[ScalingPoint]) -> Plot:
-    curves: Curves = {}
-    for batch in sorted({one.batch for one in points}):
-        own = [one for one in points if one.batch == batch]
-        curves[f"batch {batch}"] = [getattr(one, f"num_{axis}") for one in own], [one.tokens_per_s for one in own]
-    return lines(title, axis, "tokens/s", curves, "y")
 
 
 def write_page(path: Path, title: str, page: Sequence[str | list[Plot]]) -> None:

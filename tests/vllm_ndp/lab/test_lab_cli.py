@@ -79,7 +79,6 @@ def test_several_values_of_an_option_are_a_grid_whose_rows_name_their_point(tmp_
 
 
 def test_a_field_with_fields_is_columns_of_a_csv(tmp_path):
-    """As the shares of a point of `scaling` are."""
     write_rows([{"model": "m", "shares": {"GPU": 0.25, "device": 0.75}}], tmp_path / "t.csv")
     assert (tmp_path / "t.csv").read_text().splitlines() == ['"model","shares.GPU","shares.device"', '"m",0.25,0.75']
 

@@ -93,6 +93,7 @@ def test_arrivals_that_no_clock_could_give_are_refused(at, says):
         ({"migration": "free"}, "migration must be one of"),
         ({"num_hot": 9}, "0..8"),
         ({"model": "olmoe"}, "64 top-8"),
+        ({"model": "mixtral-8x7b", "overrides": {}, "devices": 3, "split": True}, "cannot be cut into 3 equal parts"),
         ({"policy": "prefil"}, "did you mean 'prefill'"),
         ({"overrides": {"gpu.hbm_capacity_bytes": 10**6}}, "gpu memory lacks"),
     ],
@@ -287,15 +288,31 @@ def test_hosts_that_share_a_device_wait_for_each_other_and_say_so():
         assert check_causes(served).at_ps.max() >= tokens_of(alone).at_ps.max()
 
 
+def decode_ps(hosts: int = 1, **changes) -> int:
+    """What the slowest host's tokens take behind their first, at Mixtral-8x7B's sizes on a DRAM without refresh."""
+    big = settings(**{"model": "mixtral-8x7b", "overrides": {"dram.kind": "ideal"}, "num_hot": 2} | changes)
+    return max(int(tokens_of(served).later().latency_ps.sum()) for served in serve([short(1, 8, 12)] * hosts, big))
+
+
+def test_more_devices_help_hosts_that_share_them_and_parts_of_experts_help_one_that_is_alone():
+    """Two chosen experts a layer: at most two devices have work for one request, unless each has a part of both."""
+    alone = {devices: decode_ps(devices=devices) for devices in (1, 2, 4)}
+    assert alone[1] >= alone[2] >= alone[4] > 0.98 * alone[2]
+    split = decode_ps(devices=4, split=True)
+    assert split < 0.95 * alone[4]
+    assert decode_ps(2) > decode_ps(2, devices=4) >= alone[4]
+
+
+def test_gpus_that_split_a_layer_are_faster_and_have_room_for_more_hot_experts():
+    assert decode_ps(gpus=2) < decode_ps()
+    with pytest.raises(NdpError, match="gpu memory lacks"):
+        decode_ps(num_hot=8)
+    assert decode_ps(num_hot=8, gpus=2) > 0
+
+
 def test_hosts_that_know_of_each_other_are_no_slower_balanced_than_by_the_papers_rule():
     """Before, each offloaded as if the device were idle: at 8x7B's sizes 2 hosts took 303 us a layer instead of 240."""
-    traces = [short(1, 8, 12) for _ in range(2)]
-
-    def last_ps(execution: str) -> int:
-        big = settings(execution=execution, model="mixtral-8x7b", overrides={"dram.kind": "ideal"})
-        return max(int(tokens_of(served).at_ps.max()) for served in serve(traces, big))
-
-    assert last_ps("balanced") <= last_ps("paper")
+    assert decode_ps(2, num_hot=4) <= decode_ps(2, num_hot=4, execution="paper")
 
 
 def test_the_same_settings_serve_the_same_to_the_picosecond():

@@ -82,7 +82,6 @@ setTimeout(() => {  // Bokeh draws after the page has loaded
     [
         ["compare", BUNDLED, "--systems", "monde,fiddler", "--fit", "--avg-bits", "2,3"],
         ["analyze", BUNDLED],
-        ["scaling", "--models", "mixtral-8x7b", "--devices", "1,2", "--gpus", "1", "--batch", "1,4", "--hosts", "2"],
     ],
     ids=lambda words: words[0],
 )

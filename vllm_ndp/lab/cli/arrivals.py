@@ -1,4 +1,4 @@
-"""`vllm-ndp arrivals`: requests that arrive, wait and join a running batch, on one device for all hosts.
+"""`vllm-ndp arrivals`: requests that arrive, wait and join a running batch, on devices that all hosts share.
 
 Knows options and the last line. lab/load/ computes, tables.py prints.
 """
@@ -31,7 +31,7 @@ LATENCIES = ("TTFT", "TPOT")
     examples=(
         f"vllm-ndp arrivals {BUNDLED} --rate 0.5 --requests 3",
         f"vllm-ndp arrivals {BUNDLED} --process bursty --rate 2 --requests 4 --max-num-seqs 2 --out tokens.csv",
-        f"vllm-ndp arrivals {BUNDLED} {BUNDLED} --process together --requests 1 --execution paper",
+        f"vllm-ndp arrivals {BUNDLED} {BUNDLED} --process together --requests 1 --execution paper --devices 2",
     ),
 )
 def arrivals(
@@ -45,7 +45,7 @@ def arrivals(
 ) -> None:
     """Serve requests as they arrive; tail latencies by cause.
 
-    Hosts share one device. All times are simulated. --out: every token with its causes.
+    Hosts share the devices. All times are simulated. --out: every token with its causes.
     """
     from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.lab.cli.tables import print_latencies, write_rows

@@ -26,7 +26,7 @@ from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import Timing, Work
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.gpu_timing import StepClock, StepTime
-from vllm_ndp.layer.devices import Alive, HeldExperts, slowest, work_of
+from vllm_ndp.layer.devices import Alive, DeviceRules, HeldExperts, of_part, slowest, work_of
 from vllm_ndp.layer.run import Run, end_layer
 from vllm_ndp.layer.setup import Setup
 from vllm_ndp.layer.split import Split, SplitRules
@@ -115,19 +115,26 @@ def modelled_host(
     offload_bits: int = 0,
     device_hosts: int = 1,
     splits_prefill: bool = False,
+    devices: DeviceRules | None = None,
 ) -> Setup:
-    """The Setup that a live run with these rules writes into its trace."""
+    """The Setup that a live run with these rules writes into its trace. devices: None = one, which holds everything."""
+    devices = devices or DeviceRules(1, 1)
+    own = of_part(costs, devices.num_devices if devices.splits_experts else 1)
     usual = load_hardware(costs.hardware.preset).values()
     return Setup(
         preset=costs.hardware.preset,
         overrides={name: value for name, value in costs.hardware.values().items() if value != usual[name]},
         host_dims=costs.shape.recorded(),
-        expert_bytes={bits: costs.replica_bytes(bits) for bits in (*rules.loss.widths, FULL_PRECISION_BITS)},
+        expert_bytes={bits: own.replica_bytes(bits) for bits in (*rules.loss.widths, FULL_PRECISION_BITS)},
         group_size=costs.group_size,
         activation_bytes=costs.shape.dtype_bytes,
         spill_bits=offload_bits,
         device_hosts=device_hosts,
         splits_prefill=splits_prefill,
+        num_gpus=costs.num_gpus,
+        num_devices=devices.num_devices,
+        device_copies=devices.num_copies,
+        splits_experts=devices.splits_experts,
     )
 
 

@@ -1,4 +1,4 @@
-"""Traces as hosts of one device: requests drawn or recorded, one simulation, latencies per host.
+"""Traces as hosts that share devices: requests drawn or recorded, one simulation, latencies per host.
 
 Knows what a user asks for and what fits. Does not know how steps are made or timed.
 """
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.errors import TraceError
+from ndp_device.experts.part import Part
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.units import PS_PER_S
@@ -24,6 +25,7 @@ from vllm_ndp.lab.load.host import Host, ServedRequest
 from vllm_ndp.lab.load.scheduler import SchedulerRules
 from vllm_ndp.lab.load.workload import Workload, read_mooncake
 from vllm_ndp.lab.options import LoadSettings
+from vllm_ndp.layer.devices import DeviceRules
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
@@ -40,10 +42,10 @@ def serve(
     prior: ImportanceScore | None = None,
     loss: LossTable | None = None,
 ) -> list[ServedRequest]:
-    """Serve each trace on a host of its own; all hosts share one device. Raises before anything is simulated."""
+    """Serve each trace on a host of its own; all hosts share the devices. Raises before anything is simulated."""
     hosts = [_host(trace, settings, number, prior, loss, len(traces)) for number, trace in enumerate(traces)]
-    device = DeviceModel(load_hardware(settings.hardware, **settings.overrides))
-    return together([host.whole() for host in hosts], device)
+    hardware = load_hardware(settings.hardware, **settings.overrides)
+    return together([host.whole() for host in hosts], *(DeviceModel(hardware) for _ in range(settings.devices)))
 
 
 def serve_again(trace: Trace, loss: LossTable) -> ServedRequest:
@@ -71,7 +73,8 @@ def _host(
         trace = trace.select(range(count))
     at_ps = _arrivals(trace, settings, number, count) if told is None else told.arrivals_ps
     p = trace.provenance
-    costs = Costs(load_hardware(settings.hardware, **settings.overrides), model_named(settings.model))
+    hardware, shape = load_hardware(settings.hardware, **settings.overrides), model_named(settings.model)
+    costs = Costs(hardware, shape, num_gpus=settings.gpus)
     costs.require(p.num_experts, p.top_k)
     trace, loss = with_layers(trace, loss or LossTable.nominal(p.num_layers, p.num_experts), costs.shape.num_layers)
     if prior is not None and len(prior.values) != costs.shape.num_layers:
@@ -92,10 +95,11 @@ def _host(
         rules,
         offload_bits=DEFAULT_OFFLOAD_BITS if settings.execution == "balanced" and num_hot else 0,
         device_hosts=device_hosts,
+        devices=_devices(costs, settings),
     )
     kv_tokens = settings.kv_tokens
     if kv_tokens is None:
-        kv_tokens = kv_room(costs, num_hot, min(settings.max_num_seqs, len(at_ps)))
+        kv_tokens = kv_room(costs, num_hot, min(settings.max_num_seqs, len(at_ps)), settings.devices)
     limits = settings.max_num_batched_tokens, settings.max_num_seqs, settings.block_size
     scheduling = SchedulerRules(*limits, kv_tokens // max(settings.block_size, 1))
     if told is not None:
@@ -104,6 +108,15 @@ def _host(
     if count > len(trace.prompt_len):
         return Host(Workload.repeated(trace, count), setup, rules, at_ps, scheduling)
     return Host(trace, setup, rules, at_ps, scheduling)
+
+
+def _devices(costs: Costs, settings: LoadSettings) -> DeviceRules | None:
+    """Copies of each expert on several devices, or a part on each. Raises ConfigError where they cannot have them."""
+    if settings.devices == 1:
+        return None
+    if settings.split:
+        Part(0, settings.devices).check(costs.shape.intermediate_size, costs.group_size)
+    return DeviceRules.that_fit(costs, settings.devices, None, full_precision=False, splits_experts=settings.split)
 
 
 def with_layers(trace: Trace, loss: LossTable, num_layers: int) -> tuple[Trace, LossTable]:
@@ -128,16 +141,20 @@ def _with_layers(provenance: Provenance, num_layers: int) -> Provenance:
     return Provenance(**fields | {"num_layers": num_layers, "live": None})
 
 
-def kv_room(costs: Costs, num_hot: int, requests: int) -> int:
-    """Tokens of KV cache that GPU memory holds beside the weights and the states of so many requests.
+def kv_room(costs: Costs, num_hot: int, requests: int, num_devices: int = 1) -> int:
+    """Tokens of KV cache that the GPUs' memory holds beside the weights and the states of so many requests.
 
     Raises DoesNotFit where it does not hold one.
     """
     experts = beside_device_memory(costs, num_hot)
     one = Footprint.of(experts, costs.shape, 1, requests)
-    one.require(costs.hardware, f"{costs.shape.name} with K {num_hot}", "give fewer --hot-experts")
+    capacity = {place: int(costs.hardware.values()[CAPACITY_OF[place]]) for place in ("gpu", "device")}
+    capacity = {"gpu": capacity["gpu"] * costs.num_gpus, "device": capacity["device"] * num_devices}
+    changed = {CAPACITY_OF[place]: num_bytes for place, num_bytes in capacity.items()}
+    hardware = load_hardware(costs.hardware.preset, **costs.hardware.values() | changed)
+    one.require(hardware, f"{costs.shape.name} with K {num_hot}", "give fewer --hot-experts")
     held = Footprint.of(experts, costs.shape, 0, requests)
-    left = int(costs.hardware.values()[CAPACITY_OF["gpu"]]) - held.gpu
+    left = capacity["gpu"] - held.gpu
     return left // (one.gpu - held.gpu)
 
 
