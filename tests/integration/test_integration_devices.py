@@ -281,20 +281,6 @@ def test_a_device_of_another_model_among_several_is_refused_by_its_address(devic
     assert device.address not in said
 
 
-def test_a_device_that_serves_no_checkpoint_is_refused_where_experts_are_in_full_precision(device: DeviceProcess):
-    another = DeviceProcess.spawn(None, REPLICAS)
-    try:
-        said = refusal(device.address, another.address)
-    finally:
-        another.terminate()
-    assert f"the device at {another.address} holds no checkpoint" in said
-
-
-def test_a_listed_device_that_does_not_run_is_named(device: DeviceProcess, tmp_path: Path):
-    said = refusal(device.address, f"ipc://{tmp_path}/absent")
-    assert f"no device answered at ipc://{tmp_path}/absent within" in said
-
-
 @pytest.fixture(scope="module")
 def behind_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """A device that lets in whoever has a key that it allows: its address, and the directory of keys."""

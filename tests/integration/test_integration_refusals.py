@@ -6,7 +6,7 @@ import json
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from fuzzing.packed import make_gguf
 
 from ndp_device.calibration.build import build_data_free
 from ndp_device.common import sealed
-from ndp_device.common.errors import ConfigError, DeviceError, DeviceUnavailable, NdpError, ReplicaError
+from ndp_device.common.errors import ConfigError, DeviceUnavailable, NdpError, ReplicaError
 from vllm_ndp.device_client.process import DeviceProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_device_is_left_behind")]
@@ -343,39 +343,6 @@ def test_serve_ends_with_one_sentence_and_exit_code_2(options: list[str], senten
 
 
 # -- devices that a host cannot use ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[DeviceProcess]:
-    process = DeviceProcess.spawn(MODEL, None, kernel="reference")
-    yield process
-    process.terminate()
-
-
-def test_a_device_with_other_hardware_than_asked_is_refused(device: DeviceProcess):
-    settings = {
-        "cold_precision": "full",
-        "devices": device.address,
-        "hardware_overrides": {"array.pe_mode": "fp16_dequant"},
-    }
-    with pytest.raises(ConfigError) as error, engine(settings=settings):
-        pass
-    assert f"the device at {device.address} simulates" in sentence(error)
-    assert "pe_mode fp16_dequant" in sentence(error)
-
-
-def test_a_device_with_another_model_is_refused(device: DeviceProcess, tmp_path: Path):
-    changed = Path(shutil.copytree(MODEL, tmp_path / "changed", ignore=shutil.ignore_patterns("eval", "traces")))
-    contents = bytearray((changed / "model.safetensors").read_bytes())
-    contents[-1] ^= 1
-    (changed / "model.safetensors").write_bytes(contents)
-    with (
-        pytest.raises(DeviceError) as error,
-        engine(changed, settings={"cold_precision": "full", "devices": device.address}),
-    ):
-        pass
-    assert error.value.code == "digest"
-    assert "start the device with the same checkpoint" in sentence(error)
 
 
 def test_a_host_never_plans_with_replicas_it_made_itself_beside_a_device_that_has_its_own(
