@@ -8,25 +8,15 @@ from __future__ import annotations
 
 import math
 import os
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from ndp_device.calibration import data_free
+from ndp_device.calibration.progress import JobProgress, Work, say
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.names import DTYPES
 from ndp_device.checkpoint.values import CODE_BITS
@@ -43,7 +33,11 @@ from ndp_device.replicas.format import (
     Manifest,
     ReplicaFiles,
     check_layer_file,
+    keep_expert,
+    kept_expert,
+    num_kept,
     read_manifest,
+    remove_kept,
     remove_unfinished,
     write_layer,
     write_manifest,
@@ -64,17 +58,14 @@ _TOKENS_PER_EXPERT = 32
 """Mean number of calibration tokens per expert. With fewer, most experts would be quantized against their layer
 alone."""
 
-_SAID_EVERY_S = 30
-"""How often a log is told which expert was made and how long the others will take, at most."""
-
 DeviceName = Literal["auto", "cpu", "cuda"]
 SolverName = Literal["nested", "independent", "auto-gptq"]
 """nested: one code for all widths; independent: our GPTQ at every width alone; auto-gptq: that library's, likewise."""
 
 Effort = Literal["fast", "default", "best"]
 
-MakeLayer = Callable[[int, Callable[[], None]], LayerReplicas]
-"""(layer, to be called after each expert) -> its replicas."""
+MakeLayer = Callable[[int, JobProgress], LayerReplicas]
+"""(layer, told of each expert and of the work) -> its replicas."""
 
 
 def build_data_free(
@@ -111,9 +102,9 @@ def build_data_free(
         calibration=_probe_settings(checkpoint.shape, group_size),
     )
 
-    def make_layer(layer: int, advance: Callable[[], None]) -> LayerReplicas:
+    def make_layer(layer: int, progress: JobProgress) -> LayerReplicas:
         made = data_free.quantize_layer(
-            checkpoint, layer, manifest.group_size, track_weights, with_bytes=BYTE_BITS in bits, advance=advance
+            checkpoint, layer, manifest.group_size, track_weights, with_bytes=BYTE_BITS in bits, advance=progress.made
         )
         checkpoint.check(layer)  # nothing may be made of a checkpoint that was cut short meanwhile
         return made
@@ -214,7 +205,15 @@ def build_calibrated(
     alone = device.type != "cpu" or solver == "auto-gptq"  # which patches torch while it runs
     peak = memory.side_by_side(peak, 1 if alone else min(cores, shape.num_experts))
     if show_progress:
-        _say(f"calibration of {shape.name} on {device.type} needs {peak} beside the mapped checkpoint")
+        say(f"calibration of {shape.name} on {device.type} needs {peak} beside the mapped checkpoint")
+    work = Work(
+        shape,
+        num_sequences * sequence_length,
+        sequence_length,
+        num_tracks=len(track_weights),
+        num_widths=len(bits),
+        sweeps=sweeps,
+    )
     passing: Iterator[tuple[int, RoutedBatch]] | None = None
     for_solver = num_sequences - text.num_held_out
 
@@ -228,33 +227,44 @@ def build_calibrated(
         checkpoint.release()
         return weights
 
-    def make_layer(layer: int, advance: Callable[[], None]) -> LayerReplicas:
+    def make_layer(layer: int, progress: JobProgress) -> LayerReplicas:
         nonlocal passing
+
+        def answers_of(weights: calibrated.FloatExpert, expert: int) -> torch.Tensor:
+            answers = torch.cat([weights.answers(part.of(expert)) for part in (inputs, held_out)])
+            progress.did(len(answers) * work.answers)
+            return answers
+
         if passing is None:
+            progress.expect(work.job(layer, num_kept(out_dir)))
             model = streamed.load_without_experts(model_dir, device)
             forward = streamed.StreamedForward(model, text.held_out_last, shape)
             passing = enumerate(forward.layers())
         for index, batch in passing:
+            progress.did(work.passing)
             if index == layer:
                 break
             inputs, held_out = parts_of(batch)
             for expert in range(shape.num_experts):  # a layer that is done: its answers only
-                weights = float_expert(index, expert)
-                batch.add(expert, torch.cat([weights.answers(part.of(expert)) for part in (inputs, held_out)]))
+                batch.add(expert, answers_of(float_expert(index, expert), expert))
         inputs, held_out = parts_of(batch)
         inputs.layer_moment.sum()  # before experts ask for it at the same time
         done = []
 
-        def made(expert: int) -> calibrated.CalibratedExpert:
-            return calibrated.quantize_expert(float_expert(layer, expert), expert, inputs, held_out, solve)
+        def made(expert: int) -> tuple[LayerReplicas, torch.Tensor]:
+            weights = float_expert(layer, expert)
+            if (kept := kept_expert(out_dir, layer, expert, manifest)) is not None:
+                return kept, answers_of(weights, expert)
+            new = calibrated.quantize_expert(weights, expert, inputs, held_out, solve, work, progress.did)
+            checkpoint.check(layer)
+            progress.made()
+            return keep_expert(out_dir, layer, expert, calibrated.layer_of([new]), manifest), new.answers
 
         with calibrated.side_by_side(peak.experts, cores // peak.experts) as threads:
-            for expert, result in enumerate(threads.map(made, range(shape.num_experts))):
-                batch.add(expert, result.answers)
-                done.append(result.without_answers())
-                advance()
-        checkpoint.check(layer)
-        return calibrated.layer_of(done)
+            for expert, (replicas, answers) in enumerate(threads.map(made, range(shape.num_experts))):
+                batch.add(expert, answers)
+                done.append(replicas)
+        return LayerReplicas.of(done)
 
     made = run_job(out_dir, manifest, make_layer, show_progress=show_progress)
     return made if made.is_weighed else weigh(model_dir, out_dir, text, device)
@@ -310,7 +320,7 @@ def build_tuned(
     tuning: Tuning | None = None
     held_out_inputs: list[RoutedInputs] = []
 
-    def make_layer(layer: int, advance: Callable[[], None]) -> LayerReplicas:
+    def make_layer(layer: int, progress: JobProgress) -> LayerReplicas:
         nonlocal tuning, held_out_inputs
         if tuning is None:
             tuning, held_out_inputs = trained()
@@ -320,7 +330,7 @@ def build_tuned(
             rows = calibrated.test_rows(held_out, expert)
             losses.append(expert_losses(rows.float().numpy(), checkpoint.expert(layer, expert), replicas))
             checkpoint.release()
-            advance()
+            progress.made()
         checkpoint.check(layer)
         loss, relative_loss = (np.stack(values) for values in zip(*losses, strict=True))
         return LayerReplicas(tuple(experts), loss, relative_loss, *source.calibration_of(layer))
@@ -335,7 +345,7 @@ def build_tuned(
         told = tuning.improve(tokens, held_out, steps)
         for line in told:
             if show_progress:
-                _say(line)
+                say(line)
         return tuning, tuning.inputs(held_out)
 
     made = run_job(out_dir, manifest, make_layer, show_progress=show_progress)
@@ -435,57 +445,25 @@ def run_job(out_dir: Path, manifest: Manifest, make_layer: MakeLayer, *, show_pr
     remove_unfinished(out_dir)
     manifest = _resume(out_dir, manifest)
     shape = manifest.model
-    console = Console(stderr=True)
-    total = shape.num_layers * shape.num_experts
-    before = len(manifest.layers) * shape.num_experts
-    if show_progress and 0 < before < total:
-        _say(f"{out_dir} goes on: {len(manifest.layers)} of {shape.num_layers} layers are whole and stay")
-    started = said = time.monotonic()
-    experts_made = 0
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not show_progress,
-        speed_estimate_period=3600,  # an expert may take minutes
-    ) as progress:
-        task = progress.add_task(
-            f"{manifest.source} replicas of {shape.name}",
-            total=total,
-            completed=before,
-        )
-
-        def advance() -> None:
-            nonlocal experts_made, said
-            experts_made += 1
-            progress.advance(task)
-            now = time.monotonic()
-            if show_progress and not console.is_terminal and now - said >= _SAID_EVERY_S:  # a log shows no bar
-                said = now
-                left = _in_words((now - started) / experts_made * (total - before - experts_made))
-                _say(f"expert {before + experts_made} of {total} made after {_in_words(now - started)}, {left} left")
-
-        written: Future[Manifest] | None = None
-        with ThreadPoolExecutor(1) as beside:  # a layer is written while the next one is made
-            for layer in range(shape.num_layers):
-                if layer in manifest.layers:
-                    continue
-                replicas = make_layer(layer, advance)
-                if written is not None:
-                    manifest = written.result()
-                written = beside.submit(write_layer, out_dir, layer, replicas, manifest)
-            return manifest if written is None else written.result()
-
-
-def _in_words(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
-
-
-def _say(message: str) -> None:
-    print(f"ndp-device: {message}", file=sys.stderr, flush=True)
+    kept = num_kept(out_dir)
+    already = len(manifest.layers) * shape.num_experts + kept
+    if show_progress and already:
+        more = f", and {kept} more experts are made" if kept else ""
+        say(f"{out_dir} goes on: {len(manifest.layers)} of {shape.num_layers} layers are whole{more}")
+    name, total = f"{manifest.source} replicas of {shape.name}", shape.num_layers * shape.num_experts
+    written: Future[Manifest] | None = None
+    with (
+        JobProgress(name, total, already, show=show_progress) as progress,
+        ThreadPoolExecutor(1) as beside,  # a layer is written while the next one is made
+    ):
+        for layer in range(shape.num_layers):
+            if layer in manifest.layers:
+                continue
+            replicas = make_layer(layer, progress)
+            if written is not None:
+                manifest = written.result()
+            written = beside.submit(write_layer, out_dir, layer, replicas, manifest)
+        return manifest if written is None else written.result()
 
 
 def _probe_settings(shape: ModelShape, group_size: int) -> dict[str, str | int | float]:
@@ -522,11 +500,12 @@ def _checked_group_size(group_size: int | None, shape: ModelShape) -> int:
 def _resume(out_dir: Path, manifest: Manifest) -> Manifest:
     """The manifest to go on with: a fresh one, or the one in out_dir less the layers whose files are not whole.
 
-    A job that was refused or stopped in its first layer left nothing that another job could spoil.
+    A job that was refused or stopped in its first layer left nothing but single experts, which bear its name.
     """
     present = read_manifest(out_dir) if (out_dir / MANIFEST).exists() else None
     if present is None or not present.layers:
         write_manifest(out_dir, manifest)
+        remove_kept(out_dir, manifest)
         return manifest
     # weights of layers are measured when all layers are there
     if msgspec.structs.replace(present.unweighed(), layers={}) != manifest:
@@ -541,4 +520,6 @@ def _resume(out_dir: Path, manifest: Manifest) -> Manifest:
         except (ReplicaError, OSError):
             continue
         whole[layer] = file
-    return msgspec.structs.replace(present, layers=whole)
+    present = msgspec.structs.replace(present, layers=whole)
+    remove_kept(out_dir, present)
+    return present

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor
 from ndp_device.calibration import auto_gptq, gptq
 from ndp_device.calibration.data_free import expert_losses, round_to_bytes
 from ndp_device.calibration.gptq import Moment, blend, own_weight, second_moment
+from ndp_device.calibration.progress import Told, Work
 from ndp_device.common.activation import SILU, Activation
 from ndp_device.common.widths import BYTE_BITS
 from ndp_device.experts.expert import Biases, FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
@@ -196,9 +197,6 @@ class CalibratedExpert:
     answers: Tensor
     """Outputs in full precision of the rows that were routed to it, those of the solver first, [n, H]."""
 
-    def without_answers(self) -> CalibratedExpert:
-        return replace(self, answers=self.answers[:0])
-
 
 @contextlib.contextmanager
 def side_by_side(num_experts: int, threads_each: int) -> Iterator[ThreadPoolExecutor]:
@@ -217,9 +215,20 @@ def side_by_side(num_experts: int, threads_each: int) -> Iterator[ThreadPoolExec
 
 
 def quantize_expert(
-    weights: FloatExpert, expert: int, inputs: RoutedInputs, held_out: RoutedInputs, solver: Solver
+    weights: FloatExpert,
+    expert: int,
+    inputs: RoutedInputs,
+    held_out: RoutedInputs,
+    solver: Solver,
+    work: Work | None = None,
+    told: Told | None = None,
 ) -> CalibratedExpert:
-    """Solve for one expert and measure what each width loses on what the solver did not see."""
+    """Solve for one expert and measure what each width loses on what the solver did not see; tells the work done."""
+
+    def did(amount: Callable[[Work], float]) -> None:
+        if work is not None and told is not None:
+            told(amount(work))
+
     device, full = weights.w2.device, weights.full
     own = inputs.of(expert)
     share = own_weight(len(own))
@@ -228,21 +237,28 @@ def quantize_expert(
     def seen(rows: Tensor, between: Tensor) -> None:
         of_hidden.add(rows)
         of_between.add(between)
+        did(lambda work: len(rows) * (work.moments + work.answers))
 
     answers = [weights.answers(own, seen)]
 
     def solve(matrix: Tensor, moment: Tensor, of_layer: Tensor) -> dict[int, QuantizedMatrix]:
         damp = DAMP if len(own) >= matrix.shape[1] else DAMP_FEW_TOKENS
-        return solver(matrix, blend(moment, of_layer, share), damp)
+        solved = solver(matrix, blend(moment, of_layer, share), damp)
+        did(lambda work: work.solver(*matrix.shape))
+        return solved
 
     w13s = solve(weights.w13, of_hidden.mean(), inputs.layer_moment.to(device))
     # a layer that counts little is known well enough from fewer rows
     sample = inputs.sample if share < 0.5 else inputs.sample[::4]
     rows = (weights.between(inputs.hidden[part].to(device).float()) for part in sample.split(ROWS_AT_ONCE))
-    w2s = solve(weights.w2, of_between.mean(), second_moment(rows, weights.w2.shape[1], device))
+    of_layer = second_moment(rows, weights.w2.shape[1], device)
+    did(lambda work: work.of_layer)
+    w2s = solve(weights.w2, of_between.mean(), of_layer)
     replicas = {bits: fold_order(bits, w13s[bits], w2s[bits], full.biases, full.activation) for bits in w13s}
     loss, relative_loss = expert_losses(test_rows(held_out, expert).float().numpy(), full, replicas)
+    did(lambda work: work.losses)
     answers.append(weights.answers(held_out.of(expert)))
+    did(lambda work: len(answers[1]) * work.answers)
     return CalibratedExpert(replicas, loss, relative_loss, len(own), share, torch.cat(answers))
 
 

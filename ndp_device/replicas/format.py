@@ -2,6 +2,7 @@
 
     DIR/manifest.json                what the replicas are of, how they were made, a digest per layer file
     DIR/experts-00000.safetensors    bit planes, scales and offsets of every expert of layer 0, and its loss table
+    DIR/experts-00001.3.JOB.safetensors    the same of expert 3 alone, until layer 1 is whole
 
 Knows files and digests, not kernels or solvers. A name holds a whole file or nothing (durable.py). The manifest grows
 by one entry per layer, so a reader can name what is missing.
@@ -15,6 +16,7 @@ import hashlib
 import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +47,7 @@ WITHOUT_TOKENS = "experts_without_tokens"
 """In a manifest's `calibration`: how many experts the text never reached, solved for their layer's moment."""
 MANIFEST = "manifest.json"
 
+_KEPT = "experts-*.*.*.safetensors"
 _UNFINISHED = ".unfinished"
 _SURELY_LEFT_S = 60.0
 
@@ -121,6 +124,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return f"{expert}" if bits in self.nested_bits else f"{expert}.{bits}"
 
     @property
+    def job(self) -> str:
+        """16 hex digits that name the settings: what a job that goes on must have in common with the one before."""
+        settings = msgspec.structs.replace(self.unweighed(), layers={})
+        return hashlib.blake2b(msgspec.json.encode(settings, order="sorted"), digest_size=8).hexdigest()
+
+    @property
     def is_weighed(self) -> bool:
         return not isinstance(self.nats_per_loss, msgspec.UnsetType)
 
@@ -172,6 +181,13 @@ class LayerReplicas:
             if not finite:
                 raise ValueError(f"expert {expert} has a scale or offset that float16 cannot hold")
 
+    @classmethod
+    def of(cls, parts: Sequence[LayerReplicas]) -> LayerReplicas:
+        """The experts of several, in this order."""
+        tables = ("loss", "relative_loss", "calibration_tokens", "own_weight")
+        joined = (np.concatenate([getattr(part, name) for part in parts]) for name in tables)
+        return cls(tuple(expert for part in parts for expert in part.experts), *joined)
+
 
 def layer_file_name(layer: int) -> str:
     return f"experts-{layer:05d}.safetensors"
@@ -211,8 +227,7 @@ class ReplicaFiles:
         ]
         if seen != known:
             _write_seen(directory, seen)
-        self._nested: WeakValueDictionary[tuple[MappedFile, str], NestedMatrix] = WeakValueDictionary()
-        """Matrices in use: all widths of an expert are views of one."""
+        self._experts = [_ExpertsOfFile(self.manifest, layer, file) for layer, file in enumerate(self._files)]
 
     @property
     def num_bytes(self) -> int:
@@ -224,17 +239,7 @@ class ReplicaFiles:
                 f"{self.directory} has no {bits}-bit replica of expert {expert}: it holds "
                 f"{self.manifest.model.num_experts} experts at {list(self.manifest.bits)} bits"
             )
-        file = self._files[layer]
-        try:
-            return QuantizedExpert(
-                bits,
-                self._matrix(file, expert, "w13", bits),
-                self._matrix(file, expert, "w2", bits),
-                self._biases(file, expert, bits) if self.manifest.biases else None,
-                self.manifest.activation_of(layer),
-            )
-        except ValueError as error:
-            raise ReplicaError(f"{file.path} is damaged: expert {expert} at {bits} bits: {error}") from None
+        return self._experts[layer].at(expert, bits)
 
     def check(self, layer: int) -> None:
         """Raise ReplicaError where this layer's file has changed since it was opened."""
@@ -287,19 +292,39 @@ class ReplicaFiles:
         gate, up = np.split(file.tensor(f"{prefix}.b13"), 2)
         return Biases(gate, up, file.tensor(f"{prefix}.b2"))
 
-    def _matrix(self, file: MappedFile, expert: int, name: str, bits: int) -> QuantizedMatrix:
-        key = (file, f"{self.manifest.prefix(expert, bits)}.{name}")
-        if bits not in self.manifest.nested_bits:
-            return QuantizedMatrix(bits, *self._parts(*key))
-        if (nested := self._nested.get(key)) is None:
-            nested = NestedMatrix(self.manifest.nested_bits, *self._parts(*key))
-            self._nested[key] = nested
+
+class _ExpertsOfFile:
+    """The experts of one layer that a file holds: views of its mapped bytes."""
+
+    def __init__(self, manifest: Manifest, layer: int, file: MappedFile) -> None:
+        self._manifest, self._layer, self._file = manifest, layer, file
+        self._nested: WeakValueDictionary[str, NestedMatrix] = WeakValueDictionary()
+        """Matrices in use: all widths of an expert are views of one."""
+
+    def at(self, expert: int, bits: int) -> QuantizedExpert:
+        prefix, file = self._manifest.prefix(expert, bits), self._file
+        try:
+            w13, w2 = self._matrix(f"{prefix}.w13", bits), self._matrix(f"{prefix}.w2", bits)
+            biases = None
+            if self._manifest.biases:
+                gate, up = np.split(file.tensor(f"{prefix}.b13"), 2)
+                biases = Biases(gate, up, file.tensor(f"{prefix}.b2"))
+            return QuantizedExpert(bits, w13, w2, biases, self._manifest.activation_of(self._layer))
+        except ValueError as error:
+            raise ReplicaError(f"{file.path} is damaged: expert {expert} at {bits} bits: {error}") from None
+
+    def _matrix(self, prefix: str, bits: int) -> QuantizedMatrix:
+        if bits not in self._manifest.nested_bits:
+            return QuantizedMatrix(bits, *self._parts(prefix))
+        if (nested := self._nested.get(prefix)) is None:
+            nested = NestedMatrix(self._manifest.nested_bits, *self._parts(prefix))
+            self._nested[prefix] = nested
         return nested.at(bits)
 
-    def _parts(self, file: MappedFile, prefix: str) -> tuple[Any, Any, Any, int, Any]:
-        planes, scale, offset = (file.tensor(f"{prefix}.{part}") for part in ("planes", "scale", "offset"))
-        perm = file.tensor(f"{prefix}.perm") if f"{prefix}.perm" in file else None
-        return planes, scale, offset, self.manifest.group_size, perm
+    def _parts(self, prefix: str) -> tuple[Any, Any, Any, int, Any]:
+        planes, scale, offset = (self._file.tensor(f"{prefix}.{part}") for part in ("planes", "scale", "offset"))
+        perm = self._file.tensor(f"{prefix}.perm") if f"{prefix}.perm" in self._file else None
+        return planes, scale, offset, self._manifest.group_size, perm
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -365,6 +390,53 @@ def check_layer_file(directory: Path, layer: int, manifest: Manifest, *, check_c
 
 def write_layer(directory: Path, layer: int, replicas: LayerReplicas, manifest: Manifest) -> Manifest:
     """Write one layer's file and the manifest that now includes it; returns that manifest."""
+    contents = _layer_bytes(layer, replicas, manifest)
+    _write_whole(directory / layer_file_name(layer), contents)
+    entry = LayerFile(len(contents), hashlib.blake2b(contents, digest_size=16).hexdigest())
+    manifest = msgspec.structs.replace(manifest, layers=manifest.layers | {layer: entry})
+    write_manifest(directory, manifest)
+    remove_kept(directory, manifest)
+    return manifest
+
+
+def keep_expert(directory: Path, layer: int, expert: int, made: LayerReplicas, manifest: Manifest) -> LayerReplicas:
+    """Write one expert, all that `made` holds, for a job that goes on within its layer; returns views of the file."""
+    path = directory / _kept_file_name(layer, expert, manifest)
+    _write_whole(path, _layer_bytes(layer, made, manifest))
+    kept = kept_expert(directory, layer, expert, manifest)
+    assert kept is not None
+    return kept
+
+
+def kept_expert(directory: Path, layer: int, expert: int, manifest: Manifest) -> LayerReplicas | None:
+    """What an earlier run of the same job kept of this expert; None where it kept nothing that can be read."""
+    try:
+        file = MappedFile(directory / _kept_file_name(layer, expert, manifest))
+        tables = [file.tensor(name) for name in ("loss", "relative_loss", "calibration_tokens", "own_weight")]
+        experts = _ExpertsOfFile(manifest, layer, file)
+        return LayerReplicas(({bits: experts.at(0, bits) for bits in manifest.bits},), *tables)
+    except ReplicaError:
+        return None
+
+
+def num_kept(directory: Path) -> int:
+    """How many single experts lie here."""
+    return sum(1 for _ in directory.glob(_KEPT))
+
+
+def remove_kept(directory: Path, manifest: Manifest) -> None:
+    """Remove single experts that lie in a layer's file by now, or that a job with other settings kept."""
+    for path in directory.glob(_KEPT):
+        layer, _, job, _ = path.name.removeprefix("experts-").split(".")
+        if job != manifest.job or int(layer) in manifest.layers:
+            path.unlink()
+
+
+def _kept_file_name(layer: int, expert: int, manifest: Manifest) -> str:
+    return f"experts-{layer:05d}.{expert}.{manifest.job}.safetensors"
+
+
+def _layer_bytes(layer: int, replicas: LayerReplicas, manifest: Manifest) -> bytes:
     tensors: dict[str, NDArray[Any]] = {
         "loss": replicas.loss,
         "relative_loss": replicas.relative_loss,
@@ -381,12 +453,8 @@ def write_layer(directory: Path, layer: int, replicas: LayerReplicas, manifest: 
                 tensors |= _tensors(f"{manifest.prefix(expert, bits)}.{name}", getattr(by_bits[bits], name))
         tensors |= _bias_tensors(layer, expert, by_bits, manifest)
     # one entry of metadata: safetensors writes several in random order, and the same job must write the same bytes
-    contents = safetensors.numpy.save(tensors, {"format": f"{FORMAT} {VERSION}, layer {layer}"})
-    _write_whole(directory / layer_file_name(layer), contents)
-    entry = LayerFile(len(contents), hashlib.blake2b(contents, digest_size=16).hexdigest())
-    manifest = msgspec.structs.replace(manifest, layers=manifest.layers | {layer: entry})
-    write_manifest(directory, manifest)
-    return manifest
+    contents: bytes = safetensors.numpy.save(tensors, {"format": f"{FORMAT} {VERSION}, layer {layer}"})
+    return contents
 
 
 def _bias_tensors(

@@ -22,6 +22,7 @@ from ndp_device.calibration import auto_gptq, calibrated, gptq
 from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated
 from ndp_device.calibration.data_free import expert_losses, quantize_nested
 from ndp_device.calibration.gptq import second_moment
+from ndp_device.calibration.progress import JobProgress, Work
 from ndp_device.calibration.text import CalibrationText, file_digest
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
@@ -134,17 +135,36 @@ def test_the_manifest_counts_the_experts_that_the_text_never_reached(model_dir: 
     assert "experts_without_tokens" not in files.manifest.unweighed().calibration
 
 
-def test_a_log_is_told_from_the_first_expert_on_how_long_the_others_will_take(
+def test_a_log_is_told_before_the_first_expert_is_made_how_long_the_others_will_take(
     build: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("ndp_device.calibration.build._SAID_EVERY_S", 0)
+    monkeypatch.setattr("ndp_device.calibration.progress._SAID_EVERY_S", 0)
     build(tmp_path / "out", bits=(2,), show_progress=True)
-    said = capsys.readouterr().err
-    for expert in range(1, 9):
-        assert re.search(rf"expert {expert} of 8 made after \d+ s, \d+ s left", said)
+    said = re.findall(r"(\d+) %: (\d) of 8 experts made after \d+ s, \d+ s left", capsys.readouterr().err)
+    assert [int(part) for part, _ in said] == sorted(int(part) for part, _ in said)
+    assert {int(made) for _, made in said} == set(range(9))
+
+
+def test_the_work_that_a_log_was_told_of_is_all_that_was_expected_but_weighing(
+    build: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stage is told once: else time left would be wrong. Few rows stand for a layer here, so that these are."""
+    seen: list[JobProgress] = []
+    monkeypatch.setattr(JobProgress, "__exit__", lambda self, *_: seen.append(self))
+    work: list[Work] = []
+    left = Work.job
+
+    def job(self: Work, layers_done: int, kept: int) -> float:
+        work.append(self)
+        return left(self, layers_done, kept)
+
+    monkeypatch.setattr(Work, "job", job)
+    build(tmp_path / "out")
+    weighing = 2 * (work[0].passing + work[0].num_tokens * 2 * work[0].answers)
+    assert seen[0].share * work[0].job(0, 0) == pytest.approx(work[0].job(0, 0) - weighing, rel=0.02)
 
 
 def test_the_stored_loss_is_what_the_stored_replicas_lose_on_held_out_tokens(
@@ -161,31 +181,63 @@ def test_the_stored_loss_is_what_the_stored_replicas_lose_on_held_out_tokens(
         np.testing.assert_allclose(relative, files.layer_losses(1)[1][expert], rtol=1e-5)
 
 
-def test_an_interrupted_job_says_that_it_goes_on_and_ends_with_the_same_bytes(
+def test_an_interrupted_job_goes_on_at_the_next_expert_and_ends_with_the_same_bytes(
     build: Callable[..., Any],
     built: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = 0
+    solved: list[int] = []
+    quantize_expert, is_stopped = calibrated.quantize_expert, False
+
+    def stops_at_the_third_of_layer_1(*args: Any) -> Any:
+        nonlocal is_stopped
+        is_stopped |= len(solved) == 6
+        if is_stopped:
+            raise KeyboardInterrupt
+        solved.append(args[1])
+        return quantize_expert(*args)
+
+    def names() -> list[str]:
+        return sorted(re.sub(r"\.[0-9a-f]{16}\.", ".JOB.", file.name) for file in (tmp_path / "out").iterdir())
+
+    monkeypatch.setattr("ndp_device.calibration.memory.side_by_side", lambda peak, _: peak)  # one after the other
+    monkeypatch.setattr(calibrated, "quantize_expert", stops_at_the_third_of_layer_1)
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path / "out")
+    kept = ["experts-00001.0.JOB.safetensors", "experts-00001.1.JOB.safetensors"]
+    assert names() == ["experts-00000.safetensors", *kept, "manifest.json"]
+    capsys.readouterr()
+    monkeypatch.setattr(
+        calibrated, "quantize_expert", lambda *args: (solved.append(args[1]), quantize_expert(*args))[1]
+    )
+    build(tmp_path / "out", show_progress=True)
+    assert solved == [0, 1, 2, 3, 0, 1, 2, 3]
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'out'} goes on: 1 of 2 layers are whole, and 2 more experts are made" in said
+    assert names() == sorted(file.name for file in built.iterdir())
+    for file in built.iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_job_with_other_settings_takes_no_expert_that_another_left(
+    build: Callable[..., Any], built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     quantize_expert = calibrated.quantize_expert
 
-    def stops_at_the_sixth(*args: Any) -> Any:
-        nonlocal done
-        done += 1
-        if done == 6:
+    def stops_at_the_second(*args: Any) -> Any:
+        if args[1] == 1:
             raise KeyboardInterrupt
         return quantize_expert(*args)
 
-    monkeypatch.setattr(calibrated, "quantize_expert", stops_at_the_sixth)
+    monkeypatch.setattr("ndp_device.calibration.memory.side_by_side", lambda peak, _: peak)
+    monkeypatch.setattr(calibrated, "quantize_expert", stops_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        build(tmp_path / "out")
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["experts-00000.safetensors", "manifest.json"]
+        build(tmp_path / "out", effort="fast")
+    assert len(list((tmp_path / "out").glob("experts-00000.0.*"))) == 1
     monkeypatch.undo()
-    capsys.readouterr()
-    build(tmp_path / "out", show_progress=True)
-    assert f"{tmp_path / 'out'} goes on: 1 of 2 layers are whole and stay" in capsys.readouterr().err
+    build(tmp_path / "out")
     for file in built.iterdir():
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
 
