@@ -19,7 +19,7 @@ def main(trace: str) -> None:
         settings = CompareSettings(
             model="models/tiny-mixtral",
             hardware=hardware,
-            systems=("context_aware", "adaptive", "fiddler", "pregated"),
+            systems=("context_aware", "replanned", "fiddler", "pregated"),
             policies=("prefill",),
         )
         print(hardware)

@@ -121,7 +121,7 @@ class CompareSettings:
     affinity: Annotated[bool, typer.Option(help="Batch requests whose prompts route alike.")] = False
     options: Annotated[
         dict[str, float | str],
-        typer.Option("--option", metavar="NAME=VALUE", help="Option of a system, e.g. spill_bits=2 or frequency=lru."),
+        typer.Option("--option", metavar="NAME=VALUE", help="Option of a system, e.g. spill_bits=2."),
         Written(_of_systems, None, list[str] | None),
     ] = field(default_factory=dict)
     num_hot: HotOption = None

@@ -81,7 +81,7 @@ def test_every_system_survives_no_gpu_memory_and_enough_for_all(system, hot):
             run(system, budget=Budget(hot, 2.0))
         return
     outcome = run(system, budget=Budget(hot, 2.0))
-    if system in ("context_aware", "adaptive"):
+    if system == "context_aware":
         assert outcome.hot_pairs == hot / 8 * PAIRS
     if system in ("context_aware", "fiddler", "cxl_expert", "moe_infinity") and hot == 8:
         assert outcome.moe_ps == pytest.approx(np.full(outcome.moe_ps.shape, 2 * COSTS.gpu_experts_ps(1)[1]))
@@ -169,12 +169,6 @@ def test_spilling_to_the_device_only_happens_where_it_shortens_a_layer():
     assert saved[0] > saved[1] > saved[2] > 0
 
 
-def test_following_decode_covers_more_and_keeps_the_bit_budget():
-    still, moving = run(policy="random"), run("adaptive", policy="random")
-    assert moving.hot_pairs > still.hot_pairs + 0.1 * PAIRS
-    assert moving.notes["copies"] > 0
-
-
 def test_batching_requests_that_route_alike_covers_more():
     """Two kinds of requests that share no expert, in alternation: two hot of four cover a kind, not both."""
     kinds = [np.full((10, 1, 2), 2 * kind) + np.array([0, 1]) for kind in (0, 1)]
@@ -215,7 +209,6 @@ def test_a_summary_adds_layers_attention_and_head():
         ("vllm_offload", {"offload_backend": "disk"}, "offload_backend must be one of uva, prefetch"),
         ("llama_cpp", {"gguf_bits": 6}, "gguf_bits must be one of"),
         ("ktransformers", {"cpu_bits": 3}, "cpu_bits must"),
-        ("adaptive", {"frequency": "fifo"}, "frequency must be"),
     ],
 )
 def test_an_impossible_option_is_refused(system, own, says):

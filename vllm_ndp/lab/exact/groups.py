@@ -85,13 +85,6 @@ class Groups:
             beside = self._factor * sum(map(_experts_ps, run.time.layers)) + layers * self._costs.overhead_ps
             self.prefill_ps[group, place] = before + beside + self._moved_ps(run.migrated_experts)
 
-    def plan(self, group: int) -> list[BitwidthPlan]:
-        """Carry out the plan of a group whose prompts have ended, without its decode."""
-        moved, _ = alone(self.engine.replan(), self._device)
-        self.migration_ps[group] = self._moved_ps(moved)
-        plans = [self.engine.requests[request].plan for request in self._batches.requests[group].tolist()]
-        return [plan.bits for plan in plans if plan is not None]
-
     def decode(self, group: int) -> None:
         """All requests of the group, until the longest is done."""
         batches, engine, requests = self._batches, self.engine, self._batches.requests[group].tolist()
@@ -122,12 +115,8 @@ class Groups:
             self.offloaded_pairs += int((engine.hot[layers, ids] & (widths > 0)).sum())
             self._at[:] = 0
         engine.watch = None
-        self.end(group)
-
-    def end(self, group: int) -> None:
-        """The group's requests that are still there have had their last step."""
-        for request in self._batches.requests[group].tolist():
-            self.engine.finish(request)
+        for request in requests:  # the longest ones
+            engine.finish(request)
 
     def _step(self, rows: NDArray[np.int64]) -> StepRun:
         run = alone(self.engine.step(self._steps, rows), self._device)
@@ -178,26 +167,6 @@ class Clairvoyant:
     def place(self, scores: Sequence[ImportanceScore], current: Placement | None, budget: Budget) -> Placement:
         known = [self._counts.get(id(score), (score, score.values))[1] for score in scores]
         return top_experts(np.sum(known, axis=0), budget.num_hot)
-
-    def assign(self, score: ImportanceScore, placement: Placement, loss: LossTable, budget: Budget) -> BitwidthPlan:
-        return self.policy.assign(score, placement, loss, budget)
-
-
-@dataclass(frozen=True)
-class OfExperts:
-    """A policy whose pairs of one expert all have one width."""
-
-    policy: Policy
-
-    @property
-    def name(self) -> str:
-        return self.policy.name
-
-    def score(self, stats: RoutingStats) -> ImportanceScore:
-        return replace(self.policy.score(stats), weights=None)
-
-    def place(self, scores: Sequence[ImportanceScore], current: Placement | None, budget: Budget) -> Placement:
-        return self.policy.place(scores, current, budget)
 
     def assign(self, score: ImportanceScore, placement: Placement, loss: LossTable, budget: Budget) -> BitwidthPlan:
         return self.policy.assign(score, placement, loss, budget)

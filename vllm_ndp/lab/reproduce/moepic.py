@@ -7,11 +7,13 @@ loading against 57 ms of compute per token without a cache.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.lab.reproduce import Reproduction, Row
-from vllm_ndp.lab.systems.moepic import THETAS, MoepicLoad, num_tops
+from vllm_ndp.lab.systems.moepic import THETAS, num_tops
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.cache import LFU, LRU, RANDOM, lcp, visits
 from vllm_ndp.planning.importance import ImportanceScore
@@ -28,6 +30,36 @@ SETTINGS = SyntheticSettings(
 )
 
 
+@dataclass(frozen=True)
+class MoepicLoad:
+    """Average load of one decode layer."""
+
+    used: float  # experts
+    fetch_ps: float  # a whole expert over the link
+    compute_ps: float  # all used experts
+    attention_ps: float
+    accuracy: float  # share of used experts that were predicted
+    misses: str = "wait"
+
+    def expected_ps(self, hits: NDArray[np.float64], theta: NDArray[np.float64] | float) -> NDArray[np.float64]:
+        """Time of a layer's experts where all layers are alike.
+
+        hits: how many of `used` have a cached top. With theta 0 every expert counts as a hit with an empty top.
+        """
+        theta = np.asarray(theta)
+        hits = np.where(theta == 0, self.used, hits)
+        bottoms, whole = hits * (1 - theta) * self.fetch_ps, (self.used - hits) * self.fetch_ps
+        planned = bottoms if self.misses == "wait" else bottoms + whole
+        early, late = self.accuracy * planned, bottoms + whole - self.accuracy * planned
+        ready = theta * self.compute_ps * hits / self.used
+        waiting = self.compute_ps - ready
+        # Beside its own copies the layer before leaves the link its attention and what it computes after them.
+        hidden = np.minimum((self.attention_ps + waiting) / np.maximum(planned, 1e-9), 1.0)
+        copies = early * (1 - hidden) + late
+        times: NDArray[np.float64] = np.maximum(ready, copies) + waiting
+        return times
+
+
 def hit_rate(batches: Batches, prior: ImportanceScore, kind: str, slots: int) -> float:
     priority = {"lcp": lcp(), "lfu": LFU, "lru": LRU, "random": RANDOM}[kind]
     hit = visits(batches.loads, highest(prior.values, slots), slots, priority).hit
@@ -35,7 +67,7 @@ def hit_rate(batches: Batches, prior: ImportanceScore, kind: str, slots: int) ->
 
 
 def token_ms(batches: Batches, prior: ImportanceScore, misses: str, slots: int) -> NDArray[np.float64]:
-    """[thetas], time per token by the rule that the replayed system and its solver use, every prediction right.
+    """[thetas], time per token by the rule of the replayed system, every prediction right.
 
     Never below the link's own time: bottoms hide behind what the layer before computes after its own copies.
     """
