@@ -15,6 +15,7 @@ from ndp_device.common.command_line import command, print_json
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.outputs import REPLICAS
 from vllm_ndp.cli.options import integers
+from vllm_ndp.cli.terminal import print_table
 from vllm_ndp.setting_names import as_options
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class PassOptions:
         "vllm-ndp quantize models/tiny-mixtral --out replicas --bits 1,2",
         "vllm-ndp quantize models/tiny-mixtral --out calibrated --calibration models/tiny-mixtral/calibration.txt",
     ),
+    shows=True,
 )
 def quantize(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory, or id of the hub.")],
@@ -136,6 +138,7 @@ def _files(directory: Path) -> dict[str, int]:
         "vllm-ndp tune models/tiny-mixtral models/tiny-mixtral-replicas --out tuned "
         "--calibration models/tiny-mixtral/calibration.txt",
     ),
+    shows=True,
 )
 def tune(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory, or id of the hub.")],
@@ -170,21 +173,32 @@ def tune(
 
 def _print_summary(manifest: Manifest, out: Path, started: float) -> None:
     import numpy as np
+    from rich.table import Table
 
     from ndp_device.common.widths import REPLICA_WIDTHS
     from ndp_device.replicas.format import load_loss_table
+    from vllm_ndp.operating.sizing import human
 
+    seconds, size = time.monotonic() - started, sum(file.num_bytes for file in manifest.layers.values())
+    experts = manifest.model.num_layers * manifest.model.num_experts
     _, relative = load_loss_table(out)
+    lost = {bits: float(np.mean(relative[..., REPLICA_WIDTHS.index(bits)])) for bits in manifest.bits}
+    print(f"{experts} experts, {manifest.source}, {human(size)} in {out}, {seconds:.1f} s")
+    table = Table()
+    table.add_column("bits", justify="right")
+    table.add_column("lost of an expert's output", justify="right")
+    for bits, share in lost.items():
+        table.add_row(str(bits), f"{100 * share:.2f} %")
+    print_table(table, width=100)
     print_json(
         {
-            "experts": manifest.model.num_layers * manifest.model.num_experts,
-            "seconds": round(time.monotonic() - started, 3),
-            "relative_loss": {
-                str(b): float(f"{np.mean(relative[..., REPLICA_WIDTHS.index(b)]):.4g}") for b in manifest.bits
-            },
+            "experts": experts,
+            "seconds": round(seconds, 3),
+            "relative_loss": {str(bits): float(f"{share:.4g}") for bits, share in lost.items()},
             "nats_per_loss": manifest.nats_per_loss if manifest.is_weighed else None,
-            "bytes": sum(file.num_bytes for file in manifest.layers.values()),
+            "bytes": size,
             "source": manifest.source,
             "out": str(out),
-        }
+        },
+        shown=True,
     )

@@ -1,4 +1,4 @@
-"""`vllm-ndp quantize` as a person runs it: the last line, and the ways to get it wrong."""
+"""`vllm-ndp quantize` as a person runs it: what it prints, and the ways to get it wrong."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ def run_quantize(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return run_here("vllm-ndp", "quantize", *arguments)
 
 
-def test_the_last_line_is_the_summary(tmp_path: Path) -> None:
-    done = run_quantize(MODEL, "--out", tmp_path / "out", "--bits", "1,2")
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout.splitlines()[-1])
+def test_a_person_gets_a_table_and_a_program_one_object(tmp_path: Path) -> None:
+    shown = run_quantize(MODEL, "--out", tmp_path / "out", "--bits", "1,2")
+    assert shown.returncode == 0, shown.stderr
+    assert [re.sub(r"\D", "", line)[:1] for line in shown.stdout.splitlines() if "%" in line] == ["1", "2"]
+    done = run_quantize(MODEL, "--out", tmp_path / "out", "--bits", "1,2", "--json")
+    summary = json.loads(done.stdout)
+    assert f"{100 * summary['relative_loss']['1']:.2f} %" in shown.stdout
     assert summary["experts"] == 32
     assert summary["seconds"] > 0
     assert 0 < summary["relative_loss"]["2"] < summary["relative_loss"]["1"] < 1
