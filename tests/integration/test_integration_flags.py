@@ -1,13 +1,11 @@
-"""Options of `vllm serve` beside `--quantization ndp`: what the plugin changes, and what needs an engine to be seen."""
+"""Every option of `vllm serve` has an answer, and those answers that need an engine to be seen."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 from engines import MODEL, PROMPTS, engine, greedy, token_ids
 from safetensors.torch import load_file, save_file
+from serve_options import NOT_OURS, REFUSED, WORKS
 
 from ndp_device.common.errors import ConfigError
 
@@ -24,36 +23,14 @@ TOKENS = 12
 IDENTITY = {"hot_experts": 3, "cold_precision": "full"}
 
 
-OURS = {
-    "additional_config",
-    "cache_config.kv_cache_memory_bytes",  # of a start that names none
-    "kv_transfer_config",
-    "load_config.model_loader_extra_config",
-    "model_config.quantization",
-    "parallel_config.worker_cls",
-    "quant_config",
-}
-"""What the plugin changes in vLLM's configuration on a CPU."""
+def test_every_option_of_vllm_serve_has_one_answer():
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
-
-def flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Every value of a configuration by its path."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from flat(getattr(value, field.name, None), f"{path}.{field.name}".lstrip("."))
-    else:
-        yield path, re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-def test_the_plugin_changes_its_own_places_of_vllms_configuration_and_no_other():
-    from vllm import EngineArgs
-
-    plain: dict[str, Any] = {"model": str(MODEL), "max_model_len": 128, "max_logprobs": 7}
-    plugin: dict[str, Any] = {"quantization": "ndp", "additional_config": {"ndp": IDENTITY}}
-    stock, again, ours = (dict(flat(EngineArgs(**plain, **more).create_engine_config())) for more in ({}, {}, plugin))
-    changed = {path for path in stock.keys() | ours.keys() if stock.get(path) == again.get(path) != ours.get(path)}
-    found = {next((place for place in OURS if path.startswith(place)), path) for path in changed}
-    assert found == OURS
+    offered = {field.name for options in (AsyncEngineArgs, FrontendArgs) for field in dataclasses.fields(options)}
+    answered = [name for answer in (*WORKS, *REFUSED, *NOT_OURS) for name in answer.names]
+    assert len(answered) == len(set(answered)), sorted(name for name in answered if answered.count(name) > 1)
+    assert set(answered) == offered
 
 
 def test_settings_in_two_ways_are_refused_because_vllm_drops_one(monkeypatch: pytest.MonkeyPatch):
