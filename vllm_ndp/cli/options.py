@@ -48,8 +48,3 @@ def integers(text: str, option: str, *, least: int | None = None) -> tuple[int, 
     if least is not None and min(read) < least:
         raise ConfigError(f"{option} must be at least {least}, got {min(read)}")
     return read
-
-
-def names(text: str, every: tuple[str, ...]) -> tuple[str, ...]:
-    """Read "a, b" as ("a", "b"), and "all" as every name there is."""
-    return every if text == "all" else tuple(dict.fromkeys(name.strip() for name in text.split(",")))

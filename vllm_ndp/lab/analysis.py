@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from ndp_device.common.errors import TraceError
 from vllm_ndp.lab.compare import popularity, split_requests
 from vllm_ndp.lab.differences import bootstrap_means
-from vllm_ndp.planning.bitwidths import LossTable, select_bitwidths
 from vllm_ndp.planning.importance import ImportanceScore, importance
-from vllm_ndp.planning.plan import Budget, highest, top_experts
+from vllm_ndp.planning.plan import highest
 from vllm_ndp.planning.policies import PolicySettings
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.traces.trace import Sequence as Request
@@ -125,30 +124,6 @@ def analyse(trace: Trace, num_hot: int | None = None, *, prior: ImportanceScore 
         refresh={m: Interval.of(_refreshed(requests, num_experts, hot, m)) for m in REFRESH_TOKENS},
         prior_tokens={n0: of_tokens(slice(None), n0) for n0 in PRIOR_TOKENS},
     )
-
-
-@dataclass(frozen=True)
-class Sensitivity:
-    """How much two calibrations agree: on losses, and on the bits that follow from them."""
-
-    rank_correlation: list[float]
-    """Spearman of the losses of all experts, per width 1..4."""
-    bits_changed: float
-    """Share of cold experts that get other bits, mean over requests."""
-
-
-def calibration_sensitivity(trace: Trace, first: LossTable, second: LossTable, budget: Budget) -> Sensitivity:
-    """Plans of every request under both loss tables."""
-    changed = []
-    for sequence in trace.sequences:
-        score = importance(trace.stats(sequence))
-        placement = top_experts(score.values, budget.num_hot)
-        plans = [select_bitwidths(score, placement, loss, budget, "importance").bits for loss in (first, second)]
-        cold = ~placement.hot
-        if cold.any():
-            changed.append(float((plans[0] != plans[1])[cold].mean()))
-    ranks = [[np.argsort(np.argsort(table.mse[:, :, w].ravel())) for table in (first, second)] for w in range(4)]
-    return Sensitivity([float(np.corrcoef(a, b)[0, 1]) for a, b in ranks], float(np.mean(changed)) if changed else 0.0)
 
 
 def _coverage(scores: Sequence[ImportanceScore], decodes: Sequence[RoutingStats], num_hot: int) -> NDArray[np.float64]:

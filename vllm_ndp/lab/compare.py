@@ -98,7 +98,7 @@ class Workload:
     Without a prior every PRIOR_EVERY-th request is held out to make one.
     """
 
-    def __init__(self, trace: Trace, *, prior: ImportanceScore | None = None, affinity: bool = False) -> None:
+    def __init__(self, trace: Trace, *, prior: ImportanceScore | None = None) -> None:
         known: Trace | None = None
         if prior is None:
             if len(trace.prompt_len) < 2:
@@ -107,7 +107,6 @@ class Workload:
             prior = popularity(known)
         self.trace, self.prior = trace, prior
         self._known = known
-        self._affinity = affinity
         self._batches: dict[int, Batches] = {}
 
     @cached_property
@@ -126,7 +125,7 @@ class Workload:
     def batches(self, batch: int) -> Batches:
         """The trace arranged for one batch size, once."""
         if batch not in self._batches:
-            self._batches[batch] = Batches.of(self.trace, batch, affinity=self._affinity)
+            self._batches[batch] = Batches.of(self.trace, batch)
         return self._batches[batch]
 
 
@@ -215,7 +214,7 @@ class Replays:
 
 def compare(trace: Trace, settings: CompareSettings) -> Comparison:
     """Replay the trace under every combination. Raises ConfigError or TraceError before any replay starts."""
-    return Replays(Workload(trace, affinity=settings.affinity), settings).compared()
+    return Replays(Workload(trace), settings).compared()
 
 
 def _layer_ms(outcome: Outcome, batches: Batches, costs: Costs) -> dict[str, float]:

@@ -98,7 +98,7 @@ def compare_all(
             f"no model of the grid has {p.num_experts} experts top-{p.top_k} as trace {min(unused) + 1} "
             f"(of {p.model}): leave it out or name a model of its routing shape"
         )
-    workloads = [Workload(trace, prior=prior, affinity=points[0].affinity) for trace in traces]
+    workloads = [Workload(trace, prior=prior) for trace in traces]
     alone = Replays(workloads[0], points[0], loss) if len(points) == 1 else None
     tasks = [
         Task(place, number, _of_system(at, name))

@@ -118,7 +118,6 @@ class CompareSettings:
     prefetch: Annotated[
         str, typer.Option(help="How well systems prefetch: measured on the trace, or published by their authors.")
     ] = "measured"
-    affinity: Annotated[bool, typer.Option(help="Batch requests whose prompts route alike.")] = False
     options: Annotated[
         dict[str, float | str],
         typer.Option("--option", metavar="NAME=VALUE", help="Option of a system, e.g. spill_bits=2."),

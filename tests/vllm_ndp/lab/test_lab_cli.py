@@ -21,7 +21,6 @@ from paths import DATA, ROOT
 from ndp_device.common.errors import ConfigError
 from ndp_device.replicas.format import load_losses
 from vllm_ndp.lab.cli.recorded import losses
-from vllm_ndp.lab.cli.tables import write_rows
 from vllm_ndp.layer.setup import Setup
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.traces.trace import Trace, from_sequences
@@ -76,11 +75,6 @@ def test_several_values_of_an_option_are_a_grid_whose_rows_name_their_point(tmp_
     rows = pyarrow.parquet.read_table(tmp_path / "rows.parquet").to_pylist()
     assert rows == result["rows"]
     assert [(row["memory_gb"], row["asked_bits"]) for row in rows[::4]] == [(24, 2), (24, 3), (80, 2), (80, 3)]
-
-
-def test_a_field_with_fields_is_columns_of_a_csv(tmp_path):
-    write_rows([{"model": "m", "shares": {"GPU": 0.25, "device": 0.75}}], tmp_path / "t.csv")
-    assert (tmp_path / "t.csv").read_text().splitlines() == ['"model","shares.GPU","shares.device"', '"m",0.25,0.75']
 
 
 def test_arrivals_prints_latencies_whose_causes_add_up_and_every_token_as_csv(tmp_path):

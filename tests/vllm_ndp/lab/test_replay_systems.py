@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from by_hand import requests_of
 from paths import DATA
 
 from ndp_device.common.errors import ConfigError
@@ -167,15 +166,6 @@ def test_spilling_to_the_device_only_happens_where_it_shortens_a_layer():
     assert balanced.notes["spilled_pairs"] == plain.hot_pairs - balanced.hot_pairs > 0
     saved = [plain.moe_ps.sum() - run("balanced", own={"spill_bits": bits}).moe_ps.sum() for bits in (2, 3, 4)]
     assert saved[0] > saved[1] > saved[2] > 0
-
-
-def test_batching_requests_that_route_alike_covers_more():
-    """Two kinds of requests that share no expert, in alternation: two hot of four cover a kind, not both."""
-    kinds = [np.full((10, 1, 2), 2 * kind) + np.array([0, 1]) for kind in (0, 1)]
-    trace = requests_of([(kinds[request % 2], kinds[request % 2]) for request in range(8)], 4)
-    mixed, alike = (Batches.of(trace, 4, affinity=affinity) for affinity in (False, True))
-    assert mixed.requests.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert alike.requests.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_a_summary_adds_layers_attention_and_head():

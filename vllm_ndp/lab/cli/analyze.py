@@ -12,7 +12,6 @@ import typer
 from ndp_device.common.command_line import command, print_json
 from ndp_device.common.errors import ConfigError, TraceError
 from ndp_device.common.outputs import A_NEW_FILE
-from ndp_device.common.widths import DEFAULT_AVG_BITS
 from vllm_ndp.cli.options import TraceArgument, integers
 from vllm_ndp.lab.options import BUNDLED, HotOption, PageOption, PriorOption, TableOption
 
@@ -57,10 +56,6 @@ def analyze(
     routing_out: Annotated[
         Path | None, A_NEW_FILE, typer.Option(help="Fit synthetic routing that is as local, for trace-synth --routing.")
     ] = None,
-    calibrations: Annotated[
-        tuple[Path, Path] | None, typer.Option(help="Two replica directories: how much do their losses and bits agree?")
-    ] = None,
-    avg_bits: Annotated[float, typer.Option(help="calibrations: average bits of cold experts.")] = DEFAULT_AVG_BITS,
     out: TableOption = None,
     html: PageOption = None,
 ) -> None:
@@ -72,13 +67,11 @@ def analyze(
     import numpy as np
 
     from vllm_ndp.cli.terminal import waiting
-    from vllm_ndp.lab.analysis import analyse, calibration_sensitivity
-    from vllm_ndp.lab.cli.recorded import losses
-    from vllm_ndp.lab.cli.tables import print_agreement, print_analysis, print_locality, write_rows
+    from vllm_ndp.lab.analysis import analyse
+    from vllm_ndp.lab.cli.tables import print_analysis, print_locality, write_rows
     from vllm_ndp.lab.compare import popularity
     from vllm_ndp.lab.locality import default_places, locality
     from vllm_ndp.lab.vectorised.prediction import found_ahead
-    from vllm_ndp.planning.plan import Budget
     from vllm_ndp.planning.policies import read_prior
     from vllm_ndp.traces.trace import Trace
 
@@ -109,12 +102,6 @@ def analyze(
         print_analysis(analysis)
     else:
         print(f"what prompts tell is not said: {summary['not_analysed']}")
-    if calibrations is not None:
-        first, second = (losses(recorded, path) for path in calibrations)
-        num_hot = p.num_experts // 2 if hot_experts is None else hot_experts
-        agreement = calibration_sensitivity(recorded, first, second, Budget(num_hot, avg_bits))
-        summary["calibration"] = dataclasses.asdict(agreement)
-        print_agreement(agreement)
     print_locality(found, sizes)
     if caches.against is not None:
         summary["against"] = _set_against(recorded, Trace.load(caches.against), caches.phase)

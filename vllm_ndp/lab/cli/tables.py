@@ -11,11 +11,10 @@ from typing import Any
 from rich.table import Table
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.widths import WIDTHS
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cli.terminal import print_table
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.lab.analysis import Analysis, Sensitivity
+from vllm_ndp.lab.analysis import Analysis
 from vllm_ndp.lab.compare import Comparison, beside_fastest
 from vllm_ndp.lab.grid import Compared, columns, named
 from vllm_ndp.lab.load.latency import CAUSES, Percentile
@@ -54,7 +53,7 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     if path.suffix == ".parquet":
         pyarrow.parquet.write_table(table, path)
     elif path.suffix == ".csv":
-        pyarrow.csv.write_csv(table.flatten(), path)  # a field of a field is a column of its own
+        pyarrow.csv.write_csv(table, path)
     elif path.suffix == ".md":
         lines = [
             table.column_names,
@@ -185,14 +184,6 @@ def print_analysis(result: Analysis) -> None:
         for tokens, value in curve.items():
             coverage.add_row(title.format(tokens), f"{value.mean:.4f}", f"{value.low:.4f} {value.high:.4f}", "", "")
     print_table(coverage, width=140)
-
-
-def print_agreement(agreement: Sensitivity) -> None:
-    correlations = ", ".join(
-        f"{value:.3f} at {width} bit" for width, value in zip(WIDTHS, agreement.rank_correlation, strict=True)
-    )
-    changed = f"{100 * agreement.bits_changed:.1f} % of cold experts get other bits"
-    print(f"calibrations: rank correlation of losses {correlations}; {changed}")
 
 
 def print_locality(found: Locality, places: tuple[int, ...]) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.errors import TraceError
-from vllm_ndp.planning.importance import importance
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.traces.trace import Trace
 
@@ -117,8 +116,8 @@ class Batches:
     trace: Trace
 
     @classmethod
-    def of(cls, trace: Trace, batch: int = 1, *, affinity: bool = False) -> Batches:
-        """Requests in trace order, or with affinity those whose prompts route alike side by side.
+    def of(cls, trace: Trace, batch: int = 1) -> Batches:
+        """Requests in trace order.
 
         Raises TraceError when the trace has fewer requests than one group takes, or no decode.
         """
@@ -126,9 +125,7 @@ class Batches:
         groups = len(sequences) // batch if batch > 0 else 0
         if groups == 0:
             raise TraceError(f"a batch of {batch} needs as many requests, the trace has {len(sequences)}")
-        order = _alike(trace, batch) if affinity and batch > 1 else list(range(len(sequences)))
-        order = order[: groups * batch]
-        sequences = [sequences[r] for r in order]
+        sequences = sequences[: groups * batch]
         steps = max(len(s.decode_ids) for s in sequences)
         if steps == 0:
             raise TraceError("the trace has no decode tokens: nothing can be replayed")
@@ -149,7 +146,7 @@ class Batches:
             valid=valid.reshape(groups, batch, steps),
             prompts=tuple(tuple(prompts[g * batch : (g + 1) * batch]) for g in range(groups)),
             decodes=tuple(tuple(decodes[g * batch : (g + 1) * batch]) for g in range(groups)),
-            requests=np.array(order).reshape(groups, batch),
+            requests=np.arange(len(sequences)).reshape(groups, batch),
             trace=trace,
         )
 
@@ -196,17 +193,3 @@ class Batches:
     @cached_property
     def loads(self) -> Loads:
         return Loads.of(self.ids, self.valid, self.num_experts)
-
-
-def _alike(trace: Trace, batch: int) -> list[int]:
-    """Greedy groups: the first request that is left, and the batch - 1 whose importance is nearest to its own."""
-    scores = np.stack([importance(trace.stats(s)).values.ravel() for s in trace.sequences])
-    scores /= np.linalg.norm(scores, axis=1, keepdims=True)
-    left = list(range(len(scores)))
-    order: list[int] = []
-    while left:
-        nearest = sorted(left, key=lambda r: (-float((scores[left[0]] * scores[r]).sum()), r))
-        group = [left[0], *(r for r in nearest if r != left[0])][:batch]
-        order += group
-        left = [r for r in left if r not in group]
-    return order

@@ -193,24 +193,18 @@ def without_device(
 
 def run_prompts(batches: Batches, resident: NDArray[np.bool_], costs: Costs) -> NDArray[np.float64]:
     """[G, B], each prompt in full precision, of the whole model. Experts that are not resident [G, L, E] are streamed
-    over the link."""
-    g, b, _, layers, _ = batches.shape
-    factor = costs.shape.num_layers / layers
-    out = np.zeros((g, b))
-    for group in range(g):
+    over the link, beside shared and resident ones."""
+
+    def layers_ps(group: int, counts: NDArray[np.int64], rows: int) -> float:
         here = resident[group]
-        for request, stats in enumerate(batches.prompts[group]):
-            rows = stats.num_tokens
-            hot, cold = np.where(here, stats.counts, 0), np.where(here, 0, stats.counts)
-            sizes = ((hot > 0).sum(axis=1), hot.sum(axis=1), (cold > 0).sum(axis=1), cold.sum(axis=1))
-            layer_ps = sum(
-                max(costs.shared_ps(rows) + costs.resident_ps(h, hot_pairs), costs.streamed_ps(c, cold_pairs))
-                for h, hot_pairs, c, cold_pairs in zip(*(size.tolist() for size in sizes), strict=True)
-            )
-            before = costs.gpu.before_experts_ps(rows, rows, rows * (rows + 1) // 2, [(0, rows)])
-            beside = sum(before) + costs.shape.num_layers * costs.overhead_ps
-            out[group, request] = factor * layer_ps + beside + costs.gpu.head_ps(1)
-    return out
+        hot, cold = np.where(here, counts, 0), np.where(here, 0, counts)
+        sizes = ((hot > 0).sum(axis=1), hot.sum(axis=1), (cold > 0).sum(axis=1), cold.sum(axis=1))
+        return sum(
+            max(costs.shared_ps(rows) + costs.resident_ps(h, hot_pairs), costs.streamed_ps(c, cold_pairs))
+            for h, hot_pairs, c, cold_pairs in zip(*(size.tolist() for size in sizes), strict=True)
+        )
+
+    return _prompts(batches, costs, layers_ps)
 
 
 def cold_at(batches: Batches, widths: NDArray[np.uint8] | int, known: LossTable) -> Cold:
@@ -239,14 +233,24 @@ def prompts_ps(
     batches: Batches, costs: Costs, layers_ps: Callable[[NDArray[np.int64]], NDArray[np.float64]]
 ) -> NDArray[np.float64]:
     """[G, B] of the whole model; layers_ps: counts [L, E] of a prompt -> what the experts of each layer take, [L]."""
+    layers = batches.shape[3]
+    return _prompts(
+        batches, costs, lambda _, counts, rows: float(layers_ps(counts).sum()) + layers * costs.shared_ps(rows)
+    )
+
+
+def _prompts(
+    batches: Batches, costs: Costs, experts_ps: Callable[[int, NDArray[np.int64], int], float]
+) -> NDArray[np.float64]:
+    """experts_ps: a prompt's group, counts [L, E] and rows -> what the experts of the trace's layers take."""
     g, b, _, _, _ = batches.shape
     out = np.zeros((g, b))
-    for group in range(g):
-        for request, stats in enumerate(batches.prompts[group]):
+    for group, prompts in enumerate(batches.prompts):
+        for request, stats in enumerate(prompts):
             rows = stats.num_tokens
             before = costs.gpu.before_experts_ps(rows, rows, rows * (rows + 1) // 2, [(0, rows)])
-            beside = sum(before) + costs.shape.num_layers * (costs.overhead_ps + costs.shared_ps(rows))
-            experts = layer_factor(batches, costs) * float(layers_ps(stats.counts).sum())
+            beside = sum(before) + costs.shape.num_layers * costs.overhead_ps
+            experts = layer_factor(batches, costs) * experts_ps(group, stats.counts, rows)
             out[group, request] = experts + beside + costs.gpu.head_ps(1)
     return out
 
