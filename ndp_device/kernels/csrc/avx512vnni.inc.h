@@ -11,7 +11,6 @@
 namespace {
 
 using Words = u16x32;
-constexpr bool kInPlaceFields = true;  // vpdpbusd does not saturate
 constexpr bool kOwnRow = false;
 constexpr int kGemmRows = 12;          // 12 rows x 2 blocks of sums: 24 of 32 registers
 

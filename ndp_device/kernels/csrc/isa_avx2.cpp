@@ -9,7 +9,6 @@
 namespace {
 
 typedef uint16_t Words __attribute__((vector_size(32)));
-constexpr bool kInPlaceFields = false;
 constexpr bool kOwnRow = true;
 constexpr int kFewRows = 0;
 constexpr int kGemmRows = 2;            // 2 rows x 2 blocks x 2 halves = 8 of 16 registers

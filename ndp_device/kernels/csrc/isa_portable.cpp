@@ -6,7 +6,6 @@
 namespace {
 
 typedef uint16_t Words __attribute__((vector_size(16)));
-constexpr bool kInPlaceFields = false;
 constexpr bool kOwnRow = false;
 constexpr int kFewRows = 0;
 constexpr int kGemmRows = 2;

@@ -1,14 +1,13 @@
 // The kernels of every path, written once over 64-byte vectors. The including file gives, in an unnamed namespace:
 //   i32x16 dot4(i32x16 acc, u8x64 codes, i32x16 steps)   acc[r] += sum over j < 4 of codes[4r + j] * steps[r].byte[j]
 //   f32x16 half_to_float(const uint16_t*)
-//   kInPlaceFields   dot4 is exact for codes up to 255, so that a field may stay where it lies in its byte; else one
-//                    token goes the way of several
 //   kOwnRow          whether the file defines own_row (below), after it has included this one
 //   NDP_UNROLL(n)    unrolls the next loop, or nothing
 //   Words            the widest vector of uint16_t that lives in a register
 //   fp4_levels(Words codes)   E2M1 codes, a byte each, as what kFp4Levels (kernel_table.h) gives for them
 //   fp4_zero(const int8_t*)   a word of Activations' zeros as this file's products begin with it
-//   kFewRows         up to this many activation rows (token limbs) codes stay in registers; 0 without kInPlaceFields
+//   kFewRows         up to this many activation rows (token limbs) codes stay in registers; 0 where dot4 is not exact for codes
+//                    up to 255, so that a field may stay where it lies in its byte
 //   PackWord, kPackRows, store_rows, pick   see packing.inc.h
 //   Floats, halves_to_floats, kFullRows, kFullTokens   full precision: the vector, how to load it from fp16, and how many rows
 //                    of weights and of activations have their sums in registers
@@ -139,142 +138,22 @@ NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, c
     }
 }
 
-// ---- one token: codes stay in registers ------------------------------------------------------------------------------
+// ---- a few tokens: codes stay in registers ---------------------------------------------------------------------------
 
-// Where the meta data of one of BLOCKS blocks begins; those of two units lie `stride` apart.
+// Where the meta data of one of some blocks begins; those of two units lie `stride` apart.
 NDP_INLINE const uint8_t* block_meta(const uint8_t* meta, ptrdiff_t stride, int block) {
     return meta + block / kUnitBlocks * stride + block % kUnitBlocks * (kMetaBytes / 2);
 }
 
-// total[block][limb] = the dot product of one group, for the BLOCKS / 2 units that lie `stride0` and `stride1` apart:
-// two units are two streams, which the memory system likes better than one.
-template <class Code, int LIMBS, int BLOCKS, int CHUNKS>
-NDP_INLINE void dot_group(const uint8_t* c0, ptrdiff_t stride0, const uint8_t* c1, ptrdiff_t stride1, const uint8_t* meta,
-                          ptrdiff_t meta_stride, const int8_t* x, const int32_t* zeros, int chunks_now, int padded_group,
-                          i32x16 (&total)[BLOCKS][LIMBS]) {
-    // High fields stay in place: their sum is shifted down at the end. Those of FP4 are shifted down before.
-    constexpr int kSums = Code::kFp4 ? 1 : Code::kFields;
-    i32x16 sum[kSums][BLOCKS][LIMBS] = {};
-    const int chunks = CHUNKS ? CHUNKS : chunks_now;
-    NDP_UNROLL(4)
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-        if constexpr (Code::kFp4) {
-            NDP_UNROLL(2)
-            for (int limb = 0; limb < LIMBS; ++limb) {
-                NDP_UNROLL(4)
-                for (int block = 0; block < BLOCKS; ++block)
-                    sum[0][block][limb] = zeros[limb * chunks + chunk] - i32x16{};
-            }
-        }
-        NDP_UNROLL(8)
-        for (int q = 0; q < Code::kVectors; ++q) {
-            u16x32 v[BLOCKS];
-            NDP_UNROLL(4)
-            for (int block = 0; block < BLOCKS; ++block) {
-                const int unit = block / kUnitBlocks, within = block % kUnitBlocks * 64;
-                const uint8_t* b0 = c0 + unit * stride0 + chunk * chunk_bytes(Code::kWidth0) + within;
-                const uint8_t* b1 = c1 + unit * stride1 + chunk * chunk_bytes(Code::kWidth1) + within;
-                Code::prefetch(b0, b1, q, kGemvLead);
-                v[block] = Code::template vector<u16x32>(b0, b1, q);
-            }
-            NDP_UNROLL(2)
-            for (int high = 0; high < Code::kFields; ++high) {
-                const int8_t* at = x + (chunk * 8 + Code::step(q, high)) * 4;
-                i32x16 steps[LIMBS];
-                NDP_UNROLL(2)
-                for (int limb = 0; limb < LIMBS; ++limb) steps[limb] = broadcast_step(at + limb * padded_group);
-                NDP_UNROLL(4)
-                for (int block = 0; block < BLOCKS; ++block) {
-                    u8x64 codes;
-                    if constexpr (Code::kFp4) codes = (u8x64)Code::field(v[block], high);
-                    else codes = (u8x64)(v[block] & repeat<u16x32>(Code::kMask << (high * Code::kHigh)));
-                    NDP_UNROLL(2)
-                    for (int limb = 0; limb < LIMBS; ++limb) {
-                        i32x16& to = sum[high % kSums][block][limb];
-                        to = dot4(to, codes, steps[limb]);
-                    }
-                }
-            }
-            asm volatile("" ::: "memory");  // or g++ loads ahead until it runs out of registers
-        }
-        if constexpr (Code::kFp4) {
-            NDP_UNROLL(4)
-            for (int block = 0; block < BLOCKS; ++block) {
-                const i32x16 shifts = Code::shifts(block_meta(meta, meta_stride, block), chunk);
-                NDP_UNROLL(2)
-                for (int limb = 0; limb < LIMBS; ++limb) {
-                    const i32x16 shifted = sum[0][block][limb] << shifts;
-                    total[block][limb] = chunk ? total[block][limb] + shifted : shifted;
-                }
-            }
-        }
-    }
-    if constexpr (Code::kFp4) return;
-    NDP_UNROLL(4)
-    for (int block = 0; block < BLOCKS; ++block) {
-        NDP_UNROLL(2)
-        for (int limb = 0; limb < LIMBS; ++limb) {
-            i32x16 all = sum[0][block][limb];
-            if constexpr (kSums == 2) all += sum[1][block][limb] >> Code::kHigh;
-            total[block][limb] = all >> Code::kDropped;
-        }
-    }
-}
-
-template <class Code, int LIMBS, int UNITS, int CHUNKS>
-void gemv_units(const QuantizedView& w, const Activations& a, int unit, float* y) {
-    constexpr int kBlocks = UNITS * kUnitBlocks;
-    const int chunks = CHUNKS ? CHUNKS : w.padded_group / kChunkCols;
-    const int padded = chunks * kChunkCols;
-    const ptrdiff_t stride0 = static_cast<ptrdiff_t>(w.unit_chunks) * chunk_bytes(Code::kWidth0);
-    const ptrdiff_t stride1 = static_cast<ptrdiff_t>(w.unit_chunks) * chunk_bytes(Code::kWidth1);
-    const ptrdiff_t meta_stride = static_cast<ptrdiff_t>(w.groups) * kMetaBytes;
-    const uint8_t* c0 = w.component[0] + unit * stride0;
-    const uint8_t* c1 = Code::kWidth1 ? w.component[1] + unit * stride1 : nullptr;
-    const uint8_t* meta = w.meta + unit * meta_stride;
-    const int8_t* x = a.codes;
-    f32x16 out[kBlocks] = {};
-    for (int g = 0; g < w.groups; ++g) {
-        i32x16 total[kBlocks][LIMBS];
-        dot_group<Code, LIMBS, kBlocks, CHUNKS>(c0, stride0, c1, stride1, meta, meta_stride, x, a.zeros + g * LIMBS * chunks,
-                                                chunks, padded, total);
-        NDP_UNROLL(4)
-        for (int block = 0; block < kBlocks; ++block) {
-            const uint8_t* at = block_meta(meta, meta_stride, block);
-            __builtin_prefetch(at + kMetaLead);
-            f32x16 scale, offset;
-            Code::read_meta(at, scale, offset);
-            f32x16 dot = to_float(total[block][0]);
-            if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(total[block][1]);
-            out[block] += dot * a.scale[g] * scale;
-            if constexpr (!Code::kFp4) out[block] += offset * a.sum[g];
-        }
-        c0 += chunks * chunk_bytes(Code::kWidth0);
-        if constexpr (Code::kWidth1 > 0) c1 += chunks * chunk_bytes(Code::kWidth1);
-        meta += kMetaBytes;
-        x += LIMBS * padded;
-    }
-    NDP_UNROLL(4)
-    for (int block = 0; block < kBlocks; ++block) store(y + block * kBlockRows, out[block]);
-}
-
-template <class Code, int LIMBS, int CHUNKS>
-void gemv(const QuantizedView& w, const Activations& a, int first, int last, float* y) {
-    constexpr int kUnits = Code::kWidth1 ? 1 : 2;  // two streams of codes either way
-    int unit = first;
-    for (; unit + kUnits <= last; unit += kUnits)
-        gemv_units<Code, LIMBS, kUnits, CHUNKS>(w, a, unit, y + (unit - first) * kUnitRows);
-    for (; unit < last; ++unit) gemv_units<Code, LIMBS, 1, CHUNKS>(w, a, unit, y + (unit - first) * kUnitRows);
-}
-
-// ---- a few tokens: codes stay in registers here too ------------------------------------------------------------------
-
 // For so few rows unpacking into a panel and reading it back costs more than it saves (docs/log/kernels.md), so up to kFewRows
-// rows meet each vector of codes as it is unpacked. High fields are shifted down at once: sums of their own, as for one token,
-// would not fit into the registers. Same sums in the same order as on every other way.
+// rows meet each vector of codes as it is unpacked, of UNITS units: two are two streams, which the memory system likes better
+// than one. Same sums in the same order as on every other way. CHUNKS: of a group, or 0 where there are others.
 template <class Code, int LIMBS, int TOKENS, int UNITS, int CHUNKS>
 void few_units(const QuantizedView& w, const Activations& a, int unit, float* y, ptrdiff_t y_stride) {
-    constexpr int kBlocks = UNITS * kUnitBlocks, kRows = TOKENS * LIMBS, kPadded = CHUNKS * kChunkCols;
+    constexpr int kBlocks = UNITS * kUnitBlocks, kRows = TOKENS * LIMBS;
+    // High fields of one token stay in place, in sums of their own, which are shifted down at the end.
+    constexpr bool kInPlace = TOKENS == 1 && Code::kFields == 2 && !Code::kFp4;
+    const int chunks = CHUNKS ? CHUNKS : w.padded_group / kChunkCols, padded = chunks * kChunkCols;
     const ptrdiff_t stride0 = static_cast<ptrdiff_t>(w.unit_chunks) * chunk_bytes(Code::kWidth0);
     const ptrdiff_t stride1 = static_cast<ptrdiff_t>(w.unit_chunks) * chunk_bytes(Code::kWidth1);
     const ptrdiff_t meta_stride = static_cast<ptrdiff_t>(w.groups) * kMetaBytes;
@@ -284,25 +163,14 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
     const int8_t* x = a.codes;
     f32x16 out[TOKENS][kBlocks] = {};
     for (int g = 0; g < w.groups; ++g) {
-        i32x16 dots[kRows][kBlocks] = {}, total[kRows][kBlocks] = {};
-        bool shifted = Code::kFp4;
-        for (int of = 0; Code::kFp4 && of < UNITS; ++of) shifted = shifted && shifts_codes(meta + of * meta_stride);
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            i32x16 by[kBlocks] = {}, zeros[kBlocks] = {};
-            if (Code::kFp4 && shifted) {
-                NDP_UNROLL(4)
-                for (int block = 0; block < kBlocks; ++block) {
-                    by[block] = Code::shifts(block_meta(meta, meta_stride, block), chunk);
-                    zeros[block] = zeros_of_shifted(by[block]);
-                }
-            }
-            if (Code::kFp4 && (chunk == 0 || !shifted)) {
+        i32x16 sums[kInPlace + 1][kRows][kBlocks] = {}, total[kRows][kBlocks] = {};
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            if constexpr (Code::kFp4) {
                 NDP_UNROLL(8)
                 for (int row = 0; row < kRows; ++row) {
-                    const int32_t* of_row = a.zeros + (g * kRows + row) * CHUNKS;
-                    const i32x16 zero = (shifted ? zero_of_shifted(of_row, CHUNKS) : of_row[chunk]) - i32x16{};
                     NDP_UNROLL(4)
-                    for (int block = 0; block < kBlocks; ++block) dots[row][block] = zero;
+                    for (int block = 0; block < kBlocks; ++block)
+                        sums[0][row][block] = a.zeros[(g * kRows + row) * chunks + chunk] - i32x16{};
                 }
             }
             NDP_UNROLL(8)
@@ -322,30 +190,43 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
                     u8x64 codes[kBlocks];
                     NDP_UNROLL(4)
                     for (int block = 0; block < kBlocks; ++block) {
-                        codes[block] = (u8x64)Code::field(v[block], high);
-                        if constexpr (Code::kFp4) codes[block] = (u8x64)(((i32x16)codes[block] << by[block]) + zeros[block]);
+                        if constexpr (kInPlace) {
+                            codes[block] = (u8x64)(v[block] & repeat<u16x32>(Code::kMask << (high * Code::kHigh)));
+                        } else {
+                            codes[block] = (u8x64)Code::field(v[block], high);
+                        }
                     }
                     NDP_UNROLL(8)
                     for (int row = 0; row < kRows; ++row) {
-                        const i32x16 four = broadcast_step(at + row * kPadded);
+                        const i32x16 four = broadcast_step(at + row * padded);
                         NDP_UNROLL(4)
-                        for (int block = 0; block < kBlocks; ++block)
-                            dots[row][block] = dot4(dots[row][block], codes[block], four);
+                        for (int block = 0; block < kBlocks; ++block) {
+                            i32x16& sum = sums[kInPlace && high][row][block];
+                            sum = dot4(sum, codes[block], four);
+                        }
                     }
                 }
-                asm volatile("" ::: "memory");  // or g++ loads ahead until it runs out of registers
+                asm volatile("" : "+r"(c0), "+r"(c1), "+r"(x));  // or g++ loads ahead until it runs out of registers
             }
-            if (!Code::kFp4 || shifted) continue;
-            NDP_UNROLL(4)
-            for (int block = 0; block < kBlocks; ++block) {
-                const i32x16 shifts = Code::shifts(block_meta(meta, meta_stride, block), chunk);
-                NDP_UNROLL(8)
-                for (int row = 0; row < kRows; ++row) total[row][block] += dots[row][block] << shifts;
+            if constexpr (Code::kFp4) {
+                NDP_UNROLL(4)
+                for (int block = 0; block < kBlocks; ++block) {
+                    const i32x16 shifts = Code::shifts(block_meta(meta, meta_stride, block), chunk);
+                    NDP_UNROLL(8)
+                    for (int row = 0; row < kRows; ++row) total[row][block] += sums[0][row][block] << shifts;
+                }
             }
         }
-        if (!Code::kFp4 || shifted) std::memcpy(total, dots, sizeof total);
         NDP_UNROLL(4)
         for (int block = 0; block < kBlocks; ++block) {
+            NDP_UNROLL(8)
+            for (int row = 0; row < kRows && !Code::kFp4; ++row) {
+                total[row][block] = sums[0][row][block];
+                if constexpr (kInPlace) {
+                    total[row][block] += sums[1][row][block] >> Code::kHigh;
+                    total[row][block] >>= Code::kDropped;
+                }
+            }
             const uint8_t* at = block_meta(meta, meta_stride, block);
             __builtin_prefetch(at + kMetaLead);
             f32x16 scale, offset;
@@ -358,10 +239,10 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
                 if constexpr (!Code::kFp4) out[t][block] += offset * a.sum[g * TOKENS + t];
             }
         }
-        c0 += CHUNKS * chunk_bytes(Code::kWidth0);
-        if constexpr (Code::kWidth1 > 0) c1 += CHUNKS * chunk_bytes(Code::kWidth1);
+        c0 += chunks * chunk_bytes(Code::kWidth0);
+        if constexpr (Code::kWidth1 > 0) c1 += chunks * chunk_bytes(Code::kWidth1);
         meta += kMetaBytes;
-        x += kRows * kPadded;
+        x += kRows * padded;
     }
     NDP_UNROLL(4)
     for (int t = 0; t < TOKENS; ++t) {
@@ -373,7 +254,7 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
 template <class Code, int LIMBS, int TOKENS, int CHUNKS>
 void few_tokens(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride) {
     if (a.tokens != TOKENS) {
-        if constexpr (TOKENS > 2) few_tokens<Code, LIMBS, TOKENS - 1, CHUNKS>(w, a, first, last, y, stride);
+        if constexpr (TOKENS > 1) few_tokens<Code, LIMBS, TOKENS - 1, CHUNKS>(w, a, first, last, y, stride);
         return;
     }
     constexpr bool kTwo = Code::kWidth1 == 0 && TOKENS * LIMBS <= 4;  // streams of codes where registers allow it
@@ -516,7 +397,7 @@ void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y,
         }
         for (int g = 0; g < panel.groups; ++g) {
             const uint8_t* stored = w.meta + (at + g) * kMetaBytes;
-            shifted[g] = Code::kFp4 && kInPlaceFields && shifts_codes(stored);
+            shifted[g] = Code::kFp4 && kFewRows > 0 && shifts_codes(stored);
             for (int block = 0; block < kUnitBlocks; ++block) {
                 f32x16* to = meta + (g * kUnitBlocks + block) * 2;
                 Code::read_meta(stored + block * (kMetaBytes / 2), to[0], to[1]);
@@ -531,7 +412,7 @@ void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y,
     }
 }
 
-// One token, codes in registers, where kInPlaceFields is false.
+// One token, codes in registers, where kFewRows is 0.
 template <class Code, int LIMBS, int CHUNKS>
 void own_row(const QuantizedView& w, const Activations& a, int first, int last, float* y);
 
@@ -540,16 +421,11 @@ void multiply_width(const QuantizedView& w, const Activations& a, int first, int
                     void* scratch) {
     constexpr int kChunks = kUsualChunks;
     const bool is_usual = w.padded_group == kChunks * kChunkCols;
-    if constexpr (kInPlaceFields) {
-        if (a.tokens == 1) {
-            if (is_usual) return gemv<Code, LIMBS, kChunks>(w, a, first, last, y);
-            return gemv<Code, LIMBS, 0>(w, a, first, last, y);
-        }
+    if constexpr (kFewRows > 0) {
         constexpr int kFewTokens = kFewRows / LIMBS < 4 ? kFewRows / LIMBS : 4;
-        if constexpr (kFewTokens > 1) {
-            if (a.tokens <= kFewTokens && is_usual)
-                return few_tokens<Code, LIMBS, kFewTokens, kChunks>(w, a, first, last, y, stride);
-        }
+        if (a.tokens <= kFewTokens && is_usual)
+            return few_tokens<Code, LIMBS, kFewTokens, kChunks>(w, a, first, last, y, stride);
+        if (a.tokens == 1) return few_tokens<Code, LIMBS, 1, 0>(w, a, first, last, y, stride);
     }
     if constexpr (kOwnRow) {
         if (a.tokens == 1) {
