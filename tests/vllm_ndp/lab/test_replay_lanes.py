@@ -74,6 +74,11 @@ def test_the_cache_guesses_before_it_looks():
     assert alike.predicted.tolist() == [[[[True, False]]]]  # of equal ones the lower ids are guessed: 0 and 1
 
 
+def test_an_unknown_priority_is_refused():
+    with pytest.raises(ValueError, match="priority must be lru"):
+        visits(one_lane([[0]]), np.zeros((1, 5), np.bool_), 2, Priority("fifo"))
+
+
 def test_chance_repeats_and_keeps_as_many():
     _, loads = routing(40, 6, 1)
     start = np.arange(40) < np.full((LAYERS, 1), 20)
@@ -102,32 +107,3 @@ def test_hobbits_compiled_caches_refuse_what_they_cannot_index(change, says):
     _lanes.two_caches(**arguments)
     with pytest.raises(ValueError, match=says):
         _lanes.two_caches(**{**arguments, **change})
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"experts": np.full((1, 2, 1, 1), 5)}, r"0\.\.E-1"),
-        ({"rows": np.full((1, 2, 1, 1), -1)}, "rows must be at least 0"),
-        ({"places": np.array([-1])}, "places"),
-        ({"rows": np.ones((1, 3, 1, 1), np.int64)}, "must be"),
-        ({"priority": "fifo"}, "priority must be lru"),
-        ({"priority": "faded"}, "faded needs"),
-        ({"priority": "expected"}, "expected needs"),
-    ],
-)
-def test_the_compiled_cache_refuses_what_it_cannot_index(change, says):
-    arguments = {
-        "experts": np.zeros((1, 2, 1, 1), np.int64),
-        "rows": np.ones((1, 2, 1, 1), np.int64),
-        "start": np.zeros((1, 1, 5), np.bool_),
-        "frequency": np.zeros((1, 1, 5)),
-        "places": np.array([2]),
-        "priority": "lru",
-        "parameters": np.zeros(0),
-        "predict": 0,
-        "flags": np.zeros((1, 2, 1, 1), np.uint8),
-    }
-    _lanes.visit(**arguments)
-    with pytest.raises(ValueError, match=says):
-        _lanes.visit(**{**arguments, **change})

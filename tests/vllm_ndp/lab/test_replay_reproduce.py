@@ -9,9 +9,8 @@ import pytest
 from paths import DATA
 
 from vllm_ndp.lab.reproduce import Reproduction, Row, cxl_expert, hobbit, moepic, monde, paper
-from vllm_ndp.lab.reproduce.moepic import MoepicLoad
 from vllm_ndp.lab.reproduce.paper import split_probabilities
-from vllm_ndp.lab.systems.moepic import num_tops
+from vllm_ndp.lab.systems.moepic import THETAS, num_tops
 from vllm_ndp.traces.trace import Trace
 
 PAPER = paper.reproduce()
@@ -108,26 +107,13 @@ def test_more_tops_fit_the_smaller_they_are():
     assert [num_tops(4, theta, 8) for theta in (0.0, 0.5, 0.8, 1.0)] == [0, 8, 5, 4]
 
 
-def test_a_layer_worked_by_hand():
-    """Two experts used, a copy takes 10, computing both 8, attention 2, all predictions right.
-
-    Theta .5, both tops cached: bottoms are 10 of copies, of which the layer before hides 2 + 4 (attention, and what it
-    computes after its own copies); the 4 left run beside the tops' 4: 8 in all. One top missing and waiting: its 10 are
-    late, the other's bottom 5 hides behind 2 + 6; 10 of copies beside 2 of a top, then 6: 16. Prefetched: 15 of copies,
-    8 hidden, 7 left, then 6: 13.
-    """
-    load = MoepicLoad(used=2, fetch_ps=10, compute_ps=8, attention_ps=2, accuracy=1.0)
-    assert float(load.expected_ps(np.array(2.0), 0.5)) == pytest.approx(8)
-    assert float(load.expected_ps(np.array(1.0), 0.5)) == pytest.approx(16)
-    early = MoepicLoad(2, 10, 8, 2, 1.0, "prefetched")
-    assert float(early.expected_ps(np.array(1.0), 0.5)) == pytest.approx(13)
-
-
-def test_wrong_predictions_make_a_part_late_and_keep_the_link_busy():
-    """As above with half of the predictions right: of the bottoms' 10, 5 are late; 5 right and 5 wrong ones were
-    ordered, of which 6 are carried: 2 of the right ones are left. 7 of copies beside the tops' 4, then 4: 11."""
-    load = MoepicLoad(used=2, fetch_ps=10, compute_ps=8, attention_ps=2, accuracy=0.5)
-    assert float(load.expected_ps(np.array(2.0), 0.5)) == pytest.approx(11)
+def test_a_split_expert_worked_by_hand():
+    """165 ms of copies, 57 of computing. Theta 0: 57 of the copies hide: 108, then 57. Theta .5, all tops cached: 82.5
+    of bottoms, of which 28.5 hide: 54 beside the tops' 28.5, then 28.5. Theta 1, half cached: 82.5 are late, then the
+    other half computes: 28.5."""
+    hits = np.where(THETAS == 1, 0.5, 1.0)
+    at = dict(zip(THETAS.tolist(), moepic.token_ms(hits).tolist(), strict=True))
+    assert (at[0.0], at[0.5], at[1.0]) == pytest.approx((165, 82.5, 111))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,9 @@
-// What replay does step by step because each step depends on the one before: expert caches, and HOBBIT's two caches that
-// all layers share. A lane is one layer of one group of requests. Exact doubles, no randomness but a hash, one thread;
-// cache.py and hobbit.py are the users.
-#include <nanobind/stl/string.h>
-
+// HOBBIT's two caches, which all layers share: each layer of each step depends on the one before. Exact doubles, one
+// thread; hobbit.py is the user.
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
-#include <stdexcept>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "arrays.h"
@@ -19,30 +12,7 @@ namespace nb = nanobind;
 
 namespace {
 
-constexpr uint8_t kHit = 1, kPredicted = 2;
-constexpr double kNever = -1e6;
-constexpr double kInUse = 1e9;  // above any priority: experts in use come before all others
 constexpr double kHighest = std::numeric_limits<double>::infinity();
-
-struct Lane {
-    std::vector<double> last_used, frequency;
-    std::vector<uint8_t> cached;
-    std::vector<double> absent;  // 0 where cached, else above any key: what cannot leave
-    std::vector<double> keys;
-    size_t held;
-
-    void hold(int64_t expert) {
-        cached[expert] = 1;
-        absent[expert] = 0.0;
-        ++held;
-    }
-
-    void drop(int64_t expert) {
-        cached[expert] = 0;
-        absent[expert] = kHighest;
-        --held;
-    }
-};
 
 template <class Array>
 bool has_shape(const Array& array, std::initializer_list<size_t> shape) {
@@ -58,15 +28,6 @@ void require_known(const Ids& ids, size_t num_experts) {
         want(ids.data()[i] >= 0 && ids.data()[i] < static_cast<int64_t>(num_experts), "expert ids must lie in 0..E-1");
 }
 
-// Whether an expert is among the `most` of highest key; of equal keys the lower id is higher.
-bool among_highest(int64_t expert, int64_t most, const std::vector<double>& keys) {
-    const double own = keys[expert];
-    int64_t above = 0;
-    for (double key : keys) above += key > own;
-    for (int64_t other = 0; other < expert; ++other) above += keys[other] == own;
-    return above < most;
-}
-
 // The lowest of some values; of equal ones the last.
 size_t last_lowest(const double* values, size_t count) {
     double lowest[4] = {kHighest, kHighest, kHighest, kHighest};  // four at a time: each comparison waits for no other
@@ -78,126 +39,6 @@ size_t last_lowest(const double* values, size_t count) {
     size_t at = count;
     while (at > 0 && values[at - 1] != least) --at;
     return at - 1;
-}
-
-// Holds the experts in use and those of highest key, as far as the places go. Of equal ones the higher id leaves.
-template <class Key>
-void bring_in(Lane& lane, const int64_t* experts, const int64_t* rows, size_t slots, size_t places, const Key& key) {
-    for (size_t s = 0; s < slots; ++s)
-        if (rows[s] && !lane.cached[experts[s]]) lane.hold(experts[s]);
-    if (lane.held <= places) return;
-    for (size_t e = 0; e < lane.keys.size(); ++e) lane.keys[e] = key(static_cast<int64_t>(e)) + lane.absent[e];
-    for (size_t s = 0; s < slots; ++s)
-        if (rows[s]) lane.keys[experts[s]] += kInUse;
-    while (lane.held > places) {
-        const size_t leaves = last_lowest(lane.keys.data(), lane.keys.size());
-        lane.keys[leaves] = kHighest;
-        lane.drop(static_cast<int64_t>(leaves));
-    }
-}
-
-struct Visit {
-    In<int64_t, 4> experts, rows;  // [G, D, L, S]
-    In<bool, 3> start;             // [G, L, E]
-    In<double, 3> frequency;       // [G, L, E]
-    In<int64_t, 1> places;         // [L]
-    int64_t predict;
-    Out<uint8_t, 4> flags;  // [G, D, L, S]
-
-    // key_of(lane, number, layer, step) -> function of an expert.
-    template <class KeyOf>
-    void run(const KeyOf& key_of) const {
-        const size_t groups = experts.shape(0), steps = experts.shape(1), layers = experts.shape(2);
-        const size_t slots = experts.shape(3), num_experts = start.shape(2);
-        Lane lane;
-        for (size_t g = 0; g < groups; ++g) {
-            for (size_t l = 0; l < layers; ++l) {  // a lane to its end: what it remembers stays in the processor's cache
-                begin(lane, (g * layers + l) * num_experts, num_experts);
-                for (size_t d = 0; d < steps; ++d) {
-                    const size_t cell = ((g * steps + d) * layers + l) * slots;
-                    const int64_t *ids = experts.data() + cell, *count = rows.data() + cell;
-                    uint8_t* flag = flags.data() + cell;
-                    const auto key = key_of(lane, g * layers + l, l, d);
-                    bool missing = false;
-                    for (size_t s = 0; s < slots; ++s) {
-                        flag[s] = count[s] && lane.cached[ids[s]] ? kHit : 0;
-                        missing |= count[s] && !lane.cached[ids[s]];
-                    }
-                    if (missing && predict) {
-                        for (size_t e = 0; e < num_experts; ++e) lane.keys[e] = key(static_cast<int64_t>(e));
-                        for (size_t s = 0; s < slots; ++s)
-                            if (count[s] && !lane.cached[ids[s]] && among_highest(ids[s], predict, lane.keys))
-                                flag[s] |= kPredicted;
-                    }
-                    for (size_t s = 0; s < slots; ++s) {
-                        if (!count[s]) continue;
-                        lane.last_used[ids[s]] = static_cast<double>(d);
-                        lane.frequency[ids[s]] += static_cast<double>(count[s]);
-                    }
-                    if (!missing || !places.data()[l]) continue;
-                    bring_in(lane, ids, count, slots, places.data()[l], key);
-                }
-            }
-        }
-    }
-
-    void begin(Lane& lane, size_t at, size_t num_experts) const {
-        lane.last_used.assign(num_experts, kNever);
-        lane.frequency.assign(frequency.data() + at, frequency.data() + at + num_experts);
-        lane.cached.assign(num_experts, 0);
-        lane.absent.assign(num_experts, kHighest);
-        lane.keys.assign(num_experts, 0.0);
-        lane.held = 0;
-        for (size_t e = 0; e < num_experts; ++e)
-            if (start.data()[at + e]) lane.hold(static_cast<int64_t>(e));
-    }
-};
-
-void visit(In<int64_t, 4> experts, In<int64_t, 4> rows, In<bool, 3> start, In<double, 3> frequency,
-           In<int64_t, 1> places, const std::string& priority, In<double, 1> parameters, int64_t predict,
-           Out<uint8_t, 4> flags) {
-    const size_t groups = experts.shape(0), steps = experts.shape(1), layers = experts.shape(2);
-    const size_t slots = experts.shape(3), num_experts = start.shape(2);
-    want(has_shape(rows, {groups, steps, layers, slots}) && has_shape(flags, {groups, steps, layers, slots}) &&
-             has_shape(start, {groups, layers, num_experts}) && has_shape(frequency, {groups, layers, num_experts}) &&
-             has_shape(places, {layers}),
-         "experts, rows and flags must be [G, D, L, S], start and frequency [G, L, E], places [L]");
-    require_known(experts, num_experts);
-    for (size_t l = 0; l < layers; ++l) want(places.data()[l] >= 0, "places must be at least 0");
-    for (size_t i = 0; i < rows.size(); ++i) want(rows.data()[i] >= 0, "rows must be at least 0");
-
-    const Visit work{experts, rows, start, frequency, places, predict, flags};
-    const double* p = parameters.data();
-    const size_t count = parameters.size();
-    nb::gil_scoped_release release;
-    if (priority == "lru") {
-        work.run([](const Lane& lane, size_t, size_t, size_t) { return [&lane](int64_t e) { return lane.last_used[e]; }; });
-    } else if (priority == "lfu") {  // ties go to the one used last
-        work.run([](const Lane& lane, size_t, size_t, size_t) {
-            return [&lane](int64_t e) { return lane.frequency[e] + 1e-7 * (lane.last_used[e] - kNever); };
-        });
-    } else if (priority == "faded") {
-        want(count > 0, "faded needs what a frequency is worth after 0, 1, ... steps");
-        work.run([=](const Lane& lane, size_t, size_t, size_t d) {
-            return [&lane, p, count, d](int64_t e) {
-                const double since = static_cast<double>(d) - lane.last_used[e];
-                return lane.frequency[e] * p[static_cast<size_t>(std::min(since, static_cast<double>(count - 1)))];
-            };
-        });
-    } else if (priority == "expected") {
-        want(count == layers * num_experts, "expected needs a frequency known beforehand per layer and expert");
-        work.run([=](const Lane& lane, size_t, size_t l, size_t) {
-            return [&lane, of_layer = p + l * num_experts](int64_t e) { return lane.frequency[e] + of_layer[e]; };
-        });
-    } else if (priority == "random") {
-        work.run([](const Lane&, size_t lane, size_t, size_t d) {
-            return [seed = scrambled(scrambled(lane) ^ d)](int64_t e) {
-                return static_cast<double>(scrambled(seed ^ static_cast<uint64_t>(e)) >> 11);
-            };
-        });
-    } else {
-        throw std::invalid_argument("priority must be lru, lfu, faded, expected or random, got " + priority);
-    }
 }
 
 // hobbit.py: one of HOBBIT's caches, which all layers of a group share. Experts are layer * E + id.
@@ -267,7 +108,7 @@ class SharedCache {
     }
 };
 
-constexpr uint8_t kEarly = 2, kLate = 4, kLow = 8;  // beside kHit
+constexpr uint8_t kHit = 1, kEarly = 2, kLate = 4, kLow = 8;
 
 // Guessed experts are ordered before a layer, then its own choices are served, in both caches. See hobbit.py.
 void two_caches(In<int64_t, 4> experts, In<uint8_t, 4> need, In<int64_t, 4> guessed, In<uint8_t, 4> as, In<bool, 2> high,
@@ -358,8 +199,6 @@ void add_stacks(nb::module_& module);  // stacks.cpp
 
 NB_MODULE(_lanes, module) {
     add_stacks(module);
-    module.def("visit", &visit, nb::arg("experts"), nb::arg("rows"), nb::arg("start"), nb::arg("frequency"),
-               nb::arg("places"), nb::arg("priority"), nb::arg("parameters"), nb::arg("predict"), nb::arg("flags"));
     module.def("two_caches", &two_caches, nb::arg("experts"), nb::arg("need"), nb::arg("guessed"), nb::arg("as_"),
                nb::arg("high"), nb::arg("low"), nb::arg("high_places"), nb::arg("low_places"), nb::arg("weights"),
                nb::arg("flags"), nb::arg("order"), nb::arg("ordered"));

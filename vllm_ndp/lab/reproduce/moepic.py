@@ -7,8 +7,6 @@ loading against 57 ms of compute per token without a cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,52 +28,23 @@ SETTINGS = SyntheticSettings(
 )
 
 
-@dataclass(frozen=True)
-class MoepicLoad:
-    """Average load of one decode layer."""
-
-    used: float  # experts
-    fetch_ps: float  # a whole expert over the link
-    compute_ps: float  # all used experts
-    attention_ps: float
-    accuracy: float  # share of used experts that were predicted
-    misses: str = "wait"
-
-    def expected_ps(self, hits: NDArray[np.float64], theta: NDArray[np.float64] | float) -> NDArray[np.float64]:
-        """Time of a layer's experts where all layers are alike.
-
-        hits: how many of `used` have a cached top. With theta 0 every expert counts as a hit with an empty top.
-        """
-        theta = np.asarray(theta)
-        hits = np.where(theta == 0, self.used, hits)
-        bottoms, whole = hits * (1 - theta) * self.fetch_ps, (self.used - hits) * self.fetch_ps
-        planned = bottoms if self.misses == "wait" else bottoms + whole
-        early, late = self.accuracy * planned, bottoms + whole - self.accuracy * planned
-        ready = theta * self.compute_ps * hits / self.used
-        waiting = self.compute_ps - ready
-        # Beside its own copies the layer before leaves the link its attention and what it computes after them.
-        hidden = np.minimum((self.attention_ps + waiting) / np.maximum(planned, 1e-9), 1.0)
-        copies = early * (1 - hidden) + late
-        times: NDArray[np.float64] = np.maximum(ready, copies) + waiting
-        return times
-
-
 def hit_rate(batches: Batches, prior: ImportanceScore, kind: str, slots: int) -> float:
     priority = {"lcp": lcp(), "lfu": LFU, "lru": LRU, "random": RANDOM}[kind]
     hit = visits(batches.loads, highest(prior.values, slots), slots, priority).hit
     return float(hit.sum() / (batches.loads.rows > 0).sum())
 
 
-def token_ms(batches: Batches, prior: ImportanceScore, misses: str, slots: int) -> NDArray[np.float64]:
-    """[thetas], time per token by the rule of the replayed system, every prediction right.
+def token_ms(hits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[thetas], time per token by the rule of the replayed system, every prediction right, one layer that is all of
+    them. hits [thetas]: share of experts whose top is cached; with theta 0 every expert has an empty one.
 
-    Never below the link's own time: bottoms hide behind what the layer before computes after its own copies.
+    Bottoms hide behind what the layer before computes after its own copies, never below the link's own time.
     """
-    tops = [num_tops(slots, theta, SETTINGS.num_experts) for theta in THETAS.tolist()]
-    hits = np.array([hit_rate(batches, prior, "lcp", count) if count else 0.0 for count in tops])
-    used = float(SETTINGS.top_k)
-    load = MoepicLoad(used, LOAD_MS / used, COMPUTE_MS, 0.0, 1.0, misses)  # one layer that is all of them
-    return load.expected_ps(used * hits, THETAS)
+    hits = np.where(THETAS == 0, 1.0, hits)
+    bottoms, late, ready = hits * (1 - THETAS) * LOAD_MS, (1 - hits) * LOAD_MS, THETAS * hits * COMPUTE_MS
+    waiting = COMPUTE_MS - ready
+    times: NDArray[np.float64] = np.maximum(ready, np.maximum(bottoms - waiting, 0.0) + late) + waiting
+    return times
 
 
 def reproduce() -> Reproduction:
@@ -87,10 +56,11 @@ def reproduce() -> Reproduction:
         Row("hit rate", kind, "%", published, 100 * hit_rate(batches, prior, kind, CACHED), text)
         for kind, published in PUBLISHED_HITS.items()
     ]
-    for misses, slots in (*(("wait", slots) for slots in BUDGETS), ("prefetched", CACHED)):
-        times = token_ms(batches, prior, misses, slots)
+    for slots in BUDGETS:
+        tops = [num_tops(slots, theta, SETTINGS.num_experts) for theta in THETAS.tolist()]
+        times = token_ms(np.array([hit_rate(batches, prior, "lcp", count) if count else 0.0 for count in tops]))
         best = int(times.argmin())
-        name, text = f"misses {misses}, {slots} of 60", "165 ms of loading, 57 ms of compute; budget not published"
+        name, text = f"misses wait, {slots} of 60", "165 ms of loading, 57 ms of compute; budget not published"
         rows.append(Row(name, "best theta", "", 0.4, float(THETAS[best]), text))
         for end, quantity, published in ((0, "prefetch only (theta 0)", 37.97), (-1, "cache only (theta 1)", 48.67)):
             below = 100 * (1 - times[best] / times[end])
