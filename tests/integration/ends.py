@@ -29,9 +29,7 @@ import sys
 from vllm import LLM
 
 if __name__ == "__main__":
-    plugin = {"quantization": "ndp"} if sys.argv[2] == "plugin" else {}
-    LLM(sys.argv[1], kv_cache_memory_bytes=64 << 20, max_model_len=256, enforce_eager=True, **plugin)
-    print("ready", flush=True)
+    LLM(sys.argv[1], quantization="ndp", kv_cache_memory_bytes=64 << 20, max_model_len=256, enforce_eager=True)
     input()
 """
 MARK = "NDP_TEST_ENDS"
@@ -42,12 +40,12 @@ PATIENCE_S = 600.0
 class Run:
     """One script, and what was started for it, whoever the parent of that is by now."""
 
-    def __init__(self, engine: str, folder: Path, runtime: Path) -> None:
-        """engine: `plugin` or `stock`. runtime: a short path, where the device's private directory will lie."""
+    def __init__(self, folder: Path, runtime: Path) -> None:
+        """runtime: a short path, where the device's private directory will lie."""
         self._mark, self._folder, self.log, self.runtime = uuid.uuid4().hex, folder.resolve(), folder / "log", runtime
         (folder / "script.py").write_text(SCRIPT)
         ours = {"NDP_CACHE_DIR": str(folder / "cache"), "XDG_RUNTIME_DIR": str(runtime), MARK: self._mark}
-        words = [sys.executable, str(folder / "script.py"), str(MODEL), engine]
+        words = [sys.executable, str(folder / "script.py"), str(MODEL)]
         with self.log.open("wb") as output:
             self.script = subprocess.Popen(
                 words, cwd=folder, env=os.environ | ours, stdin=subprocess.PIPE, stdout=output, stderr=output
@@ -125,10 +123,6 @@ def starts_a_device(run: Run) -> bool:
     return any(what_is(process) == "device" for process in run.below())
 
 
-def is_ready(run: Run) -> bool:
-    return "ready\n" in run.said()
-
-
-def left_by(engine: str, moment: Callable[[Run], bool], number: int, grace_s: float) -> dict[str, Any]:
+def left_by(moment: Callable[[Run], bool], number: int, grace_s: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(prefix="run-") as runtime:
-        return Run(engine, Path(folder), Path(runtime)).end_at(moment, number, grace_s)
+        return Run(Path(folder), Path(runtime)).end_at(moment, number, grace_s)

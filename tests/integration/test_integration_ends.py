@@ -20,7 +20,6 @@ pytestmark = pytest.mark.vllm
     [
         (signal.SIGTERM, ends.quantizes),
         (signal.SIGKILL, ends.starts_a_device),
-        (signal.SIGKILL, ends.is_ready),
     ],
 )
 def test_nothing_of_ours_outlives_its_script(
@@ -28,5 +27,5 @@ def test_nothing_of_ours_outlives_its_script(
 ) -> None:
     for name in IN_PROCESS:
         monkeypatch.delenv(name)
-    left = ends.left_by("plugin", moment, number, PATIENCE_S)
+    left = ends.left_by(moment, number, PATIENCE_S)
     assert left == {"processes": {}, "files": []}

@@ -72,7 +72,6 @@ def weighed_replicas(directory: Path) -> Path:
     ("settings", "options"),
     [
         ({"hot_experts": 4, "avg_bits": 2.0}, {}),
-        ({"hot_experts": 4, "avg_bits": 2.0, "prefill": "streamed"}, {}),
         ({"hot_experts": 3, "avg_bits": 2.5, "debug": {"bits_for": "batch"}}, {}),
         (
             {"hot_experts": 2, "avg_bits": 1.5, "policy": {"bit_rule": "mse"}, "hardware_overrides": FAST_LINK},
@@ -84,7 +83,6 @@ def weighed_replicas(directory: Path) -> Path:
         ),
         ({"hot_experts": 0, "avg_bits": 3.0}, {"max_num_batched_tokens": 48}),
         ({"hot_experts": 2, "avg_bits": 2.0, "policy": {"bit_rule": "layers"}, "replicas": "weighed"}, {}),
-        ({"hot_experts": 2, "avg_bits": 2.0, "policy": {"bit_rule": "pairs"}}, {"max_num_seqs": 3}),
         ({"hot_experts": 5, "avg_bits": 2.0, "prefill": "streamed", "hardware_overrides": SLOW_GPU}, {}),
         (
             {"hot_experts": 6, "debug": {"offload_bits": 2}, "prefill": "streamed", "hardware_overrides": SLOW_GPU},
@@ -93,13 +91,11 @@ def weighed_replicas(directory: Path) -> Path:
     ],
     ids=[
         "plain",
-        "bounded",
         "batch, difference",
         "chunked",
         "identity",
         "all-cold",
         "over-layers",
-        "pairs",
         "balanced",
         "balanced-2",
     ],
