@@ -121,7 +121,7 @@ class Floor:
     """Bytes that each layer with a call reads, on either side, from its messages; and what limits reading them."""
 
     def __init__(self, controller: Any, batch: int) -> None:
-        self._replica_bytes = controller.device.facts.expert_bytes
+        self._replica_bytes = controller.device.setup.expert_bytes
         self._shape = controller.worker.facts.shape
         self._pairs = batch * self._shape.top_k
         self._stream = NativeKernel(threads=1)

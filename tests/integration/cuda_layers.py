@@ -33,7 +33,7 @@ from vllm_ndp.integration.cuda.packet import RowForm
 from vllm_ndp.integration.cuda.routing import routing_by
 from vllm_ndp.integration.cuda.streams import Arrival
 from vllm_ndp.integration.cuda.whole_step import RunningStep, WholeStep
-from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink, DeviceView, Gather, WarmPending, chosen
+from vllm_ndp.integration.device_link import DeviceLink, DeviceView, Gather
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
 from vllm_ndp.integration.moe_layer import HotViews, LayerParts, MoELayer
@@ -139,10 +139,6 @@ class Cpu:
     """The host's CPU, whose experts are computed as the client does."""
 
     layers: list[SlotWeights]
-
-    def start(self, layer: int, x: torch.Tensor, pairs: Pairs) -> WarmPending:
-        rows = chosen(x, pairs.sent_rows).float().cpu().numpy()
-        return WarmPending(self, layer, pairs, rows)  # type: ignore[arg-type]
 
     def execute(self, layer: int, x: NDArray[np.float32], pairs: Pairs) -> NDArray[np.float32]:
         y = np.zeros_like(x)
@@ -250,7 +246,7 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool, as_graph: bool) -> Outcome:
     running.step = step
     parts = LayerParts(
         hot=hot,  # type: ignore[arg-type]
-        device=DeviceView(DeviceFacts(0, 64, {}, computes_prompts=False), None, link),
+        device=DeviceView(host, None, link),
         planner=None,  # type: ignore[arg-type]  # decode rows stream nothing
         running=running,
         views=HotViews(splitter, gpu.device),

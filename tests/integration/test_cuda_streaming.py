@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from pretend_gpu import GPU, PretendGpu, WatchedStream, peek
 from real_gpu import KINDS, gpu_of
 
+from ndp_device.experts.part import WHOLE, Part
 from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
-from vllm_ndp.integration.ranks import WHOLE, Share
 from vllm_ndp.integration.streaming import StagingStreamer
 from vllm_ndp.layer.split import Pairs
 
@@ -59,7 +59,7 @@ class Pool:
             for _ in range(EXPERTS)
         ]
 
-    def expert(self, layer: int, number: int, share: Share | None) -> ExpertWeights:
+    def expert(self, layer: int, number: int, share: Part | None) -> ExpertWeights:
         w1, w3, w2, _ = self.experts[number]
         part = INTERMEDIATE // (share or WHOLE).count
         here = slice((share or WHOLE).index * part, ((share or WHOLE).index + 1) * part)
@@ -150,7 +150,7 @@ def calls(setup: Setup, streamer: StagingStreamer, slots: HotSlots, x: torch.Ten
     for number in range(setup.calls):
         before()  # the hot experts, which read slots that an expert is about to be left in
         keep = setup.keep if number == 0 else {}
-        shares = [Share(index, setup.shares) for index in range(setup.shares)]
+        shares = [Part(index, setup.shares) for index in range(setup.shares)]
         totals.append(streamer.run(0, x, setup.pairs, slots, keep, shares))
     return totals
 

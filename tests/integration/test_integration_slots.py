@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ndp_device.experts.part import WHOLE
+
 pytestmark = pytest.mark.vllm
 torch = pytest.importorskip("torch")
 
@@ -187,7 +189,6 @@ def test_experts_that_stay_where_they_pass_give_the_same_bits(dtype) -> None:  #
 
     from vllm_ndp.integration.experts_pool import ExpertsPool
     from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotWeights
-    from vllm_ndp.integration.ranks import WHOLE
     from vllm_ndp.integration.streaming import StagingStreamer
     from vllm_ndp.layer.split import NO_PAIRS, Pairs
 

@@ -12,6 +12,7 @@ from small_checkpoint import write_small_checkpoint
 
 from ndp_device.common.activation import GELU_TANH, GPT_OSS, SILU, Activation
 from ndp_device.experts.expert import Biases, FullExpert
+from ndp_device.experts.part import WHOLE
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.kernels.reference import ReferenceKernel
 
@@ -117,7 +118,6 @@ def test_streamed_experts_have_their_own_layers_activation(tmp_path: Path) -> No
     """Two layers, of which the second clamps, as EXAONE's `swiglu_limits` say."""
     from vllm_ndp.integration.experts_pool import ExpertsPool
     from vllm_ndp.integration.hot_slots import HotSlots, SlotWeights
-    from vllm_ndp.integration.ranks import WHOLE
     from vllm_ndp.integration.streaming import StagingStreamer
     from vllm_ndp.layer.split import Pairs
 

@@ -38,7 +38,7 @@ class Noted:
     """Slots, device and its link in one: what they are told, in order."""
 
     devices = None
-    facts = SimpleNamespace(computes_prompts=False)
+    setup = SimpleNamespace(splits_prefill=False)
 
     @property
     def link(self) -> Noted:

@@ -20,7 +20,7 @@ from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
 from ndp_device.common.model_shape import ModelShape
 from vllm_ndp.device_client.client import DeviceClient, DeviceProcess
 from vllm_ndp.integration import device_link
-from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink
+from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.layer.split import Pairs
 
 MIXTRAL = ModelShape("mixtral-8x7b", 32, 8, 2, 4096, 14336)
@@ -30,8 +30,8 @@ CHUNK = 8192
 
 def link_of(client: Any, shape: ModelShape) -> DeviceLink:
     members: Any = SimpleNamespace(clients=[client], deadline_ms=DEADLINE_MS)
-    facts = DeviceFacts(0, 8, {}, computes_prompts=True)
-    return DeviceLink(members, facts, None, shape, range(LAYERS), torch.float32, None)
+    setup: Any = SimpleNamespace(spill_bits=0, splits_prefill=True)
+    return DeviceLink(members, setup, None, shape, range(LAYERS), torch.float32, None)
 
 
 def prompt_of(num_rows: int) -> tuple[Any, Pairs]:

@@ -22,13 +22,13 @@ from vllm_ndp.cost_model.prices import MeasuredPrices
 from vllm_ndp.device_client.handshake import PlannedReplicas, Requirements
 from vllm_ndp.integration import compat, host_replicas, known_prices
 from vllm_ndp.integration.compat import say
-from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink, DeviceView
+from vllm_ndp.integration.device_link import DeviceLink, DeviceView
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.facts import WorkerFacts
 from vllm_ndp.integration.host_replicas import LocalReplicas
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.price_probe import PriceProbe, Shared, WantedPrices
-from vllm_ndp.layer.devices import DeviceRules, Devices
+from vllm_ndp.layer.devices import DeviceRules
 from vllm_ndp.layer.joint_rule import LIVE_WIDTHS
 from vllm_ndp.layer.setup import Setup
 
@@ -59,8 +59,9 @@ def open_device(
     worker: WorkerFacts, dtype: torch.dtype, replicas: Path | None, planned: PlannedReplicas | None
 ) -> tuple[Setup, Costs, DeviceView]:
     """The leader finds or starts the device; the others hear from it what they need to plan alike."""
-    settings, cores, members = worker.settings, worker.ranks.merge(compat.bound_cores()), None
+    cores, members, setup = worker.ranks.merge(compat.bound_cores()), None, None
     if worker.ranks.leads:
+        settings = worker.settings
         requirements = Requirements(
             worker.pool.model,
             worker.hardware,
@@ -71,52 +72,33 @@ def open_device(
         wants_prompts = worker.splits_prefill()
         members = DeviceMembers(settings, requirements, worker.model_dir, worker.digest, replicas, cores)
         worker.opened.callback(members.close)
-        worker.ranks.from_leader(facts := _facts_of_device(worker, members.served, wants_prompts=wants_prompts))
-    else:
-        facts = worker.ranks.from_leader()
-    setup, costs = _make_setup(worker, facts)
+        setup = _make_setup(worker, members.served, wants_prompts=wants_prompts)
+    setup = worker.ranks.from_leader(setup)
+    costs = setup.costs_of(worker.shape)
     devices = setup.devices_of(costs, full_precision=worker.planning.full_precision)
-    link = None if members is None else _make_link(worker, dtype, members, facts, devices, replicas)
-    agreed = (True,) * settings.num_devices if link is None else None
-    return setup, costs, DeviceView(facts, devices, link, agreed)
+    if members is None:
+        return setup, costs, DeviceView(setup, devices, None, (True,) * setup.num_devices)
+    local = LocalReplicas(worker.model_dir, replicas, worker.kernel) if setup.same_without else None
+    link = DeviceLink(members, setup, devices, worker.pool.model, worker.layers, dtype, local)
+    return setup, costs, DeviceView(setup, devices, link)
 
 
-def _facts_of_device(worker: WorkerFacts, served: Served, *, wants_prompts: bool) -> DeviceFacts:
-    """wants_prompts: whether the device is to compute for prompts, if it holds the checkpoint."""
-    offload_bits = worker.settings.resolve_offload_bits(worker.pool.model.num_experts, served.expert_bytes)
-    computes_prompts = wants_prompts and FULL_PRECISION_BITS in served.expert_bytes
-    same = worker.settings.fallback == "same"
-    return DeviceFacts(offload_bits, served.group_size, served.expert_bytes, computes_prompts, same)
-
-
-def _make_link(
-    worker: WorkerFacts,
-    dtype: torch.dtype,
-    members: DeviceMembers,
-    facts: DeviceFacts,
-    devices: Devices | None,
-    replicas: Path | None,
-) -> DeviceLink:
-    local = LocalReplicas(worker.model_dir, replicas, worker.kernel) if facts.same_without else None
-    return DeviceLink(members, facts, devices, worker.pool.model, worker.layers, dtype, local)
-
-
-def _make_setup(worker: WorkerFacts, facts: DeviceFacts) -> tuple[Setup, Costs]:
-    """What the run's decisions and times depend on, without measured prices. Raises ConfigError where copies on
-    several devices do not fit."""
+def _make_setup(worker: WorkerFacts, served: Served, *, wants_prompts: bool) -> Setup:
+    """What the run's decisions and times depend on, without measured prices. wants_prompts: whether the device is to
+    compute for prompts, if it holds the checkpoint. Raises ConfigError where copies on several devices do not fit."""
     settings, ranks, stage = worker.settings, worker.ranks, worker.ranks.stage
     setup = Setup(
         preset=settings.preset,
         overrides=dict(settings.hardware_overrides),
         host_dims=worker.shape.recorded(),
         planning=worker.planning,
-        expert_bytes=facts.expert_bytes,
-        group_size=facts.group_size,
+        expert_bytes=served.expert_bytes,
+        group_size=served.group_size,
         activation_bytes=worker.vllm_config.model_config.dtype.itemsize,
-        spill_bits=facts.offload_bits,
+        spill_bits=settings.resolve_offload_bits(worker.pool.model.num_experts, served.expert_bytes),
         device_hosts=settings.device_hosts,
-        splits_prefill=facts.computes_prompts,
-        same_without=facts.same_without,
+        splits_prefill=wants_prompts and FULL_PRECISION_BITS in served.expert_bytes,
+        same_without=settings.fallback == "same",
         num_gpus=ranks.size,
         whole_experts=ranks.holds_whole_experts,
         stage=stage.index,
@@ -127,17 +109,16 @@ def _make_setup(worker: WorkerFacts, facts: DeviceFacts) -> tuple[Setup, Costs]:
         slot_bits=settings.slot_bits,
         joint_tiers=settings.joint_tiers,
     )
-    costs = setup.costs_of(worker.shape)
-    if setup.num_devices > 1:
-        rules = DeviceRules.that_fit(
-            costs,
-            setup.num_devices,
-            settings.device_copies,
-            full_precision=worker.planning.full_precision,
-            splits_experts=setup.splits_experts,
-        )
-        setup = msgspec.structs.replace(setup, device_copies=rules.num_copies)
-    return setup, costs
+    if setup.num_devices == 1:
+        return setup
+    rules = DeviceRules.that_fit(
+        setup.costs_of(worker.shape),
+        setup.num_devices,
+        settings.device_copies,
+        full_precision=worker.planning.full_precision,
+        splits_experts=setup.splits_experts,
+    )
+    return msgspec.structs.replace(setup, device_copies=rules.num_copies)
 
 
 def measure_prices(
@@ -149,10 +130,10 @@ def measure_prices(
         return None
     recorded = None
     if (link := device.link) is not None:
-        wanted = _asked_of_probe(worker, device.facts)
+        wanted = _asked_of_probe(worker, device.setup)
         probe = PriceProbe(hot, lambda: worker.kernel, worker.model_dir, replicas, worker.layers.start, shared)
         facts = _facts_of_prices(worker, hot, link) | {"wanted": asdict(wanted), "shared experts": shared is not None}
-        facts["group size"] = device.facts.group_size
+        facts["group size"] = device.setup.group_size
         measure = partial(probe.measure, wanted, link.members.beside_the_run)
         prices, said = known_prices.find_or_measure(MeasuredPrices, facts, measure)
         say(f"speed of this machine, by which plans place experts: {said}")
@@ -174,14 +155,14 @@ def _facts_of_prices(worker: WorkerFacts, hot: HotExperts, link: DeviceLink) -> 
     }
 
 
-def _asked_of_probe(worker: WorkerFacts, facts: DeviceFacts) -> WantedPrices:
-    settings, served = worker.settings, sorted(facts.expert_bytes)
+def _asked_of_probe(worker: WorkerFacts, setup: Setup) -> WantedPrices:
+    settings, served = worker.settings, sorted(setup.expert_bytes)
     engine = {settings.slot_bits} - {FULL_PRECISION_BITS}
     tiers = ["gpu"]
     if settings.is_joint:
         tiers = [tier for tier in settings.joint_tiers.split("+") if tier != "device"]
         engine = set(LIVE_WIDTHS["gpu"]) & {*served, FULL_PRECISION_BITS}
     device_widths = [bits for bits in served if bits in REPLICA_WIDTHS and worker.is_quantized]
-    if FULL_PRECISION_BITS in served and (facts.computes_prompts or settings.cold_precision == "full"):
+    if FULL_PRECISION_BITS in served and (setup.splits_prefill or settings.cold_precision == "full"):
         device_widths.append(FULL_PRECISION_BITS)
     return WantedPrices(settings.slot_bits, sorted(engine), tiers, device_widths)

@@ -21,6 +21,7 @@ from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.common.activation import GPT_OSS, Activation, activation_named
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape
+from ndp_device.experts.part import Part
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.timing.spec import Hardware, load_hardware
 from vllm_ndp import setting_names
@@ -28,7 +29,6 @@ from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration import drafts, vllm_private
 from vllm_ndp.integration.batch import KvGroup
 from vllm_ndp.integration.cuda import limits
-from vllm_ndp.integration.ranks import Share, Stage
 from vllm_ndp.operating.hub import asked_of_hub
 from vllm_ndp.operating.sizing import CPU_KERNEL_UNIT, require_cpu_kernel
 
@@ -219,7 +219,7 @@ def _refuse_broken_on_cpu(vllm_config: VllmConfig) -> None:
             raise ConfigError(f"{architecture} cannot be served on a CPU: {reason}; on CUDA it is accepted")
 
 
-def layers_of_stage(vllm_config: VllmConfig, layout: ExpertLayout, stage: Stage) -> tuple[range, range]:
+def layers_of_stage(vllm_config: VllmConfig, layout: ExpertLayout, stage: Part) -> tuple[range, range]:
     """Which decoder layers a pipeline stage holds, and which of the checkpoint's MoE layers are among them."""
     from vllm.distributed.utils import get_pp_indices
 
@@ -262,7 +262,7 @@ def activation_of(layer: Any) -> Activation:
         raise ConfigError(f"quantization 'ndp' cannot run layer {layer.layer_name}: {error}") from None
 
 
-def moe_index(layer: Any, layout: ExpertLayout, share: Share) -> int:
+def moe_index(layer: Any, layout: ExpertLayout, share: Part) -> int:
     """Which of the checkpoint's MoE layers this module of vLLM is, after comparing the two. share: what it holds."""
     from vllm.model_executor.models.utils import extract_layer_index
 

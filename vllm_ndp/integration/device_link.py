@@ -33,6 +33,7 @@ from vllm_ndp.integration.host_replicas import LocalReplicas
 from vllm_ndp.integration.step import Step
 from vllm_ndp.layer import _split
 from vllm_ndp.layer.devices import Devices, slowest
+from vllm_ndp.layer.setup import Setup
 from vllm_ndp.layer.split import Pairs
 
 _LEAST_MACS_PER_S = 2.5e9
@@ -147,29 +148,13 @@ class DeviceCall:
                 self._client.finish_execute(self._handle)
 
 
-@dataclass(frozen=True)
-class DeviceFacts:
-    """Facts that plans are made from, the same on every rank and for all devices."""
-
-    offload_bits: int
-    """Bits of hot experts that run on the device; 0 if none ever does."""
-    group_size: int
-    """Weights that share a scale in the device's replicas."""
-    expert_bytes: dict[int, int]
-    """Bytes of one read of an expert in the device's DRAM, by width."""
-    computes_prompts: bool
-    """Whether it computes prompt rows too."""
-    same_without: bool = False
-    """Whether pairs are given to devices as if all were up: this side then computes the same of them."""
-
-
 class DeviceLink:
     """Speaks to the device, or to all of them, by `client`."""
 
     def __init__(
         self,
         members: DeviceMembers,
-        facts: DeviceFacts,
+        setup: Setup,
         devices: Devices | None,
         shape: ModelShape,
         layers: range,
@@ -183,7 +168,7 @@ class DeviceLink:
         self.members = members
         self._only = members.clients[0] if devices is None else None
         self.client: DeviceClient | DeviceGroup = self._all_of(devices) if devices is not None else members.clients[0]
-        self._facts, self._devices, self._shape, self._layers, self._local = facts, devices, shape, layers, local
+        self._setup, self._devices, self._shape, self._layers, self._local = setup, devices, shape, layers, local
         self._gather = Gather(shape.hidden_size, dtype)
         self._installing: int | None = None  # epoch whose plan is on its way
         self._round_trips_s: deque[float] = deque(maxlen=_MOST_ROUND_TRIPS)
@@ -230,9 +215,9 @@ class DeviceLink:
 
     def begin_install(self, epoch: int, widths: NDArray[np.uint8], hot: NDArray[np.bool_]) -> None:
         """Announce what the plans of an epoch may ask for, without waiting. widths: masks [L, E]; hot [L, E]."""
-        if self._facts.offload_bits:
-            widths[hot] |= FLAG_OF_BITS[self._facts.offload_bits]
-        if self._facts.computes_prompts:  # of hot experts, too: the rule may look at rows alone
+        if self._setup.spill_bits:
+            widths[hot] |= FLAG_OF_BITS[self._setup.spill_bits]
+        if self._setup.splits_prefill:  # of hot experts, too: the rule may look at rows alone
             widths |= FLAG_OF_BITS[FULL_PRECISION_BITS]
         self._installing = epoch = epoch + 1  # nothing is installed in a device's epoch 0
         of_model = np.zeros((self._shape.num_layers, widths.shape[1]), np.uint8)
@@ -360,7 +345,8 @@ class DeviceLink:
 
 @dataclass
 class DeviceView:
-    facts: DeviceFacts
+    setup: Setup
+    """The same on every rank."""
     devices: Devices | None
     """Where there are several: who holds and serves what, the same on every rank."""
     link: DeviceLink | None
@@ -378,7 +364,7 @@ class DeviceView:
     @property
     def takes_pairs(self) -> bool:
         """Whether this step's hot experts and prompts may have pairs for a device, or for what stands in for it."""
-        if self.facts.same_without:
+        if self.setup.same_without:
             return True
         if self.link is not None and self.agreed is None and self.devices is None:  # asked in every layer
             return self.link.state == "up"
@@ -390,29 +376,11 @@ class DeviceView:
 
     def counted_on(self) -> tuple[bool, ...]:
         """[D], which devices this step's experts may run on, for a choice that is made by it."""
-        if self.facts.same_without:
+        if self.setup.same_without:
             assert self.devices is not None
             return tuple(self.devices.all_alive)
         alive = self.up if self.agreed is None else self.agreed
         return alive if self.link is None else self.link.note_availability(alive)
-
-
-@dataclass(frozen=True)
-class WarmPending:
-    """Decode pairs that the host's CPU computes in full precision: their rows of one layer, on the host already."""
-
-    cpu: HostCpuExperts
-    layer: int
-    pairs: Pairs
-    x: NDArray[np.float32]  # [S, H]
-
-    def add(self, out: torch.Tensor) -> bool:
-        """Compute, and add the weighted sums to the rows of out [T, H]."""
-        add_sums(out, self.cpu.execute(self.layer, self.x, self.pairs), self.pairs.sent_rows)
-        return True
-
-    def abandon(self) -> None:
-        """Nothing has begun."""
 
 
 class HostCpuExperts:
@@ -423,10 +391,6 @@ class HostCpuExperts:
         """layers: of the model, which this worker counts from 0."""
         self._layers, self._local = layers, LocalReplicas(model_dir, None, kernel)
         self.description = f"the host's CPU, full precision, kernel {kernel.name}"
-
-    def start(self, layer: int, x: torch.Tensor, pairs: Pairs) -> WarmPending:
-        """Bring the rows of x [T, H] that the pairs need to the host: before hot experts keep a GPU busy."""
-        return WarmPending(self, layer, pairs, chosen(x, pairs.sent_rows).detach().float().cpu().numpy())
 
     def execute(self, layer: int, x: NDArray[np.float32], pairs: Pairs) -> NDArray[np.float32]:
         """The weighted sum over the pairs of each row of x [S, H]. Raises ReplicaError where the checkpoint has been

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from ndp_device.common.activation import Activation
+from ndp_device.experts.expert import FullExpert
+from ndp_device.experts.part import WHOLE, Part
 from ndp_device.replicas.checkpoint import CheckpointExperts
-from vllm_ndp.integration.ranks import WHOLE, Share
 
 _TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -36,7 +37,7 @@ class ExpertWeights(NamedTuple):
 class ExpertsPool:
     """Full-precision experts of this worker's layers, counted from 0. `shape` is of these layers, `model` of all."""
 
-    def __init__(self, model_dir: Path, share: Share = WHOLE) -> None:
+    def __init__(self, model_dir: Path, share: Part = WHOLE) -> None:
         """share: which part of each expert is read unless another one is asked for."""
         self._checkpoint = CheckpointExperts(model_dir)
         self.share = share
@@ -72,24 +73,22 @@ class ExpertsPool:
         return None if form is None else form.bits
 
     @property
-    def shares(self) -> list[Share]:
+    def shares(self) -> list[Part]:
         """All parts of an expert, whose results add up to the expert's."""
-        return [Share(index, self.share.count) for index in range(self.share.count)]
+        return [Part(index, self.share.count) for index in range(self.share.count)]
 
     def activation_of(self, layer: int) -> Activation:
         return self.layout.layers[self._first_layer + layer].activation
 
-    def expert(self, layer: int, expert: int, share: Share | None = None) -> ExpertWeights:
+    def expert(self, layer: int, expert: int, share: Part | None = None) -> ExpertWeights:
         """Weights of one expert, or the part of it that `share` names; default: this worker's own part."""
-        full, share = self._checkpoint.expert(self._first_layer + layer, expert), share or self.share
-        part = len(full.w1) // share.count
-        here = slice(share.index * part, (share.index + 1) * part)
-        w1, w3, w2 = (self._view(array) for array in (full.w1[here], full.w3[here], full.w2[:, here]))
-        if full.biases is None:
+        part = (share or self.share).of(self._checkpoint.expert(self._first_layer + layer, expert))
+        assert isinstance(part, FullExpert)
+        w1, w3, w2 = (self._view(array) for array in (part.w1, part.w3, part.w2))
+        if part.biases is None:
             return ExpertWeights(w1, w3, w2)
-        gate, up, down = (torch.from_numpy(v) for v in (full.biases.gate, full.biases.up, full.biases.down))
-        # the parts are added up, so one of them brings the bias of the sum
-        return ExpertWeights(w1, w3, w2, (gate[here], up[here], down if share.index == 0 else torch.zeros_like(down)))
+        gate, up, down = (torch.from_numpy(v) for v in (part.biases.gate, part.biases.up, part.biases.down))
+        return ExpertWeights(w1, w3, w2, (gate, up, down))
 
     def check(self, layer: int) -> None:
         """After using experts of a layer: raise ReplicaError where what was read of them is no longer in their file."""

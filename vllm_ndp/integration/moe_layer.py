@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,7 +17,7 @@ from vllm_ndp.integration.cuda.layer import AsideLayer, FixedOutput
 from vllm_ndp.integration.cuda.limits import refuse_capture
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.cuda.whole_step import RunningStep
-from vllm_ndp.integration.device_link import DeviceView, HostCpuExperts
+from vllm_ndp.integration.device_link import DeviceView, HostCpuExperts, add_sums, chosen
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.hot_slots import HotSlots, SlotPairs
 from vllm_ndp.integration.planner import PlanRunner
@@ -67,41 +66,11 @@ class HotViews:
         return known
 
 
-@dataclass(frozen=True)
-class StreamedExperts:
-    """Prompt pairs of experts without a slot, in full precision; some stay. All runs when it is collected."""
-
-    parts: LayerParts
-    step: Step
-    layer: int
-    x: torch.Tensor
-    pairs: Pairs
-
-    def add(self, out: torch.Tensor) -> bool:
-        """out: f32 [T, H]."""
-        keep = self.parts.planner.slots_to_keep(self.step, self.layer, self.pairs)
-        out.add_(self.parts.hot.stream(self.layer, self.x, self.pairs, keep))
-        return True
-
-    def abandon(self) -> None:
-        """Nothing has begun."""
-
-
 Shared = Callable[[torch.Tensor], torch.Tensor]
 """Shared experts: [T, H] -> [T, H], a fresh tensor."""
 
 LAYERS: WeakValueDictionary[str, MoELayer] = WeakValueDictionary()
 """An operator takes strings, not objects: layers by name, the engine's number in front."""
-
-
-class Pending(Protocol):
-    """Pairs under way beside the hot slots: on the device, on the host's CPU, or of experts that stream through."""
-
-    def add(self, out: torch.Tensor) -> bool:
-        """Wait, and add the weighted sums to the rows of out [T, H]. False: nothing came, and nothing was added."""
-
-    def abandon(self) -> None:
-        """The step is lost: nothing is added, and nothing stays under way."""
 
 
 @dataclass(frozen=True)
@@ -214,26 +183,27 @@ class MoELayer:
         run.begin_layer()
         split = run.split(self.index, ids.data_ptr(), weights.data_ptr(), with_device=self._device.takes_pairs)
         hot = parts.views.of(split, self._slots, topk_ids, self._applied(topk_weights))
-        pending, call = list[Pending](), None
+        call, answered = None, True
         if split.device and self._link is not None:  # of several ranks the leader alone sends
-            pending.append(call := self._link.send(step, self.index, x, split.device))
-        if split.warm and parts.host is not None:
-            pending.append(parts.host.start(self.index, x, split.warm))
-        if split.stream:
-            pending.append(StreamedExperts(parts, step, self.index, x, split.stream))
-        answered = True
+            call = self._link.send(step, self.index, x, split.device)
         try:
+            warm = None
+            if split.warm and parts.host is not None:  # its rows leave before hot experts keep a GPU busy
+                warm = chosen(x, split.warm.sent_rows).detach().float().cpu().numpy()
             beside()
             out = self._slots.run(x, hot)
-            if split.stream:  # of a prompt: one sum in float32, rounded at its end
-                out = out.float()
-            for each in reversed(pending):  # the device, which takes longest, is the first to start and comes last
-                answered = each.add(out)
+            if split.stream:  # of a prompt: one sum in float32, rounded at its end; some experts stay where they pass
+                keep = parts.planner.slots_to_keep(step, self.index, split.stream)
+                out = out.float().add_(parts.hot.stream(self.index, x, split.stream, keep))
+            if warm is not None and parts.host is not None:
+                add_sums(out, parts.host.execute(self.index, warm, split.warm), split.warm.sent_rows)
+            if call is not None:  # the device takes longest: it was the first to start, and comes last
+                answered = call.add(out)
             if not answered:
                 self._compute_here(out, x, split.device)
         except BaseException:
-            for each in pending:
-                each.abandon()
+            if call is not None:
+                call.abandon()
             raise
         step.end_layer(self.index, split, None if call is None else call.answer, answered=answered)
         return out.to(x.dtype)

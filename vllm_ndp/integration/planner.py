@@ -44,7 +44,7 @@ class PlanRunner:
         hot = self.replanner.placement.hot
         self._hot.place(self.replanner.placement)
         self._hot.wait_for_all()
-        if (link := self._device.link) is not None and self._device.facts.computes_prompts:
+        if (link := self._device.link) is not None and self._device.setup.splits_prefill:
             link.begin_install(self.replanner.epoch, np.zeros(hot.shape, np.uint8), hot)  # prompts come before a plan
 
     def replan(self) -> dict[str, TrackedRequest]:

@@ -9,40 +9,17 @@ Knows vLLM's groups. Does not know experts, plans or the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ndp_device.common.errors import ConfigError
+from ndp_device.experts.part import WHOLE, Part
 
 T = TypeVar("T")
 
 _MOST_CORES = 8192  # of one host
-
-
-@dataclass(frozen=True)
-class Share:
-    """Which part of each expert this rank holds: rows `index` of `count` equal parts of its intermediate size."""
-
-    index: int = 0
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.index < self.count:
-            raise ValueError(f"a share must be one of {self.count}, got {self.index}")
-
-
-WHOLE = Share()
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Which part of the model's layers this rank holds: stage `index` of `count` of a pipeline."""
-
-    index: int = 0
-    count: int = 1
 
 
 class Ranks:
@@ -57,7 +34,8 @@ class Ranks:
         self.holds_whole_experts = holds_whole_experts and group.world_size > 1
         self.rank: int = group.rank_in_group
         self.size: int = group.world_size
-        self.stage = Stage(stages.rank_in_group, stages.world_size)
+        self.stage = Part(stages.rank_in_group, stages.world_size)
+        """Of the model's layers, in a pipeline."""
 
     @classmethod
     def of_this_worker(cls, *, holds_whole_experts: bool) -> Ranks:
@@ -70,8 +48,9 @@ class Ranks:
         return self.rank == 0
 
     @property
-    def share(self) -> Share:
-        return WHOLE if self.holds_whole_experts else Share(self.rank, self.size)
+    def share(self) -> Part:
+        """Of each expert that this rank holds."""
+        return WHOLE if self.holds_whole_experts else Part(self.rank, self.size)
 
     @property
     def description(self) -> str:

@@ -80,8 +80,8 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar, kv_cache_bytes: int) -
         ),
         "too_few_bits": verdict_on(avg_bits) if settings.needs_replicas(shape.num_experts) else "",
         "bits_for": settings.bits_for,
-        "execution": _execution(num_hot, device.facts.offload_bits, settings.device_hosts, engine),
-        "prefill": _prefill(settings, num_hot, shape.num_experts, splits=device.facts.computes_prompts, engine=engine),
+        "execution": _execution(num_hot, device.setup.spill_bits, settings.device_hosts, engine),
+        "prefill": _prefill(settings, num_hot, shape.num_experts, splits=device.setup.splits_prefill, engine=engine),
         "hardware_overrides": "".join(f", {k}={v}" for k, v in settings.hardware_overrides.items()),
         "prices": settings.prices,
         "replan": settings.replan,
@@ -151,7 +151,7 @@ def _layers(replicas: Path | None, losses: str) -> str:
 
 def _device(link: DeviceLink, device: DeviceView, settings: NdpSettings, pool_bytes: int) -> dict[str, Any]:
     description = link.members.description
-    reads_checkpoint = device.facts.computes_prompts or settings.cold_precision == "full"
+    reads_checkpoint = device.setup.splits_prefill or settings.cold_precision == "full"
     return {
         "device_pid": link.members.pids[0],
         "device_pids": link.members.pids,

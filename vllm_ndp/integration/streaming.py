@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ndp_device.experts.part import Part
 from vllm_ndp.integration.cuda.streams import Event
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotWeights
-from vllm_ndp.integration.ranks import Share
 from vllm_ndp.layer.split import Pairs
 
 
@@ -42,7 +42,7 @@ class StagingStreamer:
         self._load(layer, expert, None, None, to, slot)
 
     def _load(
-        self, layer: int, expert: int, share: Share | None, after: Event | None, to: SlotWeights, slot: int
+        self, layer: int, expert: int, share: Part | None, after: Event | None, to: SlotWeights, slot: int
     ) -> None:
         """after: where on the stream the slot has been read, if that was noted."""
         weights = self._pool.expert(layer, expert, share)
@@ -59,7 +59,7 @@ class StagingStreamer:
         pairs: Pairs,
         slots: HotSlots,
         keep: Mapping[int, int],
-        shares: Sequence[Share],
+        shares: Sequence[Part],
     ) -> torch.Tensor:
         """Weighted sum over the pairs of each row, f32 [T, H], in an order that the pairs alone decide. keep: expert ->
         the slot where it stays.
