@@ -129,7 +129,7 @@ def expert(
     app,
     "hardware",
     shows=True,
-    examples=("ndp-device time hardware h200-gen5", "ndp-device time hardware --set gpu.hbm_efficiency_percent=80"),
+    examples=("ndp-device time hardware h200-gen5", "ndp-device time hardware --set gpu.times=roofline"),
 )
 def hardware(
     preset: Annotated[str, typer.Argument(metavar="PRESET", help=f"{', '.join(PRESETS)}.")] = "h100-ndp512",

@@ -156,7 +156,10 @@ _ARRAYS: Table = {
     "array.command_ps": _q(20_000, "ps", "[O] 20 cycles to decode and dispatch"),
 }
 
+_SILICON = "[S] vLLM 0.24.0's kernels timed by NVIDIA: aiconfigurator-core 0.12.0"
+
 _H100: Table = {
+    "gpu.times": _q("measured-h100", "name", _SILICON),
     "gpu.flops_per_s": _q(989_400_000_000_000, "flop/s", "[P]"),
     "gpu.hbm_bytes_per_s": _q(3_350_000_000_000, "byte/s", "[S] H100 SXM data sheet"),
     "gpu.hbm_efficiency_percent": _q(100, "%", "[O] a roofline; 70-90 is measured on real kernels"),
@@ -166,12 +169,15 @@ _H100: Table = {
 
 _H200: Table = {
     **_H100,
+    "gpu.times": _q("measured-h200", "name", _SILICON),
     "gpu.hbm_bytes_per_s": _q(4_800_000_000_000, "byte/s", "[S] H200 SXM data sheet"),
     "gpu.hbm_capacity_bytes": _q(141 * 10**9, "byte", "[S] H200 SXM data sheet"),
 }
 
 
-def _card(table: Table, flops: int, hbm: int, gigabytes: int, idle_watts: int, what: str) -> Table:
+def _card(
+    table: Table, flops: int, hbm: int, gigabytes: int, idle_watts: int, what: str, times: str = "roofline"
+) -> Table:
     """A GPU that people have: rates (fp16 with fp32 sums, dense) and GB/s of its data sheet.
 
     Held on 2026-11-28 against published tables of specifications: memory's rate and size of all, and the fp16 rates of
@@ -180,6 +186,7 @@ def _card(table: Table, flops: int, hbm: int, gigabytes: int, idle_watts: int, w
     """
     return {
         **table,
+        "gpu.times": _q(times, "name", "[O] none was measured" if times == "roofline" else _SILICON),
         "gpu.flops_per_s": _q(flops * 10**11, "flop/s", f"[S] {what}: dense fp16 with fp32 accumulation"),
         "gpu.hbm_bytes_per_s": _q(hbm * 10**9, "byte/s", f"[S] {what}"),
         "gpu.hbm_capacity_bytes": _q(gigabytes * 10**9, "byte", f"[S] {what}"),
@@ -236,6 +243,7 @@ _CXL_EXPERT: Table = {
     "link.dma_latency_ps": _q(100_000, "ps", "[S] CXL-Expert's description"),
     "link.completion_ps": _q(0, "ps", "[S] CXL-Expert's description counts none"),
     "array.pe_mode": _q("fp16_dequant", "name", "[O] general-purpose units"),
+    "gpu.times": _q("roofline", "name", "[S] CXL-Expert's description gives rates only"),
     "array.command_ps": _q(0, "ps", "[S] CXL-Expert's description counts none"),
     "gpu.flops_per_s": _q(200_000_000_000_000, "flop/s", "[S] CXL-Expert's description"),
     "gpu.hbm_bytes_per_s": _q(800_000_000_000, "byte/s", "[S] CXL-Expert's description"),
@@ -254,8 +262,11 @@ PRESETS: Mapping[str, Table] = {
     "rtx4060ti-16gb": {**_BESIDE, **_card(_X8, 441, 288, 16, 10, "RTX 4060 Ti, Ada whitepaper")},
     "rtx4090": {**_BESIDE, **_card(_GEN4, 1652, 1008, 24, 25, "RTX 4090, Ada whitepaper")},
     "rtx5090": {**_BESIDE, **_card(_GEN5, 2095, 1792, 32, 30, "RTX 5090, Blackwell whitepaper")},
-    "l40s": {**_BESIDE, **_card(_GEN4, 3620, 864, 48, 35, "L40S data sheet")},
-    "rtxpro6000": {**_BESIDE, **_card(_GEN5, 5038, 1792, 96, 30, "RTX PRO 6000 Blackwell data sheet")},
+    "l40s": {**_BESIDE, **_card(_GEN4, 3620, 864, 48, 35, "L40S data sheet", "measured-l40s")},
+    "rtxpro6000": {
+        **_BESIDE,
+        **_card(_GEN5, 5038, 1792, 96, 30, "RTX PRO 6000 Blackwell data sheet", "measured-rtxpro6000"),
+    },
     "h100-ndp512": {**_DDR5, **_GEN4, **_ARRAYS, **_H100, **_HOST, **_ENERGY},
     "h100-ndp512-lpddr5": {**_LPDDR5, **_GEN4, **_ARRAYS, **_H100, **_HOST, **_ENERGY},
     "h200-gen5": {**_DDR5, **_GEN5, **_ARRAYS, **_H200, **_HOST, **_ENERGY},

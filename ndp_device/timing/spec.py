@@ -21,6 +21,9 @@ REFRESH_MODES = ("all-bank", "per-bank", "off")
 PE_MODES = ("bit_scalable", "bit_scalable_pow2", "fp16_dequant", "int8")
 LAUNCH_PATHS = ("cxlmem", "dma")
 DRAM_KINDS = ("bank", "ideal")
+MEASURED = "measured-"
+GPU_TIMES = ("roofline", *(MEASURED + card for card in ("h100", "h200", "l40s", "rtxpro6000")))
+"""Of what the GPU's times are made: rooflines alone, or a card's measured kernels (vllm_ndp/cost_model/silicon.py)."""
 MAX_VALUE = 1 << 60
 MAX_CYCLES = 2048
 """Longest delay between two commands, twice that of any JEDEC device: the controller steps through every cycle of
@@ -225,10 +228,11 @@ class ArraySpec(_Section):
 
 @dataclass(frozen=True)
 class GpuSpec(_Section):
-    """The GPU as a roofline, and the way its weights come in."""
+    """The GPU: rates of its rooflines, and whose measured kernels give its times."""
 
     section = "gpu"
 
+    times: Annotated[str, GPU_TIMES]
     flops_per_s: Positive  # dense 16-bit
     hbm_bytes_per_s: Positive
     hbm_efficiency_percent: Annotated[int, Within(1, 100)]
@@ -324,6 +328,9 @@ def load_hardware(preset: str = "h100-ndp512", /, **overrides: Any) -> Hardware:
     for key, value in overrides.items():
         full = _full_key(key, types)
         values[full] = _convert(full, types[full], value)
+    efficiency, times = "gpu.hbm_efficiency_percent", values["gpu.times"]
+    if values[efficiency] != table[efficiency].value and str(times).startswith(MEASURED):
+        raise ConfigError(f"{efficiency} is of rooflines, and gpu.times is {times}: set gpu.times=roofline, too")
     sections = {
         section: spec(**{field.name: values[f"{section}.{field.name}"] for field in fields(spec)})
         for section, spec in SECTIONS.items()

@@ -1,6 +1,7 @@
 """Costs of one piece of work on modelled hardware, as tables that replay can index. Simulated picoseconds.
 
-    layer = attention + max( GPU experts , device ) + overhead          device = link + fill + sum over its experts
+    layer = attention + max( GPU , device ) + overhead      GPU = launch + sum over its experts, 0 without any
+                                                            device = link + fill + sum over its experts
 
 Every number comes out of ndp_device.timing and gpu_timing; this file only asks them, once per distinct case, and
 averages over 16 moments of the refresh interval. The sum over experts is exact up to how the refresh falls
@@ -184,19 +185,23 @@ class Costs:
         times = [self._once(("message", *case), partial(self.link_ps, *case)) for case in cases]
         return np.array(times, np.int64)[inverse].reshape(rows.shape)
 
-    def gpu_experts_ps(self, max_tokens: int) -> NDArray[np.float64]:
-        """[tokens]: an expert in GPU memory; experts of one layer run one after the other."""
-        return np.array([self.resident_ps(min(n, 1), n) for n in range(max_tokens + 1)], np.float64)
+    def gpu_experts_ps(self, max_tokens: int, num_bytes: int | None = None) -> NDArray[np.float64]:
+        """[tokens]: what one more expert in GPU memory with that many rows adds to a layer, at that size."""
+        return np.array([0, *(self.gpu_expert_ps(n, num_bytes) for n in range(1, max_tokens + 1))], np.float64)
+
+    def gpu_expert_ps(self, tokens: int, num_bytes: int | None = None) -> int:
+        """num_bytes: of the expert; None: those of a hot one."""
+        size = self.slot_bytes if num_bytes is None else num_bytes
+        return int(self._once(("on gpu", tokens, size), lambda: self.gpu.growing_ps(1, tokens, size)))
+
+    def launch_ps(self, num_bytes: int | None = None) -> int:
+        """What a layer with any expert of that size in GPU memory takes beside its experts."""
+        return self.gpu.launch_ps(self.slot_bytes if num_bytes is None else num_bytes)
 
     def resident_ps(self, touched: int, pairs: int) -> int:
-        """`touched` experts in GPU memory serving `pairs` rows in all."""
-        shape = self.shape
-        return int(
-            self._once(
-                ("resident", touched, pairs),
-                lambda: self.gpu.roofline_ps(touched * self.slot_bytes, 2 * shape.weights_per_expert * pairs),
-            )
-        )
+        """A layer's experts in GPU memory, `touched` of them, serving `pairs` rows in all."""
+        key = ("resident", touched, pairs)
+        return int(self._once(key, lambda: self.gpu.experts_ps(touched, pairs, touched * self.slot_bytes)))
 
     def streamed_ps(self, touched: int, pairs: int) -> int:
         """`touched` experts that come over the link to be computed at once."""

@@ -1,4 +1,4 @@
-"""How long the GPU side of a step would have taken: rooflines of one hardware preset, and the clock that adds them up.
+"""How long the GPU side of a step would have taken on one hardware preset, and the clock that adds it up.
 
     step = sum over MoE layers(
                attention -> max( shared and hot experts | streamed experts over PCIe | device | host's CPU ) + overhead
@@ -6,6 +6,11 @@
 
 "Attention" is all that runs before a layer's experts: attention of any form, the router, and the dense layers since the
 MoE layer before.
+
+A preset says whose measured kernels give the times (silicon.py): routed experts, attention's products and its heads,
+dense and shared experts, the output projection. Rooflines give the rest: copies that are computed as they come, states
+of linear attention, presets of a card that was not measured, and models whose hidden size is below 1024 or whose
+numbers are not of 16 bits.
 
 Several GPUs that split each layer (tensor parallelism) are one GPU of their bandwidth and arithmetic, plus what their
 collectives take. The collectives are an all-reduce after the embedding, after each attention and after
@@ -21,13 +26,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
-from ndp_device.common.decoder_layers import DecoderLayer
+from ndp_device.common.decoder_layers import DecoderLayer, GroupedQuery
 from ndp_device.common.model_shape import WholeModel
 from ndp_device.timing.link import bulk_ps, migration_ps
-from ndp_device.timing.spec import Hardware
+from ndp_device.timing.spec import MEASURED, Hardware
 from ndp_device.timing.units import PS_PER_S, ceil_div, transfer_ps
+from vllm_ndp.cost_model import silicon
 
 _MOST_KNOWN = 4096
 """Loads whose time is remembered."""
@@ -124,6 +131,59 @@ class GpuModel:
         memory = ceil_div(num_bytes * PS_PER_S * 100, n * gpu.hbm_bytes_per_s * gpu.hbm_efficiency_percent)
         return max(memory, ceil_div(flops * PS_PER_S, n * gpu.flops_per_s))
 
+    @cached_property
+    def card(self) -> str:
+        """Whose measured kernels give the times; empty: rooflines do."""
+        times, shape = self.hardware.gpu.times, self.shape
+        known = shape.hidden_size >= silicon.SMALLEST_HIDDEN and shape.dtype_bytes == 2
+        return times.removeprefix(MEASURED) if known and times.startswith(MEASURED) else ""
+
+    @property
+    def _rates(self) -> silicon.Rates:
+        return self.hardware.gpu.hbm_bytes_per_s, self.hardware.gpu.flops_per_s
+
+    def _layer(self, expert_bytes: int) -> silicon.Layer:
+        """The measured layer whose kernel stands for experts of that size."""
+        shape = self.shape
+        width = next((bits for bits in (16, 8) if 4 * 8 * expert_bytes > 3 * bits * shape.weights_per_expert), 4)
+        wide = ceil_div(shape.intermediate_size, self.num_gpus)
+        return silicon.layer(self.card, width, (shape.hidden_size, wide, shape.top_k, shape.num_experts), self._rates)
+
+    def experts_ps(self, touched: int, pairs: int, num_bytes: int) -> int:
+        """`touched` experts of a layer in GPU memory, with `pairs` rows in all and `num_bytes` together."""
+        return self.launch_ps(num_bytes // touched) + self.growing_ps(touched, pairs, num_bytes) if touched else 0
+
+    def launch_ps(self, expert_bytes: int) -> int:
+        """What a layer with any expert in GPU memory takes beside its experts; experts that run elsewhere take none of
+        it away."""
+        return self._layer(expert_bytes).fixed_ps if self.card else 0
+
+    def growing_ps(self, touched: int, pairs: int, num_bytes: int) -> int:
+        """What so many experts add to a layer's launch."""
+        if not self.card or not touched:
+            return self.roofline_ps(num_bytes, 2 * self.shape.weights_per_expert * pairs)
+        return self._layer(num_bytes // touched).growing_ps(touched, pairs, ceil_div(num_bytes, self.num_gpus))
+
+    def _products_ps(self, rows: int, *matrices: tuple[int, int]) -> int:
+        """Matrices (columns, depth) of which each GPU has its columns, one after the other."""
+        n = self.num_gpus
+        return sum(
+            silicon.product_ps(self.card, ceil_div(wide, n), depth, rows, self._rates) for wide, depth in matrices
+        )
+
+    def _heads_ps(self, attention: GroupedQuery, context: Context, num_bytes: int, flops: int) -> int:
+        """Scores, softmax and the sum of values, over what is cached."""
+        n, new = self.num_gpus, context.rows > context.requests
+        load = silicon.attention(
+            context.requests,
+            ceil_div(attention.num_heads, n),
+            ceil_div(attention.kv_values, n),
+            ceil_div(num_bytes, n),
+            ceil_div(flops, n),
+            (context.rows if new else context.kv_tokens) // context.requests,
+        )
+        return silicon.kernel(self.card, "prefill" if new else "decode").ps(load, self._rates)
+
     def reduce_ps(self, rows: int) -> int:
         """One all-reduce of so many rows of activations."""
         return all_reduce_ps(self.num_gpus, rows * self.shape.hidden_size * self.shape.dtype_bytes)
@@ -158,14 +218,29 @@ class GpuModel:
         weights = attention.weights(shape.hidden_size) + (shape.router_weights if layer.has_experts else 0)
         cached = attention.values_read(context.rows, kv_tokens)
         cached += 2 * context.requests * attention.state_values  # both ways
-        flops = 2 * context.rows * weights + attention.flops(context.rows, kv_tokens, pairs)
-        took = self.roofline_ps((weights + cached) * shape.dtype_bytes, flops) + 2 * self.reduce_ps(context.rows)
+        num_bytes, flops = cached * shape.dtype_bytes, attention.flops(context.rows, kv_tokens, pairs)
+        took = 2 * self.reduce_ps(context.rows)
+        if not self.card:
+            took += self.roofline_ps(weights * shape.dtype_bytes + num_bytes, 2 * context.rows * weights + flops)
+        elif isinstance(attention, GroupedQuery):
+            out = attention.num_heads * attention.head_dim
+            inward = ceil_div(weights, shape.hidden_size) - out
+            took += self._products_ps(context.rows, (inward, shape.hidden_size), (shape.hidden_size, out))
+            took += self._heads_ps(attention, context._replace(kv_tokens=kv_tokens), num_bytes, flops)
+        else:
+            half = ceil_div(weights, 2 * shape.hidden_size)
+            took += self._products_ps(context.rows, (half, shape.hidden_size), (shape.hidden_size, half))
+            took += self.roofline_ps(num_bytes, flops)
         if layer.dense_weights:
             took += self.weights_ps(layer.dense_weights, context.rows)
         return took
 
     def weights_ps(self, weights: int, rows: int) -> int:
-        """Matrices that are read once and multiplied with each row."""
+        """An FFN with gate, read once and multiplied with each row."""
+        if self.card:
+            hidden = self.shape.hidden_size
+            wide = ceil_div(weights, 3 * hidden)
+            return self._products_ps(rows, (2 * wide, hidden), (hidden, wide))
         return self.roofline_ps(weights * self.shape.dtype_bytes, 2 * rows * weights)
 
     def shared_ps(self, rows: int) -> int:
@@ -184,16 +259,8 @@ class GpuModel:
         own.
         """
         one = replace(self, num_gpus=1) if self.whole_experts else self
-        return max(
-            (
-                one.roofline_ps(
-                    touched * self.hot_expert_bytes if num_bytes is None else num_bytes,
-                    2 * self.shape.weights_per_expert * pairs,
-                )
-                for touched, pairs in loads
-            ),
-            default=0,
-        )
+        size = self.hot_expert_bytes
+        return max((one.experts_ps(n, p, n * size if num_bytes is None else num_bytes) for n, p in loads), default=0)
 
     def prefill_stream_ps(self, num_cold_experts: int, pairs: int) -> int:
         """Experts that come over PCIe to be computed at once on the GPU: copy and compute overlap."""
@@ -221,7 +288,10 @@ class GpuModel:
             return reduce_ps
         values = shape.head_weights + rows * shape.hidden_size
         logits = rows * shape.vocab_size * shape.dtype_bytes
-        compute = self.roofline_ps(values * shape.dtype_bytes, 2 * rows * shape.head_weights)
+        if self.card:
+            compute = self._products_ps(rows, (shape.vocab_size, shape.hidden_size))
+        else:
+            compute = self.roofline_ps(values * shape.dtype_bytes, 2 * rows * shape.head_weights)
         return reduce_ps + compute + gather_ps(self.num_gpus, logits)
 
 

@@ -29,7 +29,8 @@ class Prices(Protocol):
         ...
 
     def hot_ps(self, rows: int) -> float:
-        """Time of an expert with so many rows in a GPU slot of this run's width."""
+        """Time that an expert with so many rows in a GPU slot of this run's width adds to a layer; 0 rows: of a layer
+        with any such expert, beside its experts."""
         ...
 
     def shared_ps(self, rows: int) -> float:
@@ -62,7 +63,7 @@ class SimulatedPrices:
 
     def __init__(self, costs: Costs) -> None:
         self.device_ps = lru_cache(4096)(costs.device_expert_ps)
-        self.hot_ps = lru_cache(4096)(lambda rows: float(costs.resident_ps(1, rows)))
+        self.hot_ps = lru_cache(4096)(lambda rows: float(costs.gpu_expert_ps(rows) if rows else costs.launch_ps()))
         self.shared_ps = lru_cache(4096)(lambda rows: float(costs.shared_ps(rows)))
         self.message_ps = lru_cache(4096)(lambda rows, pairs: costs.link_ps(rows, pairs) + costs.device_fill_ps)
         self._costs = costs

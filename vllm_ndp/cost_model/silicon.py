@@ -13,8 +13,17 @@ Left out, because such a row says nothing of weights that come from memory, or w
   than a quarter of the kernel's fastest time;
 * rows half as slow again as one of the same layer with more tokens.
 
-`vllm-ndp reproduce silicon` says how far they foretell; no clock uses them yet, and docs/log/timing.md says why. Whole
-numbers throughout. silicon.csv names source, licence and version. Knows sizes and rates; no model and no clock.
+A MoE layer of any part of the experts is fitted to these times of the whole layer at 2^0 to 2^14 tokens:
+
+    layer = fixed + sum over experts with a row of expert(rows)          no expert: 0
+
+The fixed time and that of an expert with one row are the line of least relative squares through the times in which
+experts have four rows at most; an expert takes at least what reading it takes. Expert(rows) then follows the times with
+more rows. By construction no time falls with rows, with experts, or with the bytes that a kernel reads of them, and no
+part of the fixed time leaves with experts that leave.
+
+`vllm-ndp reproduce silicon` says how far they foretell. Whole numbers throughout. silicon.csv names source, licence and
+version. Knows sizes and rates; no model and no clock.
 """
 
 from __future__ import annotations
@@ -43,6 +52,12 @@ BITS = {"bf16": (16, 1), "fp8": (8, 1), "int4": (33, 8), "mxfp4": (17, 4)}
 """Bits of a weight with its scales, as a fraction."""
 EXPERTS = {16: ("bf16",), 8: ("fp8",), 4: ("int4", "mxfp4")}
 """Kernels that stand for experts of a width; narrower ones are read by the kernels of 4 bits."""
+SMALLEST_HIDDEN = 1024
+"""Of a model that the tables are asked about: half of the smallest that was measured."""
+_TOKENS = [1 << at for at in range(15)]
+"""Of measured MoE layers."""
+_ROWS = [4**at for at in range(8)]
+"""Of measured products."""
 _NEAREST = 8
 _ONE = 1 << 16
 _DISTURBED = 3, 2
@@ -84,7 +99,8 @@ class Kernel:
 
     fastest_ps: int
     groups: tuple[tuple[int, ...], ...]
-    """Of each row, the layer that it is of."""
+    """Of each row, the layer that it is of, and its place on the kernel's axis."""
+    places: tuple[int, ...]
     sizes: NDArray[np.int64]
     base_ps: NDArray[np.int64]
     took_ps: NDArray[np.int64]
@@ -105,9 +121,13 @@ class Kernel:
     def __hash__(self) -> int:
         return id(self)
 
-    def ps(self, load: Load, bytes_per_s: int, flops_per_s: int) -> int:
-        base = self.fastest_ps + base_ps(load, bytes_per_s, flops_per_s)
-        return ceil_div(base * _ratio(self, load.sizes), _ONE)
+    def ps(self, load: Load, rates: Rates, among: NDArray[np.bool_] | None = None) -> int:
+        ratio = _ratio(self, load.sizes) if among is None else self.ratio(load.sizes, among)
+        return ceil_div((self.fastest_ps + base_ps(load, *rates)) * ratio, _ONE)
+
+
+Rates = tuple[int, int]
+"""Bytes and flops a second."""
 
 
 @lru_cache(1 << 16)
@@ -119,6 +139,106 @@ def base_ps(load: Load, bytes_per_s: int, flops_per_s: int) -> int:
     return ceil_div(load.num_bytes * PS_PER_S, bytes_per_s) + ceil_div(load.flops * PS_PER_S, flops_per_s)
 
 
+@dataclass(frozen=True)
+class Layer:
+    """A MoE layer of one shape on one card."""
+
+    fixed_ps: int
+    expert_bytes: int
+    rows: tuple[int, ...]
+    """Of an expert, in 65 536ths, ascending from one row on."""
+    expert_ps: tuple[int, ...]
+    """Of an expert with so many rows."""
+
+    def growing_ps(self, touched: int, pairs: int, num_bytes: int) -> int:
+        """What `touched` experts with `pairs` rows in all add to the fixed time, if they hold num_bytes."""
+        one = ceil_div(self.expert_ps[0] * num_bytes * _ONE, self.expert_bytes)
+        rows = max(pairs * _ONE, touched * _ONE)  # of all of them
+        before, at = one, self.rows[0]
+        for then, ps in zip(self.rows[1:], self.expert_ps[1:], strict=True):
+            # an expert with twice the rows takes at most twice as long, also where its bytes are few
+            after = min(one + (ps - self.expert_ps[0]) * touched * _ONE, before * then // at)
+            if rows <= then * touched:
+                between = ceil_div((after - before) * (rows - at * touched), (then - at) * touched)
+                return ceil_div(before + between, _ONE)
+            before, at = after, then
+        return ceil_div(before * rows, at * touched * _ONE)
+
+
+def fitted(
+    of: Kernel,
+    shape: tuple[int, ...],
+    weight_bits: tuple[int, int],
+    rates: Rates,
+    among: NDArray[np.bool_] | None = None,
+) -> Layer:
+    """shape: hidden, intermediate, chosen experts, experts. among: measured rows that may be asked."""
+    hidden, wide, chosen, num_experts = shape
+    expert_bytes = 3 * hidden * wide * weight_bits[0] // weight_bits[1] // 8
+    pairs = [chosen * tokens for tokens in _TOKENS]
+    touched = [min(each, num_experts) for each in pairs]
+    loads = [experts(hidden, wide, t, p, t * expert_bytes) for t, p in zip(touched, pairs, strict=True)]
+    took = never_falling([of.ps(load, rates, among) for load in loads])
+    few = sum(each < 5 * num_experts for each in pairs)
+    if touched[0] == touched[few - 1]:
+        fixed = took[0] * of.fastest_ps // (of.fastest_ps + base_ps(loads[0], *rates))
+        one = (took[0] - fixed) // touched[0]
+    else:
+        fixed, one = _line(touched[:few], took[:few], ceil_div(expert_bytes * PS_PER_S, rates[0]))
+    rows, expert_ps = [_ONE], [one]
+    for t, p, ps in zip(touched, pairs, took, strict=True):
+        if p > t:
+            rows.append(p * _ONE // t)
+            expert_ps.append(min(max((ps - fixed) // t, expert_ps[-1]), expert_ps[-1] * rows[-1] // rows[-2]))
+    return Layer(fixed, expert_bytes, tuple(rows), tuple(expert_ps))
+
+
+@lru_cache(1024)
+def layer(card: str, width: int, shape: tuple[int, ...], rates: Rates) -> Layer:
+    """width: 16, 8 or 4, of EXPERTS."""
+    names = EXPERTS[width]
+    return fitted(kernel(card, *names), shape, BITS[names[-1]], rates)
+
+
+@lru_cache(1024)
+def _products(card: str, columns: int, depth: int, rates: Rates) -> list[int]:
+    of = kernel(card, "gemm")
+    return never_falling([of.ps(product(columns, depth, rows), rates) for rows in _ROWS])
+
+
+def product_ps(card: str, columns: int, depth: int, rows: int, rates: Rates) -> int:
+    """A straight line between measured numbers of rows, in proportion beyond the last."""
+    took = _products(card, columns, depth, rates)
+    if rows >= _ROWS[-1]:
+        return ceil_div(took[-1] * rows, _ROWS[-1])
+    after = next(at for at, known in enumerate(_ROWS) if known > rows)
+    (low, high), (short, long) = _ROWS[after - 1 : after + 1], took[after - 1 : after + 1]
+    return short + ceil_div((long - short) * (rows - low), high - low)
+
+
+def never_falling(times: Sequence[int]) -> list[int]:
+    """The nearest such ones: runs that fall are their means (Ayer and others, Annals of Mathematical Statistics 26)."""
+    runs: list[tuple[int, int]] = []
+    for ps in times:
+        runs.append((ps, 1))
+        while len(runs) > 1 and runs[-2][0] * runs[-1][1] > runs[-1][0] * runs[-2][1]:
+            (last, many), (before, more) = runs.pop(), runs.pop()
+            runs.append((before + last, more + many))
+    return [total // count for total, count in runs for _ in range(count)]
+
+
+def _line(at: Sequence[int], took: Sequence[int], least: int) -> tuple[int, int]:
+    """(at 0, slope) of least relative squares; the slope is `least` or more, neither is below 0."""
+    weights = [10**40 // ps**2 for ps in took]
+    s, st, stt, sy, sty = (
+        sum(w * x**a * y**b for w, x, y in zip(weights, at, took, strict=True))
+        for a, b in ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))
+    )
+    slope = max((s * sty - st * sy) // (s * stt - st * st), least)
+    start = (sy - slope * st) // s
+    return (start, slope) if start > 0 else (0, sty // stt)
+
+
 @cache
 def kernel(card: str, *names: str) -> Kernel:
     """One kernel of a card; with several names, the rows of all."""
@@ -126,6 +246,7 @@ def kernel(card: str, *names: str) -> Kernel:
     return Kernel(
         min(part.fastest_ps for part in parts),
         sum((part.groups for part in parts), ()),
+        sum((part.places for part in parts), ()),
         np.concatenate([part.sizes for part in parts]),
         np.concatenate([part.base_ps for part in parts]),
         np.concatenate([part.took_ps for part in parts]),
@@ -148,7 +269,7 @@ def _read(card: str, name: str) -> Kernel:
     preset, cache_bytes = CARDS[card]
     gpu, series = load_hardware(preset).gpu, _lines()[card, name]
     fastest = min(ps for _, times in series for ps in times if ps)
-    groups, sizes, bases, took = [], [], [], []
+    groups, places, sizes, bases, took = [], [], [], [], []
     for shape, times in series:
         for at, ps in enumerate(times):
             load = _measured(name, shape, at)
@@ -157,12 +278,13 @@ def _read(card: str, name: str) -> Kernel:
             if ps == 0 or warm or _disturbed(ps, times[at + 1 :]):
                 continue
             groups.append(shape)
+            places.append(at)
             sizes.append(load.sizes)
             bases.append(fastest + base_ps(load, gpu.hbm_bytes_per_s, gpu.flops_per_s))
             took.append(ps)
     there = sum(map(bool, chain(*(times for _, times in series))))
     arrays = [np.array(values, np.int64) for values in (sizes, bases, took)]
-    return Kernel(fastest, tuple(groups), arrays[0], arrays[1], arrays[2], there - len(groups))
+    return Kernel(fastest, tuple(groups), tuple(places), arrays[0], arrays[1], arrays[2], there - len(groups))
 
 
 def _disturbed(ps: int, later: Sequence[int]) -> bool:

@@ -31,7 +31,7 @@ class Splitter:
         self,
         offload_bits: int,
         beside: float,
-        gpu_ps: Callable[[int], float],  # (rows), each asked once
+        gpu_ps: Callable[[int], float],  # (rows), each asked once; 0: a layer's launch
         message_ps: Callable[[int, int], float],  # (rows, pairs)
         device_ps: Callable[[int, int], float],  # (bits, rows)
         shared_ps: Callable[[int], float],  # (rows)

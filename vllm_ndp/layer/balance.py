@@ -100,7 +100,8 @@ class Balancer:
         order, beside = load.lightest_first, self.beside
         gpu_ps = [self.shared_ps(load.rows)]
         for expert in reversed(order):
-            gpu_ps.append(gpu_ps[-1] + self.gpu_ps(load.hot[expert][0]))
+            launch_ps = self.gpu_ps(0) if len(gpu_ps) == 1 else 0.0
+            gpu_ps.append(gpu_ps[-1] + (self.gpu_ps(load.hot[expert][0]) + launch_ps))
         best, best_ps = 0, float("inf")
         for count, ps in enumerate(device_ps if order else ()):
             layer_ps = max(together_ps(gpu_ps[-1 - count], ps, beside), load.host_ps)
@@ -125,7 +126,7 @@ class Balancer:
         return self.hosts * self._known.device_ps(bits, rows)
 
     def gpu_ps(self, rows: int) -> float:
-        """Time of an expert with so many rows on the GPU."""
+        """Time that an expert with so many rows on the GPU adds to a layer; 0 rows: of the layer beside its experts."""
         return self._known.hot_ps(rows)
 
     def shared_ps(self, rows: int) -> float:

@@ -1,6 +1,6 @@
 """Choices for an expert in a joint plan (planning/joint.py) on modelled hardware, and the cost of each.
 
-    gpu      read at its width from GPU memory         device   what one more expert adds to a command
+    gpu      what one more expert adds to a layer      device   what one more expert adds to a command
     host     the host's CPU, beside its memory         moving   bytes over the link from one choice to another
 
 The plugin and the lab plan from the same menu. Knows costs. Does not know requests or policies.
@@ -69,13 +69,12 @@ class Menu:
         if (prices := self.prices) is not None:
             rows = range(1, self.max_rows + 1)
             return np.array([[0.0, *(prices.expert_ps(c.tier, c.bits, n) for n in rows)] for c in self.choices])
-        costs, flops = self.costs, 2 * self.costs.shape.weights_per_expert
+        costs = self.costs
         device, cpu = costs.device_experts_ps(self.max_rows), HostCpu.of(costs)
         table = np.zeros((len(self.choices), self.max_rows + 1))
         for c, choice in enumerate(self.choices):
             if choice.tier == "gpu":
-                read = choice.held_bytes
-                table[c, 1:] = [costs.gpu.roofline_ps(read, flops * n) for n in range(1, self.max_rows + 1)]
+                table[c] = costs.gpu_experts_ps(self.max_rows, choice.held_bytes)
             elif choice.tier == "host":
                 table[c] = cpu.experts_ps(costs, self.max_rows, choice.held_bytes, cpu.memory_bytes_per_s)
             else:
@@ -112,10 +111,16 @@ class Menu:
 
     @cached_property
     def openings(self) -> dict[str, float]:
-        """Picoseconds of a layer's message to a tier."""
+        """Picoseconds of a layer's message to a tier, and of its launch on the GPU."""
         if self.prices is not None:  # the CPU's own experts need no message
             return {"device": self.prices.message_ps(1, 1)}
-        return self.costs.openings
+        return {**self.costs.openings, "gpu": float(self.launches_ps.max())}
+
+    @cached_property
+    def launches_ps(self) -> NDArray[np.float64]:
+        """[C], what a layer takes beside its experts if it has any of a choice; 0 away from the GPU."""
+        launch = self.costs.launch_ps
+        return np.array([launch(c.held_bytes) if c.tier == "gpu" else 0 for c in self.choices], np.float64)
 
     @cached_property
     def _expected(self) -> NDArray[np.float64]:

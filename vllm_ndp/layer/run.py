@@ -230,6 +230,6 @@ def _step_ps(costs: Costs, budget: Budget, rows: int) -> float:
     on_gpu = used * budget.num_hot / shape.num_experts
     each = max(round(rows * shape.top_k / used), 1)  # rows of an expert
     device = (used - on_gpu) * costs.device_expert_ps(round(budget.avg_bits), each) + costs.link_ps(rows, rows)
-    gpu = on_gpu * costs.resident_ps(1, each) + costs.shared_ps(rows)
+    gpu = on_gpu * costs.gpu_expert_ps(each) + (costs.launch_ps() if on_gpu else 0) + costs.shared_ps(rows)
     attention = float(costs.attention_ps(rows, np.zeros(1, np.int64))[0])
     return shape.num_layers * (attention + max(device, gpu) + costs.overhead_ps)

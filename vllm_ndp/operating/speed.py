@@ -160,7 +160,8 @@ def _choices(model: WholeModel, batch: int, rng: np.random.Generator) -> NDArray
 def _layer(costs: Costs, chosen: NDArray[np.int64], num_hot: int, avg_bits: float) -> float:
     """The experts of one layer; the first K are hot."""
     rows_of = np.bincount(chosen.ravel(), minlength=costs.shape.num_experts)
-    gpu = sum(costs.resident_ps(1, int(rows)) for rows in rows_of[:num_hot] if rows)
+    hot = rows_of[:num_hot]
+    gpu = costs.resident_ps(int((hot > 0).sum()), int(hot.sum()))
     cold = [int(rows) for rows in rows_of[num_hot:] if rows]
     on_device = chosen >= num_hot
     device = 0.0

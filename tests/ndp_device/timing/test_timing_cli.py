@@ -65,9 +65,9 @@ def test_expert_prints_every_stage_and_the_other_modes_beside_it() -> None:
 
 
 def test_hardware_prints_every_value_and_marks_what_was_set_by_hand() -> None:
-    line = last_line("hardware", "h200-gen5", "--set", "gpu.hbm_efficiency_percent=80")
-    assert line["values"]["gpu.hbm_efficiency_percent"] == 80
-    assert line["config_hash"] == load_hardware("h200-gen5", hbm_efficiency_percent=80).config_hash
+    line = last_line("hardware", "h200-gen5", "--set", "gpu.times=roofline")
+    assert line["values"]["gpu.times"] == "roofline"
+    assert line["config_hash"] == load_hardware("h200-gen5", times="roofline").config_hash
 
 
 @pytest.mark.parametrize(

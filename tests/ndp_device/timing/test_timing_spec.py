@@ -67,7 +67,9 @@ def test_a_value_may_be_named_with_or_without_its_section_and_given_as_text() ->
         ("h100-ndp512", {"scratchpad_bytes": 4096}, "four tiles"),
         ("h100-ndp512", {"bulk_bytes_per_s": 10**12}, "must not exceed link.raw_bytes_per_s"),
         ("h100-ndp512", {"cxl_line_wire_bytes": 63}, "at least link.cxl_line_bytes"),
-        ("h100-ndp512", {"hbm_efficiency_percent": 101}, "1..100"),
+        ("h100-ndp512", {"hbm_efficiency_percent": 101, "times": "roofline"}, "1..100"),
+        ("h100-ndp512", {"hbm_efficiency_percent": 80}, "set gpu.times=roofline, too"),
+        ("rtx4090", {"times": "measured"}, "one of roofline, measured-h100"),
         ("h100-ndp512-lpddr5", {"refresh": "per-bank", "rfc_pb": 7000}, "no cycle"),
     ],
 )

@@ -84,7 +84,7 @@ def test_simulated_prices_are_the_costs_that_balancing_had_before_there_were_oth
     simulated = SimulatedPrices(COSTS)
     for rows in (1, 3, 17):
         assert simulated.device_ps(3, rows) == COSTS.device_expert_ps(3, rows)
-        assert simulated.hot_ps(rows) == COSTS.resident_ps(1, rows)
+        assert simulated.hot_ps(0) + simulated.hot_ps(rows) == COSTS.resident_ps(1, rows)
         assert simulated.message_ps(rows, 2 * rows) == COSTS.link_ps(rows, 2 * rows) + COSTS.device_fill_ps
         assert simulated.streamed_ps(2, rows) == COSTS.gpu.prefill_stream_ps(2, rows)
 

@@ -87,6 +87,8 @@ def grouped_by_hand(batches: Batches, widths: np.ndarray, costs: Costs) -> tuple
                             pairs += 1
                 at = group, step, layer
                 gpu_ps[at] = sum(gpu[n] for (_, width), n in counts.items() if width == 0)
+                if gpu_ps[at]:
+                    gpu_ps[at] += costs.launch_ps()
                 dev_ps[at] = sum(device[width, n] for (_, width), n in counts.items() if width)
                 if rows:
                     dev_ps[at] += costs.link_ps(len(rows), pairs) + costs.device_fill_ps
@@ -118,7 +120,7 @@ def test_all_hot_leaves_the_device_idle_and_all_cold_the_gpu():
     batches = Batches.of(TRACE)
     hot = run_pairs(batches, np.zeros(batches.ids.shape, np.uint8), IDEAL)
     assert (hot.device_ps == 0).all()
-    assert hot.gpu_ps == pytest.approx(np.full(hot.gpu_ps.shape, 2 * IDEAL.gpu_experts_ps(1)[1]))
+    assert hot.gpu_ps == pytest.approx(np.full(hot.gpu_ps.shape, IDEAL.launch_ps() + 2 * IDEAL.gpu_experts_ps(1)[1]))
     cold = run_pairs(batches, np.full(batches.ids.shape, 2, np.uint8), IDEAL)
     assert (cold.gpu_ps == 0).all()
 
@@ -139,13 +141,14 @@ def test_a_resident_prompt_streams_nothing_and_a_cold_one_pays_for_each_touched_
 
 
 def copied_by_hand(compute: list[float], missing: list[bool], before: float, each: list[float]) -> float:
-    """One event after the other: copies what computes longest first, the GPU computes whatever has arrived."""
+    """One event after the other: copies what computes longest first, the GPU computes whatever has arrived.
+    Its launch passes while copies arrive."""
     order = sorted((e for e, m in enumerate(missing) if m), key=lambda e: -compute[e])
     link, now = before + COSTS.copy_opening_ps, sum(c for c, m in zip(compute, missing, strict=True) if not m)
     for expert in order:
         link += each[expert]
         now = max(now, link) + compute[expert]
-    return now
+    return max(now, COSTS.launch_ps() + sum(compute))
 
 
 def test_every_fetch_is_paid_by_one_rule_which_a_loop_over_events_gives():
@@ -268,7 +271,8 @@ def test_a_batch_larger_than_the_trace_is_refused():
 
 @pytest.mark.parametrize(("batch", "rule"), [(1, "pairs"), (3, "pairs"), (4, "layers")])
 def test_the_plugins_own_run_takes_what_its_pairs_take_by_the_tables_of_rivals(batch, rule):
-    """Where each pair ran is the run's; what that takes, twice: by the device model, and by averaged tables."""
+    """Where each pair ran is the run's; what that takes, twice: by the device model, and by averaged tables. Tables add
+    up experts of one row and of two, each as measured; a run asks for their mean. At batch 1 that is the same."""
     policy = load_policy("prefill", PolicySettings(bit_rule=rule))
     batches = Batches.of(TRACE.select(range(batch)), batch)
     options = ReplayOptions(policy, Budget(4, 3.0), LossTable.nominal(4, 8), popularity(TRACE), migration="kept")
@@ -277,9 +281,9 @@ def test_the_plugins_own_run_takes_what_its_pairs_take_by_the_tables_of_rivals(b
     by_tables = run_pairs(batches, ran.widths, COSTS)
     assert ran.offloaded_pairs > 0
     assert {0, 3} < set(np.unique(ran.widths).tolist()) <= {0, 1, 2, 3, 4}
-    assert ran.gpu_ps == pytest.approx(by_tables.gpu_ps, rel=1e-5)
+    assert ran.gpu_ps == pytest.approx(by_tables.gpu_ps, rel=1e-5 if batch == 1 else 0.12)
     assert ran.device_ps.sum() == pytest.approx(by_tables.device_ps.sum(), rel=0.005)
-    assert ran.moe_ps.sum() == pytest.approx(by_tables.moe_ps.sum(), rel=0.005)
+    assert ran.moe_ps.sum() == pytest.approx(by_tables.moe_ps.sum(), rel=0.005 if batch == 1 else 0.02)
 
 
 def test_comparing_deals_bits_as_the_plugin_does_which_loses_less_than_one_width_for_each_expert():

@@ -109,10 +109,13 @@ def test_a_trace_records_the_width_of_each_hot_expert():
 
 
 def test_a_menu_has_the_prices_of_the_device_and_of_gpu_memory():
-    """One row at batch 1: 4 bits in GPU memory are the roofline of a replica's bytes, on the device its own table."""
+    """One row at batch 1: two experts of 4 bits in GPU memory and their launch take what the layer takes. The device
+    has its table."""
     menu = Menu(COSTS, LIVE_WIDTHS, 1)
     gpu, device, host = (menu.index(tier) for tier in ("gpu", "device", "host"))
-    assert menu.ps[gpu[4], 1] == COSTS.gpu.roofline_ps(COSTS.replica_bytes(4), 2 * SHAPE.weights_per_expert)
+    layer = COSTS.gpu.experts_ps(SHAPE.top_k, SHAPE.top_k, SHAPE.top_k * COSTS.replica_bytes(4))
+    assert menu.launches_ps[gpu[4]] + SHAPE.top_k * menu.ps[gpu[4], 1] == pytest.approx(layer, rel=1e-6)
+    assert menu.openings["gpu"] >= menu.launches_ps[gpu[4]] > menu.launches_ps[device[3]] == 0
     assert menu.ps[device[3], 1] == COSTS.device_expert_ps(3, 1)
     assert menu.ps[host[16], 1] == pytest.approx(SHAPE.expert_bytes / 307.2e9 * 1e12)
     assert device[16] == host[4] == -1

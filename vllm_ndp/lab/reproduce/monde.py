@@ -43,7 +43,7 @@ def gain_by_rows(costs: Costs, active: int) -> NDArray[np.float64]:
 
 def rows_of_models() -> Iterator[Row]:
     for name in ("mixtral-8x7b", "qwen3-30b-a3b"):
-        costs = Costs(load_hardware("h100-ndp512"), model_named(name))
+        costs = Costs(load_hardware("h100-ndp512", times="roofline"), model_named(name))
         gains = gain_by_rows(costs, EXPERTS)
         text = f"experts of {name}, {EXPERTS} of them in use with as many rows each, best H"
         yield Row(name, "experts of a layer, 1 row each", "x", None, float(gains[0]), text)

@@ -71,7 +71,7 @@ class Times(NamedTuple):
 
 
 def times_of(model: str, hbm_efficiency: float = 1.0) -> Times:
-    changes = {"dram.kind": "ideal", "gpu.hbm_efficiency_percent": round(100 * hbm_efficiency)}
+    changes = {"dram.kind": "ideal", "gpu.times": "roofline", "gpu.hbm_efficiency_percent": round(100 * hbm_efficiency)}
     hardware, shape = load_hardware("h100-ndp512", **changes), public_shape(model)
     host, num_bytes = GpuModel(hardware, shape), shape.expert_bytes
     return Times(
@@ -139,7 +139,9 @@ def device_side_rows() -> Iterator[Row]:
             ("DDR5 banks and refresh, scales", {}, True),
             ("the same, units that dequantise to fp16", {"array.pe_mode": "fp16_dequant"}, True),
         ):
-            costs = Costs(load_hardware("h100-ndp512", **overrides), public_shape(model.name), scales=scales)
+            costs = Costs(
+                load_hardware("h100-ndp512", times="roofline", **overrides), public_shape(model.name), scales=scales
+            )
             full = costs.device_expert_ps(16, 1)
             for bits, published in ((3, 5.0), (2, 8.0)):
                 name, ratio = f"{model.name} {bits}-bit, {text}", full / costs.device_expert_ps(bits, 1)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ndp.cost_model.silicon import CARDS, EXPERTS, Kernel, kernel
+from ndp_device.timing.spec import load_hardware
+from vllm_ndp.cost_model.silicon import BITS, CARDS, EXPERTS, Kernel, Layer, fitted, kernel
 from vllm_ndp.lab.reproduce import Reproduction, Row
 
 LAYERS = tuple(name for names in EXPERTS.values() for name in names)
@@ -27,6 +28,25 @@ def held_out(of: Kernel, alike: Callable[[tuple[int, ...]], object]) -> NDArray[
         if among.any():
             foretold = of.ratio(tuple(of.sizes[row].tolist()), among) * of.base_ps[row] / _ONE
             errors.append(abs(foretold / of.took_ps[row] - 1))
+    return np.array(errors, np.float64)
+
+
+def layers_held_out(card: str, name: str, alike: Callable[[tuple[int, ...]], object]) -> NDArray[np.float64]:
+    """The same of MoE layers, by what is fitted to them."""
+    of, gpu = kernel(card, name), load_hardware(CARDS[card][0]).gpu
+    kinds = [alike(shape) for shape in of.groups]
+    fits: dict[tuple[int, ...], Layer] = {}
+    errors = []
+    for shape, kind, at, took in zip(of.groups, kinds, of.places, of.took_ps.tolist(), strict=True):
+        among = np.array([other != kind for other in kinds])
+        if not among.any():
+            continue
+        if shape not in fits:
+            fits[shape] = fitted(of, shape, BITS[name], (gpu.hbm_bytes_per_s, gpu.flops_per_s), among)
+        layer, pairs = fits[shape], shape[2] << at
+        touched = min(pairs, shape[3])
+        foretold = layer.fixed_ps + layer.growing_ps(touched, pairs, touched * layer.expert_bytes)
+        errors.append(abs(foretold / took - 1))
     return np.array(errors, np.float64)
 
 
@@ -60,13 +80,14 @@ def reproduce() -> Reproduction:
     for card in CARDS:
         of_card = []
         for name in (*LAYERS, "gemm", "decode", "prefill"):
-            alike = _shape if name in (*LAYERS, "gemm") else _of_attention
             of = kernel(card, name)
-            errors = held_out(of, alike)
-            rows += _rows(card, name, f"{of.num_left_out} warm or disturbed; its shape", errors)
             if name in LAYERS:
+                errors = layers_held_out(card, name, _shape)
                 of_card.append(errors)
-                rows += _rows(card, name, "all shards of its model", held_out(of, _model))
+                rows += _rows(card, name, "all shards of its model", layers_held_out(card, name, _model))
+            else:
+                errors = held_out(of, _shape if name == "gemm" else _of_attention)
+            rows += _rows(card, name, f"{of.num_left_out} warm or disturbed; its shape", errors)
         layers = np.concatenate(of_card)
         everything.append(layers)
         rows += _rows(card, "all MoE layers", "their shape", layers)

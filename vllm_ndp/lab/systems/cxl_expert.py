@@ -26,7 +26,7 @@ from vllm_ndp.lab.vectorised.execution import (
     cold_at,
     copied_in_order,
     each_ps,
-    on_gpu_ps,
+    launched,
     prompts_ps,
     without_device,
 )
@@ -187,7 +187,7 @@ class _Machine:
     @property
     def tiers(self) -> TierCosts:
         one, costs = np.ones((), np.int64), self.costs
-        gpu = float(costs.resident_ps(1, 1))
+        gpu = float(costs.gpu_expert_ps(1))
         copied = costs.copy_opening_ps + costs.copy_ps
         cold = float(np.minimum(self.cold_ps(one), self.cold_ps(one, near=True) if self.near_data else np.inf))
         from_expander = costs.shape.expert_bytes / costs.hardware.host.cxl_bytes_per_s * PS_PER_S
@@ -228,7 +228,7 @@ def _layers(
     on_host = np.zeros(rows.shape, np.bool_)
     np.put_along_axis(on_host, order, (np.arange(rows.shape[3]) >= chosen) & (missing > 0), axis=3)
     moe, on_gpu = (np.take_along_axis(of, chosen, 3)[..., 0] for of in (total, here + sums_before(gpu[missing])))
-    return moe, on_gpu, int(chosen.sum()), on_host
+    return moe, launched(on_gpu, machine.costs), int(chosen.sum()), on_host
 
 
 def _uses(loads: Loads, part: slice, num_experts: int) -> NDArray[np.float64]:
@@ -286,8 +286,8 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         away = np.where(hot, 0, counts)
         order = np.argsort(-away, axis=1, kind="stable")
         missing, warm = (np.take_along_axis(a, order, axis=1) for a in (away, start == WARM))
-        here = on_gpu_ps(costs, np.where(hot, counts, 0), costs.shape.expert_bytes)[:, None]
-        copied = copied_in_order(each_ps(missing, lambda rows: costs.resident_ps(1, rows)), here, costs)
+        here = each_ps(np.where(hot, counts, 0), costs.gpu_expert_ps).sum(axis=1, keepdims=True)
+        copied = copied_in_order(each_ps(missing, costs.gpu_expert_ps), here, costs)
         times: NDArray[np.float64] = np.maximum(copied, machine.host_ps(missing, warm)).min(axis=1)
         return times
 

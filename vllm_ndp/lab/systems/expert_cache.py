@@ -24,7 +24,7 @@ from vllm_ndp.cost_model.memory import Memory
 from vllm_ndp.lab.systems.quantized import WEIGHT_BITS
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
-from vllm_ndp.lab.vectorised.execution import cold_at, on_gpu_ps, prompts_ps, shared_ps, without_device
+from vllm_ndp.lab.vectorised.execution import cold_at, launched, on_gpu_ps, prompts_ps, shared_ps, without_device
 from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, attention_ps, layer_factor
 
 MISSES = ("either", "host")
@@ -73,7 +73,7 @@ def replay_cache(policy: str, rule: CacheRule, batches: Batches, costs: Costs, o
     per_model = rule.places(costs, options) / layer_factor(batches, costs)
     places = int(per_model if rule.scope == "all" else per_model / layers)
     expert_bytes, cpu = costs.replica_bytes(rule.bits), HostCpu.of(costs)
-    gpu = on_gpu_ps(costs, np.arange(b + 1)[:, None], expert_bytes)
+    gpu = costs.gpu_experts_ps(b, expert_bytes)
     beside = np.broadcast_to(shared_ps(batches, costs)[:, :, 0], (g, d))
     prices = _Prices(
         gpu.tolist(),
@@ -81,6 +81,7 @@ def replay_cache(policy: str, rule: CacheRule, batches: Batches, costs: Costs, o
         cpu.hops_ps(costs, b).tolist(),
         float(costs.copy_opening_ps),
         expert_bytes * PS_PER_S / costs.hardware.link.bulk_bytes_per_s,
+        float(costs.launch_ps(expert_bytes)),
     )
     done, ends, filled = np.zeros(loads.rows.shape, np.uint8), np.zeros((g, d, layers)), 0
     start = _warmed(batches, options, rule, places)
@@ -112,7 +113,7 @@ def replay_cache(policy: str, rule: CacheRule, batches: Batches, costs: Costs, o
         batches,
         costs,
         moe_ps=np.maximum(ends - shared_ps(batches, costs), 0.0),
-        gpu_ps=add_up(np.where(on_gpu, gpu[loads.rows], 0.0)),
+        gpu_ps=launched(add_up(np.where(on_gpu, gpu[loads.rows], 0.0)), costs, expert_bytes),
         prefill_ps=_prompts_ps(batches, costs, expert_bytes),
         fetched_experts=moved,
         hot_pairs=int(loads.rows[done == HIT].sum()),
@@ -127,13 +128,15 @@ def replay_cache(policy: str, rule: CacheRule, batches: Batches, costs: Costs, o
 
 
 class _Prices(NamedTuple):
-    """In ps, by rows: an expert here, one on the host, so many rows there and back; before copies, and each of them."""
+    """In ps, by rows: an expert here, one on the host, so many rows there and back; before copies, and each of them;
+    a layer with any expert here."""
 
     gpu: list[float]
     host: list[float]
     hop: list[float]
     opening: float
     copy: float
+    launch: float
 
 
 class _Caches:
@@ -183,19 +186,21 @@ class _Caches:
     ) -> tuple[float, list[int]]:
         """(what the experts of a layer take, HIT, COPIED or COMPUTED for each slot). here: what runs beside them."""
         cache, first, prices = self._of_layer[layer], layer * self._num_experts, self._prices
-        done, missing = [0] * len(ids), []
+        done, missing, launch = [0] * len(ids), [], prices.launch
         for slot, (expert, count) in enumerate(zip(ids, rows, strict=True)):
             cell = first + expert
             if count and cell in cache:
                 done[slot] = HIT
-                here += prices.gpu[count]
+                here += launch + prices.gpu[count]
+                launch = 0.0
                 cache[cell] = cache.pop(cell)
             elif count:
                 missing.append(slot)
         if not missing:
             return here, done
         missing.sort(key=lambda slot: -rows[slot])
-        ends, copied = self._divided([rows[slot] for slot in missing], here, prices.hop[running], self._free_at - now)
+        waiting = [rows[slot] for slot in missing]
+        ends, copied = self._divided(waiting, here, launch, prices.hop[running], self._free_at - now)
         if copied:
             self._free_at = max(self._free_at, now) + prices.opening + copied * prices.copy
         for place, slot in enumerate(missing):
@@ -207,8 +212,9 @@ class _Caches:
                 self._waiting.append(cell)
         return ends, done
 
-    def _divided(self, missing: list[int], here: float, hop: float, busy: float) -> tuple[float, int]:
-        """(when the layer ends, how many of the missing are copied so that it ends soonest); heaviest first."""
+    def _divided(self, missing: list[int], here: float, launch: float, hop: float, busy: float) -> tuple[float, int]:
+        """(when the layer ends, how many of the missing are copied so that it ends soonest); heaviest first. launch:
+        what the first one on the GPU takes beside itself, while its copy arrives."""
         prices, misses, count = self._prices, self._rule.misses, len(missing)
         rest, moved, begins = 0.0, 0.0, max(busy, 0.0) + prices.opening
         for rows in missing:  # not sum(): Python 3.12 and later add floats in another way
@@ -220,7 +226,7 @@ class _Caches:
                 moved += prices.gpu[missing[copied - 1]]
             if copied and misses == "host":
                 continue
-            ends = here + moved
+            ends = here + moved + (launch if copied else 0.0)
             if copied:
                 last = prices.gpu[missing[copied - 1]]
                 ends = max(ends, begins + prices.copy + moved, begins + copied * prices.copy + last)

@@ -9,7 +9,7 @@ from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, slots_bytes
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
 from vllm_ndp.lab.vectorised.cache import CACHE_PRIORITIES, LRU, Priority, visits
-from vllm_ndp.lab.vectorised.execution import with_copies, without_device
+from vllm_ndp.lab.vectorised.execution import launched, with_copies, without_device
 from vllm_ndp.lab.vectorised.outcome import Outcome, time_before
 
 
@@ -35,13 +35,12 @@ def gpu_on_demand(batches: Batches, costs: Costs, options: ReplayOptions) -> Out
     hit = visits(batches.loads, start, capacity, CACHE_PRIORITIES.get(kind, LRU)).hit
     missing = (rows > 0) & ~hit
     compute = costs.gpu_experts_ps(batches.shape[1])[rows]
-    on_gpu = add_up(compute)
     return without_device(
         "no cache" if kind == "none" else kind,
         batches,
         costs,
         moe_ps=with_copies(compute, missing, costs),
-        gpu_ps=on_gpu,
+        gpu_ps=launched(add_up(compute), costs),
         resident=start,
         fetched_experts=int(missing.sum()),
         hot_pairs=int(rows[hit].sum()),
@@ -79,11 +78,12 @@ def moe_infinity(batches: Batches, costs: Costs, options: ReplayOptions) -> Outc
     )
     rows = batches.loads.rows
     compute = costs.gpu_experts_ps(b)[rows]
+    on_gpu = launched(add_up(compute), costs)
     lightest = np.where(predicted, compute, np.inf).min(axis=3)
     misses, early = add_up((rows > 0) & ~hit), add_up(predicted)
     # The link begins with what was predicted while the layer before runs, and goes on with what was not.
     ahead = np.where(early > 0, costs.copy_opening_ps + early * costs.copy_ps, 0.0)
-    late = np.maximum(ahead - time_before(add_up(compute), batches, costs), 0)
+    late = np.maximum(ahead - time_before(on_gpu, batches, costs), 0)
     missing = (rows > 0) & ~hit & ~predicted
     layer = np.maximum(with_copies(compute, missing, costs, before_ps=late), late + np.where(early > 0, lightest, 0.0))
     fetched = int(misses.sum())
@@ -92,7 +92,7 @@ def moe_infinity(batches: Batches, costs: Costs, options: ReplayOptions) -> Outc
         batches,
         costs,
         moe_ps=layer,
-        gpu_ps=add_up(compute),
+        gpu_ps=on_gpu,
         resident=start,
         fetched_experts=fetched,
         hot_pairs=int(rows[hit].sum()),

@@ -21,7 +21,7 @@ from vllm_ndp.cost_model.memory import Memory, all_experts_bytes
 from vllm_ndp.lab._lanes import two_caches
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, Loads, add_up, sums_before
-from vllm_ndp.lab.vectorised.execution import SKIPPED, gate_loss, with_copies, without_device
+from vllm_ndp.lab.vectorised.execution import SKIPPED, gate_loss, launched, with_copies, without_device
 from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, time_before
 from vllm_ndp.lab.vectorised.prediction import Guess
 
@@ -157,7 +157,7 @@ def _pays(accuracy: float, batches: Batches, costs: Costs) -> bool:
     A right copy gains the part that the layer before hides; a wrong one that has begun goes on beyond that layer.
     """
     before = float(costs.attention_ps(1, np.array([batches.kv_tokens.max()]))[0])
-    window = before + batches.shape[4] * float(costs.resident_ps(1, 1))
+    window = before + float(costs.resident_ps(batches.shape[4], batches.shape[4]))
     return accuracy * window > (1 - accuracy) * max(costs.copy_ps - window, 0.0)
 
 
@@ -188,7 +188,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     )
     rows = high + low
     per_expert = gpu[rows] * np.where(seen.low, LOW_BITS / FULL_PRECISION_BITS, 1.0)
-    compute = add_up(per_expert)
+    compute = launched(add_up(per_expert), costs)
     late_ps = np.where(seen.late, costs.copy_ps * np.where(seen.low, LOW_BITS / FULL_PRECISION_BITS, 1.0), 0.0)
     window, missed_ps = time_before(compute, batches, costs), float(late_ps.sum())
     if guess is None:

@@ -14,6 +14,7 @@ from vllm_ndp.lab.vectorised.execution import (
     LOSS_OF_SKIPPING,
     cold_at,
     each_ps,
+    launched,
     on_gpu_ps,
     prompts_ps,
     with_copies,
@@ -50,7 +51,7 @@ def fiddler(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
 
     def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
         """The same choice for the rows of a prompt."""
-        here = each_ps(counts, lambda rows: costs.resident_ps(1, rows))
+        here = each_ps(counts, costs.gpu_expert_ps)
         host = each_ps(counts, costs.hop_ps)
         host += cpu.each_ps(costs, counts, costs.shape.expert_bytes)
         away = (counts > 0) & ~resident
@@ -64,7 +65,7 @@ def fiddler(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         batches,
         costs,
         moe_ps=np.maximum(moe, add_up(np.where(on_host, host_ps, 0.0))),
-        gpu_ps=add_up(gpu[hits]) + add_up(np.where(copied, gpu[misses], 0.0)),
+        gpu_ps=launched(add_up(np.where(on_host, 0.0, gpu[rows])), costs),
         prefill_ps=prompts_ps(batches, costs, layers_ps),
         fetched_experts=int(copied.sum()),
         hot_pairs=int(hits.sum()),
@@ -105,7 +106,7 @@ def daop(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     loads, cpu = batches.loads, HostCpu.of(costs)
     here = loads.look_up(hot)
     used = loads.rows > 0
-    on_gpu = add_up(costs.gpu_experts_ps(b)[np.where(here, loads.rows, 0)])
+    on_gpu = launched(add_up(costs.gpu_experts_ps(b)[np.where(here, loads.rows, 0)]), costs)
     cold = np.where(here, 0, loads.rows)
     on_cpu = cpu.experts_ps(costs, b, costs.shape.expert_bytes, cpu.memory_bytes_per_s)
     busy = accuracy * (
@@ -184,11 +185,11 @@ def ktransformers(batches: Batches, costs: Costs, options: ReplayOptions) -> Out
     _, b, _, layers, _ = batches.shape
     cpu, cold_bytes, hot_bytes = HostCpu.of(costs), costs.replica_bytes(bits), costs.replica_bytes(gpu_bits)
     hot = most_used(options.prior.values, int(_on_gpu(costs, options) / layer_factor(batches, costs)))
-    gpu = on_gpu_ps(costs, np.arange(b + 1)[:, None], hot_bytes)
+    gpu = costs.gpu_experts_ps(b, hot_bytes)
     on_cpu, hop = cpu.experts_ps(costs, b, cold_bytes, cpu.memory_bytes_per_s), cpu.hops_ps(costs, b)
     rows, here = batches.loads.rows, batches.loads.look_up(hot)
     hits, cold = np.where(here, rows, 0), np.where(here, 0, rows)
-    gpu_ps = add_up(gpu[hits])
+    gpu_ps = launched(add_up(gpu[hits]), costs, hot_bytes)
     crossing = np.minimum(add_up(cold), batches.rows[:, :, None])  # activations of a row cross once
 
     def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -19,7 +19,7 @@ from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
 from vllm_ndp.lab.vectorised.cache import LRU, visits
-from vllm_ndp.lab.vectorised.execution import shared_ps, without_device
+from vllm_ndp.lab.vectorised.execution import launched, shared_ps, without_device
 from vllm_ndp.lab.vectorised.outcome import Outcome, attention_ps
 
 
@@ -33,12 +33,13 @@ def pipelined_ps(
     ready_ps: NDArray[np.float64],
     waiting_ps: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """[G, D, L], what the experts of each layer take; all arguments [G, D, L], copies in link time.
+    """[G, D, L], what the experts of each layer take; all arguments [G, D, L], copies in link time. The GPU's launch
+    passes while copies arrive.
 
     Raises ValueError for a trace with more layers than the model.
     """
     attention = attention_ps(batches, costs) + costs.overhead_ps + shared_ps(batches, costs)[:, :, 0]
-    layers = early_ps.shape[2]
+    layers, ready_ps = early_ps.shape[2], launched(ready_ps + waiting_ps, costs) - waiting_ps
     if layers > costs.shape.num_layers:
         raise ValueError(f"a trace with {layers} layers cannot stand for a model with {costs.shape.num_layers}")
     repeats = np.bincount(np.arange(costs.shape.num_layers) * layers // costs.shape.num_layers, minlength=layers)
@@ -92,7 +93,7 @@ def klotski(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
             ready_ps=ready,
             waiting_ps=add_up(each) - ready,
         ),
-        gpu_ps=add_up(each),
+        gpu_ps=launched(add_up(each), costs),
         resident=resident,
         fetched_experts=float((right + late + wrong).sum()),
         hot_pairs=int(loads.rows[here].sum()),
@@ -138,7 +139,7 @@ def pregated(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
             ready_ps=ready,
             waiting_ps=add_up(each) - ready,
         ),
-        gpu_ps=add_up(each),
+        gpu_ps=launched(add_up(each), costs),
         resident=start,
         fetched_experts=int(copies.sum()),
         hot_pairs=int(rows[hit].sum()),

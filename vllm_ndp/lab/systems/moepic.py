@@ -17,7 +17,7 @@ from vllm_ndp.lab.systems.layer_ahead import pipelined_ps
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
 from vllm_ndp.lab.vectorised.cache import lcp, visits
-from vllm_ndp.lab.vectorised.execution import on_gpu_ps, prompts_ps, without_device
+from vllm_ndp.lab.vectorised.execution import launched, on_gpu_ps, prompts_ps, without_device
 from vllm_ndp.lab.vectorised.outcome import Outcome
 
 THETAS = np.round(np.arange(0.0, 1.01, 0.1), 2)
@@ -76,7 +76,7 @@ def _split_at(theta: float, batches: Batches, costs: Costs, options: ReplayOptio
         batches,
         costs,
         moe_ps=moe,
-        gpu_ps=compute,
+        gpu_ps=launched(compute, costs),
         prefill_ps=prompts_ps(batches, costs, layers_ps),
         fetched_experts=float(((2 - accuracy) * bottoms + whole).sum() / fetch),
         hot_pairs=int(rows[cached].sum()),

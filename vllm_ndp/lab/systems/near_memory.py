@@ -14,6 +14,7 @@ from vllm_ndp.lab.vectorised.execution import (
     cold_at,
     copied_in_order,
     each_ps,
+    launched,
     prompts_ps,
     run_pairs,
     run_prompts,
@@ -60,7 +61,7 @@ def monde(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     rows = np.minimum(left, batches.rows[:, :, None, None])
     device_ps = np.where(rest > 0, rest + costs.device_fill_ps + links[rows, left], 0.0)
     gpu_ps = copied_in_order(gpu[ranked], np.zeros((*ranked.shape[:3], 1)), costs)
-    compute = sums_before(gpu[ranked])
+    compute = launched(sums_before(gpu[ranked]), costs)
     if rounding == "cost":
         chosen = np.maximum(gpu_ps, device_ps).argmin(axis=3)
     else:
@@ -80,9 +81,7 @@ def monde(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         left, rows = sums_after(ranked), counts.sum(axis=1, keepdims=True) // costs.shape.top_k
         message = costs.messages_ps(np.minimum(left, rows), left)
         beside = np.where(rest > 0, rest + costs.device_fill_ps + message, 0.0)
-        here = copied_in_order(
-            each_ps(ranked, lambda rows: costs.resident_ps(1, rows)), np.zeros((len(counts), 1)), costs
-        )
+        here = copied_in_order(each_ps(ranked, costs.gpu_expert_ps), np.zeros((len(counts), 1)), costs)
         layer = np.maximum(here, beside)
         active = (counts > 0).sum(axis=1)
         chosen = layer.argmin(axis=1) if rounding == "cost" else np.minimum(num_moved(active, share, rounding), active)
@@ -140,7 +139,7 @@ def pimoe(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     left = add_up(device[loads.rows])[..., None] - sums_before(device[movable])
     message = costs.device_fill_ps + costs.links_ps(b)[1, 1]
     shared = shared_ps(batches, costs)[..., None]
-    both = np.maximum(sums_before(gpu[movable]) + shared, np.where(left > 1.0, left + message, 0.0))
+    both = np.maximum(launched(sums_before(gpu[movable]), costs) + shared, np.where(left > 1.0, left + message, 0.0))
     moved = np.zeros(here.shape, np.bool_)
     np.put_along_axis(moved, order, np.arange(here.shape[3]) < both.argmin(axis=3)[..., None], axis=3)
     moved &= here

@@ -11,7 +11,7 @@ from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory
 from vllm_ndp.lab.systems.system import ReplayOptions, System, TooFewPlaces
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
-from vllm_ndp.lab.vectorised.execution import cold_at, on_gpu_ps, prompts_ps, without_device
+from vllm_ndp.lab.vectorised.execution import cold_at, launched, on_gpu_ps, prompts_ps, without_device
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic
 from vllm_ndp.planning.plan import highest
 
@@ -54,7 +54,7 @@ def quantized(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome
     """
     bits = chosen_bits(costs, options)
     rows, expert_bytes = batches.loads.rows, costs.replica_bytes(bits)
-    moe = add_up(on_gpu_ps(costs, np.arange(batches.shape[1] + 1)[:, None], expert_bytes)[rows])
+    moe = launched(add_up(costs.gpu_experts_ps(batches.shape[1], expert_bytes)[rows]), costs, expert_bytes)
     return without_device(
         f"{bits} bits",
         batches,
@@ -123,8 +123,9 @@ def dynaexq(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     heat = batches.prompt_counts + PRIOR_TOKENS * k * options.prior.values
     loads = batches.loads
     is_wide = loads.look_up(highest(heat, num_high))
-    tables = [on_gpu_ps(costs, np.arange(b + 1)[:, None], costs.replica_bytes(bits)) for bits in (low, high)]
-    moe = add_up(np.where(is_wide, tables[1][loads.rows], tables[0][loads.rows]))
+    tables = [costs.gpu_experts_ps(b, costs.replica_bytes(bits)) for bits in (low, high)]
+    each = add_up(np.where(is_wide, tables[1][loads.rows], tables[0][loads.rows]))
+    moe = launched(each, costs, costs.replica_bytes(low))
     used = loads.rows > 0
     ran = np.where(is_wide.ravel()[loads.places], high, low)
     read = used.sum() * costs.replica_bytes(low) + (used & is_wide).sum() * (

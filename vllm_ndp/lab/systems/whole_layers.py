@@ -11,7 +11,7 @@ from vllm_ndp.cost_model.memory import Memory
 from vllm_ndp.lab.systems.quantized import WEIGHT_BITS
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
-from vllm_ndp.lab.vectorised.execution import cold_at, on_gpu_ps, prompts_ps, without_device
+from vllm_ndp.lab.vectorised.execution import cold_at, launched, on_gpu_ps, prompts_ps, without_device
 from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic
 
 
@@ -43,8 +43,7 @@ def llama_cpp(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome
     cpu, shape, rows = HostCpu.of(costs), costs.shape, batches.loads.rows
     expert_bytes = costs.replica_bytes(bits)
     away = 1 - resident_layers(costs, options, expert_bytes) / shape.num_layers
-    gpu = on_gpu_ps(costs, np.arange(b + 1)[:, None], expert_bytes)
-    on_gpu = add_up(gpu[rows])
+    on_gpu = launched(add_up(costs.gpu_experts_ps(b, expert_bytes)[rows]), costs, expert_bytes)
     on_cpu = add_up(cpu.experts_ps(costs, b, expert_bytes, cpu.memory_bytes_per_s)[rows])
     on_cpu += cpu.hops_ps(costs, b)[batches.rows][:, :, None]
     fetch = costs.fetch_ps(expert_bytes)
@@ -116,7 +115,7 @@ def vllm_offload(batches: Batches, costs: Costs, options: ReplayOptions) -> Outc
     _, b, _, layers, _ = batches.shape
     shape, rows = costs.shape, batches.loads.rows
     away = 1 - resident_layers(costs, options, shape.expert_bytes) / shape.num_layers
-    compute, touched = add_up(costs.gpu_experts_ps(b)[rows]), add_up(rows > 0)
+    compute, touched = launched(add_up(costs.gpu_experts_ps(b)[rows]), costs), add_up(rows > 0)
     fetch, layer_fetch = costs.fetch_ps(), costs.fetch_ps(shape.num_experts * shape.expert_bytes)
     if backend == "uva":
         moe = (1 - away) * compute + away * np.maximum(touched * fetch, compute)

@@ -59,12 +59,19 @@ def run_pairs(batches: Batches, widths: NDArray[np.uint8], costs: Costs) -> Pair
         reads = np.stack([np.zeros(256, np.int64), np.bincount(widths.ravel(), minlength=256)], axis=1)
     else:
         gpu, dev, reads = _grouped(batches, widths, by_width)
+    gpu = launched(gpu, costs)
     per_row = add_up(on_device)
     pairs, rows = per_row.sum(axis=1), (per_row > 0).sum(axis=1)
     links = costs.links_ps(b)
     dev += np.where(rows > 0, links[rows, pairs] + costs.device_fill_ps, 0.0)
     messages = np.bincount((rows * links.shape[1] + pairs).ravel(), minlength=links.size)
     return PairCounts(gpu + shared_ps(batches, costs), dev, _traffic(reads, messages, costs))
+
+
+def launched(compute_ps: NDArray[np.float64], costs: Costs, expert_bytes: int | None = None) -> NDArray[np.float64]:
+    """[...]: what the GPU takes for a layer's experts, with its launch where it computes any at all."""
+    times: NDArray[np.float64] = compute_ps + np.where(compute_ps > 0, costs.launch_ps(expert_bytes), 0)
+    return times
 
 
 def shared_ps(batches: Batches, costs: Costs) -> NDArray[np.float64]:
@@ -122,14 +129,15 @@ def with_copies(
     once it has arrived. So the layer ends with the last of three. These are all its compute; the first copy and the
     compute of all copied experts; the last copy and the shortest such compute. That is exact for copies of equal
     length, and where a copy takes longer than its compute. `before_ps`: time into the layer that earlier copies keep
-    the link busy.
+    the link busy. The layer's launch passes while copies arrive.
     """
     copies = np.broadcast_to(costs.copy_ps if copy_ps is None else copy_ps, missing.shape)
     free = before_ps + costs.copy_opening_ps
     waiting, link = (add_up(np.where(missing, of, 0.0)) for of in (compute_ps, copies))
     lightest, shortest = (np.where(missing, of, np.inf).min(axis=-1) for of in (compute_ps, copies))
     ends = np.maximum(free + shortest + waiting, free + link + lightest)
-    times: NDArray[np.float64] = np.maximum(add_up(compute_ps), np.where(np.isfinite(ends), ends, 0.0))
+    every = launched(add_up(compute_ps), costs)
+    times: NDArray[np.float64] = np.maximum(every, np.where(np.isfinite(ends), ends, 0.0))
     return times
 
 
@@ -138,7 +146,7 @@ def copied_in_order(
 ) -> NDArray[np.float64]:
     """Times [..., S + 1] by the same rule; entry h: the GPU gets copies of the first h experts of compute_ps [..., S].
 
-    compute_ps falls along S; zeros at its end are no experts. resident_ps [..., 1]: other computation on the GPU.
+    compute_ps falls along S; zeros at its end are no experts. resident_ps [..., 1]: of the GPU's other experts.
     """
     span = compute_ps.shape[-1]
     every = sums_before(compute_ps)
@@ -147,7 +155,7 @@ def copied_in_order(
     last = np.concatenate([np.zeros_like(compute_ps[..., :1]), lightest], axis=-1)
     link = costs.copy_opening_ps + copies * costs.copy_ps
     ends = np.maximum(costs.copy_opening_ps + costs.copy_ps + every, link + last)
-    times: NDArray[np.float64] = np.maximum(resident_ps + every, np.where(copies > 0, ends, 0.0))
+    times: NDArray[np.float64] = np.maximum(launched(resident_ps + every, costs), np.where(copies > 0, ends, 0.0))
     return times
 
 
@@ -265,9 +273,8 @@ def each_ps(counts: NDArray[np.int64], one_ps: Callable[[int], float]) -> NDArra
 def on_gpu_ps(costs: Costs, counts: NDArray[np.int64], expert_bytes: int) -> NDArray[np.float64]:
     """[...], the experts of counts [..., E] in GPU memory, each used one read once at that size."""
     touched, pairs = (counts > 0).sum(axis=-1), counts.sum(axis=-1)
-    flops = 2 * costs.shape.weights_per_expert
     times = [
-        costs.gpu.roofline_ps(n * expert_bytes, flops * p)
+        costs.gpu.experts_ps(n, p, n * expert_bytes)
         for n, p in zip(touched.ravel().tolist(), pairs.ravel().tolist(), strict=True)
     ]
     return np.array(times, np.float64).reshape(touched.shape)

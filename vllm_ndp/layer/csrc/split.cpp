@@ -467,7 +467,8 @@ class Splitter {
         const LayerTimes layer{prices_.of_shared(num_rows_), device_ps, cold_.empty() ? prices_.of_message(1, 1) : 0.0,
                                static_cast<double>(host_ps_), prices_.beside};
         const size_t best = fewest_offloaded(
-            hot_.size(), layer, gpu_ps_, [&](size_t n) { return prices_.of_gpu(hot_[n].rows); },
+            hot_.size(), layer, gpu_ps_,
+            [&](size_t n) { return prices_.of_gpu(hot_[n].rows) + (n + 1 == hot_.size() ? prices_.of_gpu(0) : 0.0); },
             [&](size_t n) { return prices_.of_device(prices_.offload_bits, hot_[n].rows); });
         for (size_t i = 0; i < best; ++i) moved_.push_back(hot_[i].id);
     }
