@@ -151,6 +151,7 @@ def build_calibrated(
             raise ConfigError(f"auto-gptq makes replicas of {list(auto_gptq.BITS)} bits, got {list(bits)}: use nested")
         auto_gptq.load_gptq_class()
     device = _torch_device(device_name)
+    products = gptq.products_on(device)
     checkpoint = CheckpointExperts(model_dir)
     shape = checkpoint.shape
     group_size = _checked_group_size(group_size, shape)
@@ -200,6 +201,7 @@ def build_calibrated(
         num_widths=len(bits),
         num_tracks=len(track_weights) if solver == "nested" else 1,
         num_planes=sum(bits) - (sum(track_weights) - max(track_weights) if solver == "nested" else 0),
+        item=products.itemsize if checkpoint.layout.dtype == "bfloat16" else 4,
     )
     cores = len(os.sched_getaffinity(0))
     alone = device.type != "cpu" or solver == "auto-gptq"  # which patches torch while it runs
@@ -223,7 +225,7 @@ def build_calibrated(
     def float_expert(layer: int, expert: int) -> calibrated.FloatExpert:
         full = checkpoint.expert(layer, expert)
         checkpoint.refuse_large(layer, expert, full)
-        weights = calibrated.FloatExpert(full, device)
+        weights = calibrated.FloatExpert(full, device, products)
         checkpoint.release()
         return weights
 
@@ -237,7 +239,7 @@ def build_calibrated(
 
         if passing is None:
             progress.expect(work.job(layer, num_kept(out_dir)))
-            model = streamed.load_without_experts(model_dir, device)
+            model = streamed.load_without_experts(model_dir, device, products)
             forward = streamed.StreamedForward(model, text.held_out_last, shape)
             passing = enumerate(forward.layers())
         for index, batch in passing:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,14 +30,14 @@ from ndp_device.experts.expert import Biases, FullExpert, QuantizedExpert, Quant
 from ndp_device.replicas.format import LayerReplicas
 
 Solver = Callable[[Tensor, Tensor, float], dict[int, QuantizedMatrix]]
-"""(W [N, C], H [C, C], damp) -> the matrix at every width, its column order in perm."""
+"""(W [N, C], H [C, C] float32, damp) -> the matrix at every width, its column order in perm."""
 
 DAMP = 0.01
 DAMP_FEW_TOKENS = 0.1
 """Parts of the Hessian's mean diagonal that are added to it; the second is for experts with fewer tokens than
 columns."""
 LAYER_ROWS = 4096
-ROWS_AT_ONCE = 4096
+ROWS_AT_ONCE = 2048
 _MIN_HELD_OUT = 32
 _TEST_ROWS = 1024
 """Held-out rows that the loss table of an expert rests on, at most."""
@@ -70,21 +71,32 @@ class RoutedInputs:
 
 
 class FloatExpert:
-    """One expert in float32 where it is computed: w13 [2I, H], gate rows first, and w2 [H, I]."""
+    """One expert where it is computed: w13 [2I, H], gate rows first, and w2 [H, I], in the dtype of its products.
 
-    def __init__(self, full: FullExpert, device: torch.device) -> None:
+    Those of an expert in bfloat16 may be: `products`.
+    """
+
+    def __init__(self, full: FullExpert, device: torch.device, products: torch.dtype = torch.float32) -> None:
         self.full = full
-        gate_and_up = np.empty((2 * len(full.w1), full.w1.shape[1]), np.float32)
-        for half, values in zip(np.split(gate_and_up, 2), (full.w1, full.w3), strict=True):
-            half[:] = to_float32(values, full.dtype)
-        self.w13 = torch.from_numpy(gate_and_up).to(device)
-        self.w2 = torch.from_numpy(np.array(to_float32(full.w2, full.dtype), order="C")).to(device)
+        as_stored = full.dtype == "bfloat16" and products == torch.bfloat16
+
+        def values(matrix: NDArray[Any]) -> NDArray[Any]:
+            return matrix.view(np.int16) if as_stored else to_float32(matrix, full.dtype)
+
+        dtype = products if as_stored else torch.float32
+        gate_and_up = np.concatenate([values(full.w1), values(full.w3)])
+        self.w13, self.w2 = (
+            torch.from_numpy(part).view(dtype).to(device)
+            for part in (gate_and_up, np.array(values(full.w2), order="C"))
+        )
         self._biases = bias_tensors(full.biases, device)
 
     def between(self, hidden: Tensor) -> Tensor:
         """Rows [n, H] -> what down multiplies, [n, I]."""
         w1, w3 = self.w13.chunk(2)
-        return activated(hidden @ w1.T, hidden @ w3.T, self._biases, self.full.activation)
+        return activated((hidden @ w1.T).float(), (hidden @ w3.T).float(), self._biases, self.full.activation).to(
+            hidden
+        )
 
     def down(self, between: Tensor) -> Tensor:
         """What down multiplies [n, I] -> the expert's outputs [n, H]."""
@@ -93,18 +105,18 @@ class FloatExpert:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Rows [n, H] -> the expert's outputs [n, H], in the rows' dtype."""
-        return self.down(self.between(hidden.float())).to(hidden.dtype)
+        return self.down(self.between(hidden.to(self.w2))).to(hidden.dtype)
 
     def answers(self, hidden: Tensor, seen: Callable[[Tensor, Tensor], None] | None = None) -> Tensor:
         """The same where rows lie on the CPU, a block at a time; `seen` gets each block and what is between."""
         out = torch.empty_like(hidden)
         for first in range(0, len(hidden), ROWS_AT_ONCE):
             block = slice(first, first + ROWS_AT_ONCE)
-            rows = hidden[block].to(self.w2.device).float()
+            rows = hidden[block].to(self.w2)
             between = self.between(rows)
             if seen is not None:
                 seen(rows, between)
-            out[block] = self.down(between).to(out.dtype).cpu()
+            out[block] = self.down(between).to(out)
         return out
 
 
@@ -154,7 +166,7 @@ def load_solver(
 
     def through_auto_gptq(weights: Tensor, hessian: Tensor, damp: float) -> dict[int, QuantizedMatrix]:
         return {
-            bits: auto_gptq.quantize(weights, hessian, bits=bits, group_size=group_size, damp=damp)
+            bits: auto_gptq.quantize(weights.float(), hessian, bits=bits, group_size=group_size, damp=damp)
             for bits in track_weights
         }
 
@@ -166,7 +178,7 @@ def with_bytes(solver: Solver, group_size: int) -> Solver:
 
     def solve(weights: Tensor, hessian: Tensor, damp: float) -> dict[int, QuantizedMatrix]:
         made = solver(weights, hessian, damp)
-        return made | {BYTE_BITS: round_to_bytes(weights.cpu().numpy(), group_size)}
+        return made | {BYTE_BITS: round_to_bytes(weights.float().cpu().numpy(), group_size)}
 
     return solve
 
@@ -250,7 +262,7 @@ def quantize_expert(
     w13s = solve(weights.w13, of_hidden.mean(), inputs.layer_moment.to(device))
     # a layer that counts little is known well enough from fewer rows
     sample = inputs.sample if share < 0.5 else inputs.sample[::4]
-    rows = (weights.between(inputs.hidden[part].to(device).float()) for part in sample.split(ROWS_AT_ONCE))
+    rows = (weights.between(inputs.hidden[part].to(weights.w2)) for part in sample.split(ROWS_AT_ONCE))
     of_layer = second_moment(rows, weights.w2.shape[1], device)
     did(lambda work: work.of_layer)
     w2s = solve(weights.w2, of_between.mean(), of_layer)

@@ -22,7 +22,6 @@ from ndp_device.calibration import _data_free
 from ndp_device.checkpoint.values import CODE_BITS
 from ndp_device.common.widths import BYTE_BITS, loss_columns
 from ndp_device.experts.expert import (
-    Expert,
     FullExpert,
     NestedMatrix,
     QuantizedExpert,
@@ -174,15 +173,8 @@ def probe_losses(
     return loss * (intermediate / num_units), relative_loss
 
 
-def _prepared(expert: Expert) -> ReferenceExpert:
-    """As the reference kernel prepares it, each value the same; a replica in C++."""
-    if isinstance(expert, FullExpert) or expert.w13.perm is not None or expert.w2.perm is not None:
-        return _REFERENCE.prepare(expert)
-    return ReferenceExpert(dequantize(expert.w13), dequantize(expert.w2), expert.biases, expert.activation)
-
-
 def dequantize(matrix: QuantizedMatrix, isa: Isa = "auto") -> Float32:
-    """The C++ of kernels/reference.py's function, for a matrix whose columns lie in their own order."""
+    """The C++ of kernels/reference.py's function; columns stay in the order in which they are stored."""
     values = np.empty(matrix.shape, np.float32)
     planes, scale, offset = (np.ascontiguousarray(part) for part in (matrix.planes, matrix.scale, matrix.offset))
     _data_free.dequantize_matrix(planes, scale.view(np.uint16), offset.view(np.uint16), matrix.group_size, values, isa)
@@ -250,12 +242,18 @@ def expert_losses(
     The error is that of the expert's output, because the output enters the residual stream. Errors per matrix would not
     help: those of gate, up and down do not add.
     """
-    wanted = _outputs(_prepared(full), inputs)
+    wanted = _outputs(_REFERENCE.prepare(full), inputs)
     energy = float(np.mean(wanted.astype(np.float64) ** 2))
     columns = loss_columns(replicas)
     loss = np.full(len(columns), np.nan)
     for bits, replica in replicas.items():
-        error = _outputs(_prepared(replica), inputs).astype(np.float64) - wanted
+        w13, w2 = replica.w13, replica.w2
+        if w2.perm is None:
+            rows = inputs if w13.perm is None else inputs[:, w13.perm]
+            prepared = ReferenceExpert(dequantize(w13), dequantize(w2), replica.biases, replica.activation)
+        else:
+            rows, prepared = inputs, _REFERENCE.prepare(replica)
+        error = _outputs(prepared, rows).astype(np.float64) - wanted
         loss[columns.index(bits)] = np.mean(error**2)
     return loss, loss / max(energy, np.finfo(np.float64).tiny)
 

@@ -32,18 +32,21 @@ class PeakMemory:
     sequences: int  # hidden states between layers, what enters the experts, their answers
     expert: int  # one in float32
     solver: int
-    layer: int  # the replicas of a layer, in memory until its file is written
+    layer: int  # the replicas of a layer, while its file is written
+    weighing: int = 0  # all that the last pass has, which is in float32
     experts: int = 1  # side by side
 
     @property
     def parts(self) -> dict[str, int]:
         """Bytes by what they are for; those of an expert and its solver for each of the experts side by side."""
-        sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "experts"}
+        sizes = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("experts", "weighing")
+        }
         return sizes | {name: self.experts * sizes[name] for name in ("expert", "solver")}
 
     @property
     def total(self) -> int:
-        return sum(self.parts.values())
+        return max(sum(self.parts.values()), self.weighing)
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name.replace('_', ' ')} {_gb(size)}" for name, size in self.parts.items())
@@ -66,36 +69,43 @@ def peak_memory(
     num_widths: int,
     num_tracks: int,
     num_planes: int,
+    item: int,
 ) -> PeakMemory:
     """A token takes `between_layers` bytes from one layer to the next (streamed.bytes_between_layers).
 
-    `num_tracks` widths are solved together; a layer's file holds `num_planes` bit planes of each weight.
+    `num_tracks` widths are solved together; a layer's file holds `num_planes` bit planes of each weight. The text, and
+    the experts that it passes, have `item` bytes a value.
     """
     shape, layout, tensors = checkpoint.shape, checkpoint.layout, checkpoint.tensors
     hidden, inner = shape.hidden_size, shape.intermediate_size
     of_experts = {source.name for layer in layout.layers for source in layer.weights.values()}
     beside = sum(
-        _FLOAT * _size(info.shape)
+        _size(info.shape)
         for name, info in tensors.items()
         if name not in of_experts and not any(_is_one_of(name, template) for template in of_experts if "{}" in template)
     )
     matrices = ((2 * inner, hidden), (hidden, inner))
     square = _FLOAT * max(columns for _, columns in matrices) ** 2
-    own = _FLOAT * hidden * num_tokens  # rows of an expert, and its answers: at most those of all tokens
+    own = item * hidden * num_tokens  # rows of an expert, and its answers: at most those of all tokens
     solving = square + max(gptq.peak_bytes(rows, columns, group_size, num_tracks) for rows, columns in matrices)
     rows = min(num_tokens, calibrated.ROWS_AT_ONCE)
-    moments = 3 * square + rows * _FLOAT * (hidden + 4 * inner)
+    moments = 2 * square + rows * (item * hidden + (item + 4 * _FLOAT) * inner)
     kept = num_planes * shape.weights_per_expert // 8 + num_widths * 4 * shape.weights_per_expert // group_size
-    # the reference kernel's weights while it prepares gate and up, the rows it is tested on and what it makes of them
-    losing = _FLOAT * 5 * 2 * inner * hidden + 6 * min(ROWS_BYTES, num_tokens * 2 * inner * _FLOAT)
+    # the reference kernel's weights of one width, the rows it is tested on and what it makes of them
+    losing = _FLOAT * (shape.weights_per_expert + 2 * inner * hidden) + 6 * min(ROWS_BYTES, num_tokens * 2 * inner * 4)
     losing += num_tokens // 8 * hidden * (3 * _FLOAT + 2 * 8)
+
+    def sequences(size: int) -> int:
+        return num_tokens * (between_layers * size // _FLOAT + 2 * hidden * size + shape.top_k * 16)
+
     return PeakMemory(
         programs=_PROGRAMS,
-        beside_experts=beside,
-        sequences=num_tokens * (between_layers + 2 * hidden * _FLOAT + shape.top_k * 16),
-        expert=_FLOAT * shape.weights_per_expert + 2 * _FLOAT * inner * hidden,
+        beside_experts=item * beside,
+        sequences=sequences(item),
+        expert=item * shape.weights_per_expert + _FLOAT * inner * hidden,
         solver=max(solving, moments, losing) + 2 * own,
-        layer=2 * shape.num_experts * kept,  # once more while the file's bytes are put together
+        layer=2 * shape.num_experts * kept,
+        weighing=_PROGRAMS + _FLOAT * (beside + 3 * shape.weights_per_expert) + sequences(_FLOAT),
     )
 
 

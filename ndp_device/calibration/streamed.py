@@ -272,8 +272,11 @@ def _holds_experts(module: Any) -> bool:
     return marked or {"top_k_index", "top_k_weights"} <= inspect.signature(type(module).forward).parameters.keys()
 
 
-def load_without_experts(model_dir: Path, device: torch.device) -> Any:
-    """The model as transformers loads it, less its experts: in float32 on a CPU, in its own dtype on a GPU."""
+def load_without_experts(model_dir: Path, device: torch.device, products: torch.dtype = torch.float32) -> Any:
+    """The model as transformers loads it, less its experts: in float32 on a CPU, in its own dtype on a GPU.
+
+    products: bfloat16 leaves a model in bfloat16 so on a CPU, too.
+    """
     transformers.utils.logging.disable_progress_bar()
     level = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()  # it would list every tensor of an expert as unexpected
@@ -284,7 +287,8 @@ def load_without_experts(model_dir: Path, device: torch.device) -> Any:
     with torch.device("meta"):
         skeleton = read_by_transformers(lambda _, **keys: auto.from_config(config, **keys), model_dir, "model", _REMEDY)
     classes = {type(module) for module in expert_modules(skeleton)}
-    dtype = torch.float32 if device.type == "cpu" else "auto"
+    own = str(getattr(config, "dtype", None)) == str(products) or device.type != "cpu"
+    dtype = "auto" if own else torch.float32
     try:
         with contextlib.ExitStack() as stack:
             for kind in classes:

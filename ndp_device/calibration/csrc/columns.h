@@ -26,7 +26,7 @@ struct Group {
 };
 
 // Floats of a thread's own room.
-constexpr size_t room_floats(size_t columns) { return (5 * kMaxBits + 3) * 8 * (columns + 1); }
+constexpr size_t room_floats(size_t columns) { return (5 * kMaxBits + 3) * 16 * (columns + 1); }
 
 // What a build for one instruction set has. Both take rows first..last, and a room of room_floats().
 struct Functions {
@@ -37,6 +37,7 @@ struct Functions {
 extern const Functions portable;
 #if defined(__x86_64__)
 extern const Functions avx2;
+extern const Functions avx512;
 #endif
 
 }  // namespace ndp::gptq

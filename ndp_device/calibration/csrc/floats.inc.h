@@ -10,7 +10,10 @@ namespace {
 
 #define NDP_INLINE inline __attribute__((always_inline))
 
-constexpr size_t kLanes = 8;  // the same in every build: without contraction, every machine gives the same bytes
+#ifndef NDP_LANES
+#define NDP_LANES 8  // of a fit without contraction, so that every machine gives the same bytes
+#endif
+constexpr size_t kLanes = NDP_LANES;
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));

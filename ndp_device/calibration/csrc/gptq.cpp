@@ -32,10 +32,14 @@ const Functions& functions_for(const std::string& isa) {
 #if defined(__x86_64__)
     const bool fast = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     if (isa == "avx2" && !fast) throw std::invalid_argument("this processor has no AVX2 with FMA: use isa \"auto\"");
+    const bool wide = fast && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512dq");
+    if (isa == "avx512" && !wide) throw std::invalid_argument("this processor has no AVX-512: use isa \"auto\"");
+    if (isa == "avx512" || (isa == "auto" && wide)) return avx512;
     if (isa == "avx2" || (isa == "auto" && fast)) return avx2;
 #endif
     if (isa == "auto" || isa == "portable") return portable;
-    throw std::invalid_argument("isa must be \"auto\", \"avx2\" (x86-64 only) or \"portable\", got \"" + isa + "\"");
+    throw std::invalid_argument("isa must be \"auto\", \"avx512\", \"avx2\" (x86-64 only) or \"portable\", got \"" + isa + "\"");
 }
 
 struct Room {

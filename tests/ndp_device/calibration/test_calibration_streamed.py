@@ -20,11 +20,12 @@ from paths import MODEL, ROOT
 
 from ndp_device.calibration import calibrated
 from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated, build_data_free, run_job
+from ndp_device.calibration.gptq import products_on
 from ndp_device.calibration.streamed import StreamedForward, auto_class, bytes_between_layers, load_without_experts
 from ndp_device.calibration.text import CalibrationText, load_config
 from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.replicas.checkpoint import CheckpointExperts
-from ndp_device.replicas.format import LayerReplicas, ReplicaFiles, read_manifest
+from ndp_device.replicas.format import LayerReplicas, ReplicaFiles, load_loss_table, read_manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.calibration]
 CPU = torch.device("cpu")
@@ -59,13 +60,16 @@ def text_of(model_dir: Path, num_sequences: int, length: int) -> CalibrationText
     return CalibrationText.draw(CALIBRATION, tokenizer, num_sequences=num_sequences, sequence_length=length, seed=0)
 
 
-def test_the_bundled_model_loses_what_a_calibration_in_memory_does(tmp_path: Path) -> None:
-    """A streamed job against replicas solved from what a hook saw in the whole model.
+def test_the_bundled_model_loses_what_a_calibration_in_memory_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32. A streamed job against replicas solved from what a hook saw in the whole model.
 
     The first layer's bytes are the same. Rows of all sequences are multiplied together there, so that the last bits of
     an answer differ, and with them some codes of the layers behind.
     """
     settings: dict[str, Any] = {"num_sequences": 16, "sequence_length": 128, "show_progress": False}
+    monkeypatch.setattr("ndp_device.calibration.gptq.products_on", lambda _: torch.float32)
     build_calibrated(MODEL, tmp_path / "streamed", CALIBRATION, bits=(2,), **settings)
     checkpoint, captured = CheckpointExperts(MODEL), captured_in_memory(MODEL, text_of(MODEL, 16, 128), range(4))
     solve = calibrated.load_solver("nested", 64, {2: TRACK_WEIGHTS[2]})
@@ -85,6 +89,17 @@ def test_the_bundled_model_loses_what_a_calibration_in_memory_does(tmp_path: Pat
         assert streamed.calibration_of(layer)[0].tolist() == whole.calibration_of(layer)[0].tolist()
         lost, wanted = (files.layer_losses(layer)[1][:, 1] for files in (streamed, whole))
         np.testing.assert_allclose(lost, wanted, rtol=0.01)
+
+
+@pytest.mark.skipif(products_on(CPU) == torch.float32, reason="this processor has no products in bfloat16")
+def test_products_in_bfloat16_lose_what_those_in_float32_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every width, median over the bundled model's experts. One has inputs that are so loud that chance decides."""
+    settings: dict[str, Any] = {"num_sequences": 16, "sequence_length": 128, "show_progress": False}
+    build_calibrated(MODEL, tmp_path / "bfloat16", CALIBRATION, **settings)
+    monkeypatch.setattr("ndp_device.calibration.gptq.products_on", lambda _: torch.float32)
+    build_calibrated(MODEL, tmp_path / "float32", CALIBRATION, **settings)
+    lost, wanted = (load_loss_table(tmp_path / name)[1] for name in ("bfloat16", "float32"))
+    assert (np.median(lost / wanted, (0, 1)) < 1.02).all()
 
 
 def _fields(struct: Any) -> dict[str, Any]:
