@@ -11,8 +11,6 @@
 namespace {
 
 using Words = u16x32;
-constexpr bool kOwnRow = false;
-constexpr int kGemmRows = 12;          // 12 rows x 2 blocks of sums: 24 of 32 registers
 
 NDP_INLINE Words fp4_levels(Words codes) {
     const __m512i levels = _mm512_broadcast_i32x4(load<__m128i>(kFp4Levels));

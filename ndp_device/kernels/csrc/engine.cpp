@@ -294,7 +294,7 @@ void Engine::gate_and_up(std::vector<Job>& jobs) {
     run(static_cast<int>(tasks.size()), [&](int task, int thread) {
         const auto [job, first, last] = tasks[task];
         const int width = (last - first) * kUnitRows;
-        multiply(*job, /*down=*/false, first, last, rows[thread], width, thread);
+        multiply(*job, /*down=*/false, first, last, rows[thread], width);
         const PreparedExpert& expert = *job->expert;
         for (int t = 0; t < job->tokens; ++t) {
             float* y = rows[thread] + static_cast<ptrdiff_t>(t) * width;
@@ -337,7 +337,7 @@ void Engine::down(const std::vector<Job>& jobs, const Pairs& pairs, int tokens, 
         for (int row = 0; row < tokens; ++row)
             std::memset(out + static_cast<ptrdiff_t>(row) * hidden + first * kUnitRows, 0, sizeof(float) * count);
         for (const Job& job : jobs) {
-            multiply(job, /*down=*/true, first, last, rows[thread], width, thread);
+            multiply(job, /*down=*/true, first, last, rows[thread], width);
             for (int t = 0; t < job.tokens; ++t) {
                 const int pair = job.pairs[t];
                 float* y = rows[thread] + static_cast<ptrdiff_t>(t) * width;
@@ -350,10 +350,9 @@ void Engine::down(const std::vector<Job>& jobs, const Pairs& pairs, int tokens, 
     });
 }
 
-void Engine::multiply(const Job& job, bool down, int first, int last, float* y, int stride, int thread) const {
+void Engine::multiply(const Job& job, bool down, int first, int last, float* y, int stride) const {
     if (!job.expert->full) {
-        kernels_.multiply(down ? job.w2 : job.w13, down ? job.h.view : job.x.view, first, last, y, stride,
-                          thread_scratch_[thread]);
+        kernels_.multiply(down ? job.w2 : job.w13, down ? job.h.view : job.x.view, first, last, y, stride);
         return;
     }
     const bool rests = job.rests && std::any_of(job.rests, job.rests + job.tokens, [](bool rest) { return rest; });
@@ -375,8 +374,6 @@ void Engine::multiply_matrix(const float* x, int tokens, const PackedMatrix& mat
     const Quantized q = take_quantized(view, tokens, limbs);
     const int step = units_per_task(g.units(), unit_bytes, tokens);
     inline_ = 1.0 * g.rows * g.cols * (1 + tokens / 4.0) < kInlineWork;
-    thread_scratch_.assign(threads_, nullptr);
-    for (uint8_t*& scratch : thread_scratch_) scratch = arena_.take<uint8_t>(scratch_bytes(g.padded_group()));
     std::vector<float*> rows(threads_);
     for (float*& r : rows) r = arena_.take<float>(static_cast<size_t>(tokens) * step * kUnitRows);
 
@@ -386,7 +383,7 @@ void Engine::multiply_matrix(const float* x, int tokens, const PackedMatrix& mat
     run((g.units() + step - 1) / step, [&](int task, int thread) {
         const int from = task * step, to = std::min(from + step, g.units());
         const int width = (to - from) * kUnitRows, count = std::min(width, g.rows - from * kUnitRows);
-        kernels_.multiply(view, q.view, from, to, rows[thread], width, thread_scratch_[thread]);
+        kernels_.multiply(view, q.view, from, to, rows[thread], width);
         for (int t = 0; t < tokens; ++t)
             std::memcpy(y + static_cast<ptrdiff_t>(t) * g.rows + from * kUnitRows,
                         rows[thread] + static_cast<ptrdiff_t>(t) * width, sizeof(float) * count);
@@ -405,7 +402,6 @@ void Engine::execute(const float* x, int tokens, int hidden, const std::vector<c
                      [&](int32_t a, int32_t b) { return pairs.experts[a] < pairs.experts[b]; });
     std::vector<Job> jobs;
     double work = 0;
-    int widest_group = kChunkCols;
     for (int begin = 0, end = 0; begin < pairs.count; begin = end) {
         const int index = pairs.experts[order[begin]];
         while (end < pairs.count && pairs.experts[order[end]] == index) ++end;
@@ -432,14 +428,11 @@ void Engine::execute(const float* x, int tokens, int hidden, const std::vector<c
             job.w2 = job.expert->w2.view();
             job.x = take_quantized(job.w13, job.tokens, job.expert->limbs);
             job.h = take_quantized(job.w2, job.tokens, job.expert->limbs);
-            widest_group = std::max({widest_group, job.w13.padded_group, job.w2.padded_group});
         }
         work += 3.0 * hidden * job.expert->intermediate * (1 + job.tokens / 4.0);
         jobs.push_back(job);
     }
     inline_ = work < kInlineWork;
-    thread_scratch_.assign(threads_, nullptr);
-    for (uint8_t*& scratch : thread_scratch_) scratch = arena_.take<uint8_t>(scratch_bytes(widest_group));
 
     quantize_inputs(x, hidden, pairs, jobs);
     gate_and_up(jobs);

@@ -104,7 +104,7 @@ class Engine {
     Quantized take_quantized(const QuantizedView& w, int tokens, int limbs);
     QuantizeJob quantize_job(const float* row, const PackedMatrix& matrix, const Quantized& to, int token) const;
     int units_per_task(int units, double unit_bytes, int tokens) const;
-    void multiply(const Job& job, bool down, int first, int last, float* y, int stride, int thread) const;
+    void multiply(const Job& job, bool down, int first, int last, float* y, int stride) const;
     bool splits_rows(const PreparedExpert& expert) const;
     void quantize_inputs(const float* x, int hidden, const Pairs& pairs, std::vector<Job>& jobs);
     void gate_and_up(std::vector<Job>& jobs);
@@ -121,7 +121,6 @@ class Engine {
     pid_t pool_process_ = 0;
     bool inline_ = false;  // this call is too small to be worth waking anyone
     Arena arena_;
-    std::vector<uint8_t*> thread_scratch_;
 };
 
 }  // namespace ndp

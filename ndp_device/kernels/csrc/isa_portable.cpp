@@ -5,10 +5,7 @@
 
 namespace {
 
-typedef uint16_t Words __attribute__((vector_size(16)));
-constexpr bool kOwnRow = false;
-constexpr int kFewRows = 0;
-constexpr int kGemmRows = 2;
+using Words = u16x32;
 
 NDP_INLINE i32x16 dot4(i32x16 acc, u8x64 codes, i32x16 steps) {
     uint8_t c[64];
@@ -60,17 +57,19 @@ NDP_INLINE void store_rows(PackWord (&row)[1], uint8_t* out, ptrdiff_t stride) {
     store(out + stride, static_cast<uint32_t>(row[0] >> 32));
 }
 
-template <int LIMBS>
-NDP_INLINE bool own_products(const Panel&, const Activations&, int, float*, ptrdiff_t) {
-    return false;
-}
-
 }  // namespace
 
-#include "kernels.inc.h"
+#include "rows64.inc.h"
 
 namespace {
-constexpr KernelTable kTable = make_table("portable");
+
+template <class Code, int LIMBS>
+void multiply_width(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride) {
+    multiply_in_registers<Code, LIMBS>(w, a, first, last, y, stride);
 }
+
+constexpr KernelTable kTable = make_table("portable");
+
+}  // namespace
 
 const ndp::KernelTable& ndp::portable_kernels() { return kTable; }

@@ -121,9 +121,8 @@ struct Activation {
 struct KernelTable {
     const char* name;
     void (*pack)(const PackJob&);
-    // y[t * stride + 32 * (unit - first) + row] for units first .. last - 1; scratch holds scratch_bytes(padded_group)
-    void (*multiply)(const QuantizedView&, const Activations&, int first, int last, float* y, ptrdiff_t stride,
-                     void* scratch);
+    // y[t * stride + 32 * (unit - first) + row] for units first .. last - 1
+    void (*multiply)(const QuantizedView&, const Activations&, int first, int last, float* y, ptrdiff_t stride);
     // `rests`: whether any of these rows, if they are split, has something left.
     void (*multiply_full)(const FullView&, const float* x, ptrdiff_t x_stride, int tokens, bool rests, int first,
                           int last, float* y, ptrdiff_t y_stride);
@@ -145,12 +144,6 @@ constexpr int step_of_bit(int bit) { return (bit & 1) | (bit & 2) << 1 | (bit & 
 
 // Bytes of a component per chunk of 32 columns and unit.
 constexpr int chunk_bytes(int width) { return width * kUnitBlocks * 64; }
-
-constexpr int kPanelCols = 256;  // columns unpacked at a time (at least one group): 8 KB of codes
-
-constexpr size_t scratch_bytes(int padded_group) {
-    return static_cast<size_t>(padded_group > kPanelCols ? padded_group : kPanelCols) * kUnitRows + 16 * 1024;
-}
 
 const KernelTable& portable_kernels();
 const KernelTable& avx2_kernels();
