@@ -23,7 +23,7 @@ from ndp_device.model_config import public_model
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.timing.public_models import PUBLIC_MODELS, SHAPES, public_shape
 from vllm_ndp.cost_model.costs import model_named
-from vllm_ndp.operating.hub import asked_of_hub
+from vllm_ndp.operating.hub import asked_of_hub, is_repo
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
 
@@ -62,7 +62,7 @@ def source_named(name: str) -> CheckpointSource:
     known = {model.source.lower(): shape for shape, model in PUBLIC_MODELS.items()}
     if shape := known.get(name.lower()):
         return CheckpointSource(SHAPES[shape], name, "its published sizes")
-    if name.count("/") == 1 and not name.startswith((".", "/")):
+    if is_repo(name):
         with asked_of_hub(f"there is no directory {name}, and its config.json") as hub:
             config = Path(hub.hf_hub_download(name, "config.json"))
         return _of_config(name, config, name, "config.json on the hub")

@@ -12,7 +12,7 @@ from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.systems import SYSTEMS
 from vllm_ndp.traces.trace import Trace
 
-TRACE = Trace.load(DATA / "tiny-mixtral-trace")
+TRACE = Trace.load(DATA / "tiny-mixtral-trace").select(range(6))  # four are replayed: bytes need no more
 SHAPE = model_named("mixtral-8x7b")
 EXPERT = SHAPE.expert_bytes
 BESIDE = (
