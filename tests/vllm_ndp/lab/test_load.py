@@ -310,6 +310,14 @@ def test_gpus_that_split_a_layer_are_faster_and_have_room_for_more_hot_experts()
     assert decode_ps(num_hot=8, gpus=2) > 0
 
 
+def test_several_devices_hold_together_what_one_cannot():
+    """90 GB of experts and 28 of replicas, on devices of 70."""
+    small = {"dram.kind": "ideal", "dram.capacity_bytes": 70 * 10**9}
+    with pytest.raises(NdpError, match="device memory lacks"):
+        decode_ps(overrides=small)
+    assert decode_ps(overrides=small, devices=2) > 0
+
+
 def test_hosts_that_know_of_each_other_are_no_slower_balanced_than_by_the_papers_rule():
     """Before, each offloaded as if the device were idle: at 8x7B's sizes 2 hosts took 303 us a layer instead of 240."""
     assert decode_ps(2, num_hot=4) <= decode_ps(2, num_hot=4, execution="paper")
