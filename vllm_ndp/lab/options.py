@@ -274,6 +274,12 @@ class LoadSettings:
                 raise ConfigError(f"--{name} must be greater than 0, got {value:g}")
         if self.requests is not None and self.requests < 1:
             raise ConfigError(f"there must be at least 1 request, got {self.requests}")
+        if self.split and self.devices == 1:
+            raise ConfigError("--split gives each of several devices a part of every expert: give --devices, too")
+        if self.process == "steps" and (self.gpus, self.devices) != (1, 1):
+            raise ConfigError(
+                "steps are those of the recorded run, on its own GPUs and devices: leave --gpus and --devices out"
+            )
         if self.process == "recorded" and self.requests is not None:
             raise ConfigError("recorded arrivals are those of the trace's own requests: leave --requests out")
 

@@ -94,6 +94,8 @@ def test_arrivals_that_no_clock_could_give_are_refused(at, says):
         ({"num_hot": 9}, "0..8"),
         ({"model": "olmoe"}, "64 top-8"),
         ({"model": "mixtral-8x7b", "overrides": {}, "devices": 3, "split": True}, "cannot be cut into 3 equal parts"),
+        ({"split": True}, "--split gives each of several devices a part of every expert: give --devices"),
+        ({"process": "steps", "devices": 2}, "leave --gpus and --devices out"),
         ({"policy": "prefil"}, "did you mean 'prefill'"),
         ({"overrides": {"gpu.hbm_capacity_bytes": 10**6}}, "gpu memory lacks"),
     ],
