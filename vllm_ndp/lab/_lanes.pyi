@@ -3,30 +3,15 @@
 import numpy as np
 from numpy.typing import NDArray
 
-def visit(
-    experts: NDArray[np.int64],
-    rows: NDArray[np.int64],
-    start: NDArray[np.bool_],
-    frequency: NDArray[np.float64],
-    places: NDArray[np.int64],
-    priority: str,
-    parameters: NDArray[np.float64],
-    predict: int,
-    flags: NDArray[np.uint8],
-) -> None: ...
 def two_caches(
     experts: NDArray[np.int64],
     need: NDArray[np.uint8],
-    guessed: NDArray[np.int64],
-    as_: NDArray[np.uint8],
     high: NDArray[np.bool_],
     low: NDArray[np.bool_],
     high_places: int,
     low_places: int,
     weights: NDArray[np.float64],
     flags: NDArray[np.uint8],
-    order: NDArray[np.uint8],
-    ordered: NDArray[np.uint8],
 ) -> None: ...
 def stack_depths(
     ids: NDArray[np.uint16],

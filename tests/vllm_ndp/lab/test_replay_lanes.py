@@ -109,16 +109,16 @@ def test_chance_repeats_and_keeps_as_many():
     [
         ({"need": np.zeros((1, 2, 1, 2), np.uint8)}, "must be"),
         ({"weights": np.zeros(3)}, r"weights \[2\]"),
-        ({"guessed": np.full((1, 2, 1, 1), 9)}, r"0\.\.E-1"),
+        ({"experts": np.full((1, 2, 1, 1), 9)}, r"0\.\.E-1"),
         ({"low_places": -1}, "places"),
     ],
 )
 def test_hobbits_compiled_caches_refuse_what_they_cannot_index(change, says):
     cells = np.zeros((1, 2, 1, 1), np.uint8)
     arguments = {
-        "experts": cells.astype(np.int64), "need": cells, "guessed": cells.astype(np.int64), "as_": cells,
-        "high": np.zeros((1, 5), np.bool_), "low": np.zeros((1, 5), np.bool_), "high_places": 1, "low_places": 1,
-        "weights": np.zeros(2), "flags": cells.copy(), "order": cells.copy(), "ordered": cells.copy(),
+        "experts": cells.astype(np.int64), "need": cells, "high": np.zeros((1, 5), np.bool_),
+        "low": np.zeros((1, 5), np.bool_), "high_places": 1, "low_places": 1, "weights": np.zeros(2),
+        "flags": cells.copy(),
     }  # fmt: skip
     _lanes.two_caches(**arguments)
     with pytest.raises(ValueError, match=says):

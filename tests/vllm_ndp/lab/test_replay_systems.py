@@ -187,7 +187,6 @@ def test_a_summary_adds_layers_attention_and_head():
         ("hobbit", {"low_slots": float("nan")}, "low_slots must lie in 0..16"),
         ("hobbit", {"low_slots": 17}, r"low_slots must lie in 0..16"),
         ("hobbit", {"low_slots": 2.5}, "whole number"),
-        ("hobbit", {"ahead": "always"}, "ahead must be one of auto, on, off"),
         ("gpu_on_demand", {"cache": "fifo"}, "cache must be"),
         ("balanced", {"spill_bits": 7}, "spill_bits"),
         ("moepic", {"theta": 2.0}, "theta"),
@@ -207,7 +206,7 @@ def test_an_impossible_option_is_refused(system, own, says):
 
 
 def test_every_option_has_its_system_and_others_are_refused_before_anything_runs():
-    CompareSettings(systems=("balanced", "hobbit"), options={"spill_bits": 2, "ahead": "on"})
+    CompareSettings(systems=("balanced", "hobbit"), options={"spill_bits": 2, "low_slots": 4})
     with pytest.raises(ConfigError, match=r"unknown option 'spill_bit': the chosen systems have spill_bits"):
         CompareSettings(systems=("balanced",), options={"spill_bit": 2})
     with pytest.raises(ConfigError, match="the chosen systems have none"):

@@ -76,7 +76,7 @@ class SharedCache {
             held_[lowest_[from]] = 0, leaving_[lowest_[from]] = kHighest, --count_;
             look_at(from);
         }
-        held_[expert] = 1, ++count_;  // and pinned: who enters is in use or guessed
+        held_[expert] = 1, ++count_;  // and pinned: who enters is in use
     }
 
     void unpin(size_t layer, const std::vector<double>& value) {
@@ -108,59 +108,33 @@ class SharedCache {
     }
 };
 
-constexpr uint8_t kHit = 1, kEarly = 2, kLate = 4, kLow = 8;
+constexpr uint8_t kHit = 1, kLow = 2;
 
-// Guessed experts are ordered before a layer, then its own choices are served, in both caches. See hobbit.py.
-void two_caches(In<int64_t, 4> experts, In<uint8_t, 4> need, In<int64_t, 4> guessed, In<uint8_t, 4> as, In<bool, 2> high,
-                In<bool, 2> low, int64_t high_places, int64_t low_places, In<double, 1> weights, Out<uint8_t, 4> flags,
-                Out<uint8_t, 4> order, Out<uint8_t, 4> ordered) {
+// A layer's choices are served in both caches. See hobbit.py.
+void two_caches(In<int64_t, 4> experts, In<uint8_t, 4> need, In<bool, 2> high, In<bool, 2> low, int64_t high_places,
+                int64_t low_places, In<double, 1> weights, Out<uint8_t, 4> flags) {
     const size_t groups = experts.shape(0), steps = experts.shape(1), layers = experts.shape(2);
-    const size_t slots = experts.shape(3), guesses = guessed.shape(3), num_experts = high.shape(1);
+    const size_t slots = experts.shape(3), num_experts = high.shape(1);
     want(has_shape(need, {groups, steps, layers, slots}) && has_shape(flags, {groups, steps, layers, slots}) &&
-             has_shape(order, {groups, steps, layers, slots}) && has_shape(guessed, {groups, steps, layers, guesses}) &&
-             has_shape(as, {groups, steps, layers, guesses}) && has_shape(ordered, {groups, steps, layers, guesses}) &&
              has_shape(high, {layers, num_experts}) && has_shape(low, {layers, num_experts}) && has_shape(weights, {2}),
-         "experts, need, flags and order must be [G, D, L, S], guessed, as and ordered [G, D, L, S'], high and low "
-         "[L, E], weights [2]");
-    want(guesses < 255, "at most 254 experts can be guessed for a layer");
+         "experts, need and flags must be [G, D, L, S], high and low [L, E], weights [2]");
     want(high_places >= 0 && low_places >= 0, "places must be at least 0");
     require_known(experts, num_experts);
-    require_known(guessed, num_experts);
 
     nb::gil_scoped_release release;
     const double* w = weights.data();
     SharedCache upper(layers, num_experts), lower(layers, num_experts);
     std::vector<double> value;
-    std::vector<int64_t> at_high(layers * num_experts), at_low(layers * num_experts);  // when an expert was ordered
-    std::vector<uint8_t> as_guess(layers * num_experts);                               // and as which guess
-    int64_t now = 0;
     for (size_t g = 0; g < groups; ++g) {
         upper.begin(high.data(), static_cast<size_t>(high_places));
         lower.begin(low.data(), static_cast<size_t>(low_places));
         value.assign(layers * num_experts, 0.0);
         for (size_t d = 0; d < steps; ++d) {
             for (size_t l = 0; l < layers; ++l) {
-                ++now;
-                const size_t cell = (g * steps + d) * layers + l;
-                const int64_t *ids = experts.data() + cell * slots, *ahead = guessed.data() + cell * guesses;
-                const uint8_t *needs = need.data() + cell * slots, *ahead_as = as.data() + cell * guesses;
-                uint8_t *flag = flags.data() + cell * slots, *which = order.data() + cell * slots;
-                uint8_t* copies = ordered.data() + cell * guesses;
-                for (size_t s = 0; s < guesses; ++s) {
-                    if (!ahead_as[s]) continue;
-                    const size_t e = l * num_experts + static_cast<size_t>(ahead[s]);
-                    upper.pin(e, l), lower.pin(e, l);
-                }
-                for (size_t s = 0; s < guesses; ++s) {
-                    copies[s] = 0;
-                    if (!ahead_as[s]) continue;
-                    const size_t e = l * num_experts + static_cast<size_t>(ahead[s]);
-                    if (upper.holds(e) || (ahead_as[s] == 2 && lower.holds(e))) continue;
-                    copies[s] = ahead_as[s];
-                    as_guess[e] = static_cast<uint8_t>(s);
-                    (ahead_as[s] == 1 ? at_high : at_low)[e] = now;
-                    (ahead_as[s] == 1 ? upper : lower).enter(e, l);
-                }
+                const size_t cell = ((g * steps + d) * layers + l) * slots;
+                const int64_t* ids = experts.data() + cell;
+                const uint8_t* needs = need.data() + cell;
+                uint8_t* flag = flags.data() + cell;
                 for (size_t s = 0; s < slots; ++s) {
                     if (!needs[s]) continue;
                     const size_t e = l * num_experts + static_cast<size_t>(ids[s]);
@@ -168,22 +142,17 @@ void two_caches(In<int64_t, 4> experts, In<uint8_t, 4> need, In<int64_t, 4> gues
                     upper.pin(e, l), lower.pin(e, l);
                 }
                 for (size_t s = 0; s < slots; ++s) {
-                    flag[s] = 0, which[s] = 255;
+                    flag[s] = 0;
                     if (!needs[s]) continue;
                     const size_t e = l * num_experts + static_cast<size_t>(ids[s]);
-                    if (at_high[e] == now) {
-                        flag[s] = kEarly, which[s] = as_guess[e];
-                    } else if (upper.holds(e)) {
+                    if (upper.holds(e)) {
                         flag[s] = kHit;
                     } else if (needs[s] == 1) {
-                        flag[s] = kLate;
                         upper.enter(e, l);
-                    } else if (at_low[e] == now) {
-                        flag[s] = kEarly | kLow, which[s] = as_guess[e];
                     } else if (lower.holds(e)) {
                         flag[s] = kHit | kLow;
                     } else {
-                        flag[s] = kLate | kLow;
+                        flag[s] = kLow;
                         lower.enter(e, l);
                     }
                 }
@@ -199,7 +168,6 @@ void add_stacks(nb::module_& module);  // stacks.cpp
 
 NB_MODULE(_lanes, module) {
     add_stacks(module);
-    module.def("two_caches", &two_caches, nb::arg("experts"), nb::arg("need"), nb::arg("guessed"), nb::arg("as_"),
-               nb::arg("high"), nb::arg("low"), nb::arg("high_places"), nb::arg("low_places"), nb::arg("weights"),
-               nb::arg("flags"), nb::arg("order"), nb::arg("ordered"));
+    module.def("two_caches", &two_caches, nb::arg("experts"), nb::arg("need"), nb::arg("high"), nb::arg("low"),
+               nb::arg("high_places"), nb::arg("low_places"), nb::arg("weights"), nb::arg("flags"));
 }
