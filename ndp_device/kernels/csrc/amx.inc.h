@@ -53,7 +53,7 @@ NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, c
             uint8_t* to = out + (block * chunks + chunk) * 8 * 64;
             i32x16 shifts{}, zeros{};
             if constexpr (Code::kFp4) {
-                shifts = Code::shifts(meta + block * (kMetaBytes / 2), chunk);
+                shifts = Code::factors(meta + block * (Code::kMetaBytes / 2), chunk);
                 zeros = kShiftedZero * 0x01010101 - ((kFp4Zero * 0x01010101 - i32x16{}) << shifts);
             }
             NDP_UNROLL(8)
@@ -74,10 +74,10 @@ NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, c
 template <class Code, int LIMBS>
 bool multiply_unit(const QuantizedView& w, const Activations& a, int unit, float* y, ptrdiff_t stride) {
     const int chunks = w.padded_group / kChunkCols, steps = chunks * 8;
-    if (a.tokens * LIMBS < kFewestTileRows || steps % kTileSteps != 0 || w.padded_group > kWidestGroup) return false;
-    const uint8_t* stored = w.meta + static_cast<ptrdiff_t>(unit) * w.groups * kMetaBytes;
+    if (a.tokens * LIMBS < kFewestTileRows || (Code::kFp4 && !Code::kShifts) || steps % kTileSteps != 0 || w.padded_group > kWidestGroup) return false;
+    const uint8_t* stored = w.meta + static_cast<ptrdiff_t>(unit) * w.groups * Code::kMetaBytes;
     for (int g = 0; Code::kFp4 && g < w.groups; ++g)
-        if (!shifts_codes(stored + g * kMetaBytes)) return false;
+        if (!shifts_codes(stored + g * Code::kMetaBytes)) return false;
     const ptrdiff_t start = static_cast<ptrdiff_t>(unit) * w.unit_chunks;
     const uint8_t* c0 = w.component[0] + start * chunk_bytes(Code::kWidth0);
     const uint8_t* c1 = Code::kWidth1 ? w.component[1] + start * chunk_bytes(Code::kWidth1) : c0;
@@ -90,8 +90,8 @@ bool multiply_unit(const QuantizedView& w, const Activations& a, int unit, float
         unpack_group<Code>(c0, c1, chunks, stored, codes);
         f32x16 scale[kUnitBlocks], offset[kUnitBlocks];
         for (int block = 0; block < kUnitBlocks; ++block)
-            Code::read_meta(stored + block * (kMetaBytes / 2), scale[block], offset[block]);
-        stored += kMetaBytes;
+            Code::read_meta(stored + block * (Code::kMetaBytes / 2), scale[block], offset[block]);
+        stored += Code::kMetaBytes;
         c0 += chunks * chunk_bytes(Code::kWidth0);
         c1 += chunks * chunk_bytes(Code::kWidth1);
         const ptrdiff_t at = static_cast<ptrdiff_t>(g) * a.tokens;

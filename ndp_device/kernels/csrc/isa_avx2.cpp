@@ -16,16 +16,13 @@ NDP_INLINE Words fp4_levels(Words codes) {
 }
 
 // Of columns 0 and 1 of each step and of columns 2 and 3, whose products add up in two sums of 16 bits.
-NDP_INLINE int32_t fp4_zero(const int8_t* codes) {
+NDP_INLINE int32_t fp4_zero(const int8_t* codes, int columns) {
     int16_t sums[2] = {};
-    for (int i = 0; i < kChunkCols; ++i) sums[i / 2 % 2] -= kFp4Zero * codes[i];
+    for (int i = 0; i < columns; ++i) sums[i / 2 % 2] -= kFp4Zero * codes[i];
     int32_t both;
     std::memcpy(&both, sums, 4);
     return both;
 }
-
-// A factor that shifts both of a row's sums of 16 bits by so many bits.
-NDP_INLINE __m256i factors_of(__m256i shifts) { return _mm256_sllv_epi32(_mm256_set1_epi32(0x00010001), shifts); }
 
 typedef uint32_t PackWord __attribute__((vector_size(32)));
 constexpr int kPackRows = 8;
@@ -107,6 +104,19 @@ NDP_INLINE void add_wide_step(const uint8_t* codes, ptrdiff_t block_bytes, const
 
 namespace {
 
+// Of FP4: what both of a row's sums of 16 bits under a group's scale are multiplied by, of 8 rows of a block's meta data.
+template <class Code>
+NDP_INLINE __m256i factors_of(const uint8_t* meta, int half, int scale) {
+    const __m256i low = _mm256_set1_epi32(15);
+    if constexpr (Code::kShifts) {
+        const __m256i shifts = _mm256_srli_epi32(load<__m256i>(meta + half * 32), 4 * scale);
+        return _mm256_sllv_epi32(_mm256_set1_epi32(0x00010001), _mm256_and_si256(shifts, low));
+    }
+    const __m256i both = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load<int64_t>(meta + 64 + scale * kBlockRows + half * 8)));
+    const __m256i factors = _mm256_sllv_epi32(_mm256_and_si256(both, low), _mm256_srli_epi32(both, 4));
+    return _mm256_or_si256(factors, _mm256_slli_epi32(factors, 16));
+}
+
 // The integer products of ROWS rows, token limbs, with the codes of one group of a unit as they lie in memory: [row][part], a
 // part being 8 of the unit's 32 rows. One chunk, eight steps, adds up in 16 bits.
 template <class Code, int ROWS>
@@ -120,21 +130,23 @@ NDP_INLINE void dot_in_registers(const uint8_t* c0, const uint8_t* c1, int chunk
     }
     // At once: with more of them sums leave the registers; 3 bits are faster so all the same.
     constexpr int kParts = Code::kWidth1 == 1 ? 4 : 4 / ROWS;
+    constexpr int kVectors = Code::kVectors / Code::kScales;  // under one scale
     static_assert(8 * 2 * Code::kTop * kTopLimb <= 32767, "sums of 16 bits");
     for (int chunk = 0; chunk < chunks; ++chunk) {
         NDP_UNROLL(2)
         for (int first = 0; first < 4; first += kParts) {
             __m256i pairs[ROWS][kParts] = {};
-            if constexpr (Code::kFp4) {
-                NDP_UNROLL(2)
-                for (int row = 0; row < ROWS; ++row) {
-                    NDP_UNROLL(4)
-                    for (int part = 0; part < kParts; ++part)
-                        pairs[row][part] = _mm256_set1_epi32(zeros[row * chunks + chunk]);
-                }
-            }
             NDP_UNROLL(4)
             for (int q = 0; q < 4; ++q) {
+                if (Code::kFp4 && q % kVectors == 0) {
+                    NDP_UNROLL(2)
+                    for (int row = 0; row < ROWS; ++row) {
+                        NDP_UNROLL(4)
+                        for (int part = 0; part < kParts; ++part)
+                            pairs[row][part] =
+                                _mm256_set1_epi32(zeros[(row * chunks + chunk) * Code::kScales + q / kVectors]);
+                    }
+                }
                 __m256i four[2][ROWS];
                 NDP_UNROLL(2)
                 for (int high = 0; high < 2; ++high) {
@@ -158,18 +170,20 @@ NDP_INLINE void dot_in_registers(const uint8_t* c0, const uint8_t* c1, int chunk
                         asm volatile("" : "+x"(sum));  // or g++ adds products up in trees, out of registers
                     }
                 }
-            }
-            NDP_UNROLL(4)
-            for (int part = 0; part < kParts; ++part) {
-                __m256i factors = _mm256_set1_epi16(1);
-                if constexpr (Code::kFp4) {
-                    const __m256i shifts = _mm256_srli_epi32(load<__m256i>(meta + (first + part) * 32), 4 * chunk);
-                    factors = factors_of(_mm256_and_si256(shifts, _mm256_set1_epi32(15)));
-                }
-                NDP_UNROLL(2)
-                for (int row = 0; row < ROWS; ++row) {
-                    __m256i& sum = dots[row][first + part];
-                    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs[row][part], factors));
+                if ((q + 1) % kVectors != 0) continue;
+                NDP_UNROLL(4)
+                for (int part = 0; part < kParts; ++part) {
+                    __m256i factors = _mm256_set1_epi16(1);
+                    if constexpr (Code::kFp4) {
+                        const int of = first + part;
+                        factors = factors_of<Code>(meta + of / 2 * (Code::kMetaBytes / 2), of % 2,
+                                                   chunk * Code::kScales + q / kVectors);
+                    }
+                    NDP_UNROLL(2)
+                    for (int row = 0; row < ROWS; ++row) {
+                        __m256i& sum = dots[row][first + part];
+                        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs[row][part], factors));
+                    }
                 }
             }
         }
@@ -203,22 +217,24 @@ void unit_tokens(const QuantizedView& w, const Activations& a, int unit, int tok
     const ptrdiff_t at = static_cast<ptrdiff_t>(unit) * w.unit_chunks;
     const uint8_t* c0 = w.component[0] + at * chunk_bytes(Code::kWidth0);
     const uint8_t* c1 = Code::kWidth1 ? w.component[1] + at * chunk_bytes(Code::kWidth1) : c0;
-    const uint8_t* stored = w.meta + static_cast<ptrdiff_t>(unit) * w.groups * kMetaBytes;
+    const uint8_t* stored = w.meta + static_cast<ptrdiff_t>(unit) * w.groups * Code::kMetaBytes;
     __m256 out[TOKENS][4] = {};
     for (int g = 0; g < w.groups; ++g) {
         __m256i dots[kRows][4];
         const ptrdiff_t of = static_cast<ptrdiff_t>(g) * a.tokens + token, row = of * LIMBS * chunks;
         const int8_t* x = a.codes + row * kChunkCols;
         if constexpr (Code::kFields == 1) dot_bytes<kRows>(c0, chunks * 8, x, dots);
-        else dot_in_registers<Code, kRows>(c0, c1, chunks, x, a.zeros + (Code::kFp4 ? row : 0), stored, dots);
-        __builtin_prefetch(stored + kMetaLead);
-        __builtin_prefetch(stored + kMetaLead + 64);
+        else dot_in_registers<Code, kRows>(c0, c1, chunks, x, a.zeros + (Code::kFp4 ? row * Code::kScales : 0), stored, dots);
+        NDP_UNROLL(6)
+        for (int line = 0; line < Code::kMetaBytes; line += 64)
+            __builtin_prefetch(stored + kMetaLead * Code::kMetaBytes + line);
         NDP_UNROLL(4)
         for (int part = 0; part < 4; ++part) {
             __m256 scale, offset{};
             if constexpr (Code::kFp4) {
-                const __m256i exponents = _mm256_set1_epi32(0x7f800000);
-                scale = _mm256_castsi256_ps(_mm256_and_si256(load<__m256i>(stored + part * 32), exponents));
+                const __m256i bits = load<__m256i>(stored + part / 2 * (Code::kMetaBytes / 2) + part % 2 * 32);
+                const __m256i kept = _mm256_set1_epi32(Code::kShifts ? 0x7f800000 : -1);
+                scale = _mm256_castsi256_ps(_mm256_and_si256(bits, kept));
             } else {
                 const uint8_t* meta = stored + (part / 2 * 32 + part % 2 * 8) * 2;
                 scale = _mm256_cvtph_ps(load<__m128i>(meta));
@@ -237,7 +253,7 @@ void unit_tokens(const QuantizedView& w, const Activations& a, int unit, int tok
         }
         c0 += chunks * chunk_bytes(Code::kWidth0);
         c1 += chunks * chunk_bytes(Code::kWidth1);
-        stored += kMetaBytes;
+        stored += Code::kMetaBytes;
     }
     NDP_UNROLL(2)
     for (int t = 0; t < TOKENS; ++t) {

@@ -3,7 +3,7 @@
 //   NDP_UNROLL(n)    unrolls the next loop, or nothing
 //   Words            the widest vector of uint16_t that lives in a register
 //   fp4_levels(Words codes)   E2M1 codes, a byte each, as what kFp4Levels (kernel_table.h) gives for them
-//   fp4_zero(const int8_t*)   a word of Activations' zeros as this file's products begin with it
+//   fp4_zero(const int8_t*, columns)   a word of Activations' zeros as this file's products begin with it
 //   PackWord, kPackRows, store_rows, pick   see packing.inc.h
 //   Floats, halves_to_floats, kFullRows, kFullTokens   full precision: the vector, how to load it from fp16, and how many rows
 //                    of weights and of activations have their sums in registers
@@ -19,9 +19,8 @@ namespace {
 
 // Bytes of software prefetch, measured (docs/log/kernels.md).
 constexpr int kGemvLead = 2048;
-constexpr int kMetaLead = 512;
+constexpr int kMetaLead = 4;  // groups
 
-constexpr int kMetaBytes = 4 * kUnitRows;  // of a group of a unit
 constexpr int kUsualChunks = 4;            // of the groups that most files have
 
 // ---- codes -----------------------------------------------------------------------------------------------------
@@ -31,12 +30,15 @@ constexpr int kUsualChunks = 4;            // of the groups that most files have
 // W0 and W1 are the component widths (W1 = 0: one component). Two components are merged in place, which costs half of
 // what two passes of products do. DROPPED lowest bits do not count: in place they are masked off, and the sums, exact
 // multiples, are shifted down, so that nothing after them differs from components that never had these bits.
-// FP4 codes are E2M1 numbers: each becomes its level, twice the number plus kFp4Zero, where it is shifted down. Sums of a
-// chunk begin at what takes that zero away, so that they need no offset, and are shifted up to their group's smallest scale.
-template <int W0, int W1, int DROPPED = 0, bool FP4 = false>
+// FP4 codes are E2M1 numbers: each becomes its level, twice the number plus kFp4Zero, where it is shifted down. Sums of the
+// columns under one scale, FP4 many, begin at what takes that zero away, so that they need no offset, and are multiplied by
+// what their scale is of their group's.
+template <int W0, int W1, int DROPPED = 0, int FP4 = 0>
 struct Codes {
     static constexpr int kWidth0 = W0, kWidth1 = W1, kDropped = DROPPED;
-    static constexpr bool kFp4 = FP4;
+    static constexpr bool kFp4 = FP4 != 0, kShifts = FP4 == kMxfp4;
+    static constexpr int kScales = kFp4 ? kChunkCols / FP4 : 1;  // of a chunk
+    static constexpr int kMetaBytes = (FP4 == kNvfp4 ? 4 + kFp4Columns / kNvfp4 : 4) * kUnitRows;  // of a group of a unit
     // The largest factor of a product; sums of levels may wrap around, as they end without the levels' zero.
     static constexpr int kTop = FP4 ? kFp4Zero : ((1 << (W0 + W1)) - 1) >> DROPPED;
     static constexpr int kFields = W0 == 8 ? 1 : 2, kVectors = 8 / kFields;
@@ -61,7 +63,7 @@ struct Codes {
     // Scale and offset of 16 rows, of a group's meta data from the rows' block on.
     static NDP_INLINE void read_meta(const uint8_t* meta, f32x16& scale, f32x16& offset) {
         if constexpr (FP4) {
-            scale = (f32x16)(load<u32x16>(meta) & 0x7f800000u);
+            scale = kShifts ? (f32x16)(load<u32x16>(meta) & 0x7f800000u) : load<f32x16>(meta);
             offset = f32x16{};
         } else {
             scale = half_to_float(reinterpret_cast<const uint16_t*>(meta));
@@ -69,8 +71,17 @@ struct Codes {
         }
     }
 
-    // By how many bits the sums of a group's chunk are shifted up, of FP4.
-    static NDP_INLINE i32x16 shifts(const uint8_t* meta, int chunk) { return (load<i32x16>(meta) >> (4 * chunk)) & 15; }
+    // Of FP4: what the sums under a group's scale are multiplied by, or shifted up.
+    static NDP_INLINE i32x16 factors(const uint8_t* meta, int scale) {
+        if constexpr (kShifts) return (load<i32x16>(meta) >> (4 * scale)) & 15;
+        const i32x16 both = bytes_to_ints(meta + 64 + scale * kBlockRows);
+        return (both & 15) << (both >> 4);
+    }
+
+    static NDP_INLINE i32x16 multiplied(i32x16 sum, i32x16 factor) {
+        if constexpr (kShifts) return sum << factor;
+        return sum * factor;
+    }
 
     // `block` points to this block's first vector of the chunk; its vectors lie kUnitBlocks * 64 bytes apart.
     template <class Words>
@@ -102,7 +113,7 @@ struct Codes {
 template <class Code, int LIMBS>
 void multiply_width(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride);
 
-template <int W0, int W1, int DROPPED = 0, bool FP4 = false>
+template <int W0, int W1, int DROPPED = 0, int FP4 = 0>
 void multiply_codes(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride) {
     using Code = Codes<W0, W1, DROPPED, FP4>;
     (a.limbs == 2 ? multiply_width<Code, 2> : multiply_width<Code, 1>)(w, a, first, last, y, stride);
@@ -110,14 +121,15 @@ void multiply_codes(const QuantizedView& w, const Activations& a, int first, int
 
 void multiply(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride) {
     const int second = w.num_components == 2 ? w.width[1] : 0;
-    switch (w.is_fp4 * 1000 + w.width[0] * 100 + second * 10 + w.dropped) {
+    switch (w.fp4 * 1000 + w.width[0] * 100 + second * 10 + w.dropped) {
         case 100: return multiply_codes<1, 0>(w, a, first, last, y, stride);
         case 200: return multiply_codes<2, 0>(w, a, first, last, y, stride);
         case 201: return multiply_codes<2, 0, 1>(w, a, first, last, y, stride);
         case 210: return multiply_codes<2, 1>(w, a, first, last, y, stride);
         case 220: return multiply_codes<2, 2>(w, a, first, last, y, stride);
         case 221: return multiply_codes<2, 2, 1>(w, a, first, last, y, stride);
-        case 1400: return multiply_codes<4, 0, 0, true>(w, a, first, last, y, stride);
+        case kMxfp4 * 1000 + 400: return multiply_codes<4, 0, 0, kMxfp4>(w, a, first, last, y, stride);
+        case kNvfp4 * 1000 + 400: return multiply_codes<4, 0, 0, kNvfp4>(w, a, first, last, y, stride);
         case 800: return multiply_codes<8, 0>(w, a, first, last, y, stride);
         default: __builtin_trap();  // PackedMatrix::check lets no other ones through
     }
@@ -167,9 +179,8 @@ void quantize(const QuantizeJob& job) {
         const float exact = sum_lanes(sums);
         job.scale[g * job.token_stride] = scale + (exact - exact);
         job.sum[g * job.token_stride] = sum_lanes(to_float(code_sums)) * scale + (exact - exact);
-        const int chunks = job.padded_group / kChunkCols * job.limbs;
-        for (int chunk = 0; job.zeros && chunk < chunks; ++chunk)
-            job.zeros[g * job.token_stride * chunks + chunk] = fp4_zero(to + chunk * kChunkCols);
+        const int scales = job.zeros ? job.padded_group / job.fp4 * job.limbs : 0;
+        for (int i = 0; i < scales; ++i) job.zeros[g * job.token_stride * scales + i] = fp4_zero(to + i * job.fp4, job.fp4);
     }
 }
 

@@ -10,8 +10,9 @@
 namespace {
 
 // Where the meta data of one of some blocks begins; those of two units lie `stride` apart.
+template <class Code>
 NDP_INLINE const uint8_t* block_meta(const uint8_t* meta, ptrdiff_t stride, int block) {
-    return meta + block / kUnitBlocks * stride + block % kUnitBlocks * (kMetaBytes / 2);
+    return meta + block / kUnitBlocks * stride + block % kUnitBlocks * (Code::kMetaBytes / 2);
 }
 
 // TOKENS tokens from `token` on meet each vector of codes as it is unpacked, of UNITS units: two are two streams, which the
@@ -22,29 +23,30 @@ void multiply_units(const QuantizedView& w, const Activations& a, int token, int
     constexpr int kBlocks = UNITS * kUnitBlocks, kRows = TOKENS * LIMBS;
     // High fields of one token stay in place, in sums of their own, which are shifted down at the end.
     constexpr bool kInPlace = TOKENS == 1 && Code::kFields == 2 && !Code::kFp4;
+    constexpr int kVectors = Code::kVectors / Code::kScales;  // under one scale
     const int chunks = CHUNKS ? CHUNKS : w.padded_group / kChunkCols, padded = chunks * kChunkCols;
     const ptrdiff_t stride0 = static_cast<ptrdiff_t>(w.unit_chunks) * chunk_bytes(Code::kWidth0);
     const ptrdiff_t stride1 = static_cast<ptrdiff_t>(w.unit_chunks) * chunk_bytes(Code::kWidth1);
-    const ptrdiff_t meta_stride = static_cast<ptrdiff_t>(w.groups) * kMetaBytes;
+    const ptrdiff_t meta_stride = static_cast<ptrdiff_t>(w.groups) * Code::kMetaBytes;
     const uint8_t* c0 = w.component[0] + unit * stride0;
     const uint8_t* c1 = Code::kWidth1 ? w.component[1] + unit * stride1 : nullptr;
     const uint8_t* meta = w.meta + unit * meta_stride;
     const int8_t* x = a.codes + token * LIMBS * padded;
-    const int32_t* zeros = Code::kFp4 ? a.zeros + token * LIMBS * chunks : nullptr;
+    const int32_t* zeros = Code::kFp4 ? a.zeros + token * LIMBS * chunks * Code::kScales : nullptr;
     f32x16 out[TOKENS][kBlocks] = {};
     for (int g = 0; g < w.groups; ++g) {
         i32x16 sums[kInPlace + 1][kRows][kBlocks] = {}, total[kRows][kBlocks] = {};
         for (int chunk = 0; chunk < chunks; ++chunk) {
-            if constexpr (Code::kFp4) {
-                NDP_UNROLL(8)
-                for (int row = 0; row < kRows; ++row) {
-                    NDP_UNROLL(4)
-                    for (int block = 0; block < kBlocks; ++block)
-                        sums[0][row][block] = zeros[row * chunks + chunk] - i32x16{};
-                }
-            }
             NDP_UNROLL(8)
             for (int q = 0; q < Code::kVectors; ++q) {
+                if (Code::kFp4 && q % kVectors == 0) {
+                    NDP_UNROLL(8)
+                    for (int row = 0; row < kRows; ++row) {
+                        NDP_UNROLL(4)
+                        for (int block = 0; block < kBlocks; ++block)
+                            sums[0][row][block] = zeros[(row * chunks + chunk) * Code::kScales + q / kVectors] - i32x16{};
+                    }
+                }
                 u16x32 v[kBlocks];
                 NDP_UNROLL(4)
                 for (int block = 0; block < kBlocks; ++block) {
@@ -77,13 +79,15 @@ void multiply_units(const QuantizedView& w, const Activations& a, int token, int
                     }
                 }
                 asm volatile("" : "+r"(c0), "+r"(c1), "+r"(x));  // or g++ loads ahead until it runs out of registers
-            }
-            if constexpr (Code::kFp4) {
-                NDP_UNROLL(4)
-                for (int block = 0; block < kBlocks; ++block) {
-                    const i32x16 shifts = Code::shifts(block_meta(meta, meta_stride, block), chunk);
-                    NDP_UNROLL(8)
-                    for (int row = 0; row < kRows; ++row) total[row][block] += sums[0][row][block] << shifts;
+                if (Code::kFp4 && (q + 1) % kVectors == 0) {
+                    NDP_UNROLL(4)
+                    for (int block = 0; block < kBlocks; ++block) {
+                        const uint8_t* at = block_meta<Code>(meta, meta_stride, block);
+                        const i32x16 factors = Code::factors(at, chunk * Code::kScales + q / kVectors);
+                        NDP_UNROLL(8)
+                        for (int row = 0; row < kRows; ++row)
+                            total[row][block] += Code::multiplied(sums[0][row][block], factors);
+                    }
                 }
             }
         }
@@ -97,8 +101,10 @@ void multiply_units(const QuantizedView& w, const Activations& a, int token, int
                     total[row][block] >>= Code::kDropped;
                 }
             }
-            const uint8_t* at = block_meta(meta, meta_stride, block);
-            __builtin_prefetch(at + kMetaLead);
+            const uint8_t* at = block_meta<Code>(meta, meta_stride, block);
+            NDP_UNROLL(3)
+            for (int line = 0; line < Code::kMetaBytes / 2; line += 64)
+                __builtin_prefetch(at + kMetaLead * Code::kMetaBytes + line);
             f32x16 scale, offset;
             Code::read_meta(at, scale, offset);
             NDP_UNROLL(4)
@@ -111,9 +117,9 @@ void multiply_units(const QuantizedView& w, const Activations& a, int token, int
         }
         c0 += chunks * chunk_bytes(Code::kWidth0);
         if constexpr (Code::kWidth1 > 0) c1 += chunks * chunk_bytes(Code::kWidth1);
-        meta += kMetaBytes;
+        meta += Code::kMetaBytes;
         x += static_cast<ptrdiff_t>(a.tokens) * LIMBS * padded;
-        if constexpr (Code::kFp4) zeros += static_cast<ptrdiff_t>(a.tokens) * LIMBS * chunks;
+        if constexpr (Code::kFp4) zeros += static_cast<ptrdiff_t>(a.tokens) * LIMBS * chunks * Code::kScales;
     }
     NDP_UNROLL(4)
     for (int t = 0; t < TOKENS; ++t) {
@@ -143,8 +149,7 @@ template <class Code, int LIMBS>
 void multiply_in_registers(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride) {
     constexpr int kTokens = 4;  // with two limbs 8 rows x 2 blocks of sums: 16 of 32 registers
     const bool is_usual = w.padded_group == kUsualChunks * kChunkCols;
-    const auto multiply =
-        is_usual ? multiply_tokens<Code, LIMBS, kTokens, kUsualChunks> : multiply_tokens<Code, LIMBS, kTokens, 0>;
+    const auto multiply = is_usual ? multiply_tokens<Code, LIMBS, kTokens, kUsualChunks> : multiply_tokens<Code, LIMBS, kTokens, 0>;
     for (int unit = first; unit < last; unit += 2) {  // which stay in the second cache
         const int end = unit + 2 < last ? unit + 2 : last;
         for (int token = 0; token < a.tokens;) token += multiply(w, a, token, unit, end, y + (unit - first) * kUnitRows, stride);

@@ -50,6 +50,16 @@ NDP_INLINE i32x16 broadcast_step(const int8_t* four) {
     return v - i32x16{};
 }
 
+NDP_INLINE i32x16 bytes_to_ints(const uint8_t* p) {
+#if defined(__AVX512F__)  // g++ converts bytes one by one
+    return (i32x16)_mm512_cvtepu8_epi32(load<__m128i>(p));
+#else
+    i32x16 v;
+    for (int i = 0; i < 16; ++i) v[i] = p[i];
+    return v;
+#endif
+}
+
 NDP_INLINE f32x16 to_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
 
 // Reference conversion by integer arithmetic: exact for subnormals, infinities and NaN.
@@ -62,10 +72,10 @@ NDP_INLINE f32x16 half_to_float_by_bits(const uint16_t* p) {
     return (f32x16)(bits | sign);
 }
 
-// See Activations: of the 32 codes of one chunk.
-NDP_INLINE int32_t zero_of_levels(const int8_t* codes) {
+// See Activations: of the codes of the columns under one scale.
+NDP_INLINE int32_t zero_of_levels(const int8_t* codes, int columns) {
     int32_t sum = 0;
-    for (int i = 0; i < kChunkCols; ++i) sum += codes[i];
+    for (int i = 0; i < columns; ++i) sum += codes[i];
     return -kFp4Zero * sum;
 }
 
