@@ -51,6 +51,7 @@ _DECIDED_JOINTLY = {
     "cold_precision": "chooses among widths, of which this leaves none",
     "execution": "has placed experts by all that the device has time for",
     "offload_bits": "has placed experts by all that the device has time for",
+    "replan": "gives widths that fit the memory and the loss of just those experts, which decode then keeps",
 }
 """Settings beside which a joint plan is refused, and why."""
 
@@ -156,7 +157,6 @@ class NdpSettings:
             if (value := getattr(self, name)) is not None and value < least:
                 raise ConfigError(f"ndp setting {name!r} must be {least} or more, got {value}")
         self._check_joint()
-        self._check_replan()
         self._check_prices()
         for name in _QUANTIZED if self.cold_precision == "full" else ():
             if (value := getattr(self, name)) != getattr(NdpSettings, name):
@@ -196,17 +196,6 @@ class NdpSettings:
             if value != default[name].default and (name, value) != ("execution", "paper"):
                 raise ConfigError(
                     f"ndp setting {name!r} is {value!r}, but a joint plan {why}: drop it, or use 'plan': 'fixed'"
-                )
-
-    def _check_replan(self) -> None:
-        beside = {
-            "plan": (self.is_joint, "whose widths fit the memory and the loss of just those experts"),
-        }
-        for name, (hinders, why) in beside.items():
-            if self.replan == "drift" and hinders:
-                raise ConfigError(
-                    f"ndp setting 'replan' is 'drift', which exchanges experts while requests decode, but {name!r} is "
-                    f"{getattr(self, name)!r}, {why}: drop one of the two"
                 )
 
     def with_prices(self, num_experts: int, *, one_worker_on_cpu: bool) -> NdpSettings:

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from fp8_rows import encode_fp8_rows
 from numpy.typing import NDArray
-from pretend_gpu import address, peek
-from real_gpu import Gpu, gpu_of
+from pretend_gpu import Gpu, address, gpu_of, peek
 
 from ndp_device.common.errors import DeviceUnavailable
 from ndp_device.timing.public_models import public_shape

@@ -13,11 +13,14 @@ from __future__ import annotations
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map
+
+from vllm_ndp.integration.cuda.streams import Stream, make_stream, pinned_for
 
 aten = torch.ops.aten
 GPU = torch.device("meta")
@@ -263,3 +266,44 @@ class MainEvent(LazyEvent):
 
     def wait_on_main(self) -> None:
         """The main stream is past it."""
+
+
+GPUS = ["pretended", pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = [*GPUS, "host"]
+
+
+class RealGpu:
+    """A GPU that is one, with the interface of the pretended one: the same tests run on real streams and kernels.
+
+    On the host's own memory it is what the plugin has without a GPU: streams that are done at once; layers have another
+    kernel there, so that tests of layers run on GPUs only. Counts no waits: real ones are seen by a profiler.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.pinned = device, pinned_for(device)
+        self.waits: list[str] = []
+        self.launches = 0
+
+    def __enter__(self) -> RealGpu:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def tensor(self, data: torch.Tensor) -> torch.Tensor:
+        return data.clone().to(self.device)
+
+    def stream(self) -> Stream:
+        return make_stream(self.device)
+
+
+Gpu: TypeAlias = PretendGpu | RealGpu
+
+
+def gpu_of(kind: str) -> Gpu:
+    if kind == "pretended":
+        return PretendGpu()
+    if kind == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return RealGpu(torch.device("cpu") if kind == "host" else torch.device("cuda", 0))

@@ -10,8 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pretend_gpu import LazyEvent, LazyStream, PretendGpu, peek
-from real_gpu import KINDS, gpu_of
+from pretend_gpu import KINDS, LazyEvent, LazyStream, PretendGpu, gpu_of, peek
 
 from vllm_ndp.integration.cuda import copies
 from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
@@ -117,7 +116,7 @@ def test_a_layer_has_the_main_stream_wait_for_its_moves_and_the_host_for_no_copy
         def __init__(self) -> None:
             self.stream = left.pop(0)
 
-        def carry_out(self, moves: object) -> LazyEvent:
+        def __call__(self, moves: object) -> LazyEvent:
             for move in moves:  # type: ignore[attr-defined]
                 move()
             return self.stream.record_event()
@@ -168,7 +167,7 @@ def test_moves_share_one_stream_which_is_none_of_those_that_vllm_computes_on(mon
 
 def test_a_move_that_fails_is_raised_where_its_layer_waits() -> None:
     class Failing:
-        def carry_out(self, moves: object) -> LazyEvent:
+        def __call__(self, moves: object) -> LazyEvent:
             raise OSError("the pool is gone")
 
     migrator = Migrator(os.sched_getaffinity(0), Failing)

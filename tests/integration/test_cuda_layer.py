@@ -11,7 +11,7 @@ import torch
 from cuda_layers import Client, Outcome, Setup, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from real_gpu import GPUS
+from pretend_gpu import GPUS
 
 from ndp_device.transport.sender_thread import SenderThread
 from vllm_ndp.integration.cuda.messenger import Messenger

@@ -25,10 +25,8 @@ def configuration(mode: str | None = None, **changed: Any) -> Any:
         use_inductor_graph_partition=False,
         max_cudagraph_capture_size=None,
     )
-    offload = SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0))
     config = SimpleNamespace(
         compilation_config=compilation,
-        offload_config=offload,
         speculative_config=None,
         parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
         scheduler_config=SimpleNamespace(max_num_seqs=1000),
@@ -54,8 +52,6 @@ def test_a_plain_configuration_is_not_refused(mode: str | None) -> None:
 @pytest.mark.parametrize(
     ("changed", "switch"),
     [
-        ({"offload_config__uva__cpu_offload_gb": 4}, "--cpu-offload-gb"),
-        ({"offload_config__prefetch__offload_group_size": 2}, "--offload-group-size"),
         ({"mode": "FULL"}, '"cudagraph_mode":"FULL_DECODE_ONLY"'),
         ({"mode": "FULL_AND_PIECEWISE"}, '"NONE"'),
         ({"mode": "FULL_DECODE_ONLY", "parallel_config__world_size": 2}, "several GPUs"),
@@ -65,7 +61,7 @@ def test_a_plain_configuration_is_not_refused(mode: str | None) -> None:
             "use_inductor_graph_partition",
         ),
     ],
-    ids=["offload", "prefetch", "full", "full and piecewise", "several GPUs", "drafts", "inductor's partition"],
+    ids=["full", "full and piecewise", "several GPUs", "drafts", "inductor's partition"],
 )
 def test_what_would_not_be_effective_is_refused_with_its_switch(changed: dict[str, Any], switch: str) -> None:
     (what,) = refused(configuration(**changed))

@@ -116,7 +116,7 @@ def test_a_worker_s_hot_experts_are_quantized_from_the_checkpoint(
 
     from vllm_ndp.integration import hot_experts
     from vllm_ndp.integration.experts_pool import ExpertsPool
-    from vllm_ndp.integration.streaming import StagingStreamer
+    from vllm_ndp.integration.hot_experts import StagingStreamer
     from vllm_ndp.layer.tiers import Tiers
 
     pool = ExpertsPool(MODEL)

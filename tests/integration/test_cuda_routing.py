@@ -16,7 +16,7 @@ import torch
 from engines import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from real_gpu import KINDS, Gpu, gpu_of
+from pretend_gpu import KINDS, Gpu, gpu_of
 
 from vllm_ndp.integration import batch
 from vllm_ndp.integration.batch import KvGroup, RowLocator, Span, TrackedRequest

@@ -13,14 +13,13 @@ import torch
 from cuda_layers import expert
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pretend_gpu import GPU, PretendGpu, WatchedStream, peek
-from real_gpu import KINDS, gpu_of
+from pretend_gpu import GPU, KINDS, PretendGpu, WatchedStream, gpu_of, peek
 
 from ndp_device.experts.part import WHOLE, Part
 from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
 from vllm_ndp.integration.experts_pool import ExpertWeights
+from vllm_ndp.integration.hot_experts import StagingStreamer
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
-from vllm_ndp.integration.streaming import StagingStreamer
 from vllm_ndp.layer.split import Pairs
 
 HIDDEN, INTERMEDIATE, EXPERTS, SLOTS = 16, 12, 6, 3

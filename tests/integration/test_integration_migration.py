@@ -10,7 +10,7 @@ import pytest
 from engines import PROMPTS, REPLICAS, engine, greedy, token_ids
 
 from vllm_ndp.config import NdpSettings
-from vllm_ndp.integration import controller, streaming
+from vllm_ndp.integration import controller, hot_experts
 from vllm_ndp.integration.hot_experts import Migrator
 
 pytestmark = pytest.mark.vllm
@@ -26,13 +26,13 @@ def serve(keeps: bool, monkeypatch: pytest.MonkeyPatch):
     Then a prompt that was to change the placement leaves, and slots hold the placement as before.
     """
     reads: list[tuple[int, int]] = []
-    load = streaming.StagingStreamer._load
+    load = hot_experts.StagingStreamer._load
 
     def counted(self, layer, expert, *more):
         reads.append((layer, expert))
         load(self, layer, expert, *more)
 
-    monkeypatch.setattr(streaming.StagingStreamer, "_load", counted)
+    monkeypatch.setattr(hot_experts.StagingStreamer, "_load", counted)
     monkeypatch.setattr(NdpSettings, "keeps_streamed", keeps)
     with engine(settings=SETTINGS, max_num_batched_tokens=32) as llm:
         reads.clear()
@@ -134,7 +134,7 @@ def generate() -> list[list[list[int]]]:
 
 
 def test_slow_copies_change_no_token(monkeypatch):
-    undisturbed, fill, threads = generate(), streaming.StagingStreamer.fill, set()
+    undisturbed, fill, threads = generate(), hot_experts.StagingStreamer.fill, set()
 
     def slow(self, *arguments):
         if threading.current_thread() is not threading.main_thread():
@@ -142,6 +142,6 @@ def test_slow_copies_change_no_token(monkeypatch):
             threading.Event().wait(0.02)
         fill(self, *arguments)
 
-    monkeypatch.setattr(streaming.StagingStreamer, "fill", slow)
+    monkeypatch.setattr(hot_experts.StagingStreamer, "fill", slow)
     assert generate() == undisturbed
     assert len(threads) == 1

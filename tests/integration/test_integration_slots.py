@@ -157,8 +157,8 @@ def test_what_a_staging_slot_was_filled_with_is_given_back() -> None:
     from engines import MODEL
 
     from vllm_ndp.integration.experts_pool import ExpertsPool
+    from vllm_ndp.integration.hot_experts import StagingStreamer
     from vllm_ndp.integration.hot_slots import CpuSlotKernel, SlotWeights
-    from vllm_ndp.integration.streaming import StagingStreamer
 
     def held() -> int:
         found = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
@@ -188,8 +188,8 @@ def test_experts_that_stay_where_they_pass_give_the_same_bits(dtype) -> None:  #
     from engines import MODEL
 
     from vllm_ndp.integration.experts_pool import ExpertsPool
+    from vllm_ndp.integration.hot_experts import StagingStreamer
     from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotWeights
-    from vllm_ndp.integration.streaming import StagingStreamer
     from vllm_ndp.layer.split import NO_PAIRS, Pairs
 
     pool = ExpertsPool(MODEL)

@@ -117,8 +117,8 @@ def test_slots_of_every_activation_match_the_yardstick(
 def test_streamed_experts_have_their_own_layers_activation(tmp_path: Path) -> None:
     """Two layers, of which the second clamps, as EXAONE's `swiglu_limits` say."""
     from vllm_ndp.integration.experts_pool import ExpertsPool
+    from vllm_ndp.integration.hot_experts import StagingStreamer
     from vllm_ndp.integration.hot_slots import HotSlots, SlotWeights
-    from vllm_ndp.integration.streaming import StagingStreamer
     from vllm_ndp.layer.split import Pairs
 
     limits = [0.0, 0.5, 0.5]

@@ -23,7 +23,6 @@ from vllm_ndp.integration.report import (
     DEVICE_STAGES,
     PAIR_KINDS,
     RequestReport,
-    StepCosts,
     StepReport,
     energy_shares,
     of_all_stages,
@@ -89,12 +88,12 @@ def test_the_report_of_a_pipeline_is_the_sum_of_its_stages_each_by_its_layers():
 
     def stage(number: int, layers: int, bits: float, took_ps: int, cause: str) -> StepReport:
         pairs = dict.fromkeys(PAIR_KINDS, 0) | {"cold": layers, "hot": layers}
-        costs = StepCosts(None, [0.25] * layers, layers, 10 * layers, 1, number == 0, {cause: layers, "late": 1})
+        costs = "", None, [0.25] * layers, layers, 10 * layers, 1, number == 0, {cause: layers, "late": 1}
         sums = dict.fromkeys(_SUMMED, layers)
         energy, plan = dict.fromkeys(DEVICE_PARTS, 0.5 * layers), {"avg_bits": bits, "predicted_nats": 0.25 * layers}
         return StepReport(
             *(7, 7 + took_ps, {"a": pairs}, {"a": plan}, {}, 2 * layers, {"a": (1, 0)}, number, 7),
-            *({"a": energy}, sums, {"dram": layers}, costs),
+            *({"a": energy}, sums, {"dram": layers}, *costs),
         )
 
     whole = of_all_stages([stage(1, 1, 2.0, 50, "down"), stage(0, 3, 4.0, 100, "lost")], PipelineClock(2))
@@ -104,8 +103,9 @@ def test_the_report_of_a_pipeline_is_the_sum_of_its_stages_each_by_its_layers():
     assert whole.plans == {"a": {"avg_bits": (3 * 4.0 + 2.0) / 4, "predicted_nats": 1.0}}
     assert whole.device_pj == {"a": dict.fromkeys(DEVICE_PARTS, 2.0)}
     assert (whole.device, whole.device_bounds) == (dict.fromkeys(_SUMMED, 4), {"dram": 4})
-    costs = StepCosts(None, [0.25] * 4, 4, 40, 1, False, {"lost": 3, "down": 1, "late": 2})
-    assert whole.costs == costs
+    assert (whole.plan_s, whole.round_trips_s, whole.device_up) == (None, [0.25] * 4, False)
+    assert (whole.migrated_experts, whole.kept_experts, whole.prefills) == (4, 40, 1)
+    assert whole.fallbacks == {"lost": 3, "down": 1, "late": 2}
 
 
 def test_energy_is_shared_by_pairs_on_the_device():

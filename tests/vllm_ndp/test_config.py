@@ -333,7 +333,7 @@ IMPOSSIBLE: list[tuple[Any, str]] = [
     ({"avg_bits": {"max_loss": 0.05}, "policy": {"bit_rule": "mse"}}, "needs bit_rule 'layers'"),
     ({"avg_bits": {"max_loss": "little"}}, "'max_loss' must be a number"),
     # plans that follow decode
-    (DRIFT | {"plan": "joint"}, "while requests decode, but 'plan' is 'joint'"),
+    (DRIFT | {"plan": "joint"}, "'replan' is 'drift', but a joint plan gives widths"),
     (DRIFT | {"hot_experts": 0}, "0 of 8 are hot: use 'replan': 'prefill'"),
     # devices
     *(({"devices": devices}, "'devices' must be") for devices in ({"address": A, "key": "k"}, [3], True)),

@@ -13,7 +13,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,24 +54,6 @@ class ExecuteHandle:
     patience_s: float  # from the beginning to the deadline
     result: ExecuteResult | None = None
     failure: DeviceError | DeviceUnavailable | RemoteProtocolError | None = None
-
-
-class Executes(Protocol):
-    """Interface of a layer to one device, or to several as to one."""
-
-    def begin_execute(
-        self,
-        layer: int,
-        step: int,
-        submit_ps: int,
-        x: NDArray[Any],
-        pair_rows: NDArray[np.int32],
-        pair_experts: NDArray[np.int32],
-        pair_bits: NDArray[np.uint8],
-        gates: NDArray[np.float32],
-    ) -> Any: ...
-
-    def finish_execute(self, handle: Any) -> ExecuteResult: ...
 
 
 @dataclass

@@ -25,7 +25,7 @@ from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.device_link import DeviceLink, DeviceView
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.facts import WorkerFacts
-from vllm_ndp.integration.host_replicas import LocalReplicas
+from vllm_ndp.integration.host_replicas import HostExperts
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.price_probe import PriceProbe, Shared, WantedPrices
 from vllm_ndp.layer.devices import DeviceRules
@@ -78,7 +78,7 @@ def open_device(
     devices = setup.devices_of(costs, full_precision=worker.planning.full_precision)
     if members is None:
         return setup, costs, DeviceView(setup, devices, None, (True,) * setup.num_devices)
-    local = LocalReplicas(worker.model_dir, replicas, worker.kernel) if setup.same_without else None
+    local = HostExperts(worker.model_dir, replicas, worker.kernel, worker.layers) if setup.same_without else None
     link = DeviceLink(members, setup, devices, worker.pool.model, worker.layers, dtype, local)
     return setup, costs, DeviceView(setup, devices, link)
 

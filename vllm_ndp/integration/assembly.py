@@ -28,16 +28,15 @@ from vllm_ndp.integration.cuda.packet import RowForm
 from vllm_ndp.integration.cuda.routing import routing_by
 from vllm_ndp.integration.cuda.streams import LateCheck, make_stream, pinned_for
 from vllm_ndp.integration.cuda.whole_step import RunningStep
-from vllm_ndp.integration.device_link import HostCpuExperts
 from vllm_ndp.integration.facts import WorkerFacts
-from vllm_ndp.integration.hot_experts import HotExperts, slots_of_module
+from vllm_ndp.integration.host_replicas import HostExperts
+from vllm_ndp.integration.hot_experts import HotExperts, StagingStreamer, slots_of_module
 from vllm_ndp.integration.hot_slots import HotSlots, SlotWeights, make_slot_kernel
 from vllm_ndp.integration.moe_layer import LAYERS, HotViews, LayerParts, MoELayer
 from vllm_ndp.integration.planner import PlanRunner
 from vllm_ndp.integration.price_probe import Shared
 from vllm_ndp.integration.quantized_slots import ReplicaFill
 from vllm_ndp.integration.report import DEVICE_TIME
-from vllm_ndp.integration.streaming import StagingStreamer
 from vllm_ndp.layer.run import Run
 from vllm_ndp.planning.bitwidths import LossTable
 
@@ -220,7 +219,7 @@ class Assembly:
             )
         return ReplicaFill(facts.model_dir, replicas, facts.settings.slot_bits, facts.kernel, facts.layers, slots)
 
-    def make_host(self) -> HostCpuExperts | None:
+    def make_host(self) -> HostExperts | None:
         """None where this rank's CPU computes no experts: of several ranks the leader's computes them, whole. Raises
         ConfigError where it would keep copies of them."""
         facts = self.facts
@@ -234,7 +233,7 @@ class Assembly:
             )
         if not facts.ranks.leads:
             return None
-        return HostCpuExperts(facts.model_dir, facts.kernel, facts.layers)
+        return HostExperts(facts.model_dir, None, facts.kernel, facts.layers)
 
     def make_messenger(self) -> Messenger | None:
         """Where decode layers do not wait for the GPU: their way to the device and back."""

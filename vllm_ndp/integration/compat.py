@@ -26,7 +26,7 @@ from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.timing.spec import Hardware, load_hardware
 from vllm_ndp import setting_names
 from vllm_ndp.config import NdpSettings
-from vllm_ndp.integration import drafts, vllm_private
+from vllm_ndp.integration import drafts, vllm_private, waiting
 from vllm_ndp.integration.batch import KvGroup
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.operating.hub import asked_of_hub
@@ -380,26 +380,20 @@ def bind_ranks(vllm_config: VllmConfig) -> None:
     """Give each rank cores of its own where vLLM's CPU build would end: it wants a NUMA node for each of them."""
     from vllm.utils.cpu_resource_utils import get_visible_memory_node
 
-    global _binding
-    if not on_cpu() or os.environ.get(_BINDING, _binding) != _binding or "VLLM_CPU_SIM_MULTI_NUMA" in os.environ:
+    if not on_cpu() or {_BINDING, "VLLM_CPU_SIM_MULTI_NUMA"} & set(os.environ):
         return  # the user's own
     parallel = vllm_config.parallel_config
     num_ranks = parallel.world_size * parallel.data_parallel_size_local
-    if _binding:  # of an engine before this one in the same process
-        os.environ.pop(_BINDING, None)
-        _binding = ""
     if num_ranks <= max(len(get_visible_memory_node()), 1):
         return
     cores = sorted(os.sched_getaffinity(0))
     parts = [cores[len(cores) * i // num_ranks : len(cores) * (i + 1) // num_ranks] for i in range(num_ranks)]
-    _binding = "|".join(",".join(map(str, part)) for part in parts) if all(parts) else "nobind"
-    os.environ[_BINDING] = _binding
-    say(f"{num_ranks} ranks on fewer NUMA nodes: {_BINDING}={_binding}, which you may set yourself")
+    binding = "|".join(",".join(map(str, part)) for part in parts) if all(parts) else "nobind"
+    waiting.set_for_engine(_BINDING, binding)
+    say(f"{num_ranks} ranks on fewer NUMA nodes: {_BINDING}={binding}, which you may set yourself")
 
 
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
-_binding = ""
-"""Value that `bind_ranks` set for the engine that was configured last."""
 
 
 def device_cores(bound: set[int]) -> list[int]:

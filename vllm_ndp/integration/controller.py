@@ -26,7 +26,8 @@ from vllm_ndp.integration.batch import RowLocator, TrackedRequest
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.cuda.streams import Arrival, make_stream, pinned_for
 from vllm_ndp.integration.cuda.whole_step import WholeStep
-from vllm_ndp.integration.device_link import DeviceView, HostCpuExperts
+from vllm_ndp.integration.device_link import DeviceView
+from vllm_ndp.integration.host_replicas import HostExperts
 from vllm_ndp.integration.other_connectors import loads_of
 from vllm_ndp.integration.recording import RunRecorder, run_provenance
 from vllm_ndp.integration.report import StepReport
@@ -101,13 +102,13 @@ class NdpController:
             raise ConfigError(
                 limits.cannot_capture(f"execution {facts.settings.execution!r}, which waits for the host")
             )
-        stand_in: list[HostCpuExperts] = []
+        stand_in: list[HostExperts] = []
 
         def compute(layer: int, x: NDArray[np.float32], pairs: Pairs) -> NDArray[np.float32]:
             if (link := parts.device.link) is not None and (found := link.stand_in(layer, x, pairs)) is not None:
                 return found
             if not stand_in:
-                stand_in.append(HostCpuExperts(facts.model_dir, facts.kernel, facts.layers))
+                stand_in.append(HostExperts(facts.model_dir, None, facts.kernel, facts.layers))
             return stand_in[0].execute(layer, x, pairs._replace(bits=np.full_like(pairs.bits, FULL_PRECISION_BITS)))
 
         vllm_private.full_graphs_where(self.worker.runner, self._fits_a_graph)

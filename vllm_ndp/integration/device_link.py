@@ -12,7 +12,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,14 +21,13 @@ from numpy.typing import NDArray
 from ndp_device.common.errors import DeviceError, DeviceUnavailable, ReplicaError
 from ndp_device.common.model_shape import ModelShape
 from ndp_device.common.widths import FLAG_OF_BITS, FULL_PRECISION_BITS
-from ndp_device.kernels import Kernel
 from ndp_device.transport.sender_thread import Order, SendOutcome
 from vllm_ndp.device_client.client import DeviceClient
-from vllm_ndp.device_client.connection import ExecuteResult, Executes
+from vllm_ndp.device_client.connection import ExecuteResult
 from vllm_ndp.device_client.device_group import DeviceGroup
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.device_members import DeviceMembers
-from vllm_ndp.integration.host_replicas import LocalReplicas
+from vllm_ndp.integration.host_replicas import HostExperts
 from vllm_ndp.integration.step import Step
 from vllm_ndp.layer import _split
 from vllm_ndp.layer.devices import Devices, slowest
@@ -76,6 +74,12 @@ def chosen(x: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
     return x if len(rows) == len(x) else x.index_select(0, torch.from_numpy(rows).to(x.device))
 
 
+def sent_rows(x: torch.Tensor, pairs: Pairs) -> NDArray[np.float32]:
+    """The rows of x [T, H] that pairs need, on the host: [S, H]."""
+    rows: NDArray[np.float32] = chosen(x, pairs.sent_rows).detach().float().cpu().numpy()
+    return rows
+
+
 def as_numpy(x: torch.Tensor) -> NDArray[Any]:
     """float32 and float16 as they are; bfloat16, which numpy lacks, as uint16."""
     host = x.detach().cpu().contiguous()
@@ -112,7 +116,7 @@ class DeviceCall:
     """One layer's call under way."""
 
     pairs: Pairs
-    _client: Executes
+    _client: DeviceClient | DeviceGroup
     _handle: Any  # None: the device was away, and nothing was sent
     _sent_s: float
     _round_trips_s: deque[float]  # where the time that this one took goes
@@ -159,7 +163,7 @@ class DeviceLink:
         shape: ModelShape,
         layers: range,
         dtype: torch.dtype,
-        local: LocalReplicas | None,
+        local: HostExperts | None,
     ) -> None:
         """`devices`: where there are several, who holds and serves what. `shape`: of the whole model. `layers`: those
         of its MoE layers that this worker runs, which it counts from 0. `dtype`: of activations. `local`: computes what
@@ -313,28 +317,16 @@ class DeviceLink:
         self._fallbacks.clear()
         return taken
 
-    def compute_locally(self, layer: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
-        """The pairs of a call that got no answer, with the same replicas and kernel: [T, H].
+    def stand_in(self, layer: int, x: NDArray[np.float32], pairs: Pairs) -> NDArray[np.float32] | None:
+        """The pairs of a call that got no answer, with the same replicas and kernel: sums [S, H] of the rows that were
+        sent, x [S, H].
 
         None: the settings ask for full precision instead, or the replicas cannot be read here either.
         """
         if self._local is None:
             return None
-        activations = x.detach().float().cpu().numpy()
-        partial = self._stand_in(layer, activations, pairs.rows.astype(np.int32), pairs)
-        return None if partial is None else torch.from_numpy(partial).to(x.device)
-
-    def stand_in(self, layer: int, x: NDArray[np.float32], pairs: Pairs) -> NDArray[np.float32] | None:
-        """The same for the rows that were sent, x [S, H] -> [S, H]."""
-        return None if self._local is None else self._stand_in(layer, x, pairs.local, pairs)
-
-    def _stand_in(
-        self, layer: int, x: NDArray[np.float32], rows: NDArray[np.int32], pairs: Pairs
-    ) -> NDArray[np.float32] | None:
-        assert self._local is not None
-        asked = rows, pairs.experts, pairs.bits, pairs.topk_weights
         try:
-            return self._local.execute(self._layers[layer], x, *asked)
+            return self._local.execute(layer, x, pairs)
         except ReplicaError as error:
             say(f"{error}; computing in full precision instead")
             return None
@@ -381,19 +373,3 @@ class DeviceView:
             return tuple(self.devices.all_alive)
         alive = self.up if self.agreed is None else self.agreed
         return alive if self.link is None else self.link.note_availability(alive)
-
-
-class HostCpuExperts:
-    """By the device's own kernel, in this process, so that a warm expert gives what a device in full precision gives.
-    Weights are read where the pool has mapped them: an expert that becomes warm is copied nowhere."""
-
-    def __init__(self, model_dir: Path, kernel: Kernel, layers: range) -> None:
-        """layers: of the model, which this worker counts from 0."""
-        self._layers, self._local = layers, LocalReplicas(model_dir, None, kernel)
-        self.description = f"the host's CPU, full precision, kernel {kernel.name}"
-
-    def execute(self, layer: int, x: NDArray[np.float32], pairs: Pairs) -> NDArray[np.float32]:
-        """The weighted sum over the pairs of each row of x [S, H]. Raises ReplicaError where the checkpoint has been
-        cut short."""
-        _, local, experts, bits, topk_weights = pairs
-        return self._local.execute(self._layers[layer], x, local, experts, bits, topk_weights)

@@ -23,6 +23,7 @@ from ndp_device.replicas.format import ReplicaFiles, read_manifest
 from ndp_device.replicas.store import ExpertStore
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.compat import say
+from vllm_ndp.layer.split import Pairs
 from vllm_ndp.planning.bitwidths import LossTable
 
 
@@ -91,27 +92,26 @@ def load_losses(replicas: Path, layers: range, settings: NdpSettings) -> LossTab
     )
 
 
-class LocalReplicas:
-    """The device's arithmetic in this process: the same replicas, the same kernel (`fallback="same"`)."""
+class HostExperts:
+    """The device's arithmetic in this process, by its own kernel: an expert gives here what it gives on a device.
 
-    def __init__(self, model_dir: Path, replicas: Path | None, kernel: Kernel) -> None:
-        self._kernel = kernel
+    Weights in full precision are read where the pool has mapped them, so that nothing is copied.
+    """
+
+    def __init__(self, model_dir: Path, replicas: Path | None, kernel: Kernel, layers: range) -> None:
+        """layers: of the model, which this worker counts from 0."""
+        self._kernel, self._layers = kernel, layers
         self._store = ExpertStore(model_dir, replicas, kernel=kernel)
+        self.description = f"the host's CPU, full precision, kernel {kernel.name}"
 
-    def execute(
-        self,
-        layer: int,
-        x: NDArray[np.float32],
-        rows: NDArray[np.int32],
-        experts: NDArray[np.int32],
-        bits: NDArray[np.uint8],
-        topk_weights: NDArray[np.float32],
-    ) -> NDArray[np.float32]:
-        """Pairs of one layer, each with its bits -> weighted partial sum f32 [T, H]."""
-        keys, places = np.unique(experts.astype(np.int64) << 8 | bits, return_inverse=True)
-        prepared = [self._store.get(layer, key >> 8, key & 255) for key in keys.tolist()]
-        y = self._kernel.execute(x, prepared, rows, places.astype(np.int32), topk_weights)
-        self._store.check_used(layer, np.unique(bits).tolist())
+    def execute(self, layer: int, x: NDArray[np.float32], pairs: Pairs) -> NDArray[np.float32]:
+        """The weighted sum over the pairs of each row of x [S, H], which are those that the pairs need. Raises
+        ReplicaError where a file has been cut short."""
+        of_model, keys = self._layers[layer], pairs.experts.astype(np.int64) << 8 | pairs.bits
+        distinct, places = np.unique(keys, return_inverse=True)
+        prepared = [self._store.get(of_model, key >> 8, key & 255) for key in distinct.tolist()]
+        y = self._kernel.execute(x, prepared, pairs.local, places.astype(np.int32), pairs.topk_weights)
+        self._store.check_used(of_model, np.unique(pairs.bits).tolist())
         return y
 
 

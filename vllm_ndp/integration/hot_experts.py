@@ -1,7 +1,8 @@
 """All hot slots of this worker: how an expert gets into GPU memory, stays there, or only passes through.
 
-Migration copies experts into slots beside the step to come; streaming runs rows through experts that have no slot.
-Knows slots, the pool and the thread that copies. Does not know requests, plans or the device.
+Migration copies experts into slots beside the step to come; streaming runs rows through experts that have no slot, by a
+staging slot. On a GPU two of them take turns: one expert arrives while another one computes. Knows slots, the pool and
+the thread that copies. Does not know requests, plans or the device.
 
 A layer waits for its own slots and for nothing else, so what a step computes does not depend on how fast copies are.
 """
@@ -12,36 +13,32 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
+from ndp_device.experts.part import Part
 from vllm_ndp.integration.cuda.low_bit_slots import LowBitSlots, form_of_vllm
 from vllm_ndp.integration.cuda.streams import CudaEvent, Event, own_stream
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotWeights
 from vllm_ndp.integration.quantized_slots import QuantizedSlots, ReplicaFill
-from vllm_ndp.integration.streaming import StagingStreamer
 from vllm_ndp.layer.split import Pairs
 from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.plan import Placement
 
 Move = Callable[[], None]
-
-
-class Beside(Protocol):
-    """A stream for the moves of one layer, behind what the step before may still be reading."""
-
-    def carry_out(self, moves: Sequence[Move]) -> Event:
-        """Called in the thread; the event is passed when the moves are done."""
+CarryOut = Callable[[Sequence[Move]], Event]
+"""Does the moves of one layer in the thread, behind what the step before may still be reading; the event is passed when
+they are done."""
 
 
 class Migrator:
     def __init__(
-        self, cores: Collection[int], beside: Callable[[], Beside | None] | None = None, threads: int = 1
+        self, cores: Collection[int], beside: Callable[[], CarryOut | None] | None = None, threads: int = 1
     ) -> None:
         """`cores`: where the threads may run; the one that makes them may be bound to a single core. None of them:
         there is no thread, and moves are carried out as they are begun, on the caller's stream. `beside`: asked for
@@ -85,35 +82,30 @@ class _OneStream:
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
-    def __call__(self) -> _Behind | None:
+    def __call__(self) -> CarryOut | None:
         if not torch.cuda.is_initialized():
             return None
         if self._stream is None:
             self._stream = own_stream(torch.device("cuda", torch.cuda.current_device()))  # of the worker's thread
-        return _Behind(self._stream)
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self._stream.device))
+        return partial(_behind, self._stream, ready)
 
 
-class _Behind:
-    """The moves of one layer, behind what the step before may still be reading."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream, self._ready = stream, torch.cuda.Event()
-        self._ready.record(torch.cuda.current_stream(stream.device))
-
-    def carry_out(self, moves: Sequence[Move]) -> Event:
-        done = torch.cuda.Event()
-        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._ready)
-            for move in moves:
-                move()
-            done.record(self._stream)
-        return CudaEvent(done, self._stream.device)
+def _behind(stream: torch.cuda.Stream, ready: torch.cuda.Event, moves: Sequence[Move]) -> Event:
+    done = torch.cuda.Event()
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        stream.wait_event(ready)
+        for move in moves:
+            move()
+        done.record(stream)
+    return CudaEvent(done, stream.device)
 
 
 @torch.inference_mode()
-def _carry_out(moves: Sequence[Move], beside: Beside | None) -> Event | None:
+def _carry_out(moves: Sequence[Move], beside: CarryOut | None) -> Event | None:
     if beside is not None:
-        return beside.carry_out(moves)
+        return beside(moves)
     for move in moves:
         move()
     return None
@@ -139,6 +131,100 @@ def slots_of_module(
     hidden, intermediate = held.w2.shape[1:]
     form = form_of_vllm(slot_bits, hidden, intermediate, held.w13.dtype)
     return LowBitSlots(kernel, held, num_experts, num_quantized, form, *own)
+
+
+class StagingStreamer:
+    """How full-precision experts leave the pool: into a hot slot, or through the kernel for rows that need them now."""
+
+    def __init__(self, pool: ExpertsPool, kernel: CpuSlotKernel | CudaSlotKernel, like: SlotWeights) -> None:
+        """kernel: of any layer's slots; like: their layout and dtype."""
+        self._pool, self._kernel = pool, kernel
+        self._copies, self._like = kernel.copies if isinstance(kernel, CudaSlotKernel) else None, like
+        self._staging = [like.empty_like(1) for _ in range(1 if self._copies is None else 2)]
+        self._free: list[Event | None] = [None for _ in self._staging]  # passed when what lay there has been read
+        self._turn = 0
+        self.staging_bytes = sum(slot.num_bytes for slot in self._staging)
+        self.description = "the checkpoint, read page by page"
+
+    def release(self) -> None:
+        """Give back memory that calls so far have filled, and that may never be needed again."""
+        if self._copies is None:  # fresh pages take memory once they are written
+            self._staging = [self._like.empty_like(1)]
+
+    def fill(self, layer: int, expert: int, to: SlotWeights, slot: int) -> None:
+        """Write one expert into slot `slot`."""
+        self._load(layer, expert, None, None, to, slot)
+
+    def _load(
+        self, layer: int, expert: int, share: Part | None, after: Event | None, to: SlotWeights, slot: int
+    ) -> None:
+        """after: where on the stream the slot has been read, if that was noted."""
+        weights = self._pool.expert(layer, expert, share)
+        if isinstance(self._kernel, CudaSlotKernel):
+            self._kernel.load(to, slot, weights, after)
+        else:
+            self._kernel.load(to, slot, weights)
+        self._pool.check(layer)
+
+    def run(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        pairs: Pairs,
+        slots: HotSlots,
+        keep: Mapping[int, int],
+        shares: Sequence[Part],
+    ) -> torch.Tensor:
+        """Weighted sum over the pairs of each row, f32 [T, H], in an order that the pairs alone decide. keep: expert ->
+        the slot where it stays.
+
+        shares: which parts of each expert; an expert that stays passes through in its own worker's part only.
+        """
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        if not pairs:  # every expert that is streamed is another rank's
+            return total
+        order = np.argsort(pairs.experts, kind="stable")  # each expert is read once per call
+        all_rows, all_weights = self._upload([pairs.rows[order], pairs.topk_weights[order]], x.device)
+        begin = self._record(x.device)
+        experts, starts = np.unique(pairs.experts[order], return_index=True)
+        ends = dict(zip(experts.tolist(), zip(starts, [*starts[1:], len(order)], strict=True), strict=True))
+
+        def sums(expert: int, held: SlotWeights, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+            """The rows of an expert that lies in this slot, and what it gives each of them."""
+            start, end = ends[expert]
+            rows = all_rows[start:end]
+            weights = all_weights[start:end].unsqueeze(1).clone()  # Triton compiles anew for addresses that are uneven
+            index = torch.full((len(rows), 1), slot, dtype=torch.int32, device=x.device)
+            return rows, slots.kernel.run(x.index_select(0, rows), held, weights, index)
+
+        own = len(shares) == 1  # and not those of all ranks, one after the other
+        here = {expert: slot for expert in ends if own and (slot := slots.whole_expert_in(expert)) is not None}
+        first = {expert: sums(expert, slots.held, slot) for expert, slot in here.items() if slot in keep.values()}
+        for expert in ends:  # in this order, wherever an expert lies: so does a row's sum
+            if expert in here:
+                rows, part = first.get(expert) or sums(expert, slots.held, here[expert])
+                total.index_add_(0, rows, part.float())
+                continue
+            for share in shares:
+                if (slot := keep.get(expert)) is not None:
+                    slots.migrate(slot, expert, partial(self._load, layer, expert, None, begin))
+                    rows, part = sums(expert, slots.held, slot)
+                else:
+                    self._turn = (self._turn + 1) % len(self._staging)
+                    held = self._staging[self._turn]
+                    self._load(layer, expert, share, self._free[self._turn], held, 0)
+                    rows, part = sums(expert, held, 0)
+                    self._free[self._turn] = self._record(x.device)
+                total.index_add_(0, rows, part.float())
+        return total
+
+    def _upload(self, arrays: list[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+        if self._copies is None:
+            return [torch.from_numpy(array).to(device) for array in arrays]
+        return self._copies.of_this_thread(device).upload(arrays, device)
+
+    def _record(self, device: torch.device) -> Event | None:
+        return None if self._copies is None else self._copies.of_this_thread(device).record_main()
 
 
 class HotExperts:

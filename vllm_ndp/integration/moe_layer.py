@@ -17,7 +17,8 @@ from vllm_ndp.integration.cuda.layer import AsideLayer, FixedOutput
 from vllm_ndp.integration.cuda.limits import refuse_capture
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.cuda.whole_step import RunningStep
-from vllm_ndp.integration.device_link import DeviceView, HostCpuExperts, add_sums, chosen
+from vllm_ndp.integration.device_link import DeviceView, add_sums, sent_rows
+from vllm_ndp.integration.host_replicas import HostExperts
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.hot_slots import HotSlots, SlotPairs
 from vllm_ndp.integration.planner import PlanRunner
@@ -82,7 +83,7 @@ class LayerParts:
     planner: PlanRunner
     running: RunningStep
     views: HotViews
-    host: HostCpuExperts | None = None
+    host: HostExperts | None = None
     """None where the host's CPU computes no experts, or another rank does that."""
     messenger: Messenger | None = None
     """Where decode layers do not wait for the GPU."""
@@ -189,7 +190,7 @@ class MoELayer:
         try:
             warm = None
             if split.warm and parts.host is not None:  # its rows leave before hot experts keep a GPU busy
-                warm = chosen(x, split.warm.sent_rows).detach().float().cpu().numpy()
+                warm = sent_rows(x, split.warm)
             beside()
             out = self._slots.run(x, hot)
             if split.stream:  # of a prompt: one sum in float32, rounded at its end; some experts stay where they pass
@@ -211,8 +212,10 @@ class MoELayer:
     def _compute_here(self, out: torch.Tensor, x: torch.Tensor, pairs: Pairs) -> None:
         """The device gave no valid answer: add the same pairs, computed in this process."""
         assert self._link is not None
-        here = self._link.compute_locally(self.index, x, pairs)
-        out.add_(self._parts.hot.stream_whole(self.index, x, pairs) if here is None else here)
+        if (sums := self._link.stand_in(self.index, sent_rows(x, pairs), pairs)) is None:
+            out.add_(self._parts.hot.stream_whole(self.index, x, pairs))
+        else:
+            add_sums(out, sums, pairs.sent_rows)
 
 
 def _on_host(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -82,19 +82,6 @@ def energy_shares(
 
 
 @dataclass
-class StepCosts:
-    """Wall-clock times and counters of one worker in one step. Nothing here is simulated."""
-
-    plan_s: float | None = None  # making and announcing new plans before the step; None where there were none
-    round_trips_s: list[float] = field(default_factory=list)  # of its messages: sent, computed and in hand
-    migrated_experts: int = 0
-    kept_experts: int = 0
-    prefills: int = 0
-    device_up: bool = True
-    fallbacks: dict[str, int] = field(default_factory=dict)  # pairs without an answer, by cause
-
-
-@dataclass
 class StepReport:
     """The worker's report of one forward pass. Plain values: it may cross a process boundary."""
 
@@ -110,8 +97,15 @@ class StepReport:
     device_pj: dict[str, dict[str, float]] = field(default_factory=dict)  # energy_shares
     device: dict[str, int] | None = field(default_factory=dict)  # device_sums
     device_bounds: dict[str, int] = field(default_factory=dict)  # answers by their bound
-    costs: StepCosts = field(default_factory=StepCosts)
     unsimulated: str = ""  # what ran and is in no simulated clock, so that start_ps and end_ps lack it
+    # counted by the worker, or measured on the wall
+    plan_s: float | None = None  # making and announcing new plans before the step; None where there were none
+    round_trips_s: list[float] = field(default_factory=list)  # of its messages: sent, computed and in hand
+    migrated_experts: int = 0
+    kept_experts: int = 0
+    prefills: int = 0
+    device_up: bool = True
+    fallbacks: dict[str, int] = field(default_factory=dict)  # pairs without an answer, by cause
 
 
 def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> StepReport:
@@ -133,19 +127,27 @@ def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> Ste
     per_row = sum(report.pairs_per_row for report in ordered)
     energy: dict[str, dict[str, float]] = {}
     device: Counter[str] | None = Counter()
-    bounds = Counter[str]()
+    bounds, fallbacks = Counter[str](), Counter[str]()
     for report in ordered:
         _add_energy(energy, report.device_pj)
         device = added(device, report.device)
         bounds.update(report.device_bounds)
-    costs = _of_all_workers([report.costs for report in ordered])
+        fallbacks.update(report.fallbacks)
     return StepReport(
         *(start, end, pairs, plans, first.drafts, per_row, first.rows),
         device_pj=energy,
         device=None if device is None else dict(device),
         device_bounds=dict(bounds),
-        costs=costs,
         unsimulated=max((report.unsimulated for report in ordered), key=len),
+        plan_s=max(
+            (report.plan_s for report in ordered if report.plan_s is not None), default=None
+        ),  # at the same time
+        round_trips_s=[value for report in ordered for value in report.round_trips_s],
+        migrated_experts=sum(report.migrated_experts for report in ordered),
+        kept_experts=sum(report.kept_experts for report in ordered),
+        prefills=first.prefills,
+        device_up=all(report.device_up for report in ordered),
+        fallbacks=dict(fallbacks),
     )
 
 
@@ -156,19 +158,6 @@ def added(total: Counter[str] | None, more: Mapping[str, int] | None) -> Counter
     if more:
         total.update(more)
     return total
-
-
-def _of_all_workers(costs: Sequence[StepCosts]) -> StepCosts:
-    planned = [cost.plan_s for cost in costs if cost.plan_s is not None]
-    return StepCosts(
-        plan_s=max(planned) if planned else None,  # stages plan at the same time
-        round_trips_s=[value for cost in costs for value in cost.round_trips_s],
-        migrated_experts=sum(cost.migrated_experts for cost in costs),
-        kept_experts=sum(cost.kept_experts for cost in costs),
-        prefills=costs[0].prefills,
-        device_up=all(cost.device_up for cost in costs),
-        fallbacks=dict(sum((Counter(cost.fallbacks) for cost in costs), Counter())),
-    )
 
 
 def _add_energy(total: dict[str, dict[str, float]], more: dict[str, dict[str, float]]) -> None:

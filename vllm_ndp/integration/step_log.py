@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.recording import RunRecorder
-from vllm_ndp.integration.report import DEVICE_TIME, PAIR_KINDS, PHASES, StepCosts, StepReport, added
+from vllm_ndp.integration.report import DEVICE_TIME, PAIR_KINDS, PHASES, StepReport, added
 from vllm_ndp.integration.serving.live import FinishedRequests
 from vllm_ndp.integration.step import Step
 
@@ -54,8 +54,8 @@ class Totals:
         for rows in report.rows.values():
             for phase, count in zip(PHASES, rows, strict=True):
                 self.rows[phase] += count
-        if report.costs.fallbacks:
-            self.fallbacks.update(report.costs.fallbacks)
+        if report.fallbacks:
+            self.fallbacks.update(report.fallbacks)
         self.device = added(self.device, report.device)
         if report.device_bounds:
             self.device_bounds.update(report.device_bounds)
@@ -122,7 +122,7 @@ class StepLog:
         report, time_of_step = closed
         ranks = self._worker.facts.ranks
         report.stage, report.before_ps, self._ended_ps = ranks.stage.index, self._ended_ps, report.end_ps
-        report.costs = self._costs(step)
+        self._note_costs(step, report)
         if report.device is None:
             self.unsimulated = self.unsimulated or DEVICE_TIME
         report.unsimulated = self.unsimulated
@@ -143,15 +143,15 @@ class StepLog:
         left, self._left = self._left, None
         return left
 
-    def _costs(self, step: Step) -> StepCosts:
+    def _note_costs(self, step: Step, report: StepReport) -> None:
         """Costs of the planner before the step, and times of the device's answers."""
         planner, device, before = self._worker.parts.planner, self._worker.parts.device, self._counted
         self._counted = planner.migrated_experts, planner.kept_experts, planner.prefills
-        migrated, kept, prefills = (now - then for now, then in zip(self._counted, before, strict=True))
-        costs = StepCosts(step.before.plan_s, [], migrated, kept, prefills, any(device.up))
+        spent = (now - then for now, then in zip(self._counted, before, strict=True))
+        report.migrated_experts, report.kept_experts, report.prefills = spent
+        report.plan_s, report.device_up = step.before.plan_s, any(device.up)
         if device.link is not None:
-            costs.round_trips_s, costs.fallbacks = device.link.take_round_trips(), device.link.take_fallbacks()
-        return costs
+            report.round_trips_s, report.fallbacks = device.link.take_round_trips(), device.link.take_fallbacks()
 
     def note_plan(self, step: int) -> None:
         """A plan is in force from this step on."""

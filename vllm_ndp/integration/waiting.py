@@ -31,7 +31,7 @@ _SPIN_COUNT = "2000"
 """libgomp's spin count, a guess: long enough for regions of one kernel that follow each other, too short for the
 device's answer. Only the whole change was measured (docs/log/end-to-end.md), not this number."""
 _before: dict[str, str | None] = {}
-"""Variables that `configure` has set in this process for its engine, as they were."""
+"""Variables that were set in this process for its engine, as they were."""
 
 
 def configure(vllm_config: VllmConfig) -> None:
@@ -41,7 +41,7 @@ def configure(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
     if not current_platform.is_cpu() or os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "1":
         return
-    _set(_SPINS, _SPIN_COUNT)
+    set_for_engine(_SPINS, _SPIN_COUNT)
     if parallel.data_parallel_size > 1 or parallel.distributed_executor_backend not in ("uni", "mp"):
         return
     if parallel.distributed_executor_backend == "mp":
@@ -50,7 +50,7 @@ def configure(vllm_config: VllmConfig) -> None:
         return
     parallel.distributed_executor_backend = ONE_PROCESS
     for name, value in _openmp_variables(vllm_config).items():
-        _set(name, value)
+        set_for_engine(name, value)
 
 
 def restore() -> None:
@@ -63,7 +63,8 @@ def restore() -> None:
     _before.clear()
 
 
-def _set(name: str, value: str) -> None:
+def set_for_engine(name: str, value: str) -> None:
+    """Until `restore`. A user's way of waiting stays."""
     if name == _SPINS and {"OMP_WAIT_POLICY", _SPINS} & set(os.environ):
         return
     _before[name] = os.environ.get(name)

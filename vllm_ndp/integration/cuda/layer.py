@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from ndp_device.transport.sender_thread import Order, State
 from vllm_ndp.integration.cuda.messenger import Messenger, Packet
 from vllm_ndp.integration.cuda.packet import Fields, HostFields
-from vllm_ndp.integration.device_link import DeviceCall, DeviceLink, HostCpuExperts, as_float32
+from vllm_ndp.integration.device_link import DeviceCall, DeviceLink, as_float32
+from vllm_ndp.integration.host_replicas import HostExperts
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots
 from vllm_ndp.integration.routing_sidecar import Note
 from vllm_ndp.integration.step import Step
@@ -37,7 +38,7 @@ class AsideLayer:
         index: int,
         slots: HotSlots,
         link: DeviceLink | None,
-        host: HostCpuExperts | None,
+        host: HostExperts | None,
         messenger: Messenger,
         compute_here: ComputeHere,
     ) -> None:

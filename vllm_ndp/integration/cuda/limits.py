@@ -84,14 +84,6 @@ def spin_longer(usable: Iterable[int]) -> None:
 
 def refusals(vllm_config: VllmConfig, settings: NdpSettings) -> Iterable[tuple[bool, str]]:
     """(whether it was asked for, what it is and what to do)."""
-    offload = getattr(vllm_config, "offload_config", None)
-    uva_gb = 0 if offload is None else offload.uva.cpu_offload_gb
-    group_size = 0 if offload is None else offload.prefetch.offload_group_size
-    yield (
-        bool(uva_gb or group_size),
-        "offloaded weights, which would take the hot slots out of GPU memory again: drop --cpu-offload-gb and "
-        "--offload-group-size (cold experts use no GPU memory)",
-    )
     yield (
         settings.slot_bits not in (16, *SLOT_BITS),
         f"'slot_bits' {settings.slot_bits} on a GPU, where vLLM's kernels run slots of "

@@ -90,7 +90,7 @@ class NdpStats(KVConnectorStats):
         return {key: value for key, value in self.data.items() if not isinstance(value, list)}
 
     def add_step(self, step: StepReport) -> None:
-        costs, device = step.costs, step.device
+        device = step.device
         self._count("steps", 1)
         if not step.unsimulated:
             self._count("simulated_s", (step.end_ps - step.start_ps) / 1e12)
@@ -101,9 +101,9 @@ class NdpStats(KVConnectorStats):
             for phase, count in zip(PHASES, rows, strict=True):
                 self._count(f"rows:{phase}", count)
         for key, count in (
-            ("prefills", costs.prefills),
-            ("migrated", costs.migrated_experts),
-            ("kept", costs.kept_experts),
+            ("prefills", step.prefills),
+            ("migrated", step.migrated_experts),
+            ("kept", step.kept_experts),
         ):
             self._count(key, count)
         if device:
@@ -111,19 +111,19 @@ class NdpStats(KVConnectorStats):
                 self._count(f"stage_s:{stage}", device[f"{stage}_ps"] / 1e12)
             for what, key in _BYTES.items():
                 self._count(f"bytes:{what}", device[key])
-        self._count("messages", len(costs.round_trips_s))
+        self._count("messages", len(step.round_trips_s))
         for bound, count in step.device_bounds.items():
             self._count(f"bound:{bound}", count)
         for parts in step.device_pj.values():
             for part, picojoules in parts.items():
                 self._count(f"joules:{part}", picojoules / 1e12)
-        for cause, count in costs.fallbacks.items():
+        for cause, count in step.fallbacks.items():
             self._count(f"why:{cause}", count)
-        if costs.round_trips_s:
-            self._observe("ndp_measured_device_round_trip_seconds", *costs.round_trips_s)
-        if costs.plan_s is not None:
-            self._observe("ndp_measured_plan_seconds", costs.plan_s)
-        self.data[DEVICE_UP] = int(costs.device_up)
+        if step.round_trips_s:
+            self._observe("ndp_measured_device_round_trip_seconds", *step.round_trips_s)
+        if step.plan_s is not None:
+            self._observe("ndp_measured_plan_seconds", step.plan_s)
+        self.data[DEVICE_UP] = int(step.device_up)
 
     def add_request(self, report: Mapping[str, Any]) -> None:
         """A finished request's report."""
