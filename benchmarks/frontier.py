@@ -1,9 +1,10 @@
 """Which system decodes fastest on a GPU of so many GB: where near-data computing pays, and where it does not.
 
-Every system gets the whole GPU memory beside attention and KV cache. The memories of device and host hold every model,
-so that only the GPU decides. Two questions at each size: the fastest system at all, and the fastest one within a limit
-of loss. For public shapes on synthetic routing and the cards that have so much memory. What docs/map.md rests on; of a
-trace, `compare --memory 16,24,48 --fit` says as much. Knows rows of `compare`.
+Every system gets the whole GPU memory beside attention and KV cache. The host holds every model, the device what its
+preset says: a system that needs more of it has no row. Joint plans are made for the device, for the host, and for both,
+within each limit of loss; the paper's plan has the paper's own rule of bits. For public shapes on synthetic routing and
+the cards that have so much memory. What docs/map.md rests on; of a trace, `compare --memory 16,24,48 --fit` says as
+much. Knows rows of `compare`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SYSTEMS = (
     "vllm_offload",
 )
 DEVICE = ("balanced", "joint")
-"""Systems that use the device."""
+"""Systems that may use the device."""
 CARDS = {
     8: "rtx4060ti-8gb",
     16: "rtx4060ti-16gb",
@@ -44,6 +45,7 @@ CARDS = {
     96: "rtxpro6000",
 }
 """GB -> the preset of a card that has them."""
+TIERS = ("gpu+device", "gpu+host", "gpu+host+device")
 AVG_BITS = 3.0
 LIMITS = {"4 bits": nominal_loss(4), "3 bits": nominal_loss(3)}
 """Loss of all experts at that width, in units of 1 bit."""
@@ -53,7 +55,6 @@ The first expects to lose the limit, as one width for all does. Requests may los
 _SLACK = 1e-6
 _LAYERS = 8
 ROOMY: dict[str, str | int] = {
-    "dram.capacity_bytes": 2 * 10**12,
     "host.memory_capacity_bytes": 2 * 10**12,
     "host.cxl_capacity_bytes": 2 * 10**12,
 }
@@ -94,6 +95,7 @@ def frontier(
             num_hot=num_experts,
             avg_bits=AVG_BITS,
             fit=True,
+            bit_rule="importance",
             options={},
         )
         try:
@@ -102,7 +104,9 @@ def frontier(
             cells.append(Cell(settings.model, size, ()))
             continue
         rows = [replays.replay(one).row for one in replays.planned]
-        rows += [row for limit in LIMITS.values() for row in _joint_within(workload, at, limit)]
+        rows += [
+            row for tiers in TIERS for limit in LIMITS.values() for row in _joint_within(workload, at, tiers, limit)
+        ]
         rows = [_as_released(row, settings.model) for row in rows]
         cells.append(Cell(settings.model, size, tuple(sorted(rows, key=lambda row: -row.decode_tokens_per_s))))
     return cells
@@ -127,25 +131,25 @@ def frontier_of_shapes(
     return cells
 
 
-def _joint_within(workload: Workload, settings: CompareSettings, limit: float) -> Iterator[Summary]:
+def _joint_within(workload: Workload, settings: CompareSettings, tiers: str, limit: float) -> Iterator[Summary]:
     """Joint plans, each expected to lose less than the one before, until one keeps the limit."""
     most = limit
     for _ in range(_PLANS):
-        rows = _joint(workload, settings, most)
+        rows = _joint(workload, settings, tiers, most)
         yield from rows
         if not rows or rows[0].loss <= limit * (1 + _SLACK):
             return
         most *= limit / rows[0].loss * (1 - _MARGIN)
 
 
-def _joint(workload: Workload, settings: CompareSettings, most: float) -> list[Summary]:
+def _joint(workload: Workload, settings: CompareSettings, tiers: str, most: float) -> list[Summary]:
     """The joint plan's row at an expected loss; none where it does not fit."""
     at = replace(
         settings,
         systems=("joint",),
         policies=("prefill_shrunk",),
         policy_options={"calibrate": True},
-        options={"max_gate_loss": most},
+        options={"max_gate_loss": most, "tiers": tiers},
     )
     try:
         replays = Replays(workload, at)
