@@ -10,7 +10,7 @@ from vllm_ndp.cost_model.costs import Costs, HostCpu, model_named
 from vllm_ndp.cost_model.gpu_timing import StepClock
 from vllm_ndp.layer.balance import Balancer, LayerLoad
 
-COSTS = Costs(load_hardware("h100-ndp512"), model_named("mixtral-8x7b"))
+COSTS = Costs(load_hardware("h100-ndp512", memory_efficiency_percent=100), model_named("mixtral-8x7b"))
 CPU = HostCpu.of(COSTS)
 
 

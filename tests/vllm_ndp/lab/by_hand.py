@@ -37,6 +37,7 @@ HARDWARE = load_hardware(
         "link.completion_ps": 0,
         "gpu.hbm_bytes_per_s": 6_000_000_000_000,
         "host.memory_bytes_per_s": 300_000_000_000,
+        "host.memory_efficiency_percent": 100,
         "dram.kind": "ideal",
         "dram.ideal_bytes_per_s": 600_000_000_000,
     },

@@ -272,7 +272,7 @@ EXPERT_CACHE = System(
         "one LRU over all layers (scope=layer: one each), begun with what the group's prompts used most",
         "each layer's misses are copied or computed by the host, as many of each as end it soonest; heaviest copied",
         "an idle link brings what the host computed, the newest first; what it carries delays later copies",
-        "prompts stream every expert, or the host computes it; CPU kernels read narrow experts at full memory rate",
+        "prompts stream every expert, or the host computes it; CPU kernels read narrow experts at the same rate",
     ),
     replay,
     memory,

@@ -219,7 +219,7 @@ KTRANSFORMERS = System(
     "ktransformers",
     (
         "frequency placement over all layers from the prior; static; no expert deferral (which changes the model)",
-        "CPU: 20 TFLOP/s (CXL-Expert's description) and 307 GB/s (8 x DDR5-4800), both reached in full, in prompts too",
+        "CPU: 20 TFLOP/s (CXL-Expert's description) and 85 % of 307 GB/s (8 x DDR5-4800), in prompts too",
         "8- and 4-bit CPU experts have our replicas' sizes and losses",
     ),
     ktransformers,

@@ -81,7 +81,7 @@ LLAMA_CPP = System(
     "llama_cpp",
     (
         "--n-cpu-moe: whole layers of experts, static, one width for all; a layer runs on one side, nothing overlaps",
-        "CPU: 20 TFLOP/s (CXL-Expert's description) and 307 GB/s (8 x DDR5-4800), both reached in full",
+        "CPU: 20 TFLOP/s (CXL-Expert's description) and 85 % of 307 GB/s (8 x DDR5-4800)",
         "widths are those of our replicas, scales included; GGUF's own mixtures differ by some tenths of a bit",
     ),
     llama_cpp,
