@@ -49,7 +49,6 @@ OTHERS = {
     "every model as sticky as Qwen3-30B": Assumed(routing="qwen3-30b-a3b", overrides=_host(461)),
     "hops by DMA, 15 us": Assumed(overrides=_host(461, link__launch="dma")),
     "int8 arrays": Assumed(overrides=_host(461, array__pe_mode="int8")),
-    "arrays that dequantise to fp16": Assumed(overrides=_host(461, array__pe_mode="fp16_dequant")),
 }
 ASSUMED = HOSTS | OTHERS
 _SHORT = {"expert_cache": "cache", "quantized": "all", "llama_cpp": "llama.cpp", "balanced": "paper"}
