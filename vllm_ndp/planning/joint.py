@@ -213,7 +213,7 @@ def at(values: NDArray[np.float64], chosen: NDArray[np.int64]) -> NDArray[np.flo
     return np.asarray(values.take(chosen * size + np.arange(size).reshape(values.shape[1:])))
 
 
-MOST_TRIED = 1 << 16
+MOST_TRIED = 1 << 20
 """Plans that are tried one by one."""
 _SLACK = 1e-9
 """A limit holds if it is exceeded by no more than this share: sums in another order."""

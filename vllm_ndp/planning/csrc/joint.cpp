@@ -509,20 +509,42 @@ class Problem {
                 std::copy_n(more.data() + c * experts_, experts_, out.data() + c * cells() + l * experts_);
         }
     }
-    // The best of all plans; of those that keep no limit the one that exceeds them least.
+    // The best of all plans; of those that keep no limit the one that exceeds them least. A layer's plans are timed once.
     void tried(double most, Out<int64_t, 1> out) const {
-        Plan plan(cells()), best;
-        std::tuple<double, double, double> least;
+        std::vector<Plan> plans;
+        Plan plan(experts_);
         for (bool is_done = false; !is_done;) {
-            const auto demerits = columns(most, {plan}).layers.demerits(Plan(num_layers_));
-            if (best.empty() || demerits < least) best = plan, least = demerits;
+            plans.emplace_back();
+            for (size_t l = 0; l < num_layers_; ++l) plans.back().insert(plans.back().end(), plan.begin(), plan.end());
             is_done = true;
-            for (size_t i = plan.size(); is_done && i-- > 0;) {  // the next one, the last cell fastest
-                is_done = ++plan[i] == choices_;
-                if (is_done) plan[i] = 0;
+            for (size_t e = experts_; is_done && e-- > 0;) {  // the next one, the last expert fastest
+                is_done = ++plan[e] == choices_;
+                if (is_done) plan[e] = 0;
             }
         }
-        give(best, out);
+        const Columns all = columns(most, plans);
+        const Limited& layers = all.layers;
+        std::vector<size_t> which(num_layers_), best;
+        std::tuple<double, double, double> least;
+        const auto add = [&](auto&& self, size_t layer, double ps, const Floats& before) -> void {
+            if (layer == num_layers_) {
+                double bytes = 0, loss = 0;
+                for (size_t r = 0; r < before.size(); ++r)
+                    if (before[r] > layers.most[r] * (1 + kSlack))
+                        (r ? bytes : loss) += (before[r] - layers.most[r]) / std::max(layers.most[r], kTiny);
+                const std::tuple demerits{bytes, loss, ps};
+                if (best.empty() || demerits < least) best = which, least = demerits;
+                return;
+            }
+            Floats used(before.size());
+            for (size_t k = 0; k < plans.size(); ++k) {
+                for (size_t r = 0; r < used.size(); ++r) used[r] = before[r] + layers.takes[r].of(k, layer);
+                which[layer] = k;
+                self(self, layer + 1, ps + layers.objective.of(k, layer), used);
+            }
+        };
+        add(add, 0, 0.0, Floats(layers.most.size()));
+        give(assembled(all, best), out);
     }
     // A plan that is no worse than the known ones.
     void searched(double most, std::vector<In<int64_t, 1>> known, Out<int64_t, 1> out) const {
@@ -663,6 +685,12 @@ class Problem {
         }
         return columns.plans[best];
     }
+    Plan assembled(const Columns& columns, const std::vector<size_t>& which) const {  // each layer of one plan
+        Plan plan(cells());
+        for (size_t l = 0; l < num_layers_; ++l)
+            std::copy_n(columns.plans[which[l]].begin() + l * experts_, experts_, plan.begin() + l * experts_);
+        return plan;
+    }
     // The plan whose layers are each one plan's, and no worse than the last; and prices of the limits.
     std::pair<Plan, Floats> mixture(const Columns& columns, bool is_last) const {
         const Limited& layers = columns.layers;
@@ -673,10 +701,7 @@ class Problem {
         if (layers.demerits(other) < layers.demerits(which)) which = other;
         for (int fill = 0; fill < kFills; ++fill) which = filled(layers, search.prices, which);
         for (int left = is_last ? kExchanges : 0; left > 0 && exchange(layers, search.prices, which);) --left;
-        Plan plan(cells());
-        for (size_t l = 0; l < num_layers_; ++l)
-            std::copy_n(columns.plans[which[l]].begin() + l * experts_, experts_, plan.begin() + l * experts_);
-        return {plan, search.prices};
+        return {assembled(columns, std::vector<size_t>(which.begin(), which.end())), search.prices};
     }
 
     // (A plan, prices of the limits), for sides that take turns.
