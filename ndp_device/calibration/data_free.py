@@ -215,15 +215,21 @@ def _rounded(
     weights: NDArray[np.float32], group_size: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]:
     """Codes [n, C], scale and offset [n, groups]."""
-    starts = np.arange(0, weights.shape[1], group_size)
-    least, largest = (extreme.reduceat(weights, starts, axis=1) for extreme in (np.minimum, np.maximum))
+    rows, columns = weights.shape
+    # The last weight again fills a short group: it changes neither end of it. Whole groups take a third of the time
+    # that reduceat and a gather of each weight's scale take.
+    short = -columns % group_size
+    whole = np.pad(weights, ((0, 0), (0, short)), "edge") if short else weights
+    grouped = whole.reshape(rows, -1, group_size)
+    least, largest = grouped.min(axis=2), grouped.max(axis=2)
     offset = least.astype(np.float16)
     scale = ((largest - offset) / _TOP).astype(np.float16)
-    groups = np.arange(weights.shape[1]) // group_size
     # A step of 0: all weights of the group are its offset, as float16 holds it.
     step = np.where(scale > 0, scale, 1).astype(np.float32)
-    codes = np.rint((weights - offset.astype(np.float32)[:, groups]) / step[:, groups]).clip(0, _TOP)
-    return codes.astype(np.uint8), scale, offset
+    codes = grouped - offset.astype(np.float32)[..., None]
+    codes /= step[..., None]
+    np.clip(np.rint(codes, out=codes), 0, _TOP, out=codes)
+    return codes.reshape(rows, -1)[:, :columns].astype(np.uint8), scale, offset
 
 
 _REFERENCE = ReferenceKernel()
