@@ -328,7 +328,8 @@ def unit_factor(hessian: Callable[[], Tensor], damp: float) -> tuple[Tensor, Ten
         square.diagonal().add_(damp * square.diagonal().mean().clamp_min(1e-30))
         _flip(square)
         by_columns = square.T  # as LAPACK wants it: so the factor takes the place of H
-        _, failed = torch.linalg.cholesky_ex(by_columns, out=(by_columns, torch.empty((), dtype=torch.int32)))
+        failed = torch.empty((), dtype=torch.int32, device=square.device)
+        torch.linalg.cholesky_ex(by_columns, out=(by_columns, failed))
         if not failed:
             break
         damp, dtype = damp if dtype == torch.float32 else 10 * damp, torch.float64
