@@ -11,13 +11,15 @@
 namespace {
 
 using Words = u16x32;
+constexpr bool kOwnRow = false;
+constexpr int kGemmRows = 12;          // 12 rows x 2 blocks of sums: 24 of 32 registers
 
 NDP_INLINE Words fp4_levels(Words codes) {
     const __m512i levels = _mm512_broadcast_i32x4(load<__m128i>(kFp4Levels));
     return (Words)_mm512_shuffle_epi8(levels, (__m512i)codes);
 }
 
-NDP_INLINE int32_t fp4_zero(const int8_t* codes, int columns) { return zero_of_levels(codes, columns); }
+NDP_INLINE int32_t fp4_zero(const int8_t* codes) { return zero_of_levels(codes); }
 
 using PackWord = u32x16;
 constexpr int kPackRows = 16;

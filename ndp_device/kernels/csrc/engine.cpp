@@ -42,7 +42,7 @@ QuantizedView PackedMatrix::view() const {
     v.unit_chunks = geometry.unit_chunks();
     v.num_components = static_cast<int>(components.size());
     v.dropped = dropped;
-    v.fp4 = fp4;
+    v.is_fp4 = is_fp4;
     for (int c = 0; c < v.num_components; ++c) {
         v.width[c] = components[c].width;
         v.component[c] = components[c].buffer->data();
@@ -57,7 +57,7 @@ void PackedMatrix::check() const {
     const bool may_drop = widths == std::vector<int>{2} || widths == std::vector<int>{2, 2};
     const bool is_known = may_drop || widths == std::vector<int>{1} || widths == std::vector<int>{2, 1} ||
                           widths == std::vector<int>{8};
-    if ((fp4 != 0) != (widths == std::vector<int>{4}) || !(is_known || fp4) || dropped < 0 || dropped > (may_drop ? 1 : 0))
+    if (is_fp4 != (widths == std::vector<int>{4}) || !(is_known || is_fp4) || dropped < 0 || dropped > (may_drop ? 1 : 0))
         throw std::invalid_argument("no kernel streams these components without their " + std::to_string(dropped) +
                                     " lowest bits");
     const size_t chunks = static_cast<size_t>(geometry.units()) * geometry.unit_chunks();
@@ -193,7 +193,7 @@ Engine::Quantized Engine::take_quantized(const QuantizedView& w, int tokens, int
     std::memset(q.codes + bytes, 0, slack);
     q.scale = arena_.take<float>(static_cast<size_t>(w.groups) * tokens);
     q.sum = arena_.take<float>(static_cast<size_t>(w.groups) * tokens);
-    if (w.fp4) q.zeros = arena_.take<int32_t>(static_cast<size_t>(w.groups) * tokens * q.row_bytes / w.fp4);
+    if (w.is_fp4) q.zeros = arena_.take<int32_t>(static_cast<size_t>(w.groups) * tokens * q.row_bytes / kChunkCols);
     q.view = {tokens, limbs, q.codes, q.scale, q.sum, q.zeros};
     return q;
 }
@@ -211,8 +211,7 @@ QuantizeJob Engine::quantize_job(const float* row, const PackedMatrix& matrix, c
             to.scale + token,
             to.sum + token,
             to.view.tokens,
-            to.zeros ? to.zeros + token * to.row_bytes / matrix.fp4 : nullptr,
-            matrix.fp4};
+            to.zeros ? to.zeros + token * to.row_bytes / kChunkCols : nullptr};
 }
 
 bool Engine::splits_rows(const PreparedExpert& expert) const {
@@ -226,13 +225,13 @@ void Engine::quantize_inputs(const float* x, int hidden, const Pairs& pairs, std
         int token;
     };
     // (perm, group, FP4, limbs, row)
-    std::map<std::tuple<const int32_t*, int, int, int, int>, std::vector<Destination>> wanted;
+    std::map<std::tuple<const int32_t*, int, bool, int, int>, std::vector<Destination>> wanted;
     for (Job& job : jobs) {
         const PackedMatrix& w = job.expert->w13;
         const int32_t* perm = job.expert->full || w.perm.empty() ? nullptr : w.perm.data();
         const int group = job.expert->full ? 0 : w.geometry.group;
         for (int t = 0; t < job.tokens; ++t)
-            wanted[{perm, group, w.fp4, job.expert->limbs, pairs.rows[job.pairs[t]]}].push_back({&job, t});
+            wanted[{perm, group, w.is_fp4, job.expert->limbs, pairs.rows[job.pairs[t]]}].push_back({&job, t});
     }
     std::vector<std::pair<const float*, const std::vector<Destination>*>> tasks;
     for (const auto& [key, destinations] : wanted)
@@ -261,10 +260,10 @@ void Engine::quantize_inputs(const float* x, int hidden, const Pairs& pairs, std
                             done.codes + g * done.group_stride, to.row_bytes);
                 to.scale[g * to.view.tokens + token] = done.scale[g * done.token_stride];
                 to.sum[g * to.view.tokens + token] = done.sum[g * done.token_stride];
-                if (!to.zeros) continue;
-                const ptrdiff_t scales = to.row_bytes / done.fp4;  // of all limbs
-                std::memcpy(to.zeros + (g * to.view.tokens + token) * scales, done.zeros + g * done.token_stride * scales,
-                            scales * sizeof(int32_t));
+                const ptrdiff_t chunks = to.row_bytes / kChunkCols;  // of all limbs
+                if (to.zeros)
+                    std::memcpy(to.zeros + (g * to.view.tokens + token) * chunks,
+                                done.zeros + g * done.token_stride * chunks, chunks * sizeof(int32_t));
             }
         }
     });
@@ -295,7 +294,7 @@ void Engine::gate_and_up(std::vector<Job>& jobs) {
     run(static_cast<int>(tasks.size()), [&](int task, int thread) {
         const auto [job, first, last] = tasks[task];
         const int width = (last - first) * kUnitRows;
-        multiply(*job, /*down=*/false, first, last, rows[thread], width);
+        multiply(*job, /*down=*/false, first, last, rows[thread], width, thread);
         const PreparedExpert& expert = *job->expert;
         for (int t = 0; t < job->tokens; ++t) {
             float* y = rows[thread] + static_cast<ptrdiff_t>(t) * width;
@@ -338,7 +337,7 @@ void Engine::down(const std::vector<Job>& jobs, const Pairs& pairs, int tokens, 
         for (int row = 0; row < tokens; ++row)
             std::memset(out + static_cast<ptrdiff_t>(row) * hidden + first * kUnitRows, 0, sizeof(float) * count);
         for (const Job& job : jobs) {
-            multiply(job, /*down=*/true, first, last, rows[thread], width);
+            multiply(job, /*down=*/true, first, last, rows[thread], width, thread);
             for (int t = 0; t < job.tokens; ++t) {
                 const int pair = job.pairs[t];
                 float* y = rows[thread] + static_cast<ptrdiff_t>(t) * width;
@@ -351,9 +350,10 @@ void Engine::down(const std::vector<Job>& jobs, const Pairs& pairs, int tokens, 
     });
 }
 
-void Engine::multiply(const Job& job, bool down, int first, int last, float* y, int stride) const {
+void Engine::multiply(const Job& job, bool down, int first, int last, float* y, int stride, int thread) const {
     if (!job.expert->full) {
-        kernels_.multiply(down ? job.w2 : job.w13, down ? job.h.view : job.x.view, first, last, y, stride);
+        kernels_.multiply(down ? job.w2 : job.w13, down ? job.h.view : job.x.view, first, last, y, stride,
+                          thread_scratch_[thread]);
         return;
     }
     const bool rests = job.rests && std::any_of(job.rests, job.rests + job.tokens, [](bool rest) { return rest; });
@@ -375,6 +375,8 @@ void Engine::multiply_matrix(const float* x, int tokens, const PackedMatrix& mat
     const Quantized q = take_quantized(view, tokens, limbs);
     const int step = units_per_task(g.units(), unit_bytes, tokens);
     inline_ = 1.0 * g.rows * g.cols * (1 + tokens / 4.0) < kInlineWork;
+    thread_scratch_.assign(threads_, nullptr);
+    for (uint8_t*& scratch : thread_scratch_) scratch = arena_.take<uint8_t>(scratch_bytes(g.padded_group()));
     std::vector<float*> rows(threads_);
     for (float*& r : rows) r = arena_.take<float>(static_cast<size_t>(tokens) * step * kUnitRows);
 
@@ -384,7 +386,7 @@ void Engine::multiply_matrix(const float* x, int tokens, const PackedMatrix& mat
     run((g.units() + step - 1) / step, [&](int task, int thread) {
         const int from = task * step, to = std::min(from + step, g.units());
         const int width = (to - from) * kUnitRows, count = std::min(width, g.rows - from * kUnitRows);
-        kernels_.multiply(view, q.view, from, to, rows[thread], width);
+        kernels_.multiply(view, q.view, from, to, rows[thread], width, thread_scratch_[thread]);
         for (int t = 0; t < tokens; ++t)
             std::memcpy(y + static_cast<ptrdiff_t>(t) * g.rows + from * kUnitRows,
                         rows[thread] + static_cast<ptrdiff_t>(t) * width, sizeof(float) * count);
@@ -403,6 +405,7 @@ void Engine::execute(const float* x, int tokens, int hidden, const std::vector<c
                      [&](int32_t a, int32_t b) { return pairs.experts[a] < pairs.experts[b]; });
     std::vector<Job> jobs;
     double work = 0;
+    int widest_group = kChunkCols;
     for (int begin = 0, end = 0; begin < pairs.count; begin = end) {
         const int index = pairs.experts[order[begin]];
         while (end < pairs.count && pairs.experts[order[end]] == index) ++end;
@@ -429,11 +432,14 @@ void Engine::execute(const float* x, int tokens, int hidden, const std::vector<c
             job.w2 = job.expert->w2.view();
             job.x = take_quantized(job.w13, job.tokens, job.expert->limbs);
             job.h = take_quantized(job.w2, job.tokens, job.expert->limbs);
+            widest_group = std::max({widest_group, job.w13.padded_group, job.w2.padded_group});
         }
         work += 3.0 * hidden * job.expert->intermediate * (1 + job.tokens / 4.0);
         jobs.push_back(job);
     }
     inline_ = work < kInlineWork;
+    thread_scratch_.assign(threads_, nullptr);
+    for (uint8_t*& scratch : thread_scratch_) scratch = arena_.take<uint8_t>(scratch_bytes(widest_group));
 
     quantize_inputs(x, hidden, pairs, jobs);
     gate_and_up(jobs);

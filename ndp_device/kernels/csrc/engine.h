@@ -26,7 +26,7 @@ struct PackedMatrix {
     std::shared_ptr<Buffer> meta;
     std::vector<int32_t> perm;  // empty: identity
     int dropped = 0;            // lowest bits of the components that are not this matrix's
-    int fp4 = 0;                // see QuantizedView
+    bool is_fp4 = false;        // see QuantizedView
 
     void check() const;  // throws std::invalid_argument for components that no kernel streams
     QuantizedView view() const;
@@ -104,7 +104,7 @@ class Engine {
     Quantized take_quantized(const QuantizedView& w, int tokens, int limbs);
     QuantizeJob quantize_job(const float* row, const PackedMatrix& matrix, const Quantized& to, int token) const;
     int units_per_task(int units, double unit_bytes, int tokens) const;
-    void multiply(const Job& job, bool down, int first, int last, float* y, int stride) const;
+    void multiply(const Job& job, bool down, int first, int last, float* y, int stride, int thread) const;
     bool splits_rows(const PreparedExpert& expert) const;
     void quantize_inputs(const float* x, int hidden, const Pairs& pairs, std::vector<Job>& jobs);
     void gate_and_up(std::vector<Job>& jobs);
@@ -121,6 +121,7 @@ class Engine {
     pid_t pool_process_ = 0;
     bool inline_ = false;  // this call is too small to be worth waking anyone
     Arena arena_;
+    std::vector<uint8_t*> thread_scratch_;
 };
 
 }  // namespace ndp

@@ -9,6 +9,9 @@
 namespace {
 
 typedef uint16_t Words __attribute__((vector_size(32)));
+constexpr bool kOwnRow = true;
+constexpr int kFewRows = 0;
+constexpr int kGemmRows = 2;            // 2 rows x 2 blocks x 2 halves = 8 of 16 registers
 
 NDP_INLINE Words fp4_levels(Words codes) {
     const __m256i levels = _mm256_broadcastsi128_si256(load<__m128i>(kFp4Levels));
@@ -16,13 +19,16 @@ NDP_INLINE Words fp4_levels(Words codes) {
 }
 
 // Of columns 0 and 1 of each step and of columns 2 and 3, whose products add up in two sums of 16 bits.
-NDP_INLINE int32_t fp4_zero(const int8_t* codes, int columns) {
+NDP_INLINE int32_t fp4_zero(const int8_t* codes) {
     int16_t sums[2] = {};
-    for (int i = 0; i < columns; ++i) sums[i / 2 % 2] -= kFp4Zero * codes[i];
+    for (int i = 0; i < kChunkCols; ++i) sums[i / 2 % 2] -= kFp4Zero * codes[i];
     int32_t both;
     std::memcpy(&both, sums, 4);
     return both;
 }
+
+// A factor that shifts both of a row's sums of 16 bits by so many bits.
+NDP_INLINE __m256i factors_of(__m256i shifts) { return _mm256_sllv_epi32(_mm256_set1_epi32(0x00010001), shifts); }
 
 typedef uint32_t PackWord __attribute__((vector_size(32)));
 constexpr int kPackRows = 8;
@@ -45,6 +51,19 @@ NDP_INLINE void store_rows(PackWord (&row)[8], uint8_t* out, ptrdiff_t stride) {
         store(out + lane * stride, _mm256_permute2x128_si256(r[lane], r[lane + 4], 0x20));
         store(out + (lane + 4) * stride, _mm256_permute2x128_si256(r[lane], r[lane + 4], 0x31));
     }
+}
+
+NDP_INLINE i32x16 dot4(i32x16 acc, u8x64 codes, i32x16 steps) {
+    __m256i a[2], c[2], s[2];
+    std::memcpy(a, &acc, 64);
+    std::memcpy(c, &codes, 64);
+    std::memcpy(s, &steps, 64);
+    for (int i = 0; i < 2; ++i) {
+        __m256i pairs = _mm256_maddubs_epi16(c[i], s[i]);
+        a[i] = _mm256_add_epi32(a[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    std::memcpy(&acc, a, 64);
+    return acc;
 }
 
 NDP_INLINE f32x16 half_to_float(const uint16_t* p) {
@@ -98,62 +117,172 @@ NDP_INLINE void add_wide_step(const uint8_t* codes, ptrdiff_t block_bytes, const
     }
 }
 
+// Adds one step's products of ROWS rows with both blocks. The steps of the second block begin at codes + block_bytes.
+template <int ROWS>
+NDP_INLINE void add_step(const uint8_t* codes, ptrdiff_t block_bytes, const int8_t* const (&x)[ROWS], int step,
+                         __m256i (&pairs)[ROWS][4]) {
+    __m256i four[ROWS];
+    NDP_UNROLL(2)
+    for (int row = 0; row < ROWS; ++row) {
+        int32_t columns;
+        std::memcpy(&columns, x[row] + step * 4, 4);
+        four[row] = _mm256_set1_epi32(columns);
+    }
+    NDP_UNROLL(4)
+    for (int part = 0; part < 4; ++part) {
+        const uint8_t* at = codes + step * 64 + part / 2 * block_bytes + part % 2 * 32;
+        const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+        NDP_UNROLL(2)
+        for (int row = 0; row < ROWS; ++row) {
+            pairs[row][part] = _mm256_add_epi16(pairs[row][part], _mm256_maddubs_epi16(w, four[row]));
+            asm volatile("" : "+x"(pairs[row][part]));  // or g++ adds products up in trees, out of registers
+        }
+    }
+}
+
+// The integer products of ROWS rows with a group of both blocks: `chunks_in_16` chunks of 8 steps add up in 16 bits. FP4:
+// zeros and shifts of the group, by chunk; else null.
+template <int ROWS, bool FP4>
+void dot_rows(const uint8_t* codes, int steps, int chunks_in_16, const int8_t* first, const int32_t* zeros,
+              const i32x16* shifts, __m256i (*dots)[4]) {
+    const ptrdiff_t block_bytes = steps * 64;
+    __m256i factors[4];
+    NDP_UNROLL(4)
+    for (int part = 0; part < 4; ++part) factors[part] = _mm256_set1_epi16(1);
+    const int8_t* x[ROWS];
+    for (int row = 0; row < ROWS; ++row) {
+        x[row] = first + row * steps * 4;
+        for (int part = 0; part < 4; ++part) dots[row][part] = __m256i{};
+    }
+    for (int left = steps / 8; left > 0; left -= chunks_in_16) {
+        __m256i pairs[ROWS][4] = {};
+        if constexpr (FP4) {
+            NDP_UNROLL(2)
+            for (int row = 0; row < ROWS; ++row) {
+                NDP_UNROLL(4)
+                for (int part = 0; part < 4; ++part)
+                    pairs[row][part] = _mm256_set1_epi32(zeros[(row + 1) * (steps / 8) - left]);
+            }
+        }
+        for (int chunk = left < chunks_in_16 ? left : chunks_in_16; chunk > 0; --chunk) {
+            NDP_UNROLL(8)
+            for (int step = 0; step < 8; ++step) add_step<ROWS>(codes, block_bytes, x, step, pairs);
+            codes += 8 * 64;
+            for (int row = 0; row < ROWS; ++row) x[row] += 8 * 4;
+        }
+        if constexpr (FP4) {
+            NDP_UNROLL(4)
+            for (int part = 0; part < 4; ++part)
+                factors[part] = factors_of(load<__m256i>(reinterpret_cast<const char*>(shifts) + part * 32));
+            shifts += kUnitBlocks;
+        }
+        NDP_UNROLL(2)
+        for (int row = 0; row < ROWS; ++row) {
+            NDP_UNROLL(4)
+            for (int part = 0; part < 4; ++part)
+                dots[row][part] = _mm256_add_epi32(dots[row][part], _mm256_madd_epi16(pairs[row][part], factors[part]));
+        }
+    }
+}
+
+// dot_rows for codes of more than 7 bits.
+template <int ROWS>
+void dot_wide_rows(const uint8_t* codes, int steps, int, const int8_t* first, const int32_t*, const i32x16*,
+                   __m256i (*dots)[4]) {
+    __m256i sums[ROWS][4] = {};
+    for (int step = 0; step < steps; ++step) {
+        WideStep x[ROWS];
+        NDP_UNROLL(2)
+        for (int row = 0; row < ROWS; ++row) x[row] = WideStep(first + (row * steps + step) * 4);
+        add_wide_step<ROWS>(codes + step * 64, steps * 64, x, sums);
+    }
+    NDP_UNROLL(2)
+    for (int row = 0; row < ROWS; ++row) {
+        NDP_UNROLL(4)
+        for (int part = 0; part < 4; ++part) dots[row][part] = sums[row][part];
+    }
+}
+
+// multiply_panel with 32-byte registers: g++ keeps 64-byte vectors in memory here, which costs ten times the time.
+template <int LIMBS>
+bool own_products(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t stride) {
+    constexpr int kTokens = 2 / LIMBS;
+    const ptrdiff_t row_bytes = panel.steps * 4;
+    const bool is_fp4 = panel.shifts;
+    const int chunks = is_fp4 ? panel.steps / 8 : 0;
+    const auto dot_two = is_fp4 ? dot_rows<2, true> : panel.chunks_in_16 ? dot_rows<2, false> : dot_wide_rows<2>;
+    const auto dot_one = is_fp4 ? dot_rows<1, true> : panel.chunks_in_16 ? dot_rows<1, false> : dot_wide_rows<1>;
+    for (int first = 0; first < a.tokens; first += kTokens) {
+        const int count = a.tokens - first < kTokens ? a.tokens - first : kTokens;
+        for (int g = 0; g < panel.groups; ++g) {
+            const ptrdiff_t at = static_cast<ptrdiff_t>(first_group + g) * a.tokens + first;
+            const uint8_t* codes = panel.codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * panel.steps * 64;
+            __m256i dots[2][4];
+            const int8_t* x = a.codes + at * LIMBS * row_bytes;
+            const i32x16* shifts = panel.shifts + g * chunks * kUnitBlocks;
+            (count * LIMBS == 2 ? dot_two : dot_one)(codes, panel.steps, panel.chunks_in_16, x,
+                                                     a.zeros + at * LIMBS * chunks, shifts, dots);
+            for (int t = 0; t < count; ++t) {
+                for (int part = 0; part < 4; ++part) {
+                    __m256 dot = _mm256_cvtepi32_ps(dots[t * LIMBS][part]);
+                    if constexpr (LIMBS == 2)
+                        dot = _mm256_fmadd_ps(dot, _mm256_set1_ps(128), _mm256_cvtepi32_ps(dots[t * LIMBS + 1][part]));
+                    const float* meta = reinterpret_cast<const float*>(panel.meta + (g * kUnitBlocks + part / 2) * 2);
+                    float* to = y + (first + t) * stride + part * 8;
+                    dot = _mm256_mul_ps(dot, _mm256_set1_ps(a.scale[at + t]));
+                    __m256 out = _mm256_fmadd_ps(dot, _mm256_loadu_ps(meta + part % 2 * 8), _mm256_loadu_ps(to));
+                    if (!is_fp4)
+                        out = _mm256_fmadd_ps(_mm256_loadu_ps(meta + 16 + part % 2 * 8), _mm256_set1_ps(a.sum[at + t]), out);
+                    _mm256_storeu_ps(to, out);
+                }
+            }
+        }
+    }
+    return true;
+}
+
 }  // namespace
 
 #include "kernels.inc.h"
 
 namespace {
 
-// Of FP4: what both of a row's sums of 16 bits under a group's scale are multiplied by, of 8 rows of a block's meta data.
-template <class Code>
-NDP_INLINE __m256i factors_of(const uint8_t* meta, int half, int scale) {
-    const __m256i low = _mm256_set1_epi32(15);
-    if constexpr (Code::kShifts) {
-        const __m256i shifts = _mm256_srli_epi32(load<__m256i>(meta + half * 32), 4 * scale);
-        return _mm256_sllv_epi32(_mm256_set1_epi32(0x00010001), _mm256_and_si256(shifts, low));
-    }
-    const __m256i both = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load<int64_t>(meta + 64 + scale * kBlockRows + half * 8)));
-    const __m256i factors = _mm256_sllv_epi32(_mm256_and_si256(both, low), _mm256_srli_epi32(both, 4));
-    return _mm256_or_si256(factors, _mm256_slli_epi32(factors, 16));
-}
-
-// The integer products of ROWS rows, token limbs, with the codes of one group of a unit as they lie in memory: [row][part], a
-// part being 8 of the unit's 32 rows. One chunk, eight steps, adds up in 16 bits.
-template <class Code, int ROWS>
+// The integer products of one row with the codes of one group of a unit as they lie in memory: [limb][part], a part being 8
+// of the unit's 32 rows. One chunk, eight steps, adds up in 16 bits.
+template <class Code, int LIMBS>
 NDP_INLINE void dot_in_registers(const uint8_t* c0, const uint8_t* c1, int chunks, const int8_t* x, const int32_t* zeros,
-                                 const uint8_t* meta, __m256i (&dots)[ROWS][4]) {
-    const int padded = chunks * kChunkCols;
+                                 const uint8_t* meta, int padded, __m256i (&dots)[LIMBS][4]) {
     NDP_UNROLL(2)
-    for (int row = 0; row < ROWS; ++row) {
+    for (int limb = 0; limb < LIMBS; ++limb) {
         NDP_UNROLL(4)
-        for (int part = 0; part < 4; ++part) dots[row][part] = __m256i{};
+        for (int part = 0; part < 4; ++part) dots[limb][part] = __m256i{};
     }
     // At once: with more of them sums leave the registers; 3 bits are faster so all the same.
-    constexpr int kParts = Code::kWidth1 == 1 ? 4 : 4 / ROWS;
-    constexpr int kVectors = Code::kVectors / Code::kScales;  // under one scale
+    constexpr int kParts = Code::kWidth1 == 1 ? 4 : 4 / LIMBS;
     static_assert(8 * 2 * Code::kTop * kTopLimb <= 32767, "sums of 16 bits");
     for (int chunk = 0; chunk < chunks; ++chunk) {
         NDP_UNROLL(2)
         for (int first = 0; first < 4; first += kParts) {
-            __m256i pairs[ROWS][kParts] = {};
+            __m256i pairs[LIMBS][kParts] = {};
+            if constexpr (Code::kFp4) {
+                NDP_UNROLL(2)
+                for (int limb = 0; limb < LIMBS; ++limb) {
+                    NDP_UNROLL(4)
+                    for (int part = 0; part < kParts; ++part)
+                        pairs[limb][part] = _mm256_set1_epi32(zeros[limb * chunks + chunk]);
+                }
+            }
             NDP_UNROLL(4)
             for (int q = 0; q < 4; ++q) {
-                if (Code::kFp4 && q % kVectors == 0) {
-                    NDP_UNROLL(2)
-                    for (int row = 0; row < ROWS; ++row) {
-                        NDP_UNROLL(4)
-                        for (int part = 0; part < kParts; ++part)
-                            pairs[row][part] =
-                                _mm256_set1_epi32(zeros[(row * chunks + chunk) * Code::kScales + q / kVectors]);
-                    }
-                }
-                __m256i four[2][ROWS];
+                __m256i four[2][LIMBS];
                 NDP_UNROLL(2)
                 for (int high = 0; high < 2; ++high) {
                     NDP_UNROLL(2)
-                    for (int row = 0; row < ROWS; ++row)
-                        four[high][row] = _mm256_set1_epi32(
-                            load<int32_t>(x + row * padded + (chunk * 8 + Code::step(q, high)) * 4));
+                    for (int limb = 0; limb < LIMBS; ++limb) {
+                        int32_t step;
+                        std::memcpy(&step, x + limb * padded + (chunk * 8 + Code::step(q, high)) * 4, 4);
+                        four[high][limb] = _mm256_set1_epi32(step);
+                    }
                 }
                 NDP_UNROLL(4)
                 for (int part = 0; part < kParts; ++part) {
@@ -163,27 +292,25 @@ NDP_INLINE void dot_in_registers(const uint8_t* c0, const uint8_t* c1, int chunk
                     const Words v = Code::template vector<Words>(b0, b1, q);
                     const __m256i low = (__m256i)Code::field(v, 0), high = (__m256i)Code::field(v, 1);
                     NDP_UNROLL(2)
-                    for (int row = 0; row < ROWS; ++row) {
-                        __m256i& sum = pairs[row][part];
-                        sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(low, four[0][row]));
-                        sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(high, four[1][row]));
-                        asm volatile("" : "+x"(sum));  // or g++ adds products up in trees, out of registers
+                    for (int limb = 0; limb < LIMBS; ++limb) {
+                        const __m256i both = _mm256_add_epi16(_mm256_maddubs_epi16(low, four[0][limb]),
+                                                              _mm256_maddubs_epi16(high, four[1][limb]));
+                        pairs[limb][part] = _mm256_add_epi16(pairs[limb][part], both);
                     }
                 }
-                if ((q + 1) % kVectors != 0) continue;
-                NDP_UNROLL(4)
-                for (int part = 0; part < kParts; ++part) {
-                    __m256i factors = _mm256_set1_epi16(1);
-                    if constexpr (Code::kFp4) {
-                        const int of = first + part;
-                        factors = factors_of<Code>(meta + of / 2 * (Code::kMetaBytes / 2), of % 2,
-                                                   chunk * Code::kScales + q / kVectors);
-                    }
-                    NDP_UNROLL(2)
-                    for (int row = 0; row < ROWS; ++row) {
-                        __m256i& sum = dots[row][first + part];
-                        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs[row][part], factors));
-                    }
+                asm volatile("" ::: "memory");  // or g++ loads ahead until it runs out of registers
+            }
+            NDP_UNROLL(4)
+            for (int part = 0; part < kParts; ++part) {
+                __m256i factors = _mm256_set1_epi16(1);
+                if constexpr (Code::kFp4) {
+                    const __m256i shifts = _mm256_srli_epi32(load<__m256i>(meta + (first + part) * 32), 4 * chunk);
+                    factors = factors_of(_mm256_and_si256(shifts, _mm256_set1_epi32(15)));
+                }
+                NDP_UNROLL(2)
+                for (int limb = 0; limb < LIMBS; ++limb) {
+                    __m256i& sum = dots[limb][first + part];
+                    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs[limb][part], factors));
                 }
             }
         }
@@ -191,88 +318,67 @@ NDP_INLINE void dot_in_registers(const uint8_t* c0, const uint8_t* c1, int chunk
 }
 
 // dot_in_registers for codes of a byte each.
-template <int ROWS>
-NDP_INLINE void dot_bytes(const uint8_t* codes, int steps, const int8_t* x, __m256i (&dots)[ROWS][4]) {
-    __m256i sums[ROWS][4] = {};
+template <int LIMBS>
+NDP_INLINE void dot_bytes(const uint8_t* codes, int steps, const int8_t* x, int padded, __m256i (&dots)[LIMBS][4]) {
+    __m256i sums[LIMBS][4] = {};
     for (int step = 0; step < steps; ++step, codes += kUnitRows * 4) {
         __builtin_prefetch(codes + kGemvLead);
         __builtin_prefetch(codes + kGemvLead + 64);
-        WideStep columns[ROWS];
+        WideStep columns[LIMBS];
         NDP_UNROLL(2)
-        for (int row = 0; row < ROWS; ++row) columns[row] = WideStep(x + (row * steps + step) * 4);
-        add_wide_step<ROWS>(codes, 64, columns, sums);
+        for (int limb = 0; limb < LIMBS; ++limb) columns[limb] = WideStep(x + limb * padded + step * 4);
+        add_wide_step<LIMBS>(codes, 64, columns, sums);
     }
     NDP_UNROLL(2)
-    for (int row = 0; row < ROWS; ++row) {
+    for (int limb = 0; limb < LIMBS; ++limb) {
         NDP_UNROLL(4)
-        for (int part = 0; part < 4; ++part) dots[row][part] = sums[row][part];
+        for (int part = 0; part < 4; ++part) dots[limb][part] = sums[limb][part];
     }
 }
 
-// TOKENS tokens with a unit, whose codes stay in registers.
-template <class Code, int LIMBS, int TOKENS, int CHUNKS>
-void unit_tokens(const QuantizedView& w, const Activations& a, int unit, int token, float* y, ptrdiff_t y_stride) {
-    constexpr int kRows = TOKENS * LIMBS;
-    const int chunks = CHUNKS ? CHUNKS : w.padded_group / kChunkCols;
-    const ptrdiff_t at = static_cast<ptrdiff_t>(unit) * w.unit_chunks;
-    const uint8_t* c0 = w.component[0] + at * chunk_bytes(Code::kWidth0);
-    const uint8_t* c1 = Code::kWidth1 ? w.component[1] + at * chunk_bytes(Code::kWidth1) : c0;
-    const uint8_t* stored = w.meta + static_cast<ptrdiff_t>(unit) * w.groups * Code::kMetaBytes;
-    __m256 out[TOKENS][4] = {};
-    for (int g = 0; g < w.groups; ++g) {
-        __m256i dots[kRows][4];
-        const ptrdiff_t of = static_cast<ptrdiff_t>(g) * a.tokens + token, row = of * LIMBS * chunks;
-        const int8_t* x = a.codes + row * kChunkCols;
-        if constexpr (Code::kFields == 1) dot_bytes<kRows>(c0, chunks * 8, x, dots);
-        else dot_in_registers<Code, kRows>(c0, c1, chunks, x, a.zeros + (Code::kFp4 ? row * Code::kScales : 0), stored, dots);
-        NDP_UNROLL(6)
-        for (int line = 0; line < Code::kMetaBytes; line += 64)
-            __builtin_prefetch(stored + kMetaLead * Code::kMetaBytes + line);
-        NDP_UNROLL(4)
-        for (int part = 0; part < 4; ++part) {
-            __m256 scale, offset{};
-            if constexpr (Code::kFp4) {
-                const __m256i bits = load<__m256i>(stored + part / 2 * (Code::kMetaBytes / 2) + part % 2 * 32);
-                const __m256i kept = _mm256_set1_epi32(Code::kShifts ? 0x7f800000 : -1);
-                scale = _mm256_castsi256_ps(_mm256_and_si256(bits, kept));
-            } else {
-                const uint8_t* meta = stored + (part / 2 * 32 + part % 2 * 8) * 2;
-                scale = _mm256_cvtph_ps(load<__m128i>(meta));
-                offset = _mm256_cvtph_ps(load<__m128i>(meta + 32));
-            }
-            NDP_UNROLL(2)
-            for (int t = 0; t < TOKENS; ++t) {
-                __m256 dot = _mm256_cvtepi32_ps(dots[t * LIMBS][part]);
+// One row: codes stay in registers. The same sums in the same order as own_products.
+template <class Code, int LIMBS, int CHUNKS>
+void own_row(const QuantizedView& w, const Activations& a, int first, int last, float* y) {
+    const int chunks = CHUNKS ? CHUNKS : w.padded_group / kChunkCols, padded = chunks * kChunkCols;
+    const ptrdiff_t bytes0 = chunks * chunk_bytes(Code::kWidth0), bytes1 = chunks * chunk_bytes(Code::kWidth1);
+    for (int unit = first; unit < last; ++unit) {
+        const ptrdiff_t at = static_cast<ptrdiff_t>(unit) * w.unit_chunks;
+        const uint8_t* c0 = w.component[0] + at * chunk_bytes(Code::kWidth0);
+        const uint8_t* c1 = Code::kWidth1 ? w.component[1] + at * chunk_bytes(Code::kWidth1) : c0;
+        const uint8_t* stored = w.meta + static_cast<ptrdiff_t>(unit) * w.groups * kMetaBytes;
+        const int8_t* x = a.codes;
+        __m256 out[4] = {};
+        for (int g = 0; g < w.groups; ++g) {
+            __m256i dots[LIMBS][4];
+            if constexpr (Code::kFields == 1) dot_bytes<LIMBS>(c0, chunks * 8, x, padded, dots);
+            else dot_in_registers<Code, LIMBS>(c0, c1, chunks, x, a.zeros + g * LIMBS * chunks, stored, padded, dots);
+            __builtin_prefetch(stored + kMetaLead);
+            __builtin_prefetch(stored + kMetaLead + 64);
+            NDP_UNROLL(4)
+            for (int part = 0; part < 4; ++part) {
+                __m256 scale, offset{};
+                if constexpr (Code::kFp4) {
+                    const __m256i exponents = _mm256_set1_epi32(0x7f800000);
+                    scale = _mm256_castsi256_ps(_mm256_and_si256(load<__m256i>(stored + part * 32), exponents));
+                } else {
+                    const uint8_t* meta = stored + (part / 2 * 32 + part % 2 * 8) * 2;
+                    scale = _mm256_cvtph_ps(load<__m128i>(meta));
+                    offset = _mm256_cvtph_ps(load<__m128i>(meta + 32));
+                }
+                __m256 dot = _mm256_cvtepi32_ps(dots[0][part]);
                 if constexpr (LIMBS == 2)
-                    dot = _mm256_fmadd_ps(dot, _mm256_set1_ps(128), _mm256_cvtepi32_ps(dots[t * LIMBS + 1][part]));
-                dot = _mm256_mul_ps(dot, _mm256_set1_ps(a.scale[of + t]));
-                out[t][part] = _mm256_fmadd_ps(dot, scale, out[t][part]);
-                if constexpr (!Code::kFp4)
-                    out[t][part] = _mm256_fmadd_ps(offset, _mm256_set1_ps(a.sum[of + t]), out[t][part]);
+                    dot = _mm256_fmadd_ps(dot, _mm256_set1_ps(128), _mm256_cvtepi32_ps(dots[1][part]));
+                dot = _mm256_mul_ps(dot, _mm256_set1_ps(a.scale[g]));
+                out[part] = _mm256_fmadd_ps(dot, scale, out[part]);
+                if constexpr (!Code::kFp4) out[part] = _mm256_fmadd_ps(offset, _mm256_set1_ps(a.sum[g]), out[part]);
             }
+            c0 += bytes0;
+            c1 += bytes1;
+            stored += kMetaBytes;
+            x += LIMBS * padded;
         }
-        c0 += chunks * chunk_bytes(Code::kWidth0);
-        c1 += chunks * chunk_bytes(Code::kWidth1);
-        stored += Code::kMetaBytes;
-    }
-    NDP_UNROLL(2)
-    for (int t = 0; t < TOKENS; ++t) {
         NDP_UNROLL(4)
-        for (int part = 0; part < 4; ++part) _mm256_storeu_ps(y + (token + t) * y_stride + part * 8, out[t][part]);
-    }
-}
-
-// Codes are taken apart again for every two rows, out of the second cache: for 16 registers that is faster than a panel.
-template <class Code, int LIMBS>
-void multiply_width(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride) {
-    constexpr int kTokens = 2 / LIMBS;
-    const bool is_usual = w.padded_group == kUsualChunks * kChunkCols;
-    const auto some = is_usual ? unit_tokens<Code, LIMBS, kTokens, kUsualChunks> : unit_tokens<Code, LIMBS, kTokens, 0>;
-    const auto one = is_usual ? unit_tokens<Code, LIMBS, 1, kUsualChunks> : unit_tokens<Code, LIMBS, 1, 0>;
-    for (int unit = first; unit < last; ++unit, y += kUnitRows) {
-        int token = 0;
-        for (; token + kTokens <= a.tokens; token += kTokens) some(w, a, unit, token, y, stride);
-        if (token < a.tokens) one(w, a, unit, token, y, stride);
+        for (int part = 0; part < 4; ++part) _mm256_storeu_ps(y + (unit - first) * kUnitRows + part * 8, out[part]);
     }
 }
 

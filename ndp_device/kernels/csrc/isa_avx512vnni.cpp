@@ -1,16 +1,19 @@
 // AVX-512 with VNNI. Compiled with those flags, so reached only through its table (see cpu.cpp).
 #include "avx512vnni.inc.h"
-#include "rows64.inc.h"
 
 namespace {
+constexpr int kFewRows = 8;  // x 2 blocks of sums: 16 of 32 registers
 
-template <class Code, int LIMBS>
-void multiply_width(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride) {
-    multiply_in_registers<Code, LIMBS>(w, a, first, last, y, stride);
+template <int LIMBS>
+NDP_INLINE bool own_products(const Panel&, const Activations&, int, float*, ptrdiff_t) {
+    return false;
 }
-
-constexpr KernelTable kTable = make_table("avx512vnni");
-
 }  // namespace
+
+#include "kernels.inc.h"
+
+namespace {
+constexpr KernelTable kTable = make_table("avx512vnni");
+}
 
 const ndp::KernelTable& ndp::avx512vnni_kernels() { return kTable; }

@@ -5,7 +5,10 @@
 
 namespace {
 
-using Words = u16x32;
+typedef uint16_t Words __attribute__((vector_size(16)));
+constexpr bool kOwnRow = false;
+constexpr int kFewRows = 0;
+constexpr int kGemmRows = 2;
 
 NDP_INLINE i32x16 dot4(i32x16 acc, u8x64 codes, i32x16 steps) {
     uint8_t c[64];
@@ -43,7 +46,7 @@ NDP_INLINE Words fp4_levels(Words codes) {
     return load<Words>(bytes);
 }
 
-NDP_INLINE int32_t fp4_zero(const int8_t* codes, int columns) { return zero_of_levels(codes, columns); }
+NDP_INLINE int32_t fp4_zero(const int8_t* codes) { return zero_of_levels(codes); }
 
 typedef uint64_t PackWord;
 constexpr int kPackRows = 1;
@@ -57,19 +60,17 @@ NDP_INLINE void store_rows(PackWord (&row)[1], uint8_t* out, ptrdiff_t stride) {
     store(out + stride, static_cast<uint32_t>(row[0] >> 32));
 }
 
-}  // namespace
-
-#include "rows64.inc.h"
-
-namespace {
-
-template <class Code, int LIMBS>
-void multiply_width(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride) {
-    multiply_in_registers<Code, LIMBS>(w, a, first, last, y, stride);
+template <int LIMBS>
+NDP_INLINE bool own_products(const Panel&, const Activations&, int, float*, ptrdiff_t) {
+    return false;
 }
 
-constexpr KernelTable kTable = make_table("portable");
-
 }  // namespace
+
+#include "kernels.inc.h"
+
+namespace {
+constexpr KernelTable kTable = make_table("portable");
+}
 
 const ndp::KernelTable& ndp::portable_kernels() { return kTable; }

@@ -50,16 +50,6 @@ NDP_INLINE i32x16 broadcast_step(const int8_t* four) {
     return v - i32x16{};
 }
 
-NDP_INLINE i32x16 bytes_to_ints(const uint8_t* p) {
-#if defined(__AVX512F__)  // g++ converts bytes one by one
-    return (i32x16)_mm512_cvtepu8_epi32(load<__m128i>(p));
-#else
-    i32x16 v;
-    for (int i = 0; i < 16; ++i) v[i] = p[i];
-    return v;
-#endif
-}
-
 NDP_INLINE f32x16 to_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
 
 // Reference conversion by integer arithmetic: exact for subnormals, infinities and NaN.
@@ -72,11 +62,31 @@ NDP_INLINE f32x16 half_to_float_by_bits(const uint16_t* p) {
     return (f32x16)(bits | sign);
 }
 
-// See Activations: of the codes of the columns under one scale.
-NDP_INLINE int32_t zero_of_levels(const int8_t* codes, int columns) {
+// See Activations: of the 32 codes of one chunk.
+NDP_INLINE int32_t zero_of_levels(const int8_t* codes) {
     int32_t sum = 0;
-    for (int i = 0; i < columns; ++i) sum += codes[i];
+    for (int i = 0; i < kChunkCols; ++i) sum += codes[i];
     return -kFp4Zero * sum;
+}
+
+// Levels may be shifted up themselves where their shifts are at most 3 bits: they then begin at kShiftedZero, and a group's sum
+// at what takes that away.
+constexpr int kShiftedZero = kFp4Zero << 3;
+
+NDP_INLINE bool shifts_codes(const uint8_t* meta) {
+    uint32_t all = 0;
+    for (int r = 0; r < kUnitRows; ++r) all |= load<uint32_t>(meta + 4 * r);
+    return (all & 0xcccc) == 0;
+}
+
+NDP_INLINE int32_t zero_of_shifted(const int32_t* zeros, int chunks) {
+    int32_t sum = 0;
+    for (int chunk = 0; chunk < chunks; ++chunk) sum += zeros[chunk];
+    return sum * (kShiftedZero / kFp4Zero);
+}
+
+NDP_INLINE i32x16 zeros_of_shifted(i32x16 shifts) {
+    return kShiftedZero * 0x01010101 - ((kFp4Zero * 0x01010101 - i32x16{}) << shifts);
 }
 
 // The bits of `mask` (one byte, repeated) from a, the others from b.
@@ -128,6 +138,28 @@ NDP_INLINE f32x16 exp_lanes(f32x16 v) {
     p = p * r + 1.0f;
     p = p * r + 1.0f;
     return p * (f32x16)((n + 127) << 23);
+}
+
+// Some consecutive groups of one unit, ready for products with any number of rows.
+struct Panel {
+    int groups;
+    int steps;             // per group
+    int chunks_in_16;      // chunks of 8 steps whose products with int8 add up in int16; 0: not even two products do
+    const i32x16* shifts;  // FP4: [groups][chunks][2 blocks], by how many bits sums are shifted up; else null
+    const bool* shifted;   // [groups], whether codes are; then no sum is, and it begins at zero_of_shifted
+    const uint8_t* codes;  // [groups][2 blocks][steps][16 rows][4 columns]
+    const f32x16* meta;    // [groups][2 blocks][scale, offset]
+    const uint8_t* ahead[kMaxComponents];  // the next panel's components ...
+    int ahead_bytes[kMaxComponents];       // ... and how much of them to prefetch per step; 0: there is none
+};
+
+// y += dot * token scale * meta[0] + meta[1] * token sum, which FP4 lacks. Written once, so that a row gets the same bits on
+// every way.
+NDP_INLINE void add_dot(f32x16 dot, float scale, float sum, const f32x16* meta, float* y, bool fp4) {
+    f32x16 out = load<f32x16>(y);
+    out += dot * scale * meta[0];
+    if (!fp4) out += meta[1] * sum;
+    store(y, out);
 }
 
 }  // namespace
