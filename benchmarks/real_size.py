@@ -32,6 +32,8 @@ import psutil
 from measured import Measurement, add_json_option
 
 PORT = 8471
+CACHES = ("NDP_CACHE_DIR", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")
+"""Empty before the first start: replicas, and what vLLM and torch compile."""
 EXPECTED = re.compile(r"first token of a prompt of 64 after ([\d.]+) s, then ([\d.]+) tokens/s")
 
 
@@ -44,7 +46,7 @@ def server(model: Path, cache: Path, found: dict[str, Any], name: str) -> Iterat
     with log.open("w") as file:
         process = subprocess.Popen(
             [*command, *options],
-            env=os.environ | {"NDP_CACHE_DIR": str(cache), "HF_HUB_OFFLINE": "1"},
+            env=os.environ | dict.fromkeys(CACHES, str(cache)) | {"HF_HUB_OFFLINE": "1"},
             stdout=file,
             stderr=subprocess.STDOUT,
         )
