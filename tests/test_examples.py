@@ -18,7 +18,7 @@ EXPECTED = {
     "policy_of_your_own.py": ("prefill ", "sticky ", "oracle "),
     "ask_a_device.py": ("y (2, 128)", "simulated_ns"),
     "replay_a_recording.py": ("h100-ndp512", "h200-gen5", "context_aware"),
-    "quantize_and_check.sh": ('32 experts, data-free', '"ok": true', '"serve": "vllm serve'),
+    "quantize_and_check.sh": ("32 experts, data-free", '"ok": true', '"serve": "vllm serve'),
 }
 
 
