@@ -1,47 +1,31 @@
-"""The job that fills a replica directory, layer by layer, and goes on where it was stopped. Knows files and settings.
+"""The jobs that make replicas: from the weights alone, from text, and with trained levels. Checks what is asked.
 
-Other files quantize a layer: data_free.py from the weights alone, calibrated.py from text. Only jobs with text import
-torch and transformers.
+Other files quantize a layer: data_free.py from the weights alone, calibrated.py from text. job.py writes layers, and
+goes on where it was stopped. Only jobs with text import torch and transformers.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
 from ndp_device.calibration import data_free
+from ndp_device.calibration.job import KeptExperts, run_job
 from ndp_device.calibration.progress import JobProgress, Work, say
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.names import DTYPES
 from ndp_device.checkpoint.values import CODE_BITS
 from ndp_device.common import machine_memory
-from ndp_device.common.errors import ConfigError, ReplicaError
+from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape
-from ndp_device.common.outputs import REPLICAS, require_own_folder
 from ndp_device.common.widths import BYTE_BITS, REPLICA_WIDTHS, WIDTHS, default_group_size
 from ndp_device.replicas.checkpoint import CheckpointExperts
-from ndp_device.replicas.format import (
-    MANIFEST,
-    WITHOUT_TOKENS,
-    LayerReplicas,
-    Manifest,
-    ReplicaFiles,
-    check_layer_file,
-    keep_expert,
-    kept_expert,
-    num_kept,
-    read_manifest,
-    remove_kept,
-    remove_unfinished,
-    write_layer,
-    write_manifest,
-)
+from ndp_device.replicas.format import WITHOUT_TOKENS, LayerReplicas, Manifest, ReplicaFiles, write_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -63,9 +47,6 @@ SolverName = Literal["nested", "independent", "auto-gptq"]
 """nested: one code for all widths; independent: our GPTQ at every width alone; auto-gptq: that library's, likewise."""
 
 Effort = Literal["fast", "default", "best"]
-
-MakeLayer = Callable[[int, JobProgress], LayerReplicas]
-"""(layer, told of each expert and of the work) -> its replicas."""
 
 
 def build_data_free(
@@ -218,6 +199,7 @@ def build_calibrated(
     )
     passing: Iterator[tuple[int, RoutedBatch]] | None = None
     for_solver = num_sequences - text.num_held_out
+    kept = KeptExperts(out_dir, manifest)
 
     def parts_of(batch: RoutedBatch) -> tuple[RoutedInputs, RoutedInputs]:
         return batch.inputs(slice(None, for_solver)), batch.inputs(slice(for_solver, None))
@@ -238,7 +220,7 @@ def build_calibrated(
             return answers
 
         if passing is None:
-            progress.expect(work.job(layer, num_kept(out_dir)))
+            progress.expect(work.job(layer, len(kept)))
             model = streamed.load_without_experts(model_dir, device, products)
             forward = streamed.StreamedForward(model, text.held_out_last, shape)
             passing = enumerate(forward.layers())
@@ -255,12 +237,12 @@ def build_calibrated(
 
         def made(expert: int) -> tuple[LayerReplicas, torch.Tensor]:
             weights = float_expert(layer, expert)
-            if (kept := kept_expert(out_dir, layer, expert, manifest)) is not None:
-                return kept, answers_of(weights, expert)
+            if (already := kept.of(layer, expert)) is not None:
+                return already, answers_of(weights, expert)
             new = calibrated.quantize_expert(weights, expert, inputs, held_out, solve, work, progress.did)
             checkpoint.check(layer)
             progress.made()
-            return keep_expert(out_dir, layer, expert, calibrated.layer_of([new]), manifest), new.answers
+            return kept.keep(layer, expert, calibrated.layer_of([new])), new.answers
 
         with calibrated.side_by_side(peak.experts, cores // peak.experts) as threads:
             for expert, (replicas, answers) in enumerate(threads.map(made, range(shape.num_experts))):
@@ -441,33 +423,6 @@ def _refuse_few_tokens(num_sequences: int, sequence_length: int, shape: ModelSha
         )
 
 
-def run_job(out_dir: Path, manifest: Manifest, make_layer: MakeLayer, *, show_progress: bool) -> Manifest:
-    """Write every layer that is not there yet: safe, as one processor makes the same bytes of a job each time."""
-    require_own_folder(out_dir, REPLICAS)
-    remove_unfinished(out_dir)
-    manifest = _resume(out_dir, manifest)
-    shape = manifest.model
-    kept = num_kept(out_dir)
-    already = len(manifest.layers) * shape.num_experts + kept
-    if show_progress and already:
-        more = f", and {kept} more experts are made" if kept else ""
-        say(f"{out_dir} goes on: {len(manifest.layers)} of {shape.num_layers} layers are whole{more}")
-    name, total = f"{manifest.source} replicas of {shape.name}", shape.num_layers * shape.num_experts
-    written: Future[Manifest] | None = None
-    with (
-        JobProgress(name, total, already, show=show_progress) as progress,
-        ThreadPoolExecutor(1) as beside,  # a layer is written while the next one is made
-    ):
-        for layer in range(shape.num_layers):
-            if layer in manifest.layers:
-                continue
-            replicas = make_layer(layer, progress)
-            if written is not None:
-                manifest = written.result()
-            written = beside.submit(write_layer, out_dir, layer, replicas, manifest)
-        return manifest if written is None else written.result()
-
-
 def _probe_settings(shape: ModelShape, group_size: int) -> dict[str, str | int | float]:
     settings: dict[str, str | int | float] = {
         "inputs": "unit normal times the norm's weight",
@@ -497,31 +452,3 @@ def _checked_group_size(group_size: int | None, shape: ModelShape) -> int:
     if group_size < 8 or group_size % 8:
         raise ConfigError(f"group_size must be a multiple of 8, got {group_size}")
     return group_size
-
-
-def _resume(out_dir: Path, manifest: Manifest) -> Manifest:
-    """The manifest to go on with: a fresh one, or the one in out_dir less the layers whose files are not whole.
-
-    A job that was refused or stopped in its first layer left nothing but single experts, which bear its name.
-    """
-    present = read_manifest(out_dir) if (out_dir / MANIFEST).exists() else None
-    if present is None or not present.layers:
-        write_manifest(out_dir, manifest)
-        remove_kept(out_dir, manifest)
-        return manifest
-    # weights of layers are measured when all layers are there
-    if msgspec.structs.replace(present.unweighed(), layers={}) != manifest:
-        raise ConfigError(
-            f"{out_dir} already holds replicas of another model or made with other settings: "
-            "choose another output directory, or delete that one"
-        )
-    whole = {}
-    for layer, file in present.layers.items():
-        try:
-            check_layer_file(out_dir, layer, present, check_contents=True)
-        except (ReplicaError, OSError):
-            continue
-        whole[layer] = file
-    present = msgspec.structs.replace(present, layers=whole)
-    remove_kept(out_dir, present)
-    return present

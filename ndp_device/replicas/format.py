@@ -2,7 +2,6 @@
 
     DIR/manifest.json                what the replicas are of, how they were made, a digest per layer file
     DIR/experts-00000.safetensors    bit planes, scales and offsets of every expert of layer 0, and its loss table
-    DIR/experts-00001.3.JOB.safetensors    the same of expert 3 alone, until layer 1 is whole
 
 Knows files and digests, not kernels or solvers. A name holds a whole file or nothing (durable.py). The manifest grows
 by one entry per layer, so a reader can name what is missing.
@@ -47,7 +46,6 @@ WITHOUT_TOKENS = "experts_without_tokens"
 """In a manifest's `calibration`: how many experts the text never reached, solved for their layer's moment."""
 MANIFEST = "manifest.json"
 
-_KEPT = "experts-*.*.*.safetensors"
 _UNFINISHED = ".unfinished"
 _SURELY_LEFT_S = 60.0
 
@@ -227,7 +225,7 @@ class ReplicaFiles:
         ]
         if seen != known:
             _write_seen(directory, seen)
-        self._experts = [_ExpertsOfFile(self.manifest, layer, file) for layer, file in enumerate(self._files)]
+        self._experts = [ExpertsOfFile(self.manifest, layer, file) for layer, file in enumerate(self._files)]
 
     @property
     def num_bytes(self) -> int:
@@ -287,13 +285,8 @@ class ReplicaFiles:
             digest.update(np.array(self.manifest.nats_per_loss).tobytes())
         return digest.hexdigest()
 
-    def _biases(self, file: MappedFile, expert: int, bits: int) -> Biases:
-        prefix = self.manifest.prefix(expert, bits)
-        gate, up = np.split(file.tensor(f"{prefix}.b13"), 2)
-        return Biases(gate, up, file.tensor(f"{prefix}.b2"))
 
-
-class _ExpertsOfFile:
+class ExpertsOfFile:
     """The experts of one layer that a file holds: views of its mapped bytes."""
 
     def __init__(self, manifest: Manifest, layer: int, file: MappedFile) -> None:
@@ -370,7 +363,7 @@ def _read_seen(directory: Path) -> dict[int, _Stamp | None]:
 def _write_seen(directory: Path, seen: dict[int, _Stamp | None]) -> None:
     """Where nothing can be written, every start hashes the files."""
     with contextlib.suppress(NdpError):
-        _write_whole(checked_file(directory), msgspec.json.encode(seen))
+        write_whole(checked_file(directory), msgspec.json.encode(seen))
 
 
 def check_layer_file(directory: Path, layer: int, manifest: Manifest, *, check_contents: bool) -> MappedFile:
@@ -390,53 +383,15 @@ def check_layer_file(directory: Path, layer: int, manifest: Manifest, *, check_c
 
 def write_layer(directory: Path, layer: int, replicas: LayerReplicas, manifest: Manifest) -> Manifest:
     """Write one layer's file and the manifest that now includes it; returns that manifest."""
-    contents = _layer_bytes(layer, replicas, manifest)
-    _write_whole(directory / layer_file_name(layer), contents)
+    contents = layer_bytes(layer, replicas, manifest)
+    write_whole(directory / layer_file_name(layer), contents)
     entry = LayerFile(len(contents), hashlib.blake2b(contents, digest_size=16).hexdigest())
     manifest = msgspec.structs.replace(manifest, layers=manifest.layers | {layer: entry})
     write_manifest(directory, manifest)
-    remove_kept(directory, manifest)
     return manifest
 
 
-def keep_expert(directory: Path, layer: int, expert: int, made: LayerReplicas, manifest: Manifest) -> LayerReplicas:
-    """Write one expert, all that `made` holds, for a job that goes on within its layer; returns views of the file."""
-    path = directory / _kept_file_name(layer, expert, manifest)
-    _write_whole(path, _layer_bytes(layer, made, manifest))
-    kept = kept_expert(directory, layer, expert, manifest)
-    assert kept is not None
-    return kept
-
-
-def kept_expert(directory: Path, layer: int, expert: int, manifest: Manifest) -> LayerReplicas | None:
-    """What an earlier run of the same job kept of this expert; None where it kept nothing that can be read."""
-    try:
-        file = MappedFile(directory / _kept_file_name(layer, expert, manifest))
-        tables = [file.tensor(name) for name in ("loss", "relative_loss", "calibration_tokens", "own_weight")]
-        experts = _ExpertsOfFile(manifest, layer, file)
-        return LayerReplicas(({bits: experts.at(0, bits) for bits in manifest.bits},), *tables)
-    except ReplicaError:
-        return None
-
-
-def num_kept(directory: Path) -> int:
-    """How many single experts lie here."""
-    return sum(1 for _ in directory.glob(_KEPT))
-
-
-def remove_kept(directory: Path, manifest: Manifest) -> None:
-    """Remove single experts that lie in a layer's file by now, or that a job with other settings kept."""
-    for path in directory.glob(_KEPT):
-        layer, _, job, _ = path.name.removeprefix("experts-").split(".")
-        if job != manifest.job or int(layer) in manifest.layers:
-            path.unlink()
-
-
-def _kept_file_name(layer: int, expert: int, manifest: Manifest) -> str:
-    return f"experts-{layer:05d}.{expert}.{manifest.job}.safetensors"
-
-
-def _layer_bytes(layer: int, replicas: LayerReplicas, manifest: Manifest) -> bytes:
+def layer_bytes(layer: int, replicas: LayerReplicas, manifest: Manifest) -> bytes:
     tensors: dict[str, NDArray[Any]] = {
         "loss": replicas.loss,
         "relative_loss": replicas.relative_loss,
@@ -475,7 +430,7 @@ def _bias_tensors(
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    _write_whole(directory / MANIFEST, sealed.encode(manifest))
+    write_whole(directory / MANIFEST, sealed.encode(manifest))
 
 
 def _tensors(prefix: str, matrix: QuantizedMatrix | NestedMatrix) -> dict[str, NDArray[Any]]:
@@ -510,7 +465,7 @@ def remove_unfinished(directory: Path) -> None:
                 path.unlink()
 
 
-def _write_whole(path: Path, contents: bytes) -> None:
+def write_whole(path: Path, contents: bytes) -> None:
     """All of the contents under this name, or nothing new under it, whenever the machine stops."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}{_UNFINISHED}")
     try:

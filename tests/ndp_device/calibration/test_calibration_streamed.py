@@ -19,8 +19,9 @@ from in_memory import captured_in_memory
 from paths import MODEL, ROOT
 
 from ndp_device.calibration import calibrated
-from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated, build_data_free, run_job
+from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated, build_data_free
 from ndp_device.calibration.gptq import products_on
+from ndp_device.calibration.job import run_job
 from ndp_device.calibration.streamed import StreamedForward, auto_class, bytes_between_layers, load_without_experts
 from ndp_device.calibration.text import CalibrationText, load_config
 from ndp_device.common.errors import ConfigError, NdpError
