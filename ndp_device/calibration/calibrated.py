@@ -184,15 +184,14 @@ def with_bytes(solver: Solver, group_size: int) -> Solver:
 
 
 def shrunk(solver: Solver, part: float) -> Solver:
-    """The solver on H + part * mean(diag H) * I: it trusts the text less, and a weight's own error counts more.
+    """The solver on H + part * mean(diag H) * I, over H: it trusts the text less, and a weight's own error counts more.
 
     In directions that the text hardly uses, other text contradicts it first (docs/log/calibration.md).
     """
 
     def solve(weights: Tensor, hessian: Tensor, damp: float) -> dict[int, QuantizedMatrix]:
-        distrusted = hessian.clone()  # the layer's is another expert's too
-        distrusted.diagonal().add_(part * hessian.diagonal().mean())
-        return solver(weights, distrusted, damp)
+        hessian.diagonal().add_(part * hessian.diagonal().mean())
+        return solver(weights, hessian, damp)
 
     return solve if part else solver
 
@@ -253,19 +252,21 @@ def quantize_expert(
 
     answers = [weights.answers(own, seen)]
 
-    def solve(matrix: Tensor, moment: Tensor, of_layer: Tensor) -> dict[int, QuantizedMatrix]:
+    def solve(matrix: Tensor, hessian: Tensor) -> dict[int, QuantizedMatrix]:
         damp = DAMP if len(own) >= matrix.shape[1] else DAMP_FEW_TOKENS
-        solved = solver(matrix, blend(moment, of_layer, share), damp)
+        solved = solver(matrix, hessian, damp)
         did(lambda work: work.solver(*matrix.shape))
         return solved
 
-    w13s = solve(weights.w13, of_hidden.mean(), inputs.layer_moment.to(device))
+    w13s = solve(weights.w13, blend(of_hidden.mean(), inputs.layer_moment.to(device), share))
     # a layer that counts little is known well enough from fewer rows
     sample = inputs.sample if share < 0.5 else inputs.sample[::4]
     rows = (weights.between(inputs.hidden[part].to(weights.w2)) for part in sample.split(ROWS_AT_ONCE))
-    of_layer = second_moment(rows, weights.w2.shape[1], device)
+    # of squares this large, one lives while the solver runs, and none behind it
+    hessian = blend(of_between.mean(), second_moment(rows, weights.w2.shape[1], device), share)
     did(lambda work: work.of_layer)
-    w2s = solve(weights.w2, of_between.mean(), of_layer)
+    w2s = solve(weights.w2, hessian)
+    del hessian
     replicas = {bits: fold_order(bits, w13s[bits], w2s[bits], full.biases, full.activation) for bits in w13s}
     loss, relative_loss = expert_losses(test_rows(held_out, expert).float().numpy(), full, replicas)
     did(lambda work: work.losses)

@@ -139,8 +139,8 @@ def peak_bytes(num_rows: int, num_columns: int, group_size: int, num_tracks: int
     square = num_columns**2
     block = rows * num_columns * (item * num_tracks + 4 + 1) + 4 * rows * group_size * 4 * num_tracks
     results = 2 * num_rows * num_columns + 2 * 3 * 4 * num_tracks * groups * num_rows
-    factored = (4 + item) * square + 4 * 3 * _STRIP * num_columns
-    return max(factored + (item if item < 4 else 0) * square, 2 * item * square + block) + results
+    factored = (4 + (item if item < 4 else 0)) * square + 4 * 3 * _STRIP * num_columns
+    return max(factored, 2 * item * square + block) + results
 
 
 class _Problem(NamedTuple):
@@ -201,16 +201,14 @@ def _ordered(
     products = products_on(hessian.device)
 
     def problem(order: Tensor) -> _Problem:
-        def ordered() -> Tensor:
-            """A new one each time."""
-            return hessian[order[:, None], order].float().div_(mean)
-
-        square = ordered()
-        squares, rounded = [square[group, group].clone() for group in groups], square.to(products)
-        del square
-        mixing, importance = unit_factor(ordered, damp)
-        of_groups = [(one, mixing[group, group].clone()) for one, group in zip(squares, groups, strict=True)]
-        return _Problem(rounded, mixing.to(products), importance, of_groups)
+        mixing, importance = unit_factor(lambda: _in_order(hessian, order, slice(None), mean), damp)
+        of_mixing, mixing = [mixing[group, group].clone() for group in groups], mixing.to(products)
+        square, squares = torch.empty_like(mixing), []
+        for group in groups:  # a second one in float32 would be 0.8 GB at Mixtral's width
+            rows = _in_order(hessian, order, group, mean)
+            squares.append(rows[:, group].clone())
+            square[group] = rows.to(products)
+        return _Problem(square, mixing, importance, list(zip(squares, of_mixing, strict=True)))
 
     def loss(order: Tensor, among: _Problem) -> float:
         codes = torch.empty(some.shape, dtype=torch.uint8)
@@ -246,6 +244,11 @@ def _loss_alone(weights: Tensor, diagonal: Tensor, order: Tensor, group_size: in
 def _mean_log(losses: Tensor) -> float:
     """One loss at each width as one number: by ratios, as narrow widths would outweigh the others."""
     return float(losses.clamp_min(1e-30).log().mean())
+
+
+def _in_order(hessian: Tensor, order: Tensor, rows: slice, mean: float) -> Tensor:
+    """Some rows of H over its mean diagonal, in an order; a new tensor each time."""
+    return hessian[order[rows, None], order].float().div_(mean)
 
 
 def _columns(weights: Tensor, order: Tensor) -> Tensor:
@@ -292,11 +295,12 @@ class Moment:
         self._num_rows += len(rows)
 
     def mean(self) -> Tensor:
-        """[C, C]; nothing may be added after it."""
-        for first in range(0, len(self._sum), _STRIP):
+        """[C, C], once: it is handed over."""
+        mean, self._sum = self._sum, torch.empty(0)
+        for first in range(0, len(mean), _STRIP):
             behind = first + _STRIP
-            self._sum[first:behind, behind:] = self._sum[behind:, first:behind].T
-        return self._sum.div_(max(self._num_rows, 1))
+            mean[first:behind, behind:] = mean[behind:, first:behind].T
+        return mean.div_(max(self._num_rows, 1))
 
 
 def own_weight(num_tokens: int) -> float:
@@ -307,10 +311,10 @@ def own_weight(num_tokens: int) -> float:
 def blend(own: Tensor, layer: Tensor, weight: float) -> Tensor:
     """weight * own + (1 - weight) * layer, the layer's scaled to own's trace; the layer's alone where own is zero.
 
-    Overwrites own: at Mixtral's width each has 0.8 GB.
+    Overwrites own, and returns it: at Mixtral's width each has 0.8 GB.
     """
     if weight == 0 or not own.trace() > 0:
-        return layer
+        return own.copy_(layer)
     ratio = float(own.trace() / layer.trace().clamp_min(1e-30))
     return own.mul_(weight).add_(layer, alpha=(1 - weight) * ratio)
 
