@@ -96,6 +96,7 @@ def test_arrivals_that_no_clock_could_give_are_refused(at, says):
         ({"model": "mixtral-8x7b", "overrides": {}, "devices": 3, "split": True}, "cannot be cut into 3 equal parts"),
         ({"split": True}, "--split gives each of several devices a part of every expert: give --devices"),
         ({"process": "steps", "devices": 2}, "leave --gpus and --devices out"),
+        ({"process": "steps", "alike": 2}, "leave --alike out"),
         ({"policy": "prefil"}, "did you mean 'prefill'"),
         ({"overrides": {"gpu.hbm_capacity_bytes": 10**6}}, "gpu memory lacks"),
     ],
@@ -431,3 +432,30 @@ def test_figures_under_the_names_of_vllm_bench_serve_count_from_the_same_tokens(
     middle = float(np.median(last))
     good = as_bench_serve(tokens, served, {"e2el": middle, "ttft": 1e9})["request_goodput"]
     assert good == pytest.approx(sum(at <= middle for at in last) / (max(last) / 1e3))
+
+
+def lines(count: int) -> str:
+    """Prompts and answers of many lengths, that meet."""
+    return "".join(
+        f'{{"timestamp": {7 * n}, "input_length": {5 + 11 * n % 60}, "output_length": {1 + 17 * n % 40}}}\n'
+        for n in range(count)
+    )
+
+
+def test_of_steps_alike_one_in_n_is_simulated_and_the_rest_take_about_as_long(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(lines(90))
+    asked = {"process": str(file), "max_num_batched_tokens": 32, "max_num_seqs": 12, "migration": "difference"}
+    trace = short(4, 24, 10)
+    every, same, few = (serve([trace], settings(**asked, alike=n))[0] for n in (None, 1, 16))
+    assert tokens_of(same).causes_ps.tolist() == tokens_of(every).causes_ps.tolist()
+    simulated = {id(step.run.time) for step in few.steps}
+    assert len(every.steps) / 16 < len(simulated) < len(few.steps) / 4
+    with pytest.raises(ConfigError, match="hosts that share devices meet in steps that --alike leaves out"):
+        serve([trace, trace], settings(alike=2))
+    tokens, wanted = check_causes(few), check_causes(every)
+    assert np.bincount(tokens.request).tolist() == np.bincount(wanted.request).tolist()
+    assert tokens.at_ps.max() == pytest.approx(wanted.at_ps.max(), rel=0.03)
+    assert np.median(tokens.later().latency_ps) == pytest.approx(np.median(wanted.later().latency_ps), rel=0.03)
+    moved = CAUSES.index("migration")
+    assert tokens.causes_ps[:, moved].sum() == pytest.approx(wanted.causes_ps[:, moved].sum(), rel=0.3)

@@ -56,6 +56,8 @@ def arrivals(
 
     if len(traces) > 1 and (asked.process == "steps" or replicas is not None):
         raise ConfigError(f"steps and --replicas belong to one trace, {len(traces)} were given")
+    if asked.alike is not None and perfetto is not None:
+        raise ConfigError("--perfetto draws steps that --alike leaves out: leave one of them out")
     started = time.perf_counter()
     recorded = [Trace.load(path) for path in traces]
     identical = None
@@ -94,6 +96,7 @@ def _summary(served: ServedRequest, tokens: Tokens, kinds: dict[str, list[Any]])
     return {
         "requests": len(served.arrivals_ps),
         "steps": len(served.steps),
+        "simulated_steps": len({id(step.run.time) for step in served.steps}),
         "tokens": len(tokens.at_ps),
         "preemptions": served.preemptions,
         "simulated_tokens_per_s": len(tokens.at_ps) / (span_ps / 1e12),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -158,7 +158,9 @@ class Engine:
         self._decode_splitter = self.run.make_splitter(top_k, SplitRules())  # of decode rows alone
         self._activate()
         self._rejects = bool((trace.phase == REJECTED).any())
-        self._ending: list[int] = []  # their prefill ends in the running step
+        self._ending: list[int] = []  # their prefill ended in the running step, or in one passed over
+        self.prompt_ended = False
+        """Whether one did in the last step, so that the next one has new plans."""
         self._timings: list[Timing | None] = []
         self.requests = [RequestState(int(n)) for n in trace.prompt_len]
         self._there = dict(enumerate(self.requests))  # that have not finished
@@ -194,19 +196,23 @@ class Engine:
         if self.devices is not None:
             self._alive = self.devices.all_alive if alive is None else alive
         epoch, self._timings = self.epoch, []
-        moved, migration_ps = yield from self.replan()
+        if late := bool(self._ending):
+            self._end_prefills()
+        moved, migration_ps = yield from self.replan(moves=not late)
         time, decode_only = yield from self._run_rows(rows)
         self._end_prefills()
         timings = tuple(self._timings)
         return StepRun(number, time, timings, moved, migration_ps, decode_only, self.epoch != epoch)
 
-    def replan(self) -> Asks[tuple[int, int]]:
-        """Before a step: new plans where they are due. (experts that moved, the time that passed)."""
+    def replan(self, *, moves: bool = True) -> Asks[tuple[int, int]]:
+        """Before a step: new plans where they are due. (experts that moved, the time that passed).
+
+        moves: whether what moves takes time now; it had its own in a step that was passed over."""
         before = self.clock.now_ps
         replanned = self.run.replan(self._there)
         if replanned.moves_slots:
             self._activate()
-        if moved := replanned.num_moved:
+        if (moved := replanned.num_moved) and moves:
             whole = moved * self.costs.slot_bytes
             num_bytes = whole if replanned.moved_bytes is None else replanned.moved_bytes
             self.clock.wait_until((yield ReplayedMigration(num_bytes, self.clock.now_ps)))
@@ -222,10 +228,18 @@ class Engine:
         self._tiers.activate(placement.hot, placement.warm, placement.widths)
         self._tiers.name_all()
 
+    def pass_over(self, ends: Mapping[int, int], took_ps: int) -> None:
+        """A step that somebody else has timed: its requests have come to these positions, prompts that ended are scored
+        before the next step that is simulated."""
+        self._come_to(ends, {})
+        self.clock.wait_until(self.clock.now_ps + took_ps)
+
     def _end_prefills(self) -> None:
+        self._ending = [number for number in self._ending if number in self._there]
         choices = [self.trace.sequences[number] for number in self._ending]
         stats = [RoutingStats.from_choices(c.prompt_ids, c.prompt_weights, self.hot.shape[1]) for c in choices]
         ended = [(number, self.requests[number], found) for number, found in zip(self._ending, stats, strict=True)]
+        self._ending = []
         self.run.end_prefills(ended, self._there.values)
         if ended and self._owners is not None:  # who stays keeps its GPU
             for layer, row in enumerate(self.planner.resident):
@@ -278,9 +292,16 @@ class Engine:
             if alone is not None:
                 here = self._decode_splitter.split(layer, *addresses_alone[layer], with_device=True)
                 self._end_alone(alone, layer, here, self._timings[-1], with_prompts=not decode[split.device.rows].all())
-        self._ending = []
         rejected = Counter(trace.request[rows[trace.phase[rows] == REJECTED]].tolist()) if self._rejects else Counter()
+        yielding, alone_yielding = self._come_to(ends, rejected)
+        if self.planner.follows:
+            self.planner.see(trace.ids[rows[decode]].astype(np.int64))
+        return self.run.end_step(yielding), None if alone is None else alone.end_step(alone_yielding)
+
+    def _come_to(self, ends: Mapping[int, int], rejected: Mapping[int, int]) -> tuple[int, int]:
+        """How many rows of the step's end make a token: of all, and of decode rows."""
         yielding = alone_yielding = 0
+        self.prompt_ended = False
         for r, end in ends.items():
             request = self.requests[r]
             if (drafts := end - request.prompt_len - request.outputs) >= 0:
@@ -288,11 +309,9 @@ class Engine:
                 alone_yielding += (1 + drafts) * request.prefilled
                 request.outputs += 1 + drafts - rejected.get(r, 0)
             if not request.prefilled and end >= request.prompt_len:
-                request.prefilled = True
+                request.prefilled = self.prompt_ended = True
                 self._ending.append(r)
-        if self.planner.follows:
-            self.planner.see(trace.ids[rows[decode]].astype(np.int64))
-        return self.run.end_step(yielding), None if alone is None else alone.end_step(alone_yielding)
+        return yielding, alone_yielding
 
     def _run_layer(self, layer: int, split: Split, decode: NDArray[np.bool_]) -> Asks[None]:
         self.run.begin_layer()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,33 +63,49 @@ class Percentile:
 
 def tokens_of(served: ServedRequest) -> Tokens:
     """Every token of a run with what it waited for."""
-    seen = served.arrivals_ps.astype(np.int64).copy()  # up to when each request's time has a cause
-    causes = np.zeros((len(seen), len(CAUSES)), np.int64)
-    count = np.zeros(len(seen), np.int64)
-    out: list[tuple[int, int, int, NDArray[np.int64]]] = []
-    for step in served.steps:
-        run, end_ps = step.run, step.run.time.end_ps
-        rows = np.array(
-            [_prompt_rows(span.start, span.num_tokens, served.prompt_lens[span.request]) for span in step.spans]
+    steps = served.steps
+    step = np.repeat(np.arange(len(steps)), [len(one.spans) for one in steps])  # [M], of each span of a request
+    spans = np.fromiter(chain.from_iterable(chain.from_iterable(one.spans for one in steps)), np.int64)
+    request, start, rows = spans.reshape(-1, 3).T
+    own = np.clip(served.prompt_lens[request] - start, 0, rows)  # its prompt rows
+    decodes = np.bincount(step, own < rows, len(steps)) > 0
+    decided, starts, ends = np.array([(one.decided_ps, one.start_ps, one.end_ps) for one in steps], np.int64).T
+    decode_ps, prefill_ps = np.zeros((len(steps), len(CAUSES)), np.int64), np.zeros(len(steps), np.int64)
+    known: dict[tuple[int, bool], tuple[NDArray[np.int64], int]] = {}
+    for number, (one, has) in enumerate(zip(steps, decodes.tolist(), strict=True)):
+        if (key := (id(one.run.time), has)) not in known:
+            known[key] = _parts(one.run, decodes=has)
+        decode_ps[number], prefill_ps[number] = known[key]
+    longer = np.array([one.longer_ps for one in steps], np.int64)
+    prompts = np.bincount(step, own, len(steps)).astype(np.int64)
+    prefill_ps += np.where(prompts > 0, longer, 0)
+    decode_ps[:, GPU] += np.where(prompts > 0, 0, longer)
+
+    order = np.lexsort((step, request))
+    request, step, own = request[order], step[order], own[order]
+    first = np.append(True, np.diff(request) != 0)
+    before = np.where(first, served.arrivals_ps[request], ends[np.roll(step, 1)])  # up to when its time has a cause
+    own_ps = prefill_ps[step] * own // np.maximum(prompts[step], 1)
+    of = {QUEUE: decided[step] - before, MIGRATION: (starts - decided)[step], OWN: own_ps}
+    of[OTHERS] = prefill_ps[step] - own_ps
+
+    came_in = np.repeat(np.arange(len(steps)), [len(one.yielded) for one in steps])  # [N], of each token
+    asked = np.fromiter(chain.from_iterable(one.yielded for one in steps), np.int64)
+    by_request = np.lexsort((came_in, asked))
+    last = np.searchsorted(request * len(steps) + step, (asked * len(steps) + came_in)[by_request])  # its span
+    index = np.arange(len(asked)) - np.searchsorted(asked[by_request], asked[by_request])
+    begin = np.where(index > 0, np.roll(last, 1) + 1, np.searchsorted(request, asked[by_request]))
+    causes, indices = np.zeros((len(asked), len(CAUSES)), np.int64), np.zeros(len(asked), np.int64)
+    indices[by_request] = index
+    for cause in range(len(CAUSES)):
+        sums = np.append(
+            0,
+            np.cumsum(  # may wrap around, and differences are right even then
+                of.get(cause, 0) + decode_ps[step, cause]
+            ),
         )
-        decode, prefill_ps = _parts(
-            run, int(rows.sum()), any(n < s.num_tokens for n, s in zip(rows, step.spans, strict=True))
-        )
-        for span, own_rows in zip(step.spans, rows.tolist(), strict=True):
-            waited = causes[span.request]
-            waited[QUEUE] += step.decided_ps - seen[span.request]
-            waited[MIGRATION] += run.time.start_ps - step.decided_ps
-            own = prefill_ps * own_rows // int(rows.sum()) if own_rows else 0
-            waited[OWN] += own
-            waited[OTHERS] += prefill_ps - own
-            waited += decode
-            seen[span.request] = end_ps
-        for request in step.yielded:
-            out.append((request, int(count[request]), end_ps, causes[request].copy()))
-            count[request] += 1
-            causes[request] = 0
-    requests, indices, at, waits = zip(*out, strict=True)
-    return Tokens(np.array(requests), np.array(indices), np.array(at, np.int64), np.array(waits, np.int64))
+        causes[by_request, cause] = sums[last + 1] - sums[begin]
+    return Tokens(asked, indices, ends[came_in], causes)
 
 
 def as_bench_serve(tokens: Tokens, served: ServedRequest, goodput: Mapping[str, float]) -> dict[str, float]:
@@ -136,11 +153,7 @@ def percentiles(tokens: Tokens, wanted: tuple[float, ...] = PERCENTILES) -> Iter
         yield Percentile(percent, int(latency[token]), by_cause)
 
 
-def _prompt_rows(start: int, num_tokens: int, prompt_len: int) -> int:
-    return int(min(max(prompt_len - start, 0), num_tokens))
-
-
-def _parts(run: StepRun, prefill_rows: int, decodes: bool) -> tuple[NDArray[np.int64], int]:
+def _parts(run: StepRun, *, decodes: bool) -> tuple[NDArray[np.int64], int]:
     """(causes of a step's decode rows, what its prefill rows added)."""
     causes = np.zeros(len(CAUSES), np.int64)
     if not decodes:

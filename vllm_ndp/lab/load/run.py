@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.common.errors import TraceError
+from ndp_device.common.errors import ConfigError, TraceError
 from ndp_device.experts.part import Part
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
@@ -43,6 +43,8 @@ def serve(
     loss: LossTable | None = None,
 ) -> list[ServedRequest]:
     """Serve each trace on a host of its own; all hosts share the devices. Raises before anything is simulated."""
+    if settings.alike is not None and len(traces) > 1:
+        raise ConfigError("hosts that share devices meet in steps that --alike leaves out: leave it out")
     hosts = [_host(trace, settings, number, prior, loss, len(traces)) for number, trace in enumerate(traces)]
     hardware = load_hardware(settings.hardware, **settings.overrides)
     return together([host.whole() for host in hosts], *(DeviceModel(hardware) for _ in range(settings.devices)))
@@ -104,10 +106,10 @@ def _host(
     scheduling = SchedulerRules(*limits, kv_tokens // max(settings.block_size, 1))
     if told is not None:
         requests = Workload(trace, told.prompt_lens, told.output_lens, told.cached(kv_tokens))
-        return Host(requests, setup, rules, at_ps, scheduling)
+        return Host(requests, setup, rules, at_ps, scheduling, settings.alike)
     if count > len(trace.prompt_len):
-        return Host(Workload.repeated(trace, count), setup, rules, at_ps, scheduling)
-    return Host(trace, setup, rules, at_ps, scheduling)
+        return Host(Workload.repeated(trace, count), setup, rules, at_ps, scheduling, settings.alike)
+    return Host(trace, setup, rules, at_ps, scheduling, settings.alike)
 
 
 def _devices(costs: Costs, settings: LoadSettings) -> DeviceRules | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.units import ceil_div
@@ -51,8 +52,7 @@ class Request:
         return self.prompt_len + self.outputs
 
 
-@dataclass(frozen=True)
-class ScheduledSpan:
+class ScheduledSpan(NamedTuple):
     """Rows that one request contributes to a step: positions start .. start + num_tokens - 1."""
 
     request: int
@@ -175,7 +175,7 @@ class _Batch:
 
     def update(self, scheduled: Iterable[int]) -> list[int]:
         """The requests of a step in the order of their places. scheduled: in the scheduler's order."""
-        places, wanted = self._places, list(scheduled)
+        places, wanted = self._places, dict.fromkeys(scheduled)
         here = {number for number in places if number is not None}
         for place, number in enumerate(places):
             if number not in wanted:
