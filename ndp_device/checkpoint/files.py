@@ -9,9 +9,8 @@ from typing import Any
 
 from ndp_device.checkpoint.headers import MAX_LISTING_BYTES, weight_files
 from ndp_device.checkpoint.tensor_files import open_file, tensor_header
-from ndp_device.common import strict_json
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.strict_files import Refused
+from ndp_device.common.strict_files import Refused, decode_json, read_bytes
 
 _SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 4096
@@ -35,7 +34,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file such as config.json."""
     try:
-        config = strict_json.read(path, at_most=MAX_LISTING_BYTES, constants=True)
+        config = decode_json(read_bytes(path, MAX_LISTING_BYTES), constants=True)
     except (OSError, Refused) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):

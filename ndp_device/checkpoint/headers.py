@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from ndp_device.checkpoint.tensor_files import tensor_header
-from ndp_device.common import strict_json
 from ndp_device.common.errors import ReplicaError
 from ndp_device.common.model_shape import MAX_EXPERTS_IN_ALL
+from ndp_device.common.strict_files import Refused, decode_json, read_bytes
 
 INDEX = "model.safetensors.index.json"
 SUFFIXES = (".safetensors", ".gguf")
@@ -115,11 +115,11 @@ def _refuse_gaps(model_dir: Path, names: Collection[str]) -> None:
 
 def _weight_map(index: Path) -> Mapping[str, str]:
     try:
-        weight_map = strict_json.read(index, _Index, at_most=MAX_LISTING_BYTES).weight_map
+        weight_map = decode_json(read_bytes(index, MAX_LISTING_BYTES), _Index).weight_map
         if outside := [
             name for name in weight_map.values() if Path(name).name != name or "\0" in name or len(name) > 255
         ]:
-            raise strict_json.Refused(f"{outside[0]!r} is not a file of this directory")
-    except (OSError, strict_json.Refused) as error:
+            raise Refused(f"{outside[0]!r} is not a file of this directory")
+    except (OSError, Refused) as error:
         raise ReplicaError(f"{index} cannot be read as an index of safetensors files: {error}") from None
     return weight_map

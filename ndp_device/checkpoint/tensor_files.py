@@ -13,9 +13,8 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 
 from ndp_device.checkpoint.gguf_files import MAGIC, MAX_HEADER_BYTES, gguf_header
-from ndp_device.common import strict_json
 from ndp_device.common.errors import ReplicaError
-from ndp_device.common.strict_files import Refused, open_plain
+from ndp_device.common.strict_files import MAX_VALUES, Refused, decode_json, open_plain
 
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit: the safetensors library neither writes nor reads a longer header."""
@@ -61,9 +60,7 @@ def safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
             raise ReplicaError(f"{path.name}: its header has {length} bytes, and at most {_MAX_HEADER_BYTES} are read")
         text = file.read(length)
     try:
-        header: dict[str, Any] = strict_json.decode(
-            text, max_values=max(strict_json.MAX_VALUES, length // _BYTES_PER_VALUE)
-        )
+        header: dict[str, Any] = decode_json(text, max_values=max(MAX_VALUES, length // _BYTES_PER_VALUE))
         if not isinstance(header, dict):
             raise Refused("it must be a JSON object")
         if too_long := next((name for name in header if len(name) > _MAX_NAME), None):

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ndp_device.common import strict_json
-from ndp_device.common.strict_files import MAX_BYTES, Refused, read_bytes
+from ndp_device.common.strict_files import MAX_BYTES, Refused, decode_json, read_bytes
 
 _FIELD = "manifest_digest"
 _SIZE = 16
@@ -42,7 +41,7 @@ def read(path: Path, kind: type[_T]) -> _T:
     seal = _SEAL.search(text)
     if seal is not None and seal[1] != _digest(_with_digest(text, _ZEROS)):
         raise Refused("its text is not what its 'manifest_digest' says")
-    value = strict_json.decode(text, kind)
+    value = decode_json(text, kind)
     if seal is None:
         raise Refused("it has no 'manifest_digest'")
     return value

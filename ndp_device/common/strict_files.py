@@ -1,20 +1,29 @@
 """Files that others wrote, opened without trust: plain files only, and their size before their contents.
 
-Knows sizes. Does not know the meaning of a file, nor its reader's error. A reader turns `Refused` into its own
-sentence, which names the file.
+msgspec reads JSON: UTF-8, numbers that a program can hold, no NaN. Knows sizes. Does not know the meaning of a file,
+nor its reader's error. A reader turns `Refused` into its own sentence, which names the file.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar, overload
+
+import msgspec
 
 MAX_BYTES = 4 << 20
 """Most bytes of a configuration or manifest. Readers of larger files (headers, indices, texts) name their own limit."""
 MAX_LINE_BYTES = 32 << 20
+MAX_VALUES = 1 << 20
+"""A value takes up to 72 bytes in memory, so a text of this many stays below 100 MiB."""
+_BYTES_PER_VALUE = 16
+"""A larger text may hold one more for so many of its bytes, as lists of a checkpoint's tensors do by far."""
+
+_T = TypeVar("_T")
 
 
 class Refused(ValueError):
@@ -53,3 +62,25 @@ def read_lines(path: Path, at_most: int = MAX_LINE_BYTES) -> Iterator[bytes]:
             if len(line) > at_most:
                 raise Refused(f"one of its lines has more than {at_most} bytes")
             yield line
+
+
+@overload
+def decode_json(raw: bytes, *, max_values: int | None = ..., constants: bool = ...) -> Any: ...
+@overload
+def decode_json(raw: bytes, kind: type[_T], *, max_values: int | None = ..., constants: bool = ...) -> _T: ...
+def decode_json(raw: bytes, kind: Any = Any, *, max_values: int | None = None, constants: bool = False) -> Any:
+    """A text as plain values, or as the given type, which then has fields of the types it names. Raises Refused.
+
+    constants: NaN and Infinity are accepted, which are not JSON and stand in the config.json of some models.
+    """
+    max_values = max(MAX_VALUES, len(raw) // _BYTES_PER_VALUE) if max_values is None else max_values
+    if (found := sum(raw.count(mark) for mark in (b",", b"[", b"{"))) > max_values:
+        raise Refused(f"it holds {found} values, and at most {max_values} are read")
+    try:
+        if constants and (b"NaN" in raw or b"Infinity" in raw):
+            return msgspec.convert(json.loads(raw), kind)
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise Refused(str(error)) from None
+    except RecursionError:
+        raise Refused("it is nested too deep") from None

@@ -27,12 +27,12 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from ndp_device.common import durable, sealed, strict_json
+from ndp_device.common import durable, sealed
 from ndp_device.common.activation import NAMED, SILU, Activation
 from ndp_device.common.cache import checked_file
 from ndp_device.common.errors import ConfigError, NdpError, ReplicaError, why_unwritable
 from ndp_device.common.model_shape import ModelShape
-from ndp_device.common.strict_files import open_plain
+from ndp_device.common.strict_files import Refused, open_plain
 from ndp_device.common.widths import REPLICA_WIDTHS, WIDTHS, loss_columns
 from ndp_device.experts.expert import Biases, NestedMatrix, QuantizedExpert, QuantizedMatrix
 from ndp_device.replicas.mapped import MappedFile
@@ -327,7 +327,7 @@ def read_manifest(directory: Path) -> Manifest:
     except FileNotFoundError:
         lacks = f"holds no replicas ({MANIFEST} is missing)" if directory.is_dir() else "does not exist"
         raise ReplicaError(f"{directory} {lacks}: run vllm-ndp quantize") from None
-    except (OSError, strict_json.Refused, NdpError) as error:
+    except (OSError, Refused, NdpError) as error:
         raise ReplicaError(f"{path} is not a replica manifest: {error}") from None
     has_form = manifest.activation is not msgspec.UNSET or manifest.biases is not msgspec.UNSET
     wanted = VERSION_WITH_FORM if has_form else VERSION

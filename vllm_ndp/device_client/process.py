@@ -18,8 +18,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ndp_device.common import strict_json
 from ndp_device.common.errors import DeviceUnavailable
+from ndp_device.common.strict_files import decode_json
 
 MAX_LOG_BYTES = 1 << 20
 _PREFIX, _OWNER = "ndp-", "owner"
@@ -108,7 +108,7 @@ class DeviceProcess:
                 break  # it has ended, or says something else than that it is ready
             line += said
         try:
-            ready = strict_json.decode(line)["ready"]
+            ready = decode_json(line)["ready"]
         except (ValueError, KeyError, TypeError):
             ready = False
         if ready is not True:

@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ndp_device.common import durable, strict_json
+from ndp_device.common import durable
 from ndp_device.common.cache import prices_file
 from ndp_device.common.errors import ConfigError
+from ndp_device.common.strict_files import Refused, decode_json, read_bytes
 from ndp_device.kernels import _native
 from vllm_ndp.integration.compat import say
 
@@ -72,8 +73,8 @@ def _read(path: Path, kind: type[P]) -> P | None:
     if not path.exists():
         return None
     try:
-        return msgspec.convert(strict_json.read(path), kind)
-    except (OSError, strict_json.Refused, msgspec.ValidationError, ConfigError) as error:
+        return decode_json(read_bytes(path), kind)
+    except (OSError, Refused, ConfigError) as error:
         say(f"the prices kept in {path} are measured again: {error}")
         return None
 

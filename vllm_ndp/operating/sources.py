@@ -11,14 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ndp_device.checkpoint.files import read_config
-from ndp_device.checkpoint.headers import MAX_LISTING_BYTES, has_weights, weight_files
+from ndp_device.checkpoint.files import read_config, read_json
+from ndp_device.checkpoint.headers import has_weights, weight_files
 from ndp_device.checkpoint.spellings import text_config
 from ndp_device.checkpoint.values import StoredForm
-from ndp_device.common import strict_json
-from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
-from ndp_device.common.strict_files import Refused
 from ndp_device.model_config import public_model
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.timing.public_models import PUBLIC_MODELS, SHAPES, public_shape
@@ -77,16 +74,7 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
 
 
 def _of_config(name: str, path: Path, served_as: str, read_from: str) -> CheckpointSource:
-    try:
-        config = (
-            read_config(path.parent)
-            if path.name == "config.json"
-            else strict_json.read(path, at_most=MAX_LISTING_BYTES, constants=True)
-        )
-    except (OSError, Refused) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {type(config).__name__}")
+    config = read_config(path.parent) if path.name == "config.json" else read_json(path)
     inner = text_config(config)
     dtype = next((str(one[key]) for one in (inner, config) for key in ("dtype", "torch_dtype") if one.get(key)), "")
     model = _as_served(replace(public_model(name, inner), dtype=dtype or "bfloat16"))

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ndp_device.common import durable, sealed, strict_json
+from ndp_device.common import durable, sealed
 from ndp_device.common.errors import TraceError
 from ndp_device.common.model_shape import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_LAYERS
 from ndp_device.common.strict_files import Refused, open_plain
@@ -248,7 +248,7 @@ def read_manifest(directory: Path) -> TraceManifest:
         manifest = sealed.read(path, TraceManifest)
     except OSError:
         raise TraceError(f"{directory} is not a trace: it has no readable {MANIFEST}") from None
-    except (strict_json.Refused, TraceError) as error:
+    except (Refused, TraceError) as error:
         raise TraceError(f"{path} is damaged or not a trace manifest: {error}") from None
     if manifest.format != FORMAT or manifest.version != VERSION:
         raise TraceError(

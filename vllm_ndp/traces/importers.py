@@ -21,10 +21,9 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ndp_device.common import strict_json
 from ndp_device.common.errors import TraceError, nearest
 from ndp_device.common.strict_arrays import decode_array, read_arrays
-from ndp_device.common.strict_files import open_plain, read_lines
+from ndp_device.common.strict_files import decode_json, open_plain, read_bytes, read_lines
 from vllm_ndp.traces import row_logs
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.rows import (
@@ -145,14 +144,14 @@ def _objects(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:
         if number > MOST_ROWS:
             raise TraceError(f"{path} has more than {MOST_ROWS} rows: cut it into files of some requests each")
         if line.strip():
-            found, where = strict_json.decode(line, max_values=MOST_VALUES), f"{path.name} line {number}"
+            found, where = decode_json(line, max_values=MOST_VALUES), f"{path.name} line {number}"
             if not isinstance(found, dict):
                 raise TraceError(f"{where} must be a JSON object, got {type(found).__name__}")
             yield where, found
 
 
 def _json(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:
-    yield str(path), strict_json.read(path, list[dict[str, Any]], at_most=MOST_BYTES, max_values=MOST_VALUES)
+    yield str(path), decode_json(read_bytes(path, MOST_BYTES), list[dict[str, Any]], max_values=MOST_VALUES)
 
 
 def _arrays(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from ndp_device.common import strict_json
 from ndp_device.common.errors import ConfigError, nearest
+from ndp_device.common.strict_files import decode_json
 from ndp_device.timing.public_models import SHAPES, public_shape
 from vllm_ndp.traces.synthetic import SyntheticSettings
 
@@ -80,7 +80,7 @@ def read_routing(name: str, model: str) -> RoutingPreset:
 
 def _read(path: Path) -> RoutingPreset:
     try:
-        fields = strict_json.decode(path.read_bytes())["fit"]
+        fields = decode_json(path.read_bytes())["fit"]
         return msgspec.convert(fields, RoutingPreset, strict=True)
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
