@@ -68,13 +68,13 @@ site:
 	$(SITE)/bin/python -m pip install --quiet -c patches/constraints-cpu.txt 'mkdocs-material>=9.6,<10' typer msgspec numpy
 	PYTHONPATH=$(CURDIR) $(SITE)/bin/mkdocs build --strict
 
-# SECONDS in all, shared by every target of tests/fuzzing: files, codec, transport, handler, client. What ends badly is kept.
+# CASES of each kind in tests/fuzzing: damaged files and messages.
 fuzz: $(READY)
-	PYTHONPATH=tests $(BIN)/python -m fuzzing --seconds $(or $(SECONDS),120) $(FUZZ)
+	NDP_FUZZ_CASES=$(or $(CASES),2000) $(PYTEST) --dist load --timeout 0 tests/test_fuzz.py
 
 # SEEDS histories of hosts, device and network in simulated time (tests/simulation), from seed FIRST on.
 simulate: $(READY)
-	PYTHONPATH=tests $(BIN)/python -m simulation --seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0) --jobs $(or $(JOBS),2)
+	NDP_SEEDS=$(or $(SEEDS),1000) NDP_FIRST_SEED=$(or $(FIRST),0) $(PYTEST) --dist load tests/test_simulation.py -k nothing_is_lost
 
 # MINUTES on a machine with a GPU: what is missing of docs/measured/gpu_*.json, in pieces; docs/gpu.md.
 gpu-check:

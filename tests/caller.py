@@ -1,7 +1,8 @@
-"""One client of a handler, without a socket: asks, checks that the answer is its own, and raises refusals."""
+"""What hosts ask a device, whose right answers are known beforehand; and one client of a handler, without a socket."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,17 +10,53 @@ from numpy.typing import NDArray
 from small_checkpoint import EXPERTS, LAYERS
 
 from ndp_device.common.errors import DeviceError
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.handler import Handler
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
+from ndp_device.replicas.store import ExpertStore
 from ndp_device.transport.base import damage_of, write_checksum
+from vllm_ndp.device_client.client import DeviceClient, ExecuteHandle
 
 ALL = np.full((LAYERS, EXPERTS), 31, np.uint8)
 """A plan that asks for every expert in full precision and at every width that all replicas have."""
 
 
+@dataclass(frozen=True)
+class Call:
+    layer: int
+    x: NDArray[np.float32]
+    rows: NDArray[np.int32]
+    experts: NDArray[np.int32]
+    bits: NDArray[np.uint8]
+    gates: NDArray[np.float32]
+    y: NDArray[np.float32]  # what a device must answer, to the bit
+
+    def begin(self, client: DeviceClient, step: int = 0) -> ExecuteHandle:
+        return client.begin_execute(
+            self.layer, step, step * 10**6, self.x, self.rows, self.experts, self.bits, self.gates
+        )
+
+
+def random_calls(store: ExpertStore, kernel: Any, count: int, seed: int) -> list[Call]:
+    """Random rows on random experts of every layer, in full precision; the answers come from the kernel itself."""
+    rng, calls = np.random.default_rng(seed), []
+    for number in range(count):
+        layer, pairs = number % store.shape.num_layers, int(rng.integers(1, 5))
+        x = rng.standard_normal((int(rng.integers(1, 4)), store.shape.hidden_size), np.float32)
+        rows = rng.integers(0, len(x), pairs).astype(np.int32)
+        experts = rng.integers(0, store.shape.num_experts, pairs).astype(np.int32)
+        gates = rng.uniform(0, 1, pairs).astype(np.float32)
+        distinct = list(dict.fromkeys(experts.tolist()))
+        index = np.array([distinct.index(expert) for expert in experts], np.int32)
+        prepared = [store.get(layer, expert, FULL_PRECISION_BITS) for expert in distinct]
+        y = kernel.execute(x, prepared, rows, index, gates)
+        calls.append(Call(layer, x, rows, experts, np.full(pairs, FULL_PRECISION_BITS, np.uint8), gates, y))
+    return calls
+
+
 class Caller:
-    """One client of a handler."""
+    """One client of a handler: asks, checks that the answer is its own, and raises refusals."""
 
     def __init__(self, handler: Handler, name: bytes = b"a") -> None:
         self.handler, self.name, self.last_id = handler, name, 0

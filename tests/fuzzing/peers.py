@@ -43,6 +43,8 @@ class Target:
     seeds: Callable[[], list[bytes]]
     mutated: Callable[[random.Random, bytes], bytes]
     run: Run
+    cases: int
+    """Of these, for one of a file."""
 
 
 def joined(header: bytes, body: bytes) -> bytes:
@@ -193,6 +195,6 @@ def _run_handler(data: bytes) -> None:
 
 def targets() -> list[Target]:
     return [
-        Target("stream", _stream_seeds, mutated_bytes, _run_stream),
-        Target("handler", _handler_seeds, _mutated_conversation, _run_handler),
+        Target("stream", _stream_seeds, mutated_bytes, _run_stream, 8),
+        Target("handler", _handler_seeds, _mutated_conversation, _run_handler, 1),
     ]

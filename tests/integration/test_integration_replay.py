@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import sys
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from engines import IN_PROCESS, MODEL, PROMPTS, REPLICAS, ROOT, engine, greedy, run_program
-from processors import settings as processors
+from engines import MODEL, PROMPTS, REPLICAS, ROOT, engine, greedy
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.cache import default_cache_dir
@@ -186,47 +182,3 @@ def test_a_run_that_follows_decode_by_measured_prices_replays_and_its_clock_know
     assert replayed.identical
     num_plans = len(np.unique(trace.plans["epoch"])) - 1  # prompts that end in one step have one plan
     assert totals["exchanges"] < num_plans <= totals["exchanges"] + totals["prefills"]
-
-
-PROGRAM = """
-import json, sys
-from pathlib import Path
-from test_integration_replay import record_few, replayed
-
-for word in sys.argv[1:]:
-    task, _, directory = word.partition(":")
-    print(json.dumps(record_few(Path(directory)) if task == "record" else replayed(Path(directory))))
-"""
-
-
-def record_few(directory: Path) -> None:
-    settings = {"hot_experts": 3, "avg_bits": 2.0, "replicas": str(REPLICAS), "record": str(directory)}
-    with engine(settings=settings) as llm:
-        greedy(llm, PROMPTS, 16)
-
-
-def replayed(directory: Path) -> list[object]:
-    """Number of steps, and what differs from the record."""
-    one = replay_live(Trace.load(directory), LossTable.from_measured(*load_losses(REPLICAS, "relative")))
-    return [len(one.steps), one.fallback_steps, one.plan_mismatches, one.identical]
-
-
-def test_a_run_recorded_on_one_processor_is_replayed_on_another_to_the_picosecond(tmp_path):
-    """Recorded as the machine is and with nothing but the least, each replayed under every setting."""
-    here, least = tmp_path / "as-it-is", tmp_path / "least"
-    record_few(here)
-    path = os.pathsep.join(str(ROOT / "tests" / folder) for folder in ("integration", "."))
-    told = {}
-    for name in reversed(processors()):  # the least is the last
-        words = [f"replay:{here}", f"replay:{least}"]
-        if not least.exists():
-            assert name == "nothing but the least"
-            words.insert(0, f"record:{least}")
-        environment = IN_PROCESS | processors()[name] | {"PYTHONPATH": path}
-        done = run_program(sys.executable, "-c", PROGRAM, *words, **environment)
-        assert done.returncode == 0, done.stderr[-3000:]
-        told[name] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    for replays in told.values():
-        for num_steps, *rest in replays:
-            assert num_steps > 15
-            assert rest == [0, 0, True], told

@@ -8,15 +8,16 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+from caller import Call
 from small_checkpoint import EXPERTS, LAYERS
 
 from ndp_device.common.errors import DeviceError, DeviceUnavailable
-from ndp_device.common.widths import FULL_PRECISION_BITS
-from simulation.material import ADDRESS, Call, calls, store
+from simulation.material import ADDRESS, calls, store
 from simulation.network import Network, Process, SimClock, connecting
 from simulation.world import MS, US, Program, S, World
 from vllm_ndp.device_client.client import MAX_IN_FLIGHT, DeviceClient, ExecuteHandle
@@ -34,8 +35,6 @@ class Fate(Protocol):
     def host_dies(self) -> bool:
         """Whether it is this host's turn, now."""
         ...
-
-    def note(self, what: str) -> None: ...
 
 
 @dataclass
@@ -111,10 +110,8 @@ class Host:
     def plan(self) -> None:
         self.epoch += self.rng.choice((1, 1, 3))
         flags = np.full((LAYERS, EXPERTS), 1 << 4, np.uint8)
-        try:
+        with suppress(DeviceUnavailable, DeviceError):  # it is given the plan when it is back
             self.client.install_plan(self.epoch, flags)
-        except (DeviceUnavailable, DeviceError):
-            self.fate.note("plan while down")
         self.client.activate_plan(self.epoch)
         self.at_once(self.client.poll)
 
@@ -123,13 +120,8 @@ class Host:
         for _ in range(min(count, MAX_IN_FLIGHT)):
             self.step += 1
             call = self.rng.choice(calls())
-            bits = np.full(len(call.rows), FULL_PRECISION_BITS, np.uint8)
             begun_ns = self.world.now_ns
-            handle = self.at_once(
-                lambda call=call, bits=bits: self.client.begin_execute(
-                    call.layer, self.step, self.step * 10**6, call.x, call.rows, call.experts, bits, call.gates
-                )
-            )
+            handle = self.at_once(lambda call=call: call.begin(self.client, self.step))
             pending.append((call, handle, begun_ns))
         if self.rng.random() < 0.3:
             self.sleep(self.rng.choice((50 * US, 1 * MS, 10 * MS)))

@@ -20,9 +20,8 @@ files of their own. Left out: shared memory, keys, and what libzmq does.
 
 from __future__ import annotations
 
-import logging
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from failpoints import Failpoint, Failpoints
 
@@ -49,10 +48,6 @@ class History:
     seed: int
     calls: int = 40
     only: tuple[str, ...] = ()
-    counted: dict[str, int] = field(default_factory=dict)
-
-    def note(self, what: str) -> None:
-        self.counted[what] = self.counted.get(what, 0) + 1
 
     def host_dies(self) -> bool:
         if not self._hosts_to_kill or self.is_quiet:
@@ -104,7 +99,6 @@ class History:
             return
         self.num_faults -= 1
         kind = rng.choice(self.kinds)
-        self.note(kind)
         duration = rng.choice((1 * MS, 20 * MS, 300 * MS))
         match kind:
             case "kill" | "kill_long" | "other_model":
@@ -177,15 +171,3 @@ class History:
         assert not transport.links, "connections are left"
         assert not handler._clients, "sessions are left"
         assert not self.network.links, "ends of connections are left"
-        self.note("served")
-        self.counted["served"] = sum(host.served for host in hosts)
-        self.counted["unserved"] = sum(host.unserved for host in hosts)
-
-
-LOGGERS = ("ndp_device", "vllm_ndp")
-
-
-def silence() -> None:
-    """Devices and hosts say much about faults; a history says it all again."""
-    for name in LOGGERS:
-        logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -216,7 +216,6 @@ def test_a_matrix_that_is_gone_is_not_taken_for_one_in_its_place() -> None:
             kernel.execute(x, [kept[-1]], *pairs), alone.execute(x, [alone.prepare(expert)], *pairs)
         )
         del expert
-        gc.collect()
 
 
 def test_widths_in_other_groups_are_not_nested() -> None:

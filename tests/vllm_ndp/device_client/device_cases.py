@@ -3,58 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from caller import Call, random_calls
 from numpy.typing import NDArray
 from paths import MODEL
 
 from ndp_device.common.errors import RemoteProtocolError
-from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.handler import DeviceConfig, Handler
 from ndp_device.kernels import load_kernel
 from ndp_device.protocol.codec import Frames
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.transport.base import damage_of, require_intact, write_checksum
-from vllm_ndp.device_client.client import DeviceClient, ExecuteHandle
-
-
-@dataclass(frozen=True)
-class Call:
-    layer: int
-    x: NDArray[np.float32]
-    rows: NDArray[np.int32]
-    experts: NDArray[np.int32]
-    bits: NDArray[np.uint8]
-    gates: NDArray[np.float32]
-    y: NDArray[np.float32]  # what the device must answer, to the bit
-
-    def begin(self, client: DeviceClient, step: int = 0) -> ExecuteHandle:
-        return client.begin_execute(
-            self.layer, step, step * 10**6, self.x, self.rows, self.experts, self.bits, self.gates
-        )
 
 
 def make_calls(count: int = 16) -> list[Call]:
-    """Random rows on random experts of every layer; the answers come from the reference kernel, called directly."""
+    """Of the bundled model; the answers come from the reference kernel."""
     kernel = load_kernel("reference")
-    store = ExpertStore(MODEL, None, kernel=kernel)
-    rng = np.random.default_rng(7)
-    calls = []
-    for number in range(count):
-        layer, pairs = number % store.shape.num_layers, int(rng.integers(1, 5))
-        x = rng.standard_normal((int(rng.integers(1, 4)), store.shape.hidden_size), np.float32)
-        rows = rng.integers(0, len(x), pairs).astype(np.int32)
-        experts = rng.integers(0, store.shape.num_experts, pairs).astype(np.int32)
-        gates = rng.uniform(0, 1, pairs).astype(np.float32)
-        distinct = list(dict.fromkeys(experts.tolist()))
-        index = np.array([distinct.index(expert) for expert in experts], np.int32)
-        prepared = [store.get(layer, expert, FULL_PRECISION_BITS) for expert in distinct]
-        y = kernel.execute(x, prepared, rows, index, gates)
-        calls.append(Call(layer, x, rows, experts, np.full(pairs, FULL_PRECISION_BITS, np.uint8), gates, y))
-    return calls
+    return random_calls(ExpertStore(MODEL, None, kernel=kernel), kernel, count, seed=7)
 
 
 def make_handler(model_dir: Path = MODEL) -> Handler:

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from device_cases import MODEL, Call, FaultyDevice, full_plan, make_calls, make_handler
+from caller import Call
+from device_cases import MODEL, FaultyDevice, full_plan, make_calls, make_handler
 from failpoints import Failpoint, Failpoints
 from numpy.typing import NDArray
 
