@@ -263,7 +263,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is(
 @pytest.mark.parametrize(
     "words",
     [["compare", TRACE, "--out"], ["compare", TRACE, "--html"], ["analyze", TRACE, "--prior-out"],
-     ["analyze", TRACE, "--routing-out"], ["arrivals", TRACE, "--perfetto"]],
+     ["arrivals", TRACE, "--perfetto"]],
 )  # fmt: skip
 def test_no_file_is_written_over_whatever_its_ending_and_no_pipe_is_waited_for(
     words: list[str], tmp_path: Path
@@ -292,7 +292,7 @@ def test_two_outputs_of_one_command_are_two_places(second: str, tmp_path: Path) 
 def test_no_file_is_written_among_the_files_of_a_set(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("{}")
     for out in (name, "new.json"):
-        done = run_here("vllm-ndp", "analyze", TRACE, "--routing-out", str(tmp_path / out))
+        done = run_here("vllm-ndp", "analyze", TRACE, "--prior-out", str(tmp_path / out))
         assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
         assert f"{out} would be written among the files of a model, replica set or trace" in done.stderr
     assert [path.read_text() for path in tmp_path.iterdir()] == ["{}"]
@@ -328,7 +328,6 @@ WRITES: dict[str, tuple[list[str], bool]] = {
     "arrivals": (["{trace}", "{trace}", "--out", "{out}"], False),
     "arrivals --perfetto": (["{trace}", "--perfetto", "{out}"], False),
     "analyze": (["{trace}", "--prior-out", "{out}", "--prior", "{model}/prior.npy"], False),
-    "analyze --routing-out": (["{trace}", "--routing-out", "{out}"], False),
     "analyze --out": (["{trace}", "--out", "{out}"], False),
     "analyze --html": (["{trace}", "--html", "{out}"], False),
     "ndp-device keygen": (["{out}"], True),

@@ -9,7 +9,6 @@ from ndp_device.common.command_line import program, run
 from vllm_ndp.cli import (
     doctor,
     engine,
-    evaluate,
     plan,
     replica_sets,
     top,
@@ -27,7 +26,6 @@ for commands in (
     doctor.app,
     top.app,
     replica_sets.app,
-    evaluate.app,
     traces.app,
     recorded.app,
     analyze.app,

@@ -7,7 +7,7 @@ systemd, Slurm and containers put theirs. Knows Linux's files. Does not know mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -78,12 +78,37 @@ def memory_found(read: Read = text_of) -> FoundMemory | None:
     return FoundMemory(total, sizes["MemAvailable"], sizes.get("Cached", 0), limit)
 
 
-def usable_bytes() -> int:
-    """Bytes of memory that this process may have at most. Raises ConfigError where the kernel does not say."""
+def _required() -> FoundMemory:
     found = memory_found()
     if found is None:
-        raise ConfigError("/proc/meminfo does not say how much memory there is: mount /proc")
-    return found.usable
+        raise ConfigError("/proc/meminfo does not say how much memory there is: mount /proc, or give --host-memory")
+    return found
+
+
+def usable_bytes() -> int:
+    """Bytes of memory that this process may have at most. Raises ConfigError where the kernel does not say."""
+    return _required().usable
+
+
+def room_bytes() -> int:
+    """Bytes that a server may take of this machine now. Raises ConfigError where the kernel does not say."""
+    return _required().room
+
+
+def process_memory(pids: Iterable[int | None]) -> dict[str, int]:
+    """Bytes `held` and `mapped` by these processes together; of None, and of one that is gone, nothing.
+
+    Held is a process's own and goes when it ends. Mapped are pages of files in the page cache: processes that map the
+    same file share them, and Linux gives them up when a process needs the memory.
+    """
+    found = {"held": 0, "mapped": 0}
+    for pid in pids:
+        text = None if pid is None else text_of(f"proc/{pid}/status")
+        for line in (text or "").splitlines():
+            name, _, value = line.partition(":")
+            if kind := {"RssAnon": "held", "RssShmem": "held", "RssFile": "mapped"}.get(name):
+                found[kind] += int(value.split()[0]) << 10
+    return found
 
 
 def _limits(read: Read) -> Iterator[int]:

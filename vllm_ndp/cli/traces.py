@@ -112,9 +112,7 @@ def trace_synth(
     ] = "mixtral-8x7b",
     routing: Annotated[
         str,
-        typer.Option(
-            help="Measured model to resemble: its name, auto (MODEL's own), or a file of analyze --routing-out."
-        ),
+        typer.Option(help="Measured model to resemble: its name, or auto (MODEL's own)."),
     ] = "",
     drift: Annotated[float, typer.Option(help="0 to 1: how far a request's taste has turned by its end.")] = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same trace.")] = 0,

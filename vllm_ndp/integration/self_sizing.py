@@ -19,6 +19,7 @@ import numpy as np
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.values import StoredForm
 from ndp_device.common.errors import ConfigError, NdpError
+from ndp_device.common.machine_memory import room_bytes
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import load_losses
@@ -30,7 +31,6 @@ from vllm_ndp.integration.compat import model_dir
 from vllm_ndp.integration.host_replicas import cached_replicas
 from vllm_ndp.integration.known_prices import find_or_measure
 from vllm_ndp.operating import speed
-from vllm_ndp.operating.memory import room_bytes
 from vllm_ndp.operating.own_size import OwnSize, kv_cache_bytes, own_size
 from vllm_ndp.operating.sizing import Demand, MachineSize, Sizing
 from vllm_ndp.operating.sources import source_named

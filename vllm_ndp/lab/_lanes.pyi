@@ -19,7 +19,6 @@ def stack_depths(
     ends: NDArray[np.int64],
     num_experts: int,
     policy: str,
-    start: NDArray[np.uint16],
     early_tokens: int,
     counts: NDArray[np.int64],
     early: NDArray[np.int64],

@@ -20,15 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.common.errors import ConfigError, TraceError
+from ndp_device.common.errors import TraceError
 from vllm_ndp.lab._lanes import stack_depths
-from vllm_ndp.traces.routing import RoutingPreset
-from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
 RULES = ("random", "lfu", "lru", "oracle")
 """Rules of a cache that learns from the tokens as they come. `oracle` is Belady's, which knows the future."""
-PHASES = ("decode", "all")
 MOST_GAP = 256
 EARLY_TOKENS = 64
 _SEED = 0
@@ -81,13 +78,13 @@ class Selected:
         shares: NDArray[np.float64] = self.gaps()[:, 1] / max(later * self.ids.shape[2], 1)
         return shares
 
-    def depths(self, rule: str, start: NDArray[np.uint16]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def depths(self, rule: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Choices by the largest cache that does not hold them (E: no cache holds them), both [L, E + 1].
 
         First all choices, then those of the first EARLY_TOKENS tokens of each request.
         """
         counts, early = np.zeros((2, self.ids.shape[1], self.num_experts + 1), np.int64)
-        stack_depths(self.ids, self.rows, self.ends, self.num_experts, rule, start, EARLY_TOKENS, counts, early)
+        stack_depths(self.ids, self.rows, self.ends, self.num_experts, rule, EARLY_TOKENS, counts, early)
         return counts, early
 
 
@@ -99,8 +96,6 @@ class Locality:
     top_k: int
     num_requests: int
     num_tokens: int
-    phase: str
-    warm: bool
     repeats: NDArray[np.float64]  # [L]
     shuffled: NDArray[np.float64]  # [L]
     gaps: NDArray[np.float64]  # [L, MOST_GAP + 1], at 0 first uses, at MOST_GAP so many tokens or more
@@ -121,8 +116,6 @@ class Locality:
             "top_k": self.top_k,
             "num_requests": self.num_requests,
             "num_tokens": self.num_tokens,
-            "phase": self.phase,
-            "warm": self.warm,
             "repeats": _mean(self.repeats),
             "shuffled": _mean(self.shuffled),
             "chance": self.top_k / self.num_experts,
@@ -135,17 +128,13 @@ class Locality:
         }
 
 
-def locality(trace: Trace, phase: str = "decode", *, warm: bool = False) -> Locality:
-    """phase: the tokens that are looked at, decode or all. warm: caches begin with what the request's own prompt used
-    most; else empty. Raises TraceError where the trace has no such tokens."""
-    if phase not in PHASES:
-        raise ConfigError(f"phase must be one of {', '.join(PHASES)}, got {phase!r}")
-    prompts, tokens = _selected(trace, phase)
+def locality(trace: Trace) -> Locality:
+    """Of decode tokens; caches are empty at first. Raises TraceError where the trace has none."""
+    prompts, tokens = _selected(trace)
     if not len(tokens.rows):
-        raise TraceError("the trace has no decode tokens: ask for phase all")
+        raise TraceError("the trace has no decode tokens")
     used, before = tokens.uses(), prompts.uses()
-    start = _ranked(before) if warm else np.zeros((0, *used.shape[1:]), np.uint16)
-    found = {rule: tokens.depths(rule, start) for rule in RULES}
+    found = {rule: tokens.depths(rule) for rule in RULES}
     hits = {rule: _hits(counts) for rule, (counts, _) in found.items()}
     counts, early = found["lru"]
     own = np.sort(used, axis=2)[:, :, ::-1]
@@ -154,8 +143,6 @@ def locality(trace: Trace, phase: str = "decode", *, warm: bool = False) -> Loca
         top_k=tokens.ids.shape[2],
         num_requests=len(tokens.ends) - 1,
         num_tokens=len(tokens.rows),
-        phase=phase,
-        warm=warm,
         repeats=tokens.repeats(),
         shuffled=tokens.shuffled().repeats(),
         gaps=_shares(tokens.gaps()),
@@ -167,12 +154,11 @@ def locality(trace: Trace, phase: str = "decode", *, warm: bool = False) -> Loca
     )
 
 
-def by_request(trace: Trace, places: int, phase: str = "decode") -> dict[str, NDArray[np.float64]]:
-    """Repeats, and hits of an LRU cache of `places` experts, for every request with such tokens; mean over layers."""
-    _, tokens = _selected(trace, phase)
-    empty = np.zeros((0, tokens.ids.shape[1], tokens.num_experts), np.uint16)
+def by_request(trace: Trace, places: int) -> dict[str, NDArray[np.float64]]:
+    """Repeats, and hits of an LRU cache of `places` experts, for every request with decode tokens; mean over layers."""
+    _, tokens = _selected(trace)
     found = [
-        (one.repeats().mean(), _hits(one.depths("lru", empty)[0])[:, places].mean())
+        (one.repeats().mean(), _hits(one.depths("lru")[0])[:, places].mean())
         for start, end in itertools.pairwise(tokens.ends.tolist())
         if end - start > 1
         for one in (replace(tokens, rows=tokens.rows[start:end], ends=np.array([0, end - start])),)
@@ -186,15 +172,12 @@ def default_places(num_experts: int) -> tuple[int, ...]:
     return tuple(sorted({max(num_experts // share, 1) for share in (16, 8, 4, 2, 1)}))
 
 
-def _selected(trace: Trace, phase: str) -> tuple[Selected, Selected]:
-    """(prompts, the tokens that are looked at)."""
+def _selected(trace: Trace) -> tuple[Selected, Selected]:
+    """(prompts, decode)."""
     rows, ends, splits = trace.executed
     ids = np.ascontiguousarray(trace.ids, np.uint16)
     experts = trace.provenance.num_experts
-    prompts = _cut(ids, rows, ends[:-1], splits, experts)
-    if phase == "all":
-        return prompts, Selected(ids, rows, ends.astype(np.int64), experts)
-    return prompts, _cut(ids, rows, splits, ends[1:], experts)
+    return _cut(ids, rows, ends[:-1], splits, experts), _cut(ids, rows, splits, ends[1:], experts)
 
 
 def _cut(
@@ -248,75 +231,3 @@ def _entropy(used: NDArray[np.int64]) -> NDArray[np.float64]:
 
 def _mean(values: NDArray[np.float64]) -> float:
     return float(values.mean())
-
-
-# -- synthetic routing that is as local --------------------------------------------------------------------------------
-
-_CONCENTRATIONS = (0.5, 1.0, 5.0)
-_SIGNALS = (0.5, 1.0, 1.5)
-_PERSISTENCES = (0.0, 0.3, 0.6)
-_MEMORIES = (0.9, 0.98)
-_REACHES = (1.0, 0.6)
-_STRENGTHS = tuple(np.linspace(0.0, 1.6, 9).tolist())
-_MOST_TOKENS, _REQUESTS = 256, 6
-
-
-def fit_routing(known: Locality, name: str) -> tuple[RoutingPreset, float]:
-    """Settings of synthetic routing that make a trace as local as this one; root mean square of what is off.
-
-    Each layer gets the strength at which its choices repeat as the trace's do. The other settings come from a grid:
-    those whose hits and concentration come nearest, mean over layers. Nothing but counts of choices decides.
-    """
-    found: list[tuple[float, int, SyntheticSettings, NDArray[np.float64]]] = []
-    for settings in _candidates(known):
-        tried = locality(synthetic_trace(settings))
-        strengths = _strengths(known.repeats, tried.repeats, settings.strength)
-        places = np.interp(strengths, settings.strength, np.arange(len(settings.strength)))
-        off = _marks(known).mean(axis=0) - _between(_marks(tried), places).mean(axis=0)
-        found.append((float(np.sqrt((off * off).mean())), len(found), settings, strengths))
-    off_by, _, best, strengths = min(found, key=lambda each: each[:2])
-    return RoutingPreset(
-        name=name,
-        source=f"fitted to {known.num_tokens} tokens of {known.num_requests} requests",
-        fitted_to=(name,),
-        concentration=best.concentration,
-        signal=best.signal,
-        persistence=best.persistence,
-        memory=best.memory,
-        reach=best.reach,
-        strength=tuple(np.round(strengths, 3).tolist()),
-    ), off_by
-
-
-def _candidates(known: Locality) -> list[SyntheticSettings]:
-    """A layer per strength, requests as long as the trace's."""
-    length = max(min(known.num_tokens // known.num_requests, _MOST_TOKENS), 2)
-    basis = SyntheticSettings(
-        len(_STRENGTHS), known.num_experts, known.top_k, num_requests=_REQUESTS, prompt_len=16, decode_len=length
-    )
-    grid = itertools.product(_CONCENTRATIONS, _SIGNALS, _PERSISTENCES, _MEMORIES, _REACHES)
-    return [
-        replace(basis, concentration=c, signal=s, persistence=p, memory=m, reach=r, strength=_STRENGTHS)
-        for c, s, p, m, r in grid
-        if p or m == _MEMORIES[0]  # nothing is remembered: one of them stands for all
-    ]
-
-
-def _strengths(
-    wanted: NDArray[np.float64], repeats: NDArray[np.float64], tried: tuple[float, ...]
-) -> NDArray[np.float64]:
-    """[L], where a rising curve through the tried layers meets each wanted share; its ends beyond them."""
-    return np.asarray(np.interp(wanted, np.maximum.accumulate(repeats), tried))
-
-
-def _marks(known: Locality) -> NDArray[np.float64]:
-    """[L, marks]: repeats, LRU and LFU at an eighth and a quarter of the experts, share of the most used eighth."""
-    eighth, quarter = max(known.num_experts // 8, 1), max(known.num_experts // 4, 1)
-    curves = [known.hits[rule][:, size] for rule in ("lru", "lfu") for size in (eighth, quarter)]
-    return np.stack([known.repeats, known.shuffled, *curves, known.concentration[:, eighth]], axis=1)
-
-
-def _between(marks: NDArray[np.float64], places: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[len(places), marks], straight lines between the tried layers."""
-    rows = np.arange(len(marks))
-    return np.stack([np.interp(places, rows, column) for column in marks.T], axis=1)

@@ -9,13 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ndp_device.common.errors import ConfigError, nearest
-from ndp_device.common.strict_files import decode_json
 from ndp_device.timing.public_models import SHAPES, public_shape
 from vllm_ndp.traces.synthetic import SyntheticSettings
 
@@ -72,20 +68,8 @@ def routing_named(name: str) -> RoutingPreset:
 
 
 def read_routing(name: str, model: str) -> RoutingPreset:
-    """Read a preset by name. "": without memory; auto: fitted to the model; or a file of `analyze --routing-out`."""
-    if name.endswith(".json"):
-        return _read(Path(name))
+    """A preset by name. "": without memory; auto: fitted to the model."""
     return routing_of(model) if name == "auto" else routing_named(name or "memoryless")
-
-
-def _read(path: Path) -> RoutingPreset:
-    try:
-        fields = decode_json(path.read_bytes())["fit"]
-        return msgspec.convert(fields, RoutingPreset, strict=True)
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{path} holds no fit of `vllm-ndp analyze --routing-out`: {str(error).splitlines()[0]}"
-        ) from None
 
 
 def routing_of(model: str) -> RoutingPreset:

@@ -148,13 +148,11 @@ def test_a_foreign_recording_is_imported(tmp_path):
         (["compare", TRACE, "--memory", "lots"], "--memory must be whole numbers"),
         (["compare", TRACE, "--memory", "0"], "--memory must be at least 1"),
         (["compare", TRACE, TRACE, "--replicas", "r"], "belong to one trace, 2 were given"),
-        (["analyze", TRACE, "--places", "9"], "--places must lie in 0..8"),
         (["arrivals", TRACE, "--kv-tokens", "100"], "needs 32 blocks of KV cache for 512 tokens, there are 6"),
         (["arrivals", TRACE, TRACE, "--process", "steps"], "belong to one trace, 2 were given"),
         (["arrivals", TRACE, "--steps", "-1"], "'--steps'"),
         (["reproduce", "nothing"], "'paper', 'monde', 'cxl-expert', 'hobbit', 'moepic'"),
         (["reproduce", "moepic", TRACE], "a trace belongs to hobbit"),
-        (["reproduce", "paper", "--physical"], "--physical belongs to cxl-expert"),
         (["replay", TRACE], "live run"),
     ],
 )

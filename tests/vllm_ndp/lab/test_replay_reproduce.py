@@ -10,7 +10,7 @@ from paths import DATA
 
 from vllm_ndp.lab.reproduce import Reproduction, Row, cxl_expert, hobbit, moepic, monde, paper
 from vllm_ndp.lab.reproduce.paper import split_probabilities
-from vllm_ndp.lab.systems.moepic import THETAS, num_tops
+from vllm_ndp.lab.systems.layer_ahead import THETAS, num_tops
 from vllm_ndp.traces.trace import Trace
 
 PAPER = paper.reproduce()
@@ -19,7 +19,6 @@ TRACE = DATA / "tiny-mixtral-trace"
 MADE = {
     "paper": paper.reproduce,
     "cxl-expert": cxl_expert.reproduce,
-    "cxl-expert, physical": lambda: cxl_expert.reproduce(physical=True),
     "monde": monde.reproduce,
     "hobbit, of a trace": lambda: hobbit.reproduce(Trace.load(TRACE)),
     "moepic": moepic.reproduce,

@@ -9,7 +9,7 @@ import pytest
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.lab.locality import locality
 from vllm_ndp.lab.reproduce.locality import GPT_OSS, QWEN3, QWEN38, reproduce
-from vllm_ndp.traces.routing import read_routing, routing_named, routing_of
+from vllm_ndp.traces.routing import routing_named, routing_of
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
 PUBLISHED = cache(reproduce)
@@ -71,14 +71,6 @@ def test_a_routing_says_what_it_was_fitted_to():
     assert SyntheticSettings(1, 2, 1).routing == "fitted to nothing"
     with pytest.raises(ConfigError, match="did you mean 'qwen3-30b-a3b'"):
         routing_named("qwen3-30b")
-
-
-def test_a_file_that_holds_no_fit_is_refused(tmp_path):
-    path = tmp_path / "fit.json"
-    for text in ("", "{}", '{"fit": {"name": "x"}}', '{"fit": {"name": "x", "source": "", "signal": "much"}}'):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=r"fit\.json holds no fit"):
-            read_routing(str(path), "mixtral-8x7b")
 
 
 def test_few_layers_stand_for_all_of_a_models():

@@ -10,7 +10,7 @@ from by_hand import HARDWARE, US, C, F, chosen, machine, run, trace
 
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.lab.systems.host_cpu import most_used
-from vllm_ndp.lab.systems.moepic import THETAS
+from vllm_ndp.lab.systems.layer_ahead import THETAS
 from vllm_ndp.lab.systems.quantized import widest_that_fits
 from vllm_ndp.planning.bitwidths import LossTable
 

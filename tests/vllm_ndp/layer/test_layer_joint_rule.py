@@ -10,8 +10,7 @@ import pytest
 
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.layer.joint_menu import OF_ONE_BIT, Menu, losses_by_width
-from vllm_ndp.layer.joint_rule import LIVE_WIDTHS, JointRule
+from vllm_ndp.layer.joint_rule import LIVE_WIDTHS, OF_ONE_BIT, JointRule, Menu, losses_by_width
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget, Placement

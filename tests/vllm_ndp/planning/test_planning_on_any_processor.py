@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.layer.balance import Balancer, LayerLoad
-from vllm_ndp.layer.joint_menu import OF_ONE_BIT, Menu, losses_by_width
-from vllm_ndp.layer.joint_rule import LIVE_WIDTHS
+from vllm_ndp.layer.joint_rule import LIVE_WIDTHS, OF_ONE_BIT, Menu, losses_by_width
 from vllm_ndp.layer.prefill_split import PrefillSplit
 from vllm_ndp.layer.run import copies_beside_decode
 from vllm_ndp.planning.bitwidths import LossTable, bits_over_layers, select_bitwidths

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.common.machine_memory import process_memory
 from vllm_ndp.integration.batch import RequestTracker, TrackedRequest
-from vllm_ndp.operating.memory import process_memory
 from vllm_ndp.planning.replanner import Replanner
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ndp_device.common.command_line import command, print_json
-from ndp_device.common.errors import ConfigError, TraceError
+from ndp_device.common.errors import TraceError
 from ndp_device.common.outputs import A_NEW_FILE
-from vllm_ndp.cli.options import TraceArgument, integers
+from vllm_ndp.cli.options import TraceArgument
 from vllm_ndp.lab.options import BUNDLED, HotOption, PageOption, PriorOption, TableOption
 
 if TYPE_CHECKING:
@@ -23,18 +22,6 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
-@dataclasses.dataclass(frozen=True)
-class CacheOptions:
-    """Caches of routing that are looked at."""
-
-    places: Annotated[str | None, typer.Option(help="Cache sizes to print, experts per layer.")] = None
-    phase: Annotated[str, typer.Option(help="Tokens whose repeats count: decode or all.")] = "decode"
-    warm: Annotated[bool, typer.Option("--warm", help="Begin caches with the prompt's experts; else empty.")] = False
-    against: Annotated[Path | None, typer.Option(help="Another trace: are the two as local, request by request?")] = (
-        None
-    )
-
-
 @command(
     app,
     "analyze",
@@ -42,20 +29,19 @@ class CacheOptions:
     examples=(
         f"vllm-ndp analyze {BUNDLED}",
         f"vllm-ndp analyze {BUNDLED} --hot-experts 2 --prior-out prior.npy --html routing.html",
-        f"vllm-ndp analyze {BUNDLED} --places 2,4,6 --warm --against {BUNDLED} --out layers.parquet",
+        f"vllm-ndp analyze {BUNDLED} --against {BUNDLED} --out layers.parquet",
     ),
 )
 def analyze(
     trace: TraceArgument,
-    caches: CacheOptions,
     hot_experts: HotOption = None,
     prior: PriorOption = None,
     prior_out: Annotated[
         Path | None, A_NEW_FILE, typer.Option(help="Write the popularity of this trace's experts to this .npy file.")
     ] = None,
-    routing_out: Annotated[
-        Path | None, A_NEW_FILE, typer.Option(help="Fit synthetic routing that is as local, for trace-synth --routing.")
-    ] = None,
+    against: Annotated[Path | None, typer.Option(help="Another trace: are the two as local, request by request?")] = (
+        None
+    ),
     out: TableOption = None,
     html: PageOption = None,
 ) -> None:
@@ -66,7 +52,7 @@ def analyze(
     """
     import numpy as np
 
-    from vllm_ndp.cli.terminal import waiting
+    from vllm_ndp.cli.options import waiting
     from vllm_ndp.lab.analysis import analyse
     from vllm_ndp.lab.cli.tables import print_analysis, print_locality, write_rows
     from vllm_ndp.lab.compare import popularity
@@ -77,34 +63,25 @@ def analyze(
 
     recorded = Trace.load(trace)
     p = recorded.provenance
-    sizes = integers(caches.places, "--places") if caches.places else default_places(p.num_experts)
-    if min(sizes) < 0 or max(sizes) > p.num_experts:
-        raise ConfigError(f"--places must lie in 0..{p.num_experts}, the experts of a layer, got {caches.places}")
+    sizes = default_places(p.num_experts)
     known = None if prior is None else read_prior(prior)
     summary: dict[str, Any] = {"trace": str(trace), "model": p.model}
     analysis: Analysis | None = None
     with waiting(f"analysing {len(recorded.prompt_len)} requests"):
-        found = locality(recorded, caches.phase, warm=caches.warm)
+        found = locality(recorded)
         try:
             analysis = analyse(recorded, hot_experts, prior=known)
             summary |= {**dataclasses.asdict(analysis), "layers_outside_null": analysis.layers_outside_null}
         except TraceError as error:  # repeats can be said of a single request
             summary["not_analysed"] = str(error)
     summary["locality"] = found.as_dict(sizes) | {"predicted": found_ahead(recorded)}
-    if routing_out is not None:
-        from vllm_ndp.lab.locality import fit_routing
-
-        with waiting("fitting synthetic routing"):
-            routing, summary["fit_off_by"] = fit_routing(found, p.model)
-        fit = {name: getattr(routing, name) for name in routing.__dataclass_fields__}
-        routing_out.write_text(json.dumps({"fit": fit}) + "\n")
     if analysis is not None:
         print_analysis(analysis)
     else:
         print(f"what prompts tell is not said: {summary['not_analysed']}")
     print_locality(found, sizes)
-    if caches.against is not None:
-        summary["against"] = _set_against(recorded, Trace.load(caches.against), caches.phase)
+    if against is not None:
+        summary["against"] = _set_against(recorded, Trace.load(against))
     if prior_out is not None:
         np.save(prior_out, popularity(recorded).values)
     if out is not None:
@@ -132,12 +109,12 @@ def _by_layer(found: Locality) -> list[dict[str, Any]]:
     ]
 
 
-def _set_against(own: Trace, other: Trace, phase: str) -> dict[str, Any]:
+def _set_against(own: Trace, other: Trace) -> dict[str, Any]:
     """Difference of means over requests, TOST and KS, of repeats and of LRU hits at a quarter of the experts."""
     from vllm_ndp.lab.differences import unpaired
     from vllm_ndp.lab.locality import by_request
 
-    ours, theirs = (by_request(trace, max(trace.provenance.num_experts // 4, 1), phase) for trace in (own, other))
+    ours, theirs = (by_request(trace, max(trace.provenance.num_experts // 4, 1)) for trace in (own, other))
     found = {}
     for name, values in ours.items():
         one = unpaired(values, theirs[name])

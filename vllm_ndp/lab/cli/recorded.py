@@ -52,7 +52,7 @@ def replay(
 
     Under its own policy, to the picosecond. Exit code 1 if any step differs.
     """
-    from vllm_ndp.cli.terminal import waiting
+    from vllm_ndp.cli.options import waiting
     from vllm_ndp.lab.exact.live import RecordedRun, recorded_rules, replay_live
     from vllm_ndp.traces.trace import Trace
 
@@ -110,7 +110,7 @@ def compare(
     All times are simulated. Several models, hardware, memory sizes or widths: every combination, and its fastest
     systems. docs/systems.md explains each column.
     """
-    from vllm_ndp.cli.terminal import waiting
+    from vllm_ndp.cli.options import waiting
     from vllm_ndp.lab.cli.tables import print_comparison, print_winners, write_rows
     from vllm_ndp.lab.compare import beside_fastest
     from vllm_ndp.lab.grid import columns, compare_all, processes
@@ -165,7 +165,6 @@ def compare(
     shows=True,
     examples=(
         "vllm-ndp reproduce paper",
-        "vllm-ndp reproduce cxl-expert --physical",
         f"vllm-ndp reproduce hobbit {BUNDLED}",
     ),
 )
@@ -178,20 +177,17 @@ def reproduce(
         Path | None,
         typer.Argument(metavar="TRACE", help="hobbit: directory of a trace, for its mix of precisions."),
     ] = None,
-    physical: Annotated[bool, typer.Option(help="cxl-expert: real bytes instead of the stated ones.")] = False,
 ) -> None:
     """Print published figures beside ours, with assumptions."""
-    from vllm_ndp.cli.terminal import waiting
+    from vllm_ndp.cli.options import waiting
     from vllm_ndp.lab.cli.tables import print_reproduction
     from vllm_ndp.traces.trace import Trace
 
-    if physical and source != "cxl-expert":
-        raise ConfigError(f"--physical belongs to cxl-expert, got it with {source!r}: leave it out")
     if trace is not None and source != "hobbit":
         raise ConfigError(f"a trace belongs to hobbit, got one with {source!r}: leave it out")
     recorded = None if trace is None else Trace.load(trace)
     with waiting(f"computing the figures of {source}"):
-        given = {"hobbit": (recorded,), "cxl-expert": (physical,)}.get(source, ())
+        given = (recorded,) if source == "hobbit" else ()
         figures = import_module(f"vllm_ndp.lab.reproduce.{source.replace('-', '_')}")
         result: Reproduction = figures.reproduce(*given)
     print_reproduction(result)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
-from vllm_ndp.cli.terminal import print_table
+from vllm_ndp.cli.options import print_table
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.analysis import Analysis
 from vllm_ndp.lab.compare import Comparison, beside_fastest
@@ -190,7 +190,7 @@ def print_locality(found: Locality, places: tuple[int, ...]) -> None:
     """Means over layers, one row per rule."""
     chance = found.top_k / found.num_experts
     table = Table(
-        title=f"{found.num_tokens} {found.phase} tokens: {100 * found.repeats.mean():.1f} % of choices repeat, "
+        title=f"{found.num_tokens} decode tokens: {100 * found.repeats.mean():.1f} % of choices repeat, "
         f"{100 * found.shuffled.mean():.1f} shuffled, {100 * chance:.1f} by chance"
     )
     table.add_column("% of choices found in")

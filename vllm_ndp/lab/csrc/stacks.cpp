@@ -130,31 +130,23 @@ void run_lane(const Choices& choices, size_t layer, size_t request, Policy polic
     }
 }
 
-// start [S, L, E]: what stacks hold at first, from the top; S 0: nothing, 1: all requests alike, R: each its own. Adds to
-// counts [L, E + 1], how many choices were found at each depth, and to early, the same of the first tokens of a request;
-// the last entry: nowhere.
+// Adds to counts [L, E + 1], how many choices were found at each depth, and to early, the same of the first tokens of a
+// request; the last entry: nowhere. Stacks are empty at first.
 void depths(In<uint16_t, 3> ids, In<int64_t, 1> rows, In<int64_t, 1> ends, int64_t num_experts, const std::string& policy,
-            In<uint16_t, 3> start, int64_t early_tokens, Out<int64_t, 2> counts, Out<int64_t, 2> early) {
+            int64_t early_tokens, Out<int64_t, 2> counts, Out<int64_t, 2> early) {
     const Choices choices{ids, rows, ends, static_cast<size_t>(num_experts)};
     choices.check();
     const Policy kind = policy_named(policy);
-    const size_t layers = choices.layers(), experts = choices.num_experts, starts = start.shape(0);
+    const size_t layers = choices.layers(), experts = choices.num_experts;
     want(counts.shape(0) == layers && counts.shape(1) == experts + 1 && early.shape(0) == layers &&
              early.shape(1) == experts + 1,
          "counts and early must be [L, E + 1]");
-    want(starts == 0 || ((starts == 1 || starts == choices.requests()) && start.shape(1) == layers &&
-                         start.shape(2) == experts),
-         "start must be [0 or 1 or R, L, E]");
     nb::gil_scoped_release release;
     Stack stack;
     for (size_t layer = 0; layer < layers; ++layer) {
         for (size_t request = 0; request < choices.requests(); ++request) {
             stack.held.clear();
             stack.priority.assign(experts, 0);
-            if (starts) {
-                const uint16_t* from = start.data() + ((starts == 1 ? 0 : request) * layers + layer) * experts;
-                stack.held.assign(from, from + experts);
-            }
             run_lane(choices, layer, request, kind, stack, counts.data() + layer * (experts + 1),
                      early.data() + layer * (experts + 1), early_tokens);
         }
@@ -165,5 +157,5 @@ void depths(In<uint16_t, 3> ids, In<int64_t, 1> rows, In<int64_t, 1> ends, int64
 
 void add_stacks(nb::module_& module) {
     module.def("stack_depths", &depths, nb::arg("ids"), nb::arg("rows"), nb::arg("ends"), nb::arg("num_experts"),
-               nb::arg("policy"), nb::arg("start"), nb::arg("early_tokens"), nb::arg("counts"), nb::arg("early"));
+               nb::arg("policy"), nb::arg("early_tokens"), nb::arg("counts"), nb::arg("early"));
 }

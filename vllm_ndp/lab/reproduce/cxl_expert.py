@@ -1,12 +1,10 @@
-"""CXL-Expert: its three latencies in closed form, under two readings of its text, and with real bytes.
+"""CXL-Expert: its three latencies in closed form, under two readings of its text.
 
 128 experts, top-1, 1024 tokens with Zipf(1.5) popularity, expected counts. "50 us per cold expert" and "24 MB of
 activations per expert" are fitted: the text gives neither, but nothing else reproduces 213 and 48 ms.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,16 +17,8 @@ PCIE, CXL = 32e9, 64e9
 PERCENTILES = (0, 25, 50, 75, 90, 95, 97, 99, 100)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of an expert's weights and of the activations it exchanges."""
-
-    weights: float = 200e6
-    activations: float = 24e6
-
-
-PHYSICAL = Sizes(weights=2 * 1024 * 2048 * 2, activations=1024 * 1024 * 2 / NUM_EXPERTS)
-"""Two fp16 matrices of 1024 x 2048, and each expert's share of 1024 fp16 vectors of 1024."""
+WEIGHTS, ACTIVATIONS = 200e6, 24e6
+"""Bytes of an expert's weights and of the activations it exchanges, as stated and as fitted."""
 
 
 def expected_tokens() -> NDArray[np.float64]:
@@ -38,38 +28,37 @@ def expected_tokens() -> NDArray[np.float64]:
     return tokens
 
 
-def latency_s(sizes: Sizes, percentile: float, *, at_once: bool) -> float:
+def latency_s(percentile: float, *, at_once: bool) -> float:
     """Experts above the percentile of load are loaded to the GPU, the host computes the others.
 
     at_once: the slower side counts, and the host reads experts at 8 bits over CXL, with their activations. Else one
     comes after the other, without those reads.
     """
     num_hot, tokens = round(NUM_EXPERTS * (1 - percentile / 100)), expected_tokens()
-    gpu = num_hot * sizes.weights / PCIE + tokens[:num_hot].sum() * GPU_TOKEN_S
+    gpu = num_hot * WEIGHTS / PCIE + tokens[:num_hot].sum() * GPU_TOKEN_S
     host, num_cold = tokens[num_hot:].sum() * CPU_TOKEN_S, NUM_EXPERTS - num_hot
     if at_once:
-        return float(max(gpu, num_cold * (sizes.weights / 2 + sizes.activations) / CXL + host))
+        return float(max(gpu, num_cold * (WEIGHTS / 2 + ACTIVATIONS) / CXL + host))
     return float(gpu + host + num_cold * COLD_EXPERT_S)
 
 
-def reproduce(physical: bool = False) -> Reproduction:
-    sizes = PHYSICAL if physical else Sizes()
-    text = f"{sizes.weights / 1e6:.2f} MB per expert, {sizes.activations / 1e6:.3g} MB of activations"
+def reproduce() -> Reproduction:
+    text = f"{WEIGHTS / 1e6:.2f} MB per expert, {ACTIVATIONS / 1e6:.3g} MB of activations"
     seconds = {
-        "baseline": (NUM_EXPERTS * sizes.weights / PCIE + TOKENS * GPU_TOKEN_S, 805.0, 1270.0),
-        "mondelike": (NUM_EXPERTS * sizes.activations / CXL, 48.0, 21300.0),
-        "cxl_expert": (latency_s(sizes, 75, at_once=False), 213.0, 4800.0),
+        "baseline": (NUM_EXPERTS * WEIGHTS / PCIE + TOKENS * GPU_TOKEN_S, 805.0, 1270.0),
+        "mondelike": (NUM_EXPERTS * ACTIVATIONS / CXL, 48.0, 21300.0),
+        "cxl_expert": (latency_s(75, at_once=False), 213.0, 4800.0),
     }
     rows = []
     for name, (took, ms, rate) in seconds.items():
-        rows.append(Row(name, "latency", "ms", None if physical else ms, 1e3 * took, text))
-        rows.append(Row(name, "throughput", "tokens/s", None if physical else rate, TOKENS / took, text))
+        rows.append(Row(name, "latency", "ms", ms, 1e3 * took, text))
+        rows.append(Row(name, "throughput", "tokens/s", rate, TOKENS / took, text))
     for name, at_once in (("sweep", False), ("side by side", True)):
         for percentile in PERCENTILES:
-            took = 1e3 * latency_s(sizes, percentile, at_once=at_once)
-            published = 213.0 if percentile == 75 and not physical else None
+            took = 1e3 * latency_s(percentile, at_once=at_once)
+            published = 213.0 if percentile == 75 else None
             rows.append(Row(f"{name} {percentile}%", "latency", "ms", published, took, "experts above it are hot"))
-    return Reproduction("CXL-Expert, by its description" + (", real bytes" if physical else ""), tuple(rows), NOTES)
+    return Reproduction("CXL-Expert, by its description", tuple(rows), NOTES)
 
 
 NOTES = (

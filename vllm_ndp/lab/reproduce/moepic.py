@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.lab.reproduce import Reproduction, Row
-from vllm_ndp.lab.systems.moepic import THETAS, num_tops
+from vllm_ndp.lab.systems.layer_ahead import THETAS, num_tops
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.cache import LFU, LRU, RANDOM, lcp, visits
 from vllm_ndp.planning.importance import ImportanceScore

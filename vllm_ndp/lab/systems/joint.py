@@ -29,7 +29,7 @@ from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
 from vllm_ndp.lab.vectorised.execution import cold_at, run_prompts, shared_ps
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
-from vllm_ndp.layer.joint_menu import OF_ONE_BIT, TIER_SETS, Menu, losses_by_width, unit_of
+from vllm_ndp.layer.joint_rule import OF_ONE_BIT, TIER_SETS, Menu, losses_by_width, unit_of
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.joint import JointPlan, least_time
 from vllm_ndp.planning.plan import Placement, top_experts

@@ -17,7 +17,7 @@ from ndp_device.common.widths import FULL_PRECISION_BITS, REPLICA_WIDTHS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.vectorised.batches import Batches, add_up, sums_before
 from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, layer_factor
-from vllm_ndp.layer.joint_menu import OF_ONE_BIT, losses_by_width
+from vllm_ndp.layer.joint_rule import OF_ONE_BIT, losses_by_width
 from vllm_ndp.planning.bitwidths import LossTable
 
 NOWHERE, SKIPPED = 255, 254
