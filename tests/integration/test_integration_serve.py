@@ -104,6 +104,7 @@ def test_start_up_prints_what_is_effective(server: Server):
     assert "vllm-ndp: what is effective" in log
     assert "4 of 4" in log
     assert f"(pid {server.device.pid})" in log
+    assert "Triton" not in log  # vLLM warns of it before it has a log to filter
 
 
 def test_the_device_is_a_process_of_its_own_behind_a_private_directory(server: Server):
@@ -613,6 +614,9 @@ def test_every_pair_of_a_burst_adds_up_and_nothing_is_left_of_it(server: Server)
     grew = {name: now - open_before.get(name, 0) for name, now in burst.is_open(server).items()}
     assert max(grew.values()) < len(streams) / 4, grew  # one for each client would be 64
     server.device = psutil.Process(burst.device_of(server)["pid"])
+    of_device = [line for line in server.log.read_text(errors="replace").splitlines() if "NDP device at" in line]
+    assert len(of_device) >= 6
+    assert all(re.match(r"\(EngineCore pid=\d+\) WARNING \d\d-\d\d \d\d:", line) for line in of_device), of_device
 
 
 def counted(report: dict[str, Any]) -> dict[str, int]:

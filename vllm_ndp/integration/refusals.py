@@ -34,6 +34,13 @@ _NO_NEWS_FROM = (
 _WHOLE = "--additional-config"
 
 
+def no_platform() -> None:
+    """Entry point `vllm.platform_plugins`: adds none. vLLM asks for one before it looks for Triton, and warns of what
+    it finds before it has a log whose handlers `filter_log` could filter."""
+    if is_server(sys.argv) and is_brief():
+        logging.getLogger("vllm.triton_utils.importing").addFilter(_is_news)
+
+
 def end_in_one_sentence() -> None:
     """In each process of such a server, before it does anything else. Refuses settings that are no JSON."""
     if not (is_server(sys.argv) and is_brief()):
@@ -51,10 +58,13 @@ def is_brief() -> bool:
 
 
 def filter_log() -> None:
-    """Once more after vLLM has set up its log anew, which it does once it has read the command line."""
-    for handler in logging.getLogger("vllm").handlers:
+    """Once more after vLLM has set up its log anew, which it does once it has read the command line. Our own warnings
+    come as vLLM's do, with process and time."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("vllm_ndp")
+    for handler in theirs.handlers:
         handler.addFilter(_without_stack)
         handler.addFilter(_is_news)
+    ours.handlers, ours.propagate = [*theirs.handlers], not theirs.handlers
 
 
 def is_server(words: Sequence[str]) -> bool:
