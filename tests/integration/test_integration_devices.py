@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -32,7 +29,6 @@ from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.common.cache import default_cache_dir
 from ndp_device.common.errors import NdpError
 from ndp_device.replicas.format import load_losses
-from ndp_device.transport.keys import make_keys
 from vllm_ndp.config import DeviceAddress, NdpSettings
 from vllm_ndp.device_client.handshake import Requirements
 from vllm_ndp.device_client.process import DeviceProcess
@@ -279,33 +275,3 @@ def test_a_device_of_another_model_among_several_is_refused_by_its_address(devic
         another.terminate()
     assert another.address in said
     assert device.address not in said
-
-
-@pytest.fixture(scope="module")
-def behind_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """A device that lets in whoever has a key that it allows: its address, and the directory of keys."""
-    keys = tmp_path_factory.mktemp("keys") / "keys"
-    make_keys(keys, "me")
-    command = [sys.executable, "-P", "-m", "ndp_device", "serve", MODEL, "--address", "tcp://127.0.0.1:0"]
-    process = subprocess.Popen([*command, "--keys", keys, "--kernel", "reference"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    yield json.loads(process.stdout.readline())["address"], keys
-    process.terminate()
-    process.wait()
-    process.stdout.close()
-
-
-def test_keys_that_are_missing_wrong_or_open_to_others_are_refused_in_one_sentence(
-    behind_keys: tuple[str, Path], tmp_path: Path
-):
-    address, keys = behind_keys
-    assert "tcp needs keys" in refusal(address)
-    assert "the device wants keys" in refusal(address, keys=Path("insecure-loopback"))
-    make_keys(tmp_path / "other", "me")
-    assert "its key is another one" in refusal(address, keys=tmp_path / "other" / "me.key_secret")
-    make_keys(keys, "stranger")
-    (keys / "allowed" / "stranger.key").unlink()
-    assert "does not allow this host's key" in refusal(address, keys=keys / "stranger.key_secret")
-    (keys / "stranger.key_secret").chmod(0o644)
-    assert "0600" in refusal(address, keys=keys / "stranger.key_secret")
-    assert str(tmp_path / "absent.key_secret") in refusal(address, keys=tmp_path / "absent.key_secret")

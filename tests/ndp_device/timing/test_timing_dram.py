@@ -125,48 +125,10 @@ def test_idle_latencies_are_the_standard_s_sums() -> None:
         assert idle_ps(LPDDR5, case) == LPDDR5.cycles_to_ps(1 + expected)
 
 
-def test_small_reads_are_bound_by_the_rate_of_activates() -> None:
-    """Lines 1, 2, 3 … 8 are in eight bank groups, activated 16 cycles apart: twice the burst."""
-    for lines in range(1, 9):
-        assert exact(DDR5, lines, 9000) == 46 + (lines - 1) * 16 + 46 + 8
-
-
-def test_without_refresh_a_long_stream_runs_at_the_peak_rate() -> None:
-    for dram in (DDR5, LPDDR5):
-        assert 0.995 < efficiency(64 * MIB, replace(dram, refresh="off")) <= 1.0
-
-
 def test_refresh_costs_its_own_time_and_reopening_the_rows() -> None:
     """DDR5: tRFC 946 of every 12500 cycles; closing (24 + 46) and reopening the rows (46 + the ramp) on top."""
     lost = 1 - efficiency(352 * 10**6, DDR5)
     assert 946 / 12_500 < lost < (946 + 24 + 46 + 46 + 8 * 16) / 12_500
-
-
-def test_without_bank_group_interleave_the_longer_gap_counts() -> None:
-    """One bank group alone gives burst / tCCD_L = half the rate; looking 32 lines ahead wins a little of it back."""
-    assert 0.45 < efficiency(16 * MIB, replace(DDR5, bank_group_interleave=False)) < 0.65
-
-
-def test_one_line_in_flight_pays_the_whole_latency_each_time() -> None:
-    """A row hit every 46 + 8 + 1 cycles instead of every 8, and a closed row for every eight rows of 128 lines."""
-    alone = efficiency(MIB, replace(DDR5, refresh="off", outstanding=1))
-    assert alone == pytest.approx(8 / 55, rel=0.10)
-    previous = alone
-    for outstanding in (2, 4, 8):
-        rate = efficiency(MIB, replace(DDR5, refresh="off", outstanding=outstanding))
-        assert rate > previous
-        previous = rate
-
-
-def test_streams_that_share_banks_are_slower() -> None:
-    staggered = efficiency(MIB, DDR5, streams=4, placement="staggered")
-    same_bank = efficiency(MIB, DDR5, streams=4, placement="same-bank")
-    assert same_bank < staggered <= efficiency(MIB, DDR5) + 0.01
-
-
-def test_natural_parts_of_one_allocation_lie_one_after_the_other() -> None:
-    parts = ConcurrentStreams(DDR5, 3, "natural", length=1024)
-    assert [parts.at(0), parts.at(4), parts.at(8)] == [StreamMap(DDR5).at(first) for first in (0, 1024, 2048)]
 
 
 def test_natural_parts_are_cut_where_the_bytes_are_and_not_where_a_channel_begins() -> None:
@@ -233,20 +195,6 @@ def test_the_map_puts_bank_group_lowest_then_column_bank_rank_row() -> None:
 def test_lines_of_the_most_loaded_channel(num_bytes: int, lines: int) -> None:
     """20 channels x 256 B: 5120 bytes give every channel one stripe of four lines."""
     assert channel_lines(DDR5, num_bytes) == lines
-
-
-@given(st.integers(1, 300_000), st.integers(0, 10**9), st.sampled_from([DDR5, LPDDR5]))
-def test_no_stream_is_faster_than_the_peak_rate(lines: int, start_ps: int, dram: DramSpec) -> None:
-    read = stream(dram, lines, start_ps)
-    assert read.total_ps >= dram.cycles_to_ps(lines * dram.burst)
-    assert read.refresh_stall_ps <= read.total_ps
-
-
-def test_a_stream_that_begins_in_a_refresh_waits_for_its_end() -> None:
-    """Phase 0: both ranks refresh for 946 cycles, the activate acts in its second cycle, ranks follow each other."""
-    inside, before = stream(DDR5, 4, 0), stream(DDR5, 4, DDR5.cycles_to_ps(5000))
-    assert inside.total_ps - before.total_ps == pytest.approx(DDR5.cycles_to_ps(946), abs=313)
-    assert before.refresh_stall_ps == 0
 
 
 @dataclass(frozen=True)
@@ -349,12 +297,6 @@ def test_long_concurrent_streams_go_on_at_the_pace_of_short_ones() -> None:
     """24 MiB are extrapolated, 12 MiB simulated whole; parts of 2^k lines would all lie in the same bank."""
     whole, longer = (transfer(DDR5, size * MIB, 4, "staggered").mean_ps for size in (12, 24))
     assert longer == pytest.approx(2 * whole, rel=0.005)
-
-
-def test_the_second_half_of_an_activate_keeps_others_waiting() -> None:
-    """LPDDR5: one activate at a time, and its other half comes when the reads leave a cycle, at most 8 later."""
-    one_command = efficiency(MIB, replace(LPDDR5, aad=0), streams=8, placement="staggered")
-    assert efficiency(MIB, LPDDR5, streams=8, placement="staggered") < 0.9 * one_command
 
 
 def test_a_transfer_reports_the_spread_over_start_times() -> None:

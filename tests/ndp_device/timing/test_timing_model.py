@@ -223,14 +223,6 @@ def test_each_wire_and_the_device_serve_one_command_at_a_time_in_order(
         assert timing.queue_ps == waited, "alone it waits for nothing"
 
 
-def test_the_second_of_two_results_leaves_when_the_first_has_left() -> None:
-    """Of 250 000 bytes, which take 85 wire bytes for each 64 at 31.5 GB/s; neither command has anything to read."""
-    model = DeviceModel(IDEAL_DRAM)
-    first, second = (model.execute(Work(64, 64, 0, size, ()), 0) for size in (250_000, 64))
-    assert first.queue_ps == 0
-    assert second.queue_ps == pytest.approx(3907 * 85 / 31.5e9 * 1e12, rel=1e-3)
-
-
 def test_a_migration_slows_the_dram_by_its_share_and_leaves_no_trace_when_it_is_over() -> None:
     """25.6 of about 468 GB/s: an expert read beside a long migration takes about 6 % longer."""
     work = work_of((16, 1), hidden=4096, intermediate=14336)

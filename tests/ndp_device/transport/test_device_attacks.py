@@ -33,7 +33,6 @@ from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.server import Server
 from ndp_device.transport import shm, sockets, zmq_server
-from ndp_device.transport.keys import make_keys
 from ndp_device.transport.zmq_client import ZmqTransport
 from vllm_ndp.device_client.client import DeviceClient
 
@@ -457,39 +456,6 @@ def test_a_device_listens_in_no_directory_of_another_user_nor_behind_a_link(tmp_
     (tmp_path / "private").symlink_to(tmp_path / "own")
     with pytest.raises(ConfigError, match="must belong to you alone"):
         serving(tmp_path)
-
-
-def test_by_tcp_who_has_no_key_of_the_list_is_refused_and_who_has_one_computes(model_dir: Path, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    make_keys(keys, "known")
-    make_keys(keys, "revoked")
-    (keys / "allowed" / "revoked.key").unlink()
-    make_keys(tmp_path / "others", "foreign")
-    command = [*PROGRAM, "serve", str(model_dir), "--address", "tcp://127.0.0.1:0", "--keys", str(keys)]
-    process = subprocess.Popen([*command, "--kernel", "reference"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        address = json.loads(process.stdout.readline())["address"]
-        for given, reason in (
-            (None, "tcp needs keys"),
-            (LOOPBACK, "the device wants keys"),
-            (keys / "revoked.key_secret", "does not allow this host's key"),
-            (tmp_path / "others" / "foreign.key_secret", "its key is another one"),
-        ):
-            with pytest.raises((DeviceUnavailable, ConfigError), match=reason):
-                DeviceClient(address, keys=given).connect(5)
-        peer = connected(address)
-        peer.sendall(GREETING + READY)
-        peer.settimeout(PATIENCE_S)
-        with contextlib.suppress(ConnectionError):
-            while peer.recv(4096):
-                pass
-        client = DeviceClient(address, keys=keys / "known.key_secret", deadline_ms=PATIENCE_S * 1e3)
-        client.connect(PATIENCE_S)
-        client.close()
-    finally:
-        process.terminate()
-        process.communicate()
 
 
 def test_tcp_without_keys_has_to_be_asked_for_on_both_sides(model_dir: Path) -> None:

@@ -47,8 +47,8 @@ def run(system: str = "context_aware", batch: int = 1, policy: str = "prefill", 
     return SYSTEMS[system].replay(Batches.of(TRACE, batch), COSTS, options_of(policy, **changes))
 
 
-def golden_rows() -> list[dict]:
-    rows = compare(WHOLE, GOLDEN_SETTINGS).rows
+def golden_rows(batches: tuple[int, ...] = GOLDEN_SETTINGS.batches) -> list[dict]:
+    rows = compare(WHOLE, replace(GOLDEN_SETTINGS, batches=batches)).rows
     return [
         {name: float(f"{value:.10g}") if isinstance(value, float) else value for name, value in row.as_dict().items()}
         for row in rows
