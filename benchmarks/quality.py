@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from ndp_device.calibration.build import build_data_free
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.common.cache import default_cache_dir
+from ndp_device.common.kept import default_cache_dir
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.replicas.format import MANIFEST, ReplicaFiles, load_losses

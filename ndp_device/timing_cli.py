@@ -24,8 +24,7 @@ from ndp_device.timing.spec import (
     load_hardware,
     preset_table,
 )
-from ndp_device.timing.units import PS_PER_NS, PS_PER_US
-from ndp_device.timing.work import Timing, single_expert_work
+from ndp_device.timing.work import PS_PER_NS, PS_PER_US, Timing, single_expert_work
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -471,8 +471,8 @@ def test_a_closed_input_or_error_output_changes_no_result() -> None:
 
 
 def test_a_user_whom_the_system_does_not_know_is_told_what_to_set(tmp_path: Path) -> None:
-    from ndp_device.common.cache import default_cache_dir
     from ndp_device.common.errors import ConfigError
+    from ndp_device.common.kept import default_cache_dir
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HOME", "NDP_CACHE_DIR", "XDG_CACHE_HOME"):

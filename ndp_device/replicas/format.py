@@ -3,7 +3,7 @@
     DIR/manifest.json                what the replicas are of, how they were made, a digest per layer file
     DIR/experts-00000.safetensors    bit planes, scales and offsets of every expert of layer 0, and its loss table
 
-Knows files and digests, not kernels or solvers. A name holds a whole file or nothing (durable.py). The manifest grows
+Knows files and digests, not kernels or solvers. A name holds a whole file or nothing (kept.py). The manifest grows
 by one entry per layer, so a reader can name what is missing.
 """
 
@@ -27,10 +27,10 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from ndp_device.common import durable, sealed
+from ndp_device.common import kept
 from ndp_device.common.activation import NAMED, SILU, Activation
-from ndp_device.common.cache import checked_file
 from ndp_device.common.errors import ConfigError, NdpError, ReplicaError, why_unwritable
+from ndp_device.common.kept import checked_file
 from ndp_device.common.model_shape import ModelShape
 from ndp_device.common.strict_files import Refused, open_plain
 from ndp_device.common.widths import REPLICA_WIDTHS, WIDTHS, loss_columns
@@ -323,7 +323,7 @@ class ExpertsOfFile:
 def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
-        manifest = sealed.read(path, Manifest)
+        manifest = kept.read_sealed(path, Manifest)
     except FileNotFoundError:
         lacks = f"holds no replicas ({MANIFEST} is missing)" if directory.is_dir() else "does not exist"
         raise ReplicaError(f"{directory} {lacks}: run vllm-ndp quantize") from None
@@ -430,7 +430,7 @@ def _bias_tensors(
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    write_whole(directory / MANIFEST, sealed.encode(manifest))
+    write_whole(directory / MANIFEST, kept.encode_sealed(manifest))
 
 
 def _tensors(prefix: str, matrix: QuantizedMatrix | NestedMatrix) -> dict[str, NDArray[Any]]:
@@ -469,8 +469,8 @@ def write_whole(path: Path, contents: bytes) -> None:
     """All of the contents under this name, or nothing new under it, whenever the machine stops."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}{_UNFINISHED}")
     try:
-        durable.make_directory(path.parent)
-        with durable.written(path, aside=unfinished) as file:
+        kept.make_directory(path.parent)
+        with kept.written(path, aside=unfinished) as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # its writer lives: remove_unfinished
             file.write(contents)
     except OSError as error:

@@ -15,7 +15,7 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.timing.dram_controller import Controller, Idle, Lines
 from ndp_device.timing.dram_map import ConcurrentStreams, StreamMap
 from ndp_device.timing.spec import DramSpec
-from ndp_device.timing.units import FS_PER_PS, PS_PER_S, ceil_div
+from ndp_device.timing.work import FS_PER_PS, PS_PER_S, ceil_div
 
 IDLE_CASES = ("hit", "closed", "conflict")
 _OFFER_CYCLES = 1  # the scheduler sees a line in the cycle after it was offered

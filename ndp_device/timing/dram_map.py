@@ -12,7 +12,7 @@ from functools import cached_property
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import DramSpec
-from ndp_device.timing.units import ceil_div
+from ndp_device.timing.work import ceil_div
 
 PLACEMENTS = ("natural", "staggered", "same-bank")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ndp_device.timing.dram import channel_lines, stream
 from ndp_device.timing.spec import Hardware, LinkSpec
-from ndp_device.timing.units import ceil_div, transfer_ps
+from ndp_device.timing.work import ceil_div, transfer_ps
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.dram import Stream, Streams, channel_lines
 from ndp_device.timing.link import Hop, hop_in, hop_out, migration_ps, wire_bytes
 from ndp_device.timing.spec import ArraySpec, EnergySpec, Hardware
-from ndp_device.timing.units import PS_PER_S, ceil_div, cycles_ps
-from ndp_device.timing.work import Timing, Work
+from ndp_device.timing.work import PS_PER_S, Timing, Work, ceil_div, cycles_ps
 
 _FP16_BITS = 16
 

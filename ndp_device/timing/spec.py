@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, get_origin, get_type_hi
 
 from ndp_device.common.errors import ConfigError, nearest
 from ndp_device.timing.presets import PRESETS, Quantity, known_presets
-from ndp_device.timing.units import FS_PER_PS, PS_PER_S, ceil_div
+from ndp_device.timing.work import FS_PER_PS, PS_PER_S, ceil_div
 
 REFRESH_MODES = ("all-bank", "per-bank", "off")
 PE_MODES = ("bit_scalable", "bit_scalable_pow2", "fp16_dequant", "int8")

@@ -1,4 +1,4 @@
-"""Work for the device, in sizes, and its times, in integer picoseconds. Values only.
+"""Work for the device, in sizes, and its times: integer picoseconds, rounded up because no work is free. Values only.
 
 Knows no hardware and no clock: `model.py` turns a Work into a Timing.
 """
@@ -13,7 +13,24 @@ import msgspec
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape
 from ndp_device.common.widths import FULL_PRECISION_BITS, PLAN_BITS
-from ndp_device.timing.units import ceil_div
+
+PS_PER_S = 10**12
+PS_PER_US = 10**6
+PS_PER_NS = 10**3
+FS_PER_PS = 1000
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def transfer_ps(num_bytes: int, bytes_per_s: int) -> int:
+    return ceil_div(num_bytes * PS_PER_S, bytes_per_s)
+
+
+def cycles_ps(cycles: int, clock_hz: int) -> int:
+    return ceil_div(cycles * PS_PER_S, clock_hz)
+
 
 BOUNDS = ("link", "dram", "compute", "queue")
 

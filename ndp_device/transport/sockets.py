@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import fcntl
 import logging
 import os
@@ -25,6 +24,7 @@ from typing import ParamSpec
 import zmq
 import zmq.utils.garbage  # registers its end of the process first, so that it comes after ours
 
+from ndp_device.common.machine_memory import give_memory_back
 from ndp_device.protocol.codec import Buffer
 
 DOORBELL: list[Buffer] = [b""]
@@ -196,12 +196,6 @@ class Bounds:
     def _run(self) -> None:
         while not self._closing.wait(_LOOK_S if self._pouring else _CALM_LOOK_S):
             self.look()
-
-
-def give_memory_back() -> None:
-    """Give free memory back to the system. glibc keeps the memory of large messages for later ones."""
-    with contextlib.suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _private_bytes() -> int:

@@ -27,6 +27,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from ndp_device.common.errors import ConfigError, RemoteProtocolError
+from ndp_device.common.machine_memory import give_memory_back
 from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import MAX_BODY_BYTES, SlotOffer
@@ -35,7 +36,7 @@ from ndp_device.transport.address import Address, make_private, require_private,
 from ndp_device.transport.base import Received, damage_of, write_checksum
 from ndp_device.transport.keys import AllowList, DeviceKeys
 from ndp_device.transport.shm import ShmChannel
-from ndp_device.transport.sockets import Bounds, give_memory_back
+from ndp_device.transport.sockets import Bounds
 
 MAX_CONNECTIONS = 256
 MAX_FRAMES = 4

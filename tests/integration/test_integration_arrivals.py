@@ -10,7 +10,7 @@ import pytest
 from engines import MODEL, PROMPTS, engine
 
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.common.cache import default_cache_dir
+from ndp_device.common.kept import default_cache_dir
 from ndp_device.replicas.format import load_losses
 from ndp_device.timing.model import DeviceModel
 from vllm_ndp.lab.exact.engine import alone

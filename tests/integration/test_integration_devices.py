@@ -26,8 +26,8 @@ from small_checkpoint import write_small_checkpoint
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.opening import open_checkpoint
-from ndp_device.common.cache import default_cache_dir
 from ndp_device.common.errors import NdpError
+from ndp_device.common.kept import default_cache_dir
 from ndp_device.replicas.format import load_losses
 from vllm_ndp.config import DeviceAddress, NdpSettings
 from vllm_ndp.device_client.handshake import Requirements

@@ -10,7 +10,7 @@ import pytest
 from engines import MODEL, PROMPTS, device_processes, engine, greedy
 
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.common import sealed
+from ndp_device.common import kept
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.host_replicas import find_replicas
 from vllm_ndp.integration.report import DECODE_KINDS
@@ -71,7 +71,7 @@ def test_a_build_that_was_stopped_is_finished_without_making_whole_layers_again(
     made_at = (directory / "experts-00000.safetensors").stat().st_mtime_ns
     manifest = json.loads(whole)
     del manifest["layers"]["3"]
-    (directory / "manifest.json").write_bytes(sealed.seal(manifest))
+    (directory / "manifest.json").write_bytes(kept.seal(manifest))
     (directory / "experts-00003.safetensors").write_bytes(b"half")
 
     assert find_replicas(NdpSettings(), MODEL, digest, 8) == directory

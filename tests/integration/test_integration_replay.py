@@ -11,7 +11,7 @@ import pytest
 from engines import MODEL, PROMPTS, REPLICAS, ROOT, engine, greedy
 
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.common.cache import default_cache_dir
+from ndp_device.common.kept import default_cache_dir
 from ndp_device.replicas.format import load_losses, read_manifest, write_manifest
 from ndp_device.timing.model import CommandEnergy
 from vllm_ndp.cost_model.memory import DoesNotFit, beside_device_memory

@@ -31,8 +31,7 @@ from ndp_device.timing.link import bulk_ps, hop_in, hop_out, wire_bytes
 from ndp_device.timing.model import CommandEnergy, DeviceModel
 from ndp_device.timing.public_models import SHAPES, public_shape
 from ndp_device.timing.spec import Hardware
-from ndp_device.timing.units import PS_PER_S, ceil_div, transfer_ps
-from ndp_device.timing.work import ExpertWork, Work, execute_bytes, expert_bytes
+from ndp_device.timing.work import PS_PER_S, ExpertWork, Work, ceil_div, execute_bytes, expert_bytes, transfer_ps
 from vllm_ndp.cost_model.gpu_timing import GpuModel
 
 _REFRESH_PHASES = 16

@@ -33,7 +33,7 @@ from ndp_device.common.decoder_layers import DecoderLayer, GroupedQuery
 from ndp_device.common.model_shape import WholeModel
 from ndp_device.timing.link import bulk_ps, migration_ps
 from ndp_device.timing.spec import MEASURED, Hardware
-from ndp_device.timing.units import PS_PER_S, ceil_div, transfer_ps
+from ndp_device.timing.work import PS_PER_S, ceil_div, transfer_ps
 from vllm_ndp.cost_model import silicon
 
 _MOST_KNOWN = 4096

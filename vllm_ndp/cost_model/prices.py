@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.timing.units import PS_PER_S
+from ndp_device.timing.work import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs
 
 

@@ -39,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.timing.spec import load_hardware
-from ndp_device.timing.units import PS_PER_S, ceil_div
+from ndp_device.timing.work import PS_PER_S, ceil_div
 
 FILE = Path(__file__).with_name("silicon.csv")
 CARDS = {  # the preset with the rates of each, and the bytes of its L2 cache

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.common.cache import default_cache_dir
 from ndp_device.common.errors import ConfigError, ReplicaError
+from ndp_device.common.kept import default_cache_dir
 from ndp_device.common.widths import BYTE_BITS, WIDTHS
 from ndp_device.experts.expert import FullExpert
 from ndp_device.kernels import Kernel, load_kernel

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ndp_device.common import durable
-from ndp_device.common.cache import prices_file
+from ndp_device.common import kept
 from ndp_device.common.errors import ConfigError
+from ndp_device.common.kept import prices_file
 from ndp_device.common.strict_files import Refused, decode_json, read_bytes
 from ndp_device.kernels import _native
 from vllm_ndp.integration.compat import say
@@ -83,7 +83,7 @@ def _write(path: Path, prices: object) -> None:
     """Whole or not at all. A cache that cannot be written costs the next start a second."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with durable.written(path, aside=path.with_suffix(f".{os.getpid()}")) as file:
+        with kept.written(path, aside=path.with_suffix(f".{os.getpid()}")) as file:
             file.write(msgspec.json.encode(prices))
     except OSError as error:
         say(f"prices cannot be kept ({error}): every start measures them; set NDP_CACHE_DIR elsewhere")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from ndp_device.common.errors import NdpError
+from ndp_device.common.machine_memory import give_memory_back
 from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.assembly import Assembly, LoadedWorker
 from vllm_ndp.integration.compat import say
@@ -85,7 +85,7 @@ class NdpWorker(FixedWeights, _Base):
             return super().compile_or_warm_up_model()
         finally:
             self._warms_up = False
-            _give_memory_back()
+            give_memory_back()
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self._warms_up:  # model runner V2 warms up with requests of its own making: no step of anybody
@@ -139,12 +139,6 @@ class SleepingMultiprocExecutor(MultiprocExecutor):
 
 def _allocated_bytes() -> int:
     return 0 if current_platform.is_cpu() else int(torch.cuda.memory_allocated())
-
-
-def _give_memory_back() -> None:
-    """Give free memory back to the system: after loading, glibc keeps some 170 MiB of an engine of 1.2 GiB."""
-    with suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _make_room_for_the_stage_before(runner: Any) -> None:

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
-from ndp_device.timing.units import ceil_div
-from ndp_device.timing.work import ExpertWork, Timing, Work, execute_bytes
+from ndp_device.timing.work import ExpertWork, Timing, Work, ceil_div, execute_bytes
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import CAPACITY_OF
 from vllm_ndp.layer.balance import Balancer, LayerLoad

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, REPLICA_WIDTHS, WIDTHS
-from ndp_device.timing.units import PS_PER_S
+from ndp_device.timing.work import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs, HostCpu
 from vllm_ndp.cost_model.prices import MeasuredPrices
 from vllm_ndp.planning.bitwidths import LossTable, nominal_loss

@@ -350,7 +350,7 @@ def _numa(machine: Machine) -> Check:
 
 
 def _cache(machine: Machine) -> Check:
-    from ndp_device.common.cache import default_cache_dir
+    from ndp_device.common.kept import default_cache_dir
 
     directory = default_cache_dir("doctor").parent
     there = next(path for path in (directory, *directory.parents) if path.exists())

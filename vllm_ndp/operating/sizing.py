@@ -20,8 +20,7 @@ from functools import cached_property
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape, WholeModel
 from ndp_device.common.widths import BYTE_BITS, DEFAULT_AVG_BITS, FULL_PRECISION_BITS, WIDTHS, default_group_size
-from ndp_device.timing.units import ceil_div
-from ndp_device.timing.work import expert_bytes
+from ndp_device.timing.work import ceil_div, expert_bytes
 from vllm_ndp.cost_model.memory import STAGED_EXPERTS
 
 GB = 1_000_000_000

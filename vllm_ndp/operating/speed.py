@@ -31,7 +31,7 @@ from ndp_device.experts.expert import (
     StoredExpert,
 )
 from ndp_device.kernels.native import NativeKernel
-from ndp_device.timing.units import PS_PER_S
+from ndp_device.timing.work import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.prices import MeasuredPrices
 

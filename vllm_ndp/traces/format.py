@@ -7,7 +7,7 @@
     plans-00000.parquet      one row per placement (request -1) or per request's bits, from the step that activated it
     devices-00000.parquet    one row per step and device that was not simply up, where there were several
 
-A chunk appears under its name only when it is complete and on disk (durable.py). So a crash loses only the rows that
+A chunk appears under its name only when it is complete and on disk (kept.py). So a crash loses only the rows that
 were still in memory. A trace is its owner's alone: it holds names of requests, and routing tells of their contents.
 Knows names, columns and provenance. Does not know threads or numpy views.
 """
@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ndp_device.common import durable, sealed
+from ndp_device.common import kept
 from ndp_device.common.errors import TraceError
 from ndp_device.common.model_shape import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_LAYERS
 from ndp_device.common.strict_files import Refused, open_plain
@@ -222,7 +222,7 @@ def write_chunk(directory: Path, table: str, index: int, columns: Mapping[str, A
     """Complete and on disk, or absent. columns: arrays by name, or lists of values."""
     path, wanted = _chunk_path(directory, table, index), schema(table, provenance)
     rows = pa.Table.from_arrays(_arrow_columns(columns, wanted), schema=wanted)
-    with durable.written(path, aside=path.with_suffix(".tmp"), mode=PRIVATE_FILE) as file:
+    with kept.written(path, aside=path.with_suffix(".tmp"), mode=PRIVATE_FILE) as file:
         pq.write_table(
             rows,
             file,
@@ -237,15 +237,15 @@ def write_chunk(directory: Path, table: str, index: int, columns: Mapping[str, A
 def write_manifest(directory: Path, provenance: Provenance, chunks: dict[str, int] | None) -> None:
     manifest = TraceManifest(format=FORMAT, version=VERSION, provenance=provenance, chunks=chunks)
     path = directory / MANIFEST
-    with durable.written(path, aside=directory / (MANIFEST + ".tmp"), mode=PRIVATE_FILE) as file:
-        file.write(sealed.encode(manifest))
+    with kept.written(path, aside=directory / (MANIFEST + ".tmp"), mode=PRIVATE_FILE) as file:
+        file.write(kept.encode_sealed(manifest))
 
 
 def read_manifest(directory: Path) -> TraceManifest:
     """Raises TraceError for anything that is not a manifest of ours in this version."""
     path = directory / MANIFEST
     try:
-        manifest = sealed.read(path, TraceManifest)
+        manifest = kept.read_sealed(path, TraceManifest)
     except OSError:
         raise TraceError(f"{directory} is not a trace: it has no readable {MANIFEST}") from None
     except (Refused, TraceError) as error:

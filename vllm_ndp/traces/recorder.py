@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ndp_device.common import durable
+from ndp_device.common import kept
 from ndp_device.common.errors import TraceError, why_unwritable
 from ndp_device.common.outputs import require_own_folder
 from vllm_ndp.traces.format import (
@@ -47,7 +47,7 @@ def require_writable(directory: Path) -> None:
 def _writing_to(directory: Path) -> Iterator[None]:
     """Write in a directory that exists then and holds nothing. Raises TraceError."""
     try:
-        durable.make_directory(directory, PRIVATE_DIRECTORY)
+        kept.make_directory(directory, PRIVATE_DIRECTORY)
         require_own_folder(directory)
         yield
     except OSError as error:

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ndp_device.common import durable
+from ndp_device.common import kept
 from ndp_device.common.errors import TraceError
 from ndp_device.common.outputs import require_own_folder
 from vllm_ndp.planning.stats import RoutingStats
@@ -236,7 +236,7 @@ class Trace:
     def save(self, directory: Path) -> None:
         """Write the whole trace at once, one chunk per table."""
         require_own_folder(directory)
-        durable.make_directory(directory, PRIVATE_DIRECTORY)
+        kept.make_directory(directory, PRIVATE_DIRECTORY)
         write_manifest(directory, self.provenance, None)
         columns: dict[str, dict[str, Any]] = {
             "requests": {

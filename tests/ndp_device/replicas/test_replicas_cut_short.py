@@ -20,7 +20,7 @@ from small_checkpoint import HIDDEN, write_small_checkpoint
 from stopped_disk import StoppedDisk
 
 from ndp_device.calibration.build import build_data_free
-from ndp_device.common import durable
+from ndp_device.common import kept
 from ndp_device.common.errors import DeviceError, ReplicaError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.handler import Handler
@@ -258,7 +258,7 @@ assert HIDDEN < WIDE
 
 def test_a_write_that_fails_leaves_what_was_there_and_nothing_aside(tmp_path: Path) -> None:
     (path := tmp_path / "file").write_bytes(b"before")
-    with contextlib.suppress(OSError), durable.written(path, aside=tmp_path / "aside") as file:
+    with contextlib.suppress(OSError), kept.written(path, aside=tmp_path / "aside") as file:
         file.write(b"after")
         raise OSError("full")
     assert {left.name: left.read_bytes() for left in tmp_path.iterdir()} == {"file": b"before"}

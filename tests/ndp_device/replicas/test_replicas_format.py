@@ -18,10 +18,10 @@ from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_safete
 from ndp_device.calibration.build import build_data_free
 from ndp_device.calibration.data_free import expert_losses
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.common import sealed
+from ndp_device.common import kept
 from ndp_device.common.activation import SILU, Activation
-from ndp_device.common.cache import default_cache_dir
 from ndp_device.common.errors import ConfigError, NdpError, ReplicaError, why_unwritable
+from ndp_device.common.kept import default_cache_dir
 from ndp_device.common.widths import default_group_size
 from ndp_device.experts.expert import unpack
 from ndp_device.kernels import load_kernel
@@ -109,12 +109,12 @@ def test_an_interrupted_build_goes_on_with_the_layers_that_are_missing(
 ) -> None:
     manifest = json.loads((replicas / "manifest.json").read_text())
     del manifest["layers"]["1"]
-    (replicas / "manifest.json").write_bytes(sealed.seal(manifest))
-    kept = (replicas / "experts-00000.safetensors").stat().st_mtime_ns
+    (replicas / "manifest.json").write_bytes(kept.seal(manifest))
+    written = (replicas / "experts-00000.safetensors").stat().st_mtime_ns
     with pytest.raises(ReplicaError, match=r"unfinished: experts-00001\.safetensors"):
         ReplicaFiles(replicas)
     build_data_free(model_dir, replicas, group_size=8, show_progress=False)
-    assert (replicas / "experts-00000.safetensors").stat().st_mtime_ns == kept
+    assert (replicas / "experts-00000.safetensors").stat().st_mtime_ns == written
     assert (replicas / "manifest.json").read_bytes() == (built / "manifest.json").read_bytes()
     ReplicaFiles(replicas)
 
@@ -209,7 +209,7 @@ def test_replicas_of_another_model_are_refused(replicas: Path, tmp_path: Path) -
 )
 def test_a_manifest_we_cannot_follow_is_refused(replicas: Path, edit: dict[str, object] | None, complaint: str) -> None:
     path = replicas / "manifest.json"
-    path.write_bytes(b"{" if edit is None else sealed.seal(json.loads(path.read_text()) | edit))
+    path.write_bytes(b"{" if edit is None else kept.seal(json.loads(path.read_text()) | edit))
     with pytest.raises(ReplicaError, match=complaint):
         ReplicaFiles(replicas)
 
@@ -383,7 +383,7 @@ def test_a_manifest_with_an_activation_that_cannot_be_or_that_its_version_has_no
 ) -> None:
     copy = shutil.copytree(clamped[1], tmp_path / "copy")
     manifest = json.loads((copy / "manifest.json").read_text())
-    (copy / "manifest.json").write_bytes(sealed.seal(manifest | change))
+    (copy / "manifest.json").write_bytes(kept.seal(manifest | change))
     with pytest.raises(ReplicaError, match=why):
         read_manifest(copy)
 

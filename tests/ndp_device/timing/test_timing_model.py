@@ -15,8 +15,7 @@ from ndp_device.timing.link import bulk_ps, hop_in, hop_out, wire_bytes
 from ndp_device.timing.model import DeviceModel, matrix_time, swiglu_ps, weight_passes
 from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.spec import PE_MODES, Hardware, load_hardware
-from ndp_device.timing.units import PS_PER_S
-from ndp_device.timing.work import BOUNDS, ExpertWork, Timing, Work, expert_bytes, single_expert_work
+from ndp_device.timing.work import BOUNDS, PS_PER_S, ExpertWork, Timing, Work, expert_bytes, single_expert_work
 
 HARDWARE = load_hardware("h100-ndp512")
 IDEAL_DRAM = load_hardware("h100-ndp512", **{"dram.kind": "ideal"})

@@ -13,7 +13,7 @@ import pytest
 from ndp_device.timing.link import bulk_ps
 from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.spec import load_hardware
-from ndp_device.timing.units import PS_PER_S
+from ndp_device.timing.work import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs, HostCpu
 from vllm_ndp.cost_model.gpu_timing import GpuModel
 

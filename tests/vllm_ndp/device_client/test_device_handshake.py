@@ -17,7 +17,7 @@ from paths import MODEL, ROOT
 from ndp_device.calibration.build import build_data_free
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.checkpoint.tensor_files import tensor_header
-from ndp_device.common import sealed
+from ndp_device.common import kept
 from ndp_device.common.errors import ConfigError, DeviceUnavailable
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.experts.part import Part
@@ -66,7 +66,7 @@ def recalibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path.write_bytes(contents)
     manifest = json.loads((directory / MANIFEST).read_text())
     manifest["layers"]["2"]["blake2b"] = hashlib.blake2b(contents, digest_size=16).hexdigest()
-    (directory / MANIFEST).write_bytes(sealed.seal(manifest))
+    (directory / MANIFEST).write_bytes(kept.seal(manifest))
     return directory
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from paths import DATA
 
-from vllm_ndp.lab.reproduce import Reproduction, Row, cxl_expert, hobbit, moepic, monde, paper
+from vllm_ndp.lab.reproduce import Reproduction, Row, paper, rivals
 from vllm_ndp.lab.reproduce.paper import split_probabilities
 from vllm_ndp.lab.systems.layer_ahead import THETAS, num_tops
 from vllm_ndp.traces.trace import Trace
@@ -18,10 +18,10 @@ GOLDEN = DATA / "golden-reproduce.json"
 TRACE = DATA / "tiny-mixtral-trace"
 MADE = {
     "paper": paper.reproduce,
-    "cxl-expert": cxl_expert.reproduce,
-    "monde": monde.reproduce,
-    "hobbit, of a trace": lambda: hobbit.reproduce(Trace.load(TRACE)),
-    "moepic": moepic.reproduce,
+    "cxl-expert": rivals.cxl_expert,
+    "monde": rivals.monde,
+    "hobbit, of a trace": lambda: rivals.hobbit(Trace.load(TRACE)),
+    "moepic": rivals.moepic,
 }
 
 
@@ -93,12 +93,12 @@ def test_equal_weights_are_the_hypergeometric_draw():
 
 @pytest.mark.parametrize(("name", "published"), [("baseline", 805.1), ("mondelike", 48.0), ("cxl_expert", 213.2)])
 def test_the_three_latencies_of_cxl_expert_come_out_within_two_per_mille(name, published):
-    assert find(cxl_expert.reproduce(), name, "latency").ours == pytest.approx(published, rel=0.002)
+    assert find(rivals.cxl_expert(), name, "latency").ours == pytest.approx(published, rel=0.002)
 
 
 def test_the_sweep_of_cxl_expert_peaks_at_75_percent_if_gpu_and_host_work_side_by_side():
     """At 75 %: GPU 32 x 6.25 + 4.75 ms = 204.75; host 96 x (100 + 24 MB) / 64 GB/s = 186 + 3.7 ms: they nearly meet."""
-    sweep = {row.name: row.ours for row in cxl_expert.reproduce().rows if row.name.startswith("side by side ")}
+    sweep = {row.name: row.ours for row in rivals.cxl_expert().rows if row.name.startswith("side by side ")}
     assert sweep["side by side 75%"] == min(sweep.values()) == pytest.approx(204.75, rel=0.001)
 
 
@@ -111,7 +111,7 @@ def test_a_split_expert_worked_by_hand():
     of bottoms, of which 28.5 hide: 54 beside the tops' 28.5, then 28.5. Theta 1, half cached: 82.5 are late, then the
     other half computes: 28.5."""
     hits = np.where(THETAS == 1, 0.5, 1.0)
-    at = dict(zip(THETAS.tolist(), moepic.token_ms(hits).tolist(), strict=True))
+    at = dict(zip(THETAS.tolist(), rivals.token_ms(hits).tolist(), strict=True))
     assert (at[0.0], at[0.5], at[1.0]) == pytest.approx((165, 82.5, 111))
 
 

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from stopped_disk import StoppedDisk
 
-from ndp_device.common import sealed
+from ndp_device.common import kept
 from ndp_device.common.errors import ConfigError, TraceError
 from vllm_ndp.lab.load.run import of_steps
 from vllm_ndp.lab.page import _clocks
@@ -217,7 +217,7 @@ def test_what_became_of_devices_is_kept_and_a_trace_from_before_that_loads(tmp_p
             Trace.load(tmp_path / "trace").save(tmp_path / "copy")
     manifest = json.loads((tmp_path / "copy" / "manifest.json").read_text())
     del manifest["chunks"]["devices"]
-    (tmp_path / "copy" / "manifest.json").write_bytes(sealed.seal(manifest))
+    (tmp_path / "copy" / "manifest.json").write_bytes(kept.seal(manifest))
     (tmp_path / "copy" / "devices-00000.parquet").unlink()
     assert not len(Trace.load(tmp_path / "copy").devices["step"])
 
@@ -284,7 +284,7 @@ def damage_manifest(trace: Path) -> None:
 
 def damage_version(trace: Path) -> None:
     manifest = json.loads((trace / "manifest.json").read_text())
-    (trace / "manifest.json").write_bytes(sealed.seal({**manifest, "version": 99}))
+    (trace / "manifest.json").write_bytes(kept.seal({**manifest, "version": 99}))
 
 
 def damage_swap(trace: Path) -> None:

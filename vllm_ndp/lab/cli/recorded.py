@@ -9,7 +9,6 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -181,15 +180,16 @@ def reproduce(
     """Print published figures beside ours, with assumptions."""
     from vllm_ndp.cli.options import waiting
     from vllm_ndp.lab.cli.tables import print_reproduction
+    from vllm_ndp.lab.reproduce import locality, paper, rivals, silicon
     from vllm_ndp.traces.trace import Trace
 
     if trace is not None and source != "hobbit":
         raise ConfigError(f"a trace belongs to hobbit, got one with {source!r}: leave it out")
     recorded = None if trace is None else Trace.load(trace)
+    own = {"paper": paper.reproduce, "locality": locality.reproduce, "silicon": silicon.reproduce}
+    made = own | {"cxl-expert": rivals.cxl_expert, "moepic": rivals.moepic, "monde": rivals.monde}
     with waiting(f"computing the figures of {source}"):
-        given = (recorded,) if source == "hobbit" else ()
-        figures = import_module(f"vllm_ndp.lab.reproduce.{source.replace('-', '_')}")
-        result: Reproduction = figures.reproduce(*given)
+        result: Reproduction = rivals.hobbit(recorded) if source == "hobbit" else made[source]()
     print_reproduction(result)
     rows = [row.as_dict() for row in result.rows]
     print_json({"source": result.source, **result.summary, "rows": rows, "notes": list(result.notes)}, shown=True)
@@ -213,7 +213,7 @@ def losses_chosen(trace: Trace, replicas: Path | None, options: dict[str, Any]) 
 
 def losses(trace: Trace, replicas: Path | None, *, nominal: bool = False, kind: str = "relative") -> LossTable:
     """Load losses, relative or absolute: of the given replicas, else of those the run used, else of the cache."""
-    from ndp_device.common.cache import default_cache_dir
+    from ndp_device.common.kept import default_cache_dir
     from ndp_device.replicas.format import load_losses
     from vllm_ndp.planning.bitwidths import LossTable
 

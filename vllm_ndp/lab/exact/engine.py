@@ -288,10 +288,10 @@ class Engine:
             split = self.run.split(layer, *addresses, with_device=with_device)
             if self.watch is not None:
                 self.watch(layer, split)
-            yield from self._run_layer(layer, split, decode)
+            yield from self._run_layer(layer, split)
             if alone is not None:
                 here = self._decode_splitter.split(layer, *addresses_alone[layer], with_device=True)
-                self._end_alone(alone, layer, here, self._timings[-1], with_prompts=not decode[split.device.rows].all())
+                self._end_alone(alone, here, self._timings[-1], with_prompts=not decode[split.device.rows].all())
         rejected = Counter(trace.request[rows[trace.phase[rows] == REJECTED]].tolist()) if self._rejects else Counter()
         yielding, alone_yielding = self._come_to(ends, rejected)
         if self.planner.follows:
@@ -313,7 +313,7 @@ class Engine:
                 self._ending.append(r)
         return yielding, alone_yielding
 
-    def _run_layer(self, layer: int, split: Split, decode: NDArray[np.bool_]) -> Asks[None]:
+    def _run_layer(self, layer: int, split: Split) -> Asks[None]:
         self.run.begin_layer()
         timing, pairs = None, split.device
         if pairs:
@@ -322,9 +322,7 @@ class Engine:
         # None: the host stands in
         self.run.end_layer(layer, split, 0 if not pairs else None if timing is None else timing.total_ps)
 
-    def _end_alone(
-        self, alone: StepClock, layer: int, split: Split, timing: Timing | None, *, with_prompts: bool
-    ) -> None:
+    def _end_alone(self, alone: StepClock, split: Split, timing: Timing | None, *, with_prompts: bool) -> None:
         """The same layer for its decode rows alone. with_prompts: whether the device's message had pairs of others."""
         submit_ps, pairs = alone.begin_layer(), split.device
         device_ps = 0 if timing is None else timing.total_ps

@@ -15,7 +15,7 @@ from ndp_device.common.errors import ConfigError, TraceError
 from ndp_device.experts.part import Part
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
-from ndp_device.timing.units import PS_PER_S
+from ndp_device.timing.work import PS_PER_S
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS, NdpSettings
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.cost_model.memory import CAPACITY_OF, Footprint, beside_device_memory

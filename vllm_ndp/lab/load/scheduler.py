@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.timing.units import ceil_div
+from ndp_device.timing.work import ceil_div
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import TraceError
 from ndp_device.common.strict_files import read_lines
-from ndp_device.timing.units import PS_PER_S
+from ndp_device.timing.work import PS_PER_S
 from vllm_ndp.lab.load.scheduler import ScheduledSpan
 from vllm_ndp.traces.trace import Trace
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from ndp_device.timing.units import ceil_div
+from ndp_device.timing.work import ceil_div
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes
 from vllm_ndp.lab._lanes import two_caches

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, WIDTHS
-from ndp_device.timing.units import PS_PER_S
+from ndp_device.timing.work import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs, HostCpu
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, beside_device_memory
 from vllm_ndp.lab.systems.host_cpu import CPU_BITS
