@@ -55,6 +55,33 @@ def test_settings_in_two_ways_are_refused_because_vllm_drops_one(monkeypatch: py
     assert EngineArgs.from_cli_args(parsed).create_engine_config().parallel_config.worker_cls.endswith("NdpWorker")
 
 
+@pytest.mark.parametrize(
+    ("words", "eager"), [([], True), (["-O2"], False), (["-cc.mode=3"], False), (["bench"], False)]
+)
+def test_a_server_on_a_cpu_compiles_only_if_asked(words: list[str], eager: bool, monkeypatch: pytest.MonkeyPatch):
+    from vllm import EngineArgs
+    from vllm.config import CompilationMode
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    command = "bench" if words == ["bench"] else "serve"
+    given = [
+        "--model",
+        str(MODEL),
+        "--quantization",
+        "ndp",
+        "--max-model-len",
+        "128",
+        *(words if command == "serve" else []),
+    ]
+    monkeypatch.setattr(sys, "argv", ["vllm", command, *given])
+    config = EngineArgs.from_cli_args(
+        make_arg_parser(FlexibleArgumentParser()).parse_args(given)
+    ).create_engine_config()
+    assert (config.compilation_config.mode == CompilationMode.NONE) == eager
+    assert ("all" in config.compilation_config.custom_ops) == eager  # vLLM's own operators where nothing is compiled
+
+
 def test_an_override_of_the_experts_is_refused_before_the_first_prompt():
     """Once the engine started, and ended at the first prompt with something else."""
     with (

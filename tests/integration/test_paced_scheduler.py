@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.integration.paced_scheduler import PacedScheduler, StepTimes, is_server
+from vllm_ndp.integration.compat import is_server
+from vllm_ndp.integration.paced_scheduler import PacedScheduler, StepTimes
 
 TIMES = st.floats(1e-4, 1.0)
 

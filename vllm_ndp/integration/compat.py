@@ -365,6 +365,11 @@ def on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def is_server(arguments: Sequence[str]) -> bool:
+    """Whether this program's command line is that of vLLM's HTTP server."""
+    return arguments[1:2] == ["serve"] or Path(arguments[0]).name == "api_server.py"
+
+
 def share_cores_with_the_device(settings: NdpSettings) -> None:
     """vLLM's CPU build leaves cores to its scheduler and its connector, which sleep while a layer runs: take them.
 
@@ -429,10 +434,21 @@ def bound_cores() -> set[int]:
     return set()
 
 
-def keep_moe_out_of_graphs(vllm_config: VllmConfig) -> None:
-    """Graphs hold a MoE layer only where whole decode steps were asked for; torch.compile stays on."""
+_COMPILATION = re.compile("-O|-cc|--compilation.config|--optimization.level|--(no.)?enforce.eager")
+"""Options of vLLM's that say whether it compiles."""
+
+
+def settle_graphs(vllm_config: VllmConfig) -> None:
+    """What is compiled and what is captured. Graphs hold a MoE layer only where whole decode steps were asked for.
+
+    On a CPU a server compiles only where its command line speaks of it: what is between MoE layers gains nothing that
+    can be measured, and takes a minute of the first start (docs/log/serving.md).
+    """
     if on_cpu():
-        return  # no graphs on CPU; the opaque operator is enough
+        asked = vllm_config.compilation_config.mode is not None or any(map(_COMPILATION.match, sys.argv))
+        if is_server(sys.argv) and not asked:
+            vllm_config.model_config.enforce_eager = True
+        return
     has_graphs = limits.configure_graphs(vllm_config)
     if limits.captures_whole_steps(vllm_config):
         say(

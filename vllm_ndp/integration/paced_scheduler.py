@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.integration.compat import on_cpu, settings_of
+from vllm_ndp.integration.compat import is_server, on_cpu, settings_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -149,8 +147,3 @@ def description(vllm_config: VllmConfig, settings: NdpSettings) -> str:
         return most
     factor = settings.itl_factor or DEFAULT_ITL_FACTOR
     return f"{most}; while requests decode, prompts take part for {factor:g} times a step without them (itl_factor)"
-
-
-def is_server(arguments: Sequence[str]) -> bool:
-    """Whether this program's command line is that of vLLM's HTTP server."""
-    return arguments[1:2] == ["serve"] or Path(arguments[0]).name == "api_server.py"

@@ -67,7 +67,7 @@ def configure(vllm_config: VllmConfig) -> None:
     own_engines()
     if vllm_config.parallel_config.worker_cls == "auto":
         vllm_config.parallel_config.worker_cls = compat.WORKER_CLASS
-    compat.keep_moe_out_of_graphs(vllm_config)
+    compat.settle_graphs(vllm_config)
     compat.share_cores_with_the_device(settings)
     compat.bind_ranks(vllm_config)
     paced_scheduler.schedule_by_time(vllm_config, settings)

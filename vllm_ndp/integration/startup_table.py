@@ -87,6 +87,7 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar, kv_cache_bytes: int) -
         "replan": settings.replan,
         "slot_kernel": hot.layers[0].kernel_name,
         "decode_layers": _decode_layers(facts.rung, parts.messenger),
+        "compilation": _compilation(facts.vllm_config),
         "step_tokens": paced_scheduler.description(facts.vllm_config, settings),
         "record": settings.record or "off",
         "report": _report(worker.unsimulated),
@@ -121,6 +122,11 @@ def _decode_layers(rung: Rung, messenger: Messenger | None) -> str:
         return name
     sends = "a thread sends" if messenger.has_thread else "the host sends"
     return f"{name}, asynchronous up to {messenger.most_rows} rows, {sends}"
+
+
+def _compilation(vllm_config: Any) -> str:
+    compiled = vllm_config.compilation_config.mode
+    return f"compiled by vLLM ({compiled.name})" if compiled else "eager; -O2 compiles, which takes a minute once"
 
 
 def _report(unsimulated: str) -> str:
@@ -337,6 +343,7 @@ def rows(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("plans change", _REPLAN[status["replan"]]),
         ("slot kernel", status["slot_kernel"]),
         ("decode layers", status["decode_layers"]),
+        ("between MoE layers", status["compilation"]),
         ("tokens of a step", status["step_tokens"]),
         ("routing trace", status["record"]),
         ("per-request report", status["report"]),
