@@ -19,6 +19,7 @@ from ndp_device.__main__ import app as ndp_device
 from ndp_device.timing.presets import PRESETS
 from vllm_ndp.app import app as vllm_ndp
 from vllm_ndp.config import NdpSettings
+from vllm_ndp.lab.systems import SYSTEMS
 from vllm_ndp.setting_names import DEBUG, TOP
 
 sys.path.insert(0, str(ROOT / "docs"))
@@ -103,6 +104,11 @@ def test_every_setting_that_a_page_shows_exists() -> None:
 def test_every_preset_of_hardware_stands_on_its_page() -> None:
     page = (ROOT / "docs" / "timing.md").read_text()
     assert [name for name in PRESETS if f"`{name}`" not in page] == []
+
+
+def test_every_system_of_the_lab_stands_on_its_page() -> None:
+    page = (ROOT / "docs" / "systems.md").read_text()
+    assert [name for name in SYSTEMS if f"`{name}`" not in page] == []
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
