@@ -88,7 +88,11 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: str) -> Iterator
         *("--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager", "--api-key", KEY),
         *("--middleware", "vllm_ndp.integration.serving.routes.NdpRoutes", "--otlp-traces-endpoint", collector),
     ]
-    environment = user_environment(XDG_RUNTIME_DIR=str(runtime_dir), OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="http/protobuf")
+    environment = user_environment(
+        XDG_RUNTIME_DIR=str(runtime_dir),
+        OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="http/protobuf",
+        VLLM_LOGGING_LEVEL="WARNING",
+    )
     try:
         with serving(MODEL, options, port, environment, log) as process:
             (device,) = device_processes(process.pid)

@@ -447,10 +447,10 @@ def test_of_steps_alike_one_in_n_is_simulated_and_the_rest_take_about_as_long(tm
     file.write_text(lines(90))
     asked = {"process": str(file), "max_num_batched_tokens": 32, "max_num_seqs": 12, "migration": "difference"}
     trace = short(4, 24, 10)
-    every, same, few = (serve([trace], settings(**asked, alike=n))[0] for n in (None, 1, 16))
+    every, same, few = (serve([trace], settings(**asked, alike=n))[0] for n in (None, 1, 8))
     assert tokens_of(same).causes_ps.tolist() == tokens_of(every).causes_ps.tolist()
     simulated = {id(step.run.time) for step in few.steps}
-    assert len(every.steps) / 16 < len(simulated) < len(few.steps) / 4
+    assert len(every.steps) / 8 < len(simulated) < len(few.steps) / 2
     with pytest.raises(ConfigError, match="hosts that share devices meet in steps that --alike leaves out"):
         serve([trace, trace], settings(alike=2))
     tokens, wanted = check_causes(few), check_causes(every)
@@ -459,3 +459,23 @@ def test_of_steps_alike_one_in_n_is_simulated_and_the_rest_take_about_as_long(tm
     assert np.median(tokens.later().latency_ps) == pytest.approx(np.median(wanted.later().latency_ps), rel=0.03)
     moved = CAUSES.index("migration")
     assert tokens.causes_ps[:, moved].sum() == pytest.approx(wanted.causes_ps[:, moved].sum(), rel=0.3)
+
+
+def test_a_step_alike_has_its_own_attention(tmp_path):
+    """One request, chunks of its prompt and then decode over 700 to 850 tokens: steps meet one to one."""
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"timestamp": 0, "input_length": 700, "output_length": 150}')
+    every, few = (
+        serve([short(1, 24, 10)], settings(process=str(file), alike=n, max_num_batched_tokens=128))[0]
+        for n in (None, 70)
+    )
+
+    def attention_ps(step: ServedStep) -> int:
+        return sum(layer.attention_ps for layer in step.run.time.layers)
+
+    assert len({id(step.run.time) for step in few.steps}) < 10
+    longer = np.array([step.longer_ps for step in few.steps])
+    wanted = np.array([attention_ps(a) - attention_ps(b) for a, b in zip(every.steps, few.steps, strict=True)])
+    for part in (slice(0, 6), slice(6, None)):
+        assert np.abs(wanted[part]).max() > 0
+        assert np.abs(longer[part] - wanted[part]).max() < 0.1 * np.abs(wanted[part]).max()

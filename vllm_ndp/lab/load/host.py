@@ -111,7 +111,7 @@ class Host:
 class _Alike:
     """Steps with about as many decode rows and as many prompt rows: the first is simulated, then each n-th. The others
     take as long as the last one simulated, but for their own attention. What moves after a prompt's end takes as long
-    as it did last, where two steps in a row were simulated."""
+    as on average where two steps in a row were simulated."""
 
     def __init__(self, n: int) -> None:
         self._n = n
@@ -119,7 +119,7 @@ class _Alike:
         self._times = Counter[tuple[int, int]]()
         self._now = (0, 0), 0, False  # of the step to be simulated: rows, attention, and whether what moves counts
         self._before = True  # whether the step before was simulated
-        self._moved_ps = 0
+        self._moved: list[int] = []  # ps
         self._of_decode: dict[tuple[int, int], int] = {}
 
     def find(self, engine: Engine, spans: Sequence[ScheduledSpan]) -> tuple[StepRun, int] | None:
@@ -138,7 +138,7 @@ class _Alike:
         self._before = False
         run, known_ps = self._known[about]
         prefill_ps = run.time.total_ps - (run.decode_only.total_ps if run.decode_only else 0)
-        moved_ps = self._moved_ps if replans else 0
+        moved_ps = sum(self._moved) // max(len(self._moved), 1) if replans else 0
         if run.migration_ps != moved_ps:
             run = replace(run, migration_ps=moved_ps)
         return run, max(attention_ps - known_ps, -prefill_ps)
@@ -147,7 +147,7 @@ class _Alike:
         about, attention_ps, moves = self._now
         self._known[about], self._before = (run, attention_ps), True
         if moves:
-            self._moved_ps = run.migration_ps
+            self._moved.append(run.migration_ps)
 
     def _attention(self, model: GpuModel, spans: Sequence[ScheduledSpan], rows: int, decode: int) -> int:
         kv_tokens = sum(span.end for span in spans)
