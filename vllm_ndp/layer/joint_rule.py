@@ -119,17 +119,17 @@ class Menu:
         return np.array([choice.bits for choice in self.choices], np.uint8)
 
     @cached_property
-    def openings(self) -> dict[str, float]:
-        """Picoseconds of a layer's message to a tier, and of its launch on the GPU."""
-        if self.prices is not None:  # the CPU's own experts need no message
-            return {"device": self.prices.message_ps(1, 1)}
-        return {**self.costs.openings, "gpu": float(self.launches_ps.max())}
+    def openings(self) -> NDArray[np.float64]:
+        """[C], picoseconds that a layer takes beside its experts if it has any of a choice: a message, on the GPU a
+        launch. With prices of this machine the CPU's own experts need neither."""
+        costs, message = self.costs, None if self.prices is None else self.prices.message_ps(1, 1)
 
-    @cached_property
-    def launches_ps(self) -> NDArray[np.float64]:
-        """[C], what a layer takes beside its experts if it has any of a choice; 0 away from the GPU."""
-        launch = self.costs.launch_ps
-        return np.array([launch(c.held_bytes) if c.tier == "gpu" else 0 for c in self.choices], np.float64)
+        def opening(choice: Choice) -> float:
+            if message is not None:
+                return message if choice.tier == "device" else 0.0
+            return costs.launch_ps(choice.held_bytes) if choice.tier == "gpu" else costs.openings[choice.tier]
+
+        return np.array([opening(choice) for choice in self.choices], np.float64)
 
     @cached_property
     def _expected(self) -> NDArray[np.float64]:

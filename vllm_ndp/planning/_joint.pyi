@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 class Problem:
     def __init__(
         self,
-        side_of: NDArray[np.int64],  # [C], place in openings
-        openings: Sequence[float],  # of each side's message, in the order in which sides are folded
+        side_of: NDArray[np.int64],  # [C], in the order in which sides are folded
+        openings: Sequence[float],  # [C], of a layer's message or launch
         ps: NDArray[np.float64],  # [C, L, E], as loss, moving and turns
         loss: NDArray[np.float64],
         moving: NDArray[np.float64],

@@ -84,15 +84,18 @@ class JointProblem:
     """Time that a moved byte adds to each step."""
     used: NDArray[np.float64] = field(default=None)  # type: ignore[arg-type]  # [L, E]
     """The chance that a step uses an expert; None: every step uses all."""
-    openings: Mapping[str, float] = field(default_factory=dict)
-    """Tier -> picoseconds of a layer's message to it, in steps that use any expert there."""
+    openings: NDArray[np.float64] = field(default=None)  # type: ignore[arg-type]  # [C]
+    """Picoseconds of a layer's message or launch in steps that use any expert of the choice; of those of one tier the
+    longest is paid. None: none."""
 
     def __post_init__(self) -> None:
         if not self.choices:
             raise ConfigError("a joint plan needs at least one tier and width to choose: none is available")
         if self.used is None:
             object.__setattr__(self, "used", np.ones(self.ps.shape[1:]))
-        for name in ("ps", "loss", "used", *(["moved"] if self.moved is not None else [])):
+        if self.openings is None:
+            object.__setattr__(self, "openings", np.zeros(len(self.choices)))
+        for name in ("ps", "loss", "used", "openings", *(["moved"] if self.moved is not None else [])):
             object.__setattr__(self, name, frozen_array(getattr(self, name), np.float64))
         shape = (len(self.choices), *self.ps.shape[1:])
         moved = self.ps if self.moved is None else self.moved
@@ -129,7 +132,8 @@ class JointProblem:
         """The problem with some of the choices."""
         moved = None if self.moved is None else self.moved[which]
         choices = tuple(self.choices[choice] for choice in which)
-        return replace(self, choices=choices, ps=self.ps[which], loss=self.loss[which], moved=moved)
+        parts = {name: getattr(self, name)[which] for name in ("ps", "loss", "openings")}
+        return replace(self, choices=choices, moved=moved, **parts)
 
     @cached_property
     def native(self) -> _joint.Problem:
@@ -138,7 +142,7 @@ class JointProblem:
         sides = [tier for tier in _FOLDED if tier in tiers]
         return _joint.Problem(
             np.array([sides.index(tier) for tier in tiers]),
-            [self.openings.get(side, 0.0) for side in sides],
+            self.openings.tolist(),
             self.ps,
             self.loss,
             self.moving,
@@ -158,8 +162,7 @@ class JointProblem:
         """[C, L, E], picoseconds that a step would take if sides took turns: messages are shared by half of those
         who use them."""
         reads = np.maximum(self.used.sum(axis=1, keepdims=True) / 2, 1.0)
-        opening = np.array([self.openings.get(choice.tier, 0.0) for choice in self.choices])[:, None, None]
-        return np.asarray(self.ps + self.moving + opening * (self.used / reads))
+        return np.asarray(self.ps + self.moving + self.openings[:, None, None] * (self.used / reads))
 
     def layers_ps(self, chosen: NDArray[np.int64]) -> NDArray[np.float64]:
         """[L], in one step."""

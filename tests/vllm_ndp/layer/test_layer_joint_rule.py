@@ -113,8 +113,8 @@ def test_a_menu_has_the_prices_of_the_device_and_of_gpu_memory():
     menu = Menu(COSTS, LIVE_WIDTHS, 1)
     gpu, device, host = (menu.index(tier) for tier in ("gpu", "device", "host"))
     layer = COSTS.gpu.experts_ps(SHAPE.top_k, SHAPE.top_k, SHAPE.top_k * COSTS.replica_bytes(4))
-    assert menu.launches_ps[gpu[4]] + SHAPE.top_k * menu.ps[gpu[4], 1] == pytest.approx(layer, rel=1e-6)
-    assert menu.openings["gpu"] >= menu.launches_ps[gpu[4]] > menu.launches_ps[device[3]] == 0
+    assert menu.openings[gpu[4]] + SHAPE.top_k * menu.ps[gpu[4], 1] == pytest.approx(layer, rel=1e-6)
+    assert menu.openings[gpu[4]] == menu.openings[gpu[3]] != menu.openings[gpu[16]]
     assert menu.ps[device[3], 1] == COSTS.device_expert_ps(3, 1)
     assert menu.ps[host[16], 1] == pytest.approx(SHAPE.expert_bytes / (0.85 * 307.2e9) * 1e12)
     assert device[16] == host[4] == -1

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.planning import joint
@@ -57,7 +58,8 @@ def problem(
     loss = np.array([share * own * (0.0 if c.bits == 16 else 4.4 ** (1 - c.bits)) for c in menu])
     moved = np.array([generator.integers(0, 2, share.shape) * (c.held_bytes if c.tier == "gpu" else 0) for c in menu])
     room = {"gpu": gpu * FULL * share.size, **{name: part * FULL * share.size for name, part in budgets.items()}}
-    openings = {"host": 40.0 / faster, "device": 25.0 / faster}
+    opening = {"gpu": lambda bits: 3.0 + bits / 4, "host": lambda _: 40.0 / faster, "device": lambda _: 25.0 / faster}
+    openings = np.array([opening[c.tier](c.bits) for c in menu])
     return JointProblem(menu, ps, loss, room, moved, 1e-4 / faster, used, openings)
 
 
@@ -72,11 +74,16 @@ def layer_ps(given: JointProblem, plan: list[int], layer: int) -> float:
     for tier in ("device", "host", "gpu"):
         here = [(c, e) for e, c in enumerate(plan) if given.choices[c].tier == tier]
         reads = [(given.ps[c, layer, e], max(1 - given.used[layer, e], 1e-9), given.used[layer, e]) for c, e in here]
-        unused = np.prod([idle for _, idle, _ in reads])
-        opening = given.openings.get(tier, 0.0)
+        paid, left = [], 1.0  # (opening, the chance that it is the highest), falling
+        for opening, e in sorted(((given.openings[c], e) for c, e in here), reverse=True):
+            paid.append((opening, left * (1 - max(1 - given.used[layer, e], 1e-9))))
+            left *= max(1 - given.used[layer, e], 1e-9)
+        opens = sum(opening * chance for opening, chance in paid)
         sides[tier] = (
-            sum(ps for ps, _, _ in reads) + opening * (1 - unused),
-            sum(ps * ps * idle / max(u, 1e-9) for ps, idle, u in reads) + opening**2 * (1 - unused) * unused,
+            sum(ps for ps, _, _ in reads) + opens,
+            sum(ps * ps * idle / max(u, 1e-9) for ps, idle, u in reads)
+            + sum(opening**2 * chance for opening, chance in paid)
+            - opens**2,
             sum(ps * idle for ps, idle, _ in reads),
         )
     present = [tier for tier in sides if any(choice.tier == tier for choice in given.choices)]
@@ -151,27 +158,74 @@ def test_no_plan_of_the_search_is_better_than_the_best_of_all(seed, gpu, most):
         assert plan.time_ps >= best_of_all(given, most) * (1 - 1e-9)
 
 
-def test_the_search_is_on_average_within_six_percent_of_the_best_of_all_plans_of_one_layer():
-    ratios = []
+def test_the_search_finds_the_best_of_all_plans_of_one_layer():
     for seed in range(24):
         given = problem(seed, 1, 6, (0.1, 0.3, 0.6)[seed % 3], SMALL)
         plan = searched(given, 0.15)
-        best = least_time(given, 0.15)
         assert plan is not None
-        ratios.append(plan.time_ps / best.time_ps)
-    assert min(ratios) >= 1 - 1e-9
-    assert np.mean(ratios) < 1.06
+        assert plan.time_ps == pytest.approx(least_time(given, 0.15).time_ps, rel=1e-9)
+
+
+def by_integer_program(given: JointProblem, most: float) -> float:
+    """The least time where every step uses every expert: a layer's slowest side is then the longest sum."""
+    c, layers, experts = given.shape
+    sides = sorted({choice.tier for choice in given.choices})
+    cells = c * layers * experts
+    x = np.arange(cells).reshape(given.shape)
+    opening = cells + np.arange(len(sides) * layers).reshape(len(sides), layers)
+    slowest = cells + opening.size + np.arange(layers)
+    rows, least, at_most = [], [], []
+
+    def row(low: float, high: float, *terms: tuple[np.ndarray, np.ndarray | float]) -> None:
+        rows.append(np.zeros(cells + opening.size + layers))
+        for which, values in terms:
+            rows[-1][which] = values
+        least.append(low)
+        at_most.append(high)
+
+    for layer in range(layers):
+        for expert in range(experts):
+            row(1, 1, (x[:, layer, expert], 1.0))
+        for side, tier in enumerate(sides):
+            here = [k for k, choice in enumerate(given.choices) if choice.tier == tier]
+            opens = opening[side, layer]
+            row(-np.inf, 0, (x[here, layer], given.ps[here, layer]), (opens, 1.0), (slowest[layer], -1.0))
+            for k, expert in itertools.product(here, range(experts)):
+                row(-np.inf, 0, (x[k, layer, expert], given.openings[k]), (opens, -1.0))
+    row(-np.inf, most, (x, given.loss))
+    for tier, budget in given.budgets.items():
+        row(-np.inf, budget, (x, np.broadcast_to(given.takes[tier], given.shape)))
+    whole = np.arange(len(rows[0])) < cells
+    upper = np.where(whole, 1.0, np.inf)
+    cost = np.concatenate([given.moving.ravel(), np.zeros(opening.size), np.ones(layers)])
+    limits = LinearConstraint(np.array(rows), least, at_most)
+    found = milp(cost, constraints=limits, bounds=Bounds(0, upper), integrality=whole, options={"mip_rel_gap": 1e-6})
+    assert found.status == 0
+    return float(found.fun)
+
+
+@pytest.mark.parametrize(("layers", "experts", "menu"), [(1, 11, SMALL[2:5]), (3, 6, SMALL), (2, 8, MENU)])
+def test_above_a_million_plans_the_search_is_within_three_thousandths_of_an_integer_program(layers, experts, menu):
+    over = []
+    for seed in range(4):
+        given = replace(problem(seed, layers, experts, 0.3, menu), used=np.ones((layers, experts)))
+        plan = searched(given, 0.1 * layers)
+        assert plan is not None
+        over.append(plan.time_ps / by_integer_program(given, 0.1 * layers) - 1)
+    assert min(over) > -1e-5
+    assert max(over) < 0.003
+    assert np.count_nonzero(np.array(over) < 1e-5) >= 2
 
 
 @pytest.mark.parametrize(("layers", "experts"), [(94, 128), (61, 256), (32, 8)])
 @pytest.mark.parametrize("gpu", [0.05, 0.2, 0.5])
-def test_a_large_plan_keeps_every_limit_and_is_faster_than_one_for_sides_that_take_turns(layers, experts, gpu):
+def test_a_large_plan_keeps_every_limit_and_is_no_slower_than_sides_that_take_turns(layers, experts, gpu):
     given = problem(0, layers, experts, gpu)
     plan = least_time(given, 0.02 * layers)
     assert given.lost(plan.chosen) <= 0.02 * layers * (1 + 1e-9)
     uses = given.uses(plan.chosen)
     assert all(uses[name] <= budget * (1 + 1e-9) for name, budget in given.budgets.items())
-    assert plan.time_ps < total(given.turns, plan.chosen)
+    assert plan.time_ps <= total(given.turns, plan.chosen) * (1 + 1e-9)
 
 
 def times_of(make: Callable[[Any], JointProblem], cases: Iterable[Any]) -> list[float]:
@@ -295,21 +349,21 @@ def test_times_of_layers_and_of_changes_are_those_of_plain_python(seed, experts,
 
 
 PLANS = {
-    (0, 1, 16, "gpu+host+device"): 99.6266714,
-    (0, 1, 16, "gpu+device"): 99.6266714,
-    (0, 1, 16, "gpu+host"): 168.440493,
-    (1, 4, 8, "gpu+host+device"): 257.985519,
-    (1, 4, 8, "gpu+device"): 258.849104,
-    (1, 4, 8, "gpu+host"): 463.844306,
-    (2, 32, 8, "gpu+host+device"): 1805.9016,
-    (2, 32, 8, "gpu+device"): 1807.97267,
-    (2, 32, 8, "gpu+host"): 3358.46852,
-    (3, 9, 65, "gpu+host+device"): 536.167946,
-    (3, 9, 65, "gpu+device"): 537.532065,
-    (3, 9, 65, "gpu+host"): 937.636081,
-    (4, 20, 136, "gpu+host+device"): 1159.80317,
-    (4, 20, 136, "gpu+device"): 1169.19161,
-    (4, 20, 136, "gpu+host"): 2013.75552,
+    (0, 1, 16, "gpu+host+device"): 91.9495266,
+    (0, 1, 16, "gpu+device"): 91.9495266,
+    (0, 1, 16, "gpu+host"): 170.595935,
+    (1, 4, 8, "gpu+host+device"): 242.927115,
+    (1, 4, 8, "gpu+device"): 243.053248,
+    (1, 4, 8, "gpu+host"): 459.719889,
+    (2, 32, 8, "gpu+host+device"): 1820.00332,
+    (2, 32, 8, "gpu+device"): 1828.92208,
+    (2, 32, 8, "gpu+host"): 3399.70565,
+    (3, 9, 65, "gpu+host+device"): 538.649824,
+    (3, 9, 65, "gpu+device"): 544.528664,
+    (3, 9, 65, "gpu+host"): 966.639565,
+    (4, 20, 136, "gpu+host+device"): 1168.99225,
+    (4, 20, 136, "gpu+device"): 1186.42503,
+    (4, 20, 136, "gpu+host"): 2076.94461,
 }
 """(seed, layers, experts, tiers): time of the plan that the search finds within a loss of .05 a layer, ps."""
 
@@ -325,8 +379,8 @@ def test_the_search_finds_the_plans_that_it_found(asked):
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"side_of": np.array([0, 1, 9])}, "no such side"),
-        ({"openings": [0.0] * 4}, "one to three sides"),
+        ({"side_of": np.array([0, 1, 9])}, "one to three sides"),
+        ({"openings": [0.0] * 4}, "every choice needs its opening"),
         ({"loss": np.zeros((3, 1, 2))}, "must be \\[C, L, E\\]"),
         ({"used": np.zeros((3, 2))}, "chances must be"),
         ({"takes": [np.zeros(5)]}, "bytes must be"),
@@ -337,7 +391,7 @@ def test_arrays_that_do_not_belong_together_are_refused_before_the_search(wrong,
     whole = np.zeros((3, 2, 2))
     parts = {
         "side_of": np.array([0, 1, 1]),
-        "openings": [0.0, 0.0],
+        "openings": [0.0, 0.0, 0.0],
         **dict.fromkeys(("ps", "loss", "moving", "turns"), whole),
         "used": np.ones((2, 2)),
         "takes": [np.zeros(3)],

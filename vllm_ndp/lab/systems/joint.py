@@ -155,7 +155,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     links, hops = costs.links_ps(b), HostCpu.of(costs).hops_ps(costs, b)
     device += np.where(rows > 0, links[rows, pairs] + costs.device_fill_ps, 0.0)
     host += hops[(aside > 0).sum(axis=1)]
-    gpu += np.where(on_gpu[slots] & (loads.rows > 0), menu.launches_ps[slots], 0.0).max(axis=-1) + shared_ps(
+    gpu += np.where(on_gpu[slots] & (loads.rows > 0), menu.openings[slots], 0.0).max(axis=-1) + shared_ps(
         batches, costs
     )
     bits = menu.bits[pair]

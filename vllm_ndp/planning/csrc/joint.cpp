@@ -11,6 +11,7 @@
 #include <limits>
 #include <numeric>
 #include <optional>
+#include <set>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
@@ -34,7 +35,13 @@ constexpr double kLeast = 1e-9;  // of chances and widths that are divided by
 constexpr int kInnerSteps = 8;   // prices of bytes that are tried at each price of the first limit
 constexpr int kSteps = 8, kFirstSteps = 2;  // prices of the first limit: tried, and on all layers after a sample of them
 constexpr int kRepairs = 12, kRounds = 2, kFills = 2, kExchanges = 20, kDescents = 12;
-constexpr size_t kExchanged = 200;  // changes that are paired
+constexpr size_t kExchanged = 200, kPolished = 100;  // changes that are paired, of layers and of experts
+constexpr size_t kLooked = 40;                       // of their pairs so many are tried
+constexpr double kPolishing = 2e8;                   // choices of experts that are looked at in all, about
+constexpr std::array<double, 5> kLeans{1, 4, 0.25, 16, 0};     // shares of a limit's price at which changes are looked for
+constexpr std::array<double, 4> kWeights{0.03, 0.25, 4, 30};   // of one side where sides take turns, for other first plans
+constexpr size_t kStarted = 1 << 14, kFewLayers = 8;           // up to so many choices in so few layers
+constexpr size_t kKicks = 40, kKicked = 1 << 10;  // random changes of a few experts, where there are no more choices
 constexpr double kSample = 1200;    // experts on which the first prices are searched, about
 constexpr size_t kFirstShare = 4;   // of a layer's experts one in so many changes in the first step of a descent
 
@@ -374,26 +381,23 @@ Plan filled(const Limited& limited, const Floats& prices, const Plan& plan) {
     return changes.first(plan, count);
 }
 
-// One or two cells changed so that the objective falls most within every limit; whether any does. Only the changes that cost
-// least at the prices are paired.
-bool exchange(const Limited& limited, const Floats& prices, Plan& plan) {
+// One or two cells changed so that the objective falls most, by `least` or more, within every limit; whether any does. Only
+// the changes that cost least at the prices are paired. is_better: whether a changed plan is to be kept.
+template <class Better>
+bool exchange(const Limited& limited, const Floats& prices, Plan& plan, size_t most_paired, double least, Better is_better) {
     const size_t n = limited.cells;
     Floats change = limited.changes(prices, plan);
-    for (double& each : change) each = std::abs(each);
-    const size_t count = std::min(kExchanged, change.size());
-    Floats ordered = change;
-    const auto less = [](double a, double b) { return a < b || (b != b && a == a); };
-    std::nth_element(ordered.begin(), ordered.begin() + (count - 1), ordered.end(), less);
-    const double last = ordered[count - 1];
-    size_t equal = count - static_cast<size_t>(std::count_if(change.begin(), change.end(), [&](double v) { return v < last; }));
-    std::vector<std::pair<size_t, size_t>> near;  // (choice, cell)
-    for (size_t at = 0; at < change.size(); ++at) {
-        const bool is_near = change[at] < last || (change[at] == last && equal && equal--);
-        if (is_near && at / n != plan[at % n]) near.emplace_back(at / n, at % n);
-    }
+    for (size_t i = 0; i < n; ++i) change[plan[i] * n + i] = kInf;
+    std::vector<size_t> near(change.size());
+    std::iota(near.begin(), near.end(), size_t{0});
+    const size_t count = std::min(most_paired, near.size());
+    std::partial_sort(near.begin(), near.begin() + count, near.end(), [&](size_t a, size_t b) {
+        return precedes(change[a], change[b]) || (change[a] == change[b] && a < b);
+    });
+    near.resize(count);
     const auto more = [&](const Amounts& amounts) {  // what each change adds; 0 for no change, last
         Floats adds;
-        for (const auto& [choice, cell] : near) adds.push_back(amounts.of(choice, cell) - amounts.of(plan[cell], cell));
+        for (const size_t at : near) adds.push_back(amounts.of(at / n, at % n) - amounts.of(plan[at % n], at % n));
         adds.push_back(0);
         return adds;
     };
@@ -404,30 +408,49 @@ bool exchange(const Limited& limited, const Floats& prices, Plan& plan) {
         adds.push_back(more(limited.takes[r]));
         room.push_back(limited.most[r] * (1 + kSlack) - limited.takes[r].total(plan));
     }
-    double best = kInf;
-    size_t first = 0, second = 0;
-    for (size_t i = 0; i < near.size(); ++i)
-        for (size_t j = i + 1; j < gain.size(); ++j) {
+    std::vector<std::tuple<double, size_t, size_t>> pairs;
+    for (size_t i = 0; i < count; ++i)
+        for (size_t j = i + 1; j <= count; ++j) {
             const double both = gain[i] + gain[j];
-            if (!(both < best) || (j < near.size() && near[i].second == near[j].second)) continue;
+            if (!(both < -least) || (j < count && near[i] % n == near[j] % n)) continue;
             bool fits = true;
             for (size_t r = 0; r < room.size() && fits; ++r) fits = !(adds[r][i] + adds[r][j] > room[r]);
-            if (fits) best = both, first = i, second = j;
+            if (fits) pairs.emplace_back(both, i, j);
         }
-    if (!(best < -1e-9 * std::abs(limited.objective.total(plan)))) return false;
-    plan[near[first].second] = static_cast<uint16_t>(near[first].first);
-    if (second < near.size()) plan[near[second].second] = static_cast<uint16_t>(near[second].first);
-    return true;
+    const size_t looked = std::min(kLooked, pairs.size());
+    std::partial_sort(pairs.begin(), pairs.begin() + looked, pairs.end());
+    for (size_t at = 0; at < looked; ++at) {
+        const auto [_, i, j] = pairs[at];
+        Plan after = plan;
+        after[near[i] % n] = static_cast<uint16_t>(near[i] / n);
+        if (j < count) after[near[j] % n] = static_cast<uint16_t>(near[j] / n);
+        if (!is_better(after)) continue;
+        plan = std::move(after);
+        return true;
+    }
+    return false;
 }
+
+constexpr size_t kLevels = 6;  // openings of one side that differ
+using Levels = std::array<double, kLevels>;
 
 // Sums over the experts on one side of a layer, as joint.py explains them.
 struct Side {
-    double ps = 0, spread = 0, lean = 0, unused = 1;  // unused: the chance that a step opens no message
+    double ps = 0, spread = 0, lean = 0;
+    Levels unused{1, 1, 1, 1, 1, 1};  // the chance that a step opens nothing of a level or of a higher one
 
-    Side opened(double opening) const {
-        if (opening == 0) return *this;
-        const double opens = 1 - unused;
-        return {ps + opening * opens, spread + opening * opening * opens * unused, lean, unused};
+    Side with(const Side& other) const {
+        Side both{ps + other.ps, spread + other.spread, lean + other.lean, unused};
+        for (size_t k = 0; k < kLevels; ++k) both.unused[k] *= other.unused[k];
+        return both;
+    }
+    Side opened(const Floats& openings) const {  // rising; the highest of those that a step opens is paid
+        double mean = 0, square = 0, below = 0;
+        for (size_t k = 0; k < openings.size(); below = openings[k++]) {
+            mean += (openings[k] - below) * (1 - unused[k]);
+            square += (openings[k] * openings[k] - below * below) * (1 - unused[k]);
+        }
+        return {ps + mean, spread + std::max(square - mean * mean, 0.0), lean, unused};
     }
 };
 
@@ -442,7 +465,7 @@ double slowest(const std::array<Side, 3>& sides, double picks) {
         const double width = std::min(std::sqrt(apart * apart + std::max(variance, 0.0)), both);
         const double weight = (1 + apart / std::max(width, kLeast)) / 2, rest = 1 - weight;
         slow = {(both + width) / 2, weight * weight * slow.spread + rest * rest * other.spread,
-                weight * slow.lean + rest * other.lean, slow.unused};
+                weight * slow.lean + rest * other.lean, {}};
     }
     return slow.ps;
 }
@@ -459,7 +482,7 @@ class Problem {
     Problem(In<int64_t, 1> side_of, std::vector<double> openings, In<double, 3> ps, In<double, 3> loss,
             In<double, 3> moving, In<double, 3> turns, In<double, 2> used, std::vector<In<double, 1>> takes,
             std::vector<double> budgets)
-        : choices_(ps.shape(0)), num_layers_(ps.shape(1)), experts_(ps.shape(2)), openings_(openings), ps_(of(ps)),
+        : choices_(ps.shape(0)), num_layers_(ps.shape(1)), experts_(ps.shape(2)), ps_(of(ps)),
           loss_(of(loss)), moving_(of(moving)), turns_(of(turns)), budgets_(budgets) {
         const size_t n = cells();
         for (const auto& each : {ps, loss, moving, turns})
@@ -467,11 +490,23 @@ class Problem {
                  "times, losses and moves must be [C, L, E]");
         want(side_of.size() == choices_ && choices_ > 0 && choices_ <= UINT16_MAX && n > 0, "choices must be [C], cells some");
         want(used.shape(0) == num_layers_ && used.shape(1) == experts_, "chances must be [L, E]");
-        want(openings.size() >= 1 && openings.size() <= 3, "a plan has one to three sides");
+        want(openings.size() == choices_, "every choice needs its opening");
         want(takes.size() == budgets.size(), "every budget needs what is taken of it");
         for (size_t c = 0; c < choices_; ++c) {
-            want(side_of.data()[c] >= 0 && side_of.data()[c] < static_cast<int64_t>(openings.size()), "no such side");
+            want(side_of.data()[c] >= 0 && side_of.data()[c] < 3, "a plan has one to three sides");
             side_of_.push_back(static_cast<size_t>(side_of.data()[c]));
+        }
+        openings_.resize(*std::max_element(side_of_.begin(), side_of_.end()) + 1);
+        for (size_t s = 0; s < openings_.size(); ++s) {
+            std::set<double> levels;
+            for (size_t c = 0; c < choices_; ++c)
+                if (side_of_[c] == s) levels.insert(openings[c]);
+            want(levels.size() <= kLevels, "a side has up to six openings");
+            openings_[s].assign(levels.begin(), levels.end());
+        }
+        for (size_t c = 0; c < choices_; ++c) {
+            const Floats& levels = openings_[side_of_[c]];
+            level_.push_back(static_cast<size_t>(std::find(levels.begin(), levels.end(), openings[c]) - levels.begin()));
         }
         for (const auto& each : takes) {
             want(each.size() == choices_ || each.size() == choices_ * n, "bytes must be [C] or [C * L * E]");
@@ -554,6 +589,12 @@ class Problem {
         for (size_t c = 0; c < choices_; ++c) plans.emplace_back(cells(), static_cast<uint16_t>(c));
         plans.push_back(first);
         for (const auto& each : known) plans.push_back(plan_of(each.data(), each.size()));
+        if (!is_one_side && choices_ * cells() <= kStarted && num_layers_ <= kFewLayers)
+            for (size_t side = 0; side < openings_.size(); ++side)
+                for (const double weight : kWeights) {
+                    const auto [start, at] = added_up(most, side, weight);
+                    plans.push_back(polished(most, at, start));
+                }
         Columns found = columns(most, plans);
         Plan plan = best(found);
         for (int round = 0; round < (is_one_side ? 1 : kRounds); ++round) {
@@ -561,6 +602,20 @@ class Problem {
             Columns with_last = found;
             add(with_last, columns(most, {plan}));
             std::tie(plan, prices) = mixture(with_last, round == kRounds - 1);
+        }
+        plans.push_back(polished(most, prices, plan));
+        plan = best(columns(most, plans));
+        uint64_t random = 1;
+        const auto draw = [&random](size_t below) {  // Knuth's MMIX
+            random = random * 6364136223846793005u + 1442695040888963407u;
+            return static_cast<size_t>(random >> 33) % below;
+        };
+        const Limited turns = limited(most, choices_, cells(), {turns_, cells()}, {loss_, cells()}, takes_);
+        for (size_t kick = choices_ * cells() > kKicked ? kKicks : 0; kick < kKicks; ++kick) {
+            Plan other = plan;
+            for (size_t left = 2 + draw(4); left > 0; --left)
+                other[draw(cells())] = static_cast<uint16_t>(draw(choices_));
+            plan = best(columns(most, {plan, polished(most, prices, within(turns, prices, other))}));
         }
         give(plan, out);
     }
@@ -590,7 +645,9 @@ class Problem {
 
     Side one(size_t choice, size_t cell) const {
         const double ps = ps_[choice * cells() + cell], lean = ps * idle_[cell];
-        return {ps, lean * ps / busy_[cell], lean, idle_[cell]};
+        Side side{ps, lean * ps / busy_[cell], lean};
+        for (size_t k = 0; k <= level_[choice]; ++k) side.unused[k] = idle_[cell];
+        return side;
     }
     // The sums of each side of a layer, in the order in which they are folded.
     std::array<Side, 3> sides(const Plan& plan, size_t layer) const {
@@ -603,7 +660,7 @@ class Problem {
                 if (side_of_[plan[cell]] != s) continue;
                 const Side expert = one(plan[cell], cell);
                 each[0][e] = expert.ps, each[1][e] = expert.spread, each[2][e] = expert.lean;
-                sides[s].unused *= expert.unused;
+                for (size_t k = 0; k <= level_[plan[cell]]; ++k) sides[s].unused[k] *= idle_[cell];
             }
             sides[s].ps = sum(each[0]), sides[s].spread = sum(each[1]), sides[s].lean = sum(each[2]);
         }
@@ -628,17 +685,16 @@ class Problem {
             const size_t cell = layer * experts_ + e, own = side_of_[plan[cell]];
             const Side gone = one(plan[cell], cell);
             std::array<Side, 3> without = whole;
-            without[own].ps -= gone.ps, without[own].lean -= gone.lean, without[own].unused /= gone.unused;
+            without[own].ps -= gone.ps, without[own].lean -= gone.lean;
+            for (size_t k = 0; k < kLevels; ++k) without[own].unused[k] /= gone.unused[k];
             without[own].spread = without[own].spread - gone.spread;
             for (Side& each : without) each.spread = std::max(each.spread, 0.0);
             std::array<Side, 3> opened;
             for (size_t s = 0; s < openings_.size(); ++s) opened[s] = without[s].opened(openings_[s]);
             for (size_t c = 0; c < choices_; ++c) {
                 const size_t s = side_of_[c];
-                const Side expert = one(c, cell), kept = opened[s], &here = without[s];
-                opened[s] = Side{here.ps + expert.ps, here.spread + expert.spread, here.lean + expert.lean,
-                                 here.unused * expert.unused}
-                                .opened(openings_[s]);
+                const Side kept = opened[s];
+                opened[s] = without[s].with(one(c, cell)).opened(openings_[s]);
                 more[c * experts_ + e] = slowest_of(opened, layer) - now;
                 opened[s] = kept;
             }
@@ -700,14 +756,18 @@ class Problem {
         const Plan other = within(layers, search.prices, mixed(layers, search.plans));
         if (layers.demerits(other) < layers.demerits(which)) which = other;
         for (int fill = 0; fill < kFills; ++fill) which = filled(layers, search.prices, which);
-        for (int left = is_last ? kExchanges : 0; left > 0 && exchange(layers, search.prices, which);) --left;
+        const double least = 1e-9 * std::abs(layers.objective.total(which));
+        for (int left = is_last ? kExchanges : 0; left > 0; --left)
+            if (!exchange(layers, search.prices, which, kExchanged, least, [](const Plan&) { return true; })) break;
         return {assembled(columns, std::vector<size_t>(which.begin(), which.end())), search.prices};
     }
 
-    // (A plan, prices of the limits), for sides that take turns.
-    std::pair<Plan, Floats> added_up(double most) const {
+    // (A plan, prices of the limits), for sides that take turns, of which one counts so much.
+    std::pair<Plan, Floats> added_up(double most, size_t side = 0, double weight = 1) const {
         const size_t n = cells();
-        const Limited first = limited(most, choices_, n, {turns_, n}, {loss_, n}, takes_);
+        Limited first = limited(most, choices_, n, {turns_, n}, {loss_, n}, takes_);
+        for (size_t c = 0; c < choices_; ++c)
+            for (size_t i = 0; side_of_[c] == side && i < n; ++i) first.objective.values[c * n + i] *= weight;
         auto found = at_prices(first);
         const Floats over = first.over(found.first);
         if (std::any_of(over.begin(), over.end(), [](double each) { return each > 0; })) found = at_prices(first.freed());
@@ -788,9 +848,52 @@ class Problem {
         return columns(most, found, &times);
     }
 
+    // One or two experts after the other changed so that the time falls within every limit, until none does.
+    Plan polished(double most, const Floats& prices, Plan plan) const {
+        const size_t n = cells(), e = experts_;
+        Limited whole = limited(most, choices_, n, {Floats(choices_ * n), n}, {loss_, n}, takes_);
+        Floats& more = whole.objective.values;  // time, than with the plan's own choice
+        Floats changed(choices_ * e), ps(num_layers_);
+        const auto moved = [&](const Plan& some, size_t at) {
+            double moving = 0;
+            for (size_t i = at * e; i < (at + 1) * e; ++i) moving += moving_[some[i] * n + i];
+            return moving;
+        };
+        const auto look = [&](size_t at) {
+            changes(plan, at, changed.data());
+            ps[at] = time(plan, at) + moved(plan, at);
+            for (size_t c = 0; c < choices_; ++c)
+                for (size_t i = at * e; i < (at + 1) * e; ++i)
+                    more[c * n + i] = changed[c * e + i - at * e] + moving_[c * n + i] - moving_[plan[i] * n + i];
+        };
+        for (size_t at = 0; at < num_layers_; ++at) look(at);
+        const double least = 1e-9 * sum(ps);
+        const auto is_better = [&](const Plan& after) {
+            double now = 0, next = 0;
+            for (size_t at = 0; at < num_layers_; ++at) {
+                if (std::equal(plan.begin() + at * e, plan.begin() + (at + 1) * e, after.begin() + at * e)) continue;
+                now += ps[at], next += time(after, at) + moved(after, at);
+            }
+            return next < now - least;
+        };
+        const size_t others = kLeans.size() - 1, leans = 1 + prices.size() * others;
+        auto left = static_cast<int64_t>(kPolishing / static_cast<double>(choices_ * n));
+        for (size_t lean = 0, failed = 0; failed < leans && left > 0; lean = (lean + 1) % leans, ++failed) {
+            Floats leant = prices;
+            if (lean) leant[(lean - 1) / others] *= kLeans[1 + (lean - 1) % others];
+            for (Plan before = plan; left-- > 0 && exchange(whole, leant, plan, kPolished, least, is_better); before = plan) {
+                failed = 0;
+                for (size_t at = 0; at < num_layers_; ++at)
+                    if (!std::equal(plan.begin() + at * e, plan.begin() + (at + 1) * e, before.begin() + at * e)) look(at);
+            }
+        }
+        return plan;
+    }
+
     size_t choices_, num_layers_, experts_;
     std::vector<size_t> side_of_;  // [C]
-    Floats openings_;              // picoseconds of each side's message
+    std::vector<size_t> level_;    // [C], of its opening among those of its side
+    std::vector<Floats> openings_;  // of each side, rising: picoseconds of its message or launch
     Floats ps_, loss_, moving_, turns_;  // [C, L, E]
     Floats idle_, busy_;                 // [L, E], the chance that a step does not use an expert, or does
     Floats picks_;                       // [L]
