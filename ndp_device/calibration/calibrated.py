@@ -137,8 +137,10 @@ def activated(gate: Tensor, up: Tensor, biases: BiasTensors | None, activation: 
         gate, up = gate + biases[0], up + biases[1]
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    argument = gate * (activation.linear + activation.cubic * gate * gate)
-    return gate * torch.sigmoid(argument) * (up + activation.up_bias)
+    argument = gate  # of SiLU: the same bits in fewer passes over memory
+    if (activation.linear, activation.cubic) != (1.0, 0.0):
+        argument = gate * (activation.linear + activation.cubic * gate * gate)
+    return gate * torch.sigmoid(argument) * (up + activation.up_bias if activation.up_bias else up)
 
 
 def load_solver(
