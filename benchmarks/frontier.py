@@ -118,15 +118,19 @@ def frontier_of_shapes(
     memory_gb: Iterable[int] = tuple(CARDS),
     routing: str = "auto",
     cards: Mapping[int, str] = CARDS,
+    seed: int = 0,
 ) -> list[Cell]:
     """The cells of public shapes on cards: synthetic routing of each one's experts, eight layers that stand for all."""
+    batch = settings.batches[0]
     cells, sizes, named = [], tuple(memory_gb), tuple(models)
     for model in named:
         public_shape(model)  # refused before the first of them takes its time
     for model in named:
-        sizes_of = {"num_layers": _LAYERS, "num_requests": 6, "prompt_len": 256, "decode_len": 64}
-        trace = synthetic_trace(read_routing(routing, model).settings(model, **sizes_of), model)
-        at = replace(settings, model=model, overrides={**settings.overrides, "dram.kind": "ideal"}, batches=(1,))
+        sizes_of = {"num_layers": _LAYERS, "num_requests": 6 if batch <= 4 else 3 * batch // 2, "prompt_len": 256}
+        trace = synthetic_trace(
+            read_routing(routing, model).settings(model, **sizes_of, decode_len=64, seed=seed), model
+        )
+        at = replace(settings, model=model, overrides={**settings.overrides, "dram.kind": "ideal"}, batches=(batch,))
         cells += frontier(Workload(trace), at, sizes, cards=cards)
     return cells
 

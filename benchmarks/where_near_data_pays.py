@@ -3,7 +3,8 @@
 The cells of benchmarks/frontier.py for five public models, for hosts of 307 to 614 GB/s and one with the device's DRAM,
 then under other assumptions with a host of 461 GB/s. A cell compares three sides within a limit of loss: the fastest
 system without the device, the fastest that computes experts on the device and not on the host, and the fastest of all
-that uses it. An ideal DRAM, batch 1. Everything is simulated. `make map` renews docs/measured/map.json and its page:
+that uses it. An ideal DRAM; batch 1 where nothing else is said. Everything is simulated. `make map` renews
+docs/measured/map.json and its page:
 
     python benchmarks/where_near_data_pays.py --json docs/measured/map.json && python docs/generate.py
 """
@@ -34,6 +35,8 @@ class Assumed:
 
     routing: str = "auto"
     overrides: dict[str, str | int] = field(default_factory=dict)
+    batch: int = 1
+    seed: int = 0
 
 
 def _host(gigabytes: int, **others: str | int) -> dict[str, str | int]:
@@ -44,6 +47,8 @@ def _host(gigabytes: int, **others: str | int) -> dict[str, str | int]:
 HOSTS = {f"host {rate} GB/s": Assumed(overrides=_host(rate)) for rate in (461, 307, 512, 614)}
 """12 channels of DDR5-4800 (2022), 8 of them (2023's presets), the device's own DRAM, 12 of DDR5-6400 (2024)."""
 OTHERS = {
+    **{f"batch {batch}": Assumed(overrides=_host(461), batch=batch) for batch in (4, 16)},
+    **{f"seed {seed} of the routing": Assumed(overrides=_host(461), seed=seed) for seed in (1, 2)},
     "host reaches 33 % of 461 GB/s": Assumed(overrides=_host(461, host__memory_efficiency_percent=33)),
     "rooflines on every card": Assumed(overrides=_host(461, gpu__times="roofline")),
     "every model as sticky as Qwen3-30B": Assumed(routing="qwen3-30b-a3b", overrides=_host(461)),
@@ -57,7 +62,8 @@ _LIKE_DESKTOP = ("l40s", "rtxpro6000")
 
 
 def cells_of(model: str, assumed: Assumed) -> list[Cell]:
-    return frontier_of_shapes([model], CompareSettings(overrides=assumed.overrides), tuple(CARDS), assumed.routing)
+    settings = CompareSettings(overrides=assumed.overrides, batches=(assumed.batch,))
+    return frontier_of_shapes([model], settings, routing=assumed.routing, seed=assumed.seed)
 
 
 def errors(models: list[str]) -> dict[str, dict[str, float]]:
