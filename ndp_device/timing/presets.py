@@ -192,6 +192,7 @@ def _card(
         "gpu.hbm_capacity_bytes": _q(gigabytes * 10**9, "byte", f"[S] {what}"),
         "gpu.hbm_efficiency_percent": _q(100, "%", "[O] a roofline, as of the H100"),
         "energy.gpu_idle_mw": _q(idle_watts * 1000, "mW", "[O] of a card of its size that waits; sweep it"),
+        "energy.hbm_bit_fj": _q(14_000, "fJ/bit", "[S] GDDR5, O'Connor et al., Fine-Grained DRAM, MICRO 2017"),
     }
 
 
