@@ -83,7 +83,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/integration/test_integration_memory.py",
         "tests/local_hub.py",
         "vllm_ndp/integration/[a-z]*.py",
-        "vllm_ndp/operating/hub.py",
         "vllm_ndp/operating/sizing.py",
         "vllm_ndp/operating/sources.py",
     ),

@@ -1,19 +1,25 @@
 """Files that others wrote, opened without trust: plain files only, and their size before their contents.
 
-msgspec reads JSON: UTF-8, numbers that a program can hold, no NaN. Knows sizes. Does not know the meaning of a file,
-nor its reader's error. A reader turns `Refused` into its own sentence, which names the file.
+msgspec reads JSON: UTF-8, numbers that a program can hold, no NaN. numpy reads its own files: numbers and strings, no
+pickles. It allocates what a header says, and touches none of it before the bytes are there: a promise of 8 TB is
+refused. A member of an .npz of 5 MB may unfold into gigabytes. Does not know the meaning of a file, nor its reader's
+error. A reader turns `Refused` into its own sentence, which names the file.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, overload
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 MAX_BYTES = 4 << 20
 """Most bytes of a configuration or manifest. Readers of larger files (headers, indices, texts) name their own limit."""
@@ -22,6 +28,10 @@ MAX_VALUES = 1 << 20
 """A value takes up to 72 bytes in memory, so a text of this many stays below 100 MiB."""
 _BYTES_PER_VALUE = 16
 """A larger text may hold one more for so many of its bytes, as lists of a checkpoint's tensors do by far."""
+MAX_ARRAY_BYTES = 1 << 30
+_SMALL = 64 << 20
+_MAX_UNFOLDING = 32
+"""A member may always unfold to _SMALL bytes, and to this many times what it takes in the file."""
 
 _T = TypeVar("_T")
 
@@ -84,3 +94,43 @@ def decode_json(raw: bytes, kind: Any = Any, *, max_values: int | None = None, c
         raise Refused(str(error)) from None
     except RecursionError:
         raise Refused("it is nested too deep") from None
+
+
+def read_array(path: Path, at_most: int = MAX_ARRAY_BYTES) -> NDArray[Any]:
+    """The array of a .npy file. Raises Refused or OSError."""
+    return decode_array(read_bytes(path, at_most))
+
+
+def decode_array(contents: bytes) -> NDArray[Any]:
+    """An array from the bytes of a .npy file. Raises Refused."""
+    try:
+        array = np.load(io.BytesIO(contents), allow_pickle=False)
+    except Exception as error:  # numpy lets many kinds out of a damaged header, SyntaxError and MemoryError among them
+        raise Refused(f"it is not a .npy array: {error}") from None
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "biufUS":
+        raise Refused("it must be a .npy array of numbers or strings")
+    if max(array.shape, default=0) > len(contents):  # of an empty one: a loop over any of its sizes must end
+        raise Refused(f"it has {len(contents)} bytes and claims to be {list(array.shape)}")
+    return array
+
+
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """Every array of an .npz file, together at most MAX_ARRAY_BYTES. Raises Refused or OSError."""
+    with open_plain(path) as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                members = archive.infolist()
+                for member in members:
+                    if member.file_size > max(_SMALL, _MAX_UNFOLDING * member.compress_size):
+                        raise Refused(
+                            f"{member.filename} unfolds from {member.compress_size} to {member.file_size} bytes"
+                        )
+                if (total := sum(member.file_size for member in members)) > MAX_ARRAY_BYTES:
+                    raise Refused(f"its arrays take {total} bytes, and at most {MAX_ARRAY_BYTES} are read")
+                return {one.filename.removesuffix(".npy"): decode_array(archive.read(one)) for one in members}
+        except ValueError as error:
+            raise Refused(str(error)) from None
+        except Exception as error:  # zipfile's, zlib's, lzma's and others have no common name
+            if isinstance(error, OSError | MemoryError):
+                raise
+            raise Refused(f"it is not an .npz file: {error}") from None

@@ -16,7 +16,7 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.cost_model.gpu_timing import PipelineClock
-from vllm_ndp.integration.refusals import is_server, sentence_of
+from vllm_ndp.integration.refusals import sentence_of, serves_ndp
 from vllm_ndp.integration.report import (
     _SUMMED,
     DEVICE_PARTS,
@@ -284,7 +284,7 @@ def test_a_server_says_where_it_answers_and_a_line_that_asks_it(given: dict[str,
     ],
 )
 def test_only_a_server_with_the_plugin_ends_in_one_sentence(words: str, serves: bool) -> None:
-    assert is_server(words.split()) == serves
+    assert serves_ndp(words.split()) == serves
 
 
 def test_the_sentence_of_an_error_is_its_cause() -> None:

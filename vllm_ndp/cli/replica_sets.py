@@ -90,7 +90,7 @@ def quantize(
     """
     from ndp_device.calibration.build import build_calibrated, build_data_free
     from ndp_device.common.widths import WIDTHS
-    from vllm_ndp.operating.hub import checkpoint_dir
+    from vllm_ndp.operating.sources import checkpoint_dir
 
     started, before, asked = time.monotonic(), _files(out), model
     model = checkpoint_dir(str(model))
@@ -153,7 +153,7 @@ def tune(
     Same size, same speed, less loss. All experts are in memory in float32.
     """
     from ndp_device.calibration.build import build_tuned
-    from vllm_ndp.operating.hub import checkpoint_dir
+    from vllm_ndp.operating.sources import checkpoint_dir
 
     started = time.monotonic()
     manifest = build_tuned(

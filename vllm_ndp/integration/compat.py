@@ -29,8 +29,8 @@ from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration import drafts, vllm_private, waiting
 from vllm_ndp.integration.batch import KvGroup
 from vllm_ndp.integration.cuda import limits
-from vllm_ndp.operating.hub import asked_of_hub
 from vllm_ndp.operating.sizing import CPU_KERNEL_UNIT, require_cpu_kernel
+from vllm_ndp.operating.sources import asked_of_hub
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

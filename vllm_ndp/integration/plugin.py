@@ -55,7 +55,7 @@ def configure(vllm_config: VllmConfig) -> None:
     from vllm_ndp.traces.recorder import require_writable
 
     compat.refuse_mixed_settings(sys.argv)
-    if refusals.is_server(sys.argv):
+    if refusals.serves_ndp(sys.argv):
         _load_our_routes()
         if refusals.is_brief():
             refusals.filter_log()

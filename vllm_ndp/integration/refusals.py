@@ -37,13 +37,13 @@ _WHOLE = "--additional-config"
 def no_platform() -> None:
     """Entry point `vllm.platform_plugins`: adds none. vLLM asks for one before it looks for Triton, and warns of what
     it finds before it has a log whose handlers `filter_log` could filter."""
-    if is_server(sys.argv) and is_brief():
+    if serves_ndp(sys.argv) and is_brief():
         logging.getLogger("vllm.triton_utils.importing").addFilter(_is_news)
 
 
 def end_in_one_sentence() -> None:
     """In each process of such a server, before it does anything else. Refuses settings that are no JSON."""
-    if not (is_server(sys.argv) and is_brief()):
+    if not (serves_ndp(sys.argv) and is_brief()):
         return
     sys.excepthook = _hook
     filter_log()
@@ -67,7 +67,7 @@ def filter_log() -> None:
     ours.handlers, ours.propagate = [*theirs.handlers], not theirs.handlers
 
 
-def is_server(words: Sequence[str]) -> bool:
+def serves_ndp(words: Sequence[str]) -> bool:
     """Whether this command line starts a server with the plugin; processes that it starts have the same one."""
     if Path(words[0]).name != "vllm" or words[1:2] != ["serve"]:
         return False

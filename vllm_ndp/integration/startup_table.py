@@ -24,6 +24,7 @@ from vllm_ndp.integration.device_link import DeviceLink, DeviceView
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.self_sizing import EXPECTED_STEP_S
+from vllm_ndp.operating.sizing import human
 from vllm_ndp.operating.speed import priced_step_s
 from vllm_ndp.planning.bitwidths import BY_BITS_READ, OF_PAIRS, OVER_LAYERS, verdict_on, verdict_on_loss
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, AUTO_SHARES_FROM
@@ -213,15 +214,15 @@ def _device_row(status: dict[str, Any]) -> tuple[str, str]:
 
 def _held(status: dict[str, Any]) -> str:
     mapped = status["device_mapped_bytes"]
-    also = f"; maps {human_bytes(mapped)} of the checkpoint, in the page cache as used" if mapped else ""
-    return f"{human_bytes(status['device_bytes'])} of replicas{also}"
+    also = f"; maps {human(mapped)} of the checkpoint, in the page cache as used" if mapped else ""
+    return f"{human(status['device_bytes'])} of replicas{also}"
 
 
 def _slots(status: dict[str, Any]) -> str:
     width = "" if status["slot_bits"] == FULL_PRECISION_BITS else f" at {status['slot_bits']} bits"
     if status["plan"] == "joint":
         width = " at widths of their own"
-    return f"{human_bytes(status['hot_bytes'])}{width} + {human_bytes(status['staging_bytes'])} staging"
+    return f"{human(status['hot_bytes'])}{width} + {human(status['staging_bytes'])} staging"
 
 
 def _tiers(status: dict[str, Any]) -> str:
@@ -265,15 +266,6 @@ def _prefill(settings: NdpSettings, num_hot: int, num_experts: int, *, splits: b
     return f"streamed: cold experts through the {engine}" + (" (auto)" if settings.prefill == "auto" else "")
 
 
-def human_bytes(num_bytes: int) -> str:
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")
-
-
 def _memory(status: dict[str, Any]) -> str:
     parts = {
         "hot slots": status["hot_bytes"] + status["staging_bytes"],
@@ -281,8 +273,8 @@ def _memory(status: dict[str, Any]) -> str:
         "routing": status["sidecar_bytes"],
         "device": status["device_bytes"],
     }
-    listed = " + ".join(f"{what} {human_bytes(num_bytes)}" for what, num_bytes in parts.items() if num_bytes)
-    return f"{listed} = {human_bytes(sum(parts.values()))}, beside the model's other weights and the programs"
+    listed = " + ".join(f"{what} {human(num_bytes)}" for what, num_bytes in parts.items() if num_bytes)
+    return f"{listed} = {human(sum(parts.values()))}, beside the model's other weights and the programs"
 
 
 def _short_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
@@ -321,11 +313,11 @@ def rows(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("ranks", status["ranks"]),
         ("experts per layer", _tiers(status)),
         ("hot slots", _slots(status)),
-        ("KV cache", human_bytes(status["kv_cache_bytes"])),
+        ("KV cache", human(status["kv_cache_bytes"])),
         ("linear layers", status["linear_layers"]),
         *([("drafts", status["drafts"])] if status["drafts"] else []),
-        ("pool (memory map)", f"{human_bytes(status['pool_bytes'])}: {status['pool']}"),
-        ("routing sidecar", f"{human_bytes(status['sidecar_bytes'])} beside the KV cache, resident as used"),
+        ("pool (memory map)", f"{human(status['pool_bytes'])}: {status['pool']}"),
+        ("routing sidecar", f"{human(status['sidecar_bytes'])} beside the KV cache, resident as used"),
         ("cold precision", status["cold_precision"]),
         ("replicas", status["replicas"]),
         _device_row(status),

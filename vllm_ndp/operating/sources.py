@@ -1,28 +1,43 @@
 """The model that a person names before anything is loaded: a public shape, a config.json, a checkpoint, an id of a hub.
 
-Only sizes are read, of a checkpoint one expert, and of a hub nothing but config.json. Knows names and where each
-leads. Does not know memory or time.
+Only sizes are read, of a checkpoint one expert, and of a hub nothing but config.json. Of a hub's repository the
+checkpoint alone is fetched, without second copies, through huggingface_hub: it has the cache, the keys and the address
+(HF_HOME, HF_TOKEN, HF_ENDPOINT). Knows names and where each leads. Does not know memory or time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ndp_device.checkpoint.files import read_config, read_json
-from ndp_device.checkpoint.headers import has_weights, weight_files
+from ndp_device.checkpoint.headers import INDEX, WHOLE, has_weights, indexed_files, weight_files
 from ndp_device.checkpoint.spellings import text_config
 from ndp_device.checkpoint.values import StoredForm
+from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
 from ndp_device.model_config import public_model
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.timing.public_models import PUBLIC_MODELS, SHAPES, public_shape
 from vllm_ndp.cost_model.costs import model_named
-from vllm_ndp.operating.hub import asked_of_hub, is_repo
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
+
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_BESIDE_WEIGHTS = [
+    *("config.json", "generation_config.json", "quant*_config.json", "hf_quant_config.json", "params.json", INDEX),
+    *("tokenizer*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "tekken.json"),
+    *("*.model", "*.jinja", "chat_template*", "*processor_config.json"),
+]
+_CHECKPOINT_FILES = [*_BESIDE_WEIGHTS, WHOLE, "model-*-of-*.safetensors"]
+"""Files that a checkpoint without an index is loaded from. Weights in other formats are not fetched."""
+_FOLDERS = ["*/*"]
+"""No part of a checkpoint lies in a folder: there are second copies (original/, checkpoint-500/, onnx/)."""
 
 
 @dataclass(frozen=True)
@@ -84,3 +99,50 @@ def _of_config(name: str, path: Path, served_as: str, read_from: str) -> Checkpo
 def _as_served(model: WholeModel) -> WholeModel:
     """Change the dtype to the one that vLLM takes by itself: 16 bits for a checkpoint of 32."""
     return replace(model, dtype="bfloat16") if model.dtype == "float32" else model
+
+
+# -- a hub of models ---------------------------------------------------------------------------------------------------
+
+
+def is_repo(name: str) -> bool:
+    """Whether this can be an id, and is no directory here."""
+    return _REPO.fullmatch(name) is not None and not Path(name).exists()
+
+
+def checkpoint_dir(name: str) -> Path:
+    """A directory as it is; a model's id as its place in the hub's cache, fetched first where it is not there."""
+    if not is_repo(name):
+        return Path(name)
+    with asked_of_hub(f"the checkpoint {name}") as hub:
+
+        def fetch(files: list[str], revision: str | None) -> Path:
+            wanted = {"allow_patterns": files, "ignore_patterns": _FOLDERS}
+            return Path(hub.snapshot_download(name, revision=revision, **wanted))
+
+        directory = fetch(_BESIDE_WEIGHTS, None)
+        commit = directory.name  # whatever is pushed meanwhile
+        fetch(indexed_files(directory) or _CHECKPOINT_FILES, commit)
+        if not has_weights(directory):  # under other names
+            fetch(["*.safetensors"], commit)
+        return directory
+
+
+@contextmanager
+def asked_of_hub(what: str) -> Iterator[Any]:
+    """huggingface_hub, whose errors leave as one sentence about `what`."""
+    try:
+        import huggingface_hub
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    except ModuleNotFoundError:
+        raise ConfigError(f"{what} needs the package huggingface_hub: pip install huggingface_hub") from None
+    try:
+        yield huggingface_hub
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, ValueError) as error:
+        offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
+        advice = "unset HF_HUB_OFFLINE, or give a directory" if offline else "check its name, HF_TOKEN and HF_ENDPOINT"
+        raise ConfigError(f"{what} cannot be had from the hub ({_first_line(error)}): {advice}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return text.rstrip(".:")

@@ -20,8 +20,7 @@ import numpy as np
 
 from ndp_device.common.errors import ConfigError, nearest
 from ndp_device.common.model_shape import MAX_EXPERTS_IN_ALL
-from ndp_device.common.strict_arrays import read_array
-from ndp_device.common.strict_files import Refused
+from ndp_device.common.strict_files import Refused, read_array
 from ndp_device.common.widths import BYTE_BITS
 from vllm_ndp.planning.bitwidths import (
     GAINS,

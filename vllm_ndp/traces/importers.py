@@ -22,8 +22,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ndp_device.common.errors import TraceError, nearest
-from ndp_device.common.strict_arrays import decode_array, read_arrays
-from ndp_device.common.strict_files import decode_json, open_plain, read_bytes, read_lines
+from ndp_device.common.strict_files import decode_array, decode_json, open_plain, read_arrays, read_bytes, read_lines
 from vllm_ndp.traces import row_logs
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.rows import (

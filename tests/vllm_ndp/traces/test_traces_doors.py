@@ -79,7 +79,8 @@ def test_padding_at_an_end_of_a_request_is_left_out_and_counted(
     assert trace.provenance.settings["left_out"] == {"rows of padding": 3 * (TOKENS - len(kept))}
     assert trace.prompt_len.tolist() == [prompt] * 3
     assert np.array_equal(trace.ids[: len(kept)], kept)
-    locality(trace)
+    if len(kept) > prompt:
+        locality(trace)
 
 
 def test_dense_layers_and_padding_and_a_shared_expert_at_once(tmp_path: Path) -> None:
