@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ndp_device.checkpoint import _values
 from ndp_device.common.errors import ConfigError, ReplicaError
-from ndp_device.common.widths import BYTE_BITS, FP4, FP4_GROUP
+from ndp_device.common.widths import BYTE_BITS, FP4, FP4_GROUP, NVFP4_GROUP
 
 Floats = NDArray[np.float32]
 Rows = Callable[[int, int], NDArray[Any]]
@@ -38,8 +38,8 @@ _AT_ONCE = 1 << 18
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-_NO_NUMBER = 0xFF
-"""Of E8M0."""
+_NO_NUMBER, _NAN_OF_E4M3 = 0xFF, 0x7F
+"""Of E8M0; of E4M3."""
 
 CODE_BITS = 4
 """Width of the codes that replicas may hold as they are stored."""
@@ -57,7 +57,7 @@ class StoredForm(NamedTuple):
         return BYTE_BITS if self.numbers in _BYTES.values() else CODE_BITS
 
 
-MXFP4 = StoredForm("fp4", FP4_GROUP)
+MXFP4, NVFP4 = StoredForm("fp4", FP4_GROUP), StoredForm("fp4", NVFP4_GROUP)
 
 _BYTES = {"e4m3": "float8", "int8": "int8"}
 """Elements -> what experts/expert.py calls them."""
@@ -90,16 +90,23 @@ class Codes(NamedTuple):
 
 
 class Fp4Codes(NamedTuple):
-    """A matrix [N, C] of MXFP4 as it is stored, see experts/expert.py."""
+    """A matrix [N, C] of MXFP4 or NVFP4 as it is stored, see experts/expert.py."""
 
     codes: NDArray[np.uint8]
-    exponents: NDArray[np.uint8]
+    scales: NDArray[np.uint8]
+    of_rows: NDArray[np.float32] | None
 
     def of(self, rows: slice) -> Fp4Codes:
-        return Fp4Codes(self.codes[rows], self.exponents[rows])
+        return Fp4Codes(self.codes[rows], self.scales[rows], None if self.of_rows is None else self.of_rows[rows])
+
+    def has_scales_of(self, other: Fp4Codes) -> bool:
+        return (self.of_rows is None) == (other.of_rows is None)
 
     def above(self, other: Fp4Codes) -> Fp4Codes:
-        return Fp4Codes(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))
+        """`other` has scales of the same kind."""
+        codes, scales = (np.concatenate(pair) for pair in zip(self[:2], other[:2], strict=True))
+        both = self.of_rows is not None and other.of_rows is not None
+        return Fp4Codes(codes, scales, np.concatenate([self.of_rows, other.of_rows]) if both else None)
 
 
 class ByteCodes(NamedTuple):
@@ -162,9 +169,12 @@ class Packed:
             return None
         if self.decode in _WHOLE and self.bits == CODE_BITS and group % 8 == 0:
             return StoredForm("int4", group)
+        if self.decode is not scaled or self.elements != "fp4" or self.block[0] != 1 or columns % FP4_GROUP:
+            return None
         has_powers = self.scale_dtype in ("U8", "F8_E8M0") and self.parts.keys() == {"codes", "scale"}
-        is_fp4 = self.decode is scaled and self.elements == "fp4" and has_powers and self.block == (1, FP4_GROUP)
-        return MXFP4 if is_fp4 else None
+        if has_powers and group == FP4_GROUP:
+            return MXFP4
+        return NVFP4 if self.scale_dtype == "F8_E4M3" and "zero" not in self.parts and group == NVFP4_GROUP else None
 
     def codes(self, read: Read, index: int | None) -> Codes | Fp4Codes | ByteCodes | None:
         """The same as it is stored; None where a kernel cannot take it so. Raises ReplicaError for a byte or a scale
@@ -174,10 +184,8 @@ class Packed:
             return None
         if one.stored_form.bits == BYTE_BITS:
             return one._byte_codes(part, one.stored_form.numbers)
-        if one.stored_form == MXFP4:
-            exponents = part("scale").view(np.uint8).reshape(one.shape[0], -1)
-            codes = part("codes").view(np.uint8).reshape(one.shape[0], -1)
-            return None if (exponents == _NO_NUMBER).any() else Fp4Codes(codes, exponents)
+        if one.stored_form.numbers == "fp4":
+            return one._fp4_codes(part, one.stored_form)
         whole = _WHOLE[self.decode](one, part)
         scale, zero, words = whole.scale, whole.zero, whole.words[:, : one.shape[1] // 8]
         perm, in_order = None, np.arange(one.shape[1]) // max(one.block)
@@ -191,6 +199,20 @@ class Packed:
         if not (np.array_equal(halves, scale) and np.isfinite(offset).all()):
             return None
         return Codes(_planes(words), halves, offset, perm)
+
+    def _fp4_codes(self, part: Read, form: StoredForm) -> Fp4Codes | None:
+        codes, scales = (part(role).view(np.uint8).reshape(self.shape[0], -1) for role in ("codes", "scale"))
+        if form == MXFP4:
+            return None if (scales == _NO_NUMBER).any() else Fp4Codes(codes, scales, None)
+        of_all = np.float32(1)
+        with np.errstate(divide="ignore"):
+            if "divisor" in self.parts:
+                of_all /= _one_number(part("divisor"))
+            if "factor" in self.parts:
+                of_all *= _one_number(part("factor"))
+        if not np.isfinite(of_all) or (scales >= _NAN_OF_E4M3).any():  # negative ones, too
+            return None
+        return Fp4Codes(codes, scales, np.full(self.shape[0], of_all, np.float32))
 
     def _byte_codes(self, part: Read, numbers: str) -> ByteCodes:
         (rows, columns), (of_rows, of_columns) = self.shape, self.block

@@ -21,8 +21,8 @@ REPLICA_WIDTHS = (*WIDTHS, BYTE_BITS)
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of E2M1 codes (OCP Microscaling Formats 1.0)."""
 
-FP4_BITS, FP4_GROUP = 4, 32
-"""Of MXFP4: bits of a code, and columns under one power of two."""
+FP4_BITS, FP4_GROUP, NVFP4_GROUP = 4, 32, 16
+"""Bits of a code; columns under one power of two of MXFP4, and under one E4M3 scale of NVFP4."""
 
 LIMBS: dict[int, int] = {1: 1, 2: 1, 3: 1, 4: 2, 8: 2}
 """int8 limbs of the activations a replica meets: 1 where text does not show the difference (docs/log/kernels.md)."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.activation import SILU, Activation
-from ndp_device.common.widths import BYTE_BITS, FP4_BITS, FP4_GROUP, FULL_PRECISION_BITS, REPLICA_WIDTHS
+from ndp_device.common.widths import BYTE_BITS, FP4_BITS, FP4_GROUP, FULL_PRECISION_BITS, NVFP4_GROUP, REPLICA_WIDTHS
 
 MAX_BITS = 8
 """A code is one byte; replicas use 1 to 4 bits of it, or all."""
@@ -188,24 +188,34 @@ class QuantizedExpert:
 
 @dataclass(frozen=True)
 class Fp4Matrix:
-    """W[n, c] = FP4[code[n, c]] * 2 ** (exponents[n, c // 32] - 127): MXFP4 (OCP Microscaling Formats 1.0) as stored.
+    """E2M1 numbers as stored: MXFP4 (OCP Microscaling 1.0), W[n, c] = FP4[code[n, c]] * E8M0(scales[n, c // 32]);
+    or NVFP4, W[n, c] = FP4[code[n, c]] * E4M3(scales[n, c // 16]) * of_rows[n].
 
-    - codes: uint8 [N, C // 2], the first of two columns in the low bits
-    - exponents: uint8 [N, C // 32], E8M0; below 2 counts as zero
+    - codes: uint8 [N, C // 2], the first of two columns in the low bits; C is a multiple of 32
+    - scales: uint8, bits of E8M0, of which those below 2 count as zero, or of E4M3, neither negative nor NaN
+    - of_rows: None (MXFP4), or float32 [N]
     """
 
     codes: NDArray[np.uint8]
-    exponents: NDArray[np.uint8]
+    scales: NDArray[np.uint8]
+    of_rows: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
-        rows, columns = self.shape
-        if columns % FP4_GROUP or self.exponents.shape != (rows, columns // FP4_GROUP):
+        (rows, columns), group = self.shape, self.group
+        if columns % FP4_GROUP or self.scales.shape != (rows, columns // group):
             raise ValueError(
-                f"codes and exponents must be [N, C / 2] and [N, C / {FP4_GROUP}], "
-                f"got {list(self.codes.shape)} and {list(self.exponents.shape)}"
+                f"codes and scales must be [N, C / 2] and [N, C / {group}], "
+                f"got {list(self.codes.shape)} and {list(self.scales.shape)}"
             )
-        if self.codes.dtype != np.uint8 or self.exponents.dtype != np.uint8:
-            raise ValueError(f"codes and exponents must be uint8, got {self.codes.dtype} and {self.exponents.dtype}")
+        if self.codes.dtype != np.uint8 or self.scales.dtype != np.uint8:
+            raise ValueError(f"codes and scales must be uint8, got {self.codes.dtype} and {self.scales.dtype}")
+        if self.of_rows is not None and (self.of_rows.shape != (rows,) or self.of_rows.dtype != np.float32):
+            raise ValueError(f"of_rows must be float32 [{rows}], got {self.of_rows.dtype}{list(self.of_rows.shape)}")
+
+    @property
+    def group(self) -> int:
+        """Columns under one scale."""
+        return FP4_GROUP if self.of_rows is None else NVFP4_GROUP
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -213,12 +223,12 @@ class Fp4Matrix:
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.exponents.nbytes
+        return self.codes.nbytes + self.scales.nbytes + (0 if self.of_rows is None else self.of_rows.nbytes)
 
 
 @dataclass(frozen=True)
 class Fp4Expert:
-    """One SwiGLU expert in MXFP4: w13 [2I, H] (gate rows first, then up), w2 [H, I]."""
+    """One SwiGLU expert in MXFP4 or NVFP4: w13 [2I, H] (gate rows first, then up), w2 [H, I]."""
 
     w13: Fp4Matrix
     w2: Fp4Matrix

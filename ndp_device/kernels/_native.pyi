@@ -63,7 +63,9 @@ class Engine:
         group_size: int,
         perm: NDArray[np.int32],
     ) -> PackedMatrix: ...
-    def fp4_matrix(self, codes: NDArray[np.uint8], exponents: NDArray[np.uint8], halves: int) -> PackedMatrix: ...
+    def fp4_matrix(
+        self, codes: NDArray[np.uint8], scales: NDArray[np.uint8], of_rows: NDArray[np.float32], halves: int
+    ) -> PackedMatrix: ...
     def execute(
         self,
         x: NDArray[np.float32],

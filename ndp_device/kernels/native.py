@@ -41,7 +41,7 @@ COMPONENT_BITS: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (2
 
 _DTYPES = {"float32": (0, 4), "float16": (1, 2), "bfloat16": (2, 2)}  # DType in csrc/kernel_table.h, bytes
 _BYTES = {"float8": 3, "int8": 4}
-_NO_SCALES = np.empty((0, 0), np.float32)
+_NO_SCALES, _NO_ROWS = np.empty((0, 0), np.float32), np.empty(0, np.float32)
 _IDENTITY = np.empty(0, np.int32)
 
 
@@ -140,7 +140,12 @@ class NativeKernel:
 
     def _prepare_fp4(self, expert: Fp4Expert) -> NativeExpert:
         w13, w2 = (
-            self._engine.fp4_matrix(np.ascontiguousarray(m.codes), np.ascontiguousarray(m.exponents), halves)
+            self._engine.fp4_matrix(
+                np.ascontiguousarray(m.codes),
+                np.ascontiguousarray(m.scales),
+                _NO_ROWS if m.of_rows is None else np.ascontiguousarray(m.of_rows),
+                halves,
+            )
             for m, halves in ((expert.w13, 2), (expert.w2, 1))
         )
         native = _with_activation(_native.quantized_expert(w13, w2, self.limbs[expert.bits]), expert)

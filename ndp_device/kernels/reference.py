@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.activation import SILU, Activation
-from ndp_device.common.widths import FP4, FP4_GROUP
+from ndp_device.common.widths import FP4
 from ndp_device.experts.expert import (
     Biases,
     ByteExpert,
@@ -118,22 +118,27 @@ def dequantize(matrix: QuantizedMatrix) -> Float32:
 def from_fp4(matrix: Fp4Matrix) -> Float32:
     """The matrix as float32 [N, C]."""
     codes = np.stack([matrix.codes & 15, matrix.codes >> 4], axis=-1).reshape(matrix.shape)
-    scale = np.ldexp(np.float32(1), matrix.exponents.astype(np.int32) - 127)
-    weights: Float32 = np.array(FP4, np.float32)[codes] * np.repeat(scale, FP4_GROUP, axis=1)
+    if matrix.of_rows is None:
+        scale = np.ldexp(np.float32(1), matrix.scales.astype(np.int32) - 127)
+    else:
+        scale = _e4m3(matrix.scales) * matrix.of_rows[:, None]
+    weights: Float32 = np.array(FP4, np.float32)[codes] * np.repeat(scale, matrix.group, axis=1)
     return weights
+
+
+def _e4m3(bits: NDArray[np.uint8]) -> Float32:
+    exponent, mantissa = (bits >> 3 & 15).astype(np.int32), (bits & 7).astype(np.float32)
+    sizes = np.where(exponent, np.ldexp(1 + mantissa / 8, exponent - 7), np.ldexp(mantissa / 8, -6))
+    numbers: Float32 = np.where(bits & 128, -sizes, sizes).astype(np.float32)
+    return numbers
 
 
 def from_bytes(matrix: ByteMatrix) -> Float32:
     """The matrix as float32 [N, C]."""
     codes, (rows, columns) = matrix.codes, matrix.shape
-    if matrix.numbers == "int8":
-        numbers = codes.view(np.int8).astype(np.float32)
-    else:
-        exponent, mantissa = (codes >> 3 & 15).astype(np.int32), (codes & 7).astype(np.float32)
-        sizes = np.where(exponent, np.ldexp(1 + mantissa / 8, exponent - 7), np.ldexp(mantissa / 8, -6))
-        numbers = np.where(codes & 128, -sizes, sizes)
+    numbers = codes.view(np.int8).astype(np.float32) if matrix.numbers == "int8" else _e4m3(codes)
     scale = matrix.scale[np.arange(rows) // matrix.block[0]][:, np.arange(columns) // matrix.block[1]]
-    weights: Float32 = numbers.astype(np.float32) * scale
+    weights: Float32 = numbers * scale
     return weights
 
 

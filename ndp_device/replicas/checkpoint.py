@@ -142,7 +142,7 @@ class CheckpointExperts:
             parts.append(codes.of(slice(*source.rows)))
         biases, activation = self._biases(layer, expert), found.activation
         match parts:
-            case [Fp4Codes() as gate, Fp4Codes() as up, Fp4Codes() as down]:
+            case [Fp4Codes() as gate, Fp4Codes() as up, Fp4Codes() as down] if gate.has_scales_of(up):
                 return Fp4Expert(Fp4Matrix(*gate.above(up)), Fp4Matrix(*down), biases, activation)
             case [ByteCodes() as gate, ByteCodes() as up, ByteCodes() as down]:
                 return ByteExpert(ByteMatrix(*gate), ByteMatrix(*up), ByteMatrix(*down), biases, activation)

@@ -11,7 +11,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from engines import PROMPTS, engine, greedy, token_ids
 from family_tokens import PENALTIES, PROMPT_COUNT, TOKENS
 from paths import ROOT
@@ -63,7 +65,9 @@ def test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin(ran: tuple[Ru
     assert totals["row_checks"] > 0 == totals["sidecar_mismatches"] == totals["fallback_pairs"]
 
 
-@pytest.mark.parametrize(("name", "bits"), [("mixtral-awq", 4), ("gpt_oss-mxfp4", 4), ("mixtral-fp8", 8)])
+@pytest.mark.parametrize(
+    ("name", "bits"), [("mixtral-awq", 4), ("gpt_oss-mxfp4", 4), ("mixtral-nvfp4", 4), ("mixtral-fp8", 8)]
+)
 def test_a_quantized_checkpoint_is_served_by_its_own_codes(
     models: Path, monkeypatch: pytest.MonkeyPatch, name: str, bits: int
 ) -> None:
@@ -73,7 +77,7 @@ def test_a_quantized_checkpoint_is_served_by_its_own_codes(
     record = models / f"trace-{name}"
     slots = {"hot_experts": 8, "slot_bits": bits, "avg_bits": 4.0, "execution": "paper", "record": str(record)}
     twin = path.with_name(f"{path.name}-dequantized")
-    if bits == 8:
+    if bits == 8 or name == "mixtral-nvfp4":
         twin = _unrounded(path, twin)
     found = {}
     for side, model, settings in (("stock", twin, None), ("ours", path, slots)):
@@ -89,6 +93,9 @@ def test_a_quantized_checkpoint_is_served_by_its_own_codes(
 
 def _unrounded(quantized: Path, dequantized: Path) -> Path:
     """The plain twin with its experts in float32: products of E4M3 and a float32 have more bits than bfloat16."""
+    from ndp_device.experts.expert import Fp4Matrix
+    from ndp_device.kernels.reference import from_fp4
+
     tensors, out = load_file(quantized / "model.safetensors"), dequantized.with_name(f"{dequantized.name}-unrounded")
     shutil.copytree(dequantized, out)
     plain = load_file(dequantized / "model.safetensors")
@@ -97,6 +104,11 @@ def _unrounded(quantized: Path, dequantized: Path) -> Path:
             codes = tensors[name.removesuffix("_scale_inv")].float()
             blocks = codes.unflatten(0, (len(scale), -1)).unflatten(2, (scale.shape[1], -1))
             plain[name.removesuffix("_scale_inv")] = (blocks * scale[:, None, :, None]).reshape(codes.shape)
+        if name.endswith("weight_global_scale"):
+            module = name.removesuffix("_global_scale")
+            codes, of_blocks = tensors[f"{module}_packed"], tensors[f"{module}_scale"].view(torch.uint8)
+            of_rows = np.full(len(codes), 1 / scale.item(), np.float32)
+            plain[module] = torch.from_numpy(from_fp4(Fp4Matrix(codes.numpy(), of_blocks.numpy(), of_rows)))
     save_file(plain, out / "model.safetensors", {"format": "pt"})
     return out
 

@@ -127,19 +127,21 @@ def test_a_speed_beside_a_joint_plan_is_refused() -> None:
 def test_a_prompt_of_a_server_that_sized_itself_reads_no_expert_of_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NVFP4, which is fitted: a prompt decoded every expert from the checkpoint, one after the other."""
+    """Integers of 8 bits in words are fitted: a prompt decoded every expert of the checkpoint, one after the other."""
     from ndp_device.replicas.checkpoint import CheckpointExperts
     from ndp_device.replicas.format import read_manifest
 
     maker = ROOT / "tests" / "checkpoints" / "make_quantized_models.py"
-    subprocess.run([sys.executable, maker, tmp_path, "mixtral-nvfp4"], check=True, capture_output=True, timeout=600)
+    subprocess.run(
+        [sys.executable, maker, tmp_path, "mixtral-compressed8"], check=True, capture_output=True, timeout=600
+    )
     slow_reads = speed.Measured(1e6, expert_s=1e-6, expert_rows_s=1e-5, linear_bytes_per_s=1e9, bits=4, isa="any")
     monkeypatch.setattr(speed, "measure", lambda *_: slow_reads)  # as of experts that are not tiny
     monkeypatch.setenv("NDP_CACHE_DIR", str(tmp_path / "cache"))
     read: list[tuple[int, int]] = []
     take = CheckpointExperts.expert
     monkeypatch.setattr(CheckpointExperts, "expert", lambda self, *which: read.append(which) or take(self, *which))
-    with engine(tmp_path / "mixtral-nvfp4", settings={"hardware": None}, dtype="bfloat16") as llm:
+    with engine(tmp_path / "mixtral-compressed8", settings={"hardware": None}, dtype="bfloat16") as llm:
         status = llm.collective_rpc("ndp_status")[0]
         assert status["slot_bits"] == status["avg_bits"] == 4
         assert status["cold_experts"] == 0

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ndp_device.checkpoint.values import MXFP4, StoredForm
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
-from ndp_device.common.widths import BYTE_BITS, FP4_GROUP, LIMBS, LINEAR_LIMBS, WIDTHS, default_group_size
+from ndp_device.common.widths import BYTE_BITS, LIMBS, LINEAR_LIMBS, WIDTHS, default_group_size
 from ndp_device.experts.expert import (
     ByteExpert,
     ByteMatrix,
@@ -223,8 +223,8 @@ def _expert_s(kernel: NativeKernel, model: WholeModel, bits: int, form: StoredFo
     if form is not None and form.bits == BYTE_BITS:
         w1, w3, w2 = (_random_bytes(form, *shape) for shape in ((inner, hidden), (inner, hidden), (hidden, inner)))
         expert = ByteExpert(w1, w3, w2)
-    elif form == MXFP4:
-        expert = Fp4Expert(_random_fp4(2 * inner, hidden), _random_fp4(hidden, inner))
+    elif form is not None and form.numbers == "fp4":
+        expert = Fp4Expert(_random_fp4(form, 2 * inner, hidden), _random_fp4(form, hidden, inner))
     else:
         group = default_group_size(hidden, inner) if form is None else form.group
         expert = QuantizedExpert(bits, _random(2 * inner, hidden, bits, group), _random(hidden, inner, bits, group))
@@ -259,9 +259,10 @@ def _random_bytes(form: StoredForm, rows: int, columns: int) -> ByteMatrix:
     return ByteMatrix(form.numbers, codes, np.full(grid, 1e-3, np.float32), (_BLOCK, _BLOCK))
 
 
-def _random_fp4(rows: int, columns: int) -> Fp4Matrix:
+def _random_fp4(form: StoredForm, rows: int, columns: int) -> Fp4Matrix:
     codes = np.random.default_rng(0).integers(0, 256, (rows, columns // 2), np.uint8)
-    return Fp4Matrix(codes, np.full((rows, columns // FP4_GROUP), 118, np.uint8))
+    of_rows = None if form == MXFP4 else np.full(rows, 1e-3, np.float32)
+    return Fp4Matrix(codes, np.full((rows, columns // form.group), 118, np.uint8), of_rows)
 
 
 def _random(rows: int, columns: int, bits: int, group: int) -> QuantizedMatrix:

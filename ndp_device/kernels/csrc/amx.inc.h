@@ -36,7 +36,7 @@ template <int LIMBS>
 bool own_products(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t stride) {
     const int rows = a.tokens * LIMBS, steps = panel.steps;
     if (rows < kFewestTileRows || steps % kTileSteps != 0) return false;
-    for (int g = 0; panel.shifts && g < panel.groups; ++g)
+    for (int g = 0; panel.fp4 && g < panel.groups; ++g)
         if (!panel.shifted[g]) return false;
     const int chunks = steps / 8;
     constexpr int kTokens = kTileRows / LIMBS;
@@ -77,12 +77,12 @@ bool own_products(const Panel& panel, const Activations& a, int first_group, flo
             for (int t = 0; t < count; ++t) {
                 for (int block = 0; block < kUnitBlocks; ++block) {
                     int32_t zero[2] = {};
-                    for (int limb = 0; panel.shifts && limb < LIMBS; ++limb)
+                    for (int limb = 0; panel.fp4 && limb < LIMBS; ++limb)
                         zero[limb] = zero_of_shifted(a.zeros + ((at + first + t) * LIMBS + limb) * chunks, chunks);
                     f32x16 dot = to_float(dots[t * LIMBS][block] + zero[0]);
                     if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(dots[t * LIMBS + 1][block] + zero[1]);
                     add_dot(dot, a.scale[at + first + t], a.sum[at + first + t], meta + block * 2,
-                            y + (first + t) * stride + block * kBlockRows, panel.shifts);
+                            y + (first + t) * stride + block * kBlockRows, panel.fp4);
                 }
             }
         }

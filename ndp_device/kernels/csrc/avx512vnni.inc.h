@@ -19,7 +19,7 @@ NDP_INLINE Words fp4_levels(Words codes) {
     return (Words)_mm512_shuffle_epi8(levels, (__m512i)codes);
 }
 
-NDP_INLINE int32_t fp4_zero(const int8_t* codes) { return zero_of_levels(codes); }
+NDP_INLINE int32_t fp4_zero(const int8_t* codes, int columns) { return zero_of_levels(codes, columns); }
 
 using PackWord = u32x16;
 constexpr int kPackRows = 16;

@@ -42,7 +42,7 @@ QuantizedView PackedMatrix::view() const {
     v.unit_chunks = geometry.unit_chunks();
     v.num_components = static_cast<int>(components.size());
     v.dropped = dropped;
-    v.is_fp4 = is_fp4;
+    v.fp4 = fp4;
     for (int c = 0; c < v.num_components; ++c) {
         v.width[c] = components[c].width;
         v.component[c] = components[c].buffer->data();
@@ -57,7 +57,7 @@ void PackedMatrix::check() const {
     const bool may_drop = widths == std::vector<int>{2} || widths == std::vector<int>{2, 2};
     const bool is_known = may_drop || widths == std::vector<int>{1} || widths == std::vector<int>{2, 1} ||
                           widths == std::vector<int>{8};
-    if (is_fp4 != (widths == std::vector<int>{4}) || !(is_known || is_fp4) || dropped < 0 || dropped > (may_drop ? 1 : 0))
+    if ((fp4 != 0) != (widths == std::vector<int>{4}) || !(is_known || fp4) || dropped < 0 || dropped > (may_drop ? 1 : 0))
         throw std::invalid_argument("no kernel streams these components without their " + std::to_string(dropped) +
                                     " lowest bits");
     const size_t chunks = static_cast<size_t>(geometry.units()) * geometry.unit_chunks();
@@ -193,7 +193,7 @@ Engine::Quantized Engine::take_quantized(const QuantizedView& w, int tokens, int
     std::memset(q.codes + bytes, 0, slack);
     q.scale = arena_.take<float>(static_cast<size_t>(w.groups) * tokens);
     q.sum = arena_.take<float>(static_cast<size_t>(w.groups) * tokens);
-    if (w.is_fp4) q.zeros = arena_.take<int32_t>(static_cast<size_t>(w.groups) * tokens * q.row_bytes / kChunkCols);
+    if (w.fp4) q.zeros = arena_.take<int32_t>(static_cast<size_t>(w.groups) * tokens * q.row_bytes / w.fp4);
     q.view = {tokens, limbs, q.codes, q.scale, q.sum, q.zeros};
     return q;
 }
@@ -211,7 +211,8 @@ QuantizeJob Engine::quantize_job(const float* row, const PackedMatrix& matrix, c
             to.scale + token,
             to.sum + token,
             to.view.tokens,
-            to.zeros ? to.zeros + token * to.row_bytes / kChunkCols : nullptr};
+            to.zeros ? to.zeros + token * to.row_bytes / matrix.fp4 : nullptr,
+            matrix.fp4};
 }
 
 bool Engine::splits_rows(const PreparedExpert& expert) const {
@@ -225,13 +226,13 @@ void Engine::quantize_inputs(const float* x, int hidden, const Pairs& pairs, std
         int token;
     };
     // (perm, group, FP4, limbs, row)
-    std::map<std::tuple<const int32_t*, int, bool, int, int>, std::vector<Destination>> wanted;
+    std::map<std::tuple<const int32_t*, int, int, int, int>, std::vector<Destination>> wanted;
     for (Job& job : jobs) {
         const PackedMatrix& w = job.expert->w13;
         const int32_t* perm = job.expert->full || w.perm.empty() ? nullptr : w.perm.data();
         const int group = job.expert->full ? 0 : w.geometry.group;
         for (int t = 0; t < job.tokens; ++t)
-            wanted[{perm, group, w.is_fp4, job.expert->limbs, pairs.rows[job.pairs[t]]}].push_back({&job, t});
+            wanted[{perm, group, w.fp4, job.expert->limbs, pairs.rows[job.pairs[t]]}].push_back({&job, t});
     }
     std::vector<std::pair<const float*, const std::vector<Destination>*>> tasks;
     for (const auto& [key, destinations] : wanted)
@@ -260,10 +261,10 @@ void Engine::quantize_inputs(const float* x, int hidden, const Pairs& pairs, std
                             done.codes + g * done.group_stride, to.row_bytes);
                 to.scale[g * to.view.tokens + token] = done.scale[g * done.token_stride];
                 to.sum[g * to.view.tokens + token] = done.sum[g * done.token_stride];
-                const ptrdiff_t chunks = to.row_bytes / kChunkCols;  // of all limbs
-                if (to.zeros)
-                    std::memcpy(to.zeros + (g * to.view.tokens + token) * chunks,
-                                done.zeros + g * done.token_stride * chunks, chunks * sizeof(int32_t));
+                if (!to.zeros) continue;
+                const ptrdiff_t scales = to.row_bytes / done.fp4;  // of all limbs
+                std::memcpy(to.zeros + (g * to.view.tokens + token) * scales, done.zeros + g * done.token_stride * scales,
+                            scales * sizeof(int32_t));
             }
         }
     });

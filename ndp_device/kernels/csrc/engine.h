@@ -26,7 +26,7 @@ struct PackedMatrix {
     std::shared_ptr<Buffer> meta;
     std::vector<int32_t> perm;  // empty: identity
     int dropped = 0;            // lowest bits of the components that are not this matrix's
-    bool is_fp4 = false;        // see QuantizedView
+    int fp4 = 0;                // see QuantizedView
 
     void check() const;  // throws std::invalid_argument for components that no kernel streams
     QuantizedView view() const;

@@ -19,16 +19,13 @@ NDP_INLINE Words fp4_levels(Words codes) {
 }
 
 // Of columns 0 and 1 of each step and of columns 2 and 3, whose products add up in two sums of 16 bits.
-NDP_INLINE int32_t fp4_zero(const int8_t* codes) {
+NDP_INLINE int32_t fp4_zero(const int8_t* codes, int columns) {
     int16_t sums[2] = {};
-    for (int i = 0; i < kChunkCols; ++i) sums[i / 2 % 2] -= kFp4Zero * codes[i];
+    for (int i = 0; i < columns; ++i) sums[i / 2 % 2] -= kFp4Zero * codes[i];
     int32_t both;
     std::memcpy(&both, sums, 4);
     return both;
 }
-
-// A factor that shifts both of a row's sums of 16 bits by so many bits.
-NDP_INLINE __m256i factors_of(__m256i shifts) { return _mm256_sllv_epi32(_mm256_set1_epi32(0x00010001), shifts); }
 
 typedef uint32_t PackWord __attribute__((vector_size(32)));
 constexpr int kPackRows = 8;
@@ -141,46 +138,50 @@ NDP_INLINE void add_step(const uint8_t* codes, ptrdiff_t block_bytes, const int8
 }
 
 // The integer products of ROWS rows with a group of both blocks: `chunks_in_16` chunks of 8 steps add up in 16 bits. FP4:
-// zeros and shifts of the group, by chunk; else null.
-template <int ROWS, bool FP4>
+// columns under one scale, of which there are the group's zeros and factors; else 0.
+template <int ROWS, int FP4>
 void dot_rows(const uint8_t* codes, int steps, int chunks_in_16, const int8_t* first, const int32_t* zeros,
-              const i32x16* shifts, __m256i (*dots)[4]) {
+              const i32x16* factors, __m256i (*dots)[4]) {
+    constexpr int kSteps = FP4 == kNvfp4 ? 4 : 8;
     const ptrdiff_t block_bytes = steps * 64;
-    __m256i factors[4];
+    const int at_once = FP4 ? 1 : chunks_in_16;
+    __m256i by[4];
     NDP_UNROLL(4)
-    for (int part = 0; part < 4; ++part) factors[part] = _mm256_set1_epi16(1);
+    for (int part = 0; part < 4; ++part) by[part] = _mm256_set1_epi16(1);
     const int8_t* x[ROWS];
     for (int row = 0; row < ROWS; ++row) {
         x[row] = first + row * steps * 4;
         for (int part = 0; part < 4; ++part) dots[row][part] = __m256i{};
     }
-    for (int left = steps / 8; left > 0; left -= chunks_in_16) {
+    for (int left = steps / kSteps; left > 0; left -= at_once) {
         __m256i pairs[ROWS][4] = {};
         if constexpr (FP4) {
             NDP_UNROLL(2)
             for (int row = 0; row < ROWS; ++row) {
                 NDP_UNROLL(4)
                 for (int part = 0; part < 4; ++part)
-                    pairs[row][part] = _mm256_set1_epi32(zeros[(row + 1) * (steps / 8) - left]);
+                    pairs[row][part] = _mm256_set1_epi32(zeros[(row + 1) * (steps / kSteps) - left]);
             }
         }
-        for (int chunk = left < chunks_in_16 ? left : chunks_in_16; chunk > 0; --chunk) {
+        for (int some = left < at_once ? left : at_once; some > 0; --some) {
             NDP_UNROLL(8)
-            for (int step = 0; step < 8; ++step) add_step<ROWS>(codes, block_bytes, x, step, pairs);
-            codes += 8 * 64;
-            for (int row = 0; row < ROWS; ++row) x[row] += 8 * 4;
+            for (int step = 0; step < kSteps; ++step) add_step<ROWS>(codes, block_bytes, x, step, pairs);
+            codes += kSteps * 64;
+            for (int row = 0; row < ROWS; ++row) x[row] += kSteps * 4;
         }
         if constexpr (FP4) {
             NDP_UNROLL(4)
-            for (int part = 0; part < 4; ++part)
-                factors[part] = factors_of(load<__m256i>(reinterpret_cast<const char*>(shifts) + part * 32));
-            shifts += kUnitBlocks;
+            for (int part = 0; part < 4; ++part) {
+                by[part] = load<__m256i>(reinterpret_cast<const char*>(factors) + part * 32);
+                by[part] = _mm256_or_si256(by[part], _mm256_slli_epi32(by[part], 16));
+            }
+            factors += kUnitBlocks;
         }
         NDP_UNROLL(2)
         for (int row = 0; row < ROWS; ++row) {
             NDP_UNROLL(4)
             for (int part = 0; part < 4; ++part)
-                dots[row][part] = _mm256_add_epi32(dots[row][part], _mm256_madd_epi16(pairs[row][part], factors[part]));
+                dots[row][part] = _mm256_add_epi32(dots[row][part], _mm256_madd_epi16(pairs[row][part], by[part]));
         }
     }
 }
@@ -208,10 +209,15 @@ template <int LIMBS>
 bool own_products(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t stride) {
     constexpr int kTokens = 2 / LIMBS;
     const ptrdiff_t row_bytes = panel.steps * 4;
-    const bool is_fp4 = panel.shifts;
-    const int chunks = is_fp4 ? panel.steps / 8 : 0;
-    const auto dot_two = is_fp4 ? dot_rows<2, true> : panel.chunks_in_16 ? dot_rows<2, false> : dot_wide_rows<2>;
-    const auto dot_one = is_fp4 ? dot_rows<1, true> : panel.chunks_in_16 ? dot_rows<1, false> : dot_wide_rows<1>;
+    const ptrdiff_t scales = panel.fp4 ? row_bytes / panel.fp4 : 0;
+    const auto dot_two = panel.fp4 == kMxfp4   ? dot_rows<2, kMxfp4>
+                         : panel.fp4           ? dot_rows<2, kNvfp4>
+                         : panel.chunks_in_16  ? dot_rows<2, 0>
+                                               : dot_wide_rows<2>;
+    const auto dot_one = panel.fp4 == kMxfp4   ? dot_rows<1, kMxfp4>
+                         : panel.fp4           ? dot_rows<1, kNvfp4>
+                         : panel.chunks_in_16  ? dot_rows<1, 0>
+                                               : dot_wide_rows<1>;
     for (int first = 0; first < a.tokens; first += kTokens) {
         const int count = a.tokens - first < kTokens ? a.tokens - first : kTokens;
         for (int g = 0; g < panel.groups; ++g) {
@@ -219,9 +225,8 @@ bool own_products(const Panel& panel, const Activations& a, int first_group, flo
             const uint8_t* codes = panel.codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * panel.steps * 64;
             __m256i dots[2][4];
             const int8_t* x = a.codes + at * LIMBS * row_bytes;
-            const i32x16* shifts = panel.shifts + g * chunks * kUnitBlocks;
-            (count * LIMBS == 2 ? dot_two : dot_one)(codes, panel.steps, panel.chunks_in_16, x,
-                                                     a.zeros + at * LIMBS * chunks, shifts, dots);
+            (count * LIMBS == 2 ? dot_two : dot_one)(codes, panel.steps, panel.chunks_in_16, x, a.zeros + at * LIMBS * scales,
+                                                     panel.factors + g * scales * kUnitBlocks, dots);
             for (int t = 0; t < count; ++t) {
                 for (int part = 0; part < 4; ++part) {
                     __m256 dot = _mm256_cvtepi32_ps(dots[t * LIMBS][part]);
@@ -231,7 +236,7 @@ bool own_products(const Panel& panel, const Activations& a, int first_group, flo
                     float* to = y + (first + t) * stride + part * 8;
                     dot = _mm256_mul_ps(dot, _mm256_set1_ps(a.scale[at + t]));
                     __m256 out = _mm256_fmadd_ps(dot, _mm256_loadu_ps(meta + part % 2 * 8), _mm256_loadu_ps(to));
-                    if (!is_fp4)
+                    if (!panel.fp4)
                         out = _mm256_fmadd_ps(_mm256_loadu_ps(meta + 16 + part % 2 * 8), _mm256_set1_ps(a.sum[at + t]), out);
                     _mm256_storeu_ps(to, out);
                 }
@@ -247,6 +252,19 @@ bool own_products(const Panel& panel, const Activations& a, int first_group, flo
 
 namespace {
 
+// Of FP4: what both of a row's sums of 16 bits under a group's scale are multiplied by, of 8 rows of a block's meta data.
+template <class Code>
+NDP_INLINE __m256i factors_of(const uint8_t* meta, int half, int scale) {
+    const __m256i low = _mm256_set1_epi32(15);
+    if constexpr (Code::kShifts) {
+        const __m256i shifts = _mm256_srli_epi32(load<__m256i>(meta + half * 32), 4 * scale);
+        return _mm256_sllv_epi32(_mm256_set1_epi32(0x00010001), _mm256_and_si256(shifts, low));
+    }
+    const __m256i both = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load<int64_t>(meta + 64 + scale * kBlockRows + half * 8)));
+    const __m256i factors = _mm256_sllv_epi32(_mm256_and_si256(both, low), _mm256_srli_epi32(both, 4));
+    return _mm256_or_si256(factors, _mm256_slli_epi32(factors, 16));
+}
+
 // The integer products of one row with the codes of one group of a unit as they lie in memory: [limb][part], a part being 8
 // of the unit's 32 rows. One chunk, eight steps, adds up in 16 bits.
 template <class Code, int LIMBS>
@@ -259,21 +277,22 @@ NDP_INLINE void dot_in_registers(const uint8_t* c0, const uint8_t* c1, int chunk
     }
     // At once: with more of them sums leave the registers; 3 bits are faster so all the same.
     constexpr int kParts = Code::kWidth1 == 1 ? 4 : 4 / LIMBS;
+    constexpr int kVectors = Code::kVectors / Code::kScales;  // under one scale
     static_assert(8 * 2 * Code::kTop * kTopLimb <= 32767, "sums of 16 bits");
     for (int chunk = 0; chunk < chunks; ++chunk) {
         NDP_UNROLL(2)
         for (int first = 0; first < 4; first += kParts) {
             __m256i pairs[LIMBS][kParts] = {};
-            if constexpr (Code::kFp4) {
-                NDP_UNROLL(2)
-                for (int limb = 0; limb < LIMBS; ++limb) {
-                    NDP_UNROLL(4)
-                    for (int part = 0; part < kParts; ++part)
-                        pairs[limb][part] = _mm256_set1_epi32(zeros[limb * chunks + chunk]);
-                }
-            }
             NDP_UNROLL(4)
             for (int q = 0; q < 4; ++q) {
+                if (Code::kFp4 && q % kVectors == 0) {
+                    NDP_UNROLL(2)
+                    for (int limb = 0; limb < LIMBS; ++limb) {
+                        NDP_UNROLL(4)
+                        for (int part = 0; part < kParts; ++part)
+                            pairs[limb][part] = _mm256_set1_epi32(zeros[(limb * chunks + chunk) * Code::kScales + q / kVectors]);
+                    }
+                }
                 __m256i four[2][LIMBS];
                 NDP_UNROLL(2)
                 for (int high = 0; high < 2; ++high) {
@@ -299,18 +318,20 @@ NDP_INLINE void dot_in_registers(const uint8_t* c0, const uint8_t* c1, int chunk
                     }
                 }
                 asm volatile("" ::: "memory");  // or g++ loads ahead until it runs out of registers
-            }
-            NDP_UNROLL(4)
-            for (int part = 0; part < kParts; ++part) {
-                __m256i factors = _mm256_set1_epi16(1);
-                if constexpr (Code::kFp4) {
-                    const __m256i shifts = _mm256_srli_epi32(load<__m256i>(meta + (first + part) * 32), 4 * chunk);
-                    factors = factors_of(_mm256_and_si256(shifts, _mm256_set1_epi32(15)));
-                }
-                NDP_UNROLL(2)
-                for (int limb = 0; limb < LIMBS; ++limb) {
-                    __m256i& sum = dots[limb][first + part];
-                    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs[limb][part], factors));
+                if ((q + 1) % kVectors != 0) continue;
+                NDP_UNROLL(4)
+                for (int part = 0; part < kParts; ++part) {
+                    __m256i factors = _mm256_set1_epi16(1);
+                    if constexpr (Code::kFp4) {
+                        const int of = first + part;
+                        factors = factors_of<Code>(meta + of / 2 * (Code::kMetaBytes / 2), of % 2,
+                                                   chunk * Code::kScales + q / kVectors);
+                    }
+                    NDP_UNROLL(2)
+                    for (int limb = 0; limb < LIMBS; ++limb) {
+                        __m256i& sum = dots[limb][first + part];
+                        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs[limb][part], factors));
+                    }
                 }
             }
         }
@@ -345,21 +366,22 @@ void own_row(const QuantizedView& w, const Activations& a, int first, int last, 
         const ptrdiff_t at = static_cast<ptrdiff_t>(unit) * w.unit_chunks;
         const uint8_t* c0 = w.component[0] + at * chunk_bytes(Code::kWidth0);
         const uint8_t* c1 = Code::kWidth1 ? w.component[1] + at * chunk_bytes(Code::kWidth1) : c0;
-        const uint8_t* stored = w.meta + static_cast<ptrdiff_t>(unit) * w.groups * kMetaBytes;
+        const uint8_t* stored = w.meta + static_cast<ptrdiff_t>(unit) * w.groups * Code::kMetaBytes;
         const int8_t* x = a.codes;
         __m256 out[4] = {};
         for (int g = 0; g < w.groups; ++g) {
             __m256i dots[LIMBS][4];
             if constexpr (Code::kFields == 1) dot_bytes<LIMBS>(c0, chunks * 8, x, padded, dots);
-            else dot_in_registers<Code, LIMBS>(c0, c1, chunks, x, a.zeros + g * LIMBS * chunks, stored, padded, dots);
-            __builtin_prefetch(stored + kMetaLead);
-            __builtin_prefetch(stored + kMetaLead + 64);
+            else dot_in_registers<Code, LIMBS>(c0, c1, chunks, x, a.zeros + g * LIMBS * chunks * Code::kScales, stored, padded, dots);
+            NDP_UNROLL(6)
+            for (int line = 0; line < Code::kMetaBytes; line += 64)
+                __builtin_prefetch(stored + kMetaLead * Code::kMetaBytes + line);
             NDP_UNROLL(4)
             for (int part = 0; part < 4; ++part) {
                 __m256 scale, offset{};
                 if constexpr (Code::kFp4) {
-                    const __m256i exponents = _mm256_set1_epi32(0x7f800000);
-                    scale = _mm256_castsi256_ps(_mm256_and_si256(load<__m256i>(stored + part * 32), exponents));
+                    const __m256i bits = load<__m256i>(stored + part / 2 * (Code::kMetaBytes / 2) + part % 2 * 32);
+                    scale = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(Code::kShifts ? 0x7f800000 : -1)));
                 } else {
                     const uint8_t* meta = stored + (part / 2 * 32 + part % 2 * 8) * 2;
                     scale = _mm256_cvtph_ps(load<__m128i>(meta));
@@ -374,7 +396,7 @@ void own_row(const QuantizedView& w, const Activations& a, int first, int last, 
             }
             c0 += bytes0;
             c1 += bytes1;
-            stored += kMetaBytes;
+            stored += Code::kMetaBytes;
             x += LIMBS * padded;
         }
         NDP_UNROLL(4)

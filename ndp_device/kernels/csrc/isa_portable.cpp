@@ -46,7 +46,7 @@ NDP_INLINE Words fp4_levels(Words codes) {
     return load<Words>(bytes);
 }
 
-NDP_INLINE int32_t fp4_zero(const int8_t* codes) { return zero_of_levels(codes); }
+NDP_INLINE int32_t fp4_zero(const int8_t* codes, int columns) { return zero_of_levels(codes, columns); }
 
 typedef uint64_t PackWord;
 constexpr int kPackRows = 1;

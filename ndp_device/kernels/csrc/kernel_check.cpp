@@ -76,20 +76,27 @@ Matrix random_matrix(Engine& engine, std::mt19937& random, int rows, int cols, i
     return m;
 }
 
-// MXFP4, which `bits` of 0 stand for: every code, exponents apart, of some matrices too far for groups of 128.
-Matrix random_fp4_matrix(Engine& engine, std::mt19937& random, int rows, int cols, int halves) {
+// MXFP4 or NVFP4, which `bits` of 0 and -1 stand for: every code, scales apart, of some matrices too far for groups of 128.
+Matrix random_fp4_matrix(Engine& engine, std::mt19937& random, int rows, int cols, int halves, bool is_e4m3) {
+    const int columns = is_e4m3 ? kNvfp4 : kMxfp4;
     Matrix m{rows, cols, {}, {}, std::vector<double>(static_cast<size_t>(rows) * cols), {}, {}};
-    std::vector<uint8_t> codes(m.values.size() / 2), exponents(m.values.size() / kFp4Group);
+    std::vector<uint8_t> codes(m.values.size() / 2), scales(m.values.size() / columns);
+    const std::vector<float> of_rows(rows, 0.25f);
     for (uint8_t& byte : codes) byte = static_cast<uint8_t>(random());
-    for (uint8_t& exponent : exponents) exponent = random() % 20 ? 120 + random() % 3 : cols % 3 ? 128 : random() % 120;
-    for (size_t i = 0; i < m.values.size(); ++i) {
-        const int level = kFp4Levels[codes[i / 2] >> (i % 2 * 4) & 15] - kFp4Zero;
-        m.values[i] = std::ldexp(level / 2.0, exponents[i / kFp4Group] - 127);
+    for (uint8_t& scale : scales) {
+        if (is_e4m3) scale = random() % 20 || cols % 3 ? 40 + random() % 30 : random() % 120;
+        else scale = random() % 20 ? 120 + random() % 3 : cols % 3 ? 128 : random() % 120;
     }
-    m.packed.geometry = {rows, cols, halves, kFp4Group};
-    m.packed.is_fp4 = true;
+    for (size_t i = 0; i < m.values.size(); ++i) {
+        const int level = kFp4Levels[codes[i / 2] >> (i % 2 * 4) & 15] - kFp4Zero, scale = scales[i / columns];
+        const double of_block = is_e4m3 ? of_rows[0] * std::ldexp(scale % 8 + (scale < 8 ? 0 : 8), std::max(scale / 8, 1) - 10)
+                                        : std::ldexp(1.0, scale - 127);
+        m.values[i] = level / 2.0 * of_block;
+    }
+    m.packed.geometry = {rows, cols, halves, kChunkCols};
+    m.packed.fp4 = columns;
     engine.with_pool([&](ThreadPool& pool) {
-        const PackedFp4 packed = pack_fp4(pool, m.packed.geometry, codes.data(), exponents.data());
+        const PackedFp4 packed = pack_fp4(pool, m.packed.geometry, codes.data(), scales.data(), is_e4m3 ? of_rows.data() : nullptr);
         m.packed.components = {{packed.codes, 4}};
         m.packed.meta = packed.meta;
         return 0;
@@ -110,8 +117,8 @@ double error_of(const std::string& isa, const Case& c, int bits, int limbs) {
     std::normal_distribution<float> normal;
     Engine engine(isa, c.threads);
     const auto matrix = [&](int rows, int cols, int halves) {
-        return bits ? random_matrix(engine, random, rows, cols, bits, c.group, halves)
-                    : random_fp4_matrix(engine, random, rows, cols, halves);
+        return bits > 0 ? random_matrix(engine, random, rows, cols, bits, c.group, halves)
+                    : random_fp4_matrix(engine, random, rows, cols, halves, bits < 0);
     };
     const Matrix w13 = matrix(2 * c.intermediate, c.hidden, 2), w2 = matrix(c.hidden, c.intermediate, 1);
     PreparedExpert expert;
@@ -131,7 +138,7 @@ double error_of(const std::string& isa, const Case& c, int bits, int limbs) {
     engine.execute(x.data(), c.tokens, c.hidden, {&expert}, pairs, y.data());
     rival.join();
     if (y != other) return INFINITY;
-    if (bits % 2) {
+    if (bits > 0 && bits % 2) {
         const PreparedExpert masked = expert.masked(w13.wider, w2.wider);
         engine.execute(x.data(), c.tokens, c.hidden, {&masked}, pairs, other.data());
         if (y != other) return INFINITY;
@@ -158,8 +165,8 @@ int main() {
     int checks = 0, failures = 0;
     for (const std::string& isa : supported_isas()) {
         for (const Case& c : kCases) {
-            for (int bits : {0, 1, 2, 3, 4, 8}) {
-                if (!bits && (c.hidden % kFp4Group || c.intermediate % kFp4Group)) continue;
+            for (int bits : {-1, 0, 1, 2, 3, 4, 8}) {
+                if (bits < 1 && (c.hidden % kChunkCols || c.intermediate % kChunkCols)) continue;
                 for (int limbs = 1; limbs <= 2; ++limbs) {
                     const double error = error_of(isa, c, bits, limbs);
                     ++checks;

@@ -24,9 +24,12 @@ constexpr int kRowSlack = 16;  // rows past the last one that a tile load may re
 //   component c  [units][groups][chunks * width][2 blocks][16 rows][4 columns]; a byte of a W-bit component holds
 //                the codes of 8/W consecutive steps of 4 columns, lowest bits first (W = 1: see step_of_bit; W = 8: one)
 //   meta         fp16 [units][groups][2 blocks][scale, offset][16 rows]
-//   FP4: one component of 4 bits; a scale is a power of two of 32 columns, and groups of 128 hold four of them (or one, where
-//   four are too far apart): meta [units][groups][2 blocks][16 rows], 4 bytes, the smallest one's half as float32, whose
-//   mantissa says in 4 bits for each chunk of the group, the first in the lowest, by how many bits its sums are shifted up
+//   FP4: one component of 4 bits; scales are whole multiples of their group's smallest power of two, half of which is its meta
+//   data's float32, times a scale of the row. Groups have 128 columns, or fewer where scales are too far apart.
+//   MXFP4: meta [units][groups][2 blocks][16 rows]; the mantissa says in 4 bits for each chunk of the group, the first in the
+//   lowest, by how many bits its sums are shifted up
+//   NVFP4: meta [units][groups][2 blocks] of [16 rows] float32, then [8 scales][16 rows] bytes: a factor of 4 bits in the low
+//   ones, and by how many bits it is shifted up
 struct QuantizedView {
     int units;
     int groups;
@@ -34,23 +37,23 @@ struct QuantizedView {
     int unit_chunks;   // of a component in a unit; less than the groups' where the last one ends in the next unit
     int num_components;
     int dropped;  // 0 or 1
-    bool is_fp4;  // codes are E2M1 numbers, with a power of two as scale (OCP Microscaling Formats 1.0)
+    int fp4;  // where codes are E2M1 numbers, columns under one scale: kMxfp4 or kNvfp4; else 0
     int width[kMaxComponents];
     const uint8_t* component[kMaxComponents];
     const uint8_t* meta;
 };
 
 // An E2M1 code's number in halves, plus kFp4Zero: what kernels multiply by.
-constexpr int kFp4Group = 32;       // columns under one scale
+constexpr int kMxfp4 = 32;          // columns under one power of two (OCP Microscaling Formats 1.0)
+constexpr int kNvfp4 = 16;          // columns under one E4M3 scale
 constexpr int kFp4Columns = 128;    // of a group whose sums are added up as whole numbers
-constexpr int kFp4MostShift = 13;   // 4 chunks * 32 columns * 12 * 127 * 2^13 = 1.6e9
 constexpr int kFp4Zero = 12;
 constexpr int kTopLimb = 127;  // the largest code of the only, or the higher, limb of an activation
 constexpr uint8_t kFp4Levels[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 // Quantized inputs of T tokens: x ~ scale * (128 * high + low) with two limbs, scale * code with one.
 //   codes [groups][T * limbs][padded_group], scale and sum (of the values the codes stand for) [groups][T]
-//   zeros [groups][T * limbs][chunks], beside FP4: what takes from the sums of a chunk that its levels begin at kFp4Zero
+//   zeros [groups][T * limbs][scales], beside FP4: what takes from the sums under a scale that its levels begin at kFp4Zero
 struct Activations {
     int tokens;
     int limbs;
@@ -96,7 +99,8 @@ struct QuantizeJob {
     float* scale;            // [groups], `token_stride` apart
     float* sum;
     ptrdiff_t token_stride;
-    int32_t* zeros;  // null, or [groups][limbs][chunks], token_stride * limbs * chunks apart
+    int32_t* zeros;  // null, or [groups][limbs][scales], token_stride * limbs * scales apart
+    int fp4;         // columns under one scale where there are zeros
 };
 
 // One block of 16 rows of some planes, cut into words of 32 columns, and where its part of a component lies.

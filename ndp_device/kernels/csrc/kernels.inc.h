@@ -5,7 +5,7 @@
 //   NDP_UNROLL(n)    unrolls the next loop, or nothing
 //   Words            the widest vector of uint16_t that lives in a register
 //   fp4_levels(Words codes)   E2M1 codes, a byte each, as what kFp4Levels (kernel_table.h) gives for them
-//   fp4_zero(const int8_t*)   a word of Activations' zeros as this file's products begin with it
+//   fp4_zero(const int8_t*, columns)   a word of Activations' zeros as this file's products begin with it
 //   kFewRows         up to this many activation rows (token limbs) codes stay in registers; 0 where dot4 is not exact for codes
 //                    up to 255, so that a field may stay where it lies in its byte
 //   PackWord, kPackRows, store_rows, pick   see packing.inc.h
@@ -25,9 +25,8 @@ namespace {
 
 // Bytes of software prefetch, measured (docs/log/kernels.md).
 constexpr int kGemvLead = 2048;
-constexpr int kMetaLead = 512;
+constexpr int kMetaLead = 4;  // groups
 
-constexpr int kMetaBytes = 4 * kUnitRows;  // of a group of a unit
 constexpr int kUsualChunks = 4;            // of the groups that most files have
 
 // ---- codes -----------------------------------------------------------------------------------------------------
@@ -37,12 +36,15 @@ constexpr int kUsualChunks = 4;            // of the groups that most files have
 // W0 and W1 are the component widths (W1 = 0: one component). Two components are merged in place, which costs half of
 // what two passes of products do. DROPPED lowest bits do not count: in place they are masked off, and the sums, exact
 // multiples, are shifted down, so that nothing after them differs from components that never had these bits.
-// FP4 codes are E2M1 numbers: each becomes its level, twice the number plus kFp4Zero, where it is shifted down. Sums of a
-// chunk begin at what takes that zero away, so that they need no offset, and are shifted up to their group's smallest scale.
-template <int W0, int W1, int DROPPED = 0, bool FP4 = false>
+// FP4 codes are E2M1 numbers: each becomes its level, twice the number plus kFp4Zero, where it is shifted down. Sums of the
+// columns under one scale, FP4 many, begin at what takes that zero away, so that they need no offset, and are multiplied by
+// what their scale is of their group's.
+template <int W0, int W1, int DROPPED = 0, int FP4 = 0>
 struct Codes {
     static constexpr int kWidth0 = W0, kWidth1 = W1, kDropped = DROPPED;
-    static constexpr bool kFp4 = FP4;
+    static constexpr bool kFp4 = FP4 != 0, kShifts = FP4 == kMxfp4;
+    static constexpr int kScales = kFp4 ? kChunkCols / FP4 : 1;  // of a chunk
+    static constexpr int kMetaBytes = (FP4 == kNvfp4 ? 4 + kFp4Columns / kNvfp4 : 4) * kUnitRows;  // of a group of a unit
     // The largest factor of a product; sums of levels may wrap around, as they end without the levels' zero.
     static constexpr int kTop = FP4 ? kFp4Zero : ((1 << (W0 + W1)) - 1) >> DROPPED;
     static constexpr int kFields = W0 == 8 ? 1 : 2, kVectors = 8 / kFields;
@@ -67,7 +69,7 @@ struct Codes {
     // Scale and offset of 16 rows, of a group's meta data from the rows' block on.
     static NDP_INLINE void read_meta(const uint8_t* meta, f32x16& scale, f32x16& offset) {
         if constexpr (FP4) {
-            scale = (f32x16)(load<u32x16>(meta) & 0x7f800000u);
+            scale = kShifts ? (f32x16)(load<u32x16>(meta) & 0x7f800000u) : load<f32x16>(meta);
             offset = f32x16{};
         } else {
             scale = half_to_float(reinterpret_cast<const uint16_t*>(meta));
@@ -75,8 +77,17 @@ struct Codes {
         }
     }
 
-    // By how many bits the sums of a group's chunk are shifted up, of FP4.
-    static NDP_INLINE i32x16 shifts(const uint8_t* meta, int chunk) { return (load<i32x16>(meta) >> (4 * chunk)) & 15; }
+    // Of FP4: what the sums under a group's scale are multiplied by, or shifted up.
+    static NDP_INLINE i32x16 factors(const uint8_t* meta, int scale) {
+        if constexpr (kShifts) return (load<i32x16>(meta) >> (4 * scale)) & 15;
+        const i32x16 both = bytes_to_ints(meta + 64 + scale * kBlockRows);
+        return (both & 15) << (both >> 4);
+    }
+
+    static NDP_INLINE i32x16 multiplied(i32x16 sum, i32x16 factor) {
+        if constexpr (kShifts) return sum << factor;
+        return sum * factor;
+    }
 
     // `block` points to this block's first vector of the chunk; its vectors lie kUnitBlocks * 64 bytes apart.
     template <class Words>
@@ -105,9 +116,9 @@ struct Codes {
 };
 
 // The codes of one group of a unit as bytes: out [2 blocks][steps][16 rows][4 columns].
-// shifts: null, or those of the group's levels.
+// meta: null, or the group's, whose shifts are those of its levels.
 template <class Code>
-NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, const i32x16* shifts, uint8_t* out) {
+NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, const uint8_t* meta, uint8_t* out) {
     typedef int32_t Lanes __attribute__((vector_size(sizeof(Words))));
     const int steps = chunks * 8;
     for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -116,8 +127,8 @@ NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, c
             const uint8_t* b1 = c1 + chunk * chunk_bytes(Code::kWidth1) + block * 64;
             uint8_t* to = out + (static_cast<ptrdiff_t>(block) * steps + chunk * 8) * 64;
             i32x16 by{}, zeros{};
-            if (Code::kFp4 && shifts) {
-                by = load<i32x16>(shifts + chunk * kUnitBlocks + block);
+            if (Code::kShifts && meta) {
+                by = Code::factors(meta + block * (Code::kMetaBytes / 2), chunk);
                 zeros = zeros_of_shifted(by);
             }
             for (size_t part = 0; part < 64; part += sizeof(Words)) {
@@ -129,7 +140,7 @@ NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, c
                     NDP_UNROLL(2)
                     for (int high = 0; high < Code::kFields; ++high) {
                         Words codes = Code::field(v, high);
-                        if constexpr (Code::kFp4) codes = (Words)(((Lanes)codes << by_part) + zero_part);
+                        if constexpr (Code::kShifts) codes = (Words)(((Lanes)codes << by_part) + zero_part);
                         store(to + Code::step(q, high) * 64 + part, codes);
                     }
                 }
@@ -141,8 +152,9 @@ NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, c
 // ---- a few tokens: codes stay in registers ---------------------------------------------------------------------------
 
 // Where the meta data of one of some blocks begins; those of two units lie `stride` apart.
+template <class Code>
 NDP_INLINE const uint8_t* block_meta(const uint8_t* meta, ptrdiff_t stride, int block) {
-    return meta + block / kUnitBlocks * stride + block % kUnitBlocks * (kMetaBytes / 2);
+    return meta + block / kUnitBlocks * stride + block % kUnitBlocks * (Code::kMetaBytes / 2);
 }
 
 // For so few rows unpacking into a panel and reading it back costs more than it saves (docs/log/kernels.md), so up to kFewRows
@@ -153,10 +165,11 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
     constexpr int kBlocks = UNITS * kUnitBlocks, kRows = TOKENS * LIMBS;
     // High fields of one token stay in place, in sums of their own, which are shifted down at the end.
     constexpr bool kInPlace = TOKENS == 1 && Code::kFields == 2 && !Code::kFp4;
+    constexpr int kVectors = Code::kVectors / Code::kScales;  // under one scale
     const int chunks = CHUNKS ? CHUNKS : w.padded_group / kChunkCols, padded = chunks * kChunkCols;
     const ptrdiff_t stride0 = static_cast<ptrdiff_t>(w.unit_chunks) * chunk_bytes(Code::kWidth0);
     const ptrdiff_t stride1 = static_cast<ptrdiff_t>(w.unit_chunks) * chunk_bytes(Code::kWidth1);
-    const ptrdiff_t meta_stride = static_cast<ptrdiff_t>(w.groups) * kMetaBytes;
+    const ptrdiff_t meta_stride = static_cast<ptrdiff_t>(w.groups) * Code::kMetaBytes;
     const uint8_t* c0 = w.component[0] + unit * stride0;
     const uint8_t* c1 = Code::kWidth1 ? w.component[1] + unit * stride1 : nullptr;
     const uint8_t* meta = w.meta + unit * meta_stride;
@@ -165,16 +178,17 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
     for (int g = 0; g < w.groups; ++g) {
         i32x16 sums[kInPlace + 1][kRows][kBlocks] = {}, total[kRows][kBlocks] = {};
         for (int chunk = 0; chunk < chunks; ++chunk) {
-            if constexpr (Code::kFp4) {
-                NDP_UNROLL(8)
-                for (int row = 0; row < kRows; ++row) {
-                    NDP_UNROLL(4)
-                    for (int block = 0; block < kBlocks; ++block)
-                        sums[0][row][block] = a.zeros[(g * kRows + row) * chunks + chunk] - i32x16{};
-                }
-            }
             NDP_UNROLL(8)
             for (int q = 0; q < Code::kVectors; ++q) {
+                if (Code::kFp4 && q % kVectors == 0) {
+                    const int32_t* zeros = a.zeros + (g * kRows * chunks + chunk) * Code::kScales + q / kVectors;
+                    NDP_UNROLL(8)
+                    for (int row = 0; row < kRows; ++row) {
+                        NDP_UNROLL(4)
+                        for (int block = 0; block < kBlocks; ++block)
+                            sums[0][row][block] = zeros[row * chunks * Code::kScales] - i32x16{};
+                    }
+                }
                 u16x32 v[kBlocks];
                 NDP_UNROLL(4)
                 for (int block = 0; block < kBlocks; ++block) {
@@ -207,13 +221,14 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
                     }
                 }
                 asm volatile("" : "+r"(c0), "+r"(c1), "+r"(x));  // or g++ loads ahead until it runs out of registers
-            }
-            if constexpr (Code::kFp4) {
+                if (!Code::kFp4 || (q + 1) % kVectors != 0) continue;
                 NDP_UNROLL(4)
                 for (int block = 0; block < kBlocks; ++block) {
-                    const i32x16 shifts = Code::shifts(block_meta(meta, meta_stride, block), chunk);
+                    const uint8_t* at = block_meta<Code>(meta, meta_stride, block);
+                    const i32x16 factors = Code::factors(at, chunk * Code::kScales + q / kVectors);
                     NDP_UNROLL(8)
-                    for (int row = 0; row < kRows; ++row) total[row][block] += sums[0][row][block] << shifts;
+                    for (int row = 0; row < kRows; ++row)
+                        total[row][block] += Code::multiplied(sums[0][row][block], factors);
                 }
             }
         }
@@ -227,8 +242,10 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
                     total[row][block] >>= Code::kDropped;
                 }
             }
-            const uint8_t* at = block_meta(meta, meta_stride, block);
-            __builtin_prefetch(at + kMetaLead);
+            const uint8_t* at = block_meta<Code>(meta, meta_stride, block);
+            NDP_UNROLL(3)
+            for (int line = 0; line < Code::kMetaBytes / 2; line += 64)
+                __builtin_prefetch(at + kMetaLead * Code::kMetaBytes + line);
             f32x16 scale, offset;
             Code::read_meta(at, scale, offset);
             NDP_UNROLL(4)
@@ -241,7 +258,7 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
         }
         c0 += chunks * chunk_bytes(Code::kWidth0);
         if constexpr (Code::kWidth1 > 0) c1 += chunks * chunk_bytes(Code::kWidth1);
-        meta += kMetaBytes;
+        meta += Code::kMetaBytes;
         x += kRows * padded;
     }
     NDP_UNROLL(4)
@@ -270,11 +287,11 @@ void few_tokens(const QuantizedView& w, const Activations& a, int first, int las
 
 // What a panel adds to ROWS / LIMBS tokens: y += scale * (integer dot product) * token scale + offset * token sum.
 // x and the tokens' scale and sums begin at the panel's first group and this block's first token. STEPS is the panel's,
-// or 0: known at compile time, every row's address is a constant away from the first one's. SHIFTED: of FP4.
-template <int ROWS, int LIMBS, int STEPS, bool PREFETCH, bool SHIFTED>
+// or 0: known at compile time, every row's address is a constant away from the first one's.
+template <int ROWS, int LIMBS, int STEPS, bool PREFETCH, bool FP4>
 void multiply_rows(const Panel& panel, const int8_t* x, ptrdiff_t group_stride, const float* scale, const float* sum,
                    const int32_t* zeros, int tokens, float* y, ptrdiff_t y_stride) {
-    const int steps = STEPS ? STEPS : panel.steps, chunks = steps / 8;
+    const int steps = STEPS ? STEPS : panel.steps, scales = FP4 ? steps * 4 / panel.fp4 : 0;
     const uint8_t* ahead0 = panel.ahead[0];
     const uint8_t* ahead1 = panel.ahead[1];
     const uint8_t* codes = panel.codes;
@@ -282,14 +299,14 @@ void multiply_rows(const Panel& panel, const int8_t* x, ptrdiff_t group_stride, 
     for (int g = 0; g < panel.groups; ++g) {
         const int8_t* next_x = g + 1 < panel.groups ? x + group_stride : next_rows;
         i32x16 dots[ROWS][kUnitBlocks] = {}, total[ROWS][kUnitBlocks] = {};
-        const bool by_chunk = SHIFTED && !panel.shifted[g];
-        const int at_once = by_chunk ? 8 : steps;
+        const bool by_scale = FP4 && !panel.shifted[g];
+        const int at_once = by_scale ? panel.fp4 / 4 : steps;
         for (int first = 0; first < steps; first += at_once) {
-            if constexpr (SHIFTED) {
+            if constexpr (FP4) {
                 NDP_UNROLL(12)
                 for (int row = 0; row < ROWS; ++row) {
-                    const int32_t* of_row = zeros + row * chunks;
-                    const int32_t zero = by_chunk ? of_row[first / 8] : zero_of_shifted(of_row, chunks);
+                    const int32_t* of_row = zeros + row * scales;
+                    const int32_t zero = by_scale ? of_row[first / at_once] : zero_of_shifted(of_row, scales);
                     dots[row][0] = dots[row][1] = zero - i32x16{};
                 }
             }
@@ -310,16 +327,16 @@ void multiply_rows(const Panel& panel, const int8_t* x, ptrdiff_t group_stride, 
                     dots[row][1] = dot4(dots[row][1], w1, four);
                 }
             }
-            if (!by_chunk) continue;
-            const i32x16* shifts = panel.shifts + (g * chunks + first / 8) * kUnitBlocks;
-            const i32x16 by0 = load<i32x16>(shifts), by1 = load<i32x16>(shifts + 1);
+            if (!by_scale) continue;
+            const i32x16* factors = panel.factors + (g * scales + first / at_once) * kUnitBlocks;
+            const i32x16 by0 = load<i32x16>(factors), by1 = load<i32x16>(factors + 1);
             NDP_UNROLL(12)
             for (int row = 0; row < ROWS; ++row) {
-                total[row][0] += dots[row][0] << by0;
-                total[row][1] += dots[row][1] << by1;
+                total[row][0] += dots[row][0] * by0;
+                total[row][1] += dots[row][1] * by1;
             }
         }
-        if (!by_chunk) std::memcpy(total, dots, sizeof total);
+        if (!by_scale) std::memcpy(total, dots, sizeof total);
         f32x16 meta[kUnitBlocks][2];
         std::memcpy(meta, panel.meta + g * kUnitBlocks * 2, sizeof meta);
         NDP_UNROLL(12)
@@ -328,30 +345,30 @@ void multiply_rows(const Panel& panel, const int8_t* x, ptrdiff_t group_stride, 
             for (int block = 0; block < kUnitBlocks; ++block) {
                 f32x16 dot = to_float(total[t * LIMBS][block]);
                 if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(total[t * LIMBS + 1][block]);
-                add_dot(dot, scale[t], sum[t], meta[block], y + t * y_stride + block * kBlockRows, SHIFTED);
+                add_dot(dot, scale[t], sum[t], meta[block], y + t * y_stride + block * kBlockRows, FP4);
             }
         }
         codes += kUnitBlocks * steps * 64;
         x += group_stride;
         scale += tokens;
         sum += tokens;
-        if constexpr (SHIFTED) zeros += tokens * LIMBS * chunks;
+        if constexpr (FP4) zeros += tokens * LIMBS * scales;
     }
 }
 
-template <int MAX_TOKENS, int LIMBS, int STEPS, bool PREFETCH, bool SHIFTED>
+template <int MAX_TOKENS, int LIMBS, int STEPS, bool PREFETCH, bool FP4>
 void multiply_tokens(int count, const Panel& panel, const int8_t* x, ptrdiff_t group_stride, const float* scale,
                      const float* sum, const int32_t* zeros, int tokens, float* y, ptrdiff_t y_stride) {
     if (count == MAX_TOKENS) {
-        multiply_rows<MAX_TOKENS * LIMBS, LIMBS, STEPS, PREFETCH, SHIFTED>(panel, x, group_stride, scale, sum, zeros, tokens,
+        multiply_rows<MAX_TOKENS * LIMBS, LIMBS, STEPS, PREFETCH, FP4>(panel, x, group_stride, scale, sum, zeros, tokens,
                                                                            y, y_stride);
     } else if constexpr (MAX_TOKENS > 1) {
-        multiply_tokens<MAX_TOKENS - 1, LIMBS, STEPS, PREFETCH, SHIFTED>(count, panel, x, group_stride, scale, sum, zeros,
+        multiply_tokens<MAX_TOKENS - 1, LIMBS, STEPS, PREFETCH, FP4>(count, panel, x, group_stride, scale, sum, zeros,
                                                                          tokens, y, y_stride);
     }
 }
 
-template <int LIMBS, bool SHIFTED>
+template <int LIMBS, bool FP4>
 void multiply_panel(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t y_stride) {
     constexpr int kTokens = kGemmRows / LIMBS, kUsual = 128 / 4;
     const ptrdiff_t row_bytes = panel.steps * 4, group_stride = a.tokens * LIMBS * row_bytes;
@@ -360,10 +377,10 @@ void multiply_panel(const Panel& panel, const Activations& a, int first_group, f
         const int count = (a.tokens - done) / (blocks - i);
         const ptrdiff_t at = static_cast<ptrdiff_t>(first_group) * a.tokens + done;
         const int8_t* x = a.codes + first_group * group_stride + done * LIMBS * row_bytes;
-        (panel.steps != kUsual ? multiply_tokens<kTokens, LIMBS, 0, false, SHIFTED>
-         : i == 0              ? multiply_tokens<kTokens, LIMBS, kUsual, true, SHIFTED>
-                               : multiply_tokens<kTokens, LIMBS, kUsual, false, SHIFTED>)(
-            count, panel, x, group_stride, a.scale + at, a.sum + at, a.zeros + (SHIFTED ? at * LIMBS * panel.steps / 8 : 0),
+        (panel.steps != kUsual ? multiply_tokens<kTokens, LIMBS, 0, false, FP4>
+         : i == 0              ? multiply_tokens<kTokens, LIMBS, kUsual, true, FP4>
+                               : multiply_tokens<kTokens, LIMBS, kUsual, false, FP4>)(
+            count, panel, x, group_stride, a.scale + at, a.sum + at, a.zeros + (FP4 ? at * LIMBS * row_bytes / panel.fp4 : 0),
             a.tokens, y + done * y_stride, y_stride);
         done += count;
     }
@@ -375,8 +392,8 @@ void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y,
     const int most = kPanelCols > w.padded_group ? kPanelCols / w.padded_group : 1;
     const ptrdiff_t group_bytes[] = {chunks * chunk_bytes(Code::kWidth0), chunks * chunk_bytes(Code::kWidth1)};
     f32x16* meta = static_cast<f32x16*>(scratch);
-    i32x16* shifts = reinterpret_cast<i32x16*>(meta + kPanelCols / kChunkCols * 2 * kUnitBlocks);
-    uint8_t* codes = reinterpret_cast<uint8_t*>(shifts + kPanelCols / kChunkCols * kUnitBlocks);
+    i32x16* factors = reinterpret_cast<i32x16*>(meta + kPanelCols / kChunkCols * 2 * kUnitBlocks);
+    uint8_t* codes = reinterpret_cast<uint8_t*>(factors + kPanelCols / kNvfp4 * kUnitBlocks);
     bool shifted[kPanelCols / kChunkCols];
     for (int t = 0; t < a.tokens; ++t) std::memset(y + t * stride, 0, sizeof(float) * kUnitRows);
     for (int first = 0; first < w.groups; first += most) {
@@ -385,8 +402,7 @@ void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y,
         const uint8_t* c0 = w.component[0] + chunk * chunk_bytes(Code::kWidth0);
         const uint8_t* c1 = Code::kWidth1 ? w.component[1] + chunk * chunk_bytes(Code::kWidth1) : c0;
         constexpr int kChunksIn16 = 32767 / (8 * 2 * kTopLimb * Code::kTop);
-        Panel panel{most < w.groups - first ? most : w.groups - first, steps, kChunksIn16, Code::kFp4 ? shifts : nullptr,
-                    shifted, codes, meta, {}, {}};
+        Panel panel{most < w.groups - first ? most : w.groups - first, steps, kChunksIn16, w.fp4, factors, shifted, codes, meta, {}, {}};
         panel.ahead[0] = c0 + panel.groups * group_bytes[0];
         panel.ahead[1] = c1 + panel.groups * group_bytes[1];
         panel.ahead_bytes[0] = chunk_bytes(Code::kWidth0) / 8;
@@ -396,16 +412,17 @@ void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y,
             panel.ahead_bytes[1] = panel.ahead_bytes[0];
         }
         for (int g = 0; g < panel.groups; ++g) {
-            const uint8_t* stored = w.meta + (at + g) * kMetaBytes;
-            shifted[g] = Code::kFp4 && kFewRows > 0 && shifts_codes(stored);
+            const uint8_t* stored = w.meta + (at + g) * Code::kMetaBytes;
+            shifted[g] = Code::kShifts && kFewRows > 0 && shifts_codes(stored);
             for (int block = 0; block < kUnitBlocks; ++block) {
+                const uint8_t* of_block = stored + block * (Code::kMetaBytes / 2);
                 f32x16* to = meta + (g * kUnitBlocks + block) * 2;
-                Code::read_meta(stored + block * (kMetaBytes / 2), to[0], to[1]);
-                for (int chunk = 0; Code::kFp4 && chunk < chunks; ++chunk)
-                    shifts[(g * chunks + chunk) * kUnitBlocks + block] = Code::shifts(stored + block * (kMetaBytes / 2), chunk);
+                Code::read_meta(of_block, to[0], to[1]);
+                const int scales = Code::kFp4 ? chunks * Code::kScales : 0;
+                for (int i = 0; i < scales; ++i)
+                    factors[(g * scales + i) * kUnitBlocks + block] = Code::multiplied(1 - i32x16{}, Code::factors(of_block, i));
             }
-            unpack_group<Code>(c0 + g * group_bytes[0], c1 + g * group_bytes[1], chunks,
-                               shifted[g] ? shifts + g * chunks * kUnitBlocks : nullptr,
+            unpack_group<Code>(c0 + g * group_bytes[0], c1 + g * group_bytes[1], chunks, shifted[g] ? stored : nullptr,
                                codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * steps * 64);
         }
         if (!own_products<LIMBS>(panel, a, first, y, stride)) multiply_panel<LIMBS, Code::kFp4>(panel, a, first, y, stride);
@@ -437,7 +454,7 @@ void multiply_width(const QuantizedView& w, const Activations& a, int first, int
         gemm_unit<Code, LIMBS>(w, a, unit, y + (unit - first) * kUnitRows, stride, scratch);
 }
 
-template <int W0, int W1, int DROPPED = 0, bool FP4 = false>
+template <int W0, int W1, int DROPPED = 0, int FP4 = 0>
 void multiply_codes(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride,
                     void* scratch) {
     using Code = Codes<W0, W1, DROPPED, FP4>;
@@ -447,14 +464,15 @@ void multiply_codes(const QuantizedView& w, const Activations& a, int first, int
 void multiply(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride,
               void* scratch) {
     const int second = w.num_components == 2 ? w.width[1] : 0;
-    switch (w.is_fp4 * 1000 + w.width[0] * 100 + second * 10 + w.dropped) {
+    switch (w.fp4 * 1000 + w.width[0] * 100 + second * 10 + w.dropped) {
         case 100: return multiply_codes<1, 0>(w, a, first, last, y, stride, scratch);
         case 200: return multiply_codes<2, 0>(w, a, first, last, y, stride, scratch);
         case 201: return multiply_codes<2, 0, 1>(w, a, first, last, y, stride, scratch);
         case 210: return multiply_codes<2, 1>(w, a, first, last, y, stride, scratch);
         case 220: return multiply_codes<2, 2>(w, a, first, last, y, stride, scratch);
         case 221: return multiply_codes<2, 2, 1>(w, a, first, last, y, stride, scratch);
-        case 1400: return multiply_codes<4, 0, 0, true>(w, a, first, last, y, stride, scratch);
+        case kMxfp4 * 1000 + 400: return multiply_codes<4, 0, 0, kMxfp4>(w, a, first, last, y, stride, scratch);
+        case kNvfp4 * 1000 + 400: return multiply_codes<4, 0, 0, kNvfp4>(w, a, first, last, y, stride, scratch);
         case 800: return multiply_codes<8, 0>(w, a, first, last, y, stride, scratch);
         default: __builtin_trap();  // PackedMatrix::check lets no other ones through
     }
@@ -504,9 +522,8 @@ void quantize(const QuantizeJob& job) {
         const float exact = sum_lanes(sums);
         job.scale[g * job.token_stride] = scale + (exact - exact);
         job.sum[g * job.token_stride] = sum_lanes(to_float(code_sums)) * scale + (exact - exact);
-        const int chunks = job.padded_group / kChunkCols * job.limbs;
-        for (int chunk = 0; job.zeros && chunk < chunks; ++chunk)
-            job.zeros[g * job.token_stride * chunks + chunk] = fp4_zero(to + chunk * kChunkCols);
+        const int scales = job.zeros ? job.padded_group / job.fp4 * job.limbs : 0;
+        for (int i = 0; i < scales; ++i) job.zeros[g * job.token_stride * scales + i] = fp4_zero(to + i * job.fp4, job.fp4);
     }
 }
 

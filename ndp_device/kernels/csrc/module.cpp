@@ -54,17 +54,20 @@ PackedMatrix assemble(Engine& engine, const Components& components, int rows, in
     return matrix;
 }
 
-// codes [rows, cols / 2] and exponents [rows, groups] of MXFP4: packing.h.
-PackedMatrix fp4_matrix(Engine& engine, Matrix<uint8_t> codes, Matrix<uint8_t> exponents, int halves) {
+// codes [rows, cols / 2] and scales [rows, groups], of NVFP4 with one more of each row: packing.h.
+PackedMatrix fp4_matrix(Engine& engine, Matrix<uint8_t> codes, Matrix<uint8_t> scales, Vector<float> of_rows, int halves) {
     const int rows = static_cast<int>(codes.shape(0)), cols = static_cast<int>(codes.shape(1)) * 2;
+    const size_t columns = of_rows.size() ? kNvfp4 : kMxfp4;
     PackedMatrix matrix;
-    matrix.geometry = {rows, cols, halves, kFp4Group};
-    if (exponents.shape(0) != codes.shape(0) || cols % kFp4Group || exponents.shape(1) * kFp4Group != codes.shape(1) * 2)
-        throw std::invalid_argument("wanted codes [N, C / 2] and exponents [N, C / 32]");
-    matrix.is_fp4 = true;
+    matrix.geometry = {rows, cols, halves, kChunkCols};
+    if (scales.shape(0) != codes.shape(0) || cols % kChunkCols || scales.shape(1) * columns != codes.shape(1) * 2 ||
+        (of_rows.size() && of_rows.size() != codes.shape(0)))
+        throw std::invalid_argument("wanted codes [N, C / 2] and scales [N, C / 32], or [N, C / 16] and [N]");
+    matrix.fp4 = static_cast<int>(columns);
     nb::gil_scoped_release release;
     engine.with_pool([&](ThreadPool& pool) {
-        const PackedFp4 packed = pack_fp4(pool, matrix.geometry, codes.data(), exponents.data());
+        const PackedFp4 packed =
+            pack_fp4(pool, matrix.geometry, codes.data(), scales.data(), of_rows.size() ? of_rows.data() : nullptr);
         matrix.components = {{packed.codes, 4}};
         matrix.meta = packed.meta;
         return 0;
@@ -179,7 +182,8 @@ NB_MODULE(_native, m) {
         .def("pack", pack, nb::arg("planes"), nb::arg("halves"), nb::arg("group"))
         .def("assemble", assemble, nb::arg("components"), nb::arg("rows"), nb::arg("cols"), nb::arg("halves"),
              nb::arg("group"), nb::arg("scale"), nb::arg("offset"), nb::arg("group_size"), nb::arg("perm"))
-        .def("fp4_matrix", fp4_matrix, nb::arg("codes"), nb::arg("exponents"), nb::arg("halves"))
+        .def("fp4_matrix", fp4_matrix, nb::arg("codes"), nb::arg("scales"), nb::arg("of_rows"),
+             nb::arg("halves"))
         .def("execute", execute, nb::arg("x"), nb::arg("experts"), nb::arg("pair_rows"), nb::arg("pair_experts"),
              nb::arg("gates"), nb::arg("out"))
         .def("multiply", multiply, nb::arg("x"), nb::arg("matrix"), nb::arg("limbs"), nb::arg("y"))

@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <stdexcept>
 
 namespace ndp {
 namespace {
@@ -87,6 +89,97 @@ void pack_block(const KernelTable& kernels, const Block& block, uint8_t* out) {
     }
 }
 
+template <int COLUMNS>
+constexpr uint8_t kFp4Least = COLUMNS == kMxfp4 ? 2 : 1;  // smaller scales count as zero
+
+// A scale of FP4 codes as a whole number, of 4 bits, times a power of two; 0: of nothing but zeros.
+struct Scale {
+    uint32_t factor;
+    int exponent;
+};
+
+template <int COLUMNS>
+Scale scale_of(const uint8_t* codes, uint8_t bits) {
+    uint64_t values[COLUMNS / 16], any = 0;
+    std::memcpy(values, codes, sizeof values);
+    for (uint64_t eight : values) any |= eight & 0x7777777777777777u;
+    if (!any || bits < kFp4Least<COLUMNS>) return {0, 0};
+    if constexpr (COLUMNS == kMxfp4) return {1, bits};
+    return {bits % 8u + (bits < 8 ? 0 : 8), std::max(bits / 8, 1)};
+}
+
+// Meta data of `count` scales of a row in a group, see QuantizedView; false where they are too far apart for sums of 32 bits.
+template <int COLUMNS>
+bool write_scales(const uint8_t* codes, const uint8_t* bits, int count, int group, float of_row, uint8_t* block, int row) {
+    Scale scales[kFp4Columns / COLUMNS] = {};
+    int smallest = 0, largest = 0;
+    for (int i = 0; i < count; ++i) {
+        scales[i] = scale_of<COLUMNS>(codes + i * (COLUMNS / 2), bits[i]);
+        if (!scales[i].factor) continue;
+        smallest = smallest ? std::min(smallest, scales[i].exponent) : scales[i].exponent;
+        largest = std::max(largest, scales[i].exponent);
+    }
+    constexpr int64_t kMost = int64_t{kFp4Zero} * kTopLimb * (COLUMNS == kMxfp4 ? 1 : 15);
+    if (largest - smallest > 15 || group * kMost << (largest - smallest) > INT32_MAX) return false;
+    uint32_t word = smallest ? (smallest - 1u) << 23 : 0;
+    const float half = smallest ? std::ldexp(of_row, smallest - 11) : 0.0f;  // E4M3 is 2^-10 of the whole number; levels are halves
+    if constexpr (COLUMNS == kNvfp4) std::memcpy(&word, &half, 4);
+    for (int i = 0; i < kFp4Columns / COLUMNS; ++i) {
+        const uint32_t shift = scales[i].factor ? scales[i].exponent - smallest : 0;
+        if constexpr (COLUMNS == kMxfp4) word |= shift << (4 * i);
+        else block[4 * kBlockRows + i * kBlockRows + row] = static_cast<uint8_t>(scales[i].factor | shift << 4);
+    }
+    std::memcpy(block + 4 * row, &word, 4);
+    return true;
+}
+
+template <int COLUMNS>
+PackedFp4 pack_scaled(ThreadPool& pool, Geometry& geometry, const uint8_t* codes, const uint8_t* scales,
+                      const float* of_rows) {
+    const auto spread = [](uint32_t four) {  // four codes to the low bits of four bytes
+        four = (four | four << 8) & 0x00ff00ffu;
+        return (four | four << 4) & 0x0f0f0f0fu;
+    };
+    constexpr int kBlockBytes = (COLUMNS == kMxfp4 ? 4 : 4 + kFp4Columns / COLUMNS) * kBlockRows;
+    const ptrdiff_t per_row = geometry.cols / COLUMNS;
+    for (const int group : {kFp4Columns, kChunkCols, COLUMNS}) {  // the last one holds a scale of its own
+        geometry.group = group;
+        geometry.ends_with_columns = group % kChunkCols == 0;
+        const int groups = geometry.groups(), chunks = geometry.unit_chunks(), of_group = geometry.padded_group() / kChunkCols;
+        const ptrdiff_t code_bytes = static_cast<ptrdiff_t>(chunks) * chunk_bytes(4);
+        const ptrdiff_t meta_bytes = static_cast<ptrdiff_t>(groups) * kBlockBytes * kUnitBlocks;
+        PackedFp4 packed{std::make_shared<Buffer>(geometry.units() * code_bytes),
+                         std::make_shared<Buffer>(geometry.units() * meta_bytes)};
+        std::atomic<bool> fits{true};
+        pool.run(geometry.units(), [&](int unit, int) {
+            std::memset(packed.meta->data() + unit * meta_bytes, 0, meta_bytes);
+            for (int r = 0; r < kUnitRows && fits; ++r) {
+                const int row = geometry.source_row(unit, r);
+                for (int g = 0; g < groups && row >= 0; ++g) {
+                    const ptrdiff_t first = row * per_row + g * (group / COLUMNS);
+                    const int count = std::min<int>(group, geometry.cols - g * group) / COLUMNS;
+                    uint8_t* block = packed.meta->data() + unit * meta_bytes + (g * kUnitBlocks + r / kBlockRows) * kBlockBytes;
+                    if (!write_scales<COLUMNS>(codes + first * (COLUMNS / 2), scales + first, count, group,
+                                               of_rows ? of_rows[row] : 1.0f, block, r % kBlockRows))
+                        fits = false;
+                }
+                uint8_t* to = packed.codes->data() + unit * code_bytes + r / kBlockRows * 64 + r % kBlockRows * 4;
+                for (int i = 0; i < chunks * 4; ++i, to += kUnitBlocks * 64) {  // words of 8 columns, two steps each
+                    const int in_group = i % (of_group * 4) * 8;
+                    const ptrdiff_t col = static_cast<ptrdiff_t>(i / (of_group * 4)) * group + in_group;
+                    uint32_t word = 0;
+                    if (row >= 0 && in_group < group && scales[row * per_row + col / COLUMNS] >= kFp4Least<COLUMNS>)
+                        std::memcpy(&word, codes + (static_cast<ptrdiff_t>(row) * geometry.cols + col) / 2, 4);
+                    word = spread(word & 0xffffu) | spread(word >> 16) << 4;
+                    std::memcpy(to, &word, 4);
+                }
+            }
+        });
+        if (fits) return packed;
+    }
+    throw std::invalid_argument("a single scale of FP4 codes always fits");
+}
+
 }  // namespace
 
 Buffer::Buffer(size_t bytes) : bytes_(bytes), data_(allocate(bytes + kSlack), {bytes + kSlack}) {
@@ -156,59 +249,8 @@ std::shared_ptr<Buffer> pack_meta(ThreadPool& pool, const Geometry& geometry, co
     return buffer;
 }
 
-PackedFp4 pack_fp4(ThreadPool& pool, Geometry& geometry, const uint8_t* codes, const uint8_t* exponents) {
-    const auto spread = [](uint32_t four) {  // four codes to the low bits of four bytes
-        four = (four | four << 8) & 0x00ff00ffu;
-        return (four | four << 4) & 0x0f0f0f0fu;
-    };
-    const int chunks = geometry.cols / kChunkCols;
-    // Four scales of a row as meta data, those of nothing but zeros left out; false where they are too far apart.
-    const auto meta_of = [&](int row, int first, int count, uint32_t& meta) {
-        int smallest = 0, largest = 0;
-        bool counts[kFp4Columns / kFp4Group] = {};
-        const uint8_t* exponent = exponents + static_cast<ptrdiff_t>(row) * chunks + first;
-        for (int c = 0; c < count; ++c) {
-            uint64_t both[2];
-            std::memcpy(both, codes + (static_cast<ptrdiff_t>(row) * chunks + first + c) * sizeof both, sizeof both);
-            counts[c] = exponent[c] > 1 && ((both[0] | both[1]) & 0x7777777777777777u);
-            if (!counts[c]) continue;
-            smallest = smallest ? std::min<int>(smallest, exponent[c]) : exponent[c];
-            largest = std::max<int>(largest, exponent[c]);
-        }
-        if (largest - smallest > kFp4MostShift) return false;
-        meta = smallest ? (smallest - 1u) << 23 : 0;
-        for (int c = 0; c < count; ++c)
-            if (counts[c]) meta |= static_cast<uint32_t>(exponent[c] - smallest) << (4 * c);
-        return true;
-    };
-    geometry.ends_with_columns = true;
-    for (geometry.group = kFp4Columns;; geometry.group = kFp4Group) {
-        const int groups = geometry.groups(), of_group = geometry.group / kChunkCols;
-        PackedFp4 packed{std::make_shared<Buffer>(static_cast<size_t>(geometry.units()) * chunks * chunk_bytes(4)),
-                         std::make_shared<Buffer>(static_cast<size_t>(geometry.units()) * groups * kUnitRows * 4)};
-        std::atomic<bool> fits{true};
-        pool.run(geometry.units(), [&](int unit, int) {
-            uint8_t* out = packed.codes->data() + static_cast<ptrdiff_t>(unit) * chunks * chunk_bytes(4);
-            uint8_t* meta_out = packed.meta->data() + static_cast<ptrdiff_t>(unit) * groups * kUnitRows * 4;
-            for (int r = 0; r < kUnitRows && fits; ++r) {
-                const int row = geometry.source_row(unit, r);
-                for (int g = 0; g < groups; ++g) {
-                    uint32_t meta = 0;
-                    if (row >= 0 && !meta_of(row, g * of_group, std::min(of_group, chunks - g * of_group), meta)) fits = false;
-                    std::memcpy(meta_out + (g * kUnitRows + r) * 4, &meta, 4);
-                }
-                uint8_t* to = out + r / kBlockRows * 64 + r % kBlockRows * 4;
-                for (int i = 0; i < chunks * 4; ++i, to += kUnitBlocks * 64) {  // words of 8 columns, two steps each
-                    uint32_t word = 0;
-                    const ptrdiff_t at = static_cast<ptrdiff_t>(row) * chunks + i / 4;
-                    if (row >= 0 && exponents[at] > 1) std::memcpy(&word, codes + at * 16 + i % 4 * 4, 4);
-                    word = spread(word & 0xffffu) | spread(word >> 16) << 4;
-                    std::memcpy(to, &word, 4);
-                }
-            }
-        });
-        if (fits) return packed;
-    }
+PackedFp4 pack_fp4(ThreadPool& pool, Geometry& geometry, const uint8_t* codes, const uint8_t* scales, const float* of_rows) {
+    return (of_rows ? pack_scaled<kNvfp4> : pack_scaled<kMxfp4>)(pool, geometry, codes, scales, of_rows);
 }
 
 }  // namespace ndp

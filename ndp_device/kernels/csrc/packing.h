@@ -60,11 +60,12 @@ std::shared_ptr<Buffer> pack_component(const KernelTable& kernels, ThreadPool& p
 std::shared_ptr<Buffer> pack_meta(ThreadPool& pool, const Geometry& geometry, const uint16_t* scale,
                                   const uint16_t* offset, int group_size);
 
-// FP4: codes [rows][cols / 2], the first column in the low bits; exponents [rows][cols / 32], E8M0, of which those below 2
-// count as zero. Sets the group of the geometry, see QuantizedView.
+// FP4: codes [rows][cols / 2], the first column in the low bits. MXFP4: scales [rows][cols / 32], E8M0, of which those below 2
+// count as zero. NVFP4, where there are scales of rows [rows]: scales [rows][cols / 16], E4M3 above zero. Sets the group of the
+// geometry, see QuantizedView.
 struct PackedFp4 {
     std::shared_ptr<Buffer> codes, meta;
 };
-PackedFp4 pack_fp4(ThreadPool& pool, Geometry& geometry, const uint8_t* codes, const uint8_t* exponents);
+PackedFp4 pack_fp4(ThreadPool& pool, Geometry& geometry, const uint8_t* codes, const uint8_t* scales, const float* of_rows);
 
 }  // namespace ndp

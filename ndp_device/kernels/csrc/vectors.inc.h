@@ -50,6 +50,16 @@ NDP_INLINE i32x16 broadcast_step(const int8_t* four) {
     return v - i32x16{};
 }
 
+NDP_INLINE i32x16 bytes_to_ints(const uint8_t* p) {
+#if defined(__AVX512F__)  // g++ converts bytes one by one
+    return (i32x16)_mm512_cvtepu8_epi32(load<__m128i>(p));
+#else
+    i32x16 v;
+    for (int i = 0; i < 16; ++i) v[i] = p[i];
+    return v;
+#endif
+}
+
 NDP_INLINE f32x16 to_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
 
 // Reference conversion by integer arithmetic: exact for subnormals, infinities and NaN.
@@ -62,10 +72,10 @@ NDP_INLINE f32x16 half_to_float_by_bits(const uint16_t* p) {
     return (f32x16)(bits | sign);
 }
 
-// See Activations: of the 32 codes of one chunk.
-NDP_INLINE int32_t zero_of_levels(const int8_t* codes) {
+// See Activations: of the codes of the columns under one scale.
+NDP_INLINE int32_t zero_of_levels(const int8_t* codes, int columns) {
     int32_t sum = 0;
-    for (int i = 0; i < kChunkCols; ++i) sum += codes[i];
+    for (int i = 0; i < columns; ++i) sum += codes[i];
     return -kFp4Zero * sum;
 }
 
@@ -79,9 +89,9 @@ NDP_INLINE bool shifts_codes(const uint8_t* meta) {
     return (all & 0xcccc) == 0;
 }
 
-NDP_INLINE int32_t zero_of_shifted(const int32_t* zeros, int chunks) {
+NDP_INLINE int32_t zero_of_shifted(const int32_t* zeros, int scales) {
     int32_t sum = 0;
-    for (int chunk = 0; chunk < chunks; ++chunk) sum += zeros[chunk];
+    for (int i = 0; i < scales; ++i) sum += zeros[i];
     return sum * (kShiftedZero / kFp4Zero);
 }
 
@@ -145,8 +155,9 @@ struct Panel {
     int groups;
     int steps;             // per group
     int chunks_in_16;      // chunks of 8 steps whose products with int8 add up in int16; 0: not even two products do
-    const i32x16* shifts;  // FP4: [groups][chunks][2 blocks], by how many bits sums are shifted up; else null
-    const bool* shifted;   // [groups], whether codes are; then no sum is, and it begins at zero_of_shifted
+    int fp4;               // see QuantizedView
+    const i32x16* factors; // FP4: [groups][scales][2 blocks], what sums under a scale are multiplied by
+    const bool* shifted;   // [groups], whether codes are shifted instead; a group's sum then begins at zero_of_shifted
     const uint8_t* codes;  // [groups][2 blocks][steps][16 rows][4 columns]
     const f32x16* meta;    // [groups][2 blocks][scale, offset]
     const uint8_t* ahead[kMaxComponents];  // the next panel's components ...

@@ -47,6 +47,10 @@ from ndp_device.kernels.reference import ReferenceKernel, dequantize, from_bytes
 ISAS = _native.supported_isas()
 
 
+NVFP4 = (0, 40)
+"""First odd scales of _drawn_fp4 that ask for NVFP4."""
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("limbs", [2, 1])
 @pytest.mark.parametrize("bits", REPLICA_WIDTHS)
@@ -79,13 +83,13 @@ def test_any_number_of_rows_of_mixed_widths(isa: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("limbs", [2, 1])
-@pytest.mark.parametrize("odd", [(0, 1, 121), (0, 1, 117), (0, 1, 60, 125)])
+@pytest.mark.parametrize("odd", [(0, 1, 121), (0, 1, 117), (0, 1, 60, 125), NVFP4, (*NVFP4, 1, 7), (*NVFP4, 1, 126)])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(64, 32), (96, 160), (544, 352)])
-def test_mxfp4_matches_fp64_and_a_row_gets_the_same_bits_in_any_batch(
+def test_fp4_matches_fp64_and_a_row_gets_the_same_bits_in_any_batch(
     isa: str, limbs: int, hidden: int, intermediate: int, odd: tuple[int, ...]
 ) -> None:
     """Exponents of 128 columns near each other, apart, and so far apart that each 32 are a group of their own, as a
-    column that nothing reads has them; biases and gpt-oss's activation."""
+    column that nothing reads has them, or each 16 of NVFP4; biases and gpt-oss's activation."""
     rng = np.random.default_rng([limbs, hidden])
     biases = random_biases(rng, hidden, intermediate)
     drawn = [
@@ -123,11 +127,21 @@ def test_what_is_no_number_among_activations_of_mxfp4_is_seen_in_the_result(isa:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_the_largest_codes_of_mxfp4_and_the_largest_activations_do_not_overflow(isa: str) -> None:
+@pytest.mark.parametrize("is_e4m3", [False, True])
+def test_the_largest_codes_of_fp4_and_the_largest_activations_do_not_overflow(isa: str, is_e4m3: bool) -> None:
     """Sums of 16 bits hold four steps of them, where those of 15 as the largest factor hold eight."""
-    codes, exponents = np.full((64, 48), 0x77, np.uint8), np.full((64, 3), 127, np.uint8)
-    down = Fp4Matrix(np.full((96, 16), 0xFF, np.uint8), np.full((96, 1), 127, np.uint8))
-    expert = Fp4Expert(Fp4Matrix(codes, exponents), down)
+
+    def filled(byte: int, rows: int, columns: int) -> Fp4Matrix:
+        codes = np.full((rows, columns // 2), byte, np.uint8)
+        if not is_e4m3:
+            return Fp4Matrix(codes, np.full((rows, columns // 32), 127, np.uint8))
+        scales = np.full(
+            (rows, columns // 16), 127 - 8, np.uint8
+        )  # factors of 15, all but one shifted as far as may be
+        scales[:, 0] = 127 - 8 * 10
+        return Fp4Matrix(codes, scales, np.full(rows, 2.0**-7, np.float32))
+
+    expert = Fp4Expert(filled(0x77, 256, 96), filled(0xFF, 96, 128))
     gate, up = np.split(from_fp4(expert.w13), 2)
     full = FullExpert("float32", gate, up, from_fp4(expert.w2))
     kernel = NativeKernel(isa=isa, threads=1)
@@ -216,6 +230,10 @@ def test_mxfp4_takes_as_much_memory_as_in_the_checkpoint() -> None:
 
 def _drawn_fp4(rng: np.random.Generator, rows: int, columns: int, odd: tuple[int, ...] = (0, 1, 60, 125)) -> Fp4Matrix:
     codes = rng.integers(0, 256, (rows, columns // 2), dtype=np.uint8)
+    if odd[:2] == NVFP4:
+        scales = rng.integers(90, 120, (rows, columns // 16), dtype=np.uint8)
+        scales[::5, 0], scales[1::5, 1] = rng.choice(odd, len(scales[::5])), rng.choice(odd, len(scales[1::5]))
+        return Fp4Matrix(codes, scales, rng.uniform(1e-5, 1e-4, rows).astype(np.float32))
     exponents = rng.integers(120, 124, (rows, columns // 32), dtype=np.uint8)
     exponents[::5, 0] = rng.choice(odd, len(exponents[::5]))
     return Fp4Matrix(codes, exponents)
