@@ -7,7 +7,9 @@ bandwidth take turns too; times are thread CPU time, the smallest of all calls, 
 call down. Beside every time stands its error against float64 over the same quantized weights (M = 1).
 
     python benchmarks/kernel_lowbit.py [--bits 4,3,2,1] [--tokens 1,4,16,128] [--rounds 3]
+    python benchmarks/kernel_lowbit.py --forms avx2,avx512vnni [--tokens 1,4,16] [--rounds 3]
 
+`--forms PATHS` measures stored forms instead, on the named paths in turns, in experts of 4096 x 2048.
 `--threads 2` adds what a second core brings (M = 1, wall time, in turns with one thread, so only on a quiet machine).
 `--gate` ends with exit code 1 where a ratio misses its target by more than a quarter; CI runs it.
 """
@@ -15,6 +17,8 @@ call down. Beside every time stands its error against float64 over the same quan
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import os
 import sys
 import time
@@ -28,14 +32,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.checkpoint.values import MXFP4, NVFP4, StoredForm
 from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix
 from ndp_device.kernels.native import NativeExpert, NativeKernel
 from ndp_device.kernels.reference import dequantize
+from vllm_ndp.operating.speed import random_expert as random_stored
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from measured import Measurement, add_json_option
 
+FORMS = {
+    "nested": (4, None),
+    "nested ": (8, None),
+    "int4": (4, StoredForm("int4", 128)),
+    "int4 of 32": (4, StoredForm("int4", 32)),
+    "mxfp4": (4, MXFP4),
+    "nvfp4": (4, NVFP4),
+    "int8": (8, StoredForm("int8", 0)),
+    "fp8": (8, StoredForm("float8", 0)),
+}
+"""Name -> bits and form. Integers with and without zero points have the same bytes and the same kernel."""
+FORM_HIDDEN, FORM_INTERMEDIATE, FORM_BYTES = 4096, 2048, 2e8
 HIDDEN, INTERMEDIATE, GROUP = 4096, 14336, 128
 FOOTPRINT_BYTES = 1.2e9
 STREAM_BYTES = 512 << 20
@@ -179,6 +197,48 @@ def measure(bits: int, tokens: list[int], rounds: int, stream: Stream) -> list[d
     ]
 
 
+def measure_forms(isas: list[str], tokens: list[int], rounds: int, stream: Stream) -> list[dict[str, Any]]:
+    """Rows of the table of stored forms."""
+    rng, contestants = np.random.default_rng(0), []
+    x = {m: rng.standard_normal((m, FORM_HIDDEN)).astype(np.float32) for m in tokens}
+    for form, (bits, stored) in FORMS.items():
+        experts = [random_stored(FORM_HIDDEN, FORM_INTERMEDIATE, bits, stored)]
+        nbytes = sum(part.nbytes for part in vars(experts[0]).values() if hasattr(part, "nbytes"))
+        experts += [copy.deepcopy(experts[0]) for _ in range(int(FORM_BYTES // nbytes))]
+        for isa in isas:
+            kernel = NativeKernel(isa=isa, threads=1)
+            own = [kernel.prepare(expert) for expert in experts]
+
+            def call(i: int, m: int, kernel: NativeKernel = kernel, own: list[NativeExpert] = own) -> object:
+                return compute(kernel, x[m], own[i])
+
+            for m in tokens:
+                run = functools.partial(call, m=m)
+                contestant = Contestant(form.strip(), m, run, len(own), max(2, 8 // m), bits)
+                contestants.append((isa, nbytes, contestant))
+    for _ in range(rounds):
+        stream.run()
+        for _, _, contestant in contestants:
+            contestant.run()
+    return [
+        {
+            "form": c.name,
+            "bits": c.bits,
+            "isa": isa,
+            "tokens": c.tokens,
+            "ms": round(c.ms, 3),
+            "expert_mb": round(nbytes / 1e6, 1),
+        }
+        for isa, nbytes, c in contestants
+    ]
+
+
+def print_forms(limit: float, results: list[dict[str, Any]]) -> None:
+    print(f"limit {limit / 1e9:.2f} GB/s\n{'form':12}{'bits':>5} {'path':12}{'M':>4}{'ms':>9}{'of limit':>10}")
+    for r in results:
+        print(f"{r['form']:12}{r['bits']:5} {r['isa']:12}{r['tokens']:4}{r['ms']:9.2f}{r['fraction_of_limit']:10.2f}")
+
+
 def second_core(bits: int, threads: int, rounds: int) -> dict[str, Any]:
     """Wall time of one row with 1 and with `threads` threads, in turns over the same experts."""
     rng = np.random.default_rng(bits)
@@ -253,6 +313,9 @@ def main() -> int:
     parser.add_argument("--bits", type=numbers, default=[4, 3, 2, 1])
     parser.add_argument("--tokens", type=numbers, default=[1, 4, 16, 128])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--forms", type=lambda text: text.split(","), metavar="PATHS", help="measure stored forms on these"
+    )
     parser.add_argument("--threads", type=int, default=1, help="also measure one row with so many threads")
     parser.add_argument("--gate", action="store_true", help="exit 1 where a ratio misses its target by a quarter")
     add_json_option(parser)
@@ -264,6 +327,12 @@ def main() -> int:
     stream = Stream(NativeKernel(threads=1))
     measurement = Measurement(__doc__)
     results: list[dict[str, Any]] = []
+    if arguments.forms:
+        results = measure_forms(arguments.forms, arguments.tokens, arguments.rounds, stream)
+        set_fractions(results, stream)
+        print_forms(stream.bytes_per_s, results)
+        measurement.end({"limit_gb_per_s": round(stream.bytes_per_s / 1e9, 2), "results": results}, arguments.json)
+        return 0
     for bits in arguments.bits:
         results += measure(bits, arguments.tokens, arguments.rounds, stream)
         print(f"{bits} bits done", file=sys.stderr)

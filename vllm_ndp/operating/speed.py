@@ -218,20 +218,22 @@ def read_bytes_per_s(threads: int | None = None) -> float:
 
 def _expert_s(kernel: NativeKernel, model: WholeModel, bits: int, form: StoredForm | None, rows: int) -> float:
     """Rows through one expert of this size."""
-    hidden, inner = model.hidden_size, model.intermediate_size
-    expert: QuantizedExpert | StoredExpert
-    if form is not None and form.bits == BYTE_BITS:
-        w1, w3, w2 = (_random_bytes(form, *shape) for shape in ((inner, hidden), (inner, hidden), (hidden, inner)))
-        expert = ByteExpert(w1, w3, w2)
-    elif form is not None and form.numbers == "fp4":
-        expert = Fp4Expert(_random_fp4(form, 2 * inner, hidden), _random_fp4(form, hidden, inner))
-    else:
-        group = default_group_size(hidden, inner) if form is None else form.group
-        expert = QuantizedExpert(bits, _random(2 * inner, hidden, bits, group), _random(hidden, inner, bits, group))
-    prepared = kernel.prepare(expert)
+    hidden = model.hidden_size
+    prepared = kernel.prepare(random_expert(hidden, model.intermediate_size, bits, form))
     x = np.random.default_rng(0).standard_normal((rows, hidden), np.float32)
     owner, one, weights = np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32), np.ones(rows, np.float32)
     return _cold_s(lambda: kernel.execute(x, [prepared], owner, one, weights))
+
+
+def random_expert(hidden: int, inner: int, bits: int, form: StoredForm | None) -> QuantizedExpert | StoredExpert:
+    """Of this width, or with codes of this form."""
+    if form is not None and form.bits == BYTE_BITS:
+        w1, w3, w2 = (_random_bytes(form, *shape) for shape in ((inner, hidden), (inner, hidden), (hidden, inner)))
+        return ByteExpert(w1, w3, w2)
+    if form is not None and form.numbers == "fp4":
+        return Fp4Expert(_random_fp4(form, 2 * inner, hidden), _random_fp4(form, hidden, inner))
+    group = default_group_size(hidden, inner) if form is None else form.group
+    return QuantizedExpert(bits, _random(2 * inner, hidden, bits, group), _random(hidden, inner, bits, group))
 
 
 def _linear_bytes_per_s(kernel: NativeKernel, columns: int) -> float:
