@@ -233,7 +233,6 @@ def build_calibrated(
                 batch.add(expert, answers_of(float_expert(index, expert), expert))
         inputs, held_out = parts_of(batch)
         inputs.layer_moment.sum()  # before experts ask for it at the same time
-        done = []
 
         def made(expert: int) -> tuple[LayerReplicas, torch.Tensor]:
             weights = float_expert(layer, expert)
@@ -244,11 +243,14 @@ def build_calibrated(
             progress.made()
             return kept.keep(layer, expert, calibrated.layer_of([new])), new.answers
 
+        def added(expert: int, of_expert: tuple[LayerReplicas, torch.Tensor]) -> LayerReplicas:
+            """No name holds its answers while the next one is made: 0.15 GB at Mixtral's width."""
+            batch.add(expert, of_expert[1])
+            return of_expert[0]
+
+        experts = range(shape.num_experts)
         with calibrated.side_by_side(peak.experts, cores // peak.experts) as threads:
-            for expert, (replicas, answers) in enumerate(threads.map(made, range(shape.num_experts))):
-                batch.add(expert, answers)
-                done.append(replicas)
-        return LayerReplicas.of(done)
+            return LayerReplicas.of(list(map(added, experts, threads.map(made, experts))))
 
     made = run_job(out_dir, manifest, make_layer, show_progress=show_progress)
     return made if made.is_weighed else weigh(model_dir, out_dir, text, device)
