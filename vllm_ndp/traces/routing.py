@@ -112,10 +112,12 @@ ROUTINGS: Mapping[str, RoutingPreset] = {
         ),
         RoutingPreset(
             "near-chance",
-            "two fine-grained models of 2024, public logs of single layers: neighbours share 1.1 to 2 times chance",
+            "public logs of single layers of fine-grained models of 2024: hits and repeats of Qwen1.5-MoE and OLMoE",
             ("near-chance",),
-            concentration=20.0,
-            signal=0.5,
+            concentration=40.0,
+            signal=0.4,
+            persistence=0.6,
+            memory=0.2,
         ),
     )
 }
