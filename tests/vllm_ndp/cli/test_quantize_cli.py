@@ -33,28 +33,6 @@ def test_a_person_gets_a_table_and_a_program_one_object(tmp_path: Path) -> None:
     assert ReplicaFiles(tmp_path / "out").manifest.source == "data-free"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (("--bits", "1,two"), "such as 1,2,3,4"),
-        (("--bits", "5"), "selection of [1, 2, 3, 4]"),
-        (("--group-size", "12"), "multiple of 8"),
-        (("--solver", "auto-gptq"), "add --calibration FILE"),
-        (("--shrink", "0.3"), "add --calibration FILE"),
-        (("--effort", "best"), "add --calibration FILE"),
-    ],
-)
-def test_a_wrong_argument_costs_one_sentence_and_exit_code_2(
-    tmp_path: Path, arguments: tuple[str, ...], complaint: str
-) -> None:
-    done = run_quantize(MODEL, "--out", tmp_path / "out", *arguments)
-    assert done.returncode == 2
-    assert complaint in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert done.stdout == ""
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.slow
 def test_a_text_too_short_says_how_many_tokens_are_needed(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("a few words")
@@ -80,11 +58,3 @@ def test_a_text_that_is_shorter_than_asked_gives_the_sequences_it_has(tmp_path: 
     )
     again = run_quantize(MODEL, "--out", out, "--calibration", tmp_path / "short.txt", "--sequence-length", "64")
     assert f"vllm-ndp: nothing to do: {out} holds these replicas" in again.stderr
-
-
-def test_a_directory_that_is_no_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    done = run_quantize(model, "--out", tmp_path / "out")
-    assert done.returncode == 2
-    assert f"no config.json in {model}" in done.stderr

@@ -245,36 +245,6 @@ def test_the_pause_before_each_new_connection_doubles_up_to_its_end_and_begins_a
     assert pauses(3) == [10, 20, 40]
 
 
-def test_a_restarted_device_gets_the_plan_again_without_being_asked(device: FaultyDevice, client: DeviceClient) -> None:
-    client.install_plan(2, full_plan())
-    client.activate_plan(2)
-    client.install_plan(3, full_plan())  # installed, not active
-    device.handler = make_handler()  # forgets everything; replies carry another incarnation
-    with pytest.raises(DeviceUnavailable):
-        client.finish_execute(CALLS[0].begin(client))
-    until_up(client)
-    assert_serves(client)
-    assert client.activate_plan(3)
-    assert_serves(client)
-
-
-def test_a_plan_made_while_the_device_is_down_is_installed_when_it_is_back(
-    device: FaultyDevice, client: DeviceClient
-) -> None:
-    device.fault = failing("drop")
-    device.reachable = True
-    with pytest.raises(DeviceUnavailable):
-        client.finish_execute(CALLS[0].begin(client))
-    device.reachable = False
-    with pytest.raises(DeviceUnavailable):
-        client.install_plan(7, full_plan())
-    assert client.activate_plan(7) is False
-    device.reachable, device.fault = True, honest
-    until_up(client)
-    assert_serves(client)
-    assert device.handler._clients.popitem()[1].session.active_epoch == 7
-
-
 @pytest.mark.parametrize("looks", range(5))
 def test_a_plan_that_changes_on_the_way_up_costs_no_call(
     looks: int, device: FaultyDevice, client: DeviceClient, monkeypatch: pytest.MonkeyPatch
@@ -298,29 +268,6 @@ def test_a_plan_that_changes_on_the_way_up_costs_no_call(
     assert client.activate_plan(5)
     assert_serves(client)
     assert (client.counters.refused, client.counters.lost) == (0, 1)
-
-
-def test_a_device_that_comes_back_with_another_model_is_never_used(
-    device: FaultyDevice, client: DeviceClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (other / name).write_bytes((MODEL / name).read_bytes())
-    with (other / "model.safetensors").open("r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"\x3c")
-    first, device.handler = device.handler, make_handler(other)
-    for _ in range(50):
-        with pytest.raises(DeviceUnavailable):
-            client.finish_execute(CALLS[0].begin(client))
-        time.sleep(0.002)
-    assert client.state == "down"
-    assert "digest" in client.reason
-    assert sum("refuses us" in record.getMessage() for record in caplog.records) == 1
-    device.handler = first
-    until_up(client)
-    assert_serves(client)
 
 
 def test_connect_says_why_a_device_refuses(device: FaultyDevice) -> None:
@@ -355,21 +302,6 @@ def test_the_answer_to_a_plan_may_be_waited_for_later(client: DeviceClient) -> N
     assert_serves(client)
     with pytest.raises(LocalProtocolError, match="on its way"):
         client.finish_install_plan()
-
-
-def test_a_plan_whose_device_is_lost_before_it_answers_is_installed_when_it_is_back(
-    device: FaultyDevice, client: DeviceClient
-) -> None:
-    device.fault = failing("drop")
-    client.begin_install_plan(2, full_plan())
-    with pytest.raises(DeviceUnavailable):
-        client.finish_execute(CALLS[0].begin(client))
-    device.fault = honest
-    with pytest.raises(DeviceUnavailable):
-        client.finish_install_plan()
-    client.activate_plan(2)
-    until_up(client)
-    assert_serves(client)
 
 
 def test_a_session_the_device_forgot_is_made_again(device: FaultyDevice, client: DeviceClient) -> None:

@@ -132,39 +132,6 @@ def test_a_foreign_recording_is_imported(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["compare", "nowhere"], "is not a trace"),
-        (["compare", TRACE, "--systems", "mondo"], "did you mean 'monde'"),
-        (["compare", TRACE, "--hardware", "h100-ndp513"], "did you mean"),
-        (["compare", TRACE, "--set", "gpu.hbm_efficiency_percent=200"], "hbm_efficiency_percent"),
-        (["compare", TRACE, "--batch", "one"], "whole numbers"),
-        (["compare", TRACE, "--hot-experts", "9"], r"0..8"),
-        (["compare", TRACE, "--hot-experts", "-1"], "hot experts per layer must be at least 0, got -1"),
-        (
-            ["compare", TRACE, "--set", "dram.capacity_bytes=1", "--set", "gpu.hbm_capacity_bytes=1"],
-            "context_aware with K 4 at batch 1 does not fit, gpu memory lacks 49079648255 bytes",
-        ),
-        (["compare", TRACE, "--fit", "--set", "gpu.hbm_capacity_bytes=1"], "nothing of it fits"),
-        (["compare", TRACE, "--set", "dram.capacity_bytes=-1"], "dram.capacity_bytes must lie in 1.."),
-        (["compare", TRACE, "--memory", "lots"], "--memory must be whole numbers"),
-        (["compare", TRACE, "--memory", "0"], "--memory must be at least 1"),
-        (["compare", TRACE, TRACE, "--replicas", "r"], "belong to one trace, 2 were given"),
-        (["arrivals", TRACE, "--kv-tokens", "100"], "needs 32 blocks of KV cache for 512 tokens, there are 6"),
-        (["arrivals", TRACE, TRACE, "--process", "steps"], "belong to one trace, 2 were given"),
-        (["arrivals", TRACE, "--steps", "-1"], "'--steps'"),
-        (["reproduce", "nothing"], "'paper', 'monde', 'cxl-expert', 'hobbit', 'moepic'"),
-        (["reproduce", "moepic", TRACE], "a trace belongs to hobbit"),
-        (["replay", TRACE], "live run"),
-    ],
-)
-def test_bad_input_ends_in_one_sentence_and_code_2(arguments, says):
-    done = run(*arguments, code=2)
-    assert says in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
         (["compare", "--option", "speed=9"], "unknown option 'speed'"),
         (["compare", "--columns", "speed"], "No such option"),
         (["compare", "--model", "olmoe"], "name a model of the trace's routing shape"),
