@@ -11,7 +11,7 @@
 namespace {
 
 using Words = u16x32;
-constexpr bool kOwnRow = false;
+constexpr int kOwnRows = 0;
 constexpr int kGemmRows = 12;          // 12 rows x 2 blocks of sums: 24 of 32 registers
 
 NDP_INLINE Words fp4_levels(Words codes) {

@@ -9,7 +9,7 @@
 namespace {
 
 typedef uint16_t Words __attribute__((vector_size(32)));
-constexpr bool kOwnRow = true;
+constexpr int kOwnRows = 6;
 constexpr int kFewRows = 0;
 constexpr int kGemmRows = 2;            // 2 rows x 2 blocks x 2 halves = 8 of 16 registers
 
@@ -312,12 +312,12 @@ NDP_INLINE void dot_in_registers(const uint8_t* c0, const uint8_t* c1, int chunk
                     const __m256i low = (__m256i)Code::field(v, 0), high = (__m256i)Code::field(v, 1);
                     NDP_UNROLL(2)
                     for (int limb = 0; limb < LIMBS; ++limb) {
-                        const __m256i both = _mm256_add_epi16(_mm256_maddubs_epi16(low, four[0][limb]),
-                                                              _mm256_maddubs_epi16(high, four[1][limb]));
-                        pairs[limb][part] = _mm256_add_epi16(pairs[limb][part], both);
+                        __m256i& sum = pairs[limb][part];
+                        sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(low, four[0][limb]));
+                        sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(high, four[1][limb]));
+                        asm volatile("" : "+x"(sum));  // or g++ adds products up in trees, out of registers
                     }
                 }
-                asm volatile("" ::: "memory");  // or g++ loads ahead until it runs out of registers
                 if ((q + 1) % kVectors != 0) continue;
                 NDP_UNROLL(4)
                 for (int part = 0; part < kParts; ++part) {
@@ -357,22 +357,25 @@ NDP_INLINE void dot_bytes(const uint8_t* codes, int steps, const int8_t* x, int 
     }
 }
 
-// One row: codes stay in registers. The same sums in the same order as own_products.
+// A few tokens, one after the other: codes stay in registers. The same sums in the same order as own_products.
 template <class Code, int LIMBS, int CHUNKS>
-void own_row(const QuantizedView& w, const Activations& a, int first, int last, float* y) {
+void own_tokens(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride) {
     const int chunks = CHUNKS ? CHUNKS : w.padded_group / kChunkCols, padded = chunks * kChunkCols;
     const ptrdiff_t bytes0 = chunks * chunk_bytes(Code::kWidth0), bytes1 = chunks * chunk_bytes(Code::kWidth1);
-    for (int unit = first; unit < last; ++unit) {
+    for (int i = 0; i < (last - first) * a.tokens; ++i) {
+        const int unit = first + i / a.tokens, token = i % a.tokens;
         const ptrdiff_t at = static_cast<ptrdiff_t>(unit) * w.unit_chunks;
         const uint8_t* c0 = w.component[0] + at * chunk_bytes(Code::kWidth0);
         const uint8_t* c1 = Code::kWidth1 ? w.component[1] + at * chunk_bytes(Code::kWidth1) : c0;
         const uint8_t* stored = w.meta + static_cast<ptrdiff_t>(unit) * w.groups * Code::kMetaBytes;
-        const int8_t* x = a.codes;
+        const int8_t* x = a.codes + token * LIMBS * padded;
         __m256 out[4] = {};
         for (int g = 0; g < w.groups; ++g) {
             __m256i dots[LIMBS][4];
+            const ptrdiff_t of = static_cast<ptrdiff_t>(g) * a.tokens + token;
+            const int32_t* zeros = Code::kFp4 ? a.zeros + of * LIMBS * chunks * Code::kScales : nullptr;
             if constexpr (Code::kFields == 1) dot_bytes<LIMBS>(c0, chunks * 8, x, padded, dots);
-            else dot_in_registers<Code, LIMBS>(c0, c1, chunks, x, a.zeros + g * LIMBS * chunks * Code::kScales, stored, padded, dots);
+            else dot_in_registers<Code, LIMBS>(c0, c1, chunks, x, zeros, stored, padded, dots);
             NDP_UNROLL(6)
             for (int line = 0; line < Code::kMetaBytes; line += 64)
                 __builtin_prefetch(stored + kMetaLead * Code::kMetaBytes + line);
@@ -390,17 +393,17 @@ void own_row(const QuantizedView& w, const Activations& a, int first, int last, 
                 __m256 dot = _mm256_cvtepi32_ps(dots[0][part]);
                 if constexpr (LIMBS == 2)
                     dot = _mm256_fmadd_ps(dot, _mm256_set1_ps(128), _mm256_cvtepi32_ps(dots[1][part]));
-                dot = _mm256_mul_ps(dot, _mm256_set1_ps(a.scale[g]));
+                dot = _mm256_mul_ps(dot, _mm256_set1_ps(a.scale[of]));
                 out[part] = _mm256_fmadd_ps(dot, scale, out[part]);
-                if constexpr (!Code::kFp4) out[part] = _mm256_fmadd_ps(offset, _mm256_set1_ps(a.sum[g]), out[part]);
+                if constexpr (!Code::kFp4) out[part] = _mm256_fmadd_ps(offset, _mm256_set1_ps(a.sum[of]), out[part]);
             }
             c0 += bytes0;
             c1 += bytes1;
             stored += Code::kMetaBytes;
-            x += LIMBS * padded;
+            x += a.tokens * LIMBS * padded;
         }
         NDP_UNROLL(4)
-        for (int part = 0; part < 4; ++part) _mm256_storeu_ps(y + (unit - first) * kUnitRows + part * 8, out[part]);
+        for (int part = 0; part < 4; ++part) _mm256_storeu_ps(y + token * stride + (unit - first) * kUnitRows + part * 8, out[part]);
     }
 }
 

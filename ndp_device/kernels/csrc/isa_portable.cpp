@@ -6,7 +6,7 @@
 namespace {
 
 typedef uint16_t Words __attribute__((vector_size(16)));
-constexpr bool kOwnRow = false;
+constexpr int kOwnRows = 0;
 constexpr int kFewRows = 0;
 constexpr int kGemmRows = 2;
 

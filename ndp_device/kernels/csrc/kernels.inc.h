@@ -1,7 +1,8 @@
 // The kernels of every path, written once over 64-byte vectors. The including file gives, in an unnamed namespace:
 //   i32x16 dot4(i32x16 acc, u8x64 codes, i32x16 steps)   acc[r] += sum over j < 4 of codes[4r + j] * steps[r].byte[j]
 //   f32x16 half_to_float(const uint16_t*)
-//   kOwnRow          whether the file defines own_row (below), after it has included this one
+//   kOwnRows         up to this many activation rows (token limbs), and for one token, own_tokens (below) computes, which the
+//                    file defines after it has included this one; 0: it has none
 //   NDP_UNROLL(n)    unrolls the next loop, or nothing
 //   Words            the widest vector of uint16_t that lives in a register
 //   fp4_levels(Words codes)   E2M1 codes, a byte each, as what kFp4Levels (kernel_table.h) gives for them
@@ -402,7 +403,8 @@ void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y,
         const uint8_t* c0 = w.component[0] + chunk * chunk_bytes(Code::kWidth0);
         const uint8_t* c1 = Code::kWidth1 ? w.component[1] + chunk * chunk_bytes(Code::kWidth1) : c0;
         constexpr int kChunksIn16 = 32767 / (8 * 2 * kTopLimb * Code::kTop);
-        Panel panel{most < w.groups - first ? most : w.groups - first, steps, kChunksIn16, w.fp4, factors, shifted, codes, meta, {}, {}};
+        const int groups = most < w.groups - first ? most : w.groups - first;
+        Panel panel{groups, steps, kChunksIn16, w.fp4, factors, shifted, codes, meta, {}, {}};
         panel.ahead[0] = c0 + panel.groups * group_bytes[0];
         panel.ahead[1] = c1 + panel.groups * group_bytes[1];
         panel.ahead_bytes[0] = chunk_bytes(Code::kWidth0) / 8;
@@ -429,9 +431,9 @@ void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y,
     }
 }
 
-// One token, codes in registers, where kFewRows is 0.
+// A few tokens, codes in registers, where kFewRows is 0.
 template <class Code, int LIMBS, int CHUNKS>
-void own_row(const QuantizedView& w, const Activations& a, int first, int last, float* y);
+void own_tokens(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride);
 
 template <class Code, int LIMBS>
 void multiply_width(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride,
@@ -444,10 +446,10 @@ void multiply_width(const QuantizedView& w, const Activations& a, int first, int
             return few_tokens<Code, LIMBS, kFewTokens, kChunks>(w, a, first, last, y, stride);
         if (a.tokens == 1) return few_tokens<Code, LIMBS, 1, 0>(w, a, first, last, y, stride);
     }
-    if constexpr (kOwnRow) {
-        if (a.tokens == 1) {
-            if (is_usual) return own_row<Code, LIMBS, kChunks>(w, a, first, last, y);
-            return own_row<Code, LIMBS, 0>(w, a, first, last, y);
+    if constexpr (kOwnRows > 0) {
+        if (a.tokens == 1 || (LIMBS == 2 && a.tokens * LIMBS <= kOwnRows)) {
+            if (is_usual) return own_tokens<Code, LIMBS, kChunks>(w, a, first, last, y, stride);
+            return own_tokens<Code, LIMBS, 0>(w, a, first, last, y, stride);
         }
     }
     for (int unit = first; unit < last; ++unit)

@@ -51,8 +51,12 @@ NDP_INLINE i32x16 broadcast_step(const int8_t* four) {
 }
 
 NDP_INLINE i32x16 bytes_to_ints(const uint8_t* p) {
-#if defined(__AVX512F__)  // g++ converts bytes one by one
+#if defined(__AVX512F__)  // g++ converts bytes one by one, as it does on AVX2
     return (i32x16)_mm512_cvtepu8_epi32(load<__m128i>(p));
+#elif defined(__AVX2__)
+    const __m128i bytes = load<__m128i>(p);
+    const __m256i halves[2] = {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+    return load<i32x16>(halves);
 #else
     i32x16 v;
     for (int i = 0; i < 16; ++i) v[i] = p[i];
