@@ -9,10 +9,11 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export VLLM_LOGGING_LEVEL ?= WARNING
 
-# Two processes of about 1.5 GB each. Whole files go to one of them, so that engines started for a file are shared in it.
+# Three processes of about 1.5 GB each: with two, two cores are idle for a third of the time. Whole files go to one of them,
+# so that engines started for a file are shared in it.
 # Both must collect the same tests in the same order, those over a set included: hence the seed.
 # A process that dies ends the run and is named: the one in its place was waited for without end.
-WORKERS ?= 2
+WORKERS ?= 3
 BY_FILE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 PYTEST = PYTHONHASHSEED=0 $(BIN)/python -m pytest $(BY_FILE)
 LONG = PYTHONHASHSEED=0 $(BIN)/python tests/long_tests.py
