@@ -385,7 +385,7 @@ import sys
 from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.config import VllmConfig, set_current_vllm_config
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.integration.facts import Ranks
+from vllm_ndp.integration.ranks import Ranks
 
 rank, port = int(sys.argv[1]), sys.argv[2]
 with set_current_vllm_config(VllmConfig()):

@@ -35,7 +35,7 @@ def doctor(
 
     Exit code 1 if something would fail.
     """
-    from vllm_ndp.cli.options import waiting
+    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.operating.doctor import Asked, Machine, examine, mend_environment
 
     if mend:
@@ -64,7 +64,7 @@ def doctor(
 def _print(checks: list[Check]) -> None:
     from rich.table import Table
 
-    from vllm_ndp.cli.options import print_table
+    from vllm_ndp.cli.terminal import print_table
 
     table = Table(title="vllm-ndp doctor", title_justify="left")
     for name in ("check", "", "found", "what to do"):

@@ -59,7 +59,7 @@ def plan(
     Reads sizes only. Exit code 2 with one sentence where nothing fits.
     """
     from ndp_device.timing.spec import load_hardware, nearest_card
-    from vllm_ndp.cli.options import waiting
+    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.cost_model.costs import Costs
     from vllm_ndp.operating.proposal import propose
     from vllm_ndp.operating.sizing import Demand, MachineSize, Sizing, parse_bytes

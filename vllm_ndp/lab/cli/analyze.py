@@ -52,7 +52,7 @@ def analyze(
     """
     import numpy as np
 
-    from vllm_ndp.cli.options import waiting
+    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.lab.analysis import analyse
     from vllm_ndp.lab.cli.tables import print_analysis, print_locality, write_rows
     from vllm_ndp.lab.compare import popularity

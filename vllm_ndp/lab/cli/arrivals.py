@@ -47,7 +47,7 @@ def arrivals(
 
     Hosts share the devices. All times are simulated. --out: every token with its causes.
     """
-    from vllm_ndp.cli.options import waiting
+    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.lab.cli.tables import print_latencies, write_rows
     from vllm_ndp.lab.load.latency import as_bench_serve, percentiles, tokens_of
     from vllm_ndp.lab.load.run import serve, serve_again

@@ -51,7 +51,7 @@ def replay(
 
     Under its own policy, to the picosecond. Exit code 1 if any step differs.
     """
-    from vllm_ndp.cli.options import waiting
+    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.lab.exact.live import RecordedRun, recorded_rules, replay_live
     from vllm_ndp.traces.trace import Trace
 
@@ -109,7 +109,7 @@ def compare(
     All times are simulated. Several models, hardware, memory sizes or widths: every combination, and its fastest
     systems. docs/systems.md explains each column.
     """
-    from vllm_ndp.cli.options import waiting
+    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.lab.cli.tables import print_comparison, print_winners, write_rows
     from vllm_ndp.lab.compare import beside_fastest
     from vllm_ndp.lab.grid import columns, compare_all, processes
@@ -178,7 +178,7 @@ def reproduce(
     ] = None,
 ) -> None:
     """Print published figures beside ours, with assumptions."""
-    from vllm_ndp.cli.options import waiting
+    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.lab.cli.tables import print_reproduction
     from vllm_ndp.lab.reproduce import locality, paper, rivals, silicon
     from vllm_ndp.traces.trace import Trace

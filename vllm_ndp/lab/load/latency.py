@@ -98,12 +98,8 @@ def tokens_of(served: ServedRequest) -> Tokens:
     causes, indices = np.zeros((len(asked), len(CAUSES)), np.int64), np.zeros(len(asked), np.int64)
     indices[by_request] = index
     for cause in range(len(CAUSES)):
-        sums = np.append(
-            0,
-            np.cumsum(  # may wrap around, and differences are right even then
-                of.get(cause, 0) + decode_ps[step, cause]
-            ),
-        )
+        waited = of.get(cause, 0) + decode_ps[step, cause]
+        sums = np.append(0, np.cumsum(waited))  # may wrap around, and differences are right even then
         causes[by_request, cause] = sums[last + 1] - sums[begin]
     return Tokens(asked, indices, ends[came_in], causes)
 
