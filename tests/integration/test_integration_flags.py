@@ -56,30 +56,39 @@ def test_settings_in_two_ways_are_refused_because_vllm_drops_one(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("words", "eager"), [([], True), (["-O2"], False), (["-cc.mode=3"], False), (["bench"], False)]
+    ("command", "words", "eager"),
+    [
+        ("serve", [], True),
+        ("serve", ["-O2"], False),
+        ("serve", ["-cc.mode=3"], False),
+        ("serve", ["--no-enforce-eager"], False),
+        ("bench", [], False),
+    ],
 )
-def test_a_server_on_a_cpu_compiles_only_if_asked(words: list[str], eager: bool, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_on_a_cpu_compiles_only_if_asked(
+    command: str, words: list[str], eager: bool, monkeypatch: pytest.MonkeyPatch
+):
     from vllm import EngineArgs
     from vllm.config import CompilationMode
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    command = "bench" if words == ["bench"] else "serve"
-    given = [
-        "--model",
-        str(MODEL),
-        "--quantization",
-        "ndp",
-        "--max-model-len",
-        "128",
-        *(words if command == "serve" else []),
-    ]
+    given = ["--model", str(MODEL), "--quantization", "ndp", "--max-model-len", "128", *words]
     monkeypatch.setattr(sys, "argv", ["vllm", command, *given])
-    config = EngineArgs.from_cli_args(
-        make_arg_parser(FlexibleArgumentParser()).parse_args(given)
-    ).create_engine_config()
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(given)
+    config = EngineArgs.from_cli_args(parsed).create_engine_config()
     assert (config.compilation_config.mode == CompilationMode.NONE) == eager
     assert ("all" in config.compilation_config.custom_ops) == eager  # vLLM's own operators where nothing is compiled
+
+
+def test_a_level_of_optimization_from_a_file_is_obeyed(monkeypatch: pytest.MonkeyPatch):
+    """It stands in no word of the command line."""
+    from vllm import EngineArgs
+    from vllm.config import CompilationMode
+
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "--config", "file.yaml"])
+    config = EngineArgs(str(MODEL), quantization="ndp", max_model_len=128, optimization_level=1).create_engine_config()
+    assert config.compilation_config.mode != CompilationMode.NONE
 
 
 def test_an_override_of_the_experts_is_refused_before_the_first_prompt():

@@ -441,12 +441,15 @@ _COMPILATION = re.compile("-O|-cc|--compilation.config|--optimization.level|--(n
 def settle_graphs(vllm_config: VllmConfig) -> None:
     """What is compiled and what is captured. Graphs hold a MoE layer only where whole decode steps were asked for.
 
-    On a CPU a server compiles only where its command line speaks of it: what is between MoE layers gains nothing that
-    can be measured, and takes a minute of the first start (docs/log/serving.md).
+    On a CPU a server compiles only where its command line speaks of it: that gains decode nothing and prompts 1 to 3 %,
+    and takes a minute of the first start (docs/log/serving.md).
     """
     if on_cpu():
-        asked = vllm_config.compilation_config.mode is not None or any(map(_COMPILATION.match, sys.argv))
-        if is_server(sys.argv) and not asked:
+        is_default = (
+            vllm_config.compilation_config.mode is None
+            and vllm_config.optimization_level == type(vllm_config).optimization_level
+        )
+        if is_server(sys.argv) and is_default and not any(map(_COMPILATION.match, sys.argv)):
             vllm_config.model_config.enforce_eager = True
         return
     has_graphs = limits.configure_graphs(vllm_config)
