@@ -42,17 +42,17 @@ from vllm_ndp.operating.speed import random_expert as random_stored
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from measured import Measurement, add_json_option
 
-FORMS = {
-    "nested": (4, None),
-    "nested ": (8, None),
-    "int4": (4, StoredForm("int4", 128)),
-    "int4 of 32": (4, StoredForm("int4", 32)),
-    "mxfp4": (4, MXFP4),
-    "nvfp4": (4, NVFP4),
-    "int8": (8, StoredForm("int8", 0)),
-    "fp8": (8, StoredForm("float8", 0)),
-}
-"""Name -> bits and form. Integers with and without zero points have the same bytes and the same kernel."""
+FORMS = (
+    ("nested", 4, None),
+    ("nested", 8, None),
+    ("int4", 4, StoredForm("int4", 128)),
+    ("int4 of 32", 4, StoredForm("int4", 32)),
+    ("mxfp4", 4, MXFP4),
+    ("nvfp4", 4, NVFP4),
+    ("int8", 8, StoredForm("int8", 0)),
+    ("fp8", 8, StoredForm("float8", 0)),
+)
+"""Name, bits, form. Integers with and without zero points have the same bytes and the same kernel."""
 FORM_HIDDEN, FORM_INTERMEDIATE, FORM_BYTES = 4096, 2048, 2e8
 HIDDEN, INTERMEDIATE, GROUP = 4096, 14336, 128
 FOOTPRINT_BYTES = 1.2e9
@@ -201,7 +201,7 @@ def measure_forms(isas: list[str], tokens: list[int], rounds: int, stream: Strea
     """Rows of the table of stored forms."""
     rng, contestants = np.random.default_rng(0), []
     x = {m: rng.standard_normal((m, FORM_HIDDEN)).astype(np.float32) for m in tokens}
-    for form, (bits, stored) in FORMS.items():
+    for form, bits, stored in FORMS:
         experts = [random_stored(FORM_HIDDEN, FORM_INTERMEDIATE, bits, stored)]
         nbytes = sum(part.nbytes for part in vars(experts[0]).values() if hasattr(part, "nbytes"))
         experts += [copy.deepcopy(experts[0]) for _ in range(int(FORM_BYTES // nbytes))]
@@ -214,7 +214,7 @@ def measure_forms(isas: list[str], tokens: list[int], rounds: int, stream: Strea
 
             for m in tokens:
                 run = functools.partial(call, m=m)
-                contestant = Contestant(form.strip(), m, run, len(own), max(2, 8 // m), bits)
+                contestant = Contestant(form, m, run, len(own), max(2, 8 // m), bits)
                 contestants.append((isa, nbytes, contestant))
     for _ in range(rounds):
         stream.run()
