@@ -146,7 +146,7 @@ def build_calibrated(
     if BYTE_BITS in bits:
         solve = calibrated.with_bytes(solve, group_size)
     text = _drawn_text(checkpoint, model_dir, calibration_file, num_sequences, sequence_length, seed)
-    num_sequences = len(text.token_ids)
+    num_sequences, sequence_length = text.token_ids.shape
     _refuse_few_tokens(num_sequences - text.num_held_out, sequence_length, shape)
     manifest = Manifest.with_form(
         checkpoint.layout.activations,
@@ -286,7 +286,7 @@ def build_tuned(
     source = ReplicaFiles(replicas_dir, model_digest=model_digest(model_dir))
     _refuse_what_does_not_fit(source.manifest)
     text = _drawn_text(checkpoint, model_dir, calibration_file, num_sequences, sequence_length, seed)
-    num_sequences = len(text.token_ids)
+    num_sequences, sequence_length = text.token_ids.shape
     manifest = msgspec.structs.replace(
         source.manifest.unweighed(),
         layers={},

@@ -24,10 +24,14 @@ from ndp_device.common.errors import ConfigError
 HELD_OUT_EVERY = 8
 """One sequence in 8 is kept from the solver and used for the loss table."""
 
+SHORTEST = 32
+"""Tokens of a sequence: a short text is cut into shorter sequences before one is refused."""
+
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """Sequences of token ids [S, sequence_length], drawn without overlap from one text file."""
+    """Sequences of token ids [S, sequence_length], drawn without overlap from one text file. A text that is too short
+    for those that were asked for gives fewer, and shorter ones if not even HELD_OUT_EVERY are whole."""
 
     token_ids: Tensor
     file_name: str
@@ -57,14 +61,16 @@ class CalibrationText:
             ids = tokenizer(text.decode(), add_special_tokens=False, verbose=False)["input_ids"]
         except UnicodeDecodeError as error:
             raise ConfigError(f"the calibration file {path} must be UTF-8 text: {error}") from None
-        if (whole := len(ids) // sequence_length) < HELD_OUT_EVERY:
+        asked = f"{num_sequences} of {sequence_length}"
+        sequence_length = min(sequence_length, len(ids) // HELD_OUT_EVERY)
+        if sequence_length < SHORTEST:
             raise ConfigError(
                 f"the calibration file {path.name} has {len(ids)} tokens and {HELD_OUT_EVERY} sequences of "
-                f"{sequence_length} need {HELD_OUT_EVERY * sequence_length}: give a longer text or shorter sequences"
+                f"{SHORTEST}, the least, need {HELD_OUT_EVERY * SHORTEST}: give a longer text"
             )
-        if whole < num_sequences:
+        if (whole := len(ids) // sequence_length) < num_sequences:
             print(
-                f"{path.name} has {len(ids)} tokens: {whole} sequences of {sequence_length}, not {num_sequences}",
+                f"{path.name} has {len(ids)} tokens: {whole} sequences of {sequence_length}, not {asked}",
                 file=sys.stderr,
             )
         windows = np.array(ids[: len(ids) // sequence_length * sequence_length]).reshape(-1, sequence_length)

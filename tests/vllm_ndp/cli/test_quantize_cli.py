@@ -39,22 +39,24 @@ def test_a_text_too_short_says_how_many_tokens_are_needed(tmp_path: Path) -> Non
     done = run_quantize(MODEL, "--out", tmp_path / "out", "--calibration", tmp_path / "short.txt")
     assert done.returncode == 2
     assert done.stderr.strip().endswith(
-        "short.txt has 3 tokens and 8 sequences of 512 need 4096: give a longer text or shorter sequences"
+        "short.txt has 3 tokens and 8 sequences of 32, the least, need 256: give a longer text"
     )
 
 
 @pytest.mark.slow
 def test_a_text_that_is_shorter_than_asked_gives_the_sequences_it_has(tmp_path: Path) -> None:
+    """Nine kilobytes do not fill eight sequences of 512."""
     words = (MODEL / "calibration.txt").read_text()[:9000]
     (tmp_path / "short.txt").write_text(words)
     out = tmp_path / "out"
-    done = run_quantize(MODEL, "--out", out, "--calibration", tmp_path / "short.txt", "--sequence-length", "64")
+    done = run_quantize(MODEL, "--out", out, "--calibration", tmp_path / "short.txt")
     assert done.returncode == 0, done.stderr
-    said = re.search(r"(\d+) sequences of 64, not 128", done.stderr)
+    said = re.search(r"(\d+) tokens: 8 sequences of (\d+), not 128 of 512", done.stderr)
     assert said is not None
-    assert 8 <= int(said[1]) < 128
+    assert int(said[2]) == int(said[1]) // 8 < 512
+    assert ReplicaFiles(out).manifest.calibration["sequence_length"] == int(said[2])
     assert done.stderr.splitlines()[-1] == (
         f"vllm-ndp: serve it with: vllm serve {MODEL} --quantization ndp --additional-config.ndp.replicas {out}"
     )
-    again = run_quantize(MODEL, "--out", out, "--calibration", tmp_path / "short.txt", "--sequence-length", "64")
+    again = run_quantize(MODEL, "--out", out, "--calibration", tmp_path / "short.txt")
     assert f"vllm-ndp: nothing to do: {out} holds these replicas" in again.stderr
