@@ -149,6 +149,28 @@ def _objects(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:
             yield where, found
 
 
+def _lattice(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:
+    """Rows of lattice's dump_moe_routing_trace_jsonl. A request begins where the token's number falls."""
+    request = last = 0
+    for where, row in _objects(path, fields):
+        request, last = request + (row["token_idx"] < last), row["token_idx"]
+        cell = {"type": "route", "request": f"{path.stem} {request}", "token": last, "layer": row["layer_idx"]}
+        yield where, cell | {"ids": row["selected_ids"], "weights": row["gate_weights"]}
+
+
+def _ik_llama(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:
+    """Routes of ik_llama.moe_routing_trace 1: decode tokens of one sequence, and an end that counts them."""
+    routes, row = 0, dict[str, Any]()
+    yield str(path), {"request": path.stem, "prompt_len": 0}
+    for where, row in _objects(path, fields):
+        if row.get("type") == "route":
+            routes, both = routes + 1, [(each["expert"], each["weight"]) for each in row["selected"]]
+            cell = {"type": "route", "request": path.stem, "token": row["batch_index"], "layer": row["layer"]}
+            yield where, cell | {"ids": [expert for expert, _ in both], "weights": [weight for _, weight in both]}
+    if row.get("complete") is not True or row.get("routes") != routes:
+        raise TraceError(f"{path} does not end with its number of routes: the run that wrote it was interrupted")
+
+
 def _json(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:
     yield str(path), decode_json(read_bytes(path, MOST_BYTES), list[dict[str, Any]], max_values=MOST_VALUES)
 
@@ -225,19 +247,19 @@ def _by_number(path: Path) -> list[tuple[int, str]]:
 
 
 def _answers(told: Told) -> Found:
-    """Choices of responses, with routing [P + G - 1, L, k] of prompt and output as lists or base64 .npy.
+    """Choices of responses, with routing [P + G - 1, L, k] of prompt and output: lists, base64 .npy, or prime-rl's own.
 
     The last generated token has no forward pass.
     """
     logged: list[Logged] = []
     for number, (where, response) in enumerate(told.parts, 1):
         routed = [_routed(choice.get(told.fields["ids"])) for choice in response["choices"]]
-        found = [ids for ids in routed if ids is not None]
+        found = [both for both in routed if both is not None]
         if not found or len(found) < len(routed):
             raise TraceError(f"{where} has no {told.fields['ids']}: serve with --enable-return-routed-experts")
-        lengths = _prompt_lens(where, response, [len(ids) for ids in found])
+        lengths = _prompt_lens(where, response, [len(ids) for ids, _ in found])
         name = str(response.get(told.fields["request"], number))
-        logged += [Logged(name, ids, None, length) for ids, length in zip(found, lengths, strict=True)]
+        logged += [Logged(name, *both, length) for both, length in zip(found, lengths, strict=True)]
     return logged, {}
 
 
@@ -260,15 +282,40 @@ def _prompt_lens(where: str, response: dict[str, Any], rows: list[int]) -> list[
     return lengths
 
 
-def _routed(value: Any) -> NDArray[np.int64] | None:
+def _routed(value: Any) -> tuple[NDArray[np.int64], NDArray[np.float32] | None] | None:
+    """(ids, weights). prime-rl's Total Router Recall is int32 [tokens, layers, 2 k]: ids, then bits of fp32 weights."""
     if value is None:
         return None
     if isinstance(value, str):
         value = decode_array(base64.b64decode(value, validate=True))
-    array = np.asarray(value, np.int64)
+    elif isinstance(value, dict):
+        if value["dtype"] not in ("uint8", "uint16", "int16", "int32"):
+            raise TraceError(f"routed experts must be of whole numbers up to int32, got {value['dtype']!r}")
+        value = np.frombuffer(base64.b64decode(value["data"], validate=True), value["dtype"]).reshape(value["shape"])
+    array = np.asarray(value)
     if array.ndim != 3:
         raise TraceError(f"routed experts must be [tokens, layers, k], got {list(array.shape)}")
-    return array
+    ids, bits = np.split(array, [array.shape[2] // 2], axis=2)
+    if array.dtype == np.int32 and ids.shape == bits.shape and (bits > np.iinfo(np.uint16).max).any():  # no ids
+        return ids.astype(np.int64), np.ascontiguousarray(bits).view(np.float32)
+    return np.asarray(array, np.int64), None
+
+
+def _sglang_answers(told: Told) -> Found:
+    """Answers of SGLang's /generate: base64 of int32 [P + G - 1, L, k], whose shape nothing tells."""
+    logged = []
+    for where, response in told.parts:
+        meta = response["meta_info"]
+        prompt_len = int(meta["prompt_tokens"])
+        tokens = prompt_len + int(meta["completion_tokens"]) - 1
+        ids = np.frombuffer(base64.b64decode(meta[told.fields["ids"]], validate=True), "<i4")
+        if told.top_k < 1 or not ids.size or ids.size % (tokens * told.top_k):
+            raise TraceError(
+                f"{where} has {ids.size} ids of {tokens} tokens, which is no number of layers with --top-k "
+                f"{told.top_k}: give the model's, and leave routed_experts_start_len at 0"
+            )
+        logged.append(Logged(str(meta["id"]), ids.reshape(tokens, -1, told.top_k), None, prompt_len))
+    return logged, {}
 
 
 def _passes(told: Told) -> Found:
@@ -352,6 +399,9 @@ class Format:
     requests: Callable[[Told], Found]
 
 
+_CELL = {name: name for name in ("request", "token", "layer", "ids", "weights", "prompt_len")}
+"""Where a container already says what fields mean."""
+
 FORMATS: dict[str, Format] = {
     # responses of `vllm serve --enable-return-routed-experts`, one a line
     "vllm": Format(_objects, ".jsonl", {"ids": "routed_experts", "request": "id"}, _answers),
@@ -368,6 +418,8 @@ FORMATS: dict[str, Format] = {
         },
         row_logs.by_position,
     ),
+    # answers of SGLang with return_routed_experts, one a line
+    "sglang-answers": Format(_objects, ".jsonl", {"ids": "routed_experts"}, _sglang_answers),
     # JSON lines of vLLM's loggers, in any order; a file, or one per layer
     "routelog": Format(
         _objects,
@@ -382,6 +434,8 @@ FORMATS: dict[str, Format] = {
         },
         row_logs.by_name_or_place,
     ),
+    "lattice": Format(_lattice, ".jsonl", _CELL, row_logs.by_name),
+    "ik_llama": Format(_ik_llama, ".ndjson", _CELL, row_logs.by_name),
     # CSV of llama.cpp's moe-trace, a row a token and layer
     "moe-trace": Format(
         _columns, ".csv", {"phase": "phase", "layer": "layer", "token": "token_idx", "ids": r"e\d+"}, row_logs.by_pass

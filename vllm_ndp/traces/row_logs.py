@@ -3,6 +3,7 @@
     by_name_or_place  rows name their request; loggers that know no requests name one for all, and count tokens from
                       zero in every step. A row keeps its place in vLLM's batch until a request comes or goes. So
                       requests are recovered while the number of rows in a step stays.
+    by_name           rows name their request
     by_position       a request's next row has its next position; of several requests, the one that came first
     by_pass           a pass of the model is one prompt's part or one decoded token; a prompt after decode is a request
     by_folder         a folder a position: row r of each is of request r
@@ -49,11 +50,19 @@ def by_name_or_place(told: Told) -> Found:
     cells = np.unique(np.stack([kept.token, kept.layer]), axis=1)
     if len(kept.names) == 1 and cells.shape[1] < len(kept):  # token_idx counts anew
         return _by_place(told.source, kept, left_out)
-    found = requests_of(told.source, kept, prompts)
-    for number, name in enumerate(kept.names):
-        if first := int(kept.token[kept.request == number].min()):
-            raise _lacks_its_beginning(told.source, name, first)
-    return found, left_out
+    return _named(told.source, kept, prompts), left_out
+
+
+def by_name(told: Told) -> Found:
+    return _named(told.source, *_logged_rows(told)), {}
+
+
+def _named(source: Path, rows: Rows, prompts: dict[str, int]) -> list[Logged]:
+    found = requests_of(source, rows, prompts)
+    for number, name in enumerate(rows.names):
+        if first := int(rows.token[rows.request == number].min()):
+            raise _lacks_its_beginning(source, name, first)
+    return found
 
 
 def _logged_rows(told: Told) -> tuple[Rows, dict[str, int]]:

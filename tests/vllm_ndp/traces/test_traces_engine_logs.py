@@ -11,9 +11,11 @@ import random
 
 import numpy as np
 import pytest
+from paths import DATA
 
 from ndp_device.common.errors import TraceError
 from vllm_ndp.traces.importers import ImportSettings, import_trace
+from vllm_ndp.traces.trace import Trace
 
 
 def route(request: str, token: int, layer: int, ids: list[int], weights: list[float] | None = None) -> dict:
@@ -129,3 +131,56 @@ def test_a_log_that_lacks_something_is_refused_in_one_sentence(tmp_path, rows, s
     with pytest.raises(TraceError) as refusal:
         import_trace(tmp_path / "log.jsonl", "routelog")
     assert says in str(refusal.value)
+
+
+WRITTEN = DATA / "engine-traces"
+"""Tokens 253 to 258 of two requests of the bundled trace, as programs of others write them. lattice (8dd827d82b): its
+record and dump_moe_routing_trace_jsonl, compiled. ik_llama.cpp: the output statements of its moe_trace_writer, compiled
+by themselves, of one request. prime-rl: pack_routing and serialize_routed_experts. SGLang 0.5.23:
+_b64_encode_per_request of its detokenizer."""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "requests", "prompt_len", "has_weights"),
+    [
+        ("lattice.jsonl", "lattice", 2, 2, True),
+        ("ik_llama.ndjson", "ik_llama", 1, 0, True),
+        ("prime-rl.jsonl", "vllm", 2, 3, True),
+        ("sglang.jsonl", "sglang-answers", 2, 3, False),
+    ],
+)
+def test_what_other_programs_write_of_a_trace_is_read_as_that_trace(name, kind, requests, prompt_len, has_weights):
+    settings = ImportSettings(num_experts=8, prompt_len=2, top_k=2)
+    trace = import_trace(WRITTEN / name, kind, settings)
+    assert len(trace.sequences) == requests
+    for own, of in zip(trace.sequences, Trace.load(DATA / "tiny-mixtral-trace").sequences[:requests], strict=True):
+        assert len(own.prompt_ids) == prompt_len
+        ids, weights = (
+            np.concatenate(both)[253:259]
+            for both in ((of.prompt_ids, of.decode_ids), (of.prompt_weights, of.decode_weights))
+        )
+        np.testing.assert_array_equal(np.concatenate([own.prompt_ids, own.decode_ids]), ids)
+        own_weights = np.concatenate([own.prompt_weights, own.decode_weights])
+        np.testing.assert_array_equal(own_weights, weights if has_weights else np.full_like(weights, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "change", "says"),
+    [
+        (
+            "ik_llama.ndjson",
+            "ik_llama",
+            ('"complete":true', '"complete":false'),
+            "does not end with its number of rout",
+        ),
+        ("ik_llama.ndjson", "ik_llama", ('"routes":24', '"routes":25'), "the run that wrote it was interrupted"),
+        ("lattice.jsonl", "lattice", ('"token_idx":0', '"token_idx":1'), "begins with token 1"),
+        ("prime-rl.jsonl", "vllm", ('"int32"', '"float32"'), "of whole numbers up to int32, got 'float32'"),
+        ("prime-rl.jsonl", "vllm", ('"completion_tokens": 4', '"completion_tokens": 5'), "where usage says 7"),
+        ("sglang.jsonl", "sglang-answers", ('"completion_tokens": 4', '"completion_tokens": 6'), "48 ids of 8 tokens"),
+    ],
+)
+def test_what_other_programs_write_is_refused_where_it_lacks_something(tmp_path, name, kind, change, says):
+    (tmp_path / name).write_text((WRITTEN / name).read_text().replace(*change))
+    with pytest.raises(TraceError, match=says):
+        import_trace(tmp_path / name, kind, ImportSettings(num_experts=8, top_k=2 if kind != "sglang-answers" else 4))
