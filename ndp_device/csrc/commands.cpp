@@ -1,8 +1,8 @@
 // What the device does for one Execute beside its kernel, where Python took most of the time: pairs grouped by expert
 // (ndp_device/protocol/session.py says what that is) and the DRAM and arrays of one command (ndp_device/timing/model.py).
 //
-// Whole numbers only, divided and rounded as there, so that both give the same picosecond; the Python code is the
-// reference and runs where times are too large for 64 bits. Products of a time and a size need 128 bits.
+// Whole numbers only, rounded up; tests/ndp_device/timing/test_timing_model.py has the same in Python, to the picosecond.
+// Products of a time and a size need 128 bits.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -139,7 +139,7 @@ struct Dram {  // as dram.Streams, whose constants it is given
   }
 };
 
-struct Bulk {  // as model._Bulk
+struct Bulk {  // a migration under way, as model._Bulk
   int64_t until_ps, dram_ps, total_ps;
 
   int64_t DelayPs(int64_t start_ps, int64_t read_ps) const {
@@ -148,7 +148,7 @@ struct Bulk {  // as model._Bulk
   }
 };
 
-class Pipeline {  // as model._Pipeline
+class Pipeline {  // DRAM and arrays as they advance
  public:
   Pipeline(const Dram& dram, bool double_buffered, Bulk bulk, int64_t start_ps)
       : dram_(dram),
@@ -167,6 +167,7 @@ class Pipeline {  // as model._Pipeline
       RestartDram(array_free_ps_);
       return;
     }
+    // a buffer full of weights at most may lie ahead of the arrays
     const int64_t first_tile = dram_free + SharePs(read_ps, phase.tile_bytes, phase.num_bytes);
     const int64_t beyond = array_free + SharePs(read_ps, phase.beyond_bytes, phase.num_bytes);
     const int64_t read = std::max(end, beyond), begin = std::max(array_free, first_tile);

@@ -11,6 +11,7 @@ mode that splits its multipliers passes 16 / width narrow weights in the same cy
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,10 +19,10 @@ from typing import NamedTuple
 
 from ndp_device import _commands
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from ndp_device.timing.dram import Stream, Streams, channel_lines
+from ndp_device.timing.dram import Streams, channel_lines
 from ndp_device.timing.link import Hop, hop_in, hop_out, migration_ps, wire_bytes
 from ndp_device.timing.spec import ArraySpec, EnergySpec, Hardware
-from ndp_device.timing.work import PS_PER_S, Timing, Work, ceil_div, cycles_ps
+from ndp_device.timing.work import FS_PER_PS, PS_PER_S, Timing, Work, ceil_div, cycles_ps
 
 _FP16_BITS = 16
 
@@ -93,12 +94,6 @@ class CommandEnergy(NamedTuple):
         return self.link_fj + self.dram_fj + self.arrays_fj
 
 
-_NOTHING = Stream(0, 0, 0)
-_LATEST_NATIVE_PS = 1 << 61
-"""26 days of simulated time. Until then C++ computes commands, by the arithmetic of `_run_in_python`, which it is held
-equal to; later ones are computed in Python, whose integers have no end."""
-
-
 class _Phase(NamedTuple):
     """One weight stream with nothing between its bytes: gate and up of an expert, or its down projection."""
 
@@ -143,20 +138,6 @@ class _Hops(NamedTuple):
     wire_bytes: int
 
 
-class _Run(NamedTuple):
-    """One command on DRAM and arrays: its times and its work."""
-
-    end_ps: int
-    dram_ps: int
-    refresh_stall_ps: int
-    row_activations: int
-    compute_ps: int
-    dequant_ps: int
-    vector_ps: int
-    weight_bytes: int
-    fp16_macs: int
-
-
 class _Bulk(NamedTuple):
     """A migration under way: until when, and which part of the DRAM's time it takes."""
 
@@ -164,79 +145,16 @@ class _Bulk(NamedTuple):
     dram_ps: int = 0
     total_ps: int = 1
 
-    def delay_ps(self, start_ps: int, read_ps: int) -> int:
-        """How much longer a read of read_ps takes beside it: the DRAM serves both in turn."""
-        beside = min(max(self.until_ps - start_ps, 0), read_ps)
-        return ceil_div(beside * self.dram_ps, self.total_ps - self.dram_ps) if beside else 0
-
-
-@dataclass
-class _Pipeline:
-    """DRAM and arrays of one command as they advance; times are absolute."""
-
-    array: ArraySpec
-    streams: Streams
-    bulk: _Bulk  # the migration that shares the DRAM
-    stream_start_ps: int  # of the DRAM stream now running
-    stream_lines: int = 0  # read since then
-    dram_free_ps: int = 0
-    array_free_ps: int = 0
-    dram_ps: int = 0  # time the DRAM was reading
-    refresh_stall_ps: int = 0
-    row_activations: int = 0
-    _running: Stream = _NOTHING  # what was read since stream_start_ps
-
-    def read_end_ps(self, lines: int) -> int:
-        """When `lines` more lines of the running stream are complete."""
-        self.stream_lines += lines
-        self._running = self.streams.read(self.stream_lines, self.stream_start_ps)
-        start, read = self.stream_start_ps, self._running.total_ps
-        return start + read + (self.bulk.delay_ps(start, read) if self.bulk.until_ps > start else 0)
-
-    def run(self, phase: _Phase) -> None:
-        end = self.read_end_ps(phase.lines)
-        dram_free, array_free = self.dram_free_ps, self.array_free_ps
-        read_ps = end - dram_free
-        self.dram_ps += read_ps
-        if not self.array.double_buffered:
-            array_end = end + phase.array_ps + phase.vector_ps
-            self._restart_dram(array_end)
-            self.array_free_ps = array_end
-            return
-        first_tile = dram_free + _share_ps(read_ps, phase.tile_bytes, phase.num_bytes)
-        # a buffer full of weights at most may lie ahead of the arrays
-        beyond = array_free + _share_ps(read_ps, phase.beyond_bytes, phase.num_bytes)
-        read = end if end > beyond else beyond
-        begin = array_free if array_free > first_tile else first_tile
-        array_end = max(begin + phase.array_ps, read + phase.tile_ps)
-        free = max(read, array_end - phase.buffer_ps)
-        if free > end:
-            self._restart_dram(free)
-        else:
-            self.dram_free_ps = free
-        self.array_free_ps = array_end + phase.vector_ps
-
-    def _restart_dram(self, at_ps: int) -> None:
-        self._account()
-        self.stream_start_ps, self.stream_lines, self.dram_free_ps = at_ps, 0, at_ps
-
-    def _account(self) -> None:
-        self.refresh_stall_ps += self._running.refresh_stall_ps
-        self.row_activations += self._running.activations
-        self._running = _NOTHING
-
-    def finish(self) -> int:
-        self._account()
-        return max(self.array_free_ps, self.dram_free_ps)
-
 
 class DeviceModel:
     """Simulated state of one device: when each resource is free again. Nothing else, and no clock."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
-        self._streams = Streams(hardware.dram)
-        self._native = _commands.Commands(double_buffered=hardware.array.double_buffered, **self._streams.constants())
+        constants = Streams(hardware.dram).constants()
+        self._native = _commands.Commands(double_buffered=hardware.array.double_buffered, **constants)
+        refresh_fs = constants["refresh_interval"] * hardware.dram.tck_fs or FS_PER_PS
+        self._repeats_ps = math.lcm(refresh_fs, FS_PER_PS) // FS_PER_PS  # whole refresh intervals
         self._phases = lru_cache(maxsize=4096)(self._new_phases)  # a model has few sizes of experts,
         self._hops = lru_cache(maxsize=4096)(self._new_hops)  # and decoding few sizes of messages
         self._macs_per_s = hardware.array.macs_per_s
@@ -282,8 +200,9 @@ class DeviceModel:
         arrived = wire_start + inbound.wire_ps + array.command_ps
 
         start = max(arrived, self._device_free_ps)
-        run = self._run(hidden, intermediate, bits, tokens, dram_bytes, start)
-        end, dram_ps, refresh_stall, rows, compute, dequant, vector, weight_bytes, fp16_macs = run
+        end, dram_ps, refresh_stall, rows, compute, dequant, vector, weight_bytes, fp16_macs = self._run(
+            hidden, intermediate, bits, tokens, dram_bytes, start
+        )
         self._link_in_free_ps = wire_start + inbound.serial_ps
         self._device_free_ps = end
 
@@ -371,44 +290,19 @@ class DeviceModel:
         tokens: Sequence[int],
         dram_bytes: Sequence[int],
         start_ps: int,
-    ) -> _Run:
-        """The experts of one command through DRAM and arrays, from start_ps on."""
+    ) -> tuple[int, ...]:
+        """The experts of one command through DRAM and arrays, from start_ps on (csrc/commands.cpp).
+
+        Counted from a moment at which DRAM and refresh stand as at 0, so that no time is too large for 64 bits.
+        """
         native, bulk = self._native, self._bulk
-        if max(start_ps, bulk.until_ps) >= _LATEST_NATIVE_PS:
-            return self._run_in_python(hidden, intermediate, bits, tokens, dram_bytes, start_ps)
+        before = start_ps - start_ps % self._repeats_ps
         sizes = (hidden, intermediate, bits, tokens, dram_bytes)
-        while isinstance(run := native.run(*sizes, start_ps, *bulk), int):  # the place of an expert it has not seen
+        times = (start_ps - before, max(bulk.until_ps - before, 0), bulk.dram_ps, bulk.total_ps)
+        while isinstance(run := native.run(*sizes, *times), int):  # the place of an expert it has not seen
             size = (hidden, intermediate, bits[run], tokens[run], dram_bytes[run])
             native.add(size, *self._phases(*size))
-        return _Run._make(run)
-
-    def _run_in_python(
-        self,
-        hidden: int,
-        intermediate: int,
-        bits: Sequence[int],
-        tokens: Sequence[int],
-        dram_bytes: Sequence[int],
-        start_ps: int,
-    ) -> _Run:
-        sizes = zip(bits, tokens, dram_bytes, strict=True)
-        phases = [phase for size in sizes for phase in self._phases(hidden, intermediate, *size)]
-        pipeline = _Pipeline(
-            self.hardware.array, self._streams, self._bulk, start_ps, dram_free_ps=start_ps, array_free_ps=start_ps
-        )
-        for phase in phases:
-            pipeline.run(phase)
-        return _Run(
-            pipeline.finish(),
-            pipeline.dram_ps,
-            pipeline.refresh_stall_ps,
-            pipeline.row_activations,
-            sum(phase.compute_ps for phase in phases),
-            sum(phase.dequant_ps for phase in phases),
-            sum(phase.vector_ps for phase in phases),
-            sum(phase.num_bytes for phase in phases),
-            sum(phase.fp16_macs for phase in phases),
-        )
+        return before + run[0], *run[1:]
 
     def _new_hops(self, bytes_in: int, bytes_out: int) -> _Hops:
         link = self.hardware.link

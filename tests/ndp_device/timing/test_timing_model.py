@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -10,12 +11,21 @@ from hypothesis import strategies as st
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import PLAN_BITS
-from ndp_device.timing.dram import channel_lines, stream
+from ndp_device.timing.dram import Stream, Streams, channel_lines, stream
 from ndp_device.timing.link import bulk_ps, hop_in, hop_out, wire_bytes
-from ndp_device.timing.model import DeviceModel, matrix_time, swiglu_ps, weight_passes
+from ndp_device.timing.model import DeviceModel, _Phase, _share_ps, matrix_time, swiglu_ps, weight_passes
 from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.spec import PE_MODES, Hardware, load_hardware
-from ndp_device.timing.work import BOUNDS, PS_PER_S, ExpertWork, Timing, Work, expert_bytes, single_expert_work
+from ndp_device.timing.work import (
+    BOUNDS,
+    PS_PER_S,
+    ExpertWork,
+    Timing,
+    Work,
+    ceil_div,
+    expert_bytes,
+    single_expert_work,
+)
 
 HARDWARE = load_hardware("h100-ndp512")
 IDEAL_DRAM = load_hardware("h100-ndp512", **{"dram.kind": "ideal"})
@@ -300,10 +310,78 @@ PIPELINES: dict[str, Hardware] = {
 }
 
 
+NOTHING = Stream(0, 0, 0)
+
+
+@dataclass
+class Pipeline:
+    """DRAM and arrays of one command as they advance, in whole numbers without an end; times are absolute."""
+
+    model: DeviceModel
+    stream_start_ps: int  # of the DRAM stream now running
+    stream_lines: int = 0  # read since then
+    dram_free_ps: int = 0
+    array_free_ps: int = 0
+    dram_ps: int = 0
+    refresh_stall_ps: int = 0
+    row_activations: int = 0
+    running: Stream = NOTHING  # what was read since stream_start_ps
+
+    def read_end_ps(self, lines: int) -> int:
+        """A migration takes turns with the stream for as long as both last."""
+        self.stream_lines += lines
+        self.running = Streams(self.model.hardware.dram).read(self.stream_lines, self.stream_start_ps)
+        until, dram_ps, total_ps = self.model._bulk
+        read = self.running.total_ps
+        beside = min(max(until - self.stream_start_ps, 0), read)
+        return self.stream_start_ps + read + (ceil_div(beside * dram_ps, total_ps - dram_ps) if beside else 0)
+
+    def run(self, phase: _Phase) -> None:
+        end = self.read_end_ps(phase.lines)
+        read_ps = end - self.dram_free_ps
+        self.dram_ps += read_ps
+        if not self.model.hardware.array.double_buffered:
+            self.array_free_ps = end + phase.array_ps + phase.vector_ps
+            self.restart_dram(self.array_free_ps)
+            return
+        first_tile = self.dram_free_ps + _share_ps(read_ps, phase.tile_bytes, phase.num_bytes)
+        # a buffer full of weights at most may lie ahead of the arrays
+        read = max(end, self.array_free_ps + _share_ps(read_ps, phase.beyond_bytes, phase.num_bytes))
+        array_end = max(max(self.array_free_ps, first_tile) + phase.array_ps, read + phase.tile_ps)
+        self.dram_free_ps = max(read, array_end - phase.buffer_ps)
+        if self.dram_free_ps > end:
+            self.restart_dram(self.dram_free_ps)
+        self.array_free_ps = array_end + phase.vector_ps
+
+    def restart_dram(self, at_ps: int) -> None:
+        self.refresh_stall_ps += self.running.refresh_stall_ps
+        self.row_activations += self.running.activations
+        self.running = NOTHING
+        self.stream_start_ps, self.stream_lines, self.dram_free_ps = at_ps, 0, at_ps
+
+
 class InPython(DeviceModel):
     """All commands by the arithmetic that the C++ is held equal to."""
 
-    _run = DeviceModel._run_in_python
+    def _run(
+        self,
+        hidden: int,
+        intermediate: int,
+        bits: Sequence[int],
+        tokens: Sequence[int],
+        dram_bytes: Sequence[int],
+        start_ps: int,
+    ) -> tuple[int, ...]:
+        sizes = zip(bits, tokens, dram_bytes, strict=True)
+        phases = [phase for size in sizes for phase in self._phases(hidden, intermediate, *size)]
+        one = Pipeline(self, start_ps, dram_free_ps=start_ps, array_free_ps=start_ps)
+        for phase in phases:
+            one.run(phase)
+        end = max(one.array_free_ps, one.dram_free_ps)
+        one.restart_dram(end)
+        done = ("compute_ps", "dequant_ps", "vector_ps", "num_bytes", "fp16_macs")
+        sums = (sum(getattr(phase, name) for phase in phases) for name in done)
+        return end, one.dram_ps, one.refresh_stall_ps, one.row_activations, *sums
 
 
 experts = st.builds(
@@ -338,7 +416,7 @@ def test_both_models_agree_on_every_field_of_every_command(name: str, steps: lis
 
 
 def test_times_beyond_64_bits_are_computed_all_the_same() -> None:
-    """The C++ pipeline is not asked there; both models queue behind a command that ends after 2^63 ps."""
+    """Both models queue behind a command that ends after 2^63 ps."""
     work = Work(4096, 14336, 8192, 8192, (ExpertWork(16, 1, 352_000_000),))
     native, python = DeviceModel(PIPELINES["ddr5"]), InPython(PIPELINES["ddr5"])
     for submit_ps in (0, (1 << 61) - 1, 1 << 61, (1 << 63) - 1, 5):
