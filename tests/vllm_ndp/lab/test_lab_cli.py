@@ -89,6 +89,14 @@ def test_arrivals_prints_latencies_whose_causes_add_up_and_every_token_as_csv(tm
         assert len(list(csv.DictReader(file))) == 6 * 257
 
 
+def test_figures_by_the_names_of_vllm_bench_serve_are_seen_without_json():
+    shown = run("arrivals", TRACE, "--rate", "500", "--requests", "2", "--goodput", "ttft:1e9").stdout.splitlines()[-1]
+    figures = dict(part.split(" ") for part in shown.removeprefix("host 0, simulated: ").split(", "))
+    assert figures["completed"] == "2"
+    assert figures["simulated_steps"] == figures["steps"]
+    assert figures["request_goodput"] == figures["request_throughput"]
+
+
 def test_an_average_below_2_bits_is_called_of_no_use_on_stderr():
     few, enough = (run("compare", TRACE, "--systems", "monde", "--avg-bits", bits) for bits in ("1.5", "2"))
     assert few.returncode == enough.returncode == 0

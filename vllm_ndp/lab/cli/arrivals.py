@@ -86,6 +86,9 @@ def arrivals(
         ],
         "measured_seconds": round(time.perf_counter() - started, 3),
     }
+    for number, one in enumerate(last["hosts"]):
+        figures = {name: one[name] for name in ("steps", "simulated_steps")} | one["simulated_bench_serve"]
+        print(f"host {number}, simulated: " + ", ".join(f"{name} {value:.6g}" for name, value in figures.items()))
     print_json(last if identical is None else last | {"identical": identical}, shown=True)
     if identical is False:
         raise typer.Exit(1)
