@@ -23,6 +23,8 @@ class PackedMatrix:
     def meta_nbytes(self) -> int: ...
 
 class PreparedExpert:
+    @property
+    def nbytes(self) -> int: ...
     def masked(self, w13: Sequence[Component], w2: Sequence[Component]) -> PreparedExpert: ...
     def with_activation(
         self,
@@ -66,6 +68,7 @@ class Engine:
     def fp4_matrix(
         self, codes: NDArray[np.uint8], scales: NDArray[np.uint8], of_rows: NDArray[np.float32], halves: int
     ) -> PackedMatrix: ...
+    def signed_expert(self, source: PreparedExpert, limbs: int) -> PreparedExpert: ...
     def execute(
         self,
         x: NDArray[np.float32],

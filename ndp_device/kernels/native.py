@@ -110,7 +110,7 @@ class NativeKernel:
 
     def prepare(self, expert: Expert | StoredExpert) -> NativeExpert:
         if isinstance(expert, ByteExpert):
-            return _prepare_bytes(expert)
+            return self._prepare_bytes(expert)
         if isinstance(expert, Fp4Expert):
             return self._prepare_fp4(expert)
         *_, prepared = self.prepare_by_parts(expert)
@@ -149,8 +149,22 @@ class NativeKernel:
             for m, halves in ((expert.w13, 2), (expert.w2, 1))
         )
         native = _with_activation(_native.quantized_expert(w13, w2, self.limbs[expert.bits]), expert)
-        bias_bytes = 0 if expert.biases is None else expert.biases.nbytes
-        return NativeExpert(native, (), w13.nbytes + w2.nbytes + bias_bytes)
+        return NativeExpert(native, (), native.nbytes)
+
+    def _prepare_bytes(self, expert: ByteExpert) -> NativeExpert:
+        matrices = (expert.w1, expert.w3, expert.w2)
+        rows, columns = (min(m.block[axis] for m in matrices) for axis in (0, 1))
+        if len({m.numbers for m in matrices}) != 1:
+            raise ReplicaError("gate, up and down must be one kind of numbers")
+        arrays = [np.ascontiguousarray(m.codes) for m in matrices]
+        scales = [_in_blocks(m, rows, columns) for m in matrices]
+        (w1, w3, w2), (s1, s3, s2) = arrays, scales
+        native = _native.full_expert(_BYTES[expert.w1.numbers], w1, w3, w2, s1, s3, s2, rows, columns)
+        if expert.w1.numbers == "int8":
+            native = _with_activation(self._engine.signed_expert(native, self.limbs[expert.bits]), expert)
+            return NativeExpert(native, (), native.nbytes)
+        copied = _copied(arrays, [m.codes for m in matrices]) + sum(scale.nbytes for scale in scales)
+        return NativeExpert(_with_activation(native, expert), (), copied)
 
     def masked(self, narrow: NativeExpert, wide: NativeExpert) -> NativeExpert | None:
         """1 bit out of the top component of any other width, 3 bits out of both of 4 bits."""
@@ -273,19 +287,6 @@ def _prepare_full(expert: FullExpert) -> NativeExpert:
     copied = _copied(arrays, (expert.w1, expert.w3, expert.w2))
     w1, w3, w2 = arrays
     native = _native.full_expert(code, w1, w3, w2, _NO_SCALES, _NO_SCALES, _NO_SCALES, 0, 0)
-    return NativeExpert(_with_activation(native, expert), (), copied)
-
-
-def _prepare_bytes(expert: ByteExpert) -> NativeExpert:
-    matrices = (expert.w1, expert.w3, expert.w2)
-    rows, columns = (min(m.block[axis] for m in matrices) for axis in (0, 1))
-    if len({m.numbers for m in matrices}) != 1:
-        raise ReplicaError("gate, up and down must be one kind of numbers")
-    arrays = [np.ascontiguousarray(m.codes) for m in matrices]
-    scales = [_in_blocks(m, rows, columns) for m in matrices]
-    (w1, w3, w2), (s1, s3, s2) = arrays, scales
-    native = _native.full_expert(_BYTES[expert.w1.numbers], w1, w3, w2, s1, s3, s2, rows, columns)
-    copied = _copied(arrays, [m.codes for m in matrices]) + sum(scale.nbytes for scale in scales)
     return NativeExpert(_with_activation(native, expert), (), copied)
 
 

@@ -64,10 +64,6 @@ constexpr int kFullRows = 4, kFullTokens = 6;  // 24 of 32 registers
 
 NDP_INLINE Floats halves_to_floats(const uint16_t* p) { return half_to_float(p); }
 
-NDP_INLINE Floats int8_to_floats(const void* p) {
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(p)));
-}
-
 NDP_INLINE Floats float8_to_floats(const void* p) {
     const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load<__m128i>(p)), 7);
     return (Floats)_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16(static_cast<int16_t>(0xbfff))));

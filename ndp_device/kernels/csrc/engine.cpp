@@ -43,12 +43,19 @@ QuantizedView PackedMatrix::view() const {
     v.num_components = static_cast<int>(components.size());
     v.dropped = dropped;
     v.fp4 = fp4;
+    v.is_signed = is_signed;
     for (int c = 0; c < v.num_components; ++c) {
         v.width[c] = components[c].width;
         v.component[c] = components[c].buffer->data();
     }
     v.meta = meta->data();
     return v;
+}
+
+size_t PackedMatrix::nbytes() const {
+    size_t bytes = meta->bytes();
+    for (const Component& component : components) bytes += component.buffer->bytes();
+    return bytes;
 }
 
 void PackedMatrix::check() const {

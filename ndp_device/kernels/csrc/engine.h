@@ -27,7 +27,9 @@ struct PackedMatrix {
     std::vector<int32_t> perm;  // empty: identity
     int dropped = 0;            // lowest bits of the components that are not this matrix's
     int fp4 = 0;                // see QuantizedView
+    bool is_signed = false;
 
+    size_t nbytes() const;
     void check() const;  // throws std::invalid_argument for components that no kernel streams
     QuantizedView view() const;
 };

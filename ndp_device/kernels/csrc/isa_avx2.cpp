@@ -73,10 +73,6 @@ constexpr int kFullRows = 2, kFullTokens = 6;  // 12 of 16 registers
 
 NDP_INLINE Floats halves_to_floats(const uint16_t* p) { return (Floats)_mm256_cvtph_ps(load<__m128i>(p)); }
 
-NDP_INLINE Floats int8_to_floats(const void* p) {
-    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load<int64_t>(p))));
-}
-
 NDP_INLINE Floats float8_to_floats(const void* p) {
     const __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_cvtsi64_si128(load<int64_t>(p))), 7);
     return (Floats)_mm256_cvtph_ps(_mm_and_si128(wide, _mm_set1_epi16(static_cast<int16_t>(0xbfff))));
@@ -385,6 +381,9 @@ void own_tokens(const QuantizedView& w, const Activations& a, int first, int las
                 if constexpr (Code::kFp4) {
                     const __m256i bits = load<__m256i>(stored + part / 2 * (Code::kMetaBytes / 2) + part % 2 * 32);
                     scale = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(Code::kShifts ? 0x7f800000 : -1)));
+                } else if constexpr (Code::kSigned) {
+                    scale = load<__m256>(stored + part * 32);
+                    offset = _mm256_mul_ps(scale, _mm256_set1_ps(-kSignedZero));
                 } else {
                     const uint8_t* meta = stored + (part / 2 * 32 + part % 2 * 8) * 2;
                     scale = _mm256_cvtph_ps(load<__m128i>(meta));

@@ -27,12 +27,6 @@ constexpr int kFullRows = 4, kFullTokens = 4;
 
 NDP_INLINE Floats halves_to_floats(const uint16_t* p) { return half_to_float(p); }
 
-NDP_INLINE Floats int8_to_floats(const void* p) {
-    Floats out;
-    for (int i = 0; i < 16; ++i) out[i] = static_cast<const int8_t*>(p)[i];
-    return out;
-}
-
 NDP_INLINE Floats float8_to_floats(const void* p) {
     uint16_t halves[16];
     for (int i = 0; i < 16; ++i) halves[i] = static_cast<const int8_t*>(p)[i] * 128 & 0xbfff;

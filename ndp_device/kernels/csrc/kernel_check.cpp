@@ -96,8 +96,35 @@ Matrix random_fp4_matrix(Engine& engine, std::mt19937& random, int rows, int col
     m.packed.geometry = {rows, cols, halves, kChunkCols};
     m.packed.fp4 = columns;
     engine.with_pool([&](ThreadPool& pool) {
-        const PackedFp4 packed = pack_fp4(pool, m.packed.geometry, codes.data(), scales.data(), is_e4m3 ? of_rows.data() : nullptr);
+        const Packed packed = pack_fp4(pool, m.packed.geometry, codes.data(), scales.data(), is_e4m3 ? of_rows.data() : nullptr);
         m.packed.components = {{packed.codes, 4}};
+        m.packed.meta = packed.meta;
+        return 0;
+    });
+    m.packed.check();
+    return m;
+}
+
+// int8, which `bits` of -2 stand for, in blocks of 2 rows and a group's columns.
+Matrix random_signed_matrix(Engine& engine, std::mt19937& random, int rows, int cols, int group, int halves) {
+    Matrix m{rows, cols, {}, {}, std::vector<double>(static_cast<size_t>(rows) * cols), {}, {}};
+    const int own = rows / halves, across = (cols + group - 1) / group;
+    std::vector<int8_t> codes(m.values.size());
+    std::vector<float> scales(static_cast<size_t>(rows) * across);  // those of the second half begin in the middle
+    for (float& scale : scales) scale = 0.001f + random() % 8 * 0.0005f;
+    for (size_t i = 0; i < codes.size(); ++i) {
+        const size_t row = i / cols, half = row / own;
+        codes[i] = static_cast<int8_t>(random());
+        m.values[i] = codes[i] * scales[half * own * across + row % own / 2 * across + i % cols / group];
+    }
+    m.packed.geometry = {rows, cols, halves, kernel_group(group, cols)};
+    m.packed.is_signed = true;
+    const size_t second = static_cast<size_t>(rows - own);
+    const FullView source{DType::int8, codes.data(), halves == 2 ? codes.data() + second * cols : nullptr, own, cols,
+                          {scales.data(), scales.data() + second * across, 2, group, across}};
+    engine.with_pool([&](ThreadPool& pool) {
+        const Packed packed = pack_signed(pool, m.packed.geometry, source);
+        m.packed.components = {{packed.codes, 8}};
         m.packed.meta = packed.meta;
         return 0;
     });
@@ -117,6 +144,7 @@ double error_of(const std::string& isa, const Case& c, int bits, int limbs) {
     std::normal_distribution<float> normal;
     Engine engine(isa, c.threads);
     const auto matrix = [&](int rows, int cols, int halves) {
+        if (bits == -2) return random_signed_matrix(engine, random, rows, cols, c.group, halves);
         return bits > 0 ? random_matrix(engine, random, rows, cols, bits, c.group, halves)
                     : random_fp4_matrix(engine, random, rows, cols, halves, bits < 0);
     };
@@ -165,8 +193,8 @@ int main() {
     int checks = 0, failures = 0;
     for (const std::string& isa : supported_isas()) {
         for (const Case& c : kCases) {
-            for (int bits : {-1, 0, 1, 2, 3, 4, 8}) {
-                if (bits < 1 && (c.hidden % kChunkCols || c.intermediate % kChunkCols)) continue;
+            for (int bits : {-2, -1, 0, 1, 2, 3, 4, 8}) {
+                if ((bits == -1 || bits == 0) && (c.hidden % kChunkCols || c.intermediate % kChunkCols)) continue;
                 for (int limbs = 1; limbs <= 2; ++limbs) {
                     const double error = error_of(isa, c, bits, limbs);
                     ++checks;

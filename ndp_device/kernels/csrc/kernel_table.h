@@ -30,6 +30,7 @@ constexpr int kRowSlack = 16;  // rows past the last one that a tile load may re
 //   lowest, by how many bits its sums are shifted up
 //   NVFP4: meta [units][groups][2 blocks] of [16 rows] float32, then [8 scales][16 rows] bytes: a factor of 4 bits in the low
 //   ones, and by how many bits it is shifted up
+//   Signed: one component of 8 bits, codes plus kSignedZero; meta float32 [units][groups][2 blocks][16 rows], the scales
 struct QuantizedView {
     int units;
     int groups;
@@ -38,6 +39,7 @@ struct QuantizedView {
     int num_components;
     int dropped;  // 0 or 1
     int fp4;  // where codes are E2M1 numbers, columns under one scale: kMxfp4 or kNvfp4; else 0
+    bool is_signed;
     int width[kMaxComponents];
     const uint8_t* component[kMaxComponents];
     const uint8_t* meta;
@@ -48,6 +50,7 @@ constexpr int kMxfp4 = 32;          // columns under one power of two (OCP Micro
 constexpr int kNvfp4 = 16;          // columns under one E4M3 scale
 constexpr int kFp4Columns = 128;    // of a group whose sums are added up as whole numbers
 constexpr int kFp4Zero = 12;
+constexpr int kSignedZero = 128;
 constexpr int kTopLimb = 127;  // the largest code of the only, or the higher, limb of an activation
 constexpr uint8_t kFp4Levels[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 

@@ -12,7 +12,7 @@
 //   PackWord, kPackRows, store_rows, pick   see packing.inc.h
 //   Floats, halves_to_floats, kFullRows, kFullTokens   full precision: the vector, how to load it from fp16, and how many rows
 //                    of weights and of activations have their sums in registers
-//   int8_to_floats, float8_to_floats   so many bytes as numbers, those of E4M3 as what float16 takes their bits for, 2^-8 of them
+//   float8_to_floats   so many bytes of E4M3 as numbers, what float16 takes their bits for, 2^-8 of them
 //   kGemmRows        activation rows (token limbs) per register block of 2 x 16 weight rows
 //   own_products<LIMBS>(panel, activations, first group, y, stride)   does what multiply_panel does and returns true,
 //                    or false to leave it to multiply_panel
@@ -40,10 +40,10 @@ constexpr int kUsualChunks = 4;            // of the groups that most files have
 // FP4 codes are E2M1 numbers: each becomes its level, twice the number plus kFp4Zero, where it is shifted down. Sums of the
 // columns under one scale, FP4 many, begin at what takes that zero away, so that they need no offset, and are multiplied by
 // what their scale is of their group's.
-template <int W0, int W1, int DROPPED = 0, int FP4 = 0>
+template <int W0, int W1, int DROPPED = 0, int FP4 = 0, bool SIGNED = false>
 struct Codes {
     static constexpr int kWidth0 = W0, kWidth1 = W1, kDropped = DROPPED;
-    static constexpr bool kFp4 = FP4 != 0, kShifts = FP4 == kMxfp4;
+    static constexpr bool kFp4 = FP4 != 0, kShifts = FP4 == kMxfp4, kSigned = SIGNED;
     static constexpr int kScales = kFp4 ? kChunkCols / FP4 : 1;  // of a chunk
     static constexpr int kMetaBytes = (FP4 == kNvfp4 ? 4 + kFp4Columns / kNvfp4 : 4) * kUnitRows;  // of a group of a unit
     // The largest factor of a product; sums of levels may wrap around, as they end without the levels' zero.
@@ -72,6 +72,9 @@ struct Codes {
         if constexpr (FP4) {
             scale = kShifts ? (f32x16)(load<u32x16>(meta) & 0x7f800000u) : load<f32x16>(meta);
             offset = f32x16{};
+        } else if constexpr (SIGNED) {
+            scale = load<f32x16>(meta);
+            offset = scale * float{-kSignedZero};
         } else {
             scale = half_to_float(reinterpret_cast<const uint16_t*>(meta));
             offset = half_to_float(reinterpret_cast<const uint16_t*>(meta) + kBlockRows);
@@ -456,10 +459,10 @@ void multiply_width(const QuantizedView& w, const Activations& a, int first, int
         gemm_unit<Code, LIMBS>(w, a, unit, y + (unit - first) * kUnitRows, stride, scratch);
 }
 
-template <int W0, int W1, int DROPPED = 0, int FP4 = 0>
+template <int W0, int W1, int DROPPED = 0, int FP4 = 0, bool SIGNED = false>
 void multiply_codes(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride,
                     void* scratch) {
-    using Code = Codes<W0, W1, DROPPED, FP4>;
+    using Code = Codes<W0, W1, DROPPED, FP4, SIGNED>;
     (a.limbs == 2 ? multiply_width<Code, 2> : multiply_width<Code, 1>)(w, a, first, last, y, stride, scratch);
 }
 
@@ -475,7 +478,8 @@ void multiply(const QuantizedView& w, const Activations& a, int first, int last,
         case 221: return multiply_codes<2, 2, 1>(w, a, first, last, y, stride, scratch);
         case kMxfp4 * 1000 + 400: return multiply_codes<4, 0, 0, kMxfp4>(w, a, first, last, y, stride, scratch);
         case kNvfp4 * 1000 + 400: return multiply_codes<4, 0, 0, kNvfp4>(w, a, first, last, y, stride, scratch);
-        case 800: return multiply_codes<8, 0>(w, a, first, last, y, stride, scratch);
+        case 800:
+            return (w.is_signed ? multiply_codes<8, 0, 0, 0, true> : multiply_codes<8, 0>)(w, a, first, last, y, stride, scratch);
         default: __builtin_trap();  // PackedMatrix::check lets no other ones through
     }
 }
@@ -564,7 +568,6 @@ NDP_INLINE Floats load_weights(const void* row, int col) {
         typedef uint32_t Whole __attribute__((vector_size(sizeof(Floats))));
         return (Floats)(__builtin_convertvector(load<Halves>(static_cast<const uint16_t*>(row) + col), Whole) << 16);
     }
-    if constexpr (DTYPE == DType::int8) return int8_to_floats(static_cast<const char*>(row) + col);
     if constexpr (DTYPE == DType::float8) return float8_to_floats(static_cast<const char*>(row) + col);
 }
 
@@ -575,7 +578,7 @@ NDP_INLINE void full_rows(const void* const* rows, const float* const* scales, i
                           ptrdiff_t x_stride, Floats (*sums)[kFullTokens]) {
     constexpr int kItem = bytes_of(DTYPE);
     constexpr bool kScaled = kItem == 1;
-    constexpr float kUnit = DTYPE == DType::float8 ? 256.0f : 1.0f;  // of load_weights
+    constexpr float kUnit = 256.0f;  // of load_weights, where they are scaled
     Floats sum[TOKENS][ROWS] = {};
 NDP_UNROLL(16)
     for (int t = 0; t < TOKENS; ++t) {
@@ -694,7 +697,7 @@ void multiply_full(const FullView& w, const float* x, ptrdiff_t x_stride, int to
         case DType::float16: return full_matrix<DType::float16>(w, x, x_stride, tokens, first, last, y, y_stride);
         case DType::bfloat16: return full_matrix<DType::bfloat16>(w, x, x_stride, tokens, first, last, y, y_stride);
         case DType::float8: return full_matrix<DType::float8>(w, x, x_stride, tokens, first, last, y, y_stride);
-        case DType::int8: return full_matrix<DType::int8>(w, x, x_stride, tokens, first, last, y, y_stride);
+        case DType::int8: __builtin_trap();  // packed
     }
 }
 

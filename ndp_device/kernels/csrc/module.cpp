@@ -66,7 +66,7 @@ PackedMatrix fp4_matrix(Engine& engine, Matrix<uint8_t> codes, Matrix<uint8_t> s
     matrix.fp4 = static_cast<int>(columns);
     nb::gil_scoped_release release;
     engine.with_pool([&](ThreadPool& pool) {
-        const PackedFp4 packed =
+        const Packed packed =
             pack_fp4(pool, matrix.geometry, codes.data(), scales.data(), of_rows.size() ? of_rows.data() : nullptr);
         matrix.components = {{packed.codes, 4}};
         matrix.meta = packed.meta;
@@ -88,6 +88,29 @@ std::shared_ptr<PreparedExpert> quantized_expert(const PackedMatrix& w13, const 
 }
 
 using Weights = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu, nb::ro>;
+
+PackedMatrix signed_matrix(Engine& engine, const FullView& source, int halves) {
+    const BlockScales& s = source.scales;
+    PackedMatrix matrix;
+    const int group = kernel_group(s.cols < source.cols ? s.cols : kFp4Columns, source.cols);
+    if (group > kMaxPaddedGroup) throw std::invalid_argument("too many columns of int8 share a scale");
+    matrix.geometry = {source.num_rows * halves, source.cols, halves, group};
+    matrix.is_signed = true;
+    nb::gil_scoped_release release;
+    engine.with_pool([&](ThreadPool& pool) {
+        const Packed packed = pack_signed(pool, matrix.geometry, source);
+        matrix.components = {{packed.codes, 8}};
+        matrix.meta = packed.meta;
+        return 0;
+    });
+    matrix.check();
+    return matrix;
+}
+
+// int8, which no kernel reads where it lies.
+std::shared_ptr<PreparedExpert> signed_expert(Engine& engine, const PreparedExpert& source, int limbs) {
+    return quantized_expert(signed_matrix(engine, source.full_w13, 2), signed_matrix(engine, source.full_w2, 1), limbs);
+}
 
 // Scales of blocks of `rows` x `cols`: of weights of 8 bits; else empty.
 std::shared_ptr<PreparedExpert> full_expert(int dtype, Weights w1, Weights w3, Weights w2, Matrix<float> s1, Matrix<float> s3,
@@ -160,13 +183,12 @@ NB_MODULE(_native, m) {
         .def_prop_ro("nbytes", [](const Component& c) { return c.buffer->bytes(); })
         .def("tobytes", [](const Component& c) { return nb::bytes(c.buffer->data(), c.buffer->bytes()); });
     nb::class_<PackedMatrix>(m, "PackedMatrix")
-        .def_prop_ro("nbytes", [](const PackedMatrix& w) {
-            size_t bytes = w.meta->bytes();
-            for (const ndp::Component& component : w.components) bytes += component.buffer->bytes();
-            return bytes;
-        })
+        .def_prop_ro("nbytes", &PackedMatrix::nbytes)
         .def_prop_ro("meta_nbytes", [](const PackedMatrix& w) { return w.meta->bytes(); });
     nb::class_<PreparedExpert>(m, "PreparedExpert")
+        .def_prop_ro("nbytes", [](const PreparedExpert& e) {
+            return e.full ? 0 : e.w13.nbytes() + e.w2.nbytes() + (e.b13.size() + e.b2.size()) * sizeof(float);
+        })
         .def("masked", [](const PreparedExpert& narrow, const Components& w13, const Components& w2) {
             return std::make_shared<PreparedExpert>(narrow.masked(copied(w13), copied(w2)));
         })
@@ -184,6 +206,7 @@ NB_MODULE(_native, m) {
              nb::arg("group"), nb::arg("scale"), nb::arg("offset"), nb::arg("group_size"), nb::arg("perm"))
         .def("fp4_matrix", fp4_matrix, nb::arg("codes"), nb::arg("scales"), nb::arg("of_rows"),
              nb::arg("halves"))
+        .def("signed_expert", signed_expert, nb::arg("source"), nb::arg("limbs"))
         .def("execute", execute, nb::arg("x"), nb::arg("experts"), nb::arg("pair_rows"), nb::arg("pair_experts"),
              nb::arg("gates"), nb::arg("out"))
         .def("multiply", multiply, nb::arg("x"), nb::arg("matrix"), nb::arg("limbs"), nb::arg("y"))

@@ -134,7 +134,7 @@ bool write_scales(const uint8_t* codes, const uint8_t* bits, int count, int grou
 }
 
 template <int COLUMNS>
-PackedFp4 pack_scaled(ThreadPool& pool, Geometry& geometry, const uint8_t* codes, const uint8_t* scales,
+Packed pack_scaled(ThreadPool& pool, Geometry& geometry, const uint8_t* codes, const uint8_t* scales,
                       const float* of_rows) {
     const auto spread = [](uint32_t four) {  // four codes to the low bits of four bytes
         four = (four | four << 8) & 0x00ff00ffu;
@@ -148,7 +148,7 @@ PackedFp4 pack_scaled(ThreadPool& pool, Geometry& geometry, const uint8_t* codes
         const int groups = geometry.groups(), chunks = geometry.unit_chunks(), of_group = geometry.padded_group() / kChunkCols;
         const ptrdiff_t code_bytes = static_cast<ptrdiff_t>(chunks) * chunk_bytes(4);
         const ptrdiff_t meta_bytes = static_cast<ptrdiff_t>(groups) * kBlockBytes * kUnitBlocks;
-        PackedFp4 packed{std::make_shared<Buffer>(geometry.units() * code_bytes),
+        Packed packed{std::make_shared<Buffer>(geometry.units() * code_bytes),
                          std::make_shared<Buffer>(geometry.units() * meta_bytes)};
         std::atomic<bool> fits{true};
         pool.run(geometry.units(), [&](int unit, int) {
@@ -249,8 +249,39 @@ std::shared_ptr<Buffer> pack_meta(ThreadPool& pool, const Geometry& geometry, co
     return buffer;
 }
 
-PackedFp4 pack_fp4(ThreadPool& pool, Geometry& geometry, const uint8_t* codes, const uint8_t* scales, const float* of_rows) {
+Packed pack_fp4(ThreadPool& pool, Geometry& geometry, const uint8_t* codes, const uint8_t* scales, const float* of_rows) {
     return (of_rows ? pack_scaled<kNvfp4> : pack_scaled<kMxfp4>)(pool, geometry, codes, scales, of_rows);
+}
+
+Packed pack_signed(ThreadPool& pool, const Geometry& geometry, const FullView& source) {
+    const BlockScales& s = source.scales;
+    const int groups = geometry.groups(), steps = geometry.padded_group() / 4;
+    const size_t tasks = static_cast<size_t>(geometry.units()) * groups;
+    Packed packed{std::make_shared<Buffer>(tasks * steps * kUnitBlocks * 64),
+                  std::make_shared<Buffer>(tasks * kUnitRows * sizeof(float))};
+    pool.run(static_cast<int>(tasks), [&](int task, int) {
+        const int first = task % groups * geometry.group, last = std::min(first + geometry.group, source.cols);
+        uint8_t* to = packed.codes->data() + static_cast<ptrdiff_t>(task) * steps * kUnitBlocks * 64;
+        auto* meta = reinterpret_cast<float*>(packed.meta->data()) + static_cast<ptrdiff_t>(task) * kUnitRows;
+        std::memset(to, kSignedZero, static_cast<size_t>(steps) * kUnitBlocks * 64);
+        for (int r = 0; r < kUnitRows; ++r) {
+            const int row = geometry.source_row(task / groups, r), second = row >= source.num_rows;
+            meta[r] = 0.0f;
+            if (row < 0) continue;
+            const ptrdiff_t within = row - second * source.num_rows;
+            const auto* codes = static_cast<const uint8_t*>(second ? source.second : source.first) + within * source.cols;
+            meta[r] = ((second ? s.second : s.first) + within / s.rows * s.across)[first / s.cols];
+            uint8_t* row_to = to + r / kBlockRows * 64 + r % kBlockRows * 4;
+            for (int col = first; col < last; col += 4, row_to += kUnitBlocks * 64) {
+                uint32_t word = 0;
+                if (col + 4 <= last) std::memcpy(&word, codes + col, 4);
+                else std::memcpy(&word, codes + col, last - col);
+                word ^= kSignedZero * 0x01010101u;
+                std::memcpy(row_to, &word, 4);
+            }
+        }
+    });
+    return packed;
 }
 
 }  // namespace ndp

@@ -63,9 +63,12 @@ std::shared_ptr<Buffer> pack_meta(ThreadPool& pool, const Geometry& geometry, co
 // FP4: codes [rows][cols / 2], the first column in the low bits. MXFP4: scales [rows][cols / 32], E8M0, of which those below 2
 // count as zero. NVFP4, where there are scales of rows [rows]: scales [rows][cols / 16], E4M3 above zero. Sets the group of the
 // geometry, see QuantizedView.
-struct PackedFp4 {
+struct Packed {
     std::shared_ptr<Buffer> codes, meta;
 };
-PackedFp4 pack_fp4(ThreadPool& pool, Geometry& geometry, const uint8_t* codes, const uint8_t* scales, const float* of_rows);
+Packed pack_fp4(ThreadPool& pool, Geometry& geometry, const uint8_t* codes, const uint8_t* scales, const float* of_rows);
+
+// int8, whose blocks of columns are groups of the geometry or hold whole ones; see QuantizedView.
+Packed pack_signed(ThreadPool& pool, const Geometry& geometry, const FullView& source);
 
 }  // namespace ndp
