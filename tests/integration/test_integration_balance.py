@@ -15,7 +15,6 @@ BATCHES = {"few-rows": 4, "many-rows": 20}
 SETTINGS = {
     "spilled": {"hot_experts": 5, "debug": {"bits_for": "request", "offload_bits": 1}},
     "cold": {"hot_experts": 0},
-    "paper": {"hot_experts": 5, "execution": "paper"},
 }
 
 
@@ -46,17 +45,12 @@ def runs():
 def test_a_model_whose_hot_experts_all_spill_decodes_like_one_without_hot_experts(runs, batch):
     outputs = {name: run[0] for name, run in runs[batch].items()}
     totals = {name: run[1] for name, run in runs[batch].items()}
-    assert token_ids(outputs["spilled"]) == token_ids(outputs["cold"]) != token_ids(outputs["paper"])
+    assert token_ids(outputs["spilled"]) == token_ids(outputs["cold"])
     for mine, other in zip(outputs["spilled"], outputs["cold"], strict=True):
         # activations of one limb: inputs that differ in the last bit may round to another of 255 steps
         assert mine.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=2e-2)
-    assert totals["paper"]["spilled_pairs"] == totals["cold"]["spilled_pairs"] == 0
-    assert totals["spilled"]["hot_pairs"] == 0
-    assert totals["spilled"]["spilled_pairs"] > 100 < totals["paper"]["hot_pairs"]
+    assert totals["cold"]["spilled_pairs"] == totals["spilled"]["hot_pairs"] == 0
+    assert totals["spilled"]["spilled_pairs"] > 100
     assert totals["spilled"]["spilled_pairs"] + totals["spilled"]["cold_pairs"] == totals["cold"]["cold_pairs"]
     reports = [output.kv_transfer_params["ndp"] for output in outputs["spilled"]]
     assert sum(report["spilled_pairs"] for report in reports) == totals["spilled"]["spilled_pairs"]
-    simulated = {
-        name: sum(out.kv_transfer_params["ndp"]["simulated_tpot_us"] for out in outputs[name]) for name in outputs
-    }
-    assert simulated["spilled"] < 0.5 * simulated["paper"]

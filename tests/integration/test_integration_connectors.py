@@ -90,12 +90,9 @@ def test_a_prompt_in_blocks_that_others_had_before_is_not_planned_by_their_routi
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("connector", [offloading(), several(offloading())], ids=["alone", "among several"])
-def test_kv_that_was_offloaded_comes_back_without_its_routing(
-    connector: dict[str, Any], computed: tuple[list[int], int]
-) -> None:
+def test_kv_that_was_offloaded_comes_back_without_its_routing(computed: tuple[list[int], int]) -> None:
     """vLLM's offloading connector loads beside the steps: the request waits, its blocks are given out already."""
-    with engine(settings=SETTINGS, kv_transfer_config=connector) as llm:
+    with engine(settings=SETTINGS, kv_transfer_config=offloading()) as llm:
         tokens, report = ask(llm)
         assert (tokens, report["loaded_tokens"]) == (computed[0], 0)
         of_whole = importance(llm)
@@ -152,15 +149,19 @@ def test_a_recorded_run_with_loads_has_none_of_their_rows_and_is_planned_anew_al
     assert replayed.identical
 
 
-@pytest.mark.parametrize("order", ["theirs alone", "among several"])
-def test_both_find_their_own_words_in_the_answer_beside_a_connector_that_has_some(tmp_path: Path, order: str) -> None:
-    """vLLM copies the entries of both into one dictionary before the step's report is there."""
+def test_ours_and_theirs_find_their_own_words_in_the_answer_and_metrics_count(tmp_path: Path) -> None:
+    """vLLM copies the entries of both into one dictionary before the step's report is there. A connector alone makes
+    the same engine: test_integration_refusals.py."""
     theirs = example(tmp_path / "kv", name="Tells", kv_connector_module_path=STAND_INS)
-    connector = theirs if order == "theirs alone" else several(theirs, example(tmp_path / "more"))
-    with engine(settings=SETTINGS, kv_transfer_config=connector) as llm:
+    connector = several(theirs, example(tmp_path / "more"))
+    with engine(settings=SETTINGS, kv_transfer_config=connector, disable_log_stats=False) as llm:
         outputs = greedy(llm, [STORED, *OTHERS], TOKENS)
+        metrics = llm.get_metrics()
     for output in outputs:
         assert output.kv_transfer_params["theirs"] > 0
         report = output.kv_transfer_params["ndp"]
         assert (report["output_tokens"], report["finish"]) == (TOKENS, "length")
         check_pairs(report, 4 * 2)
+    counted = {one.labels.get("where"): one.value for one in metrics if one.name == "vllm:ndp_pairs"}
+    for kind in ("hot", "cold", "prefill"):
+        assert counted[kind] == sum(output.kv_transfer_params["ndp"][f"{kind}_pairs"] for output in outputs) > 0

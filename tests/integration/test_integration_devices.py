@@ -15,7 +15,6 @@ from engines import (
     LONG_PROMPTS,
     MODEL,
     PROMPTS,
-    REPLICAS,
     engine,
     greedy,
     kill_in_the_middle,
@@ -43,8 +42,6 @@ pytestmark = pytest.mark.vllm
 
 TOKENS = 24
 TWO = {"hot_experts": 3, "cold_precision": "full", "devices": 2, "deadline_ms": 10_000}
-SLOW_GPU = {"gpu.hbm_bytes_per_s": 300_000_000_000}
-"""With this GPU it pays to send the test model's hot experts to devices."""
 
 
 def totals(llm: Any) -> dict[str, Any]:
@@ -155,27 +152,6 @@ def test_a_run_replays_to_the_picosecond_with_a_device_lost_and_back(told: Told)
     without = replay_live(replace(trace, devices={}), LossTable.nominal(4, 8))
     assert not without.identical
     assert without.step_ps[:num_steps].tolist() == without.recorded_step_ps[:num_steps].tolist()
-
-
-def test_three_devices_with_quantized_balanced_experts_replay_to_the_picosecond(tmp_path):  # type: ignore[no-untyped-def]
-    settings = {
-        "hot_experts": 5,
-        "avg_bits": 2.0,
-        "devices": 3,
-        "replicas": str(REPLICAS),
-    }
-    settings |= {"hardware_overrides": SLOW_GPU, "record": str(tmp_path / "trace")}
-    with engine(settings=settings, max_num_batched_tokens=64) as llm:
-        greedy(llm, LONG_PROMPTS, 8)
-        greedy(llm, LONG_PROMPTS[:1], 8)
-        counts = totals(llm)
-    assert counts["fallback_pairs"] == 0
-    assert counts["spilled_pairs"] > 0
-    assert counts["cold_pairs"] > 0
-    trace = Trace.load(tmp_path / "trace", model_digest=model_digest(MODEL))
-    replay = replay_live(trace, LossTable.from_measured(*load_losses(REPLICAS, "relative")))
-    assert len(replay.steps) == counts["steps"]
-    assert replay.identical
 
 
 # -- each device with a part of every expert -------------------------------------------------------------------------

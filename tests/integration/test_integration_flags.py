@@ -100,25 +100,6 @@ def test_an_override_of_the_experts_is_refused_before_the_first_prompt():
         pass
 
 
-def test_a_connector_that_saves_kv_runs_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Its files appear, our report arrives under its own key, and metrics count; new weights are refused meanwhile."""
-    theirs = {"kv_connector": "ExampleConnector", "kv_role": "kv_producer"}
-    theirs["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path / "kv")}  # type: ignore[assignment]
-    with engine(settings=IDENTITY, kv_transfer_config=theirs, disable_log_stats=False) as llm:
-        assert llm.llm_engine.vllm_config.kv_transfer_config.kv_connector == "MultiConnector"
-        long = PROMPTS[0] * 6
-        (output,) = greedy(llm, [long], TOKENS)
-        report = output.kv_transfer_params["ndp"]
-        assert report["hot_pairs"] + report["cold_pairs"] == (TOKENS - 1) * 4 * 2
-        assert list((tmp_path / "kv").rglob("*.safetensors"))
-        counted = {
-            metric.labels.get("where"): metric.value for metric in llm.get_metrics() if metric.name == "vllm:ndp_pairs"
-        }
-        assert counted["cold"] == report["cold_pairs"]
-        assert counted["prefill"] == report["prefill_pairs"]
-    assert "settings in force" in capsys.readouterr().err
-
-
 def test_new_weights_under_a_running_engine_are_refused_and_it_goes_on():
     """vLLM itself would load norms and attention, and leave the experts as they were: two models in one."""
     from vllm import SamplingParams

@@ -109,7 +109,6 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ranks with whole experts": ({}, EXPERT_RANKS),
     "such ranks and warm experts": ({"warm_experts": 2}, EXPERT_RANKS),
     "such ranks and layers that do not wait": (WAITS_NOT | {"execution": "paper"}, EXPERT_RANKS),
-    "all three tiers": ({"warm_experts": 2}, FEW),
     "no cold expert": ({"hot_experts": 2, "warm_experts": 6, "hardware_overrides": SLOW_CPU}, FEW),
     "warm experts and two devices with parts": (
         {"hot_experts": 2, "warm_experts": 2, "devices": 2, "debug": {"device_experts": "split"}},
@@ -205,8 +204,8 @@ BALANCED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         EXPERT_RANKS,
         ("hot", "spilled", "cold"),
     ),
-    "three tiers and two devices": (
-        {"hot_experts": 4, "warm_experts": 1, "devices": 2, "hardware_overrides": SLOW_GPU}
+    "three tiers and three devices": (
+        {"hot_experts": 4, "warm_experts": 1, "devices": 3, "hardware_overrides": SLOW_GPU}
         | {"debug": {"bits_for": "request", "device_experts": {"copies": 1}}},
         FEW,
         ("hot", "spilled", "warm", "cold"),

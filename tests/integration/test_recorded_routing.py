@@ -1,11 +1,13 @@
 """A trace's routing inside vLLM: stock with random weights, and the plugin, whose own recorder sees it from outside.
 
-Run as a program it is one such engine: vLLM reads the strategy's name when its plugins are loaded.
+Run as a program it is such engines, one after the other, each of which gets the trace's requests from the first one on:
+vLLM reads the strategy's name when its plugins are loaded, once a process.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -35,34 +37,32 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "trace"
 
 
-def run(trace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, __file__, *arguments], capture_output=True, text=True, check=False, cwd=ROOT,
+@pytest.fixture(scope="module")
+def ran(trace: Path) -> str:
+    """What this file printed as a program."""
+    done = subprocess.run(
+        [sys.executable, __file__, str(trace.parent / "again")], capture_output=True, text=True, check=False, cwd=ROOT,
         env=os.environ | {STRATEGY: f"ndp:{trace}"},
     )  # fmt: skip
-
-
-def test_stock_vllm_runs_the_recorded_experts_and_refuses_other_lengths_and_shapes(trace: Path) -> None:
-    done = run(trace, "stock")
-    assert f"equal {3 * ROWS * 4 * 2} of {3 * ROWS * 4 * 2}" in done.stdout, done.stdout + done.stderr[-3000:]
-    assert "TraceError: request 3 of the trace has 48 rows, and vLLM asks for row 48" in done.stdout
-    assert "TraceError: vLLM's request 4 is the trace's 4, whose prompt has 28 tokens, and came with 5" in done.stdout
-    assert "the trace has 2 of 8 experts a token, the model 4 of 32" in done.stdout
-
-
-def test_the_example_sends_what_the_trace_asks_for(trace: Path) -> None:
-    words = [sys.executable, "examples/routing_in_stock_vllm.py", str(trace), str(MODEL)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert f"measured: {REQUESTS} requests and {sum(ROWS + 1 - (20 + 2 * n) for n in range(REQUESTS))} tokens in" in (
-        done.stdout
-    ), done.stdout + done.stderr[-3000:]
-
-
-def test_requests_that_meet_in_steps_keep_their_own_routing(trace: Path, tmp_path: Path) -> None:
-    """Prompts in parts, twelve requests for eight places: what the plugin records is the trace."""
-    done = run(trace, "plugin", str(tmp_path / "again"))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    before, again = Trace.load(trace), Trace.load(tmp_path / "again")
+    return done.stdout
+
+
+def test_stock_vllm_runs_the_recorded_experts_and_refuses_other_lengths_and_shapes(ran: str) -> None:
+    assert f"equal {3 * ROWS * 4 * 2} of {3 * ROWS * 4 * 2}" in ran
+    assert "TraceError: request 3 of the trace has 48 rows, and vLLM asks for row 48" in ran
+    assert "TraceError: vLLM's request 28 is the trace's 4, whose prompt has 28 tokens, and came with 5" in ran
+    assert "the trace has 2 of 8 experts a token, the model 4 of 32" in ran
+
+
+def test_the_example_sends_what_the_trace_asks_for(ran: str) -> None:
+    tokens = sum(ROWS + 1 - (20 + 2 * n) for n in range(REQUESTS))
+    assert f"measured: {REQUESTS} requests and {tokens} tokens in" in ran
+
+
+def test_requests_that_meet_in_steps_keep_their_own_routing(trace: Path, ran: str) -> None:
+    """Prompts in parts, twelve requests for eight places: what the plugin records is the trace."""
+    before, again = Trace.load(trace), Trace.load(trace.parent / "again")
     assert len(again.sequences) == len(before.sequences) == REQUESTS
     for mine, theirs in zip(again.sequences, before.sequences, strict=True):
         for name in ("prompt_ids", "decode_ids", "prompt_weights", "decode_weights"):
@@ -126,12 +126,17 @@ class said:
         return True
 
 
+def plugin(record: str) -> None:
+    settings = {"hot_experts": 4, "replicas": str(REPLICAS), "record": record, "deadline_ms": 20_000.0}
+    llm = engine(quantization="ndp", additional_config={"ndp": settings})
+    generate(llm, list(range(REQUESTS)))
+    llm.llm_engine.engine_core.shutdown()
+
+
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if sys.argv[1] == "stock":
-        stock()
-    else:
-        settings = {"hot_experts": 4, "replicas": str(REPLICAS), "record": sys.argv[2], "deadline_ms": 20_000.0}
-        llm = engine(quantization="ndp", additional_config={"ndp": settings})
-        generate(llm, list(range(REQUESTS)))
-        llm.llm_engine.engine_core.shutdown()
+    record = sys.argv[1]
+    sys.argv = ["", os.environ[STRATEGY].removeprefix("ndp:"), str(MODEL)]
+    runpy.run_path("examples/routing_in_stock_vllm.py", run_name="__main__")
+    plugin(record)
+    stock()
