@@ -150,16 +150,9 @@ class Costs:
         return inward.launch_ps + inward.wire_ps + outward.launch_ps + outward.wire_ps + outward.completion_ps
 
     def hop_ps(self, rows: int) -> int:
-        """Time of the activations of `rows` rows to the host's CPU and of their results back. They are launched as
-        messages to the device are: a hop is a hop."""
-        return int(self._once(("hop", rows), lambda: self._hop_ps(rows)))
-
-    def _hop_ps(self, rows: int) -> int:
-        if rows == 0:
-            return 0
-        num_bytes = rows * self.shape.hidden_size * self.shape.dtype_bytes
-        inward, outward = hop_in(self.hardware.link, num_bytes), hop_out(self.hardware.link, num_bytes)
-        return inward.launch_ps + inward.wire_ps + outward.launch_ps + outward.wire_ps + outward.completion_ps
+        """Time of the activations of `rows` rows to the host's CPU and of their results back: a message without pairs.
+        A hop is a hop."""
+        return self.link_ps(rows, 0)
 
     @property
     def openings(self) -> dict[str, float]:
@@ -344,14 +337,6 @@ class HostCpu:
         host = costs.hardware.host
         return cls(host.cxl_flops_per_s, host.cxl_bytes_per_s)
 
-    def experts_ps(self, costs: Costs, max_tokens: int, weight_bytes: float, bytes_per_s: float) -> NDArray[np.float64]:
-        """[tokens]: one expert read from a memory of that rate and multiplied by n rows; 0 rows cost nothing."""
-        rows = np.arange(max_tokens + 1)
-        read = weight_bytes / bytes_per_s
-        compute = 2.0 * costs.shape.weights_per_expert * rows / self.flops_per_s
-        times: NDArray[np.float64] = np.where(rows > 0, np.maximum(read, compute) * PS_PER_S, 0.0)
-        return times
-
     def hops_ps(self, costs: Costs, max_rows: int) -> NDArray[np.float64]:
         """[rows]: activations of n rows to the CPU and their results back, over the link."""
         return np.array([costs.hop_ps(n) for n in range(max_rows + 1)], np.float64)
@@ -369,7 +354,7 @@ class HostCpu:
         return max(read, ceil_div(flops * PS_PER_S, self.flops_per_s))
 
     def each_ps(self, costs: Costs, counts: NDArray[np.int64], weight_bytes: float) -> NDArray[np.float64]:
-        """[...]: an expert from host memory for each of counts [...] rows; 0 rows cost nothing."""
+        """[...]: an expert read from this memory and multiplied by each of counts [...] rows; 0 rows cost nothing."""
         read = np.where(counts > 0, weight_bytes / self.memory_bytes_per_s, 0.0)
         compute = 2.0 * costs.shape.weights_per_expert * counts / self.flops_per_s
         times: NDArray[np.float64] = np.maximum(read, compute) * PS_PER_S

@@ -8,7 +8,7 @@ What an expert may be (planning/joint.py chooses) and what each choice costs:
     gpu      what one more expert adds to a layer      device   what one more expert adds to a command
     host     the host's CPU, beside its memory         moving   bytes over the link from one choice to another
 
-The lab's system `joint` plans from the same menu, with widths of its own. A pure function of scores and of the plan
+The lab's system `joint` plans by the same rule, with widths of its own. A pure function of scores and of the plan
 before, so that plugin and exact replay plan alike. Knows prices and losses. Does not know requests or tensors.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -28,7 +29,7 @@ from ndp_device.timing.work import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs, HostCpu
 from vllm_ndp.cost_model.prices import MeasuredPrices
 from vllm_ndp.planning.bitwidths import LossTable, nominal_loss
-from vllm_ndp.planning.joint import Choice, JointProblem, least_time
+from vllm_ndp.planning.joint import Choice, JointPlan, JointProblem, least_time
 from vllm_ndp.planning.plan import BitwidthPlan, Placement
 from vllm_ndp.planning.replanner import Assigned
 from vllm_ndp.planning.same_everywhere import powers
@@ -85,7 +86,7 @@ class Menu:
             if choice.tier == "gpu":
                 table[c] = costs.gpu_experts_ps(self.max_rows, choice.held_bytes)
             elif choice.tier == "host":
-                table[c] = cpu.experts_ps(costs, self.max_rows, choice.held_bytes, cpu.memory_bytes_per_s)
+                table[c] = cpu.each_ps(costs, np.arange(self.max_rows + 1), choice.held_bytes)
             else:
                 table[c] = device[choice.bits]
         return table
@@ -199,55 +200,84 @@ _MOST_ROWS = 64
 
 
 class JointRule:
+    """Plans one after the other: each starts from what the one before has left."""
+
     def __init__(
         self,
+        costs: Costs,
+        widths: Mapping[str, Sequence[int]],
+        losses: NDArray[np.float64],
+        gpu_bytes: float,
+        *,
+        prices: MeasuredPrices | None = None,
+        num_devices: int = 1,
+        most_loss: float | None = None,
+        steps_to_come: float = STEPS_TO_COME,
+    ) -> None:
+        """`widths`: as of Menu. `losses` [L, E, 17]: by width. `gpu_bytes`: for all these layers. `prices`: of this
+        machine; None: of the simulated hardware. `num_devices`: that share a layer's experts. `most_loss`: None: what
+        the paper's plan loses."""
+        self._losses, self._most_loss, self._budgets = losses, most_loss, {"gpu": gpu_bytes}
+        self._menu = lru_cache(_MOST_ROWS)(lambda rows: Menu(costs, widths, rows, prices, num_devices))
+        bytes_per_s = costs.hardware.link.bulk_bytes_per_s if prices is None else prices.bulk_bytes_per_s
+        self._move_ps = PS_PER_S / bytes_per_s / steps_to_come
+        self.chosen: NDArray[np.int64] | None = None
+        """[L, E] of the last plan."""
+
+    @classmethod
+    def live(
+        cls,
         costs: Costs,
         tiers: str,
         loss: LossTable,
         num_hot: int,
         prices: MeasuredPrices | None = None,
         num_devices: int = 1,
-    ) -> None:
-        """`tiers`: names with + between them. `num_hot`: K, whose full precision is the budget. `prices`: of this
-        machine; None: of the simulated hardware. `num_devices`: that share a layer's experts."""
-        layers, experts = loss.mse.shape[:2]
+    ) -> JointRule:
+        """`tiers`: names with + between them. `num_hot`: K, whose full precision is the budget."""
         absent = () if costs.has_bytes else (BYTE_BITS,)
         widths = {tier: [bits for bits in LIVE_WIDTHS[tier] if bits not in absent] for tier in tiers.split("+")}
-        self._costs, self._losses = costs, losses_by_width(loss, unit_of(loss))
-        self._budgets = {"gpu": float(layers * num_hot * costs.shape.expert_bytes)}
-        self._menu = lru_cache(_MOST_ROWS)(lambda rows: Menu(costs, widths, rows, prices, num_devices))
-        self._bytes_per_s = costs.hardware.link.bulk_bytes_per_s if prices is None else prices.bulk_bytes_per_s
-        self._chosen: NDArray[np.int64] | None = None
-        self.shape = layers, experts
+        gpu_bytes = float(len(loss.mse) * num_hot * costs.shape.expert_bytes)
+        losses = losses_by_width(loss, unit_of(loss))
+        return cls(costs, widths, losses, gpu_bytes, prices=prices, num_devices=num_devices)
+
+    def choose(
+        self,
+        importance: NDArray[np.float64],
+        rows: int,
+        placement: Placement,
+        bits: BitwidthPlan,
+        streamed: NDArray[np.bool_] | None = None,
+    ) -> JointPlan:
+        """For a step of so many rows that choose experts with this mean importance [L, E]. placement and bits: the
+        paper's plan for them. streamed [L, E]: experts that prompts streamed, which stay at 8 bits or more at no cost.
+        Raises ConfigError where nothing keeps `most_loss`."""
+        menu = self._menu(rows)
+        moved = np.zeros((len(menu.choices), *importance.shape))
+        if self.chosen is not None:
+            moved = np.moveaxis(menu.moved_bytes[self.chosen], 2, 0).copy()
+            if streamed is not None:
+                wide = menu.where("gpu") & (menu.bits >= BYTE_BITS)
+                moved[wide] = np.where(streamed, 0.0, moved[wide])
+        problem = menu.problem(importance, rows, self._losses, self._budgets, moved, self._move_ps)
+        if self._most_loss is not None:
+            found = least_time(problem, self._most_loss)
+        else:
+            cold = menu.index("device")[bits.bits]
+            cold = np.where(cold < 0, menu.index("device")[WIDTHS[-1]], cold)  # 16 may be no choice there
+            papers = np.where(placement.hot, menu.index("gpu")[FULL_PRECISION_BITS], cold)
+            found = JointPlan(problem, papers, problem.time_ps(papers), problem.lost(papers))
+            with suppress(ConfigError):  # the search is no proof: the paper's plan fits, so there is one
+                found = min(found, least_time(problem, found.loss), key=lambda plan: plan.time_ps)
+        self.chosen = found.chosen
+        return found
 
     def plan(
         self, importance: NDArray[np.float64], num_requests: int, placement: Placement, bits: BitwidthPlan
     ) -> Assigned:
         """For requests whose scores have this mean [L, E]. placement and bits: the paper's plan for them."""
-        rows = min(num_requests, _MOST_ROWS)
-        menu = self._menu(rows)
-        before = self._chosen
-        moved = np.zeros((len(menu.choices), *self.shape))
-        if before is not None:
-            moved = np.moveaxis(menu.moved_bytes[before], 2, 0)
-        move_ps = PS_PER_S / self._bytes_per_s / STEPS_TO_COME
-        problem = menu.problem(importance, rows, self._losses, self._budgets, moved, move_ps)
-        on_device, on_gpu = menu.index("device"), menu.index("gpu")
-        # A policy may want 16, which is no choice here.
-        cold = on_device[np.where(bits.bits == FULL_PRECISION_BITS, WIDTHS[-1], bits.bits)]
-        papers = np.where(placement.hot, on_gpu[FULL_PRECISION_BITS], cold)
-        chosen = papers
-        try:
-            found = least_time(problem, problem.lost(papers))
-        except ConfigError:  # the search is no proof: the paper's plan fits, so there is one
-            pass
-        else:
-            if found.time_ps < problem.time_ps(papers):
-                chosen = found.chosen
-        self._chosen = chosen
-        return self._assigned(menu, chosen, before)
-
-    def _assigned(self, menu: Menu, chosen: NDArray[np.int64], before: NDArray[np.int64] | None) -> Assigned:
+        before, rows = self.chosen, min(num_requests, _MOST_ROWS)
+        menu, chosen = self._menu(rows), self.choose(importance, rows, placement, bits).chosen
         hot, warm = menu.where("gpu")[chosen], menu.where("host")[chosen]
         widths = menu.bits[chosen]
         placement = Placement(hot, warm, np.where(hot, widths, 0))

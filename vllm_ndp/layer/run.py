@@ -86,7 +86,7 @@ class Run(Generic[K]):
             rules = replace(rules, follow=replace(rules.follow, copies=copies_beside_decode(costs, rules.budget)))
         if setup.joint_tiers:
             num_hot = rules.budget.num_hot
-            joint = JointRule(costs, setup.joint_tiers, rules.loss, num_hot, prices, setup.num_devices)
+            joint = JointRule.live(costs, setup.joint_tiers, rules.loss, num_hot, prices, setup.num_devices)
             rules = replace(rules, joint=joint)
         self.planner = Replanner(rules, *tiers.where.shape)
         self.clock = StepClock(

@@ -35,7 +35,6 @@ def test_whole_picoseconds_are_those_of_the_tables_that_replay_adds_up():
     counts, size = np.arange(1, 201), COSTS.shape.expert_bytes
     whole = [CPU.expert_ps(COSTS, count) for count in counts.tolist()]
     assert whole == pytest.approx(CPU.each_ps(COSTS, counts, size), abs=2)
-    assert whole == pytest.approx(CPU.experts_ps(COSTS, 200, size, CPU.memory_bytes_per_s)[1:], abs=2)
 
 
 def test_a_layer_takes_as_long_as_the_slowest_of_gpu_device_and_host():

@@ -122,7 +122,9 @@ def test_joint_plans_put_experts_where_this_machine_is_fast():
     bits = BitwidthPlan(np.where(placement.hot, 0, 3).astype(np.uint8))
 
     def on_gpu(measured: MeasuredPrices) -> int:
-        return int(JointRule(COSTS, "gpu+device", loss, 4, measured).plan(even, 1, placement, bits).placement.hot.sum())
+        return int(
+            JointRule.live(COSTS, "gpu+device", loss, 4, measured).plan(even, 1, placement, bits).placement.hot.sum()
+        )
 
     assert on_gpu(prices(gpu=1, device=100)) == 16
     assert on_gpu(prices(gpu=1000, device=1)) < 8
@@ -136,7 +138,7 @@ def test_a_price_that_was_never_measured_is_refused_by_name():
     loss, even = LossTable.nominal(1, 8), np.full((1, 8), 1 / 8)
     placement = top_experts(even, 4)
     bits = BitwidthPlan(np.where(placement.hot, 0, 3).astype(np.uint8))
-    joint = JointRule(COSTS, "gpu+device", loss, 4, measured)
+    joint = JointRule.live(COSTS, "gpu+device", loss, 4, measured)
     with pytest.raises(ConfigError, match="3 bits on the gpu was never measured"):
         joint.plan(even, 1, placement, bits)
     with pytest.raises(ConfigError, match="above 0"):

@@ -25,7 +25,7 @@ LOSS = LossTable.nominal(LAYERS, EXPERTS)
 
 
 def replanner(num_hot: int, tiers: str = "gpu+device", costs: Costs = COSTS) -> Replanner:
-    joint = JointRule(costs, tiers, LOSS, num_hot)
+    joint = JointRule.live(costs, tiers, LOSS, num_hot)
     rules = PlannerRules(load_policy("prefill"), Budget(num_hot, 3.0), LOSS, keeps_streamed=False, joint=joint)
     return Replanner(rules, LAYERS, EXPERTS)
 
@@ -66,7 +66,7 @@ def test_a_joint_plan_loses_no_more_nats_than_were_asked_for_whatever_its_layers
     known = LossTable(LOSS.mse, np.array([3.0, 0.6, 0.2, 0.2]), nats=0.5)
     policy = load_policy("prefill", PolicySettings(bit_rule="layers"))
     for num_hot, nats in itertools.product((1, 2, 4), (0.02, 0.1)):
-        joint = JointRule(COSTS, "gpu+device", known, num_hot)
+        joint = JointRule.live(COSTS, "gpu+device", known, num_hot)
         rules = PlannerRules(policy, Budget(num_hot, 4.0, max_loss=nats), known, joint=joint)
         for seed in range(4):
             change = Replanner(rules, LAYERS, EXPERTS).replan({"a": score(seed)})
@@ -130,7 +130,7 @@ def test_8_bits_are_chosen_where_replicas_have_them_and_only_there(has_bytes: bo
         Budget(4, 4.0),
         loss,
         keeps_streamed=False,
-        joint=JointRule(costs, "gpu+device", loss, 4),
+        joint=JointRule.live(costs, "gpu+device", loss, 4),
     )
     change = Replanner(rules, LAYERS, EXPERTS).replan({"a": score(1)})
     widths = np.where(change.placement.hot, change.placement.widths, change.plans["a"].bits.bits)
@@ -139,7 +139,7 @@ def test_8_bits_are_chosen_where_replicas_have_them_and_only_there(has_bytes: bo
 
 def test_a_joint_plan_beside_8_bits_on_average_loses_no_more_than_all_cold_at_8() -> None:
     loss = LossTable(LOSS.mse, at_8=LOSS.mse[:, :, 3] / 100)
-    joint = JointRule(dataclasses.replace(COSTS, has_bytes=True), "gpu+device", loss, 4)
+    joint = JointRule.live(dataclasses.replace(COSTS, has_bytes=True), "gpu+device", loss, 4)
     rules = PlannerRules(load_policy("prefill"), Budget(4, 8.0), loss, keeps_streamed=False, joint=joint)
     change = Replanner(rules, LAYERS, EXPERTS).replan({"a": score(2)})
     widths = np.where(change.placement.hot, change.placement.widths, change.plans["a"].bits.bits)

@@ -77,7 +77,7 @@ def replay_cache(policy: str, rule: CacheRule, batches: Batches, costs: Costs, o
     beside = np.broadcast_to(shared_ps(batches, costs)[:, :, 0], (g, d))
     prices = _Prices(
         gpu.tolist(),
-        cpu.experts_ps(costs, b, expert_bytes, cpu.memory_bytes_per_s).tolist(),
+        cpu.each_ps(costs, np.arange(b + 1), expert_bytes).tolist(),
         cpu.hops_ps(costs, b).tolist(),
         float(costs.copy_opening_ps),
         expert_bytes * PS_PER_S / costs.hardware.link.bulk_bytes_per_s,

@@ -38,7 +38,7 @@ def fiddler(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     b = batches.shape[1]
     resident = options.popular(options.budget.num_hot)
     gpu = costs.gpu_experts_ps(b)
-    on_cpu = cpu.experts_ps(costs, b, costs.shape.expert_bytes, cpu.memory_bytes_per_s)
+    on_cpu = cpu.each_ps(costs, np.arange(b + 1), costs.shape.expert_bytes)
     hop = cpu.hops_ps(costs, b)
     fetch = costs.fetch_ps()
     rows, here = batches.loads.rows, batches.loads.look_up(resident)
@@ -108,7 +108,7 @@ def daop(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     used = loads.rows > 0
     on_gpu = launched(add_up(costs.gpu_experts_ps(b)[np.where(here, loads.rows, 0)]), costs)
     cold = np.where(here, 0, loads.rows)
-    on_cpu = cpu.experts_ps(costs, b, costs.shape.expert_bytes, cpu.memory_bytes_per_s)
+    on_cpu = cpu.each_ps(costs, np.arange(b + 1), costs.shape.expert_bytes)
     busy = accuracy * (
         add_up(on_cpu[cold]) + np.where(add_up(cold) > 0, cpu.hops_ps(costs, b)[batches.rows][..., None], 0)
     )
@@ -186,7 +186,7 @@ def ktransformers(batches: Batches, costs: Costs, options: ReplayOptions) -> Out
     cpu, cold_bytes, hot_bytes = HostCpu.of(costs), costs.replica_bytes(bits), costs.replica_bytes(gpu_bits)
     hot = most_used(options.prior.values, int(_on_gpu(costs, options) / layer_factor(batches, costs)))
     gpu = costs.gpu_experts_ps(b, hot_bytes)
-    on_cpu, hop = cpu.experts_ps(costs, b, cold_bytes, cpu.memory_bytes_per_s), cpu.hops_ps(costs, b)
+    on_cpu, hop = cpu.each_ps(costs, np.arange(b + 1), cold_bytes), cpu.hops_ps(costs, b)
     rows, here = batches.loads.rows, batches.loads.look_up(hot)
     hits, cold = np.where(here, rows, 0), np.where(here, 0, rows)
     gpu_ps = launched(add_up(gpu[hits]), costs, hot_bytes)

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, WIDTHS
-from ndp_device.timing.work import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs, HostCpu
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, beside_device_memory
 from vllm_ndp.lab.systems.host_cpu import CPU_BITS
@@ -29,27 +28,19 @@ from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
 from vllm_ndp.lab.vectorised.execution import cold_at, run_prompts, shared_ps
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
-from vllm_ndp.layer.joint_rule import OF_ONE_BIT, TIER_SETS, Menu, losses_by_width, unit_of
+from vllm_ndp.layer.joint_rule import OF_ONE_BIT, TIER_SETS, JointRule, Menu, losses_by_width, unit_of
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.joint import JointPlan, least_time
-from vllm_ndp.planning.plan import Placement, top_experts
+from vllm_ndp.planning.plan import BitwidthPlan, Placement, top_experts
 
 GPU_BITS = (16, 8, 4, 3, 2)
 
 
-def limit_of(options: ReplayOptions) -> tuple[str, float | None]:
-    """(unit of losses, the most that is asked for; None: what the paper's plan loses)."""
-    if "max_gate_loss" in options.own:
-        return OF_ONE_BIT, options.number("max_gate_loss", 0.0, 0.0, 1.0)
-    return unit_of(options.loss), None
-
-
-def menu_of(costs: Costs, options: ReplayOptions, max_rows: int = 1) -> Menu:
+def widths_of(costs: Costs, options: ReplayOptions) -> dict[str, tuple[int, ...]]:
+    """By tier."""
     in_bytes = (BYTE_BITS,) if costs.has_bytes else ()
     on_device = (FULL_PRECISION_BITS, *in_bytes, *range(options.widest, WIDTHS[0] - 1, -1))
     held = {"gpu": GPU_BITS, "host": CPU_BITS, "device": on_device}
-    tiers = options.choice("tiers", TIER_SETS).split("+")
-    return Menu(costs, {tier: held[tier] for tier in tiers}, max_rows)
+    return {tier: held[tier] for tier in options.choice("tiers", TIER_SETS).split("+")}
 
 
 def memory(costs: Costs, options: ReplayOptions) -> Memory:
@@ -57,7 +48,7 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
 
     The host holds the experts that its CPU may compute.
     """
-    tiers = menu_of(costs, options).tiers
+    tiers = widths_of(costs, options)
     gpu = options.gpu_memory(costs)
     if "device" not in tiers:
         return Memory(gpu=gpu, host=all_experts_bytes(costs.shape))
@@ -66,84 +57,47 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
     return replace(held, gpu=gpu, host=host)
 
 
-class JointPlans:
-    """Plans for the groups of one replay, one after the other: each starts from what the one before has left."""
-
-    def __init__(self, batches: Batches, costs: Costs, options: ReplayOptions) -> None:
-        _, b, _, layers, _ = batches.shape
-        self.menu = menu_of(costs, options, b)
-        self._costs, self._options, self._rows = costs, options, b
-        self._factor = layer_factor(batches, costs)
-        self._budgets = {"gpu": options.room(costs) / self._factor}
-        self._steps = float((batches.rows > 0).sum() / len(batches.rows))
-        self.unit, self._limit = limit_of(options)
-        self.losses = losses_by_width(options.loss, self.unit)
-        # Before anything is known every expert is alike.
-        uniform = ImportanceScore.from_weights(np.ones((layers, batches.num_experts)))
-        self.current = self._plan([uniform], None, np.zeros(uniform.values.shape, np.bool_)).chosen
-
-    def plan(self, scores: list[ImportanceScore], streamed: NDArray[np.bool_]) -> tuple[JointPlan, float]:
-        """(the plan for requests of these scores, bytes that must move for it in the trace's layers)."""
-        plan = self._plan(scores, self.current, streamed)
-        self.current = plan.chosen
-        return plan, plan.problem.moved_bytes(plan.chosen)
-
-    def _plan(
-        self, scores: list[ImportanceScore], current: NDArray[np.int64] | None, streamed: NDArray[np.bool_]
-    ) -> JointPlan:
-        options, menu = self._options, self.menu
-        values = np.mean([score.values for score in scores], axis=0)
-        shape = len(menu.choices), *values.shape
-        moved = np.zeros(shape)
-        if current is not None:
-            moved = np.moveaxis(menu.moved_bytes[current], 2, 0).copy()
-            if options.migration == "kept":
-                wide = menu.where("gpu") & (menu.bits >= 8)
-                moved[wide] = np.where(streamed, 0.0, moved[wide])
-        link = self._costs.hardware.link.bulk_bytes_per_s
-        problem = menu.problem(values, self._rows, self.losses, self._budgets, moved, PS_PER_S / link / self._steps)
-        if self._limit is not None:
-            return least_time(problem, self._limit)
-        if "device" not in menu.tiers:
-            raise ConfigError(
-                f"tiers {menu.tiers} have no plan of the paper to compare with: give --option max_gate_loss=X"
-            )
-        return least_time(problem, problem.lost(self._papers(scores, values)))
-
-    def _papers(self, scores: list[ImportanceScore], values: NDArray[np.float64]) -> NDArray[np.int64]:
-        """The paper's plan with the same memory and average bits, as choices."""
-        options, choices = self._options, self.menu.choices
-        known = ImportanceScore.from_weights(values)
-        if options.clairvoyant:
-            placement = top_experts(values, options.budget.num_hot)
-        else:
-            placement = options.policy.place(scores, Placement(np.zeros(values.shape, np.bool_)), options.budget)
-        bits = options.policy.assign(known, placement, options.loss, options.budget).bits
-        bits = np.where(bits <= WIDTHS[-1], np.minimum(bits, options.widest), bits)
-        index = np.zeros(256, np.int64)
-        for c, choice in enumerate(choices):
-            if choice.tier == "device":
-                index[choice.bits] = c
-            elif (choice.tier, choice.bits) == ("gpu", FULL_PRECISION_BITS):
-                index[0] = c
-        papers: NDArray[np.int64] = index[bits]
-        return papers
+def papers(
+    options: ReplayOptions, scores: list[ImportanceScore], values: NDArray[np.float64]
+) -> tuple[Placement, BitwidthPlan]:
+    """The paper's plan with the same memory and average bits, for requests of these scores and their mean [L, E]."""
+    if options.clairvoyant:
+        placement = top_experts(values, options.budget.num_hot)
+    else:
+        placement = options.policy.place(scores, Placement(np.zeros(values.shape, np.bool_)), options.budget)
+    bits = options.policy.assign(ImportanceScore.from_weights(values), placement, options.loss, options.budget).bits
+    return placement, BitwidthPlan(np.where(bits <= WIDTHS[-1], np.minimum(bits, options.widest), bits))
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     g, b, _, layers, _ = batches.shape
-    planner = JointPlans(batches, costs, options)
-    menu = planner.menu
+    menu = Menu(costs, widths_of(costs, options), b)
     on_gpu, on_host, on_device = (menu.where(tier) for tier in ("gpu", "host", "device"))
+    unit, limit = unit_of(options.loss), None
+    if "max_gate_loss" in options.own:
+        unit, limit = OF_ONE_BIT, options.number("max_gate_loss", 0.0, 0.0, 1.0)
+    elif not on_device.any():
+        raise ConfigError(
+            f"tiers {menu.tiers} have no plan of the paper to compare with: give --option max_gate_loss=X"
+        )
+    losses = losses_by_width(options.loss, unit)
+    room, steps = options.room(costs) / layer_factor(batches, costs), float((batches.rows > 0).sum() / g)
+    rule = JointRule(costs, menu.widths, losses, room, most_loss=limit, steps_to_come=steps)
+    even = ImportanceScore.from_weights(np.ones((layers, batches.num_experts)))  # nothing is known
+    last = rule.choose(even.values, b, *papers(options, [even], even.values)).chosen
     chosen, before = np.zeros((2, g, layers, batches.num_experts), np.int64)
     moved, planned = np.zeros((2, g))
     for group in range(g):
-        before[group] = planner.current
+        before[group] = last
         known = (batches.decodes if options.clairvoyant else batches.prompts)[group]
         scores = [options.policy.score(stats) for stats in known]
-        prompts = np.any([stats.counts > 0 for stats in batches.prompts[group]], axis=0)
-        plan, moved[group] = planner.plan(scores, prompts & ~on_gpu[planner.current])
-        chosen[group], planned[group] = plan.chosen, plan.loss
+        values = np.mean([score.values for score in scores], axis=0)
+        streamed = None
+        if options.migration == "kept":
+            streamed = np.any([stats.counts > 0 for stats in batches.prompts[group]], axis=0) & ~on_gpu[last]
+        plan = rule.choose(values, b, *papers(options, scores, values), streamed)
+        last = chosen[group] = plan.chosen
+        moved[group], planned[group] = plan.problem.moved_bytes(last), plan.loss
     loads = batches.loads
     slots = loads.look_up(chosen)  # [G, D, L, S]
     times = menu.ps[slots, loads.rows]
@@ -162,7 +116,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     bytes_moved = moved * layer_factor(batches, costs)
     whole = [round(each / costs.shape.expert_bytes) for each in bytes_moved]
     return Outcome(
-        policy=f"{options.policy_name}, {menu.tiers}, loss in {planner.unit}",
+        policy=f"{options.policy_name}, {menu.tiers}, loss in {unit}",
         moe_ps=np.maximum(np.maximum(gpu, device), host),
         device_ps=device,
         gpu_ps=gpu,
@@ -175,7 +129,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         notes={
             "chosen": np.bincount(chosen.ravel(), minlength=len(menu.choices)).tolist(),
             "planned_loss": float(np.mean(planned)),
-            "lost": _lost(batches, planner.losses, bits),
+            "lost": _lost(batches, losses, bits),
         },
     )
 

@@ -44,7 +44,7 @@ def llama_cpp(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome
     expert_bytes = costs.replica_bytes(bits)
     away = 1 - resident_layers(costs, options, expert_bytes) / shape.num_layers
     on_gpu = launched(add_up(costs.gpu_experts_ps(b, expert_bytes)[rows]), costs, expert_bytes)
-    on_cpu = add_up(cpu.experts_ps(costs, b, expert_bytes, cpu.memory_bytes_per_s)[rows])
+    on_cpu = add_up(cpu.each_ps(costs, np.arange(b + 1), expert_bytes)[rows])
     on_cpu += cpu.hops_ps(costs, b)[batches.rows][:, :, None]
     fetch = costs.fetch_ps(expert_bytes)
 
