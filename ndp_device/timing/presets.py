@@ -213,7 +213,11 @@ _HOST: Table = {
 }
 
 _ENERGY: Table = {
-    "energy.dram_line32_fj": _q(1_110_000, "fJ per 32 B", "[S] M2NDP energy table"),
+    "energy.dram_line32_fj": _q(
+        3_046_400,
+        "fJ per 32 B",
+        "[S] 11.9 pJ/bit: DDR5-6400 by DRAMsim3 on vendors' currents, in a public gem5 project",
+    ),
     "energy.activate_fj": _q(1_800_000, "fJ per row", "[S] M2NDP energy table"),
     "energy.link_bit_fj": _q(8_000, "fJ/bit", "[S] M2NDP energy table"),
     "energy.scratchpad_access_fj": _q(113_000, "fJ per 32 B", "[S] M2NDP energy table"),
@@ -222,6 +226,8 @@ _ENERGY: Table = {
     "energy.host_idle_mw": _q(100_000, "mW", "[O] one socket and its memory, waiting"),
     "energy.device_idle_mw": _q(25_000, "mW", "[O] a card with 512 GiB of DDR5 in standby"),
 }
+
+_ENERGY_LPDDR5: Table = {**_ENERGY, "energy.dram_line32_fj": _q(1_110_000, "fJ per 32 B", "[S] M2NDP energy table")}
 
 _CXL_EXPERT: Table = {
     **_DDR5,
@@ -270,7 +276,7 @@ PRESETS: Mapping[str, Table] = {
         **_card(_GEN5, 5038, 1792, 96, 30, "RTX PRO 6000 Blackwell data sheet", "measured-rtxpro6000"),
     },
     "h100-ndp512": {**_DDR5, **_GEN4, **_ARRAYS, **_H100, **_HOST, **_ENERGY},
-    "h100-ndp512-lpddr5": {**_LPDDR5, **_GEN4, **_ARRAYS, **_H100, **_HOST, **_ENERGY},
+    "h100-ndp512-lpddr5": {**_LPDDR5, **_GEN4, **_ARRAYS, **_H100, **_HOST, **_ENERGY_LPDDR5},
     "h200-gen5": {**_DDR5, **_GEN5, **_ARRAYS, **_H200, **_HOST, **_ENERGY},
     "cxl-expert-ndp": {
         **_CXL_EXPERT,

@@ -265,9 +265,9 @@ def test_bulk_copies_reach_the_effective_rate() -> None:
 
 
 def test_energy_counts_events_once() -> None:
-    """32 bytes of weights: one DRAM access (1.11 nJ), two of the scratchpad (2 x 0.113 nJ), 20 rows opened (1.8 nJ)."""
+    """32 bytes of weights: a DRAM access (11.9 pJ a bit), two of scratchpads (2 x 0.113 nJ), 20 rows opened (1.8)."""
     work = Work(1, 1, 0, 0, (ExpertWork(4, 1, 32),))
-    assert run(HARDWARE, work).energy_pj == 1110 + 226 + 20 * 1800
+    assert run(HARDWARE, work).energy_pj == int(32 * 8 * 11.9 + 226 + 20 * 1800)
 
 
 def test_bytes_of_a_replica() -> None:

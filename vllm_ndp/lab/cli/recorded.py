@@ -191,6 +191,8 @@ def reproduce(
     with waiting(f"computing the figures of {source}"):
         result: Reproduction = rivals.hobbit(recorded) if source == "hobbit" else made[source]()
     print_reproduction(result)
+    if result.summary:
+        print(json.dumps(result.summary))
     rows = [row.as_dict() for row in result.rows]
     print_json({"source": result.source, **result.summary, "rows": rows, "notes": list(result.notes)}, shown=True)
 
