@@ -135,12 +135,12 @@ class WholeModel(ModelShape):
         """(tokens, whether it is a chunk) of every window that some layer has."""
         return frozenset((kind.attention.window, kind.attention.is_chunked) for kind in self.kinds) - {(0, False)}
 
-    @property
+    @cached_property
     def kv_bytes(self) -> int:
         """Bytes of one token in the KV cache of all layers, windows aside."""
         return self.dtype_bytes * sum(layer.attention.kv_values for layer in self.decoder)
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
         """The state of one request in all layers that have one instead of a KV cache."""
         return self.dtype_bytes * sum(layer.attention.state_values for layer in self.decoder)
@@ -150,7 +150,7 @@ class WholeModel(ModelShape):
         """The output projection."""
         return self.hidden_size * self.vocab_size
 
-    @property
+    @cached_property
     def beside_weights(self) -> int:
         """Weights of all decoder layers without routed experts."""
         layers = sum(layer.attention.weights(self.hidden_size) + layer.dense_weights for layer in self.decoder)
