@@ -156,7 +156,6 @@ class Replays:
         told = {
             "bit_rule": settings.bit_rule or usual_bit_rule(settings.bits_for),
             "prior": workload.prior,
-            "prior_tokens": settings.prior_tokens,
             **settings.policy_options,
         }
         names = {"prefill" if name == ORACLE else name for name in settings.policies} | {"prefill"}

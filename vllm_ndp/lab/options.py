@@ -138,7 +138,6 @@ class CompareSettings:
         ),
     ] = "auto"
     migration: Annotated[str, typer.Option(help="kept: what a prefill streamed stays; difference.")] = "kept"
-    prior_tokens: Annotated[float, typer.Option(help="How many prompt tokens the prior is worth.")] = 16.0
     policy_options: PolicyOptions = field(default_factory=dict)
 
     def __post_init__(self) -> None:

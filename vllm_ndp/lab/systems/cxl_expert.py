@@ -204,30 +204,26 @@ def cold_bytes(costs: Costs) -> float:
 
 
 def _layers(
-    rows: NDArray[np.int64],
-    tier: NDArray[np.uint8],
-    gpu: NDArray[np.float64],
-    machine: _Machine,
-    num_loaded: int | None,
+    rows: NDArray[np.int64], tier: NDArray[np.uint8], machine: _Machine, num_loaded: int | None = None
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], int, NDArray[np.bool_]]:
     """(time of the experts, of those on the GPU, how many were loaded, slots that the host computes).
 
-    rows and tier [G, D, L, S]. num_loaded: the heaviest so many are loaded; None: as many as shorten the layer.
+    rows and tier [..., S]. num_loaded: the heaviest so many are loaded; None: as many as shorten the layer.
     """
-    is_hot = tier == HOT
+    is_hot, one_ps = tier == HOT, machine.costs.gpu_expert_ps
     away = np.where(is_hot, 0, rows)
-    order = np.argsort(-away, axis=3, kind="stable")  # heaviest missing first
-    missing = np.take_along_axis(away, order, axis=3)
-    is_warm = np.take_along_axis(tier == WARM, order, axis=3)
-    here = add_up(gpu[np.where(is_hot, rows, 0)])[..., None]
-    total = np.maximum(copied_in_order(gpu[missing], here, machine.costs), machine.host_ps(missing, is_warm))
-    chosen = total.argmin(axis=3)[..., None]
+    order = np.argsort(-away, axis=-1, kind="stable")  # heaviest missing first
+    missing = np.take_along_axis(away, order, axis=-1)
+    is_warm = np.take_along_axis(tier == WARM, order, axis=-1)
+    here, copied = add_up(each_ps(np.where(is_hot, rows, 0), one_ps))[..., None], each_ps(missing, one_ps)
+    total = np.maximum(copied_in_order(copied, here, machine.costs), machine.host_ps(missing, is_warm))
+    chosen = total.argmin(axis=-1)[..., None]
     if num_loaded is not None:
-        rank = np.argsort(np.argsort(-rows, axis=3, kind="stable"), axis=3)
-        chosen = ((rank < num_loaded) & ~is_hot & (rows > 0)).sum(axis=3)[..., None]
+        rank = np.argsort(np.argsort(-rows, axis=-1, kind="stable"), axis=-1)
+        chosen = ((rank < num_loaded) & ~is_hot & (rows > 0)).sum(axis=-1)[..., None]
     on_host = np.zeros(rows.shape, np.bool_)
-    np.put_along_axis(on_host, order, (np.arange(rows.shape[3]) >= chosen) & (missing > 0), axis=3)
-    moe, on_gpu = (np.take_along_axis(of, chosen, 3)[..., 0] for of in (total, here + sums_before(gpu[missing])))
+    np.put_along_axis(on_host, order, (np.arange(rows.shape[-1]) >= chosen) & (missing > 0), axis=-1)
+    moe, on_gpu = (np.take_along_axis(of, chosen, -1)[..., 0] for of in (total, here + sums_before(copied)))
     return moe, launched(on_gpu, machine.costs), int(chosen.sum()), on_host
 
 
@@ -248,12 +244,11 @@ def _expected_uses(batches: Batches, steps: int) -> NDArray[np.float64]:
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    g, b, d, layers, _ = batches.shape
+    g, _, d, layers, _ = batches.shape
     loads, num_hot = batches.loads, options.budget.num_hot
     hot = options.popular(num_hot)
     near = options.popular(num_hot + _num_warm(batches.num_experts, options))
     start = np.where(hot, HOT, np.where(near, WARM, COLD)).astype(np.uint8)
-    gpu = costs.gpu_experts_ps(b)
     machine = _Machine(costs, options.choice("near_data", ("off", "on")) == "on")
     fixed = "percentile" in options.own
     percentile = options.number("percentile", 75.0, 0.0, 100.0)
@@ -274,22 +269,12 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         waits[:, first] = moved.took_ps
         part = slice(first, first + RETIER_STEPS)
         tier[:, part] = loads.look_up(tiers, part)
-    moe, gpu_ps, loaded, on_host = _layers(loads.rows, tier, gpu, machine, num_loaded)
+    moe, gpu_ps, loaded, on_host = _layers(loads.rows, tier, machine, num_loaded)
     cold = on_host & (tier == COLD)
     used = loads.rows > 0
     host_experts, cold_experts = int(on_host.sum()), int(cold.sum())
     widths = np.where(cold, COLD_BITS, np.where(on_host, FULL_PRECISION_BITS, 0))
     ran = cold_at(batches, widths.ravel()[loads.places], options.loss)
-
-    def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The same threshold for the rows of a prompt."""
-        away = np.where(hot, 0, counts)
-        order = np.argsort(-away, axis=1, kind="stable")
-        missing, warm = (np.take_along_axis(a, order, axis=1) for a in (away, start == WARM))
-        here = each_ps(np.where(hot, counts, 0), costs.gpu_expert_ps).sum(axis=1, keepdims=True)
-        copied = copied_in_order(each_ps(missing, costs.gpu_expert_ps), here, costs)
-        times: NDArray[np.float64] = np.maximum(copied, machine.host_ps(missing, warm)).min(axis=1)
-        return times
 
     gates = float(loads.total(batches.weights, batches.pairs & on_host.ravel()[loads.places]).sum())
     packing_loss = _PACKED_LOSS * gates / batches.num_decisions
@@ -303,7 +288,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         costs,
         moe_ps=moe + waits,
         gpu_ps=gpu_ps,
-        prefill_ps=prompts_ps(batches, costs, layers_ps),
+        prefill_ps=prompts_ps(batches, costs, lambda counts: _layers(counts, start, machine)[0]),
         fetched_experts=loaded + to_gpu,
         hot_pairs=int(loads.rows.sum()) - ran.pairs,
         cold=replace(ran, loss=ran.loss + packing_loss),

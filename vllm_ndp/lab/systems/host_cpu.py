@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,41 +36,32 @@ def fiddler(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
 
     Activations cross the link, weights do so only when many rows share them. The placement is static popularity.
     """
-    cpu = HostCpu.of(costs)
-    b = batches.shape[1]
+    cpu, fetch = HostCpu.of(costs), costs.fetch_ps()
     resident = options.popular(options.budget.num_hot)
-    gpu = costs.gpu_experts_ps(b)
-    on_cpu = cpu.each_ps(costs, np.arange(b + 1), costs.shape.expert_bytes)
-    hop = cpu.hops_ps(costs, b)
-    fetch = costs.fetch_ps()
+
+    def layers(rows: NDArray[np.int64], here: NDArray[np.bool_]) -> tuple[NDArray[Any], ...]:
+        """(time of a layer, of its experts on the GPU, which are copied, which the host computes), all [..., S] but
+        the first [...]: of decode and of a prompt."""
+        gpu = each_ps(rows, costs.gpu_expert_ps)
+        host = each_ps(rows, costs.hop_ps) + cpu.each_ps(costs, rows, costs.shape.expert_bytes)
+        away = (rows > 0) & ~here
+        on_host = away & (host <= fetch + gpu)
+        gpu, copied = np.where(on_host, 0.0, gpu), away & ~on_host
+        times = np.maximum(with_copies(gpu, copied, costs), add_up(np.where(on_host, host, 0.0)))
+        return times, gpu, copied, on_host
+
     rows, here = batches.loads.rows, batches.loads.look_up(resident)
-    hits, misses = np.where(here, rows, 0), np.where(here, 0, rows)
-    host_ps = on_cpu[misses] + hop[misses]
-    on_host = (misses > 0) & (host_ps <= fetch + gpu[misses])
-    copied = (misses > 0) & ~on_host
-    moe = with_copies(np.where(on_host, 0.0, gpu[rows]), copied, costs)
-    cpu_pairs, cpu_experts = int(misses[on_host].sum()), int(on_host.sum())
-
-    def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The same choice for the rows of a prompt."""
-        here = each_ps(counts, costs.gpu_expert_ps)
-        host = each_ps(counts, costs.hop_ps)
-        host += cpu.each_ps(costs, counts, costs.shape.expert_bytes)
-        away = (counts > 0) & ~resident
-        on_host = away & (host <= fetch + here)
-        on_gpu = with_copies(np.where(on_host, 0.0, here), away & ~on_host, costs)
-        times: NDArray[np.float64] = np.maximum(on_gpu, np.where(on_host, host, 0.0).sum(axis=1))
-        return times
-
+    moe, gpu, copied, on_host = layers(rows, here)
+    cpu_pairs, cpu_experts = int(rows[on_host].sum()), int(on_host.sum())
     return without_device(
         "static",
         batches,
         costs,
-        moe_ps=np.maximum(moe, add_up(np.where(on_host, host_ps, 0.0))),
-        gpu_ps=launched(add_up(np.where(on_host, 0.0, gpu[rows])), costs),
-        prefill_ps=prompts_ps(batches, costs, layers_ps),
+        moe_ps=moe,
+        gpu_ps=launched(add_up(gpu), costs),
+        prefill_ps=prompts_ps(batches, costs, lambda counts: layers(counts, resident)[0]),
         fetched_experts=int(copied.sum()),
-        hot_pairs=int(hits.sum()),
+        hot_pairs=int(rows[here].sum()),
         cold=Cold(float(FULL_PRECISION_BITS * cpu_pairs), cpu_pairs),
         traffic=Traffic(
             hbm_bytes=(int((rows > 0).sum()) - cpu_experts) * costs.shape.expert_bytes,

@@ -265,9 +265,11 @@ def _prompts(
 
 def each_ps(counts: NDArray[np.int64], one_ps: Callable[[int], float]) -> NDArray[np.float64]:
     """one_ps of every count, asked once for each that occurs; 0 for 0."""
-    distinct, place = np.unique(counts, return_inverse=True)
-    times = np.array([one_ps(int(rows)) if rows else 0.0 for rows in distinct], np.float64)
-    return times[place].reshape(counts.shape)
+    table = np.zeros(int(counts.max(initial=0)) + 1)
+    for rows in np.flatnonzero(np.bincount(counts.ravel())).tolist():
+        table[rows] = one_ps(rows) if rows else 0.0
+    times: NDArray[np.float64] = table[counts]
+    return times
 
 
 def on_gpu_ps(costs: Costs, counts: NDArray[np.int64], expert_bytes: int) -> NDArray[np.float64]:
