@@ -66,6 +66,8 @@ class Replayed:
     num_decisions: int
     measured_seconds: float
     """Wall time of the replay itself."""
+    over_least: float
+    """Of the last joint plan: how much longer it takes than what no plan can be below."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,9 @@ class Replays:
         row = with_memory(summarise(system.name, outcome, batches, self.costs), one, self.costs)
         row = replace(row, routing=self._workload.routing)
         decode_ps = np.nansum(step_times(outcome, batches, self.costs), axis=1)
-        return Replayed(row, decode_ps, _layer_ms(outcome, batches, self.costs), batches.num_decisions, seconds)
+        over_least = outcome.notes.get("over_least", float("nan"))
+        layer_ms = _layer_ms(outcome, batches, self.costs)
+        return Replayed(row, decode_ps, layer_ms, batches.num_decisions, seconds, over_least)
 
     def compared(self) -> Comparison:
         replayed = [self.replay(one) for one in self.planned]

@@ -217,6 +217,29 @@ def test_above_a_million_plans_the_search_is_within_three_thousandths_of_an_inte
     assert np.count_nonzero(np.array(over) < 1e-5) >= 2
 
 
+@settings(max_examples=40)
+@given(seed=st.integers(0, 999), gpu=st.sampled_from([0.1, 0.3, 0.6]), most=st.floats(0.02, 0.5))
+def test_no_plan_of_all_takes_less_than_what_a_plan_says_is_least(seed, gpu, most):
+    given = problem(seed, 2, 2, gpu, SMALL)
+    try:
+        plan = least_time(given, most)
+    except ConfigError:
+        return
+    assert 0 < plan.least_ps <= best_of_all(given, plan.loss * (1 + 1e-9)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("layers", "experts"), [(3, 6), (2, 8)])
+def test_without_messages_that_least_time_is_within_a_twentieth_of_an_integer_program(layers, experts):
+    """Of plans that use every expert: nothing is left to chance, so a layer's slowest side is its longest."""
+    for seed in range(3):
+        given = problem(seed, layers, experts, 0.3, SMALL)
+        given = replace(given, used=np.ones((layers, experts)), openings=np.zeros(len(given.choices)))
+        plan = searched(given, 0.1 * layers)
+        assert plan is not None
+        best = by_integer_program(given, plan.loss)
+        assert 0.95 * best < plan.least_ps <= best * (1 + 1e-6)
+
+
 @pytest.mark.parametrize(("layers", "experts"), [(94, 128), (61, 256), (32, 8)])
 @pytest.mark.parametrize("gpu", [0.05, 0.2, 0.5])
 def test_a_large_plan_keeps_every_limit_and_is_no_slower_than_sides_that_take_turns(layers, experts, gpu):

@@ -92,6 +92,12 @@ def print_comparison(result: Comparison, settings: CompareSettings, routing: str
                 f"{row.system} {row.policy}, {100 * beside.mean:+.1f} % of time ({100 * beside.low:+.1f} to "
                 f"{100 * beside.high:+.1f})"
             )
+    for done in result.replayed:
+        if done.over_least >= 0:
+            print(
+                f"  {done.row.system} {done.row.policy}, batch {done.row.batch}: its last plan takes at most "
+                f"{100 * done.over_least:.0f} % longer than the fastest one, by a relaxation"
+            )
     costs = Costs(load_hardware(settings.hardware, **settings.overrides), model_named(settings.model))
     for side, ps in costs.openings.items():
         print(f"  one row to the {side} and back takes {ps / 1e6:.2f} us before any expert is read")

@@ -129,6 +129,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         notes={
             "chosen": np.bincount(chosen.ravel(), minlength=len(menu.choices)).tolist(),
             "planned_loss": float(np.mean(planned)),
+            "over_least": plan.time_ps / plan.least_ps - 1,
             "lost": _lost(batches, losses, bits),
         },
     )
