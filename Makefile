@@ -44,7 +44,7 @@ test-changed: $(READY)
 # Every family of docs/families.md, two engines each: half an hour. Writes what the page's table is made from.
 test-families: $(READY)
 	NDP_FAMILIES_JSON=$(CURDIR)/docs/measured/families.json $(BIN)/python -m pytest -m "vllm or families" \
-		tests/integration/test_integration_families.py tests/integration/test_integration_quantized.py tests/integration/test_integration_stages.py
+		tests/integration/test_integration_families.py tests/integration/test_integration_quantized.py tests/integration/test_integration_layouts.py
 
 check: $(READY)
 	$(BIN)/ruff format --check .

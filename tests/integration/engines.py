@@ -23,6 +23,8 @@ import pytest
 
 if TYPE_CHECKING:  # a program without the plugin imports this file, and must find none of our modules
     from ndp_device.common.errors import NdpError
+    from vllm_ndp.lab.exact.live import LiveReplay
+    from vllm_ndp.traces.trace import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "tiny-mixtral"
@@ -162,6 +164,22 @@ def kill_in_the_middle(llm: Any, prompts: Sequence[str], tokens: int, pid: int) 
 
 def token_ids(outputs: Sequence[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def trace_of(directory: Path, model: Path = MODEL) -> Trace:
+    """What an engine with this model has recorded."""
+    from ndp_device.checkpoint.files import model_digest
+    from vllm_ndp.traces.trace import Trace
+
+    return Trace.load(directory, model_digest=model_digest(model))
+
+
+def replay_of(trace: Trace) -> LiveReplay:
+    """As `vllm-ndp replay` makes it, which finds the losses that the run planned with."""
+    from vllm_ndp.lab.cli.recorded import losses_of_run
+    from vllm_ndp.lab.exact.live import replay_live
+
+    return replay_live(trace, losses_of_run(trace, None))
 
 
 def user_environment(**changes: str) -> dict[str, str]:

@@ -7,19 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import MODEL, PROMPTS, engine
+from engines import PROMPTS, engine, trace_of
 
-from ndp_device.checkpoint.files import model_digest
-from ndp_device.common.kept import default_cache_dir
-from ndp_device.replicas.format import load_losses
 from ndp_device.timing.model import DeviceModel
+from vllm_ndp.lab.cli.recorded import losses_of_run
 from vllm_ndp.lab.exact.engine import alone
 from vllm_ndp.lab.exact.live import recorded_rules
 from vllm_ndp.lab.load.host import Host, ServedRequest
 from vllm_ndp.lab.load.latency import tokens_of
 from vllm_ndp.lab.load.run import of_steps, serve_again
 from vllm_ndp.lab.load.scheduler import SchedulerRules
-from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.traces.format import CACHED
 from vllm_ndp.traces.trace import Trace
 
@@ -57,13 +54,9 @@ def live_run(directory: Path, **options) -> tuple[Trace, list[int]]:
                 added[str(number)] = step
             core.step()
             step += 1
-    trace = Trace.load(directory, model_digest=model_digest(MODEL))
+    trace = trace_of(directory)
     by_name = {name.split("-")[0]: step for name, step in added.items()}
     return trace, [by_name[name.split("-")[0]] for name in trace.request_ids]
-
-
-def losses() -> LossTable:
-    return LossTable.from_measured(*load_losses(default_cache_dir(model_digest(MODEL)), "relative"))
 
 
 def served(trace: Trace, arrivals_ps: np.ndarray) -> ServedRequest:
@@ -72,7 +65,7 @@ def served(trace: Trace, arrivals_ps: np.ndarray) -> ServedRequest:
     told = setup.scheduling
     assert told is not None
     rules = SchedulerRules(told.max_num_batched_tokens, told.max_num_seqs, told.block_size, told.kv_blocks)
-    host = Host(trace, setup, recorded_rules(trace, losses()), arrivals_ps, rules)
+    host = Host(trace, setup, recorded_rules(trace, losses_of_run(trace, None)), arrivals_ps, rules)
     return alone(host.whole(), DeviceModel(host.engine.hardware))
 
 
@@ -111,4 +104,4 @@ def test_arrivals_alone_give_the_steps_of_vllm_and_their_simulated_times(tmp_pat
     assert len(tokens.at_ps) == sum(tokens for _, _, tokens in ARRIVALS)
     if not options:  # nobody had to wait for a place, so the recording itself says when requests came
         assert np.array_equal(of_steps(trace), arrivals_ps)
-        assert serve_again(trace, losses()).steps == replay.steps
+        assert serve_again(trace, losses_of_run(trace, None)).steps == replay.steps

@@ -6,12 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MODEL, PROMPTS, check_pairs, engine, greedy, token_ids
-
-from ndp_device.checkpoint.files import model_digest
-from vllm_ndp.lab.exact.live import replay_live
-from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.traces.trace import Trace
+from engines import PROMPTS, check_pairs, engine, greedy, replay_of, token_ids, trace_of
 
 pytestmark = pytest.mark.vllm
 SETTINGS = {"hot_experts": 4, "cold_precision": "full"}
@@ -140,11 +135,11 @@ def test_a_recorded_run_with_loads_has_none_of_their_rows_and_is_planned_anew_al
         llm.reset_prefix_cache()
         _, report = ask(llm)
         ask(llm)
-    trace = Trace.load(tmp_path / "trace", model_digest=model_digest(MODEL))
+    trace = trace_of(tmp_path / "trace")
     prompt = set(range(report["prompt_tokens"]))
     lacking = [prompt - set(trace.position[trace.request == request].tolist()) for request in (0, 2, 3)]
     assert lacking == [set(), set(range(report["loaded_tokens"])), set(range(report["loaded_tokens"]))]
-    replayed = replay_live(trace, LossTable.nominal(trace.provenance.num_layers, trace.provenance.num_experts))
+    replayed = replay_of(trace)
     assert replayed.plan_mismatches == 0
     assert replayed.identical
 

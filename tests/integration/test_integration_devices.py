@@ -18,25 +18,22 @@ from engines import (
     engine,
     greedy,
     kill_in_the_middle,
+    replay_of,
     stock_tokens_of,
     token_ids,
+    trace_of,
 )
 from small_checkpoint import write_small_checkpoint
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.common.errors import NdpError
-from ndp_device.common.kept import default_cache_dir
-from ndp_device.replicas.format import load_losses
 from vllm_ndp.config import DeviceAddress, NdpSettings
 from vllm_ndp.device_client.handshake import Requirements
 from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.integration.compat import hardware_of
 from vllm_ndp.integration.device_members import DeviceMembers
-from vllm_ndp.lab.exact.live import replay_live
-from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.traces.format import DOWN
-from vllm_ndp.traces.trace import Trace
 
 pytestmark = pytest.mark.vllm
 
@@ -137,11 +134,11 @@ def test_a_frozen_device_leaves_no_pair_to_the_engine_either(stock_tokens, told:
 def test_a_run_replays_to_the_picosecond_with_a_device_lost_and_back(told: Told):
     """The trace says which device was down in which step. Of the few in which that changed it says so, and their time
     is the recorded one."""
-    trace = Trace.load(told.directory, model_digest=model_digest(MODEL))
+    trace = trace_of(told.directory)
     live, num_steps = trace.provenance.live, told.totals[0]["steps"]
     assert live is not None
     assert (live.num_devices, live.device_copies) == (2, 2)
-    replay = replay_live(trace, LossTable.nominal(4, 8))
+    replay = replay_of(trace)
     assert len(replay.steps) == told.totals[-1]["steps"] > num_steps > 20
     assert replay.identical
     assert replay.fallback_steps == 0
@@ -149,7 +146,7 @@ def test_a_run_replays_to_the_picosecond_with_a_device_lost_and_back(told: Told)
     down = trace.devices["step"][trace.devices["change"] == DOWN]
     assert len(down) > replay.changed_steps
     assert down.min() > num_steps
-    without = replay_live(replace(trace, devices={}), LossTable.nominal(4, 8))
+    without = replay_of(replace(trace, devices={}))
     assert not without.identical
     assert without.step_ps[:num_steps].tolist() == without.recorded_step_ps[:num_steps].tolist()
 
@@ -188,16 +185,16 @@ def test_without_one_half_the_engine_computes_whole_experts_and_counts_no_unit_t
 
 
 def test_a_run_on_halves_replays_to_the_picosecond_with_one_lost_and_back(split: Told):
-    trace = Trace.load(split.directory, model_digest=model_digest(MODEL))
+    trace = trace_of(split.directory)
     live = trace.provenance.live
     assert live is not None
     assert (live.num_devices, live.splits_experts) == (2, True)
     assert live.expert_bytes[16] * 2 == 3 * 128 * 256 * 2
-    replay = replay_live(trace, LossTable.nominal(4, 8))
+    replay = replay_of(trace)
     assert len(replay.steps) == split.totals[-1]["steps"]
     assert replay.identical
     assert replay.changed_steps <= 6
-    assert not replay_live(replace(trace, devices={}), LossTable.nominal(4, 8)).identical
+    assert not replay_of(replace(trace, devices={})).identical
 
 
 def test_halves_of_quantized_experts_give_the_tokens_of_one_device_and_replay(tmp_path: Path):
@@ -209,9 +206,7 @@ def test_halves_of_quantized_experts_give_the_tokens_of_one_device_and_replay(tm
     with engine(settings=quantized | halves) as llm:
         assert token_ids(greedy(llm, PROMPTS, TOKENS)) == whole
         assert totals(llm)["cold_pairs"] > totals(llm)["fallback_pairs"] == 0
-    trace = Trace.load(tmp_path / "halves", model_digest=model_digest(MODEL))
-    data_free = load_losses(default_cache_dir(model_digest(MODEL)), "relative")
-    assert replay_live(trace, LossTable.from_measured(*data_free)).identical
+    assert replay_of(trace_of(tmp_path / "halves")).identical
 
 
 # -- what is refused, in one sentence, before anything is served ---------------------------------------------------

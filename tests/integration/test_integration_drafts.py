@@ -9,14 +9,10 @@ from typing import Any
 import numpy as np
 import one_engine
 import pytest
-from engines import LONG_PROMPTS, MODEL, engine, greedy, stock_tokens_of, token_ids
+from engines import LONG_PROMPTS, MODEL, engine, greedy, replay_of, stock_tokens_of, token_ids, trace_of
 
-from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.lab.exact.live import replay_live
-from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.traces.format import DECODE, REJECTED
-from vllm_ndp.traces.trace import Trace
 
 pytestmark = pytest.mark.vllm
 
@@ -37,7 +33,7 @@ def drafted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("trace") / "drafts"
     settings = {"hot_experts": 3, "cold_precision": "full", "record": str(directory)}
     said = one_engine.run(settings, LONG_PROMPTS, TOKENS, passes=2, speculative_config=NGRAM)
-    said["trace"] = Trace.load(directory, model_digest=model_digest(MODEL))
+    said["trace"] = trace_of(directory)
     return said
 
 
@@ -81,7 +77,7 @@ def test_a_trace_marks_rejected_rows_which_are_no_tokens_of_their_request(
 
 
 def test_a_drafted_run_replays_to_the_picosecond(drafted: dict[str, Any]):
-    replay = replay_live(drafted["trace"], LossTable.nominal(LAYERS, 8))
+    replay = replay_of(drafted["trace"])
     assert len(replay.steps) == drafted["totals"][0]["steps"]
     assert replay.identical
 

@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MODEL, PROMPTS, engine, greedy, stock_tokens_of, token_ids
+from engines import MODEL, PROMPTS, engine, greedy, replay_of, stock_tokens_of, token_ids, trace_of
 
 from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.integration.serving.metrics import NdpStats
-from vllm_ndp.lab.exact.live import replay_live
-from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.traces.trace import Trace
 
 pytestmark = pytest.mark.vllm
 
@@ -86,8 +83,8 @@ def test_the_startup_table_says_that_it_has_no_simulated_time(said: Said) -> Non
 
 
 def test_a_trace_of_it_replays_its_plans_and_says_in_one_sentence_what_it_lacks(said: Said) -> None:
-    trace = Trace.load(said.trace)
-    replayed = replay_live(trace, LossTable.nominal(4, 8))
+    trace = trace_of(said.trace)
+    replayed = replay_of(trace)
     steps = len(replayed.steps)
     assert replayed.lacks.startswith(f"the trace has no simulated times of {steps} of its {steps} steps")
     assert replayed.plan_mismatches == 0

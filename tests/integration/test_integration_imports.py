@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import routed_experts
-from engines import MODEL, last_json, run_program
+from engines import last_json, run_program, trace_of
 
-from ndp_device.checkpoint.files import model_digest
 from vllm_ndp.traces.importers import ImportSettings, import_trace
 from vllm_ndp.traces.trace import Trace
 
@@ -52,7 +51,7 @@ def test_what_vllm_itself_records_is_what_our_recorder_saw_of_the_same_run(tmp_p
     answers = last_json(done.stdout)["answers"]
     (tmp_path / "answers.jsonl").write_text("\n".join(answers))
     imported = import_trace(tmp_path / "answers.jsonl", "vllm", ImportSettings("tiny", num_experts=8))
-    ours = Trace.load(tmp_path / "trace", model_digest=model_digest(MODEL))
+    ours = trace_of(tmp_path / "trace")
     assert imported.prompt_len.tolist() == ours.prompt_len.tolist()
     assert len(imported.sequences) == len(routed_experts.TOKENS)
     for theirs, own, tokens in zip(imported.sequences, ours.sequences, routed_experts.TOKENS, strict=True):

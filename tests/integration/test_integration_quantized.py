@@ -14,15 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import PROMPTS, engine, greedy, token_ids
+from engines import PROMPTS, engine, greedy, replay_of, token_ids, trace_of
 from family_tokens import PENALTIES, PROMPT_COUNT, TOKENS
 from paths import ROOT
 from safetensors.torch import load_file, save_file
 from test_integration_families import Runs, made, models, noted, selected
-
-from vllm_ndp.lab.cli.recorded import losses_of_run
-from vllm_ndp.lab.exact.live import replay_live
-from vllm_ndp.traces.trace import Trace
 
 __all__ = ["models"]
 pytestmark = pytest.mark.vllm
@@ -87,8 +83,7 @@ def test_a_quantized_checkpoint_is_served_by_its_own_codes(
     assert told["replicas"] == f"none: experts keep the checkpoint's codes of {bits} bits"
     assert not list((models / "cache").glob("replicas/*"))
     assert found["ours"] == found["stock"]
-    trace = Trace.load(record)
-    assert replay_live(trace, losses_of_run(trace, None)).identical
+    assert replay_of(trace_of(record, path)).identical
 
 
 def _unrounded(quantized: Path, dequantized: Path) -> Path:

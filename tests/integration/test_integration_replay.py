@@ -8,15 +8,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from engines import MODEL, PROMPTS, REPLICAS, ROOT, engine, greedy
+from engines import MODEL, PROMPTS, REPLICAS, ROOT, engine, greedy, replay_of, trace_of
 
-from ndp_device.checkpoint.files import model_digest
-from ndp_device.common.kept import default_cache_dir
-from ndp_device.replicas.format import load_losses, read_manifest, write_manifest
+from ndp_device.replicas.format import read_manifest, write_manifest
 from ndp_device.timing.model import CommandEnergy
 from vllm_ndp.cost_model.memory import DoesNotFit, beside_device_memory
-from vllm_ndp.lab.exact.live import RecordedRun, recorded_rules, replay_live, require_capacity
-from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.lab.cli.recorded import losses_of_run
+from vllm_ndp.lab.exact.live import RecordedRun, recorded_rules, require_capacity
 from vllm_ndp.traces.trace import Trace
 
 pytestmark = pytest.mark.vllm
@@ -53,7 +51,7 @@ def record(directory: Path, settings: dict, **options) -> Trace:
     has_spilled = settings.get("hardware_overrides") == SLOW_GPU and settings.get("execution") != "paper"
     assert (totals["spilled_pairs"] > 0) == has_spilled
     assert (totals["prefill_device_pairs"] > 0) == (settings.get("prefill") != "streamed")
-    return Trace.load(directory, model_digest=model_digest(MODEL))
+    return trace_of(directory)
 
 
 def weighed_replicas(directory: Path) -> Path:
@@ -84,8 +82,7 @@ def test_replaying_a_live_run_gives_its_simulated_times_to_the_picosecond(tmp_pa
     if settings.get("replicas") == "weighed":
         settings = settings | {"replicas": str(weighed_replicas(tmp_path / "replicas"))}
     trace = record(tmp_path / "trace", settings, **options)
-    replicas = Path(settings.get("replicas", default_cache_dir(model_digest(MODEL))))
-    replayed = replay_live(trace, LossTable.from_measured(*load_losses(replicas, "relative")))
+    replayed = replay_of(trace)
     assert len(replayed.steps) > 20
     assert replayed.fallback_steps == 0
     assert replayed.plan_mismatches == 0
@@ -100,9 +97,8 @@ def test_requests_report_the_energy_that_a_replay_of_their_commands_takes_by_par
     settings = {"hot_experts": 2, "avg_bits": 2.0, "record": str(tmp_path / "trace")}
     with engine(settings=settings, max_num_seqs=2) as llm:
         reports = [output.kv_transfer_params["ndp"] for output in greedy(llm, PROMPTS[:3], 6)]
-    trace = Trace.load(tmp_path / "trace", model_digest=model_digest(MODEL))
-    loss = LossTable.from_measured(*load_losses(default_cache_dir(model_digest(MODEL)), "relative"))
-    setup, rules = trace.provenance.live, recorded_rules(trace, loss)
+    trace = trace_of(tmp_path / "trace")
+    setup, rules = trace.provenance.live, recorded_rules(trace, losses_of_run(trace, None))
     run = RecordedRun(trace, setup, rules)
     timings = [timing for step in run.steps.tolist() for timing in run.run(step).device if timing is not None]
     parts = {part: sum(report[f"simulated_{part}_uj"] for report in reports) for part in ("link", "dram", "arrays")}
@@ -155,9 +151,8 @@ def test_a_run_that_follows_decode_by_measured_prices_replays_and_its_clock_know
     assert {report["prices"] for report in reports} == {"measured"} == {status["prices"]}
     assert reports[0]["epoch"] > 1
 
-    trace = Trace.load(tmp_path / "trace", model_digest=model_digest(MODEL))
-    loss = LossTable.from_measured(*load_losses(REPLICAS, "relative"))
-    replayed = replay_live(trace, loss)
+    trace = trace_of(tmp_path / "trace")
+    replayed = replay_of(trace)
     assert (replayed.fallback_steps, replayed.plan_mismatches) == (0, 0)
     assert replayed.identical
     num_plans = len(np.unique(trace.plans["epoch"])) - 1  # prompts that end in one step have one plan

@@ -5,15 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from engines import PROMPTS, engine
+from engines import PROMPTS, engine, replay_of, trace_of
 from test_integration_families import made
-
-from ndp_device.checkpoint.files import model_digest
-from vllm_ndp.lab.exact.live import replay_live
-from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.traces.trace import Trace
 
 pytestmark = pytest.mark.vllm
 
@@ -91,12 +85,8 @@ def assert_the_message_leaves_first(events: list[tuple[str, int]], num_layers: i
 
 def assert_replays(model: Path, recorded: Path) -> None:
     """Attention layers of several kinds, dense layers and shared experts, through the trace, to the picosecond."""
-    trace = Trace.load(recorded, model_digest=model_digest(model))
-    assert trace.provenance.live is not None
-    loss = LossTable.nominal(trace.provenance.num_layers, trace.provenance.num_experts)
-    replayed = replay_live(trace, loss)
+    replayed = replay_of(trace_of(recorded, model))
     assert len(replayed.steps) > 8
-    assert np.array_equal(replayed.step_ps, replayed.recorded_step_ps)
     assert replayed.identical
 
 

@@ -5,21 +5,18 @@ from __future__ import annotations
 
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import one_engine
 import pytest
-from engines import MODEL, PROMPTS, REPLICAS
+from engines import MODEL, PROMPTS, REPLICAS, replay_of, trace_of
 
-from ndp_device.checkpoint.files import model_digest
-from ndp_device.replicas.format import load_losses
 from ndp_device.timing.model import DeviceModel
 from vllm_ndp.device_client.process import DeviceProcess
+from vllm_ndp.lab.cli.recorded import losses_of_run
 from vllm_ndp.lab.exact.engine import StepRun, alone, together
-from vllm_ndp.lab.exact.live import RecordedRun, recorded_rules, replay_live
-from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.lab.exact.live import RecordedRun, recorded_rules
 from vllm_ndp.traces.trace import Trace
 
 pytestmark = pytest.mark.vllm
@@ -48,17 +45,13 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> tuple[Said, list[Trace]]:
             said = list(pool.map(run, (0, 1)))
     finally:
         device.terminate()
-    return said, [Trace.load(folder / str(host), model_digest=model_digest(MODEL)) for host in (0, 1)]
-
-
-def losses() -> LossTable:
-    return LossTable.from_measured(*load_losses(Path(REPLICAS), "relative"))
+    return said, [trace_of(folder / str(host)) for host in (0, 1)]
 
 
 def host_of(trace: Trace) -> RecordedRun:
     setup = trace.provenance.live
     assert setup is not None
-    return RecordedRun(trace, setup, recorded_rules(trace, losses()))
+    return RecordedRun(trace, setup, recorded_rules(trace, losses_of_run(trace, None)))
 
 
 def alone_in_a_room(trace: Trace, device_hosts: int) -> Trace:
@@ -77,7 +70,7 @@ def test_each_of_two_live_hosts_takes_the_simulated_times_of_its_replay(live: tu
     trace = live[1][host]
     assert trace.provenance.live.device_hosts == 2
     assert totals["fallback_pairs"] == 0
-    replayed = replay_live(trace, losses())
+    replayed = replay_of(trace)
     assert len(replayed.steps) >= 2 * TOKENS
     assert replayed.identical
     assert totals["simulated_ps"] == replayed.start_ps[-1] + replayed.step_ps[-1]
@@ -87,7 +80,7 @@ def test_a_host_that_knows_of_the_other_sends_fewer_hot_experts(live: tuple[Said
     for said, trace in zip(*live, strict=True):
         told = said["totals"][0]["spilled_pairs"]
         assert told > 0
-        assert not replay_live(alone_in_a_room(trace, 1), losses()).identical
+        assert not replay_of(alone_in_a_room(trace, 1)).identical
 
 
 def test_on_one_clock_the_two_hosts_take_their_live_times_and_wait_for_each_other(live: tuple[Said, list[Trace]]):

@@ -194,6 +194,9 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
             step = of_all_stages(made, self._pipeline)
             self._reported_step = meta.step
             self._stats.add_step(step)
+            for request_id, plan in step.plans.items():  # in a pipeline the step after a prompt's may be of others
+                if request_id in self._requests:
+                    self._requests[request_id][1].plan.update(plan)
             for request_id in step.pairs:
                 if request_id in self._requests:
                     request, report = self._requests[request_id]

@@ -204,7 +204,6 @@ class RequestReport:
             self.pairs[kind] = self.pairs.get(kind, 0) + count
         for phase, rows in zip(PHASES, step.rows.get(request_id, ()), strict=False):
             self.rows[phase] += rows
-        self.plan.update(step.plans.get(request_id, {}))
         for part, picojoules in step.device_pj.get(request_id, {}).items():
             self.device_pj[part] += picojoules
         if any(pairs.get(kind, 0) for kind in DEVICE_PAIR_KINDS):

@@ -144,7 +144,7 @@ def _allocated_bytes() -> int:
 def _make_room_for_the_stage_before(runner: Any) -> None:
     """vLLM's CPU build makes it while it warms up, which it leaves out without compilation: it then ends in an assert.
 
-    tests/integration/test_integration_stages.py tells when that is no longer so.
+    tests/integration/test_integration_layouts.py tells when that is no longer so.
     """
     if not current_platform.is_cpu() or get_pp_group().is_first_rank or runner.intermediate_tensors is not None:
         return
