@@ -6,8 +6,11 @@ goes on where it was stopped. Only jobs with text import torch and transformers.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -119,10 +122,14 @@ def build_calibrated(
     shrink: how far the solver distrusts the text (calibrated.shrunk); for subjects that the text does not cover.
     effort: time against loss, gptq.SWEEPS; what each costs and gives: docs/log/calibration.md.
     """
-    import torch
+    with _importing():
+        import torch
+        import transformers
 
-    from ndp_device.calibration import auto_gptq, calibrated, gptq, memory, streamed
-    from ndp_device.calibration.text import HELD_OUT_EVERY, load_config
+        from ndp_device.calibration import auto_gptq, calibrated, gptq, memory, streamed
+        from ndp_device.calibration.text import HELD_OUT_EVERY, load_config
+
+        transformers.AutoModelForCausalLM  # noqa: B018  # imports the most
 
     if solver not in get_args(SolverName):
         raise ConfigError(f"solver must be one of {', '.join(get_args(SolverName))}, got {solver!r}")
@@ -254,6 +261,23 @@ def build_calibrated(
 
     made = run_job(out_dir, manifest, make_layer, show_progress=show_progress)
     return made if made.is_weighed else weigh(model_dir, out_dir, text, device)
+
+
+@contextlib.contextmanager
+def _importing() -> Iterator[None]:
+    """Takes half of the processor's seconds from importing transformers.
+
+    It makes a million objects that stay: the garbage collector would look through them again and again. It imports
+    scikit-learn for assisted generation alone, which a calibration has no use for.
+    """
+    sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]  # None: as if it were not installed
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        if not sys.modules["sklearn"]:
+            del sys.modules["sklearn"]
 
 
 def build_tuned(

@@ -7,8 +7,8 @@ Take the experts' answers, and run each sequence through the layer again with it
 experts so runs twice, which costs little beside the experts. In exchange any architecture of transformers works as it
 is: layers run by their own code, with the arguments that their model passes them.
 
-Sequences run one by one, as they would in a model that holds its experts. RoutedBatch.answer gives the same bits; add,
-for rows of all sequences that were multiplied together, differs in the last ones.
+A few sequences run together, which differs in the last bits from a model that they pass one by one. So do the experts'
+answers by RoutedBatch.add, for rows of all sequences that were multiplied together.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape
 
 _DECODER_LAYER = re.compile(r"(?:^|.*\.)layers\.\d+(?=\.)")
+_TOKENS_AT_ONCE = 2048
+"""Of sequences that pass a layer together: what runs in Python beside torch is then little."""
 _REMEDY = "leave out --calibration, and its replicas are made from the weights alone"
 
 
@@ -134,12 +136,12 @@ class StreamedForward:
         last, token_ids = max(self._experts), self._token_ids
         self._handed_on = [None] * len(token_ids)
         with torch.no_grad(), self._stopping_at(0):
-            hidden = torch.cat([self._entering(ids)[0].cpu() for ids in token_ids])
+            hidden = torch.cat([self._entering(token_ids[some])[0].cpu() for some in self._together(token_ids)])
         for index in range(last + 1):
             with torch.no_grad(), self._stopping_at(index):
                 if index not in self._experts:
-                    for n, (row, ids) in enumerate(zip(hidden, token_ids, strict=True)):
-                        row.copy_(self._through(index, n, ids, row))
+                    for some in self._together(token_ids):
+                        hidden[some] = self._through(index, some, token_ids, hidden)
                     continue
                 batch = self._to_the_experts(index, hidden, token_ids)
             answers = None
@@ -155,65 +157,73 @@ class StreamedForward:
                 answers = torch.cat([answers, branch])
                 self._handed_on += self._handed_on[:num_branching]
             with torch.no_grad(), self._stopping_at(index):
-                for n, (row, ids, answer) in enumerate(zip(hidden, token_ids, answers, strict=True)):
-                    row.copy_(self._through(index, n, ids, row, answer))
+                for some in self._together(token_ids):
+                    hidden[some] = self._through(index, some, token_ids, hidden, answers)
             del batch, answers, branch
         self._passed = hidden, token_ids
 
     def log_probabilities(self, sequence: int) -> Tensor:
         """The answer to a sequence that has passed all layers, [T, vocabulary]; branches lie behind the others."""
         last = max(self._experts)
-        hidden, token_ids = (passed[sequence] for passed in self._passed)
+        hidden, token_ids = (passed[sequence : sequence + 1] for passed in self._passed)
         with torch.no_grad(), self._stopping_at(last):
             handed_on = self._handed_on[sequence]
             self._skip_to(last, handed_on)
-            self._layers[last].forward = lambda *_, **__: _given(hidden[None].to(self._device), handed_on)
-            logits = self._model(input_ids=token_ids[None].to(self._device), use_cache=False).logits[0]
+            self._layers[last].forward = lambda *_, **__: _given(hidden.to(self._device), handed_on)
+            logits = self._model(input_ids=token_ids.to(self._device), use_cache=False).logits[0]
         return torch.log_softmax(logits.float(), -1)
+
+    def _together(self, token_ids: Tensor) -> Iterator[slice]:
+        step = max(1, _TOKENS_AT_ONCE // token_ids.shape[1])
+        return (slice(first, first + step) for first in range(0, len(token_ids), step))
 
     def _to_the_experts(self, index: int, hidden: Tensor, token_ids: Tensor) -> RoutedBatch:
         taken: Tensor | None = None
         ids_and_weights = []
-        for n, (row, ids) in enumerate(zip(hidden, token_ids, strict=True)):
+        for some in self._together(token_ids):
             try:
-                self._through(index, n, ids, row)
+                self._through(index, some, token_ids, hidden)
             except _Reached as reached:
                 args, kwargs = reached.call
                 rows, expert_ids, weights = (*args, *kwargs.values())[:3]
             else:
                 raise ConfigError(f"decoder layer {index} ran without its experts: {_REMEDY}")
             if taken is None:
-                taken = torch.empty((len(hidden), *rows.flatten(0, -2).shape), dtype=rows.dtype)
-            taken[n] = rows.flatten(0, -2)
+                taken = torch.empty((*token_ids.shape, rows.shape[-1]), dtype=rows.dtype)
+            taken[some] = rows.reshape_as(taken[some])
             ids_and_weights.append((expert_ids.flatten(0, -2).cpu(), weights.flatten(0, -2).cpu()))
         assert taken is not None
-        all_ids, all_weights = (torch.stack(parts) for parts in zip(*ids_and_weights, strict=True))
+        all_ids, all_weights = (
+            torch.cat(parts).unflatten(0, token_ids.shape) for parts in zip(*ids_and_weights, strict=True)
+        )
         return RoutedBatch(taken, all_ids, all_weights)
 
     def _through(
-        self, index: int, sequence: int, token_ids: Tensor, hidden: Tensor, answer: Tensor | None = None
+        self, index: int, some: slice, token_ids: Tensor, hidden: Tensor, answers: Tensor | None = None
     ) -> Tensor:
-        """One sequence, [T, H] or [T, streams, H], through one decoder layer, whose experts answer what is given."""
-        self._skip_to(index, self._handed_on[sequence])
-        _, args, kwargs = self._entering(token_ids)
-        if index in self._experts and answer is not None:
-            experts = self._experts[index]
-            experts.forward = lambda rows, *_, **__: answer.to(rows.device).view_as(rows)
+        """Some of all sequences, [S, T, H] or [S, T, streams, H], through one decoder layer, whose experts answer what
+        is given."""
+        rows, handed_on = hidden[some], _joined(self._handed_on[some])
+        self._skip_to(index, handed_on)
+        _, args, kwargs = self._entering(token_ids[some])
+        if index in self._experts and answers is not None:
+            given = answers[some]
+            self._experts[index].forward = lambda taken, *_, **__: given.to(taken.device).view_as(taken)
         try:
             with self._refusing(f"through decoder layer {index}"):
-                out = self._run[index](hidden[None].to(self._device), *args, **kwargs)
+                out = self._run[index](rows.to(self._device), *args, **kwargs)
         finally:
             if index in self._experts:
                 self._experts[index].forward = _stop
         first: Tensor = out[0] if isinstance(out, tuple) else out
-        self._handed_on[sequence] = out[1:] if isinstance(out, tuple) else None
-        return first[0] if first.ndim > hidden.ndim else first
+        self._handed_on[some] = [_of_one(out[1:], n) if isinstance(out, tuple) else None for n in range(len(rows))]
+        return first.reshape_as(rows)
 
     def _entering(self, token_ids: Tensor) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
         """The model's call to the layer where it stops now: hidden states (of layer 0 only), arguments."""
         try:
             with self._refusing("to its decoder layers"):
-                self._base(input_ids=token_ids[None].to(self._device), use_cache=False)
+                self._base(input_ids=token_ids.to(self._device), use_cache=False)
         except _Reached as reached:
             args, kwargs = reached.call
             hidden = args[0] if args else kwargs.pop("hidden_states")
@@ -244,6 +254,18 @@ class StreamedForward:
         """The layers before pass on hidden states, and beside them what the last one of them gave."""
         for layer in self._layers[:index]:
             layer.forward = lambda hidden_states, *_, **__: _given(hidden_states, handed_on)
+
+
+def _of_one(handed_on: tuple[Any, ...], sequence: int) -> tuple[Any, ...]:
+    return tuple(part[sequence : sequence + 1] if isinstance(part, Tensor) else part for part in handed_on)
+
+
+def _joined(handed_on: list[tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
+    """What some sequences' last layer gave, as it gives it to sequences that run together."""
+    given = [one for one in handed_on if one is not None]
+    if not given:
+        return None
+    return tuple(torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in zip(*given, strict=True))
 
 
 def _given(hidden: Tensor, handed_on: tuple[Any, ...] | None) -> Tensor | tuple[Any, ...]:

@@ -6,6 +6,7 @@ to run it. Here the answer is no, and what transformers cannot read alone is ref
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import sys
@@ -86,9 +87,10 @@ def load_tokenizer(model_dir: str | Path) -> Any:
     """Raises ConfigError where there is none that transformers reads."""
     from transformers import AutoTokenizer
 
-    return read_by_transformers(
-        AutoTokenizer.from_pretrained, model_dir, "tokenizer", "put its tokenizer.json beside the weights"
-    )
+    tekken = list(Path(model_dir).glob("*tekken*.json"))
+    keys = {} if tekken else {"fix_mistral_regex": None}  # else it imports all of mistral_common to look for one
+    load = functools.partial(AutoTokenizer.from_pretrained, **keys)
+    return read_by_transformers(load, model_dir, "tokenizer", "put its tokenizer.json beside the weights")
 
 
 def load_config(model_dir: str | Path) -> Any:
