@@ -160,14 +160,14 @@ def probe_losses(
         return QuantizedExpert(
             replica.bits,
             replace(w13, planes=w13.planes[:, w13_rows], scale=w13.scale[w13_rows], offset=w13.offset[w13_rows]),
-            replace(w2, planes=w2.planes[:, :, w2_bytes], scale=w2.scale[:, groups], offset=w2.offset[:, groups]),
+            replace(w2, planes=w2.planes.take(w2_bytes, 2), scale=w2.scale[:, groups], offset=w2.offset[:, groups]),
             biases,
             full.activation,
         )
 
     biases = None if full.biases is None else full.biases.reordered(units)
     probed = FullExpert(
-        full.dtype, full.w1[units], full.w3[units], full.w2[:, units], biases=biases, activation=full.activation
+        full.dtype, full.w1[units], full.w3[units], full.w2.take(units, 1), biases=biases, activation=full.activation
     )
     loss, relative_loss = expert_losses(inputs, probed, {bits: part(one) for bits, one in replicas.items()})
     return loss * (intermediate / num_units), relative_loss

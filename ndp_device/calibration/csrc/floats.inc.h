@@ -11,7 +11,7 @@ namespace {
 #define NDP_INLINE inline __attribute__((always_inline))
 
 #ifndef NDP_LANES
-#define NDP_LANES 8  // of a fit without contraction, so that every machine gives the same bytes
+#define NDP_LANES 8
 #endif
 constexpr size_t kLanes = NDP_LANES;
 

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#define NDP_LANES 16  // on every processor, so that all add up in one order and give the same bytes
 #include "floats.inc.h"
 
 namespace ndp::data_free {
@@ -23,10 +24,10 @@ struct Job {
     uint16_t *scale, *offset;  // float16 [tracks, rows, groups]
 };
 
-// A thread's own room: one group of weights as float and one row of codes, both rounded up to kLanes.
+// A thread's own room: one group of weights as float, rounded up to kLanes, and its codes bit by bit, 64 to a word.
 struct Room {
     float* group;
-    uint8_t* codes;
+    uint64_t* masks;
 };
 
 // A quantized matrix, and where its values go.
@@ -47,6 +48,7 @@ struct Functions {
 extern const Functions portable;
 #if defined(__x86_64__)
 extern const Functions avx2;
+extern const Functions avx512;
 #endif
 
 }  // namespace ndp::data_free

@@ -16,6 +16,7 @@ namespace {
 using namespace ndp::data_free;
 
 typedef float Four __attribute__((vector_size(16)));  // one value per width
+typedef float Eight __attribute__((vector_size(32)));
 typedef double FourDoubles __attribute__((vector_size(32)));
 
 constexpr int kRounds = 6;      // data_free.py has the reasons for both
@@ -24,25 +25,36 @@ constexpr float kLargest = 3.402823466e38f;
 constexpr float kNever = __builtin_inff();
 
 NDP_INLINE void load_group(const Job& job, size_t start, size_t count, float* group) {
+    typedef uint16_t Any __attribute__((aligned(1), may_alias));
+    typedef uint32_t Bits __attribute__((may_alias));
     const char* weights = static_cast<const char*>(job.weights);
     if (job.dtype == DType::kFloat32) {
         memcpy(group, weights + 4 * start, 4 * count);
         return;
     }
-    const char* first = weights + 2 * start;
-    const bool bfloat = job.dtype == DType::kBfloat16;
-    for (size_t i = 0; i < count; ++i) {
-        uint16_t value;
-        memcpy(&value, first + 2 * i, 2);
-        group[i] = bfloat ? bits_to_float(uint32_t(value) << 16) : half_to_float(value);
+    const Any* from = reinterpret_cast<const Any*>(weights + 2 * start);
+    if (job.dtype == DType::kBfloat16) {
+        Bits* to = reinterpret_cast<Bits*>(group);
+        for (size_t i = 0; i < count; ++i) to[i] = uint32_t(from[i]) << 16;
+    } else {
+        for (size_t i = 0; i < count; ++i) group[i] = half_to_float(from[i]);
     }
 }
 
-NDP_INLINE float sum(const Floats& v) {
+NDP_INLINE Eight half_of(const Floats& v, size_t half) {
+    Eight part;
+    memcpy(&part, reinterpret_cast<const char*>(&v) + 32 * half, sizeof part);
+    return part;
+}
+
+NDP_INLINE float sum(const Eight& v) {
     return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
 }
 
-NDP_INLINE Four sums(const Floats v[4]) {
+// In one order on every processor: that of the bytes.
+NDP_INLINE Four sums(const Floats all[4]) {
+    Eight v[4];
+    for (int i = 0; i < 4; ++i) v[i] = half_of(all[i], 0) + half_of(all[i], 1);
 #if defined(__AVX2__)
     const __m256 four = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
     return Four(_mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)));
@@ -51,25 +63,112 @@ NDP_INLINE Four sums(const Floats v[4]) {
 #endif
 }
 
-NDP_INLINE bool all(const Ints& truths) {
-#if defined(__AVX2__)
-    return _mm256_movemask_ps(_mm256_castsi256_ps(__m256i(truths))) == 0xff;
-#else
-    int32_t every = -1;
-    for (size_t lane = 0; lane < kLanes; ++lane) every &= truths[lane];
-    return every;
-#endif
+#if defined(__AVX512F__)
+
+typedef __mmask16 Truths;
+NDP_INLINE Truths above(const Floats& a, const Floats& b) {
+    return _mm512_cmp_ps_mask(__m512(a), __m512(b), _CMP_GT_OQ);
+}
+NDP_INLINE uint32_t bits_of(Truths truths) { return truths; }
+NDP_INLINE void add_where(Truths where, Floats& total, const Floats& more) {
+    total = Floats(_mm512_mask_add_ps(__m512(total), where, __m512(total), __m512(more)));
+}
+NDP_INLINE void append(Ints& code, Truths bit) {
+    code += code;
+    code = Ints(_mm512_mask_add_epi32(__m512i(code), bit, __m512i(code), _mm512_set1_epi32(1)));
+}
+// table[index[lane]], index 0 to 15.
+NDP_INLINE Floats look_up(const Floats& table, const Ints& index) {
+    return __builtin_shuffle(table, index);  // the intrinsic warns of a value that GCC itself leaves open
+}
+NDP_INLINE Floats shuffled(const Floats& table, const Ints& index) { return look_up(table, index); }
+NDP_INLINE Eight to_half_and_back(const Eight& values) {
+    return Eight(_mm256_cvtph_ps(_mm256_cvtps_ph(__m256(values), _MM_FROUND_TO_NEAREST_INT)));
 }
 
-// table[index[lane]] for 8 places.
-NDP_INLINE Floats look_up(const float* table, const Ints& index) {
-#if defined(__AVX2__)
-    return Floats(_mm256_permutevar8x32_ps(_mm256_loadu_ps(table), __m256i(index)));
 #else
+
+typedef Ints Truths;
+NDP_INLINE Truths above(const Floats& a, const Floats& b) { return a > b; }
+NDP_INLINE uint32_t bits_of(const Truths& truths) {
+#if defined(__AVX2__)
+    const uint32_t low = uint32_t(_mm256_movemask_ps(__m256(half_of(Floats(truths), 0))));
+    return low | uint32_t(_mm256_movemask_ps(__m256(half_of(Floats(truths), 1)))) << 8;
+#else
+    uint32_t bits = 0;
+    for (size_t lane = 0; lane < kLanes; ++lane) bits |= uint32_t(truths[lane] & 1) << lane;
+    return bits;
+#endif
+}
+NDP_INLINE void add_where(const Truths& where, Floats& total, const Floats& more) {
+    total += Floats(Ints(more) & where);
+}
+NDP_INLINE void append(Ints& code, const Truths& bit) {
+    code += code;
+    code -= bit;
+}
+NDP_INLINE Floats shuffled(const Floats& table, const Ints& index) {
     Floats found;
     for (size_t lane = 0; lane < kLanes; ++lane) found[lane] = table[index[lane]];
     return found;
+}
+// table[index[lane]], index 0 to 7.
+NDP_INLINE Floats look_up(const Floats& table, const Ints& index) {
+#if defined(__AVX2__)
+    const __m256 low = __m256(half_of(table, 0));
+    const Eight halves[] = {
+        Eight(_mm256_permutevar8x32_ps(low, __m256i(half_of(Floats(index), 0)))),
+        Eight(_mm256_permutevar8x32_ps(low, __m256i(half_of(Floats(index), 1)))),
+    };
+    Floats found;
+    memcpy(&found, halves, sizeof found);
+    return found;
+#else
+    return shuffled(table, index);
 #endif
+}
+NDP_INLINE Eight to_half_and_back(const Eight& values) {
+    Floats padded = {};
+    memcpy(&padded, &values, sizeof values);
+    return half_of(round_to_half(padded), 0);
+}
+
+#endif
+
+NDP_INLINE bool every(const Truths& truths, int count) {
+    const uint32_t wanted = (1u << count) - 1;
+    return (bits_of(truths) & wanted) == wanted;
+}
+
+// Each lane's neighbour behind it.
+NDP_INLINE Floats following(const Floats& v) {
+#if defined(__AVX512F__)
+    return shuffled(v, Ints{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 15});
+#else
+    float lanes[kLanes + 1];
+    store(lanes, v);
+    lanes[kLanes] = lanes[kLanes - 1];
+    return load(lanes + 1);
+#endif
+}
+
+// The least value of `low`, the largest of `high`.
+NDP_INLINE void range_of(const Floats& low, const Floats& high, float* lowest, float* highest) {
+    const Eight low_first = half_of(low, 0), low_last = half_of(low, 1);
+    const Eight high_first = half_of(high, 0), high_last = half_of(high, 1);
+    const Eight least = low_last < low_first ? low_last : low_first;
+    const Eight largest = high_last > high_first ? high_last : high_first;
+    Four four[2], top[2];
+    memcpy(four, &least, sizeof four);
+    memcpy(top, &largest, sizeof top);
+    four[0] = four[1] < four[0] ? four[1] : four[0];
+    top[0] = top[1] > top[0] ? top[1] : top[0];
+    *lowest = four[0][0];
+    *highest = top[0][0];
+    for (int i = 1; i < 4; ++i) {
+        *lowest = four[0][i] < *lowest ? four[0][i] : *lowest;
+        *highest = top[0][i] > *highest ? top[0][i] : *highest;
+    }
 }
 
 // What one group is, whatever its codes: weights less their middle; the padding lies below every threshold.
@@ -90,14 +189,10 @@ NDP_INLINE Centred centre(float* group, size_t count) {
         low = w < low ? w : low;
         high = w > high ? w : high;
     }
-    float lowest = low[0], highest = high[0];
-    for (size_t lane = 1; lane < kLanes; ++lane) {
-        lowest = low[lane] < lowest ? low[lane] : lowest;
-        highest = high[lane] > highest ? high[lane] : highest;
-    }
+    float lowest, highest;
+    range_of(low, high, &lowest, &highest);
     c.middle = (highest + lowest) / 2;
     c.span = (highest - lowest) * kClip;
-    c.sum = 0;
     Floats total = {};
     for (size_t i = 0; i < c.padded; i += kLanes) {
         Floats w = load(group + i) - c.middle;
@@ -105,49 +200,71 @@ NDP_INLINE Centred centre(float* group, size_t count) {
         store(group + i, w);
         total += w;
     }
-    c.sum = sum(total);
+    c.sum = sum(half_of(total, 0) + half_of(total, 1));
     for (size_t i = count; i < c.padded; ++i) group[i] = -kLargest;
     return c;
 }
 
-// The code of a weight is the number of thresholds below it. Rising, so a search finds it bit by bit.
-template <int BITS>
-struct Thresholds {
-    static constexpr int kCodes = 1 << BITS;
-    static constexpr size_t kPadded = (kCodes + kLanes - 1) / kLanes * kLanes;
-    float at[kPadded + 1];  // kCodes - 1 of them are used
-};
-
 // Sums over a group for every width, 0 beyond BITS: of the codes, of their squares, and of code times weight.
 struct Sums {
-    Four code, square, product;
+    FourDoubles code, square, product;
 };
 
-// FIRST: the first bit whose width has a track. The sums of narrower ones stay 0, and their costs are.
-template <int BITS, int FIRST>
-NDP_INLINE Sums assign(const float* group, size_t padded, const Thresholds<BITS>& thresholds, uint8_t* codes) {
-    float table[BITS][kLanes] = {};  // what decides on bit b, by the bits before it
-    for (int bit = 0; bit < BITS; ++bit)
-        for (int prefix = 0; prefix < 1 << bit; ++prefix)
-            table[bit][prefix] = thresholds.at[((2 * prefix + 1) << (BITS - 1 - bit)) - 1];
-    Floats code_sum[kMaxBits] = {}, square_sum[kMaxBits] = {}, product_sum[kMaxBits] = {};
-    for (size_t i = 0; i < padded; i += kLanes) {
-        const Floats w = load(group + i);
-        Ints code = {};
+// The code of a weight is the number of thresholds below it, 2**BITS - 1 of which rise: a search finds it bit by bit.
+// Leaves bit `b` of all codes, 64 to a word, from masks[b * words] on.
+//
+// A code of width b + 1 is twice the code of width b and a bit. So bits tell the sums: how many are set, alone and with
+// each wider one, and what the weights that have them add up to.
+template <int BITS>
+NDP_INLINE Sums assign(const float* group, size_t padded, const Floats& thresholds, uint64_t* masks) {
+    Floats table[BITS];  // what decides on bit b, by the bits before it
+#pragma GCC unroll 4
+    for (int bit = 0; bit < BITS; ++bit) {
+        Ints at = {};
+        for (int prefix = 0; prefix < 1 << bit; ++prefix) at[prefix] = ((2 * prefix + 1) << (BITS - 1 - bit)) - 1;
+        table[bit] = shuffled(thresholds, at);
+    }
+    const size_t words = (padded + 63) / 64;
+    Floats weight_sum[kMaxBits] = {};
+    int64_t set[BITS] = {}, with_before[BITS] = {};
+    for (size_t word = 0; word < words; ++word) {
+        uint64_t mask[BITS] = {};
+        const size_t left = padded - 64 * word, blocks = left < 64 ? left / kLanes : 64 / kLanes;
+#pragma GCC unroll 4
+        for (size_t block = 0; block < 64 / kLanes; ++block) {
+            if (block >= blocks) break;
+            const Floats w = load(group + 64 * word + kLanes * block);
+            Ints code = {};
+#pragma GCC unroll 4
+            for (int bit = 0; bit < BITS; ++bit) {
+                const Truths one = above(w, look_up(table[bit], code));
+                add_where(one, weight_sum[bit], w);
+                append(code, one);
+                mask[bit] |= uint64_t(bits_of(one)) << (kLanes * block);
+            }
+        }
 #pragma GCC unroll 4
         for (int bit = 0; bit < BITS; ++bit) {
-            code += code;
-            code -= bit ? w > look_up(table[bit], code >> 1) : w > table[0][0];
-            if (bit < FIRST) continue;
-            const Floats prefix = __builtin_convertvector(code, Floats);  // the whole code of width bit + 1
-            code_sum[bit] += prefix;
-            square_sum[bit] += bit ? prefix * prefix : prefix;
-            product_sum[bit] += prefix * w;
+            set[bit] += __builtin_popcountll(mask[bit]);
+            for (int wider = 0; wider < bit; ++wider)
+                with_before[bit] += int64_t(__builtin_popcountll(mask[bit] & mask[wider])) << (bit - 1 - wider);
+            masks[size_t(bit) * words + word] = mask[bit];
         }
-        if (codes)
-            for (size_t lane = 0; lane < kLanes; ++lane) codes[i + lane] = uint8_t(code[lane]);
     }
-    return {sums(code_sum), sums(square_sum), sums(product_sum)};
+    Sums sums{};
+    const FourDoubles added = __builtin_convertvector(::sums(weight_sum), FourDoubles);
+    int64_t code = 0, square = 0;
+    double product = 0;
+#pragma GCC unroll 4
+    for (int bit = 0; bit < BITS; ++bit) {
+        square = 4 * square + 4 * with_before[bit] + set[bit];
+        code = 2 * code + set[bit];
+        product = 2 * product + added[bit];
+        sums.code[bit] = double(code);
+        sums.square[bit] = double(square);
+        sums.product[bit] = product;
+    }
+    return sums;
 }
 
 // Scale and offset of every width as float16 holds them.
@@ -156,31 +273,34 @@ struct Fit {
 };
 
 NDP_INLINE Fit fit(const Sums& sums, const Centred& c) {
-    const FourDoubles code = __builtin_convertvector(sums.code, FourDoubles);
-    const FourDoubles mean_code = code / c.count, none = code * 0;
-    const FourDoubles variance = __builtin_convertvector(sums.square, FourDoubles) - code * mean_code;
-    FourDoubles scale = __builtin_convertvector(sums.product, FourDoubles) - mean_code * c.sum;
+    const FourDoubles mean_code = sums.code / c.count, none = mean_code * 0;
+    const FourDoubles variance = sums.square - sums.code * mean_code;
+    FourDoubles scale = sums.product - mean_code * c.sum;
     scale /= variance > none ? variance : none + 1;
     scale = (variance <= none) | (scale < none) ? 0 * scale : scale;  // below zero by rounding only; NaN stays
     const Four s = __builtin_convertvector(scale, Four);
     const Four o = __builtin_convertvector(c.middle + (c.sum / c.count - scale * mean_code), Four);
-    const Floats rounded = round_to_half(Floats{s[0], s[1], s[2], s[3], o[0], o[1], o[2], o[3]});
+    const Eight rounded = to_half_and_back(Eight{s[0], s[1], s[2], s[3], o[0], o[1], o[2], o[3]});
     Fit fit;
     memcpy(&fit, &rounded, sizeof fit);
     return fit;
 }
 
+// What each width makes of a code, its first bits; and thresholds that are even, over 1.
 template <int BITS>
-NDP_INLINE Thresholds<BITS> uniform(float span) {
-    Thresholds<BITS> thresholds;
-    constexpr int steps = (1 << BITS) - 1;
-    for (int t = 0; t < steps; ++t) thresholds.at[t] = ((t + 0.5f) / steps - 0.5f) * span;
-    return thresholds;
-}
+struct Constants {
+    float of[BITS][kLanes], even[kLanes];
+    constexpr Constants() : of{}, even{} {
+        for (size_t code = 0; code < kLanes; ++code) {
+            for (int track = 0; track < BITS; ++track) of[track][code] = float(code >> (BITS - 1 - track));
+            even[code] = (code + 0.5f) / ((1 << BITS) - 1) - 0.5f;
+        }
+    }
+};
 
 // The thresholds between the lines that are the lowest somewhere: those of the others coincide.
 template <int BITS>
-__attribute__((noinline)) Thresholds<BITS> hull(const float* slope, const float* constant) {
+__attribute__((noinline)) Floats hull(const Floats& slope, const Floats& constant) {
     constexpr int num_codes = 1 << BITS;
     int best[num_codes];    // the codes of the envelope, from the left
     float from[num_codes];  // where each becomes the best
@@ -200,119 +320,82 @@ __attribute__((noinline)) Thresholds<BITS> hull(const float* slope, const float*
         best[num_best] = code;
         from[num_best++] = start;
     }
-    Thresholds<BITS> thresholds;
+    Floats thresholds = {};
     int next = 0;
     for (int i = 1; i < num_best; ++i)
-        while (next < best[i]) thresholds.at[next++] = from[i];
-    while (next < num_codes - 1) thresholds.at[next++] = kNever;
+        while (next < best[i]) thresholds[next++] = from[i];
+    while (next < num_codes - 1) thresholds[next++] = kNever;
     return thresholds;
 }
 
-// What each width makes of a code: its first bits.
-template <int BITS>
-struct Prefixes {
-    float of[BITS][Thresholds<BITS>::kPadded];
-    constexpr Prefixes() : of{} {
-        for (int track = 0; track < BITS; ++track)
-            for (size_t code = 0; code < Thresholds<BITS>::kPadded; ++code)
-                of[track][code] = float(code >> (BITS - 1 - track));
-    }
-};
-
 // The lower envelope of the lines sum_k cost_k (level_k**2 - 2 level_k w), one per code, slopes falling.
 template <int BITS>
-NDP_INLINE Thresholds<BITS> envelope(const Job& job, const Fit& fit, float middle) {
-    static constexpr Prefixes<BITS> prefixes;
-    constexpr size_t padded = Thresholds<BITS>::kPadded;
-    float slope[padded + 1], constant[padded + 1];
-    for (size_t code = 0; code < padded; code += kLanes) {
-        Floats slopes = {}, constants = {};
-        for (int track = 0; track < BITS; ++track) {
-            const float offset = fit.offset[track] - middle, cost = job.cost[track];
-            const Floats level = fit.scale[track] * load(prefixes.of[track] + code) + offset;
-            const Floats weighted = cost * level;
-            slopes += 2 * weighted;
-            constants += weighted * level;
-        }
-        store(slope + code, slopes);
-        store(constant + code, constants);
+NDP_INLINE Floats envelope(const Job& job, const Fit& fit, float middle, const Constants<BITS>& constants) {
+    constexpr int num_thresholds = (1 << BITS) - 1;
+    Floats slope = {}, constant = {};
+    for (int track = 0; track < BITS; ++track) {
+        const float offset = fit.offset[track] - middle, cost = job.cost[track];
+        const Floats level = fit.scale[track] * load(constants.of[track]) + offset;
+        const Floats weighted = cost * level;
+        slope += 2 * weighted;
+        constant += weighted * level;
     }
-    slope[padded] = constant[padded] = kLargest;
     // Nearly always every code is the best somewhere, and neighbours meet in rising order.
-    Thresholds<BITS> thresholds;
-    Ints rising = {};
-    rising -= 1;
-    for (size_t t = 0; t < padded; t += kLanes) {
-        const Floats rise = load(slope + t + 1) - load(slope + t);
-        store(thresholds.at + t, (load(constant + t + 1) - load(constant + t)) / rise);
-        rising &= rise > 0;
-    }
-    thresholds.at[padded - 1] = kLargest;
-    thresholds.at[padded] = kNever;
-    for (size_t t = 0; t < padded; t += kLanes) rising &= load(thresholds.at + t + 1) > load(thresholds.at + t);
-    return all(rising) ? thresholds : hull<BITS>(slope, constant);
+    const Floats rise = following(slope) - slope, thresholds = (following(constant) - constant) / rise;
+    const bool rising = every(above(rise, Floats{}), num_thresholds) &&
+                        every(above(following(thresholds), thresholds), num_thresholds - 1);
+    return rising ? thresholds : hull<BITS>(slope, constant);
 }
 
-template <int BITS, int FIRST>
-NDP_INLINE Fit fit_group(const Job& job, float* group, size_t count, uint8_t* codes) {
+template <int BITS>
+NDP_INLINE Fit fit_group(const Job& job, float* group, size_t count, uint64_t* masks) {
+    static constexpr Constants<BITS> constants;
     const Centred c = centre(group, count);
-    Thresholds<BITS> thresholds = uniform<BITS>(c.span);
-    Fit before;
-    for (int round = 0; round < kRounds; ++round) {
-        const Fit now = fit(assign<BITS, FIRST>(group, c.padded, thresholds, nullptr), c);
-        if (round > 0 && memcmp(&now, &before, sizeof now) == 0) break;  // every later round would give the same
-        thresholds = envelope<BITS>(job, now, c.middle);
+    Floats thresholds = load(constants.even) * c.span;
+    Fit before{};
+    for (int round = 0;; ++round) {
+        const Fit now = fit(assign<BITS>(group, c.padded, thresholds, masks), c);
+        // the last one, or every later one would give the same
+        if (round == kRounds || (round > 0 && memcmp(&now, &before, sizeof now) == 0)) return now;
+        thresholds = envelope<BITS>(job, now, c.middle, constants);
         before = now;
     }
-    return fit(assign<BITS, FIRST>(group, c.padded, thresholds, codes), c);
 }
 
-// Bit `bit` of eight codes, the first code lowest.
-NDP_INLINE uint8_t plane_byte(const uint8_t* codes, int bit) {
-    uint64_t eight = 0;
-    for (int i = 0; i < 8; ++i) eight |= uint64_t(codes[i]) << (8 * i);
-    return uint8_t(((eight >> bit & 0x0101010101010101u) * 0x0102040810204080u) >> 56);
-}
-
-template <int BITS, int FIRST>
+template <int BITS>
 void fit_rows(const Job& job, size_t first, size_t last, const Room& room) {
-    const size_t num_groups = (job.cols + job.group_size - 1) / job.group_size;
+    const size_t num_groups = (job.cols + job.group_size - 1) / job.group_size, row_bytes = job.cols / 8;
     for (size_t row = first; row < last; ++row) {
         for (size_t g = 0; g < num_groups; ++g) {
             const size_t start = g * job.group_size, left = job.cols - start;
-            const size_t count = left < job.group_size ? left : job.group_size;
+            const size_t count = left < job.group_size ? left : job.group_size, words = (count + 63) / 64;
             load_group(job, row * job.cols + start, count, room.group);
-            // codes of the padding are overwritten by the next group or lie beyond the row
-            const Fit fit = fit_group<BITS, FIRST>(job, room.group, count, room.codes + start);
+            const Fit fit = fit_group<BITS>(job, room.group, count, room.masks);
             for (int width = 0; width < BITS; ++width) {
+                uint8_t* bytes = job.planes + (size_t(width) * job.rows + row) * row_bytes + start / 8;
+                memcpy(bytes, room.masks + size_t(width) * words, count / 8);
                 if (job.track[width] < 0) continue;
                 const size_t at = (size_t(job.track[width]) * job.rows + row) * num_groups + g;
                 job.scale[at] = half_bits(fit.scale[width]);
                 job.offset[at] = half_bits(fit.offset[width]);
             }
         }
-        const size_t row_bytes = job.cols / 8;
-        for (int plane = 0; plane < BITS; ++plane) {
-            uint8_t* bytes = job.planes + (size_t(plane) * job.rows + row) * row_bytes;
-            for (size_t i = 0; i < row_bytes; ++i) bytes[i] = plane_byte(room.codes + 8 * i, BITS - 1 - plane);
-        }
     }
 }
 
 void fit_rows_of(const Job& job, size_t first, size_t last, const Room& room) {
-    bool has_narrow = false;
-    for (int width = 0; width + 1 < job.bits; ++width) has_narrow |= job.track[width] >= 0;
     switch (job.bits) {
-        case 1: return fit_rows<1, 0>(job, first, last, room);
-        case 2: return has_narrow ? fit_rows<2, 0>(job, first, last, room) : fit_rows<2, 1>(job, first, last, room);
-        case 3: return has_narrow ? fit_rows<3, 0>(job, first, last, room) : fit_rows<3, 2>(job, first, last, room);
-        default: return has_narrow ? fit_rows<4, 0>(job, first, last, room) : fit_rows<4, 3>(job, first, last, room);
+        case 1: return fit_rows<1>(job, first, last, room);
+        case 2: return fit_rows<2>(job, first, last, room);
+        case 3: return fit_rows<3>(job, first, last, room);
+        default: return fit_rows<4>(job, first, last, room);
     }
 }
 
 // scale * code + offset, rounded after each of the two: numpy's values to the bit (kernels/reference.py).
 void dequantize(const Quantized& matrix) {
-    const Ints lane_bit = {1, 2, 4, 8, 16, 32, 64, 128};
+    typedef int32_t EightInts __attribute__((vector_size(32)));
+    const EightInts lane_bit = {1, 2, 4, 8, 16, 32, 64, 128};
     const size_t row_bytes = matrix.cols / 8, group_bytes = matrix.group_size / 8;
     const size_t num_groups = (row_bytes + group_bytes - 1) / group_bytes, plane_bytes = matrix.rows * row_bytes;
     for (size_t row = 0; row < matrix.rows; ++row) {
@@ -324,12 +407,13 @@ void dequantize(const Quantized& matrix) {
             const size_t first = group * group_bytes, left = row_bytes - first;
             const size_t last = first + (left < group_bytes ? left : group_bytes);
             for (size_t byte = first; byte < last; ++byte) {
-                Ints code = {};
+                EightInts code = {};
                 for (int plane = 0; plane < matrix.bits; ++plane) {
-                    const Ints bits = (code & 0) + int32_t(planes[plane * plane_bytes + byte]);
+                    const EightInts bits = (code & 0) + int32_t(planes[plane * plane_bytes + byte]);
                     code = code + code - ((bits & lane_bit) != 0);
                 }
-                store(values + 8 * byte, scale * __builtin_convertvector(code, Floats) + offset);
+                const Eight eight = scale * __builtin_convertvector(code, Eight) + offset;
+                memcpy(values + 8 * byte, &eight, sizeof eight);
             }
         }
     }

@@ -29,6 +29,8 @@ using Cube = nb::ndarray<T, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 const Functions& functions_for(const std::string& isa) {
 #if defined(__x86_64__)
     const bool has_avx2 = __builtin_cpu_supports("avx2");
+    const bool wide = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("f16c");
+    if (isa == "auto" && wide) return avx512;
     if (isa == "avx2" && !has_avx2) throw std::invalid_argument("this processor has no AVX2: use isa \"auto\"");
     if (isa == "avx2" || (isa == "auto" && has_avx2)) return avx2;
 #endif
@@ -77,21 +79,21 @@ void fit_matrix(Weights weights, const std::string& dtype, size_t group_size, co
 
     nb::gil_scoped_release release;
     std::atomic<size_t> next{0};
-    const auto work = [&](std::vector<float>& group, std::vector<uint8_t>& codes) {
+    const auto work = [&](std::vector<float>& group, std::vector<uint64_t>& masks) {
         for (size_t first; (first = next.fetch_add(kRowsAtOnce)) < job.rows;)
-            fit_rows(job, first, std::min(first + kRowsAtOnce, job.rows), {group.data(), codes.data()});
+            fit_rows(job, first, std::min(first + kRowsAtOnce, job.rows), {group.data(), masks.data()});
     };
     threads = std::max<size_t>(1, std::min(threads, (job.rows + kRowsAtOnce - 1) / kRowsAtOnce));
     std::vector<std::vector<float>> groups_room(threads, std::vector<float>(std::min(group_size, job.cols) + kLanes));
-    std::vector<std::vector<uint8_t>> codes_room(threads, std::vector<uint8_t>(job.cols + kLanes));
+    std::vector<std::vector<uint64_t>> masks_room(threads, std::vector<uint64_t>(kMaxBits * (groups_room[0].size() / 64 + 1)));
     std::vector<std::thread> helpers;
     helpers.reserve(threads);
     try {
         for (size_t i = 1; i < threads; ++i)
-            helpers.emplace_back(work, std::ref(groups_room[i]), std::ref(codes_room[i]));
+            helpers.emplace_back(work, std::ref(groups_room[i]), std::ref(masks_room[i]));
     } catch (const std::system_error&) {  // no more threads to be had: the others do it
     }
-    work(groups_room[0], codes_room[0]);
+    work(groups_room[0], masks_room[0]);
     for (auto& helper : helpers) helper.join();
 }
 
