@@ -326,11 +326,6 @@ def test_hosts_that_know_of_each_other_are_no_slower_balanced_than_by_the_papers
     assert decode_ps(2, num_hot=4) <= decode_ps(2, num_hot=4, execution="paper")
 
 
-def test_the_same_settings_serve_the_same_to_the_picosecond():
-    runs = [serve([short(4, 12, 6)], settings(process="bursty", rate=100.0, seed=5))[0] for _ in range(2)]
-    assert tokens_of(runs[0]).causes_ps.tolist() == tokens_of(runs[1]).causes_ps.tolist()
-
-
 def test_a_trace_is_taken_round_and_round_for_more_requests():
     trace = short(3, 4, 2)
     written = from_sequences(

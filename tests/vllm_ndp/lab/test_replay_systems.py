@@ -15,12 +15,10 @@ from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.compare import compare, popularity, split_requests
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions, TooFewPlaces
-from vllm_ndp.lab.systems.near_memory import num_moved
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import SKIPPED, gate_loss
 from vllm_ndp.lab.vectorised.outcome import Outcome, ratio_se, summarise
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.traces.trace import Trace
@@ -118,12 +116,6 @@ def test_skipping_an_expert_loses_all_of_it_and_no_width_loses_more():
     assert nothing == pytest.approx(1.0, rel=1e-3)  # in units of the loss at 1 bit; gates of a row sum to 1
 
 
-def test_pairs_and_bits_are_conserved_by_a_static_plan():
-    outcome = run()
-    assert outcome.hot_pairs + outcome.cold.pairs == PAIRS
-    assert 1 <= outcome.cold.bits / outcome.cold.pairs <= 4
-
-
 def test_prompts_on_both_sides_begin_to_answer_sooner_and_end_no_later_than_one_copy_a_layer():
     """What the device computed and will be hot has to move afterwards: at most one copy more than streaming it all."""
     streamed, split = (run("balanced", migration="kept", own={"prefill": kind}) for kind in ("streamed", "split"))
@@ -148,15 +140,6 @@ def test_a_batch_that_shares_its_widths_reads_each_expert_once_and_is_alone_what
     )
     assert shared.moe_ps.sum() < 0.9 * own.moe_ps.sum()
     assert shared.hot_pairs == own.hot_pairs
-
-
-@pytest.mark.parametrize(
-    ("active", "rounding", "wanted"),
-    [(2, "floor", 0), (2, "round", 0), (2, "ceil", 1), (17, "floor", 1), (16, "floor", 0), (9, "round", 1)],
-)
-def test_mondes_rounding_decides_how_many_experts_move(active, rounding, wanted):
-    """1/17 of the active experts: 2 / 17 = 0.12, 16 / 17 just below one, 9 / 17 = 0.53."""
-    assert num_moved(np.array([active]), 1 / 17, rounding).tolist() == [wanted]
 
 
 def test_spilling_to_the_device_only_happens_where_it_shortens_a_layer():
@@ -238,19 +221,6 @@ def test_gains_over_the_paper_are_of_the_same_requests():
     assert 0 < balanced.over_paper_se < apart
     without = compare(WHOLE.select(range(6)), replace(settings, systems=("monde",))).rows
     assert all(np.isnan(row.over_paper) for row in without)
-
-
-def test_an_unknown_migration_or_bits_for_is_refused():
-    with pytest.raises(ConfigError, match="migration must be one of kept, difference, got 'twice'"):
-        CompareSettings(migration="twice")
-    with pytest.raises(ConfigError, match="bits_for must be one of request, batch"):
-        CompareSettings(bits_for="expert")
-
-
-def test_the_prior_comes_from_requests_that_are_not_replayed():
-    assert len(KNOWN.prompt_len) + len(REST.prompt_len) == 16
-    assert not set(KNOWN.request_ids) & set(REST.request_ids)
-    assert isinstance(PRIOR, ImportanceScore)
 
 
 if __name__ == "__main__":

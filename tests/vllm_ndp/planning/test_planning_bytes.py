@@ -38,12 +38,6 @@ def test_a_batch_gets_no_more_than_8_and_warm_experts_stay_in_full_precision() -
     assert (bits[placement.cold] == 8).all()
 
 
-@pytest.mark.parametrize("bits", [4.5, 7.0, 8.5, 16.0])
-def test_nothing_lies_between_4_and_8_bits_nor_above(bits: float) -> None:
-    with pytest.raises(ConfigError, match=r"avg_bits must lie in 1\.\.4 or be 8"):
-        Budget(2, bits)
-
-
 def test_replicas_without_8_bits_are_refused_in_one_sentence_that_says_how_to_make_them() -> None:
     narrow = LossTable.from_measured(MEASURED[:, :, :4])
     with pytest.raises(ConfigError, match=r"8 bits on average need replicas of 8 bits.*--bits 1,2,3,4,8"):

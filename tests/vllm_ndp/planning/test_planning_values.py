@@ -101,10 +101,12 @@ def test_values_cannot_be_changed_from_outside():
         placement.hot[0, 0] = False
 
 
-@pytest.mark.parametrize(("hot", "bits"), [(-1, 2.0), (4, 0.99), (4, 4.01), (4, float("nan"))])
-def test_an_impossible_budget_is_refused(hot, bits):
-    with pytest.raises(ConfigError):
-        Budget(hot, bits)
+@pytest.mark.parametrize("bits", [0.99, 4.01, 7.0, 8.5, 16.0, float("nan")])
+def test_an_impossible_budget_is_refused(bits):
+    with pytest.raises(ConfigError, match="num_hot and num_warm must be at least 0"):
+        Budget(-1, 2.0)
+    with pytest.raises(ConfigError, match=r"avg_bits must lie in 1\.\.4 or be 8"):
+        Budget(4, bits)
 
 
 @given(st.lists(st.integers(0, 512), min_size=1, max_size=64), st.floats(1.0, 4.0))

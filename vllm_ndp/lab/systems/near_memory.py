@@ -22,7 +22,7 @@ from vllm_ndp.lab.vectorised.execution import (
 )
 from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, layer_factor
 
-ROUNDINGS = ("floor", "round", "ceil", "cost")
+ROUNDINGS = ("floor", "ceil", "cost")
 
 
 def moved_share(costs: Costs) -> float:
@@ -33,8 +33,7 @@ def moved_share(costs: Costs) -> float:
 
 def num_moved(active: NDArray[np.int64], share: float, rounding: str) -> NDArray[np.int64]:
     """H for each number of active experts; not defined for `cost`, which needs times."""
-    exact = share * active
-    rounded: NDArray[np.float64] = {"floor": np.floor(exact), "round": np.rint(exact)}.get(rounding, np.ceil(exact))
+    rounded: NDArray[np.float64] = np.floor(share * active) if rounding == "floor" else np.ceil(share * active)
     return rounded.astype(np.int64)
 
 
@@ -48,7 +47,7 @@ def monde(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     GPU.
 
     H = BW_link / (BW_link + BW_device) x active experts. At small batches the rounding of H decides the baseline, so it
-    is an option. Choices: floor, ceil (as in a third-party simulator), round, or cost, the H that makes the layer
+    is an option. Choices: floor, ceil (as in a third-party simulator), or cost, the H that makes the layer
     shortest.
     """
     rounding = options.choice("h_rounding", ROUNDINGS, "cost")
