@@ -24,7 +24,8 @@ from engines import PATIENCE_S, VLLM_PROGRAM, check_pairs
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_ndp.integration.report import PAIR_KINDS, PHASES
+from vllm_ndp.integration.report import PHASES
+from vllm_ndp.operating.server import PAIR_KINDS
 
 NAME = "tiny-mixtral"
 KEY = "a key of this server"

@@ -60,7 +60,7 @@ def disturb_after(llm, num_steps: int, action) -> threading.Thread:  # type: ign
     def wait_then_act() -> None:
         from vllm_ndp.integration.controller import current_controller
 
-        while current_controller().log.totals.steps < target:
+        while current_controller().log.steps < target:
             time.sleep(0.001)
         action()
 

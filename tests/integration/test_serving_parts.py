@@ -21,7 +21,6 @@ from vllm_ndp.integration.report import (
     _SUMMED,
     DEVICE_PARTS,
     DEVICE_STAGES,
-    PAIR_KINDS,
     RequestReport,
     StepReport,
     energy_shares,
@@ -30,6 +29,7 @@ from vllm_ndp.integration.report import (
 from vllm_ndp.integration.serving.live import FinishedRequests, made_of
 from vllm_ndp.integration.serving.metrics import COUNTERS, HISTOGRAMS
 from vllm_ndp.integration.serving.routes import NdpRoutes
+from vllm_ndp.operating.server import PAIR_KINDS
 
 pytestmark = pytest.mark.vllm
 

@@ -177,12 +177,13 @@ def _times(now: Sample, between: Rates | None) -> RenderableType:
 
 
 def _plugin(now: Sample, between: Rates | None) -> list[RenderableType]:
-    from vllm_ndp.operating.watch import PLACES, START, rates
+    from vllm_ndp.operating.server import PAIR_KINDS
+    from vllm_ndp.operating.watch import START, rates
 
     if not any(name.endswith(" pairs") for name in now.sums):
         return ["vllm-ndp is not active in this server, or has served nothing yet"]
     pairs, per_s = _table("pairs", "now, per second", "since the start"), {} if between is None else between.per_s
-    for place in PLACES:
+    for place in PAIR_KINDS:
         if total := now.sums.get(f"{place} pairs", 0.0):
             pairs.add_row(place.replace("_", ", "), _number(per_s.get(f"{place} pairs"), ".0f"), f"{total:.0f}")
     pairs.add_row("experts moved", _number(per_s.get("experts moved")), _number(now.sums.get("experts moved"), ".0f"))

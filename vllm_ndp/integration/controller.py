@@ -169,16 +169,17 @@ class NdpController:
             yield
             return
         began_s = time.perf_counter()
-        log.totals.begin_step(num_resumed=len(scheduler_output.scheduled_cached_reqs.resumed_req_ids))
+        log.steps += 1
+        log.preempted += len(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         if parts.device.link is not None:
             parts.device.link.revive()
         if log.recorder is not None:
-            log.recorder.note_requests(log.totals.steps, spans, self.worker.requests.requests.keys())
+            log.recorder.note_requests(log.steps, spans, self.worker.requests.requests.keys())
         planned = parts.planner.replan()
         plan_s = time.perf_counter() - began_s if planned else None
         before = Before(began_s, plan_s, self._describe(planned))
         self._agree_among_ranks()
-        step = parts.running.step = Step(log.totals.steps, spans, self.steps, before, log.settle)
+        step = parts.running.step = Step(log.steps, spans, self.steps, before, log.settle)
         try:
             yield
             log.leave(step)
@@ -204,7 +205,7 @@ class NdpController:
         if not planned:
             return {}
         self._last_planned = list(planned.values())
-        self.log.note_plan(self.log.totals.steps)
+        self.log.note_plan(self.log.steps)
         replanner, slot_bits = self.worker.parts.planner.replanner, self.worker.facts.settings.slot_bits
         placement = replanner.placement
         num_hot, num_warm = live.per_layer(placement.hot), live.per_layer(placement.warm)
@@ -241,7 +242,7 @@ class NdpController:
             "sidecar_mismatches": locator.mismatches,
             "device_state": self.device.state,
             "simulated_ps": self.worker.run.clock.now_ps if is_simulated else None,
-            **self.log.totals.as_dict(),
+            **self.log.totals(),
         }
 
     def live(self) -> dict[str, Any] | None:

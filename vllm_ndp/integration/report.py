@@ -6,7 +6,7 @@ that no simulated clock holds, `unsimulated` names it, and what would lack it is
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,16 +17,10 @@ from ndp_device.timing.model import CommandEnergy
 from ndp_device.timing.spec import EnergySpec
 from ndp_device.timing.work import Timing
 from vllm_ndp.cost_model.gpu_timing import PipelineClock
+from vllm_ndp.operating.server import PAIR_KINDS
 from vllm_ndp.planning.bitwidths import trusted
 
 PS_PER_US = 1_000_000
-DECODE_KINDS = ("hot", "spilled", "warm", "cold", "fallback")
-"""Kinds of pairs of decode rows. `hot`: in hot slots. `spilled`: of hot experts, on the device to save time. `warm`: on
-the host's CPU. `cold`: on the device. `fallback`: computed here because the device did not answer."""
-PROMPT_KINDS = ("prefill", "prefill_device", "prefill_fallback")
-"""Pairs of prompt rows: here, on the device, and here because the device did not answer."""
-PAIR_KINDS = DECODE_KINDS + PROMPT_KINDS
-"""Each pair is of one kind, so the kinds of a phase add up to its rows x top-k x layers."""
 DEVICE_PAIR_KINDS = ("spilled", "cold", "prefill_device")
 PHASES = ("decode", "prompt")
 DEVICE_PARTS = ("link", "dram", "arrays")
@@ -106,6 +100,23 @@ class StepReport:
     prefills: int = 0
     device_up: bool = True
     fallbacks: dict[str, int] = field(default_factory=dict)  # pairs without an answer, by cause
+
+
+def counts_of(step: StepReport) -> dict[str, float]:
+    """What a step adds to sums since a start, the worker's totals and /metrics, under `KEY` or `KEY:LABEL`."""
+    counts: defaultdict[str, float] = defaultdict(int)
+    counts |= {"steps": 1, "messages": len(step.round_trips_s), "prefills": step.prefills}
+    counts |= {"migrated": step.migrated_experts, "kept": step.kept_experts}
+    if not step.unsimulated:
+        counts["simulated_ps"] = step.end_ps - step.start_ps
+    of_requests = ("pairs", step.pairs), ("pj", step.device_pj)
+    of_step = ("device", step.device or {}), ("bound", step.device_bounds), ("why", step.fallbacks)
+    labelled: list[tuple[str, Mapping[str, float]]] = [(key, of) for key, each in of_requests for of in each.values()]
+    labelled += [("rows", dict(zip(PHASES, rows, strict=True))) for rows in step.rows.values()]
+    for key, values in (*labelled, *of_step):
+        for label, count in values.items():
+            counts[f"{key}:{label}"] += count
+    return counts
 
 
 def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> StepReport:

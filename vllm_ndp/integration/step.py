@@ -22,10 +22,11 @@ from vllm_ndp.cost_model.gpu_timing import StepTime
 from vllm_ndp.device_client.connection import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, RowLocator, Span, TrackedRequest
 from vllm_ndp.integration.cuda.streams import Arrival
-from vllm_ndp.integration.report import PAIR_KINDS, StepReport, device_sums, energy_shares
+from vllm_ndp.integration.report import StepReport, device_sums, energy_shares
 from vllm_ndp.integration.routing_sidecar import Note, RoutingSidecar
 from vllm_ndp.layer.run import Run
 from vllm_ndp.layer.split import COUNTED, Split
+from vllm_ndp.operating.server import PAIR_KINDS
 
 _REPORTED = {
     "hot": ("hot",),

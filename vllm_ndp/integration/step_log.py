@@ -6,60 +6,16 @@ Knows steps that have run, the planner's counters and the device's round trips. 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.recording import RunRecorder
-from vllm_ndp.integration.report import DEVICE_TIME, PAIR_KINDS, PHASES, StepReport, added
+from vllm_ndp.integration.report import DEVICE_TIME, PHASES, StepReport, counts_of
 from vllm_ndp.integration.serving.live import FinishedRequests
 from vllm_ndp.integration.step import Step
-
-
-@dataclass
-class Totals:
-    steps: int = 0
-    preempted: int = 0
-    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
-    pairs: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PAIR_KINDS, 0))
-    fallbacks: Counter[str] = field(default_factory=Counter)
-    """Pairs without an answer of the device, by cause."""
-    device: Counter[str] | None = field(default_factory=Counter)
-    """None: an answer had no simulated time."""
-    device_bounds: Counter[str] = field(default_factory=Counter)
-
-    def begin_step(self, *, num_resumed: int) -> None:
-        """num_resumed: requests that were preempted before."""
-        self.steps += 1
-        self.preempted += num_resumed
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "steps": self.steps,
-            "preempted": self.preempted,
-            **{f"{phase}_rows": count for phase, count in self.rows.items()},
-            **{f"{kind}_pairs": count for kind, count in self.pairs.items()},
-            "fallback_causes": dict(self.fallbacks),
-            "simulated_device": None if self.device is None else dict(self.device),
-            "simulated_device_bound": dict(self.device_bounds),
-        }
-
-    def add(self, report: StepReport) -> None:
-        """A step has ended; it was counted when it began."""
-        for counts in report.pairs.values():
-            for kind, count in counts.items():
-                self.pairs[kind] += count
-        for rows in report.rows.values():
-            for phase, count in zip(PHASES, rows, strict=True):
-                self.rows[phase] += count
-        if report.fallbacks:
-            self.fallbacks.update(report.fallbacks)
-        self.device = added(self.device, report.device)
-        if report.device_bounds:
-            self.device_bounds.update(report.device_bounds)
-
+from vllm_ndp.operating.server import PAIR_KINDS
 
 _MOST_LATE = 2
 """Reports: vLLM launches one step while another one's tokens are on their way."""
@@ -82,7 +38,11 @@ class StepLog:
     def __init__(self, worker: LoadedWorker, recorder: RunRecorder | None) -> None:
         """recorder: None where nothing is recorded."""
         self._worker, self.recorder = worker, recorder
-        self.totals, self.finished = Totals(), FinishedRequests()
+        self.finished = FinishedRequests()
+        self.steps = 0  # that have begun
+        self.preempted = 0  # requests that came back after a preemption
+        self._sums: defaultdict[str, float] = defaultdict(int)  # counts_of
+        self._has_device_times = True  # every answer of the device so far had one
         self.unsimulated = worker.unsimulated  # what ran so far and is in no simulated clock
         self._late = deque[LateReport]()  # in the order of their steps
         self._left: StepReport | LateReport | None = None  # of the step that has ended, if nobody has asked for it yet
@@ -132,8 +92,26 @@ class StepLog:
             took_s = time.perf_counter() - step.before.began_s
             simulated = None if self.unsimulated else time_of_step
             self.recorder.note_step(step, epoch, simulated, took_s, device.link.take_availability())
-        self.totals.add(report)
+        for key, count in counts_of(report).items():
+            self._sums[key] += count
+        self._has_device_times &= report.device is not None
         return report if ranks.leads else None
+
+    def totals(self) -> dict[str, Any]:
+        """Sums since the start."""
+
+        def labelled(key: str) -> dict[str, float]:
+            return {name.partition(":")[2]: count for name, count in self._sums.items() if name.startswith(f"{key}:")}
+
+        return {
+            "steps": self.steps,
+            "preempted": self.preempted,
+            **{f"{phase}_rows": self._sums[f"rows:{phase}"] for phase in PHASES},
+            **{f"{kind}_pairs": self._sums[f"pairs:{kind}"] for kind in PAIR_KINDS},
+            "fallback_causes": labelled("why"),
+            "simulated_device": labelled("device") if self._has_device_times else None,
+            "simulated_device_bound": labelled("bound"),
+        }
 
     def leave(self, step: Step) -> None:
         """The step has ended, whether or not somebody asked for its report: model runner V2 asks when it samples."""

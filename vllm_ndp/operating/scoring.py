@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.operating.server import DECODE_PLACES, Server
+from vllm_ndp.operating.server import DECODE_KINDS, Server
 
 FORCED = "ndp_forced_tokens"
 PROCESSOR = "vllm_ndp.integration.forced_tokens:ForcedTokens"
-PAIR_KINDS = tuple(f"{place}_pairs" for place in DECODE_PLACES)
+PAIR_KINDS = tuple(f"{place}_pairs" for place in DECODE_KINDS)
 _TIMEOUT_S = 3600.0
 
 

@@ -1,6 +1,6 @@
 """A running `vllm serve`, asked over HTTP by the address that its clients use; what goes wrong is one sentence.
 
-Knows HTTP and the server's key. Does not know what is asked (watch.py, scoring.py).
+Knows HTTP, the server's key, and what it calls pairs. Does not know what is asked (watch.py, scoring.py).
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ from typing import Any
 
 from ndp_device.common.errors import ConfigError, DeviceUnavailable
 
-DECODE_PLACES = ("hot", "spilled", "warm", "cold", "fallback")
-"""Where pairs of decode rows run, as reports and metrics name it."""
+DECODE_KINDS = ("hot", "spilled", "warm", "cold", "fallback")
+"""Kinds of pairs of decode rows. `hot`: in hot slots. `spilled`: of hot experts, on the device to save time. `warm`: on
+the host's CPU. `cold`: on the device. `fallback`: computed here because the device did not answer."""
+PROMPT_KINDS = ("prefill", "prefill_device", "prefill_fallback")
+"""Pairs of prompt rows: here, on the device, and here because the device did not answer."""
+PAIR_KINDS = DECODE_KINDS + PROMPT_KINDS
+"""Each pair is of one kind, so the kinds of a phase add up to its rows x top-k x layers."""
 _MOST_BYTES = 64 << 20
 
 

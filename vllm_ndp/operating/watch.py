@@ -18,9 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.transport import is_address
-from vllm_ndp.operating.server import DECODE_PLACES, Server, ServerRefusal
+from vllm_ndp.operating.server import DECODE_KINDS, Server, ServerRefusal
 
-PLACES = (*DECODE_PLACES, "prefill", "prefill_device", "prefill_fallback")
 STATUS = "/v1/ndp/status"
 _TIMEOUT_S = 5.0
 
@@ -139,7 +138,7 @@ def rates(before: Sample, after: Sample) -> Rates:
         count = grown.get(f"{name} count", 0.0)
         means[name] = grown[f"{name} sum"] / count if count else None
     plain = {name: value / seconds for name, value in grown.items() if not name.endswith((" sum", " count"))}
-    decoded = [grown.get(f"{place} pairs", 0.0) for place in DECODE_PLACES]
+    decoded = [grown.get(f"{place} pairs", 0.0) for place in DECODE_KINDS]
     return Rates(seconds, plain, means, decoded[0] / sum(decoded) if sum(decoded) else None)
 
 

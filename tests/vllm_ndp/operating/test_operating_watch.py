@@ -21,8 +21,7 @@ from rich.console import Console
 
 from ndp_device.common.errors import ConfigError, DeviceUnavailable
 from vllm_ndp.cli.top import _View
-from vllm_ndp.integration.report import PAIR_KINDS
-from vllm_ndp.operating.watch import PLACES, Device, Sample, WatchedServer, rates, read_metrics, watched
+from vllm_ndp.operating.watch import Device, Sample, WatchedServer, rates, read_metrics, watched
 
 BIN = Path(sys.executable).parent
 PAGE = """
@@ -45,10 +44,6 @@ vllm:ndp_simulated_tpot_seconds_bucket{engine="0",le="+Inf",model_name="m"} 4.0
 vllm:ndp_simulated_tpot_seconds_count{engine="0",model_name="m"} 4.0
 vllm:ndp_simulated_tpot_seconds_sum{engine="0",model_name="m"} 0.002
 """
-
-
-def test_every_place_where_a_pair_may_run_is_shown() -> None:
-    assert set(PLACES) == set(PAIR_KINDS)
 
 
 def test_engines_are_added_up_and_a_share_is_their_mean() -> None:

@@ -8,7 +8,7 @@ Names begin with `vllm:`, because only those are taken down when a second engine
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,42 +16,49 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from ndp_device.common.errors import UNAVAILABLE
+from ndp_device.timing.work import BOUNDS
 from vllm_ndp.integration import vllm_private
-from vllm_ndp.integration.report import DEVICE_PARTS, DEVICE_STAGES, PAIR_KINDS, PHASES, StepReport
+from vllm_ndp.integration.report import DEVICE_PARTS, DEVICE_STAGES, PHASES, StepReport, counts_of
+from vllm_ndp.operating.server import PAIR_KINDS
 
 _FINE = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _COARSE = (*_FINE[3:], 10.0, 20.0, 60.0)
-_STAGES = (*DEVICE_STAGES, "overlap_saved")
-_BYTES = {"in": "bytes_in", "out": "bytes_out", "weights": "weight_bytes"}
 
-COUNTERS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
-    # name: what it counts, its label, prefix of the keys, values of the label
-    "ndp_pairs": ("(row, expert) pairs by where they ran", "where", "pairs", PAIR_KINDS),
-    "ndp_fallback_causes": ("Pairs of decode and prompts that the device did not answer", "cause", "why", UNAVAILABLE),
-    "ndp_rows": ("Rows of forward passes", "phase", "rows", PHASES),
-    "ndp_steps": ("Forward passes with rows", "", "steps", ()),
-    "ndp_device_messages": ("Messages that the device answered", "", "messages", ()),
-    "ndp_planned_prompts": ("Prompts whose routing was planned from", "", "prefills", ()),
-    "ndp_migrated_experts": ("Experts copied into hot slots for a plan", "", "migrated", ()),
-    "ndp_kept_experts": ("Experts that became hot and were in a slot already", "", "kept", ()),
-    "ndp_requests": ("Requests that ended, by how", "finish", "finish", ("stop", "length", "aborted", "error")),
-    "ndp_simulated_seconds": ("Simulated time of all steps", "", "simulated_s", ()),
-    "ndp_simulated_device_seconds": ("Simulated time of the device by stage", "stage", "stage_s", _STAGES),
+
+def _each(key: str, labels: Iterable[str]) -> dict[str, str]:
+    return {label: f"{key}:{label}" for label in labels}
+
+
+COUNTERS: dict[str, tuple[str, str, Mapping[str, str], float]] = {
+    # name: what it counts, its label, value of the label -> key of NdpStats, unit
+    "ndp_pairs": ("(row, expert) pairs by where they ran", "where", _each("pairs", PAIR_KINDS), 1),
+    "ndp_fallback_causes": (
+        *("Pairs of decode and prompts that the device did not answer", "cause", _each("why", UNAVAILABLE), 1),
+    ),
+    "ndp_rows": ("Rows of forward passes", "phase", _each("rows", PHASES), 1),
+    "ndp_steps": ("Forward passes with rows", "", {"": "steps"}, 1),
+    "ndp_device_messages": ("Messages that the device answered", "", {"": "messages"}, 1),
+    "ndp_planned_prompts": ("Prompts whose routing was planned from", "", {"": "prefills"}, 1),
+    "ndp_migrated_experts": ("Experts copied into hot slots for a plan", "", {"": "migrated"}, 1),
+    "ndp_kept_experts": ("Experts that became hot and were in a slot already", "", {"": "kept"}, 1),
+    "ndp_requests": (
+        *("Requests that ended, by how", "finish", _each("finish", ("stop", "length", "aborted", "error")), 1),
+    ),
+    "ndp_simulated_seconds": ("Simulated time of all steps", "", {"": "simulated_ps"}, 1e-12),
+    "ndp_simulated_device_seconds": (
+        *("Simulated time of the device by stage", "stage"),
+        *({stage: f"device:{stage}_ps" for stage in (*DEVICE_STAGES, "overlap_saved")}, 1e-12),
+    ),
     "ndp_simulated_device_bound": (
         "Device answers by what took the largest share of their simulated time",
-        *("bound", "bound", ("link", "dram", "compute", "queue")),
+        *("bound", _each("bound", BOUNDS), 1),
     ),
     "ndp_simulated_device_bytes": (
         "Bytes over the simulated link, and of weights read",
-        "what",
-        "bytes",
-        tuple(_BYTES),
+        *("what", {"in": "device:bytes_in", "out": "device:bytes_out", "weights": "device:weight_bytes"}, 1),
     ),
     "ndp_simulated_energy_joules": (
-        "Simulated energy of what moved, arithmetic not in it",
-        "part",
-        "joules",
-        DEVICE_PARTS,
+        *("Simulated energy of what moved, arithmetic not in it", "part", _each("pj", DEVICE_PARTS), 1e-12),
     ),
 }
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
@@ -90,35 +97,8 @@ class NdpStats(KVConnectorStats):
         return {key: value for key, value in self.data.items() if not isinstance(value, list)}
 
     def add_step(self, step: StepReport) -> None:
-        device = step.device
-        self._count("steps", 1)
-        if not step.unsimulated:
-            self._count("simulated_s", (step.end_ps - step.start_ps) / 1e12)
-        for kinds in step.pairs.values():
-            for kind, count in kinds.items():
-                self._count(f"pairs:{kind}", count)
-        for rows in step.rows.values():
-            for phase, count in zip(PHASES, rows, strict=True):
-                self._count(f"rows:{phase}", count)
-        for key, count in (
-            ("prefills", step.prefills),
-            ("migrated", step.migrated_experts),
-            ("kept", step.kept_experts),
-        ):
+        for key, count in counts_of(step).items():
             self._count(key, count)
-        if device:
-            for stage in _STAGES:
-                self._count(f"stage_s:{stage}", device[f"{stage}_ps"] / 1e12)
-            for what, key in _BYTES.items():
-                self._count(f"bytes:{what}", device[key])
-        self._count("messages", len(step.round_trips_s))
-        for bound, count in step.device_bounds.items():
-            self._count(f"bound:{bound}", count)
-        for parts in step.device_pj.values():
-            for part, picojoules in parts.items():
-                self._count(f"joules:{part}", picojoules / 1e12)
-        for cause, count in step.fallbacks.items():
-            self._count(f"why:{cause}", count)
         if step.round_trips_s:
             self._observe("ndp_measured_device_round_trip_seconds", *step.round_trips_s)
         if step.plan_s is not None:
@@ -153,15 +133,13 @@ class NdpMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         engines = per_engine_labelvalues
         counter_class, histogram_class, gauge_class = vllm_private.metric_classes(self)
-        self._counters: dict[str, dict[int, Any]] = {}  # key of NdpStats -> engine -> counter
-        for name, (about, label, key, values) in COUNTERS.items():
+        self._counters: dict[str, tuple[dict[int, Any], float]] = {}  # key of NdpStats -> engine -> counter, its unit
+        for name, (about, label, keys, unit) in COUNTERS.items():
             labels = [*labelnames, label] if label else labelnames
             metric = counter_class(name=f"vllm:{name}", documentation=about, labelnames=labels)
-            for value in values:
-                of_value = {engine: [*own, value] for engine, own in engines.items()}
-                self._counters[f"{key}:{value}"] = create_metric_per_engine(metric, of_value)
-            if not label:
-                self._counters[key] = create_metric_per_engine(metric, engines)
+            for value, key in keys.items():
+                of_value = {engine: [*own, value] if label else own for engine, own in engines.items()}
+                self._counters[key] = create_metric_per_engine(metric, of_value), unit
         self._histograms: dict[str, dict[int, Any]] = {}
         for name, (about, buckets) in HISTOGRAMS.items():
             histogram = histogram_class(
@@ -186,4 +164,5 @@ class NdpMetrics(KVConnectorPromMetrics):
                 for seconds in value:
                     self._histograms[key][engine_idx].observe(seconds)
             elif key in self._counters:
-                self._counters[key][engine_idx].inc(value)
+                counter, unit = self._counters[key]
+                counter[engine_idx].inc(value * unit)
