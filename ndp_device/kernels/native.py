@@ -156,15 +156,11 @@ class NativeKernel:
         rows, columns = (min(m.block[axis] for m in matrices) for axis in (0, 1))
         if len({m.numbers for m in matrices}) != 1:
             raise ReplicaError("gate, up and down must be one kind of numbers")
-        arrays = [np.ascontiguousarray(m.codes) for m in matrices]
-        scales = [_in_blocks(m, rows, columns) for m in matrices]
-        (w1, w3, w2), (s1, s3, s2) = arrays, scales
-        native = _native.full_expert(_BYTES[expert.w1.numbers], w1, w3, w2, s1, s3, s2, rows, columns)
-        if expert.w1.numbers == "int8":
-            native = _with_activation(self._engine.signed_expert(native, self.limbs[expert.bits]), expert)
-            return NativeExpert(native, (), native.nbytes)
-        copied = _copied(arrays, [m.codes for m in matrices]) + sum(scale.nbytes for scale in scales)
-        return NativeExpert(_with_activation(native, expert), (), copied)
+        w1, w3, w2 = (np.ascontiguousarray(m.codes) for m in matrices)
+        s1, s3, s2 = (_in_blocks(m, rows, columns) for m in matrices)
+        source = _native.full_expert(_BYTES[expert.w1.numbers], w1, w3, w2, s1, s3, s2, rows, columns)
+        native = _with_activation(self._engine.pack_bytes(source, self.limbs[expert.bits]), expert)
+        return NativeExpert(native, (), native.nbytes)
 
     def masked(self, narrow: NativeExpert, wide: NativeExpert) -> NativeExpert | None:
         """1 bit out of the top component of any other width, 3 bits out of both of 4 bits."""

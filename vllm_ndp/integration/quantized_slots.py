@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.experts.expert import QuantizedExpert, StoredExpert
 from ndp_device.kernels import Kernel
 from ndp_device.replicas.checkpoint import CheckpointExperts
@@ -156,8 +156,8 @@ class ReplicaFill:
         if self._files is None:
             prepared = self._kernel.prepare(self._as_stored(layer, expert))
             self._checkpoint.check(layer)
-            if bits != BYTE_BITS and expert == self._checkpoint.shape.num_experts - 1:
-                self._checkpoint.release()  # its codes were copied; those of 8 bits are read where they lie
+            if expert == self._checkpoint.shape.num_experts - 1:
+                self._checkpoint.release()  # its codes were copied
             return prepared
         prepared = self._kernel.prepare(self._files.expert(layer, expert, bits))
         self._files.check(layer)

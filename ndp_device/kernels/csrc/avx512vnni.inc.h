@@ -64,9 +64,11 @@ constexpr int kFullRows = 4, kFullTokens = 6;  // 24 of 32 registers
 
 NDP_INLINE Floats halves_to_floats(const uint16_t* p) { return half_to_float(p); }
 
-NDP_INLINE Floats float8_to_floats(const void* p) {
-    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load<__m128i>(p)), 7);
-    return (Floats)_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16(static_cast<int16_t>(0xbfff))));
+NDP_INLINE void float8_to_floats(const uint8_t* p, Floats (&w)[2]) {
+    const __m256i pairs = load<__m256i>(p), bits = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(pairs, 8), 1), odd = _mm256_srai_epi16(pairs, 1);
+    w[0] = (Floats)_mm512_cvtph_ps(_mm256_and_si256(even, bits));
+    w[1] = (Floats)_mm512_cvtph_ps(_mm256_and_si256(odd, bits));
 }
 
 }  // namespace

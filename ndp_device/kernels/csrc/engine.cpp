@@ -53,7 +53,7 @@ QuantizedView PackedMatrix::view() const {
 }
 
 size_t PackedMatrix::nbytes() const {
-    size_t bytes = meta->bytes();
+    size_t bytes = meta ? meta->bytes() : 0;
     for (const Component& component : components) bytes += component.buffer->bytes();
     return bytes;
 }
@@ -173,6 +173,34 @@ void Engine::run(int tasks, const Work& work) {
     }
 }
 
+PreparedExpert Engine::pack_bytes(const PreparedExpert& source, int limbs) {
+    PreparedExpert expert = source;
+    const auto packed = [&](const FullView& view, int halves) {
+        PackedMatrix matrix;
+        matrix.geometry = {view.num_rows * halves, view.cols, halves, view.cols};
+        matrix.is_signed = true;
+        with_pool([&](ThreadPool& pool) {
+            const Packed found = ndp::pack_bytes(pool, matrix.geometry, view);
+            matrix.components = {{found.codes, 8}};
+            matrix.meta = found.meta;
+            return 0;
+        });
+        return matrix;
+    };
+    expert.w13 = packed(source.full_w13, 2);
+    expert.w2 = packed(source.full_w2, 1);
+    expert.full = source.full_w13.dtype == DType::float8;
+    expert.limbs = limbs;
+    expert.owner.reset();
+    const auto view = [](const PackedMatrix& m, FullView& full) {
+        full.first = m.components[0].buffer->data();
+        full.scales = {reinterpret_cast<const float*>(m.meta->data()), nullptr, 1, m.geometry.group, m.geometry.groups()};
+    };
+    view(expert.w13, expert.full_w13);
+    view(expert.w2, expert.full_w2);
+    return expert;
+}
+
 void Engine::check(int tokens, int hidden, const std::vector<const PreparedExpert*>& experts,
                    const Pairs& pairs) const {
     for (const PreparedExpert* expert : experts) {
@@ -251,10 +279,12 @@ void Engine::quantize_inputs(const float* x, int hidden, const Pairs& pairs, std
         if (first.expert->full) {
             for (const Destination& to : *destinations) {
                 Job& job = *to.job;
-                if (splits_rows(*job.expert))
+                if (splits_rows(*job.expert)) {
                     job.rests[to.token] = kernels_.split_row(row, hidden, true, job.x_rows, job.x_stride, to.token);
-                else
+                } else {
                     std::memcpy(job.x_rows + to.token * job.x_stride, row, sizeof(float) * hidden);
+                    job.x_rows[to.token * job.x_stride + hidden] = 0.0f;  // float8 meets pairs of columns
+                }
             }
             return;
         }

@@ -41,7 +41,7 @@ struct PreparedExpert {
     bool full = false;
     int limbs = 2;  // of its inputs and hidden units: 2 hold 15 bits of each, 1 holds 8
     PackedMatrix w13, w2;
-    FullView full_w13{}, full_w2{};
+    FullView full_w13{}, full_w2{};  // of float8 what w13 and w2 hold
     std::shared_ptr<void> owner;
     Activation activation;
     std::vector<float> b13;  // empty: no biases; in units of 16 gates and 16 ups, like the rows of w13
@@ -91,6 +91,9 @@ class Engine {
         const std::lock_guard<std::mutex> lock(one_call_);
         return work(pool());
     }
+
+    // An expert of int8, with so many limbs, or of float8 out of weights as they lie in a checkpoint.
+    PreparedExpert pack_bytes(const PreparedExpert& source, int limbs);
 
     // out [tokens, hidden] is overwritten. Calls from several threads take turns.
     void execute(const float* x, int tokens, int hidden, const std::vector<const PreparedExpert*>& experts,

@@ -73,9 +73,11 @@ constexpr int kFullRows = 2, kFullTokens = 6;  // 12 of 16 registers
 
 NDP_INLINE Floats halves_to_floats(const uint16_t* p) { return (Floats)_mm256_cvtph_ps(load<__m128i>(p)); }
 
-NDP_INLINE Floats float8_to_floats(const void* p) {
-    const __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_cvtsi64_si128(load<int64_t>(p))), 7);
-    return (Floats)_mm256_cvtph_ps(_mm_and_si128(wide, _mm_set1_epi16(static_cast<int16_t>(0xbfff))));
+NDP_INLINE void float8_to_floats(const uint8_t* p, Floats (&w)[2]) {
+    const __m128i pairs = load<__m128i>(p), bits = _mm_set1_epi16(static_cast<int16_t>(0xbf80));
+    const __m128i even = _mm_srai_epi16(_mm_slli_epi16(pairs, 8), 1), odd = _mm_srai_epi16(pairs, 1);
+    w[0] = (Floats)_mm256_cvtph_ps(_mm_and_si128(even, bits));
+    w[1] = (Floats)_mm256_cvtph_ps(_mm_and_si128(odd, bits));
 }
 
 // Four columns of a row as pairs for the codes of columns 0 and 2, and of 1 and 3: products of codes above 127 do not fit the

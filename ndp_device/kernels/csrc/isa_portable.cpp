@@ -27,10 +27,10 @@ constexpr int kFullRows = 4, kFullTokens = 4;
 
 NDP_INLINE Floats halves_to_floats(const uint16_t* p) { return half_to_float(p); }
 
-NDP_INLINE Floats float8_to_floats(const void* p) {
-    uint16_t halves[16];
-    for (int i = 0; i < 16; ++i) halves[i] = static_cast<const int8_t*>(p)[i] * 128 & 0xbfff;
-    return half_to_float(halves);
+NDP_INLINE void float8_to_floats(const uint8_t* p, Floats (&w)[2]) {
+    uint16_t halves[2][16];
+    for (int i = 0; i < 32; ++i) halves[i % 2][i / 2] = static_cast<int8_t>(p[i]) * 128 & 0xbfff;
+    for (int odd = 0; odd < 2; ++odd) w[odd] = half_to_float(halves[odd]);
 }
 
 NDP_INLINE Words fp4_levels(Words codes) {

@@ -105,31 +105,34 @@ Matrix random_fp4_matrix(Engine& engine, std::mt19937& random, int rows, int col
     return m;
 }
 
-// int8, which `bits` of -2 stand for, in blocks of 2 rows and a group's columns.
-Matrix random_signed_matrix(Engine& engine, std::mt19937& random, int rows, int cols, int group, int halves) {
-    Matrix m{rows, cols, {}, {}, std::vector<double>(static_cast<size_t>(rows) * cols), {}, {}};
-    const int own = rows / halves, across = (cols + group - 1) / group;
-    std::vector<int8_t> codes(m.values.size());
-    std::vector<float> scales(static_cast<size_t>(rows) * across);  // those of the second half begin in the middle
-    for (float& scale : scales) scale = 0.001f + random() % 8 * 0.0005f;
-    for (size_t i = 0; i < codes.size(); ++i) {
-        const size_t row = i / cols, half = row / own;
-        codes[i] = static_cast<int8_t>(random());
-        m.values[i] = codes[i] * scales[half * own * across + row % own / 2 * across + i % cols / group];
+// An expert of int8 or E4M3, which `bits` of -2 and -3 stand for, in blocks of 2 rows and a group's columns.
+PreparedExpert random_bytes(Engine& engine, std::mt19937& random, const Case& c, bool is_int8, int limbs, Matrix& w13, Matrix& w2) {
+    std::vector<uint8_t> codes[3];
+    std::vector<float> scales[3];
+    FullView views[3];
+    for (int part = 0; part < 3; ++part) {  // gate, up, down
+        const int rows = part < 2 ? c.intermediate : c.hidden, cols = part < 2 ? c.hidden : c.intermediate;
+        const int across = (cols + c.group - 1) / c.group;
+        codes[part].resize(static_cast<size_t>(rows) * cols);
+        scales[part].resize(static_cast<size_t>(rows + 1) / 2 * across);
+        for (float& scale : scales[part]) scale = 0.001f + random() % 8 * 0.0005f;
+        Matrix& m = part < 2 ? w13 : w2;
+        m.rows += rows;
+        m.cols = cols;
+        for (size_t i = 0; i < codes[part].size(); ++i) {
+            const uint8_t code = codes[part][i] = random() % 127 + random() % 2 * 128;
+            const double e4m3 = std::ldexp(code % 8 + (code % 128 < 8 ? 0 : 8), std::max(code % 128 / 8, 1) - 10) * (code < 128 ? 1 : -1);
+            m.values.push_back((is_int8 ? static_cast<int8_t>(code) : e4m3) * scales[part][i / cols / 2 * across + i % cols / c.group]);
+        }
+        views[part] = {is_int8 ? DType::int8 : DType::float8, codes[part].data(), nullptr, rows, cols,
+                       {scales[part].data(), nullptr, 2, c.group, across}};
     }
-    m.packed.geometry = {rows, cols, halves, kernel_group(group, cols)};
-    m.packed.is_signed = true;
-    const size_t second = static_cast<size_t>(rows - own);
-    const FullView source{DType::int8, codes.data(), halves == 2 ? codes.data() + second * cols : nullptr, own, cols,
-                          {scales.data(), scales.data() + second * across, 2, group, across}};
-    engine.with_pool([&](ThreadPool& pool) {
-        const Packed packed = pack_signed(pool, m.packed.geometry, source);
-        m.packed.components = {{packed.codes, 8}};
-        m.packed.meta = packed.meta;
-        return 0;
-    });
-    m.packed.check();
-    return m;
+    PreparedExpert source;
+    source.full_w13 = views[0];
+    source.full_w13.second = views[1].first;
+    source.full_w13.scales.second = views[1].scales.first;
+    source.full_w2 = views[2];
+    return engine.pack_bytes(source, limbs);
 }
 
 std::vector<double> times(const Matrix& m, const std::vector<double>& v) {
@@ -144,17 +147,21 @@ double error_of(const std::string& isa, const Case& c, int bits, int limbs) {
     std::normal_distribution<float> normal;
     Engine engine(isa, c.threads);
     const auto matrix = [&](int rows, int cols, int halves) {
-        if (bits == -2) return random_signed_matrix(engine, random, rows, cols, c.group, halves);
         return bits > 0 ? random_matrix(engine, random, rows, cols, bits, c.group, halves)
                     : random_fp4_matrix(engine, random, rows, cols, halves, bits < 0);
     };
-    const Matrix w13 = matrix(2 * c.intermediate, c.hidden, 2), w2 = matrix(c.hidden, c.intermediate, 1);
+    Matrix w13{}, w2{};
     PreparedExpert expert;
+    if (bits < -1) {
+        expert = random_bytes(engine, random, c, bits == -2, limbs, w13, w2);
+    } else {
+        w13 = matrix(2 * c.intermediate, c.hidden, 2), w2 = matrix(c.hidden, c.intermediate, 1);
+        expert.w13 = w13.packed;
+        expert.w2 = w2.packed;
+    }
     expert.hidden = c.hidden;
     expert.intermediate = c.intermediate;
     expert.limbs = limbs;
-    expert.w13 = w13.packed;
-    expert.w2 = w2.packed;
     std::vector<float> x(static_cast<size_t>(c.tokens) * c.hidden), y(x.size()), gates(c.tokens, 0.5f);
     for (float& value : x) value = normal(random);
     std::vector<int32_t> rows(c.tokens), experts(c.tokens);
@@ -193,7 +200,7 @@ int main() {
     int checks = 0, failures = 0;
     for (const std::string& isa : supported_isas()) {
         for (const Case& c : kCases) {
-            for (int bits : {-2, -1, 0, 1, 2, 3, 4, 8}) {
+            for (int bits : {-3, -2, -1, 0, 1, 2, 3, 4, 8}) {
                 if ((bits == -1 || bits == 0) && (c.hidden % kChunkCols || c.intermediate % kChunkCols)) continue;
                 for (int limbs = 1; limbs <= 2; ++limbs) {
                     const double error = error_of(isa, c, bits, limbs);

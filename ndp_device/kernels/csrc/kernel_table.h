@@ -49,6 +49,7 @@ struct QuantizedView {
 constexpr int kMxfp4 = 32;          // columns under one power of two (OCP Microscaling Formats 1.0)
 constexpr int kNvfp4 = 16;          // columns under one E4M3 scale
 constexpr int kFp4Columns = 128;    // of a group whose sums are added up as whole numbers
+constexpr int kMostByteColumns = 128;  // of a group of int8 and float8
 constexpr int kFp4Zero = 12;
 constexpr int kSignedZero = 128;
 constexpr int kTopLimb = 127;  // the largest code of the only, or the higher, limb of an activation
@@ -70,7 +71,8 @@ enum class DType : int { float32 = 0, float16 = 1, bfloat16 = 2, float8 = 3, int
 
 constexpr int bytes_of(DType dtype) { return dtype == DType::float32 ? 4 : dtype < DType::float8 ? 2 : 1; }
 
-// Of weights of 8 bits: one float for each block of so many rows and columns of a matrix, `across` of them side by side.
+// Of weights of 8 bits: one float for each block of so many rows and columns of a matrix, `across` of them side by side. No
+// kernel reads these; packed ones have one for each row of a group of columns, see FullView.
 struct BlockScales {
     const float* first;
     const float* second;
@@ -81,6 +83,8 @@ struct BlockScales {
 
 // Rows of a checkpoint's own weights: 16 of `first` and 16 of `second` per unit, or 32 of `first` where there is no
 // second matrix. Rows past num_rows count as zero.
+// float8, packed: codes [units][groups][pairs of columns][32 rows][2], columns in a group padded to a multiple of 32, and
+// scales [units][groups][32 rows], 2^8 times as large, as bytes become numbers 2^-8 of theirs.
 struct FullView {
     DType dtype;
     const void* first;

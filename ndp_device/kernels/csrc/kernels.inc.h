@@ -12,7 +12,7 @@
 //   PackWord, kPackRows, store_rows, pick   see packing.inc.h
 //   Floats, halves_to_floats, kFullRows, kFullTokens   full precision: the vector, how to load it from fp16, and how many rows
 //                    of weights and of activations have their sums in registers
-//   float8_to_floats   so many bytes of E4M3 as numbers, what float16 takes their bits for, 2^-8 of them
+//   float8_to_floats(codes, w)   kLanes rows of two columns of E4M3 as numbers, what float16 takes their bits for, 2^-8 of them
 //   kGemmRows        activation rows (token limbs) per register block of 2 x 16 weight rows
 //   own_products<LIMBS>(panel, activations, first group, y, stride)   does what multiply_panel does and returns true,
 //                    or false to leave it to multiply_panel
@@ -568,22 +568,18 @@ NDP_INLINE Floats load_weights(const void* row, int col) {
         typedef uint32_t Whole __attribute__((vector_size(sizeof(Floats))));
         return (Floats)(__builtin_convertvector(load<Halves>(static_cast<const uint16_t*>(row) + col), Whole) << 16);
     }
-    if constexpr (DTYPE == DType::float8) return float8_to_floats(static_cast<const char*>(row) + col);
 }
 
-// Adds columns `from` to `to` of ROWS rows times TOKENS activation rows to sums[row][token]. scales: each row's of these
-// columns, where weights have any.
+// Adds columns `from` to `to` of ROWS rows times TOKENS activation rows to sums[row][token].
 template <DType DTYPE, int ROWS, int TOKENS>
-NDP_INLINE void full_rows(const void* const* rows, const float* const* scales, int from, int to, const float* x,
-                          ptrdiff_t x_stride, Floats (*sums)[kFullTokens]) {
+NDP_INLINE void full_rows(const void* const* rows, int from, int to, const float* x, ptrdiff_t x_stride,
+                          Floats (*sums)[kFullTokens]) {
     constexpr int kItem = bytes_of(DTYPE);
-    constexpr bool kScaled = kItem == 1;
-    constexpr float kUnit = 256.0f;  // of load_weights, where they are scaled
-    Floats sum[TOKENS][ROWS] = {};
+    Floats sum[TOKENS][ROWS];
 NDP_UNROLL(16)
     for (int t = 0; t < TOKENS; ++t) {
 NDP_UNROLL(4)
-        for (int r = 0; r < ROWS && !kScaled; ++r) sum[t][r] = sums[r][t];
+        for (int r = 0; r < ROWS; ++r) sum[t][r] = sums[r][t];
     }
     int col = from;
     for (; col + kLanes <= to; col += kLanes) {
@@ -618,32 +614,16 @@ NDP_UNROLL(4)
 NDP_UNROLL(16)
     for (int t = 0; t < TOKENS; ++t) {
 NDP_UNROLL(4)
-        for (int r = 0; r < ROWS; ++r) {
-            if constexpr (kScaled) sums[r][t] += sum[t][r] * (*scales[r] * kUnit);
-            else sums[r][t] = sum[t][r];
-        }
-    }
-}
-
-// full_rows, where weights have scales of `block` columns each.
-template <DType DTYPE, int ROWS, int TOKENS>
-NDP_INLINE void full_blocks(const void* const* rows, const float* const* scales, int from, int to, int block, int scale_cols,
-                            const float* x, ptrdiff_t x_stride, Floats (*sums)[kFullTokens]) {
-    if constexpr (bytes_of(DTYPE) > 1) return full_rows<DTYPE, ROWS, TOKENS>(rows, nullptr, from, to, x, x_stride, sums);
-    for (int begin = from; begin < to; begin += block) {
-        const float* here[ROWS];
-        for (int r = 0; r < ROWS; ++r) here[r] = scales[r] + begin / scale_cols;
-        full_rows<DTYPE, ROWS, TOKENS>(rows, here, begin, begin + block < to ? begin + block : to, x, x_stride, sums);
+        for (int r = 0; r < ROWS; ++r) sums[r][t] = sum[t][r];
     }
 }
 
 // All rows of a unit with 1 to TOKENS activation rows.
 template <DType DTYPE, int TOKENS>
-void full_unit(const void* const* rows, const float* const* scales, int cols, const float* x, ptrdiff_t x_stride, int tokens,
-               int cols_at_once, int block, int scale_cols, float* y, ptrdiff_t y_stride) {
+void full_unit(const void* const* rows, int cols, const float* x, ptrdiff_t x_stride, int tokens, int cols_at_once, float* y,
+               ptrdiff_t y_stride) {
     if (tokens < TOKENS) {
-        if constexpr (TOKENS > 1)
-            full_unit<DTYPE, TOKENS - 1>(rows, scales, cols, x, x_stride, tokens, cols_at_once, block, scale_cols, y, y_stride);
+        if constexpr (TOKENS > 1) full_unit<DTYPE, TOKENS - 1>(rows, cols, x, x_stride, tokens, cols_at_once, y, y_stride);
         return;
     }
     constexpr int kRows = TOKENS <= 2 ? 4 : kFullRows;  // few sums at once would wait for each other
@@ -651,7 +631,7 @@ void full_unit(const void* const* rows, const float* const* scales, int cols, co
     for (int from = 0; from < cols; from += cols_at_once) {
         const int to = from + cols_at_once < cols ? from + cols_at_once : cols;
         for (int r = 0; r < kUnitRows; r += kRows)
-            full_blocks<DTYPE, kRows, TOKENS>(rows + r, scales + r, from, to, block, scale_cols, x, x_stride, sums + r);
+            full_rows<DTYPE, kRows, TOKENS>(rows + r, from, to, x, x_stride, sums + r);
     }
     for (int t = 0; t < TOKENS; ++t)
         for (int r = 0; r < kUnitRows; ++r) y[t * y_stride + r] = sum_lanes(sums[r][t]);
@@ -661,14 +641,10 @@ template <DType DTYPE>
 void full_matrix(const FullView& w, const float* x, ptrdiff_t x_stride, int tokens, int first, int last, float* y,
                  ptrdiff_t y_stride) {
     constexpr int kItem = bytes_of(DTYPE);
-    const BlockScales& s = w.scales;
-    // Columns that are added up before they are scaled: as many for one row as for several, whose bits they would change.
-    const int block = kItem == 1 && s.cols < w.cols ? s.cols : kFullCols;
-    const int cols_at_once = tokens <= kFullTokens ? w.cols : block < kFullCols ? kFullCols / block * block : block;
+    const int cols_at_once = tokens <= kFullTokens ? w.cols : kFullCols;
     for (int unit = first; unit < last; ++unit) {
         float* to = y + (unit - first) * kUnitRows;
         const void* rows[kUnitRows];
-        const float* scales[kUnitRows] = {};
         bool is_past[kUnitRows];
         for (int r = 0; r < kUnitRows; ++r) {  // past the end: any row will do, its result is cleared below
             const void* matrix = w.second && r >= kBlockRows ? w.second : w.first;
@@ -676,17 +652,107 @@ void full_matrix(const FullView& w, const float* x, ptrdiff_t x_stride, int toke
             is_past[r] = row >= w.num_rows;
             const int held = is_past[r] ? w.num_rows - 1 : row;
             rows[r] = static_cast<const char*>(matrix) + static_cast<ptrdiff_t>(held) * w.cols * kItem;
-            if constexpr (kItem == 1)
-                scales[r] = (matrix == w.first ? s.first : s.second) + static_cast<ptrdiff_t>(held / s.rows) * s.across;
         }
         for (int t = 0; t < tokens; t += kFullTokens) {
             const int count = tokens - t < kFullTokens ? tokens - t : kFullTokens;
-            full_unit<DTYPE, kFullTokens>(rows, scales, w.cols, x + t * x_stride, x_stride, count, cols_at_once, block, s.cols,
-                                          to + t * y_stride, y_stride);
+            full_unit<DTYPE, kFullTokens>(rows, w.cols, x + t * x_stride, x_stride, count, cols_at_once, to + t * y_stride,
+                                          y_stride);
         }
         for (int r = 0; r < kUnitRows; ++r)
             if (is_past[r])
                 for (int t = 0; t < tokens; ++t) to[t * y_stride + r] = 0.0f;
+    }
+}
+
+// ---- float8: packed, a lane is a row --------------------------------------------------------------------------------
+
+constexpr int kParts = kUnitRows / kLanes;  // vectors of a unit's rows
+constexpr int kSomeParts = kParts < 2 ? kParts : 2;
+constexpr int kFloat8Tokens = kFullRows * kFullTokens / (2 * kSomeParts);
+
+// Adds a group's products of PARTS vectors of rows with TOKENS activation rows. from: the codes, or they as floats
+// [columns][32 rows]. Sums of even columns and of odd ones do not wait for each other.
+template <int PARTS, int TOKENS, class Weight>
+void add_float8(const Weight* from, int cols, const float* x, ptrdiff_t x_stride, const float* scale, float* y,
+                ptrdiff_t y_stride) {
+    Floats sums[TOKENS][PARTS][2] = {};
+    for (int col = 0; col < cols; col += 2, from += 2 * kUnitRows) {
+        constexpr bool kCodes = sizeof(Weight) == 1;
+        if constexpr (kCodes) __builtin_prefetch(from + kGemvLead);
+        Floats w[PARTS][2];
+NDP_UNROLL(4)
+        for (int part = 0; part < PARTS && kCodes; ++part)
+            float8_to_floats(reinterpret_cast<const uint8_t*>(from) + part * 2 * kLanes, w[part]);
+NDP_UNROLL(2)
+        for (int odd = 0; odd < 2; ++odd) {
+NDP_UNROLL(4)
+            for (int part = 0; part < PARTS && !kCodes; ++part) w[part][odd] = load<Floats>(from + odd * kUnitRows + part * kLanes);
+NDP_UNROLL(6)
+            for (int t = 0; t < TOKENS; ++t) {
+                const float value = x[t * x_stride + col + odd];
+NDP_UNROLL(4)
+                for (int part = 0; part < PARTS; ++part) sums[t][part][odd] += w[part][odd] * value;
+            }
+            asm volatile("" : "+r"(x), "+r"(from));  // or g++ loads ahead until it runs out of registers
+        }
+    }
+NDP_UNROLL(6)
+    for (int t = 0; t < TOKENS; ++t) {
+NDP_UNROLL(4)
+        for (int part = 0; part < PARTS; ++part) {
+            float* to = y + t * y_stride + part * kLanes;
+            store(to, load<Floats>(to) + (sums[t][part][0] + sums[t][part][1]) * load<Floats>(scale + part * kLanes));
+        }
+    }
+}
+
+// The same for 1 to TOKENS activation rows and all rows of a unit.
+template <int TOKENS, class Weight>
+void add_some_float8(const Weight* from, int cols, const float* x, ptrdiff_t x_stride, int tokens, const float* scale, float* y,
+                     ptrdiff_t y_stride) {
+    if (tokens < TOKENS) {
+        if constexpr (TOKENS > 1) add_some_float8<TOKENS - 1>(from, cols, x, x_stride, tokens, scale, y, y_stride);
+        return;
+    }
+    constexpr int kOnce = TOKENS == 1 ? kParts : kSomeParts;
+    for (int part = 0; part < kUnitRows; part += kOnce * kLanes)
+        add_float8<kOnce, TOKENS>(from + part * (sizeof(Weight) == 1 ? 2 : 1), cols, x, x_stride, scale + part, y + part, y_stride);
+}
+
+void multiply_float8(const FullView& w, const float* x, ptrdiff_t x_stride, int tokens, int first, int last, float* y,
+                     ptrdiff_t y_stride) {
+    alignas(64) float panel[kMostByteColumns * kUnitRows];
+    const int group = w.scales.cols, padded = (group + kChunkCols - 1) / kChunkCols * kChunkCols;
+    const int groups = (w.cols + group - 1) / group, blocks = (tokens + kFloat8Tokens - 1) / kFloat8Tokens;
+    for (int unit = first; unit < last; ++unit) {
+        float* to = y + (unit - first) * kUnitRows;
+        for (int t = 0; t < tokens; ++t) std::memset(to + t * y_stride, 0, sizeof(float) * kUnitRows);
+        for (int g = 0; g < groups; ++g) {
+            const ptrdiff_t at = static_cast<ptrdiff_t>(unit) * groups + g;
+            const uint8_t* codes = static_cast<const uint8_t*>(w.first) + at * padded * kUnitRows;
+            const float* scale = w.scales.first + at * kUnitRows;
+            const float* of_group = x + g * group;
+            const int cols = group < w.cols - g * group ? group : w.cols - g * group;
+            if (blocks == 1) {
+                add_some_float8<kFloat8Tokens>(codes, cols, of_group, x_stride, tokens, scale, to, y_stride);
+                continue;
+            }
+            for (int col = 0; col < cols; col += 2) {
+                __builtin_prefetch(codes + col * kUnitRows + kGemvLead);
+                for (int part = 0; part < kParts; ++part) {
+                    Floats pair[2];
+                    float8_to_floats(codes + col * kUnitRows + part * 2 * kLanes, pair);
+                    store(panel + col * kUnitRows + part * kLanes, pair[0]);
+                    store(panel + (col + 1) * kUnitRows + part * kLanes, pair[1]);
+                }
+            }
+            for (int i = 0, done = 0; i < blocks; ++i) {
+                const int count = (tokens - done) / (blocks - i);
+                add_some_float8<kFloat8Tokens>(panel, cols, of_group + done * x_stride, x_stride, count, scale,
+                                               to + done * y_stride, y_stride);
+                done += count;
+            }
+        }
     }
 }
 
@@ -696,8 +762,8 @@ void multiply_full(const FullView& w, const float* x, ptrdiff_t x_stride, int to
         case DType::float32: return full_matrix<DType::float32>(w, x, x_stride, tokens, first, last, y, y_stride);
         case DType::float16: return full_matrix<DType::float16>(w, x, x_stride, tokens, first, last, y, y_stride);
         case DType::bfloat16: return full_matrix<DType::bfloat16>(w, x, x_stride, tokens, first, last, y, y_stride);
-        case DType::float8: return full_matrix<DType::float8>(w, x, x_stride, tokens, first, last, y, y_stride);
-        case DType::int8: __builtin_trap();  // packed
+        case DType::float8: return multiply_float8(w, x, x_stride, tokens, first, last, y, y_stride);
+        case DType::int8: __builtin_trap();  // never as floats
     }
 }
 

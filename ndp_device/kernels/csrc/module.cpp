@@ -89,30 +89,7 @@ std::shared_ptr<PreparedExpert> quantized_expert(const PackedMatrix& w13, const 
 
 using Weights = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu, nb::ro>;
 
-PackedMatrix signed_matrix(Engine& engine, const FullView& source, int halves) {
-    const BlockScales& s = source.scales;
-    PackedMatrix matrix;
-    const int group = kernel_group(s.cols < source.cols ? s.cols : kFp4Columns, source.cols);
-    if (group > kMaxPaddedGroup) throw std::invalid_argument("too many columns of int8 share a scale");
-    matrix.geometry = {source.num_rows * halves, source.cols, halves, group};
-    matrix.is_signed = true;
-    nb::gil_scoped_release release;
-    engine.with_pool([&](ThreadPool& pool) {
-        const Packed packed = pack_signed(pool, matrix.geometry, source);
-        matrix.components = {{packed.codes, 8}};
-        matrix.meta = packed.meta;
-        return 0;
-    });
-    matrix.check();
-    return matrix;
-}
-
-// int8, which no kernel reads where it lies.
-std::shared_ptr<PreparedExpert> signed_expert(Engine& engine, const PreparedExpert& source, int limbs) {
-    return quantized_expert(signed_matrix(engine, source.full_w13, 2), signed_matrix(engine, source.full_w2, 1), limbs);
-}
-
-// Scales of blocks of `rows` x `cols`: of weights of 8 bits; else empty.
+// Scales of blocks of `rows` x `cols`: of weights of 8 bits, which an engine has to pack; else empty.
 std::shared_ptr<PreparedExpert> full_expert(int dtype, Weights w1, Weights w3, Weights w2, Matrix<float> s1, Matrix<float> s3,
                                             Matrix<float> s2, int rows, int cols) {
     const auto scales = [&](const Weights& w, const Matrix<float>& s, const Matrix<float>* other) -> BlockScales {
@@ -187,7 +164,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("meta_nbytes", [](const PackedMatrix& w) { return w.meta->bytes(); });
     nb::class_<PreparedExpert>(m, "PreparedExpert")
         .def_prop_ro("nbytes", [](const PreparedExpert& e) {
-            return e.full ? 0 : e.w13.nbytes() + e.w2.nbytes() + (e.b13.size() + e.b2.size()) * sizeof(float);
+            return e.w13.nbytes() + e.w2.nbytes() + (e.b13.size() + e.b2.size()) * sizeof(float);
         })
         .def("masked", [](const PreparedExpert& narrow, const Components& w13, const Components& w2) {
             return std::make_shared<PreparedExpert>(narrow.masked(copied(w13), copied(w2)));
@@ -206,7 +183,13 @@ NB_MODULE(_native, m) {
              nb::arg("group"), nb::arg("scale"), nb::arg("offset"), nb::arg("group_size"), nb::arg("perm"))
         .def("fp4_matrix", fp4_matrix, nb::arg("codes"), nb::arg("scales"), nb::arg("of_rows"),
              nb::arg("halves"))
-        .def("signed_expert", signed_expert, nb::arg("source"), nb::arg("limbs"))
+        .def(
+            "pack_bytes",
+            [](Engine& e, const PreparedExpert& source, int limbs) {
+                nb::gil_scoped_release release;
+                return std::make_shared<PreparedExpert>(e.pack_bytes(source, limbs));
+            },
+            nb::arg("source"), nb::arg("limbs"))
         .def("execute", execute, nb::arg("x"), nb::arg("experts"), nb::arg("pair_rows"), nb::arg("pair_experts"),
              nb::arg("gates"), nb::arg("out"))
         .def("multiply", multiply, nb::arg("x"), nb::arg("matrix"), nb::arg("limbs"), nb::arg("y"))

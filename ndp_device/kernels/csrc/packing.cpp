@@ -253,31 +253,37 @@ Packed pack_fp4(ThreadPool& pool, Geometry& geometry, const uint8_t* codes, cons
     return (of_rows ? pack_scaled<kNvfp4> : pack_scaled<kMxfp4>)(pool, geometry, codes, scales, of_rows);
 }
 
-Packed pack_signed(ThreadPool& pool, const Geometry& geometry, const FullView& source) {
+Packed pack_bytes(ThreadPool& pool, Geometry& geometry, const FullView& source) {
     const BlockScales& s = source.scales;
-    const int groups = geometry.groups(), steps = geometry.padded_group() / 4;
-    const size_t tasks = static_cast<size_t>(geometry.units()) * groups;
-    Packed packed{std::make_shared<Buffer>(tasks * steps * kUnitBlocks * 64),
-                  std::make_shared<Buffer>(tasks * kUnitRows * sizeof(float))};
+    const bool is_int8 = source.dtype == DType::int8;
+    int group = std::min(geometry.padded_group(), kMostByteColumns);
+    while (s.cols < source.cols && s.cols % group) --group;
+    geometry.group = group;
+    const int groups = geometry.groups(), padded = geometry.padded_group();
+    const int width = is_int8 ? 4 : 2;  // columns of a row side by side
+    const uint32_t zero = is_int8 ? kSignedZero * 0x01010101u : 0;
+    const size_t tasks = static_cast<size_t>(geometry.units()) * groups, task_bytes = static_cast<size_t>(padded) * kUnitRows;
+    Packed packed{std::make_shared<Buffer>(tasks * task_bytes), std::make_shared<Buffer>(tasks * kUnitRows * sizeof(float))};
     pool.run(static_cast<int>(tasks), [&](int task, int) {
-        const int first = task % groups * geometry.group, last = std::min(first + geometry.group, source.cols);
-        uint8_t* to = packed.codes->data() + static_cast<ptrdiff_t>(task) * steps * kUnitBlocks * 64;
-        auto* meta = reinterpret_cast<float*>(packed.meta->data()) + static_cast<ptrdiff_t>(task) * kUnitRows;
-        std::memset(to, kSignedZero, static_cast<size_t>(steps) * kUnitBlocks * 64);
+        const int first = task % groups * group, last = std::min(first + group, source.cols);
+        uint8_t* to = packed.codes->data() + task * task_bytes;
+        auto* scale = reinterpret_cast<float*>(packed.meta->data()) + static_cast<ptrdiff_t>(task) * kUnitRows;
+        std::memset(to, static_cast<uint8_t>(zero), task_bytes);
         for (int r = 0; r < kUnitRows; ++r) {
             const int row = geometry.source_row(task / groups, r), second = row >= source.num_rows;
-            meta[r] = 0.0f;
+            scale[r] = 0.0f;
             if (row < 0) continue;
             const ptrdiff_t within = row - second * source.num_rows;
             const auto* codes = static_cast<const uint8_t*>(second ? source.second : source.first) + within * source.cols;
-            meta[r] = ((second ? s.second : s.first) + within / s.rows * s.across)[first / s.cols];
-            uint8_t* row_to = to + r / kBlockRows * 64 + r % kBlockRows * 4;
-            for (int col = first; col < last; col += 4, row_to += kUnitBlocks * 64) {
+            scale[r] = ((second ? s.second : s.first) + within / s.rows * s.across)[first / s.cols] * (is_int8 ? 1.0f : 256.0f);
+            for (int col = first; col < last; col += 4) {
                 uint32_t word = 0;
                 if (col + 4 <= last) std::memcpy(&word, codes + col, 4);
                 else std::memcpy(&word, codes + col, last - col);
-                word ^= kSignedZero * 0x01010101u;
-                std::memcpy(row_to, &word, 4);
+                word ^= zero;
+                uint8_t* at = to + (col - first) * kUnitRows + r * width;
+                std::memcpy(at, &word, 2);
+                std::memcpy(at + (is_int8 ? 2 : 2 * kUnitRows), reinterpret_cast<char*>(&word) + 2, 2);
             }
         }
     });

@@ -68,7 +68,7 @@ struct Packed {
 };
 Packed pack_fp4(ThreadPool& pool, Geometry& geometry, const uint8_t* codes, const uint8_t* scales, const float* of_rows);
 
-// int8, whose blocks of columns are groups of the geometry or hold whole ones; see QuantizedView.
-Packed pack_signed(ThreadPool& pool, const Geometry& geometry, const FullView& source);
+// int8, see QuantizedView, or float8, see FullView. Sets the group of the geometry.
+Packed pack_bytes(ThreadPool& pool, Geometry& geometry, const FullView& source);
 
 }  // namespace ndp
