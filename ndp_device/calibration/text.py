@@ -62,12 +62,12 @@ class CalibrationText:
             ids = tokenizer(text.decode(), add_special_tokens=False, verbose=False)["input_ids"]
         except UnicodeDecodeError as error:
             raise ConfigError(f"the calibration file {path} must be UTF-8 text: {error}") from None
-        asked = f"{num_sequences} of {sequence_length}"
+        asked, least = f"{num_sequences} of {sequence_length}", min(SHORTEST, sequence_length)
         sequence_length = min(sequence_length, len(ids) // HELD_OUT_EVERY)
-        if sequence_length < SHORTEST:
+        if sequence_length < least:
             raise ConfigError(
                 f"the calibration file {path.name} has {len(ids)} tokens and {HELD_OUT_EVERY} sequences of "
-                f"{SHORTEST}, the least, need {HELD_OUT_EVERY * SHORTEST}: give a longer text"
+                f"{least}, the least, need {HELD_OUT_EVERY * least}: give a longer text"
             )
         if (whole := len(ids) // sequence_length) < num_sequences:
             print(

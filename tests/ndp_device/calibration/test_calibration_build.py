@@ -355,7 +355,7 @@ def test_folding_the_column_order_of_down_into_gate_and_up_changes_no_output(mod
 @pytest.mark.parametrize(
     ("contents", "complaint"),
     [
-        (b"far too little text", f"8 sequences of {LENGTH} need {8 * LENGTH}"),
+        (b"far too little text", "8 sequences of 32, the least, need 256"),
         (b"\xff\xfe", "must be UTF-8"),
         (None, "cannot read the calibration file"),
     ],
