@@ -271,11 +271,13 @@ def _importing() -> Iterator[None]:
     scikit-learn for assisted generation alone, which a calibration has no use for.
     """
     sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]  # None: as if it were not installed
+    collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
         if not sys.modules["sklearn"]:
             del sys.modules["sklearn"]
 

@@ -33,7 +33,10 @@ COUNTERS: dict[str, tuple[str, str, Mapping[str, str], float]] = {
     # name: what it counts, its label, value of the label -> key of NdpStats, unit
     "ndp_pairs": ("(row, expert) pairs by where they ran", "where", _each("pairs", PAIR_KINDS), 1),
     "ndp_fallback_causes": (
-        *("Pairs of decode and prompts that the device did not answer", "cause", _each("why", UNAVAILABLE), 1),
+        "Pairs of decode and prompts that the device did not answer",
+        "cause",
+        _each("why", UNAVAILABLE),
+        1,
     ),
     "ndp_rows": ("Rows of forward passes", "phase", _each("rows", PHASES), 1),
     "ndp_steps": ("Forward passes with rows", "", {"": "steps"}, 1),
@@ -42,23 +45,35 @@ COUNTERS: dict[str, tuple[str, str, Mapping[str, str], float]] = {
     "ndp_migrated_experts": ("Experts copied into hot slots for a plan", "", {"": "migrated"}, 1),
     "ndp_kept_experts": ("Experts that became hot and were in a slot already", "", {"": "kept"}, 1),
     "ndp_requests": (
-        *("Requests that ended, by how", "finish", _each("finish", ("stop", "length", "aborted", "error")), 1),
+        "Requests that ended, by how",
+        "finish",
+        _each("finish", ("stop", "length", "aborted", "error")),
+        1,
     ),
     "ndp_simulated_seconds": ("Simulated time of all steps", "", {"": "simulated_ps"}, 1e-12),
     "ndp_simulated_device_seconds": (
-        *("Simulated time of the device by stage", "stage"),
-        *({stage: f"device:{stage}_ps" for stage in (*DEVICE_STAGES, "overlap_saved")}, 1e-12),
+        "Simulated time of the device by stage",
+        "stage",
+        {stage: f"device:{stage}_ps" for stage in (*DEVICE_STAGES, "overlap_saved")},
+        1e-12,
     ),
     "ndp_simulated_device_bound": (
         "Device answers by what took the largest share of their simulated time",
-        *("bound", _each("bound", BOUNDS), 1),
+        "bound",
+        _each("bound", BOUNDS),
+        1,
     ),
     "ndp_simulated_device_bytes": (
         "Bytes over the simulated link, and of weights read",
-        *("what", {"in": "device:bytes_in", "out": "device:bytes_out", "weights": "device:weight_bytes"}, 1),
+        "what",
+        {"in": "device:bytes_in", "out": "device:bytes_out", "weights": "device:weight_bytes"},
+        1,
     ),
     "ndp_simulated_energy_joules": (
-        *("Simulated energy of what moved, arithmetic not in it", "part", _each("pj", DEVICE_PARTS), 1e-12),
+        "Simulated energy of what moved, arithmetic not in it",
+        "part",
+        _each("pj", DEVICE_PARTS),
+        1e-12,
     ),
 }
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
