@@ -6,7 +6,7 @@
 Reads source only: a wheel is opened where it lies, nothing of it is imported or installed. What the plugin imports is
 found in its own source; what it calls, overrides or reads is named in PUBLIC with the reason, or in
 vllm_ndp/integration/vllm_private.py if the name is private. A wheel comes with
-`pip download --no-deps vllm==VERSION` (300 MB). docs/compatibility.md shows the record.
+`pip download --no-deps vllm==VERSION` (300 MB). docs/gpu.md links the record.
 """
 
 from __future__ import annotations
