@@ -1,8 +1,16 @@
-"""CUDA builds of vLLM with the plugin, on a machine without a GPU, from the configuration to the end of the engine.
+r"""CUDA builds of vLLM with the plugin, on a machine without a GPU, from the configuration to the end of the engine.
 
-Needs a Python with CUDA's torch and this project's wheel, and folders with vLLM's CUDA wheels (docs/gpu.md says how):
-`NDP_CUDA_PYTHON=.../bin/python NDP_CUDA_VLLM=FOLDER:FOLDER`. CUDA is a runtime that computes nothing (cuda_stubs/), and
-NVML tells vLLM of one Hopper GPU. So tokens and times mean nothing, and all else is real.
+CUDA is a runtime that computes nothing (cuda_stubs/), and NVML tells vLLM of one Hopper GPU. So tokens and times mean
+nothing, and all else is real. Needs a Python with CUDA's torch and this project's wheel for it (`make wheel`), and
+folders with vLLM's CUDA wheels, 6 GB in all:
+
+    python3.12 -m venv cuda && cuda/bin/pip install torch==2.11.0 triton==3.6.0 transformers==5.17.0 dist/vllm_ndp-*.whl
+    pip download --no-deps vllm==0.33.0 -d wheels
+    cuda/bin/pip install --no-deps --target vllm-0.33.0 wheels/vllm-0.33.0-*.whl
+    cuda/bin/pip install --no-deps torchvision==0.26.0
+    cuda/bin/pip install psutil aiohttp requests cloudpickle uvloop py-cpuinfo einops tiktoken gguf mistral_common \
+        pycountry  # and `deps` of benchmarks/gpu_kit/build.sh, with that version's `own`
+    NDP_CUDA_PYTHON=$PWD/cuda/bin/python NDP_CUDA_VLLM=$PWD/vllm-0.33.0 pytest -m slow THIS_FILE
 """
 
 from __future__ import annotations
