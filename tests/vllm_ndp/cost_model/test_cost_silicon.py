@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +22,8 @@ from vllm_ndp.cost_model.silicon import (
     product,
     product_ps,
 )
-from vllm_ndp.lab.reproduce.silicon import held_out, layers_held_out, reproduce
+from vllm_ndp.lab.reproduce import Row
+from vllm_ndp.lab.reproduce.silicon import held_out, layers_held_out, published_engines, reproduce
 
 H100 = 3_350 * 10**9, 989_400 * 10**9
 LAYERS = st.builds(
@@ -140,3 +143,20 @@ def test_a_row_is_never_asked_about_itself() -> None:
     """Held out alone, a table of one shape foretells nothing."""
     assert len(held_out(kernel("h100", "gemm"), lambda shape: "all alike")) == 0
     assert len(layers_held_out("h100", "mxfp4", lambda shape: "all alike")) == 0
+
+
+ENGINES = published_engines()
+
+
+@pytest.mark.parametrize(("row", "tolerance"), ENGINES, ids=[f"{row.name}, {row.assumptions}" for row, _ in ENGINES])
+def test_the_rate_of_a_published_engine_is_within_what_its_row_says(row: Row, tolerance: float) -> None:
+    """A row that may be further off than 20 % says why."""
+    assert row.published is not None
+    assert row.ours == pytest.approx(row.published, rel=tolerance)
+    assert tolerance <= 0.20 or "; " in row.assumptions
+
+
+def test_three_engines_have_rows_within_20_percent() -> None:
+    """TensorRT-LLM has none. Of 46 rows 15 are so near; all others are too fast."""
+    near = [row.name.split(",")[0] for row, _ in ENGINES if abs(row.deviation or 0.0) <= 0.20]
+    assert Counter(near) == {"vLLM": 10, "SGLang": 2, "llama.cpp": 3}
