@@ -19,7 +19,7 @@ def main(trace: str) -> None:
         settings = CompareSettings(
             model="models/tiny-mixtral",
             hardware=hardware,
-            systems=("context_aware", "replanned", "fiddler", "pregated"),
+            systems=("context_aware", "balanced", "fiddler", "pregated"),
             policies=("prefill",),
         )
         print(hardware)

@@ -35,7 +35,6 @@ _CHOICES: dict[str, tuple[str | int, ...]] = {
     "execution": ("auto", "balanced", "paper"),
     "gpu": ("auto", *GPU_RUNGS),
     "prefill": ("auto", "split", "streamed"),
-    "replan": ("prefill", "drift"),
     "prices": ("auto", "simulated", "measured"),
     "bits_for": BITS_FOR,
     "fallback": ("full", "same"),
@@ -51,7 +50,6 @@ _DECIDED_JOINTLY = {
     "cold_precision": "chooses among widths, of which this leaves none",
     "execution": "has placed experts by all that the device has time for",
     "offload_bits": "has placed experts by all that the device has time for",
-    "replan": "gives widths that fit the memory and the loss of just those experts, which decode then keeps",
 }
 """Settings beside which a joint plan is refused, and why."""
 
@@ -107,9 +105,6 @@ class NdpSettings:
     """Where a prompt's cold experts run, in full precision. `streamed`: all on the GPU. `split`: the device computes so
     many that both sides end together on the simulated hardware. `auto`: split if the engine runs on CPU and the
     checkpoint holds plain experts, else streamed."""
-    replan: str = "prefill"
-    """`prefill`: plans change when a prompt ends. `drift`: plans also change in decode, when the routing shows another
-    subject; experts are copied beside decode."""
     policy: str = "prefill"
     """Placement policy by name; `prefill` is the paper's. Or {"name": NAME, OPTION: VALUE, ..}, by default of
     `prefill`."""
@@ -344,14 +339,6 @@ class NdpSettings:
         usual = {"bit_rule": usual_bit_rule(self.bits_for) if self.gives_pairs_widths else OVER_LAYERS}
         return policy_with(self.policy, usual | dict(self.policy_options))
 
-    def require_followable(self, num_experts: int) -> None:
-        """Raises ConfigError where plans are to follow decode and no experts can be exchanged."""
-        if self.replan == "drift" and not 0 < (num_hot := self.resolve_hot_experts(num_experts)) < num_experts:
-            raise ConfigError(
-                f"ndp setting 'replan' is 'drift', which exchanges hot and cold experts, but {num_hot} of "
-                f"{num_experts} are hot: use 'replan': 'prefill', or another number of 'hot_experts'"
-            )
-
     def require_use_of_prices(self, num_experts: int) -> None:
         """Raises ConfigError where prices are to be measured and nothing is decided by any."""
         if self.prices == "measured" and not self._decides(num_experts):
@@ -374,7 +361,6 @@ class NdpSettings:
             bits_for=self.bits_for,
             keeps_streamed=self.keeps_streamed,
             full_precision=self.cold_precision == "full",
-            follows=self.replan == "drift",
         )
 
     @classmethod

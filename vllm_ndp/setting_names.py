@@ -28,7 +28,7 @@ TOP = (
         "execution",
         "prefill",
     ),
-    *("replan", "policy", "replicas", "devices", "hardware", "hardware_overrides"),
+    *("policy", "replicas", "devices", "hardware", "hardware_overrides"),
     *("deadline_ms", "fallback", "itl_factor", "record", "debug"),
 )
 DEBUG = (*("device_experts", "bits_for", "offload_bits", "device_hosts", "gpu", "prices", "kernel"),)

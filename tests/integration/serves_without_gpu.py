@@ -75,7 +75,6 @@ def give_what_kernels_would() -> None:
     moe_method.run_layer = with_choices
     moe_layer._on_host = lambda ids, weights: (torch.from_numpy(chosen(len(ids))).int(), torch.full(ids.shape, 0.5))
     RoutingSidecar.read, RoutingSidecar.ids_at = read, ids_at
-    RoutingSidecar.read_ids = lambda self, entries: read(self, entries)[0]
     batch.BatchRows.write_to = lambda self, *given: True
     settle = LateCheck.settle
     LateCheck.settle = lambda self: settle(self) or True

@@ -45,7 +45,6 @@ def configure(model: Path = MODEL, *, additional_config: dict[str, Any] | None =
         ({"record": "/dev/null/trace"}, "no trace can be written to /dev/null/trace: Not a directory; choose a"),
         ({"record": "/proc/trace"}, "no trace can be written to /proc/trace: "),
         ({"record": str(MODEL)}, "is not empty: README.md in it is none of the files that are written"),
-        ({"replan": "drift", "hot_experts": 8}, "exchanges hot and cold experts, but 8 of 8 are hot"),
     ],
 )
 def test_impossible_settings_are_refused_before_loading(settings: dict[str, Any], wanted: str):

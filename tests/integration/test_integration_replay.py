@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from engines import MODEL, PROMPTS, REPLICAS, ROOT, engine, greedy, replay_of, trace_of
+from engines import PROMPTS, ROOT, engine, greedy, replay_of, trace_of
 
 from ndp_device.replicas.format import read_manifest, write_manifest
 from ndp_device.timing.model import CommandEnergy
@@ -27,12 +27,6 @@ FAST_LINK = {"link.dma_launch_ps": 0, "link.dma_latency_ps": 0} | dict.fromkeys(
     ("link.bulk_bytes_per_s", "link.raw_bytes_per_s"), 400_000_000_000
 )
 """The same for copies: a launch alone takes longer than the device takes for its small experts."""
-
-
-FORCED = "vllm_ndp.integration.forced_tokens:ForcedTokens"
-PROSE = (
-    "The sea was grey, the wind came from the north, and the old captain said that they would not reach the harbour. "
-)
 
 
 def record(directory: Path, settings: dict, **options) -> Trace:
@@ -117,43 +111,3 @@ def test_requests_report_the_energy_that_a_replay_of_their_commands_takes_by_par
     tiny = msgspec.structs.replace(setup, overrides={"gpu.hbm_capacity_bytes": need})
     with pytest.raises(DoesNotFit, match="the run with K 2 does not fit, gpu memory lacks"):
         require_capacity(RecordedRun(trace, tiny, rules).engine, trace, 2)
-
-
-def test_a_run_that_follows_decode_by_measured_prices_replays_and_its_clock_knows_neither(tmp_path):
-    """Forced tokens turn from a program to prose and to SQL. What moves beside decode, and what runs where by this
-    machine's prices, is replayed from the record to the picosecond."""
-    from vllm import SamplingParams
-
-    settings = {
-        "hot_experts": 3,
-        "warm_experts": 1,
-        "avg_bits": 2.0,
-        "replan": "drift",
-        "debug": {"prices": "measured"},
-    }
-    settings |= {"policy": {"prior": str(MODEL / "prior.npy")}, "replicas": str(REPLICAS)}
-    settings |= {"hardware_overrides": SLOW_GPU, "record": str(tmp_path / "trace")}
-    with engine(settings=settings, logits_processors=[FORCED], max_num_seqs=3) as llm:
-        encode = llm.get_tokenizer().encode
-        sea, query = encode(PROSE * 6), encode("SELECT name, total FROM orders WHERE total > 100 ORDER BY total;\n" * 7)
-
-        def forced(tokens: list[int], count: int) -> SamplingParams:
-            more = {"ndp_forced_tokens": tokens[:count]}
-            return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, extra_args=more)
-
-        outputs = llm.generate([PROMPTS[0] * 3], [forced(sea, 150)])
-        outputs += llm.generate([PROMPTS[0] * 3, PROMPTS[1] * 3], [forced(query, 130), forced(sea, 90)])
-        totals, status = llm.collective_rpc("ndp_totals")[0], llm.collective_rpc("ndp_status")[0]
-    reports = [output.kv_transfer_params["ndp"] for output in outputs]
-    assert totals["exchanges"] > 3
-    assert min(totals["warm_pairs"], totals["cold_pairs"]) > 0
-    assert totals["fallback_pairs"] == totals["sidecar_mismatches"] == 0
-    assert {report["prices"] for report in reports} == {"measured"} == {status["prices"]}
-    assert reports[0]["epoch"] > 1
-
-    trace = trace_of(tmp_path / "trace")
-    replayed = replay_of(trace)
-    assert (replayed.fallback_steps, replayed.plan_mismatches) == (0, 0)
-    assert replayed.identical
-    num_plans = len(np.unique(trace.plans["epoch"])) - 1  # prompts that end in one step have one plan
-    assert totals["exchanges"] < num_plans <= totals["exchanges"] + totals["prefills"]

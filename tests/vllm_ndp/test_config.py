@@ -248,16 +248,6 @@ def test_losses_are_relative_unless_told_otherwise_and_other_words_are_refused()
     assert NdpSettings(policy_options={"losses": "absolute"}).losses == "absolute"
 
 
-def test_the_prior_of_a_policy_is_what_following_decode_falls_back_to(tmp_path: Path):
-    np.save(tmp_path / "prior.npy", np.ones((2, 8)))
-    settings = NdpSettings(replan="drift", policy_options={"prior": str(tmp_path / "prior.npy")})
-    rules = settings.planning(8).rules(LossTable.nominal(2, 8))
-    assert rules.follow is not None
-    assert rules.follow.prior is not None
-    assert NdpSettings().planning(8).rules(LossTable.nominal(2, 8)).follow is None
-    assert NdpSettings(replan="drift").planning(8).rules(LossTable.nominal(2, 8)).follow.prior is None
-
-
 @pytest.mark.parametrize(
     "others",
     [
@@ -307,7 +297,7 @@ def test_a_budget_of_nats_is_a_value_of_avg_bits():
 
 # -- what cannot be, alone or together ---------------------------------------------------------------------------------
 
-FULL, DRIFT, SPLIT = {"cold_precision": "full"}, {"replan": "drift"}, {"debug": {"device_experts": "split"}}
+FULL, SPLIT = {"cold_precision": "full"}, {"debug": {"device_experts": "split"}}
 IMPOSSIBLE: list[tuple[Any, str]] = [
     *((raw, "must be a mapping of settings") for raw in ([], "hot_experts=2", 3)),
     ({"hot_experts": 9}, "'hot_experts' is 9, the model has only 8 experts per layer"),
@@ -332,9 +322,6 @@ IMPOSSIBLE: list[tuple[Any, str]] = [
     ({"max_loss": 0.05}, 'unknown ndp setting \'max_loss\': write {"avg_bits": {"max_loss": NATS}}'),
     ({"avg_bits": {"max_loss": 0.05}, "policy": {"bit_rule": "mse"}}, "needs bit_rule 'layers'"),
     ({"avg_bits": {"max_loss": "little"}}, "'max_loss' must be a number"),
-    # plans that follow decode
-    (DRIFT | {"plan": "joint"}, "'replan' is 'drift', but a joint plan gives widths"),
-    (DRIFT | {"hot_experts": 0}, "0 of 8 are hot: use 'replan': 'prefill'"),
     # devices
     *(({"devices": devices}, "'devices' must be") for devices in ({"address": A, "key": "k"}, [3], True)),
     ({"devices": "udp://a:1"}, "ipc:// or tcp:// address, got 'udp://a:1'"),
@@ -374,7 +361,6 @@ def checked(raw: Any) -> None:
     settings.make_policy()
     settings.resolve_hot_experts(8)
     settings.resolve_offload_bits(8)
-    settings.require_followable(8)
 
 
 @pytest.mark.parametrize(("raw", "said"), IMPOSSIBLE, ids=[said for _, said in IMPOSSIBLE])
@@ -386,5 +372,4 @@ def test_what_cannot_be_is_refused_in_one_sentence(raw: Any, said: str):
 
 
 def test_what_stands_beside_the_impossible_is_possible():
-    checked(DRIFT)
     checked({"debug": {"prices": "measured"}, "devices": ["ipc:///run/ndp/a", "ipc:///run/ndp/b"]})

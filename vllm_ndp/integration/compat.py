@@ -126,9 +126,6 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         (settings.max_loss is not None and parallel.pipeline_parallel_size > 1,
          "'avg_bits' as a 'max_loss' beside pipeline parallelism, where no stage knows what the others lose: drop "
          "it for a number"),
-        (settings.replan == "drift" and parallel.pipeline_parallel_size > 1,
-         "'replan' 'drift' beside pipeline parallelism, where stages would change plans at other times: "
-         "drop one of the two"),
         (settings.prices == "measured" and not on_cpu(),
          "'prices' 'measured' on CUDA, where a kernel is launched long before it runs, so that the probe's clock would "
          "measure the launch: use 'simulated'"),
@@ -186,7 +183,6 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         require_cpu_kernel(shape)
     _refuse_uneven_shares(shape, parallel.tensor_parallel_size, whole=parallel.enable_expert_parallel)
     settings.resolve_offload_bits(shape.num_experts)
-    settings.require_followable(shape.num_experts)
     settings.require_use_of_prices(shape.num_experts)
     hardware_of(settings)
     settings.make_policy()

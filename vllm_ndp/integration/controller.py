@@ -237,7 +237,6 @@ class NdpController:
             "prefills": planner.prefills,
             "migrated_experts": planner.migrated_experts,
             "kept_experts": planner.kept_experts,
-            "exchanges": planner.exchanges,
             "row_checks": locator.row_checks,
             "sidecar_mismatches": locator.mismatches,
             "device_state": self.device.state,

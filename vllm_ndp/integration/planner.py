@@ -30,8 +30,6 @@ class PlanRunner:
         self.checksum = 0
         """Checksum of the plans in force, which ranks compare."""
         self.prefills = 0
-        self.exchanges = 0
-        """Plans that changed while requests decoded."""
         self.migrated_experts = 0
         self.kept_experts = 0
 
@@ -48,8 +46,7 @@ class PlanRunner:
             link.begin_install(self.replanner.epoch, np.zeros(hot.shape, np.uint8), hot)  # prompts come before a plan
 
     def replan(self) -> dict[str, TrackedRequest]:
-        """Make new plans if a prefill has ended whose request is still there, or if decode asks for it. Returns the
-        requests that got one.
+        """Make new plans if a prefill has ended whose request is still there. Returns the requests that got one.
 
         Experts are on their way into their slots and to the device when this returns.
         """
@@ -59,16 +56,12 @@ class PlanRunner:
             self._announce(change)
         if replanned.moves_slots:
             self._hot.place(self.replanner.placement)
-        if replanned.exchanged:
-            self.exchanges += 1
-        else:
-            self.run.clock.migrate(replanned.num_moved, replanned.moved_bytes)
+        self.run.clock.migrate(replanned.num_moved, replanned.moved_bytes)
         self.migrated_experts += replanned.num_moved
         if change is None:
             return {}
-        if not replanned.exchanged:
-            self.prefills += replanned.num_ended
-            self.kept_experts += change.num_kept
+        self.prefills += replanned.num_ended
+        self.kept_experts += change.num_kept
         return {name: there[name] for name in change.plans}
 
     def _announce(self, change: PlanChange[str]) -> None:
@@ -85,11 +78,7 @@ class PlanRunner:
                 self.checksum = zlib.crc32(plan.bits.from_weight.tobytes(), self.checksum)
 
     def score_ended(self, step: Step) -> None:
-        """After a step: score the prompts that ended in it, and note which streamed experts the slots keep. If plans
-        follow decode, also note what the step's decode rows chose."""
-        if self.replanner.follows and step.started:
-            rows, sidecar = step.rows, step.parts.sidecar
-            self.replanner.see(sidecar.read_ids(rows.expected_slot_mapping(sidecar.block_size)[rows.decode]))
+        """After a step: score the prompts that ended in it, and note which streamed experts the slots keep."""
         ended = [(request.request_id, request, self._stats(request, step.parts.sidecar)) for request in step.ending]
         for _, request, stats in ended:
             request.prefilled, request.num_loaded = True, request.prompt_len - stats.num_tokens

@@ -105,9 +105,3 @@ class RoutingSidecar:
         ids = self._ids[layers].index_select(1, index).transpose(0, 1)
         weights = self._weights[layers].index_select(1, index).transpose(0, 1)
         return ids.to("cpu", torch.int64).contiguous().numpy(), weights.cpu().contiguous().numpy()
-
-    def read_ids(self, slot_mapping: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Expert ids alone, i64 [T, L, k]: on a GPU one copy to wait for instead of two."""
-        index = torch.from_numpy(slot_mapping).to(self._ids.device)
-        ids: NDArray[np.int64] = self._ids.index_select(1, index).transpose(0, 1).to("cpu", torch.int64).numpy()
-        return ids

@@ -42,7 +42,6 @@ TIME_BUDGET = "simulated_tokens_per_s"
 """Key of a budget in `avg_bits`."""
 LAYOUT = frozenset(
     {"hot_experts", "slot_bits", "plan", "warm_experts", "avg_bits", "cold_precision", "execution", "offload_bits"}
-    | {"replan"}
 )
 """Settings that say what is held where, and at how many bits."""
 EXPECTED_STEP_S = "ndp_expected_step_s"

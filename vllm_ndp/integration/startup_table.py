@@ -35,7 +35,6 @@ _PRICES = {
     "measured": "this machine's, measured at start-up; simulated times stay those of the simulated hardware",
 }
 _OWN_CODES = "none: experts keep the checkpoint's codes of {} bits"
-_REPLAN = {"prefill": "where a prompt ends", "drift": "where a prompt ends, and when decode shows another subject"}
 
 
 def status(worker: LoadedWorker, sidecar: RoutingSidecar, kv_cache_bytes: int) -> dict[str, Any]:
@@ -85,7 +84,6 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar, kv_cache_bytes: int) -
         "prefill": _prefill(settings, num_hot, shape.num_experts, splits=device.setup.splits_prefill, engine=engine),
         "hardware_overrides": "".join(f", {k}={v}" for k, v in settings.hardware_overrides.items()),
         "prices": settings.prices,
-        "replan": settings.replan,
         "slot_kernel": hot.layers[0].kernel_name,
         "decode_layers": _decode_layers(facts.rung, parts.messenger),
         "compilation": _compilation(facts.vllm_config),
@@ -332,7 +330,6 @@ def rows(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("execution", status["execution"]),
         ("prefill", status["prefill"]),
         ("prices of plans", _PRICES[status["prices"]]),
-        ("plans change", _REPLAN[status["replan"]]),
         ("slot kernel", status["slot_kernel"]),
         ("decode layers", status["decode_layers"]),
         ("between MoE layers", status["compilation"]),

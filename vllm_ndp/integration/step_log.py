@@ -65,9 +65,9 @@ class StepLog:
     @property
     def _may_be_late(self) -> bool:
         """Nobody reads the step's entries before the next one, and the scheduler is in this process."""
-        facts, planner = self._worker.facts, self._worker.parts.planner
+        facts = self._worker.facts
         is_here = facts.vllm_config.parallel_config.distributed_executor_backend == "uni"
-        return is_here and self.recorder is None and not planner.replanner.follows
+        return is_here and self.recorder is None
 
     def settle(self, last: int | None = None) -> None:
         """Make the reports that are late, in order, up to that of this step."""

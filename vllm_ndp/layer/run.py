@@ -3,7 +3,7 @@
 The plugin feeds it the rows of vLLM's steps and the answers of a device; the exact replay feeds it recorded rows and
 modelled answers. Both call these methods and decide nothing themselves. In the order of a step:
 
-    replan          plans for prompts that ended in the step before, or an exchange of experts that decode asks for
+    replan          plans for prompts that ended in the step before
     begin_step      whose rows run
     begin_layer, split, end_layer     of each layer
     end_step        the simulated time
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -30,9 +29,8 @@ from vllm_ndp.layer.setup import Setup
 from vllm_ndp.layer.split import Split, SplitRules, Splitter
 from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.plan import BitwidthPlan, Budget, Plan
+from vllm_ndp.planning.plan import BitwidthPlan, Plan
 from vllm_ndp.planning.replanner import PlanChange, PlannerRules, Replanner
-from vllm_ndp.planning.same_everywhere import power
 from vllm_ndp.planning.stats import RoutingStats
 
 
@@ -61,8 +59,6 @@ class Replanned(Generic[K]):
     """Their bytes; None: as many as slots hold."""
     num_ended: int = 0
     """Prompts that ended in the step before and whose requests are still there."""
-    exchanged: bool = False
-    """Whether decode asked for it; the weights were copied beside earlier steps."""
 
 
 class Run(Generic[K]):
@@ -82,8 +78,6 @@ class Run(Generic[K]):
         """devices: where there are several. counted_on: which of them a step's experts may run on. layout: how hot
         pairs are laid out for the slots of a worker, as Splitter takes it."""
         prices, self.setup, self.costs, self.devices, self.tiers = setup.measured_prices, setup, costs, devices, tiers
-        if rules.follow is not None:
-            rules = replace(rules, follow=replace(rules.follow, copies=copies_beside_decode(costs, rules.budget)))
         if setup.joint_tiers:
             num_hot = rules.budget.num_hot
             joint = JointRule.live(costs, setup.joint_tiers, rules.loss, num_hot, prices, setup.num_devices)
@@ -103,7 +97,6 @@ class Run(Generic[K]):
         self.streamed: NDArray[np.bool_] = np.zeros(tiers.where.shape, np.bool_)
         """Experts that the prefill rows of the running step streamed [L, E]."""
         self._ended: list[tuple[K, Planned]] = []  # their prefill ended in the step before
-        self._arrives_ps = 0  # when what is copied beside decode is there
 
     def make_splitter(self, top_k: int, rules: SplitRules, **layout: Any) -> Splitter:
         """A splitter over the same tiers and the prices of the host's CPU."""
@@ -114,38 +107,21 @@ class Run(Generic[K]):
     # -- between steps --------------------------------------------------------------------------------------------
 
     def replan(self, there: Mapping[K, Planned]) -> Replanned[K]:
-        """Make new plans if a prefill has ended whose request is still there, or if decode asks for it.
+        """Make new plans if a prefill has ended whose request is still there.
 
         there: the requests that run, whose plans and scores are set.
         """
         ended, self._ended = self._ended, []
         if not ended:
-            return self._follow(there)
+            return Replanned()
         alive = sum(there.get(name) is request for name, request in ended)
         if not alive:
             return Replanned(moves_slots=True, num_moved=int(self.planner.restore().sum()))
         scores = {name: request.score for name, request in there.items() if request.score is not None}
         change = self.planner.replan(scores)
-        self._adopt(change, there)
-        return Replanned(change, True, change.num_moved, change.moved_bytes, alive)
-
-    def _follow(self, there: Mapping[K, Planned]) -> Replanned[K]:
-        """Exchange experts that decode asks for, if their copies are due."""
-        if not self.planner.follows:
-            return Replanned()
-        followed = self.planner.follow({name: r.plan for name, r in there.items() if r.plan is not None})
-        if (change := followed.change) is not None:
-            self.clock.wait_until(self._arrives_ps)
-            for name in change.plans:
-                there[name].score = change.score
-            self._adopt(change, there)
-        if followed.begun:
-            self._arrives_ps = self.clock.now_ps + self.clock.model.migration_ps(followed.begun)
-        return Replanned(change, moves_slots=change is not None, exchanged=change is not None)
-
-    def _adopt(self, change: PlanChange[K], there: Mapping[K, Planned]) -> None:
         for name, plan in change.plans.items():
             there[name].plan = plan
+        return Replanned(change, True, change.num_moved, change.moved_bytes, alive)
 
     def end_prefills(
         self, ended: Iterable[tuple[K, Planned, RoutingStats]], there: Callable[[], Iterable[Planned]]
@@ -213,23 +189,3 @@ def end_layer(clock: StepClock, splitter: Splitter, split: Split, device_ps: int
         streamed_pairs=pairs,
         host_ps=split.host_ps,
     )
-
-
-def copies_beside_decode(costs: Costs, budget: Budget) -> Callable[[int], float]:
-    """Rows of a decode step -> experts that can be copied beside it: the budget of plans that follow decode.
-
-    Guesses the time of a step from sizes alone, with attention over no context. A guess that is too bold costs time and
-    hides none: where a copy takes longer than its steps, the step clock waits for it.
-    """
-    return lru_cache(256)(lambda rows: _step_ps(costs, budget, rows) / costs.fetch_ps(costs.slot_bytes))
-
-
-def _step_ps(costs: Costs, budget: Budget, rows: int) -> float:
-    shape = costs.shape
-    used = shape.num_experts * (1 - power(1 - shape.top_k / shape.num_experts, rows))
-    on_gpu = used * budget.num_hot / shape.num_experts
-    each = max(round(rows * shape.top_k / used), 1)  # rows of an expert
-    device = (used - on_gpu) * costs.device_expert_ps(round(budget.avg_bits), each) + costs.link_ps(rows, rows)
-    gpu = on_gpu * costs.gpu_expert_ps(each) + (costs.launch_ps() if on_gpu else 0) + costs.shared_ps(rows)
-    attention = float(costs.attention_ps(rows, np.zeros(1, np.int64))[0])
-    return shape.num_layers * (attention + max(device, gpu) + costs.overhead_ps)

@@ -17,7 +17,6 @@ from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.prices import MeasuredPrices
 from vllm_ndp.layer.devices import DeviceRules, Devices
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.planning.follower import FollowRules
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import policy_with
 from vllm_ndp.planning.replanner import PlannerRules
@@ -40,8 +39,6 @@ class Planning(msgspec.Struct, frozen=True, kw_only=True):
     """Whether experts that the end of a prefill streamed do not move again."""
     full_precision: bool = False
     """Whether cold experts are in the checkpoint's own precision."""
-    follows: bool = False
-    """Whether plans change while requests decode."""
 
     def rules(self, losses: LossTable) -> PlannerRules:
         """losses: of the replicas of the run. Raises ConfigError for a prior of another model."""
@@ -55,7 +52,6 @@ class Planning(msgspec.Struct, frozen=True, kw_only=True):
             bits_for=self.bits_for,
             keeps_streamed=self.keeps_streamed,
             full_precision=self.full_precision,
-            follow=FollowRules(prior=told.prior) if self.follows else None,
         )
 
 

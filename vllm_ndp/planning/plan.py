@@ -131,38 +131,6 @@ def keep_streamed(
     return after
 
 
-def limit_moves(
-    resident: NDArray[np.bool_], wanted: Placement, importance: NDArray[np.float64], most: int
-) -> Placement:
-    """The wanted placement as far as at most `most` experts have to move into the slots for it.
-
-    resident [L, E]: what the slots hold. The most important experts that would come to a layer take its empty slots.
-    The next one stands against the least important expert that would leave, and so on. The changes that gain the most
-    happen, in any layer; elsewhere the expert that would leave stays hot. Importance [L, E] of all requests together;
-    ties go to the lower layer and id.
-    """
-    coming, leaving = wanted.hot & ~resident, resident & ~wanted.hot
-    if int(coming.sum()) <= most:
-        return wanted
-    arriving = np.argsort(np.where(coming, -importance, np.inf), axis=1, kind="stable")
-    leaves = np.argsort(np.where(leaving, importance, np.inf), axis=1, kind="stable")
-    ranks = np.arange(coming.shape[1])
-    num_coming, num_leaving = (cells.sum(axis=1, keepdims=True) for cells in (coming, leaving))
-    arrives, num_empty = ranks < num_coming, num_coming - num_leaving
-    departs = arrives & (ranks >= num_empty)
-    departing = np.take_along_axis(leaves, np.maximum(ranks - num_empty, 0), axis=1)
-    gain = np.take_along_axis(importance, arriving, axis=1)
-    gain -= np.where(departs, np.take_along_axis(importance, departing, axis=1), 0.0)  # an empty slot costs nothing
-    best = np.argsort(np.where(arrives, -gain, np.inf), axis=None, kind="stable")[:most]
-    given_up = arrives.copy()
-    given_up.flat[best] = False
-    hot = wanted.hot.copy()
-    for order, ranked, value in ((arriving, given_up, False), (departing, given_up & departs, True)):
-        layers, at = np.nonzero(ranked)
-        hot[layers, order[layers, at]] = value
-    return Placement(hot)
-
-
 @dataclass(frozen=True)
 class BitwidthPlan:
     """Bits of each expert that is not hot, 0 exactly where hot; 16 means the checkpoint's own weights.

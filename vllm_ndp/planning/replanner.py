@@ -3,7 +3,6 @@
     score    when a prefill ends                    RoutingStats -> ImportanceScore
     replan   before the step after it               scores of the running requests -> one Plan each, and what moves
     keep     when a step with ending prefills ends  which of the experts that it streamed the hot slots keep
-    see, follow   after a step, before the next     experts that change places because decode shows another subject
 
 The plugin and the exact replay feed the same object, so their plans agree to the bit. Knows values only: no requests of
 vLLM, no tensors, no device. `K` is whatever names a request.
@@ -21,7 +20,6 @@ from numpy.typing import NDArray
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.planning.bitwidths import LossTable, full_precision
-from vllm_ndp.planning.follower import Follower, FollowRules, exchanged
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, ImportanceScore, has_common_bits, scores_for_bits
 from vllm_ndp.planning.plan import (
     BitwidthPlan,
@@ -73,8 +71,6 @@ class PlannerRules:
     """The identity mode: cold experts in the checkpoint's own precision, whatever the policy would assign."""
     joint: JointPlanner | None = None
     """Planner that decides tier and width of every expert; None: the number of hot and warm experts is fixed."""
-    follow: FollowRules | None = None
-    """How plans change while requests decode; None: only where a prefill ends."""
 
 
 @dataclass(frozen=True)
@@ -88,22 +84,10 @@ class PlanChange(Generic[K]):
     num_kept: int  # experts that became hot and were resident already, kept from a prefill's stream
     moved_bytes: int | None = None
     """Bytes that the plan moves over the link; None: as many as the slots of the moved experts hold."""
-    score: ImportanceScore | None = None
-    """Score of these requests from now on, without single router weights; None: their prompts' own, as before."""
 
     @property
     def num_moved(self) -> int:
         return int(self.moved.sum())
-
-
-@dataclass(frozen=True)
-class Followed(Generic[K]):
-    """Changes that decode's own routing makes to the plans in force, before one step."""
-
-    change: PlanChange[K] | None = None
-    """Exchanges whose copies are complete."""
-    begun: int = 0
-    """Experts that are copied beside the steps to come."""
 
 
 class Replanner:
@@ -121,7 +105,6 @@ class Replanner:
         self.resident: NDArray[np.bool_] = self.placement.hot
         """[L, E], experts that the slots hold: the placement, or what a prefill that has just ended made of it."""
         self.epoch = 0
-        self._follower: Follower | None = None  # of the requests planned last
 
     def score(self, stats: RoutingStats) -> ImportanceScore:
         """Score a prompt, once, when its prefill has ended."""
@@ -136,7 +119,6 @@ class Replanner:
         together = np.sum([score.values for score in scores.values()], axis=0)
         if rules.budget.num_warm:
             placement = with_warm(placement, together, rules.budget.num_warm)
-        self._watch(placement, list(scores.values()))
         became_hot = placement.hot & ~self.placement.hot
         moved = placement.hot & ~self.resident
         self.epoch += 1
@@ -186,45 +168,6 @@ class Replanner:
             ImportanceScore.from_weights(mean), placement, self.rules.loss, self.rules.budget
         )
         return joint.plan(mean, len(scores), placement, bits)
-
-    def _watch(self, placement: Placement, scores: Sequence[ImportanceScore]) -> None:
-        if (follow := self.rules.follow) is not None:
-            self._follower = Follower(follow, placement, scores, lambda score: self._place([score]))
-
-    @property
-    def follows(self) -> bool:
-        """Whether plans depend on what decode rows choose."""
-        return self._follower is not None
-
-    def see(self, ids: NDArray[np.int64]) -> None:
-        """Note the choices of a step's decode rows: ids [T, L, k], in the order of the batch."""
-        if self._follower is not None:
-            self._follower.see(ids)
-
-    def follow(self, plans: Mapping[K, Plan]) -> Followed[K]:
-        """Exchange experts that are due, between two steps of decode. plans: of all requests that have one."""
-        if self._follower is None or not plans:
-            self._follower = None  # whom it was about is gone
-            return Followed()
-        before = self.placement.hot
-        after, begun = self._follower.advance(before)
-        if after is None:
-            return Followed(None, begun)
-        self.epoch += 1
-        self.placement = Placement(after, exchanged(self.placement.warm, before, after))
-        self.resident = after
-        made: dict[int, BitwidthPlan] = {}  # of each distinct one before
-        changed = {}
-        for key, plan in plans.items():
-            if id(plan.bits) not in made:
-                wider = plan.bits.from_weight
-                made[id(plan.bits)] = BitwidthPlan(
-                    exchanged(plan.bits.bits, before, after),
-                    None if wider is None else exchanged(wider, before, after),
-                )
-            changed[key] = Plan(self.epoch, self.placement, made[id(plan.bits)])
-        score = self._follower.wanted
-        return Followed(PlanChange(self.epoch, self.placement, changed, after & ~before, 0, score=score), begun)
 
     def restore(self) -> NDArray[np.bool_]:
         """Give up a change of plan because its requests are gone. Experts [L, E] that must move back into the slots."""

@@ -27,7 +27,7 @@ from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 _GRID = 2.0**16
 _LIMITS = {
     **dict.fromkeys(("num_layers", "num_experts", "top_k", "num_requests", "prompt_len"), (1, math.inf)),
-    **dict.fromkeys(("decode_len", "turns"), (0, math.inf)),
+    "decode_len": (0, math.inf),
     "concentration": (1e-9, 1e9),
     "signal": (0, 1e9),
     "reach": (1e-9, 1),
@@ -64,9 +64,6 @@ class SyntheticSettings:
     """Measured model that these settings resemble, if any (routing.py); every row of a replay repeats it."""
     drift: float = 0.0
     """0..1: share of a request's taste that has turned into another one by its last token."""
-    turns: int = 0
-    """How often a request's subject changes at once: its tokens are as many equal parts and one, each of a taste of its
-    own."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -142,12 +139,7 @@ def _taste_and_noise(
     first, second = _tastes(s, generator, 2)
     shape = (tokens, s.num_layers, s.num_experts)
     noise = _remembered(s, generator, shape) if s.persistence else generator.gumbel(size=shape)
-    taste = np.cos(angle) * first + np.sin(angle) * second
-    if s.turns:
-        others = _tastes(s, generator, s.turns)
-        part = np.arange(tokens) * (s.turns + 1) // tokens
-        taste = np.where(part[:, None, None] > 0, others[np.maximum(part, 1) - 1], taste)
-    return taste, noise
+    return np.cos(angle) * first + np.sin(angle) * second, noise
 
 
 def _tastes(s: SyntheticSettings, generator: np.random.Generator, count: int) -> NDArray[np.float64]:

@@ -12,10 +12,8 @@ from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.layer.balance import Balancer, LayerLoad
 from vllm_ndp.layer.joint_rule import LIVE_WIDTHS, OF_ONE_BIT, Menu, losses_by_width
 from vllm_ndp.layer.prefill_split import PrefillSplit
-from vllm_ndp.layer.run import copies_beside_decode
 from vllm_ndp.planning.bitwidths import LossTable, bits_over_layers, select_bitwidths
-from vllm_ndp.planning.follower import DriftRules, DriftWatch
-from vllm_ndp.planning.importance import ImportanceScore, importance, repeats
+from vllm_ndp.planning.importance import importance, repeats
 from vllm_ndp.planning.joint import Choice, JointProblem, least_time
 from vllm_ndp.planning.plan import Budget, by_sum, top_experts
 from vllm_ndp.planning.stats import RoutingStats
@@ -55,8 +53,6 @@ def decisions() -> dict[str, str]:
     nothing_moves = np.zeros((len(menu.choices), LAYERS, EXPERTS))
     room = {"gpu": 0.2 * costs.shape.expert_bytes * LAYERS * EXPERTS}
     whole = menu.problem(scores[0].values, 8, losses_by_width(loss, OF_ONE_BIT), room, nothing_moves, 0.0)
-    watch = DriftWatch(DriftRules(), hot.hot, ImportanceScore.from_weights(load))
-    noticed = [watch.see(ids[step % 6][step : step + 3]) for step in range(36)]
     balancer = Balancer(costs, 2)
     split = PrefillSplit(costs)
     bits = np.full((8, 8), 3, np.uint8)
@@ -69,8 +65,6 @@ def decisions() -> dict[str, str]:
         "hot": digest(by_sum(scores, 5).hot),
         "bits": digest(select_bitwidths(scores[0], hot, loss, budget).bits),
         "bits over layers": digest(bits_over_layers(scores[0], hot, loss, budget).bits),
-        "drift": digest(noticed, watch.noticed),
-        "beside decode": digest([copies_beside_decode(costs, Budget(4, 3.0))(rows) for rows in range(1, 65)]),
         "menu": digest(whole.ps, whole.used),
         "sides at once": digest(least_time(whole, 0.02).chosen),
         "least time": digest(least_time(problem, problem.lost(np.full((LAYERS, EXPERTS), 1))).chosen),

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ndp.planning.bitwidths import LossTable, bits_of_pairs, bits_over_layers
-from vllm_ndp.planning.follower import exchanged
 from vllm_ndp.planning.importance import ImportanceScore, scores_for_bits
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan, top_experts
 from vllm_ndp.planning.policies import PolicySettings, load_policy
@@ -160,13 +159,6 @@ def test_weights_that_fall_with_bits_or_are_of_another_model_are_refused():
     for wrong in (WIDER[:, :, ::-1], WIDER[:, :2], np.full_like(WIDER, np.nan)):
         with pytest.raises(ValueError, match="weights"):
             BitwidthPlan(np.array([[2, 3, 4]]), wrong)
-
-
-def test_an_expert_that_leaves_gpu_memory_takes_over_the_weights_of_the_one_that_comes():
-    before, after = np.array([[True, False, False]]), np.array([[False, False, True]])
-    swapped = exchanged(WIDER, before, after)
-    assert swapped[0, 0].tolist() == WIDER[0, 2].tolist()
-    assert not swapped[0, 2].any()
 
 
 @settings(max_examples=50, deadline=None)

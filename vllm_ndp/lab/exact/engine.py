@@ -294,8 +294,6 @@ class Engine:
                 self._end_alone(alone, here, self._timings[-1], with_prompts=not decode[split.device.rows].all())
         rejected = Counter(trace.request[rows[trace.phase[rows] == REJECTED]].tolist()) if self._rejects else Counter()
         yielding, alone_yielding = self._come_to(ends, rejected)
-        if self.planner.follows:
-            self.planner.see(trace.ids[rows[decode]].astype(np.int64))
         return self.run.end_step(yielding), None if alone is None else alone.end_step(alone_yielding)
 
     def _come_to(self, ends: Mapping[int, int], rejected: Mapping[int, int]) -> tuple[int, int]:

@@ -58,11 +58,9 @@ class Groups:
         self.prefill_ps: NDArray[np.float64] = np.zeros((g, b))
         """Of the whole model, with what moved before the prompt."""
         self.migration_ps: NDArray[np.float64] = np.zeros(g)
-        """Of the whole model, before the first decode step; and what decode waited for copies beside it."""
+        """Of the whole model, before the first decode step."""
         self.moved = 0.0
         """Experts of the whole model that plans moved to the GPU."""
-        self.copies = 0
-        """Experts in the trace's layers that came while requests decoded."""
         self.offloaded_pairs = 0
         """Decode pairs of hot experts that ran on the device."""
 
@@ -97,12 +95,8 @@ class Groups:
             for place, length in enumerate(lengths):
                 if length == step:
                     engine.finish(requests[place])
-            before = engine.hot
             run = self._step(np.array([order[splits[requests[place]] + step] for place in running.tolist()]))
-            if step:
-                self.migration_ps[group] += self._factor * run.migration_ps
-                self.copies += int((engine.hot & ~before).sum())
-            else:
+            if not step:
                 self.migration_ps[group] = self._moved_ps(run.migrated_experts)
             times = run.time.layers
             self.moe_ps[group, step] = [_experts_ps(time) for time in times]

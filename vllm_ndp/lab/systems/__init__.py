@@ -17,7 +17,7 @@ from vllm_ndp.lab.systems.host_cpu import DAOP, FIDDLER, KTRANSFORMERS
 from vllm_ndp.lab.systems.joint import JOINT
 from vllm_ndp.lab.systems.layer_ahead import KLOTSKI, MOEPIC, PREGATED
 from vllm_ndp.lab.systems.near_memory import MONDE, PIMOE
-from vllm_ndp.lab.systems.ours import BALANCED, CONTEXT_AWARE, REPLANNED
+from vllm_ndp.lab.systems.ours import BALANCED, CONTEXT_AWARE
 from vllm_ndp.lab.systems.quantized import DYNAEXQ, QUANTIZED
 from vllm_ndp.lab.systems.system import ReplayOptions, System, TooFewPlaces
 from vllm_ndp.lab.systems.whole_layers import LLAMA_CPP, VLLM_OFFLOAD
@@ -28,7 +28,6 @@ SYSTEMS: dict[str, System] = {
         CONTEXT_AWARE,
         BALANCED,
         JOINT,
-        REPLANNED,
         MONDE,
         HOBBIT,
         GPU_ON_DEMAND,

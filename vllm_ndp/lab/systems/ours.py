@@ -2,14 +2,11 @@
 
     context_aware   `execution` 'paper' (arXiv 2512.04476): hot experts on the GPU in fp16, cold ones on the device
     balanced        the default: hot experts of least router weight run on the device where that shortens a layer
-    replanned       `replan` 'drift': the same, and experts are exchanged when decode shows another subject
 
 The policy is a parameter, so static, random, prior-shrunk and clairvoyant placement run on the same hardware.
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 import numpy as np
 
@@ -21,8 +18,7 @@ from vllm_ndp.lab.exact.groups import Clairvoyant, Groups
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import cold_at, run_pairs
-from vllm_ndp.lab.vectorised.outcome import Outcome, layer_factor
-from vllm_ndp.planning.follower import DriftRules, FollowRules
+from vllm_ndp.lab.vectorised.outcome import Outcome
 from vllm_ndp.planning.policies import Policy
 from vllm_ndp.planning.replanner import PlannerRules
 
@@ -30,14 +26,7 @@ PREFILLS = ("streamed", "split")
 """The option `prefill`: as published, or as the plugin does where it can (layer/prefill_split.py)."""
 
 
-def groups_of(
-    batches: Batches,
-    costs: Costs,
-    options: ReplayOptions,
-    *,
-    offload_bits: int = 0,
-    drift: DriftRules | None = None,
-) -> Groups:
+def groups_of(batches: Batches, costs: Costs, options: ReplayOptions, *, offload_bits: int = 0) -> Groups:
     policy: Policy = options.policy
     if options.clairvoyant:
         policy = Clairvoyant(policy, [stats for group in batches.decodes for stats in group])
@@ -48,7 +37,6 @@ def groups_of(
         options.loss.up_to(options.widest),
         bits_for=options.bits_for,
         keeps_streamed=options.migration == "kept",
-        follow=FollowRules(drift, options.prior) if drift is not None and moves else None,
     )
     splits = options.choice("prefill", PREFILLS) == "split"
     return Groups(batches, costs, rules, offload_bits=offload_bits if moves else 0, splits_prefill=splits)
@@ -56,7 +44,6 @@ def groups_of(
 
 def outcome_of(ran: Groups, batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     executed = np.broadcast_to(batches.pairs, ran.widths.shape)
-    copied = ran.copies * layer_factor(batches, costs)
     return Outcome(
         policy=options.policy_name,
         moe_ps=ran.moe_ps,
@@ -64,7 +51,7 @@ def outcome_of(ran: Groups, batches: Batches, costs: Costs, options: ReplayOptio
         gpu_ps=ran.gpu_ps,
         prefill_ps=ran.prefill_ps,
         migration_ps=ran.migration_ps,
-        migrated_bytes=(ran.moved + copied) * costs.shape.expert_bytes,
+        migrated_bytes=ran.moved * costs.shape.expert_bytes,
         hot_pairs=int((executed & (ran.widths == 0)).sum()),
         cold=cold_at(batches, ran.widths, options.loss),
         traffic=run_pairs(batches, ran.widths, costs).traffic,
@@ -81,16 +68,13 @@ def papers(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     return outcome_of(ran, batches, costs, options)
 
 
-def plugins(batches: Batches, costs: Costs, options: ReplayOptions, *, follows: bool) -> Outcome:
+def plugins(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     bits = min(options.whole("spill_bits", DEFAULT_OFFLOAD_BITS, WIDTHS[0], WIDTHS[-1]), options.widest)
-    execution = options.choice("execution", ("balanced", "paper"))
-    drift = DriftRules() if follows else None
-    offload_bits = bits if execution == "balanced" else 0
-    ran = groups_of(batches, costs, options, offload_bits=offload_bits, drift=drift)
+    ran = groups_of(batches, costs, options, offload_bits=bits)
     ran.run()
     outcome = outcome_of(ran, batches, costs, options)
-    outcome.policy += f", {execution}" if follows else f", spill {bits}"
-    outcome.notes.update(spilled_pairs=ran.offloaded_pairs, copies=ran.copies)
+    outcome.policy += f", spill {bits}"
+    outcome.notes.update(spilled_pairs=ran.offloaded_pairs)
     return outcome
 
 
@@ -115,19 +99,8 @@ BALANCED = System(
         "layer from the router's output alone",
         "hot experts of least gate weight go first, at 3 bits unless told otherwise",
     ),
-    partial(plugins, follows=False),
+    plugins,
     memory,
     follows_policy=True,
     options=("spill_bits", "prefill"),
-)
-REPLANNED = System(
-    "replanned",
-    (
-        "drift is noticed from decode's own routing, bounded against false alarms; nothing moves before",
-        "copies take the link's idle time, as the plugin's setting replan 'drift'",
-    ),
-    partial(plugins, follows=True),
-    memory,
-    follows_policy=True,
-    options=("execution", "spill_bits", "prefill"),
 )
