@@ -21,6 +21,7 @@ from rich.table import Table
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.common.errors import ConfigError, NdpError
 from vllm_ndp.config import DEFAULT_HARDWARE, NdpSettings
+from vllm_ndp.integration.refusals import words_of
 
 _MOST_CHARACTERS = 400
 _QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -50,19 +51,15 @@ def quiet_llm(model: Path, **options: Any) -> Any:
     except NdpError:
         raise
     except Exception as error:  # vLLM and transformers raise whatever their parts raise
-        raise ConfigError(f"vLLM cannot serve {model}: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    """What vLLM said, and what to change. A failed check of pydantic is told without pydantic's words around it."""
-    failed = getattr(error, "errors", None)
-    said = str(failed()[0]["msg"]).removeprefix("Value error, ") if callable(failed) else str(error)
-    if "trust_remote_code" in said or "trust-remote-code" in said:
-        return (
-            "vLLM knows its model type only with code that comes with the model, and this command runs none: use vllm "
-            "serve --trust-remote-code, or give another model"
-        )
-    return f"{' '.join(said.split())[:_MOST_CHARACTERS]} ({type(error).__name__})"
+        said = words_of(error)
+        if "trust_remote_code" in said or "trust-remote-code" in said:
+            reason = (
+                "vLLM knows its model type only with code that comes with the model, and this command runs none: use "
+                "vllm serve --trust-remote-code, or give another model"
+            )
+        else:
+            reason = f"{said[:_MOST_CHARACTERS]} ({type(error).__name__})"
+        raise ConfigError(f"vLLM cannot serve {model}: {reason}") from None
 
 
 # -- demo --------------------------------------------------------------------------------------------------------------

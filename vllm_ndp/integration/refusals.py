@@ -91,12 +91,17 @@ def sentence_of(error: BaseException) -> str:
         return f"the engine's process ended by signal {killed[1][1:]}: of 9, look for too little memory first"
     if said.startswith("Engine core initialization failed"):
         return ""
-    errors = getattr(error, "errors", None)
-    if callable(errors) and (listed := errors()):  # pydantic's
-        said = str(listed[0].get("msg", said)).removeprefix("Value error, ")
     if isinstance(error, ValueError | OSError | RuntimeError):
-        return " ".join(said.split())
-    return f"unexpected {type(error).__name__}: {' '.join(said.split())} (VLLM_LOGGING_LEVEL=DEBUG shows where)"
+        return words_of(error)
+    return f"unexpected {type(error).__name__}: {words_of(error)} (VLLM_LOGGING_LEVEL=DEBUG shows where)"
+
+
+def words_of(error: BaseException) -> str:
+    """What an exception says, in one line; a failed check of pydantic without pydantic's words around it."""
+    errors, said = getattr(error, "errors", None), str(error)
+    if callable(errors) and (listed := errors()):
+        said = str(listed[0].get("msg", said)).removeprefix("Value error, ")
+    return " ".join(said.split())
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
