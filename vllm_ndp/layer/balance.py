@@ -18,12 +18,9 @@ prices of experts, simulated or measured. Does not know clocks, requests or tens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import REPLICA_WIDTHS
@@ -46,34 +43,10 @@ class LayerLoad:
         """Hot experts, least gate weight first."""
         return sorted(self.hot, key=lambda expert: (self.hot[expert][1], expert))
 
-    @classmethod
-    def of_arrays(
-        cls,
-        is_hot: NDArray[np.bool_],
-        ids: NDArray[np.int64],
-        gates: NDArray[np.float32],
-        bits: NDArray[np.uint8],
-        is_warm: NDArray[np.bool_] | None = None,
-        host_ps: int = 0,
-    ) -> LayerLoad:
-        """is_hot [E]; ids and gates [T, k]; bits [T, E], each row's plan of this layer.
-
-        is_warm [E]: experts of the host's CPU, None where there are none; host_ps: what it takes for them.
-        """
-        here = is_hot[ids]
-        counts = np.bincount(ids[here], minlength=len(is_hot))
-        mass = np.bincount(ids[here], weights=gates[here], minlength=len(is_hot))
-        rows, columns = np.nonzero(~here if is_warm is None else ~(here | is_warm[ids]))
-        experts = ids[rows, columns].astype(np.int64)
-        keys, cold_counts = np.unique((experts << 8) | bits[rows, experts], return_counts=True)
-        hot = {int(e): (int(counts[e]), float(mass[e])) for e in np.flatnonzero(counts)}
-        cold = {(int(key) >> 8, int(key) & 255): int(count) for key, count in zip(keys, cold_counts, strict=True)}
-        return cls(hot, cold, (len(np.unique(rows)), len(rows)), len(ids), host_ps)
-
 
 @dataclass(frozen=True)
 class Balancer:
-    """The rule for one model on one hardware."""
+    """The rule for one model on one hardware; csrc/split.cpp is what decides by it where there is one device."""
 
     costs: Costs
     offload_bits: int
@@ -87,10 +60,6 @@ class Balancer:
             raise ConfigError(f"a device has at least 1 host, got {self.hosts}")
         if self.offload_bits not in REPLICA_WIDTHS:
             raise ConfigError(f"offload_bits must be one of {list(REPLICA_WIDTHS)}, got {self.offload_bits}")
-
-    def offloaded(self, load: LayerLoad) -> frozenset[int]:
-        """The hot experts that run on the device in this layer; empty where nothing is gained."""
-        return self.fewest(load, self._device_ps(load))
 
     def fewest(self, load: LayerLoad, device_ps: Iterable[float]) -> frozenset[int]:
         """The hot experts of least weight that make the layer shortest, the fewest of equally good ones.
@@ -108,18 +77,6 @@ class Balancer:
             if layer_ps < best_ps:
                 best, best_ps = count, layer_ps
         return frozenset(order[:best])
-
-    def _device_ps(self, load: LayerLoad) -> Iterator[float]:
-        device_ps = moved = 0.0
-        for (_, bits), rows in load.cold.items():  # not sum(): Python 3.12 and later add floats in another way
-            device_ps += self.device_ps(bits, rows)
-        if load.cold:
-            device_ps += self.message_ps(*load.message)
-        yield device_ps
-        opening = 0.0 if load.cold else self.message_ps(1, 1)
-        for expert in load.lightest_first:
-            moved += self.device_ps(self.offload_bits, load.hot[expert][0])
-            yield device_ps + moved + opening
 
     def device_ps(self, bits: int, rows: int) -> float:
         """Time that an expert with so many rows adds to the device's command, and to those of the other hosts."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from balance_yardstick import load_of, offloaded
 
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, HostCpu, model_named
 from vllm_ndp.cost_model.gpu_timing import StepClock
-from vllm_ndp.layer.balance import Balancer, LayerLoad
+from vllm_ndp.layer.balance import Balancer
 
 COSTS = Costs(load_hardware("h100-ndp512", memory_efficiency_percent=100), model_named("mixtral-8x7b"))
 CPU = HostCpu.of(COSTS)
@@ -53,9 +54,9 @@ def test_hot_experts_stay_on_the_gpu_where_the_host_is_the_slowest_side_anyway()
     rule, none = Balancer(COSTS, 3), np.zeros(8, np.bool_)
     is_hot, is_warm = np.arange(8) < 4, np.arange(8) == 6
     ids, weights, bits = np.array([[0, 1, 6]]), np.ones((1, 3), np.float32), np.full((1, 8), 16, np.uint8)
-    two = LayerLoad.of_arrays(is_hot, ids[:, :2], weights[:, :2], bits, none)
-    assert len(rule.offloaded(two)) == 1
-    with_warm = LayerLoad.of_arrays(is_hot, ids, weights, bits, is_warm, COSTS.hop_ps(1) + CPU.expert_ps(COSTS, 1))
+    two = load_of(is_hot, ids[:, :2], weights[:, :2], bits, none)
+    assert len(offloaded(rule, two)) == 1
+    with_warm = load_of(is_hot, ids, weights, bits, is_warm, COSTS.hop_ps(1) + CPU.expert_ps(COSTS, 1))
     assert with_warm.cold == {}
     assert with_warm.hot == two.hot
-    assert rule.offloaded(with_warm) == frozenset()
+    assert offloaded(rule, with_warm) == frozenset()

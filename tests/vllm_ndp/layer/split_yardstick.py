@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import balance_yardstick
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.cost_model.costs import Costs, HostCpu
-from vllm_ndp.layer.balance import Balancer, LayerLoad
+from vllm_ndp.layer.balance import Balancer
 from vllm_ndp.layer.devices import DevicesBalancer
 from vllm_ndp.layer.prefill_split import PrefillSplit
 from vllm_ndp.layer.split import COUNTED, Pairs
@@ -63,8 +64,9 @@ def split(
     )
     offloaded = frozenset[int]()
     if balancer is not None and decode.all():
-        load = LayerLoad.of_arrays(in_gpu, ids, layer.weights, bits, layer.tiers == WARM, host_ps)
-        offloaded = balancer.offloaded(load)
+        load = balance_yardstick.load_of(in_gpu, ids, layer.weights, bits, layer.tiers == WARM, host_ps)
+        one = isinstance(balancer, Balancer)
+        offloaded = balance_yardstick.offloaded(balancer, load) if one else balancer.offloaded(load)
     where = layer.tiers[ids]
     where[np.isin(ids, list(offloaded))] = DEVICE
     where[~decode & ~in_gpu[ids]] = STREAM

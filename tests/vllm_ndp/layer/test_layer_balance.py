@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from balance_yardstick import load_of, offloaded
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
@@ -42,22 +43,22 @@ def test_the_spilled_experts_are_the_lightest_ones_and_no_other_number_of_them_i
     moved_any = False
     for _ in range(40):
         hot, ids, gates, plan = random_layer(rng, rows)
-        load = LayerLoad.of_arrays(hot, ids, gates, plan)
-        offloaded = rule.offloaded(load)
+        load = load_of(hot, ids, gates, plan)
+        moved = offloaded(rule, load)
         lightest = sorted(load.hot, key=lambda expert: load.hot[expert][1])
-        assert offloaded == set(lightest[: len(offloaded)])
+        assert moved == set(lightest[: len(moved)])
         times = [layer_ps(load, frozenset(lightest[:n]), bits) for n in range(len(lightest) + 1)]
-        assert layer_ps(load, offloaded, bits) == pytest.approx(min(times), rel=1e-12)
-        assert all(time > times[len(offloaded)] * (1 - 1e-12) for time in times[: len(offloaded)])  # as few as possible
-        moved_any |= bool(offloaded)
+        assert layer_ps(load, moved, bits) == pytest.approx(min(times), rel=1e-12)
+        assert all(time > times[len(moved)] * (1 - 1e-12) for time in times[: len(moved)])  # as few as possible
+        moved_any |= bool(moved)
     assert moved_any or rows == 40  # there the cold experts keep the device busy longer than the GPU
 
 
 def test_a_layer_without_hot_pairs_spills_nothing_and_a_lone_hot_expert_goes_where_it_is_faster():
-    assert Balancer(COSTS, 2).offloaded(LayerLoad({}, {(1, 3): 1}, (1, 1))) == frozenset()
+    assert offloaded(Balancer(COSTS, 2), LayerLoad({}, {(1, 3): 1}, (1, 1))) == frozenset()
     alone = LayerLoad({4: (1, 1.0)}, {}, (0, 0))
-    assert Balancer(COSTS, 1).offloaded(alone) == {4}
-    assert Balancer(COSTS, 4).offloaded(alone) == frozenset()
+    assert offloaded(Balancer(COSTS, 1), alone) == {4}
+    assert offloaded(Balancer(COSTS, 4), alone) == frozenset()
 
 
 def test_each_host_of_a_device_expects_the_others_to_ask_for_as_much():
@@ -66,7 +67,7 @@ def test_each_host_of_a_device_expects_the_others_to_ask_for_as_much():
     load = LayerLoad({1: (1, 0.4), 4: (1, 0.6)}, {}, (0, 0), 1)
     both, device = COSTS.resident_ps(2, 2), COSTS.device_expert_ps(3, 1) + COSTS.link_ps(1, 1) + COSTS.device_fill_ps
     assert max(device, COSTS.resident_ps(1, 1)) < both < 2 * device
-    assert [Balancer(COSTS, 3, hosts).offloaded(load) for hosts in (1, 2, 8)] == [{1}, frozenset(), frozenset()]
+    assert [offloaded(Balancer(COSTS, 3, hosts), load) for hosts in (1, 2, 8)] == [{1}, frozenset(), frozenset()]
 
 
 def test_the_more_hosts_share_a_device_the_fewer_experts_go_there():
@@ -75,9 +76,9 @@ def test_the_more_hosts_share_a_device_the_fewer_experts_go_there():
         balancer = Balancer(COSTS, 3, hosts)
         for _ in range(50):
             is_hot, ids, gates, bits = random_layer(rng)
-            load = LayerLoad.of_arrays(is_hot, ids, gates, bits)
-            fewer = Balancer(COSTS, 3, hosts + 1).offloaded(load)
-            assert fewer <= balancer.offloaded(load)
+            load = load_of(is_hot, ids, gates, bits)
+            fewer = offloaded(Balancer(COSTS, 3, hosts + 1), load)
+            assert fewer <= offloaded(balancer, load)
 
 
 def test_an_impossible_width_is_refused_and_a_device_without_hosts():

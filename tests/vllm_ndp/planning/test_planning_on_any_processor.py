@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
+from balance_yardstick import load_of, offloaded
 from numpy.typing import NDArray
 
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.layer.balance import Balancer, LayerLoad
+from vllm_ndp.layer.balance import Balancer
 from vllm_ndp.layer.joint_rule import LIVE_WIDTHS, OF_ONE_BIT, Menu, losses_by_width
 from vllm_ndp.layer.prefill_split import PrefillSplit
 from vllm_ndp.planning.bitwidths import LossTable, bits_over_layers, select_bitwidths
@@ -58,7 +59,7 @@ def decisions() -> dict[str, str]:
     bits = np.full((8, 8), 3, np.uint8)
     eight = [each[:8, 0] % 8 for each in ids]
     weights = [each[:8, 0].astype(np.float32) for each in gates]
-    loads = [LayerLoad.of_arrays(np.arange(8) < 4, a, b, bits) for a, b in zip(eight, weights, strict=True)]
+    loads = [load_of(np.arange(8) < 4, a, b, bits) for a, b in zip(eight, weights, strict=True)]
     return {
         "scores": digest(*[score.values for score in scores]),
         "repeats": digest([repeats(each, scores[0]) for each in stats]),
@@ -68,7 +69,7 @@ def decisions() -> dict[str, str]:
         "menu": digest(whole.ps, whole.used),
         "sides at once": digest(least_time(whole, 0.02).chosen),
         "least time": digest(least_time(problem, problem.lost(np.full((LAYERS, EXPERTS), 1))).chosen),
-        "offloaded": digest([sorted(balancer.offloaded(each)) for each in loads]),
+        "offloaded": digest([sorted(offloaded(balancer, each)) for each in loads]),
         "split": digest(
             [split.of_counts(*np.unique(np.repeat(each.ravel(), 3), return_counts=True)).tolist() for each in eight]
         ),
