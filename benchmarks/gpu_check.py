@@ -68,7 +68,6 @@ PIECES = {
     "quantizing": Piece(
         "How long does quantizing take on the GPU, and is it as good as on the host?", 3, speed.quantizing,
     ),
-    "training": Piece("How well does a larger fixture do that is trained here?", 9.5, speed.training),
 }  # fmt: skip
 """Most valuable first: what fits into half an hour stands before what does not."""
 

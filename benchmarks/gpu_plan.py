@@ -41,7 +41,7 @@ CALLS = {
         None,
         (
             *("link", "timeline", "prefill", "speed_more", "closeness", "routing", "streams", "kernels"),
-            *("device_killed", "narrow_slots", "quantizing", "training"),
+            *("device_killed", "narrow_slots", "quantizing"),
         ),
     ),
 }

@@ -277,19 +277,6 @@ def quantizing(run: Run) -> dict[str, Any]:
     return {"results": rows}
 
 
-def training(run: Run) -> dict[str, Any]:
-    """The larger fixture: 109 M parameters on the bundled model's corpus, as far as nine minutes go."""
-    if not engines.on_gpu():
-        raise LeftOutError("109 M parameters are not trained on a CPU in nine minutes")
-    corpus = ROOT / ".cache/tiny_mixtral/corpus"
-    if not list(corpus.glob("*.train.npy")):
-        raise LeftOutError(f"no corpus in {corpus.relative_to(ROOT)}: make it with build_corpus.py and bring it along")
-    script, out = ROOT / "benchmarks/tiny_mixtral/train.py", Path(tempfile.gettempdir()) / "ndp-larger"
-    options = ["--size", "larger", "--device", "cuda", "--windows", "32", "--minutes", "8.5", "--out", str(out)]
-    done = subprocess.run([sys.executable, str(script), *options], check=True, capture_output=True, text=True)
-    return {**json.loads(done.stdout.splitlines()[-1]), "checkpoint": str(out / "checkpoint")}
-
-
 PROBED = (
     "bandwidths,latencies,host rates,quantizing",
     "whole graph",

@@ -1,33 +1,23 @@
 """How many routing decisions per second does the lab record and replay?
 
     python benchmarks/lab_speed.py [--model mixtral-8x7b] [--requests 64] [--rounds 5]
-    python benchmarks/lab_speed.py --beside COMMIT [--turns 5]     this code and that of an older commit, in turns
 
 Recording: token-layer rows per second through TraceWriter, closing included, in steps of 1, 8 and 64 rows; of wall time
 beside what the disk takes for the same bytes, and of CPU time. Replay: (token, layer) decisions per second of CPU time
 at batch 1, planning included, one row per system and variant that `compare` shows; and arranging the trace for them. Of
 each the best of the rounds, which take turns. A synthetic trace of the model's shape. Last line of stdout: one JSON
 object.
-
-Beside an older commit: its tree and what it compiles lie in build/older, and each turn runs this benchmark with
-either code, in either order by turns. A ratio is the median of the turns' ratios, this over older: above 1 is faster.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
-import json
 import os
-import statistics
-import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -47,13 +37,10 @@ from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from measured import ROOT, Measurement, add_json_option
+from measured import Measurement, add_json_option
 
 ROWS_PER_STEP = (1, 8, 64)
 MOST_STEPS = 4000
-KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-"""glibc keeps memory that was given back. Otherwise a process's history decides whether arrays of megabytes fault in
-page by page: the same function took 31 or 42 ms."""
 
 
 def recording(trace: Trace, rows_per_step: int) -> dict[str, float]:
@@ -97,81 +84,14 @@ def fitting(system: System, batches: Batches, costs: Costs, options: ReplayOptio
     return options
 
 
-def older_tree(commit: str) -> Path:
-    """The tree of a commit, its packages compiled into `site` beside it."""
-    tree = ROOT / "build" / "older" / commit
-    if not (tree / "site").is_dir():
-        packed = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
-        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-            archive.extractall(tree, filter="data")
-        install = ["pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", "site", "."]
-        subprocess.run([sys.executable, "-m", *install], cwd=tree, check=True)
-    # today's benchmark, which gives each system the places that it needs; the lab was called replay
-    ours = Path(__file__).read_text()
-    if (tree / "vllm_ndp" / "replay").is_dir():
-        ours = ours.replace("vllm_ndp.lab.", "vllm_ndp.replay.")
-    (tree / "benchmarks" / "lab_speed.py").write_text(ours)
-    return tree
-
-
-def speeds_of(command: list[str], rounds: int, packages: str = "") -> dict[str, float]:
-    """Decisions and recorded rows per second of CPU time, by name."""
-    environment = os.environ | KEPT_MEMORY | ({"PYTHONPATH": packages} if packages else {})
-    words = [sys.executable, *command, "--rounds", str(rounds)]
-    done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    figures = json.loads(done.stdout.splitlines()[-1])["figures"]
-    recorded = {f"recording, {n} rows a step": f["token_layer_rows_per_cpu_s"] for n, f in figures["recording"].items()}
-    return figures["decisions_per_cpu_s"] | {"arranging": figures["arranged_per_cpu_s"]} | recorded
-
-
-def in_turns(commit: str, turns: int, rounds: int) -> dict[str, Any]:
-    tree = older_tree(commit)
-    # -S: without the hooks of this environment that find this tree's packages before all others
-    older = ["-S", str(tree / "benchmarks" / "lab_speed.py")]
-    packages = os.pathsep.join([str(tree / "site"), str(Path(np.__file__).parents[1])])
-    found = []
-    for turn in range(turns):
-        runs = [lambda: speeds_of(older, rounds, packages), lambda: speeds_of([__file__], rounds)]
-        order = (0, 1) if turn % 2 else (1, 0)
-        ran = {which: runs[which]() for which in order}
-        found.append((ran[0], ran[1]))
-    rows = {}
-    for name in (name for name in found[0][1] if name in found[0][0]):
-        ratios = [this[name] / before[name] for before, this in found]
-        rows[name] = {
-            "older": round(max(before[name] for before, _ in found)),
-            "this": round(max(this[name] for _, this in found)),
-            "ratio": round(statistics.median(ratios), 3),
-            "ratios": [round(min(ratios), 3), round(max(ratios), 3)],
-        }
-    return {"older": commit, "turns": turns, "rows": rows, "new": [name for name in found[0][1] if name not in rows]}
-
-
-def print_turns(figures: dict[str, Any]) -> None:
-    table = Table(title=f"per second of CPU time, {figures['turns']} turns beside {figures['older']}")
-    for column in ("", "older", "this", "this / older: median, least, most"):
-        table.add_column(column, justify="right")
-    for name, row in figures["rows"].items():
-        low, high = row["ratios"]
-        table.add_row(name, f"{row['older']:,}", f"{row['this']:,}", f"{row['ratio']:.2f}, {low:.2f}, {high:.2f}")
-    Console().print(table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="mixtral-8x7b")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--beside", metavar="COMMIT", help="compare with the code of this commit, in turns")
-    parser.add_argument("--turns", type=int, default=5)
     add_json_option(parser)
     arguments = parser.parse_args()
     measurement = Measurement(__doc__)
-    if arguments.beside:
-        compared = in_turns(arguments.beside, arguments.turns, arguments.rounds)
-        print_turns(compared)
-        measurement.end(compared, arguments.json)
-        return
     settings = SyntheticSettings.of_shape(
         arguments.model, num_requests=arguments.requests, prompt_len=128, decode_len=256
     )

@@ -2,20 +2,16 @@
 
 The peer answers with the bytes it got. Each row is one payload size; floor = C, spinning, one memcpy each way (the
 limit); slot and wire = shared memory and libzmq's socket, checksums written and checked; execute = the whole
-DeviceClient and ndp-device with an Execute of one row and no pairs, so no expert is computed. `--oversubscribe N` runs
-N busy loops per core beside it.
+DeviceClient and ndp-device with an Execute of one row and no pairs, so no expert is computed.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -115,33 +111,18 @@ def floor(num_bytes: int, count: int, program: Path) -> list[int]:
     return [int(line) for line in output.split()]
 
 
-@contextmanager
-def busy_cores(per_core: int) -> Iterator[None]:
-    loops = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"])
-        for _ in range(per_core * len(os.sched_getaffinity(0)))
-    ]
-    try:
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="0,8192,65536,1048576,16777216")
     parser.add_argument("--count", type=int, default=2000, help="round trips of 8 KB; fewer for larger ones")
     parser.add_argument("--repeat", type=int, default=3, help="interleaved repetitions; the median of each percentile")
-    parser.add_argument("--oversubscribe", type=int, default=0)
     add_json_option(parser)
     parser.add_argument("--echo", metavar="ADDR", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.echo:
         echo(arguments.echo)
     results: dict[tuple[str, int], list[list[float]]] = {}
-    with tempfile.TemporaryDirectory() as directory, busy_cores(arguments.oversubscribe):
+    with tempfile.TemporaryDirectory() as directory:
         program = Path(directory) / "floor"
         subprocess.run(["cc", "-O2", "-o", program, ROOT / "benchmarks" / "protocol_floor.c"], check=True)
         measurement = Measurement(__doc__)
@@ -171,7 +152,7 @@ def main() -> None:
     print(f"{'':14}{'bytes':>10}{'p50':>10}{'p90':>10}{'p99':>10}   us, measured")
     for row in rows:
         print(f"{row['name']:14}{row['bytes']:>10}{row['p50_us']:>10}{row['p90_us']:>10}{row['p99_us']:>10}")
-    measurement.end({"oversubscribe": arguments.oversubscribe, "results": rows}, arguments.json)
+    measurement.end({"results": rows}, arguments.json)
 
 
 if __name__ == "__main__":

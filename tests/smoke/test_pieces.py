@@ -197,7 +197,6 @@ NEEDS_MORE = {
     "wide",
     "link",
     "quantizing",
-    "training",
     "waits",
     "timeline",
     "device_killed",
