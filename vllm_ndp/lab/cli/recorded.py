@@ -169,7 +169,7 @@ def compare(
 )
 def reproduce(
     source: Annotated[
-        Literal["paper", "monde", "cxl-expert", "hobbit", "moepic", "locality", "silicon"],
+        Literal["paper", "monde", "cxl-expert", "hobbit", "moepic", "freetoken", "locality", "silicon"],
         typer.Argument(metavar="SOURCE", help="Whose figures."),
     ],
     trace: Annotated[
@@ -188,6 +188,7 @@ def reproduce(
     recorded = None if trace is None else Trace.load(trace)
     own = {"paper": paper.reproduce, "locality": locality.reproduce, "silicon": silicon.reproduce}
     made = own | {"cxl-expert": rivals.cxl_expert, "moepic": rivals.moepic, "monde": rivals.monde}
+    made["freetoken"] = rivals.freetoken
     with waiting(f"computing the figures of {source}"):
         result: Reproduction = rivals.hobbit(recorded) if source == "hobbit" else made[source]()
     print_reproduction(result)

@@ -1,5 +1,5 @@
-"""Published figures of rivals, each in at most 80 lines: CXL-Expert, HOBBIT, MoEpic and MoNDE. `compare` replays the
-systems."""
+"""Published figures of rivals, each in at most 80 lines: CXL-Expert, HOBBIT, MoEpic, MoNDE and FreeToken. `compare`
+replays the systems."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.reproduce import Reproduction, Row
 from vllm_ndp.lab.reproduce.paper import MODELS, VARIANTS, layer_ms, times_of
+from vllm_ndp.lab.systems.expert_cache import Prices
 from vllm_ndp.lab.systems.hobbit import HIGH, LOW, PREFETCH_ACCURACY, SKIP, T1, T2, precision_classes
 from vllm_ndp.lab.systems.layer_ahead import THETAS, num_tops
 from vllm_ndp.lab.systems.near_memory import moved_share
@@ -289,3 +290,55 @@ def monde() -> Reproduction:
             "and a ratio of copies and reads of one expert does not depend on the expert's size",
         ),
     )  # fmt: skip
+
+
+# -- FreeToken ---------------------------------------------------------------------------------------------------------
+
+BOXES = {
+    "pull 38": (65.9, 25.2, 71.5, 14.8, 17.2),
+    "pull 232": (63.8, 24.9, 54.0, 23.9, 30.7),
+    "issue 281": (65.8, 25.1, 43.4, 21.6, 33.2),
+    "issue 436": (29.97, 13.09, 21.89, 8.41, 27.8),
+}
+"""GB/s of the host's kernels and of copies, each alone and both at once; published share of misses that are copied."""
+EXPERT_GB = 3 * 2560 * 640 * 4.5 / 8 / 1e9
+"""Of Qwen3.8-Flash-Next in NVFP4; it has 48 layers."""
+COPIES_ALONE, HYBRID = 14.896, 12.753
+"""Tokens/s of pull 232, with 6.913 misses a layer and with 1.07 copied and 3.19 computed ones."""
+
+
+def divided(host: float, link: float, misses: int) -> int:
+    """How many are copied by the rule of `expert_cache` at these rates; the GPU's part costs nothing."""
+    prices = Prices([0.0, 0.0], [0.0, 1 / host], [0.0, 0.0], 0.0, 1 / link, 0.0)
+    return prices.divided([1] * misses, 0.0, 0.0, 0.0, 0.0)[1]
+
+
+def freetoken() -> Reproduction:
+    """FreeToken (arXiv 2608.16157) with contended prices, from the threads of its repository named in the rows."""
+    rows = []
+    for box, (host, link, host_at_once, link_at_once, share) in BOXES.items():
+        text = f"host and link at once: {host_at_once:g} and {link_at_once:g} GB/s; alone {host:g} and {link:g}"
+        copied = divided(host_at_once, link_at_once, 10_000) / 100
+        rows.append(Row(box, "misses that are copied", "%", share, copied, text))
+        slower = 100 * (1 - (host_at_once + link_at_once) / (host + link))
+        rows.append(Row(box, "both at once below the sum of both alone", "%", None, slower, text))
+    host, link, host_at_once, link_at_once, _ = BOXES["pull 232"]
+    token = 48 * EXPERT_GB
+    rest = 1 / COPIES_ALONE - 6.913 * token / link
+    text = "all but the misses as with copies alone"
+    for prices, h, c in (("contended", host_at_once, link_at_once), ("alone", host, link)):
+        gain = 1 / (rest + token * max(3.19 / h, 1.07 / c)) / COPIES_ALONE
+        rows.append(Row("pull 232", f"hybrid over copies alone, {prices}", "x", HYBRID / COPIES_ALONE, gain, text))
+    missing = 1 / HYBRID - rest - token * max(3.19 / host_at_once, 1.07 / link_at_once)
+    rows.append(
+        Row("pull 232", "implied: a layer on the host takes beside its reads", "ms", None, 1e3 * missing / 48, text)
+    )
+    return Reproduction(
+        "FreeToken with contended prices, github.com/FlashML-org/FreeToken",
+        tuple(rows),
+        (
+            "contended prices give the published division of misses, but not the speed: hybrid was .86 times as fast "
+            "as copies alone in pull 232, .96 in pull 38 and 1.29 in issue 281, whose misses are not stated",
+            "`compare` prices host and link as if each were alone, and a layer on the host at a message's hop",
+        ),
+    )

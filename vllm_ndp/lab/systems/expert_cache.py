@@ -75,7 +75,7 @@ def replay_cache(policy: str, rule: CacheRule, batches: Batches, costs: Costs, o
     expert_bytes, cpu = costs.replica_bytes(rule.bits), HostCpu.of(costs)
     gpu = costs.gpu_experts_ps(b, expert_bytes)
     beside = np.broadcast_to(shared_ps(batches, costs)[:, :, 0], (g, d))
-    prices = _Prices(
+    prices = Prices(
         gpu.tolist(),
         cpu.each_ps(costs, np.arange(b + 1), expert_bytes).tolist(),
         cpu.hops_ps(costs, b).tolist(),
@@ -127,7 +127,7 @@ def replay_cache(policy: str, rule: CacheRule, batches: Batches, costs: Costs, o
     )
 
 
-class _Prices(NamedTuple):
+class Prices(NamedTuple):
     """In ps, by rows: an expert here, one on the host, so many rows there and back; before copies, and each of them;
     a layer with any expert here."""
 
@@ -138,12 +138,38 @@ class _Prices(NamedTuple):
     copy: float
     launch: float
 
+    def divided(
+        self, missing: list[int], here: float, launch: float, hop: float, busy: float, *, copies: bool = True
+    ) -> tuple[float, int]:
+        """(when the layer ends, how many of the missing are copied so that it ends soonest); heaviest first. launch:
+        what the first one on the GPU takes beside itself, while its copy arrives. copies: whether any may be."""
+        count = len(missing)
+        rest, moved, begins = 0.0, 0.0, max(busy, 0.0) + self.opening
+        for rows in missing:  # not sum(): Python 3.12 and later add floats in another way
+            rest += self.host[rows]
+        best = math.inf, 0
+        for copied in range(count + 1):
+            if copied:
+                rest -= self.host[missing[copied - 1]]
+                moved += self.gpu[missing[copied - 1]]
+            if copied and not copies:
+                continue
+            ends = here + moved + (launch if copied else 0.0)
+            if copied:
+                last = self.gpu[missing[copied - 1]]
+                ends = max(ends, begins + self.copy + moved, begins + copied * self.copy + last)
+            if copied < count:
+                ends = max(ends, hop + max(rest, 0.0))
+            if ends < best[0]:
+                best = ends, copied
+        return best
+
 
 class _Caches:
     """What the caches of one group hold, the least recently used first, and the link to them."""
 
     def __init__(
-        self, rule: CacheRule, prices: _Prices, num_experts: int, num_layers: int, places: int, start: list[int]
+        self, rule: CacheRule, prices: Prices, num_experts: int, num_layers: int, places: int, start: list[int]
     ) -> None:
         """start: cells, layer * E + expert, the least recent first."""
         self._rule, self._prices, self._num_experts, self._places = rule, prices, num_experts, places
@@ -200,7 +226,8 @@ class _Caches:
             return here, done
         missing.sort(key=lambda slot: -rows[slot])
         waiting = [rows[slot] for slot in missing]
-        ends, copied = self._divided(waiting, here, launch, prices.hop[running], self._free_at - now)
+        copies, busy = self._rule.misses != "host", self._free_at - now
+        ends, copied = prices.divided(waiting, here, launch, prices.hop[running], busy, copies=copies)
         if copied:
             self._free_at = max(self._free_at, now) + prices.opening + copied * prices.copy
         for place, slot in enumerate(missing):
@@ -211,30 +238,6 @@ class _Caches:
             elif self._places and cell != self._coming:
                 self._waiting.append(cell)
         return ends, done
-
-    def _divided(self, missing: list[int], here: float, launch: float, hop: float, busy: float) -> tuple[float, int]:
-        """(when the layer ends, how many of the missing are copied so that it ends soonest); heaviest first. launch:
-        what the first one on the GPU takes beside itself, while its copy arrives."""
-        prices, misses, count = self._prices, self._rule.misses, len(missing)
-        rest, moved, begins = 0.0, 0.0, max(busy, 0.0) + prices.opening
-        for rows in missing:  # not sum(): Python 3.12 and later add floats in another way
-            rest += prices.host[rows]
-        best = math.inf, 0
-        for copied in range(count + 1):
-            if copied:
-                rest -= prices.host[missing[copied - 1]]
-                moved += prices.gpu[missing[copied - 1]]
-            if copied and misses == "host":
-                continue
-            ends = here + moved + (launch if copied else 0.0)
-            if copied:
-                last = prices.gpu[missing[copied - 1]]
-                ends = max(ends, begins + prices.copy + moved, begins + copied * prices.copy + last)
-            if copied < count:
-                ends = max(ends, hop + max(rest, 0.0))
-            if ends < best[0]:
-                best = ends, copied
-        return best
 
 
 def _warmed(batches: Batches, options: ReplayOptions, rule: CacheRule, places: int) -> NDArray[np.int64]:
