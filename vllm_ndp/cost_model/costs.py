@@ -331,12 +331,6 @@ class HostCpu:
         host = costs.hardware.host
         return cls(host.cpu_flops_per_s, host.cxl_bytes_per_s)
 
-    @classmethod
-    def expander(cls, costs: Costs) -> HostCpu:
-        """A CXL expander that multiplies what it holds."""
-        host = costs.hardware.host
-        return cls(host.cxl_flops_per_s, host.cxl_bytes_per_s)
-
     def hops_ps(self, costs: Costs, max_rows: int) -> NDArray[np.float64]:
         """[rows]: activations of n rows to the CPU and their results back, over the link."""
         return np.array([costs.hop_ps(n) for n in range(max_rows + 1)], np.float64)

@@ -208,9 +208,8 @@ class Replays:
         row = with_memory(summarise(system.name, outcome, batches, self.costs), one, self.costs)
         row = replace(row, routing=self._workload.routing)
         decode_ps = np.nansum(step_times(outcome, batches, self.costs), axis=1)
-        over_least = outcome.notes.get("over_least", float("nan"))
         layer_ms = _layer_ms(outcome, batches, self.costs)
-        return Replayed(row, decode_ps, layer_ms, batches.num_decisions, seconds, over_least)
+        return Replayed(row, decode_ps, layer_ms, batches.num_decisions, seconds, outcome.over_least)
 
     def compared(self) -> Comparison:
         replayed = [self.replay(one) for one in self.planned]

@@ -229,7 +229,7 @@ def _native_modules(machine: Machine) -> Check:
         "ndp_device._commands",
         "vllm_ndp.layer._split",
         "vllm_ndp.planning._joint",
-        *("vllm_ndp.lab.systems", "vllm_ndp.lab.locality"),  # together they take all of _lanes: an older one is found
+        "vllm_ndp.lab._lanes",
     ]
     missing = []
     for name in names:

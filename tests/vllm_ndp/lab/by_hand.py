@@ -7,6 +7,7 @@ memory. Attention takes less than 10 ns.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -83,21 +84,19 @@ def trace(
     return Batches.of(requests_of([(prompt, decode)] * requests, num_experts, own), requests)
 
 
-def run(
-    system: str,
+def options_of(
     batches: Batches,
-    costs: Costs,
     num_hot: int,
     prior: list[list[float]] | None = None,
     loss: LossTable | None = None,
     predictor: NextLayer | None = None,
     **own: float | str,
-) -> Outcome:
+) -> ReplayOptions:
     layers, experts = batches.shape[3], batches.num_experts
     known = ImportanceScore.from_weights(
         np.array(prior) if prior else np.tile(np.arange(experts, 0, -1.0), (layers, 1))
     )
-    options = ReplayOptions(
+    return ReplayOptions(
         policy=load_policy("prefill", PolicySettings(prior=known)),
         budget=Budget(num_hot, 2.0),
         loss=loss or LossTable.nominal(layers, experts),
@@ -105,4 +104,8 @@ def run(
         predictor=predictor,
         own=own,
     )
-    return SYSTEMS[system].replay(batches, costs, options)
+
+
+def run(system: str, batches: Batches, costs: Costs, num_hot: int, *known: Any, **options: Any) -> Outcome:
+    """known and options: as options_of."""
+    return SYSTEMS[system].replay(batches, costs, options_of(batches, num_hot, *known, **options))

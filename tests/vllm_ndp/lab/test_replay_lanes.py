@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_ndp.lab import _lanes
 from vllm_ndp.lab.vectorised.batches import Loads
 from vllm_ndp.lab.vectorised.cache import LFU, LRU, RANDOM, Priority, visits
 
@@ -102,24 +101,3 @@ def test_chance_repeats_and_keeps_as_many():
     assert (first == second).all()
     assert first.mean() == pytest.approx(visits(loads, start, 20, LRU).hit.mean(), abs=0.15)
     assert visits(loads, start, 40, RANDOM).hit.mean() > first.mean()
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"need": np.zeros((1, 2, 1, 2), np.uint8)}, "must be"),
-        ({"weights": np.zeros(3)}, r"weights \[2\]"),
-        ({"experts": np.full((1, 2, 1, 1), 9)}, r"0\.\.E-1"),
-        ({"low_places": -1}, "places"),
-    ],
-)
-def test_hobbits_compiled_caches_refuse_what_they_cannot_index(change, says):
-    cells = np.zeros((1, 2, 1, 1), np.uint8)
-    arguments = {
-        "experts": cells.astype(np.int64), "need": cells, "high": np.zeros((1, 5), np.bool_),
-        "low": np.zeros((1, 5), np.bool_), "high_places": 1, "low_places": 1, "weights": np.zeros(2),
-        "flags": cells.copy(),
-    }  # fmt: skip
-    _lanes.two_caches(**arguments)
-    with pytest.raises(ValueError, match=says):
-        _lanes.two_caches(**{**arguments, **change})

@@ -146,7 +146,7 @@ def test_spilling_to_the_device_only_happens_where_it_shortens_a_layer():
     plain, balanced = run(), run("balanced")
     assert (balanced.moe_ps <= plain.moe_ps * 1.02).all()  # refresh falls elsewhere
     assert balanced.moe_ps.sum() < 0.95 * plain.moe_ps.sum()
-    assert balanced.notes["spilled_pairs"] == plain.hot_pairs - balanced.hot_pairs > 0
+    assert balanced.hot_pairs < plain.hot_pairs
     saved = [plain.moe_ps.sum() - run("balanced", own={"spill_bits": bits}).moe_ps.sum() for bits in (2, 3, 4)]
     assert saved[0] >= saved[1] > saved[2] > 0  # at 3 bits the device is done before the GPU already
 
@@ -172,11 +172,6 @@ def test_a_summary_adds_layers_attention_and_head():
         ("hobbit", {"low_slots": 2.5}, "whole number"),
         ("gpu_on_demand", {"cache": "fifo"}, "cache must be"),
         ("balanced", {"spill_bits": 7}, "spill_bits"),
-        ("moepic", {"theta": 2.0}, "theta"),
-        ("dynaexq", {"high_bits": 2, "low_bits": 4}, "high_bits must be above low_bits"),
-        ("cxl_expert", {"percentile": 101}, "percentile must lie in 0..100"),
-        ("cxl_expert", {"near_data": "yes"}, "near_data must be one of off, on"),
-        ("daop", {"predicted": 2}, "predicted must lie in 0..1"),
         ("quantized", {"weight_bits": 5}, "weight_bits must be one of widest, 16, 8, 4, 3, 2, got 5"),
         ("vllm_offload", {"offload_backend": "disk"}, "offload_backend must be one of uva, prefetch"),
         ("llama_cpp", {"gguf_bits": 6}, "gguf_bits must be one of"),

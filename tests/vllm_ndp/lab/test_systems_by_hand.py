@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from by_hand import HARDWARE, US, C, F, chosen, machine, run, trace
+from by_hand import HARDWARE, US, C, F, chosen, machine, options_of, run, trace
 
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.lab.systems.host_cpu import most_used
-from vllm_ndp.lab.systems.layer_ahead import THETAS
+from vllm_ndp.lab.systems.layer_ahead import THETAS, moepic, split_at
 from vllm_ndp.lab.systems.quantized import widest_that_fits
 from vllm_ndp.planning.bitwidths import LossTable
 
 PROMPT = chosen([[0, 1]])
+ALWAYS_RIGHT: Any = SimpleNamespace(guess=lambda batches: SimpleNamespace(accuracy=1.0))
 CPU = 20 * US  # an expert read from host memory
 HOP = 125e3 + 250e3 + 2 * 32 * 85 / 600e9 * 1e12
 """One row to the CPU and back, as to the device: a posted write and a read, 2000 bytes each in 32 lines of 64 bytes."""
@@ -60,7 +63,6 @@ def test_moe_infinity_fetches_early_what_the_sequence_has_used_and_hides_it_behi
     prompt = chosen(*[[[0, 1], [2, 3]]] * 20)
     outcome = run("moe_infinity", trace(prompt, chosen([[0, 1], [2, 3]])), machine(2), 2, [[1, 1, 0, 0]] * 2)
     assert outcome.moe_ps.ravel() == near([2 * C, 2 * F - C])
-    assert outcome.notes["misses_predicted"] == 1.0
 
 
 def test_moe_infinity_waits_for_what_it_did_not_predict():
@@ -69,7 +71,6 @@ def test_moe_infinity_waits_for_what_it_did_not_predict():
     prompt = chosen([[0, 1]], [[0, 1]])
     outcome = run("moe_infinity", trace(prompt, chosen([[2, 3]])), machine(), 2, [[1, 1, 0, 0]])
     assert outcome.moe_ps.ravel() == near([2 * F + C])
-    assert outcome.notes["misses_predicted"] == 0.0
 
 
 def test_mondes_rounding_of_half_an_expert_decides_between_the_device_and_a_copy():
@@ -108,7 +109,6 @@ def test_balancing_sends_the_lighter_of_two_hot_experts_to_the_device_only_if_th
     alone = costs.device_experts_ps(1)[3, 1] + costs.device_fill_ps + costs.links_ps(1)[1, 1]
     assert alone > 2 * C
     assert outcome.moe_ps.ravel() == near([2 * C])
-    assert outcome.notes["spilled_pairs"] == 0
 
 
 def test_quantized_reads_everything_at_the_widest_width_that_fits():
@@ -155,7 +155,6 @@ def test_ktransformers_places_by_frequency_over_all_layers_and_both_sides_work_a
     prior = [[0.34, 0.33, 0.33, 0.0], [0.4, 0.2, 0.2, 0.2]]
     batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [0, 2]]))
     outcome = run("ktransformers", batches, machine(2), 2, prior)
-    assert outcome.notes["gpu_experts_per_layer"] == [3, 1]
     assert outcome.moe_ps.ravel() == near([2 * C, CPU + HOP])
     narrow = run("ktransformers", batches, machine(2), 2, prior, cpu_bits=4)
     assert narrow.moe_ps.ravel()[1] == near(CPU * 1.692 / 6 + HOP)
@@ -166,8 +165,7 @@ def test_moepic_hides_bottoms_behind_the_layer_before_and_books_the_link_once():
     """Two layers, theta .5, four tops: all cached, every prediction right. Layer 0 has no layer before it: its two
     bottoms, F in all, wait; beside them C of tops, then C of bottoms: F + C. Its bottoms' C hides C of layer 1's F."""
     batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [2, 3]]))
-    outcome = run("moepic", batches, machine(2), 2, theta=0.5, prefetch_accuracy=1.0)
-    assert outcome.notes["tops"] == 4
+    outcome = split_at(0.5, batches, machine(2), options_of(batches, 2, predictor=ALWAYS_RIGHT))
     assert outcome.moe_ps.ravel() == near([F + C, F])
     assert outcome.migrated_bytes == 4 * 3e6
     assert outcome.prefill_ps.ravel() == pytest.approx([2 * F], rel=0.01)  # half of each of four experts
@@ -177,12 +175,13 @@ def test_moepics_missing_expert_waits_for_its_gate_and_without_a_theta_the_faste
     """Two layers, theta 1, two places with 0 and 1; layer 1 uses [0, 2]. With theta .5 all tops are there, and four
     bottoms cross: F + C and F."""
     batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [0, 2]]))
-    wait = run("moepic", batches, machine(2), 2, theta=1.0, prefetch_accuracy=1.0)
+    options = options_of(batches, 2, predictor=ALWAYS_RIGHT)
+    wait = split_at(1.0, batches, machine(2), options)
     assert wait.moe_ps.ravel() == near([2 * C, F + C])
-    by_theta = {theta: run("moepic", batches, machine(2), 2, theta=theta, prefetch_accuracy=1.0) for theta in THETAS}
-    best = run("moepic", batches, machine(2), 2, prefetch_accuracy=1.0)
-    assert best.moe_ps.sum() == min(one.moe_ps.sum() for one in by_theta.values()) < wait.moe_ps.sum() + 1
-    assert by_theta[best.notes["theta"]].moe_ps.tobytes() == best.moe_ps.tobytes()
+    best = moepic(batches, machine(2), options)
+    tried = {one.policy: one for one in (split_at(theta, batches, machine(2), options) for theta in THETAS)}
+    assert best.moe_ps.sum() == min(one.moe_ps.sum() for one in tried.values()) < wait.moe_ps.sum() + 1
+    assert tried[best.policy].moe_ps.tobytes() == best.moe_ps.tobytes()
 
 
 def test_pregated_copies_are_always_right_and_wait_only_for_what_the_layer_before_does_not_hide():
@@ -234,7 +233,7 @@ def test_an_expert_cache_copies_or_computes_and_an_idle_link_fills_it():
     assert (outcome.hot_pairs, outcome.migrated_bytes, outcome.cold.loss) == (3, 6e6, 0)
     host = run("expert_cache", batches, machine(), 2, cache_bits=16, misses_by="host")
     assert host.moe_ps.ravel() == near([CPU + HOP, 2 * C])
-    assert (host.hot_pairs, host.notes["copied"], host.notes["filled"]) == (3, 0, 1)
+    assert (host.hot_pairs, host.migrated_bytes) == (3, 6e6)
 
 
 def test_a_copy_waits_for_what_an_idle_link_has_begun():
@@ -245,13 +244,12 @@ def test_a_copy_waits_for_what_an_idle_link_has_begun():
     batches = trace(PROMPT, chosen([[0, 2]], [[0, 3]], [[0, 2]]))
     outcome = run("expert_cache", batches, replace(machine(), hardware=slow), 2, cache_bits=16)
     assert outcome.moe_ps.ravel() == near([CPU + HOP, CPU + HOP, 2 * C])
-    assert (outcome.notes["copied"], outcome.hot_pairs) == (0, 4)
+    assert outcome.hot_pairs == 4
 
 
 def test_an_expert_cache_holds_more_of_narrow_experts():
     """One place of 6 MB holds three of 1.692 MB at 4 bits: 0, 1 and by popularity 2. [0, 2]: 2 x 0.282 us."""
     outcome = run("expert_cache", trace(PROMPT, chosen([[0, 2]])), machine(), 1)
-    assert outcome.notes["places"] == 3
     assert outcome.moe_ps.ravel() == near([2 * 0.282 * US])
     assert outcome.cold.loss == pytest.approx(4.4**-3)
 
@@ -272,19 +270,16 @@ def test_ktransformers_holds_more_of_narrow_experts_on_the_gpu():
     """One place per layer is 6 MB, three experts at 4 bits: [0, 2] runs on the GPU in 2 x 0.282 us."""
     outcome = run("ktransformers", trace(PROMPT, chosen([[0, 2]])), machine(), 1, cpu_bits=4, gpu_bits=4)
     assert outcome.moe_ps.ravel() == near([2 * 0.282 * US])
-    assert (outcome.cold.loss, outcome.notes["gpu_experts_per_layer"]) == (pytest.approx(4.4**-3), [3])
+    assert outcome.cold.loss == pytest.approx(4.4**-3)
 
 
 def test_daop_computes_predicted_cold_experts_a_layer_ahead():
     """The prompt made 0 and 1 hot in both layers. Layer 1 [0, 2]: C beside one cold expert on the CPU, 20 us and a hop,
-    which began with layer 0 and its 2 C. Half predicted: half of that work, and half of the cold choice's gate lost."""
+    which began with layer 0 and its 2 C. Nine of ten are predicted: as much of the work, a tenth of the gate lost."""
     batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [0, 2]]))
-    outcome = run("daop", batches, machine(2), 2, predicted=1.0)
-    assert outcome.moe_ps.ravel() == near([2 * C, CPU + HOP - 2 * C])
-    assert outcome.cold.loss == 0
-    half = run("daop", batches, machine(2), 2, predicted=0.5)
-    assert half.moe_ps.ravel()[1] == near((CPU + HOP) / 2 - 2 * C)
-    assert half.cold.loss == pytest.approx(0.5 * 0.5 / (1 - 2 / np.pi) / 2)  # half of one of two gates, over two layers
+    outcome = run("daop", batches, machine(2), 2)
+    assert outcome.moe_ps.ravel() == near([2 * C, 0.9 * (CPU + HOP) - 2 * C])
+    assert outcome.cold.loss == pytest.approx(0.1 * 0.5 / (1 - 2 / np.pi) / 2)  # of one of two gates, two layers
 
 
 def test_pimoe_moves_the_longest_experts_to_the_gpu_while_that_shortens_the_layer():
@@ -298,22 +293,18 @@ def test_pimoe_moves_the_longest_experts_to_the_gpu_while_that_shortens_the_laye
 
 def test_cxl_expert_reads_warm_experts_from_host_memory_and_cold_ones_from_the_expander():
     """0 is hot, 1 warm (20 us from host memory), 2 and 3 cold: 1.5 MB of 4-bit codes at 64 GB/s are 23.4 us. [0, 1]: a
-    copy and its compute, F + C, are shorter than 20 us, and hide C of the hot one. With no expert above the 100th
-    percentile nothing is loaded: 20 us and its activations. [1, 2]: 43.4 us one after the other, 23.4 us if the
-    expander computes beside the CPU. A row's 1000 values each way are 8-bit planes, .572 of their 2 kB: log2 of 1000
-    lies .741 of the way from 128 (.7148) to 2048 (.5219). Both ways: 3.8 ns of link, and 4 kB x 1.572 of host
-    memory to unpack them, 21 ns."""
+    copy and its compute, F + C, are shorter than 20 us, and hide C of the hot one. Where a copy takes 3 F it is the
+    longer one: 20 us and its activations. [1, 2]: the CPU takes 43.4 us, or 23.4 us for 2 beside the copy of 1.
+    A row's 1000 values each way are 8-bit planes, .572 of their 2 kB: log2 of 1000 lies .741 of the way from 128
+    (.7148) to 2048 (.5219). Both ways at 200 GB/s: 11.4 ns of link, and 4 kB x 1.572 of host memory to unpack them."""
     batches = trace(PROMPT, chosen([[0, 1]], [[1, 2]]))
     prior = [[8, 4, 2, 1]]
     assert run("cxl_expert", batches, machine(), 1, prior).moe_ps.ravel()[0] == near(F + C)
-    hop = (4000 * 0.572 / 600e9 + 4000 * 1.572 / 300e9) * 1e12
-    cold = 1.5e6 / 64e9 * 1e12
-    none = run("cxl_expert", batches, machine(), 1, prior, percentile=100)
-    assert none.moe_ps.ravel() == pytest.approx([CPU + hop, CPU + cold + 2 * hop], abs=100)
-    apart = run("cxl_expert", batches, machine(), 1, prior, percentile=100, near_data="on")
-    assert apart.moe_ps.ravel() == near([CPU + hop, cold + hop])
-    every = run("cxl_expert", batches, machine(), 1, prior, percentile=0)
-    assert every.moe_ps.ravel()[1] == near(2 * F + C)
+    slow = load_hardware("h100-ndp512", **{**HARDWARE.values(), "link.bulk_bytes_per_s": 200_000_000_000})
+    hop = (4000 * 0.572 / 200e9 + 4000 * 1.572 / 300e9) * 1e12
+    outcome = run("cxl_expert", batches, replace(machine(), hardware=slow), 1, prior)
+    assert outcome.moe_ps.ravel()[0] == pytest.approx(CPU + hop, abs=100)
+    assert outcome.moe_ps.ravel()[1] == near(3 * F + C)
 
 
 def test_cxl_experts_experts_change_tier_when_that_would_have_paid_for_the_copy():
@@ -330,9 +321,7 @@ def test_cxl_experts_experts_change_tier_when_that_would_have_paid_for_the_copy(
         for steps in ([[[2]]] * 9 + [[[0]]] * 55, [[[2]]] * 64)
     )
     assert seldom.moe_ps.ravel() == near([F + C] * 9 + [C] * 55 + [F + C, F + C, C])
-    assert seldom.notes["moved_to_gpu"] == 0
     assert often.moe_ps.ravel() == near([F + C] * 64 + [copy + C, C, F + C])
-    assert (often.notes["moved_to_gpu"], often.notes["moved_to_cpu"]) == (1, 0)
 
 
 def test_hobbits_caches_are_shared_by_all_layers_and_keep_what_is_used_often():
@@ -378,11 +367,6 @@ def test_joints_losses_are_in_nats_where_the_replicas_say_what_they_do():
     assert (in_nats.policy.rpartition(", ")[2], plain.policy.rpartition(", ")[2]) == (
         "loss in nats",
         "loss in units of 1 bit",
-    )
-    assert in_nats.notes["planned_loss"] == pytest.approx(2 * plain.notes["planned_loss"], rel=1e-6)
-    assert plain.notes["planned_loss"] > 0
-    assert run("joint", batches, costs, 3, loss=known, max_gate_loss=5e-5).notes["lost"] == pytest.approx(
-        4.4**-7, rel=1e-3
     )
 
 

@@ -61,8 +61,6 @@ class Groups:
         """Of the whole model, before the first decode step."""
         self.moved = 0.0
         """Experts of the whole model that plans moved to the GPU."""
-        self.offloaded_pairs = 0
-        """Decode pairs of hot experts that ran on the device."""
 
     def run(self) -> None:
         for group in range(len(self._batches.requests)):
@@ -106,7 +104,6 @@ class Groups:
             place_of = np.arange(len(running))[:, None, None]
             widths = self._at[layers, place_of, ids]
             self.widths[group, running, step] = widths
-            self.offloaded_pairs += int((engine.hot[layers, ids] & (widths > 0)).sum())
             self._at[:] = 0
         engine.watch = None
         for request in requests:  # the longest ones

@@ -123,7 +123,6 @@ def replay_cache(policy: str, rule: CacheRule, batches: Batches, costs: Costs, o
             host_bytes=float(computed.sum()) * expert_bytes,
             link_bytes=float(beside_rows.sum()) * 2 * costs.shape.hidden_size * costs.shape.dtype_bytes,
         ),
-        notes={"places": places, "copied": int((done == COPIED).sum()), "filled": filled},
     )
 
 

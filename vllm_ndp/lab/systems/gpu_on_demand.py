@@ -96,7 +96,6 @@ def moe_infinity(batches: Batches, costs: Costs, options: ReplayOptions) -> Outc
         resident=start,
         fetched_experts=fetched,
         hot_pairs=int(rows[hit].sum()),
-        notes={"misses_predicted": int(early.sum()) / max(fetched, 1)},
     )
 
 

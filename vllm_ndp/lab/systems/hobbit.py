@@ -8,6 +8,7 @@ computes, if that pays; a copy that has begun cannot be cancelled.
 
 from __future__ import annotations
 
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -17,14 +18,12 @@ from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.work import ceil_div
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes
-from vllm_ndp.lab._lanes import two_caches
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up, sums_before
 from vllm_ndp.lab.vectorised.execution import SKIPPED, gate_loss, with_copies, without_device
 from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, time_before
 
 HIGH, LOW, SKIP = 0, 1, 2
-_HIT, _LOW = 1, 2
 
 
 class Visits(NamedTuple):
@@ -32,6 +31,30 @@ class Visits(NamedTuple):
 
     hit: NDArray[np.bool_]  # there, without a copy for this layer
     low: NDArray[np.bool_]  # runs in low precision
+
+
+class _Cache:
+    """One of the two, which all layers of a group share. Experts are layer * E + id."""
+
+    def __init__(self, start: NDArray[np.bool_], places: int) -> None:
+        self.held, self._places = set(np.flatnonzero(start).tolist()), places
+        self._leaving = [(0.0, -expert) for expert in self.held]
+        """A heap of (worth, expert), the one that leaves first in front; of equal ones the last."""
+        heapify(self._leaving)
+
+    def enter(self, expert: int, in_use: set[int], worth: list[float]) -> None:
+        """In place of the one of lowest worth; not at all where all are in use."""
+        while len(self.held) == self._places:
+            if not self._leaving:
+                return
+            known, leaves = heappop(self._leaving)
+            if -leaves not in in_use and known == worth[-leaves]:  # else it stands here anew
+                self.held.discard(-leaves)
+        self.held.add(expert)
+
+    def end_layer(self, in_use: set[int], worth: list[float]) -> None:
+        for expert in in_use & self.held:
+            heappush(self._leaving, (worth[expert], -expert))
 
 
 def visits(
@@ -45,11 +68,30 @@ def visits(
 
     Equation 3, less what has weight 0 here: the expert with the lowest weighted sum of its uses and of its uses in high
     precision leaves. Records are of the running sequence and common to both caches. Experts in use in a layer stay.
-    Advanced step by step by csrc/lanes.cpp.
     """
-    flags = np.zeros(experts.shape, np.uint8)
-    two_caches(experts, need, high[0], low[0], high[1], low[1], WEIGHTS, flags)
-    return Visits(*((flags & bit) > 0 for bit in (_HIT, _LOW)))
+    hit, runs_low = np.zeros((2, *experts.shape), np.bool_)
+    layers, num_experts = high[0].shape
+    cells = experts + np.arange(layers)[:, None] * num_experts
+    for group, steps in enumerate(cells):
+        upper, lower = _Cache(*high), _Cache(*low)
+        worth = [0.0] * (layers * num_experts)
+        for step, layer in np.ndindex(steps.shape[:2]):
+            at = group, step, layer
+            slots = np.flatnonzero(need[at]).tolist()
+            of, needs = cells[at].tolist(), need[at].tolist()
+            in_use = {of[slot] for slot in slots}
+            for slot in slots:
+                worth[of[slot]] += USED + (USED_HIGH if needs[slot] == 1 else 0.0)
+            for slot in slots:
+                cache = upper if needs[slot] == 1 or of[slot] in upper.held else lower
+                runs_low[(*at, slot)] = cache is lower
+                if of[slot] in cache.held:
+                    hit[(*at, slot)] = True
+                else:
+                    cache.enter(of[slot], in_use, worth)
+            upper.end_layer(in_use, worth)
+            lower.end_layer(in_use, worth)
+    return Visits(hit, runs_low)
 
 
 def precision_classes(weights: NDArray[np.float32]) -> NDArray[np.uint8]:
@@ -67,7 +109,7 @@ def precision_classes(weights: NDArray[np.float32]) -> NDArray[np.uint8]:
 T1, T2 = 0.6, 0.9  # published for Mixtral-8x7B
 LOW_BITS = 4
 PREFETCH_ACCURACY = 0.96  # published, next layer, top-1
-WEIGHTS = np.array([0.4, 0.6])
+USED, USED_HIGH = 0.4, 0.6
 """Weights of uses and of uses in high precision in the priority. The paper has two more, of recency and of layers until
 the next use, tunes all four for the least miss penalty and does not print them. 0 for these two is best in steps of a
 tenth, on the quarter of tiny-mixtral's trace that is not replayed (2026-11-22)."""
@@ -121,11 +163,9 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     before = wrong_ps - accuracy * np.minimum(crossed, window) if orders else 0.0
     layer = with_copies(per_expert, late, costs, before_ps=before, copy_ps=late_ps)
     read = float((rows > 0).sum() - seen.low.sum() * (1 - LOW_BITS / FULL_PRECISION_BITS))
-    executed = np.broadcast_to(batches.pairs, batches.ids.shape)
-    mix = np.bincount(classes[executed], minlength=3) / max(int(executed.sum()), 1)
     runs_low = (classes == LOW) & seen.low.ravel()[loads.places]
     widths = np.where(runs_low, LOW_BITS, np.where(classes == SKIP, SKIPPED, 0)).astype(np.uint8)
-    low_pairs = int((classes[executed] == LOW).sum())
+    low_pairs = int((batches.pairs & (classes == LOW)).sum())
     return without_device(
         f"T1 {T1:g} T2 {T2:g}, prefetch {prefetch}",
         batches,
@@ -137,16 +177,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         hot_pairs=int(rows[seen.hit].sum()),
         cold=Cold(float(LOW_BITS * low_pairs), low_pairs, gate_loss(batches, widths, options.loss)),
         traffic=Traffic(hbm_bytes=costs.shape.expert_bytes * read),
-        notes={
-            "high": float(mix[HIGH]),
-            "low": float(mix[LOW]),
-            "skipped": float(mix[SKIP]),
-            "high_slots": high_slots,
-            "low_slots": low_slots,
-            "prefetch_accuracy": accuracy,
-            "orders_ahead": orders,
-            "miss_penalty": float(crossed.sum()) / costs.copy_ps,
-        },
     )
 
 

@@ -93,7 +93,6 @@ def daop(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     runs. A cold expert that was not predicted is not computed: the published graceful degradation takes the best expert
     that is there instead. A computed one uses the activations of a layer before, which costs precision too.
     """
-    accuracy = options.number("predicted", ACCURACY, 0.0, 1.0)
     _, b, _, layers, _ = batches.shape
     hot = highest(batches.prompt_counts, options.budget.num_hot)
     loads, cpu = batches.loads, HostCpu.of(costs)
@@ -102,13 +101,13 @@ def daop(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     on_gpu = launched(add_up(costs.gpu_experts_ps(b)[np.where(here, loads.rows, 0)]), costs)
     cold = np.where(here, 0, loads.rows)
     on_cpu = cpu.each_ps(costs, np.arange(b + 1), costs.shape.expert_bytes)
-    busy = accuracy * (
+    busy = ACCURACY * (
         add_up(on_cpu[cold]) + np.where(add_up(cold) > 0, cpu.hops_ps(costs, b)[batches.rows][..., None], 0)
     )
     late = np.maximum(busy - time_before(on_gpu, batches, costs), 0.0)
     cold_pairs = int(cold.sum())
     is_cold = ~here.ravel()[loads.places] & batches.pairs
-    lost = (1 - accuracy) * LOSS_OF_SKIPPING * float((batches.weights * is_cold).sum())
+    lost = (1 - ACCURACY) * LOSS_OF_SKIPPING * float((batches.weights * is_cold).sum())
     return without_device(
         "per sequence, CPU a layer ahead",
         batches,
@@ -121,7 +120,7 @@ def daop(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         cold=Cold(float(FULL_PRECISION_BITS * cold_pairs), cold_pairs, lost / (float(batches.valid.sum()) * layers)),
         traffic=Traffic(
             hbm_bytes=float((used & here).sum()) * costs.shape.expert_bytes,
-            host_bytes=accuracy * float((cold > 0).sum()) * costs.shape.expert_bytes,
+            host_bytes=ACCURACY * float((cold > 0).sum()) * costs.shape.expert_bytes,
         ),
     )
 
@@ -134,7 +133,6 @@ DAOP = System(
         "computing from the activations of a layer before also loses; how much is not known and not counted",
     ),
     daop,
-    options=("predicted",),
 )
 
 
@@ -204,7 +202,6 @@ def ktransformers(batches: Batches, costs: Costs, options: ReplayOptions) -> Out
             host_bytes=int((cold > 0).sum()) * cold_bytes,
             link_bytes=int(crossing.sum()) * 2.0 * costs.shape.hidden_size * costs.shape.dtype_bytes,
         ),
-        notes={"gpu_experts_per_layer": hot.sum(axis=1).tolist()},
     )
 
 

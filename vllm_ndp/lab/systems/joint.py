@@ -86,7 +86,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     even = ImportanceScore.from_weights(np.ones((layers, batches.num_experts)))  # nothing is known
     last = rule.choose(even.values, b, *papers(options, [even], even.values)).chosen
     chosen, before = np.zeros((2, g, layers, batches.num_experts), np.int64)
-    moved, planned = np.zeros((2, g))
+    moved = np.zeros(g)
     for group in range(g):
         before[group] = last
         known = (batches.decodes if options.clairvoyant else batches.prompts)[group]
@@ -97,7 +97,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
             streamed = np.any([stats.counts > 0 for stats in batches.prompts[group]], axis=0) & ~on_gpu[last]
         plan = rule.choose(values, b, *papers(options, scores, values), streamed)
         last = chosen[group] = plan.chosen
-        moved[group], planned[group] = plan.problem.moved_bytes(last), plan.loss
+        moved[group] = plan.problem.moved_bytes(last)
     loads = batches.loads
     slots = loads.look_up(chosen)  # [G, D, L, S]
     times = menu.ps[slots, loads.rows]
@@ -126,19 +126,8 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         hot_pairs=int((on_gpu[pair] & executed).sum()),
         cold=cold_at(batches, bits % FULL_PRECISION_BITS, options.loss),
         traffic=_traffic(menu, costs, b, slots, loads.rows, rows, pairs),
-        notes={
-            "chosen": np.bincount(chosen.ravel(), minlength=len(menu.choices)).tolist(),
-            "planned_loss": float(np.mean(planned)),
-            "over_least": plan.time_ps / plan.least_ps - 1,
-            "lost": _lost(batches, losses, bits),
-        },
+        over_least=plan.time_ps / plan.least_ps - 1,
     )
-
-
-def _lost(batches: Batches, losses: NDArray[np.float64], bits: NDArray[np.uint8]) -> float:
-    """Loss of decode tokens at these bits [G, B, D, L, k], in the unit of `losses` [L, E, 17]."""
-    each = losses[np.arange(len(losses))[:, None], batches.ids, bits] * batches.weights * batches.pairs
-    return float(each.sum() / (batches.valid.sum() * len(losses)))
 
 
 def _traffic(

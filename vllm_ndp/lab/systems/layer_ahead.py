@@ -179,17 +179,13 @@ def moepic(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     1 - theta of the expert, a miss all of it. Theta is the one of THETAS that is fastest on the trace. A prompt streams
     what is not cached.
     """
-    thetas = THETAS.tolist()
-    if "theta" in options.own:
-        thetas = [options.number("theta", 0.0, 0.0, 1.0)]
-    tried = [_split_at(theta, batches, costs, options) for theta in thetas]
+    tried = [split_at(theta, batches, costs, options) for theta in THETAS.tolist()]
     return min(tried, key=lambda outcome: float(outcome.moe_ps.sum()))
 
 
-def _split_at(theta: float, batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+def split_at(theta: float, batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     b, experts = batches.shape[1], batches.num_experts
-    expected = PREFETCH_ACCURACY if options.predictor is None else options.predictor.guess(batches).accuracy
-    accuracy = options.number("prefetch_accuracy", expected, 0.0, 1.0)
+    accuracy = PREFETCH_ACCURACY if options.predictor is None else options.predictor.guess(batches).accuracy
     gpu, fetch, rows = costs.gpu_experts_ps(b), float(costs.fetch_ps()), batches.loads.rows
     compute = add_up(gpu[rows])
     tops = num_tops(options.budget.num_hot, theta, experts)
@@ -226,7 +222,6 @@ def _split_at(theta: float, batches: Batches, costs: Costs, options: ReplayOptio
         prefill_ps=prompts_ps(batches, costs, layers_ps),
         fetched_experts=float(((2 - accuracy) * bottoms + whole).sum() / fetch),
         hot_pairs=int(rows[cached].sum()),
-        notes={"prefetch_accuracy": accuracy, "theta": theta, "tops": tops},
     )
 
 
@@ -241,5 +236,4 @@ MOEPIC = System(
         "GPU memory of num_hot whole experts per layer",
     ),
     moepic,
-    options=("theta", "prefetch_accuracy"),
 )

@@ -98,7 +98,6 @@ def monde(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         hot_pairs=pairs - on_device,
         cold=Cold(float(FULL_PRECISION_BITS * on_device), on_device),
         traffic=Traffic(moved * costs.shape.expert_bytes, 0.0, link_bytes, float(dram_pj), float(arrays_pj)),
-        notes={"h_share": share},
     )
 
 

@@ -74,7 +74,6 @@ def plugins(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     ran.run()
     outcome = outcome_of(ran, batches, costs, options)
     outcome.policy += f", spill {bits}"
-    outcome.notes.update(spilled_pairs=ran.offloaded_pairs)
     return outcome
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory
@@ -85,13 +84,10 @@ PRIOR_TOKENS = 16.0
 
 
 def dynaexq_widths(costs: Costs, options: ReplayOptions) -> tuple[int, int, int]:
-    """(high, low, how many experts per layer at high). Unless told: 16 over 4 if all fit at 4 bits, else 4 over 2."""
+    """(high, low, how many experts per layer at high). 16 over 4 if all fit at 4 bits, else 4 over 2."""
     shape, room = costs.shape, options.budget.num_hot * costs.shape.expert_bytes
     all_at_four = shape.num_experts * costs.replica_bytes(4) <= room
-    high = options.choice("high_bits", WEIGHT_BITS, 16 if all_at_four else 4)
-    low = options.choice("low_bits", WEIGHT_BITS, 4 if all_at_four else 2)
-    if high <= low:
-        raise ConfigError(f"high_bits must be above low_bits, got {high} and {low}")
+    high, low = (FULL_PRECISION_BITS, 4) if all_at_four else (4, 2)
     spare = room - shape.num_experts * costs.replica_bytes(low)
     if spare < 0:
         raise TooFewPlaces(
@@ -146,7 +142,6 @@ def dynaexq(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         hot_pairs=int(loads.rows[is_wide].sum()),
         cold=cold_at(batches, ran % FULL_PRECISION_BITS, options.loss),
         traffic=Traffic(hbm_bytes=float(read)),
-        notes={"high_per_layer": num_high, "pairs": int(loads.rows.sum())},
     )
 
 
@@ -159,5 +154,4 @@ DYNAEXQ = System(
     ),
     dynaexq,
     dynaexq_memory,
-    options=("high_bits", "low_bits"),
 )

@@ -73,7 +73,6 @@ def llama_cpp(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome
             host_bytes=away * used * expert_bytes,
             link_bytes=away * pairs / shape.top_k * 2 * shape.hidden_size * shape.dtype_bytes,
         ),
-        notes={"layers_on_cpu": away * shape.num_layers},
     )
 
 
@@ -140,7 +139,6 @@ def vllm_offload(batches: Batches, costs: Costs, options: ReplayOptions) -> Outc
         prefill_ps=prompts_ps(batches, costs, layers_ps),
         fetched_experts=fetched,
         hot_pairs=round((1 - away) * int(rows.sum())),
-        notes={"layers_in_host_memory": away * shape.num_layers},
     )
 
 

@@ -8,7 +8,7 @@ why a pair runs where it runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,7 +172,6 @@ def without_device(
     prefill_ps: NDArray[np.float64] | None = None,
     traffic: Traffic | None = None,
     cold: Cold | None = None,
-    notes: dict[str, Any] | None = None,
 ) -> Outcome:
     """Outcome of a system whose experts run on the GPU or CPU.
 
@@ -195,7 +194,6 @@ def without_device(
         hot_pairs=hot_pairs,
         cold=cold or Cold(),
         traffic=traffic or Traffic(hbm_bytes=float((batches.loads.rows > 0).sum()) * costs.shape.expert_bytes),
-        notes=notes or {},
     )
 
 

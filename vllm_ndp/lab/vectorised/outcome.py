@@ -5,7 +5,7 @@ Knows arrays and averages. Does not know how a system works.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ class Outcome:
     hot_pairs: int  # decode pairs found in GPU memory
     cold: Cold
     traffic: Traffic
-    notes: dict[str, Any] = field(default_factory=dict)
+    over_least: float = float("nan")  # of the last joint plan, how much longer it takes than any must
 
 
 @dataclass(frozen=True)
