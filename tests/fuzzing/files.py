@@ -86,7 +86,6 @@ def kinds() -> list[Kind]:
         Kind("prior", _make_prior, _in_array, read_prior),
         Kind("import-npz", _make_npz, _in_archive, lambda path: import_trace(path, "npz", SETTINGS)),
         Kind("import-npz-bytes", _make_npz, _in_bytes(""), lambda path: import_trace(path, "npz", SETTINGS)),
-        Kind("import-sglang", _make_sglang, _in_archive, lambda path: import_trace(path, "sglang", SETTINGS)),
         Kind("import-vllm", _make_vllm, _in_lines(""), lambda path: import_trace(path, "vllm", SETTINGS)),
         Kind("import-routelog", _make_routelog, _in_lines(""), lambda path: import_trace(path, "routelog", SETTINGS)),
         Kind(
@@ -213,16 +212,6 @@ def _make_npz(path: Path) -> None:
     ids = np.stack([_ids(6), _ids(6)])
     weights = np.full(ids.shape, 0.5, np.float32)
     np.savez_compressed(path.open("wb"), experts=ids, weights=weights, prompt_len=np.array([2, 3]), domain=[0, 1])
-
-
-def _make_sglang(path: Path) -> None:
-    np.savez(
-        path.open("wb"),
-        topk_ids_of_layer=np.moveaxis(_ids(8), 1, 0),
-        forward_mode=np.array([1, 1, 1, 2, 1, 1, 2, 2]),
-        rid=np.array(["a", "a", "a", "a", "b", "b", "b", "b"]),
-        positions=np.array([0, 1, 2, 3, 0, 1, 2, 3]),
-    )
 
 
 def _make_vllm(path: Path) -> None:

@@ -38,7 +38,7 @@ def trace_import(
 ) -> None:
     """Read routing that another program recorded into a trace.
 
-    vllm, sglang, routelog, moe-trace, expert-selection, dynande, npz: docs/trace-format.md.
+    vllm, sglang-answers, routelog, moe-trace, expert-selection, dynande, npz: docs/trace-format.md.
     """
     from vllm_ndp.traces.format import PHASES
     from vllm_ndp.traces.importers import ImportSettings, import_trace

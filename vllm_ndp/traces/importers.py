@@ -405,19 +405,6 @@ _CELL = {name: name for name in ("request", "token", "layer", "ids", "weights", 
 FORMATS: dict[str, Format] = {
     # responses of `vllm serve --enable-return-routed-experts`, one a line
     "vllm": Format(_objects, ".jsonl", {"ids": "routed_experts", "request": "id"}, _answers),
-    # the expert distribution recorder's per_token dump; docs/trace-format.md has the lines that turn it into .npz
-    "sglang": Format(
-        _arrays,
-        ".npz",
-        {
-            "ids": "topk_ids_of_layer",
-            "mode": "forward_mode",
-            "position": "positions",
-            "request": "rid",
-            "pass": "forward_pass",
-        },
-        row_logs.by_position,
-    ),
     # answers of SGLang with return_routed_experts, one a line
     "sglang-answers": Format(_objects, ".jsonl", {"ids": "routed_experts"}, _sglang_answers),
     # JSON lines of vLLM's loggers, in any order; a file, or one per layer

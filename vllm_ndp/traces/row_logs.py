@@ -4,7 +4,6 @@
                       zero in every step. A row keeps its place in vLLM's batch until a request comes or goes. So
                       requests are recovered while the number of rows in a step stays.
     by_name           rows name their request
-    by_position       a request's next row has its next position; of several requests, the one that came first
     by_pass           a pass of the model is one prompt's part or one decoded token; a prompt after decode is a request
     by_folder         a folder a position: row r of each is of request r
 
@@ -36,7 +35,7 @@ _POSITION = re.compile(r"(\d+)(?:st|nd|rd|th)")
 def _lacks_its_beginning(source: object, name: str, first: int) -> TraceError:
     return TraceError(
         f"{source}: request {name!r} begins with token {first}, and a trace needs every token: record from the start, "
-        "without a prefix cache (--disable-radix-cache)"
+        "without a prefix cache"
     )
 
 
@@ -159,72 +158,6 @@ def _by_place(source: Path, rows: Rows, left_out: dict[str, int]) -> Found:
     if not found:
         raise TraceError(f"{source}: one req_id stands for all requests, and no two steps have the same number of rows")
     return found, left_out
-
-
-# -- by position ------------------------------------------------------------------------------------------------------
-
-
-def by_position(told: Told) -> Found:
-    """ids [L, T, k] with mode [T] (1 a prompt's, 2 decode) and position [T]; request or pass [T].
-
-    Rows that are -1 throughout are padding of a pass. Without request and pass: one stream.
-    """
-    ((_, arrays),) = told.parts
-    ids = np.moveaxis(arrays[told.fields["ids"]], 0, 1)
-    tokens = np.asarray((ids >= 0).any(axis=(1, 2)))
-    left_out = {"rows of padding": int((~tokens).sum())}
-    columns = {field: arrays[name] for field, name in told.fields.items() if field != "ids" and name in arrays}
-    if wrong := sorted(told.fields[field] for field, values in columns.items() if values.shape != tokens.shape):
-        raise TraceError(f"{', '.join(wrong)} must have a value per row, of which there are {len(tokens)}")
-    ids, columns = ids[tokens], {field: values[tokens] for field, values in columns.items()}
-    if "request" not in columns and "pass" not in columns:
-        return [Logged("", ids, None)], left_out
-    position, mode = columns["position"], columns["mode"]
-    names = columns["request"] if "request" in columns else _owners(position, mode, columns["pass"])
-    rids, first, request = np.unique(names, return_index=True, return_inverse=True)
-    order = np.lexsort((position, first[request]))  # requests as they first appear, each by position
-    logged = []
-    for rows in np.split(order, np.flatnonzero(np.diff(request[order])) + 1):
-        name, steps = str(rids[request[rows[0]]]), np.diff(position[rows])
-        if first_token := int(position[rows[0]]):
-            raise _lacks_its_beginning(told.source, name, first_token)
-        if (steps != 1).any():
-            after, next_one = position[rows][int(np.argmax(steps != 1)) :][:2].tolist()
-            raise TraceError(f"request {name!r} must have each token once, got token {next_one} after {after}")
-        logged.append(Logged(name, ids[rows], None, int((mode[rows] == 1).sum())))
-    return logged, left_out
-
-
-def _owners(positions: NDArray[Any], modes: NDArray[Any], passes: NDArray[Any]) -> NDArray[np.int64]:
-    """Number the request of each row [T]: the one whose next position it is, of several the one that came first.
-
-    That is the order of SGLang's batch. A request that a decode pass leaves out after one that had it has ended.
-    """
-    owner = np.zeros(len(positions), np.int64)
-    running: dict[int, int] = {}  # request -> position of its next row, in order of arrival
-    decoding: set[int] = set()
-    count = 0
-    for rows in np.split(np.arange(len(passes)), np.flatnonzero(np.diff(passes)) + 1):
-        here: set[int] = set()
-        request = -1
-        for row in rows.tolist():
-            position, extends = int(positions[row]), int(modes[row]) == 1
-            if not (extends and running.get(request) == position):  # else the prompt of the row before goes on
-                waiting = (r for r, wanted in running.items() if wanted == position and r not in here)
-                request = count if position == 0 else next(waiting, -1)
-            if request < 0:
-                raise TraceError(
-                    f"row {row} is token {position} of a request whose earlier tokens were not recorded: record from "
-                    "the start, with --disable-radix-cache"
-                )
-            count += request == count
-            here.add(request)
-            owner[row], running[request] = request, position + 1
-        if len(rows) and int(modes[rows[0]]) == 2:
-            for ended in decoding - here:
-                del running[ended]
-            decoding = here
-    return owner
 
 
 # -- by pass ----------------------------------------------------------------------------------------------------------

@@ -134,31 +134,8 @@ def test_what_nobody_can_tell_is_refused_by_row_and_layer(tmp_path: Path, change
         vllm(tmp_path, change)
 
 
-def sglang(tmp_path: Path, ids: np.ndarray, **columns: np.ndarray) -> Trace:
-    """Two requests in a batch, of which rows may be padding; columns as SGLang's recorder has them."""
-    half = len(ids) // 2
-    told = {
-        "rid": np.repeat(["a", "b"], half),
-        "positions": np.tile(np.arange(half), 2),
-        "forward_mode": np.tile(np.repeat([1, 2], [PROMPT, half - PROMPT]), 2),
-    }
-    np.savez(tmp_path / "dump.npz", topk_ids_of_layer=np.moveaxis(ids, 0, 1), **(told | columns))
-    return import_trace(tmp_path / "dump.npz", "sglang", ImportSettings(num_experts=E))
-
-
-def test_sglangs_dense_layers_and_shared_experts_are_left_out(tmp_path: Path) -> None:
-    ids = np.full((2 * TOKENS, LAYERS, 8), -1)
-    ids[:, 1:, :K], ids[:, 1:, K] = chosen(2 * TOKENS)[:, 1:], E
-    trace = sglang(tmp_path, ids)
-    told = {"columns of shared experts or padding": 4, "layers without experts": 1}
-    assert trace.provenance.settings["left_out"] == told
-    assert np.array_equal(trace.ids, chosen(2 * TOKENS)[:, 1:])
-
-
 def test_a_request_that_lacks_its_first_tokens_is_refused(tmp_path: Path) -> None:
     """Its prompt would end too late: what a prefix cache held is not in a log."""
-    with pytest.raises(TraceError, match=r"request 'a' begins with token 3, .*: record from the start"):
-        sglang(tmp_path, chosen(2 * TOKENS), positions=np.concatenate([np.arange(TOKENS) + 3, np.arange(TOKENS)]))
     rows = [
         {"type": "route", "req_id": name, "token_idx": token, "layer": 0, "topk_ids": [token % 3]}
         for name, first in (("a", 0), ("b", 2))
@@ -184,20 +161,6 @@ def test_a_long_prompt_of_a_large_model_is_one_line(tmp_path: Path) -> None:
     assert np.array_equal(trace.ids, ids)
 
 
-def test_sglangs_padding_of_a_pass_belongs_to_no_request(tmp_path: Path) -> None:
-    half = TOKENS + 2
-    ids = np.full((2 * half, LAYERS, K), -1)
-    tokens = np.tile(np.arange(half) < TOKENS, 2)
-    ids[tokens] = chosen(2 * TOKENS)
-    trace = sglang(tmp_path, ids)
-    assert trace.provenance.settings["left_out"] == {"rows of padding": 4}
-    assert np.array_equal(trace.ids, chosen(2 * TOKENS))
-    holes = np.tile(np.arange(half) != 5, 2)
-    ids[holes & ~tokens], ids[~holes] = ids[0], -1
-    with pytest.raises(TraceError, match="request 'a' must have each token once, got token 6 after 4"):
-        sglang(tmp_path, ids)
-
-
 def test_padding_of_npz_requests_of_different_lengths_is_left_out(tmp_path: Path) -> None:
     ids = np.stack([chosen(), chosen(seed=1)])
     ids[1, -6:] = 0
@@ -206,15 +169,6 @@ def test_padding_of_npz_requests_of_different_lengths_is_left_out(tmp_path: Path
     trace = import_trace(tmp_path / "x.npz", "npz", ImportSettings(num_experts=E))
     assert trace.provenance.settings["left_out"] == {"rows of padding": 6}
     assert [len(one.decode_ids) for one in trace.sequences] == [TOKENS - PROMPT, TOKENS - PROMPT - 6]
-
-
-def test_a_stream_without_requests_loses_its_padding_before_it_is_cut(tmp_path: Path) -> None:
-    ids = np.full((48, LAYERS, K), -1)
-    ids[np.arange(48) % 3 != 1] = chosen(32)
-    np.savez(tmp_path / "dump.npz", topk_ids_of_layer=np.moveaxis(ids, 0, 1), forward_mode=np.ones(48))
-    trace = import_trace(tmp_path / "dump.npz", "sglang", ImportSettings(sequence_len=16, prompt_len=8, num_experts=E))
-    assert trace.provenance.settings["left_out"] == {"rows of padding": 16}
-    assert np.array_equal(trace.ids, chosen(32))
 
 
 GOOD = trace_of([Logged(str(n), chosen(seed=n), None, PROMPT) for n in range(2)], ImportSettings("m", E), "x")

@@ -13,7 +13,8 @@ import pytest
 from ndp_device.common.errors import ConfigError, TraceError
 from vllm_ndp.planning.importance import importance
 from vllm_ndp.planning.plan import top_experts
-from vllm_ndp.traces.importers import FORMATS, ImportSettings, import_trace
+from vllm_ndp.traces.importers import FORMATS, ImportSettings, import_trace, trace_of
+from vllm_ndp.traces.rows import Logged
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
@@ -149,64 +150,6 @@ def test_vllm_responses_whose_prompts_cannot_be_told_are_refused(tmp_path, respo
         import_trace(tmp_path / "r.jsonl", "vllm")
 
 
-def test_sglang_rows_are_gathered_by_request_and_ordered_by_position(tmp_path):
-    a, b = routed(4), routed(3, 1)
-    rows = np.concatenate([a[:3], b[:2], a[3:], b[2:]])  # two prefills, then one decode step of both
-    np.savez(
-        tmp_path / "dump.npz",
-        topk_ids_of_layer=np.moveaxis(rows, 1, 0),
-        forward_mode=np.array([1, 1, 1, 1, 1, 2, 2]),
-        positions=np.array([0, 1, 2, 0, 1, 3, 2]),
-        rid=np.array(["a", "a", "a", "b", "b", "a", "b"]),
-    )
-    trace = import_trace(tmp_path / "dump.npz", "sglang", ImportSettings(num_experts=E))
-    assert (trace.sequences[0].prompt_ids == a[:3]).all()
-    assert (trace.sequences[1].decode_ids == b[2:]).all()
-
-
-def sglang_dump(tmp_path, passes: list[tuple[int, list[int]]], seed: int = 0, **changes):
-    """What docs/trace-format.md makes of the dump of SGLang 0.5.23: of each pass its mode and positions; k is padded to
-    eight. Laid out as _DetailAccumulator.dump there does (read, not run: its packages want a GPU). Returns the ids."""
-    rows = sum(len(positions) for _, positions in passes)
-    ids = routed(rows, seed)
-    padded = np.full((L, rows, 8), -1)
-    padded[:, :, :K] = np.moveaxis(ids, 1, 0)
-    arrays = {
-        "topk_ids_of_layer": padded,
-        "forward_mode": np.concatenate([np.full(len(positions), mode) for mode, positions in passes]),
-        "positions": np.concatenate([positions for _, positions in passes]),
-        "forward_pass": np.concatenate([np.full(len(p), number) for number, (_, p) in enumerate(passes)]),
-    }
-    np.savez(tmp_path / "dump.npz", **arrays | changes)
-    return ids
-
-
-def test_sglang_requests_are_found_again_by_their_positions(tmp_path):
-    """Prompts of 3 and 2 in one pass, a prompt of 4 in two chunks; the second request ends after one decoded token, so
-    row 3 of the last pass is the third's and not its fourth."""
-    ids = sglang_dump(
-        tmp_path,
-        [(1, [0, 1, 2, 0, 1]), (2, [3, 2]), (1, [0, 1]), (1, [2, 3]), (2, [4, 4]), (2, [5, 5])],
-    )
-    trace = import_trace(tmp_path / "dump.npz", "sglang", ImportSettings(num_experts=E))
-    assert trace.prompt_len.tolist() == [3, 2, 4]
-    first, second, third = trace.sequences
-    assert (first.decode_ids == ids[[5, 11, 13]]).all()
-    assert (second.prompt_ids == ids[3:5]).all()
-    assert (second.decode_ids == ids[[6]]).all()
-    assert (third.prompt_ids == ids[7:11]).all()
-    assert (third.decode_ids == ids[[12, 14]]).all()
-
-
-def test_sglang_prompts_that_the_radix_cache_held_are_refused_with_the_flag_that_turns_it_off(tmp_path):
-    sglang_dump(tmp_path, [(1, [0, 1, 2]), (1, [7, 8])])
-    with pytest.raises(TraceError, match=r"row 3 is token 7 of a request .* --disable-radix-cache"):
-        import_trace(tmp_path / "dump.npz", "sglang")
-    sglang_dump(tmp_path, [(1, [0, 1, 2])], forward_pass=np.zeros(2, int))
-    with pytest.raises(TraceError, match="a value per row"):
-        import_trace(tmp_path / "dump.npz", "sglang")
-
-
 def test_our_npz_keeps_domains_and_prompt_lengths(tmp_path):
     ids = np.stack([routed(6, seed) for seed in range(2)])
     np.savez(
@@ -232,11 +175,10 @@ def test_a_file_of_another_kind_is_refused_in_one_sentence(tmp_path, kind):
 
 
 def test_an_unknown_format_is_answered_with_the_nearest():
-    with pytest.raises(TraceError, match="did you mean 'sglang'"):
-        import_trace(Path("x"), "sglan")
+    with pytest.raises(TraceError, match="did you mean 'dynande'"):
+        import_trace(Path("x"), "dynade")
 
 
 def test_too_few_tokens_for_one_sequence_say_how_many_are_needed(tmp_path):
-    np.savez(tmp_path / "d.npz", topk_ids_of_layer=np.moveaxis(routed(5), 1, 0), forward_mode=np.ones(5))
     with pytest.raises(TraceError, match="takes 512 tokens, the recording has only 5"):
-        import_trace(tmp_path / "d.npz", "sglang", ImportSettings(num_experts=E))
+        trace_of([Logged("", routed(5), None)], ImportSettings(num_experts=E), "x")
