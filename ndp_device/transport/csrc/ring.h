@@ -6,7 +6,7 @@
 //
 // Knows neither Python nor protocol. Who wants to sleep says so with prepare_sleep() and is then woken by the other side by
 // other means. Nothing the peer wrote is used before it was checked; what does not fit the rules throws invalid_argument, and
-// the caller gives the mapping up. ring_check.cpp runs both ends at once, also under the thread sanitizer.
+// the caller gives the mapping up. tests/ndp_device/transport/ring_check.cpp runs both ends at once.
 #pragma once
 
 #include <fcntl.h>

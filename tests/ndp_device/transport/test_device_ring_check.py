@@ -1,4 +1,4 @@
-"""Both ends of the rings at the same moment, as a program of two threads without Python (csrc/ring_check.cpp)."""
+"""Both ends of the rings at the same moment, as a program of two threads without Python (ring_check.cpp)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-SOURCE = ROOT / "ndp_device" / "transport" / "csrc" / "ring_check.cpp"
+SOURCE = Path(__file__).with_name("ring_check.cpp")
+INCLUDE = f"-I{ROOT / 'ndp_device' / 'transport' / 'csrc'}"
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 
 
 def built(directory: Path, *options: str) -> str:
     program = str(directory / "ring_check")
-    subprocess.run(["c++", "-std=c++17", "-g", "-pthread", *options, "-o", program, str(SOURCE)], check=True)
+    subprocess.run(["c++", "-std=c++17", "-g", "-pthread", INCLUDE, *options, "-o", program, str(SOURCE)], check=True)
     return program
 
 

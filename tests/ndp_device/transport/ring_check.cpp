@@ -1,4 +1,4 @@
-// Both ends of the rings at once, without Python; tests/ndp_device/transport/test_device_ring_check.py builds and runs it.
+// Both ends of the rings at once, without Python; test_device_ring_check.py builds and runs it.
 //
 //   ring_check wakes ROUNDS      a message is published while its reader goes to sleep: do they ever miss each other?
 //   ring_check stream MESSAGES   messages through three slots to a thread that sleeps on its pipe: does each arrive as it was?
