@@ -17,7 +17,6 @@ from ndp_device import timing_cli
 from ndp_device.common.command_line import HardwareOption, SetOption, assignments, command, print_json, program, run
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.outputs import KEYS
-from ndp_device.timing.spec import PE_MODES
 from ndp_device.transport.address import INSECURE_LOOPBACK
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ class DeviceHardwareOptions:
 
     hardware: HardwareOption = "h100-ndp512"
     set_: SetOption = None
-    pe_mode: Annotated[str | None, typer.Option(help=f"How arrays compute: {', '.join(PE_MODES)}.")] = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,6 @@ def serve(
         replicas_dir=experts.replicas,
         hardware=where.hardware,
         hardware_overrides=tuple(assignments(where.set_, "--set", "section.field=value").items()),
-        pe_mode=where.pe_mode,
         kernel=experts.kernel,
         prepare=experts.prepare,
     )

@@ -46,7 +46,6 @@ class DeviceConfig:
     model_dir: Path | None = None
     replicas_dir: Path | None = None
     hardware: str = "h100-ndp512"
-    pe_mode: str | None = None  # None = what the hardware preset says
     hardware_overrides: tuple[tuple[str, str], ...] = ()  # (section.field, value as text)
     kernel: str = "auto"
     prepare: str = "idle"  # convert experts before a plan asks for them, while nobody uses the cores; or only then
@@ -54,8 +53,8 @@ class DeviceConfig:
     def __post_init__(self) -> None:
         if self.model_dir is None and self.replicas_dir is None:
             raise ConfigError("a device needs experts: give a model, --replicas, or both")
-        if self.hardware == NO_HARDWARE and (self.pe_mode or self.hardware_overrides):
-            raise ConfigError("hardware 'none' simulates nothing: leave --set and --pe-mode out, or name a preset")
+        if self.hardware == NO_HARDWARE and self.hardware_overrides:
+            raise ConfigError("hardware 'none' simulates nothing: leave --set out, or name a preset")
         if self.prepare not in PREPARE:
             raise ConfigError(f"prepare must be one of {', '.join(PREPARE)}, got {self.prepare!r}")
 
@@ -123,10 +122,8 @@ class Handler:
         kernel = load_kernel(config.kernel)
         if config.kernel == "reference":
             _log.warning("the reference kernel is a slow check in numpy: its wall times say nothing about a device")
-        overrides = dict(config.hardware_overrides)
-        if config.pe_mode is not None:
-            overrides["pe_mode"] = config.pe_mode
-        hardware = None if config.hardware == NO_HARDWARE else load_hardware(config.hardware, **overrides)
+        simulates = config.hardware != NO_HARDWARE
+        hardware = load_hardware(config.hardware, **dict(config.hardware_overrides)) if simulates else None
         store = ExpertStore(config.model_dir, config.replicas_dir, kernel=kernel)
         handler = cls(
             store,

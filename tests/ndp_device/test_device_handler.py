@@ -342,8 +342,8 @@ def test_a_failure_inside_the_device_is_a_refusal_without_its_text(handler: Hand
 def test_impossible_settings_are_one_sentence() -> None:
     with pytest.raises(ConfigError, match="needs experts"):
         DeviceConfig(address="ipc:///x")
-    with pytest.raises(ConfigError, match="simulates nothing: leave --set and --pe-mode out"):
-        DeviceConfig(address="ipc:///x", model_dir=Path("m"), hardware="none", pe_mode="fp16")
+    with pytest.raises(ConfigError, match="simulates nothing: leave --set out"):
+        DeviceConfig(address="ipc:///x", model_dir=Path("m"), hardware="none", hardware_overrides={"array.units": 1})
     with pytest.raises(ConfigError, match="kernel must be one of"):
         Handler.from_config(DeviceConfig(address="ipc:///x", model_dir=Path("m"), kernel="magic"))
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ndp_device.common.errors import ConfigError, TraceError
 from ndp_device.common.widths import WIDTHS
 from ndp_device.timing.spec import load_hardware
+from vllm_ndp.config import NdpSettings
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.cost_model.memory import DoesNotFit, Footprint
 from vllm_ndp.lab.differences import Difference, paired
@@ -156,7 +157,7 @@ class Replays:
             num_hot = p.num_experts
         self._budget = Budget(num_hot, settings.avg_bits)
         told = {
-            "bit_rule": settings.bit_rule or usual_bit_rule(settings.bits_for),
+            "bit_rule": settings.bit_rule or usual_bit_rule(NdpSettings.bits_for),
             "prior": workload.prior,
             **settings.policy_options,
         }
@@ -194,7 +195,6 @@ class Replays:
             prior=self._workload.prior,
             clairvoyant=policy == ORACLE,
             migration=settings.migration,
-            bits_for=settings.bits_for,
             predictor=self._workload.predictor if settings.prefetch == "measured" else None,
             own=own,
         )

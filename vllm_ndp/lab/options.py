@@ -131,18 +131,11 @@ class CompareSettings:
         str | None,
         typer.Option(help="What bits are chosen by: pairs, layers, importance, mse or uniform; default: the plugin's."),
     ] = None
-    bits_for: Annotated[
-        str,
-        typer.Option(
-            help="request: bits of each request alone; batch: the same for all that run; auto: by how many run."
-        ),
-    ] = "auto"
     migration: Annotated[str, typer.Option(help="kept: what a prefill streamed stays; difference.")] = "kept"
     policy_options: PolicyOptions = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         from vllm_ndp.lab.systems import SYSTEMS, require_options, system_named
-        from vllm_ndp.planning.importance import BITS_FOR
         from vllm_ndp.planning.policies import POLICIES, require_known
 
         for name, known in (("systems", SYSTEMS), ("policies", (*POLICIES, ORACLE))):
@@ -155,7 +148,7 @@ class CompareSettings:
         require_options(self.options, self.systems)
         if self.num_hot is not None and self.num_hot < 0:
             raise ConfigError(f"hot experts per layer must be at least 0, got {self.num_hot}")
-        _require(self, prefetch=PREFETCHES, migration=MIGRATIONS, bits_for=BITS_FOR)
+        _require(self, prefetch=PREFETCHES, migration=MIGRATIONS)
         if not self.batches or min(self.batches) < 1:
             raise ConfigError(f"batch sizes must be at least 1, got {list(self.batches)}")
 
@@ -242,8 +235,6 @@ class LoadSettings:
         int | None, typer.Option(help="Requests in all, the trace's taken round and round; default: each once.")
     ] = None
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="The same seed gives the same arrivals.")] = 0
-    policy: Annotated[str, typer.Option(help="How hot experts are chosen.")] = "prefill"
-    policy_options: PolicyOptions = field(default_factory=dict)
     num_hot: HotOption = None
     avg_bits: AvgBitsOption = DEFAULT_AVG_BITS
     execution: Annotated[str, typer.Option(help="balanced: hot experts may run on the device; paper: never.")] = (

@@ -97,7 +97,6 @@ def test_arrivals_that_no_clock_could_give_are_refused(at, says):
         ({"split": True}, "--split gives each of several devices a part of every expert: give --devices"),
         ({"process": "steps", "devices": 2}, "leave --gpus and --devices out"),
         ({"process": "steps", "alike": 2}, "leave --alike out"),
-        ({"policy": "prefil"}, "did you mean 'prefill'"),
         ({"overrides": {"gpu.hbm_capacity_bytes": 10**6}}, "gpu memory lacks"),
     ],
 )

@@ -13,7 +13,7 @@ import typer
 
 from ndp_device.common.command_line import command, print_json
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.lab.cli.recorded import PerfettoOption, StepsOption, losses_chosen, losses_of_run, write_timeline
+from vllm_ndp.lab.cli.recorded import PerfettoOption, StepsOption, losses, losses_of_run, write_timeline
 from vllm_ndp.lab.options import BUNDLED, LoadSettings, PriorOption, ReplicasOption, TableOption
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def arrivals(
         served = [serve_again(recorded[0], losses_of_run(recorded[0], replicas))]
         identical = _as_recorded(served[0], recorded[0])
     else:
-        loss = losses_chosen(recorded[0], replicas, asked.policy_options)
+        loss = None if replicas is None else losses(recorded[0], replicas)
         known = None if prior is None else read_prior(prior)
         with waiting(f"serving {asked.process} arrivals"):
             served = serve(recorded, asked, prior=known, loss=loss)

@@ -84,9 +84,12 @@ def _host(
             prior.values[np.arange(costs.shape.num_layers) * p.num_layers // costs.shape.num_layers]
         )
     num_hot = p.num_experts // 2 if settings.num_hot is None else settings.num_hot
-    options = {"prior": prior, "bit_rule": usual_bit_rule(NdpSettings.bits_for), **settings.policy_options}
+    options = {
+        "prior": prior,
+        "bit_rule": usual_bit_rule(NdpSettings.bits_for),
+    }
     rules = PlannerRules(
-        policy_with(settings.policy, options)[0],
+        policy_with(NdpSettings.policy, options)[0],
         Budget(num_hot, settings.avg_bits),
         loss,
         bits_for=NdpSettings.bits_for,
