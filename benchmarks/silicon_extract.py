@@ -27,6 +27,7 @@ PROMPT = [16, 64, 256, 1024, 4096, 16384]
 MATRICES = (1024, 2048, 4096, 6144, 8192, 12288, 16384, 51200)
 HEADS = (8, 16, 32, 64)
 REQUESTS = (1, 4, 16, 64, 256)
+REDUCED = [128 << 2 * n for n in range(11)]
 NARROWEST = 128
 """Columns of an expert's shard; fewer are no shard that an engine makes of one model on one machine."""
 TWO_MATRICES = (22, 6)
@@ -38,6 +39,7 @@ HEADER = """\
 # bf16, fp8, int4, mxfp4: a MoE layer, balanced routing, by tokens 2^0..2^14; hidden, intermediate, chosen, experts
 # gemm: bf16, by rows 4^0..4^7; columns, hidden
 # decode, prefill: attention, bf16, by cached or prompt tokens 16 x 4^0..4^5; requests, heads, kv heads, head size
+# allreduce: in a CUDA graph, by bytes 128 x 4^0..4^10; GPUs. L40S: vLLM 0.14.0
 card,kernel,shape,ns
 """
 
@@ -90,6 +92,11 @@ def lines_of(folder: Path) -> Iterator[Line]:
             and r["head_dim"] in (64, 128)
         ]
         yield from series(found, axis)
+    [path] = sorted(folder.glob("comm/vllm/0.2[24].0/custom_allreduce_perf.parquet"))
+    reduced = [
+        ("allreduce", (r["num_gpus"],), r["message_size"], r["latency"]) for r in read(path, backend="vllm_graph")
+    ]
+    yield from series(reduced, REDUCED)
 
 
 def main() -> None:

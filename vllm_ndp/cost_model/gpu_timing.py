@@ -41,23 +41,29 @@ _MOST_KNOWN = 4096
 
 
 COLLECTIVE_PS = 6_000_000
-"""Latency of 128 B to 64 KiB between two H100 in a CUDA graph, measured: github.com/NVIDIA/nccl/issues/1259. More GPUs
-take longer, so it is optimistic beyond two."""
+"""Latency of 128 B to 64 KiB between two H100 in a CUDA graph, measured: github.com/NVIDIA/nccl/issues/1259. Where
+all-reduces of the card were measured (silicon.py), those stand for it."""
 NVLINK_BYTES_PER_S = 370_000_000_000
 """Rate of one direction of NVLink 4 after protocol overhead, out of 450 GB/s:
 github.com/NVIDIA/nccl-tests/issues/212."""
 
 
-def all_reduce_ps(num_gpus: int, num_bytes: int) -> int:
-    """Each GPU has num_bytes of partial sums, and gets the sum: latency + 2 (n - 1) / n * bytes / bandwidth."""
-    return 0 if num_bytes == 0 else gather_ps(num_gpus, 2 * num_bytes)
+def all_reduce_ps(num_gpus: int, num_bytes: int, card: str = "") -> int:
+    """Each GPU has num_bytes of partial sums, and gets the sum: latency + 2 (n - 1) / n * bytes / bandwidth.
 
-
-def gather_ps(num_gpus: int, num_bytes: int) -> int:
-    """Each GPU has its part of num_bytes, and gets all."""
+    card: whose measured all-reduces tell; empty, or beyond the GPUs that were measured: the formula.
+    """
     if num_gpus == 1 or num_bytes == 0:
         return 0
-    return COLLECTIVE_PS + transfer_ps(ceil_div(num_bytes * (num_gpus - 1), num_gpus), NVLINK_BYTES_PER_S)
+    measured = silicon.all_reduce_ps(card, num_gpus, num_bytes) if card else None
+    return measured or COLLECTIVE_PS + transfer_ps(
+        ceil_div(2 * num_bytes * (num_gpus - 1), num_gpus), NVLINK_BYTES_PER_S
+    )
+
+
+def gather_ps(num_gpus: int, num_bytes: int, card: str = "") -> int:
+    """Each GPU has its part of num_bytes, and gets all: an all-reduce of half as much."""
+    return all_reduce_ps(num_gpus, ceil_div(num_bytes, 2), card)
 
 
 def send_ps(num_bytes: int) -> int:
@@ -186,7 +192,7 @@ class GpuModel:
 
     def reduce_ps(self, rows: int) -> int:
         """One all-reduce of so many rows of activations."""
-        return all_reduce_ps(self.num_gpus, rows * self.shape.hidden_size * self.shape.dtype_bytes)
+        return all_reduce_ps(self.num_gpus, rows * self.shape.hidden_size * self.shape.dtype_bytes, self.card)
 
     def attention_ps(self, rows: int, kv_tokens: int) -> int:
         """Mean over the MoE layers of what runs before their experts in decode, rounded up."""
@@ -292,7 +298,7 @@ class GpuModel:
             compute = self._products_ps(rows, (shape.vocab_size, shape.hidden_size))
         else:
             compute = self.roofline_ps(values * shape.dtype_bytes, 2 * rows * shape.head_weights)
-        return reduce_ps + compute + gather_ps(self.num_gpus, logits)
+        return reduce_ps + compute + gather_ps(self.num_gpus, logits, self.card)
 
 
 class LayerTime(NamedTuple):

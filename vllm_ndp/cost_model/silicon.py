@@ -1,4 +1,4 @@
-"""Times of GPU kernels that were measured: vLLM's MoE layers, matrix products and attention on four cards.
+"""Times of GPU kernels that were measured: vLLM's MoE layers, products, attention and all-reduces on four cards.
 
     time = base x ratio          base = fastest time of the kernel + bytes / memory rate + flops / arithmetic rate
 
@@ -58,6 +58,8 @@ _TOKENS = [1 << at for at in range(15)]
 """Of measured MoE layers."""
 _ROWS = [4**at for at in range(8)]
 """Of measured products."""
+_REDUCED = [128 * 4**at for at in range(11)]
+"""Bytes of measured all-reduces."""
 _NEAREST = 8
 _ONE = 1 << 16
 _DISTURBED = 3, 2
@@ -207,13 +209,27 @@ def _products(card: str, columns: int, depth: int, rates: Rates) -> list[int]:
 
 
 def product_ps(card: str, columns: int, depth: int, rows: int, rates: Rates) -> int:
-    """A straight line between measured numbers of rows, in proportion beyond the last."""
-    took = _products(card, columns, depth, rates)
-    if rows >= _ROWS[-1]:
-        return ceil_div(took[-1] * rows, _ROWS[-1])
-    after = next(at for at, known in enumerate(_ROWS) if known > rows)
-    (low, high), (short, long) = _ROWS[after - 1 : after + 1], took[after - 1 : after + 1]
-    return short + ceil_div((long - short) * (rows - low), high - low)
+    return _between(_ROWS, _products(card, columns, depth, rates), rows)
+
+
+@cache
+def _all_reduces(card: str) -> list[tuple[int, list[int]]]:
+    return sorted((shape[0], never_falling(times)) for shape, times in _lines()[card, "allreduce"])
+
+
+def all_reduce_ps(card: str, num_gpus: int, num_bytes: int) -> int | None:
+    """That of the next more GPUs that were measured; None: there are none."""
+    found = next((times for gpus, times in _all_reduces(card) if gpus >= num_gpus), None)
+    return None if found is None else _between(_REDUCED, found, num_bytes)
+
+
+def _between(known: Sequence[int], took: Sequence[int], asked: int) -> int:
+    """A straight line between measured sizes, the first below them, in proportion beyond the last."""
+    if asked >= known[-1]:
+        return ceil_div(took[-1] * asked, known[-1])
+    after = max(next(at for at, each in enumerate(known) if each > asked), 1)
+    (low, high), (short, long) = known[after - 1 : after + 1], took[after - 1 : after + 1]
+    return short + ceil_div((long - short) * (max(asked, low) - low), high - low)
 
 
 def never_falling(times: Sequence[int]) -> list[int]:
