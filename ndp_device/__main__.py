@@ -218,7 +218,7 @@ def keygen(
     """Make the keys of a device and of a host that it lets in.
 
     The device's are made once. NAME.key_secret and device.key go to that host, into one directory (setting
-    `device_keys`, option --key: the former); deleting allowed/NAME.key revokes it.
+    `devices`, option --key: the former); deleting allowed/NAME.key revokes it.
     """
     from ndp_device.transport.keys import make_keys
 

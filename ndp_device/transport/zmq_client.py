@@ -37,8 +37,8 @@ _RECONNECT_MS, _RECONNECT_MAX_MS = 5, 20  # half of the latter passes before a d
 _DOORBELL_LOST_S = 0.05  # how long a host sleeps before it looks into memory without a doorbell, and rings again
 _NOT_ALLOWED = "the device does not allow this host's key: put its .key file into the device's allowed/ directory"
 _OTHER_MECHANISM = (
-    "the device wants keys: give the file that `ndp-device keygen` made for this host (device_keys, --key)",
-    "the device has no keys, and this host was told to use some: start it with --keys, or drop device_keys",
+    "the device wants keys: give the file that `ndp-device keygen` made for this host (`keys` in `devices`, --key)",
+    "the device has no keys, and this host was told to use some: start it with --keys, or drop them",
 )
 _OTHER_KEY = (
     "the device ended the handshake: the device has no keys, or its key is another one than the one in this host's "

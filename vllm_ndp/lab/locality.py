@@ -12,9 +12,8 @@ the loops over tokens are in csrc/stacks.cpp. Knows traces. Does not know time, 
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -152,19 +151,6 @@ def locality(trace: Trace) -> Locality:
         concentration=_mean_of_requests(own),
         entropy=_entropy(used),
     )
-
-
-def by_request(trace: Trace, places: int) -> dict[str, NDArray[np.float64]]:
-    """Repeats, and hits of an LRU cache of `places` experts, for every request with decode tokens; mean over layers."""
-    _, tokens = _selected(trace)
-    found = [
-        (one.repeats().mean(), _hits(one.depths("lru")[0])[:, places].mean())
-        for start, end in itertools.pairwise(tokens.ends.tolist())
-        if end - start > 1
-        for one in (replace(tokens, rows=tokens.rows[start:end], ends=np.array([0, end - start])),)
-    ]
-    repeats, hits = np.array(found, np.float64).reshape(-1, 2).T
-    return {"repeats": repeats, "lru": hits}
 
 
 def default_places(num_experts: int) -> tuple[int, ...]:

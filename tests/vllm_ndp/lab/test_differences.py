@@ -9,8 +9,7 @@ from scipy import stats
 
 from ndp_device.common.errors import TraceError
 from vllm_ndp.lab.compare import beside_fastest, compare
-from vllm_ndp.lab.differences import ks, paired, unpaired
-from vllm_ndp.lab.locality import by_request, locality
+from vllm_ndp.lab.differences import ks, paired
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.traces.trace import Trace
 
@@ -35,20 +34,19 @@ def test_samples_with_nothing_between_them_have_a_ks_of_one():
 
 
 def test_a_pair_is_judged_by_the_difference_of_each_request():
-    """Requests differ by a factor of 100, each by 1 % of the mean: equal within 5 %; unpaired means show nothing."""
+    """Requests differ by a factor of 100, each by 1 % of the mean: equal within 5 %."""
     other = np.geomspace(1, 100, 40)
     own = other + 0.01 * other.mean()
     one = paired(own, other)
     assert (one.mean, one.low, one.high) == pytest.approx((0.01, 0.01, 0.01))
     assert one.equal
-    assert not unpaired(own, other, margin=0.05 * other.mean()).equal
     assert not paired(own, other, margin=0.009).equal
 
 
 def test_few_noisy_requests_are_not_shown_equal():
     """Absence of evidence: the interval holds 0, and TOST says no."""
     noise = np.random.default_rng(0).normal(size=(2, 6))
-    one = unpaired(*noise, margin=0.05)
+    one = paired(*(100 + 20 * noise))
     assert one.low < 0 < one.high
     assert not one.equal
 
@@ -57,7 +55,7 @@ def test_samples_that_cannot_be_compared_are_refused():
     with pytest.raises(TraceError, match="got 2 and 3 values"):
         paired(np.ones(2), np.ones(3))
     with pytest.raises(TraceError, match="at least 2 requests"):
-        unpaired(np.ones(1), np.ones(3))
+        paired(np.ones(1), np.ones(3))
 
 
 def test_every_row_of_a_comparison_stands_beside_the_fastest_of_its_batch():
@@ -68,11 +66,3 @@ def test_every_row_of_a_comparison_stands_beside_the_fastest_of_its_batch():
     assert [one.mean for one in beside] == pytest.approx([each / min(times) - 1 for each in times])
     assert (beside[fastest].mean, beside[fastest].equal, beside[fastest].ks) == (0, True, 0)
     assert not beside[1 - fastest].equal
-
-
-def test_requests_by_themselves_have_the_locality_of_all():
-    """Weighted by their tokens, hits of single requests are those of the trace."""
-    tokens = np.array([len(s.decode_ids) for s in BUNDLED.sequences if len(s.decode_ids) > 1])
-    apart, together = by_request(BUNDLED, 2), locality(BUNDLED)
-    assert np.average(apart["lru"], weights=tokens) == pytest.approx(together.mean_hits("lru", 2), abs=0.01)
-    assert np.average(apart["repeats"], weights=tokens - 1) == pytest.approx(together.repeats.mean(), abs=0.01)

@@ -17,7 +17,6 @@ from vllm_ndp.lab.options import BUNDLED, HotOption, PageOption, PriorOption, Ta
 if TYPE_CHECKING:
     from vllm_ndp.lab.analysis import Analysis
     from vllm_ndp.lab.locality import Locality
-    from vllm_ndp.traces.trace import Trace
 
 app = typer.Typer()
 
@@ -29,7 +28,7 @@ app = typer.Typer()
     examples=(
         f"vllm-ndp analyze {BUNDLED}",
         f"vllm-ndp analyze {BUNDLED} --hot-experts 2 --prior-out prior.npy --html routing.html",
-        f"vllm-ndp analyze {BUNDLED} --against {BUNDLED} --out layers.parquet",
+        f"vllm-ndp analyze {BUNDLED} --out layers.parquet",
     ),
 )
 def analyze(
@@ -39,9 +38,6 @@ def analyze(
     prior_out: Annotated[
         Path | None, A_NEW_FILE, typer.Option(help="Write the popularity of this trace's experts to this .npy file.")
     ] = None,
-    against: Annotated[Path | None, typer.Option(help="Another trace: are the two as local, request by request?")] = (
-        None
-    ),
     out: TableOption = None,
     html: PageOption = None,
 ) -> None:
@@ -80,8 +76,6 @@ def analyze(
     else:
         print(f"what prompts tell is not said: {summary['not_analysed']}")
     print_locality(found, sizes)
-    if against is not None:
-        summary["against"] = _set_against(recorded, Trace.load(against))
     if prior_out is not None:
         np.save(prior_out, popularity(recorded).values)
     if out is not None:
@@ -107,21 +101,3 @@ def _by_layer(found: Locality) -> list[dict[str, Any]]:
         for layer in range(len(found.repeats))
         for size in range(found.num_experts + 1)
     ]
-
-
-def _set_against(own: Trace, other: Trace) -> dict[str, Any]:
-    """Difference of means over requests, TOST and KS, of repeats and of LRU hits at a quarter of the experts."""
-    from vllm_ndp.lab.differences import unpaired
-    from vllm_ndp.lab.locality import by_request
-
-    ours, theirs = (by_request(trace, max(trace.provenance.num_experts // 4, 1)) for trace in (own, other))
-    found = {}
-    for name, values in ours.items():
-        one = unpaired(values, theirs[name])
-        found[name] = dataclasses.asdict(one)
-        verdict = "equal" if one.equal else "not shown equal"
-        print(
-            f"{name}: {one.mean:+.3f} ({one.low:+.3f} to {one.high:+.3f}) from the other trace's; {verdict} within "
-            f"{one.margin:g} (TOST, 5 %); KS {one.ks:.2f}, p {one.ks_p:.2f}"
-        )
-    return found
