@@ -26,8 +26,7 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
 def gpu_on_demand(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """GPU only: experts live in host memory and come over the link when they are chosen, with or without a cache.
 
-    `cache` is none, lru, lfu or lcp; a cache holds num_hot experts per layer, so that every system has the same GPU
-    memory.
+    A cache holds num_hot experts per layer, so that every system has the same GPU memory.
     """
     kind, capacity = _cache(options)
     start = options.popular(capacity)
@@ -66,8 +65,7 @@ def moe_infinity(batches: Batches, costs: Costs, options: ReplayOptions) -> Outc
     """MoE-Infinity (arXiv 2401.14361): a GPU cache that follows the running sequence's activations and prefetches by
     them.
 
-    Priority and prediction of an expert = how often this sequence chose it so far, on top of what earlier ones did. The
-    experts predicted for a layer are fetched while the layer before runs.
+    Priority and prediction of an expert: how often this sequence chose it so far, on top of what earlier ones did.
     """
     _, b, _, _, k = batches.shape
     expected = Priority("expected", PRIOR_TOKENS * k * options.prior.values)

@@ -34,7 +34,7 @@ def fiddler_memory(costs: Costs, options: ReplayOptions) -> Memory:
 def fiddler(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """Fiddler (arXiv 2402.07033): popular experts on the GPU, a missing one on the CPU or copied, the faster of both.
 
-    Activations cross the link, weights do so only when many rows share them. The placement is static popularity.
+    Weights cross the link only when many rows share them.
     """
     cpu, fetch = HostCpu.of(costs), costs.fetch_ps()
     resident = options.popular(options.budget.num_hot)
@@ -88,10 +88,9 @@ ACCURACY = 0.9  # [O] of predicting the next layer's experts, as for MoEpic
 def daop(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """DAOP (arXiv 2501.10375): per-sequence hot experts on the GPU, and cold ones computed by the CPU a layer ahead.
 
-    After the prompt the num_hot experts that it used most move to the GPU. In decode DAOP predicts the next layer's
-    experts from this layer's activations. The CPU computes predicted cold ones from those activations while this layer
-    runs. A cold expert that was not predicted is not computed: the published graceful degradation takes the best expert
-    that is there instead. A computed one uses the activations of a layer before, which costs precision too.
+    In decode DAOP predicts the next layer's experts from this layer's activations, and the CPU computes the cold ones
+    of them from those while this layer runs. For a cold expert that was not predicted the published graceful
+    degradation takes the best expert that is there.
     """
     _, b, _, layers, _ = batches.shape
     hot = highest(batches.prompt_counts, options.budget.num_hot)
@@ -167,10 +166,9 @@ def ktransformers(batches: Batches, costs: Costs, options: ReplayOptions) -> Out
     """KTransformers' `frequency` placement: the experts used most, over all layers, on the GPU; all others on the CPU.
 
     `--kt-num-gpu-experts K --kt-expert-placement-strategy frequency`: the K x L highest counts of a profile over all
-    layers at once. So K per layer is an average, and a skewed layer gets more. Nothing moves. CPU and GPU compute a
-    layer side by side. `cpu_bits` 16 (lossless) or 8 or 4, as its AMX kernels have them, `gpu_bits` 16 or 4: of narrow
-    experts the same memory holds more. Prompts run on both sides in the same way. source: kt-kernel's
-    generate_gpu_experts_masks and its test, github.com/kvcache-ai/ktransformers.
+    layers at once, so a skewed layer gets more. CPU and GPU compute a layer side by side. `cpu_bits` as its AMX kernels
+    have them; of narrow experts the same memory holds more. Source: kt-kernel's generate_gpu_experts_masks and its
+    test, github.com/kvcache-ai/ktransformers.
     """
     bits, gpu_bits = _widths(options)
     _, b, _, layers, _ = batches.shape

@@ -64,10 +64,8 @@ def pipelined_ps(
 def klotski(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """Klotski (arXiv 2502.06888): batches in turn through one layer's weights, hot experts first, so that copies hide.
 
-    All requests of a group pass a layer before any enters the next. While one layer computes, the link brings the hot
-    experts of the next (by popularity: as many as a token chooses). The others follow when their gates are known, and
-    compute last. Nothing stays on the GPU between steps except in the places of num_hot experts, which hold the hot
-    ones.
+    While one layer computes, the link brings the hot experts of the next, as many as a token chooses. The others follow
+    when their gates are known, and compute last. Only the places of num_hot experts stay filled, with the hot ones.
     """
     loads, k = batches.loads, batches.shape[4]
     places = min(options.budget.num_hot, batches.num_experts)
@@ -114,10 +112,7 @@ KLOTSKI = System(
 def pregated(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """Pre-gated MoE (arXiv 2308.12066, ISCA 2024): each layer's gate chooses the experts of the next layer.
 
-    So copies are ordered a layer ahead and are always right; what the layer before does not hide waits. The price is a
-    model fine-tuned to gates of that kind. Its routing would differ from the trace's, and its loss does not count:
-    replay takes the trace as it is. The published system keeps no expert; here the places of num_hot hold the ones used
-    last.
+    So copies are ordered a layer ahead and are always right; what the layer before does not hide waits.
     """
     rows, places = batches.loads.rows, options.budget.num_hot
     start = options.popular(places)
@@ -174,9 +169,8 @@ def moepic(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
 
     MoEpic splits an expert on its intermediate dimension: the top is the first theta of the channels. So the down
     projection is a sum over both parts, and the compute of the top overlaps the fetch of the bottom. A cache of B
-    experts' bytes holds B / theta tops, chosen by P = mu * rho ** (nu / omega), nu counted in tokens. MoEpic predicts
-    the experts of the next layer from this layer's activations and orders their missing parts ahead. A hit needs
-    1 - theta of the expert, a miss all of it. Theta is the one of THETAS that is fastest on the trace. A prompt streams
+    experts' bytes holds B / theta tops, chosen by P = mu * rho ** (nu / omega), nu counted in tokens. Missing parts of
+    predicted experts are ordered a layer ahead. A hit needs 1 - theta of the expert, a miss all of it. A prompt streams
     what is not cached.
     """
     tried = [split_at(theta, batches, costs, options) for theta in THETAS.tolist()]

@@ -46,9 +46,8 @@ def monde(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """MoNDE (arXiv 2405.18832): every expert stays near memory in fp16; per layer the H most loaded ones move to the
     GPU.
 
-    H = BW_link / (BW_link + BW_device) x active experts. At small batches the rounding of H decides the baseline, so it
-    is an option. Choices: floor, ceil (as in a third-party simulator), or cost, the H that makes the layer
-    shortest.
+    H = BW_link / (BW_link + BW_device) x active experts. At small batches the rounding of H decides: floor, ceil (as in
+    a third-party simulator), or cost, the H that makes the layer shortest.
     """
     rounding = options.choice("h_rounding", ROUNDINGS, "cost")
     g, b = batches.shape[:2]
@@ -122,10 +121,9 @@ def pimoe(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """PIMoE (DAC 2025) on this hardware: experts on both sides in full precision, the longest moved until both sides
     agree.
 
-    num_hot popular experts lie in GPU memory and on the device, all others on the device alone. Each layer begins with
-    all on the device. The expert with most rows that the GPU also holds moves to the GPU, then the next. That goes on
-    as long as it shortens max(GPU, device). The published system balances an NPU and PIM units that share memory.
-    Duplex (arXiv 2409.01141) decides per expert by a table of both times, which is the same choice.
+    Each layer begins with all on the device. The expert with most rows that the GPU also holds moves there, then the
+    next, as long as that shortens max(GPU, device). The published system balances an NPU and PIM units. Duplex (arXiv
+    2409.01141) decides per expert by a table of both times, which is the same choice.
     """
     g, b = batches.shape[:2]
     resident = options.popular(options.budget.num_hot)

@@ -47,9 +47,7 @@ def quantized_memory(costs: Costs, options: ReplayOptions) -> Memory:
 def quantized(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """The usual alternative: every expert in GPU memory, all at one width. No device, no link, no migration.
 
-    The GPU memory is that of every other row: num_hot full-precision experts per layer. The GPU reads experts from HBM
-    at their width, scales included, and multiplies in 16 bits, as weight-only kernels do. Option `weight_bits`: 16, 8,
-    4, 3, 2 or "widest", the widest of these that fits. The system refuses a width that does not fit.
+    `weight_bits`: one of WEIGHT_BITS or "widest", the widest of these that fits; one that does not fit is refused.
     """
     bits = chosen_bits(costs, options)
     rows, expert_bytes = batches.loads.rows, costs.replica_bytes(bits)
@@ -110,9 +108,7 @@ def dynaexq(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     lately.
 
     A low width for all, and as many of the hottest per layer at a high width as the memory of num_hot full-precision
-    experts leaves. No expert is ever missing, so nothing waits; promotions run beside compute. The closest rival of
-    context-aware bits on a device: the same idea inside GPU memory. Hotness here: a prior worth 16 tokens and the
-    group's prompts, decided once per group (published: a long window of router traces, updated all the time).
+    experts leaves. The closest rival of context-aware bits on a device: the same idea inside GPU memory.
     """
     high, low, num_high = dynaexq_widths(costs, options)
     g, b, _, layers, k = batches.shape

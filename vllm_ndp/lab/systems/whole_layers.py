@@ -33,10 +33,7 @@ def llama_cpp_memory(costs: Costs, options: ReplayOptions) -> Memory:
 def llama_cpp(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """llama.cpp with `--n-cpu-moe N`: the experts of N layers are computed by the CPU, those of the others by the GPU.
 
-    Static and whole layers, one width for all (`gguf_bits`: 16, 8, 4, 3, 2): as many layers on the GPU as the memory of
-    num_hot full-precision experts per layer holds. Decode: a layer's experts run on one side, nothing overlaps.
-    Prompts: weights of CPU layers are copied to the GPU and used there, as llama.cpp does from 32 rows on, or the CPU
-    is faster.
+    Of prompts the weights of CPU layers are copied to the GPU, as llama.cpp does from 32 rows on, or the CPU is faster.
     """
     bits = options.choice("gguf_bits", WEIGHT_BITS)
     _, b, _, _, _ = batches.shape
@@ -106,9 +103,8 @@ def vllm_offload(batches: Batches, costs: Costs, options: ReplayOptions) -> Outc
                host memory. Nothing is kept, nothing overlaps: a kernel that waits for the link computes nothing else.
     prefetch   `--offload-group-size`: layers spread evenly; all experts of each are copied one layer ahead.
 
-    As many layers stay on the GPU as the memory of num_hot experts per layer holds. Source: vLLM's
-    model_executor/offloader/uva.py and prefetch.py. The granularity is the parameter, one tensor for all experts of a
-    layer.
+    Source: vLLM's model_executor/offloader/uva.py and prefetch.py. The granularity is the parameter, one tensor for all
+    experts of a layer.
     """
     backend = options.choice("offload_backend", BACKENDS)
     _, b, _, layers, _ = batches.shape
