@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 
 from ndp_device.checkpoint.values import MXFP4, NVFP4, StoredForm
 from ndp_device.common.errors import ConfigError, NdpError
-from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix
+from ndp_device.common.widths import WIDTHS
+from ndp_device.experts.expert import NestedMatrix, QuantizedExpert, QuantizedMatrix
 from ndp_device.kernels.native import NativeExpert, NativeKernel
 from ndp_device.kernels.reference import dequantize
 from vllm_ndp.operating.speed import random_expert as random_stored
@@ -124,9 +125,10 @@ def random_expert(rng: np.random.Generator, bits: int) -> QuantizedExpert:
 
 
 def copy_of(expert: QuantizedExpert) -> QuantizedExpert:
-    """The same numbers at another place in memory (equal planes at one place would be packed once)."""
+    """The same numbers at another place in memory, as a container of several widths has them."""
     w13, w2 = (
-        QuantizedMatrix(m.bits, m.planes.copy(), m.scale, m.offset, m.group_size) for m in (expert.w13, expert.w2)
+        NestedMatrix((m.bits,), m.planes.copy(), m.scale[None], m.offset[None], m.group_size).at(m.bits)
+        for m in (expert.w13, expert.w2)
     )
     return QuantizedExpert(expert.bits, w13, w2)
 
@@ -202,9 +204,11 @@ def measure_forms(isas: list[str], tokens: list[int], rounds: int, stream: Strea
     rng, contestants = np.random.default_rng(0), []
     x = {m: rng.standard_normal((m, FORM_HIDDEN)).astype(np.float32) for m in tokens}
     for form, bits, stored in FORMS:
-        experts = [random_stored(FORM_HIDDEN, FORM_INTERMEDIATE, bits, stored)]
-        nbytes = sum(part.nbytes for part in vars(experts[0]).values() if hasattr(part, "nbytes"))
-        experts += [copy.deepcopy(experts[0]) for _ in range(int(FORM_BYTES // nbytes))]
+        expert = random_stored(FORM_HIDDEN, FORM_INTERMEDIATE, bits, stored)
+        if isinstance(expert, QuantizedExpert) and stored is None and bits in WIDTHS:
+            expert = copy_of(expert)
+        nbytes = sum(part.nbytes for part in vars(expert).values() if hasattr(part, "nbytes"))
+        experts = [copy.deepcopy(expert) for _ in range(int(FORM_BYTES // nbytes) + 1)]
         for isa in isas:
             kernel = NativeKernel(isa=isa, threads=1)
             own = [kernel.prepare(expert) for expert in experts]

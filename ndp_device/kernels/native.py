@@ -38,6 +38,8 @@ _LOG = logging.getLogger(__name__)
 
 COMPONENT_BITS: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 2), 8: (8,)}
 """How a replica's bits are cut into components, top bits first. The alternatives that lost: docs/log/kernels.md."""
+_ALONE = {**COMPONENT_BITS, 4: (4,)}
+"""The same where no other width shares the planes."""
 
 _DTYPES = {"float32": (0, 4), "float16": (1, 2), "bfloat16": (2, 2)}  # DType in csrc/kernel_table.h, bytes
 _BYTES = {"float8": 3, "int8": 4}
@@ -127,7 +129,7 @@ class NativeKernel:
         for matrix, halves in ((expert.w13, 2), (expert.w2, 1)):
             group = _kernel_group(matrix)
             first, own = 0, len(components)
-            for bits in COMPONENT_BITS[matrix.bits]:
+            for bits in _component_bits(expert.w13, expert.w2):
                 components.append(self._component(matrix, range(first, first + bits), halves, group))
                 first += bits
                 yield None
@@ -200,7 +202,7 @@ class NativeKernel:
         return y
 
     def prepare_matrix(self, matrix: QuantizedMatrix) -> NativeMatrix:
-        group, cut = _kernel_group(matrix), itertools.accumulate(COMPONENT_BITS[matrix.bits], initial=0)
+        group, cut = _kernel_group(matrix), itertools.accumulate(_component_bits(matrix), initial=0)
         parts = [self._component(matrix, range(*ends), 1, group) for ends in itertools.pairwise(cut)]
         packed = self._assemble(matrix, parts, 1, group)
         return NativeMatrix(packed, matrix.shape, packed.meta_nbytes + sum(part.nbytes for part in parts))
@@ -252,6 +254,11 @@ def _one_bit_more(narrow: Sequence[Component], wide: Sequence[Component]) -> Seq
         if found[:-1] == wanted and len(component.planes) > 1:
             return wide[:count]
     return ()
+
+
+def _component_bits(*matrices: QuantizedMatrix) -> tuple[int, ...]:
+    is_alone = all(matrix.nested is None for matrix in matrices)
+    return (_ALONE if is_alone else COMPONENT_BITS)[matrices[0].bits]
 
 
 def _kernel_group(matrix: QuantizedMatrix) -> int:

@@ -63,8 +63,8 @@ void PackedMatrix::check() const {
     for (const Component& component : components) widths.push_back(component.width);
     const bool may_drop = widths == std::vector<int>{2} || widths == std::vector<int>{2, 2};
     const bool is_known = may_drop || widths == std::vector<int>{1} || widths == std::vector<int>{2, 1} ||
-                          widths == std::vector<int>{8};
-    if ((fp4 != 0) != (widths == std::vector<int>{4}) || !(is_known || fp4) || dropped < 0 || dropped > (may_drop ? 1 : 0))
+                          widths == std::vector<int>{4} || widths == std::vector<int>{8};
+    if ((fp4 && widths != std::vector<int>{4}) || !is_known || dropped < 0 || dropped > (may_drop ? 1 : 0))
         throw std::invalid_argument("no kernel streams these components without their " + std::to_string(dropped) +
                                     " lowest bits");
     const size_t chunks = static_cast<size_t>(geometry.units()) * geometry.unit_chunks();

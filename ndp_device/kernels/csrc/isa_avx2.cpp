@@ -20,11 +20,12 @@ NDP_INLINE Words fp4_levels(Words codes) {
 
 // Of columns 0 and 1 of each step and of columns 2 and 3, whose products add up in two sums of 16 bits.
 NDP_INLINE int32_t fp4_zero(const int8_t* codes, int columns) {
-    int16_t sums[2] = {};
-    for (int i = 0; i < columns; ++i) sums[i / 2 % 2] -= kFp4Zero * codes[i];
-    int32_t both;
-    std::memcpy(&both, sums, 4);
-    return both;
+    __m128i sums{};  // pairs of columns
+    for (int i = 0; i < columns; i += 16)
+        sums = _mm_add_epi16(sums, _mm_maddubs_epi16(_mm_set1_epi8(kFp4Zero), load<__m128i>(codes + i)));
+    sums = _mm_add_epi16(sums, _mm_srli_si128(sums, 8));
+    sums = _mm_add_epi16(sums, _mm_srli_si128(sums, 4));
+    return _mm_cvtsi128_si32(_mm_sub_epi16(__m128i{}, sums));
 }
 
 typedef uint32_t PackWord __attribute__((vector_size(32)));
@@ -250,6 +251,8 @@ bool own_products(const Panel& panel, const Activations& a, int first_group, flo
 
 namespace {
 
+constexpr int kPairLead = 1280;  // bytes, of two streams in turns
+
 // Of FP4: what both of a row's sums of 16 bits under a group's scale are multiplied by, of 8 rows of a block's meta data.
 template <class Code>
 NDP_INLINE __m256i factors_of(const uint8_t* meta, int half, int scale) {
@@ -305,7 +308,7 @@ NDP_INLINE void dot_in_registers(const uint8_t* c0, const uint8_t* c1, int chunk
                 for (int part = 0; part < kParts; ++part) {
                     const uint8_t* b0 = c0 + chunk * chunk_bytes(Code::kWidth0) + (first + part) * 32;
                     const uint8_t* b1 = c1 + chunk * chunk_bytes(Code::kWidth1) + (first + part) * 32;
-                    if (part % 2 == 0) Code::prefetch(b0, b1, q, kGemvLead);
+                    if (part % 2 == 0) Code::prefetch(b0, b1, q, Code::kWidth1 ? kGemvLead : kPairLead);
                     const Words v = Code::template vector<Words>(b0, b1, q);
                     const __m256i low = (__m256i)Code::field(v, 0), high = (__m256i)Code::field(v, 1);
                     NDP_UNROLL(2)
@@ -341,8 +344,8 @@ template <int LIMBS>
 NDP_INLINE void dot_bytes(const uint8_t* codes, int steps, const int8_t* x, int padded, __m256i (&dots)[LIMBS][4]) {
     __m256i sums[LIMBS][4] = {};
     for (int step = 0; step < steps; ++step, codes += kUnitRows * 4) {
-        __builtin_prefetch(codes + kGemvLead);
-        __builtin_prefetch(codes + kGemvLead + 64);
+        __builtin_prefetch(codes + kPairLead);
+        __builtin_prefetch(codes + kPairLead + 64);
         WideStep columns[LIMBS];
         NDP_UNROLL(2)
         for (int limb = 0; limb < LIMBS; ++limb) columns[limb] = WideStep(x + limb * padded + step * 4);
@@ -355,56 +358,61 @@ NDP_INLINE void dot_bytes(const uint8_t* codes, int steps, const int8_t* x, int 
     }
 }
 
-// A few tokens, one after the other: codes stay in registers. The same sums in the same order as own_products.
+// A few tokens, one after the other: codes stay in registers. The same sums in the same order as own_products. Units of one
+// component in pairs: two streams, which the memory system likes better than one.
 template <class Code, int LIMBS, int CHUNKS>
 void own_tokens(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride) {
+    constexpr int kStreams = Code::kWidth1 ? 1 : 2;
     const int chunks = CHUNKS ? CHUNKS : w.padded_group / kChunkCols, padded = chunks * kChunkCols;
-    const ptrdiff_t bytes0 = chunks * chunk_bytes(Code::kWidth0), bytes1 = chunks * chunk_bytes(Code::kWidth1);
-    for (int i = 0; i < (last - first) * a.tokens; ++i) {
-        const int unit = first + i / a.tokens, token = i % a.tokens;
-        const ptrdiff_t at = static_cast<ptrdiff_t>(unit) * w.unit_chunks;
-        const uint8_t* c0 = w.component[0] + at * chunk_bytes(Code::kWidth0);
-        const uint8_t* c1 = Code::kWidth1 ? w.component[1] + at * chunk_bytes(Code::kWidth1) : c0;
-        const uint8_t* stored = w.meta + static_cast<ptrdiff_t>(unit) * w.groups * Code::kMetaBytes;
-        const int8_t* x = a.codes + token * LIMBS * padded;
-        __m256 out[4] = {};
+    const ptrdiff_t unit_bytes0 = static_cast<ptrdiff_t>(w.unit_chunks) * chunk_bytes(Code::kWidth0);
+    const ptrdiff_t unit_bytes1 = static_cast<ptrdiff_t>(w.unit_chunks) * chunk_bytes(Code::kWidth1);
+    const ptrdiff_t unit_meta = static_cast<ptrdiff_t>(w.groups) * Code::kMetaBytes;
+    for (int i = 0; i < (last - first + kStreams - 1) / kStreams * a.tokens; ++i) {
+        const int unit = first + i / a.tokens * kStreams, token = i % a.tokens;
+        const int streams = last - unit < kStreams ? last - unit : kStreams;
+        __m256 out[kStreams][4] = {};
         for (int g = 0; g < w.groups; ++g) {
-            __m256i dots[LIMBS][4];
             const ptrdiff_t of = static_cast<ptrdiff_t>(g) * a.tokens + token;
+            const int8_t* x = a.codes + of * LIMBS * padded;
             const int32_t* zeros = Code::kFp4 ? a.zeros + of * LIMBS * chunks * Code::kScales : nullptr;
-            if constexpr (Code::kFields == 1) dot_bytes<LIMBS>(c0, chunks * 8, x, padded, dots);
-            else dot_in_registers<Code, LIMBS>(c0, c1, chunks, x, zeros, stored, padded, dots);
-            NDP_UNROLL(6)
-            for (int line = 0; line < Code::kMetaBytes; line += 64)
-                __builtin_prefetch(stored + kMetaLead * Code::kMetaBytes + line);
-            NDP_UNROLL(4)
-            for (int part = 0; part < 4; ++part) {
-                __m256 scale, offset{};
-                if constexpr (Code::kFp4) {
-                    const __m256i bits = load<__m256i>(stored + part / 2 * (Code::kMetaBytes / 2) + part % 2 * 32);
-                    scale = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(Code::kShifts ? 0x7f800000 : -1)));
-                } else if constexpr (Code::kSigned) {
-                    scale = load<__m256>(stored + part * 32);
-                    offset = _mm256_mul_ps(scale, _mm256_set1_ps(-kSignedZero));
-                } else {
-                    const uint8_t* meta = stored + (part / 2 * 32 + part % 2 * 8) * 2;
-                    scale = _mm256_cvtph_ps(load<__m128i>(meta));
-                    offset = _mm256_cvtph_ps(load<__m128i>(meta + 32));
+            for (int s = 0; s < streams; ++s) {
+                const ptrdiff_t chunk = static_cast<ptrdiff_t>(g) * chunks;
+                const uint8_t* c0 = w.component[0] + (unit + s) * unit_bytes0 + chunk * chunk_bytes(Code::kWidth0);
+                const uint8_t* c1 = Code::kWidth1 ? w.component[1] + (unit + s) * unit_bytes1 + chunk * chunk_bytes(Code::kWidth1) : c0;
+                const uint8_t* stored = w.meta + (unit + s) * unit_meta + g * Code::kMetaBytes;
+                __m256i dots[LIMBS][4];
+                if constexpr (Code::kFields == 1) dot_bytes<LIMBS>(c0, chunks * 8, x, padded, dots);
+                else dot_in_registers<Code, LIMBS>(c0, c1, chunks, x, zeros, stored, padded, dots);
+                NDP_UNROLL(6)
+                for (int line = 0; line < Code::kMetaBytes; line += 64)
+                    __builtin_prefetch(stored + kMetaLead * Code::kMetaBytes + line);
+                NDP_UNROLL(4)
+                for (int part = 0; part < 4; ++part) {
+                    __m256 scale, offset{};
+                    if constexpr (Code::kFp4) {
+                        const __m256i bits = load<__m256i>(stored + part / 2 * (Code::kMetaBytes / 2) + part % 2 * 32);
+                        scale = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(Code::kShifts ? 0x7f800000 : -1)));
+                    } else if constexpr (Code::kSigned) {
+                        scale = load<__m256>(stored + part * 32);
+                        offset = _mm256_mul_ps(scale, _mm256_set1_ps(-kSignedZero));
+                    } else {
+                        const uint8_t* meta = stored + (part / 2 * 32 + part % 2 * 8) * 2;
+                        scale = _mm256_cvtph_ps(load<__m128i>(meta));
+                        offset = _mm256_cvtph_ps(load<__m128i>(meta + 32));
+                    }
+                    __m256 dot = _mm256_cvtepi32_ps(dots[0][part]);
+                    if constexpr (LIMBS == 2)
+                        dot = _mm256_fmadd_ps(dot, _mm256_set1_ps(128), _mm256_cvtepi32_ps(dots[1][part]));
+                    dot = _mm256_mul_ps(dot, _mm256_set1_ps(a.scale[of]));
+                    __m256& sum = out[s][part];
+                    sum = _mm256_fmadd_ps(dot, scale, sum);
+                    if constexpr (!Code::kFp4) sum = _mm256_fmadd_ps(offset, _mm256_set1_ps(a.sum[of]), sum);
                 }
-                __m256 dot = _mm256_cvtepi32_ps(dots[0][part]);
-                if constexpr (LIMBS == 2)
-                    dot = _mm256_fmadd_ps(dot, _mm256_set1_ps(128), _mm256_cvtepi32_ps(dots[1][part]));
-                dot = _mm256_mul_ps(dot, _mm256_set1_ps(a.scale[of]));
-                out[part] = _mm256_fmadd_ps(dot, scale, out[part]);
-                if constexpr (!Code::kFp4) out[part] = _mm256_fmadd_ps(offset, _mm256_set1_ps(a.sum[of]), out[part]);
             }
-            c0 += bytes0;
-            c1 += bytes1;
-            stored += Code::kMetaBytes;
-            x += a.tokens * LIMBS * padded;
         }
-        NDP_UNROLL(4)
-        for (int part = 0; part < 4; ++part) _mm256_storeu_ps(y + token * stride + (unit - first) * kUnitRows + part * 8, out[part]);
+        for (int s = 0; s < streams; ++s)
+            for (int part = 0; part < 4; ++part)
+                _mm256_storeu_ps(y + token * stride + (unit + s - first) * kUnitRows + part * 8, out[s][part]);
     }
 }
 

@@ -112,7 +112,7 @@ struct QuantizeJob {
 
 // One block of 16 rows of some planes, cut into words of 32 columns, and where its part of a component lies.
 struct PackJob {
-    int width;                  // planes: 1, 2 or 8
+    int width;                  // planes: 1, 2, 4 or 8
     const uint8_t* planes[kMaxComponentWidth];  // top bits first; row r lies r * row_bytes further
     ptrdiff_t row_bytes;
     int chunks;                 // a multiple of kPackChunks

@@ -476,6 +476,7 @@ void multiply(const QuantizedView& w, const Activations& a, int first, int last,
         case 210: return multiply_codes<2, 1>(w, a, first, last, y, stride, scratch);
         case 220: return multiply_codes<2, 2>(w, a, first, last, y, stride, scratch);
         case 221: return multiply_codes<2, 2, 1>(w, a, first, last, y, stride, scratch);
+        case 400: return multiply_codes<4, 0>(w, a, first, last, y, stride, scratch);
         case kMxfp4 * 1000 + 400: return multiply_codes<4, 0, 0, kMxfp4>(w, a, first, last, y, stride, scratch);
         case kNvfp4 * 1000 + 400: return multiply_codes<4, 0, 0, kNvfp4>(w, a, first, last, y, stride, scratch);
         case 800:
@@ -514,13 +515,12 @@ void quantize(const QuantizeJob& job) {
         for (int i = 0; i < job.padded_group; i += 16) {
             i32x16 code = round_to_int(load<f32x16>(values + i) * inverse);
             code_sums += code;
-            typedef int8_t i8x16 __attribute__((vector_size(16)));
             if (job.limbs == 2) {
                 i32x16 high = (code + 64) >> 7;
-                store(to + i, __builtin_convertvector(high, i8x16));
-                store(to + job.padded_group + i, __builtin_convertvector(code - (high << 7), i8x16));
+                store(to + i, ints_to_bytes(high));
+                store(to + job.padded_group + i, ints_to_bytes(code - (high << 7)));
             } else {
-                store(to + i, __builtin_convertvector(code, i8x16));
+                store(to + i, ints_to_bytes(code));
             }
         }
         // The sum of what the codes mean, not of x: rounding errors then meet the centred weights, half as large.

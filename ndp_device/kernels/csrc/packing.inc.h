@@ -66,23 +66,32 @@ NDP_INLINE void pack_step(const PackJob& job, ptrdiff_t at, uint8_t* out) {
     NDP_UNROLL(16)
     for (int r = 0; r < kPackRows; ++r, at += job.row_bytes) {
         for (int p = 0; p < WIDTH; ++p) __builtin_prefetch(job.planes[p] + at + kPackLead);
-        PackWord top = load<PackWord>(job.planes[0] + at);
         if constexpr (WIDTH == 1) {  // [s2 s1 s0 c1 c0] to [c1 c0 s1 s2 s0], s the step: see step_of_bit
-            words[0][r] = swap_index<2, 0>(swap_index<3, 0>(swap_index<4, 1>(top)));
+            words[0][r] = swap_index<2, 0>(swap_index<3, 0>(swap_index<4, 1>(load<PackWord>(job.planes[0] + at))));
         } else if constexpr (WIDTH == 8) {
             PackWord own[8];
             for (int bit = 0; bit < 8; ++bit) own[bit] = load<PackWord>(job.planes[7 - bit] + at);
             bytes_of_planes(own);
             for (int step = 0; step < 8; ++step) words[step][r] = own[step];
         } else {
-            PackWord rest = load<PackWord>(job.planes[1] + at);
-            trade<0>(rest, top);
-            trade<3>(rest, top);
-            trade<2>(rest, top);
-            trade<1>(rest, top);
-            trade<4>(rest, top);
-            words[0][r] = rest;
-            words[1][r] = top;
+            PackWord pairs[WIDTH / 2][2];  // of planes
+            for (int p = 0; p < WIDTH; p += 2) {
+                PackWord& zero = pairs[p / 2][0] = load<PackWord>(job.planes[p + 1] + at);
+                PackWord& one = pairs[p / 2][1] = load<PackWord>(job.planes[p] + at);
+                trade<0>(zero, one);
+                trade<3>(zero, one);
+                trade<2>(zero, one);
+                trade<1>(zero, one);
+                trade<4>(zero, one);
+            }
+            for (int v = 0; v < WIDTH; ++v) {  // WIDTH 4: two of four steps in a byte, each with bits of both pairs
+                const auto spread = [&](int pair) {
+                    const PackWord own = pairs[pair][v / 2] >> (v % 2 * 4);
+                    return pick(0x03030303u, own, own << 2);
+                };
+                if constexpr (WIDTH == 2) words[v][r] = pairs[0][v];
+                else words[v][r] = pick(0x33333333u, spread(1), spread(0) << 2);
+            }
         }
     }
     for (int v = 0; v < WIDTH; ++v) store_rows(words[v], out + v * kLine, WIDTH * kLine);
@@ -105,6 +114,7 @@ NDP_INLINE void pack_rows(const PackJob& job) {
 void pack(const PackJob& job) {
     if (job.width == 1) pack_rows<1>(job);
     else if (job.width == 2) pack_rows<2>(job);
+    else if (job.width == 4) pack_rows<4>(job);
     else pack_rows<8>(job);
 }
 

@@ -64,6 +64,19 @@ NDP_INLINE i32x16 bytes_to_ints(const uint8_t* p) {
 #endif
 }
 
+typedef int8_t i8x16 __attribute__((vector_size(16)));
+
+NDP_INLINE i8x16 ints_to_bytes(i32x16 v) {  // of -128 to 127
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    __m256i halves[2];
+    store(halves, v);
+    const __m256i shorts = _mm256_permute4x64_epi64(_mm256_packs_epi32(halves[0], halves[1]), 0xd8);
+    return (i8x16)_mm_packs_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1));
+#else
+    return __builtin_convertvector(v, i8x16);
+#endif
+}
+
 NDP_INLINE f32x16 to_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
 
 // Reference conversion by integer arithmetic: exact for subnormals, infinities and NaN.

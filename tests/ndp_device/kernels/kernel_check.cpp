@@ -34,12 +34,12 @@ struct Matrix {
     std::vector<Component> wider;  // with one bit more, where bits is odd
 };
 
-std::vector<Component> pack_planes(Engine& engine, const Matrix& m, int bits) {
+std::vector<Component> pack_planes(Engine& engine, const Matrix& m, int bits, bool whole) {
     std::vector<Component> components;
     const ptrdiff_t plane = static_cast<ptrdiff_t>(m.rows) * m.cols / 8;
     engine.with_pool([&](ThreadPool& pool) {
         for (int first = 0; first < bits; first += components.back().width) {
-            const int width = bits == 8 ? 8 : bits - first < 2 ? 1 : 2;
+            const int width = bits == 8 || (bits == 4 && whole) ? bits : bits - first < 2 ? 1 : 2;
             const uint8_t* planes = m.planes.data() + first * plane;
             components.push_back(
                 {pack_component(engine.kernels(), pool, m.packed.geometry, planes, plane, width), width});
@@ -67,11 +67,11 @@ Matrix random_matrix(Engine& engine, std::mt19937& random, int rows, int cols, i
     }
     m.packed.geometry = {rows, cols, halves, kernel_group(group_size, cols)};
     m.packed.perm = m.perm;
-    m.packed.components = pack_planes(engine, m, bits);
+    m.packed.components = pack_planes(engine, m, bits, halves == 1);
     m.packed.meta = engine.with_pool([&](ThreadPool& pool) {
         return pack_meta(pool, m.packed.geometry, scale.data(), offset.data(), group_size);
     });
-    m.wider = pack_planes(engine, m, held);
+    m.wider = pack_planes(engine, m, held, false);
     m.packed.check();
     return m;
 }

@@ -238,3 +238,17 @@ def test_widths_that_are_views_of_one_matrix_need_no_proof_and_others_are_proven
     copies[1] = replace(copies[1], planes=~copies[1].planes)
     with pytest.raises(ValueError, match="2 bits are not a prefix of 4"):
         NestedMatrix.of(copies)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_four_bits_of_one_width_give_what_nested_ones_give(isa: str) -> None:
+    """Alone they are one component, nested two."""
+    rng = np.random.default_rng(12)
+    nested = nested_replicas(rng, 256, 96)[4]
+    alone = QuantizedExpert(4, replace(nested.w13), replace(nested.w2))
+    kernel = NativeKernel(isa=isa, threads=1)
+    prepared = [kernel.prepare(expert) for expert in (nested, alone)]
+    assert [len(expert.components) for expert in prepared] == [4, 2]
+    for tokens in (1, 3, 17):
+        x, pairs = rng.standard_normal((tokens, 256)).astype(np.float32), random_pairs(rng, tokens, 1, 1)
+        np.testing.assert_array_equal(*(kernel.execute(x, [expert], *pairs) for expert in prepared))
