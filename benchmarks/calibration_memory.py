@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--sequence-length", type=int, default=512)
+    parser.add_argument("--memory", type=float, help="GB to stay within; default: of the machine's, as quantize does")
     parser.add_argument("--only", type=int, help="stop after this many experts of the first layer")
     parser.add_argument("--rows", type=int, help="solve for this many rows of each matrix only, 1024 or more")
     parser.add_argument("--keep-in", type=Path, help="where the model and its replicas are made; default: a temporary")
@@ -151,6 +152,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
             num_sequences=arguments.samples,
             sequence_length=arguments.sequence_length,
             device_name="cpu",
+            memory_bytes=None if arguments.memory is None else int(arguments.memory * 1e9),
         )
     watch.look()
     seconds: dict[str, list[float]] = {}

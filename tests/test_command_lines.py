@@ -257,6 +257,7 @@ REFUSED: dict[str, str] = {
     "vllm-ndp quantize {model} --out {tmp}/o --solver auto-gptq": "add --calibration FILE",
     "vllm-ndp quantize {model} --out {tmp}/o --shrink 0.3": "add --calibration FILE",
     "vllm-ndp quantize {model} --out {tmp}/o --effort best": "add --calibration FILE",
+    "vllm-ndp quantize {model} --out {tmp}/o --memory 6": "add --calibration FILE",
     "vllm-ndp quantize docs --out {tmp}/o": "no config.json in docs",
     "ndp-device time": "Missing command (see ndp-device time --help)",
     "ndp-device time idle hit --set rfc": "--set needs section.field=value, got 'rfc'",

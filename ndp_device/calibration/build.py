@@ -110,6 +110,7 @@ def build_calibrated(
     shrink: float = 0.0,
     effort: Effort = "default",
     device_name: DeviceName = "auto",
+    memory_bytes: int | None = None,
     show_progress: bool = True,
 ) -> Manifest:
     """Replicas by GPTQ against text, with a loss table from the eighth of the text that the solver did not see.
@@ -117,7 +118,8 @@ def build_calibrated(
     The model is never in memory: its experts are read one at a time, each once per pass, and quantized where the pass
     needs them. A job that is continued only passes through the layers that are done.
 
-    Experts of a layer are made side by side, as many as there are cores and memory for (memory.side_by_side).
+    Experts of a layer are made side by side, as many as there are cores and memory for (memory.side_by_side):
+    memory_bytes, or most of what the machine has.
 
     shrink: how far the solver distrusts the text (calibrated.shrunk); for subjects that the text does not cover.
     effort: time against loss, gptq.SWEEPS; what each costs and gives: docs/log/calibration.md.
@@ -188,12 +190,12 @@ def build_calibrated(
         group_size=group_size,
         num_widths=len(bits),
         num_tracks=len(track_weights) if solver == "nested" else 1,
-        num_planes=sum(bits) - (sum(track_weights) - max(track_weights) if solver == "nested" else 0),
+        num_planes=sum(bits),
         item=products.itemsize if checkpoint.layout.dtype == "bfloat16" else 4,
     )
     cores = len(os.sched_getaffinity(0))
     alone = device.type != "cpu" or solver == "auto-gptq"  # which patches torch while it runs
-    peak = memory.side_by_side(peak, 1 if alone else min(cores, shape.num_experts))
+    peak = memory.side_by_side(peak, 1 if alone else min(cores, shape.num_experts), memory_bytes)
     if show_progress:
         say(f"calibration of {shape.name} on {device.type} needs {peak} beside the mapped checkpoint")
     work = Work(
@@ -222,7 +224,7 @@ def build_calibrated(
         nonlocal passing
 
         def answers_of(weights: calibrated.FloatExpert, expert: int) -> torch.Tensor:
-            answers = torch.cat([weights.answers(part.of(expert)) for part in (inputs, held_out)])
+            answers = torch.cat([weights.answers(part, expert) for part in (inputs, held_out)])
             progress.did(len(answers) * work.answers)
             return answers
 
@@ -260,6 +262,7 @@ def build_calibrated(
             return LayerReplicas.of(list(map(added, experts, threads.map(made, experts))))
 
     made = run_job(out_dir, manifest, make_layer, show_progress=show_progress)
+    passing = None  # and with it the model and the sequences
     return made if made.is_weighed else weigh(model_dir, out_dir, text, device)
 
 

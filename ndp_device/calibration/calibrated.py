@@ -39,7 +39,7 @@ columns."""
 LAYER_ROWS = 4096
 ROWS_AT_ONCE = 2048
 _MIN_HELD_OUT = 32
-_TEST_ROWS = 1024
+TEST_ROWS = 1024
 """Held-out rows that the loss table of an expert rests on, at most."""
 
 
@@ -107,16 +107,18 @@ class FloatExpert:
         """Rows [n, H] -> the expert's outputs [n, H], in the rows' dtype."""
         return self.down(self.between(hidden.to(self.w2))).to(hidden.dtype)
 
-    def answers(self, hidden: Tensor, seen: Callable[[Tensor, Tensor], None] | None = None) -> Tensor:
-        """The same where rows lie on the CPU, a block at a time; `seen` gets each block and what is between."""
-        out = torch.empty_like(hidden)
-        for first in range(0, len(hidden), ROWS_AT_ONCE):
-            block = slice(first, first + ROWS_AT_ONCE)
-            rows = hidden[block].to(self.w2)
+    def answers(
+        self, inputs: RoutedInputs, expert: int, seen: Callable[[Tensor, Tensor], None] | None = None
+    ) -> Tensor:
+        """To the rows that were routed to one expert, [n, H]; `seen` gets each block of them and what is between."""
+        chosen = inputs.rows_of(expert)
+        out = inputs.hidden.new_empty(len(chosen), inputs.hidden.shape[1])
+        for some, into in zip(chosen.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True):
+            rows = inputs.hidden[some].to(self.w2)
             between = self.between(rows)
             if seen is not None:
                 seen(rows, between)
-            out[block] = self.down(between).to(out)
+            into.copy_(self.down(between))
         return out
 
 
@@ -243,8 +245,8 @@ def quantize_expert(
             told(amount(work))
 
     device, full = weights.w2.device, weights.full
-    own = inputs.of(expert)
-    share = own_weight(len(own))
+    num_tokens = len(inputs.rows_of(expert))
+    share = own_weight(num_tokens)
     of_hidden, of_between = (Moment(matrix.shape[1], device) for matrix in (weights.w13, weights.w2))
 
     def seen(rows: Tensor, between: Tensor) -> None:
@@ -252,10 +254,10 @@ def quantize_expert(
         of_between.add(between)
         did(lambda work: len(rows) * (work.moments + work.answers))
 
-    answers = [weights.answers(own, seen)]
+    answers = [weights.answers(inputs, expert, seen)]
 
     def solve(matrix: Tensor, hessian: Tensor) -> dict[int, QuantizedMatrix]:
-        damp = DAMP if len(own) >= matrix.shape[1] else DAMP_FEW_TOKENS
+        damp = DAMP if num_tokens >= matrix.shape[1] else DAMP_FEW_TOKENS
         solved = solver(matrix, hessian, damp)
         did(lambda work: work.solver(*matrix.shape))
         return solved
@@ -272,16 +274,16 @@ def quantize_expert(
     replicas = {bits: fold_order(bits, w13s[bits], w2s[bits], full.biases, full.activation) for bits in w13s}
     loss, relative_loss = expert_losses(test_rows(held_out, expert).float().numpy(), full, replicas)
     did(lambda work: work.losses)
-    answers.append(weights.answers(held_out.of(expert)))
+    answers.append(weights.answers(held_out, expert))
     did(lambda work: len(answers[1]) * work.answers)
-    return CalibratedExpert(replicas, loss, relative_loss, len(own), share, torch.cat(answers))
+    return CalibratedExpert(replicas, loss, relative_loss, num_tokens, share, torch.cat(answers))
 
 
 def test_rows(held_out: RoutedInputs, expert: int) -> Tensor:
     """Rows to compare an expert's widths on: its own, or where they are too few the layer's."""
     own = held_out.of(expert)
     rows = own if len(own) >= _MIN_HELD_OUT else held_out.hidden
-    return rows[:: -(-len(rows) // _TEST_ROWS)]
+    return rows[:: -(-len(rows) // TEST_ROWS)]
 
 
 def layer_of(experts: Sequence[CalibratedExpert]) -> LayerReplicas:

@@ -23,7 +23,7 @@ from ndp_device.replicas.format import (
     LayerReplicas,
     Manifest,
     check_layer_file,
-    layer_bytes,
+    layer_parts,
     read_manifest,
     remove_unfinished,
     write_layer,
@@ -109,7 +109,7 @@ class KeptExperts:
 
     def keep(self, layer: int, expert: int, made: LayerReplicas) -> LayerReplicas:
         """Write one expert, all that `made` holds; returns views of the file."""
-        write_whole(self._path(layer, expert), layer_bytes(layer, made, self.manifest))
+        write_whole(self._path(layer, expert), layer_parts(layer, made, self.manifest))
         kept = self.of(layer, expert)
         assert kept is not None
         return kept

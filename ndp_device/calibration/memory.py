@@ -1,6 +1,7 @@
 """How much private memory a calibration takes at most: from sizes alone, before anything is loaded.
 
-    what the model keeps beside its experts + what all sequences carry through a layer + one expert and its solver
+    what the model keeps beside its experts + what all sequences carry through a layer
+    + for each of the experts side by side, the expert and its solver
 
 The memory map of the checkpoint is not in it: its pages are the system's to take back. Knows which arrays live at the
 same time; tests/ndp_device/calibration/test_calibration_streamed.py holds a real run to it.
@@ -12,11 +13,13 @@ from dataclasses import dataclass, fields, replace
 
 from ndp_device.calibration import calibrated, gptq
 from ndp_device.calibration.data_free import ROWS_BYTES
+from ndp_device.calibration.text import HELD_OUT_EVERY
+from ndp_device.common.errors import ConfigError
 from ndp_device.common.machine_memory import usable_bytes
 from ndp_device.common.model_shape import ModelShape
 from ndp_device.replicas.checkpoint import CheckpointExperts
 
-_PROGRAMS = 560 << 20
+_PROGRAMS = 600 << 20
 """torch, transformers, numpy and their libraries: measured 0.28 GB after the imports, and room for BLAS's buffers."""
 _PART_OF_MACHINE = 0.8
 """Of memory, for experts side by side; one expert takes what it needs."""
@@ -32,7 +35,6 @@ class PeakMemory:
     sequences: int  # hidden states between layers, what enters the experts, their answers
     expert: int  # one in float32
     solver: int
-    layer: int  # the replicas of a layer, while its file is written
     weighing: int = 0  # all that the last pass has, which is in float32
     experts: int = 1  # side by side
 
@@ -54,9 +56,14 @@ class PeakMemory:
         return f"{_gb(self.total)} GB at most{together} ({parts})"
 
 
-def side_by_side(peak: PeakMemory, most: int) -> PeakMemory:
-    """The same with as many experts side by side, up to `most`, as this machine's memory has room for."""
-    room = int(_PART_OF_MACHINE * usable_bytes()) - peak.total
+def side_by_side(peak: PeakMemory, most: int, stated: int | None = None) -> PeakMemory:
+    """The same with as many experts side by side, up to `most`, as the stated bytes have room for, or this machine.
+
+    Raises ConfigError where the stated bytes do not hold one.
+    """
+    if stated is not None and stated < peak.total:
+        raise ConfigError(f"--memory gives {_gb(stated)} GB, and calibration takes {peak}")
+    room = (int(_PART_OF_MACHINE * usable_bytes()) if stated is None else stated) - sum(peak.parts.values())
     return replace(peak, experts=max(1, min(most, 1 + room // (peak.expert + peak.solver))))
 
 
@@ -73,8 +80,8 @@ def peak_memory(
 ) -> PeakMemory:
     """A token takes `between_layers` bytes from one layer to the next (streamed.bytes_between_layers).
 
-    `num_tracks` widths are solved together; a layer's file holds `num_planes` bit planes of each weight. The text, and
-    the experts that it passes, have `item` bytes a value.
+    `num_tracks` widths are solved together, and leave `num_planes` bit planes of each weight. The text, and the experts
+    that it passes, have `item` bytes a value.
     """
     shape, layout, tensors = checkpoint.shape, checkpoint.layout, checkpoint.tensors
     hidden, inner = shape.hidden_size, shape.intermediate_size
@@ -86,14 +93,15 @@ def peak_memory(
     )
     matrices = ((2 * inner, hidden), (hidden, inner))
     square = _FLOAT * max(columns for _, columns in matrices) ** 2
-    own = item * hidden * num_tokens  # rows of an expert, and its answers: at most those of all tokens
+    routed = min(num_tokens, 2 * num_tokens * shape.top_k // shape.num_experts)  # to one expert: twice an even share
     solving = square + max(gptq.peak_bytes(rows, columns, group_size, num_tracks) for rows, columns in matrices)
     rows = min(num_tokens, calibrated.ROWS_AT_ONCE)
     moments = 2 * square + rows * (item * hidden + (item + 4 * _FLOAT) * inner)
     kept = num_planes * shape.weights_per_expert // 8 + num_widths * 4 * shape.weights_per_expert // group_size
     # the reference kernel's weights of one width, the rows it is tested on and what it makes of them
-    losing = _FLOAT * (shape.weights_per_expert + 2 * inner * hidden) + 6 * min(ROWS_BYTES, num_tokens * 2 * inner * 4)
-    losing += num_tokens // 8 * hidden * (3 * _FLOAT + 2 * 8)
+    tested = min(num_tokens // HELD_OUT_EVERY, calibrated.TEST_ROWS)
+    losing = _FLOAT * (shape.weights_per_expert + 2 * inner * hidden) + 6 * min(ROWS_BYTES, tested * 2 * inner * 4)
+    losing += tested * hidden * (3 * _FLOAT + 2 * 8) + kept
 
     def sequences(size: int) -> int:
         return num_tokens * (between_layers * size // _FLOAT + 2 * hidden * size + shape.top_k * 16)
@@ -102,10 +110,9 @@ def peak_memory(
         programs=_PROGRAMS,
         beside_experts=item * beside,
         sequences=sequences(item),
-        expert=item * shape.weights_per_expert + _FLOAT * inner * hidden,
-        solver=max(solving, moments, losing) + 2 * own,
-        layer=2 * shape.num_experts * kept,
-        weighing=_PROGRAMS + _FLOAT * (beside + 3 * shape.weights_per_expert) + sequences(_FLOAT),
+        expert=item * shape.weights_per_expert,
+        solver=max(solving, moments, losing) + 2 * item * hidden * routed,  # what it answers, joined
+        weighing=_PROGRAMS + _FLOAT * (beside + 2 * shape.weights_per_expert) + sequences(_FLOAT),
     )
 
 

@@ -15,7 +15,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,6 @@ from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
-import safetensors.numpy
 from numpy.typing import NDArray
 
 from ndp_device.common import kept
@@ -45,6 +44,10 @@ experts."""
 WITHOUT_TOKENS = "experts_without_tokens"
 """In a manifest's `calibration`: how many experts the text never reached, solved for their layer's moment."""
 MANIFEST = "manifest.json"
+
+Part = bytes | memoryview
+_DTYPES = [np.dtype(name) for name in ("u1", "f2", "i4", "f4", "f8", "i8")]
+"""Those of a layer's tensors, in the order in which safetensors sorts them."""
 
 _UNFINISHED = ".unfinished"
 _SURELY_LEFT_S = 60.0
@@ -363,7 +366,7 @@ def _read_seen(directory: Path) -> dict[int, _Stamp | None]:
 def _write_seen(directory: Path, seen: dict[int, _Stamp | None]) -> None:
     """Where nothing can be written, every start hashes the files."""
     with contextlib.suppress(NdpError):
-        write_whole(checked_file(directory), msgspec.json.encode(seen))
+        write_whole(checked_file(directory), [msgspec.json.encode(seen)])
 
 
 def check_layer_file(directory: Path, layer: int, manifest: Manifest, *, check_contents: bool) -> MappedFile:
@@ -383,15 +386,24 @@ def check_layer_file(directory: Path, layer: int, manifest: Manifest, *, check_c
 
 def write_layer(directory: Path, layer: int, replicas: LayerReplicas, manifest: Manifest) -> Manifest:
     """Write one layer's file and the manifest that now includes it; returns that manifest."""
-    contents = layer_bytes(layer, replicas, manifest)
-    write_whole(directory / layer_file_name(layer), contents)
-    entry = LayerFile(len(contents), hashlib.blake2b(contents, digest_size=16).hexdigest())
+    digest, num_bytes = hashlib.blake2b(digest_size=16), 0
+
+    def passed() -> Iterator[Part]:
+        nonlocal num_bytes
+        for part in layer_parts(layer, replicas, manifest):
+            digest.update(part)
+            num_bytes += len(part)
+            yield part
+
+    write_whole(directory / layer_file_name(layer), passed())
+    entry = LayerFile(num_bytes, digest.hexdigest())
     manifest = msgspec.structs.replace(manifest, layers=manifest.layers | {layer: entry})
     write_manifest(directory, manifest)
     return manifest
 
 
-def layer_bytes(layer: int, replicas: LayerReplicas, manifest: Manifest) -> bytes:
+def layer_parts(layer: int, replicas: LayerReplicas, manifest: Manifest) -> Iterator[Part]:
+    """A layer's file in parts, without a copy of its tensors."""
     tensors: dict[str, NDArray[Any]] = {
         "loss": replicas.loss,
         "relative_loss": replicas.relative_loss,
@@ -407,9 +419,24 @@ def layer_bytes(layer: int, replicas: LayerReplicas, manifest: Manifest) -> byte
             for bits in manifest.bits[len(manifest.nested_bits) :]:  # which are the narrowest
                 tensors |= _tensors(f"{manifest.prefix(expert, bits)}.{name}", getattr(by_bits[bits], name))
         tensors |= _bias_tensors(layer, expert, by_bits, manifest)
-    # one entry of metadata: safetensors writes several in random order, and the same job must write the same bytes
-    contents: bytes = safetensors.numpy.save(tensors, {"format": f"{FORMAT} {VERSION}, layer {layer}"})
-    return contents
+    yield from safetensors_parts(tensors, {"format": f"{FORMAT} {VERSION}, layer {layer}"})
+
+
+def safetensors_parts(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> Iterator[Part]:
+    """The bytes that safetensors.numpy.save gives, which would hold them twice."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    in_order = sorted(tensors, key=lambda name: (-_DTYPES.index(tensors[name].dtype), name))
+    for name in in_order:
+        tensor, start = tensors[name], end
+        end += tensor.nbytes
+        dtype = f"{'F' if tensor.dtype.kind == 'f' else tensor.dtype.kind.upper()}{8 * tensor.itemsize}"
+        header[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": (start, end)}
+    encoded = msgspec.json.encode(header)
+    encoded += b" " * (-len(encoded) % 8)
+    yield len(encoded).to_bytes(8, "little") + encoded
+    for name in in_order:
+        yield np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data
 
 
 def _bias_tensors(
@@ -430,7 +457,7 @@ def _bias_tensors(
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    write_whole(directory / MANIFEST, kept.encode_sealed(manifest))
+    write_whole(directory / MANIFEST, [kept.encode_sealed(manifest)])
 
 
 def _tensors(prefix: str, matrix: QuantizedMatrix | NestedMatrix) -> dict[str, NDArray[Any]]:
@@ -465,14 +492,14 @@ def remove_unfinished(directory: Path) -> None:
                 path.unlink()
 
 
-def write_whole(path: Path, contents: bytes) -> None:
-    """All of the contents under this name, or nothing new under it, whenever the machine stops."""
+def write_whole(path: Path, parts: Iterable[Part]) -> None:
+    """All of the parts under this name, or nothing new under it, whenever the machine stops."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}{_UNFINISHED}")
     try:
         kept.make_directory(path.parent)
         with kept.written(path, aside=unfinished) as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # its writer lives: remove_unfinished
-            file.write(contents)
+            file.writelines(parts)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {why_unwritable(error)}") from None
 

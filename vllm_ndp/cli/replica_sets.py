@@ -84,6 +84,10 @@ def quantize(
     samples: Annotated[
         int, typer.Option(metavar="N", min=8, help="Calibration sequences; every 8th is held out.")
     ] = 128,
+    memory: Annotated[
+        float | None,
+        typer.Option(metavar="GB", min=0, help="With text: memory to stay within; default: 0.8 of the machine's."),
+    ] = None,
 ) -> None:
     """Quantize every expert of a model.
 
@@ -103,6 +107,8 @@ def quantize(
             raise ConfigError("--shrink says how far to distrust a text: add --calibration FILE")
         if by.effort != "default":
             raise ConfigError("--effort is about solving for a text: add --calibration FILE")
+        if memory is not None:
+            raise ConfigError("--memory is for calibration on text: add --calibration FILE")
         manifest = build_data_free(model, out, bits=widths or WIDTHS, group_size=by.group_size)
     else:
         manifest = build_calibrated(
@@ -118,6 +124,7 @@ def quantize(
             shrink=by.shrink,
             effort=by.effort,
             device_name=way.device,
+            memory_bytes=None if memory is None else int(memory * 1e9),
         )
     _print_summary(manifest, out, started)
     if before == _files(out):

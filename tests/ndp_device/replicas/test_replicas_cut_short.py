@@ -272,7 +272,7 @@ def test_the_next_builder_removes_what_killed_ones_left_and_keeps_a_living_ones(
         from pathlib import Path
         from ndp_device.replicas import format
         os.fsync = lambda handle: (print("writing", flush=True), time.sleep(600))
-        format.write_whole(Path({str(out)!r}, sys.argv[1]), b"half")
+        format.write_whole(Path({str(out)!r}, sys.argv[1]), [b"half"])
     """)
     names = ["experts-00000.safetensors", "experts-00001.safetensors"]
     builders = [

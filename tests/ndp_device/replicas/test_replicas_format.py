@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import safetensors.numpy
 from paths import ROOT
 from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_safetensors, write_small_checkpoint
 
@@ -33,6 +34,7 @@ from ndp_device.replicas.format import (
     layer_file_name,
     load_loss_table,
     read_manifest,
+    safetensors_parts,
     write_layer,
     write_manifest,
 )
@@ -432,3 +434,19 @@ def test_one_without_a_digest_is_refused(manifest: tuple[Callable[[Path], Any], 
     path.write_text(json.dumps(fields))
     with pytest.raises(NdpError, match="has no 'manifest_digest'"):
         read(path.parent)
+
+
+def test_a_layers_file_has_the_bytes_of_the_library() -> None:
+    rng = np.random.default_rng(0)
+    tensors = {
+        "0.w13.planes": rng.integers(0, 255, (4, 3, 5), np.uint8),
+        "0.w13.scale": rng.random((2, 3, 1)).astype(np.float16),
+        "0.w13.perm": np.arange(5, dtype=np.int32)[::-1],
+        "0.b2": rng.random(3, np.float32),
+        "loss": rng.random((2, 4)),
+        "calibration_tokens": np.arange(2),
+        "a": np.zeros((0, 3), np.float16),
+    }
+    contents = b"".join(safetensors_parts(tensors, {"format": "one"}))
+    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    assert contents == safetensors.numpy.save(contiguous, {"format": "one"})
