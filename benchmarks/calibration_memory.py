@@ -94,11 +94,14 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     if not (model / "tokenizer_config.json").is_file():
         make_random_mixtral.write(model, make_random_mixtral.config_of(*sizes, 2), 0)
 
-    import torch
-    import transformers  # noqa: F401  # its memory belongs to the programs'
-
-    from ndp_device.calibration import build, calibrated, gptq, memory, streamed
+    from ndp_device.calibration import build
     from ndp_device.kernels import reference  # noqa: F401
+
+    with build.importing():
+        import torch
+        import transformers  # noqa: F401  # its memory belongs to the programs'
+
+        from ndp_device.calibration import calibrated, gptq, memory, streamed
 
     said: list[memory.PeakMemory] = []
     side_by_side = memory.side_by_side

@@ -124,9 +124,9 @@ def build_calibrated(
     shrink: how far the solver distrusts the text (calibrated.shrunk); for subjects that the text does not cover.
     effort: time against loss, gptq.SWEEPS; what each costs and gives: docs/log/calibration.md.
     """
-    with _importing():
+    with importing():
         import torch
-        import transformers
+        import transformers.modeling_utils
 
         from ndp_device.calibration import auto_gptq, calibrated, gptq, memory, streamed
         from ndp_device.calibration.text import HELD_OUT_EVERY, load_config
@@ -267,22 +267,31 @@ def build_calibrated(
 
 
 @contextlib.contextmanager
-def _importing() -> Iterator[None]:
+def importing() -> Iterator[None]:
     """Takes half of the processor's seconds from importing transformers.
 
-    It makes a million objects that stay: the garbage collector would look through them again and again. It imports
-    scikit-learn for assisted generation alone, which a calibration has no use for.
+    It makes a million objects that stay: the garbage collector would look through them again and again, the last time
+    when the process ends. It imports packages for functions that a calibration has no use for.
     """
-    sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]  # None: as if it were not installed
-    collects = gc.isenabled()
+    if "torch" not in sys.modules:
+        # else threads without work spin, and on a busy machine keep others from theirs: 71 core seconds instead of 19
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    import torch
+
+    unused = ["sklearn", "scipy"] if torch.cuda.is_available() else ["sklearn", "scipy", "triton"]
+    hidden = [name for name in unused if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: as if it were not installed
+    first, collects = "transformers" not in sys.modules, gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        if first and not sys.modules.get("triton"):  # which complains of what it finds alive at the end
+            gc.freeze()
         if collects:
             gc.enable()
-        if not sys.modules["sklearn"]:
-            del sys.modules["sklearn"]
+        for name in hidden:
+            del sys.modules[name]
 
 
 def build_tuned(

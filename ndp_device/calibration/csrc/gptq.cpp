@@ -107,6 +107,7 @@ void solve_group(const std::vector<int>& widths, const std::vector<float>& costs
 }  // namespace
 
 NB_MODULE(_gptq, m) {
+    nb::set_leak_warnings(false);  // a calibration ends without a last collection: ../build.py
     m.def("solve_group", &solve_group, nb::arg("widths"), nb::arg("costs"), nb::arg("weights"), nb::arg("product"),
           nb::arg("square"), nb::arg("feedback").none(), nb::arg("importance").none(), nb::arg("codes"),
           nb::arg("scale"), nb::arg("offset"), nb::arg("sweeps"), nb::arg("threads"), nb::arg("isa") = "auto");
