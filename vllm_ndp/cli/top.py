@@ -234,7 +234,7 @@ def _effective(status: Any) -> list[RenderableType]:
         table.title = "what is effective"
         table.add_column("")
         table.add_column("")
-        for what, value in worker.get("table", ()):  # a server of an older version has none
+        for what, value in worker["table"]:
             table.add_row(what, value)
     return tables
 

@@ -92,8 +92,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     whole_experts: bool = False
     """Whether each of them holds some hot experts whole (expert parallelism), and not a part of each."""
     stage: int = 0
-    first_layer: int | None = None
-    """Which of the model's layers of experts is the first here; None in traces of before that was noted."""
+    first_layer: int = 0
+    """Which of the model's layers of experts is the first here."""
     num_stages: int = 1
     """Stages of the pipeline. Trace and host_dims are of this stage's layers, and times are its own clock's."""
     num_devices: int = 1
