@@ -206,9 +206,7 @@ def test_an_option_that_does_not_exist_is_refused(words: str, refused: str) -> N
     assert refused in error.value.format_message()
 
 
-@pytest.mark.parametrize(
-    "words", [["vllm-ndp", "compare"], ["ndp-device", "time"], ["ndp-device", "time", "idle", "hit"]], ids=" ".join
-)
+@pytest.mark.parametrize("words", [["vllm-ndp", "compare"], ["ndp-device", "time", "idle", "hit"]], ids=" ".join)
 def test_an_installed_program_ends_as_its_function_does(words: list[str]) -> None:
     installed, here = run(*words), run_here(*words)
     assert (installed.returncode, installed.stdout) == (here.returncode, here.stdout)
@@ -220,31 +218,22 @@ REFUSED: dict[str, str] = {
     "vllm-ndp compare": "Missing argument 'TRACE...' (see vllm-ndp compare --help)",
     "vllm-ndp compare {trace} --system all": "--systems",
     "vllm-ndp compare {trace} --avg-bits two": "--avg-bits must be numbers",
-    **{
-        f"vllm-ndp compare {{trace}} --systems monde --avg-bits {bits}": "avg_bits must lie in 1..4 or be 8, got"
-        for bits in ("-1", "0", "nan")
-    },
+    "vllm-ndp compare {trace} --systems monde --avg-bits nan": "avg_bits must lie in 1..4 or be 8, got",
     "vllm-ndp compare {trace} --policies orcale": "did you mean 'oracle'?",
     "vllm-ndp compare nowhere": "is not a trace",
     "vllm-ndp compare {trace} --systems mondo": "did you mean 'monde'",
     "vllm-ndp compare {trace} --hardware h100-ndp513": "did you mean",
     "vllm-ndp compare {trace} --set gpu.hbm_efficiency_percent=200": "hbm_efficiency_percent",
     "vllm-ndp compare {trace} --batch one": "whole numbers",
-    "vllm-ndp compare {trace} --hot-experts 9": "0..8",
     "vllm-ndp compare {trace} --hot-experts -1": "hot experts per layer must be at least 0, got -1",
     "vllm-ndp compare {trace} --set dram.capacity_bytes=1 --set gpu.hbm_capacity_bytes=1": (
         "context_aware with K 4 at batch 1 does not fit, gpu memory lacks 49079648255 bytes"
     ),
     "vllm-ndp compare {trace} --fit --set gpu.hbm_capacity_bytes=1": "nothing of it fits",
-    "vllm-ndp compare {trace} --set dram.capacity_bytes=-1": "dram.capacity_bytes must lie in 1..",
     "vllm-ndp compare {trace} --memory lots": "--memory must be whole numbers",
-    "vllm-ndp compare {trace} --memory 0": "--memory must be at least 1",
     "vllm-ndp compare {trace} {trace} --replicas r": "belong to one trace, 2 were given",
     "vllm-ndp arrivals {trace} --devices 0": "'--devices': Input should be greater than or equal to 1",
-    "vllm-ndp arrivals {trace} --seed -1": "'--seed': Input should be greater than or equal to 0",
     "vllm-ndp arrivals {trace} --kv-tokens 100": "needs 32 blocks of KV cache for 512 tokens, there are 6",
-    "vllm-ndp arrivals {trace} {trace} --process steps": "belong to one trace, 2 were given",
-    "vllm-ndp arrivals {trace} --steps -1": "'--steps'",
     "vllm-ndp reproduce nothing": "'paper', 'monde', 'cxl-expert', 'hobbit', 'moepic'",
     "vllm-ndp reproduce moepic {trace}": "a trace belongs to hobbit",
     "vllm-ndp replay {trace}": "live run",
@@ -254,8 +243,6 @@ REFUSED: dict[str, str] = {
     "vllm-ndp quantize {model} --out {tmp}/o --bits 1,two": "such as 1,2,3,4",
     "vllm-ndp quantize {model} --out {tmp}/o --bits 5": "selection of [1, 2, 3, 4]",
     "vllm-ndp quantize {model} --out {tmp}/o --group-size 12": "multiple of 8",
-    "vllm-ndp quantize {model} --out {tmp}/o --solver auto-gptq": "add --calibration FILE",
-    "vllm-ndp quantize {model} --out {tmp}/o --shrink 0.3": "add --calibration FILE",
     "vllm-ndp quantize {model} --out {tmp}/o --effort best": "add --calibration FILE",
     "vllm-ndp quantize {model} --out {tmp}/o --memory 6": "add --calibration FILE",
     "vllm-ndp quantize docs --out {tmp}/o": "no config.json in docs",
@@ -263,7 +250,6 @@ REFUSED: dict[str, str] = {
     "ndp-device time idle hit --set rfc": "--set needs section.field=value, got 'rfc'",
     "ndp-device time idle warm": "hit, closed, conflict",
     "ndp-device time dram '12 parsecs'": "BYTES must be a whole number",
-    "ndp-device time dram 0": "at least 1",
     "ndp-device time dram 64 --set dram.channels=0": "dram.channels must lie in 1..16777216",
     "ndp-device time expert --bits 5": "bits must be one of",
     "ndp-device time expert --bits 3 --tokens 0": "--tokens",
@@ -473,7 +459,6 @@ def test_an_error_that_nobody_foresaw_is_one_sentence(
     assert re.match(says, _ends(monkeypatch, capsys, error))
 
 
-@pytest.mark.parametrize("words", ["vllm-ndp plan models/tiny-mixtral --json", "ndp-device time idle hit"])
 @pytest.mark.parametrize(
     ("where", "says"),
     [
@@ -482,9 +467,9 @@ def test_an_error_that_nobody_foresaw_is_one_sentence(
         (">&-", "standard output is closed: send it somewhere"),
     ],
 )
-def test_an_output_that_nobody_can_have_is_one_sentence(words: str, where: str, says: str) -> None:
+def test_an_output_that_nobody_can_have_is_one_sentence(where: str, says: str) -> None:
     """A reader that has gone is one that closes its end before the program, which takes its time, has written."""
-    line = f"set -o pipefail; {BIN}/{words} {where}"
+    line = f"set -o pipefail; {BIN}/vllm-ndp plan models/tiny-mixtral --json {where}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert (done.returncode, done.stdout) == (2, "")
     (said,) = done.stderr.splitlines()

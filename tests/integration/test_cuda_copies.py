@@ -165,18 +165,6 @@ def test_moves_share_one_stream_which_is_none_of_those_that_vllm_computes_on(mon
     assert made == [-1]
 
 
-def test_a_move_that_fails_is_raised_where_its_layer_waits() -> None:
-    class Failing:
-        def __call__(self, moves: object) -> LazyEvent:
-            raise OSError("the pool is gone")
-
-    migrator = Migrator(os.sched_getaffinity(0), Failing)
-    migrator.begin(0, [lambda: None])
-    with pytest.raises(OSError, match="the pool is gone"):
-        migrator.wait(0)
-    migrator.close()
-
-
 def test_memory_of_the_host_is_the_host_s_whatever_the_default_device_is() -> None:
     with torch.device("meta"):
         assert pinned_for(torch.device("cpu"))(4, dtype=torch.float32).device.type == "cpu"

@@ -160,11 +160,6 @@ def test_counts_of_layers_that_waited_for_nothing_arrive_in_one_copy_when_the_re
     assert run(mixtral(4), asynchronous=True).waits_at_end == 0
 
 
-def test_what_routers_chose_is_counted_though_later_layers_write_over_it() -> None:
-    """The simulated time depends on how many experts were read."""
-    compare(run(mixtral(8), asynchronous=True), run(mixtral(8), asynchronous=False))
-
-
 def test_the_device_is_asked_before_the_hot_experts_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """To launch holds the interpreter for 150 us, in which the device computes already."""
     order = list[str]()

@@ -189,28 +189,6 @@ def test_rows_that_land_before_the_last_ones_were_taken_are_seen(monkeypatch: py
             kernel.load(held, 0, expert())
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_vllm_is_told_of_scales_beside_the_codes_and_of_nothing_else(bits: int) -> None:
-    told: list[Any] = []
-
-    def fused(*args: Any, quant_config: Any, **more: Any) -> torch.Tensor:
-        told.append(quant_config)
-        return args[0]
-
-    kernel, held, x = kernel_of(bits, fused=fused), allocated(bits), torch.zeros(1, HIDDEN)
-    for _ in range(2):
-        kernel.run(x, held, torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32))
-    assert told[0] is told[1]  # made once
-    assert told[0].pop("w1_scale") is held.s13
-    assert told[0].pop("w2_scale") is held.s2
-    if bits == 8:
-        assert told[0] == {"per_act_token_quant": True}
-    else:
-        assert told[0].pop("w1_zp") is held.z13
-        assert told[0].pop("w2_zp") is held.z2
-        assert told[0] == {"block_shape": [0, 32]}
-
-
 @pytest.mark.parametrize(("bits", "least", "most"), [(8, 1.9, 2.0), (4, 3.4, 4.0)])
 def test_slots_of_fewer_bits_hold_about_as_many_more_experts(bits: int, least: float, most: float) -> None:
     """Of Mixtral-8x7B, sizes alone: 2 and 4 times as many, less what scales and zero points take (.1 and 4 %)."""

@@ -50,7 +50,6 @@ def test_demo_shows_a_table() -> None:
         (["verify", "no/such/model"], "no config.json in no/such/model"),
         (["demo", "docs"], "no config.json in docs"),
         (["demo", "--hot-experts", "9"], "'hot_experts' is 9, the model has only 8"),
-        (["demo", "--avg-bits", "4.5"], "'avg_bits' must lie in 1..4 or be 8, got 4.5"),
     ],
 )
 def test_vllm_ndp_refuses_in_one_line(arguments: list[str], wanted: str):
@@ -86,7 +85,6 @@ def _model(directory: Path, kind: str) -> Path:
         ("demo {model}", "unknown type", "my_moe"),
         ("demo {model}", "its own code", "only with code that comes with the model, and this command runs none"),
         ("demo {model}", "no tokenizer", "tokenizer"),
-        ("verify {model}", "its own code", "only with code that comes with the model, and this command runs none"),
         ("record {model} --prompts {prompts} --out {out}", "unknown type", "my_moe"),
     ],
 )

@@ -7,6 +7,7 @@ some time later, by what it is, and what lies in the private directory of the de
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -22,15 +23,16 @@ from typing import Any
 
 import psutil
 import pytest
-from engines import IN_PROCESS, MODEL, PATIENCE_S
+from engines import IN_PROCESS, MODEL, PATIENCE_S, REPLICAS
 
 pytestmark = pytest.mark.vllm
 SCRIPT = """
-import sys
+import json, sys
 from vllm import LLM
 
 if __name__ == "__main__":
-    LLM(sys.argv[1], quantization="ndp", kv_cache_memory_bytes=64 << 20, max_model_len=256, enforce_eager=True)
+    LLM(sys.argv[1], quantization="ndp", kv_cache_memory_bytes=64 << 20, max_model_len=256, enforce_eager=True,
+        additional_config={"ndp": json.loads(sys.argv[2])})
     input()
 """
 MARK = "NDP_TEST_ENDS"
@@ -40,12 +42,12 @@ MARK = "NDP_TEST_ENDS"
 class Run:
     """One script, and what was started for it, whoever the parent of that is by now."""
 
-    def __init__(self, folder: Path, runtime: Path) -> None:
+    def __init__(self, folder: Path, runtime: Path, settings: dict[str, Any]) -> None:
         """runtime: a short path, where the device's private directory will lie."""
         self._mark, self._folder, self.log, self.runtime = uuid.uuid4().hex, folder.resolve(), folder / "log", runtime
         (folder / "script.py").write_text(SCRIPT)
         ours = {"NDP_CACHE_DIR": str(folder / "cache"), "XDG_RUNTIME_DIR": str(runtime), MARK: self._mark}
-        words = [sys.executable, str(folder / "script.py"), str(MODEL)]
+        words = [sys.executable, str(folder / "script.py"), str(MODEL), json.dumps(settings)]
         with self.log.open("wb") as output:
             self.script = subprocess.Popen(
                 words, cwd=folder, env=os.environ | ours, stdin=subprocess.PIPE, stdout=output, stderr=output
@@ -123,22 +125,20 @@ def starts_a_device(run: Run) -> bool:
     return any(what_is(process) == "device" for process in run.below())
 
 
-def left_by(moment: Callable[[Run], bool], number: int, grace_s: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(prefix="run-") as runtime:
-        return Run(Path(folder), Path(runtime)).end_at(moment, number, grace_s)
-
-
 @pytest.mark.parametrize(
-    ("number", "moment"),
+    ("number", "moment", "settings"),
     [
-        (signal.SIGTERM, quantizes),
-        (signal.SIGKILL, starts_a_device),
+        (signal.SIGTERM, quantizes, {}),  # the engine has a process of its own
+        (signal.SIGKILL, starts_a_device, {"replicas": str(REPLICAS)}),  # and here it is the script
     ],
+    ids=["quantizes", "starts a device"],
 )
 def test_nothing_of_ours_outlives_its_script(
-    number: int, moment: Callable[[Run], bool], monkeypatch: pytest.MonkeyPatch
+    number: int, moment: Callable[[Run], bool], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in IN_PROCESS:
-        monkeypatch.delenv(name)
-    left = left_by(moment, number, PATIENCE_S)
+        if not settings or name != "VLLM_ENABLE_V1_MULTIPROCESSING":
+            monkeypatch.delenv(name)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(prefix="run-") as runtime:
+        left = Run(Path(folder), Path(runtime), settings).end_at(moment, number, PATIENCE_S)
     assert left == {"processes": {}, "files": []}

@@ -81,10 +81,9 @@ def wait_until_used_again(llm) -> None:  # type: ignore[no-untyped-def]
     raise AssertionError("the device was not used again within a minute")
 
 
-@pytest.mark.parametrize("num_steps", [3, 20, 97])
-def test_a_killed_device_costs_no_request_and_changes_no_token(llm, undisturbed, num_steps: int) -> None:  # type: ignore[no-untyped-def]
+def test_a_killed_device_costs_no_request_and_changes_no_token(llm, undisturbed) -> None:  # type: ignore[no-untyped-def]
     killed = device_pid(llm)
-    thread = disturb_after(llm, num_steps, lambda: os.kill(killed, signal.SIGKILL))
+    thread = disturb_after(llm, 20, lambda: os.kill(killed, signal.SIGKILL))
     outputs = greedy(llm, PROMPTS, TOKENS)
     thread.join()
     assert token_ids(outputs) == undisturbed
@@ -92,20 +91,6 @@ def test_a_killed_device_costs_no_request_and_changes_no_token(llm, undisturbed,
     assert sum(report["fallback_pairs"] for report in reports) > 0
     wait_until_used_again(llm)
     assert device_pid(llm) != killed, "an embedded device that died is started again"
-
-
-def test_a_frozen_device_costs_no_request_and_changes_no_token(llm, undisturbed) -> None:  # type: ignore[no-untyped-def]
-    frozen = device_pid(llm)
-    thread = disturb_after(llm, 20, lambda: os.kill(frozen, signal.SIGSTOP))
-    try:
-        outputs = greedy(llm, PROMPTS, TOKENS)
-    finally:
-        thread.join()
-        os.kill(frozen, signal.SIGCONT)
-    assert token_ids(outputs) == undisturbed
-    assert sum(output.kv_transfer_params["ndp"]["fallback_pairs"] for output in outputs) > 0
-    wait_until_used_again(llm)
-    assert device_pid(llm) == frozen
 
 
 def test_prompts_whose_plan_is_made_while_the_device_is_frozen_are_answered_without_it(llm, undisturbed) -> None:  # type: ignore[no-untyped-def]
@@ -150,10 +135,9 @@ SLOW_GPU = {"gpu.hbm_bytes_per_s": 300_000_000_000}
     "prices",
     [
         {"hardware": None},
-        {"hot_experts": 5, "hardware_overrides": SLOW_GPU},
         {"hot_experts": 5, "hardware_overrides": SLOW_GPU, "devices": 2},
     ],
-    ids=["by default", "that send hot experts", "of two devices"],
+    ids=["by default", "of two devices to which hot experts are sent"],
 )
 def test_the_same_replicas_stand_in_for_a_dead_device_token_for_token(prices: dict[str, Any]) -> None:
     """fallback="same" with 2-bit experts: what the engine computes alone is what the device would have answered.

@@ -100,7 +100,7 @@ def test_the_oracle_sees_the_decode_and_the_prefill_policy_does_not(
     losses = quality.loss_tables(replicas)
     prior = quality.importance(prompt)
     cells = [quality.Cell(2.0, 2, "importance", source) for source in ("prefill", "oracle")]
-    from_prompt, from_decode = (quality.plan_bits(cell, prompt, decode, prior, losses) for cell in cells)
-    assert np.array_equal(from_prompt, quality.plan_bits(cells[0], prompt, prompt, prior, losses))
-    assert np.array_equal(from_decode, quality.plan_bits(cells[0], decode, decode, prior, losses))
+    from_prompt, from_decode = (quality.plan_of(cell, prompt, decode, prior, losses).bits for cell in cells)
+    assert np.array_equal(from_prompt, quality.plan_of(cells[0], prompt, prompt, prior, losses).bits)
+    assert np.array_equal(from_decode, quality.plan_of(cells[0], decode, decode, prior, losses).bits)
     assert not np.array_equal(from_prompt, from_decode)

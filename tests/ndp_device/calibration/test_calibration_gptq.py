@@ -285,14 +285,6 @@ def test_constant_weights_and_silent_inputs_stay_finite() -> None:
         np.testing.assert_allclose(dequantize(matrix), weights, rtol=1e-3, atol=0.01)
 
 
-def test_the_same_problem_gives_the_same_bytes() -> None:
-    weights, hessian = correlated_problem(7, 16, 32, 500)
-    first, again = (gptq.quantize(weights, hessian, group_size=16, track_weights=NESTED, damp=0.01) for _ in range(2))
-    for bits in NESTED:
-        assert first[bits].planes.tobytes() == again[bits].planes.tobytes()
-        assert first[bits].scale.tobytes() == again[bits].scale.tobytes()
-
-
 def test_without_data_the_nested_fit_is_close_to_the_best_uniform_grid_of_each_width() -> None:
     weights = np.random.default_rng(8).normal(size=(64, 128)).astype(np.float32)
     matrices = data_free.quantize_nested(weights, 64, NESTED)

@@ -16,14 +16,10 @@ gguf = pytest.importorskip("gguf")
 pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in (multiply|add):RuntimeWarning")  # of drawn scales
 
-from safetensors.numpy import save_file  # noqa: E402
 
-from ndp_device.calibration.build import build_data_free  # noqa: E402
 from ndp_device.checkpoint import gguf_files  # noqa: E402
-from ndp_device.checkpoint.files import model_digest  # noqa: E402
 from ndp_device.common.errors import ConfigError, ReplicaError  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
-from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "tests" / "checkpoints"))
 from quantized_writers import write_gguf  # noqa: E402
@@ -95,24 +91,6 @@ def test_sizes_of_blocks_are_the_packages_own() -> None:
     sizes = gguf.GGML_QUANT_SIZES
     for number, (name, values, size) in gguf_files.TYPES.items():
         assert sizes[gguf.GGMLQuantizationType(number)] == (values, size), name
-
-
-def test_replicas_of_a_gguf_file_are_those_of_the_values_it_stands_for(tmp_path: Path) -> None:
-    stored = written(tmp_path / "gguf", "Q8_0")
-    kind = gguf.GGMLQuantizationType.Q8_0
-    values = {role: gguf.quants.dequantize(stored[role], kind) for role in WORDS}
-    plain = {f"model.layers.0.mlp.experts.{to}": values[role] for role, to in WORDS.items()}
-    plain["model.layers.0.mlp.gate.weight"] = stored["blk.0.ffn_gate_inp.weight"]
-    plain["model.layers.0.post_attention_layernorm.weight"] = stored["blk.0.ffn_norm.weight"]
-    (tmp_path / "plain").mkdir()
-    save_file(plain, tmp_path / "plain" / "model.safetensors")
-    (tmp_path / "plain" / "config.json").write_text(json.dumps(CONFIG))
-    losses = []
-    for name in ("gguf", "plain"):
-        build_data_free(tmp_path / name, tmp_path / f"{name}-replicas", show_progress=False)
-        losses.append(ReplicaFiles(tmp_path / f"{name}-replicas").layer_losses(0)[1])
-    np.testing.assert_array_equal(*losses)
-    assert model_digest(tmp_path / "gguf") != model_digest(tmp_path / "plain")
 
 
 def test_a_norm_to_which_the_converter_has_added_one_is_taken_as_it_is(tmp_path: Path) -> None:

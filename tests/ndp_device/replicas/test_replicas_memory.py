@@ -77,13 +77,6 @@ def test_what_is_in_use_and_cannot_be_masked_stays_whatever_it_takes(directories
             assert store.get(*key) is prepared
 
 
-def test_a_store_that_fits_forgets_nothing(directories: tuple[Path, Path]) -> None:
-    store = ExpertStore(*directories, kernel=KeepingKernel())
-    prepared = store.get(0, 0, 4)
-    assert store.trim({}) == 0
-    assert store.get(0, 0, 4) is prepared
-
-
 def test_asking_again_for_many_at_once_is_asking_for_each(directories: tuple[Path, Path]) -> None:
     store = ExpertStore(*directories, kernel=KeepingKernel())
     before = every_width(store)

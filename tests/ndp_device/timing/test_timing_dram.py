@@ -43,15 +43,6 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("dram", VARIANTS)
-@pytest.mark.parametrize(("lines", "to_refresh"), [(1, 9000), (5, 60), (40, 130), (150, 500), (150, 9000)])
-def test_jumping_between_commands_equals_looking_at_every_cycle(dram: DramSpec, lines: int, to_refresh: int) -> None:
-    dram = replace(dram, rfc=200)  # shorter than real, or the slow side spends its time on empty cycles
-    where = [StreamMap(dram).at(position) for position in range(lines)]
-    slow = ByCycle(dram, where, to_refresh, dram.outstanding).run()
-    assert exact(dram, lines, to_refresh) == slow
-
-
 @settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(0, 11), st.integers(0, 2)), min_size=1, max_size=60),

@@ -241,8 +241,9 @@ def check_causes(served: ServedRequest) -> Tokens:
     return tokens
 
 
-@pytest.mark.parametrize("process", ["together", "poisson", "bursty"])
-@pytest.mark.parametrize("execution", ["balanced", "paper"])
+@pytest.mark.parametrize(
+    ("process", "execution"), [("together", "balanced"), ("poisson", "paper"), ("bursty", "balanced")]
+)
 def test_causes_add_up_to_the_latency_of_every_token(process, execution):
     (served,) = serve(
         [short(6, 24, 10)],
