@@ -278,10 +278,11 @@ def importing() -> Iterator[None]:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
+    first = "transformers" not in sys.modules  # else it knows by now what is installed
     unused = ["sklearn", "scipy"] if torch.cuda.is_available() else ["sklearn", "scipy", "triton"]
-    hidden = [name for name in unused if name not in sys.modules]
+    hidden = [name for name in unused if first and name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: as if it were not installed
-    first, collects = "transformers" not in sys.modules, gc.isenabled()
+    collects = gc.isenabled()
     gc.disable()
     try:
         yield

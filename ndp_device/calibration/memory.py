@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 from ndp_device.calibration import calibrated, gptq
 from ndp_device.calibration.data_free import ROWS_BYTES
+from ndp_device.calibration.streamed import KEPT_BYTES
 from ndp_device.calibration.text import HELD_OUT_EVERY
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.machine_memory import usable_bytes
@@ -104,7 +105,9 @@ def peak_memory(
     losing += tested * hidden * (3 * _FLOAT + 2 * 8) + kept
 
     def sequences(size: int) -> int:
-        return num_tokens * (between_layers * size // _FLOAT + 2 * hidden * size + shape.top_k * 16)
+        between = num_tokens * between_layers * size // _FLOAT
+        of_attention = 2 * between if between <= KEPT_BYTES else 0
+        return between + of_attention + num_tokens * (2 * hidden * size + shape.top_k * 16)
 
     return PeakMemory(
         programs=_PROGRAMS,

@@ -4,8 +4,9 @@ experts, no files of replicas and no solver.
 The model is loaded without its experts. All sequences go through one decoder layer before any goes through the next, so
 a pass needs every expert once. Run each sequence up to the layer's experts, and hand over the inputs of all sequences.
 Take the experts' answers, and run each sequence through the layer again with its answer. The part of a layer before its
-experts so runs twice, which costs little beside the experts. In exchange any architecture of transformers works as it
-is: layers run by their own code, with the arguments that their model passes them.
+experts so runs twice, which costs little beside the experts; small models keep what attention gave. In exchange any
+architecture of transformers works as it is: layers run by their own code, with the arguments that their model passes
+them.
 
 A few sequences run together, which differs in the last bits from a model that they pass one by one. So do the experts'
 answers by RoutedBatch.add, for rows of all sequences that were multiplied together.
@@ -17,7 +18,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,8 +33,11 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape
 
 _DECODER_LAYER = re.compile(r"(?:^|.*\.)layers\.\d+(?=\.)")
+_ALL = slice(None)
 _TOKENS_AT_ONCE = 2048
 """Of sequences that pass a layer together: what runs in Python beside torch is then little."""
+KEPT_BYTES = 64 << 20
+"""Hidden states of all sequences, up to which attention's outputs are kept for the second time through a layer."""
 _REMEDY = "leave out --calibration, and its replicas are made from the weights alone"
 
 
@@ -63,38 +67,87 @@ class RoutedBatch:
         """Inputs of some sequences, as rows."""
         return RoutedInputs(self.hidden[sequences].flatten(0, 1), self.expert_ids[sequences].flatten(0, 1))
 
-    def answer(
-        self, expert: int, compute: Callable[[Tensor], Tensor], device: torch.device, of: Iterable[int] | None = None
-    ) -> None:
-        """Add one expert's part: compute maps rows [n, H] to rows [n, H], and is called once per sequence.
+    def add(self, expert: int, outputs: Tensor, sequences: slice = _ALL) -> None:
+        """Add one expert's part to the answers to some sequences: its outputs [n, H] for the rows that were routed to
+        it, in order."""
+        self._add(self.answers, expert, outputs, sequences)
 
-        of: the sequences whose answers get it; None: all.
-        """
-        if self.answers is not None:
-            self._add(self.answers, expert, compute, device, range(len(self.answers)) if of is None else of)
+    def add_to_branch(self, expert: int, outputs: Tensor) -> None:
+        """The same for the branch that leaves here, of the first sequences."""
+        self._add(self.branch, expert, outputs, self.branching)
 
-    def add(self, expert: int, outputs: Tensor) -> None:
-        """Add one expert's part to the answers: its outputs [n, H] for the rows that were routed to it, in order."""
-        if self.answers is not None:
-            chosen = self.expert_ids.flatten(0, 1) == expert
+    @property
+    def branching(self) -> slice:
+        return slice(0 if self.branch is None else len(self.branch))
+
+    def _add(self, to: Tensor | None, expert: int, outputs: Tensor, sequences: slice) -> None:
+        if to is not None:
+            chosen = self.expert_ids[sequences].flatten(0, 1) == expert
             rows = chosen.any(1).nonzero()[:, 0]
-            weights = (self.weights.flatten(0, 1)[rows] * chosen[rows]).sum(1, keepdim=True)
-            self.answers.flatten(0, 1).index_add_(0, rows, (outputs * weights).to(self.answers.dtype))
+            weights = (self.weights[sequences].flatten(0, 1)[rows] * chosen[rows]).sum(1, keepdim=True)
+            to[sequences].flatten(0, 1).index_add_(0, rows, (outputs * weights).to(to.dtype))
 
-    def answer_branch(self, expert: int, compute: Callable[[Tensor], Tensor], device: torch.device) -> None:
-        """The same for the branch that leaves here."""
-        if self.branch is not None:
-            self._add(self.branch, expert, compute, device, range(len(self.branch)))
 
-    def _add(
-        self, into: Tensor, expert: int, compute: Callable[[Tensor], Tensor], device: torch.device, of: Iterable[int]
-    ) -> None:
-        for n in of:
-            # in the order in which transformers takes them
-            choice, rows = torch.eq(self.expert_ids[n].T, expert).nonzero(as_tuple=True)
-            if len(rows):
-                out = compute(self.hidden[n][rows].to(device)).cpu() * self.weights[n][rows, choice, None]
-                into[n].index_add_(0, rows, out.to(into.dtype))
+class _Attention:
+    """What parts of a layer gave each sequence on its way to the experts, for its way through the layer.
+
+    Parts that have parts themselves: attention, mostly; what else there is costs little.
+    """
+
+    def __init__(self, parts: list[Any], num_sequences: int) -> None:
+        self._parts = [part for part in parts if any(part.children())]
+        self._of: list[dict[Any, Any]] = [{} for _ in range(num_sequences)]
+
+    def branch(self, num_sequences: int) -> None:
+        self._of += self._of[:num_sequences]
+
+    @contextlib.contextmanager
+    def kept(self, sequences: slice, hidden_bytes: int) -> Iterator[None]:
+        """Keeps what has a row for each sequence and at most twice the bytes of their hidden states."""
+        of = self._of[sequences]
+
+        def keep(part: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            output = run(*args, **kwargs)
+            values = output if type(output) is tuple else (output,)
+            tensors = [value for value in values if isinstance(value, Tensor)]
+            fits = sum(tensor.nbytes for tensor in tensors) <= 2 * hidden_bytes
+            if fits and tensors and all(len(tensor) == len(of) for tensor in tensors):
+                for n, of_one in enumerate(of):
+                    first = part not in of_one  # what runs twice is not kept
+                    of_one[part] = (type(output), _of_one(values, n)) if first else None
+            return output
+
+        with self._instead(keep):
+            yield
+
+    @contextlib.contextmanager
+    def given(self, sequences: slice) -> Iterator[None]:
+        """Gives what was kept in its place, once each."""
+        left = set(self._parts)
+
+        def give(part: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            kept = [of_one.get(part) for of_one in self._of[sequences]]
+            if part not in left or None in kept:
+                return run(*args, **kwargs)
+            left.discard(part)
+            kinds, values = zip(*kept, strict=True)
+            joined = _joined(list(values))
+            assert joined is not None
+            return joined if kinds[0] is tuple else joined[0]
+
+        with self._instead(give):
+            yield
+
+    @contextlib.contextmanager
+    def _instead(self, run_by: Callable[..., Any]) -> Iterator[None]:
+        runs = [part.forward for part in self._parts]
+        for part, run in zip(self._parts, runs, strict=True):
+            part.forward = functools.partial(run_by, part, run)
+        try:
+            yield
+        finally:
+            for part, run in zip(self._parts, runs, strict=True):
+                part.forward = run
 
 
 class StreamedForward:
@@ -109,6 +162,7 @@ class StreamedForward:
 
         None: it gave hidden states alone.
         """
+        self._attention = _Attention([], 0)
         self._experts: dict[int, Any] = {}
         names = {module: name for name, module in self._base.named_modules()}
         modules = expert_modules(self._base)
@@ -156,9 +210,11 @@ class StreamedForward:
                 hidden, token_ids = (torch.cat([all_, all_[:num_branching]]) for all_ in (hidden, token_ids))
                 answers = torch.cat([answers, branch])
                 self._handed_on += self._handed_on[:num_branching]
+                self._attention.branch(num_branching)
             with torch.no_grad(), self._stopping_at(index):
                 for some in self._together(token_ids):
-                    hidden[some] = self._through(index, some, token_ids, hidden, answers)
+                    with self._attention.given(some):
+                        hidden[some] = self._through(index, some, token_ids, hidden, answers)
             del batch, answers, branch
         self._passed = hidden, token_ids
 
@@ -180,9 +236,12 @@ class StreamedForward:
     def _to_the_experts(self, index: int, hidden: Tensor, token_ids: Tensor) -> RoutedBatch:
         taken: Tensor | None = None
         ids_and_weights = []
+        parts = [part for part in self._layers[index].children() if self._experts[index] not in part.modules()]
+        self._attention = _Attention(parts if hidden.nbytes <= KEPT_BYTES else [], len(token_ids))
         for some in self._together(token_ids):
             try:
-                self._through(index, some, token_ids, hidden)
+                with self._attention.kept(some, hidden[some].nbytes):
+                    self._through(index, some, token_ids, hidden)
             except _Reached as reached:
                 args, kwargs = reached.call
                 rows, expert_ids, weights = (*args, *kwargs.values())[:3]
@@ -277,6 +336,8 @@ def of_zero_experts(hidden: Tensor, expert_ids: Tensor, weights: Tensor, num_exp
 
     hidden [.., H], expert_ids and weights [.., k].
     """
+    if not (expert_ids >= num_experts).any():
+        return torch.zeros_like(hidden)
     share = (weights * (expert_ids >= num_experts)).sum(-1, keepdim=True)
     return (hidden * share).to(hidden.dtype)
 

@@ -57,22 +57,22 @@ def nats_per_loss(
     forward = StreamedForward(model, torch.cat([token_ids, token_ids]), checkpoint.shape)
     losses = []
     for layer, batch in enumerate(forward.layers(branching)):
-        in_replicas = range(once, 2 * once)
-        in_full = [*range(once), *range(2 * once, len(batch.hidden))]
+        in_full, in_replicas = (slice(once), slice(2 * once, None)), slice(once, 2 * once)
         for expert in range(checkpoint.shape.num_experts):
             full = FloatExpert(checkpoint.expert(layer, expert), model.device)
             checkpoint.release()
-            batch.answer(expert, full, model.device, in_full)
+            for some in in_full:
+                batch.add(expert, full.answers(batch.inputs(some), expert), some)
             del full  # at Mixtral's width each has 0.7 GB
             replica = FloatExpert(in_float(files.expert(layer, expert, bits)), model.device)
-            batch.answer(expert, replica, model.device, in_replicas)
-            batch.answer_branch(expert, replica, model.device)
+            batch.add(expert, replica.answers(batch.inputs(in_replicas), expert), in_replicas)
+            batch.add_to_branch(expert, replica.answers(batch.inputs(batch.branching), expert))
         files.release(layer)
         of_experts = files.layer_losses(layer)[1][:, column]
         counts = np.bincount(batch.expert_ids[:once].numpy().ravel(), minlength=len(of_experts))[: len(of_experts)]
         losses.append(max(float(np.average(of_experts, weights=counts)), _LEAST_LOSS))
-    alone = _divergences(forward, branching, 2 * once, len(losses))
-    together = max(_rise(forward, token_ids), _LEAST_PART * alone.sum())
+    alone, rise = _spoiled(forward, token_ids, branching, len(losses))
+    together = max(rise, _LEAST_PART * alone.sum())
     weights: NDArray[np.float64] = alone / np.array(losses) * (together / max(alone.sum(), _LEAST_LOSS))
     return weights
 
@@ -83,28 +83,25 @@ def in_float(replica: QuantizedExpert) -> FullExpert:
     return FullExpert("float32", w1, w3, dequantize(replica.w2), biases=replica.biases, activation=replica.activation)
 
 
-def _divergences(forward: StreamedForward, branching: int, passed: int, num_layers: int) -> NDArray[np.float64]:
-    """[L]: Kullback-Leibler divergence of each layer's branch from full precision, nats a token.
+def _spoiled(
+    forward: StreamedForward, token_ids: Tensor, branching: int, num_layers: int
+) -> tuple[NDArray[np.float64], float]:
+    """Nats a token: [L], each branch's Kullback-Leibler divergence from full precision; and how much the text's
+    negative log-likelihood rises by replicas in every layer.
 
-    Branches lie behind `passed` sequences.
+    The S sequences lie in full precision, in replicas, and the first of them again for each branch.
     """
-    found = np.zeros(num_layers)
-    for sequence in range(branching):
+    divergences, rise, once = np.zeros(num_layers), 0.0, len(token_ids)
+
+    def likelihood(answered: Tensor, sequence: int) -> float:
+        return float(answered[:-1].cpu().gather(1, token_ids[sequence, 1:, None]).mean())
+
+    for sequence in range(once):
         wanted = forward.log_probabilities(sequence)
-        for layer in range(num_layers):
-            answered = forward.log_probabilities(passed + layer * branching + sequence)
-            divergence = torch.nn.functional.kl_div(answered, wanted, reduction="none", log_target=True)
-            found[layer] += float(divergence.sum(-1).mean())
-    return found / branching
-
-
-def _rise(forward: StreamedForward, token_ids: Tensor) -> float:
-    """Rise of the text's negative log-likelihood, nats a token, from the first S passes to the next S."""
-
-    def likelihood(sequence: int) -> float:
-        tokens = token_ids[sequence % len(token_ids), 1:]
-        answered = forward.log_probabilities(sequence)[:-1].cpu()
-        return float(answered.gather(1, tokens[:, None]).mean())
-
-    once = len(token_ids)
-    return sum(likelihood(one) - likelihood(one + once) for one in range(once)) / once
+        rise += likelihood(wanted, sequence) - likelihood(forward.log_probabilities(once + sequence), sequence)
+        if sequence < branching:
+            chance = wanted.exp().flatten()
+            for layer in range(num_layers):
+                answered = forward.log_probabilities(2 * once + layer * branching + sequence)
+                divergences[layer] += float(chance.dot((wanted - answered).flatten())) / len(wanted)
+    return divergences / branching, rise / once
