@@ -249,7 +249,7 @@ def expert_losses(
     help: those of gate, up and down do not add.
     """
     wanted = _outputs(_REFERENCE.prepare(full), inputs)
-    energy = float(np.mean(wanted.astype(np.float64) ** 2))
+    energy = _mean_square(wanted)
     columns = loss_columns(replicas)
     loss = np.full(len(columns), np.nan)
     for bits, replica in replicas.items():
@@ -259,9 +259,15 @@ def expert_losses(
             prepared = ReferenceExpert(dequantize(w13), dequantize(w2), replica.biases, replica.activation)
         else:
             rows, prepared = inputs, _REFERENCE.prepare(replica)
-        error = _outputs(prepared, rows).astype(np.float64) - wanted
-        loss[columns.index(bits)] = np.mean(error**2)
+        error = _outputs(prepared, rows)
+        error -= wanted
+        loss[columns.index(bits)] = _mean_square(error)
     return loss, loss / max(energy, np.finfo(np.float64).tiny)
+
+
+def _mean_square(values: Float32) -> float:
+    """Sums of a row in float32, of rows in float64."""
+    return float(np.einsum("th,th->t", values, values).mean(dtype=np.float64)) / values.shape[1]
 
 
 def _outputs(expert: ReferenceExpert, inputs: Float32) -> Float32:

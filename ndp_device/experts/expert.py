@@ -350,5 +350,7 @@ def _is_permutation(perm: NDArray[np.int32], columns: int) -> bool:
 def to_float32(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
     """Checkpoint values as float32: exact for float32, float16 and bfloat16 (which numpy holds as uint16)."""
     if dtype == "bfloat16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
+        bits = values.astype(np.uint32)
+        bits <<= 16
+        return bits.view(np.float32)
     return np.ascontiguousarray(values, dtype=np.float32)

@@ -69,8 +69,8 @@ class ReferenceKernel:
             w1, w3, w2 = map(from_bytes, (expert.w1, expert.w3, expert.w2))
             return ReferenceExpert(np.concatenate([w1, w3]), w2, expert.biases, expert.activation)
         if isinstance(expert, FullExpert):
-            w1, w3, w2 = (to_float32(w, expert.dtype) for w in (expert.w1, expert.w3, expert.w2))
-            return ReferenceExpert(np.concatenate([w1, w3]), w2, expert.biases, expert.activation)
+            w13 = to_float32(np.concatenate([expert.w1, expert.w3]), expert.dtype)
+            return ReferenceExpert(w13, to_float32(expert.w2, expert.dtype), expert.biases, expert.activation)
         if isinstance(expert, Fp4Expert):
             return ReferenceExpert(from_fp4(expert.w13), from_fp4(expert.w2), expert.biases, expert.activation)
         return ReferenceExpert(dequantize(expert.w13), dequantize(expert.w2), expert.biases, expert.activation)
