@@ -267,7 +267,8 @@ def expert_losses(
 
 def _mean_square(values: Float32) -> float:
     """Sums of a row in float32, of rows in float64."""
-    return float(np.einsum("th,th->t", values, values).mean(dtype=np.float64)) / values.shape[1]
+    of_rows = np.einsum("th,th->t", values, values)
+    return float(of_rows.mean(dtype=np.float64) / values.shape[1])
 
 
 def _outputs(expert: ReferenceExpert, inputs: Float32) -> Float32:
