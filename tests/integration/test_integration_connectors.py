@@ -60,7 +60,7 @@ def test_a_fresh_engine_on_a_filled_store_plans_by_the_rows_that_it_computes(
 ) -> None:
     """Whatever the role, which this connector ignores: it once ended the engine. The first engine fills the store."""
     stored = (computed[1] - 1) // BLOCK * BLOCK
-    for role, loaded in (("kv_both", 0), ("kv_producer", stored), ("kv_consumer", stored)):
+    for role, loaded in (("kv_both", 0), ("kv_consumer", stored)):
         with engine(settings=SETTINGS, kv_transfer_config=example(tmp_path / "kv", role)) as llm:
             tokens, report = ask(llm)
             assert tokens == computed[0]

@@ -32,7 +32,6 @@ MADE_UP: dict[str, Any] = {
     "gpu memory bytes": 85_000_000_000,
 }
 """Not measured anywhere."""
-ROWS = [{"way": name, "probed": {name: value}} for name, value in MADE_UP.items()]
 GUESS = {"value": 9, "unit": "count", "how": "guess"}
 WHERE = {"gpu": "NVIDIA H100 80GB HBM3", "machine": "made up for a test", "date": "2000-01-01"}
 
@@ -80,26 +79,11 @@ def test_every_measured_value_says_how_on_what_and_when(folder: Path) -> None:
     assert all(source.endswith("; made up for a test, 2000-01-01") for source in sources.values())
 
 
-@pytest.mark.parametrize(("rate", "raw"), [(12.0, 15_753_846_153), (26.0, 31_507_692_307), (110.0, 121_000_000_000)])
-def test_the_link_is_the_slowest_that_carries_what_was_copied(folder: Path, rate: float, raw: int) -> None:
-    assert load_hardware(made(folder, **{"H2D pinned GB/s": rate})).link.raw_bytes_per_s == raw
-
-
 def test_an_unknown_gpu_or_an_impossible_rate_is_refused() -> None:
     with pytest.raises(ValueError, match="no preset is known for 'NVIDIA L4'"):
         gpu_preset.preset_of(MADE_UP, **{**WHERE, "gpu": "NVIDIA L4"})
     with pytest.raises(ValueError, match="more than any link"):
         gpu_preset.preset_of({**MADE_UP, "H2D pinned GB/s": 500.0}, **WHERE)
-
-
-def test_a_preset_is_written_from_the_piece_s_result(folder: Path) -> None:
-    result = folder / "result"
-    machine = {"gpu": "NVIDIA H200, 580.1", "processor": "made up", "cores": 16}
-    result.write_text(json.dumps({"machine": machine, "date": "2000-01-01", "figures": {"results": ROWS}}))
-    path = gpu_preset.write_preset(result, folder)
-    content = json.loads(path.read_text())
-    assert path.name == "h200-host.json"
-    assert (content["based_on"], content["machine"]) == ("h200-gen5", "NVIDIA H200, made up, 16 cores")
 
 
 @pytest.mark.parametrize(
