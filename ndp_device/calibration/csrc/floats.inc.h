@@ -39,15 +39,17 @@ NDP_INLINE float half_to_float(uint16_t half) {
 }
 
 // The nearest values that float16 holds, ties to even.
-NDP_INLINE Floats round_to_half(const Floats& values) {
-    const Ints bits = Ints(values), magnitude = bits & 0x7fffffff;
-    const UInts up = UInts(magnitude) + 0xfffu + (UInts(magnitude) >> 13 & 1u);
-    const Ints small = Ints((Floats(magnitude) + 0.5f) - 0.5f);  // steps of 2**-24
-    const Ints infinite = magnitude > 0x7f800000 ? (magnitude & 0) + 0x7fc00000 : (magnitude & 0) + 0x7f800000;
-    Ints rounded = magnitude < 0x38800000 ? small : Ints(up & ~0x1fffu);
+template <class F, class I, class U>
+NDP_INLINE F round_all_to_half(const F& values) {
+    const I bits = I(values), magnitude = bits & 0x7fffffff;
+    const U up = U(magnitude) + 0xfffu + (U(magnitude) >> 13 & 1u);
+    const I small = I((F(magnitude) + 0.5f) - 0.5f);  // steps of 2**-24
+    const I infinite = magnitude > 0x7f800000 ? (magnitude & 0) + 0x7fc00000 : (magnitude & 0) + 0x7f800000;
+    I rounded = magnitude < 0x38800000 ? small : I(up & ~0x1fffu);
     rounded = (rounded >= 0x47800000) | (magnitude > 0x7f800000) ? infinite : rounded;
-    return Floats(rounded | (bits ^ magnitude));
+    return F(rounded | (bits ^ magnitude));
 }
+NDP_INLINE Floats round_to_half(const Floats& values) { return round_all_to_half<Floats, Ints, UInts>(values); }
 
 // Of a value that float16 holds.
 NDP_INLINE uint16_t half_bits(float value) {

@@ -17,6 +17,8 @@ using namespace ndp::data_free;
 
 typedef float Four __attribute__((vector_size(16)));  // one value per width
 typedef float Eight __attribute__((vector_size(32)));
+typedef int32_t EightInts __attribute__((vector_size(32)));
+typedef uint32_t EightUInts __attribute__((vector_size(32)));
 typedef double FourDoubles __attribute__((vector_size(32)));
 
 constexpr int kRounds = 6;      // data_free.py has the reasons for both
@@ -51,10 +53,93 @@ NDP_INLINE float sum(const Eight& v) {
     return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
 }
 
+// What is compared at once: GCC compares vectors that are wider than the processor's lane by lane.
+#if defined(__AVX512F__)
+
+typedef Floats Part;
+typedef Ints PartInts;
+typedef __mmask16 Truths;
+NDP_INLINE Truths above(const Part& a, const Part& b) {
+    return _mm512_cmp_ps_mask(__m512(a), __m512(b), _CMP_GT_OQ);
+}
+NDP_INLINE uint32_t bits_of(Truths truths) { return truths; }
+NDP_INLINE uint32_t bits_above(const Floats& a, const Floats& b) { return above(a, b); }
+NDP_INLINE void add_where(Truths where, Part& total, const Part& more) {
+    total = Part(_mm512_mask_add_ps(__m512(total), where, __m512(total), __m512(more)));
+}
+NDP_INLINE void append(PartInts& code, Truths bit) {
+    code += code;
+    code = PartInts(_mm512_mask_add_epi32(__m512i(code), bit, __m512i(code), _mm512_set1_epi32(1)));
+}
+// table[index[lane]], index 0 to 15.
+NDP_INLINE Part look_up(const Part& table, const PartInts& index) {
+    return __builtin_shuffle(table, index);  // the intrinsic warns of a value that GCC itself leaves open
+}
+NDP_INLINE Part picked(const Floats& table, const PartInts& index) { return look_up(table, index); }
+NDP_INLINE Eight to_half_and_back(const Eight& values) {
+    return Eight(_mm256_cvtph_ps(_mm256_cvtps_ph(__m256(values), _MM_FROUND_TO_NEAREST_INT)));
+}
+
+#else
+
+typedef Eight Part;
+typedef EightInts PartInts;
+typedef EightInts Truths;
+NDP_INLINE Truths above(const Part& a, const Part& b) { return a > b; }
+NDP_INLINE uint32_t bits_of(const Truths& truths) {
+#if defined(__AVX2__)
+    return uint32_t(_mm256_movemask_ps(__m256(truths)));
+#else
+    uint32_t bits = 0;
+    for (size_t lane = 0; lane < 8; ++lane) bits |= uint32_t(truths[lane] & 1) << lane;
+    return bits;
+#endif
+}
+NDP_INLINE uint32_t bits_above(const Floats& a, const Floats& b) {
+    return bits_of(above(half_of(a, 0), half_of(b, 0))) | bits_of(above(half_of(a, 1), half_of(b, 1))) << 8;
+}
+NDP_INLINE void add_where(const Truths& where, Part& total, const Part& more) { total += Part(PartInts(more) & where); }
+NDP_INLINE void append(PartInts& code, const Truths& bit) {
+    code += code;
+    code -= bit;
+}
+// table[index[lane]], index 0 to 7.
+NDP_INLINE Part look_up(const Part& table, const PartInts& index) {
+#if defined(__AVX2__)
+    return Part(_mm256_permutevar8x32_ps(__m256(table), __m256i(index)));
+#else
+    Part found;
+    for (size_t lane = 0; lane < 8; ++lane) found[lane] = table[index[lane]];
+    return found;
+#endif
+}
+// The same with index 0 to 15.
+NDP_INLINE Part picked(const Floats& table, const PartInts& index) {
+    float all[kLanes];
+    store(all, table);
+    Part found;
+    for (size_t lane = 0; lane < 8; ++lane) found[lane] = all[index[lane]];
+    return found;
+}
+NDP_INLINE Eight to_half_and_back(const Eight& values) {
+    return round_all_to_half<Eight, EightInts, EightUInts>(values);
+}
+
+#endif
+
+typedef Part AnyPart __attribute__((aligned(4), may_alias));
+constexpr size_t kPartLanes = sizeof(Part) / sizeof(float), kParts = kLanes / kPartLanes;
+
+NDP_INLINE Part load_part(const float* p) { return *reinterpret_cast<const AnyPart*>(p); }
+
 // In one order on every processor: that of the bytes.
-NDP_INLINE Four sums(const Floats all[4]) {
+NDP_INLINE Four sums(const Part all[4][kParts]) {
     Eight v[4];
-    for (int i = 0; i < 4; ++i) v[i] = half_of(all[i], 0) + half_of(all[i], 1);
+    for (int i = 0; i < 4; ++i) {
+        Floats whole;
+        memcpy(&whole, all[i], sizeof whole);
+        v[i] = half_of(whole, 0) + half_of(whole, 1);
+    }
 #if defined(__AVX2__)
     const __m256 four = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
     return Four(_mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)));
@@ -63,87 +148,15 @@ NDP_INLINE Four sums(const Floats all[4]) {
 #endif
 }
 
-#if defined(__AVX512F__)
-
-typedef __mmask16 Truths;
-NDP_INLINE Truths above(const Floats& a, const Floats& b) {
-    return _mm512_cmp_ps_mask(__m512(a), __m512(b), _CMP_GT_OQ);
-}
-NDP_INLINE uint32_t bits_of(Truths truths) { return truths; }
-NDP_INLINE void add_where(Truths where, Floats& total, const Floats& more) {
-    total = Floats(_mm512_mask_add_ps(__m512(total), where, __m512(total), __m512(more)));
-}
-NDP_INLINE void append(Ints& code, Truths bit) {
-    code += code;
-    code = Ints(_mm512_mask_add_epi32(__m512i(code), bit, __m512i(code), _mm512_set1_epi32(1)));
-}
-// table[index[lane]], index 0 to 15.
-NDP_INLINE Floats look_up(const Floats& table, const Ints& index) {
-    return __builtin_shuffle(table, index);  // the intrinsic warns of a value that GCC itself leaves open
-}
-NDP_INLINE Floats shuffled(const Floats& table, const Ints& index) { return look_up(table, index); }
-NDP_INLINE Eight to_half_and_back(const Eight& values) {
-    return Eight(_mm256_cvtph_ps(_mm256_cvtps_ph(__m256(values), _MM_FROUND_TO_NEAREST_INT)));
-}
-
-#else
-
-typedef Ints Truths;
-NDP_INLINE Truths above(const Floats& a, const Floats& b) { return a > b; }
-NDP_INLINE uint32_t bits_of(const Truths& truths) {
-#if defined(__AVX2__)
-    const uint32_t low = uint32_t(_mm256_movemask_ps(__m256(half_of(Floats(truths), 0))));
-    return low | uint32_t(_mm256_movemask_ps(__m256(half_of(Floats(truths), 1)))) << 8;
-#else
-    uint32_t bits = 0;
-    for (size_t lane = 0; lane < kLanes; ++lane) bits |= uint32_t(truths[lane] & 1) << lane;
-    return bits;
-#endif
-}
-NDP_INLINE void add_where(const Truths& where, Floats& total, const Floats& more) {
-    total += Floats(Ints(more) & where);
-}
-NDP_INLINE void append(Ints& code, const Truths& bit) {
-    code += code;
-    code -= bit;
-}
-NDP_INLINE Floats shuffled(const Floats& table, const Ints& index) {
-    Floats found;
-    for (size_t lane = 0; lane < kLanes; ++lane) found[lane] = table[index[lane]];
-    return found;
-}
-// table[index[lane]], index 0 to 7.
-NDP_INLINE Floats look_up(const Floats& table, const Ints& index) {
-#if defined(__AVX2__)
-    const __m256 low = __m256(half_of(table, 0));
-    const Eight halves[] = {
-        Eight(_mm256_permutevar8x32_ps(low, __m256i(half_of(Floats(index), 0)))),
-        Eight(_mm256_permutevar8x32_ps(low, __m256i(half_of(Floats(index), 1)))),
-    };
-    Floats found;
-    memcpy(&found, halves, sizeof found);
-    return found;
-#else
-    return shuffled(table, index);
-#endif
-}
-NDP_INLINE Eight to_half_and_back(const Eight& values) {
-    Floats padded = {};
-    memcpy(&padded, &values, sizeof values);
-    return half_of(round_to_half(padded), 0);
-}
-
-#endif
-
-NDP_INLINE bool every(const Truths& truths, int count) {
+NDP_INLINE bool every(uint32_t bits, int count) {
     const uint32_t wanted = (1u << count) - 1;
-    return (bits_of(truths) & wanted) == wanted;
+    return (bits & wanted) == wanted;
 }
 
 // Each lane's neighbour behind it.
 NDP_INLINE Floats following(const Floats& v) {
 #if defined(__AVX512F__)
-    return shuffled(v, Ints{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 15});
+    return look_up(v, Ints{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 15});
 #else
     float lanes[kLanes + 1];
     store(lanes, v);
@@ -153,21 +166,19 @@ NDP_INLINE Floats following(const Floats& v) {
 }
 
 // The least value of `low`, the largest of `high`.
-NDP_INLINE void range_of(const Floats& low, const Floats& high, float* lowest, float* highest) {
-    const Eight low_first = half_of(low, 0), low_last = half_of(low, 1);
-    const Eight high_first = half_of(high, 0), high_last = half_of(high, 1);
-    const Eight least = low_last < low_first ? low_last : low_first;
-    const Eight largest = high_last > high_first ? high_last : high_first;
-    Four four[2], top[2];
-    memcpy(four, &least, sizeof four);
-    memcpy(top, &largest, sizeof top);
-    four[0] = four[1] < four[0] ? four[1] : four[0];
-    top[0] = top[1] > top[0] ? top[1] : top[0];
-    *lowest = four[0][0];
-    *highest = top[0][0];
+NDP_INLINE void range_of(const Part& low, const Part& high, float* lowest, float* highest) {
+    Four least[kPartLanes / 4], largest[kPartLanes / 4];
+    memcpy(least, &low, sizeof least);
+    memcpy(largest, &high, sizeof largest);
+    for (size_t i = 1; i < kPartLanes / 4; ++i) {
+        least[0] = least[i] < least[0] ? least[i] : least[0];
+        largest[0] = largest[i] > largest[0] ? largest[i] : largest[0];
+    }
+    *lowest = least[0][0];
+    *highest = largest[0][0];
     for (int i = 1; i < 4; ++i) {
-        *lowest = four[0][i] < *lowest ? four[0][i] : *lowest;
-        *highest = top[0][i] > *highest ? top[0][i] : *highest;
+        *lowest = least[0][i] < *lowest ? least[0][i] : *lowest;
+        *highest = largest[0][i] > *highest ? largest[0][i] : *highest;
     }
 }
 
@@ -183,9 +194,9 @@ NDP_INLINE Centred centre(float* group, size_t count) {
     c.padded = (count + kLanes - 1) / kLanes * kLanes;
     c.count = double(count);
     for (size_t i = count; i < c.padded; ++i) group[i] = group[0];
-    Floats low = load(group), high = low;
-    for (size_t i = kLanes; i < c.padded; i += kLanes) {
-        const Floats w = load(group + i);
+    Part low = load_part(group), high = low;
+    for (size_t i = kPartLanes; i < c.padded; i += kPartLanes) {
+        const Part w = load_part(group + i);
         low = w < low ? w : low;
         high = w > high ? w : high;
     }
@@ -217,15 +228,15 @@ struct Sums {
 // each wider one, and what the weights that have them add up to.
 template <int BITS>
 NDP_INLINE Sums assign(const float* group, size_t padded, const Floats& thresholds, uint64_t* masks) {
-    Floats table[BITS];  // what decides on bit b, by the bits before it
+    Part table[BITS];  // what decides on bit b, by the bits before it
 #pragma GCC unroll 4
     for (int bit = 0; bit < BITS; ++bit) {
-        Ints at = {};
+        PartInts at = {};
         for (int prefix = 0; prefix < 1 << bit; ++prefix) at[prefix] = ((2 * prefix + 1) << (BITS - 1 - bit)) - 1;
-        table[bit] = shuffled(thresholds, at);
+        table[bit] = picked(thresholds, at);
     }
     const size_t words = (padded + 63) / 64;
-    Floats weight_sum[kMaxBits] = {};
+    Part weight_sum[kMaxBits][kParts] = {};
     int64_t set[BITS] = {}, with_before[BITS] = {};
     for (size_t word = 0; word < words; ++word) {
         uint64_t mask[BITS] = {};
@@ -233,14 +244,18 @@ NDP_INLINE Sums assign(const float* group, size_t padded, const Floats& threshol
 #pragma GCC unroll 4
         for (size_t block = 0; block < 64 / kLanes; ++block) {
             if (block >= blocks) break;
-            const Floats w = load(group + 64 * word + kLanes * block);
-            Ints code = {};
+#pragma GCC unroll 2
+            for (size_t part = 0; part < kParts; ++part) {
+                const size_t first = kLanes * block + kPartLanes * part;
+                const Part w = load_part(group + 64 * word + first);
+                PartInts code = {};
 #pragma GCC unroll 4
-            for (int bit = 0; bit < BITS; ++bit) {
-                const Truths one = above(w, look_up(table[bit], code));
-                add_where(one, weight_sum[bit], w);
-                append(code, one);
-                mask[bit] |= uint64_t(bits_of(one)) << (kLanes * block);
+                for (int bit = 0; bit < BITS; ++bit) {
+                    const Truths one = above(w, look_up(table[bit], code));
+                    add_where(one, weight_sum[bit][part], w);
+                    append(code, one);
+                    mask[bit] |= uint64_t(bits_of(one)) << first;
+                }
             }
         }
 #pragma GCC unroll 4
@@ -342,8 +357,8 @@ NDP_INLINE Floats envelope(const Job& job, const Fit& fit, float middle, const C
     }
     // Nearly always every code is the best somewhere, and neighbours meet in rising order.
     const Floats rise = following(slope) - slope, thresholds = (following(constant) - constant) / rise;
-    const bool rising = every(above(rise, Floats{}), num_thresholds) &&
-                        every(above(following(thresholds), thresholds), num_thresholds - 1);
+    const bool rising = every(bits_above(rise, Floats{}), num_thresholds) &&
+                        every(bits_above(following(thresholds), thresholds), num_thresholds - 1);
     return rising ? thresholds : hull<BITS>(slope, constant);
 }
 
@@ -394,7 +409,6 @@ void fit_rows_of(const Job& job, size_t first, size_t last, const Room& room) {
 
 // scale * code + offset, rounded after each of the two: numpy's values to the bit (kernels/reference.py).
 void dequantize(const Quantized& matrix) {
-    typedef int32_t EightInts __attribute__((vector_size(32)));
     const EightInts lane_bit = {1, 2, 4, 8, 16, 32, 64, 128};
     const size_t row_bytes = matrix.cols / 8, group_bytes = matrix.group_size / 8;
     const size_t num_groups = (row_bytes + group_bytes - 1) / group_bytes, plane_bytes = matrix.rows * row_bytes;
