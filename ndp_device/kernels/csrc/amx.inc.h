@@ -11,7 +11,7 @@ constexpr int kTileRows = 16;
 constexpr int kTileSteps = 16;
 // Below this many rows VNNI wins (docs/log/kernels.md).
 constexpr int kFewestTileRows = 9;
-constexpr int kFewRows = kFewestTileRows - 1;
+constexpr int kFewRows = kFewestTileRows - 1, kFp4TileRows = kFewestTileRows;
 
 struct TileConfig {
     uint8_t palette = 1;
@@ -35,9 +35,7 @@ namespace {
 template <int LIMBS>
 bool own_products(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t stride) {
     const int rows = a.tokens * LIMBS, steps = panel.steps;
-    if (rows < kFewestTileRows || steps % kTileSteps != 0) return false;
-    for (int g = 0; panel.fp4 && g < panel.groups; ++g)
-        if (!panel.shifted[g]) return false;
+    if (rows < kFewestTileRows || steps % kTileSteps != 0 || panel.words) return false;
     const int chunks = steps / 8;
     constexpr int kTokens = kTileRows / LIMBS;
     const ptrdiff_t row_bytes = steps * 4;

@@ -14,10 +14,11 @@ using Words = u16x32;
 constexpr int kOwnRows = 0;
 constexpr int kGemmRows = 12;          // 12 rows x 2 blocks of sums: 24 of 32 registers
 
-NDP_INLINE Words fp4_levels(Words codes) {
-    const __m512i levels = _mm512_broadcast_i32x4(load<__m128i>(kFp4Levels));
-    return (Words)_mm512_shuffle_epi8(levels, (__m512i)codes);
+NDP_INLINE Words look_up(const uint8_t* table, Words codes) {
+    return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(table)), (__m512i)codes);
 }
+
+NDP_INLINE Words dot_bytes(Words factors, Words numbers) { return (Words)_mm512_maddubs_epi16((__m512i)factors, (__m512i)numbers); }
 
 NDP_INLINE int32_t fp4_zero(const int8_t* codes, int columns) { return zero_of_levels(codes, columns); }
 

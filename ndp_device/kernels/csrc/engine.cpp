@@ -132,6 +132,7 @@ struct Engine::Quantized {
     float* scale;
     float* sum;
     int32_t* zeros;
+    int16_t* words;
     ptrdiff_t group_stride;  // bytes of codes
     int row_bytes;           // codes of one token in one group
 };
@@ -229,7 +230,8 @@ Engine::Quantized Engine::take_quantized(const QuantizedView& w, int tokens, int
     q.scale = arena_.take<float>(static_cast<size_t>(w.groups) * tokens);
     q.sum = arena_.take<float>(static_cast<size_t>(w.groups) * tokens);
     if (w.fp4) q.zeros = arena_.take<int32_t>(static_cast<size_t>(w.groups) * tokens * q.row_bytes / w.fp4);
-    q.view = {tokens, limbs, q.codes, q.scale, q.sum, q.zeros};
+    if (w.fp4) q.words = arena_.take<int16_t>(static_cast<size_t>(w.groups) * tokens * w.padded_group);
+    q.view = {tokens, limbs, q.codes, q.scale, q.sum, q.zeros, q.words};
     return q;
 }
 
@@ -247,6 +249,7 @@ QuantizeJob Engine::quantize_job(const float* row, const PackedMatrix& matrix, c
             to.sum + token,
             to.view.tokens,
             to.zeros ? to.zeros + token * to.row_bytes / matrix.fp4 : nullptr,
+            to.words ? to.words + static_cast<ptrdiff_t>(token) * g.padded_group() : nullptr,
             matrix.fp4};
 }
 
@@ -302,6 +305,8 @@ void Engine::quantize_inputs(const float* x, int hidden, const Pairs& pairs, std
                 const ptrdiff_t scales = to.row_bytes / done.fp4;  // of all limbs
                 std::memcpy(to.zeros + (g * to.view.tokens + token) * scales, done.zeros + g * done.token_stride * scales,
                             scales * sizeof(int32_t));
+                std::memcpy(to.words + (g * to.view.tokens + token) * done.padded_group,
+                            done.words + g * done.token_stride * done.padded_group, done.padded_group * sizeof(int16_t));
             }
         }
     });

@@ -10,13 +10,14 @@ namespace {
 
 typedef uint16_t Words __attribute__((vector_size(32)));
 constexpr int kOwnRows = 6;
-constexpr int kFewRows = 0;
+constexpr int kFewRows = 0, kFp4TileRows = 0;
 constexpr int kGemmRows = 2;            // 2 rows x 2 blocks x 2 halves = 8 of 16 registers
 
-NDP_INLINE Words fp4_levels(Words codes) {
-    const __m256i levels = _mm256_broadcastsi128_si256(load<__m128i>(kFp4Levels));
-    return (Words)_mm256_shuffle_epi8(levels, (__m256i)codes);
+NDP_INLINE Words look_up(const uint8_t* table, Words codes) {
+    return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(table)), (__m256i)codes);
 }
+
+NDP_INLINE Words dot_bytes(Words factors, Words numbers) { return (Words)_mm256_maddubs_epi16((__m256i)factors, (__m256i)numbers); }
 
 // Of columns 0 and 1 of each step and of columns 2 and 3, whose products add up in two sums of 16 bits.
 NDP_INLINE int32_t fp4_zero(const int8_t* codes, int columns) {
@@ -136,17 +137,12 @@ NDP_INLINE void add_step(const uint8_t* codes, ptrdiff_t block_bytes, const int8
     }
 }
 
-// The integer products of ROWS rows with a group of both blocks: `chunks_in_16` chunks of 8 steps add up in 16 bits. FP4:
-// columns under one scale, of which there are the group's zeros and factors; else 0.
-template <int ROWS, int FP4>
-void dot_rows(const uint8_t* codes, int steps, int chunks_in_16, const int8_t* first, const int32_t* zeros,
-              const i32x16* factors, __m256i (*dots)[4]) {
-    constexpr int kSteps = FP4 == kNvfp4 ? 4 : 8;
+// The integer products of ROWS rows with a group of both blocks: `chunks_in_16` chunks of 8 steps add up in 16 bits.
+template <int ROWS>
+void dot_rows(const uint8_t* codes, int steps, int chunks_in_16, const int8_t* first, __m256i (*dots)[4]) {
+    constexpr int kSteps = 8;
     const ptrdiff_t block_bytes = steps * 64;
-    const int at_once = FP4 ? 1 : chunks_in_16;
-    __m256i by[4];
-    NDP_UNROLL(4)
-    for (int part = 0; part < 4; ++part) by[part] = _mm256_set1_epi16(1);
+    const int at_once = chunks_in_16;
     const int8_t* x[ROWS];
     for (int row = 0; row < ROWS; ++row) {
         x[row] = first + row * steps * 4;
@@ -154,41 +150,24 @@ void dot_rows(const uint8_t* codes, int steps, int chunks_in_16, const int8_t* f
     }
     for (int left = steps / kSteps; left > 0; left -= at_once) {
         __m256i pairs[ROWS][4] = {};
-        if constexpr (FP4) {
-            NDP_UNROLL(2)
-            for (int row = 0; row < ROWS; ++row) {
-                NDP_UNROLL(4)
-                for (int part = 0; part < 4; ++part)
-                    pairs[row][part] = _mm256_set1_epi32(zeros[(row + 1) * (steps / kSteps) - left]);
-            }
-        }
         for (int some = left < at_once ? left : at_once; some > 0; --some) {
             NDP_UNROLL(8)
             for (int step = 0; step < kSteps; ++step) add_step<ROWS>(codes, block_bytes, x, step, pairs);
             codes += kSteps * 64;
             for (int row = 0; row < ROWS; ++row) x[row] += kSteps * 4;
         }
-        if constexpr (FP4) {
-            NDP_UNROLL(4)
-            for (int part = 0; part < 4; ++part) {
-                by[part] = load<__m256i>(reinterpret_cast<const char*>(factors) + part * 32);
-                by[part] = _mm256_or_si256(by[part], _mm256_slli_epi32(by[part], 16));
-            }
-            factors += kUnitBlocks;
-        }
         NDP_UNROLL(2)
         for (int row = 0; row < ROWS; ++row) {
             NDP_UNROLL(4)
             for (int part = 0; part < 4; ++part)
-                dots[row][part] = _mm256_add_epi32(dots[row][part], _mm256_madd_epi16(pairs[row][part], by[part]));
+                dots[row][part] = _mm256_add_epi32(dots[row][part], _mm256_madd_epi16(pairs[row][part], _mm256_set1_epi16(1)));
         }
     }
 }
 
 // dot_rows for codes of more than 7 bits.
 template <int ROWS>
-void dot_wide_rows(const uint8_t* codes, int steps, int, const int8_t* first, const int32_t*, const i32x16*,
-                   __m256i (*dots)[4]) {
+void dot_wide_rows(const uint8_t* codes, int steps, int, const int8_t* first, __m256i (*dots)[4]) {
     __m256i sums[ROWS][4] = {};
     for (int step = 0; step < steps; ++step) {
         WideStep x[ROWS];
@@ -203,29 +182,53 @@ void dot_wide_rows(const uint8_t* codes, int steps, int, const int8_t* first, co
     }
 }
 
+// dot_rows for words.
+template <int ROWS>
+void dot_words(const uint8_t* codes, int steps, int, const int8_t* first, __m256i (*dots)[4]) {
+    __m256i sums[ROWS][4] = {};
+    for (int step = 0; step < steps; ++step) {
+        __m256i pair[ROWS];
+        NDP_UNROLL(2)
+        for (int row = 0; row < ROWS; ++row) pair[row] = _mm256_set1_epi32(load<int32_t>(first + (row * steps + step) * 4));
+        NDP_UNROLL(4)
+        for (int part = 0; part < 4; ++part) {
+            const __m256i w = load<__m256i>(codes + (part / 2 * steps + step) * 64 + part % 2 * 32);
+            NDP_UNROLL(2)
+            for (int row = 0; row < ROWS; ++row) {
+                sums[row][part] = _mm256_add_epi32(sums[row][part], _mm256_madd_epi16(w, pair[row]));
+                asm volatile("" : "+x"(sums[row][part]));  // or g++ adds products up in trees, out of registers
+            }
+        }
+    }
+    NDP_UNROLL(2)
+    for (int row = 0; row < ROWS; ++row) {
+        NDP_UNROLL(4)
+        for (int part = 0; part < 4; ++part) dots[row][part] = sums[row][part];
+    }
+}
+
 // multiply_panel with 32-byte registers: g++ keeps 64-byte vectors in memory here, which costs ten times the time.
 template <int LIMBS>
 bool own_products(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t stride) {
     constexpr int kTokens = 2 / LIMBS;
     const ptrdiff_t row_bytes = panel.steps * 4;
-    const ptrdiff_t scales = panel.fp4 ? row_bytes / panel.fp4 : 0;
-    const auto dot_two = panel.fp4 == kMxfp4   ? dot_rows<2, kMxfp4>
-                         : panel.fp4           ? dot_rows<2, kNvfp4>
-                         : panel.chunks_in_16  ? dot_rows<2, 0>
-                                               : dot_wide_rows<2>;
-    const auto dot_one = panel.fp4 == kMxfp4   ? dot_rows<1, kMxfp4>
-                         : panel.fp4           ? dot_rows<1, kNvfp4>
-                         : panel.chunks_in_16  ? dot_rows<1, 0>
-                                               : dot_wide_rows<1>;
+    const auto dot_two = panel.words ? dot_words<2> : panel.chunks_in_16 ? dot_rows<2> : dot_wide_rows<2>;
+    const auto dot_one = panel.words ? dot_words<1> : panel.chunks_in_16 ? dot_rows<1> : dot_wide_rows<1>;
+    // Each call of a dot_* has its share of the next panel's lines to prefetch.
+    const int calls = (a.tokens + kTokens - 1) / kTokens, steps = (panel.steps + calls - 1) / calls;
+    const uint8_t* ahead[] = {panel.ahead[0], panel.ahead[1]};
     for (int first = 0; first < a.tokens; first += kTokens) {
         const int count = a.tokens - first < kTokens ? a.tokens - first : kTokens;
         for (int g = 0; g < panel.groups; ++g) {
+            for (int step = 0; step < steps; ++step) {
+                __builtin_prefetch(ahead[0] += panel.ahead_bytes[0]);
+                if (panel.ahead_bytes[1]) __builtin_prefetch(ahead[1] += panel.ahead_bytes[1]);
+            }
             const ptrdiff_t at = static_cast<ptrdiff_t>(first_group + g) * a.tokens + first;
             const uint8_t* codes = panel.codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * panel.steps * 64;
             __m256i dots[2][4];
             const int8_t* x = a.codes + at * LIMBS * row_bytes;
-            (count * LIMBS == 2 ? dot_two : dot_one)(codes, panel.steps, panel.chunks_in_16, x, a.zeros + at * LIMBS * scales,
-                                                     panel.factors + g * scales * kUnitBlocks, dots);
+            (count * LIMBS == 2 ? dot_two : dot_one)(codes, panel.steps, panel.chunks_in_16, x, dots);
             for (int t = 0; t < count; ++t) {
                 for (int part = 0; part < 4; ++part) {
                     __m256 dot = _mm256_cvtepi32_ps(dots[t * LIMBS][part]);
@@ -251,7 +254,8 @@ bool own_products(const Panel& panel, const Activations& a, int first_group, flo
 
 namespace {
 
-constexpr int kPairLead = 1280;  // bytes, of two streams in turns
+// Bytes of prefetch here, of one component and of two.
+constexpr int kOwnLead = 1280, kTwoLead = 2048;
 
 // Of FP4: what both of a row's sums of 16 bits under a group's scale are multiplied by, of 8 rows of a block's meta data.
 template <class Code>
@@ -308,7 +312,7 @@ NDP_INLINE void dot_in_registers(const uint8_t* c0, const uint8_t* c1, int chunk
                 for (int part = 0; part < kParts; ++part) {
                     const uint8_t* b0 = c0 + chunk * chunk_bytes(Code::kWidth0) + (first + part) * 32;
                     const uint8_t* b1 = c1 + chunk * chunk_bytes(Code::kWidth1) + (first + part) * 32;
-                    if (part % 2 == 0) Code::prefetch(b0, b1, q, Code::kWidth1 ? kGemvLead : kPairLead);
+                    if (part % 2 == 0) Code::prefetch(b0, b1, q, Code::kWidth1 ? kTwoLead : kOwnLead);
                     const Words v = Code::template vector<Words>(b0, b1, q);
                     const __m256i low = (__m256i)Code::field(v, 0), high = (__m256i)Code::field(v, 1);
                     NDP_UNROLL(2)
@@ -341,11 +345,11 @@ NDP_INLINE void dot_in_registers(const uint8_t* c0, const uint8_t* c1, int chunk
 
 // dot_in_registers for codes of a byte each.
 template <int LIMBS>
-NDP_INLINE void dot_bytes(const uint8_t* codes, int steps, const int8_t* x, int padded, __m256i (&dots)[LIMBS][4]) {
+NDP_INLINE void dot_single_bytes(const uint8_t* codes, int steps, const int8_t* x, int padded, __m256i (&dots)[LIMBS][4]) {
     __m256i sums[LIMBS][4] = {};
     for (int step = 0; step < steps; ++step, codes += kUnitRows * 4) {
-        __builtin_prefetch(codes + kPairLead);
-        __builtin_prefetch(codes + kPairLead + 64);
+        __builtin_prefetch(codes + kOwnLead);
+        __builtin_prefetch(codes + kOwnLead + 64);
         WideStep columns[LIMBS];
         NDP_UNROLL(2)
         for (int limb = 0; limb < LIMBS; ++limb) columns[limb] = WideStep(x + limb * padded + step * 4);
@@ -381,7 +385,7 @@ void own_tokens(const QuantizedView& w, const Activations& a, int first, int las
                 const uint8_t* c1 = Code::kWidth1 ? w.component[1] + (unit + s) * unit_bytes1 + chunk * chunk_bytes(Code::kWidth1) : c0;
                 const uint8_t* stored = w.meta + (unit + s) * unit_meta + g * Code::kMetaBytes;
                 __m256i dots[LIMBS][4];
-                if constexpr (Code::kFields == 1) dot_bytes<LIMBS>(c0, chunks * 8, x, padded, dots);
+                if constexpr (Code::kFields == 1) dot_single_bytes<LIMBS>(c0, chunks * 8, x, padded, dots);
                 else dot_in_registers<Code, LIMBS>(c0, c1, chunks, x, zeros, stored, padded, dots);
                 NDP_UNROLL(6)
                 for (int line = 0; line < Code::kMetaBytes; line += 64)

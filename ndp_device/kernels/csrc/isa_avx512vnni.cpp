@@ -2,6 +2,7 @@
 #include "avx512vnni.inc.h"
 
 namespace {
+constexpr int kFp4TileRows = 0;
 constexpr int kFewRows = 8;  // x 2 blocks of sums: 16 of 32 registers
 
 template <int LIMBS>

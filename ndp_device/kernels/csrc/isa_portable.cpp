@@ -7,7 +7,7 @@ namespace {
 
 typedef uint16_t Words __attribute__((vector_size(16)));
 constexpr int kOwnRows = 0;
-constexpr int kFewRows = 0;
+constexpr int kFewRows = 0, kFp4TileRows = 0;
 constexpr int kGemmRows = 2;
 
 NDP_INLINE i32x16 dot4(i32x16 acc, u8x64 codes, i32x16 steps) {
@@ -33,11 +33,17 @@ NDP_INLINE void float8_to_floats(const uint8_t* p, Floats (&w)[2]) {
     for (int odd = 0; odd < 2; ++odd) w[odd] = half_to_float(halves[odd]);
 }
 
-NDP_INLINE Words fp4_levels(Words codes) {
+NDP_INLINE Words look_up(const uint8_t* table, Words codes) {
     uint8_t bytes[sizeof codes];
     store(bytes, codes);
-    for (uint8_t& byte : bytes) byte = kFp4Levels[byte];
+    for (uint8_t& byte : bytes) byte = table[byte];
     return load<Words>(bytes);
+}
+
+NDP_INLINE Words dot_bytes(Words factors, Words numbers) {
+    typedef int16_t Shorts __attribute__((vector_size(sizeof(Words))));
+    const Shorts n = (Shorts)numbers;
+    return (Words)((Shorts)(factors & 0xff) * (n << 8 >> 8) + (Shorts)(factors >> 8) * (n >> 8));
 }
 
 NDP_INLINE int32_t fp4_zero(const int8_t* codes, int columns) { return zero_of_levels(codes, columns); }

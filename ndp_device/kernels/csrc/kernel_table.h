@@ -54,10 +54,12 @@ constexpr int kFp4Zero = 12;
 constexpr int kSignedZero = 128;
 constexpr int kTopLimb = 127;  // the largest code of the only, or the higher, limb of an activation
 constexpr uint8_t kFp4Levels[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+constexpr uint8_t kFp4Halves[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};  // the same as int8, from 0
 
 // Quantized inputs of T tokens: x ~ scale * (128 * high + low) with two limbs, scale * code with one.
 //   codes [groups][T * limbs][padded_group], scale and sum (of the values the codes stand for) [groups][T]
-//   zeros [groups][T * limbs][scales], beside FP4: what takes from the sums under a scale that its levels begin at kFp4Zero
+//   Beside FP4: zeros [groups][T * limbs][scales], what takes from the sums under a scale that its levels begin at kFp4Zero;
+//   words [groups][T][padded_group], both limbs in one number, of every four columns in the order 0 2 1 3
 struct Activations {
     int tokens;
     int limbs;
@@ -65,6 +67,7 @@ struct Activations {
     const float* scale;
     const float* sum;
     const int32_t* zeros;
+    const int16_t* words;
 };
 
 enum class DType : int { float32 = 0, float16 = 1, bfloat16 = 2, float8 = 3, int8 = 4 };  // float8: E4M3
@@ -107,6 +110,7 @@ struct QuantizeJob {
     float* sum;
     ptrdiff_t token_stride;
     int32_t* zeros;  // null, or [groups][limbs][scales], token_stride * limbs * scales apart
+    int16_t* words;  // null, or this row's in group 0, token_stride * padded_group from one group to the next
     int fp4;         // columns under one scale where there are zeros
 };
 

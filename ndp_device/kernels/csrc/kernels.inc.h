@@ -5,8 +5,10 @@
 //                    file defines after it has included this one; 0: it has none
 //   NDP_UNROLL(n)    unrolls the next loop, or nothing
 //   Words            the widest vector of uint16_t that lives in a register
-//   fp4_levels(Words codes)   E2M1 codes, a byte each, as what kFp4Levels (kernel_table.h) gives for them
+//   look_up(table, Words codes)   what a table of 16 bytes has for each byte
+//   dot_bytes(Words factors, Words numbers)   sums of two products of unsigned and signed bytes as 16 bits, that fit
 //   fp4_zero(const int8_t*, columns)   a word of Activations' zeros as this file's products begin with it
+//   kFp4TileRows     from so many activation rows on own_products has MXFP4 codes as shifted bytes; 0: never
 //   kFewRows         up to this many activation rows (token limbs) codes stay in registers; 0 where dot4 is not exact for codes
 //                    up to 255, so that a field may stay where it lies in its byte
 //   PackWord, kPackRows, store_rows, pick   see packing.inc.h
@@ -25,7 +27,7 @@
 namespace {
 
 // Bytes of software prefetch, measured (docs/log/kernels.md).
-constexpr int kGemvLead = 2048;
+constexpr int kGemvLead = 3072;
 constexpr int kMetaLead = 4;  // groups
 
 constexpr int kUsualChunks = 4;            // of the groups that most files have
@@ -63,7 +65,7 @@ struct Codes {
     template <class Words>
     static NDP_INLINE Words field(Words v, int high) {
         const Words codes = (v >> (high * kHigh + DROPPED)) & repeat<Words>(kMask >> DROPPED);
-        if constexpr (FP4) return fp4_levels(codes);
+        if constexpr (FP4) return look_up(kFp4Levels, codes);
         return codes;
     }
 
@@ -81,14 +83,27 @@ struct Codes {
         }
     }
 
-    // Of FP4: what the sums under a group's scale are multiplied by, or shifted up.
-    static NDP_INLINE i32x16 factors(const uint8_t* meta, int scale) {
-        if constexpr (kShifts) return (load<i32x16>(meta) >> (4 * scale)) & 15;
-        const i32x16 both = bytes_to_ints(meta + 64 + scale * kBlockRows);
+    // Of FP4: what the sums under a group's scale are multiplied by, or shifted up, of the rows from this byte of their vector on.
+    template <class Ints = i32x16>
+    static NDP_INLINE Ints factors(const uint8_t* meta, int scale, size_t part = 0) {
+        if constexpr (kShifts) return (load<Ints>(meta + part) >> (4 * scale)) & 15;
+        const i32x16 all = bytes_to_ints(meta + 64 + scale * kBlockRows);
+        const Ints both = load<Ints>(reinterpret_cast<const char*>(&all) + part);
         return (both & 15) << (both >> 4);
     }
 
-    static NDP_INLINE i32x16 multiplied(i32x16 sum, i32x16 factor) {
+    // Whether no shift of these groups is above 3, or 2 beside factors: soon known, and so it is with most.
+    static NDP_INLINE bool are_small(const uint8_t* meta, int groups) {
+        u32x16 all{};
+        for (int line = 0; line < groups * kMetaBytes; line += 64)
+            if (kShifts || line % (kMetaBytes / 2)) all |= load<u32x16>(meta + line) & (kShifts ? 0xccccu : 0xc0c0c0c0u);
+        uint32_t any = 0;
+        for (int r = 0; r < kBlockRows; ++r) any |= all[r];
+        return !any;
+    }
+
+    template <class Ints>
+    static NDP_INLINE Ints multiplied(Ints sum, Ints factor) {
         if constexpr (kShifts) return sum << factor;
         return sum * factor;
     }
@@ -120,7 +135,7 @@ struct Codes {
 };
 
 // The codes of one group of a unit as bytes: out [2 blocks][steps][16 rows][4 columns].
-// meta: null, or the group's, whose shifts are those of its levels.
+// MXFP4: for tiles, shifted as the group's meta data says.
 template <class Code>
 NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, const uint8_t* meta, uint8_t* out) {
     typedef int32_t Lanes __attribute__((vector_size(sizeof(Words))));
@@ -131,7 +146,7 @@ NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, c
             const uint8_t* b1 = c1 + chunk * chunk_bytes(Code::kWidth1) + block * 64;
             uint8_t* to = out + (static_cast<ptrdiff_t>(block) * steps + chunk * 8) * 64;
             i32x16 by{}, zeros{};
-            if (Code::kShifts && meta) {
+            if constexpr (Code::kShifts) {
                 by = Code::factors(meta + block * (Code::kMetaBytes / 2), chunk);
                 zeros = zeros_of_shifted(by);
             }
@@ -153,12 +168,51 @@ NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, c
     }
 }
 
+// FP4 codes of one group of a unit as numbers, times their scale's factor if `scaled`: out [2 blocks][steps][16 rows][2 columns].
+template <class Code>
+NDP_INLINE void unpack_words(const uint8_t* codes, int chunks, const uint8_t* meta, bool scaled, uint8_t* out) {
+    typedef int32_t Lanes __attribute__((vector_size(sizeof(Words))));
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        for (int block = 0; block < kUnitBlocks; ++block) {
+            const uint8_t* from = codes + chunk * chunk_bytes(Code::kWidth0) + block * 64;
+            uint8_t* to = out + (static_cast<ptrdiff_t>(block) * chunks + chunk) * 16 * 64;
+            const uint8_t* of_block = meta + block * (Code::kMetaBytes / 2);
+            for (size_t part = 0; part < 64; part += sizeof(Words)) {
+                Words even{}, odd{};
+                NDP_UNROLL(4)
+                for (int q = 0; q < Code::kVectors; ++q) {
+                    if (q * Code::kScales % Code::kVectors == 0) {
+                        const int scale = chunk * Code::kScales + q * Code::kScales / Code::kVectors;
+                        Lanes by = 1 - Lanes{};
+                        if (scaled) by = Code::multiplied(by, Code::template factors<Lanes>(of_block, scale, part));
+                        even = (Words)(by | by << 16);
+                        odd = even << 8;
+                    }
+                    const Words v = Code::template vector<Words>(from + part, from + part, q);
+                    NDP_UNROLL(2)
+                    for (int high = 0; high < 2; ++high) {
+                        const Words halves = look_up(kFp4Halves, (v >> (high * 4)) & repeat<Words>(15));
+                        uint8_t* step = to + Code::step(q, high) * 2 * 64 + part;
+                        store(step, dot_bytes(even, halves));
+                        store(step + 64, dot_bytes(odd, halves));
+                    }
+                }
+            }
+        }
+    }
+}
+
 // ---- a few tokens: codes stay in registers ---------------------------------------------------------------------------
 
 // Where the meta data of one of some blocks begins; those of two units lie `stride` apart.
 template <class Code>
 NDP_INLINE const uint8_t* block_meta(const uint8_t* meta, ptrdiff_t stride, int block) {
     return meta + block / kUnitBlocks * stride + block % kUnitBlocks * (Code::kMetaBytes / 2);
+}
+
+// Bytes of prefetch in a group of a unit's. At its end a stream goes on `skip` bytes further, behind units of other streams.
+NDP_INLINE int lead_of_group(int g, int groups, int group_bytes, ptrdiff_t skip) {
+    return kGemvLead + ((groups - g) * group_bytes <= kGemvLead ? static_cast<int>(skip) : 0);
 }
 
 // For so few rows unpacking into a panel and reading it back costs more than it saves (docs/log/kernels.md), so up to kFewRows
@@ -181,6 +235,7 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
     f32x16 out[TOKENS][kBlocks] = {};
     for (int g = 0; g < w.groups; ++g) {
         i32x16 sums[kInPlace + 1][kRows][kBlocks] = {}, total[kRows][kBlocks] = {};
+        const int lead = lead_of_group(g, w.groups, chunks * chunk_bytes(Code::kWidth0), (UNITS - 1) * stride0);
         for (int chunk = 0; chunk < chunks; ++chunk) {
             NDP_UNROLL(8)
             for (int q = 0; q < Code::kVectors; ++q) {
@@ -199,7 +254,7 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
                     const int of = block / kUnitBlocks, within = block % kUnitBlocks * 64;
                     const uint8_t* b0 = c0 + of * stride0 + chunk * chunk_bytes(Code::kWidth0) + within;
                     const uint8_t* b1 = c1 + of * stride1 + chunk * chunk_bytes(Code::kWidth1) + within;
-                    Code::prefetch(b0, b1, q, kGemvLead);
+                    Code::prefetch(b0, b1, q, lead);
                     v[block] = Code::template vector<u16x32>(b0, b1, q);
                 }
                 NDP_UNROLL(2)
@@ -292,113 +347,131 @@ void few_tokens(const QuantizedView& w, const Activations& a, int first, int las
 // What a panel adds to ROWS / LIMBS tokens: y += scale * (integer dot product) * token scale + offset * token sum.
 // x and the tokens' scale and sums begin at the panel's first group and this block's first token. STEPS is the panel's,
 // or 0: known at compile time, every row's address is a constant away from the first one's.
-template <int ROWS, int LIMBS, int STEPS, bool PREFETCH, bool FP4>
-void multiply_rows(const Panel& panel, const int8_t* x, ptrdiff_t group_stride, const float* scale, const float* sum,
-                   const int32_t* zeros, int tokens, float* y, ptrdiff_t y_stride) {
-    const int steps = STEPS ? STEPS : panel.steps, scales = FP4 ? steps * 4 / panel.fp4 : 0;
+template <int ROWS, int LIMBS, int STEPS, bool PREFETCH, bool WORDS>
+void multiply_rows(const Panel& panel, const int8_t* x, ptrdiff_t group_stride, const float* scale, const float* sum, int tokens,
+                   float* y, ptrdiff_t y_stride) {
+    const int steps = STEPS ? STEPS : panel.steps;
     const uint8_t* ahead0 = panel.ahead[0];
     const uint8_t* ahead1 = panel.ahead[1];
     const uint8_t* codes = panel.codes;
     const int8_t* next_rows = x + ROWS * steps * 4;
     for (int g = 0; g < panel.groups; ++g) {
         const int8_t* next_x = g + 1 < panel.groups ? x + group_stride : next_rows;
-        i32x16 dots[ROWS][kUnitBlocks] = {}, total[ROWS][kUnitBlocks] = {};
-        const bool by_scale = FP4 && !panel.shifted[g];
-        const int at_once = by_scale ? panel.fp4 / 4 : steps;
-        for (int first = 0; first < steps; first += at_once) {
-            if constexpr (FP4) {
-                NDP_UNROLL(12)
-                for (int row = 0; row < ROWS; ++row) {
-                    const int32_t* of_row = zeros + row * scales;
-                    const int32_t zero = by_scale ? of_row[first / at_once] : zero_of_shifted(of_row, scales);
-                    dots[row][0] = dots[row][1] = zero - i32x16{};
-                }
+        i32x16 dots[ROWS][kUnitBlocks] = {};
+        for (int step = 0; step < steps; ++step) {
+            if constexpr (PREFETCH) {
+                __builtin_prefetch(ahead0);
+                __builtin_prefetch(ahead1);
+                ahead0 += panel.ahead_bytes[0];
+                ahead1 += panel.ahead_bytes[1];
             }
-            for (int step = first; step < first + at_once; ++step) {
-                if constexpr (PREFETCH) {
-                    __builtin_prefetch(ahead0);
-                    __builtin_prefetch(ahead1);
-                    ahead0 += panel.ahead_bytes[0];
-                    ahead1 += panel.ahead_bytes[1];
-                }
-                __builtin_prefetch(next_x + step * ROWS * 4);
-                const u8x64 w0 = load<u8x64>(codes + step * 64);
-                const u8x64 w1 = load<u8x64>(codes + (steps + step) * 64);
-                NDP_UNROLL(12)
-                for (int row = 0; row < ROWS; ++row) {
-                    const i32x16 four = broadcast_step(x + (row * steps + step) * 4);
-                    dots[row][0] = dot4(dots[row][0], w0, four);
-                    dots[row][1] = dot4(dots[row][1], w1, four);
-                }
-            }
-            if (!by_scale) continue;
-            const i32x16* factors = panel.factors + (g * scales + first / at_once) * kUnitBlocks;
-            const i32x16 by0 = load<i32x16>(factors), by1 = load<i32x16>(factors + 1);
+            __builtin_prefetch(next_x + step * ROWS * 4);
+            const u8x64 w0 = load<u8x64>(codes + step * 64);
+            const u8x64 w1 = load<u8x64>(codes + (steps + step) * 64);
             NDP_UNROLL(12)
             for (int row = 0; row < ROWS; ++row) {
-                total[row][0] += dots[row][0] * by0;
-                total[row][1] += dots[row][1] * by1;
+                const i32x16 four = broadcast_step(x + (row * steps + step) * 4);
+                dots[row][0] = WORDS ? dot2(dots[row][0], (i32x16)w0, four) : dot4(dots[row][0], w0, four);
+                dots[row][1] = WORDS ? dot2(dots[row][1], (i32x16)w1, four) : dot4(dots[row][1], w1, four);
             }
         }
-        if (!by_scale) std::memcpy(total, dots, sizeof total);
         f32x16 meta[kUnitBlocks][2];
         std::memcpy(meta, panel.meta + g * kUnitBlocks * 2, sizeof meta);
         NDP_UNROLL(12)
         for (int t = 0; t < ROWS / LIMBS; ++t) {
             NDP_UNROLL(2)
             for (int block = 0; block < kUnitBlocks; ++block) {
-                f32x16 dot = to_float(total[t * LIMBS][block]);
-                if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(total[t * LIMBS + 1][block]);
-                add_dot(dot, scale[t], sum[t], meta[block], y + t * y_stride + block * kBlockRows, FP4);
+                f32x16 dot = to_float(dots[t * LIMBS][block]);
+                if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(dots[t * LIMBS + 1][block]);
+                add_dot(dot, scale[t], sum[t], meta[block], y + t * y_stride + block * kBlockRows, WORDS);
             }
         }
         codes += kUnitBlocks * steps * 64;
         x += group_stride;
         scale += tokens;
         sum += tokens;
-        if constexpr (FP4) zeros += tokens * LIMBS * scales;
     }
 }
 
-template <int MAX_TOKENS, int LIMBS, int STEPS, bool PREFETCH, bool FP4>
+template <int MAX_TOKENS, int LIMBS, int STEPS, bool PREFETCH, bool WORDS>
 void multiply_tokens(int count, const Panel& panel, const int8_t* x, ptrdiff_t group_stride, const float* scale,
-                     const float* sum, const int32_t* zeros, int tokens, float* y, ptrdiff_t y_stride) {
+                     const float* sum, int tokens, float* y, ptrdiff_t y_stride) {
     if (count == MAX_TOKENS) {
-        multiply_rows<MAX_TOKENS * LIMBS, LIMBS, STEPS, PREFETCH, FP4>(panel, x, group_stride, scale, sum, zeros, tokens,
-                                                                           y, y_stride);
+        multiply_rows<MAX_TOKENS * LIMBS, LIMBS, STEPS, PREFETCH, WORDS>(panel, x, group_stride, scale, sum, tokens, y, y_stride);
     } else if constexpr (MAX_TOKENS > 1) {
-        multiply_tokens<MAX_TOKENS - 1, LIMBS, STEPS, PREFETCH, FP4>(count, panel, x, group_stride, scale, sum, zeros,
-                                                                         tokens, y, y_stride);
+        multiply_tokens<MAX_TOKENS - 1, LIMBS, STEPS, PREFETCH, WORDS>(count, panel, x, group_stride, scale, sum, tokens, y,
+                                                                       y_stride);
     }
 }
 
-template <int LIMBS, bool FP4>
+template <int LIMBS, bool WORDS>
 void multiply_panel(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t y_stride) {
-    constexpr int kTokens = kGemmRows / LIMBS, kUsual = 128 / 4;
+    constexpr int kTokens = kGemmRows / LIMBS, kUsual = 128 / (WORDS ? 2 : 4);
     const ptrdiff_t row_bytes = panel.steps * 4, group_stride = a.tokens * LIMBS * row_bytes;
     const int blocks = (a.tokens + kTokens - 1) / kTokens;
     for (int i = 0, done = 0; i < blocks; ++i) {  // blocks of equal size: 16 rows are 8 + 8, not 12 + 4
         const int count = (a.tokens - done) / (blocks - i);
         const ptrdiff_t at = static_cast<ptrdiff_t>(first_group) * a.tokens + done;
         const int8_t* x = a.codes + first_group * group_stride + done * LIMBS * row_bytes;
-        (panel.steps != kUsual ? multiply_tokens<kTokens, LIMBS, 0, false, FP4>
-         : i == 0              ? multiply_tokens<kTokens, LIMBS, kUsual, true, FP4>
-                               : multiply_tokens<kTokens, LIMBS, kUsual, false, FP4>)(
-            count, panel, x, group_stride, a.scale + at, a.sum + at, a.zeros + (FP4 ? at * LIMBS * row_bytes / panel.fp4 : 0),
-            a.tokens, y + done * y_stride, y_stride);
+        (panel.steps != kUsual ? multiply_tokens<kTokens, LIMBS, 0, true, WORDS>
+         : i == 0              ? multiply_tokens<kTokens, LIMBS, kUsual, true, WORDS>
+                               : multiply_tokens<kTokens, LIMBS, kUsual, false, WORDS>)(
+            count, panel, x, group_stride, a.scale + at, a.sum + at, a.tokens, y + done * y_stride, y_stride);
         done += count;
+    }
+}
+
+// Whether every factor is a byte, and sums of every group's words stay below 2^31, whatever its codes.
+template <class Code>
+NDP_INLINE bool fits_words(const uint8_t* meta, int groups, int scales) {
+    constexpr int kMost = 0x7fffffff / (kFp4Zero * (kChunkCols / Code::kScales) * (kTopLimb * 128 + 63));
+    if (Code::are_small(meta, groups)) return true;
+    i32x16 room{};
+    for (int block = 0; block < groups * kUnitBlocks; ++block, meta += Code::kMetaBytes / 2) {
+        i32x16 left = kMost - i32x16{};
+        for (int scale = 0; scale < scales; ++scale) {
+            const i32x16 factor = Code::multiplied(1 - i32x16{}, Code::factors(meta, scale));
+            left -= factor;
+            room |= 255 - factor;  // negative where any is
+        }
+        room |= left;
+    }
+    int32_t all = 0;
+    for (int r = 0; r < kBlockRows; ++r) all |= room[r];
+    return all >= 0;
+}
+
+// What a panel of FP4 words, not scaled, adds where scaled ones would not fit: limbs one after the other.
+template <class Code, int LIMBS>
+void add_apart(const Panel& panel, const uint8_t* meta, const Activations& a, int first, float* y, ptrdiff_t stride) {
+    constexpr int kSteps = kChunkCols / Code::kScales / 2;  // under one scale
+    for (int i = 0; i < panel.groups * kUnitBlocks * a.tokens; ++i) {
+        const int t = i % a.tokens, block = i / a.tokens;  // of all groups
+        const ptrdiff_t at = static_cast<ptrdiff_t>(first + block / kUnitBlocks) * a.tokens + t;
+        i32x16 dots[LIMBS] = {}, sum{};
+        for (int limb = 0; limb < LIMBS; ++limb) {
+            const int8_t* x = a.codes + (at * LIMBS + limb) * panel.steps * 2;
+            for (int step = 0; step < panel.steps; ++step) {
+                const int8_t* pair = x + step / 2 * 4 + step % 2;
+                sum = dot2(sum, load<i32x16>(panel.codes + (block * panel.steps + step) * 64), (pair[0] & 0xffff) + pair[2] * 65536 - i32x16{});
+                if ((step + 1) % kSteps != 0) continue;
+                dots[limb] += Code::multiplied(sum, Code::factors(meta + block * (Code::kMetaBytes / 2), step / kSteps));
+                sum = i32x16{};
+            }
+        }
+        f32x16 dot = to_float(dots[0]);
+        if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(dots[1]);
+        add_dot(dot, a.scale[at], 0.0f, panel.meta + block * 2, y + t * stride + block % kUnitBlocks * kBlockRows, true);
     }
 }
 
 template <class Code, int LIMBS>
 void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y, ptrdiff_t stride, void* scratch) {
-    const int chunks = w.padded_group / kChunkCols, steps = chunks * 8;
+    const int chunks = w.padded_group / kChunkCols;
     const int most = kPanelCols > w.padded_group ? kPanelCols / w.padded_group : 1;
     const ptrdiff_t group_bytes[] = {chunks * chunk_bytes(Code::kWidth0), chunks * chunk_bytes(Code::kWidth1)};
     f32x16* meta = static_cast<f32x16*>(scratch);
-    i32x16* factors = reinterpret_cast<i32x16*>(meta + kPanelCols / kChunkCols * 2 * kUnitBlocks);
-    uint8_t* codes = reinterpret_cast<uint8_t*>(factors + kPanelCols / kNvfp4 * kUnitBlocks);
-    bool shifted[kPanelCols / kChunkCols];
+    uint8_t* codes = reinterpret_cast<uint8_t*>(meta + kPanelCols / kChunkCols * 2 * kUnitBlocks);
     for (int t = 0; t < a.tokens; ++t) std::memset(y + t * stride, 0, sizeof(float) * kUnitRows);
     for (int first = 0; first < w.groups; first += most) {
         const ptrdiff_t at = static_cast<ptrdiff_t>(unit) * w.groups + first;
@@ -407,30 +480,43 @@ void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y,
         const uint8_t* c1 = Code::kWidth1 ? w.component[1] + chunk * chunk_bytes(Code::kWidth1) : c0;
         constexpr int kChunksIn16 = 32767 / (8 * 2 * kTopLimb * Code::kTop);
         const int groups = most < w.groups - first ? most : w.groups - first;
-        Panel panel{groups, steps, kChunksIn16, w.fp4, factors, shifted, codes, meta, {}, {}};
+        const uint8_t* stored = w.meta + at * Code::kMetaBytes;
+        bool words = Code::kFp4, fits = true;
+        if constexpr (Code::kFp4) {
+            if (Code::kShifts && kFp4TileRows && a.tokens * LIMBS >= kFp4TileRows && chunks % 2 == 0) words = !Code::are_small(stored, groups);
+            if (words) fits = fits_words<Code>(stored, groups, chunks * Code::kScales);
+        }
+        const int steps = chunks * (words ? 16 : 8);
+        Panel panel{groups, steps, kChunksIn16, Code::kFp4, words, codes, meta, {}, {}};
         panel.ahead[0] = c0 + panel.groups * group_bytes[0];
         panel.ahead[1] = c1 + panel.groups * group_bytes[1];
-        panel.ahead_bytes[0] = chunk_bytes(Code::kWidth0) / 8;
+        panel.ahead_bytes[0] = chunk_bytes(Code::kWidth0) * chunks / steps;
         panel.ahead_bytes[1] = chunk_bytes(Code::kWidth1) / 8;
         if constexpr (Code::kFields == 1) {  // two lines a step
             panel.ahead[1] = panel.ahead[0] + 64;
             panel.ahead_bytes[1] = panel.ahead_bytes[0];
         }
         for (int g = 0; g < panel.groups; ++g) {
-            const uint8_t* stored = w.meta + (at + g) * Code::kMetaBytes;
-            shifted[g] = Code::kShifts && kFewRows > 0 && shifts_codes(stored);
+            const uint8_t* of_group = stored + g * Code::kMetaBytes;
             for (int block = 0; block < kUnitBlocks; ++block) {
-                const uint8_t* of_block = stored + block * (Code::kMetaBytes / 2);
                 f32x16* to = meta + (g * kUnitBlocks + block) * 2;
-                Code::read_meta(of_block, to[0], to[1]);
-                const int scales = Code::kFp4 ? chunks * Code::kScales : 0;
-                for (int i = 0; i < scales; ++i)
-                    factors[(g * scales + i) * kUnitBlocks + block] = Code::multiplied(1 - i32x16{}, Code::factors(of_block, i));
+                Code::read_meta(of_group + block * (Code::kMetaBytes / 2), to[0], to[1]);
             }
-            unpack_group<Code>(c0 + g * group_bytes[0], c1 + g * group_bytes[1], chunks, shifted[g] ? stored : nullptr,
-                               codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * steps * 64);
+            const uint8_t* of0 = c0 + g * group_bytes[0];
+            uint8_t* out = codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * steps * 64;
+            if constexpr (Code::kFp4) {
+                if (words) unpack_words<Code>(of0, chunks, of_group, fits, out);
+            }
+            if (!words) unpack_group<Code>(of0, c1 + g * group_bytes[1], chunks, of_group, out);
         }
-        if (!own_products<LIMBS>(panel, a, first, y, stride)) multiply_panel<LIMBS, Code::kFp4>(panel, a, first, y, stride);
+        if constexpr (Code::kFp4) {
+            const Activations pairs{a.tokens, 1, reinterpret_cast<const int8_t*>(a.words), a.scale, a.sum, nullptr, nullptr};
+            if (!fits) add_apart<Code, LIMBS>(panel, stored, a, first, y, stride);
+            else if (!words) own_products<LIMBS>(panel, a, first, y, stride);
+            else if (!own_products<1>(panel, pairs, first, y, stride)) multiply_panel<1, true>(panel, pairs, first, y, stride);
+        } else if (!own_products<LIMBS>(panel, a, first, y, stride)) {
+            multiply_panel<LIMBS, false>(panel, a, first, y, stride);
+        }
     }
 }
 
@@ -515,6 +601,12 @@ void quantize(const QuantizeJob& job) {
         for (int i = 0; i < job.padded_group; i += 16) {
             i32x16 code = round_to_int(load<f32x16>(values + i) * inverse);
             code_sums += code;
+            for (int pair = 0; pair < 4 && job.words; ++pair) {
+                constexpr uint64_t kLow = 0x0000ffff0000ffff;
+                uint64_t two[2];
+                std::memcpy(two, reinterpret_cast<const char*>(&code) + pair * 16, 16);
+                store(job.words + g * job.token_stride * job.padded_group + i + pair * 4, (two[0] & kLow) | (two[1] & kLow) << 16);
+            }
             if (job.limbs == 2) {
                 i32x16 high = (code + 64) >> 7;
                 store(to + i, ints_to_bytes(high));

@@ -77,6 +77,15 @@ NDP_INLINE i8x16 ints_to_bytes(i32x16 v) {  // of -128 to 127
 #endif
 }
 
+// acc[r] += products of two columns, words of 16 bits.
+NDP_INLINE i32x16 dot2(i32x16 acc, i32x16 codes, i32x16 x) {
+#if defined(__AVX512VNNI__)
+    return (i32x16)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)codes, (__m512i)x);
+#else
+    return acc + (codes << 16 >> 16) * (x << 16 >> 16) + (codes >> 16) * (x >> 16);
+#endif
+}
+
 NDP_INLINE f32x16 to_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
 
 // Reference conversion by integer arithmetic: exact for subnormals, infinities and NaN.
@@ -96,15 +105,9 @@ NDP_INLINE int32_t zero_of_levels(const int8_t* codes, int columns) {
     return -kFp4Zero * sum;
 }
 
-// Levels may be shifted up themselves where their shifts are at most 3 bits: they then begin at kShiftedZero, and a group's sum
-// at what takes that away.
+// For tiles of bytes levels are shifted up themselves where their shifts are at most 3 bits: they then begin at kShiftedZero,
+// and a group's sum at what takes that away.
 constexpr int kShiftedZero = kFp4Zero << 3;
-
-NDP_INLINE bool shifts_codes(const uint8_t* meta) {
-    uint32_t all = 0;
-    for (int r = 0; r < kUnitRows; ++r) all |= load<uint32_t>(meta + 4 * r);
-    return (all & 0xcccc) == 0;
-}
 
 NDP_INLINE int32_t zero_of_shifted(const int32_t* zeros, int scales) {
     int32_t sum = 0;
@@ -172,10 +175,8 @@ struct Panel {
     int groups;
     int steps;             // per group
     int chunks_in_16;      // chunks of 8 steps whose products with int8 add up in int16; 0: not even two products do
-    int fp4;               // see QuantizedView
-    const i32x16* factors; // FP4: [groups][scales][2 blocks], what sums under a scale are multiplied by
-    const bool* shifted;   // [groups], whether codes are shifted instead; a group's sum then begins at zero_of_shifted
-    const uint8_t* codes;  // [groups][2 blocks][steps][16 rows][4 columns]
+    bool fp4, words;       // words: see codes; other FP4 is shifted, and a group's sum begins at zero_of_shifted
+    const uint8_t* codes;  // [groups][2 blocks][steps][16 rows][4 columns], or two columns as int16
     const f32x16* meta;    // [groups][2 blocks][scale, offset]
     const uint8_t* ahead[kMaxComponents];  // the next panel's components ...
     int ahead_bytes[kMaxComponents];       // ... and how much of them to prefetch per step; 0: there is none
