@@ -194,7 +194,7 @@ def test_an_interrupted_job_goes_on_at_the_next_expert_and_ends_with_the_same_by
     def names() -> list[str]:
         return sorted(re.sub(r"\.[0-9a-f]{16}\.", ".JOB.", file.name) for file in (tmp_path / "out").iterdir())
 
-    monkeypatch.setattr("ndp_device.calibration.memory.side_by_side", lambda peak, _: peak)  # one after the other
+    monkeypatch.setattr("ndp_device.calibration.memory.side_by_side", lambda peak, *_: peak)  # one after the other
     monkeypatch.setattr(calibrated, "quantize_expert", stops_at_the_third_of_layer_1)
     with pytest.raises(KeyboardInterrupt):
         build(tmp_path / "out")
@@ -223,7 +223,7 @@ def test_a_job_with_other_settings_takes_no_expert_that_another_left(
             raise KeyboardInterrupt
         return quantize_expert(*args)
 
-    monkeypatch.setattr("ndp_device.calibration.memory.side_by_side", lambda peak, _: peak)
+    monkeypatch.setattr("ndp_device.calibration.memory.side_by_side", lambda peak, *_: peak)
     monkeypatch.setattr(calibrated, "quantize_expert", stops_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         build(tmp_path / "out", effort="fast")
