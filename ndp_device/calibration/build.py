@@ -263,6 +263,7 @@ def build_calibrated(
 
     made = run_job(out_dir, manifest, make_layer, show_progress=show_progress)
     passing = None  # and with it the model and the sequences
+    machine_memory.give_memory_back()
     return made if made.is_weighed else weigh(model_dir, out_dir, text, device)
 
 

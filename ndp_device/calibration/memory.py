@@ -20,8 +20,9 @@ from ndp_device.common.machine_memory import usable_bytes
 from ndp_device.common.model_shape import ModelShape
 from ndp_device.replicas.checkpoint import CheckpointExperts
 
-_PROGRAMS = 600 << 20
-"""torch, transformers, numpy and their libraries: measured 0.28 GB after the imports, and room for BLAS's buffers."""
+_PROGRAMS = 700 << 20
+"""torch, transformers, numpy and their libraries: measured 0.28 GB after the imports. Room for BLAS's buffers, and for
+what the allocator keeps of an expert while the next ones are made."""
 _PART_OF_MACHINE = 0.8
 """Of memory, for experts side by side; one expert takes what it needs."""
 _FLOAT = 4
