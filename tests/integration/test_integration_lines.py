@@ -65,8 +65,8 @@ def test_vllm_reads_the_command_of_the_compose_file() -> None:
 def test_vllm_reads_the_lines_of_the_docs() -> None:
     """Every `vllm serve MODEL ...` of the pages for newcomers, continued lines joined."""
     lines = []
-    for name in ("start.md", "howto.md", "serving.md"):
-        text = (ROOT / "docs" / name).read_text().replace("\\\n", " ")
+    for name in ("README.md", "docs/start.md", "docs/howto.md", "docs/serving.md"):
+        text = (ROOT / name).read_text().replace("\\\n", " ")
         lines += [line.strip() for line in text.splitlines() if line.startswith("vllm serve ")]
     assert len(lines) >= 3
     for line in lines:
