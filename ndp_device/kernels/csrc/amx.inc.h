@@ -31,60 +31,81 @@ bool own_products(const Panel& panel, const Activations& a, int first_group, flo
 
 namespace {
 
-// Two row blocks by two weight blocks at a time: four products per two loads of each side.
-template <int LIMBS>
-bool own_products(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t stride) {
-    const int rows = a.tokens * LIMBS, steps = panel.steps;
-    if (rows < kFewestTileRows || steps % kTileSteps != 0 || panel.words) return false;
-    const int chunks = steps / 8;
-    constexpr int kTokens = kTileRows / LIMBS;
+constexpr int kDotRows = 2 * kTileRows;
+using Dots = i32x16[kDotRows][kUnitBlocks];
+
+// Sums of a group of a panel with one or two blocks of activation rows: four products per two loads of each side.
+template <bool SIGNED, class Prefetch>
+NDP_INLINE void multiply_tiles(const uint8_t* codes, const int8_t* x, int steps, bool two, const Prefetch& prefetch, Dots& dots) {
     const ptrdiff_t row_bytes = steps * 4;
-    alignas(64) i32x16 dots[2 * kTileRows][kUnitBlocks];
-    const uint8_t* ahead[] = {panel.ahead[0], panel.ahead[1]};
-    for (int g = 0; g < panel.groups; ++g) {
-        const uint8_t* codes = panel.codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * steps * 64;
-        const f32x16* meta = panel.meta + g * kUnitBlocks * 2;
-        const ptrdiff_t at = static_cast<ptrdiff_t>(first_group + g) * a.tokens;
-        for (int first = 0; first < a.tokens; first += 2 * kTokens) {
-            const bool two = first + kTokens < a.tokens;
-            const int8_t* x = a.codes + (at + first) * LIMBS * row_bytes;
-            Tiles::zero();
-            for (int step = 0; step < steps; step += kTileSteps) {
-                Tiles::load<6>(codes + step * 64, 64);
-                Tiles::load<7>(codes + (steps + step) * 64, 64);
-                Tiles::load<4>(x + step * 4, row_bytes);
-                Tiles::multiply<0, 4, 6>();
-                Tiles::multiply<1, 4, 7>();
-                for (int i = 0; i < kTileSteps && first == 0; ++i) {
-                    __builtin_prefetch(ahead[0] += panel.ahead_bytes[0]);
-                    __builtin_prefetch(ahead[1] += panel.ahead_bytes[1]);
-                }
-                if (two) {
-                    Tiles::load<5>(x + kTileRows * row_bytes + step * 4, row_bytes);
-                    Tiles::multiply<2, 5, 6>();
-                    Tiles::multiply<3, 5, 7>();
-                }
-            }
-            Tiles::save<0>(&dots[0][0], sizeof dots[0]);
-            Tiles::save<1>(&dots[0][1], sizeof dots[0]);
-            if (two) {
-                Tiles::save<2>(&dots[kTileRows][0], sizeof dots[0]);
-                Tiles::save<3>(&dots[kTileRows][1], sizeof dots[0]);
-            }
-            const int count = a.tokens - first < 2 * kTokens ? a.tokens - first : 2 * kTokens;
-            for (int t = 0; t < count; ++t) {
-                for (int block = 0; block < kUnitBlocks; ++block) {
-                    int32_t zero[2] = {};
-                    for (int limb = 0; panel.fp4 && limb < LIMBS; ++limb)
-                        zero[limb] = zero_of_shifted(a.zeros + ((at + first + t) * LIMBS + limb) * chunks, chunks);
-                    f32x16 dot = to_float(dots[t * LIMBS][block] + zero[0]);
-                    if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(dots[t * LIMBS + 1][block] + zero[1]);
-                    add_dot(dot, a.scale[at + first + t], a.sum[at + first + t], meta + block * 2,
-                            y + (first + t) * stride + block * kBlockRows, panel.fp4);
-                }
-            }
+    Tiles::zero();
+    for (int step = 0; step < steps; step += kTileSteps) {
+        Tiles::load<6>(codes + step * 64, 64);
+        Tiles::load<4>(x + step * 4, row_bytes);
+        Tiles::multiply<SIGNED, 0, 4, 6>();
+        Tiles::load<7>(codes + (steps + step) * 64, 64);
+        Tiles::multiply<SIGNED, 1, 4, 7>();
+        prefetch();
+        if (!two) continue;
+        Tiles::load<5>(x + kTileRows * row_bytes + step * 4, row_bytes);
+        Tiles::multiply<SIGNED, 2, 5, 6>();
+        Tiles::multiply<SIGNED, 3, 5, 7>();
+    }
+    Tiles::save<0>(&dots[0][0], sizeof dots[0]);
+    Tiles::save<1>(&dots[0][1], sizeof dots[0]);
+    if (!two) return;
+    Tiles::save<2>(&dots[kTileRows][0], sizeof dots[0]);
+    Tiles::save<3>(&dots[kTileRows][1], sizeof dots[0]);
+}
+
+// Adds them, times their scales, to y.
+template <int LIMBS, bool FP4>
+NDP_INLINE void add_dots(const Dots& dots, const float* scale, const float* sum, int tokens, const f32x16* meta, float* y,
+                         ptrdiff_t stride) {
+    const f32x16 of_blocks[kUnitBlocks][2] = {{meta[0], meta[1]}, {meta[2], meta[3]}};
+    for (int t = 0; t < tokens; ++t) {
+        NDP_UNROLL(2)
+        for (int block = 0; block < kUnitBlocks; ++block) {
+            f32x16 dot = to_float(dots[t * LIMBS][block]);
+            if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(dots[t * LIMBS + 1][block]);
+            add_dot(dot, scale[t], sum[t], of_blocks[block], y + t * stride + block * kBlockRows, FP4);
         }
     }
+}
+
+// Sums of two blocks are added up while tiles compute those of the next two.
+template <int LIMBS, bool FP4>
+NDP_INLINE void tile_products(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t stride) {
+    const int steps = panel.steps, tokens = a.tokens;
+    constexpr int kTokens = kDotRows / LIMBS;
+    alignas(64) Dots dots[2];
+    const uint8_t* ahead[] = {panel.ahead[0], panel.ahead[1]};
+    const int count = (tokens + kTokens - 1) / kTokens;
+    for (int i = 0; i <= panel.groups * count; ++i) {
+        if (i < panel.groups * count) {
+            const int g = i / count, first = i % count * kTokens;
+            const ptrdiff_t at = static_cast<ptrdiff_t>(first_group + g) * tokens + first;
+            const auto prefetch = [&] {
+                for (int c = 0; c < kMaxComponents && first == 0; ++c)
+                    for (int step = 0; step < kTileSteps && panel.ahead_bytes[c]; ++step)
+                        __builtin_prefetch(ahead[c] += panel.ahead_bytes[c], 0, 2);  // the first cache is full
+            };
+            multiply_tiles<FP4>(panel.codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * steps * 64, a.codes + at * LIMBS * steps * 4,
+                           steps, tokens - first > kTokens / 2, prefetch, dots[i % 2]);
+        }
+        if (i == 0) continue;
+        const int g = (i - 1) / count, first = (i - 1) % count * kTokens;
+        const ptrdiff_t at = static_cast<ptrdiff_t>(first_group + g) * tokens + first;
+        const int now = tokens - first < kTokens ? tokens - first : kTokens;
+        add_dots<LIMBS, FP4>(dots[(i - 1) % 2], a.scale + at, a.sum + at, now, panel.meta + g * kUnitBlocks * 2,
+                             y + first * stride, stride);
+    }
+}
+
+template <int LIMBS>
+bool own_products(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t stride) {
+    if (a.tokens * LIMBS < kFewestTileRows || panel.steps % kTileSteps != 0 || panel.words) return false;
+    (panel.fp4 ? tile_products<LIMBS, true> : tile_products<LIMBS, false>)(panel, a, first_group, y, stride);
     return true;
 }
 

@@ -19,9 +19,10 @@ struct Tiles {
     static NDP_INLINE void load(const void* base, ptrdiff_t stride) {
         asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(base), "r"(stride), "i"(TILE) : "memory");
     }
-    template <int SUM, int ACTIVATIONS, int CODES>
-    static NDP_INLINE void multiply() {  // signed by unsigned bytes
-        asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(ACTIVATIONS), "i"(CODES));
+    template <bool SIGNED, int SUM, int ACTIVATIONS, int CODES>
+    static NDP_INLINE void multiply() {  // signed activations, codes signed or not
+        if constexpr (SIGNED) asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(ACTIVATIONS), "i"(CODES));
+        else asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(ACTIVATIONS), "i"(CODES));
     }
     template <int SUM, int WEIGHTS, int ACTIVATIONS>
     static NDP_INLINE void multiply_bfloats() {

@@ -27,7 +27,7 @@ struct Tiles {
         for (int row = 0; row < 16; ++row)
             std::memcpy(tile[TILE][row], static_cast<const char*>(base) + row * stride, 64);
     }
-    template <int SUM, int ACTIVATIONS, int CODES>
+    template <bool SIGNED, int SUM, int ACTIVATIONS, int CODES>
     static void multiply() {
         for (int row = 0; row < 16; ++row) {
             for (int n = 0; n < 16; ++n) {
@@ -35,8 +35,7 @@ struct Tiles {
                 std::memcpy(&sum, tile[SUM][row] + 4 * n, 4);
                 for (int step = 0; step < 16; ++step)
                     for (int j = 0; j < 4; ++j)
-                        sum += tile[ACTIVATIONS][row][4 * step + j] *
-                               static_cast<uint8_t>(tile[CODES][step][4 * n + j]);
+                        sum += tile[ACTIVATIONS][row][4 * step + j] * (tile[CODES][step][4 * n + j] & (SIGNED ? -1 : 255));
                 std::memcpy(tile[SUM][row] + 4 * n, &sum, 4);
             }
         }

@@ -135,7 +135,7 @@ struct Codes {
 };
 
 // The codes of one group of a unit as bytes: out [2 blocks][steps][16 rows][4 columns].
-// MXFP4: for tiles, shifted as the group's meta data says.
+// MXFP4: for tiles, numbers as signed bytes, shifted as the group's meta data says.
 template <class Code>
 NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, const uint8_t* meta, uint8_t* out) {
     typedef int32_t Lanes __attribute__((vector_size(sizeof(Words))));
@@ -145,22 +145,26 @@ NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, c
             const uint8_t* b0 = c0 + chunk * chunk_bytes(Code::kWidth0) + block * 64;
             const uint8_t* b1 = c1 + chunk * chunk_bytes(Code::kWidth1) + block * 64;
             uint8_t* to = out + (static_cast<ptrdiff_t>(block) * steps + chunk * 8) * 64;
-            i32x16 by{}, zeros{};
+            i32x16 by{}, keep{};  // what a byte's shift left of it
             if constexpr (Code::kShifts) {
                 by = Code::factors(meta + block * (Code::kMetaBytes / 2), chunk);
-                zeros = zeros_of_shifted(by);
+                keep = ((255 << by) & 255) * 0x01010101;
             }
             for (size_t part = 0; part < 64; part += sizeof(Words)) {
                 const Lanes by_part = load<Lanes>(reinterpret_cast<const char*>(&by) + part);
-                const Lanes zero_part = load<Lanes>(reinterpret_cast<const char*>(&zeros) + part);
+                const Lanes keep_part = load<Lanes>(reinterpret_cast<const char*>(&keep) + part);
                 NDP_UNROLL(8)
                 for (int q = 0; q < Code::kVectors; ++q) {
                     const Words v = Code::template vector<Words>(b0 + part, b1 + part, q);
                     NDP_UNROLL(2)
                     for (int high = 0; high < Code::kFields; ++high) {
-                        Words codes = Code::field(v, high);
-                        if constexpr (Code::kShifts) codes = (Words)(((Lanes)codes << by_part) + zero_part);
-                        store(to + Code::step(q, high) * 64 + part, codes);
+                        uint8_t* step = to + Code::step(q, high) * 64 + part;
+                        if constexpr (Code::kShifts) {
+                            const Lanes halves = (Lanes)look_up(kFp4Halves, (v >> (high * 4)) & repeat<Words>(15));
+                            store(step, (halves << by_part) & keep_part);
+                        } else {
+                            store(step, Code::field(v, high));
+                        }
                     }
                 }
             }

@@ -105,20 +105,6 @@ NDP_INLINE int32_t zero_of_levels(const int8_t* codes, int columns) {
     return -kFp4Zero * sum;
 }
 
-// For tiles of bytes levels are shifted up themselves where their shifts are at most 3 bits: they then begin at kShiftedZero,
-// and a group's sum at what takes that away.
-constexpr int kShiftedZero = kFp4Zero << 3;
-
-NDP_INLINE int32_t zero_of_shifted(const int32_t* zeros, int scales) {
-    int32_t sum = 0;
-    for (int i = 0; i < scales; ++i) sum += zeros[i];
-    return sum * (kShiftedZero / kFp4Zero);
-}
-
-NDP_INLINE i32x16 zeros_of_shifted(i32x16 shifts) {
-    return kShiftedZero * 0x01010101 - ((kFp4Zero * 0x01010101 - i32x16{}) << shifts);
-}
-
 // The bits of `mask` (one byte, repeated) from a, the others from b.
 template <class Words>
 NDP_INLINE Words choose(int mask, Words a, Words b) {
@@ -175,7 +161,7 @@ struct Panel {
     int groups;
     int steps;             // per group
     int chunks_in_16;      // chunks of 8 steps whose products with int8 add up in int16; 0: not even two products do
-    bool fp4, words;       // words: see codes; other FP4 is shifted, and a group's sum begins at zero_of_shifted
+    bool fp4, words;       // words: see codes; other FP4 is signed bytes
     const uint8_t* codes;  // [groups][2 blocks][steps][16 rows][4 columns], or two columns as int16
     const f32x16* meta;    // [groups][2 blocks][scale, offset]
     const uint8_t* ahead[kMaxComponents];  // the next panel's components ...
