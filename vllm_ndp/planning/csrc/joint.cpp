@@ -145,41 +145,43 @@ struct Limited {
         for (size_t r = 1; r < over.size(); ++r) bytes += over[r];
         return {bytes, over[0], objective.total(plan)};
     }
-    void values(const Floats& prices, size_t choice, double* out) const {  // [N]
-        for (size_t i = 0; i < cells; ++i) out[i] = objective.of(choice, i);
+    void values(const Floats& prices, size_t choice, size_t first, size_t last, double* out) const {  // [last - first]
+        for (size_t i = first; i < last; ++i) out[i - first] = objective.of(choice, i);
         for (size_t r = 0; r < prices.size(); ++r) {
             if (prices[r] == 0) continue;
             if (takes[r].cells == 1) {
                 const double cost = prices[r] * takes[r].values[choice];
-                for (size_t i = 0; i < cells; ++i) out[i] += cost;
+                for (size_t i = first; i < last; ++i) out[i - first] += cost;
             } else {
                 const double* each = takes[r].values.data() + choice * cells;
-                for (size_t i = 0; i < cells; ++i) out[i] += prices[r] * each[i];
+                for (size_t i = first; i < last; ++i) out[i - first] += prices[r] * each[i];
             }
         }
     }
     Plan cheapest(const Floats& prices) const {  // everyone's choice at these prices [R] of the limits
         Plan best(cells);
         Floats least(cells), value(cells);
-        values(prices, 0, least.data());
+        values(prices, 0, 0, cells, least.data());
         for (size_t c = 1; c < choices; ++c) {
-            values(prices, c, value.data());
+            values(prices, c, 0, cells, value.data());
             for (size_t i = 0; i < cells; ++i)
                 if (precedes(value[i], least[i])) least[i] = value[i], best[i] = static_cast<uint16_t>(c);
         }
         return best;
     }
-    Floats changes(const Floats& prices, const Plan& plan) const {  // [C, N], how much more each other choice costs
-        Floats all(choices * cells), now(cells);
-        for (size_t c = 0; c < choices; ++c) values(prices, c, all.data() + c * cells);
-        for (size_t i = 0; i < cells; ++i) now[i] = all[plan[i] * cells + i];
+    // How much more each other choice of some cells costs, [C, last - first].
+    Floats changes(const Floats& prices, const Plan& plan, size_t first, size_t last) const {
+        const size_t n = last - first;
+        Floats all(choices * n), now(n);
+        for (size_t c = 0; c < choices; ++c) values(prices, c, first, last, all.data() + c * n);
+        for (size_t i = 0; i < n; ++i) now[i] = all[plan[first + i] * n + i];
         for (size_t c = 0; c < choices; ++c)
-            for (size_t i = 0; i < cells; ++i) all[c * cells + i] -= now[i];
+            for (size_t i = 0; i < n; ++i) all[c * n + i] -= now[i];
         return all;
     }
     // The same, at least 0, and infinite where a change would take more of a limit that is used up; but not of `but`.
     Floats costs(const Floats& prices, const Plan& plan, size_t but, bool but_first) const {
-        Floats cost = changes(prices, plan);
+        Floats cost = changes(prices, plan, 0, cells);
         for (double& each : cost) each = each < 0 ? 0 : each;
         for (size_t r = 0; r < most.size(); ++r) {
             if (r == but || (r == 0 && but_first) || !(takes[r].total(plan) >= most[r] * (1 - kFull))) continue;
@@ -381,49 +383,87 @@ Plan filled(const Limited& limited, const Floats& prices, const Plan& plan) {
     return changes.first(plan, count);
 }
 
+using Costs = std::vector<std::pair<double, size_t>>;  // what a change costs, and which it is: choice * N + cell
+
+bool costs_less(const Costs::value_type& a, const Costs::value_type& b) {
+    return precedes(a.first, b.first) || (a.first == b.first && a.second < b.second);
+}
+
+// The least of some that are in order each, in order.
+Costs merged(const std::vector<Costs>& each, size_t count) {
+    Costs all;
+    std::vector<size_t> next(each.size());
+    while (all.size() < count) {
+        size_t least = each.size();
+        for (size_t k = 0; k < each.size(); ++k)
+            if (next[k] < each[k].size() && (least == each.size() || costs_less(each[k][next[k]], each[least][next[least]]))) least = k;
+        if (least == each.size()) break;
+        all.push_back(each[least][next[least]++]);
+    }
+    return all;
+}
+
+// So many changes of cells, from the first on and before the last, that cost least at the prices.
+Costs nearest(const Limited& limited, const Floats& prices, const Plan& plan, size_t first, size_t last, size_t count) {
+    const Floats change = limited.changes(prices, plan, first, last);
+    Costs costs;
+    costs.reserve(change.size());
+    for (size_t c = 0, at = 0; c < limited.choices; ++c)
+        for (size_t i = first; i < last; ++i, ++at) costs.emplace_back(plan[i] == c ? kInf : change[at], c * limited.cells + i);
+    if (count < costs.size()) {
+        std::nth_element(costs.begin(), costs.begin() + count, costs.end(), costs_less);
+        costs.resize(count);
+    }
+    std::sort(costs.begin(), costs.end(), costs_less);
+    return costs;
+}
+
 // One or two cells changed so that the objective falls most, by `least` or more, within every limit; whether any does. Only
-// the changes that cost least at the prices are paired. is_better: whether a changed plan is to be kept.
+// these changes are paired. is_better: whether a changed plan is to be kept.
 template <class Better>
-bool exchange(const Limited& limited, const Floats& prices, Plan& plan, size_t most_paired, double least, Better is_better) {
-    const size_t n = limited.cells;
-    Floats change = limited.changes(prices, plan);
-    for (size_t i = 0; i < n; ++i) change[plan[i] * n + i] = kInf;
-    std::vector<size_t> near(change.size());
-    std::iota(near.begin(), near.end(), size_t{0});
-    const size_t count = std::min(most_paired, near.size());
-    std::partial_sort(near.begin(), near.begin() + count, near.end(), [&](size_t a, size_t b) {
-        return precedes(change[a], change[b]) || (change[a] == change[b] && a < b);
-    });
-    near.resize(count);
+bool exchange(const Limited& limited, const Costs& near, Plan& plan, double least, Better is_better) {
+    const size_t n = limited.cells, count = near.size();
+    std::vector<size_t> cell, choice;
+    for (const auto& [_, at] : near) cell.push_back(at % n), choice.push_back(at / n);
+    cell.push_back(n);  // of no change
     const auto more = [&](const Amounts& amounts) {  // what each change adds; 0 for no change, last
         Floats adds;
-        for (const size_t at : near) adds.push_back(amounts.of(at / n, at % n) - amounts.of(plan[at % n], at % n));
+        for (size_t i = 0; i < count; ++i) adds.push_back(amounts.of(choice[i], cell[i]) - amounts.of(plan[cell[i]], cell[i]));
         adds.push_back(0);
         return adds;
     };
     const Floats gain = more(limited.objective);
+    const double most_gained = *std::min_element(gain.begin(), gain.end());
     std::vector<Floats> adds;
     Floats room;
     for (size_t r = 0; r < limited.most.size(); ++r) {
         adds.push_back(more(limited.takes[r]));
         room.push_back(limited.most[r] * (1 + kSlack) - limited.takes[r].total(plan));
     }
-    std::vector<std::tuple<double, size_t, size_t>> pairs;
-    for (size_t i = 0; i < count; ++i)
+    std::vector<std::tuple<double, size_t, size_t>> pairs;  // a heap of the best, its worst in front
+    double bound = -least;
+    for (size_t i = 0; i < count; ++i) {
+        if (!(gain[i] + most_gained < bound)) continue;
         for (size_t j = i + 1; j <= count; ++j) {
             const double both = gain[i] + gain[j];
-            if (!(both < -least) || (j < count && near[i] % n == near[j] % n)) continue;
+            if (!(both < bound) || cell[i] == cell[j]) continue;
             bool fits = true;
             for (size_t r = 0; r < room.size() && fits; ++r) fits = !(adds[r][i] + adds[r][j] > room[r]);
-            if (fits) pairs.emplace_back(both, i, j);
+            if (!fits) continue;
+            if (pairs.size() == kLooked) {
+                std::pop_heap(pairs.begin(), pairs.end());
+                pairs.pop_back();
+            }
+            pairs.emplace_back(both, i, j);
+            std::push_heap(pairs.begin(), pairs.end());
+            if (pairs.size() == kLooked) bound = std::get<0>(pairs.front());
         }
-    const size_t looked = std::min(kLooked, pairs.size());
-    std::partial_sort(pairs.begin(), pairs.begin() + looked, pairs.end());
-    for (size_t at = 0; at < looked; ++at) {
-        const auto [_, i, j] = pairs[at];
+    }
+    std::sort_heap(pairs.begin(), pairs.end());
+    for (const auto& [_, i, j] : pairs) {
         Plan after = plan;
-        after[near[i] % n] = static_cast<uint16_t>(near[i] / n);
-        if (j < count) after[near[j] % n] = static_cast<uint16_t>(near[j] / n);
+        after[cell[i]] = static_cast<uint16_t>(choice[i]);
+        if (j < count) after[cell[j]] = static_cast<uint16_t>(choice[j]);
         if (!is_better(after)) continue;
         plan = std::move(after);
         return true;
@@ -439,9 +479,9 @@ struct Side {
     double ps = 0, spread = 0, lean = 0;
     Levels unused{1, 1, 1, 1, 1, 1};  // the chance that a step opens nothing of a level or of a higher one
 
-    Side with(const Side& other) const {
+    Side with(const Side& other, size_t levels) const {
         Side both{ps + other.ps, spread + other.spread, lean + other.lean, unused};
-        for (size_t k = 0; k < kLevels; ++k) both.unused[k] *= other.unused[k];
+        for (size_t k = 0; k < levels; ++k) both.unused[k] *= other.unused[k];
         return both;
     }
     Side opened(const Floats& openings) const {  // rising; the highest of those that a step opens is paid
@@ -686,7 +726,7 @@ class Problem {
             const Side gone = one(plan[cell], cell);
             std::array<Side, 3> without = whole;
             without[own].ps -= gone.ps, without[own].lean -= gone.lean;
-            for (size_t k = 0; k < kLevels; ++k) without[own].unused[k] /= gone.unused[k];
+            for (size_t k = 0; k < openings_[own].size(); ++k) without[own].unused[k] /= gone.unused[k];
             without[own].spread = without[own].spread - gone.spread;
             for (Side& each : without) each.spread = std::max(each.spread, 0.0);
             std::array<Side, 3> opened;
@@ -694,7 +734,7 @@ class Problem {
             for (size_t c = 0; c < choices_; ++c) {
                 const size_t s = side_of_[c];
                 const Side kept = opened[s];
-                opened[s] = without[s].with(one(c, cell)).opened(openings_[s]);
+                opened[s] = without[s].with(one(c, cell), openings_[s].size()).opened(openings_[s]);
                 more[c * experts_ + e] = slowest_of(opened, layer) - now;
                 opened[s] = kept;
             }
@@ -758,7 +798,9 @@ class Problem {
         for (int fill = 0; fill < kFills; ++fill) which = filled(layers, search.prices, which);
         const double least = 1e-9 * std::abs(layers.objective.total(which));
         for (int left = is_last ? kExchanges : 0; left > 0; --left)
-            if (!exchange(layers, search.prices, which, kExchanged, least, [](const Plan&) { return true; })) break;
+            if (!exchange(layers, nearest(layers, search.prices, which, 0, num_layers_, kExchanged), which, least,
+                          [](const Plan&) { return true; }))
+                break;
         return {assembled(columns, std::vector<size_t>(which.begin(), which.end())), search.prices};
     }
 
@@ -877,16 +919,25 @@ class Problem {
             return next < now - least;
         };
         const size_t others = kLeans.size() - 1, leans = 1 + prices.size() * others;
-        auto left = static_cast<int64_t>(kPolishing / static_cast<double>(choices_ * n));
-        for (size_t lean = 0, failed = 0; failed < leans && left > 0; lean = (lean + 1) % leans, ++failed) {
+        std::vector<std::vector<Costs>> near(leans, std::vector<Costs>(num_layers_));  // none: not known any more
+        const auto nearest_of = [&](size_t lean) {
             Floats leant = prices;
             if (lean) leant[(lean - 1) / others] *= kLeans[1 + (lean - 1) % others];
-            for (Plan before = plan; left-- > 0 && exchange(whole, leant, plan, kPolished, least, is_better); before = plan) {
+            for (size_t at = 0; at < num_layers_; ++at)
+                if (near[lean][at].empty())
+                    near[lean][at] = nearest(whole, leant, plan, at * e, (at + 1) * e, kPolished);
+            return merged(near[lean], kPolished);
+        };
+        auto left = static_cast<int64_t>(kPolishing / static_cast<double>(choices_ * n));
+        for (size_t lean = 0, failed = 0; failed < leans && left > 0; lean = (lean + 1) % leans, ++failed)
+            for (Plan before = plan; left-- > 0 && exchange(whole, nearest_of(lean), plan, least, is_better); before = plan) {
                 failed = 0;
-                for (size_t at = 0; at < num_layers_; ++at)
-                    if (!std::equal(plan.begin() + at * e, plan.begin() + (at + 1) * e, before.begin() + at * e)) look(at);
+                for (size_t at = 0; at < num_layers_; ++at) {
+                    if (std::equal(plan.begin() + at * e, plan.begin() + (at + 1) * e, before.begin() + at * e)) continue;
+                    look(at);
+                    for (auto& of_lean : near) of_lean[at].clear();
+                }
             }
-        }
         return plan;
     }
 
