@@ -129,6 +129,7 @@ constexpr KernelTable make_tile_table(const char* name) {
     table.multiply = multiply_with_tiles;
     table.multiply_full = multiply_full_with_tiles;
     table.split_row = split_row;
+    table.split_row_float8 = split_row_float8;
     table.split_together = kTileRows;
     return table;
 }

@@ -1,4 +1,4 @@
-// Checkpoint rows in bfloat16 by AMX tiles: 16 rows of weights as they lie in memory times 16 rows of activations, whose
+// Weights in bfloat16 and float8 by AMX tiles. Of bfloat16 16 rows as they lie in memory times 16 rows of activations, whose
 // pairs of columns split_row interleaves. A row of floats becomes two of bfloat16, as in isa_avx512bf16.cpp. A tile
 // instruction costs the same for 1 row of activations as for 16, which is less than its weights take to be read.
 // Tiles 0..3 hold sums [16 rows][16 tokens], 4 and 5 weights [16 rows][32 columns], 6 and 7 activations [16 pairs][16 tokens][2].
@@ -7,20 +7,21 @@
 namespace {
 
 constexpr int kTileCols = 32;
+constexpr int kFewFloat8 = 4;   // rows of activations, of which vectors compute so many sooner than tiles
 constexpr int kRange = 256;     // columns of weights that stay in the caches for all rows of activations
 constexpr int kSumGroups = 32;  // groups of 16 tokens times units whose sums wait between ranges: 64 KB
 
-// rows: groups of 16 rows, each [pairs of columns][16 rows][2] of the nearest bfloat16 and after them the same of what
-// these leave, or zeros. Columns are padded to a multiple of 32 with zeros. An infinity or NaN leaves nothing.
-bool split_row(const float* x, int cols, bool rest, float* rows, ptrdiff_t stride, int row) {
-    typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+// Gives `put` of every 16 columns, padded to a multiple of 32 with zeros, the nearest bfloat16 and, with `rest`, those of what
+// they leave, else zeros; and returns whether that is anything. An infinity or NaN leaves nothing.
+template <class Put>
+NDP_INLINE bool split(const float* x, int cols, bool rest, const Put& put) {
     const auto nearest = [](f32x16 v) {  // in the upper halves; a NaN stays one
         const u32x16 bits = (u32x16)v, rounded = bits + 0x7fff + (bits >> 16 & 1);
         return (v == v ? rounded : (bits | 0x400000)) & 0xffff0000u;
     };
     const int padded = (cols + kTileCols - 1) / kTileCols * kTileCols;
-    uint32_t* high = reinterpret_cast<uint32_t*>(rows + row / kTileRows * kTileRows * stride) + row % kTileRows;
-    uint32_t* low = high + static_cast<ptrdiff_t>(padded / 2) * kTileRows;
     u32x16 any = {};
     for (int i = 0; i < padded; i += 16) {
         alignas(64) float some[16] = {};
@@ -30,17 +31,33 @@ bool split_row(const float* x, int cols, bool rest, float* rows, ptrdiff_t strid
         const f32x16 left = v - (f32x16)near, size = left < 0.0f ? -left : left;
         const u32x16 kept = rest ? (size < __builtin_inff() ? nearest(left) : u32x16{}) : u32x16{};
         any |= kept << 1;
-        uint32_t pairs[2][8];
-        store(pairs[0], __builtin_convertvector(near >> 16, u16x16));
-        store(pairs[1], __builtin_convertvector(kept >> 16, u16x16));
-        for (int p = 0; p < 8; ++p) {
-            high[(i / 2 + p) * kTileRows] = pairs[0][p];
-            low[(i / 2 + p) * kTileRows] = pairs[1][p];
-        }
+        put(i, padded, __builtin_convertvector(near >> 16, u16x16), __builtin_convertvector(kept >> 16, u16x16));
     }
     for (int i = 0; i < 16; ++i)
         if (any[i] != 0) return true;
     return false;
+}
+
+// rows: groups of 16 rows, each [pairs of columns][16 rows][2] of the nearest bfloat16 and after them the same of the rest.
+bool split_row(const float* x, int cols, bool rest, float* rows, ptrdiff_t stride, int row) {
+    uint32_t* to = reinterpret_cast<uint32_t*>(rows + row / kTileRows * kTileRows * stride) + row % kTileRows;
+    return split(x, cols, rest, [to](int col, int padded, u16x16 near, u16x16 kept) {
+        uint32_t pairs[2][8];
+        store(pairs[0], near);
+        store(pairs[1], kept);
+        for (int part = 0; part < 2; ++part)
+            for (int p = 0; p < 8; ++p) to[(part * padded / 2 + col / 2 + p) * kTileRows] = pairs[part][p];
+    });
+}
+
+// A row: the nearest bfloat16, the rest, and zeros, which a last group's padding meets.
+bool split_row_float8(const float* x, int cols, bool rest, float* rows, ptrdiff_t stride, int row) {
+    uint16_t* to = reinterpret_cast<uint16_t*>(rows + row * stride);
+    std::memset(to + 2 * ((cols + kTileCols - 1) / kTileCols * kTileCols), 0, sizeof(uint16_t) * kMostByteColumns);
+    return split(x, cols, rest, [to](int col, int padded, u16x16 near, u16x16 kept) {
+        store(to + col, near);
+        store(to + padded + col, kept);
+    });
 }
 
 // 16 rows of weights, fewer at the end of a matrix.
@@ -149,13 +166,124 @@ void tile_units(const FullView& w, const float* x, ptrdiff_t x_stride, int token
     }
 }
 
+// A group of float8 codes as bfloat16, [2 blocks][pairs of columns][16 rows][2], times 16 or 32 rows of activations.
+template <int PARTS>
+NDP_INLINE void multiply_float8_tiles(const uint32_t (&panel)[kUnitBlocks][kMostByteColumns / 2][kBlockRows], int cols,
+                                      const uint16_t* x, ptrdiff_t stride, ptrdiff_t part, bool two, f32x16 (&dots)[kDotRows][kUnitBlocks]) {
+    Tiles::zero();
+    for (int col = 0; col < cols; col += kTileCols) {
+        Tiles::load<6>(panel[0][col / 2], 64);
+        Tiles::load<7>(panel[1][col / 2], 64);
+        for (int p = 0; p < PARTS; ++p) {
+            Tiles::load<4>(x + p * part + col, stride * 2);
+            Tiles::multiply_bfloats<0, 4, 6>();
+            Tiles::multiply_bfloats<1, 4, 7>();
+            if (!two) continue;
+            Tiles::load<5>(x + kTileRows * stride + p * part + col, stride * 2);
+            Tiles::multiply_bfloats<2, 5, 6>();
+            Tiles::multiply_bfloats<3, 5, 7>();
+        }
+    }
+    Tiles::save<0>(&dots[0][0], sizeof dots[0]);
+    Tiles::save<1>(&dots[0][1], sizeof dots[0]);
+    if (!two) return;
+    Tiles::save<2>(&dots[kTileRows][0], sizeof dots[0]);
+    Tiles::save<3>(&dots[kTileRows][1], sizeof dots[0]);
+}
+
+// The same of up to TOKENS rows in vectors, which a tile adds up in this order: even columns, odd ones, then both to its sums.
+// Products of two bfloat16 are exact, so a row gets the same bits either way.
+template <int TOKENS, int PARTS>
+void float8_rows(const uint8_t* codes, int cols, const uint16_t* x, ptrdiff_t stride, ptrdiff_t part, int tokens, f32x16 (*dots)[kUnitBlocks]) {
+    if (tokens < TOKENS) {
+        if constexpr (TOKENS > 1) float8_rows<TOKENS - 1, PARTS>(codes, cols, x, stride, part, tokens, dots);
+        return;
+    }
+    for (int col = 0; col < cols; col += kTileCols) {
+        f32x16 sums[TOKENS][PARTS][kUnitBlocks][2] = {};
+        const uint16_t* at = x + col;
+        for (int pair = 0; pair < kTileCols / 2; ++pair, at += 2, codes += 2 * kUnitRows) {
+            __builtin_prefetch(codes + kGemvLead);
+            Floats columns[kUnitBlocks][2];
+            NDP_UNROLL(2)
+            for (int block = 0; block < kUnitBlocks; ++block) float8_to_floats(codes + block * 2 * kBlockRows, columns[block]);
+            NDP_UNROLL(4)
+            for (int t = 0; t < TOKENS; ++t) {
+                NDP_UNROLL(2)
+                for (int p = 0; p < PARTS; ++p) {
+                    const i32x16 both = broadcast_step(reinterpret_cast<const int8_t*>(at + t * stride + p * part));
+                    const f32x16 even = (f32x16)(both << 16), odd = (f32x16)(both & static_cast<int32_t>(0xffff0000));
+                    NDP_UNROLL(2)
+                    for (int block = 0; block < kUnitBlocks; ++block) {
+                        sums[t][p][block][0] += columns[block][0] * even;
+                        sums[t][p][block][1] += columns[block][1] * odd;
+                    }
+                }
+            }
+        }
+        NDP_UNROLL(4)
+        for (int t = 0; t < TOKENS; ++t) {
+            NDP_UNROLL(2)
+            for (int p = 0; p < PARTS; ++p) {
+                NDP_UNROLL(2)
+                for (int block = 0; block < kUnitBlocks; ++block) {
+                    const f32x16 sum = sums[t][p][block][0] + sums[t][p][block][1];
+                    dots[t][block] = col == 0 && p == 0 ? sum : dots[t][block] + sum;
+                }
+            }
+        }
+    }
+}
+
+template <int PARTS>
+void float8_units(const FullView& w, const float* x, ptrdiff_t x_stride, int tokens, int first, int last, float* y, ptrdiff_t y_stride) {
+    alignas(64) uint32_t panel[kUnitBlocks][kMostByteColumns / 2][kBlockRows];
+    alignas(64) f32x16 dots[2][kDotRows][kUnitBlocks];
+    constexpr int kFew = kFewFloat8 / PARTS;
+    const int group = w.scales.cols, padded = (group + kTileCols - 1) / kTileCols * kTileCols, groups = (w.cols + group - 1) / group;
+    const ptrdiff_t part = (w.cols + kTileCols - 1) / kTileCols * kTileCols;
+    const uint16_t* rows = reinterpret_cast<const uint16_t*>(x);
+    for (int unit = first; unit < last; ++unit) {
+        float* to = y + (unit - first) * kUnitRows;
+        for (int t = 0; t < tokens; ++t) std::memset(to + t * y_stride, 0, sizeof(float) * kUnitRows);
+        for (int g = 0; g < groups; ++g) {
+            const ptrdiff_t at = static_cast<ptrdiff_t>(unit) * groups + g;
+            const uint8_t* codes = static_cast<const uint8_t*>(w.first) + at * padded * kUnitRows;
+            const float* scale = w.scales.first + at * kUnitRows;
+            const f32x16 scales[kUnitBlocks] = {load<f32x16>(scale), load<f32x16>(scale + kBlockRows)};
+            const uint16_t* of_group = rows + g * group;
+            if (tokens <= kFew) float8_rows<kFew, PARTS>(codes, padded, of_group, 2 * x_stride, part, tokens, dots[0]);
+            for (int pair = 0; pair < padded / 2 && tokens > kFew; ++pair, codes += 2 * kUnitRows) {
+                __builtin_prefetch(codes + kGemvLead);
+                for (int block = 0; block < kUnitBlocks; ++block) {
+                    Floats columns[2];
+                    float8_to_floats(codes + block * 2 * kBlockRows, columns);
+                    store(panel[block][pair], (u32x16)columns[0] >> 16 | ((u32x16)columns[1] & 0xffff0000u));
+                }
+            }
+            for (int t = 0, i = 0; t < tokens + kDotRows; t += kDotRows, ++i) {
+                if (t < tokens && tokens > kFew)
+                    multiply_float8_tiles<PARTS>(panel, padded, of_group + t * 2 * x_stride, 2 * x_stride, part,
+                                                 tokens - t > kTileRows, dots[i % 2]);
+                for (int past = t - kDotRows; past >= 0 && past < t && past < tokens; ++past)
+                    for (int block = 0; block < kUnitBlocks; ++block) {
+                        float* sum = to + past * y_stride + block * kBlockRows;
+                        store(sum, load<f32x16>(sum) + dots[(i - 1) % 2][past % kDotRows][block] * scales[block]);
+                    }
+            }
+        }
+    }
+}
+
 void multiply_full_with_tiles(const FullView& w, const float* x, ptrdiff_t x_stride, int tokens, bool rests, int first,
                               int last, float* y, ptrdiff_t y_stride) {
-    if (w.dtype != DType::bfloat16) return multiply_full(w, x, x_stride, tokens, rests, first, last, y, y_stride);
+    const bool is_float8 = w.dtype == DType::float8;
+    if (!is_float8 && w.dtype != DType::bfloat16) return multiply_full(w, x, x_stride, tokens, rests, first, last, y, y_stride);
     const TileConfig config;
     Tiles::configure(config);
+    if (is_float8) (rests ? float8_units<2> : float8_units<1>)(w, x, x_stride, tokens, first, last, y, y_stride);
     constexpr int kMost = kSumGroups * kTileRows;
-    for (int t = 0; t < tokens; t += kMost) {
+    for (int t = 0; t < tokens && !is_float8; t += kMost) {
         const int now = tokens - t < kMost ? tokens - t : kMost, at_once = kSumGroups / ((now + kTileRows - 1) / kTileRows);
         for (int unit = first; unit < last; unit += at_once)
             (rests ? tile_units<2> : tile_units<1>)(w, x + t * x_stride, x_stride, now, unit,

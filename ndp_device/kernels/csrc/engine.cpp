@@ -253,8 +253,10 @@ QuantizeJob Engine::quantize_job(const float* row, const PackedMatrix& matrix, c
             matrix.fp4};
 }
 
-bool Engine::splits_rows(const PreparedExpert& expert) const {
-    return kernels_.split_row && expert.full && expert.full_w13.dtype == DType::bfloat16;
+auto Engine::split_of(const PreparedExpert& expert) const -> decltype(KernelTable::split_row) {
+    if (!expert.full) return nullptr;
+    const DType dtype = expert.full_w13.dtype;
+    return dtype == DType::bfloat16 ? kernels_.split_row : dtype == DType::float8 ? kernels_.split_row_float8 : nullptr;
 }
 
 // Every row is quantized once for all experts that read it in one order, grouping and number of limbs, then copied to each.
@@ -282,8 +284,8 @@ void Engine::quantize_inputs(const float* x, int hidden, const Pairs& pairs, std
         if (first.expert->full) {
             for (const Destination& to : *destinations) {
                 Job& job = *to.job;
-                if (splits_rows(*job.expert)) {
-                    job.rests[to.token] = kernels_.split_row(row, hidden, true, job.x_rows, job.x_stride, to.token);
+                if (const auto split = split_of(*job.expert)) {
+                    job.rests[to.token] = split(row, hidden, true, job.x_rows, job.x_stride, to.token);
                 } else {
                     std::memcpy(job.x_rows + to.token * job.x_stride, row, sizeof(float) * hidden);
                     job.x_rows[to.token * job.x_stride + hidden] = 0.0f;  // float8 meets pairs of columns
@@ -357,7 +359,7 @@ void Engine::quantize_hidden(std::vector<Job>& jobs) {
         const ptrdiff_t at = token * job->h_stride;
         if (job->expert->full) {
             bool& rest = job->rests[token];
-            rest = kernels_.split_row(job->hidden + at, job->expert->intermediate, rest, job->h_rows, job->h_stride, token);
+            rest = split_of(*job->expert)(job->hidden + at, job->expert->intermediate, rest, job->h_rows, job->h_stride, token);
         } else {
             kernels_.quantize(quantize_job(job->hidden + at, job->expert->w2, job->h, token));
         }
@@ -461,7 +463,7 @@ void Engine::execute(const float* x, int tokens, int hidden, const std::vector<c
         job.h_stride = job.padded + kBetweenRows;
         job.hidden = arena_.take<float>(job.tokens * job.h_stride);
         if (job.expert->full) {
-            const bool splits = splits_rows(*job.expert);
+            const bool splits = split_of(*job.expert) != nullptr;
             const int together = splits ? kernels_.split_together : 1;
             const int rows = (job.tokens + together - 1) / together * together;
             job.x_rows = arena_.take<float>(rows * job.x_stride);

@@ -110,7 +110,7 @@ class Engine {
     QuantizeJob quantize_job(const float* row, const PackedMatrix& matrix, const Quantized& to, int token) const;
     int units_per_task(int units, double unit_bytes, int tokens) const;
     void multiply(const Job& job, bool down, int first, int last, float* y, int stride, int thread) const;
-    bool splits_rows(const PreparedExpert& expert) const;
+    auto split_of(const PreparedExpert& expert) const -> decltype(KernelTable::split_row);  // null: rows stay as they are
     void quantize_inputs(const float* x, int hidden, const Pairs& pairs, std::vector<Job>& jobs);
     void gate_and_up(std::vector<Job>& jobs);
     void quantize_hidden(std::vector<Job>& jobs);

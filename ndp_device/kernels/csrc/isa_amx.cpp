@@ -24,9 +24,9 @@ struct Tiles {
         if constexpr (SIGNED) asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(ACTIVATIONS), "i"(CODES));
         else asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(ACTIVATIONS), "i"(CODES));
     }
-    template <int SUM, int WEIGHTS, int ACTIVATIONS>
+    template <int SUM, int A, int B>
     static NDP_INLINE void multiply_bfloats() {
-        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(WEIGHTS), "i"(ACTIVATIONS));
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
     }
     template <int TILE>
     static NDP_INLINE void save(void* base, ptrdiff_t stride) {

@@ -40,15 +40,15 @@ struct Tiles {
             }
         }
     }
-    template <int SUM, int WEIGHTS, int ACTIVATIONS>
-    static void multiply_bfloats() {
+    template <int SUM, int A, int B>
+    static void multiply_bfloats() {  // even columns, odd ones, then both to the sum
         for (int row = 0; row < 16; ++row) {
             for (int n = 0; n < 16; ++n) {
-                float sum;
+                float sum, sums[2] = {};
                 std::memcpy(&sum, tile[SUM][row] + 4 * n, 4);
                 for (int pair = 0; pair < 16; ++pair)
-                    for (int j = 0; j < 2; ++j)
-                        sum += value(tile[WEIGHTS][row] + 4 * pair + 2 * j) * value(tile[ACTIVATIONS][pair] + 4 * n + 2 * j);
+                    for (int j = 0; j < 2; ++j) sums[j] += value(tile[A][row] + 4 * pair + 2 * j) * value(tile[B][pair] + 4 * n + 2 * j);
+                sum += sums[0] + sums[1];
                 std::memcpy(tile[SUM][row] + 4 * n, &sum, 4);
             }
         }

@@ -142,9 +142,10 @@ struct KernelTable {
     // `rests`: whether any of these rows, if they are split, has something left.
     void (*multiply_full)(const FullView&, const float* x, ptrdiff_t x_stride, int tokens, bool rests, int first,
                           int last, float* y, ptrdiff_t y_stride);
-    // Null, or writes what multiply_full reads in place of row `row` of `rows` where weights are bfloat16: as many bytes.
+    // Null, or writes what multiply_full reads in place of row `row` of `rows` where weights are bfloat16, or float8: as many bytes.
     // With `rest` it keeps what the nearest bfloat16 leave, and returns whether that is anything.
     bool (*split_row)(const float* x, int cols, bool rest, float* rows, ptrdiff_t stride, int row);
+    bool (*split_row_float8)(const float* x, int cols, bool rest, float* rows, ptrdiff_t stride, int row);
     int split_together;  // rows that split_row interleaves: `rows` has room for a multiple of so many
     void (*quantize)(const QuantizeJob&);
     // h[16 * u + r] of the gate y[32 * u + r] and the up y[32 * u + 16 + r]

@@ -895,7 +895,7 @@ uint64_t read_stream(const void* data, size_t bytes, int streams, int prefetch_b
 }
 
 constexpr KernelTable make_table(const char* name) {
-    return {name, pack, multiply, multiply_full, nullptr, 1, quantize, activate, add_scaled, read_stream};
+    return {name, pack, multiply, multiply_full, nullptr, nullptr, 1, quantize, activate, add_scaled, read_stream};
 }
 
 }  // namespace
