@@ -7,6 +7,7 @@ two clocks stay apart: `Simulated` holds picoseconds of modelled hardware, `Meas
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections.abc import Callable
@@ -41,6 +42,8 @@ _PROBE_BYTES = 256 << 20
 _KERNEL_S = 0.3
 _ENOUGH = 5
 _PROMPT_ROWS = 16
+_AT_ONCE_BYTES = 64 << 20
+"""Of experts that one call computes, as it does many of a prompt's: small ones take half of the time of a call each."""
 _LINEAR_BYTES, _BLOCK = 32 << 20, 128
 """A matrix as integration/linear_layers.py makes them."""
 LAYER_S = 1.4e-3
@@ -68,8 +71,10 @@ class Measured:
     read_bytes_per_s: float
     expert_s: float
     """For one row."""
+    together_s: float
+    """For one row each, among several in one call."""
     expert_rows_s: float
-    """For 16 rows."""
+    """For 16 rows each, so."""
     linear_bytes_per_s: float
     """Of a matrix at 8 bits, for one row."""
     bits: int
@@ -93,8 +98,8 @@ class Measured:
         """First token of a prompt at even routing, every expert at `bits` in this process and num_linear weights
         beside experts at 8 bits. Only the last row meets the output matrix; linear layers take one limb a row."""
         touched = model.num_experts * (1 - (1 - model.top_k / model.num_experts) ** tokens)
-        row_s = max(self.expert_rows_s - self.expert_s, 0.0) / (_PROMPT_ROWS - 1)
-        experts_s = model.num_layers * (touched * self.expert_s + (tokens * model.top_k - touched) * row_s)
+        row_s = max(self.expert_rows_s - self.together_s, 0.0) / (_PROMPT_ROWS - 1)
+        experts_s = model.num_layers * (touched * self.together_s + (tokens * model.top_k - touched) * row_s)
         limb_s = row_s / (3 * model.hidden_size * model.intermediate_size * LIMBS[self.bits])
         in_layers = num_linear - model.head_weights
         linear_s = num_linear / self.linear_bytes_per_s + in_layers * (tokens - 1) * LINEAR_LIMBS * limb_s
@@ -198,9 +203,11 @@ def measure(model: WholeModel, bits: int, form: StoredForm | None = None) -> Mea
     if form is not None and form.bits != bits:
         form = None
     kernel = NativeKernel()
-    one, many = (_expert_s(kernel, model, bits, form, rows) for rows in (1, _PROMPT_ROWS))
+    at_once = max(1, min(model.top_k, _AT_ONCE_BYTES // (model.weights_per_expert * bits // 8)))
+    of = [(1, 1), (at_once, 1), (at_once, _PROMPT_ROWS)]
+    one, together, many = (_expert_s(kernel, model, bits, form, experts, rows) for experts, rows in of)
     read, linear = read_bytes_per_s(kernel.threads), _linear_bytes_per_s(kernel, model.hidden_size)
-    return Measured(read, one, many, linear, bits, kernel.isa)
+    return Measured(read, one, together, many, linear, bits, kernel.isa)
 
 
 def read_bytes_per_s(threads: int | None = None) -> float:
@@ -216,13 +223,17 @@ def read_bytes_per_s(threads: int | None = None) -> float:
     return _PROBE_BYTES / best
 
 
-def _expert_s(kernel: NativeKernel, model: WholeModel, bits: int, form: StoredForm | None, rows: int) -> float:
-    """Rows through one expert of this size."""
+def _expert_s(
+    kernel: NativeKernel, model: WholeModel, bits: int, form: StoredForm | None, experts: int, rows: int
+) -> float:
+    """Of one expert of this size among so many in one call, each with so many rows."""
     hidden = model.hidden_size
-    prepared = kernel.prepare(random_expert(hidden, model.intermediate_size, bits, form))
+    expert = random_expert(hidden, model.intermediate_size, bits, form)
+    prepared = [kernel.prepare(copy.deepcopy(expert)) for _ in range(experts)]
     x = np.random.default_rng(0).standard_normal((rows, hidden), np.float32)
-    owner, one, weights = np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32), np.ones(rows, np.float32)
-    return _cold_s(lambda: kernel.execute(x, [prepared], owner, one, weights))
+    owner, chosen = (pairs.ravel().astype(np.int32) for pairs in np.indices((rows, experts)))
+    weights = np.ones(rows * experts, np.float32)
+    return _cold_s(lambda: kernel.execute(x, prepared, owner, chosen, weights)) / experts
 
 
 def random_expert(hidden: int, inner: int, bits: int, form: StoredForm | None) -> QuantizedExpert | StoredExpert:

@@ -211,14 +211,18 @@ def test_expected_simulated_speed_is_that_of_a_replay_with_even_routing(model: s
 
 def test_measured_time_is_what_is_read_and_what_the_kernel_takes() -> None:
     """4 layers x 2 of 8 experts; half are hot: 4 hot reads of 196608 bytes at 1 GB/s, 4 cold ones of 1 ms."""
-    measured = Measured(1e9, expert_s=1e-3, expert_rows_s=2e-3, linear_bytes_per_s=1e9, bits=3, isa="any")
+    measured = Measured(
+        1e9, expert_s=1e-3, together_s=1e-3, expert_rows_s=2e-3, linear_bytes_per_s=1e9, bits=3, isa="any"
+    )
     model = source_named(str(TINY)).model
     assert measured.decode_step_s(model, 4, 1e-3) == pytest.approx(1e-3 + 4 * 196608e-9 + 4e-3 + 4 * LAYER_S)
 
 
 def test_a_prompts_rows_meet_every_matrix_but_the_output_matrix_and_linear_layers_in_one_limb() -> None:
     """At 4 bits an expert takes 1 ms and each row more 0.1 ms, in two limbs; every expert is touched."""
-    measured = Measured(1e9, expert_s=1e-3, expert_rows_s=2.5e-3, linear_bytes_per_s=1e9, bits=4, isa="any")
+    measured = Measured(
+        1e9, expert_s=1e-3, together_s=1e-3, expert_rows_s=2.5e-3, linear_bytes_per_s=1e9, bits=4, isa="any"
+    )
     model, tokens = source_named(str(TINY)).model, 1000
     experts = 4 * (8 * 1e-3 + (tokens * 2 - 8) * 1e-4)
     weights = model.beside_weights + model.head_weights
@@ -263,7 +267,10 @@ def test_the_two_clocks_of_a_proposal_have_names_of_their_own() -> None:
     source = source_named(str(TINY))
     sizing = Sizing(source.model, MachineSize(8 * GB), Demand())
     probed = propose(
-        source, sizing, Costs(load_hardware(), source.model), lambda bits: Measured(1e10, 1e-5, 2e-5, 1e10, bits, "x")
+        source,
+        sizing,
+        Costs(load_hardware(), source.model),
+        lambda bits: Measured(1e10, 1e-5, 1e-5, 2e-5, 1e10, bits, "x"),
     )
     way = probed.as_dict()["ways"][0]
     assert way["measured_tpot_ms_at_best"] > 0 < way["simulated_tpot_us"]
