@@ -1,7 +1,8 @@
 // Weights in bfloat16 and float8 by AMX tiles. Of bfloat16 16 rows as they lie in memory times 16 rows of activations, whose
 // pairs of columns split_row interleaves. A row of floats becomes two of bfloat16, as in isa_avx512bf16.cpp. A tile
 // instruction costs the same for 1 row of activations as for 16, which is less than its weights take to be read.
-// Tiles 0..3 hold sums [16 rows][16 tokens], 4 and 5 weights [16 rows][32 columns], 6 and 7 activations [16 pairs][16 tokens][2].
+// Tiles 0..3 hold sums [16 rows][16 tokens], 4 and 5 weights [16 rows][32 columns], 6 and 7 activations [16 pairs][16 tokens][2];
+// of float8, whose codes lie in pairs of columns, activations stand in 4 and 5 and weights in 6 and 7.
 #pragma once
 
 namespace {
