@@ -71,7 +71,9 @@ class PriceProbe:
         self._hot, self._kernel, self._model_dir, self._replicas = hot, kernel, model_dir, replicas
         self._first_layer, self._shared = first_layer, shared
         self._shape, self._held = hot.pool.shape, hot.layers[0].held
-        self._many = torch.randn(max(ROWS), self._shape.hidden_size).to(self._held.w13.dtype)
+        self._many = torch.randn(max(ROWS), self._shape.hidden_size, generator=torch.Generator().manual_seed(0)).to(
+            self._held.w13.dtype
+        )
         self._turn, self._two = 0, self._held.empty_like(_EXPERTS)
 
     @torch.inference_mode()
