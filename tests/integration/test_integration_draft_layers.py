@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,9 @@ from paths import ROOT
 
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.common.errors import ConfigError
+
+sys.path.insert(0, str(ROOT / "tests" / "checkpoints"))
+import make_family_models
 
 pytestmark = pytest.mark.vllm
 
@@ -49,16 +51,8 @@ def make_drafted(method: str, directory: Path) -> Drafted:
     if not method.startswith("mtp"):
         head = make_head(method, TRAINED, directory / method)
         return Drafted(TRAINED, {"method": method, "model": str(head), "num_speculative_tokens": GUESSED})
-    spec = importlib.util.spec_from_file_location(
-        "make_family_models", ROOT / "tests" / "checkpoints" / "make_family_models.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    maker = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = maker
-    spec.loader.exec_module(maker)
     family = method.removeprefix("mtp of ")
-    model = add_mtp(maker.make(family, directory / "families"), directory / family)
+    model = add_mtp(make_family_models.make(family, directory / "families"), directory / family)
     return Drafted(model, {"method": "mtp", "num_speculative_tokens": GUESSED})
 
 

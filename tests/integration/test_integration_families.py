@@ -7,7 +7,6 @@ test here fails when vLLM gets it right.
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
@@ -23,8 +22,11 @@ from engines import user_environment
 from family_tokens import PROMPT_COUNT, TOKENS, said
 from paths import ROOT
 
-pytestmark = pytest.mark.vllm
 torch = pytest.importorskip("torch")
+sys.path.insert(0, str(ROOT / "tests" / "checkpoints"))
+import make_family_models  # noqa: E402
+
+pytestmark = pytest.mark.vllm
 
 MAKER = ROOT / "tests" / "checkpoints" / "make_family_models.py"
 MODELS_AT_ONCE = 6
@@ -67,15 +69,9 @@ model does not use: stock and plugin run with an empty package of that name."""
 
 
 def _families() -> list[Any]:
-    spec = importlib.util.spec_from_file_location("make_family_models", MAKER)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
     return [
         pytest.param(name, marks=pytest.mark.families)
-        for name, family in module.FAMILIES.items()
+        for name, family in make_family_models.FAMILIES.items()
         if name not in REFUSED and family.on_cpu
     ]
 

@@ -28,7 +28,7 @@ def test_every_option_of_vllm_serve_has_one_answer():
     from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
     offered = {field.name for options in (AsyncEngineArgs, FrontendArgs) for field in dataclasses.fields(options)}
-    answered = [name for answer in (*WORKS, *REFUSED, *NOT_OURS) for name in answer.names]
+    answered = [name for answers in (WORKS, REFUSED, NOT_OURS) for names in answers.values() for name in names.split()]
     assert len(answered) == len(set(answered)), sorted(name for name in answered if answered.count(name) > 1)
     assert set(answered) == offered
 
@@ -102,28 +102,12 @@ def test_an_override_of_the_experts_is_refused_before_the_first_prompt():
 
 def test_new_weights_under_a_running_engine_are_refused_and_it_goes_on():
     """vLLM itself would load norms and attention, and leave the experts as they were: two models in one."""
-    from vllm import SamplingParams
-
     with engine(settings=IDENTITY) as llm:
         before = token_ids(greedy(llm, PROMPTS[:1], TOKENS))
         for call in ("reload_weights", "start_weight_update", "reset_weights", "save_sharded_state"):
             with pytest.raises(ConfigError, match=f"'ndp' does not work together with {call}"):
                 llm.collective_rpc(call)
         assert token_ids(greedy(llm, PROMPTS[:1], TOKENS)) == before
-        # a stop string ends the request in the front end: its report is asked for
-        text = (
-            llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=TOKENS), use_tqdm=False)[0]
-            .outputs[0]
-            .text
-        )
-        stop = SamplingParams(temperature=0, max_tokens=TOKENS, stop=[text[3:6]])
-        (stopped,) = llm.generate(PROMPTS[:1], stop, use_tqdm=False)
-        assert stopped.kv_transfer_params is None
-        greedy(llm, PROMPTS[1:2], 2)
-        (asked,) = llm.collective_rpc("ndp_requests", args=(stopped.request_id,))
-        (report,) = asked["finished"].values()
-        assert report["finish"] == "stop"
-        assert report["output_tokens"] == len(stopped.outputs[0].token_ids)
 
 
 # -- adapters --------------------------------------------------------------------------------------------------------

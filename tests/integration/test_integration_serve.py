@@ -136,16 +136,6 @@ def test_a_chat_answer_carries_both_clocks_and_streams_the_same_text(server: Ser
     assert streamed == response.choices[0].message.content
 
 
-def test_eight_concurrent_requests_are_each_answered_with_their_own_report(server: Server):
-    prompts = [f"{number} {prompt}" for number in (1, 2) for prompt in PROMPTS]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        responses = list(pool.map(lambda prompt: complete(server, prompt), prompts))
-    assert len({response.id for response in responses}) == 8
-    for response in responses:
-        check_report(report_of(response), TOKENS)
-    assert {report_of(r)["prompt_tokens"] for r in responses} == {r.usage.prompt_tokens for r in responses}
-
-
 # -- reports by every way ------------------------------------------------------------------------------------------
 
 
@@ -377,13 +367,6 @@ def test_a_report_says_what_the_device_took_and_what_bound_it(server: Server):
 
 
 # -- what a server tells ---------------------------------------------------------------------------------------------
-
-
-def test_a_path_that_there_is_not_is_refused_as_vllm_refuses_one(server: Server):
-    """404 and not 500, and no traceback in the log."""
-    status, body = get(server, "/v1/ndp/nothing")
-    assert (status, json.loads(body)["error"]["code"]) == (404, 404)
-    assert "Exception in ASGI application" not in server.log.read_text(errors="replace")
 
 
 def test_our_paths_are_behind_the_servers_key(server: Server):

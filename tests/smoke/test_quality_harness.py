@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+from paths import MODEL, ROOT
 
 from ndp_device.calibration.build import build_data_free
 from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.replicas.store import ExpertStore
-
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "models" / "tiny-mixtral"
 
 pytestmark = [pytest.mark.slow, pytest.mark.quality]
 
 
 @pytest.fixture(scope="module")
 def quality() -> ModuleType:
-    sys.path.append(str(ROOT / "benchmarks"))  # it imports its neighbour
-    spec = importlib.util.spec_from_file_location("benchmark_quality", ROOT / "benchmarks" / "quality.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    sys.path.append(str(ROOT / "benchmarks"))
+    return importlib.import_module("quality")
 
 
 @pytest.fixture(scope="module")
