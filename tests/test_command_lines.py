@@ -336,7 +336,6 @@ WRITES: dict[str, tuple[list[str], bool]] = {
     "tune": (["{model}", "{replicas}", "--out", "{out}", "--calibration", "{model}/calibration.txt"], True),
     "record": (["{model}", "--prompts", "{model}/calibration.txt", "--out", "{out}"], True),
     "trace-import": (["{trace}", "--format", "vllm", "--out", "{out}"], True),
-    "trace-export": (["{trace}", "--format", "dynande", "--out", "{out}"], True),
     "trace-synth": (["mixtral-8x7b", "--out", "{out}", "--requests", "1"], True),
     "compare": (["{trace}", "--systems", "monde", "--model", "{model}", "--out", "{out}"], False),
     "compare --html": (["{trace}", "--html", "{out}"], False),

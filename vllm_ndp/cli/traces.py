@@ -1,4 +1,4 @@
-"""Commands on traces without vLLM: trace-import, -export, -synth. Knows their options; traces/ does the work."""
+"""Commands on traces without vLLM: trace-import, -synth. Knows their options; traces/ does the work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ndp_device.common.command_line import command, print_json
-from vllm_ndp.cli.options import OutOption, TraceArgument
+from vllm_ndp.cli.options import OutOption
 
 if TYPE_CHECKING:
     from vllm_ndp.traces.trace import Trace
@@ -71,27 +71,6 @@ class TasteOptions:
 
     def given(self) -> dict[str, float]:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-
-
-@command(
-    app,
-    "trace-export",
-    examples=("vllm-ndp trace-export tests/data/tiny-mixtral-trace --format dynande --out exported",),
-)
-def trace_export(
-    trace: TraceArgument,
-    out: OutOption,
-    kind: Annotated[str, typer.Option("--format", help="dynande or policylang.")],
-) -> None:
-    """Write a trace's routing for another simulator.
-
-    dynande: CSV of DynaNDE. policylang: Parquet of moe-policylang.
-    """
-    from vllm_ndp.traces.exporters import export_trace
-    from vllm_ndp.traces.trace import Trace
-
-    files = export_trace(Trace.load(trace), kind, out)
-    print_json({"trace": str(trace), "format": kind, "out": str(out), "files": len(files)})
 
 
 @command(

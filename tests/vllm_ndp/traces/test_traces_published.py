@@ -1,4 +1,4 @@
-"""Published data sets of routing, and what is refused of them in one sentence; DynaNDE's CSV is written, too.
+"""Published data sets of routing, and what is refused of them in one sentence.
 
 Tried on real files: expert-selection, 100 requests of Llama-4-Maverick (24 of 48 layers, 15,724 tokens; the subset that
 andronius-yang/cse223b-proj keeps); dynande, its repository's sample folders, decoder (64 requests, 10 tokens, 25
@@ -15,10 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from paths import DATA
 
-from ndp_device.common.errors import ConfigError, TraceError
-from vllm_ndp.traces.exporters import _ordinal, export_trace
+from ndp_device.common.errors import TraceError
 from vllm_ndp.traces.importers import ImportSettings, import_trace
-from vllm_ndp.traces.trace import Trace
 
 
 def forward(tokens: list[int]) -> dict[str, object]:
@@ -117,41 +115,6 @@ def test_dynande_files_that_lack_something_are_refused(tmp_path, text, says):
         import_trace(tmp_path / "t.csv", "dynande")
 
 
-BUNDLED = Trace.load(DATA / "tiny-mixtral-trace")
-
-
-def by_expert(ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """[..., E]"""
-    scores = np.zeros((*ids.shape[:-1], 8), np.float32)
-    np.put_along_axis(scores, ids.astype(np.int64), weights, axis=-1)
-    return scores
-
-
-def test_dynande_reads_back_what_was_written(tmp_path):
-    first = BUNDLED.select(range(5))
-    files = export_trace(first, "dynande", tmp_path / "out")
-    assert len(files) == 1 + max(len(s.decode_ids) for s in first.sequences)
-    back = import_trace(tmp_path / "out" / "Decoder", "dynande", ImportSettings(num_experts=8))
-    for was, now in zip(first.sequences, back.sequences, strict=True):
-        assert by_expert(now.decode_ids, now.decode_weights) == pytest.approx(
-            by_expert(was.decode_ids, was.decode_weights), rel=1e-6
-        )
-    tokens = sum(len(s.prompt_ids) for s in first.sequences)
-    settings = ImportSettings(num_experts=8, sequence_len=tokens, prompt_len=tokens - 1)
-    prompts = import_trace(tmp_path / "out" / "Encoder" / "routing.csv", "dynande", settings)
-    wanted = np.concatenate([by_expert(s.prompt_ids, s.prompt_weights) for s in first.sequences])
-    assert by_expert(prompts.ids, prompts.weights) == pytest.approx(wanted, rel=1e-6)
-
-
-def test_what_cannot_be_exported_is_refused_before_a_file_is_written(tmp_path):
-    with pytest.raises(TraceError, match="format must be dynande or policylang, got 'dynand': did you mean 'dynande'"):
-        export_trace(BUNDLED, "dynand", tmp_path / "out")
-    (tmp_path / "mine").write_text("")
-    with pytest.raises(ConfigError, match="is not empty"):
-        export_trace(BUNDLED, "dynande", tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
 POLICYLANG = DATA / "policylang.parquet"
 """Written by moe-policylang 1.15.0 of the bundled model: record_trace of two prompts, six tokens each, record_phase."""
 
@@ -173,16 +136,6 @@ def test_a_recording_of_moe_policylangs_is_read_with_its_prompts_and_scores():
     assert sum(len(s.prompt_ids) + len(s.decode_ids) for s in trace.sequences) * 4 == len(rows)
 
 
-def test_policylang_reads_back_what_was_written(tmp_path):
-    first = BUNDLED.select(range(5))
-    (file,) = export_trace(first, "policylang", tmp_path / "out")
-    back = import_trace(file, "policylang", ImportSettings(num_experts=8))
-    for was, now in zip(first.sequences, back.sequences, strict=True):
-        for name in ("prompt_ids", "decode_ids", "prompt_weights", "decode_weights"):
-            np.testing.assert_array_equal(getattr(now, name), getattr(was, name))
-    assert pq.read_schema(file).remove_metadata().equals(pq.read_schema(POLICYLANG).remove_metadata())
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -199,9 +152,3 @@ def test_a_table_that_lacks_something_is_refused(tmp_path, change, says):
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     with pytest.raises(TraceError, match=says):
         import_trace(tmp_path / "a.parquet", "policylang")
-
-
-def test_positions_are_named_as_dynande_names_them():
-    assert [_ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 112)] == (
-        ["1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "112th"]
-    )
