@@ -12,7 +12,7 @@ import pytest
 from paths import ROOT
 
 BIN = Path(sys.executable).parent
-ELSEWHERE = {"host_of_your_own.py", "routing_in_stock_vllm.py", "serve_offline.py"}
+ELSEWHERE = {"host_of_your_own.py", "serve_offline.py"}
 EXPECTED = {
     "plan_a_server.py": ("1 of 8 experts hot", "vllm serve mistralai/Mixtral-8x7B-v0.1 --quantization ndp"),
     "policy_of_your_own.py": ("prefill ", "sticky ", "oracle "),

@@ -400,19 +400,3 @@ def test_full_graphs_where() -> None:
     assert dispatcher.dispatch(num_tokens=3, uniform_decode=True) == (CUDAGraphMode.NONE, BatchDescriptor(3))
     with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         vllm_private.full_graphs_where(SimpleNamespace(), lambda: True)
-
-
-def test_before_each_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With vLLM's own method, which hands what it got to the model."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    monkeypatch.setattr(GPUModelRunner, "_model_forward", GPUModelRunner._model_forward)  # put back at the end
-    seen = list[object]()
-    vllm_private.before_each_forward(seen.append)
-
-    def model(**given: object) -> dict[str, object]:
-        assert seen == [runner]
-        return given
-
-    runner = SimpleNamespace(model=model)
-    assert GPUModelRunner._model_forward(runner, input_ids=1, positions=2)["positions"] == 2  # type: ignore[arg-type]

@@ -30,10 +30,6 @@ def register() -> None:
     if METHOD in QUANTIZATION_METHODS:
         return
     refusals.end_in_one_sentence()
-    if os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY"):
-        from vllm_ndp.integration import recorded_routing
-
-        recorded_routing.register()
     from vllm_ndp.integration.quantization import NdpConfig
 
     if not hasattr(FusedMoEMethodBase, "apply"):

@@ -110,21 +110,6 @@ def full_graphs_where(runner: Any, fits: Callable[[], bool]) -> None:
     dispatcher.dispatch = dispatch
 
 
-@touches("v1/worker/gpu_model_runner.py", "GPUModelRunner._model_forward")
-def before_each_forward(call: Callable[[Any], None]) -> None:
-    """Have every runner V1 of this process call `call(runner)` before the model runs a step's rows."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    stock = GPUModelRunner._model_forward
-
-    @wraps(stock)
-    def ours(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call(self)
-        return stock(self, *args, **kwargs)
-
-    GPUModelRunner._model_forward = ours
-
-
 # -- layers --------------------------------------------------------------------------------------------------------
 
 
