@@ -31,8 +31,9 @@ import vllm  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 
 from vllm_ndp.config import GPU_RUNGS  # noqa: E402
-from vllm_ndp.integration import batch, moe_layer, moe_method  # noqa: E402
+from vllm_ndp.integration import batch, moe_layer  # noqa: E402
 from vllm_ndp.integration.cuda.streams import LateCheck  # noqa: E402
+from vllm_ndp.integration.moe_method import NdpMoEMethod  # noqa: E402
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar  # noqa: E402
 from vllm_ndp.integration.whole_weights import WholeLinearMethod  # noqa: E402
 
@@ -56,13 +57,13 @@ def chosen(rows: int) -> NDArray[np.int64]:
 
 
 def give_what_kernels_would() -> None:
-    run_layer = moe_method.run_layer
+    apply = NdpMoEMethod.apply
 
-    def with_choices(name: str, x: Any, weights: Any, ids: Any, *shared: Any) -> Any:
+    def with_choices(self: Any, layer: Any, x: Any, topk_weights: Any, topk_ids: Any, **shared: Any) -> Any:
         if not torch.cuda.is_current_stream_capturing():
-            ids = torch.from_numpy(chosen(len(x))).to(ids.dtype).to(x.device)
-            weights = torch.full(weights.shape, 0.5).to(x.device)
-        return run_layer(name, x, weights, ids, *shared)
+            topk_ids = torch.from_numpy(chosen(len(x))).to(topk_ids.dtype).to(x.device)
+            topk_weights = torch.full(topk_weights.shape, 0.5).to(x.device)
+        return apply(self, layer, x, topk_weights, topk_ids, **shared)
 
     def read(self: Any, entries: Any, layer: int | None = None) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         ids = np.repeat(chosen(len(entries))[:, None], len(self._ids) if layer is None else 1, axis=1)
@@ -72,7 +73,7 @@ def give_what_kernels_would() -> None:
         ids = np.repeat(chosen(len(entries))[None], len(self._ids), axis=0).astype(np.int16)
         return torch.from_numpy(ids).to(self._ids.device)
 
-    moe_method.run_layer = with_choices
+    NdpMoEMethod.apply = with_choices
     moe_layer._on_host = lambda ids, weights: (torch.from_numpy(chosen(len(ids))).int(), torch.full(ids.shape, 0.5))
     RoutingSidecar.read, RoutingSidecar.ids_at = read, ids_at
     batch.BatchRows.write_to = lambda self, *given: True

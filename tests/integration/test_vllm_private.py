@@ -167,18 +167,6 @@ def test_metric_classes() -> None:
 # -- layers --------------------------------------------------------------------------------------------------------
 
 
-def test_replace_routed_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.model_executor import custom_op
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-
-    class Ours(RoutedExperts):
-        def __init__(self) -> None: ...
-
-    monkeypatch.setattr(custom_op, "op_registry_oot", {})
-    vllm_private.replace_routed_experts(Ours)
-    assert type(RoutedExperts.__new__(RoutedExperts)) is Ours
-
-
 class Doubled(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * x

@@ -1,8 +1,4 @@
-"""The Mixture-of-Experts method: K slots where vLLM would hold E experts.
-
-`apply` is vLLM's door up to 0.33, `NdpRoutedExperts.forward_modular` once vLLM's layer executes (issue 54959 of vLLM).
-Both lead to `run_layer`.
-"""
+"""The Mixture-of-Experts method: K slots where vLLM would hold E experts."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ import torch
 from torch.library import Library
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
@@ -64,43 +59,6 @@ def _moe_shared_fake(
 # On CPU torch.compile traces into our call, which depends on data and on another process: it must be opaque.
 direct_register_custom_op("moe", _moe, fake_impl=_moe_fake, target_lib=_LIBRARY)
 direct_register_custom_op("moe_shared", _moe_shared, fake_impl=_moe_shared_fake, target_lib=_LIBRARY)
-
-
-def run_layer(
-    layer_name: str,
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    shared_experts: Any = None,
-    shared_experts_input: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Run the experts of one of our layers on routed rows x [T, H] -> [T, H].
-
-    Shared experts run, too, where vLLM leaves them to us.
-    """
-    runs_shared = shared_experts is not None and vllm_private.leaves_shared_experts_to_us(shared_experts, x)
-    if torch.compiler.is_compiling():
-        if not runs_shared:
-            return torch.ops.vllm_ndp.moe(x, topk_weights, topk_ids, layer_name)
-        routed, shared = torch.ops.vllm_ndp.moe_shared(x, topk_weights, topk_ids, shared_experts_input, layer_name)
-        vllm_private.put_output_of_shared_experts(shared_experts, shared)
-        return routed
-    layer = LAYERS[layer_name]  # an operator's dispatch costs 10 us
-    if not runs_shared:
-        return layer.run(x, topk_weights, topk_ids)
-    return layer.run(
-        x, topk_weights, topk_ids, partial(vllm_private.run_shared_experts, shared_experts, shared_experts_input)
-    )
-
-
-class NdpRoutedExperts(RoutedExperts):
-    """vLLM's container of experts, which executes ours itself. Layers of other methods stay vLLM's in every respect."""
-
-    def forward_modular(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        name = getattr(self.quant_method, "ndp_layer_name", None)  # of our method alone, once its layer is attached
-        if name is None:
-            return super().forward_modular(x, *args, **kwargs)
-        return run_layer(name, x, *args, **kwargs)
 
 
 class NdpMoEMethod(FusedMoEMethodBase):
@@ -187,8 +145,22 @@ class NdpMoEMethod(FusedMoEMethodBase):
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert self.ndp_layer_name is not None
-        return run_layer(self.ndp_layer_name, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
+        """Routed rows x [T, H] -> [T, H]. Shared experts run, too, where vLLM leaves them to us."""
+        name = self.ndp_layer_name
+        assert name is not None
+        runs_shared = shared_experts is not None and vllm_private.leaves_shared_experts_to_us(shared_experts, x)
+        if torch.compiler.is_compiling():
+            if not runs_shared:
+                return torch.ops.vllm_ndp.moe(x, topk_weights, topk_ids, name)
+            routed, shared = torch.ops.vllm_ndp.moe_shared(x, topk_weights, topk_ids, shared_experts_input, name)
+            vllm_private.put_output_of_shared_experts(shared_experts, shared)
+            return routed
+        layer = LAYERS[name]  # an operator's dispatch costs 10 us
+        if not runs_shared:
+            return layer.run(x, topk_weights, topk_ids)
+        return layer.run(
+            x, topk_weights, topk_ids, partial(vllm_private.run_shared_experts, shared_experts, shared_experts_input)
+        )
 
 
 def _leave_in_pool(*args: Any, return_success: bool = False, **kwargs: Any) -> bool | None:

@@ -24,7 +24,6 @@ METHOD = "ndp"
 
 def register() -> None:
     """Entry point `vllm.general_plugins`."""
-    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 
     if METHOD in QUANTIZATION_METHODS:
@@ -32,10 +31,6 @@ def register() -> None:
     refusals.end_in_one_sentence()
     from vllm_ndp.integration.quantization import NdpConfig
 
-    if not hasattr(FusedMoEMethodBase, "apply"):
-        from vllm_ndp.integration.moe_method import NdpRoutedExperts
-
-        vllm_private.replace_routed_experts(NdpRoutedExperts)
     register_quantization_config(METHOD)(NdpConfig)
     vllm_private.call_for_every_architecture(configure)
 

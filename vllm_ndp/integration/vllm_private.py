@@ -113,15 +113,6 @@ def full_graphs_where(runner: Any, fits: Callable[[], bool]) -> None:
 # -- layers --------------------------------------------------------------------------------------------------------
 
 
-@touches("model_executor/custom_op.py", "PluggableLayer.register_oot")
-def replace_routed_experts(ours: type) -> None:
-    """Have vLLM make `ours` in place of RoutedExperts, in this process from now on."""
-    from vllm.model_executor.custom_op import PluggableLayer
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-
-    PluggableLayer.register_oot(ours, name=RoutedExperts.__name__)
-
-
 @touches(_SHARED, "SharedExperts.__init__._layer", is_mentioned=True)
 def layer_of_shared_experts(shared_experts: Any) -> Any:
     """The module that computes shared experts [T, H] -> [T, H], without vLLM's bookkeeping around it."""
