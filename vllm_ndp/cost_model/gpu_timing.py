@@ -212,7 +212,8 @@ class GpuModel:
         requests = rows if spans is None else len(spans)
         context = Context(rows, requests, kv_tokens, kv_tokens if attended is None else attended, spans)
         known = [self._decoder_layer_ps(kind, context) for kind in self.shape.kinds]
-        return tuple(sum(known[kind] for kind in kinds) for kinds in self.shape.before_experts)
+        before = {kinds: sum(known[kind] for kind in kinds) for kinds in set(self.shape.before_experts)}
+        return tuple(before[kinds] for kinds in self.shape.before_experts)
 
     def _decoder_layer_ps(self, layer: DecoderLayer, context: Context) -> int:
         """Its attention and router, then its dense FFN if it has one; routed and shared experts apart.

@@ -385,36 +385,46 @@ Plan filled(const Limited& limited, const Floats& prices, const Plan& plan) {
 
 using Costs = std::vector<std::pair<double, size_t>>;  // what a change costs, and which it is: choice * N + cell
 
-bool costs_less(const Costs::value_type& a, const Costs::value_type& b) {
-    return precedes(a.first, b.first) || (a.first == b.first && a.second < b.second);
-}
+struct CostsLess {
+    bool operator()(const Costs::value_type& a, const Costs::value_type& b) const {
+        return precedes(a.first, b.first) || (a.first == b.first && a.second < b.second);
+    }
+};
 
 // The least of some that are in order each, in order.
 Costs merged(const std::vector<Costs>& each, size_t count) {
+    using Next = std::pair<Costs::const_iterator, Costs::const_iterator>;
+    const auto later = [](const Next& a, const Next& b) { return CostsLess()(*b.first, *a.first); };
+    std::vector<Next> heap;  // of what is left of each, the least in front
+    for (const Costs& costs : each)
+        if (!costs.empty()) heap.emplace_back(costs.begin(), costs.end());
+    std::make_heap(heap.begin(), heap.end(), later);
     Costs all;
-    std::vector<size_t> next(each.size());
-    while (all.size() < count) {
-        size_t least = each.size();
-        for (size_t k = 0; k < each.size(); ++k)
-            if (next[k] < each[k].size() && (least == each.size() || costs_less(each[k][next[k]], each[least][next[least]]))) least = k;
-        if (least == each.size()) break;
-        all.push_back(each[least][next[least]++]);
+    while (all.size() < count && !heap.empty()) {
+        std::pop_heap(heap.begin(), heap.end(), later);
+        Next& least = heap.back();
+        all.push_back(*least.first++);
+        if (least.first == least.second) heap.pop_back();
+        else std::push_heap(heap.begin(), heap.end(), later);
     }
     return all;
 }
 
-// So many changes of cells, from the first on and before the last, that cost least at the prices.
-Costs nearest(const Limited& limited, const Floats& prices, const Plan& plan, size_t first, size_t last, size_t count) {
-    const Floats change = limited.changes(prices, plan, first, last);
+// So many changes of cells, from the first on and before the last, that cost least at the prices, and at most a bound.
+Costs nearest(const Limited& limited, const Floats& prices, const Plan& plan, size_t first, size_t last, size_t count,
+              double bound = kInf) {
+    const size_t n = last - first;
+    Floats change = limited.changes(prices, plan, first, last);
+    for (size_t i = 0; i < n; ++i) change[plan[first + i] * n + i] = kInf;
     Costs costs;
-    costs.reserve(change.size());
     for (size_t c = 0, at = 0; c < limited.choices; ++c)
-        for (size_t i = first; i < last; ++i, ++at) costs.emplace_back(plan[i] == c ? kInf : change[at], c * limited.cells + i);
+        for (size_t i = first; i < last; ++i, ++at)
+            if (!(change[at] > bound)) costs.emplace_back(change[at], c * limited.cells + i);
     if (count < costs.size()) {
-        std::nth_element(costs.begin(), costs.begin() + count, costs.end(), costs_less);
+        std::nth_element(costs.begin(), costs.begin() + count, costs.end(), CostsLess());
         costs.resize(count);
     }
-    std::sort(costs.begin(), costs.end(), costs_less);
+    std::sort(costs.begin(), costs.end(), CostsLess());
     return costs;
 }
 
@@ -433,20 +443,29 @@ bool exchange(const Limited& limited, const Costs& near, Plan& plan, double leas
         return adds;
     };
     const Floats gain = more(limited.objective);
-    const double most_gained = *std::min_element(gain.begin(), gain.end());
     std::vector<Floats> adds;
-    Floats room;
+    Floats room, least_added;
     for (size_t r = 0; r < limited.most.size(); ++r) {
         adds.push_back(more(limited.takes[r]));
         room.push_back(limited.most[r] * (1 + kSlack) - limited.takes[r].total(plan));
+        least_added.push_back(*std::min_element(adds[r].begin(), adds[r].end()));
     }
+    std::vector<size_t> order;  // of changes that fit with any other one, from the most gained
+    for (size_t i = 0; i <= count; ++i) {
+        bool fits = true;
+        for (size_t r = 0; r < room.size() && fits; ++r) fits = !(adds[r][i] + least_added[r] > room[r]);
+        if (fits) order.push_back(i);
+    }
+    std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return gain[a] < gain[b]; });
     std::vector<std::tuple<double, size_t, size_t>> pairs;  // a heap of the best, its worst in front
     double bound = -least;
-    for (size_t i = 0; i < count; ++i) {
-        if (!(gain[i] + most_gained < bound)) continue;
-        for (size_t j = i + 1; j <= count; ++j) {
+    for (size_t first = 0; first < order.size() && !(gain[order[first]] + gain[order[0]] > bound); ++first)
+        for (size_t second = first + 1; second < order.size(); ++second) {
+            const auto [i, j] = std::minmax(order[first], order[second]);
             const double both = gain[i] + gain[j];
-            if (!(both < bound) || cell[i] == cell[j]) continue;
+            if (both > bound) break;
+            const std::tuple pair{both, i, j};
+            if (!(both < -least) || cell[i] == cell[j] || (pairs.size() == kLooked && pair > pairs.front())) continue;
             bool fits = true;
             for (size_t r = 0; r < room.size() && fits; ++r) fits = !(adds[r][i] + adds[r][j] > room[r]);
             if (!fits) continue;
@@ -454,11 +473,10 @@ bool exchange(const Limited& limited, const Costs& near, Plan& plan, double leas
                 std::pop_heap(pairs.begin(), pairs.end());
                 pairs.pop_back();
             }
-            pairs.emplace_back(both, i, j);
+            pairs.push_back(pair);
             std::push_heap(pairs.begin(), pairs.end());
             if (pairs.size() == kLooked) bound = std::get<0>(pairs.front());
         }
-    }
     std::sort_heap(pairs.begin(), pairs.end());
     for (const auto& [_, i, j] : pairs) {
         Plan after = plan;
@@ -471,43 +489,61 @@ bool exchange(const Limited& limited, const Costs& near, Plan& plan, double leas
     return false;
 }
 
+constexpr size_t kLanes = 8;  // experts that are looked at together
+using Lanes = double __attribute__((vector_size(kLanes * sizeof(double))));
+#define INLINED inline __attribute__((always_inline))  // into its caller, for the processor that this one is made for
+#ifdef __x86_64__
+#define IN_VECTORS __attribute__((target_clones("avx512f", "avx2", "default")))  // the same operations, so the same bits
+#else
+#define IN_VECTORS
+#endif
+
+template <class V>
+INLINED V larger(const V& a, const V& b) { return a < b ? b : a; }
+template <class V>
+INLINED V smaller(const V& a, const V& b) { return b < a ? b : a; }
+INLINED double root(double square) { return std::sqrt(square); }
+INLINED Lanes root(Lanes square) {
+    for (size_t i = 0; i < kLanes; ++i) square[i] = std::sqrt(square[i]);
+    return square;
+}
+
 constexpr size_t kLevels = 6;  // openings of one side that differ
-using Levels = std::array<double, kLevels>;
 
-// Sums over the experts on one side of a layer, as joint.py explains them.
-struct Side {
-    double ps = 0, spread = 0, lean = 0;
-    Levels unused{1, 1, 1, 1, 1, 1};  // the chance that a step opens nothing of a level or of a higher one
+// Sums over the experts on one side of a layer, as joint.py explains them; V: of one layer, or of Lanes of it.
+template <class V>
+struct Sums {
+    V ps{}, spread{}, lean{};
+    std::array<V, kLevels> unused;  // the chance that a step opens nothing of a level or of a higher one
 
-    Side with(const Side& other, size_t levels) const {
-        Side both{ps + other.ps, spread + other.spread, lean + other.lean, unused};
-        for (size_t k = 0; k < levels; ++k) both.unused[k] *= other.unused[k];
-        return both;
-    }
-    Side opened(const Floats& openings) const {  // rising; the highest of those that a step opens is paid
-        double mean = 0, square = 0, below = 0;
+    INLINED Sums opened(const Floats& openings) const {  // rising; the highest of those that a step opens is paid
+        V mean{}, square{};
+        double below = 0;
         for (size_t k = 0; k < openings.size(); below = openings[k++]) {
             mean += (openings[k] - below) * (1 - unused[k]);
             square += (openings[k] * openings[k] - below * below) * (1 - unused[k]);
         }
-        return {ps + mean, spread + std::max(square - mean * mean, 0.0), lean, unused};
+        return {ps + mean, spread + larger(square - mean * mean, V{}), lean, unused};
     }
 };
+using Side = Sums<double>;
 
 // Expected time of the slowest of one to three sides; picks: sum of d.
-template <size_t S>
-double slowest(const std::array<Side, 3>& sides, double picks) {
-    Side slow = sides[0];
-    for (size_t s = 1; s < S; ++s) {
-        const Side& other = sides[s];
-        const double apart = slow.ps - other.ps, lean = slow.lean - other.lean, both = slow.ps + other.ps;
-        const double variance = slow.spread + other.spread - lean * lean / picks;
-        const double width = std::min(std::sqrt(apart * apart + std::max(variance, 0.0)), both);
-        const double weight = (1 + apart / std::max(width, kLeast)) / 2, rest = 1 - weight;
-        slow = {(both + width) / 2, weight * weight * slow.spread + rest * rest * other.spread,
-                weight * slow.lean + rest * other.lean, {}};
+template <class V>
+INLINED V slowest(const std::array<Sums<V>, 3>& sides, size_t count, double picks) {
+    V ps = sides[0].ps, spread = sides[0].spread, lean = sides[0].lean;
+    for (size_t s = 1; s < count; ++s) {
+        const Sums<V>& other = sides[s];
+        const V apart = ps - other.ps, leans = lean - other.lean, both = ps + other.ps;
+        const V variance = spread + other.spread - leans * leans / picks;
+        const V width = smaller(root(apart * apart + larger(variance, V{})), both);
+        ps = (both + width) / 2;
+        if (s + 1 == count) break;
+        const V weight = (1 + apart / larger(width, V{} + kLeast)) / 2, rest = 1 - weight;
+        spread = weight * weight * spread + rest * rest * other.spread;
+        lean = weight * lean + rest * other.lean;
     }
-    return slow.ps;
+    return ps;
 }
 
 // Plans that layers choose among, each layer for itself: what a layer takes under each plan, [K, L] as Limited has them.
@@ -683,11 +719,10 @@ class Problem {
         return whole;
     }
 
+    // What one expert adds to its side.
     Side one(size_t choice, size_t cell) const {
         const double ps = ps_[choice * cells() + cell], lean = ps * idle_[cell];
-        Side side{ps, lean * ps / busy_[cell], lean};
-        for (size_t k = 0; k <= level_[choice]; ++k) side.unused[k] = idle_[cell];
-        return side;
+        return {ps, lean * ps / busy_[cell], lean, {}};
     }
     // The sums of each side of a layer, in the order in which they are folded.
     std::array<Side, 3> sides(const Plan& plan, size_t layer) const {
@@ -695,6 +730,7 @@ class Problem {
         std::array<Floats, 3> each;
         for (size_t s = 0; s < openings_.size(); ++s) {
             for (Floats& values : each) values.assign(experts_, 0.0);
+            sides[s].unused.fill(1);
             for (size_t e = 0; e < experts_; ++e) {
                 const size_t cell = layer * experts_ + e;
                 if (side_of_[plan[cell]] != s) continue;
@@ -706,36 +742,50 @@ class Problem {
         }
         return sides;
     }
-    double slowest_of(const std::array<Side, 3>& opened, size_t layer) const {
-        switch (openings_.size()) {
-            case 1: return slowest<1>(opened, picks_[layer]);
-            case 2: return slowest<2>(opened, picks_[layer]);
-            default: return slowest<3>(opened, picks_[layer]);
-        }
+    double time_of(std::array<Side, 3> sides, size_t layer) const {
+        for (size_t s = 0; s < openings_.size(); ++s) sides[s] = sides[s].opened(openings_[s]);
+        return slowest(sides, openings_.size(), picks_[layer]);
     }
-    double time(const Plan& plan, size_t layer) const {
-        std::array<Side, 3> opened = sides(plan, layer);
-        for (size_t s = 0; s < openings_.size(); ++s) opened[s] = opened[s].opened(openings_[s]);
-        return slowest_of(opened, layer);
-    }
-    void changes(const Plan& plan, size_t layer, double* more) const {  // [C, E]
+    double time(const Plan& plan, size_t layer) const { return time_of(sides(plan, layer), layer); }
+
+    IN_VECTORS void changes(const Plan& plan, size_t layer, double* more) const {  // [C, E]
         const std::array<Side, 3> whole = sides(plan, layer);
-        const double now = time(plan, layer);
-        for (size_t e = 0; e < experts_; ++e) {
-            const size_t cell = layer * experts_ + e, own = side_of_[plan[cell]];
-            const Side gone = one(plan[cell], cell);
-            std::array<Side, 3> without = whole;
-            without[own].ps -= gone.ps, without[own].lean -= gone.lean;
-            for (size_t k = 0; k < openings_[own].size(); ++k) without[own].unused[k] /= gone.unused[k];
-            without[own].spread = without[own].spread - gone.spread;
-            for (Side& each : without) each.spread = std::max(each.spread, 0.0);
-            std::array<Side, 3> opened;
-            for (size_t s = 0; s < openings_.size(); ++s) opened[s] = without[s].opened(openings_[s]);
+        const double now = time_of(whole, layer);
+        const size_t count = openings_.size(), n = cells();
+        for (size_t first = 0; first < experts_; first += kLanes) {
+            const size_t lanes = std::min(kLanes, experts_ - first);
+            std::array<size_t, kLanes> cell;  // the last one again where there are no more
+            for (size_t i = 0; i < kLanes; ++i) cell[i] = layer * experts_ + first + std::min(i, lanes - 1);
+            Lanes idle, busy;
+            for (size_t i = 0; i < kLanes; ++i) idle[i] = idle_[cell[i]], busy[i] = busy_[cell[i]];
+            std::array<Sums<Lanes>, 3> gone{}, without, opened;
+            for (Sums<Lanes>& each : gone) each.unused.fill(Lanes{} + 1);
+            for (size_t i = 0; i < kLanes; ++i) {
+                const size_t choice = plan[cell[i]];
+                const Side expert = one(choice, cell[i]);
+                Sums<Lanes>& own = gone[side_of_[choice]];
+                own.ps[i] = expert.ps, own.spread[i] = expert.spread, own.lean[i] = expert.lean;
+                for (size_t k = 0; k <= level_[choice]; ++k) own.unused[k][i] = idle[i];
+            }
+            for (size_t s = 0; s < count; ++s) {
+                without[s].ps = whole[s].ps - gone[s].ps;
+                without[s].spread = larger(whole[s].spread - gone[s].spread, Lanes{});
+                without[s].lean = whole[s].lean - gone[s].lean;
+                for (size_t k = 0; k < openings_[s].size(); ++k) without[s].unused[k] = whole[s].unused[k] / gone[s].unused[k];
+                opened[s] = without[s].opened(openings_[s]);
+            }
             for (size_t c = 0; c < choices_; ++c) {
                 const size_t s = side_of_[c];
-                const Side kept = opened[s];
-                opened[s] = without[s].with(one(c, cell), openings_[s].size()).opened(openings_[s]);
-                more[c * experts_ + e] = slowest_of(opened, layer) - now;
+                const Sums<Lanes> kept = opened[s];
+                Lanes ps;
+                for (size_t i = 0; i < kLanes; ++i) ps[i] = ps_[c * n + cell[i]];
+                const Lanes lean = ps * idle;
+                Sums<Lanes> with = without[s];
+                with.ps += ps, with.spread += lean * ps / busy, with.lean += lean;
+                for (size_t k = 0; k <= level_[c]; ++k) with.unused[k] *= idle;
+                opened[s] = with.opened(openings_[s]);
+                const Lanes change = slowest(opened, count, picks_[layer]) - now;
+                for (size_t i = 0; i < lanes; ++i) more[c * experts_ + first + i] = change[i];
                 opened[s] = kept;
             }
         }
@@ -919,14 +969,32 @@ class Problem {
             return next < now - least;
         };
         const size_t others = kLeans.size() - 1, leans = 1 + prices.size() * others;
-        std::vector<std::vector<Costs>> near(leans, std::vector<Costs>(num_layers_));  // none: not known any more
+        struct Near {
+            std::vector<Costs> of_layer;
+            Floats known;  // up to which cost a layer's changes are
+            double enough = kInf;
+        };
+        constexpr double kNone = std::numeric_limits<double>::lowest();
+        std::vector<Near> near(leans, {std::vector<Costs>(num_layers_), Floats(num_layers_, -kInf)});
         const auto nearest_of = [&](size_t lean) {
             Floats leant = prices;
             if (lean) leant[(lean - 1) / others] *= kLeans[1 + (lean - 1) % others];
-            for (size_t at = 0; at < num_layers_; ++at)
-                if (near[lean][at].empty())
-                    near[lean][at] = nearest(whole, leant, plan, at * e, (at + 1) * e, kPolished);
-            return merged(near[lean], kPolished);
+            auto& [of_layer, known, enough] = near[lean];
+            const auto look_up_to = [&](double cost, double bound) {
+                bool is_new = false;
+                for (size_t at = 0; at < num_layers_; ++at) {
+                    if (!(known[at] < cost)) continue;
+                    of_layer[at] = nearest(whole, leant, plan, at * e, (at + 1) * e, kPolished, bound);
+                    known[at] = bound, is_new = true;
+                    if (of_layer[at].size() == kPolished) bound = std::min(bound, of_layer[at].back().first);
+                }
+                return is_new;
+            };
+            look_up_to(kNone, enough);
+            Costs all = merged(of_layer, kPolished);
+            if (look_up_to(all.size() < kPolished ? kInf : all.back().first, kInf)) all = merged(of_layer, kPolished);
+            enough = all.size() < kPolished ? kInf : all.back().first + std::abs(all.back().first);
+            return all;
         };
         auto left = static_cast<int64_t>(kPolishing / static_cast<double>(choices_ * n));
         for (size_t lean = 0, failed = 0; failed < leans && left > 0; lean = (lean + 1) % leans, ++failed)
@@ -935,7 +1003,7 @@ class Problem {
                 for (size_t at = 0; at < num_layers_; ++at) {
                     if (std::equal(plan.begin() + at * e, plan.begin() + (at + 1) * e, before.begin() + at * e)) continue;
                     look(at);
-                    for (auto& of_lean : near) of_lean[at].clear();
+                    for (Near& of_lean : near) of_lean.known[at] = -kInf;
                 }
             }
         return plan;
