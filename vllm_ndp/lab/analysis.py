@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.errors import TraceError
-from vllm_ndp.lab.compare import popularity, split_requests
-from vllm_ndp.lab.differences import bootstrap_means
+from vllm_ndp.lab.compare import bootstrap_means, popularity, split_requests
 from vllm_ndp.planning.importance import ImportanceScore, importance
 from vllm_ndp.planning.plan import highest
 from vllm_ndp.planning.policies import PolicySettings

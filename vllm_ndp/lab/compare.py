@@ -22,7 +22,6 @@ from ndp_device.timing.spec import load_hardware
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.cost_model.memory import DoesNotFit, Footprint
-from vllm_ndp.lab.differences import Difference, paired
 from vllm_ndp.lab.options import ORACLE, CompareSettings
 from vllm_ndp.lab.systems import ReplayOptions, System, TooFewPlaces, system_named
 from vllm_ndp.lab.vectorised.batches import Batches
@@ -53,6 +52,9 @@ VARIANTS: dict[str, tuple[dict[str, float | str], ...]] = {
 }
 PRIOR_EVERY = 4
 PS_PER_MS = 1e9
+DRAWS = 1000
+MARGIN = 0.05
+"""The share of a mean within which another is called equal."""
 LAYER_PARTS = ("attention", "GPU and device", "GPU only", "device only", "waiting for copies or CPU")
 
 
@@ -246,6 +248,35 @@ def side_by_side(replayed: Sequence[Replayed]) -> list[Replayed]:
         replace(done, row=against(done.row, done.decode_ps, paper[done.row.batch])) if done.row.batch in paper else done
         for done in replayed
     ]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference of one sample's mean from another's, as a share of the other's, with its 95 % bootstrap interval.
+
+    `equal` by two one-sided tests (TOST) at 5 %: the 90 % interval lies within the margin on both sides. That two means
+    do not differ significantly shows no equality.
+    """
+
+    mean: float
+    low: float
+    high: float
+    margin: float
+    equal: bool
+
+
+def bootstrap_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[DRAWS], of as many values, drawn with replacement."""
+    draws = np.random.default_rng(0).integers(0, len(values), (DRAWS, len(values)))
+    return np.asarray(values[draws].mean(axis=1))
+
+
+def paired(own: NDArray[np.float64], other: NDArray[np.float64], margin: float = MARGIN) -> Difference:
+    """own - other of the same requests, at least two."""
+    difference = (own - other) / other.mean()
+    low, at_least, at_most, high = np.percentile(bootstrap_means(difference), [2.5, 5, 95, 97.5]).tolist()
+    equal = bool(-margin < at_least and at_most < margin)
+    return Difference(float(difference.mean()), low, high, margin, equal)
 
 
 def beside_fastest(replayed: Sequence[Replayed]) -> list[Difference | None]:

@@ -86,7 +86,7 @@ def print_comparison(result: Comparison, settings: CompareSettings, routing: str
         return
     print(f"  hardware {result.config_hash}")
     for row, beside in zip(result.rows, beside_fastest(result.replayed), strict=True):
-        if beside is not None and beside.equal and beside.ks:
+        if beside is not None and beside.equal and (beside.low, beside.high) != (0, 0):
             print(
                 f"  as fast as batch {row.batch}'s fastest within {100 * beside.margin:g} % (paired TOST at 5 %): "
                 f"{row.system} {row.policy}, {100 * beside.mean:+.1f} % of time ({100 * beside.low:+.1f} to "
