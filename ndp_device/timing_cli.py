@@ -14,7 +14,6 @@ import typer
 from ndp_device.common.command_line import HardwareOption, SetOption, assignments, command, print_json, program
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing import dram as dram_timing
-from ndp_device.timing.dram_map import PLACEMENTS
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.presets import PRESETS
 from ndp_device.timing.public_models import SHAPES, public_shape
@@ -38,16 +37,11 @@ _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**1
     app,
     "dram",
     shows=True,
-    examples=(
-        "ndp-device time dram 352MB",
-        "ndp-device time dram 64KiB --streams 2 --placement same-bank --set dram.rfc=1315",
-    ),
+    examples=("ndp-device time dram 352MB", "ndp-device time dram 64KiB --set dram.rfc=1315"),
 )
 def dram(
     num_bytes: Annotated[str, typer.Argument(metavar="BYTES", help="Bytes read in all: 65536, 64KiB, 352MB, …")],
     hardware: HardwareOption = "h100-ndp512",
-    streams: Annotated[int, typer.Option(help="Sequential streams that share the bytes.")] = 1,
-    placement: Annotated[str, typer.Option(help=f"{', '.join(PLACEMENTS)}.")] = "natural",
     set_: SetOption = None,
 ) -> None:
     """Time a read from DRAM.
@@ -56,7 +50,7 @@ def dram(
     """
     chosen = _hardware(hardware, set_)
     size = _parse_size(num_bytes)
-    transfer = dram_timing.transfer(chosen.dram, size, streams, placement)
+    transfer = dram_timing.transfer(chosen.dram, size)
     lines = dram_timing.channel_lines(chosen.dram, size)
     _table(
         f"{size} bytes from {chosen.dram.standard}, {chosen.dram.channels} channels",

@@ -12,8 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.timing.dram_controller import Controller, Idle, Lines
-from ndp_device.timing.dram_map import ConcurrentStreams, StreamMap
+from ndp_device.timing.dram_controller import Controller, Idle, StreamMap
 from ndp_device.timing.spec import DramSpec
 from ndp_device.timing.work import FS_PER_PS, PS_PER_S, ceil_div
 
@@ -23,8 +22,6 @@ _NEVER = 1 << 60  # more lines than any stream has
 _RAMP_LINES = 32  # after these every bank group streams
 _EXACT_LINES = 16_384  # transfers up to this length are simulated, longer ones computed
 _SIMULATED_LINES = 32_768  # in all start times of one transfer together
-_CONCURRENT_REFRESHES = 6  # long concurrent streams are simulated for at least so many refresh intervals
-_CONCURRENT_LINES = 16_384  # short ones whole, these lines in all start times together
 _LOSS_SAMPLES = 8  # moments of a refresh over which its loss is averaged
 
 
@@ -108,15 +105,13 @@ def idle_ps(dram: DramSpec, case: str) -> int:
     return dram.cycles_to_ps(controller.run().cycles + _OFFER_CYCLES)
 
 
-def transfer(dram: DramSpec, num_bytes: int, streams: int = 1, placement: str = "natural") -> Transfer:
-    """num_bytes in all, read by `streams` sequential streams; see dram_map.py for the placements."""
+def transfer(dram: DramSpec, num_bytes: int) -> Transfer:
+    """One sequential stream of num_bytes."""
     if num_bytes < 1:
         raise ConfigError(f"the number of bytes must be at least 1, got {num_bytes}")
     lines = channel_lines(dram, num_bytes)
     if dram.kind == "ideal":
         times = [stream(dram, lines, 0).total_ps]
-    elif streams != 1:
-        times = _concurrent_cycles(dram, _concurrent(dram, num_bytes, streams, placement))
     elif lines <= _EXACT_LINES:
         count = max(8, min(_SIMULATED_LINES // lines, 1024))
         times = [_exact_cycles(dram, StreamMap(dram), lines, idle) for idle in _moments(dram, count)]
@@ -150,44 +145,8 @@ def _moments(dram: DramSpec, count: int) -> list[Idle]:
     return moments
 
 
-def _exact_cycles(dram: DramSpec, lines: Lines, end: int, idle: Idle) -> int:
+def _exact_cycles(dram: DramSpec, lines: StreamMap, end: int, idle: Idle) -> int:
     return Controller(dram, lines, idle, end, dram.outstanding).run().cycles + _OFFER_CYCLES
-
-
-def _concurrent(dram: DramSpec, num_bytes: int, streams: int, placement: str) -> ConcurrentStreams:
-    """natural: parts of one allocation; otherwise each stream has rows of its own and an equal part of the lines."""
-    if placement == "natural":
-        return ConcurrentStreams.parts_of(dram, streams, num_bytes)
-    length = ceil_div(channel_lines(dram, num_bytes), max(streams, 1))
-    return ConcurrentStreams(dram, streams, placement, length)
-
-
-def _concurrent_cycles(dram: DramSpec, lines: ConcurrentStreams) -> list[int]:
-    """Simulated whole where that is short; else until conflicts between rows repeat, and continued at that pace.
-
-    Conflicts repeat when every stream has moved on by one block of rows. The pace is taken between two refreshes about
-    a whole number of such blocks apart: whole refresh intervals, whole patterns.
-    """
-    end, repeat = lines.num_lines, lines.streams * lines.one.block
-    refresh_lines = dram.refi // dram.burst
-    simulated = max(repeat + 3 * refresh_lines, _CONCURRENT_REFRESHES * refresh_lines)
-    if end <= max(simulated, _CONCURRENT_LINES):
-        moments = _moments(dram, max(2, min(_CONCURRENT_LINES // end, 64)))
-        return [_exact_cycles(dram, lines, end, idle) for idle in moments]
-    times = []
-    for idle in _moments(dram, 2):
-        controller = Controller(dram, lines, idle, simulated, dram.outstanding)
-        cycles = controller.run().cycles + _OFFER_CYCLES
-        marks = [mark for mark in controller.refresh_marks if mark[1]] or [(0, 0), (cycles, simulated)]
-        since, before = marks[0]
-        until, after = min(marks[1:], key=lambda mark: _from_multiple(mark[1] - before, repeat))
-        times.append(cycles + ceil_div((until - since) * (end - simulated), after - before))
-    return times
-
-
-def _from_multiple(value: int, of: int) -> int:
-    """Distance to the nearest multiple, 0 not being one."""
-    return abs(value - max(1, round(value / of)) * of)
 
 
 # -- the closed form ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The controller of one DRAM channel serving a sequence of line reads, command by command: exact.
+"""The controller of one DRAM channel serving a stream of line reads, command by command: exact.
 
     one command a cycle:  read of a row just opened  >  refresh  >  oldest queued request whose next command is ready
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
 
 from ndp_device.timing.spec import DramSpec
 
@@ -155,19 +155,45 @@ _READ, _ACTIVATE, _PRECHARGE = range(3)
 _CALM_READS = 16  # reads without any other command before a repeated state is looked for
 
 
-class Lines(Protocol):
-    """Which line comes when."""
+@dataclass(frozen=True)
+class StreamMap:
+    """Bank and row of every line of one sequential stream from the beginning of a channel.
 
-    @property
+    Lowest bits first: bank group, column, bank, rank, row; without bank-group interleaving the column comes before the
+    bank group.
+    """
+
+    dram: DramSpec
+
+    @cached_property
     def period(self) -> int:
-        """Lines after which the banks repeat while the open rows stay the same; 0 = they never do."""
-        ...
+        """Lines after which the banks repeat while the open rows stay the same."""
+        return self.dram.bank_groups if self.dram.bank_group_interleave else 1
 
-    def at(self, position: int) -> Line: ...
+    @cached_property
+    def block(self) -> int:
+        """Lines of the rows that are streamed at the same time: one per bank group, or one alone."""
+        return self.period * self.dram.lines_per_row
+
+    @cached_property
+    def row_span(self) -> int:
+        """Lines of one row of every bank."""
+        return self.dram.ranks * self.dram.banks * self.dram.lines_per_row
+
+    def at(self, position: int) -> tuple[int, int]:
+        dram = self.dram
+        if dram.bank_group_interleave:
+            rest, group = divmod(position, dram.bank_groups)
+            rest //= dram.lines_per_row
+        else:
+            rest, group = divmod(position // dram.lines_per_row, dram.bank_groups)
+        rest, bank = divmod(rest, dram.banks_per_group)
+        row, rank = divmod(rest, dram.ranks)
+        return (rank * dram.bank_groups + group) * dram.banks_per_group + bank, row
 
     def block_end(self, position: int) -> int:
         """The first position after `position` that lies in other rows than the period before it."""
-        ...
+        return (position // self.block + 1) * self.block
 
 
 @dataclass(frozen=True)
@@ -192,7 +218,7 @@ class Controller:
     """Serves lines [0, end) on an idle channel; lines_in_flight bounds lines offered and not yet returned, 0 = free."""
 
     def __init__(
-        self, dram: DramSpec, lines: Lines, idle: Idle, end: int, lines_in_flight: int = 0, *, skip: bool = True
+        self, dram: DramSpec, lines: StreamMap, idle: Idle, end: int, lines_in_flight: int = 0, *, skip: bool = True
     ) -> None:
         self.dram = dram
         self.channel = Channel(dram)
@@ -213,7 +239,6 @@ class Controller:
         self.next_refresh = _FOREVER if dram.refresh == "off" else idle.to_refresh
         self.refresh_due: deque[int] = deque()  # ranks, or banks with per-bank refresh
         self.refreshes = 0
-        self.refresh_marks: list[tuple[int, int]] = []  # (cycle, lines read so far) at every refresh issued
         self.first_bank = idle.next_bank
         self.skipped_lines = self.skipped_cycles = 0  # positions and times below are without them
         self.calm_reads = 0
@@ -419,8 +444,6 @@ class Controller:
             channel.refresh_bank(target, self.now)
         self.refresh_due.popleft()
         self.refreshes += 1
-        lines_read = self.offered + self.skipped_lines - self.queued - len(self.active)
-        self.refresh_marks.append((self.now + self.skipped_cycles, lines_read))
 
     # -- skipping ------------------------------------------------------------------------------------------------
 

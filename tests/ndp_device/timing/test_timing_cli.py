@@ -36,7 +36,6 @@ def test_dram_prints_what_the_model_says() -> None:
         ["--set", "dram.outstanding=4"],
         ["--hardware", "h100-ndp512-lpddr5", "--set", "dram.refresh=per-bank"],
         ["--set", "dram.rfc=1315"],
-        ["--streams", "2", "--placement", "same-bank"],
     ],
 )
 def test_dram_ablations_change_the_time(options: list[str]) -> None:

@@ -14,8 +14,7 @@ from paths import DATA
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.dram import Streams, Transfer, channel_lines, idle_ps, stream, transfer
-from ndp_device.timing.dram_controller import Controller, Idle
-from ndp_device.timing.dram_map import ConcurrentStreams, StreamMap
+from ndp_device.timing.dram_controller import Controller, Idle, StreamMap
 from ndp_device.timing.spec import DramSpec, load_hardware
 
 DDR5 = load_hardware("h100-ndp512").dram
@@ -27,8 +26,8 @@ def exact(dram: DramSpec, lines: int, to_refresh: int, *, skip: bool = True) -> 
     return Controller(dram, StreamMap(dram), Idle(to_refresh), lines, dram.outstanding, skip=skip).run().cycles
 
 
-def efficiency(num_bytes: int, dram: DramSpec, streams: int = 1, placement: str = "natural") -> float:
-    return transfer(dram, num_bytes, streams, placement).efficiency
+def efficiency(num_bytes: int, dram: DramSpec) -> float:
+    return transfer(dram, num_bytes).efficiency
 
 
 VARIANTS = [
@@ -120,55 +119,6 @@ def test_refresh_costs_its_own_time_and_reopening_the_rows() -> None:
     """DDR5: tRFC 946 of every 12500 cycles; closing (24 + 46) and reopening the rows (46 + the ramp) on top."""
     lost = 1 - efficiency(352 * 10**6, DDR5)
     assert 946 / 12_500 < lost < (946 + 24 + 46 + 46 + 8 * 16) / 12_500
-
-
-def test_natural_parts_are_cut_where_the_bytes_are_and_not_where_a_channel_begins() -> None:
-    """50 stripes in two parts over 20 channels: the first channel holds stripes 0, 20 and 40, two of the first part and
-    one of the second; lines 0, 8 (the second part's) and 4 begin its turns."""
-    parts = ConcurrentStreams.parts_of(DDR5, 2, 50 * 256)
-    assert parts.parts == ((0, 2), (2, 1))
-    assert parts.num_lines == channel_lines(DDR5, 50 * 256) == 12
-    assert [parts.at(first) for first in (0, 4, 8)] == [StreamMap(DDR5).at(first) for first in (0, 8, 4)]
-
-
-@pytest.mark.parametrize("streams", [1, 2, 3, 7, 16, 64, 1000])
-@pytest.mark.parametrize("num_bytes", [1, 4096, 100_000, MIB])
-def test_natural_parts_read_every_line_of_the_allocation_once(streams: int, num_bytes: int) -> None:
-    parts = ConcurrentStreams.parts_of(DDR5, streams, num_bytes)
-    lines = -(-num_bytes // (256 * 20)) * 4  # whole stripes
-    read = [parts.at(position) for position in range(parts.num_lines)]
-    assert sorted(read) == sorted(StreamMap(DDR5).at(line) for line in range(lines))
-
-
-@pytest.mark.parametrize("dram", [DDR5, LPDDR5])
-def test_many_natural_streams_take_what_one_takes(dram: DramSpec) -> None:
-    """1 MiB lies in the rows of few banks: 32 and 64 parts of it, each begun on a channel boundary, took 9 to
-    25 % longer because every part was rounded up to whole rounds of the channels."""
-    alone = transfer(dram, MIB).mean_ps
-    for streams in (2, 16, 32, 64):
-        assert transfer(dram, MIB, streams).mean_ps == pytest.approx(alone, rel=0.01)
-
-
-def test_a_staggered_part_ends_with_its_last_line_and_not_with_a_stripe() -> None:
-    """Six lines in two parts of three: 64 streams of 1 MiB read 1024 lines a channel, instead of 832, when rounded."""
-    parts = ConcurrentStreams(DDR5, 2, "staggered", length=6)
-    apart = 2 * 8192 + 1024  # whole rounds of the banks, one bank on
-    wanted = [0, 1, 2, 3, *(apart + line for line in range(4)), 4, 5, apart + 4, apart + 5]
-    assert parts.num_lines == 12
-    assert [parts.at(position) for position in range(12)] == [StreamMap(DDR5).at(line) for line in wanted]
-
-
-@pytest.mark.parametrize(
-    ("dram", "streams", "rounded_ns", "too_slow"),
-    [(DDR5, 32, 2789.9, 1.101), (DDR5, 64, 3179.4, 1.144), (LPDDR5, 32, 3527.7, 1.122)],
-)
-def test_many_staggered_streams_take_what_an_outside_simulator_says(
-    dram: DramSpec, streams: int, rounded_ns: float, too_slow: float
-) -> None:
-    """An audit against a cycle-accurate simulator found parts rounded up to stripes 10 to 14 % too slow; the limit
-    is 10 %, and parts that are not rounded are 3 % off."""
-    mean_ns = transfer(dram, MIB, streams, "staggered").mean_ps / 1e3
-    assert mean_ns == pytest.approx(rounded_ns / too_slow, rel=0.04)
 
 
 def test_the_map_puts_bank_group_lowest_then_column_bank_rank_row() -> None:
@@ -284,12 +234,6 @@ def test_start_times_in_a_refresh_wait_for_its_end(dram: DramSpec) -> None:
     assert spread.max_ps >= alone.mean_ps + dram.cycles_to_ps(dram.rfc - dram.refi // 1024 - 2)
 
 
-def test_long_concurrent_streams_go_on_at_the_pace_of_short_ones() -> None:
-    """24 MiB are extrapolated, 12 MiB simulated whole; parts of 2^k lines would all lie in the same bank."""
-    whole, longer = (transfer(DDR5, size * MIB, 4, "staggered").mean_ps for size in (12, 24))
-    assert longer == pytest.approx(2 * whole, rel=0.005)
-
-
 def test_a_transfer_reports_the_spread_over_start_times() -> None:
     spread: Transfer = transfer(DDR5, MIB)
     assert spread.min_ps < spread.mean_ps < spread.max_ps
@@ -300,8 +244,6 @@ def test_a_transfer_reports_the_spread_over_start_times() -> None:
     ("call", "message"),
     [
         (lambda: transfer(DDR5, 0), "at least 1"),
-        (lambda: transfer(DDR5, MIB, 0), "streams"),
-        (lambda: transfer(DDR5, MIB, 2, "sideways"), "natural"),
         (lambda: idle_ps(DDR5, "warm"), "hit, closed, conflict"),
     ],
 )
@@ -332,7 +274,6 @@ def test_the_controller_takes_the_cycles_of_the_public_simulator(row: dict[str, 
         "dram.outstanding": row["outstanding"],
     }
     dram = load_hardware(row["preset"], **options).dram
-    end, streams = int(row["lines"]), int(row["streams"])
-    lines = StreamMap(dram) if streams == 1 else ConcurrentStreams(dram, streams, row["placement"], end // streams)
-    served = Controller(dram, lines, Idle(0, start=int(row["start_cycle"])), end, dram.outstanding).run()
+    idle = Idle(0, start=int(row["start_cycle"]))
+    served = Controller(dram, StreamMap(dram), idle, int(row["lines"]), dram.outstanding).run()
     assert served.cycles + 1 == int(row["cycles"])  # the scheduler sees a line in the cycle after the offer
