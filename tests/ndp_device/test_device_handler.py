@@ -84,16 +84,6 @@ def test_while_others_compute_a_plan_prepares_little_and_the_rest_when_it_is_ask
     np.testing.assert_allclose(caller.execute(tensors)[1], expected(store, 0, tensors), rtol=1e-5, atol=1e-5)
 
 
-def test_bfloat16_rows_are_computed_as_the_numbers_they_are(handler: Handler) -> None:
-    caller = Caller(handler).ready()
-    tensors = pairs([0, 1], [0, 2], [4, 16])
-    halves = (tensors["x"].view(np.uint32) >> 16).astype(np.uint16)
-    rounded = (halves.astype(np.uint32) << 16).view(np.float32)
-    _, from_halves = caller.execute({**tensors, "x": halves})
-    _, from_floats = caller.execute({**tensors, "x": rounded})
-    np.testing.assert_array_equal(from_halves, from_floats)
-
-
 def test_no_pairs_and_no_rows_are_legal_and_give_zeros(handler: Handler) -> None:
     caller = Caller(handler).ready()
     assert not caller.execute(pairs([], [], []))[1].any()
@@ -278,13 +268,6 @@ def test_hosts_of_the_same_major_version_are_served(handler: Handler, versions: 
     else:
         with pytest.raises(DeviceError, match=r"version: this device speaks protocol 2\.0, the host protocol"):
             caller.hello(versions=versions)
-
-
-def test_another_model_is_refused_by_digest(handler: Handler) -> None:
-    welcome = Caller(handler).hello()
-    assert Caller(handler).hello(model_digest=welcome.model_digest)
-    with pytest.raises(DeviceError, match="digest"):
-        Caller(handler).hello(model_digest="0" * 32)
 
 
 def test_replicas_of_another_model_stop_the_device_before_it_listens(replicas_dir: Path, tmp_path: Path) -> None:

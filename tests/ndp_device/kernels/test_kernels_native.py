@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +40,6 @@ from ndp_device.experts.expert import (
     FullExpert,
     QuantizedExpert,
     QuantizedMatrix,
-    pack,
 )
 from ndp_device.kernels import _native
 from ndp_device.kernels.native import NativeKernel
@@ -102,28 +103,7 @@ def test_fp4_matches_fp64_and_a_row_gets_the_same_bits_in_any_batch(
         for both in (from_fp4(e.w13),)
     ]
     kernel = NativeKernel(dict.fromkeys(LIMBS, limbs), isa=isa, threads=2)
-    prepared = [kernel.prepare(expert) for expert in drawn]
-    for tokens in (1, 2, 3, 4, 8, 17, 33):
-        x = rng.standard_normal((tokens, hidden)).astype(np.float32)
-        rows, chosen, gates = random_pairs(rng, tokens, 3, 2)
-        y = kernel.execute(x, prepared, rows, chosen, gates)
-        assert relative_error(y, exact(x, experts, (rows, chosen, gates))) < LIMIT[limbs]
-        for row in range(tokens):
-            own = rows == row
-            alone = kernel.execute(x[row : row + 1], prepared, np.zeros_like(rows[own]), chosen[own], gates[own])
-            np.testing.assert_array_equal(alone[0], y[row])
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_no_number_among_activations_of_mxfp4_is_seen_in_the_result(isa: str, bad: float) -> None:
-    rng = np.random.default_rng(1)
-    kernel, x = NativeKernel(isa=isa, threads=1), np.ones((3, 64), np.float32)
-    prepared = kernel.prepare(Fp4Expert(_drawn_fp4(rng, 64, 64), _drawn_fp4(rng, 64, 32)))
-    x[1, 40] = bad
-    y = kernel.execute(x, [prepared], np.arange(3, dtype=np.int32), np.zeros(3, np.int32), np.ones(3, np.float32))
-    assert np.isnan(y[1]).all()
-    assert np.isfinite(y[[0, 2]]).all()
+    check_rows(kernel, drawn, experts, rng.standard_normal((33, hidden)), 2, LIMIT[limbs])
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -171,14 +151,21 @@ def test_8_bits_as_stored_match_fp64_and_a_row_gets_the_same_bits_in_any_batch(
         for e in drawn
     ]
     kernel = NativeKernel(isa=isa, threads=2)
-    prepared = [kernel.prepare(expert) for expert in drawn]
     split = isa.startswith("amx")  # activations as two bfloat16
     limit = LIMIT[2] if numbers == "int8" else 8e-6 if split else 2e-6
-    for tokens in (1, 2, 5, 17, 40):
-        x = rng.standard_normal((tokens, hidden)).astype(np.float32)
-        rows, chosen, gates = random_pairs(rng, tokens, 2, 1)
+    check_rows(kernel, drawn, experts, rng.standard_normal((40, hidden)), 1, limit)
+
+
+def check_rows(
+    kernel: NativeKernel, drawn: Sequence[Any], same: Sequence[Expert], drawn_x: NDArray, top_k: int, limit: float
+) -> None:
+    """Against fp64 in batches of several sizes, and each row alone has the same bits."""
+    prepared, rng = [kernel.prepare(expert) for expert in drawn], np.random.default_rng(len(drawn_x))
+    for tokens in (1, 2, 3, 4, 5, 8, 17, len(drawn_x)):
+        x = drawn_x[:tokens].astype(np.float32)
+        rows, chosen, gates = random_pairs(rng, tokens, len(drawn), top_k)
         y = kernel.execute(x, prepared, rows, chosen, gates)
-        assert relative_error(y, exact(x, experts, (rows, chosen, gates))) < limit
+        assert relative_error(y, exact(x, same, (rows, chosen, gates))) < limit
         for row in range(tokens):
             own = rows == row
             alone = kernel.execute(x[row : row + 1], prepared, np.zeros_like(rows[own]), chosen[own], gates[own])
@@ -203,14 +190,18 @@ def test_every_number_of_8_bits_is_torchs_and_scales_of_another_grid_are_refused
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_no_number_among_activations_of_8_bits_is_seen_in_the_result(isa: str, bad: float) -> None:
+@pytest.mark.parametrize("stored", ["mxfp4", "float8"])
+def test_what_is_no_number_among_activations_is_seen_in_the_result(isa: str, bad: float, stored: str) -> None:
     rng = np.random.default_rng(1)
-    kernel, x = NativeKernel(isa=isa, threads=1), np.ones((3, 64), np.float32)
     shapes = ((32, 64), (32, 64), (64, 32))
-    prepared = kernel.prepare(ByteExpert(*(_drawn_bytes(rng, "float8", *shape, (16, 16)) for shape in shapes)))
+    expert: Expert = Fp4Expert(_drawn_fp4(rng, 64, 64), _drawn_fp4(rng, 64, 32))
+    if stored == "float8":
+        expert = ByteExpert(*(_drawn_bytes(rng, "float8", *shape, (16, 16)) for shape in shapes))
+    kernel, x = NativeKernel(isa=isa, threads=1), np.ones((3, 64), np.float32)
     x[1, 40] = bad
-    y = kernel.execute(x, [prepared], np.arange(3, dtype=np.int32), np.zeros(3, np.int32), np.ones(3, np.float32))
-    assert not np.isfinite(y[1]).any()
+    pairs = np.arange(3, dtype=np.int32), np.zeros(3, np.int32), np.ones(3, np.float32)
+    y = kernel.execute(x, [kernel.prepare(expert)], *pairs)
+    assert np.isnan(y[1]).all() if stored == "mxfp4" else not np.isfinite(y[1]).any()
     assert np.isfinite(y[[0, 2]]).all()
 
 
@@ -275,11 +266,15 @@ def test_full_precision_experts_are_exact_to_float32(isa: str, dtype: str, hidde
         assert relative_error(kernel.execute(x, [kernel.prepare(expert)], *pairs), exact(x, [expert], pairs)) < limit
 
 
-@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "portable"])
-@pytest.mark.parametrize(("hidden", "intermediate", "tokens"), [(1100, 520, 40), (520, 1100, 97), (72, 56, 530)])
+MANY = [(1100, 520, 40), (520, 1100, 97), (72, 56, 530), *((72, 5000, tokens) for tokens in (1, 7, 8, 9, 31, 100))]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("hidden", "intermediate", "tokens"), MANY)
 def test_full_precision_is_exact_for_more_tokens_and_columns_than_are_worked_on_at_once(
     isa: str, hidden: int, intermediate: int, tokens: int
 ) -> None:
+    """5000 columns: five ranges, the last one uneven; 100 rows of 20 KB: more than one pass, cut unevenly."""
     rng = np.random.default_rng(tokens)
     expert = full_expert(rng, hidden, intermediate, "bfloat16")
     kernel = NativeKernel(isa=isa, threads=2)
@@ -369,17 +364,6 @@ def test_a_row_gets_the_same_bits_in_any_batch_on_any_threads(isa: str, kind: in
         mine = rows < size
         few = one.execute(x[:size], alone, rows[mine], indices[mine], gates[mine])
         np.testing.assert_array_equal(few, together[:size])
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 31, 100])
-def test_wide_bfloat16_experts_meet_rows_in_several_passes_and_ranges(isa: str, tokens: int) -> None:
-    """5000 columns: five ranges, the last one uneven; 100 rows of 20 KB: more than one pass, cut unevenly."""
-    rng = np.random.default_rng(tokens)
-    expert = full_expert(rng, 72, 5000, "bfloat16")
-    kernel = NativeKernel(isa=isa, threads=2)
-    x, pairs = rng.standard_normal((tokens, 72)).astype(np.float32), random_pairs(rng, tokens, 1, 1)
-    assert relative_error(kernel.execute(x, [kernel.prepare(expert)], *pairs), exact(x, [expert], pairs)) < 1e-5
 
 
 @pytest.mark.skipif("avx512bf16" not in ISAS, reason="this processor multiplies no bfloat16")
@@ -552,64 +536,24 @@ def test_a_linear_layer_refuses_rows_that_do_not_fit() -> None:
         kernel.multiply(np.ones((1, 96), np.float32), prepared)
 
 
-# -- packing -----------------------------------------------------------------------------------------------------------
-
-
-STEP_OF_BIT = (0, 1, 4, 5, 2, 3, 6, 7)  # of a 1-bit component's byte, lowest bit first
-
-
-def component_bytes(codes: NDArray[np.uint8], width: int, halves: int, group: int) -> bytes:
-    """[units][groups][chunks * width][2 blocks][16 rows][4 columns], as csrc/kernel_table.h says it."""
-    rows, cols = codes.shape
-    groups, padded = -(-cols // group), -(-group // 32) * 32
-    per_half, block_rows = rows // halves, 32 // halves
-    units = -(-per_half // block_rows)
-    by_half = np.zeros((halves, units * block_rows, groups, padded), np.uint8)
-    for g in range(groups):
-        values = codes[:, g * group : (g + 1) * group]
-        by_half[:, :per_half, g, : values.shape[1]] = values.reshape(halves, per_half, -1)
-    unit_rows = by_half.reshape(halves, units, block_rows, groups, padded).swapaxes(0, 1)
-    steps = unit_rows.reshape(units, 2, 16, groups, padded // 32, 8, 4)
-    out = np.zeros((units, groups, padded // 32, width, 2, 16, 4), np.uint8)
-    fields = 8 // width
-    for v in range(width):
-        for f in range(fields):
-            step = STEP_OF_BIT[f] if width == 1 else v * fields + f
-            out[:, :, :, v] |= steps[..., step, :].transpose(0, 3, 4, 1, 2, 5) << (width * f)
-    return out.tobytes()
-
-
-def check(isa: str, threads: int, codes: NDArray[np.uint8], width: int, halves: int, group: int) -> None:
-    engine = _native.Engine(isa, threads)
-    planes = pack(codes, width)
-    buffer = bytes(3) + planes.tobytes()
-    unaligned = np.frombuffer(memoryview(buffer)[3:], np.uint8).reshape(planes.shape)
-    component = engine.pack(unaligned, halves, _native.kernel_group(group, codes.shape[1]))
-    wanted = component_bytes(codes, width, halves, _native.kernel_group(group, codes.shape[1]))
-    assert component.nbytes == len(wanted)
-    assert component.tobytes() == wanted
-
-
-@st.composite
-def shapes(draw: st.DrawFn) -> tuple[int, int, int, int]:
-    """halves, rows, columns, group size."""
-    halves = draw(st.sampled_from([1, 2]))
-    rows, cols = halves * draw(st.integers(1, 70)), 8 * draw(st.integers(1, 150))
-    return halves, rows, cols, 8 * draw(st.integers(1, 40))
-
-
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("width", [1, 2, 8])
-@settings(max_examples=40)
-@given(shape=shapes(), seed=st.integers(0, 2**32 - 1))
-def test_every_path_packs_any_shape_to_the_same_bytes(
-    isa: str, width: int, shape: tuple[int, int, int, int], seed: int
+@pytest.mark.parametrize("bits", REPLICA_WIDTHS)
+@settings(max_examples=20)
+@given(st.integers(1, 140), st.integers(1, 150), st.integers(1, 40), st.integers(0, 2**32 - 1))
+def test_a_matrix_of_any_shape_and_groups_is_read_as_it_was_packed(
+    isa: str, bits: int, rows: int, cols: int, group: int, seed: int
 ) -> None:
-    halves, rows, cols, group = shape
-    codes = np.random.default_rng(seed).integers(0, 1 << width, (rows, cols), np.uint8)
-    check(isa, 2, codes, width, halves, group)
+    rng = np.random.default_rng(seed)
+    check_linear(NativeKernel(TWO, isa=isa, threads=2), rng, random_matrix(rng, rows, 8 * cols, bits, 8 * group))
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_what_takes_more_than_4_mb_has_memory_of_its_own_and_tasks_of_many_units(isa: str) -> None:
-    check(isa, 3, np.random.default_rng(0).integers(0, 256, (2304, 2048), np.uint8), 8, 1, 128)
+    rng = np.random.default_rng(0)
+    check_linear(NativeKernel(TWO, isa=isa, threads=3), rng, random_matrix(rng, 2304, 2048, 8, 128))
+
+
+def check_linear(kernel: NativeKernel, rng: np.random.Generator, matrix: QuantizedMatrix) -> None:
+    x = rng.standard_normal((3, matrix.shape[1])).astype(np.float32)
+    y = kernel.multiply(x, kernel.prepare_matrix(matrix))
+    assert relative_error(y, x.astype(np.float64) @ dequantize(matrix).astype(np.float64).T) < LIMIT[1]

@@ -130,18 +130,6 @@ def test_a_lie_about_a_result_ends_as_unavailable_and_the_next_call_is_served(cl
     assert_recovers(client)
 
 
-def test_an_answer_without_a_simulated_time_is_used_and_never_a_fault(client: DeviceClient) -> None:
-    def fault(reply: Frames) -> tuple[Frames, ...]:
-        return (rewritten(reply, fields_of(reply) | {"timing": None}),)
-
-    DEVICE.fault = fault
-    call = CALLS[0]
-    result = client.finish_execute(call.begin(client, 3))
-    assert result.timing is None
-    np.testing.assert_array_equal(result.y, call.y)
-    assert (client.counters.executed, client.counters.broken, client.counters.unavailable) == (1, 0, 0)
-
-
 def test_an_answer_of_another_kind_to_a_plan_is_a_lie(client: DeviceClient) -> None:
     """PlanActivated where PlanInstalled was asked for has the right id and the right epoch."""
 
