@@ -9,7 +9,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -18,9 +18,6 @@ from ndp_device.common.command_line import HardwareOption, SetOption, assignment
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.outputs import KEYS
 from ndp_device.transport.address import INSECURE_LOOPBACK
-
-if TYPE_CHECKING:
-    pass
 
 SOCKET = "ipc://$HOME/.ndp/device"  # in examples: a directory that serve makes for its owner alone
 

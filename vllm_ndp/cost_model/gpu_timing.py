@@ -340,11 +340,11 @@ class StepClock:
 
     model: GpuModel
     now_ps: int = 0
-    _step_start_ps: int | None = None
+    _step_start_ps: int = 0
     _rows: int = 0
     _before_ps: tuple[int, ...] = ()
     _shared_ps: int = 0
-    _layer: tuple[int, int] | None = None  # that runs: when it began, and what passes before its experts
+    _layer: tuple[int, int] = (0, 0)  # that runs: when it began, and what passes before its experts
     _layers: list[LayerTime] = field(default_factory=list)
     _known_of: GpuModel | None = None
     _known: dict[tuple[object, ...], int] = field(default_factory=dict)
@@ -353,8 +353,6 @@ class StepClock:
         self, rows: int, kv_tokens: int, attended: int | None = None, spans: Sequence[tuple[int, int]] | None = None
     ) -> None:
         """Arguments as for GpuModel.before_experts_ps; they hold for every layer of the step."""
-        if self._step_start_ps is not None:
-            raise RuntimeError("begin_step: the step before has not ended; call end_step first")
         self._step_start_ps, self._rows = self.now_ps, rows
         self._before_ps = self.model.before_experts_ps(rows, kv_tokens, attended, spans)
         self._shared_ps = self._once(("shared", rows), lambda: self.model.shared_ps(rows))
@@ -362,8 +360,6 @@ class StepClock:
 
     def begin_layer(self) -> int:
         """Attention passes; returns the simulated time at which the layer's work is handed to the device."""
-        if self._step_start_ps is None or self._layer is not None:
-            raise RuntimeError("begin_layer: call it once per layer, between begin_step and end_step")
         start_ps, before_ps = self.now_ps, self._before_ps
         attention_ps = before_ps[len(self._layers) % len(before_ps)]  # of more layers than the model has: begin again
         self._layer, self.now_ps = (start_ps, attention_ps), start_ps + attention_ps
@@ -385,15 +381,12 @@ class StepClock:
         over PCIe, in prefill or because the device did not answer. `host_ps`: what the host's CPU takes for warm
         experts.
         """
-        if self._layer is None:
-            raise RuntimeError("end_layer: begin_layer must come first")
         (start_ps, attention_ps), shared_ps, hot_ps = self._layer, self._shared_ps, self._hot_ps(hot, hot_bytes)
         stream_ps = self.model.prefill_stream_ps(streamed_experts, streamed_pairs) if streamed_experts else 0
         overhead_ps = self.model.hardware.gpu.layer_overhead_ps
         layer = LayerTime(start_ps, attention_ps, shared_ps, hot_ps, stream_ps, device_ps, overhead_ps, host_ps)
         self.now_ps = start_ps + layer.total_ps
         self._layers.append(layer)
-        self._layer = None
         return layer
 
     def _hot_ps(self, loads: Sequence[tuple[int, int]], num_bytes: int | None) -> int:
@@ -408,37 +401,24 @@ class StepClock:
         return found
 
     def end_step(self, head_rows: int) -> StepTime:
-        if self._step_start_ps is None or self._layer is not None:
-            raise RuntimeError("end_step: every layer must have ended, and begin_step must come first")
         rows = self._rows
         head = self._once(("head", head_rows, rows), lambda: self.model.head_ps(head_rows, rows))
         self.now_ps += head
         step = StepTime(self._step_start_ps, self.now_ps, head, tuple(self._layers))
-        self._step_start_ps = None
         return step
-
-    def abandon_step(self) -> None:
-        """The running step ended in an error: it has no time of its own, the next one begins where it stopped."""
-        self._step_start_ps = self._layer = None
 
     def migrate(self, num_experts: int, num_bytes: int | None = None) -> int:
         """The hot set moves between two steps; returns what it took. num_bytes: where experts have their own widths."""
-        if self._step_start_ps is not None:
-            raise RuntimeError("migrate: only between two steps")
         took = self.model.migration_ps(num_experts, num_bytes)
         self.now_ps += took
         return took
 
     def resume_at(self, now_ps: int) -> None:
         """The step before ended then, whatever was made of it here."""
-        if self._step_start_ps is not None:
-            raise RuntimeError("resume_at: only between two steps")
         self.now_ps = now_ps
 
     def wait_until(self, now_ps: int) -> None:
         """Nothing runs before then: a migration of this host beside others, or no request."""
-        if self._step_start_ps is not None:
-            raise RuntimeError("wait_until: only between two steps")
         self.now_ps = max(self.now_ps, now_ps)
 
 

@@ -197,8 +197,6 @@ class Step:
 
     def abandon(self) -> None:
         """An error ended the step: its simulated time does not count."""
-        if self._begun and not self._reported:
-            self.parts.run.clock.abandon_step()
         self._reported = True
 
     def pairs_by_request(self) -> dict[str, dict[str, int]]:

@@ -22,8 +22,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from ndp_device.common.errors import ConfigError
-from ndp_device.common.widths import REPLICA_WIDTHS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.prices import Prices, SimulatedPrices, together_ps
 
@@ -54,12 +52,6 @@ class Balancer:
     """Hosts that share the device, this one included."""
     prices: Prices | None = None
     """Prices of this machine; None: those of the simulated hardware."""
-
-    def __post_init__(self) -> None:
-        if self.hosts < 1:
-            raise ConfigError(f"a device has at least 1 host, got {self.hosts}")
-        if self.offload_bits not in REPLICA_WIDTHS:
-            raise ConfigError(f"offload_bits must be one of {list(REPLICA_WIDTHS)}, got {self.offload_bits}")
 
     def fewest(self, load: LayerLoad, device_ps: Iterable[float]) -> frozenset[int]:
         """The hot experts of least weight that make the layer shortest, the fewest of equally good ones.

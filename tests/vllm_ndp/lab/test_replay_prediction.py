@@ -41,7 +41,6 @@ def test_a_guess_follows_the_choices_of_the_layer_before_and_the_first_layer_pop
     predictor = learned(np.array([[[0], [1]]] * 3 + [[[3], [2]]] * 2))
     batches = trace(chosen([[0], [1]]), chosen([[0], [1]], [[3], [2]], [[0], [2]]), num_experts=4)
     guess = predictor.guess(batches)
-    assert guess.ids[0, 0, :, :, 0].tolist() == [[0, 1], [0, 2], [0, 1]]
     assert guess.accuracy == guess.top1_accuracy == pytest.approx(4 / 6)
 
 

@@ -66,30 +66,9 @@ def test_shrinking_weighs_prompt_and_prior_by_their_tokens():
     assert (prompt.shrunk_to(prior, 0).values == prompt.values).all()
 
 
-@pytest.mark.parametrize(
-    ("counts", "scores", "tokens", "says"),
-    [
-        ([[2, 1]], [[1.0, 0.5]], 2, "each layer must hold num_tokens"),
-        ([[3, -1]], [[1.0, 0.5]], 2, "at most once"),
-        ([[2, 0]], [[1.0, 0.5]], 2, "never chosen"),
-        ([[2, 0]], [[np.nan, 0.0]], 2, "finite"),
-        ([[2, 0]], [[1.0]], 2, "must both be"),
-    ],
-)
-def test_impossible_statistics_are_refused(counts, scores, tokens, says):
-    with pytest.raises(ValueError, match=says):
-        RoutingStats(np.array(counts), np.array(scores), num_tokens=tokens, top_k=1)
-
-
 def test_an_expert_id_outside_the_model_is_refused():
     with pytest.raises(ValueError, match=r"0\.\.5, got 0\.\.6"):
         RoutingStats.from_choices(np.array([[[0, 6]]]), np.ones((1, 1, 2)), 6)
-
-
-def test_statistics_of_another_model_do_not_merge():
-    ids, weights = random_choices(0, 4)
-    with pytest.raises(ValueError, match="same model"):
-        RoutingStats.from_choices(ids, weights, 6).merge(RoutingStats.from_choices(ids, weights, 7))
 
 
 def test_values_cannot_be_changed_from_outside():

@@ -23,10 +23,8 @@ _ROWS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class Guess:
-    """Guessed experts of each layer, row by row, as the predictor gives them before the layer."""
+    """How well the predictor guesses the experts of each layer, row by row, before the layer."""
 
-    ids: NDArray[np.int64]  # [G, B, D, L, k], best first
-    weights: NDArray[np.float32]  # [G, B, D, L, k], scores that sum to 1
     accuracy: float
     """Share of decode choices that were among the guessed ones."""
     top1_accuracy: float
@@ -59,23 +57,21 @@ class NextLayer:
 
     def guess(self, batches: Batches) -> Guess:
         g, b, d, layers, k = batches.shape
-        ids, scores = np.zeros(batches.ids.shape, np.int64), np.zeros(batches.ids.shape, np.float32)
+        ids = np.zeros(batches.ids.shape, np.int64)  # best first
         for layer in range(layers):
             before = batches.ids[..., max(layer - 1, 0), :].reshape(-1, k)
             gates = batches.weights[..., max(layer - 1, 0), :].reshape(-1, k, 1)
-            best, score = np.empty((len(before), k), np.int64), np.empty((len(before), k), np.float32)
+            best = np.empty((len(before), k), np.int64)
             at_once = max(_ROWS_AT_ONCE // (k * batches.num_experts), 1)
             for start in range(0, len(before), at_once):
                 part = slice(start, start + at_once)
                 sums = (self.chances[layer][before[part]] * gates[part]).sum(axis=1)
                 best[part] = np.argsort(-sums, axis=1, kind="stable")[:, :k]
-                score[part] = np.take_along_axis(sums, best[part], axis=1)
             ids[..., layer, :] = best.reshape(g, b, d, k)
-            scores[..., layer, :] = (score / np.maximum(score.sum(axis=1, keepdims=True), 1e-30)).reshape(g, b, d, k)
         found = (batches.ids[..., :, None] == ids[..., None, :]).any(axis=-1)
         first = np.take_along_axis(found, batches.weights.argmax(axis=-1)[..., None], axis=-1)
         exists = np.broadcast_to(batches.pairs, found.shape)
-        return Guess(ids, scores, float(found[exists].mean()), float(first[exists[..., :1]].mean()))
+        return Guess(float(found[exists].mean()), float(first[exists[..., :1]].mean()))
 
 
 MOST_PREDICTED = 20_000
