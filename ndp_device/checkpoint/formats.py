@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.checkpoint import values
-from ndp_device.checkpoint.headers import TensorInfo
+from ndp_device.checkpoint.files import TensorInfo
 from ndp_device.checkpoint.stated import Settings, Weights
 from ndp_device.checkpoint.values import Packed
 from ndp_device.common.errors import ConfigError, ReplicaError

@@ -8,7 +8,7 @@
 Pure: takes names, shapes and config.json, and returns where each matrix lies. A family whose tensors lie in one of
 these ways needs no code, and one with other words for them adds these to spellings.py. The tensors decide; config.json
 adds the number of experts per token. Where config.json contradicts the tensors, the code refuses the checkpoint. Does
-not know files (headers.py) or values (replicas/checkpoint.py).
+not know files (files.py) or values (replicas/checkpoint.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from ndp_device.checkpoint.headers import TensorInfo
+from ndp_device.checkpoint.files import TensorInfo
 from ndp_device.checkpoint.spellings import (
     SPELLINGS,
     Spellings,

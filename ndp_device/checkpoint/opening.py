@@ -12,14 +12,12 @@ import msgspec
 from numpy.typing import NDArray
 
 from ndp_device.checkpoint import values
-from ndp_device.checkpoint.files import read_config, read_json
+from ndp_device.checkpoint.files import TensorInfo, has_weights, read_config, read_headers, read_json, read_tensor
 from ndp_device.checkpoint.formats import PARTS, Parts, describe, small_values
 from ndp_device.checkpoint.gguf_files import QUANTIZED, logical_shape
-from ndp_device.checkpoint.headers import TensorInfo, has_weights, read_headers
 from ndp_device.checkpoint.names import ExpertLayout, resolve
 from ndp_device.checkpoint.spellings import SPELLINGS, keys_about_experts, text_config
 from ndp_device.checkpoint.stated import Settings
-from ndp_device.checkpoint.tensor_files import read_tensor
 from ndp_device.checkpoint.values import Packed
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.checkpoint.headers import weight_files
+from ndp_device.checkpoint.files import weight_files
 from ndp_device.checkpoint.names import DTYPES, Source
 from ndp_device.checkpoint.opening import Checkpoint, open_checkpoint
 from ndp_device.checkpoint.values import CODE_BITS, ByteCodes, Codes, Fp4Codes, StoredForm

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.checkpoint.files import tensor_header
 from ndp_device.checkpoint.gguf_files import QUANTIZED, TYPES
-from ndp_device.checkpoint.tensor_files import tensor_header
 from ndp_device.common.errors import ReplicaError
 from ndp_device.replicas import _mapping
 

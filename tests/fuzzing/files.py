@@ -26,8 +26,7 @@ from small_checkpoint import write_small_checkpoint
 from fuzzing.mutate import NUMBERS, mutated_bytes, mutated_json
 from fuzzing.packed import make_gguf, make_packed
 from ndp_device.calibration.build import build_data_free
-from ndp_device.checkpoint.files import model_digest, read_config
-from ndp_device.checkpoint.headers import INDEX
+from ndp_device.checkpoint.files import INDEX, model_digest, read_config
 from ndp_device.checkpoint.spellings import text_config
 from ndp_device.model_config import whole_model
 from ndp_device.replicas.checkpoint import CheckpointExperts

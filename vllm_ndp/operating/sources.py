@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ndp_device.checkpoint.files import read_config, read_json
-from ndp_device.checkpoint.headers import INDEX, WHOLE, has_weights, indexed_files, weight_files
+from ndp_device.checkpoint.files import INDEX, WHOLE, has_weights, indexed_files, read_config, read_json, weight_files
 from ndp_device.checkpoint.spellings import text_config
 from ndp_device.checkpoint.values import StoredForm
 from ndp_device.common.errors import ConfigError

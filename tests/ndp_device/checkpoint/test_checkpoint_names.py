@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from paths import ROOT
 
-from ndp_device.checkpoint.files import model_digest, read_config
-from ndp_device.checkpoint.headers import TensorInfo, read_headers
+from ndp_device.checkpoint.files import TensorInfo, model_digest, read_config, read_headers
 from ndp_device.checkpoint.names import ExpertLayout, Source, resolve
 from ndp_device.checkpoint.spellings import SPELLINGS, activation_of
 from ndp_device.common.activation import GELU_TANH, GPT_OSS, SILU, Activation

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from ndp_device.calibration.build import build_calibrated, build_data_free  # noqa: E402
 from ndp_device.calibration.data_free import dequantize  # noqa: E402
 from ndp_device.checkpoint import values as decoders  # noqa: E402
-from ndp_device.checkpoint.headers import TensorInfo  # noqa: E402
+from ndp_device.checkpoint.files import TensorInfo  # noqa: E402
 from ndp_device.checkpoint.names import DTYPES  # noqa: E402
 from ndp_device.checkpoint.opening import unpacked  # noqa: E402
 from ndp_device.checkpoint.values import Packed  # noqa: E402

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from small_checkpoint import EXPERTS, LAYERS, as_stored, write_safetensors, write_small_checkpoint
 
 from ndp_device.calibration.build import build_data_free
-from ndp_device.checkpoint.headers import TensorInfo
+from ndp_device.checkpoint.files import TensorInfo
 from ndp_device.checkpoint.names import DTYPES
 from ndp_device.checkpoint.opening import unpacked
 from ndp_device.common.errors import ConfigError, NdpError, ReplicaError

@@ -15,8 +15,8 @@ import pytest
 from paths import MODEL, ROOT
 
 from ndp_device.calibration.build import build_data_free
+from ndp_device.checkpoint.files import tensor_header
 from ndp_device.checkpoint.opening import open_checkpoint
-from ndp_device.checkpoint.tensor_files import tensor_header
 from ndp_device.common import kept
 from ndp_device.common.errors import ConfigError, DeviceUnavailable
 from ndp_device.common.widths import FULL_PRECISION_BITS
