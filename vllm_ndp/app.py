@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from ndp_device.common.command_line import program, run
 from vllm_ndp.cli import (
-    doctor,
     engine,
     plan,
     replica_sets,
     top,
     traces,
 )
-from vllm_ndp.lab.cli import analyze, arrivals, recorded
+from vllm_ndp.lab.cli import arrivals, recorded
 
 app = program(
     "Context-aware Mixture-of-Experts placement for vLLM, with an emulated CXL-NDP device.",
@@ -23,12 +22,10 @@ app = program(
 for commands in (
     engine.app,
     plan.app,
-    doctor.app,
     top.app,
     replica_sets.app,
     traces.app,
     recorded.app,
-    analyze.app,
     arrivals.app,
 ):
     app.add_typer(commands)
