@@ -1,4 +1,4 @@
-"""The DRAM model against arithmetic, against a controller that checks every cycle, and against itself."""
+"""The DRAM model against arithmetic, against the cycles of a public simulator, and against itself."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from dram_by_cycle import ByCycle
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from paths import DATA
 
 from ndp_device.common.errors import ConfigError
@@ -40,30 +37,6 @@ VARIANTS = [
     replace(LPDDR5, refresh="per-bank"),
     replace(LPDDR5, outstanding=3),
 ]
-
-
-@settings(max_examples=25)
-@given(
-    st.lists(st.tuples(st.integers(0, 11), st.integers(0, 2)), min_size=1, max_size=60),
-    st.integers(1, 2000),
-    st.sampled_from([replace(DDR5, rfc=200), LPDDR5, replace(LPDDR5, refresh="per-bank")]),
-)
-def test_any_pattern_of_banks_and_rows_equals_looking_at_every_cycle(
-    lines: list[tuple[int, int]], to_refresh: int, dram: DramSpec
-) -> None:
-    """Twelve banks, some in the same bank group, three rows: hits, conflicts, refreshes in between."""
-
-    class Listed:
-        period = 0
-
-        def at(self, position: int) -> tuple[int, int]:
-            return lines[position]
-
-        def block_end(self, position: int) -> int:
-            return position
-
-    fast = Controller(dram, Listed(), Idle(to_refresh), len(lines)).run().cycles
-    assert fast == ByCycle(dram, lines, to_refresh).run()
 
 
 @pytest.mark.parametrize("dram", VARIANTS)
