@@ -130,19 +130,11 @@ def transfer(dram: DramSpec, num_bytes: int) -> Transfer:
 def _moments(dram: DramSpec, count: int) -> list[Idle]:
     """An idle device that refreshes itself, offered lines in the middles of `count` equal parts of a refresh interval.
 
-    The simulation begins at the last refresh that falls due before the start. With per-bank refresh, the interval is
-    that of one bank. The simulation then covers as many refreshes before the start as may still be under way.
+    The simulation begins at the last refresh that falls due before the start.
     """
     if dram.refresh == "off":
         return [Idle(0)]
-    if dram.refresh == "all-bank":
-        return [Idle(0, start=(2 * part + 1) * dram.refi // (2 * count)) for part in range(count)]
-    banks, earlier = dram.ranks * dram.banks, dram.rfc_pb // dram.refi_pb
-    moments = []
-    for part in range(count):
-        turn, since = divmod((2 * part + 1) * dram.refi_pb * banks // (2 * count), dram.refi_pb)
-        moments.append(Idle(0, next_bank=(turn - earlier) % banks, start=earlier * dram.refi_pb + since))
-    return moments
+    return [Idle(0, start=(2 * part + 1) * dram.refi // (2 * count)) for part in range(count)]
 
 
 def _exact_cycles(dram: DramSpec, lines: StreamMap, end: int, idle: Idle) -> int:
@@ -204,12 +196,9 @@ def _profile(dram: DramSpec) -> _Profile:
         first_pass = max(lines.row_span, _RAMP_LINES)
         once, twice = (_exact_cycles(still, lines, passes * first_pass, idle) for passes in (1, 2))
         return _Profile(ramp, pace, first_pass, (twice - once, first_pass), (0, 1), data_cycles, 0, 0, 0)
-    undisturbed = (ramp, pace, _NEVER, pace)
-    if dram.refresh == "per-bank":
-        return _Profile(*undisturbed, _bank_refresh_loss(dram, lines), data_cycles, dram.refi_pb, 0, rows_reopened=1)
     loss = _refresh_loss(dram, lines)
     blocked = dram.ranks - 1 + dram.rfc - (dram.act_cycles - 1)
-    return _Profile(*undisturbed, loss, data_cycles, dram.refi, blocked, rows_reopened=lines.period)
+    return _Profile(ramp, pace, _NEVER, pace, loss, data_cycles, dram.refi, blocked, rows_reopened=lines.period)
 
 
 def _refresh_loss(dram: DramSpec, lines: StreamMap) -> tuple[int, int]:
@@ -218,11 +207,3 @@ def _refresh_loss(dram: DramSpec, lines: StreamMap) -> tuple[int, int]:
     alone = _exact_cycles(replace(dram, refresh="off"), lines, end, Idle(0))
     moments = [Idle(alone // 2 + sample * (dram.burst + 1)) for sample in range(_LOSS_SAMPLES)]
     return sum(_exact_cycles(dram, lines, end, idle) - alone for idle in moments), _LOSS_SAMPLES
-
-
-def _bank_refresh_loss(dram: DramSpec, lines: StreamMap) -> tuple[int, int]:
-    """Mean over a stream long enough for every bank to be refreshed several times."""
-    end = 8 * lines.row_span
-    served = Controller(dram, lines, Idle(dram.refi_pb), end, dram.outstanding).run()
-    alone = _exact_cycles(replace(dram, refresh="off"), lines, end, Idle(0))
-    return served.cycles + _OFFER_CYCLES - alone, served.refreshes

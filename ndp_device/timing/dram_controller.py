@@ -45,15 +45,12 @@ class Channel:
         self.pre_to_act = dram.rp - late_act
         self.pre_all_to_act = dram.rp_ab - late_act
         self.refresh_to_act = dram.rfc - late_act
-        self.bank_refresh_to_act = dram.rfc_pb - late_act
-        self.bank_refresh_to_other_act = dram.pbr_to_act - late_act
         self.read_to_data = dram.cl + dram.burst
 
         self.open_rows: list[int | None] = [None] * banks
         self.bank_act = [LONG_AGO] * banks
         self.bank_read = [LONG_AGO] * banks
         self.bank_pre = [LONG_AGO] * banks
-        self.bank_refresh = [LONG_AGO] * banks
         self.group_act = [LONG_AGO] * groups
         self.group_read = [LONG_AGO] * groups
         self.rank_act = [LONG_AGO] * dram.ranks
@@ -61,7 +58,6 @@ class Channel:
         self.rank_pre = [LONG_AGO] * dram.ranks
         self.rank_pre_all = [LONG_AGO] * dram.ranks
         self.rank_refresh = [LONG_AGO] * dram.ranks
-        self.rank_bank_refresh = [LONG_AGO] * dram.ranks
         self.recent_acts = [deque([LONG_AGO] * 4, maxlen=4) for _ in range(dram.ranks)]
         self.bus_free = LONG_AGO  # command bus
         self.data_clock_until = LONG_AGO  # LPDDR5: the data clock is in sync before this cycle
@@ -91,7 +87,6 @@ class Channel:
         self.bank_read[bank] = now + self.act_to_read
         self.bank_act[bank] = now + dram.rc
         self.bank_pre[bank] = now + self.act_to_pre
-        self.bank_refresh[bank] = max(self.bank_refresh[bank], now + self.act_to_refresh)
         self.group_act[self.group_of[bank]] = now + dram.rrd_l
         self.rank_act[rank] = max(self.rank_act[rank], now + dram.rrd_s, recent[0] + dram.faw)
         self.rank_pre_all[rank] = max(self.rank_pre_all[rank], now + self.act_to_pre)
@@ -103,7 +98,6 @@ class Channel:
         rank = self.rank_of[bank]
         self.open_rows[bank] = None
         self.bank_act[bank] = max(self.bank_act[bank], now + self.pre_to_act)
-        self.bank_refresh[bank] = max(self.bank_refresh[bank], now + self.dram.rp)
         self._after_precharge(rank, now)
 
     def precharge_all(self, rank: int, now: int) -> None:
@@ -123,13 +117,6 @@ class Channel:
         self.rank_act[rank] = max(self.rank_act[rank], now + self.refresh_to_act)
         self.bus_free = now + 1
 
-    def refresh_bank(self, bank: int, now: int) -> None:
-        rank = self.rank_of[bank]
-        self.bank_act[bank] = max(self.bank_act[bank], now + self.bank_refresh_to_act)
-        self.rank_act[rank] = max(self.rank_act[rank], now + self.bank_refresh_to_other_act)
-        self.rank_bank_refresh[rank] = now + self.dram.pbr_to_pbr
-        self.bus_free = now + 1
-
     def banks_of(self, rank: int) -> range:
         return range(rank * self.dram.banks, (rank + 1) * self.dram.banks)
 
@@ -139,9 +126,8 @@ class Channel:
     def signature(self, now: int) -> tuple[object, ...]:
         """Equal signatures at two moments: from then on, equal requests are served in equal time."""
         times = (
-            *(self.bank_act + self.bank_read + self.bank_pre + self.bank_refresh + self.group_act + self.group_read),
+            *(self.bank_act + self.bank_read + self.bank_pre + self.group_act + self.group_read),
             *(self.rank_act + self.rank_read + self.rank_pre + self.rank_pre_all + self.rank_refresh),
-            *self.rank_bank_refresh,
             *(act + self.dram.faw for acts in self.recent_acts for act in acts),
             self.bus_free,
             self.data_clock_until,
@@ -159,8 +145,7 @@ _CALM_READS = 16  # reads without any other command before a repeated state is l
 class StreamMap:
     """Bank and row of every line of one sequential stream from the beginning of a channel.
 
-    Lowest bits first: bank group, column, bank, rank, row; without bank-group interleaving the column comes before the
-    bank group.
+    Lowest bits first: bank group, column, bank, rank, row.
     """
 
     dram: DramSpec
@@ -168,11 +153,11 @@ class StreamMap:
     @cached_property
     def period(self) -> int:
         """Lines after which the banks repeat while the open rows stay the same."""
-        return self.dram.bank_groups if self.dram.bank_group_interleave else 1
+        return self.dram.bank_groups
 
     @cached_property
     def block(self) -> int:
-        """Lines of the rows that are streamed at the same time: one per bank group, or one alone."""
+        """Lines of the rows that are streamed at the same time: one per bank group."""
         return self.period * self.dram.lines_per_row
 
     @cached_property
@@ -182,12 +167,8 @@ class StreamMap:
 
     def at(self, position: int) -> tuple[int, int]:
         dram = self.dram
-        if dram.bank_group_interleave:
-            rest, group = divmod(position, dram.bank_groups)
-            rest //= dram.lines_per_row
-        else:
-            rest, group = divmod(position // dram.lines_per_row, dram.bank_groups)
-        rest, bank = divmod(rest, dram.banks_per_group)
+        rest, group = divmod(position, dram.bank_groups)
+        rest, bank = divmod(rest // dram.lines_per_row, dram.banks_per_group)
         row, rank = divmod(rest, dram.ranks)
         return (rank * dram.bank_groups + group) * dram.banks_per_group + bank, row
 
@@ -201,7 +182,6 @@ class Idle:
     """A channel with every row closed that will be offered lines."""
 
     to_refresh: int  # cycles until the next refresh falls due
-    next_bank: int = 0  # of per-bank refresh
     start: int = 0  # cycles until the scheduler sees the first line
 
 
@@ -235,11 +215,9 @@ class Controller:
         self.second_activate_by = _FOREVER  # the last cycle for the other half of an activate; _FOREVER = none is open
         self.returns: deque[int] = deque()  # cycles at which lines in flight have returned
         self.last_return = 0
-        self.refresh_interval = dram.refi_pb if dram.refresh == "per-bank" else dram.refi
         self.next_refresh = _FOREVER if dram.refresh == "off" else idle.to_refresh
-        self.refresh_due: deque[int] = deque()  # ranks, or banks with per-bank refresh
+        self.refresh_due: deque[int] = deque()  # ranks
         self.refreshes = 0
-        self.first_bank = idle.next_bank
         self.skipped_lines = self.skipped_cycles = 0  # positions and times below are without them
         self.calm_reads = 0
         self.calm_state: tuple[object, ...] = ()
@@ -407,41 +385,24 @@ class Controller:
     # -- refresh -------------------------------------------------------------------------------------------------
 
     def _refresh_falls_due(self) -> None:
-        if self.dram.refresh == "all-bank":
-            self.refresh_due.extend(range(self.dram.ranks))
-        else:
-            turn = self.first_bank + self.refreshes + len(self.refresh_due)
-            self.refresh_due.append(turn % len(self.channel.open_rows))
-        self.next_refresh += self.refresh_interval
+        self.refresh_due.extend(range(self.dram.ranks))
+        self.next_refresh += self.dram.refi
 
     def _refresh_ready(self) -> int:
         """When the next command towards the first refresh due may be issued."""
-        channel, target = self.channel, self.refresh_due[0]
-        if self.dram.refresh == "all-bank":
-            if channel.all_closed(target):
-                return max(self.now, channel.rank_refresh[target])
-            if any(channel.rank_of[bank] == target for bank in self.active):
-                return _FOREVER  # after the read, which is an event of its own
-            return max(self.now, channel.rank_pre_all[target])
-        rank = channel.rank_of[target]
-        if channel.open_rows[target] is None:
-            return max(self.now, channel.bank_refresh[target], channel.rank_bank_refresh[rank])
-        if target in self.active:
-            return _FOREVER
-        return max(self.now, channel.bank_pre[target], channel.rank_pre[rank])
+        channel, rank = self.channel, self.refresh_due[0]
+        if channel.all_closed(rank):
+            return max(self.now, channel.rank_refresh[rank])
+        if any(channel.rank_of[bank] == rank for bank in self.active):
+            return _FOREVER  # after the read, which is an event of its own
+        return max(self.now, channel.rank_pre_all[rank])
 
     def _advance_refresh(self) -> None:
-        channel, target = self.channel, self.refresh_due[0]
-        if self.dram.refresh == "all-bank":
-            if not channel.all_closed(target):
-                channel.precharge_all(target, self.now)
-                return
-            channel.refresh_all(target, self.now)
-        elif channel.open_rows[target] is not None:
-            channel.precharge(target, self.now)
+        channel, rank = self.channel, self.refresh_due[0]
+        if not channel.all_closed(rank):
+            channel.precharge_all(rank, self.now)
             return
-        else:
-            channel.refresh_bank(target, self.now)
+        channel.refresh_all(rank, self.now)
         self.refresh_due.popleft()
         self.refreshes += 1
 

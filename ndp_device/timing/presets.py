@@ -75,13 +75,8 @@ _DDR5: Table = {
     "dram.refresh": _q("all-bank", "name", "[O] default mode of the standard"),
     "dram.rfc": _q(946, "cycle", "[J5] tRFC1 295 ns, 16 Gb; 32 Gb: 410 ns = 1315"),
     "dram.refi": _q(12_500, "cycle", "[J5] tREFI 3.9 us"),
-    "dram.rfc_pb": _q(0, "cycle", "[J5] same-bank refresh is not modelled"),
-    "dram.refi_pb": _q(0, "cycle", "[J5] same-bank refresh is not modelled"),
-    "dram.pbr_to_pbr": _q(0, "cycle", "[J5] none"),
-    "dram.pbr_to_act": _q(0, "cycle", "[J5] none"),
     "dram.queue_entries": _q(32, "lines per channel", "[O] common controller"),
     "dram.outstanding": _q(0, "lines per channel", "[O] 0 = the queue is kept full"),
-    "dram.bank_group_interleave": _q(True, "flag", "[O] bank group bits lowest"),
 }
 
 _LPDDR5: Table = {
@@ -115,10 +110,6 @@ _LPDDR5: Table = {
     "dram.wck_sync": _q(1, "cycle", "[JL] tWCKPST, then a CAS must precede the next read"),
     "dram.rfc": _q(224, "cycle", "[JL] tRFCab 280 ns, 16 Gb; 32 Gb: 380 ns = 304"),
     "dram.refi": _q(3_125, "cycle", "[JL] tREFI 3.906 us"),
-    "dram.rfc_pb": _q(112, "cycle", "[JL] tRFCpb 140 ns, 16 Gb; 32 Gb: 190 ns = 152"),
-    "dram.refi_pb": _q(391, "cycle", "[JL] tREFIpb 488 ns"),
-    "dram.pbr_to_pbr": _q(72, "cycle", "[JL] tpbR2pbR 90 ns"),
-    "dram.pbr_to_act": _q(6, "cycle", "[JL] tpbR2act 7.5 ns"),
 }
 
 _GEN4: Table = {

@@ -17,7 +17,7 @@ from ndp_device.common.errors import ConfigError, nearest
 from ndp_device.timing.presets import PRESETS, Quantity, known_presets
 from ndp_device.timing.work import FS_PER_PS, PS_PER_S, ceil_div
 
-REFRESH_MODES = ("all-bank", "per-bank", "off")
+REFRESH_MODES = ("all-bank", "off")
 PE_MODES = ("bit_scalable", "bit_scalable_pow2", "fp16_dequant", "int8")
 LAUNCH_PATHS = ("cxlmem", "dma")
 DRAM_KINDS = ("bank", "ideal")
@@ -47,7 +47,6 @@ InRow = Annotated[int, Within(1, MAX_ROW_SPAN)]
 Cycles = Annotated[int, Within(1, MAX_CYCLES)]
 CyclesOrNone = Annotated[int, Within(0, MAX_CYCLES)]
 RefreshCycles = Annotated[int, Within(1, 1 << 24)]
-RefreshCyclesOrNone = Annotated[int, Within(0, 1 << 24)]
 
 
 class _Section:
@@ -110,16 +109,11 @@ class DramSpec(_Section):
     aad: CyclesOrNone  # LPDDR5: an activate is two commands, the second at most so many cycles later; 0 = one command
     read_cycles: Cycles  # command bus cycles of a read
     wck_sync: CyclesOrNone  # LPDDR5: cycles the clock of the data bus stays in sync after a burst; 0 = no such clock
-    refresh: Annotated[str, REFRESH_MODES]  # all-bank | per-bank | off
+    refresh: Annotated[str, REFRESH_MODES]  # all-bank | off
     rfc: RefreshCycles
     refi: RefreshCycles
-    rfc_pb: RefreshCyclesOrNone  # per-bank refresh; 0 = the device has none
-    refi_pb: RefreshCyclesOrNone
-    pbr_to_pbr: CyclesOrNone
-    pbr_to_act: CyclesOrNone
     queue_entries: Cycles
     outstanding: CyclesOrNone  # lines in flight per channel; 0 = as many as the queue holds
-    bank_group_interleave: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -140,12 +134,8 @@ class DramSpec(_Section):
             raise ConfigError(
                 f"dram.aad must be below dram.rcd {self.rcd}: a row is open before it is read, got {self.aad}"
             )
-        if self.refresh == "per-bank" and not (self.rfc_pb and self.refi_pb):
-            raise ConfigError(f"{self.standard} has no per-bank refresh: use dram.refresh all-bank or off")
         if self.refresh == "all-bank" and self.rfc >= self.refi:
             raise ConfigError(f"dram.rfc {self.rfc} must be below dram.refi {self.refi}, or no cycle is left for data")
-        if self.refresh == "per-bank" and self.rfc_pb >= self.refi_pb * self.banks:
-            raise ConfigError(f"dram.rfc_pb {self.rfc_pb} leaves no cycle for data at dram.refi_pb {self.refi_pb}")
 
     @property
     def banks(self) -> int:

@@ -32,9 +32,7 @@ def test_dram_prints_what_the_model_says() -> None:
     "options",
     [
         ["--set", "dram.refresh=off"],
-        ["--set", "dram.bank_group_interleave=off"],
         ["--set", "dram.outstanding=4"],
-        ["--hardware", "h100-ndp512-lpddr5", "--set", "dram.refresh=per-bank"],
         ["--set", "dram.rfc=1315"],
     ],
 )

@@ -31,10 +31,8 @@ VARIANTS = [
     DDR5,
     LPDDR5,
     replace(DDR5, refresh="off"),
-    replace(DDR5, bank_group_interleave=False),
     replace(DDR5, outstanding=4),
     replace(DDR5, queue_entries=8, faw=100, rrd_l=40),
-    replace(LPDDR5, refresh="per-bank"),
     replace(LPDDR5, outstanding=3),
 ]
 
@@ -64,18 +62,6 @@ def test_the_closed_form_equals_the_simulation(dram: DramSpec, lines: int) -> No
     simulated = exact(dram, lines, to_refresh) + 1
     computed = stream(dram, lines, dram.cycles_to_ps(start)).total_ps
     assert computed == pytest.approx(dram.cycles_to_ps(simulated), rel=0.0015)
-
-
-@pytest.mark.parametrize("dram", [DDR5, LPDDR5])
-@pytest.mark.parametrize("refresh", ["all-bank", "off"])
-def test_the_closed_form_is_coarser_without_bank_group_interleave(dram: DramSpec, refresh: str) -> None:
-    """Within 3 %: rows overlap at their boundaries, and how far depends on how long ago they were closed."""
-    dram = replace(dram, bank_group_interleave=False, refresh=refresh)
-    to_refresh = dram.refi - 5000 % dram.refi
-    simulated = exact(dram, 20_000, to_refresh) + 1
-    assert stream(dram, 20_000, dram.cycles_to_ps(5000)).total_ps == pytest.approx(
-        dram.cycles_to_ps(simulated), rel=0.03
-    )
 
 
 def test_idle_latencies_are_the_standard_s_sums() -> None:
@@ -182,12 +168,11 @@ def test_the_constants_of_the_closed_form_are_these(which: int, dram: DramSpec) 
     assert found["first_pass"] > 10**12, "rows are always opened in closed banks: a refresh has closed them"
 
 
-def test_the_constants_without_refresh_and_with_that_of_one_bank_are_these() -> None:
-    """Without refresh the second pass over the rows finds them open; a refresh of one bank opens one row again."""
-    off, bank = (Streams(replace(LPDDR5, refresh=kind)).constants() for kind in ("off", "per-bank"))
+def test_the_constants_without_refresh_are_these() -> None:
+    """The second pass over the rows finds them open."""
+    off = Streams(replace(LPDDR5, refresh="off")).constants()
     assert (off["first_pass"], off["later_pace"], off["refresh_interval"]) == (1024, (2048, 1024), 0)
     assert Streams(replace(DDR5, refresh="off")).constants()["later_pace"] == (65_548, 8192)
-    assert (bank["loss"], bank["refresh_interval"], bank["blocked"], bank["rows_reopened"]) == ((702, 43), 391, 0, 1)
 
 
 def test_an_ideal_dram_reads_at_its_rate() -> None:
@@ -230,7 +215,7 @@ def test_impossible_questions_are_refused_in_one_sentence(call, message: str) ->
 
 REFRESH_OF_32_GBIT: dict[str, dict[str, Any]] = {
     "h100-ndp512": {"dram.rfc": 1315},
-    "h100-ndp512-lpddr5": {"dram.rfc": 304, "dram.rfc_pb": 152},
+    "h100-ndp512-lpddr5": {"dram.rfc": 304},
 }
 ROWS = list(csv.DictReader((DATA / "dram-cycles.csv").open()))
 """Cycles taken from Ramulator 2.1 (commit c5b1c3a), one channel: `lines` in all were offered as fast as a 32-entry
@@ -243,7 +228,6 @@ def test_the_controller_takes_the_cycles_of_the_public_simulator(row: dict[str, 
     options: dict[str, Any] = {
         **(REFRESH_OF_32_GBIT[row["preset"]] if row["density_gbit"] == "32" else {}),
         "dram.refresh": row["refresh"],
-        "dram.bank_group_interleave": row["bank_group_interleave"],
         "dram.outstanding": row["outstanding"],
     }
     dram = load_hardware(row["preset"], **options).dram

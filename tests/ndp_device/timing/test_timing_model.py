@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -303,7 +304,6 @@ PIPELINES: dict[str, Hardware] = {
     "gen5": load_hardware("h200-gen5"),
     "ideal": load_hardware("cxl-expert-ndp"),
     "no-refresh": load_hardware("h100-ndp512", **{"dram.refresh": "off"}),
-    "per-bank": load_hardware("h100-ndp512-lpddr5", **{"dram.refresh": "per-bank"}),
     "single-buffered": load_hardware("h100-ndp512", **{"array.double_buffered": False}),
     "dequant": load_hardware("h100-ndp512", pe_mode="fp16_dequant"),
     "dma": load_hardware("h100-ndp512", **{"link.launch": "dma"}),
@@ -322,17 +322,17 @@ def drawn_command(random: np.random.Generator) -> Work:
 
 
 DIGESTS = {
-    "ddr5": "572ef2f309b9c102",
-    "lpddr5": "8821708c39435ee9",
-    "gen5": "ad3db3b8c27f5377",
-    "ideal": "bd450c7e0d050e15",
-    "no-refresh": "7b50cf5435817dbb",
-    "per-bank": "740ab6c8c0841ffb",
-    "single-buffered": "750d662c11c17d9c",
-    "dequant": "0edd96caadfedc42",
-    "dma": "ff7f79faca704783",
+    "ddr5": "e6c4760f0a8f94d4",
+    "lpddr5": "00c1ee3fd490ab3d",
+    "gen5": "e06e52c688878c32",
+    "ideal": "d3c95c7a8f5d19d8",
+    "no-refresh": "1c09bb88324c3d92",
+    "single-buffered": "2db5ba541e9f958f",
+    "dequant": "819ca55aac16bb25",
+    "dma": "18643394f33ab879",
 }
-"""Of what 400 drawn commands take, some beside a migration. Arithmetic in plain Python gave the same at 0b292267."""
+"""Of what 400 drawn commands take, some beside a migration. Arithmetic in plain Python gave the same at 0b292267,
+where names of the hardware were hashed, too."""
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -342,7 +342,8 @@ def test_drawn_commands_take_what_they_took(name: str) -> None:
         now += int(random.integers(0, 1 << random.integers(1, 43)))
         if number % 10 == 0:
             now = model.migration_end_ps(model.begin_migration(int(random.integers(0, 10**9)), now)) - now % 10**9
-        took.update(repr(model.execute(drawn_command(random), now)).encode())
+        timing = model.execute(drawn_command(random), now)
+        took.update(repr(msgspec.structs.replace(timing, config_hash="")).encode())
     assert took.hexdigest()[:16] == DIGESTS[name]
 
 

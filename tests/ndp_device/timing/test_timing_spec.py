@@ -41,8 +41,8 @@ def test_equal_values_have_equal_hashes_and_one_changed_value_another() -> None:
 
 
 def test_a_value_may_be_named_with_or_without_its_section_and_given_as_text() -> None:
-    by_section = load_hardware("h100-ndp512", **{"dram.rfc": "1_315", "dram.bank_group_interleave": "off"})
-    by_name = load_hardware("h100-ndp512", rfc=1315, bank_group_interleave=False)
+    by_section = load_hardware("h100-ndp512", **{"dram.rfc": "1_315", "array.double_buffered": "off"})
+    by_name = load_hardware("h100-ndp512", rfc=1315, double_buffered=False)
     assert by_section == by_name
 
 
@@ -56,12 +56,11 @@ def test_a_value_may_be_named_with_or_without_its_section_and_given_as_text() ->
         ("h100-ndp512", {"channels": "many"}, "must be int"),
         ("h100-ndp512", {"channels": 1.5}, "must be int"),
         ("h100-ndp512", {"channels": True}, "must be int"),
-        ("h100-ndp512", {"bank_group_interleave": "maybe"}, "must be bool"),
+        ("h100-ndp512", {"double_buffered": "maybe"}, "must be bool"),
         ("h100-ndp512", {"stripe_bytes": 100}, "multiple of dram.line_bytes"),
         ("h100-ndp512", {"rfc": 12_500}, "no cycle is left"),
         ("h100-ndp512", {"rc": 102}, "must not be below dram.ras"),
         ("h100-ndp512", {"ccd_s": 7}, "burst <= ccd_s"),
-        ("h100-ndp512", {"refresh": "per-bank"}, "no per-bank refresh"),
         ("h100-ndp512", {"outstanding": -1}, "must lie in 0..2048, got -1"),
         ("h100-ndp512", {"clock_hz": 0}, "array.clock_hz"),
         ("h100-ndp512", {"scratchpad_bytes": 4096}, "four tiles"),
@@ -70,7 +69,6 @@ def test_a_value_may_be_named_with_or_without_its_section_and_given_as_text() ->
         ("h100-ndp512", {"hbm_efficiency_percent": 101, "times": "roofline"}, "1..100"),
         ("h100-ndp512", {"hbm_efficiency_percent": 80}, "set gpu.times=roofline, too"),
         ("rtx4090", {"times": "measured"}, "one of roofline, measured-h100"),
-        ("h100-ndp512-lpddr5", {"refresh": "per-bank", "rfc_pb": 7000}, "no cycle"),
     ],
 )
 def test_impossible_hardware_is_refused_in_one_sentence(
