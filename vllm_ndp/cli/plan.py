@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -192,10 +191,6 @@ def _print(proposal: Proposal) -> None:
     examples=("vllm-ndp doctor", "vllm-ndp doctor --mend", "vllm-ndp doctor --json --no-bandwidth"),
 )
 def doctor(
-    device: Annotated[str | None, typer.Option(metavar="ADDR", help="A running device that must answer.")] = None,
-    key: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="This host's key file, where the device wants keys.")
-    ] = None,
     mend: Annotated[
         bool, typer.Option("--mend", help="Mend what pip leaves broken beside vLLM's CPU wheel, and look at nothing.")
     ] = False,
@@ -206,7 +201,7 @@ def doctor(
     Exit code 1 if something would fail.
     """
     from vllm_ndp.cli.terminal import waiting
-    from vllm_ndp.operating.doctor import Asked, Machine, examine, mend_environment
+    from vllm_ndp.operating.doctor import Machine, examine, mend_environment
 
     if mend:
         done = mend_environment(Machine().version_of)
@@ -215,7 +210,7 @@ def doctor(
         print_json({"mended": done}, shown=True)
         return
     with waiting("looking at this machine"):
-        checks = examine(Machine(), Asked(device, key, bandwidth))
+        checks = examine(Machine(), bandwidth=bandwidth)
     _print_checks(checks)
     failed = [check.name for check in checks if check.state == "fail"]
     print_json(

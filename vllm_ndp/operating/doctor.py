@@ -2,8 +2,8 @@
 
 `examine` looks and tries, and changes nothing. Every check gets the `Machine` it looks at, so that a test can show it
 a bad one. `mend_environment` repairs what `pip install 'vllm-ndp[cpu]'` leaves broken. Knows Linux's files and
-limits, installed packages, pip, and a device by its address. Does not know vLLM's code: importing that takes ten
-seconds, and what is installed says enough.
+limits, installed packages and pip. Does not know vLLM's code: importing that takes ten seconds, and what is installed
+says enough.
 """
 
 from __future__ import annotations
@@ -125,17 +125,8 @@ class Machine:
             return None
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Further checks that the user asks for, beside the machine."""
-
-    device: str | None = None
-    key: Path | None = None
-    bandwidth: bool = True
-
-
-def examine(machine: Machine, asked: Asked) -> list[Check]:
-    """Run every check, in the order of the table."""
+def examine(machine: Machine, *, bandwidth: bool = True) -> list[Check]:
+    """Run every check, in the order of the table. bandwidth: measure how fast this machine reads memory, too."""
     checks: list[Callable[[Machine], Check | None]] = [
         _python,
         _vllm,
@@ -153,7 +144,7 @@ def examine(machine: Machine, asked: Asked) -> list[Check]:
         _cache,
     ]
     found = [look(machine) for look in checks]
-    return [check for check in (*found, _bandwidth() if asked.bandwidth else None, _device(asked)) if check is not None]
+    return [check for check in (*found, _bandwidth() if bandwidth else None) if check is not None]
 
 
 # -- what is installed -------------------------------------------------------------------------------------------------
@@ -371,27 +362,6 @@ def _bandwidth() -> Check:
     measured = read_bytes_per_s()
     fix = "leave the machine to the server, or take one with more memory channels: decode reads experts all the time"
     return Check.of("memory bandwidth", measured < SLOW_READ, f"{human(measured)}/s measured", fix)
-
-
-# -- a device ----------------------------------------------------------------------------------------------------------
-
-
-def _device(asked: Asked) -> Check:
-    if asked.device is None:
-        return Check("device", "skipped", "none was named (--device); a server starts its own")
-    from ndp_device.probe import Probe
-
-    try:
-        with Probe(asked.device, keys=asked.key) as probe:
-            description = probe.describe()
-    except (NdpError, OSError) as error:
-        fix = "start it with ndp-device serve, and compare address and keys"
-        return Check("device", "fail", f"{asked.device}: {error}", fix)
-    found = (
-        f"{asked.device}: protocol {description.protocol}, {description.model}, {description.replicas} replicas, "
-        f"kernel {description.kernel}, simulates {description.hardware}"
-    )
-    return Check.of("device", description.kernel == "reference", found, "start it with --kernel native")
 
 
 # -- mending -----------------------------------------------------------------------------------------------------------
