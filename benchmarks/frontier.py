@@ -19,8 +19,7 @@ from vllm_ndp.lab.compare import Replays, Workload
 from vllm_ndp.lab.options import CAPACITY, GB, CompareSettings
 from vllm_ndp.lab.vectorised.outcome import Summary
 from vllm_ndp.planning.bitwidths import nominal_loss
-from vllm_ndp.traces.routing import read_routing
-from vllm_ndp.traces.synthetic import synthetic_trace
+from vllm_ndp.traces.synthetic import read_routing, synthetic_trace
 
 SYSTEMS = (
     "balanced",

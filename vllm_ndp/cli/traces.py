@@ -100,8 +100,7 @@ def trace_synth(
 
     --routing: as a measured model has them.
     """
-    from vllm_ndp.traces.routing import read_routing
-    from vllm_ndp.traces.synthetic import synthetic_trace
+    from vllm_ndp.traces.synthetic import read_routing, synthetic_trace
 
     sizes = {"num_requests": asked.requests, "prompt_len": asked.prompt_len, "decode_len": asked.decode_len}
     settings = read_routing(routing, model).settings(model, **sizes, drift=drift, seed=seed)

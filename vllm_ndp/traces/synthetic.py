@@ -6,20 +6,26 @@ The k largest logits are chosen, their softmax is the router weight. With signal
 independent draw from one popularity. So any gain of a policy over static popularity on such a trace is an artefact.
 Persistence is the part of a token's noise that the next token keeps. The Gumbel's Gaussian is sqrt(p) times an AR(1)
 process plus sqrt(1 - p) times white noise. Logits are rounded to 2^-16, so that no choice hangs on the last digit of a
-processor's logarithm. routing.py names settings that resemble measured models.
+processor's logarithm.
+
+Others publish a measured model's routing as repeats, hit rates and coverage. ROUTINGS has settings, each with its
+source, with which a synthetic trace shows the same (tests/vllm_ndp/lab/test_routing_as_published.py has both, and the
+tolerances). Every table marks rows of a routing that was not fitted to their model.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.common.errors import ConfigError
-from ndp_device.timing.public_models import public_shape
+from ndp_device.common.errors import ConfigError, nearest
+from ndp_device.timing.public_models import SHAPES, public_shape
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.rows import MOST_ROWS
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
@@ -61,7 +67,7 @@ class SyntheticSettings:
     reach: float = 1.0
     """0..1: share of a layer's experts that a request's taste admits; the others lie _BEYOND_REACH lower in it."""
     routing: str = "fitted to nothing"
-    """Measured model that these settings resemble, if any (routing.py); every row of a replay repeats it."""
+    """Measured model that these settings resemble, if any; every row of a replay repeats it."""
     drift: float = 0.0
     """0..1: share of a request's taste that has turned into another one by its last token."""
     seed: int = 0
@@ -183,3 +189,98 @@ def _chosen(logits: NDArray[np.float64], top_k: int) -> tuple[NDArray[np.int64],
     weights = np.rint(np.exp(chosen - chosen[:, :, :1]) * 2**24) / 2**24
     weights /= weights.sum(axis=2, keepdims=True)
     return num_experts - 1 - back, weights.astype(np.float32)
+
+
+# -- as measured models have it --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RoutingPreset:
+    """How strongly and how long a model's tokens go on choosing the same experts."""
+
+    name: str
+    source: str
+    """Source of the figures that the preset was fitted to; empty: fitted to nothing."""
+    fitted_to: tuple[str, ...] = ()
+    """Models whose figures those are."""
+    choices: Mapping[str, float] = field(default_factory=dict)
+    """Settings by which experts are chosen, where they are not the defaults."""
+    strength: tuple[float, ...] = ()
+    """Strength of each layer of the fitted model, first to last; empty: all alike."""
+
+    def label(self, model: str) -> str:
+        """Label of rows on a trace of that model."""
+        if model in self.fitted_to:
+            return f"{self.name}, fitted"
+        return f"{self.name}, not fitted to {model}" if self.source else f"{self.name}, fitted to nothing"
+
+    def settings(self, model: str, *, num_layers: int = 0, **sizes: Any) -> SyntheticSettings:
+        """Settings for a public shape or for given sizes. num_layers: so many that stand for all of the model's."""
+        known = public_shape(model) if model in SHAPES or "num_experts" not in sizes else None
+        shape = {} if known is None else {"num_experts": known.num_experts, "top_k": known.top_k}
+        layers = num_layers or (0 if known is None else known.num_layers)
+        return SyntheticSettings(
+            **{"num_layers": layers, **shape, **sizes, **self.choices},
+            strength=self._spread(layers),
+            routing=self.label(model),
+        )
+
+    def _spread(self, layers: int) -> tuple[float, ...]:
+        """The strengths of so many layers, each at the middle of its part of the fitted model's."""
+        known = len(self.strength)
+        return tuple(self.strength[(2 * layer + 1) * known // (2 * layers)] for layer in range(layers)) if known else ()
+
+
+def routing_named(name: str) -> RoutingPreset:
+    if name not in ROUTINGS:
+        raise ConfigError(f"routing must be one of {', '.join(ROUTINGS)}, got {name!r}{nearest(name, ROUTINGS)}")
+    return ROUTINGS[name]
+
+
+def read_routing(name: str, model: str) -> RoutingPreset:
+    """A preset by name. "": without memory; auto: fitted to the model."""
+    return routing_of(model) if name == "auto" else routing_named(name or "memoryless")
+
+
+def routing_of(model: str) -> RoutingPreset:
+    """Preset fitted to that model, else the one without memory."""
+    return next((routing for routing in ROUTINGS.values() if model in routing.fitted_to), ROUTINGS["memoryless"])
+
+
+_IN_HUNDREDTHS = (
+    "9 12 22 39 61 86 119 125 125 126 124 123 123 122 121 121 120 119 120 118 118 118 118 118 "
+    "118 118 118 118 118 118 118 124 111 103 93 87 81 75 69 65 62 59 57 55 54 50 50 50"
+)
+_QWEN3 = tuple(int(strength) / 100 for strength in _IN_HUNDREDTHS.split())
+"""Strengths with which layers 0, 6, 7, 18, 19, 30, 31 and 47 repeat as published, and all layers as their published
+mean."""
+
+ROUTINGS: Mapping[str, RoutingPreset] = {
+    routing.name: routing
+    for routing in (
+        RoutingPreset("memoryless", ""),
+        RoutingPreset(
+            "qwen3-30b-a3b",
+            "github.com/gajsanders/moe-trace, findings 004 to 007: 25 prompts, 3225 decode tokens",
+            ("qwen3-30b-a3b",),
+            {"concentration": 5.0, "signal": 1.1, "persistence": 0.6, "memory": 0.98, "reach": 0.6},
+            _QWEN3,
+        ),
+        RoutingPreset(
+            "gpt-oss-120b",
+            "BigMoeOnEdge issue 33: 8 to 9 % hits of a cache of 3 % of the experts",
+            ("gpt-oss-120b",),
+        ),
+        RoutingPreset(
+            "qwen3.8-flash-next",
+            "imp issue 2061: hits of LRU caches of 93, 186, 279, 372 and 512 of 512 experts, top-10",
+            ("qwen3.8-flash-next",),
+        ),
+        RoutingPreset(
+            "near-chance",
+            "public logs of single layers of fine-grained models of 2024: hits and repeats of Qwen1.5-MoE and OLMoE",
+            ("near-chance",),
+            {"concentration": 40.0, "signal": 0.4, "persistence": 0.6, "memory": 0.2},
+        ),
+    )
+}

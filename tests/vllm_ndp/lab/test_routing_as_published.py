@@ -1,4 +1,4 @@
-"""Synthetic routing beside the figures that others have published of real models (traces/routing.py)."""
+"""Synthetic routing beside the figures that others have published of real models (traces/synthetic.py)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.lab.locality import locality
 from vllm_ndp.lab.reproduce.locality import GPT_OSS, QWEN3, QWEN38, reproduce
-from vllm_ndp.traces.routing import routing_named, routing_of
-from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
+from vllm_ndp.traces.synthetic import SyntheticSettings, routing_named, routing_of, synthetic_trace
 
 PUBLISHED = cache(reproduce)
 

@@ -22,8 +22,7 @@ from vllm_ndp.planning.policies import (
     read_prior,
 )
 from vllm_ndp.planning.stats import RoutingStats
-from vllm_ndp.traces.routing import read_routing
-from vllm_ndp.traces.synthetic import synthetic_trace
+from vllm_ndp.traces.synthetic import read_routing, synthetic_trace
 
 PRIOR = ImportanceScore.from_weights(np.arange(1, 17, dtype=float).reshape(2, 8))
 

@@ -1,4 +1,4 @@
-"""Published locality of routing beside that of the synthetic presets fitted to it (traces/routing.py).
+"""Published locality of routing beside that of the synthetic presets fitted to it (traces/synthetic.py).
 
 A row of several published figures, one for each kind of work, has their mean. Knows measures of locality and what
 others measured. Does not know how the presets were found.
@@ -12,8 +12,7 @@ import numpy as np
 
 from vllm_ndp.lab.locality import Locality, locality
 from vllm_ndp.lab.reproduce import Reproduction, Row
-from vllm_ndp.traces.routing import routing_named
-from vllm_ndp.traces.synthetic import synthetic_trace
+from vllm_ndp.traces.synthetic import routing_named, synthetic_trace
 
 QWEN3, GPT_OSS, QWEN38, NEAR_CHANCE = "qwen3-30b-a3b", "gpt-oss-120b", "qwen3.8-flash-next", "near-chance"
 SIZES = {
