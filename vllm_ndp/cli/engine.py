@@ -13,7 +13,7 @@ import typer
 from ndp_device.common.command_line import command, print_json
 from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.common.widths import DEFAULT_AVG_BITS
-from vllm_ndp.cli.options import SERVER, AvgBitsOption, CheckpointArgument, OutOption
+from vllm_ndp.cli.shared import SERVER, AvgBitsOption, CheckpointArgument, OutOption
 
 app = typer.Typer()
 

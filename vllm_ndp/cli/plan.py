@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ndp_device.common.command_line import SetOption, command, print_json
-from vllm_ndp.cli.options import hardware_values
+from vllm_ndp.cli.shared import hardware_values, print_table, waiting
 
 if TYPE_CHECKING:
     from vllm_ndp.operating.doctor import Check
@@ -63,7 +63,6 @@ def plan(
     Reads sizes only. Exit code 2 with one sentence where nothing fits.
     """
     from ndp_device.timing.spec import load_hardware, nearest_card
-    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.cost_model.costs import Costs
     from vllm_ndp.operating.proposal import propose
     from vllm_ndp.operating.sizing import Demand, MachineSize, Sizing, parse_bytes
@@ -200,7 +199,6 @@ def doctor(
 
     Exit code 1 if something would fail.
     """
-    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.operating.doctor import Machine, examine, mend_environment
 
     if mend:
@@ -228,8 +226,6 @@ def doctor(
 
 def _print_checks(checks: list[Check]) -> None:
     from rich.table import Table
-
-    from vllm_ndp.cli.terminal import print_table
 
     table = Table(title="vllm-ndp doctor", title_justify="left")
     for name in ("check", "", "found", "what to do"):

@@ -14,8 +14,7 @@ import typer
 from ndp_device.common.command_line import command, print_json
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.outputs import REPLICAS
-from vllm_ndp.cli.options import integers
-from vllm_ndp.cli.terminal import print_table
+from vllm_ndp.cli.shared import integers, print_table
 from vllm_ndp.setting_names import as_options
 
 if TYPE_CHECKING:

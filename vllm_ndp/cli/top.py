@@ -10,7 +10,7 @@ import typer
 
 from ndp_device.common.command_line import JsonOption, command, print_json
 from ndp_device.common.errors import DeviceUnavailable
-from vllm_ndp.cli.options import SERVER
+from vllm_ndp.cli.shared import SERVER
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

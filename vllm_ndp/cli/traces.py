@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ndp_device.common.command_line import command, print_json
-from vllm_ndp.cli.options import OutOption
+from vllm_ndp.cli.shared import OutOption
 
 if TYPE_CHECKING:
     from vllm_ndp.traces.trace import Trace

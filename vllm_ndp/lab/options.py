@@ -17,7 +17,7 @@ from ndp_device.common.command_line import HardwareOption, Written, assignments
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.outputs import A_NEW_FILE
 from ndp_device.common.widths import DEFAULT_AVG_BITS
-from vllm_ndp.cli.options import AvgBitsOption, hardware_values, integers, judge_bits
+from vllm_ndp.cli.shared import AvgBitsOption, hardware_values, integers, judge_bits
 
 BUNDLED = "tests/data/tiny-mixtral-trace"
 """A trace that examples use."""

@@ -13,6 +13,7 @@ import typer
 
 from ndp_device.common.command_line import command, print_json
 from ndp_device.common.errors import ConfigError
+from vllm_ndp.cli.shared import waiting
 from vllm_ndp.lab.cli.recorded import PerfettoOption, StepsOption, losses, losses_of_run, write_timeline
 from vllm_ndp.lab.options import BUNDLED, LoadSettings, PriorOption, ReplicasOption, TableOption
 
@@ -47,7 +48,6 @@ def arrivals(
 
     Hosts share the devices. All times are simulated. --out: every token with its causes.
     """
-    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.lab.cli.tables import print_latencies, write_rows
     from vllm_ndp.lab.load.latency import as_bench_serve, percentiles, tokens_of
     from vllm_ndp.lab.load.run import serve, serve_again

@@ -19,7 +19,7 @@ from ndp_device.common.command_line import command, print_json
 from ndp_device.common.errors import ConfigError, TraceError
 from ndp_device.common.outputs import A_NEW_FILE
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from vllm_ndp.cli.options import TraceArgument
+from vllm_ndp.cli.shared import TraceArgument, waiting
 from vllm_ndp.lab.options import (
     BUNDLED,
     CompareSettings,
@@ -54,7 +54,6 @@ def replay(
 
     Under its own policy, to the picosecond. Exit code 1 if any step differs.
     """
-    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.lab.exact.live import RecordedRun, recorded_rules, replay_live
     from vllm_ndp.traces.trace import Trace
 
@@ -112,7 +111,6 @@ def compare(
     All times are simulated. Several models, hardware, memory sizes or widths: every combination, and its fastest
     systems. docs/systems.md explains each column.
     """
-    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.lab.cli.tables import print_comparison, print_winners, write_rows
     from vllm_ndp.lab.compare import beside_fastest
     from vllm_ndp.lab.grid import columns, compare_all, processes
@@ -181,7 +179,6 @@ def reproduce(
     ] = None,
 ) -> None:
     """Print published figures beside ours, with assumptions."""
-    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.lab.cli.tables import print_reproduction
     from vllm_ndp.lab.reproduce import locality, paper, rivals, silicon
     from vllm_ndp.traces.trace import Trace
@@ -228,7 +225,6 @@ def analyze(
     """
     import numpy as np
 
-    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.lab.analysis import analyse
     from vllm_ndp.lab.cli.tables import print_analysis, print_locality, write_rows
     from vllm_ndp.lab.compare import popularity

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
-from vllm_ndp.cli.terminal import print_table
+from vllm_ndp.cli.shared import print_table
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.analysis import Analysis
 from vllm_ndp.lab.compare import Comparison, beside_fastest
