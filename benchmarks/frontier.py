@@ -93,8 +93,8 @@ def frontier(
             batches=settings.batches[:1],
             num_hot=num_experts,
             avg_bits=AVG_BITS,
+            policy_options={"bit_rule": "importance"},
             fit=True,
-            bit_rule="importance",
             options={},
         )
         try:
@@ -151,7 +151,7 @@ def _joint(workload: Workload, settings: CompareSettings, tiers: str, most: floa
         settings,
         systems=("joint",),
         policies=("prefill_shrunk",),
-        policy_options={"calibrate": True},
+        policy_options={"bit_rule": "importance", "calibrate": True},
         options={"max_gate_loss": most, "tiers": tiers},
     )
     try:

@@ -25,7 +25,6 @@ NULL_DRAWS = 100
 PRIOR_TOKENS = (4, 16, 32, 64, 256)
 FIRST_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 REFRESH_TOKENS = (8, 16, 32, 64, 128)
-LENGTH_EDGES = (0, 32, 128, 512, 2048, 1 << 30)
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,6 @@ class Analysis:
     over_static: dict[str, Interval]
     """Coverage minus static's, paired by request."""
     by_domain: dict[str, dict[str, float]]
-    by_prompt_len: dict[str, dict[str, float]]
     first_tokens: dict[int, Interval]
     """Hot sets from the first n prompt tokens only."""
     first_tokens_and_prior: dict[int, Interval]
@@ -116,7 +114,6 @@ def analyse(trace: Trace, num_hot: int | None = None, *, prior: ImportanceScore 
             name: Interval.of(values - covered["static"]) for name, values in covered.items() if name != "static"
         },
         by_domain=_grouped(covered, [s.label for s in requests]),
-        by_prompt_len=_grouped(covered, [_length_class(len(s.prompt_ids)) for s in requests]),
         first_tokens={n: of_tokens(slice(n)) for n in lengths},
         first_tokens_and_prior={n: of_tokens(slice(n), PolicySettings.prior_tokens) for n in lengths},
         last_tokens={n: of_tokens(slice(-n, None)) for n in lengths},
@@ -205,9 +202,3 @@ def _grouped(covered: dict[str, NDArray[np.float64]], labels: Sequence[str]) -> 
         str(label): {name: float(values[names == label].mean()) for name, values in covered.items()}
         for label in sorted(set(labels))
     }
-
-
-def _length_class(tokens: int) -> str:
-    upper = next(edge for edge in LENGTH_EDGES[1:] if tokens < edge)
-    lower = LENGTH_EDGES[LENGTH_EDGES.index(upper) - 1]
-    return f"{lower}-{upper - 1}" if upper < LENGTH_EDGES[-1] else f"{lower}+"

@@ -159,7 +159,7 @@ class Replays:
             num_hot = p.num_experts
         self._budget = Budget(num_hot, settings.avg_bits)
         told = {
-            "bit_rule": settings.bit_rule or usual_bit_rule(NdpSettings.bits_for),
+            "bit_rule": usual_bit_rule(NdpSettings.bits_for),
             "prior": workload.prior,
             **settings.policy_options,
         }

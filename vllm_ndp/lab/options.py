@@ -127,10 +127,6 @@ class CompareSettings:
     fit: Annotated[
         bool, typer.Option(help="Take as many hot experts, up to --hot-experts, and as wide replicas as memory holds.")
     ] = False
-    bit_rule: Annotated[
-        str | None,
-        typer.Option(help="What bits are chosen by: pairs, layers, importance, mse or uniform; default: the plugin's."),
-    ] = None
     migration: Annotated[str, typer.Option(help="kept: what a prefill streamed stays; difference.")] = "kept"
     policy_options: PolicyOptions = field(default_factory=dict)
 

@@ -35,7 +35,10 @@ def values(rows) -> list[dict]:
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_grid_is_compare_at_every_point_in_every_field_for_any_number_of_processes(jobs):
-    points = [at(model="mixtral-8x22b", options={"h_rounding": "ceil"}), at(hardware="h200-gen5", bit_rule="layers")]
+    points = [
+        at(model="mixtral-8x22b", options={"h_rounding": "ceil"}),
+        at(hardware="h200-gen5", policy_options={"bit_rule": "layers"}),
+    ]
     found = compare_all([TRACE], points, jobs=jobs)
     for settings, (point, here) in zip(points, found.points, strict=True):
         alone = compare(TRACE, settings)

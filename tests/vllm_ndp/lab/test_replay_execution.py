@@ -270,8 +270,8 @@ def test_the_plugins_own_run_takes_what_its_pairs_take_by_the_tables_of_rivals(b
 def test_comparing_deals_bits_as_the_plugin_does_which_loses_less_than_one_width_for_each_expert():
     trace = TRACE.select(range(4))
     plugins, pairs, layers = (
-        compare(trace, CompareSettings(systems=("balanced",), policies=("prefill",), bit_rule=rule)).rows[0]
-        for rule in (None, "pairs", "layers")
+        compare(trace, CompareSettings(systems=("balanced",), policies=("prefill",), policy_options=told)).rows[0]
+        for told in ({}, {"bit_rule": "pairs"}, {"bit_rule": "layers"})
     )
     assert plugins == pairs
     assert plugins.loss < layers.loss

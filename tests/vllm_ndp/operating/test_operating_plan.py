@@ -199,7 +199,7 @@ def test_expected_simulated_speed_is_that_of_a_replay_with_even_routing(model: s
         policies=("static",),
         batches=(batch,),
         avg_bits=3.0,
-        bit_rule="uniform",
+        policy_options={"bit_rule": "uniform"},
     )
     (row,) = compare(trace, settings).rows
     expected = simulated(Costs(load_hardware(), shape), shape.num_experts // 2, 3.0, batch, 96)
