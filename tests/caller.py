@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from small_checkpoint import EXPERTS, LAYERS
 
 from ndp_device.common.errors import DeviceError
@@ -20,6 +20,17 @@ from vllm_ndp.device_client.client import DeviceClient, ExecuteHandle
 
 ALL = np.full((LAYERS, EXPERTS), 31, np.uint8)
 """A plan that asks for every expert in full precision and at every width that all replicas have."""
+
+
+def pairs_of(x: NDArray[Any], rows: ArrayLike, experts: ArrayLike, bits: ArrayLike, gates: ArrayLike) -> codec.Tensors:
+    """What Execute carries."""
+    return {
+        "x": x,
+        "pair_rows": np.array(rows, np.int32),
+        "pair_experts": np.array(experts, np.int32),
+        "pair_bits": np.array(bits, np.uint8),
+        "gates": np.array(gates, np.float32),
+    }
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from caller import pairs_of
 from paths import ROOT
 from small_checkpoint import write_small_checkpoint
 
@@ -132,13 +133,7 @@ def _handler() -> Handler:
 def _conversation() -> list[Frames]:
     """A host's whole life: hello, a plan, two calls, a question."""
     flags = np.full((2, 3), 16, np.uint8)
-    pairs = {
-        "x": np.ones((2, 16), np.float32),
-        "pair_rows": np.array([0, 1], np.int32),
-        "pair_experts": np.array([0, 2], np.int32),
-        "pair_bits": np.full(2, 16, np.uint8),
-        "gates": np.array([0.5, 0.25], np.float32),
-    }
+    pairs = pairs_of(np.ones((2, 16), np.float32), [0, 1], [0, 2], [16, 16], [0.5, 0.25])
     asked: list[tuple[msg.Message, Any]] = [
         (msg.Hello(1, versions=(msg.VERSION, msg.VERSION), client="fuzz"), None),
         (msg.InstallPlan(2, epoch=1, expected_epoch=0), {"replicas": flags}),

@@ -1,4 +1,4 @@
-"""One small checkpoint and its data-free replicas, of every width, for all tests that only read them."""
+"""One small checkpoint and its data-free replicas for all tests that only read them."""
 
 from __future__ import annotations
 
@@ -21,3 +21,11 @@ def replicas_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     directory = tmp_path_factory.mktemp("replicas") / "r"
     build_data_free(model_dir, directory, bits=REPLICA_WIDTHS, show_progress=False)
     return directory
+
+
+@pytest.fixture(scope="session")
+def built(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Replicas of 1 to 4 bits in groups of 8."""
+    out = tmp_path_factory.mktemp("replicas") / "small"
+    build_data_free(model_dir, out, group_size=8, show_progress=False)
+    return out

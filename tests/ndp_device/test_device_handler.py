@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from caller import ALL, Caller
+from caller import ALL, Caller, pairs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_small_checkpoint
 
-from ndp_device.calibration.build import build_data_free
 from ndp_device.common.errors import ConfigError, DeviceError, ReplicaError
 from ndp_device.common.widths import ALL_FLAGS, PLAN_BITS
 from ndp_device.experts.part import Part
@@ -32,19 +31,13 @@ from ndp_device.timing.work import ExpertWork, Work
 
 @pytest.fixture
 def handler(model_dir: Path, replicas_dir: Path) -> Handler:
-    config = DeviceConfig(address="ipc:///x", model_dir=model_dir, replicas_dir=replicas_dir, kernel="reference")
-    return Handler.from_config(config)
+    return Handler.from_config(DeviceConfig("ipc:///x", model_dir, replicas_dir, kernel="reference"))
 
 
 def pairs(rows: list[int], experts: list[int], bits: list[int], *, num_rows: int = 2, seed: int = 0) -> codec.Tensors:
     rng = np.random.default_rng(seed)
-    return {
-        "x": rng.standard_normal((num_rows, HIDDEN), np.float32),
-        "pair_rows": np.array(rows, np.int32),
-        "pair_experts": np.array(experts, np.int32),
-        "pair_bits": np.array(bits, np.uint8),
-        "gates": rng.uniform(0, 1, len(rows)).astype(np.float32),
-    }
+    x = rng.standard_normal((num_rows, HIDDEN), np.float32)
+    return pairs_of(x, rows, experts, bits, rng.uniform(0, 1, len(rows)))
 
 
 def expected(store: ExpertStore, layer: int, tensors: codec.Tensors) -> NDArray[np.float32]:
@@ -353,13 +346,9 @@ def test_a_device_has_imported_before_it_is_ready_what_its_first_host_would_wait
 
 
 @pytest.fixture
-def divisible(model_dir: Path, tmp_path: Path) -> Handler:
+def divisible(model_dir: Path, built: Path) -> Handler:
     """The small checkpoint's 24 units in groups of 8, which can be cut into three parts."""
-    replicas = tmp_path / "replicas"
-    build_data_free(model_dir, replicas, group_size=8, show_progress=False)
-    return Handler.from_config(
-        DeviceConfig(address="ipc:///x", model_dir=model_dir, replicas_dir=replicas, kernel="reference")
-    )
+    return Handler.from_config(DeviceConfig("ipc:///x", model_dir, built, kernel="reference"))
 
 
 def test_sessions_about_parts_add_up_to_one_about_whole_experts_each_with_times_of_its_own(divisible: Handler) -> None:

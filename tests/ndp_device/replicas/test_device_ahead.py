@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +11,10 @@ import numpy as np
 import pytest
 from caller import Caller
 from numpy.typing import NDArray
-from small_checkpoint import EXPERTS, LAYERS, write_small_checkpoint
+from small_checkpoint import EXPERTS, LAYERS
+from stepping_kernel import SteppingKernel
 
 from ndp_device import server
-from ndp_device.calibration.build import build_data_free
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.experts.expert import Expert
@@ -29,43 +28,9 @@ EVERYWHERE = np.ones((LAYERS, EXPERTS), np.bool_)
 HERE = {bits: 1 << flag for flag, bits in enumerate((1, 2, 3, 4, 16))}  # a plan's flags
 
 
-class SteppingKernel:
-    """Keeps experts as they lie in the file, in two steps; says which ones it prepared."""
-
-    name = "stepping"
-
-    def __init__(self) -> None:
-        self.num_prepared = 0
-
-    def prepare(self, expert: Expert) -> Expert:
-        self.num_prepared += 1
-        return expert
-
-    def prepare_by_parts(self, expert: Expert) -> Iterator[Expert | None]:
-        yield None
-        yield self.prepare(expert)
-
-    def masked(self, narrow: Expert, wide: Expert) -> None:
-        return None
-
-    def parts(self, prepared: Expert) -> list[tuple[int, int]]:
-        return [(id(prepared), prepared.nbytes)]
-
-    def execute(self, *arguments: Any) -> Any:
-        raise AssertionError("nothing is computed here")
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    model = write_small_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", hidden_size=16)
-    out = tmp_path_factory.mktemp("replicas") / "small"
-    build_data_free(model, out, group_size=8, show_progress=False)
-    return model, out
-
-
 @pytest.fixture
-def store(directories: tuple[Path, Path]) -> ExpertStore:
-    return ExpertStore(*directories, kernel=SteppingKernel())
+def store(model_dir: Path, built: Path) -> ExpertStore:
+    return ExpertStore(model_dir, built, kernel=SteppingKernel())
 
 
 def handler_over(store: ExpertStore, *, ahead: bool = True) -> Handler:
@@ -120,7 +85,7 @@ def test_an_expert_in_no_plan_gets_the_width_that_is_usual_elsewhere(store: Expe
 
 
 def test_full_precision_and_what_cannot_be_had_is_never_prepared_ahead(
-    directories: tuple[Path, Path], store: ExpertStore
+    model_dir: Path, built: Path, store: ExpertStore
 ) -> None:
     prefetch_order = PrefetchOrder(store)
     prefetch_order.note(16, EVERYWHERE)
@@ -129,7 +94,7 @@ def test_full_precision_and_what_cannot_be_had_is_never_prepared_ahead(
     assert keys
     assert (0, 0, 3) not in keys
     assert {bits for _, _, bits in keys} == {3}
-    without_replicas = PrefetchOrder(ExpertStore(directories[0], None, kernel=SteppingKernel()))
+    without_replicas = PrefetchOrder(ExpertStore(model_dir, None, kernel=SteppingKernel()))
     assert without_replicas.is_done
     without_replicas.note(16, EVERYWHERE)
     assert without_replicas.next() is None
@@ -215,7 +180,7 @@ def test_a_damaged_expert_is_given_up_and_the_others_are_prepared(
 
 
 def test_only_a_device_that_is_told_to_and_has_a_bound_prepares_ahead(
-    directories: tuple[Path, Path], store: ExpertStore
+    model_dir: Path, built: Path, store: ExpertStore
 ) -> None:
     assert not handler_over(store, ahead=False).can_prepare_ahead
     assert not handler_over(store, ahead=False).prepare_ahead()
@@ -224,10 +189,10 @@ def test_only_a_device_that_is_told_to_and_has_a_bound_prepares_ahead(
         ("native", "asked", False),
         ("native", "idle", True),
     ):
-        config = DeviceConfig("ipc:///x", *directories, kernel=kernel, prepare=prepare)
+        config = DeviceConfig("ipc:///x", model_dir, built, kernel=kernel, prepare=prepare)
         assert Handler.from_config(config).can_prepare_ahead is expected
     with pytest.raises(ConfigError, match="prepare must be one of idle, asked"):
-        DeviceConfig("ipc:///x", *directories, prepare="never")
+        DeviceConfig("ipc:///x", model_dir, built, prepare="never")
 
 
 # -- the server's part: when ---------------------------------------------------------------------------------------

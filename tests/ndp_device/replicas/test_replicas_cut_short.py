@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from caller import Caller
-from small_checkpoint import HIDDEN, write_small_checkpoint
+from caller import Caller, pairs_of
+from small_checkpoint import write_small_checkpoint
 from stopped_disk import StoppedDisk
 
 from ndp_device.calibration.build import build_data_free
@@ -25,6 +25,8 @@ from ndp_device.common.errors import DeviceError, ReplicaError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.handler import Handler
 from ndp_device.kernels import load_kernel
+from ndp_device.protocol import codec
+from ndp_device.protocol import messages as msg
 from ndp_device.replicas.format import ReplicaFiles, check_layer_file, read_manifest
 from ndp_device.replicas.mapped import MappedFile
 from ndp_device.replicas.store import ExpertStore
@@ -32,6 +34,11 @@ from ndp_device.timing.spec import load_hardware
 
 PAGE = os.sysconf("SC_PAGESIZE")
 WIDE = 128  # experts of several pages
+
+
+def execute_tensors(bits: int) -> codec.Tensors:
+    x = np.random.default_rng(0).standard_normal((2, WIDE)).astype(np.float32)
+    return pairs_of(x, [0, 1], [0, 2], [bits, bits], [0.5, 0.25])
 
 
 def _cut_to_nothing(path: Path) -> None:
@@ -126,13 +133,13 @@ def test_a_device_answers_a_cut_file_with_a_typed_error_and_goes_on(
     none = np.zeros((2, 3), np.uint8)
     none[0] = 15
     assert not caller.install(1, none).any()
-    caller.ask(msg_activate(), epoch=1)
+    caller.ask(msg.ActivatePlan, epoch=1)
     damage(replicas / "experts-00001.safetensors")
     some = np.full((2, 3), 15, np.uint8)
     missing = caller.install(2, some, expected_epoch=1)
     assert not missing[0].any()
     assert (missing[1] == 15).all()
-    caller.ask(msg_activate(), epoch=2)
+    caller.ask(msg.ActivatePlan, epoch=2)
     tensors = execute_tensors(bits=2)
     assert np.isfinite(caller.execute(tensors, epoch=2)[1]).all()
     with pytest.raises(DeviceError, match="not_loaded"):
@@ -233,27 +240,6 @@ def test_faulthandler_and_ours_never_call_each_other_for_ever(
     assert done.stdout == ("disowned\n" * 2 if fault == "ours" else "")
     is_reported = order == "after" or fault != "ours"
     assert done.stderr.count("Fatal Python error") == is_reported, done.stderr[-2000:]
-
-
-def execute_tensors(bits: int) -> dict[str, np.ndarray]:
-    x = np.random.default_rng(0).standard_normal((2, WIDE)).astype(np.float32)
-    rows, experts = np.array([0, 1], np.int32), np.array([0, 2], np.int32)
-    return {
-        "x": x,
-        "pair_rows": rows,
-        "pair_experts": experts,
-        "pair_bits": np.full(2, bits, np.uint8),
-        "gates": np.array([0.5, 0.25], np.float32),
-    }
-
-
-def msg_activate() -> type:
-    from ndp_device.protocol import messages as msg
-
-    return msg.ActivatePlan
-
-
-assert HIDDEN < WIDE
 
 
 def test_a_write_that_fails_leaves_what_was_there_and_nothing_aside(tmp_path: Path) -> None:

@@ -42,13 +42,6 @@ from ndp_device.replicas.store import ExpertStore
 from vllm_ndp.traces import format as traces
 
 
-@pytest.fixture(scope="module")
-def built(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("replicas") / "small"
-    build_data_free(model_dir, out, group_size=8, show_progress=False)
-    return out
-
-
 @pytest.fixture
 def replicas(built: Path, tmp_path: Path) -> Path:
     """A copy a test may damage."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from caller import Caller
+from caller import Caller, pairs_of
 from numpy.typing import NDArray
 from paths import resident_bytes_of
 from small_checkpoint import EXPERTS, LAYERS, write_small_checkpoint
+from stepping_kernel import SteppingKernel
 
 from ndp_device.calibration.build import build_data_free
-from ndp_device.experts.expert import Expert
 from ndp_device.handler import Handler
 from ndp_device.kernels import load_kernel
 from ndp_device.replicas.mapped import MappedFile
@@ -23,30 +22,9 @@ from ndp_device.shard_stores import PrefetchOrder
 from ndp_device.timing.spec import load_hardware
 
 
-class KeepingKernel:
-    """Keeps experts as they lie in the file and says so."""
-
-    name = "keeping"
-
-    def prepare(self, expert: Expert) -> Expert:
-        return expert
-
-    def masked(self, narrow: Expert, wide: Expert) -> None:
-        return None
-
-    def parts(self, prepared: Expert) -> Iterable[tuple[int, int]]:
-        return [(id(prepared), prepared.nbytes)]
-
-    def execute(self, *arguments: Any) -> Any:
-        raise AssertionError("nothing is computed here")
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    model = write_small_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small")
-    out = tmp_path_factory.mktemp("replicas") / "small"
-    build_data_free(model, out, group_size=8, show_progress=False)
-    return model, out
+@pytest.fixture
+def store(model_dir: Path, built: Path) -> ExpertStore:
+    return ExpertStore(model_dir, built, kernel=SteppingKernel())
 
 
 def every_width(store: ExpertStore) -> dict[tuple[int, int, int], Any]:
@@ -54,8 +32,7 @@ def every_width(store: ExpertStore) -> dict[tuple[int, int, int], Any]:
     return {key: store.get(*key) for key in keys}
 
 
-def test_more_than_the_packed_replicas_is_forgotten_longest_unused_first(directories: tuple[Path, Path]) -> None:
-    store = ExpertStore(*directories, kernel=KeepingKernel())
+def test_more_than_the_packed_replicas_is_forgotten_longest_unused_first(store: ExpertStore) -> None:
     before = every_width(store)
     first, latest = (0, 0, 1), (0, 0, 2)
     store.get(*latest)
@@ -65,8 +42,7 @@ def test_more_than_the_packed_replicas_is_forgotten_longest_unused_first(directo
     assert store.get(*first) is not before[first]
 
 
-def test_what_is_in_use_and_cannot_be_masked_stays_whatever_it_takes(directories: tuple[Path, Path]) -> None:
-    store = ExpertStore(*directories, kernel=KeepingKernel())
+def test_what_is_in_use_and_cannot_be_masked_stays_whatever_it_takes(store: ExpertStore) -> None:
     before = every_width(store)
     everything = np.ones((LAYERS, EXPERTS), np.bool_)
     assert store.trim(dict.fromkeys((1, 2, 3, 4), everything)) == 0
@@ -77,8 +53,7 @@ def test_what_is_in_use_and_cannot_be_masked_stays_whatever_it_takes(directories
             assert store.get(*key) is prepared
 
 
-def test_asking_again_for_many_at_once_is_asking_for_each(directories: tuple[Path, Path]) -> None:
-    store = ExpertStore(*directories, kernel=KeepingKernel())
+def test_asking_again_for_many_at_once_is_asking_for_each(store: ExpertStore) -> None:
     before = every_width(store)
     first = np.zeros((LAYERS, EXPERTS), np.bool_)
     first[0] = True
@@ -92,9 +67,8 @@ def test_asking_again_for_many_at_once_is_asking_for_each(directories: tuple[Pat
     assert sum(before[key].nbytes for key in kept) == store.held_bytes <= store.resident_bytes
 
 
-def test_the_native_kernel_counts_components_that_widths_share_once(directories: tuple[Path, Path]) -> None:
-    kernel = load_kernel("native")
-    store = ExpertStore(*directories, kernel=kernel)
+def test_the_native_kernel_counts_components_that_widths_share_once(model_dir: Path, built: Path) -> None:
+    store = native_store((model_dir, built))
     two, three, four = (store.get(0, 0, bits) for bits in (2, 3, 4))
     shared = sum(component.nbytes for component in two.components)
     assert store.held_bytes == two.nbytes + three.nbytes + four.nbytes - 2 * shared
@@ -232,13 +206,8 @@ def test_a_device_whose_plans_name_everything_answers_with_the_same_bits_within_
     for client, bits in ((clients[0], 1), (clients[1], 2), (clients[0], 3), (clients[1], 4)):
         alone = Caller(Handler(roomy, roomy._kernel, load_hardware("h100-ndp512")))
         alone.ready(np.full((LAYERS, EXPERTS), flags[bits], np.uint8))
-        tensors = {
-            "x": rng.standard_normal((4, 64), np.float32),
-            "pair_rows": np.array([0, 0, 1, 2, 3, 3], np.int32),
-            "pair_experts": np.array([0, 1, 2, 2, 0, 2], np.int32),
-            "pair_bits": np.full(6, bits, np.uint8),
-            "gates": rng.uniform(0, 1, 6).astype(np.float32),
-        }
+        x = rng.standard_normal((4, 64), np.float32)
+        tensors = pairs_of(x, [0, 0, 1, 2, 3, 3], [0, 1, 2, 2, 0, 2], [bits] * 6, rng.uniform(0, 1, 6))
         for layer in range(LAYERS):
             got, wanted = (caller.execute(tensors, layer=layer)[1] for caller in (client, alone))
             np.testing.assert_array_equal(got, wanted)

@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 import pytest
 from attacked_device import PATIENCE_S, PROGRAM, Device, assert_serves, execute, is_ended, request
+from caller import pairs_of
 from raw_zmtp import GREETING, READY, WITHOUT_HANDSHAKE, connected, greeted, message
 from server_by_hand import LOOPBACK, HandServer, answer, ask, host_of, serving
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS
@@ -103,10 +104,8 @@ def test_answers_that_are_not_read_are_bounded_over_all_peers_together(device: D
     before = device.resident()
     plan = msg.InstallPlan(2, epoch=1, expected_epoch=0), {"replicas": np.full((LAYERS, EXPERTS), 16, np.uint8)}
     x = np.zeros((msg.MAX_TOKENS, HIDDEN), np.float32)
-    empty = {"pair_rows": np.int32, "pair_experts": np.int32, "pair_bits": np.uint8, "gates": np.float32}
-    nothing = {name: np.zeros(0, dtype) for name, dtype in empty.items()}
     pure = msg.Execute(4, epoch=1, layer=0, step=0, submit_ps=0, ttl_us=1 << 60)
-    flood = request(pure, {"x": x, **nothing})
+    flood = request(pure, pairs_of(x, [], [], [], []))
     deaf = [device.raw() for _ in range(20)]
     for connection in deaf:
         connection.sendall(request(msg.Hello(1, versions=(msg.VERSION, msg.VERSION), client="deaf")) + request(*plan))
