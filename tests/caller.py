@@ -16,7 +16,6 @@ from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.transport.base import damage_of, write_checksum
-from vllm_ndp.device_client.client import DeviceClient, ExecuteHandle
 
 ALL = np.full((LAYERS, EXPERTS), 31, np.uint8)
 """A plan that asks for every expert in full precision and at every width that all replicas have."""
@@ -43,7 +42,7 @@ class Call:
     gates: NDArray[np.float32]
     y: NDArray[np.float32]  # what a device must answer, to the bit
 
-    def begin(self, client: DeviceClient, step: int = 0) -> ExecuteHandle:
+    def begin(self, client: Any, step: int = 0) -> Any:
         return client.begin_execute(
             self.layer, step, step * 10**6, self.x, self.rows, self.experts, self.bits, self.gates
         )

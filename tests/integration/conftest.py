@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import IN_PROCESS, device_processes
+from engines import IN_PROCESS, MODEL, device_processes
+
+from vllm_ndp.device_client.process import DeviceProcess
 
 pytest.register_assert_rewrite("served_model", "scraping")  # what they assert is shown as in tests
 os.environ |= IN_PROCESS | {
@@ -36,3 +38,11 @@ def no_device_is_left_behind() -> Iterator[None]:
     yield
     gc.collect()
     assert not [process for process in device_processes() if process.pid not in before]
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[DeviceProcess]:
+    """Of the bundled model in full precision."""
+    process = DeviceProcess.spawn(MODEL, None)
+    yield process
+    process.terminate()

@@ -182,6 +182,15 @@ def replay_of(trace: Trace) -> LiveReplay:
     return replay_live(trace, losses_of_run(trace, None))
 
 
+@cache
+def parser() -> Any:
+    """Of `vllm serve`. vLLM writes into the defaults of what it parsed: copy that."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser())
+
+
 def user_environment(**changes: str) -> dict[str, str]:
     """What a program started by a user would see: the tests' environment without what suits engines in this process."""
     environment = {name: value for name, value in os.environ.items() if name not in IN_PROCESS}

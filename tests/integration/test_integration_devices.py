@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,8 +49,7 @@ def stock_tokens() -> list[list[int]]:
 
 @dataclass
 class Told:
-    """What one engine with two devices in full precision did: undisturbed, with a device killed in the middle, and when
-    that was back."""
+    """What one engine with two devices did: undisturbed, with one killed in mid-run, and afterwards."""
 
     directory: Path
     pids: list[list[int]] = field(default_factory=list)
@@ -68,8 +66,12 @@ class Told:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    made = Told(tmp_path_factory.mktemp("trace") / "two-devices")
-    with engine(settings=TWO | {"record": str(made.directory)}, max_num_batched_tokens=64) as llm:
+    return killed_and_back(tmp_path_factory.mktemp("trace") / "two-devices", TWO)
+
+
+def killed_and_back(directory: Path, settings: dict[str, Any]) -> Told:
+    made = Told(directory)
+    with engine(settings=settings | {"record": str(directory)}, max_num_batched_tokens=64) as llm:
         made.note(llm, token_ids(greedy(llm, LONG_PROMPTS, TOKENS)))
         made.note(llm, kill_in_the_middle(llm, LONG_PROMPTS, TOKENS, made.pids[0][0]))
         wait_until_it_serves_again(llm)
@@ -142,15 +144,8 @@ def test_a_run_replays_to_the_picosecond_with_a_device_lost_and_back(told: Told)
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """What one engine with two halves of every expert did: undisturbed, with one killed in mid-run, and afterwards."""
-    made = Told(tmp_path_factory.mktemp("trace") / "halves")
-    settings = TWO | {"debug": {"device_experts": "split"}, "record": str(made.directory)}
-    with engine(settings=settings, max_num_batched_tokens=64) as llm:
-        made.note(llm, token_ids(greedy(llm, LONG_PROMPTS, TOKENS)))
-        made.note(llm, kill_in_the_middle(llm, LONG_PROMPTS, TOKENS, made.pids[0][0]))
-        wait_until_it_serves_again(llm)
-        made.note(llm, token_ids(greedy(llm, LONG_PROMPTS, TOKENS)))
-    return made
+    directory = tmp_path_factory.mktemp("trace") / "halves"
+    return killed_and_back(directory, TWO | {"debug": {"device_experts": "split"}})
 
 
 def test_two_halves_of_every_expert_give_the_tokens_of_stock_vllm_and_both_compute_every_message(  # type: ignore[no-untyped-def]
@@ -196,13 +191,6 @@ def test_halves_of_quantized_experts_give_the_tokens_of_one_device_and_replay(tm
 
 
 # -- what is refused, in one sentence, before anything is served ---------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[DeviceProcess]:
-    process = DeviceProcess.spawn(MODEL, None)
-    yield process
-    process.terminate()
 
 
 def refusal(*addresses: str, keys: Path | None = None) -> str:

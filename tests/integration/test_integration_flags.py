@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import MODEL, PROMPTS, engine, greedy, token_ids
+from engines import MODEL, PROMPTS, engine, greedy, parser, token_ids
 from safetensors.torch import load_file, save_file
 from serve_options import NOT_OURS, REFUSED, WORKS
 
@@ -35,18 +36,13 @@ def test_every_option_of_vllm_serve_has_one_answer():
 
 def test_settings_in_two_ways_are_refused_because_vllm_drops_one(monkeypatch: pytest.MonkeyPatch):
     from vllm import EngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     given = ["--model", str(MODEL), "--quantization", "ndp", "--max-model-len", "128"]
-    given += [
-        "--additional-config",
-        '{"ndp": {"hot_experts": 4, "avg_bits": 2}}',
-        "--additional-config.ndp.hot_experts",
-    ]
-    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args([*given, "2"])
+    given += ["--additional-config", '{"ndp": {"hot_experts": 4, "avg_bits": 2}}']
+    given += ["--additional-config.ndp.hot_experts", "2"]
+    parsed = copy.deepcopy(parser().parse_args(given))  # vLLM writes into its parser's defaults
     assert parsed.additional_config == {"ndp": {"hot_experts": 2}}  # avg_bits is gone, without a word of vLLM's
-    monkeypatch.setattr(sys, "argv", ["vllm", "serve", *given, "2"])
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", *given])
     with pytest.raises(
         ConfigError, match=r"keeps only one of --additional-config and --additional-config\.ndp\.hot_experts"
     ):
@@ -70,12 +66,10 @@ def test_a_server_on_a_cpu_compiles_only_if_asked(
 ):
     from vllm import EngineArgs
     from vllm.config import CompilationMode
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     given = ["--model", str(MODEL), "--quantization", "ndp", "--max-model-len", "128", *words]
     monkeypatch.setattr(sys, "argv", ["vllm", command, *given])
-    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(given)
+    parsed = copy.deepcopy(parser().parse_args(given))
     config = EngineArgs.from_cli_args(parsed).create_engine_config()
     assert (config.compilation_config.mode == CompilationMode.NONE) == eager
     assert ("all" in config.compilation_config.custom_ops) == eager  # vLLM's own operators where nothing is compiled

@@ -8,12 +8,11 @@ from __future__ import annotations
 import runpy
 import shlex
 import sys
-from functools import lru_cache
 from typing import Any
 
 import pytest
 import yaml
-from engines import MODEL, REPLICAS, ROOT
+from engines import MODEL, REPLICAS, ROOT, parser
 
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs
@@ -22,14 +21,6 @@ from vllm_ndp.operating.sizing import GB, Demand, MachineSize, Sizing
 from vllm_ndp.operating.sources import source_named
 
 pytestmark = pytest.mark.vllm
-
-
-@lru_cache(maxsize=1)
-def parser() -> Any:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    return make_arg_parser(FlexibleArgumentParser())
 
 
 def settings_of(words: list[str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from engines import MODEL
+from engines import MODEL, parser
 from serve_options import NOT_OURS, REFUSED, WORKS
 
 from ndp_device.common.errors import ConfigError
@@ -43,14 +43,6 @@ OURS = (
 """What the plugin changes in vLLM's configuration on a CPU."""
 
 Outcome = dict[str, str] | Exception
-
-
-@lru_cache(maxsize=1)
-def parser() -> Any:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    return make_arg_parser(FlexibleArgumentParser())
 
 
 @pytest.fixture(autouse=True)

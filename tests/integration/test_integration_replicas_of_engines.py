@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,13 +34,6 @@ UNEVEN = (PROMPTS[:3], PROMPTS[3:])
 def stock_tokens() -> dict[str, list[int]]:
     """Of stock vLLM in one process; its CPU build cannot run experts in data-parallel ranks at all."""
     return dict(zip(PROMPTS, stock_tokens_of(PROMPTS, TOKENS), strict=True))
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[DeviceProcess]:
-    process = DeviceProcess.spawn(MODEL, None)
-    yield process
-    process.terminate()
 
 
 @pytest.fixture(scope="module")

@@ -282,41 +282,25 @@ def test_the_stored_order_of_columns_is_held_against_what_is_stated() -> None:
         read(in_groups(64, actorder="weight"), ordered)
 
 
+def of_4_bits(groups: int) -> Stored:
+    return {"weight_packed": np.zeros((64, 64), np.uint8), "weight_scale": np.ones((64, groups), np.uint8)}
+
+
+FP8: Stored = {"weight": np.zeros((64, 64), np.uint8), "weight_scale": np.ones((64, 1), np.float32)}
+
+
 @pytest.mark.parametrize(
     ("weights", "stored", "dtypes"),
     [
         pytest.param({"num_bits": 4, "type": "float", "group_size": 64}, Matrix().compressed(), {}, id="words"),
         pytest.param({"num_bits": 8, "type": "float", "group_size": 64}, Matrix().int8(), {}, id="int8"),
         pytest.param(
-            {"num_bits": 4, "type": "float", "group_size": 32},
-            {"weight_packed": np.zeros((64, 64), np.uint8), "weight_scale": np.ones((64, 8), np.uint8)},
-            {"weight_scale": "F8_E4M3"},
-            id="nvfp4",
+            {"num_bits": 4, "type": "float", "group_size": 32}, of_4_bits(8), {"weight_scale": "F8_E4M3"}, id="nvfp4"
         ),
-        pytest.param(
-            {"num_bits": 4, "type": "float", "group_size": 16},
-            {"weight_packed": np.zeros((64, 64), np.uint8), "weight_scale": np.ones((64, 4), np.uint8)},
-            {},
-            id="mxfp4",
-        ),
-        pytest.param(
-            {"num_bits": 8, "type": "int", "strategy": "channel"},
-            {"weight": np.zeros((64, 64), np.uint8), "weight_scale": np.ones((64, 1), np.float32)},
-            {"weight": "F8_E4M3"},
-            id="fp8",
-        ),
-        pytest.param(
-            {"num_bits": 8, "type": "float", "strategy": "tensor"},
-            {"weight": np.zeros((64, 64), np.uint8), "weight_scale": np.ones((64, 1), np.float32)},
-            {"weight": "F8_E4M3"},
-            id="fp8-strategy",
-        ),
-        pytest.param(
-            {"num_bits": 8, "type": "float", "block_structure": "32x32"},
-            {"weight": np.zeros((64, 64), np.uint8), "weight_scale": np.ones((64, 1), np.float32)},
-            {"weight": "F8_E4M3"},
-            id="fp8-blocks",
-        ),
+        pytest.param({"num_bits": 4, "type": "float", "group_size": 16}, of_4_bits(4), {}, id="mxfp4"),
+        ({"num_bits": 8, "type": "int", "strategy": "channel"}, FP8, {"weight": "F8_E4M3"}),
+        ({"num_bits": 8, "type": "float", "strategy": "tensor"}, FP8, {"weight": "F8_E4M3"}),
+        ({"num_bits": 8, "type": "float", "block_structure": "32x32"}, FP8, {"weight": "F8_E4M3"}),
     ],
 )
 def test_types_widths_and_blocks_that_the_tensors_do_not_have_are_refused(

@@ -40,10 +40,7 @@ class Rack:
     client: DeviceGroup
 
     def serve(self, call: Call, step: int = 0) -> ExecuteResult:
-        handle = self.client.begin_execute(
-            call.layer, step, step * 10**6, call.x, call.rows, call.experts, call.bits, call.gates
-        )
-        return self.client.finish_execute(handle)
+        return self.client.finish_execute(call.begin(self.client, step))
 
     def executed(self) -> list[int]:
         return [device.handler.num_executed for device in self.devices]
@@ -131,7 +128,7 @@ def test_any_number_of_devices_gives_the_answer_of_one_and_most_of_them_work(num
 
 def test_each_device_is_sent_one_message_with_its_own_rows_only(rack: Rack) -> None:
     call = next(call for call in CALLS if len(set(call.experts.tolist())) > 1 and len(call.x) > 1)
-    handle = rack.client.begin_execute(call.layer, 0, 0, call.x, call.rows, call.experts, call.bits, call.gates)
+    handle = call.begin(rack.client)
     assert rack.executed() == [1, 1], "every message has left before an answer is waited for"
     assert sorted(np.concatenate([message.pairs for message in handle.messages]).tolist()) == list(
         range(len(call.rows))
@@ -144,7 +141,7 @@ def test_each_device_is_sent_one_message_with_its_own_rows_only(rack: Rack) -> N
 
 def test_a_layer_takes_as_long_as_its_slowest_device_and_spends_what_all_of_them_do(rack: Rack) -> None:
     call = next(call for call in CALLS if len(set(call.experts.tolist())) > 1)
-    handle = rack.client.begin_execute(call.layer, 0, 10**9, call.x, call.rows, call.experts, call.bits, call.gates)
+    handle = call.begin(rack.client, step=1000)
     timing = rack.client.finish_execute(handle).timing
     timings = [result.timing for _, result in handle.answered]
     assert len(timings) == 2
@@ -179,7 +176,7 @@ def test_where_one_device_has_no_simulated_time_the_layer_has_none_and_its_sum_a
 
     call = next(call for call in CALLS if len(set(call.experts.tolist())) > 1)
     rack.devices[0].fault = lambda reply: (without_time(reply),)
-    handle = rack.client.begin_execute(call.layer, 0, 0, call.x, call.rows, call.experts, call.bits, call.gates)
+    handle = call.begin(rack.client)
     result = rack.client.finish_execute(handle)
     assert {answer.timing is None for _, answer in handle.answered} == {True, False}
     assert result.timing is None
@@ -206,7 +203,7 @@ def test_a_silent_device_costs_half_a_deadline_once_and_then_nothing(rack: Rack)
     """The other half is for the copy. What is known to be down is not asked again until it answers."""
     rack.devices[0].fault = failing("drop")
     call = next(call for call in CALLS if len(set(call.experts.tolist())) > 1)
-    handle = rack.client.begin_execute(call.layer, 0, 0, call.x, call.rows, call.experts, call.bits, call.gates)
+    handle = call.begin(rack.client)
     halves = [message.handle.patience_s for message in handle.messages]
     assert max(halves) <= DEADLINE_MS / 2000 + 1e-6
     np.testing.assert_allclose(rack.client.finish_execute(handle).y, call.y, rtol=1e-5, atol=1e-6)
