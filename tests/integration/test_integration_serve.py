@@ -436,29 +436,6 @@ def test_metrics_count_what_reports_count(server: Server):
     assert after["ndp_device_up{}"] == 1
 
 
-def test_pairs_of_aborted_requests_are_counted_to_their_last_step(server: Server):
-    """vLLM takes an abort between a step and its outcome: what that step computed for the request is its as well."""
-    before = metrics_of(server)
-    names = [f"left-{number}" for number in range(8)]
-
-    def leave(name: str) -> None:
-        stream = complete(server, PROMPTS[0], stream=True, max_tokens=400, extra_headers={"X-Request-Id": name})
-        for _ in zip(range(1 + int(name[-1])), stream, strict=False):
-            pass
-        stream.close()
-
-    with ThreadPoolExecutor(len(names)) as pool:
-        list(pool.map(leave, names))
-    deadline, reports = time.monotonic() + PATIENCE_S, list[dict[str, Any]]()
-    while len(reports) < len(names) and time.monotonic() < deadline:
-        told = [get(server, f"/v1/ndp/requests/{name}") for name in names]
-        reports = [one for _, body in told for one in json.loads(body).get("finished", {}).values()]
-    assert [report["finish"] for report in reports] == ["aborted"] * 8
-    while (after := metrics_of(server))["ndp_requests_total{finish=aborted}"] < 8 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    check_sums({name: value - before.get(name, 0) for name, value in after.items()}, reports)
-
-
 def test_top_shows_what_the_server_does(server: Server):
     """The terminal's view, twice a second while a request runs: rates of both clocks, requests, the plan."""
     top = [NDP_PROGRAM, "top", server.address]
