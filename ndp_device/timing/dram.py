@@ -198,7 +198,7 @@ def _profile(dram: DramSpec) -> _Profile:
         return _Profile(ramp, pace, first_pass, (twice - once, first_pass), (0, 1), data_cycles, 0, 0, 0)
     loss = _refresh_loss(dram, lines)
     blocked = dram.ranks - 1 + dram.rfc - (dram.act_cycles - 1)
-    return _Profile(ramp, pace, _NEVER, pace, loss, data_cycles, dram.refi, blocked, rows_reopened=lines.period)
+    return _Profile(ramp, pace, _NEVER, pace, loss, data_cycles, dram.refi, blocked, rows_reopened=dram.bank_groups)
 
 
 def _refresh_loss(dram: DramSpec, lines: StreamMap) -> tuple[int, int]:

@@ -6,15 +6,13 @@ First-ready first-come-first-served over a queue of queue_entries, open rows. A 
 before that request is read. A refresh that is due lets no queued request begin before it is issued. Where an activate
 is two commands (LPDDR5), the second takes the first cycle that nothing else wants, and no other activate comes between.
 
-Time jumps from command to command. Where the state repeats itself while one set of open rows streams, `_skip_periods`
-skips whole periods at once. The result is that of walking through them.
+Time jumps from command to command.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from functools import cached_property
 
 from ndp_device.timing.spec import DramSpec
 
@@ -123,22 +121,9 @@ class Channel:
     def all_closed(self, rank: int) -> bool:
         return all(self.open_rows[bank] is None for bank in self.banks_of(rank))
 
-    def signature(self, now: int) -> tuple[object, ...]:
-        """Equal signatures at two moments: from then on, equal requests are served in equal time."""
-        times = (
-            *(self.bank_act + self.bank_read + self.bank_pre + self.group_act + self.group_read),
-            *(self.rank_act + self.rank_read + self.rank_pre + self.rank_pre_all + self.rank_refresh),
-            *(act + self.dram.faw for acts in self.recent_acts for act in acts),
-            self.bus_free,
-            self.data_clock_until,
-        )
-        return (tuple(time - now if time > now else 0 for time in times), tuple(self.open_rows))
 
-
-Line = tuple[int, int]  # (bank counted over all ranks, row)
 _FOREVER = 1 << 60
 _READ, _ACTIVATE, _PRECHARGE = range(3)
-_CALM_READS = 16  # reads without any other command before a repeated state is looked for
 
 
 @dataclass(frozen=True)
@@ -150,17 +135,7 @@ class StreamMap:
 
     dram: DramSpec
 
-    @cached_property
-    def period(self) -> int:
-        """Lines after which the banks repeat while the open rows stay the same."""
-        return self.dram.bank_groups
-
-    @cached_property
-    def block(self) -> int:
-        """Lines of the rows that are streamed at the same time: one per bank group."""
-        return self.period * self.dram.lines_per_row
-
-    @cached_property
+    @property
     def row_span(self) -> int:
         """Lines of one row of every bank."""
         return self.dram.ranks * self.dram.banks * self.dram.lines_per_row
@@ -171,10 +146,6 @@ class StreamMap:
         rest, bank = divmod(rest // dram.lines_per_row, dram.banks_per_group)
         row, rank = divmod(rest, dram.ranks)
         return (rank * dram.bank_groups + group) * dram.banks_per_group + bank, row
-
-    def block_end(self, position: int) -> int:
-        """The first position after `position` that lies in other rows than the period before it."""
-        return (position // self.block + 1) * self.block
 
 
 @dataclass(frozen=True)
@@ -197,15 +168,12 @@ class ServedBurst:
 class Controller:
     """Serves lines [0, end) on an idle channel; lines_in_flight bounds lines offered and not yet returned, 0 = free."""
 
-    def __init__(
-        self, dram: DramSpec, lines: StreamMap, idle: Idle, end: int, lines_in_flight: int = 0, *, skip: bool = True
-    ) -> None:
+    def __init__(self, dram: DramSpec, lines: StreamMap, idle: Idle, end: int, lines_in_flight: int = 0) -> None:
         self.dram = dram
         self.channel = Channel(dram)
         self.lines = lines
         self.end = end
         self.in_flight_limit = lines_in_flight
-        self.period = lines.period if skip else 0
         self.now = 0
         self.start = idle.start
         self.offered = 0
@@ -218,24 +186,19 @@ class Controller:
         self.next_refresh = _FOREVER if dram.refresh == "off" else idle.to_refresh
         self.refresh_due: deque[int] = deque()  # ranks
         self.refreshes = 0
-        self.skipped_lines = self.skipped_cycles = 0  # positions and times below are without them
-        self.calm_reads = 0
-        self.calm_state: tuple[object, ...] = ()
-        self.calm_since = (0, 0)  # (now, offered) at calm_state
 
     def run(self) -> ServedBurst:
         """Until the last line has returned."""
-        while self.queued or self.active or self.offered + self.skipped_lines < self.end:
+        while self.queued or self.active or self.offered < self.end:
             self._step()
-        cycles = self.last_return + self.skipped_cycles - self.start
-        return ServedBurst(cycles, self.channel.activations, self.refreshes)
+        return ServedBurst(self.last_return - self.start, self.channel.activations, self.refreshes)
 
     # -- offering ------------------------------------------------------------------------------------------------
 
     def _refill(self) -> None:
         if self.now < self.start:
             return
-        room = min(self.dram.queue_entries - self.queued, self.end - self.offered - self.skipped_lines)
+        room = min(self.dram.queue_entries - self.queued, self.end - self.offered)
         if self.in_flight_limit:
             while self.returns and self.returns[0] < self.now:
                 self.returns.popleft()
@@ -245,7 +208,7 @@ class Controller:
             self.offered += 1
 
     def _enqueue(self, number: int) -> None:
-        bank, row = self.lines.at(number + self.skipped_lines)
+        bank, row = self.lines.at(number)
         self.queue.setdefault(bank, {}).setdefault(row, deque()).append(number)
         self.queued += 1
 
@@ -282,10 +245,6 @@ class Controller:
         elif kind == _READ:
             if self._read(bank):
                 self._take(bank, row)
-                self.calm_reads += 1
-                if self.period and self.calm_reads >= _CALM_READS and self.calm_reads % self.period == 0:
-                    self._skip_periods()
-            return
         elif kind == _ACTIVATE:
             self.active[bank] = self._take(bank, row)
             self.channel.activate(bank, row, at)
@@ -293,17 +252,10 @@ class Controller:
                 self.second_activate_by = at + self.dram.aad
         else:
             self.channel.precharge(bank, at)
-        self._disturb()
-
-    def _disturb(self) -> None:
-        """Something other than a queued read happened: a repeated state can only begin after it."""
-        self.calm_reads = 0
-        self.calm_state = ()
 
     def _activate_second(self) -> None:
         self.channel.bus_free = self.now + 1
         self.second_activate_by = _FOREVER
-        self._disturb()
 
     def _next_active(self) -> tuple[int, int]:
         channel = self.channel
@@ -375,7 +327,6 @@ class Controller:
                 self._activate_second()
                 return False
             self.now += 1
-            self._disturb()
         channel.read(bank, self.now)
         self.last_return = self.now + channel.read_to_data
         if self.in_flight_limit:
@@ -405,41 +356,3 @@ class Controller:
         channel.refresh_all(rank, self.now)
         self.refresh_due.popleft()
         self.refreshes += 1
-
-    # -- skipping ------------------------------------------------------------------------------------------------
-
-    def _skip_periods(self) -> None:
-        """If the state equals that of the last call, as many such periods as fit are skipped.
-
-        Clock and positions of the state stay; instead the next refresh and the end of the lines come closer.
-        """
-        if self.active or self.refresh_due or not self.queued:
-            return
-        oldest = min(numbers[0] for rows in self.queue.values() for numbers in rows.values())
-        next_position = self.offered + self.skipped_lines
-        block_end = min(self.lines.block_end(oldest + self.skipped_lines), self.end)
-        room = block_end - next_position
-        if room < self.period:
-            return
-        queued = tuple(
-            (bank, tuple(number - self.offered for number in numbers))
-            for bank, rows in sorted(self.queue.items())
-            for numbers in rows.values()
-        )
-        returns = tuple(time - self.now for time in self.returns)
-        state = (self.channel.signature(self.now), queued, returns)
-        then, (now_then, offered_then) = self.calm_state, self.calm_since
-        self.calm_state, self.calm_since = state, (self.now, self.offered)
-        if state != then:
-            return
-        cycles, lines = self.now - now_then, self.offered - offered_then
-        if lines % self.period or not lines:
-            return
-        times = room // lines
-        if self.next_refresh != _FOREVER:
-            times = min(times, (self.next_refresh - self.now - 1) // cycles)
-        if times > 0:
-            self.skipped_lines += times * lines
-            self.skipped_cycles += times * cycles
-            if self.next_refresh != _FOREVER:
-                self.next_refresh -= times * cycles
