@@ -18,6 +18,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.timing.public_models import PUBLIC_MODELS
+
 PART = 1 << 24
 """Values that are drawn at once."""
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "U8": 1, "F8_E4M3": 1}
@@ -26,38 +28,60 @@ Tensors = Iterator[tuple[str, str, tuple[int, ...]]]
 """(name, dtype, shape)."""
 
 
-def _gptoss_config(layers: int, vocabulary: int) -> dict[str, Any]:
-    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    scaling = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-    return {
+COMMON = {"hidden_act": "silu", "eos_token_id": 2, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
+OWN: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
-        "hidden_act": "silu",
         "swiglu_limit": 7.0,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": layers,
-        "vocab_size": vocabulary,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
         "attention_bias": True,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
         "experts_per_token": 4,
-        "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)],
-        "sliding_window": 128,
         "max_position_embeddings": 131072,
         "initial_context_length": 4096,
         "rope_theta": 150000,
-        "rope_scaling": scaling | {"original_max_position_embeddings": 4096},
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+        | {"original_max_position_embeddings": 4096},
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "eos_token_id": 2,
         "pad_token_id": 1,
-        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": plain},
-    }
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [f"model.layers.*.{part}" for part in ("self_attn", "mlp.router")]
+            + ["model.embed_tokens", "lm_head"],
+        },
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "bos_token_id": 1,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+    },
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "bos_token_id": 1,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+    },
+}
+"""What config.json says beside the sizes."""
+
+
+def _config(model: str, layers: int | None, vocabulary: int | None) -> dict[str, Any]:
+    config = PUBLIC_MODELS[model].config | COMMON | OWN[model]
+    if layers:
+        config |= {"num_hidden_layers": layers}
+        config |= {"layer_types": config["layer_types"][:layers]} if "layer_types" in config else {}
+    return config | ({"vocab_size": vocabulary} if vocabulary else {})
 
 
 def _gptoss_tensors(config: dict[str, Any]) -> Tensors:
@@ -97,7 +121,6 @@ def _attention(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 QUANTIZED: dict[str, dict[str, Any]] = {
-    "bf16": {},
     "fp8": {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -125,36 +148,6 @@ QUANTIZED: dict[str, dict[str, Any]] = {
         "modules_to_not_convert": ["gate"],
     },
 }
-
-
-def _qwen3_config(layers: int, vocabulary: int, form: str) -> dict[str, Any]:
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "attention_bias": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "max_position_embeddings": 40960,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "num_attention_heads": 32,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": 4,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": vocabulary,
-    }
-    return config | ({"quantization_config": QUANTIZED[form]} if QUANTIZED[form] else {})
 
 
 def _qwen3_tensors(config: dict[str, Any]) -> Tensors:
@@ -198,31 +191,6 @@ def _awq(name: str, rows: int, columns: int) -> Tensors:
 LINEAR: dict[str, Callable[[str, int, int], Tensors]] = {"bf16": _bf16, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
 
 
-def _mixtral_config(layers: int, vocabulary: int) -> dict[str, Any]:
-    return {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 32768,
-        "num_attention_heads": 32,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": vocabulary,
-    }
-
-
 def _mixtral_tensors(config: dict[str, Any]) -> Tensors:
     width, inner = config["hidden_size"], config["intermediate_size"]
     yield from _ends(config)
@@ -236,15 +204,15 @@ def _mixtral_tensors(config: dict[str, Any]) -> Tensors:
                 yield from _bf16(of + f"block_sparse_moe.experts.{expert}.{name}", *shape)
 
 
+TENSORS = {"gpt_oss": _gptoss_tensors, "qwen3_moe": _qwen3_tensors, "mixtral": _mixtral_tensors}
+
+
 def write(model: str, directory: Path, layers: int | None = None, vocabulary: int | None = None) -> None:
     """layers, vocabulary: the official ones if not given. Raises KeyError for a model that is not known."""
-    if model == "gpt-oss-20b":
-        config, tensors = _gptoss_config(layers or 24, vocabulary or 201_088), _gptoss_tensors
-    elif model == "mixtral-8x7b":
-        config, tensors = _mixtral_config(layers or 32, vocabulary or 32_000), _mixtral_tensors
-    else:
-        form = model.removeprefix("qwen3-30b-a3b").removeprefix("-") or "bf16"
-        config, tensors = _qwen3_config(layers or 48, vocabulary or 151_936, form), _qwen3_tensors
+    form = next((form for form in QUANTIZED if model.endswith(f"-{form}")), None)
+    config = _config(model.removesuffix(f"-{form}"), layers, vocabulary)
+    config |= {"quantization_config": QUANTIZED[form]} if form else {}
+    tensors = TENSORS[config["model_type"]]
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     header, end = {}, 0

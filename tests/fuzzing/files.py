@@ -82,11 +82,16 @@ def kinds() -> list[Kind]:
         Kind("trace-manifest", _make_trace, _in_json("manifest.json"), _read_trace),
         Kind("trace-rows", _make_trace, _in_table, _read_trace),
         Kind("trace-bytes", _make_trace, _in_bytes("routing-00000.parquet"), _read_trace),
-        Kind("prior", _make_prior, _in_array, read_prior),
+        Kind("prior", _make_prior, _changed("", _damaged_array), read_prior),
         Kind("import-npz", _make_npz, _in_archive, lambda path: import_trace(path, "npz", SETTINGS)),
         Kind("import-npz-bytes", _make_npz, _in_bytes(""), lambda path: import_trace(path, "npz", SETTINGS)),
-        Kind("import-vllm", _make_vllm, _in_lines(""), lambda path: import_trace(path, "vllm", SETTINGS)),
-        Kind("import-routelog", _make_routelog, _in_lines(""), lambda path: import_trace(path, "routelog", SETTINGS)),
+        Kind("import-vllm", _make_vllm, _changed("", _other_line), lambda path: import_trace(path, "vllm", SETTINGS)),
+        Kind(
+            "import-routelog",
+            _make_routelog,
+            _changed("", _other_line),
+            lambda path: import_trace(path, "routelog", SETTINGS),
+        ),
         Kind(
             "import-moe-trace", _make_moe_trace, _in_bytes(""), lambda path: import_trace(path, "moe-trace", SETTINGS)
         ),
@@ -288,45 +293,41 @@ def _make_hardware(path: Path) -> None:
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 
-def _in_json(name: str) -> Damage:
+def _changed(name: str, change: Callable[[random.Random, bytes], bytes]) -> Damage:
+    """Of the file itself, or of one in a directory."""
+
     def damage(rng: random.Random, path: Path) -> None:
         file = path / name if name else path
-        file.write_bytes(mutated_json(rng, json.loads(file.read_text())))
+        file.write_bytes(change(rng, file.read_bytes()))
 
     return damage
+
+
+def _in_json(name: str) -> Damage:
+    return _changed(name, lambda rng, raw: mutated_json(rng, json.loads(raw)))
 
 
 def _in_bytes(name: str) -> Damage:
-    def damage(rng: random.Random, path: Path) -> None:
-        file = path / name if name else path
-        file.write_bytes(mutated_bytes(rng, file.read_bytes()))
-
-    return damage
+    return _changed(name, mutated_bytes)
 
 
 def _in_first_bytes(name: str, count: int) -> Damage:
     """Of a binary header, which is a small part of its file."""
-
-    def damage(rng: random.Random, path: Path) -> None:
-        raw = (path / name).read_bytes()
-        (path / name).write_bytes(mutated_bytes(rng, raw[:count]) + raw[count:])
-
-    return damage
+    return _changed(name, lambda rng, raw: mutated_bytes(rng, raw[:count]) + raw[count:])
 
 
 def _in_header(name: str) -> Damage:
     """Of a safetensors file: its JSON, with a length that fits again."""
 
-    def damage(rng: random.Random, path: Path) -> None:
-        raw = (path / name).read_bytes()
+    def change(rng: random.Random, raw: bytes) -> bytes:
         (length,) = struct.unpack("<Q", raw[:8])
         header = json.loads(raw[8 : 8 + length])
         kept = dict(rng.sample(sorted(header.items()), 3)) if rng.random() < 0.5 else header
         changed = json.loads(text) if _is_json(text := mutated_json(rng, kept)) else None
         text = json.dumps(header | changed).encode() if isinstance(changed, dict) and rng.random() < 0.8 else text
-        (path / name).write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+        return struct.pack("<Q", len(text)) + text + raw[8 + length :]
 
-    return damage
+    return _changed(name, change)
 
 
 def _is_json(text: bytes) -> bool:
@@ -337,19 +338,11 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
-def _in_lines(name: str) -> Damage:
-    def damage(rng: random.Random, path: Path) -> None:
-        file = path / name if name else path
-        lines = file.read_bytes().splitlines()
-        at = rng.randrange(len(lines))
-        lines[at] = mutated_json(rng, json.loads(lines[at]))
-        file.write_bytes(b"\n".join(lines) + b"\n")
-
-    return damage
-
-
-def _in_array(rng: random.Random, path: Path) -> None:
-    path.write_bytes(_damaged_array(rng, path.read_bytes()))
+def _other_line(rng: random.Random, raw: bytes) -> bytes:
+    lines = raw.splitlines()
+    at = rng.randrange(len(lines))
+    lines[at] = mutated_json(rng, json.loads(lines[at]))
+    return b"\n".join(lines) + b"\n"
 
 
 def _damaged_array(rng: random.Random, raw: bytes) -> bytes:
