@@ -38,13 +38,9 @@ DENSE = (
 )
 """Their files in vLLM reach experts, which their published checkpoints have not."""
 
+BIASED = ("ernie4_5_moe", "minimax_m2", "laguna", "longcat_flash", "minimax_m3", "step3p5", "minimax_m3_vl")
+
 REFUSED = {
-    "ernie4_5_moe": "a score correction bias without groups, which vLLM's CPU router leaves out",
-    "minimax_m2": "a score correction bias without groups, which vLLM's CPU router leaves out",
-    "laguna": "a score correction bias without groups, which vLLM's CPU router leaves out",
-    "longcat_flash": "a score correction bias without groups, which vLLM's CPU router leaves out",
-    "minimax_m3": "a score correction bias without groups, which vLLM's CPU router leaves out",
-    "step3p5": "a score correction bias without groups, which vLLM's CPU router leaves out",
     "glm4_moe_lite": "vLLM's CPU build rotates its keys wrongly",
     "jamba": "lacks the operator of its Mamba layers",
     "nemotron_h": "no gate projection",
@@ -56,8 +52,9 @@ REFUSED = {
     "interns2_mobius": "no experts were found by the names that are known",
     "moondream3": "one number of experts per token",
     "nemotron_nano_vl": "no gate projection",
-    "minimax_m3_vl": "a score correction bias without groups, which vLLM's CPU router leaves out",
-} | dict.fromkeys(DENSE, "is a dense model")
+}
+REFUSED |= dict.fromkeys(DENSE, "is a dense model")
+REFUSED |= dict.fromkeys(BIASED, "a score correction bias without groups, which vLLM's CPU router leaves out")
 
 WITH_STAND_INS = {
     *("qwen3_5_moe", "qwen3_5_moe_vl", "glm4v_moe", "minicpmv4_6", "minicpmv4_7", "gemma4_vl", "llama4_vl"),

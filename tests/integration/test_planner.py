@@ -23,7 +23,6 @@ from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
-COSTS = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), model_named("mixtral-8x7b"))
 LAYERS, EXPERTS, PROMPT = 32, 8, 64
 
 
