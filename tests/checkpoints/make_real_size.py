@@ -24,6 +24,13 @@ PART = 1 << 24
 """Values that are drawn at once."""
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "U8": 1, "F8_E4M3": 1}
 
+EMBEDDING = 4.0
+"""Standard deviation of embeddings. With that of the other matrices all tokens come to be alike within two layers, and
+choose the same experts, which no trained router does: a prompt and a batch would be far too fast."""
+CODES_AROUND_8 = np.array([(code or 8) for code in range(16)], np.uint8)
+CODES_AROUND_8 = (CODES_AROUND_8[None, :] | CODES_AROUND_8[:, None] << 4).ravel()
+"""Bytes of two codes from 1 to 15, whose mean is their zero. With another mean all tokens come to be alike, too."""
+
 Tensors = Iterator[tuple[str, str, tuple[int, ...]]]
 """(name, dtype, shape)."""
 
@@ -234,8 +241,10 @@ def _write_values(file: IO[bytes], name: str, dtype: str, count: int, rng: np.ra
 
 
 def _values(name: str, dtype: str, count: int, rng: np.random.Generator) -> bytes:
-    if name.endswith(("_blocks", "qweight")):
+    if name.endswith("_blocks"):
         return rng.bytes(count * ITEM_BYTES[dtype])
+    if name.endswith("qweight"):
+        return CODES_AROUND_8[np.frombuffer(rng.bytes(count * ITEM_BYTES[dtype]), np.uint8)].tobytes()
     if name.endswith("_scales"):  # of MXFP4: powers of two around 2^-8, as near each other as those of normal weights
         return rng.integers(118, 121, count, np.uint8).tobytes()
     if name.endswith("qzeros"):  # GPTQ stores one less than its zero of 8; AWQ's may be any
@@ -249,7 +258,10 @@ def _values(name: str, dtype: str, count: int, rng: np.random.Generator) -> byte
         return (0.004 + 0.001 * rng.random(count)).astype(np.float16).tobytes()
     if name.endswith("weight_scale_inv"):
         return _bfloat16(np.full(count, 2e-4, np.float32))
-    return _bfloat16(np.ones(count, np.float32) if "norm" in name else 0.02 * rng.standard_normal(count, np.float32))
+    deviation = EMBEDDING if name.endswith("embed_tokens.weight") else 0.02
+    return _bfloat16(
+        np.ones(count, np.float32) if "norm" in name else deviation * rng.standard_normal(count, np.float32)
+    )
 
 
 def _bfloat16(values: NDArray[np.float32]) -> bytes:

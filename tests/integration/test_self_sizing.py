@@ -136,7 +136,13 @@ def test_a_prompt_of_a_server_that_sized_itself_reads_no_expert_of_the_checkpoin
         [sys.executable, maker, tmp_path, "mixtral-compressed8"], check=True, capture_output=True, timeout=600
     )
     slow_reads = speed.Measured(
-        1e6, expert_s=1e-6, together_s=1e-6, expert_rows_s=1e-5, linear_bytes_per_s=1e9, bits=4, isa="any"
+        1e6,
+        expert_s=1e-6,
+        prompt_expert_s=1e-5,
+        linear_bytes_per_s=1e9,
+        prompt_linear_bytes_per_s=1e9,
+        bits=4,
+        isa="any",
     )
     monkeypatch.setattr(speed, "measure", lambda *_: slow_reads)  # as of experts that are not tiny
     monkeypatch.setenv("NDP_CACHE_DIR", str(tmp_path / "cache"))

@@ -111,8 +111,8 @@ def _print(proposal: Proposal) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from vllm_ndp.operating.own_size import PROMPT
     from vllm_ndp.operating.sizing import human
+    from vllm_ndp.operating.speed import PROMPT
 
     sizing, model, best = proposal.sizing, proposal.sizing.model, proposal.ways[0].option
     console = Console(width=118, highlight=False)

@@ -21,14 +21,12 @@ from typing import Any
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.operating.sizing import ENGINE_BYTES, SERVER_BYTES, Option, Sizing, human
-from vllm_ndp.operating.speed import Measured
+from vllm_ndp.operating.speed import PROMPT, Measured
 from vllm_ndp.setting_names import as_options
 
 _KV_SHARE = 2
 """One part in so many of the memory that is left goes to the KV cache: a guess, half for it and half for files."""
 _LINEAR_BITS = 8
-PROMPT = 64
-"""Tokens of the prompt whose time is told."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ def first_token_s(sizing: Sizing, option: Option, measured: Measured) -> float |
     """Of a prompt of PROMPT tokens; None where it streams experts, whose price nobody has measured."""
     if option.slot_bits == FULL_PRECISION_BITS:
         return None
-    return measured.prompt_s(sizing.model, PROMPT, linear_bytes(sizing))
+    return measured.prompt_s(sizing.model, linear_bytes(sizing))
 
 
 def decode_step_s(sizing: Sizing, option: Option, measured: Measured) -> float:

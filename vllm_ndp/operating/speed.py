@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ndp_device.checkpoint.values import MXFP4, StoredForm
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
-from ndp_device.common.widths import BYTE_BITS, LIMBS, LINEAR_LIMBS, WIDTHS, default_group_size
+from ndp_device.common.widths import BYTE_BITS, WIDTHS, default_group_size
 from ndp_device.experts.expert import (
     ByteExpert,
     ByteMatrix,
@@ -31,7 +31,7 @@ from ndp_device.experts.expert import (
     QuantizedMatrix,
     StoredExpert,
 )
-from ndp_device.kernels.native import NativeExpert, NativeKernel
+from ndp_device.kernels.native import NativeExpert, NativeKernel, NativeMatrix
 from ndp_device.timing.work import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.prices import MeasuredPrices
@@ -41,9 +41,10 @@ _LAYERS_DRAWN = 4096
 _PROBE_BYTES = 256 << 20
 _KERNEL_S = 0.3
 _ENOUGH = 5
-_PROMPT_ROWS = 16
+PROMPT = 64
+"""Tokens of the prompt whose time is told."""
 _AT_ONCE_BYTES = 64 << 20
-"""Of experts that one call computes, as it does many of a prompt's. Qwen3-30B-A3B's take .7 of the time of a call each,
+"""Of experts that one call computes, as it does those of a row. Qwen3-30B-A3B's take .7 of the time of a call each,
 and gpt-oss-20b's .9 (two cores of a Xeon with AMX, 2026-11-29)."""
 _LINEAR_BYTES, _BLOCK = 32 << 20, 128
 """A matrix as integration/linear_layers.py makes them."""
@@ -71,13 +72,13 @@ class Measured:
 
     read_bytes_per_s: float
     expert_s: float
-    """For one row."""
-    together_s: float
-    """For one row each, among several in one call."""
-    expert_rows_s: float
-    """For 16 rows each, so."""
+    """For one row, among as many as a row chooses."""
+    prompt_expert_s: float
+    """For as many rows as a prompt of PROMPT tokens gives it."""
     linear_bytes_per_s: float
     """Of a matrix at 8 bits, for one row."""
+    prompt_linear_bytes_per_s: float
+    """For PROMPT rows."""
     bits: int
     isa: str
 
@@ -95,16 +96,17 @@ class Measured:
         experts_s = full * model.expert_bytes / self.read_bytes_per_s + quantized * self.expert_s
         return experts_s + beside_s + model.num_layers * LAYER_S
 
-    def prompt_s(self, model: WholeModel, tokens: int, num_linear: int) -> float:
-        """First token of a prompt at even routing, every expert at `bits` in this process and num_linear weights
-        beside experts at 8 bits. Only the last row meets the output matrix; linear layers take one limb a row."""
-        touched = model.num_experts * (1 - (1 - model.top_k / model.num_experts) ** tokens)
-        row_s = max(self.expert_rows_s - self.together_s, 0.0) / (_PROMPT_ROWS - 1)
-        experts_s = model.num_layers * (touched * self.together_s + (tokens * model.top_k - touched) * row_s)
-        limb_s = row_s / (3 * model.hidden_size * model.intermediate_size * LIMBS[self.bits])
-        in_layers = num_linear - model.head_weights
-        linear_s = num_linear / self.linear_bytes_per_s + in_layers * (tokens - 1) * LINEAR_LIMBS * limb_s
-        return experts_s + linear_s + model.num_layers * LAYER_S
+    def prompt_s(self, model: WholeModel, num_linear: int) -> float:
+        """First token of a prompt of PROMPT tokens at even routing, every expert at `bits` in this process and
+        num_linear weights beside experts at 8 bits. Only the last row meets the output matrix."""
+        in_layers = (num_linear - model.head_weights) / self.prompt_linear_bytes_per_s
+        head_s = model.head_weights / self.linear_bytes_per_s
+        return in_layers + head_s + model.num_layers * (touched(model) * self.prompt_expert_s + LAYER_S)
+
+
+def touched(model: WholeModel) -> float:
+    """Experts of a layer that a prompt of PROMPT tokens chooses, at even routing."""
+    return model.num_experts * (1 - (1 - model.top_k / model.num_experts) ** PROMPT)
 
 
 def priced_step_s(
@@ -207,10 +209,13 @@ def measure(model: WholeModel, bits: int, form: StoredForm | None = None) -> Mea
     at_once = max(1, min(model.top_k, _AT_ONCE_BYTES // (model.weights_per_expert * bits // 8)))
     expert = random_expert(model.hidden_size, model.intermediate_size, bits, form)
     experts = [kernel.prepare(copy.deepcopy(expert)) for _ in range(at_once)]
-    of = [(experts[:1], 1), (experts, 1), (experts, _PROMPT_ROWS)]
-    one, together, many = (_expert_s(kernel, some, model.hidden_size, rows) for some, rows in of)
-    read, linear = read_bytes_per_s(kernel.threads), _linear_bytes_per_s(kernel, model.hidden_size)
-    return Measured(read, one, together, many, linear, bits, kernel.isa)
+    prompt_rows = max(round(PROMPT * model.top_k / touched(model)), 1)
+    one, many = (_expert_s(kernel, experts, model.hidden_size, rows) for rows in (1, prompt_rows))
+    matrix = kernel.prepare_matrix(
+        _random(max(_LINEAR_BYTES // model.hidden_size, 32), model.hidden_size, BYTE_BITS, _BLOCK)
+    )
+    linear, prompt_linear = (_linear_bytes_per_s(kernel, matrix, rows) for rows in (1, PROMPT))
+    return Measured(read_bytes_per_s(kernel.threads), one, many, linear, prompt_linear, bits, kernel.isa)
 
 
 def read_bytes_per_s(threads: int | None = None) -> float:
@@ -245,10 +250,9 @@ def random_expert(hidden: int, inner: int, bits: int, form: StoredForm | None) -
     return QuantizedExpert(bits, _random(2 * inner, hidden, bits, group), _random(hidden, inner, bits, group))
 
 
-def _linear_bytes_per_s(kernel: NativeKernel, columns: int) -> float:
-    prepared = kernel.prepare_matrix(_random(max(_LINEAR_BYTES // columns, 32), columns, BYTE_BITS, _BLOCK))
-    x = np.random.default_rng(0).standard_normal((1, columns), np.float32)
-    return prepared.nbytes / _cold_s(lambda: kernel.multiply(x, prepared))
+def _linear_bytes_per_s(kernel: NativeKernel, matrix: NativeMatrix, rows: int) -> float:
+    x = np.random.default_rng(0).standard_normal((rows, matrix.shape[1]), np.float32)
+    return matrix.nbytes / _cold_s(lambda: kernel.multiply(x, matrix))
 
 
 def _cold_s(run: Callable[[], object]) -> float:

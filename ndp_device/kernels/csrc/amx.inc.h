@@ -10,7 +10,7 @@ namespace {
 constexpr int kTileRows = 16;
 constexpr int kTileSteps = 16;
 // Below this many rows VNNI wins (docs/log/kernels.md).
-constexpr int kFewestTileRows = 9;
+constexpr int kFewestTileRows = 7;
 constexpr int kFewRows = kFewestTileRows - 1, kFp4TileRows = kFewestTileRows;
 
 struct TileConfig {

@@ -212,23 +212,21 @@ def test_expected_simulated_speed_is_that_of_a_replay_with_even_routing(model: s
 def test_measured_time_is_what_is_read_and_what_the_kernel_takes() -> None:
     """4 layers x 2 of 8 experts; half are hot: 4 hot reads of 196608 bytes at 1 GB/s, 4 cold ones of 1 ms."""
     measured = Measured(
-        1e9, expert_s=1e-3, together_s=1e-3, expert_rows_s=2e-3, linear_bytes_per_s=1e9, bits=3, isa="any"
+        1e9, 1e-3, prompt_expert_s=2e-3, linear_bytes_per_s=1e9, prompt_linear_bytes_per_s=1e9, bits=3, isa="any"
     )
     model = source_named(str(TINY)).model
     assert measured.decode_step_s(model, 4, 1e-3) == pytest.approx(1e-3 + 4 * 196608e-9 + 4e-3 + 4 * LAYER_S)
 
 
-def test_a_prompts_rows_meet_every_matrix_but_the_output_matrix_and_linear_layers_in_one_limb() -> None:
-    """At 4 bits an expert takes 1 ms and each row more 0.1 ms, in two limbs; every expert is touched."""
+def test_a_prompts_rows_meet_every_matrix_but_the_output_matrix() -> None:
+    """An expert takes 2.5 ms for its share of the prompt's rows, and each of 8 is touched in each of 4 layers."""
     measured = Measured(
-        1e9, expert_s=1e-3, together_s=1e-3, expert_rows_s=2.5e-3, linear_bytes_per_s=1e9, bits=4, isa="any"
+        1e9, 1e-3, prompt_expert_s=2.5e-3, linear_bytes_per_s=1e9, prompt_linear_bytes_per_s=1e8, bits=4, isa="any"
     )
-    model, tokens = source_named(str(TINY)).model, 1000
-    experts = 4 * (8 * 1e-3 + (tokens * 2 - 8) * 1e-4)
-    weights = model.beside_weights + model.head_weights
-    row = 1e-4 / model.weights_per_expert / 2
-    linear = weights * 1e-9 + model.beside_weights * (tokens - 1) * row
-    assert measured.prompt_s(model, tokens, weights) == pytest.approx(experts + linear + 4 * LAYER_S)
+    model = source_named(str(TINY)).model
+    linear = model.beside_weights * 1e-8 + model.head_weights * 1e-9
+    expected = 4 * 8 * 2.5e-3 + linear + 4 * LAYER_S
+    assert measured.prompt_s(model, model.beside_weights + model.head_weights) == pytest.approx(expected)
 
 
 # -- the lines that start it -------------------------------------------------------------------------------------------
