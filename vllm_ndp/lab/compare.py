@@ -196,7 +196,6 @@ class Replays:
             loss=self._loss,
             prior=self._workload.prior,
             clairvoyant=policy == ORACLE,
-            migration=settings.migration,
             predictor=self._workload.predictor if settings.prefetch == "measured" else None,
             own=own,
         )

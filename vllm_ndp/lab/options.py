@@ -28,7 +28,6 @@ ORACLE = "oracle"
 PREFETCHES = ("measured", "published")
 ARRIVALS = ("poisson", "bursty", "recorded", "steps", "together")
 EXECUTIONS = ("balanced", "paper")
-MIGRATIONS = ("kept", "difference")
 
 TableOption = Annotated[
     Path | None, A_NEW_FILE, typer.Option("--out", help="Write rows to this .parquet or .csv file.")
@@ -127,7 +126,6 @@ class CompareSettings:
     fit: Annotated[
         bool, typer.Option(help="Take as many hot experts, up to --hot-experts, and as wide replicas as memory holds.")
     ] = False
-    migration: Annotated[str, typer.Option(help="kept: what a prefill streamed stays; difference.")] = "kept"
     policy_options: PolicyOptions = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -144,7 +142,7 @@ class CompareSettings:
         require_options(self.options, self.systems)
         if self.num_hot is not None and self.num_hot < 0:
             raise ConfigError(f"hot experts per layer must be at least 0, got {self.num_hot}")
-        _require(self, prefetch=PREFETCHES, migration=MIGRATIONS)
+        _require(self, prefetch=PREFETCHES)
         if not self.batches or min(self.batches) < 1:
             raise ConfigError(f"batch sizes must be at least 1, got {list(self.batches)}")
 
@@ -239,7 +237,6 @@ class LoadSettings:
     gpus: Annotated[int, typer.Option(help="GPUs of a host, which split each layer.", metavar="N", min=1)] = 1
     devices: Annotated[int, typer.Option(help="Devices that all hosts share.", metavar="N", min=1)] = 1
     split: Annotated[bool, typer.Option(help="Each device has a part of every expert, not copies of some.")] = False
-    migration: Annotated[str, typer.Option(help="kept: what a prefill streamed stays; difference.")] = "kept"
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once, as in vLLM.")] = 256
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step, as in vLLM.")] = 2048
     block_size: Annotated[int, typer.Option(help="Tokens of a KV block, as in vLLM.")] = 16
@@ -262,7 +259,7 @@ class LoadSettings:
     ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require(self, execution=EXECUTIONS, migration=MIGRATIONS, **({} if self.file else {"process": ARRIVALS}))
+        _require(self, execution=EXECUTIONS, **({} if self.file else {"process": ARRIVALS}))
         for name in ("rate", "burstiness", "speed"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):

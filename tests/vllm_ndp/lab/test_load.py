@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,12 +12,14 @@ from paths import DATA, ROOT
 from ndp_device.common.errors import ConfigError, NdpError, TraceError
 from vllm_ndp.cost_model.gpu_timing import LayerTime, StepTime
 from vllm_ndp.lab.exact.engine import StepRun
+from vllm_ndp.lab.load import run as load_run
 from vllm_ndp.lab.load.host import ServedRequest, ServedStep
 from vllm_ndp.lab.load.latency import CAUSES, Tokens, as_bench_serve, percentiles, tokens_of
 from vllm_ndp.lab.load.run import drawn, of_steps, recorded, serve
 from vllm_ndp.lab.load.scheduler import Request, ScheduledSpan, Scheduler, SchedulerRules
 from vllm_ndp.lab.load.workload import Lengths, Workload, read_mooncake
 from vllm_ndp.lab.options import LoadSettings
+from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
 BUNDLED = Trace.load(DATA / "tiny-mixtral-trace")
@@ -90,7 +93,6 @@ def test_arrivals_that_no_clock_could_give_are_refused(at, says):
         ({"process": "recorded", "requests": 9}, "leave --requests out"),
         ({"requests": 0}, "at least 1 request"),
         ({"execution": "fast"}, "execution must be one of"),
-        ({"migration": "free"}, "migration must be one of"),
         ({"num_hot": 9}, "0..8"),
         ({"model": "olmoe"}, "64 top-8"),
         ({"model": "mixtral-8x7b", "overrides": {}, "devices": 3, "split": True}, "cannot be cut into 3 equal parts"),
@@ -241,17 +243,22 @@ def check_causes(served: ServedRequest) -> Tokens:
     return tokens
 
 
+@pytest.fixture
+def nothing_kept(monkeypatch):
+    """What prompts stream leaves again, so that every change of plan moves experts."""
+    monkeypatch.setattr(load_run, "PlannerRules", partial(PlannerRules, keeps_streamed=False))
+
+
 @pytest.mark.parametrize(
     ("process", "execution"), [("together", "balanced"), ("poisson", "paper"), ("bursty", "balanced")]
 )
-def test_causes_add_up_to_the_latency_of_every_token(process, execution):
+def test_causes_add_up_to_the_latency_of_every_token(process, execution, nothing_kept):
     (served,) = serve(
         [short(6, 24, 10)],
         settings(
             process=process,
             execution=execution,
             rate=40.0,
-            migration="difference",
             max_num_batched_tokens=16,
             max_num_seqs=3,
             kv_tokens=7 * 16,
@@ -437,10 +444,10 @@ def lines(count: int) -> str:
     )
 
 
-def test_of_steps_alike_one_in_n_is_simulated_and_the_rest_take_about_as_long(tmp_path):
+def test_of_steps_alike_one_in_n_is_simulated_and_the_rest_take_about_as_long(tmp_path, nothing_kept):
     file = tmp_path / "a.jsonl"
     file.write_text(lines(90))
-    asked = {"process": str(file), "max_num_batched_tokens": 32, "max_num_seqs": 12, "migration": "difference"}
+    asked = {"process": str(file), "max_num_batched_tokens": 32, "max_num_seqs": 12}
     trace = short(4, 24, 10)
     every, same, few = (serve([trace], settings(**asked, alike=n))[0] for n in (None, 1, 8))
     assert tokens_of(same).causes_ps.tolist() == tokens_of(every).causes_ps.tolist()

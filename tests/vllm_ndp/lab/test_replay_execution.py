@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from ndp_device.timing.work import ExpertWork, Work, execute_bytes
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.compare import CompareSettings, compare, popularity
 from vllm_ndp.lab.exact.live import RecordedRun
-from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions
+from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions, ours
 from vllm_ndp.lab.systems.ours import groups_of
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import NOWHERE, copied_in_order, run_pairs, run_prompts, with_copies
@@ -162,14 +163,15 @@ def test_copies_take_what_prompts_take_to_stream_the_same_bytes():
     assert begun == pytest.approx(alone - COSTS.copy_ps)
 
 
-def test_the_first_token_comes_before_the_hot_set_moves_and_the_second_after_it_as_on_the_live_clock():
+def test_the_first_token_comes_before_the_hot_set_moves_and_the_second_after_it_as_on_the_live_clock(monkeypatch):
     """One request on the exact engine: its first token to the picosecond, and the step after it within the 2 % of the
     averaged device. Two hot experts per layer of the prompt's choice are not those that the slots hold at first."""
     trace = TRACE.select([5])
     costs = Costs(COSTS.hardware, dataclasses.replace(COSTS.shape, num_layers=4, decoder=COSTS.shape.decoder[:4]))
     loss, policy = LossTable.nominal(4, 8), load_policy("prefill", PolicySettings())
-    options = ReplayOptions(policy, Budget(2, 2.0), loss, popularity(TRACE), migration="difference")
+    options = ReplayOptions(policy, Budget(2, 2.0), loss, popularity(TRACE))
     batches = Batches.of(trace)
+    monkeypatch.setattr(ours, "PlannerRules", partial(PlannerRules, keeps_streamed=False))
     outcome = SYSTEMS["context_aware"].replay(batches, costs, options)
     setup = Setup(
         preset="h100-ndp512",
@@ -255,7 +257,7 @@ def test_the_plugins_own_run_takes_what_its_pairs_take_by_the_tables_of_rivals(b
     up experts of one row and of two, each as measured; a run asks for their mean. At batch 1 that is the same."""
     policy = load_policy("prefill", PolicySettings(bit_rule=rule))
     batches = Batches.of(TRACE.select(range(batch)), batch)
-    options = ReplayOptions(policy, Budget(4, 3.0), LossTable.nominal(4, 8), popularity(TRACE), migration="kept")
+    options = ReplayOptions(policy, Budget(4, 3.0), LossTable.nominal(4, 8), popularity(TRACE))
     ran, paper = (groups_of(batches, COSTS, options, offload_bits=bits) for bits in (3, 0))
     ran.run()
     paper.run()

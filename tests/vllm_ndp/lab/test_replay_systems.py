@@ -118,8 +118,8 @@ def test_skipping_an_expert_loses_all_of_it_and_no_width_loses_more():
 
 def test_prompts_on_both_sides_begin_to_answer_sooner_and_end_no_later_than_one_copy_a_layer():
     """What the device computed and will be hot has to move afterwards: at most one copy more than streaming it all."""
-    streamed, split = (run("balanced", migration="kept", own={"prefill": kind}) for kind in ("streamed", "split"))
-    assert run("balanced", migration="kept").prefill_ps.tobytes() == streamed.prefill_ps.tobytes()
+    streamed, split = (run("balanced", own={"prefill": kind}) for kind in ("streamed", "split"))
+    assert run("balanced").prefill_ps.tobytes() == streamed.prefill_ps.tobytes()
     assert (split.prefill_ps < streamed.prefill_ps).all()
     assert split.prefill_ps.sum() < 0.6 * streamed.prefill_ps.sum()
     assert split.moe_ps == pytest.approx(streamed.moe_ps, rel=0.02)  # refresh falls elsewhere

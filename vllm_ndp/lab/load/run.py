@@ -93,7 +93,6 @@ def _host(
         Budget(num_hot, settings.avg_bits),
         loss,
         bits_for=NdpSettings.bits_for,
-        keeps_streamed=settings.migration == "kept",
     )
     setup = modelled_host(
         costs,

@@ -92,9 +92,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         known = (batches.decodes if options.clairvoyant else batches.prompts)[group]
         scores = [options.policy.score(stats) for stats in known]
         values = np.mean([score.values for score in scores], axis=0)
-        streamed = None
-        if options.migration == "kept":
-            streamed = np.any([stats.counts > 0 for stats in batches.prompts[group]], axis=0) & ~on_gpu[last]
+        streamed = np.any([stats.counts > 0 for stats in batches.prompts[group]], axis=0) & ~on_gpu[last]
         plan = rule.choose(values, b, *papers(options, scores, values), streamed)
         last = chosen[group] = plan.chosen
         moved[group] = plan.problem.moved_bytes(last)

@@ -36,7 +36,6 @@ def groups_of(batches: Batches, costs: Costs, options: ReplayOptions, *, offload
         options.budget,
         options.loss.up_to(options.widest),
         bits_for=options.bits_for,
-        keeps_streamed=options.migration == "kept",
     )
     splits = options.choice("prefill", PREFILLS) == "split"
     return Groups(batches, costs, rules, offload_bits=offload_bits if moves else 0, splits_prefill=splits)

@@ -39,7 +39,6 @@ class ReplayOptions:
     """Popularity known beforehand: what caches start from."""
     clairvoyant: bool = False
     """The policy scores the decode itself instead of the prompt: the oracle."""
-    migration: str = "difference"
     bits_for: str = "auto"
     """`request`: each request has its own widths, as published. `batch`: one width per expert, so requests share its
     read. `auto`: `batch` from a few requests on, with half a bit more (planning/importance.py)."""
