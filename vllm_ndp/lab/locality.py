@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.errors import TraceError
-from vllm_ndp.lab._lanes import stack_depths
+from vllm_ndp.lab._stacks import stack_depths
 from vllm_ndp.traces.trace import Trace
 
 RULES = ("random", "lfu", "lru", "oracle")

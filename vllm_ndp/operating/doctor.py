@@ -220,7 +220,7 @@ def _native_modules(machine: Machine) -> Check:
         "ndp_device._commands",
         "vllm_ndp.layer._split",
         "vllm_ndp.planning._joint",
-        "vllm_ndp.lab._lanes",
+        "vllm_ndp.lab._stacks",
     ]
     missing = []
     for name in names:

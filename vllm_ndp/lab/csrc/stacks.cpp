@@ -155,7 +155,7 @@ void depths(In<uint16_t, 3> ids, In<int64_t, 1> rows, In<int64_t, 1> ends, int64
 
 }  // namespace
 
-NB_MODULE(_lanes, module) {
+NB_MODULE(_stacks, module) {
     module.def("stack_depths", &depths, nb::arg("ids"), nb::arg("rows"), nb::arg("ends"), nb::arg("num_experts"),
                nb::arg("policy"), nb::arg("early_tokens"), nb::arg("counts"), nb::arg("early"));
 }
