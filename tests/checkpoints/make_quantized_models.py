@@ -124,7 +124,7 @@ def auto_gptq_linear() -> Any:
 
 
 _NOT_EXPERTS = ["re:.*self_attn.*", "re:.*gate$", "lm_head"]
-_CT = {
+_COMPRESSED = {
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",
     "ignore": _NOT_EXPERTS,
@@ -141,10 +141,10 @@ _INT8_INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "to
 def _compressed(form: str, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False} | weights}
     group |= {"input_activations": inputs} if inputs else {}
-    return _CT | {"format": form, "config_groups": {"group_0": group}}
+    return _COMPRESSED | {"format": form, "config_groups": {"group_0": group}}
 
 
-_INT4 = _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP)
+_CT = _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP)
 _MODELOPT = {"quant_method": "modelopt", "ignore": ["*self_attn*", "*gate", "lm_head"], "kv_cache_quant_algo": None}
 _DEEPSEEK = {"quant_method": "fp8", "weight_block_size": [GROUP, GROUP], "scale_fmt": "ue8m0"}
 _AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": False, "data_type": "int"}
@@ -155,8 +155,8 @@ FORMATS: Mapping[str, tuple[str, Quantize, dict[str, Any]]] = MappingProxyType(
         "gpt_oss-mxfp4": ("gpt_oss", mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": _PLAIN}),
         "mixtral-fp8": ("mixtral", fp8, _FP8 | {"modules_to_not_convert": _PLAIN}),
         "qwen3_moe-fp8-all": ("qwen3_moe", fp8, _FP8),
-        "mixtral-compressed": ("mixtral", compressed, _INT4),
-        "qwen3_moe-compressed-all": ("qwen3_moe", compressed, _INT4 | {"ignore": ["lm_head", "re:.*mlp.gate$"]}),
+        "mixtral-compressed": ("mixtral", compressed, _CT),
+        "qwen3_moe-compressed-all": ("qwen3_moe", compressed, _CT | {"ignore": ["lm_head", "re:.*mlp.gate$"]}),
         "mixtral-gptq": (
             "mixtral",
             gptq,
