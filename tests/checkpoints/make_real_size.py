@@ -27,8 +27,7 @@ ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "U8": 1, "F8_E4M3": 1}
 EMBEDDING = 4.0
 """Standard deviation of embeddings. With that of the other matrices all tokens come to be alike within two layers, and
 choose the same experts, which no trained router does: a prompt and a batch would be far too fast."""
-CODES_AROUND_8 = np.array([(code or 8) for code in range(16)], np.uint8)
-CODES_AROUND_8 = (CODES_AROUND_8[None, :] | CODES_AROUND_8[:, None] << 4).ravel()
+CODES_AROUND_8 = np.array([(byte & 15 or 8) | (byte >> 4 or 8) << 4 for byte in range(256)], np.uint8)
 """Bytes of two codes from 1 to 15, whose mean is their zero. With another mean all tokens come to be alike, too."""
 
 Tensors = Iterator[tuple[str, str, tuple[int, ...]]]

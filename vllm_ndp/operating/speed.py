@@ -101,10 +101,10 @@ class Measured:
         num_linear weights beside experts at 8 bits. Only the last row meets the output matrix."""
         in_layers = (num_linear - model.head_weights) / self.prompt_linear_bytes_per_s
         head_s = model.head_weights / self.linear_bytes_per_s
-        return in_layers + head_s + model.num_layers * (touched(model) * self.prompt_expert_s + LAYER_S)
+        return in_layers + head_s + model.num_layers * (_touched(model) * self.prompt_expert_s + LAYER_S)
 
 
-def touched(model: WholeModel) -> float:
+def _touched(model: WholeModel) -> float:
     """Experts of a layer that a prompt of PROMPT tokens chooses, at even routing."""
     return model.num_experts * (1 - (1 - model.top_k / model.num_experts) ** PROMPT)
 
@@ -209,7 +209,7 @@ def measure(model: WholeModel, bits: int, form: StoredForm | None = None) -> Mea
     at_once = max(1, min(model.top_k, _AT_ONCE_BYTES // (model.weights_per_expert * bits // 8)))
     expert = random_expert(model.hidden_size, model.intermediate_size, bits, form)
     experts = [kernel.prepare(copy.deepcopy(expert)) for _ in range(at_once)]
-    prompt_rows = max(round(PROMPT * model.top_k / touched(model)), 1)
+    prompt_rows = round(PROMPT * model.top_k / _touched(model))
     one, many = (_expert_s(kernel, experts, model.hidden_size, rows) for rows in (1, prompt_rows))
     matrix = kernel.prepare_matrix(
         _random(max(_LINEAR_BYTES // model.hidden_size, 32), model.hidden_size, BYTE_BITS, _BLOCK)
