@@ -24,7 +24,7 @@ from drawn_experts import (
     random_pairs,
     relative_error,
 )
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -540,6 +540,7 @@ def test_a_linear_layer_refuses_rows_that_do_not_fit() -> None:
 @pytest.mark.parametrize("bits", REPLICA_WIDTHS)
 @settings(max_examples=20)
 @given(st.integers(1, 140), st.integers(1, 150), st.integers(1, 40), st.integers(0, 2**32 - 1))
+@example(1, 33, 33, 1396005)
 def test_a_matrix_of_any_shape_and_groups_is_read_as_it_was_packed(
     isa: str, bits: int, rows: int, cols: int, group: int, seed: int
 ) -> None:
@@ -556,4 +557,7 @@ def test_what_takes_more_than_4_mb_has_memory_of_its_own_and_tasks_of_many_units
 def check_linear(kernel: NativeKernel, rng: np.random.Generator, matrix: QuantizedMatrix) -> None:
     x = rng.standard_normal((3, matrix.shape[1])).astype(np.float32)
     y = kernel.multiply(x, kernel.prepare_matrix(matrix))
-    assert relative_error(y, x.astype(np.float64) @ dequantize(matrix).astype(np.float64).T) < LIMIT[1]
+    weights = dequantize(matrix).astype(np.float64)
+    # Over the size that a product of these operands has on average: the products of one row can cancel to nearly zero.
+    size = np.linalg.norm(x) * np.linalg.norm(weights) / np.sqrt(weights.shape[1])
+    assert np.linalg.norm(y - x.astype(np.float64) @ weights.T) < LIMIT[1] * size
