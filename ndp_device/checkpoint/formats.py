@@ -123,7 +123,8 @@ def describe(parts: Parts, settings: Settings) -> Packed:
     near = [row for row in FORMATS if row.codes in parts.names]
     fitting = [row for row in near if parts.dtype(row.codes) in row.stored]
     for row in fitting:
-        if row.scale_of(parts) is not None:
+        if (scale := row.scale_of(parts)) is not None:
+            _refuse_unread(row, scale, parts, settings)
             return row.describe(row, parts, settings)
     rows = fitting or near
     if not rows:
@@ -133,6 +134,23 @@ def describe(parts: Parts, settings: Settings) -> Packed:
     wanted = next((name for row in rows for name in row.scale if name in parts.names), rows[0].scale[0])
     parts.shape(wanted, sorted(set(chain(*(row.scaled for row in rows if wanted in row.scale)))), 0, 1, 2, 3, 4)
     raise _unknown(parts, settings)
+
+
+def _refuse_unread(row: Format, scale: str, parts: Parts, settings: Settings) -> None:
+    """Refuse what would change the values and is not of this format."""
+    if settings.turns(parts.module):
+        raise ConfigError(
+            f"{parts.where}: config.json's transform_config turns what it reads or gives while it runs, which is not "
+            "done: give a checkpoint without online transforms"
+        )
+    known = {row.codes, scale, *row.more.values(), *_NOT_OF_WEIGHTS}
+    if row.elements == "e4m3":
+        known.add("weight_zero_point")  # compressed-tensors once wrote zeros
+    if unread := sorted(parts.names.keys() - known):
+        raise ReplicaError(
+            f"{parts.where}: its {unread[0]} is no part of {row.name}, as which its {row.codes} and {scale} are read: "
+            "the checkpoint is of two formats, or of another version"
+        )
 
 
 def _unknown(parts: Parts, settings: Settings) -> ConfigError:
@@ -210,7 +228,8 @@ def _block(
     exponents = [(1, 32)] if parts.dtype(row.scale_of(parts) or "") in _E8M0 else []
     for of_rows, of_columns in said or [(rows, columns), *exponents, (1, columns)]:
         grid = (*shape[:-2], -(-rows // of_rows), -(-columns // of_columns))
-        if grid == scale or [one for one in grid if one > 1] == sizes:
+        shown = [one for one in grid if one > 1]
+        if grid == scale or (shown == sizes and (len(scale) != len(grid) or not sizes)):
             return of_rows, of_columns
     if said:
         raise parts.contradicted(f"blocks of {list(said[0])}")

@@ -172,6 +172,7 @@ class _Names:
         self._layer = re.compile(rf"(?:^|\.)(?:{_any_of(known.layers)})\.(\d+)\.")
         self._own = re.compile(rf"(.*\b(?:{experts}))\.(\d+)\.({roles})\.(\w+)")
         self._stacked = re.compile(rf"(.*\b(?:{experts}))\.({roles})(?:[._](\w+))?")
+        self._within = re.compile(rf".*\b(?:{experts})\.(?:\d+\.)?(?:{roles})\..+\..+")
         self._stacked_elsewhere = re.compile(rf"(.+)\.({roles})\.(weight|bias)")
         self.router = re.compile(rf"\.(?:{_any_of(known.router)})\.weight$")
         self._number = re.compile(rf"\b({experts})\.\d+\.")
@@ -200,7 +201,10 @@ class _Names:
                 continue
             prefix, expert, word, kind = parts
             suffix = "" if kind in ("weight", "bias") else f":{kind}"  # scales, blocks, packed: some quantized format
-            found[layer][prefix][roles[word] + suffix, kind == "bias"][expert] = name
+            of = found[layer][prefix][roles[word] + suffix, kind == "bias"]
+            if expert in of:
+                raise _twice(of[expert], name)
+            of[expert] = name
         return found
 
     def _parts(self, name: str, info: TensorInfo) -> tuple[str, int | None, str, str] | None:
@@ -213,7 +217,15 @@ class _Names:
             return match[1], None, match[2], match[3] or "weight"
         if (match := self._stacked_elsewhere.fullmatch(name)) and len(info.shape) == 2 + (match[3] == "weight"):
             return match[1], None, match[2], match[3]
+        if self._within.fullmatch(name):
+            raise ReplicaError(
+                f"{name} is a part of an expert's matrix that is not read: merge it, if it is an adapter"
+            )
         return None
+
+
+def _twice(one: str, other: str) -> ReplicaError:
+    return ReplicaError(f"{one} and {other} are the same matrix of an expert: keep the tensors of one checkpoint only")
 
 
 def _any_of(words: Iterable[str]) -> str:
@@ -274,6 +286,7 @@ class _Layer:
                 "give the checkpoint in bfloat16, float16 or float32"
             )
         roles = {role for role, is_bias in block if not is_bias}
+        self._refuse_second_copies(roles)
         if "down" not in roles or not (roles >= {"gate", "up"} or "gate_up" in roles):
             raise self._lacking(roles)
         some = next(iter(block["down", False].values()))
@@ -284,6 +297,14 @@ class _Layer:
         self.size = self._fused(interleaved) if fused else self._separate()
         if any(is_bias for _, is_bias in block):
             self._find_biases(interleaved, fused)
+
+    def _refuse_second_copies(self, roles: set[str]) -> None:
+        """Refuse a matrix that is there twice: of its own and of all experts, or fused too."""
+        for (role, _is_bias), of in self._block.items():
+            if len(of) > 1 and None in of:
+                raise _twice(of[None], next(name for expert, name in of.items() if expert is not None))
+            if role in ("gate", "up") and "gate_up" in roles:
+                raise _twice(next(iter(self._block["gate_up", False].values())), next(iter(of.values())))
 
     def _fused(self, interleaved: bool) -> tuple[int, int, int]:
         """Orientation is in the shapes: 2I is twice I in exactly one of the two ways."""

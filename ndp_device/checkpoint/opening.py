@@ -65,8 +65,9 @@ SETTINGS_BESIDE = "hf_quant_config.json"
 def _with_settings(model_dir: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Multimodal models say how they are quantized beside their language model's part, or in it; modelopt in a file."""
     for part in (config, text_config(config)):
-        if part.get("quantization_config") is not None:
-            return part
+        for key in ("quantization_config", "compression_config"):  # the second of older compressed-tensors
+            if (given := part.get(key)) is not None:
+                return {"quantization_config": given}
     path = model_dir / SETTINGS_BESIDE
     return {"quantization_config": read_json(path)} if path.is_file() else {}
 

@@ -95,6 +95,22 @@ class Group(msgspec.Struct):
     targets: list[str] = []
 
 
+class Transform(msgspec.Struct):
+    """Where compressed-tensors turns weights or inputs, such as by a Hadamard matrix."""
+
+    targets: list[str] | str = []
+    ignore: list[str] | str = []
+    location: str = ""
+
+
+class Transforms(msgspec.Struct):
+    apply: list[Transform] = []
+
+
+class TransformConfig(msgspec.Struct):
+    config_groups: dict[str, Transforms] = {}
+
+
 class Entry(msgspec.Struct):
     """Statements about single modules, in GPTQ's words."""
 
@@ -123,6 +139,7 @@ class Settings(msgspec.Struct):
     weight_block_size: _Block | None = None  # FP8
     format: str | None = None  # compressed-tensors; gptqmodel's second word for checkpoint_format
     config_groups: dict[str, Group] | None = None  # compressed-tensors and modelopt
+    transform_config: TransformConfig | None = None  # compressed-tensors
     quant_algo: str | None = None  # modelopt
     quantized_layers: dict[str, Layer] | None = None  # modelopt: its algorithm MIXED_PRECISION
     bnb_4bit_quant_type: str | None = None  # bitsandbytes
@@ -142,6 +159,16 @@ class Settings(msgspec.Struct):
         named = next((one for one in patterns if _matches(one[3:], module)), "Linear")  # as its package orders them
         found = targets.get(module) or targets.get(named)
         return [group.weights for group in groups if group.weights is not None] if found is None else [found]
+
+    def turns(self, module: str) -> bool:
+        """Whether the module's inputs or outputs are turned while it runs; what is turned in the file is done."""
+        groups = self.transform_config.config_groups.values() if self.transform_config is not None else ()
+        return any(
+            _is_among(module, one.targets) and not _is_among(module, one.ignore)
+            for group in groups
+            for one in group.apply
+            if one.location not in ("weight_input", "weight_output")
+        )
 
     def _layer(self, module: str) -> Layer:
         """The entry of the module, of a module around it, or of all experts' matrices of its kind."""
@@ -205,6 +232,11 @@ class Settings(msgspec.Struct):
             block_structure=block,
             actorder="group" if desc_act else desc_act,
         )
+
+
+def _is_among(module: str, targets: list[str] | str) -> bool:
+    names = [targets] if isinstance(targets, str) else targets
+    return any(name in (module, "Linear") or (name[:3] == "re:" and _matches(name[3:], module)) for name in names)
 
 
 def _inside_out(module: str) -> str:

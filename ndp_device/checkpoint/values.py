@@ -156,7 +156,9 @@ class Packed:
     def values(self, read: Read, index: int | None) -> NDArray[Any]:
         """Dequantized, in `dtype` (bfloat16 as uint16); of a tensor of all experts only number `index`."""
         one, part = self._one(read, index)
-        with np.errstate(over="ignore", invalid="ignore"):  # who takes an expert refuses infinities and NaN
+        with np.errstate(
+            over="ignore", invalid="ignore", divide="ignore"
+        ):  # who takes an expert refuses infinities and NaN
             return one._decoded(part)
 
     @property

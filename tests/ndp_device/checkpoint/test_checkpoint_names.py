@@ -171,6 +171,11 @@ def without(name: str) -> Shapes:
     return shapes
 
 
+def stacked_bare(layer: int) -> Shapes:
+    return {name.removesuffix(".weight"): shape for name, shape in stacked(layer).items()}
+
+
+SAME = "are the same matrix of an expert: keep the tensors of one"
 NO_EXPERTS = {"num_experts": None, "num_experts_per_tok": None}
 REFUSED: dict[str, tuple[Shapes, dict[str, Any], type[NdpError], str]] = {
     "dense": (of_layers(separate, ()), NO_EXPERTS, ConfigError, "m is a dense model"),
@@ -231,10 +236,26 @@ REFUSED: dict[str, tuple[Shapes, dict[str, Any], type[NdpError], str]] = {
         "or both transposed",
     ),
     "stack of fewer": (
-        of_layers(stacked) | {"model.layers.1.mlp.experts.up_proj": (E - 1, I, H)},
+        of_layers(stacked) | {"model.layers.1.mlp.experts.up_proj.weight": (E - 1, I, H)},
         {},
         ReplicaError,
-        r"layer 1: model.layers.1.mlp.experts.up_proj is \[3, 6, 8\], not of 4 experts",
+        r"layer 1: model.layers.1.mlp.experts.up_proj.weight is \[3, 6, 8\], not of 4 experts",
+    ),
+    "a stack twice": (of_layers(lambda layer: stacked(layer) | stacked_bare(layer)), {}, ReplicaError, SAME),
+    "stacked and separate": (of_layers(lambda layer: stacked(layer) | separate(layer)), {}, ReplicaError, SAME),
+    "fused and stacked": (of_layers(lambda layer: fused(layer) | separate(layer)), {}, ReplicaError, SAME),
+    "fused and its halves": (
+        of_layers(lambda layer: fused(layer) | {n: s for n, s in stacked(layer).items() if "down" not in n}),
+        {},
+        ReplicaError,
+        SAME,
+    ),
+    "two words": (of_layers(lambda layer: separate(layer) | mixtral(layer)), {}, ReplicaError, SAME),
+    "an adapter": (
+        of_layers(separate) | {"model.layers.1.mlp.experts.2.up_proj.lora_A.weight": (2, H)},
+        {},
+        ReplicaError,
+        r"experts\.2\.up_proj\.lora_A\.weight is a part of an expert's matrix that is not read",
     ),
     "no gate": (
         {n: s for n, s in of_layers(separate).items() if "gate_proj" not in n},

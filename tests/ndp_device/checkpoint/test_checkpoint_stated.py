@@ -12,9 +12,9 @@ from safetensors.numpy import load_file
 from small_checkpoint import EXPERTS, LAYERS, as_stored, write_safetensors, write_small_checkpoint
 
 from ndp_device.calibration.build import build_data_free
-from ndp_device.checkpoint.files import TensorInfo
+from ndp_device.checkpoint.files import TensorInfo, read_config
 from ndp_device.checkpoint.names import DTYPES
-from ndp_device.checkpoint.opening import unpacked
+from ndp_device.checkpoint.opening import _with_settings, unpacked
 from ndp_device.common.errors import ConfigError, NdpError, ReplicaError
 from ndp_device.experts.expert import to_float32
 from ndp_device.replicas.checkpoint import CheckpointExperts
@@ -338,6 +338,57 @@ def test_bitsandbytes_last_block_may_be_short_and_its_kind_is_that_of_config_jso
         read(settings | {"bnb_4bit_quant_type": "fp4"}, stored)
 
 
+# -- what lies or is stated beside -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weights", "stored", "unread"),
+    [
+        pytest.param({"num_bits": 8, "type": "float"}, FP8 | {"weight_scale_inv": np.ones((64, 1), np.float32)},
+                     "weight_scale_inv", id="two scales"),
+        pytest.param({"num_bits": 8, "type": "int"}, Matrix().int8() | {"weight_g_idx": np.zeros(COLUMNS, np.int32)},
+                     "weight_g_idx", id="an order of columns"),
+        pytest.param({"num_bits": 4, "type": "float"}, of_4_bits(4) | {"weight_global_scale": np.ones(1, np.float32)},
+                     "weight_global_scale", id="a scale of all"),
+        pytest.param({"num_bits": 4}, Matrix().compressed() | {"scales": np.ones((64, 3), np.float16)},
+                     "scales", id="of another format"),
+    ],
+)  # fmt: skip
+def test_a_part_that_would_change_the_values_and_is_of_another_format_is_refused(
+    weights: dict[str, Any], stored: Stored, unread: str
+) -> None:
+    dtypes = {"weight": "F8_E4M3"} if stored.get("weight") is FP8["weight"] else {}
+    with pytest.raises(ReplicaError, match=rf"its {unread} is no part of"):
+        read(groups(weights), stored, **dtypes)
+
+
+def test_zero_points_that_compressed_tensors_once_wrote_beside_fp8_are_left_alone() -> None:
+    read(groups({"num_bits": 8, "type": "float"}), FP8 | {"weight_zero_point": np.zeros((64, 1), np.int8)},
+         weight="F8_E4M3")  # fmt: skip
+
+
+def test_scales_of_a_square_matrix_that_lie_along_its_columns_are_refused() -> None:
+    along = {"weight": FP8["weight"], "weight_scale": np.ones((1, 64), np.float32)}
+    with pytest.raises(NdpError, match="do not belong together"):
+        read({"quant_method": "fp8"}, along, weight="F8_E4M3")
+
+
+@pytest.mark.parametrize("targets", [[EXPERT], "re:.*down_proj", ["Linear"]])
+def test_experts_whose_inputs_are_turned_while_they_run_are_refused(targets: list[str] | str) -> None:
+    """An online transform of compressed-tensors: vLLM's own layers of experts leave it out in silence."""
+
+    def stated(location: str, **others: Any) -> dict[str, Any]:
+        apply = [{"targets": targets, "location": location} | others]
+        scheme = {"type": "hadamard", "apply": apply, "head_dim": 32}
+        return in_groups(64) | {"transform_config": {"config_groups": {"R4": scheme}}}
+
+    for location in ("input", "output"):
+        with pytest.raises(ConfigError, match=f"{EXPERT}: config.json's transform_config turns"):
+            read(stated(location), Matrix().compressed())
+    for settings in (stated("weight_input"), stated("input", ignore=["re:.*experts.*"])):
+        np.testing.assert_array_equal(read(settings, Matrix().compressed()), Matrix().values)
+
+
 # -- whole checkpoints -------------------------------------------------------------------------------------------------
 
 
@@ -411,6 +462,11 @@ def test_weights_that_no_replica_holds_are_served_and_not_quantized(tmp_path: Pa
     largest = tensors[name].clip(-1, 1) * 32000
     directory, _ = rewritten(tmp_path / "largest", "bfloat16", {name: largest})
     build_data_free(directory, tmp_path / "others", show_progress=False)
+
+
+def test_what_older_compressed_tensors_call_compression_config_is_used(tmp_path: Path) -> None:
+    directory = write_small_checkpoint(tmp_path / "m", compression_config=GPTQ)
+    assert _with_settings(directory, read_config(directory)) == {"quantization_config": GPTQ}
 
 
 # -- modelopt's algorithms ---------------------------------------------------------------------------------------------
