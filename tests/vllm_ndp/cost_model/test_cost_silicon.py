@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from statistics import median
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,7 @@ from vllm_ndp.cost_model.silicon import (
     product_ps,
 )
 from vllm_ndp.lab.reproduce import Row
-from vllm_ndp.lab.reproduce.silicon import held_out, layers_held_out, published_engines, reproduce
+from vllm_ndp.lab.reproduce.silicon import between_ps, held_out, layers_held_out, published_engines, reproduce
 
 H100 = 3_350 * 10**9, 989_400 * 10**9
 LAYERS = st.builds(
@@ -168,7 +169,23 @@ def test_the_rate_of_a_published_engine_is_within_what_its_row_says(row: Row, to
     assert tolerance <= 0.20 or "; " in row.assumptions
 
 
-def test_three_engines_have_rows_within_20_percent() -> None:
-    """TensorRT-LLM has none. Of 46 rows 18 are so near; all others are too fast."""
+def test_four_engines_have_rows_within_20_percent() -> None:
+    """Of 254 rows 185, vLLM 125 of 141; of those from early 2025, whose kernels were others, none of 18."""
     near = [row.name.split(",")[0] for row, _ in ENGINES if abs(row.deviation or 0.0) <= 0.20]
-    assert Counter(near) == {"vLLM": 11, "SGLang": 4, "llama.cpp": 3}
+    assert Counter(near) == {"vLLM": 125, "SGLang": 22, "TensorRT-LLM": 35, "llama.cpp": 3}
+
+
+@pytest.mark.parametrize("version", ["(0.18.0)", "(0.5.9)"])
+def test_engines_of_a_stated_version_of_2026_are_foretold_without_a_fit(version: str) -> None:
+    """vLLM's gpt-oss on two cards, SGLang's DeepSeek: half of the rows within 10 %, on either side."""
+    off = [row.deviation or 0.0 for row, _ in ENGINES if version in row.name]
+    assert len(off) >= 15
+    assert abs(median(off)) < 0.10
+
+
+def test_kernels_that_the_clock_leaves_out_take_three_microseconds_each_and_the_router_its_own_product() -> None:
+    """gpt-oss-120b on an H100: 2880 values of 16 bits, a row and its residual, both ways at 80 % of 3.35 TB/s."""
+    gpu = GpuModel(load_hardware("h100-ndp512"), public_shape("gpt-oss-120b"))
+    moved = -(-4 * 2880 * 2 * 100 * 10**12 // (80 * H100[0]))
+    assert between_ps(gpu, 1) == 3 * (3_000_000 + moved) + product_ps("h100", 128, 2880, 1, H100)
+    assert 13.0e6 < between_ps(gpu, 1) < 13.2e6
