@@ -84,7 +84,8 @@ def weight_files(model_dir: Path) -> list[Path]:
     """The files that make the checkpoint, sorted by name. Raises ReplicaError where there is none, or not all."""
     index = model_dir / INDEX
     if os.path.lexists(index):  # whatever it is: one that cannot be read is refused
-        named = indexed_files(model_dir)
+        if not (named := indexed_files(model_dir)):
+            raise ReplicaError(f"{index} names no tensor: download the checkpoint again")
         if missing := [name for name in named if not (model_dir / name).is_file()]:
             raise ReplicaError(
                 f"{model_dir.name} lacks {len(missing)} of the {len(named)} files that {INDEX} names, {missing[0]} "

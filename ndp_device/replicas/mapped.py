@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.checkpoint.files import tensor_header
-from ndp_device.checkpoint.gguf_files import QUANTIZED, TYPES
+from ndp_device.checkpoint.gguf_files import MAGIC, QUANTIZED, TYPES
 from ndp_device.common.errors import ReplicaError
 from ndp_device.replicas import _mapping
 
@@ -70,8 +70,7 @@ class MappedFile(MappedBytes):
         super().__init__(path)
         self._header, self._start = tensor_header(path)
         self._header.pop("__metadata__", None)
-        for name, entry in self._header.items():
-            self._refuse_disagreement(name, entry["shape"], *entry["data_offsets"])
+        self._refuse_other_places(has_gaps=bytes(self.bytes[: len(MAGIC)]) == MAGIC)
 
     def __contains__(self, name: str) -> bool:
         return name in self._header
@@ -85,16 +84,22 @@ class MappedFile(MappedBytes):
         if dtype not in _DTYPES:
             raise ReplicaError(f"{self.path.name}: {name} is {dtype}, which is not read")
         if last - first != _DTYPES[dtype].itemsize * math.prod(shape):
-            raise self._damaged(name, shape, first, last)
+            raise self._damaged(name, shape, first, last, first)
         return self.bytes[self._start + first : self._start + last].view(_DTYPES[dtype]).reshape(shape)
 
-    def _refuse_disagreement(self, name: str, shape: list[int], first: int, last: int) -> None:
-        """Refuse a tensor that does not lie inside the file, whatever its dtype: most tensors are never read."""
-        if last < first or self._start + last > self.bytes.size:
-            raise self._damaged(name, shape, first, last)
+    def _refuse_other_places(self, *, has_gaps: bool) -> None:
+        """Refuse a tensor that does not lie inside the file, whatever its dtype: most tensors are never read. And one
+        that does not begin where another ends, as the safetensors library does: a name that stands twice is one."""
+        end = 0
+        for name, entry in sorted(self._header.items(), key=lambda item: item[1]["data_offsets"]):
+            first, last = entry["data_offsets"]
+            if last < first or self._start + last > self.bytes.size or first < end or (first > end and not has_gaps):
+                raise self._damaged(name, entry["shape"], first, last, end)
+            end = last
 
-    def _damaged(self, name: str, shape: list[int], first: int, last: int) -> ReplicaError:
+    def _damaged(self, name: str, shape: list[int], first: int, last: int, end: int) -> ReplicaError:
+        before = f", the one before it ends at {self._start + end}" if first != end else ""
         return ReplicaError(
             f"{self.path.name} is damaged or truncated: {name} {shape} lies at {self._start + first}.."
-            f"{self._start + last}, the file has {self.bytes.size} bytes"
+            f"{self._start + last}{before}, the file has {self.bytes.size} bytes"
         )

@@ -19,6 +19,7 @@ from ndp_device.checkpoint.names import ExpertLayout, Source, resolve
 from ndp_device.checkpoint.spellings import SPELLINGS, activation_of
 from ndp_device.common.activation import GELU_TANH, GPT_OSS, SILU, Activation
 from ndp_device.common.errors import ConfigError, NdpError, ReplicaError
+from ndp_device.replicas.mapped import MappedFile
 
 E, K, H, I = 4, 2, 8, 6  # noqa: E741
 CONFIG = {"num_hidden_layers": 3, "num_experts": E, "num_experts_per_tok": K, "hidden_size": H}
@@ -378,6 +379,26 @@ def test_lists_as_long_as_the_largest_published_checkpoints_are_read(tmp_path: P
     each = {"extra_config": dict.fromkeys(matrices, setting)}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": each}, indent=2))
     assert read_config(tmp_path)["quantization_config"] == each
+
+
+@pytest.mark.parametrize(("name", "first"), [("b", 0), ("b", 8), ("a", 4)])
+def test_tensors_that_share_bytes_or_leave_a_gap_are_refused(tmp_path: Path, name: str, first: int) -> None:
+    """A name that stands twice in a header, too: the second hides the first, whose bytes then are nobody's."""
+    entries = [("a", 0), ("b", 4), (name, first)]
+    each = (f'"{of}": {{"dtype": "F32", "shape": [1], "data_offsets": [{at}, {at + 4}]}}' for of, at in entries)
+    text = f"{{{', '.join(each)}}}".encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(12))
+    with pytest.raises(
+        ReplicaError, match=r"model.safetensors is damaged or truncated: [ab] .* the one before it ends"
+    ):
+        MappedFile(tmp_path / "model.safetensors")
+
+
+def test_an_index_that_names_nothing_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", "a")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(ReplicaError, match=r"index.json names no tensor"):
+        read_headers(tmp_path)
 
 
 def test_a_tensor_in_two_files_and_an_index_that_leaves_the_directory_are_refused(tmp_path: Path) -> None:
