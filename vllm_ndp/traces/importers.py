@@ -150,11 +150,13 @@ def _objects(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:
 
 
 def _lattice(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:
-    """Rows of lattice's dump_moe_routing_trace_jsonl. A request begins where the token's number falls."""
-    request = last = 0
+    """Rows of lattice's dump_moe_routing_trace_jsonl. A request begins where the token's number falls, or its layers
+    begin again."""
+    request, last = 0, (0, -1)
     for where, row in _objects(path, fields):
-        request, last = request + (row["token_idx"] < last), row["token_idx"]
-        cell = {"type": "route", "request": f"{path.stem} {request}", "token": last, "layer": row["layer_idx"]}
+        cell_of = row["token_idx"], row["layer_idx"]
+        request, last = request + (cell_of <= last), cell_of
+        cell = {"type": "route", "request": f"{path.stem} {request}", "token": cell_of[0], "layer": cell_of[1]}
         yield where, cell | {"ids": row["selected_ids"], "weights": row["gate_weights"]}
 
 
@@ -188,6 +190,13 @@ def _columns(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:
     }
     if lacking := [fields[field] for field, places_of in places.items() if not places_of]:
         raise TraceError(f"{path} must begin with a line of names that has {', '.join(lacking)}, got {header[:80]!r}")
+    for field, of in places.items():
+        if len(of) > 1 and field not in ("ids", "scores"):
+            raise TraceError(f"{path} has more than one column {names[of[0]]}")
+    if "scores" in places:  # a column's place is its expert
+        numbers = [int(names[at].rsplit("_", 1)[1]) for at in places["scores"]]
+        if numbers != list(range(len(numbers))):
+            raise TraceError(f"{path} must have columns of experts 0..{len(numbers) - 1} in this order, got {numbers}")
     kinds = {"scores": pa.float64(), "phase": pa.string()}
     kind_of = {str(at): kinds.get(field, pa.int64()) for field, of in places.items() for at in of}
     with open_plain(path) as file:
@@ -201,7 +210,12 @@ def _columns(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:
     if not 0 < table.num_rows <= MOST_ROWS or any(column.null_count for column in table.columns):
         raise TraceError(f"{path} must have 1 to {MOST_ROWS} rows of numbers without a gap, got {table.num_rows}")
     values = {field: [table.column(str(at)).to_numpy() for at in of] for field, of in places.items()}
-    yield str(path), {field: np.stack(of, 1) if field in ("ids", "scores") else of[0] for field, of in values.items()}
+    columns = {field: np.stack(of, 1) if field in ("ids", "scores") else of[0] for field, of in values.items()}
+    if min(columns["layer"].min(), columns["token"].min()) < 0:
+        raise TraceError(f"{path} must have numbers of layers and tokens of at least 0")
+    if "phase" in columns and (odd := set(columns["phase"]) - {"prefill", "decode"}):
+        raise TraceError(f"{path} must have phases prefill and decode, got {min(odd)!r}")
+    yield str(path), columns
 
 
 def _table(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:
@@ -265,21 +279,35 @@ def _answers(told: Told) -> Found:
 
 def _prompt_lens(where: str, response: dict[str, Any], rows: list[int]) -> list[int]:
     """Prompt lengths of one response's choices. Raises TraceError where they do not fit `rows`, rows by choice."""
-    told = [choice.get("prompt_token_ids") or response.get("prompt_token_ids") or () for choice in response["choices"]]
+    choices = response["choices"]
+    told = [choice.get("prompt_token_ids") or response.get("prompt_token_ids") or () for choice in choices]
     usage = response.get("usage") or {}
     if all(told):
         lengths = [len(tokens) for tokens in told]
     elif "prompt_tokens" in usage and "completion_tokens" in usage:
-        lengths = [int(usage["prompt_tokens"])] * len(rows)
+        lengths = [_count(where, usage, "prompt_tokens")] * len(rows)
     else:
         raise TraceError(f"{where} has neither usage nor prompt_token_ids: nothing says where its prompt ends")
-    tokens = sum(lengths) - len(rows)  # the last one of each has no row
-    if "completion_tokens" in usage and sum(rows) != (tokens := tokens + int(usage["completion_tokens"])):
+    whole, least = sum(rows), sum(lengths) - len(rows)  # the last token of each has no row
+    if "completion_tokens" in usage:
+        source, wanted = "usage", least + _count(where, usage, "completion_tokens")
+    elif all(choice.get("token_ids") for choice in choices):
+        source, wanted = "token_ids", least + sum(len(choice["token_ids"]) for choice in choices)
+    else:
+        source, wanted = "prompt_token_ids", max(whole, sum(max(*both) for both in zip(rows, lengths, strict=True)))
+    if whole != wanted:
         raise TraceError(
-            f"{where} has routing of {sum(rows)} tokens where usage says {tokens}: ask for one prompt per request and "
+            f"{where} has routing of {whole} tokens where {source} says {wanted}: ask for one prompt per request and "
             "leave routed_experts_prompt_start at 0"
         )
     return lengths
+
+
+def _count(where: str, told: dict[str, Any], name: str) -> int:
+    value = told.get(name)
+    if type(value) is not int or value < 1:
+        raise TraceError(f"{where} must have a whole {name} of at least 1, got {value!r}")
+    return value
 
 
 def _routed(value: Any) -> tuple[NDArray[np.int64], NDArray[np.float32] | None] | None:
@@ -298,7 +326,13 @@ def _routed(value: Any) -> tuple[NDArray[np.int64], NDArray[np.float32] | None] 
     ids, bits = np.split(array, [array.shape[2] // 2], axis=2)
     if array.dtype == np.int32 and ids.shape == bits.shape and (bits > np.iinfo(np.uint16).max).any():  # no ids
         return ids.astype(np.int64), np.ascontiguousarray(bits).view(np.float32)
-    return np.asarray(array, np.int64), None
+    return _whole_numbers("routed experts", array), None
+
+
+def _whole_numbers(what: str, values: NDArray[Any]) -> NDArray[np.int64]:
+    if values.dtype.kind not in "iu":
+        raise TraceError(f"{what} must be whole numbers, got {values.dtype}")
+    return values.astype(np.int64)
 
 
 def _sglang_answers(told: Told) -> Found:
@@ -306,8 +340,8 @@ def _sglang_answers(told: Told) -> Found:
     logged = []
     for where, response in told.parts:
         meta = response["meta_info"]
-        prompt_len = int(meta["prompt_tokens"])
-        tokens = prompt_len + int(meta["completion_tokens"]) - 1
+        prompt_len = _count(where, meta, "prompt_tokens")
+        tokens = prompt_len + _count(where, meta, "completion_tokens") - 1
         ids = np.frombuffer(base64.b64decode(meta[told.fields["ids"]], validate=True), "<i4")
         if told.top_k < 1 or not ids.size or ids.size % (tokens * told.top_k):
             raise TraceError(
@@ -333,7 +367,7 @@ def _passes(told: Told) -> Found:
 def _pass(where: str, layers: dict[str, Any], wanted: list[int]) -> NDArray[np.int64]:
     """[tokens, L, k]"""
     there = sorted(int(name) for name, ids in layers.items() if ids is not None)
-    if there != wanted:
+    if there != wanted or min(there, default=0) < 0:
         raise TraceError(f"{where} has layers {there[:4]}... of {len(there)}, the first pass has {len(wanted)} others")
     ids = [np.array(layers[str(layer)]) for layer in wanted]
     if len({each.shape for each in ids}) != 1 or ids[0].ndim != 2 or ids[0].dtype.kind not in "iu":
@@ -347,12 +381,13 @@ def _prompts(told: Told) -> Found:
     if lacking := [told.fields[name] for name in ("request", "token", "layer", "ids") if name not in columns]:
         raise TraceError(f"{told.source} must have columns {', '.join(lacking)}")
     names, request = np.unique(columns["request"], return_inverse=True)
-    token, layer, weights = columns["token"].astype(np.int64), columns["layer"].astype(np.int64), columns.get("weights")
-    if weights is not None and weights.shape != columns["ids"].shape:
-        raise TraceError(f"{told.source} must have a weight for each expert, got {weights.shape[1]} a row")
-    rows = Rows(
-        request.astype(np.int64), token, layer, columns["ids"].astype(np.int64), weights, [str(n) for n in names]
-    )
+    token, layer, ids = (_whole_numbers(told.fields[name], columns[name]) for name in ("token", "layer", "ids"))
+    weights = columns.get("weights")
+    if ids.ndim != 2:
+        raise TraceError(f"{told.source} must have a list of {told.fields['ids']} in every row")
+    if weights is not None and weights.shape != ids.shape:
+        raise TraceError(f"{told.source} must have a weight for each expert, got {weights.shape[-1]} a row")
+    rows = Rows(request.astype(np.int64), token, layer, ids, weights, [str(n) for n in names])
     prompts = {}
     if "phase" in columns:
         is_prompt = columns["phase"] == "prefill"
@@ -363,9 +398,10 @@ def _prompts(told: Told) -> Found:
 def _requests(told: Told) -> Found:
     """ids and weights [R, T, L, k], or logits [R, T, L, E]; prompt_len [R], domain [R] and their names are optional."""
     ((_, arrays),) = told.parts
-    arrays = {
-        field: arrays[name] for field, names in told.fields.items() for name in names.split("|") if name in arrays
-    }
+    there = {field: [name for name in names.split("|") if name in arrays] for field, names in told.fields.items()}
+    if twice := next((names for names in there.values() if len(names) > 1), None):
+        raise TraceError(f"{told.source} has both {' and '.join(twice)}: keep one of them")
+    arrays = {field: arrays[names[0]] for field, names in there.items() if names}
     if "logits" in arrays:
         logits = arrays["logits"]
         if logits.ndim != 4 or not logits.size or logits.dtype.kind != "f" or not np.isfinite(logits).all():
@@ -384,6 +420,9 @@ def _requests(told: Told) -> Found:
     if prompt.max() > num_tokens:
         raise TraceError(f"a prompt of {prompt.max()} tokens is longer than the {num_tokens} that were recorded")
     domain = arrays.get("domain", np.zeros(num_requests, np.int64))
+    most = len(arrays["domains"]) if "domains" in arrays else np.inf
+    if domain.shape != (num_requests,) or domain.dtype.kind not in "iu" or not 0 <= domain.min() <= domain.max() < most:
+        raise TraceError(f"domain must hold the number of a domain for each of {num_requests} requests")
     labels = arrays["domains"][domain] if "domains" in arrays else domain.astype(str)
     return [Logged(str(labels[r]) or str(r), ids[r], weights[r], int(prompt[r])) for r in range(num_requests)], {}
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ndp_device.common.errors import TraceError
@@ -208,3 +210,81 @@ def test_a_trace_in_memory_and_on_disk_is_held_to_the_same(
     damaged.save(tmp_path / "trace")
     with pytest.raises(TraceError, match=says):
         Trace.load(tmp_path / "trace")
+
+
+def answer(**changed: Any) -> str:
+    usage = {"prompt_tokens": PROMPT, "completion_tokens": ANSWER} | changed.pop("usage", {})
+    choice = {"routed_experts": chosen().tolist()} | changed
+    return json.dumps({"usage": usage, "choices": [choice]})
+
+
+def without_usage(**changed: Any) -> str:
+    return json.dumps(
+        {"choices": [{"routed_experts": chosen()[4:].tolist(), "prompt_token_ids": [1] * PROMPT} | changed]}
+    )
+
+
+def rows_of_csv(names: str, *rows: str) -> str:
+    return "\n".join((names, *rows))
+
+
+MOE_TRACE, DYNANDE = "phase,layer,token_idx,e0", "layer_id,token_id,expert_0,expert_1"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "says"),
+    [
+        ("vllm", answer(routed_experts=(chosen() + 0.7).tolist()), "must be whole numbers, got float64"),
+        ("vllm", answer(usage={"prompt_tokens": -5}), "whole prompt_tokens of at least 1, got -5"),
+        ("vllm", answer(usage={"prompt_tokens": 12.9}), "whole prompt_tokens of at least 1, got 12.9"),
+        ("vllm", without_usage(token_ids=[1] * ANSWER), f"routing of {TOKENS - 4} tokens where token_ids says"),
+        ("vllm", without_usage(prompt_token_ids=[1] * 99), "tokens where prompt_token_ids says 99"),
+        ("sglang-answers", '{"meta_info": {"prompt_tokens": 1, "completion_tokens": 0}}', "whole completion_tokens of"),
+        ("moe-trace", rows_of_csv(MOE_TRACE, "decode,-1,0,1"), "layers and tokens of at least 0"),
+        ("moe-trace", rows_of_csv(MOE_TRACE, "decode,0,-1,1"), "layers and tokens of at least 0"),
+        ("moe-trace", rows_of_csv(MOE_TRACE, "warm,0,0,1"), "phases prefill and decode, got 'warm'"),
+        ("moe-trace", rows_of_csv(f"layer,{MOE_TRACE}", "1,decode,0,0,1"), "more than one column layer"),
+        ("dynande", rows_of_csv("layer_id,token_id,expert_1,expert_0", "0,0,1,0"), r"order, got \[1, 0\]"),
+        ("dynande", rows_of_csv("layer_id,token_id,expert_0,expert_2", "0,0,1,0"), r"order, got \[0, 2\]"),
+        ("expert-selection", '[{"-1": [[1, 2]], "0": [[1, 2]]}]', r"has layers \[-1, 0\]"),
+    ],
+)
+def test_numbers_that_would_be_read_as_others_are_refused(tmp_path: Path, kind: str, text: str, says: str) -> None:
+    (tmp_path / "log").write_text(text)
+    with pytest.raises(TraceError, match=says):
+        import_trace(tmp_path / "log", kind)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ({"domain": np.array([-1]), "domains": np.array(["a", "b"])}, "the number of a domain for each of 1"),
+        ({"domain": np.array([2]), "domains": np.array(["a", "b"])}, "the number of a domain for each of 1"),
+        ({"idx": chosen(seed=1)[None]}, "has both experts and idx"),
+    ],
+)
+def test_arrays_that_do_not_belong_together_are_refused(tmp_path: Path, arrays: dict[str, Any], says: str) -> None:
+    np.savez(tmp_path / "t.npz", experts=chosen()[None], weights=np.ones((1, *chosen().shape)), **arrays)
+    with pytest.raises(TraceError, match=says):
+        import_trace(tmp_path / "t.npz", "npz")
+
+
+def test_requests_of_one_token_stay_requests_of_their_own(tmp_path: Path) -> None:
+    """lattice names no request: each row of token 0 and layer 0 begins one."""
+    rows = [
+        {"token_idx": 0, "layer_idx": layer, "selected_ids": [request, 9], "gate_weights": [0.5, 0.5]}
+        for request in range(3)
+        for layer in range(2)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    trace = import_trace(tmp_path / "rows.jsonl", "lattice")
+    assert trace.ids[:, 0, 0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["token_idx", "layer_idx", "selected_experts"])
+def test_columns_of_fractions_are_refused(tmp_path: Path, name: str) -> None:
+    columns = {"prompt_id": [0], "token_idx": [0], "layer_idx": [0], "selected_experts": [[0, 1]]}
+    fractions = [[0.5, 1.5]] if name == "selected_experts" else [0.5]
+    pq.write_table(pa.table(columns | {name: fractions}), tmp_path / "a.parquet")
+    with pytest.raises(TraceError, match=f"{name} must be whole numbers, got float64"):
+        import_trace(tmp_path / "a.parquet", "policylang")
