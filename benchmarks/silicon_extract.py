@@ -39,6 +39,8 @@ HEADER = """\
 # bf16, fp8, int4, mxfp4: a MoE layer, balanced routing, by tokens 2^0..2^14; hidden, intermediate, chosen, experts
 # gemm: bf16, by rows 4^0..4^7; columns, hidden
 # decode, prefill: attention, bf16, by cached or prompt tokens 16 x 4^0..4^5; requests, heads, kv heads, head size
+# latent: a layer's attention of DeepSeek-V3 with its products, bf16, the faster of vLLM's and TensorRT-LLM's 1.3.0rc20,
+# by cached tokens 16 x 4^0..4^5; requests, heads
 # allreduce: in a CUDA graph, by bytes 128 x 4^0..4^10; GPUs. L40S: vLLM 0.14.0
 card,kernel,shape,ns
 """
@@ -92,6 +94,13 @@ def lines_of(folder: Path) -> Iterator[Line]:
             and r["head_dim"] in (64, 128)
         ]
         yield from series(found, axis)
+    layers_of: dict[tuple[int, ...], float] = {}
+    for path in sorted(folder.glob("mla/*/*/mla_generation_module_perf.parquet")):
+        for r in read(path, gemm_type="bfloat16", kv_cache_dtype="bfloat16"):
+            key = r["batch_size"], r["num_heads"], r["step"]
+            layers_of[key] = min(r["latency"], layers_of.get(key, r["latency"]))
+    latent = [("latent", key[:2], key[2], ms) for key, ms in layers_of.items() if key[0] in REQUESTS]
+    yield from series(latent, PROMPT)
     [path] = sorted(folder.glob("comm/vllm/0.2[24].0/custom_allreduce_perf.parquet"))
     reduced = [
         ("allreduce", (r["num_gpus"],), r["message_size"], r["latency"]) for r in read(path, backend="vllm_graph")

@@ -53,6 +53,7 @@ OTHERS = {
     "rooflines on every card": Assumed(overrides=_host(461, gpu__times="roofline")),
     "every model as sticky as Qwen3-30B": Assumed(routing="qwen3-30b-a3b", overrides=_host(461)),
     "hops by DMA, 15 us": Assumed(overrides=_host(461, link__launch="dma")),
+    "13 us between kernels": Assumed(overrides=_host(461, gpu__layer_overhead_ps=13_000_000)),
     "int8 arrays": Assumed(overrides=_host(461, array__pe_mode="int8")),
 }
 ASSUMED = HOSTS | OTHERS

@@ -8,7 +8,8 @@
 MoE layer before.
 
 A preset says whose measured kernels give the times (silicon.py): routed experts, attention's products and its heads,
-dense and shared experts, the output projection. Rooflines give the rest: copies that are computed as they come, states
+latent attention in decode as a whole (in steps with prompts it is the least that attention takes), dense and shared
+experts, the output projection. Rooflines give the rest: copies that are computed as they come, states
 of linear attention, presets of a card that was not measured, and models whose hidden size is below 1024 or whose
 numbers are not of 16 bits.
 
@@ -29,7 +30,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from ndp_device.common.decoder_layers import DecoderLayer, GroupedQuery
+import msgspec
+
+from ndp_device.common.decoder_layers import DecoderLayer, GroupedQuery, Latent
 from ndp_device.common.model_shape import WholeModel
 from ndp_device.timing.link import bulk_ps, migration_ps
 from ndp_device.timing.spec import MEASURED, Hardware
@@ -190,6 +193,15 @@ class GpuModel:
         )
         return silicon.kernel(self.card, "prefill" if new else "decode").ps(load, self._rates)
 
+    def _latent_ps(self, attention: Latent, context: Context, num_bytes: int) -> int:
+        """Of one decode row of each request. Every GPU has all of the cache and of the compression."""
+        own = msgspec.structs.replace(attention, num_heads=ceil_div(attention.num_heads, self.num_gpus))
+        requests, kv_tokens = context.requests, context.kv_tokens
+        flops = own.flops(requests, kv_tokens, kv_tokens)
+        weights = own.weights(self.shape.hidden_size)
+        load = silicon.latent(requests, weights, num_bytes, flops, kv_tokens // requests)
+        return silicon.kernel(self.card, "latent").ps(load, self._rates)
+
     def reduce_ps(self, rows: int) -> int:
         """One all-reduce of so many rows of activations."""
         return all_reduce_ps(self.num_gpus, rows * self.shape.hidden_size * self.shape.dtype_bytes, self.card)
@@ -236,8 +248,11 @@ class GpuModel:
             took += self._heads_ps(attention, context._replace(kv_tokens=kv_tokens), num_bytes, flops)
         else:
             half = ceil_div(weights, 2 * shape.hidden_size)
-            took += self._products_ps(context.rows, (half, shape.hidden_size), (shape.hidden_size, half))
-            took += self.roofline_ps(num_bytes, flops)
+            apart = self._products_ps(context.rows, (half, shape.hidden_size), (shape.hidden_size, half))
+            apart += self.roofline_ps(num_bytes, flops)
+            if isinstance(attention, Latent):
+                apart = max(apart, self._latent_ps(attention, context, num_bytes))
+            took += apart
         if layer.dense_weights:
             took += self.weights_ps(layer.dense_weights, context.rows)
         return took

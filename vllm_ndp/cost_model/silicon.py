@@ -5,7 +5,8 @@
 `base` is of the work that is asked for, on the hardware that is asked for. `ratio`, measured time over base, is the
 mean of the eight nearest measured rows, each weighted by 1 / distance^2; a measured row itself has its own ratio.
 Distance is that of the sizes' logarithms to base 2, in whole sixteenths: of an expert's matrices, experts with a row,
-and rows of each; of a product's columns, depth and rows; of attention's requests, heads, cached values and tokens.
+and rows of each; of a product's columns, depth and rows; of attention's requests, heads, cached values and tokens; of
+latent attention's requests, weights and tokens.
 
 Left out, because such a row says nothing of weights that come from memory, or was disturbed:
 
@@ -35,9 +36,11 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.common.decoder_layers import Latent
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import PS_PER_S, ceil_div
 
@@ -60,6 +63,8 @@ _ROWS = [4**at for at in range(8)]
 """Of measured products."""
 _REDUCED = [128 * 4**at for at in range(11)]
 """Bytes of measured all-reduces."""
+_LATENT, _HIDDEN = Latent(num_heads=1, query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128), 7168
+"""Of the measured latent attention (DeepSeek-V3), whose shards have 1 to 128 heads."""
 _NEAREST = 8
 _ONE = 1 << 16
 _DISTURBED = 3, 2
@@ -88,6 +93,12 @@ def product(columns: int, depth: int, rows: int) -> Load:
 def attention(requests: int, heads: int, kv_values: int, num_bytes: int, flops: int, tokens: int) -> Load:
     """kv_values: numbers cached for a token. tokens: of each request, cached ones in decode, new ones in a prompt."""
     return Load(num_bytes, flops, (_log(requests), _log(heads), _log(kv_values), _log(max(tokens, 1))))
+
+
+def latent(requests: int, weights: int, num_bytes: int, flops: int, tokens: int) -> Load:
+    """A layer's latent attention in decode, with its products. num_bytes and flops: beside those of the weights."""
+    sizes = _log(requests), _log(weights), _log(max(tokens, 1))
+    return Load(2 * weights + num_bytes, 2 * requests * weights + flops, sizes)
 
 
 def _log(number: int) -> int:
@@ -317,7 +328,13 @@ def _measured(name: str, shape: tuple[int, ...], at: int) -> Load:
         return experts(hidden, intermediate, touched, pairs, touched * 3 * hidden * intermediate * bits // of // 8)
     if name == "gemm":
         return product(shape[0], shape[1], 4**at)
+    tokens = 16 * 4**at
+    if name == "latent":
+        requests, heads = shape
+        form, kv_tokens = msgspec.structs.replace(_LATENT, num_heads=heads), requests * tokens
+        cached, flops = form.values_read(requests, kv_tokens), form.flops(requests, kv_tokens, kv_tokens)
+        return latent(requests, form.weights(_HIDDEN), 2 * cached, flops, tokens)
     requests, heads, kv_heads, size = shape
-    tokens, kv_values = 16 * 4**at, 2 * kv_heads * size
+    kv_values = 2 * kv_heads * size
     pairs = requests * (tokens if name == "decode" else tokens * (tokens + 1) // 2)
     return attention(requests, heads, kv_values, 2 * requests * tokens * kv_values, 4 * pairs * heads * size, tokens)

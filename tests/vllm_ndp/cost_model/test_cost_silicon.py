@@ -170,17 +170,27 @@ def test_the_rate_of_a_published_engine_is_within_what_its_row_says(row: Row, to
 
 
 def test_four_engines_have_rows_within_20_percent() -> None:
-    """Of 254 rows 185, vLLM 125 of 141; of those from early 2025, whose kernels were others, none of 18."""
+    """Of 254 rows 198, vLLM 131 of 141; of those from early 2025, whose kernels were others, 1 of 18."""
     near = [row.name.split(",")[0] for row, _ in ENGINES if abs(row.deviation or 0.0) <= 0.20]
-    assert Counter(near) == {"vLLM": 125, "SGLang": 22, "TensorRT-LLM": 35, "llama.cpp": 3}
+    assert Counter(near) == {"vLLM": 131, "SGLang": 22, "TensorRT-LLM": 42, "llama.cpp": 3}
 
 
-@pytest.mark.parametrize("version", ["(0.18.0)", "(0.5.9)"])
-def test_engines_of_a_stated_version_of_2026_are_foretold_without_a_fit(version: str) -> None:
-    """vLLM's gpt-oss on two cards, SGLang's DeepSeek: half of the rows within 10 %, on either side."""
+@pytest.mark.parametrize(("version", "most"), [("(0.18.0)", 0.03), ("(0.16.0)", 0.06), ("(0.5.9)", 0.13)])
+def test_engines_of_a_stated_version_of_2026_are_foretold_without_a_fit(version: str, most: float) -> None:
+    """The median row of vLLM's gpt-oss on two cards, of its Kimi-K2, and of SGLang's DeepSeek-R1."""
     off = [row.deviation or 0.0 for row, _ in ENGINES if version in row.name]
-    assert len(off) >= 15
-    assert abs(median(off)) < 0.10
+    assert len(off) >= 14
+    assert abs(median(off)) < most
+
+
+@pytest.mark.parametrize(("preset", "gpus", "least", "most"), [("h100-ndp512", 1, 170, 180), ("h200-gen5", 8, 55, 57)])
+def test_latent_attention_takes_what_was_measured_of_its_layer(preset: str, gpus: int, least: int, most: int) -> None:
+    """DeepSeek-V3, 4 requests of 1024 tokens: 174 us on one H100; a shard of 16 heads 56 on an H200, beside reduces.
+    More rows in the same step take no less."""
+    model = GpuModel(load_hardware(preset), public_shape("deepseek-v3"), gpus)
+    took = model.before_experts_ps(4, 4096)[-1]
+    assert least * 10**6 < took - 2 * model.reduce_ps(4) < most * 10**6
+    assert model.before_experts_ps(5, 4096, spans=[(1023, 1024)] * 3 + [(1022, 1024)])[-1] >= took
 
 
 def test_kernels_that_the_clock_leaves_out_take_three_microseconds_each_and_the_router_its_own_product() -> None:

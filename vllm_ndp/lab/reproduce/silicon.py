@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.common.decoder_layers import Latent
 from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import PS_PER_S, ceil_div
@@ -33,8 +34,8 @@ from vllm_ndp.lab.reproduce import Reproduction, Row
 
 LAYERS = tuple(name for names in EXPERTS.values() for name in names)
 ENGINES = Path(__file__).with_name("engines.csv")
-SMALL_KERNELS = 3
-"""Of a layer, which no table has: two norms and a rotary embedding."""
+NORMS = 2
+"""Of a layer. No table has them, nor the rotary embedding but that of latent attention."""
 SMALL_KERNEL_PS, SMALL_KERNEL_PERCENT = 3_000_000, 80
 """What each takes without data, and its share of the memory's rate: the file of each card in aiconfigurator-core 0.12.0
 (`systems/*.yaml`) has these two numbers."""
@@ -101,7 +102,8 @@ def between_ps(gpu: GpuModel, rows: int) -> int:
     moved = 4 * rows * shape.hidden_size * shape.dtype_bytes  # the row and the residual, both ways
     small = SMALL_KERNEL_PS + ceil_div(moved * 100 * PS_PER_S, SMALL_KERNEL_PERCENT * card.hbm_bytes_per_s)
     rates = card.hbm_bytes_per_s, card.flops_per_s
-    return SMALL_KERNELS * small + product_ps(gpu.card, shape.num_experts, shape.hidden_size, rows, rates)
+    kernels = NORMS + (not isinstance(shape.decoder[-1].attention, Latent))
+    return kernels * small + product_ps(gpu.card, shape.num_experts, shape.hidden_size, rows, rates)
 
 
 def engine_ps(gpu: GpuModel, size: int, rows: int, before: tuple[int, ...], head_rows: int) -> int:
@@ -149,7 +151,7 @@ def reproduce() -> Reproduction:
     everything = []
     for card in CARDS:
         of_card = []
-        for name in (*LAYERS, "gemm", "decode", "prefill"):
+        for name in (*LAYERS, "gemm", "decode", "prefill", "latent"):
             of = kernel(card, name)
             if name in LAYERS:
                 errors = layers_held_out(card, name, _shape)
