@@ -201,7 +201,7 @@ def test_only_what_the_active_plan_names_is_served(handler: Handler) -> None:
 def test_a_device_without_replicas_says_which_widths_are_missing(model_dir: Path) -> None:
     handler = Handler.from_config(DeviceConfig(address="ipc:///x", model_dir=model_dir, kernel="reference"))
     caller = Caller(handler)
-    caller.hello()
+    assert caller.hello().served.first_missing == (0, 0, 1)
     np.testing.assert_array_equal(caller.install(1), ALL & 0b01111)
     caller.ask(msg.ActivatePlan, epoch=1)
     caller.execute(pairs([0], [0], [16]))
@@ -227,6 +227,14 @@ def test_epochs_only_rise_and_only_the_active_one_is_served(handler: Handler) ->
     ):
         with pytest.raises(DeviceError, match="stale_epoch"):
             refused()
+    for epoch in (6, 7):  # the latest replaces one that was never activated
+        caller.install(epoch, expected_epoch=5)
+    with pytest.raises(DeviceError, match="epoch 6 is not installed"):
+        caller.ask(msg.ActivatePlan, epoch=6)
+    handler.queue_depth = 3
+    assert caller.ask(msg.Ping).queue_depth == 3
+    told = caller.ask(msg.Describe)
+    assert (told.num_executed, told.num_refused) == (2, 6)
 
 
 def test_nothing_but_questions_before_hello(handler: Handler) -> None:
@@ -286,6 +294,8 @@ def test_the_client_silent_longest_is_forgotten_first_and_told_so(handler: Handl
     first.execute(work)
     with pytest.raises(DeviceError, match="no_session"):
         second.execute(work)
+    first.hello()  # anew, and in its own place
+    assert len(handler._clients) == MAX_SESSIONS
 
 
 def test_shutdown_is_for_ipc_only(handler: Handler, model_dir: Path) -> None:

@@ -263,6 +263,7 @@ def test_nothing_is_prepared_soon_after_a_request_or_on_cores_that_others_use(
     [
         (0.25, 0.0, 0.0, True),
         (0.25, 0.45, 0.40, True),  # we are the ones who are busy
+        (0.25, 0.10, 0.0, True),  # a fifth of two cores
         (0.25, 0.25, 0.0, False),  # another program has one of two cores
         (0.25, 0.5, 0.25, False),
         (5.0, 0.0, 0.0, False),  # too long ago to say anything

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -16,6 +18,7 @@ import tempfile
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgpack
 import numpy as np
@@ -30,10 +33,12 @@ from small_checkpoint import EXPERTS, HIDDEN, LAYERS
 from ndp_device.common.errors import ConfigError, DeviceUnavailable
 from ndp_device.handler import DeviceConfig, Handler
 from ndp_device.probe import Probe
+from ndp_device.process import MAX_LINES, AtMost
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.server import Server
 from ndp_device.transport import shm, sockets, zmq_server
+from ndp_device.transport.address import is_foreign, take
 from ndp_device.transport.zmq_client import ZmqTransport
 from vllm_ndp.device_client.client import DeviceClient
 
@@ -175,6 +180,63 @@ def test_more_connections_than_there_may_be_end_the_one_that_was_silent_longest(
     assert_serves(device)
 
 
+def test_room_is_made_by_who_never_spoke_then_by_who_was_silent_longest(
+    server: HandServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_server, "MAX_CONNECTIONS", 3)
+
+    def next_one(speaks: bool) -> socket.socket:
+        connection = greeted(server.address)
+        if speaks:
+            speak(connection)
+        else:
+            server.receive(10)
+        return connection
+
+    def speak(connection: socket.socket) -> None:
+        connection.sendall(message(b"head", b""))
+        server.until_one()
+
+    hosts = [next_one(speaks=True) for _ in range(2)]
+    speak(hosts[0])
+    hosts += [next_one(speaks=False), next_one(speaks=False)]
+    assert hosts[2].recv(1) == b""  # came first, of those that never spoke
+    hosts.append(next_one(speaks=True))
+    assert hosts[3].recv(1) == b""
+    hosts.append(next_one(speaks=True))
+    assert hosts[1].recv(1) == b""
+    speak(hosts[0])  # who had spoken again after the second
+    for connection in hosts:
+        connection.close()
+
+
+def test_memory_is_given_to_others_where_it_is_not_used(server: HandServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "MAX_CHANNELS", 2)
+    monkeypatch.setattr(zmq_server, "_KEEP_MEMORY_NS", 0)
+    hosts = [host_of(server.address) for _ in range(4)]
+    names = [ask(server, host, (b"head", b"")).client for host in hosts]
+    assert all(server.offer_memory(name) for name in names[:3])
+    assert names[0] not in server._peers  # asked first
+    for peer in server._peers.values():
+        if peer.channel is not None:
+            peer.channel.has_spoken = True
+    assert server.offer_memory(names[3]) is None
+    for host in hosts:
+        host.close()
+
+
+def test_answers_that_nobody_reads_are_counted_with_their_frames_until_their_host_is_gone(server: HandServer) -> None:
+    host = host_of(server.address)
+    client = ask(server, host, (b"head", b"")).client
+    server.send(client, (b"head", b"body"))
+    assert server._peers[client].uncounted == 2 * (4 + zmq_server._FRAME_BYTES)
+    server.send(client, (b"head", bytes(zmq_server._COUNTED_BYTES)))
+    assert server._unread_bytes > zmq_server._COUNTED_BYTES
+    host.close()
+    server.until(0)
+    assert server._unread_bytes == 0
+
+
 def test_a_hosts_name_cannot_forge_a_line_of_the_log_and_many_cannot_fill_it(device: Device) -> None:
     forged = "2026-11-22 00:00:00,000 ERROR the disk is full"
     for number in range(300):
@@ -187,6 +249,48 @@ def test_a_hosts_name_cannot_forge_a_line_of_the_log_and_many_cannot_fill_it(dev
     assert not any(line.startswith(forged) for line in log.splitlines())
     assert "\x1b" not in log
     assert len(log.splitlines()) < 200
+
+
+def test_warnings_have_lines_of_their_own_and_a_minute_later_the_lost_ones_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, at_most = [100.0], AtMost()
+    monkeypatch.setattr("ndp_device.process.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def passed(level: int, times: int) -> int:
+        return sum(at_most.filter(logging.makeLogRecord({"msg": "x", "levelno": level})) for _ in range(times))
+
+    assert [passed(logging.INFO, MAX_LINES + 5), passed(logging.WARNING, MAX_LINES + 2)] == [MAX_LINES] * 2
+    now[0] += 61
+    record = logging.makeLogRecord({"msg": "x", "levelno": logging.INFO})
+    assert at_most.filter(record)
+    assert record.getMessage() == "x (7 lines of the minute before were left out)"
+
+
+def test_failures_that_are_not_in_a_row_do_not_end_a_device() -> None:
+    """A hundred in a row do: there is no hope then."""
+    asked, handler = [0], SimpleNamespace(stopping=False, num_executed=0, can_prepare_ahead=False)
+
+    def receive(timeout_ms: int) -> list[object]:
+        asked[0] += 1
+        if asked[0] <= 150 and asked[0] % 75:
+            raise OSError("as the test wants it")
+        handler.stopping = len(failing) == 1 and asked[0] > 150
+        if asked[0] > 150 and not handler.stopping:
+            raise OSError("and from now on")
+        return []
+
+    failing, stops = [1], [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    carrier = SimpleNamespace(receive=receive, offer_memory=None, on_gone=None)
+    try:
+        Server(carrier, handler).run()  # type: ignore[arg-type]
+        failing, handler.stopping, asked[0] = [], False, 150
+        with pytest.raises(OSError, match="from now on"):
+            Server(carrier, handler).run()  # type: ignore[arg-type]
+    finally:
+        for number, stop in zip((signal.SIGTERM, signal.SIGINT), stops, strict=True):
+            signal.signal(number, stop)
+    assert asked[0] == 250
 
 
 HELLO = GREETING + READY
@@ -369,6 +473,9 @@ def test_another_user_cannot_open_the_path_of_a_device_and_is_refused_where_it_w
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 def test_a_host_does_not_speak_to_a_device_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be shown every activation, and its numbers would be believed."""
+    with monkeypatch.context() as as_another:
+        as_another.setattr(os, "geteuid", lambda: 1234)
+        assert [is_foreign(user) for user in (None, 0, 1234, 1235)] == [False, False, False, True]
     directory = Path(tempfile.mkdtemp())
     server = serving(directory)
     os.chown(directory / "private" / "device", 65534, -1)
@@ -502,6 +609,10 @@ def test_the_lock_and_the_socket_of_a_device_are_closed_to_others(server: HandSe
         assert stat.S_IMODE(closed.lstat().st_mode) & 0o077 == 0
     server.close()
     assert not path.exists()
+    lock = path.with_name(f"{path.name}.lock")
+    lock.write_text("4194303\n4194303\n")  # a longer pid, of the device before
+    os.close(take(path))
+    assert lock.read_text() == f"{os.getpid()}\n"
     with pytest.raises(DeviceUnavailable):
         DeviceClient(server.address).connect(0.05)
 

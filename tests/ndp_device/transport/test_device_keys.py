@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 from server_by_hand import HandServer, host_of
 from zmq.auth import load_certificate
 
@@ -27,6 +28,17 @@ from ndp_device.transport.zmq_client import ZmqTransport
 
 PATIENCE_S = 60.0
 PROGRAM = [sys.executable, "-P", "-m", "ndp_device"]
+
+
+def _writable(path: Path) -> None:
+    path.chmod(path.stat().st_mode | 0o020)
+
+
+def _of_another(path: Path) -> None:
+    os.chown(path, 65534, -1)
+
+
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
 
 @pytest.fixture
@@ -173,6 +185,28 @@ def test_a_secret_that_others_can_read_is_refused(keys: Path, file: str, mode: i
         DeviceKeys.read(keys) if file == "device.key_secret" else HostKeys.read(keys / file)
 
 
+@AS_ROOT
+def test_a_secret_of_another_user_is_refused(keys: Path) -> None:
+    _of_another(keys / "device.key_secret")
+    with pytest.raises(ConfigError, match="readable by you alone"):
+        DeviceKeys.read(keys)
+
+
+def test_a_list_of_hosts_is_read_to_a_bound(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_keys(keys, "more")
+    monkeypatch.setattr("ndp_device.transport.keys._MAX_HOSTS", 1)
+    assert list(DeviceKeys.read(keys).allowed().values()) == ["host"]
+
+
+def test_a_machine_that_is_gone_is_given_up_after_a_minute_and_a_half(echo: HandServer, keys: Path) -> None:
+    host = host_of(echo.address, keys / "host.key_secret")
+    for end in (echo._socket, host._socket):
+        idle, between, times = (end.getsockopt(getattr(zmq, f"TCP_KEEPALIVE_{of}")) for of in ("IDLE", "INTVL", "CNT"))
+        assert (end.getsockopt(zmq.TCP_KEEPALIVE), idle + times * between) == (1, 90)
+        assert end.getsockopt(zmq.TCP_MAXRT) == 90_000  # ms, where something is under way
+    host.close()
+
+
 @pytest.mark.parametrize("text", ["", "curve", "public-key = 1", 'public-key = "' + 40 * "~", "[" * 9999, "\0"])
 def test_files_that_are_no_keys_are_refused_in_one_sentence(keys: Path, text: str) -> None:
     for path in (keys / "device.key_secret", keys / "allowed" / "host.key"):
@@ -249,17 +283,6 @@ def test_errors_of_keys_are_this_packages(keys: Path) -> None:
         HostKeys.read(keys / "device.key_secret")
     with pytest.raises(ConfigError, match="has no secret"):
         HostKeys.read(keys / "allowed" / "host.key")
-
-
-def _writable(path: Path) -> None:
-    path.chmod(path.stat().st_mode | 0o020)
-
-
-def _of_another(path: Path) -> None:
-    os.chown(path, 65534, -1)
-
-
-AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
 
 @pytest.mark.parametrize("opened", [_writable, pytest.param(_of_another, marks=AS_ROOT)])

@@ -245,6 +245,7 @@ def test_a_lost_core_pauses_spinning_for_10_ms_and_longer_only_while_losses_go_o
     assert [looks_after(11, 0), looks_after(10, 0)] == [0, 1]  # after a second loss 20 ms
     assert sum(looks_after(0, 0) for _ in range(50)) == 50  # 2.5 ms without a loss
     assert [looks_after(0, lost), looks_after(9, 0), looks_after(2, 0)] == [1, 0, 1]
+    assert [looks_after(0, lost), looks_after(11, 0)] == [1, 0]  # what went well before the last loss counts no more
 
 
 def test_who_loses_the_core_while_spinning_stops_spinning_for_a_while(channels: tuple[ShmChannel, ShmChannel]) -> None:

@@ -63,6 +63,7 @@ def test_the_device_answers_in_memory_only_after_the_host_spoke_there(sockets: t
     received = server.one(1000)
     assert received is not None
     assert server._peers[client].is_lent
+    assert server._peers[client].used_ns == received.seen_ns
     server.send(client, FRAMES)
     assert memory.take() is not None
 
