@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from small_checkpoint import write_small_checkpoint
 
 from vllm_ndp.cost_model.prices import MeasuredPrices
-from vllm_ndp.integration import known_prices
+from vllm_ndp.integration import agreement, known_prices
+from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.known_prices import find_or_measure
 from vllm_ndp.integration.price_probe import _rising
 
@@ -46,10 +49,84 @@ def test_a_machine_measures_once_for_each_shape() -> None:
     assert [measured({"hidden": 64}), measured({"hidden": 64}), measured({"hidden": 128})] == [1, 0, 1]
 
 
-def test_a_kernel_that_is_held_back_has_prices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def spaces(values: dict[str, Any]) -> Any:
+    """Objects within objects, by dotted names."""
+    root = SimpleNamespace()
+    for path, value in values.items():
+        *above, name = path.split(".")
+        at = root
+        for one in above:
+            at = vars(at).setdefault(one, SimpleNamespace())
+        setattr(at, name, value)
+    return root
+
+
+RUN: dict[str, Any] = {
+    **{f"worker.pool.shape.{name}": 64 for name in ("hidden_size", "intermediate_size", "num_experts", "top_k")},
+    "worker.pool.layout.activations": ["silu"],
+    "worker.pool.layout.layers": [SimpleNamespace(biases={})],
+    "worker.pool.stored_as": ["torch.bfloat16"],
+    "worker.shape.shared_weights": 0,
+    "worker.settings.linear_bits": None,
+    "worker.ranks.share.count": 1,
+    "hot.layers": [SimpleNamespace(held=SimpleNamespace(w13=SimpleNamespace(dtype="bfloat16")), kernel_name="vec")],
+    "link.members.description.kernel": "native",
+    "link.members.description.pe_mode": "int8",
+    "link.members.cores": [3],
+    "setup.group_size": 64,
+    "setup.num_devices": 2,
+    "setup.splits_experts": False,
+}
+OTHERS = {
+    "worker.pool.layout.layers": [SimpleNamespace(biases={"gate": 0})],
+    "hot.layers": [SimpleNamespace(held=SimpleNamespace(w13=SimpleNamespace(dtype="float32")), kernel_name="vec")],
+    "setup.num_devices": None,
+    "setup.splits_experts": True,
+}
+"""Another value where it is not any; None: what is alone of no effect."""
+
+
+@pytest.mark.parametrize("name", [name for name in RUN if OTHERS.get(name, "x") is not None])
+def test_a_run_that_differs_in_one_fact_has_prices_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement.compat, "engine_cores", lambda: {0})
+    one, other = (
+        agreement._facts_of_prices(*(getattr(spaces(values), part) for part in ("worker", "hot", "link", "setup")))
+        for values in (RUN, RUN | {name: OTHERS.get(name, ["another"])})
+    )
+    assert known_prices._digest(one) != known_prices._digest(other)
+
+
+def test_the_experts_of_a_stage_are_checked_in_their_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, asked = ExpertsPool(write_small_checkpoint(tmp_path / "model")), list[int]()
+    pool.restrict(range(1, 2))
+    monkeypatch.setattr(pool._checkpoint, "check", asked.append)
+    pool.check(0)
+    assert asked == [1]
+
+
+def test_values_that_are_decoded_are_stored_otherwise(tmp_path: Path) -> None:
+    plain, of_gptq = (ExpertsPool(write_small_checkpoint(tmp_path / name)) for name in ("plain", "gptq"))
+    packed: Any = SimpleNamespace(parts={"codes": "", "zero": ""}, elements="", bits=4)
+    of_gptq._checkpoint.packed = {"w1": packed}
+    assert (plain.stored_as, of_gptq.stored_as) == (["torch.float32"], ["codes zero  4", "torch.float32"])
+
+
+@pytest.mark.parametrize(("name", "value"), [("NDP_ISA", "avx2"), ("OMP_NUM_THREADS", "7"), ("NDP_THREADS", "7")])
+def test_a_kernel_that_is_held_back_has_prices_of_its_own(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert measured({}) == 1
-    monkeypatch.setenv("NDP_ISA", "avx2")
+    monkeypatch.setenv(name, value)
     assert [measured({}), measured({})] == [1, 0]
+
+
+def test_another_processor_measures_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = ["model name\t: a", "flags\t\t: avx2"]
+    monkeypatch.setattr(known_prices.Path, "read_text", lambda path: "\n".join(said))
+    assert known_prices.processor()["name"] == "a"
+    before = known_prices.processor()
+    said[1] += " amx_int8"
+    assert known_prices.processor() != before
 
 
 def test_a_version_that_brings_a_faster_kernel_measures_again(monkeypatch: pytest.MonkeyPatch) -> None:

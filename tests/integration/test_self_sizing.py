@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from test_integration_refusals import configure
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.integration import self_sizing
 from vllm_ndp.operating import speed
 from vllm_ndp.operating.sizing import KV_BLOCK
 from vllm_ndp.operating.sources import source_named
@@ -70,6 +72,25 @@ def test_the_kv_cache_is_sized_whatever_else_is_said(given: dict[str, Any]) -> N
     assert few.cache_config.kv_cache_memory_bytes == 256 << 20
     asked = configure(additional_config={"ndp": TOLD | given}, gpu_memory_utilization=0.5)
     assert asked.cache_config.kv_cache_memory_bytes is None
+
+
+def test_a_machine_is_measured_for_its_cores_and_for_what_a_row_and_a_prompt_choose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[Any] = []
+
+    def find(kind: Any, facts: Any, measure: Any) -> Any:
+        told.append(facts)
+        raise ConfigError("as the test wants it")
+
+    monkeypatch.setattr(self_sizing, "find_or_measure", find)
+    for cores in ({0}, {0, 1}):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: cores)
+        configure(additional_config={"ndp": TOLD})
+    assert told[0] == told[1] | {"cores": 1}
+    assert told[1]["cores"] == 2
+    assert told[1]["experts"] == [128, 256, 8, 2]
+    assert {"bits", "stored", "version"} <= told[1].keys()
 
 
 def test_linear_bits_that_were_given_are_kept() -> None:

@@ -132,8 +132,8 @@ def measure_prices(
     if (link := device.link) is not None:
         wanted = _asked_of_probe(worker, device.setup)
         probe = PriceProbe(hot, lambda: worker.kernel, worker.model_dir, replicas, worker.layers.start, shared)
-        facts = _facts_of_prices(worker, hot, link) | {"wanted": asdict(wanted), "shared experts": shared is not None}
-        facts["group size"] = device.setup.group_size
+        facts = _facts_of_prices(worker, hot, link, device.setup)
+        facts |= {"wanted": asdict(wanted), "shared experts": shared is not None}
         measure = partial(probe.measure, wanted, link.members.beside_the_run)
         prices, said = known_prices.find_or_measure(MeasuredPrices, facts, measure)
         say(f"speed of this machine, by which plans place experts: {said}")
@@ -142,13 +142,18 @@ def measure_prices(
     return told
 
 
-def _facts_of_prices(worker: WorkerFacts, hot: HotExperts, link: DeviceLink) -> dict[str, Any]:
+def _facts_of_prices(worker: WorkerFacts, hot: HotExperts, link: DeviceLink, setup: Setup) -> dict[str, Any]:
     """Facts that measured prices depend on, beside the processor and what is asked."""
-    shape, members = worker.pool.shape, link.members
+    pool, shape, members = worker.pool, worker.pool.shape, link.members
     sizes = [shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k]
+    first = pool.layout.layers[0]
     return {
-        "shape": [*sizes, sorted(map(str, set(worker.pool.layout.activations)))],
+        "shape": [*sizes, sorted(map(str, set(pool.layout.activations))), bool(first.biases)],
+        "shared": [worker.shape.shared_weights, worker.settings.linear_bits],
         "dtype": str(hot.layers[0].held.w13.dtype),
+        "stored": pool.stored_as,
+        "group size": setup.group_size,
+        "parts": [worker.ranks.share.count, setup.num_devices if setup.splits_experts else 1],
         "kernels": [hot.layers[0].kernel_name, members.description.kernel, members.description.pe_mode],
         "cores": [sorted(compat.engine_cores()), members.cores],
         "versions": [vllm.__version__, torch.__version__, __version__],

@@ -58,6 +58,12 @@ class ExpertsPool:
         return self._checkpoint.packed
 
     @property
+    def stored_as(self) -> list[str]:
+        """Kinds of tensors that values are read from: how long that takes depends on them."""
+        packed = self._checkpoint.packed.values()
+        return sorted({str(self.dtype), *(" ".join([*one.parts, one.elements, str(one.bits)]) for one in packed)})
+
+    @property
     def expert_bytes(self) -> int:
         return self.shape.weights_per_expert * self.dtype.itemsize
 
@@ -92,7 +98,7 @@ class ExpertsPool:
 
     def check(self, layer: int) -> None:
         """After using experts of a layer: raise ReplicaError where what was read of them is no longer in their file."""
-        self._checkpoint.check(layer)
+        self._checkpoint.check(self._first_layer + layer)
 
     def _view(self, array: np.ndarray) -> torch.Tensor:
         return tensor_over(np.ascontiguousarray(array), self.dtype)  # copies what lies transposed or interleaved

@@ -27,7 +27,7 @@ P = TypeVar("P")
 
 _BUSY = 0.1
 """Share of the time that a thread waits for a core beside other programs, above which nothing is kept: a guess."""
-_ISA_VARIABLES = ("NDP_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_NUM_THREADS")
+_ISA_VARIABLES = ("NDP_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_NUM_THREADS", "NDP_THREADS")
 """Variables that can make kernels slower than the processor allows."""
 
 

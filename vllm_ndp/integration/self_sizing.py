@@ -148,9 +148,10 @@ def _own_size(vllm_config: VllmConfig, form: StoredForm | None) -> OwnSize:
     """
     scheduler, sizing = vllm_config.scheduler_config, _one_request(vllm_config, form and form.bits)
     model = sizing.model
-    size = [model.hidden_size, model.intermediate_size]
+    sizes = [model.hidden_size, model.intermediate_size, model.num_experts, model.top_k]
+    cores = len(os.sched_getaffinity(0))
     bits = max(_WIDEST, sizing.require()[0].widest)
-    facts = {"expert": size, "bits": bits, "stored": form and [*form], "version": __version__}
+    facts = {"experts": sizes, "cores": cores, "bits": bits, "stored": form and [*form], "version": __version__}
     measured, _ = find_or_measure(speed.Measured, facts, partial(speed.measure, model, bits, form))
     return own_size(sizing, scheduler.max_num_seqs, measured)
 
