@@ -58,6 +58,8 @@ def test_a_layer_without_hot_pairs_spills_nothing_and_a_lone_hot_expert_goes_whe
     alone = LayerLoad({4: (1, 1.0)}, {}, (0, 0))
     assert offloaded(Balancer(COSTS, 1), alone) == {4}
     assert offloaded(Balancer(COSTS, 4), alone) == frozenset()
+    as_long_anyway = LayerLoad({4: (1, 1.0)}, {}, (0, 0), host_ps=10**12)
+    assert Balancer(COSTS, 1).fewest(as_long_anyway, (0.0, 1.0)) == frozenset()
 
 
 def test_each_host_of_a_device_expects_the_others_to_ask_for_as_much():

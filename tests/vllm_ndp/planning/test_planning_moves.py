@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
@@ -32,6 +33,20 @@ def test_four_requests_get_common_bits_and_half_a_bit_more_and_three_their_own()
     assert any((bits != three[0]).any() for bits in three)
     assert all((bits == four[0]).all() for bits in four)
     assert (three[0].sum(), four[0].sum()) == (2 * 12 * 2.0, 2 * 12 * 2.5)
+
+
+def test_what_a_prefill_streamed_stays_until_its_request_is_gone_and_is_no_move() -> None:
+    """Experts 0 and 1 are hot, the prompt wants 2 and 3, and 3 passed through: into the slot of 0."""
+    loss = LossTable(np.array([[[0.4, 0.2, 0.1, 0.05]] * 6]), nats=1.0)
+    planner = Replanner(PlannerRules(BY_IMPORTANCE, Budget(2, 3.0), loss), 1, 6)
+    prompt, streamed = ImportanceScore.from_weights(np.array([[0, 0, 1, 2, 0, 0]])), np.arange(6)[None] == 3
+    planner.keep([prompt], streamed)
+    assert [planner.restore().nonzero()[1].tolist() for _ in range(2)] == [[0], []]
+    planner.keep([prompt], streamed)
+    change = planner.replan({"a": prompt})
+    assert (change.moved.nonzero()[1].tolist(), change.num_kept) == ([2], 1)
+    lost = [planner.predicted_nats(bits, prompt, change.plans["a"]) for bits in (16, 4)]
+    assert lost == pytest.approx([0, 0.05])
 
 
 def test_bits_for_the_whole_batch_are_assigned_once() -> None:

@@ -304,6 +304,10 @@ def test_a_loss_is_predicted_from_the_experts_that_a_prompt_uses_and_what_their_
     assert table.predicted_nats(score, widths) == pytest.approx(2 * (1.5 * 0.15 + 0.5 * 0.15))
     assert table.predicted_nats(score, np.full((2, 2), 16, np.uint8)) == 0
     assert LossTable(mse).predicted_nats(score, widths) is None
+    of_pairs = replace(score, weights=np.ones((2, 2, 1), np.float32), strength=np.array([[1.0, 3.0], [1.0, 1.0]]))
+    assert table.predicted_nats(of_pairs, widths) == pytest.approx(2 * (1.5 * 0.45 + 0.5 * 0.15))  # strengths, as told
+    only_wide = LossTable.from_measured(np.array([[[np.nan, np.nan, 0.2, 0.1]]]))
+    assert [only_wide.up_to(widest).dealt for widest in (2, 3)] == [(3,)] * 2
 
 
 @pytest.mark.parametrize("num_hot", [0, 4])
