@@ -7,6 +7,7 @@ device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -42,6 +43,8 @@ _CHOICES: dict[str, tuple[str | int, ...]] = {
     "device_experts": ("copies", "split"),
 }
 _LEAST = {"hot_experts": 0, "warm_experts": 0, "device_hosts": 1, "devices": 1}
+_MOST = {"devices": 64}
+"""Embedded devices are processes."""
 _QUANTIZED = ("linear_bits", "slot_bits", "replicas", "offload_bits")
 """Settings beside which `cold_precision` `full` is refused."""
 _DECIDED_JOINTLY = {
@@ -151,6 +154,9 @@ class NdpSettings:
         for name, least in _LEAST.items():
             if (value := getattr(self, name)) is not None and value < least:
                 raise ConfigError(f"ndp setting {name!r} must be {least} or more, got {value}")
+        for name, most in _MOST.items():
+            if (value := getattr(self, name)) > most:
+                raise ConfigError(f"ndp setting {name!r} must be {most} or fewer, got {value}")
         self._check_joint()
         self._check_prices()
         for name in _QUANTIZED if self.cold_precision == "full" else ():
@@ -161,6 +167,8 @@ class NdpSettings:
                 )
         if not 1.0 <= self.avg_bits <= 4.0 and self.avg_bits != BYTE_BITS:
             raise ConfigError(f"ndp setting 'avg_bits' must lie in 1..4 or be 8, got {self.avg_bits}")
+        if self.max_loss is not None and not 0 < self.max_loss < math.inf:
+            raise ConfigError(f"ndp setting 'avg_bits' must have a max_loss of nats above 0, got {self.max_loss}")
         if self.max_loss is not None and (self.bit_rule_in_force not in BY_BITS_READ or self.losses != "relative"):
             raise ConfigError(
                 "ndp setting 'avg_bits' is {'max_loss': ...}, which needs bit_rule 'layers' or 'pairs' and relative "
@@ -174,7 +182,7 @@ class NdpSettings:
             raise ConfigError(
                 f"ndp setting 'deadline_ms' must be positive and at most {MAX_DEADLINE_MS:.0f}, got {self.deadline_ms}"
             )
-        if self.itl_factor is not None and not (self.itl_factor == 0 or self.itl_factor >= 1):
+        if self.itl_factor is not None and not (self.itl_factor == 0 or 1 <= self.itl_factor < math.inf):
             raise ConfigError(f"ndp setting 'itl_factor' must be at least 1, or 0 for none, got {self.itl_factor}")
         self._check_devices()
 

@@ -173,5 +173,10 @@ def typed(name: str, value: Any, kind: Any, words: str) -> Any:
 
 
 def _is_sound(value: Any) -> bool:
-    """Texts may become paths, and whole numbers floats, which hold them exactly up to 2**53."""
-    return "\0" not in value if isinstance(value, str) else not isinstance(value, int) or abs(value) <= 1 << 53
+    """Texts may become paths, of which an empty one is this directory, and whole numbers floats, which hold them exactly
+    up to 2**53."""
+    return (
+        value != "" and "\0" not in value
+        if isinstance(value, str)
+        else not isinstance(value, int) or abs(value) <= 1 << 53
+    )

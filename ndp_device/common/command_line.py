@@ -13,6 +13,7 @@ import functools
 import inspect
 import io
 import json
+import math
 import os
 import sys
 import traceback
@@ -244,6 +245,9 @@ def _ungrouped(function: Function, shows: bool) -> Function:
     @functools.wraps(function)
     def call(**values: Any) -> None:
         _check_paths(values, outputs)
+        for name, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"--{name.replace('_', '-')} must be a number, got {value}")
         for name, group in groups.items():
             given = {field: values.pop(field) for field in fields[name]}
             read = {field: written.read for field, written in fields[name].items() if written is not None}

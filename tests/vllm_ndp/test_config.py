@@ -255,6 +255,9 @@ VALUES = [
     *(("avg_bits", value, f"be a number, got {value!r}") for value in ("3", True, None)),
     ("devices", 5555.0, 'be {"devices": 2}, '),
     ("replicas", 1, "be text or null, got 1"),
+    *((name, "", "be text or null, got ''") for name in ("replicas", "record", "hardware")),
+    *(("itl_factor", value, f"be at least 1, or 0 for none, got {value}") for value in (0.5, float("inf"))),
+    ("devices", 10**9, "be 64 or fewer, got 1000000000"),
     ("policy", ["alpha"], "be text, got ['alpha']"),
     ("hardware_overrides", "gpu.num_sms=1", "be an object, got 'gpu.num_sms=1'"),
 ]
@@ -287,6 +290,7 @@ IMPOSSIBLE: list[tuple[Any, str]] = [
     ({"max_loss": 0.05}, 'unknown ndp setting \'max_loss\': write {"avg_bits": {"max_loss": NATS}}'),
     ({"avg_bits": {"max_loss": 0.05}, "policy": {"bit_rule": "mse"}}, "needs bit_rule 'layers'"),
     ({"avg_bits": {"max_loss": "little"}}, "'max_loss' must be a number"),
+    *(({"avg_bits": {"max_loss": value}}, "nats above 0, got") for value in (0, -1, float("nan"), float("inf"))),
     # devices
     *(({"devices": devices}, "'devices' must be") for devices in ({"address": A, "key": "k"}, [3], True)),
     ({"devices": "udp://a:1"}, "ipc:// or tcp:// address, got 'udp://a:1'"),
