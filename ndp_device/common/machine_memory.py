@@ -34,6 +34,8 @@ class FoundMemory:
     """Of cached files, mapped ones among them: a checkpoint that is read in place."""
     limit: int | None = None
     """The lowest limit of a control group or of the process, if it is below the total."""
+    left: int | None = None
+    """The least that such a limit leaves beside what its group holds already."""
 
     @property
     def usable(self) -> int:
@@ -42,7 +44,7 @@ class FoundMemory:
 
     @property
     def room(self) -> int:
-        return min(self.available, self.usable)
+        return min(self.available, self.usable if self.left is None else max(self.left, 0))
 
 
 def text_of(path: str) -> str | None:
@@ -76,8 +78,9 @@ def memory_found(read: Read = text_of) -> FoundMemory | None:
     if "MemAvailable" not in sizes:
         return None
     total = sizes["MemTotal"]
-    limit = min((one for one in _limits(read) if one < total), default=None)
-    return FoundMemory(total, sizes["MemAvailable"], sizes.get("Cached", 0), limit)
+    limits = [(one, held) for one, held in _limits(read) if one < total]
+    limit, left = (min((one - less * held for one, held in limits), default=None) for less in (0, 1))
+    return FoundMemory(total, sizes["MemAvailable"], sizes.get("Cached", 0), limit, left)
 
 
 def _required() -> FoundMemory:
@@ -120,13 +123,23 @@ def give_memory_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _limits(read: Read) -> Iterator[int]:
+def _limits(read: Read) -> Iterator[tuple[int, int]]:
+    """(limit, bytes that its group holds already)"""
     for version, group in control_groups("memory", read):
         for name in ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",):
             text = read(f"{group}/{name}")
             if text is not None and text.strip().isdigit():  # else "max"
-                yield int(text)
+                yield int(text), _held(group, version, read)
     for line in (read("proc/self/limits") or "").splitlines():
         name, soft = line[:26].strip(), line[26:].split()[:1]
         if name in _LIMITS and soft and soft[0].isdigit():  # else "unlimited"
-            yield int(soft[0])
+            yield int(soft[0]), 0
+
+
+def _held(group: str, version: int, read: Read) -> int:
+    """Bytes of all processes of a group. Its page cache gives way, but for what lies in files of memory alone."""
+    whole, of_all = ("memory.current", "") if version == 2 else ("memory.usage_in_bytes", "total_")
+    text, stated = read(f"{group}/{whole}") or "", (read(f"{group}/memory.stat") or "").split()
+    sizes = dict(zip(stated[::2], map(int, stated[1::2]), strict=False))
+    cached = sizes.get("file" if version == 2 else "total_cache", 0) - sizes.get(f"{of_all}shmem", 0)
+    return max(int(text) - cached, 0) if text.strip().isdigit() else 0

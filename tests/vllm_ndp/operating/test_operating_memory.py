@@ -83,6 +83,34 @@ def test_every_limit_around_the_process_counts(files: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "files",
     [
+        {
+            f"{V2}/memory.max": str(8 * GIB),
+            f"{V2}/memory.current": str(7 * GIB),
+            f"{V2}/memory.stat": f"anon {5 * GIB}\nfile {2 * GIB}\nshmem {GIB}\n",
+        },
+        JOB
+        | {
+            JOB_2: str(8 * GIB),
+            f"{V1}/slurm/uid_1/job_2/memory.usage_in_bytes": str(7 * GIB),
+            f"{V1}/slurm/uid_1/job_2/memory.stat": f"cache 0\ntotal_cache {GIB}\n",
+        },
+        UNIT
+        | {
+            f"{SERVICE}/memory.max": str(4 * GIB),
+            f"{V2}/system.slice/memory.max": str(8 * GIB),
+            f"{V2}/system.slice/memory.current": str(6 * GIB),
+        },
+    ],
+)
+def test_what_others_of_a_group_hold_is_no_room(files: dict[str, str]) -> None:
+    found = memory_found((MACHINE | files).get)
+    assert found is not None
+    assert found.room == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
         UNIT | {f"{V2}/other.slice/memory.max": str(GIB), f"{V2}/system.slice/other.service/memory.max": str(GIB)},
         JOB | {JOB_2: UNLIMITED_V1, f"{V1}/slurm/uid_1/job_3/memory.limit_in_bytes": str(GIB)},
         {"proc/self/cgroup": "0::/../other\n", f"{V2}/../other/memory.max": str(GIB)},
