@@ -229,7 +229,7 @@ REFUSED: dict[str, str] = {
     "vllm-ndp trace-synth": "Missing option '--out'",
     "vllm-ndp trace-synth olmoe --out o --seed -1": "'--seed': Input should be greater than or equal to 0",
     "vllm-ndp trace-synth olmoe --out o --drift nan": "--drift must be a number, got nan",
-    "vllm-ndp quantize {model} --out {tmp}/o --calibration README.md --memory inf": "--memory must be a number, got inf",
+    "vllm-ndp quantize {model} --out {tmp}/o --calibration README.md --memory inf": "--memory must be a number",
     "vllm-ndp trace-synth no/such --out o": "a model is a checkpoint's directory",
     "vllm-ndp quantize m --out o --solver best": "'--solver'",
     "vllm-ndp quantize {model} --out {tmp}/o --bits 1,two": "such as 1,2,3,4",

@@ -173,8 +173,8 @@ def typed(name: str, value: Any, kind: Any, words: str) -> Any:
 
 
 def _is_sound(value: Any) -> bool:
-    """Texts may become paths, of which an empty one is this directory, and whole numbers floats, which hold them exactly
-    up to 2**53."""
+    """Texts may become paths, of which an empty one is this directory; whole numbers floats, which hold them exactly up
+    to 2**53."""
     return (
         value != "" and "\0" not in value
         if isinstance(value, str)

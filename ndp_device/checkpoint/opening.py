@@ -19,7 +19,7 @@ from ndp_device.checkpoint.names import ExpertLayout, resolve
 from ndp_device.checkpoint.spellings import SPELLINGS, keys_about_experts, text_config
 from ndp_device.checkpoint.stated import Settings
 from ndp_device.checkpoint.values import Packed
-from ndp_device.common.errors import ConfigError
+from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.model_shape import ModelShape
 
 
@@ -106,6 +106,11 @@ def unpacked(
     settings = _settings(config.get("quantization_config"), name) if groups else Settings()
     for prefix, parts in groups.items():
         shown_name = prefix[:-1] if prefix.endswith("_") else f"{prefix}weight"
+        if shown_name in shown:
+            raise ReplicaError(
+                f"{name}: {shown_name} is there as {shown[shown_name].dtype} and beside it in a quantized form "
+                f"({min(parts.values())}): keep the tensors of one checkpoint only"
+            )
         packed[shown_name] = describe(Parts(prefix, parts, tensors, name, small), settings)
     for shown_name, one in packed.items():
         shown[shown_name] = TensorInfo(one.dtype, one.shape, tensors[one.parts["codes"]].file)

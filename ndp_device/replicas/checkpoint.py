@@ -211,7 +211,9 @@ class CheckpointExperts:
     def _files_of(self, layer: int) -> tuple[MappedFile, ...]:
         sources = [*self.layout.layers[layer].weights.values(), *self.layout.layers[layer].biases.values()]
         names = {source.tensor(expert) for source in sources for expert in range(self.shape.num_experts)}
-        return tuple(self._files[path] for path in sorted({self.tensors[name].file for name in names}))
+        parts = {part for name in names & self.packed.keys() for part in self.packed[name].parts.values()}
+        stored = parts | (names - self.packed.keys())
+        return tuple(file for _, file in sorted(self._files.items()) if any(name in file for name in stored))
 
     def _tensor(self, name: str) -> NDArray[Any]:
         return self._files[self.tensors[name].file].tensor(name)

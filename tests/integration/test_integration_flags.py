@@ -98,7 +98,8 @@ def test_new_weights_under_a_running_engine_are_refused_and_it_goes_on():
     """vLLM itself would load norms and attention, and leave the experts as they were: two models in one."""
     with engine(settings=IDENTITY) as llm:
         before = token_ids(greedy(llm, PROMPTS[:1], TOKENS))
-        for call in ("reload_weights", "start_weight_update", "reset_weights", "save_sharded_state"):
+        calls = ("reload_weights", "start_weight_update", "reset_weights", "save_sharded_state")
+        for call in (*calls, "compute_weight_checksums"):
             with pytest.raises(ConfigError, match=f"'ndp' does not work together with {call}"):
                 llm.collective_rpc(call)
         assert token_ids(greedy(llm, PROMPTS[:1], TOKENS)) == before

@@ -103,6 +103,12 @@ class FixedWeights:
     def reset_weights(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("reset_weights")
 
+    def compute_weight_checksums(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError(
+            "quantization 'ndp' does not work together with compute_weight_checksums: the experts that vLLM holds "
+            "change with every prompt: compare the files of checkpoint and replicas (ndp-device verify)"
+        )
+
     def update_config(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ConfigError(
             "quantization 'ndp' has planned and built its layers by the configuration: start a new server"

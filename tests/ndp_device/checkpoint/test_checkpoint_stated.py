@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from small_checkpoint import EXPERTS, LAYERS, as_stored, write_safetensors, write_small_checkpoint
 
 from ndp_device.calibration.build import build_data_free
@@ -462,6 +462,44 @@ def test_weights_that_no_replica_holds_are_served_and_not_quantized(tmp_path: Pa
     largest = tensors[name].clip(-1, 1) * 32000
     directory, _ = rewritten(tmp_path / "largest", "bfloat16", {name: largest})
     build_data_free(directory, tmp_path / "others", show_progress=False)
+
+
+EIGHT_BITS = {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {"num_bits": 8, "type": "int"}}}}
+
+
+def in_two_files(directory: Path) -> dict[str, NDArray[Any]]:
+    """One matrix of 8 bits in a small checkpoint, its scales in a file of their own."""
+    write_small_checkpoint(directory, quantization_config=EIGHT_BITS)
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    name = NAME.format(1, 2, "w2")
+    codes, scale = np.ones(tensors[name].shape, np.int8), np.ones((len(tensors[name]), 1), np.float32)
+    tensors[name] = codes
+    save_file(tensors, directory / "model-00001-of-00002.safetensors")
+    save_file({f"{name}_scale": scale}, directory / "model-00002-of-00002.safetensors")
+    return tensors
+
+
+def test_a_file_of_scales_that_is_rewritten_is_noticed(tmp_path: Path) -> None:
+    in_two_files(tmp_path / "m")
+    experts = CheckpointExperts(tmp_path / "m")
+    for layer in range(LAYERS):
+        experts.check(layer)
+    with (tmp_path / "m" / "model-00002-of-00002.safetensors").open("r+b") as file:
+        file.seek(-4, 2)
+        file.write(b"abcd")
+    experts.check(0)
+    with pytest.raises(ReplicaError, match=r"model-00002-of-00002.safetensors was cut short or rewritten"):
+        experts.check(1)
+
+
+def test_a_matrix_that_is_there_plain_and_quantized_is_refused(tmp_path: Path) -> None:
+    tensors = in_two_files(tmp_path / "m")
+    name = NAME.format(1, 1, "w2")
+    more = {f"{name}_packed": np.ones((16, 6), np.int32), f"{name}_scale": np.ones((16, 1), np.float32)}
+    save_file(tensors | more, tmp_path / "m" / "model-00001-of-00002.safetensors")
+    with pytest.raises(ReplicaError, match=rf"{name} is there as F32 and beside it in a quantized form"):
+        CheckpointExperts(tmp_path / "m")
 
 
 def test_what_older_compressed_tensors_call_compression_config_is_used(tmp_path: Path) -> None:
