@@ -146,13 +146,13 @@ def _of_gguf(tensors: Mapping[str, TensorInfo], name: str) -> dict[str, Packed]:
     """The quantized tensors of all experts of a GGUF file: one each, whose values `gguf` makes."""
     packed = {}
     for tensor, info in tensors.items():
+        if tensor.endswith("_exps.scale"):
+            raise ConfigError(
+                f"{name}: experts have a scale of their own ({tensor}), which the package gguf leaves out: give the "
+                "model in another of llama.cpp's types"
+            )
         if not info.dtype.startswith(QUANTIZED) or len(info.shape) != 3:
             continue
-        if (scale := f"{tensor.removesuffix('.weight')}.scale") in tensors:
-            raise ConfigError(
-                f"{name}: {tensor} has a scale of its own ({scale}), which the package gguf leaves out: give the model "
-                "in another of llama.cpp's types"
-            )
         shape = logical_shape(info.dtype, info.shape)
         packed[tensor] = Packed(values.ggml, shape, "F32", {"codes": tensor}, info.dtype.removeprefix(QUANTIZED))
     return packed

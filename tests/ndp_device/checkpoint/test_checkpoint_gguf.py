@@ -146,7 +146,18 @@ def test_a_type_that_is_not_known_and_a_scale_beside_are_refused(tmp_path: Path)
     names = (b"blk.0.ffn_norm.weight", b"blk.0.ffn_up_exps.scale")
     norm, scale = (struct.pack("<Q", len(name)) + name for name in names)
     (tmp_path / "model.gguf").write_bytes(whole.replace(norm, scale))
-    with pytest.raises(ConfigError, match=r"has a scale of its own \(blk.0.ffn_up_exps.scale\)"):
+    with pytest.raises(ConfigError, match=r"have a scale of their own \(blk.0.ffn_up_exps.scale\)"):
+        CheckpointExperts(tmp_path)
+
+
+def test_a_scale_beside_unquantized_experts_is_refused_too(tmp_path: Path) -> None:
+    """llama.cpp multiplies with it whatever the type."""
+    written(tmp_path, "Q8_0")
+    sizes = {role: (HIDDEN, INTERMEDIATE) if role == "ffn_down_exps" else (INTERMEDIATE, HIDDEN) for role in ROLES}
+    plain = {f"blk.0.{role}.weight": np.ones((EXPERTS, *size), np.float16) for role, size in sizes.items()}
+    plain["blk.0.ffn_down_exps.scale"] = np.full(EXPERTS, 3, np.float32)
+    write_gguf(tmp_path / "model.gguf", plain, {}, "qwen3moe")
+    with pytest.raises(ConfigError, match=r"have a scale of their own \(blk.0.ffn_down_exps.scale\)"):
         CheckpointExperts(tmp_path)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from paths import ROOT
 
-from ndp_device.checkpoint.files import TensorInfo, model_digest, read_config, read_headers
+from ndp_device.checkpoint.files import TensorInfo, model_digest, read_config, read_headers, weight_names
 from ndp_device.checkpoint.names import ExpertLayout, Source, resolve
 from ndp_device.checkpoint.spellings import SPELLINGS, activation_of
 from ndp_device.common.activation import GELU_TANH, GPT_OSS, SILU, Activation
@@ -352,6 +352,11 @@ def test_files_beside_a_checkpoint_change_neither_its_tensors_nor_its_digest(
     assert (read_headers(tmp_path), model_digest(tmp_path)) == alone
     write(tmp_path / own[-1], "other weights")
     assert model_digest(tmp_path) != alone[1]
+
+
+@pytest.mark.parametrize("name", ["mmproj", "Qwen3-mmproj-F16", "imatrix_unsloth", "Qwen3.imatrix"])
+def test_what_llama_cpp_keeps_beside_a_model_is_not_of_it(name: str) -> None:
+    assert weight_names(["Qwen3-Q4_K_M.gguf", f"{name}.gguf"]) == ["Qwen3-Q4_K_M.gguf"]
 
 
 @pytest.mark.parametrize("name", ["weights", "consolidated", "pytorch_model-00001-of-00001"])
