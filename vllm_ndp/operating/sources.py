@@ -25,7 +25,12 @@ from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.timing.public_models import PUBLIC_MODELS, SHAPES, public_shape
 from vllm_ndp.cost_model.costs import model_named
 
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
+_LENGTHS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "max_seq_length"),
+    "seq_len",
+)
+_SCALED_ALREADY = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+"""Kinds of rotary embeddings whose factor the length contains, or which have none."""
 
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _BESIDE_WEIGHTS = [
@@ -84,7 +89,20 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
     """Tokens of the longest request that vLLM takes, by the usual keys of config.json; None where it has none."""
     inner = text_config(config)
     given = [value for key in _LENGTHS if type(value := inner.get(key)) is int and value > 0]
-    return min(given, default=None)
+    own = inner.get("model_max_length")  # counts alone
+    longest = own if type(own) is int and own > 0 else min(given, default=None)
+    return None if longest is None else int(longest * _rope_factor(inner))
+
+
+def _rope_factor(config: Mapping[str, Any]) -> float:
+    given = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(given, Mapping):
+        return 1.0
+    for one in (given, *given.values()):  # of all layers, or by their kind
+        if isinstance(one, Mapping) and one.get("rope_type", one.get("type", "default")) not in _SCALED_ALREADY:
+            factor = one.get("factor")
+            return float(factor) if isinstance(factor, int | float) and 1 <= factor < 1e6 else 1.0
+    return 1.0
 
 
 def _of_config(name: str, path: Path, served_as: str, read_from: str) -> CheckpointSource:

@@ -25,7 +25,7 @@ from vllm_ndp.lab.compare import compare
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.operating.proposal import propose
 from vllm_ndp.operating.sizing import GB, KV_BLOCK, Demand, MachineSize, Sizing, human, parse_bytes
-from vllm_ndp.operating.sources import CheckpointSource, source_named
+from vllm_ndp.operating.sources import CheckpointSource, longest_context, source_named
 from vllm_ndp.operating.speed import LAYER_S, Measured, simulated
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
@@ -280,6 +280,26 @@ def planned(*words: str) -> dict[str, Any]:
     done = run_here("vllm-ndp", "plan", *words, "--host-memory", "64GB", "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 4096, "seq_length": 2048}, 2048),
+        ({"max_position_embeddings": 4096, "model_max_length": 8192}, 8192),
+        ({"max_sequence_length": 1024}, 1024),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4}}, 16384),
+        ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 8192),
+        ({"max_position_embeddings": 4096, "rope_parameters": {"full": {"rope_type": "linear", "factor": 8}}}, 32768),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "yarn", "factor": 4}}, 4096),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": None}}, 4096),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": float("inf")}}, 4096),
+        ({"text_config": {"max_position_embeddings": 512}}, 512),
+    ],
+)
+def test_the_longest_request_is_the_one_that_vllm_takes(config: dict[str, Any], longest: int | None) -> None:
+    assert longest_context(config) == longest
 
 
 def test_no_line_asks_for_a_context_that_the_model_does_not_have() -> None:
