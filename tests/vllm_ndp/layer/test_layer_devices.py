@@ -15,6 +15,7 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work
 from vllm_ndp.cost_model.costs import Costs, model_named
+from vllm_ndp.cost_model.prices import SimulatedPrices
 from vllm_ndp.layer.balance import Balancer, LayerLoad
 from vllm_ndp.layer.devices import DeviceRules, Devices, HeldExperts, slowest, work_of
 
@@ -62,6 +63,8 @@ def test_pairs_of_one_layer_go_to_the_copies_whose_devices_have_least_to_do() ->
     found = devices.route_pairs(0, np.arange(4), np.array([3, 3, 2, 2], np.uint8), (True, True))
     assert sorted(found[:2].tolist()) == sorted(found[2:].tolist()) == [0, 1]
     assert devices.route_pairs(0, np.arange(4), np.array([3, 3, 2, 2], np.uint8), (False, True)).tolist() == [1] * 4
+    for expert in (0, 1):  # alone in its layer: not always on the first device
+        assert devices.route_pairs(0, np.array([expert]), np.array([3], np.uint8), (True, True)).tolist() == [expert]
 
 
 def test_rows_of_an_expert_count_by_the_passes_that_they_take() -> None:
@@ -93,6 +96,20 @@ def test_the_lightest_hot_experts_leave_and_no_other_number_of_them_is_faster(da
     assert layer_ps(len(found)) == pytest.approx(min(layer_ps(count) for count in range(len(order) + 1)), rel=1e-12)
 
 
+def test_a_message_to_one_of_the_devices_holds_no_more_rows_than_the_step_has() -> None:
+    """A GPU expert takes 100, one on the device 10, a row in a message 45: both hot experts of one row leave."""
+    prices = SimulatedPrices(MIXTRAL)
+    for name, price in {
+        "hot_ps": lambda rows: 100.0 * rows,
+        "device_ps": lambda bits, rows: 10.0 * rows,
+        "message_ps": lambda rows, pairs: 45.0 * rows,
+    }.items():
+        setattr(prices, name, price)
+    load = LayerLoad({0: (1, 0.1), 1: (1, 0.2)}, {(2, 3): 1}, (0, 0), 1)
+    balancer = mixtral_on(1, 1).balancer(Balancer(MIXTRAL, 3, prices=prices), 0, lambda: (True,))
+    assert balancer.offloaded(load) == {0, 1}
+
+
 def test_a_hot_expert_whose_copies_are_down_stays_on_the_gpu() -> None:
     load = LayerLoad({0: (1, 0.1), 1: (1, 0.2)}, {}, (0, 0), 2)
     devices = mixtral_on(4, 1)
@@ -106,12 +123,13 @@ def test_a_layer_takes_what_its_slowest_device_takes_and_spends_what_all_spend()
 
     def work(bits: int) -> Work:
         expert = ExpertWork(bits, 1, BYTES[bits])
-        return Work(shape.hidden_size, shape.intermediate_size, 100, 100, (expert,))
+        return Work(shape.hidden_size, shape.intermediate_size, 100, 60, (expert,))
 
     timings = [DeviceModel(MIXTRAL.hardware).execute(work(bits), 0) for bits in (2, 4, 3)]
     together = slowest(timings)
     assert together.total_ps == timings[1].total_ps == max(timing.total_ps for timing in timings)
     assert together.weight_bytes == BYTES[2] + BYTES[3] + BYTES[4]
+    assert (together.bytes_in, together.bytes_out) == (300, 180)
     assert together.energy_pj == sum(timing.energy_pj for timing in timings)
     assert slowest(timings[:1]) is timings[0]
 

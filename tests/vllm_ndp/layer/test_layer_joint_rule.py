@@ -120,6 +120,24 @@ def test_a_menu_has_the_prices_of_the_device_and_of_gpu_memory():
     assert device[16] == host[4] == -1
 
 
+def test_two_devices_share_an_expert_and_what_prompts_streamed_stays_at_8_bits_or_more_at_no_cost() -> None:
+    costs, paper = (
+        dataclasses.replace(COSTS, has_bytes=True),
+        Replanner(PlannerRules(load_policy("prefill"), Budget(2, 3.0), LOSS), LAYERS, EXPERTS).replan({"a": score(1)}),
+    )
+    given = (score(1).values, 2, paper.placement, paper.plans["a"].bits)
+    one, two = (JointRule.live(costs, "gpu+device", LOSS, 2, num_devices=count) for count in (1, 2))
+    alone, shared = one.choose(*given).problem, two.choose(*given).problem
+    sides = np.array([choice.tier == "device" for choice in alone.choices])
+    assert (shared.ps[sides] == alone.ps[sides] / 2).all()
+    assert (shared.ps[~sides] == alone.ps[~sides]).all()
+    assert alone.move_ps == pytest.approx(1e12 / costs.hardware.link.bulk_bytes_per_s / 256)
+    moved = one.choose(*given, streamed=score(1).values > 0).problem.moved
+    assert moved is not None
+    free = [(choice.tier, choice.bits) for choice, of in zip(alone.choices, moved, strict=True) if not of.any()]
+    assert [bits for tier, bits in free if tier == "gpu"] == [16, 8]
+
+
 @pytest.mark.parametrize("has_bytes", [True, False])
 def test_8_bits_are_chosen_where_replicas_have_them_and_only_there(has_bytes: bool) -> None:
     """A plan of 16 bits on the GPU and 4 on the device has a loss that hot experts at 8 bits keep."""
@@ -150,13 +168,14 @@ def test_a_joint_plan_beside_8_bits_on_average_loses_no_more_than_all_cold_at_8(
 
 def test_an_8_bit_replica_crosses_the_link_as_it_is_and_a_rounded_one_in_full_precision() -> None:
     """8 bits share no plane with the nested widths."""
-    widths = {"gpu": (16, 8, 4), "device": (8, 4)}
+    widths = {"gpu": (16, 8, 4, 2), "device": (8, 4)}
     for has_bytes in (True, False):
         costs = dataclasses.replace(COSTS, has_bytes=has_bytes)
         menu = Menu(costs, widths, 1)
         on_gpu, on_device = menu.index("gpu"), menu.index("device")
         size = costs.replica_bytes(8) if has_bytes else SHAPE.expert_bytes
         assert menu.moved_bytes[on_device[4], on_gpu[8]] == menu.moved_bytes[on_gpu[4], on_gpu[8]] == size
+        assert menu.moved_bytes[on_gpu[2], on_gpu[4]] == costs.replica_bytes(4) - SHAPE.weights_per_expert // 4
     assert (
         costs.stored_replica_bytes() + costs.replica_bytes(8)
         == dataclasses.replace(costs, has_bytes=True).stored_replica_bytes()
