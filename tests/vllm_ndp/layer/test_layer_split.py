@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -220,6 +222,17 @@ def test_every_pair_of_a_layer_runs_where_the_yardstick_says(case: Case) -> None
     assert np.array_equal(noted[0][:, case.entries], case.ids)
     assert same_bits(noted[1][:, case.entries], case.weights)
     assert (noted[0][:, sorted(set(range(ENTRIES)) - set(case.entries.tolist()))] == -7).all()
+
+
+def test_experts_and_pairs_that_no_device_answered_for_count_as_streamed() -> None:
+    of_device: Any = SimpleNamespace(experts=[6, 6, 7])
+    unanswered: Any = SimpleNamespace(
+        hot_loads=(), hot_bytes=0, host_ps=0, stream_experts=1, stream_pairs=4, device=of_device
+    )
+    clock: Any = SimpleNamespace(end_layer=lambda loads, **counted: counted)
+    splitter: Any = SimpleNamespace(fall_back=lambda: 3)
+    counted: Any = end_layer(clock, splitter, unanswered, None)
+    assert (counted["streamed_experts"], counted["streamed_pairs"]) == (3, 7)
 
 
 def check_layout(
