@@ -79,6 +79,9 @@ def public_model(name: str, config: Mapping[str, Any]) -> WholeModel:
         raise ConfigError(
             f"model {name!r}: by its config.json no layer has experts: {keys_about(config, *_ABOUT_LAYERS)}"
         )
+    counted = {key: read.size(key) for key in SPELLINGS.num_experts if config.get(key)}
+    if len(set(counted.values())) > 1:
+        raise ConfigError(f"model {name!r}: its config.json counts its experts in two ways, {counted}")
     experts = ModelShape(
         name,
         len(moe_layers),
@@ -100,7 +103,10 @@ class _Config:
         """The first of these keys that is there."""
         for key in keys:
             value = self._config.get(key)
-            value = value[0] if isinstance(value, list) and value else value  # one per layer, all alike
+            if isinstance(value, list) and value:  # one per layer
+                if any(one != value[0] for one in value):
+                    raise ConfigError(f"model {self._name!r}: we serve one {key} for all layers, got {value!r:.80}")
+                value = value[0]
             if isinstance(value, int) and not isinstance(value, bool):
                 largest = MAX_LAYERS if key in SPELLINGS.num_layers else MAX_WIDTH
                 if not 0 <= value <= largest:

@@ -203,6 +203,8 @@ def test_config_json_says_which_layers_have_experts_in_the_words_of_any_family(
         ({"mlp_layer_types": ["dense", "sparse"]}, "must say it of all 8 layers, got 2"),
         ({"moe_layers_enum": "2,three"}, "must list numbers of layers"),
         ({"moe_layers": {"1": True}}, "must list numbers of layers"),
+        ({"moe_intermediate_size": [128, 64] * 4}, "we serve one moe_intermediate_size for all layers"),
+        ({"num_local_experts": 8, "num_experts": 16}, "counts its experts in two ways"),
     ],
 )
 def test_config_json_that_says_nothing_sure_of_its_layers_is_refused(said: dict[str, Any], sentence: str) -> None:
