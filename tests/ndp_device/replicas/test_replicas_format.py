@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -155,8 +156,9 @@ def test_a_file_that_was_found_whole_is_hashed_again_once_somebody_wrote_it(
     assert hashed == names
     ReplicaFiles(replicas)
     assert hashed == 2 * names, "who asks for the contents gets them"
-    contents = bytearray((replicas / names[1]).read_bytes())
+    contents, before = bytearray((replicas / names[1]).read_bytes()), (replicas / names[1]).stat()
     (replicas / names[1]).write_bytes(contents)
+    os.utime(replicas / names[1], ns=(before.st_atime_ns, before.st_mtime_ns))  # as rsync --times does
     ReplicaFiles(replicas, once=True)
     assert hashed == [*2 * names, names[1]]
     contents[-1] ^= 1
@@ -339,6 +341,22 @@ def test_biases_and_activation_travel_with_the_replicas(clamped: tuple[Path, Pat
     assert errors[3] < errors[2] < errors[0]
     loss, _ = load_loss_table(out)
     assert (np.diff(loss, axis=-1) < 0).all()
+
+
+def test_a_layer_has_changed_where_a_file_of_its_biases_has(clamped: tuple[Path, Path], tmp_path: Path) -> None:
+    model = shutil.copytree(clamped[0], tmp_path / "model")
+    tensors = safetensors.numpy.load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    index = {name: f"model-0000{1 + ('_bias' in name)}-of-00002.safetensors" for name in tensors}
+    for file in set(index.values()):
+        of_file = {name: values for name, values in tensors.items() if index[name] == file}
+        safetensors.numpy.save_file(of_file, model / file)
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    checkpoint = CheckpointExperts(model)
+    checkpoint.check(0)
+    os.truncate(model / "model-00002-of-00002.safetensors", 8)
+    with pytest.raises(ReplicaError, match="was cut short"):
+        checkpoint.check(0)
 
 
 def test_replicas_of_silu_experts_are_written_as_before_there_was_another(built: Path) -> None:

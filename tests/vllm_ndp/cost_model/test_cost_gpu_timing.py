@@ -20,6 +20,7 @@ from vllm_ndp.cost_model.gpu_timing import (
     StepClock,
     all_reduce_ps,
     gather_ps,
+    send_ps,
 )
 
 H100 = load_hardware("h100-ndp512", times="roofline")
@@ -253,6 +254,13 @@ def test_a_step_of_two_gpus_reduces_twice_per_layer_and_once_more_and_gathers_it
 
 
 # -- stages of a pipeline
+
+
+def test_a_stage_sends_activations_and_their_residual_and_the_first_one_reduces_once_more():
+    first, last = (replace(TWO, stage=stage, num_stages=2) for stage in (0, 1))
+    reduced, sent = all_reduce_ps(2, 8 * 4096 * 2), send_ps(2 * 8 * 4096 * 2)
+    assert first.head_ps(1, 8) == reduced + sent
+    assert last.head_ps(1, 8) == TWO.head_ps(1, 8) - reduced
 
 
 def test_one_request_waits_for_its_own_token():

@@ -130,7 +130,8 @@ def test_a_control_group_that_allows_less_is_seen(elsewhere: Callable[..., Machi
 def test_limits_of_a_unit_below_the_root_are_seen(elsewhere: Callable[..., Machine]) -> None:
     unit = "sys/fs/cgroup/system.slice/vllm.service"
     machine = elsewhere(
-        **{f"{unit}/cpu.max": "max 100000\n", "sys/fs/cgroup/system.slice/cpu.max": "50000 100000\n"},
+        **{f"{unit}/cpu.max": "400000 100000\n", "sys/fs/cgroup/system.slice/cpu.max": "50000 100000\n"},
+        **{"sys/fs/cgroup/cpu.max": "max 100000\n"},
         **{f"{unit}/memory.max": f"{2 * GB}\n", "proc/self/cgroup": "0::/system.slice/vllm.service\n"},
         proc__meminfo=f"MemTotal: {64 * GB >> 10} kB\nMemAvailable: {60 * GB >> 10} kB\n",
     )

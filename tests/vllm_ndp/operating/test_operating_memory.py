@@ -17,20 +17,25 @@ MIB = 1 << 20
 
 
 def test_a_mapped_file_is_not_held_and_memory_of_ones_own_is(tmp_path: Path) -> None:
-    """64 MiB of a file that are read, then 64 MiB that are written."""
+    """64 MiB of a file that are read, then 64 MiB that are written, and as many that processes may share."""
     (tmp_path / "file").write_bytes(os.urandom(MIB) * 64)
     before = process_memory([os.getpid()])
     with (tmp_path / "file").open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
         assert sum(pages[at] for at in range(0, len(pages), 4096)) >= 0
         mapped = process_memory([os.getpid()])
     # New pages: the allocator would hand out some that an earlier test's garbage left, which are held already.
-    own = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    own.write(b"1" * (64 * MIB))
-    held = process_memory([os.getpid()])
+    with (
+        mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as own,
+        mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS) as shared,
+    ):
+        own.write(b"1" * (64 * MIB))
+        held = process_memory([os.getpid()])
+        shared.write(b"1" * (64 * MIB))
+        both = process_memory([os.getpid()])
     assert 60 * MIB < mapped["mapped"] - before["mapped"] < 80 * MIB
     assert mapped["held"] - before["held"] < 16 * MIB
     assert 60 * MIB < held["held"] - mapped["held"] < 80 * MIB
-    own.close()
+    assert 60 * MIB < both["held"] - held["held"] < 80 * MIB
 
 
 def test_processes_that_are_not_ours_or_are_gone_hold_nothing() -> None:
