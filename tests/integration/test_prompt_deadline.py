@@ -64,6 +64,12 @@ def test_prompts_of_mixtral_prolong_the_deadline_by_the_cap_at_most() -> None:
         assert link._prompts_s(*prompt_of(num_rows)) == device_link._MOST_PROMPT_S <= 10
 
 
+def test_a_round_trip_is_told_once() -> None:
+    link = link_of(None, MIXTRAL)
+    link._round_trips_s.append(0.5)
+    assert (link.take_round_trips(), link.take_round_trips()) == ([0.5], [])
+
+
 def test_a_device_that_hangs_over_a_large_prompt_is_given_up_at_the_cap(
     device: tuple[DeviceProcess, DeviceClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import json
 import shlex
@@ -23,12 +24,14 @@ from vllm_ndp.integration.report import (
     DEVICE_STAGES,
     RequestReport,
     StepReport,
+    counts_of,
     energy_shares,
     of_all_stages,
 )
 from vllm_ndp.integration.serving.live import FinishedRequests, made_of
 from vllm_ndp.integration.serving.metrics import COUNTERS, HISTOGRAMS
 from vllm_ndp.integration.serving.routes import NdpRoutes
+from vllm_ndp.integration.step_log import StepLog
 from vllm_ndp.operating.server import PAIR_KINDS
 
 pytestmark = pytest.mark.vllm
@@ -83,12 +86,42 @@ def test_stages_of_the_device_are_told_to_requests_that_sent_something_and_to_no
     assert not {"simulated_device_us", "simulated_device_bound"} & dicts["b"].keys()
 
 
+def test_a_step_is_told_what_was_planned_since_the_one_before_and_a_device_is_up_while_one_of_them_is():
+    planner = SimpleNamespace(migrated_experts=0, kept_experts=0, prefills=0)
+    parts = SimpleNamespace(planner=planner, device=SimpleNamespace(link=None, up=(False, True)))
+    worker: Any = SimpleNamespace(parts=parts, unsimulated="")
+    step: Any = SimpleNamespace(before=SimpleNamespace(plan_s=0.5))
+    log, told = StepLog(worker, None), list[tuple[object, ...]]()
+    for more in (5, 2):
+        planner.migrated_experts, planner.kept_experts = planner.migrated_experts + 2 * more, 5
+        planner.prefills += more
+        report = StepReport(0, 0, {}, {}, {}, 8)
+        log._note_costs(step, report)
+        told.append((report.migrated_experts, report.kept_experts, report.prefills, report.plan_s, report.device_up))
+    assert told == [(10, 5, 5, 0.5, True), (4, 0, 2, 0.5, True)]
+
+
+def test_a_request_is_told_both_clocks_and_of_the_simulated_one_nothing_once_something_is_not_in_it():
+    report, energy = RequestReport(100.0), {"a": dict.fromkeys(DEVICE_PARTS, 1.5e6)}
+    for number, (start_us, end_us, now_s) in enumerate([(10, 30, 101.0), (30, 40, 101.25), (40, 60, 102.0)], 1):
+        step = StepReport(start_us * 10**6, end_us * 10**6, {}, {}, {}, 8, device_pj=energy)
+        report.add("a", step, number, now_s)
+    told = report.as_dict(3, "length")
+    assert (told["measured_ttft_ms"], told["measured_tpot_ms"], told["measured_token_ms"]) == (1000, 500, [250, 750])
+    assert (told["simulated_ttft_us"], told["simulated_tpot_us"], told["simulated_token_us"]) == (20, 15, [10, 20])
+    assert told["simulated_link_uj"] == 4.5
+    report.add("a", dataclasses.replace(step, unsimulated="a proposer"), 4, 102.0)
+    report.add("a", step, 5, 102.0)
+    told = report.as_dict(5, "length")
+    assert (told["unsimulated"], told["simulated_ttft_us"], told["measured_ttft_ms"]) == ("a proposer", None, 1000)
+
+
 def test_the_report_of_a_pipeline_is_the_sum_of_its_stages_each_by_its_layers():
     """Three layers of top-2 and one, in the order in which no worker answers first."""
 
     def stage(number: int, layers: int, bits: float, took_ps: int, cause: str) -> StepReport:
         pairs = dict.fromkeys(PAIR_KINDS, 0) | {"cold": layers, "hot": layers}
-        costs = "", None, [0.25] * layers, layers, 10 * layers, 1, number == 0, {cause: layers, "late": 1}
+        costs = "", 0.5 * layers, [0.25] * layers, layers, 10 * layers, 1, number == 0, {cause: layers, "late": 1}
         sums = dict.fromkeys(_SUMMED, layers)
         energy, plan = dict.fromkeys(DEVICE_PARTS, 0.5 * layers), {"avg_bits": bits, "predicted_nats": 0.25 * layers}
         return StepReport(
@@ -103,7 +136,7 @@ def test_the_report_of_a_pipeline_is_the_sum_of_its_stages_each_by_its_layers():
     assert whole.plans == {"a": {"avg_bits": (3 * 4.0 + 2.0) / 4, "predicted_nats": 1.0}}
     assert whole.device_pj == {"a": dict.fromkeys(DEVICE_PARTS, 2.0)}
     assert (whole.device, whole.device_bounds) == (dict.fromkeys(_SUMMED, 4), {"dram": 4})
-    assert (whole.plan_s, whole.round_trips_s, whole.device_up) == (None, [0.25] * 4, False)
+    assert (whole.plan_s, whole.round_trips_s, whole.device_up) == (1.5, [0.25] * 4, False)
     assert (whole.migrated_experts, whole.kept_experts, whole.prefills) == (4, 40, 1)
     assert whole.fallbacks == {"lost": 3, "down": 1, "late": 2}
 
@@ -231,6 +264,34 @@ def test_a_request_without_a_time_is_in_no_histogram():
     stats = NdpStats()
     stats.add_request({"finish": "aborted", "measured_ttft_ms": 5.0, "measured_tpot_ms": None})
     assert stats.data == {"finish:aborted": 1, "ndp_measured_ttft_seconds": [0.005]}
+    clocks = {"measured_tpot_ms": 4000.0, "simulated_ttft_us": 3e6, "simulated_tpot_us": 2e6}
+    stats = NdpStats()
+    stats.add_request({"finish": "stop", **clocks})
+    times = {"measured_tpot": [4.0], "simulated_ttft": [3.0], "simulated_tpot": [2.0]}
+    assert stats.data == {"finish:stop": 1} | {f"ndp_{name}_seconds": pytest.approx(of) for name, of in times.items()}
+
+
+def test_every_counter_shows_its_own_sum_in_its_own_unit():
+    device, energy = {"bytes_in": 11, "bytes_out": 13, "weight_bytes": 17, "dram_ps": 2 * 10**12}, {"link": 5e12}
+    step = StepReport(0, 3 * 10**12, {}, {}, {}, 8, {"a": (19, 23)}, device_pj={"a": energy}, device=device)
+    step = dataclasses.replace(step, migrated_experts=29, kept_experts=31, prefills=37, round_trips_s=[0.1] * 41)
+    sums = counts_of(step)
+    shown = {
+        name.removeprefix("ndp_"): {label: unit * sums[key] for label, key in of.items() if sums[key]}
+        for name, (_, _, of, unit) in COUNTERS.items()
+    }
+    assert {name: values for name, values in shown.items() if values} == {
+        "rows": {"decode": 19, "prompt": 23},
+        "steps": {"": 1},
+        "device_messages": {"": 41},
+        "planned_prompts": {"": 37},
+        "migrated_experts": {"": 29},
+        "kept_experts": {"": 31},
+        "simulated_seconds": {"": 3},
+        "simulated_device_seconds": {"dram": 2},
+        "simulated_device_bytes": {"in": 11, "out": 13, "weights": 17},
+        "simulated_energy_joules": {"link": 5},
+    }
 
 
 def test_sums_of_two_steps_add_up_and_the_last_state_of_the_device_counts():
