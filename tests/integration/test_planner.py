@@ -78,10 +78,10 @@ def test_ranks_tell_plans_apart_by_tiers_by_widths_and_by_what_a_pair_pays_for()
     planner, _ = planner_beside(None)
     hot = np.array([[True, False, False]])
     usual, weights = np.array([[0, 3, 3]], np.uint8), np.zeros((1, 3, 3), np.float32)
-    sums = set()
+    narrow, sums = BitwidthPlan(np.minimum(usual, 2)), set[int]()
     for width in (16, 4):
-        for bits in (BitwidthPlan(usual), BitwidthPlan(usual, weights), BitwidthPlan(usual, weights + 1)):
+        for bits in (narrow, BitwidthPlan(usual), BitwidthPlan(usual, weights), BitwidthPlan(usual, weights + 1)):
             placement = Placement(hot, widths=np.where(hot, width, 0))
             planner._announce(PlanChange(1, placement, {"a": Plan(1, placement, bits)}, hot, 0))
             sums.add(planner.checksum)
-    assert len(sums) == 6
+    assert len(sums) == 8
