@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -122,14 +122,23 @@ def _is_of_all(info: TensorInfo) -> bool:
     return len(info.shape) == 3 and not info.dtype.startswith(QUANTIZED)
 
 
-def packed_linears(model_dir: Path, is_asked: Callable[[str], bool]) -> dict[str, Packed]:
-    """How quantized layers beside the experts are read, by the names of their weights; of those that are asked for."""
-    tensors, config, name = read_headers(model_dir), read_config(model_dir), model_dir.resolve().name
-    groups = {prefix: parts for prefix, parts in _groups(tensors, _OF_OTHERS).items() if is_asked(prefix.rstrip("."))}
-    settings = _settings(_with_settings(model_dir, config).get("quantization_config"), name)
-    return {
-        f"{of}weight": describe(Parts(of, parts, tensors, name, read_small), settings) for of, parts in groups.items()
-    }
+class PackedLinears:
+    """How quantized layers beside the experts are read, by their modules' names."""
+
+    def __init__(self, model_dir: Path) -> None:
+        config, self._name = read_config(model_dir), model_dir.resolve().name
+        self._tensors = read_headers(model_dir)
+        groups = _groups(self._tensors, _OF_OTHERS)
+        self._groups = {prefix.rstrip("."): parts for prefix, parts in groups.items()}
+        self._settings = _settings(_with_settings(model_dir, config).get("quantization_config"), self._name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._groups)
+
+    def __getitem__(self, module: str) -> Packed:
+        """Raises ConfigError for one that is not read."""
+        parts = Parts(f"{module}.", self._groups[module], self._tensors, self._name, read_small)
+        return describe(parts, self._settings)
 
 
 def _groups(tensors: Mapping[str, TensorInfo], part_of: re.Pattern[str]) -> dict[str, dict[str, str]]:

@@ -196,6 +196,10 @@ class NativeKernel:
         )
         return y
 
+    def look_for(self, microseconds: int) -> None:
+        """How long the engine's threads look for the next call before they sleep: 50 us where nothing else is said."""
+        self._engine.look_for(microseconds)
+
     def multiply(self, x: NDArray[np.float32], prepared: NativeMatrix) -> NDArray[np.float32]:
         y = np.empty((len(x), prepared.shape[0]), np.float32)
         self._engine.multiply(np.ascontiguousarray(x, np.float32), prepared.native, LINEAR_LIMBS, y)

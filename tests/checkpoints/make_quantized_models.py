@@ -163,6 +163,7 @@ FORMATS: Mapping[str, tuple[str, Quantize, dict[str, Any]]] = MappingProxyType(
             _GPTQ | {"dynamic": {r"-:.*self_attn.*": {}, r"-:.*gate$": {}, "-:lm_head": {}}},
         ),
         "mixtral-awq": ("mixtral", awq, _AWQ | {"modules_to_not_convert": _PLAIN}),
+        "mixtral-awq-all": ("mixtral", awq, _AWQ | {"modules_to_not_convert": ["block_sparse_moe.gate"]}),
         "mixtral-nvfp4": (
             "mixtral",
             writers.NVFP4,

@@ -10,14 +10,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engines import MODEL, PROMPTS, ROOT, engine
 from safetensors.torch import load_file, save_file
 
+from ndp_device.checkpoint.opening import PackedLinears
+from ndp_device.checkpoint.values import Codes
+from ndp_device.experts.expert import to_float32
 from ndp_device.kernels import load_kernel
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.kernels.reference import dequantize
-from vllm_ndp.integration.linear_layers import LinearLayers, quantize
+from ndp_device.replicas.checkpoint import StoredTensors
+from vllm_ndp.integration.batch import Span, TrackedRequest
+from vllm_ndp.integration.linear_layers import LinearLayers, matrix_of, quantize
+from vllm_ndp.integration.waiting import StepThreads
 
 pytestmark = pytest.mark.vllm
 
@@ -78,6 +86,52 @@ def test_a_layer_that_the_kernel_cannot_run_keeps_its_weights() -> None:
     assert not layers.take(odd, "odd")
     assert odd.weight.shape == (64, 60)
     assert layers.description == "none fits 4 bits"
+
+
+def test_codes_are_multiplied_as_they_are_stored_and_fused_only_where_they_are_of_one_order() -> None:
+    rng = np.random.default_rng(0)
+    parts = [codes(rng, rows) for rows in (64, 32)]
+    fused = matrix_of(parts)
+    assert fused is not None
+    apart = [matrix_of([part]) for part in parts]
+    assert all(one is not None for one in apart)
+    np.testing.assert_array_equal(dequantize(fused), np.concatenate([dequantize(one) for one in apart if one]))
+    layers, layer = LinearLayers(8, lambda: load_kernel("native"), {0}, num_experts=8), Layer(96, 64)
+    layers.serve_codes(layer, "qkv_proj", fused, torch.bfloat16)
+    x = torch.randn(3, 64).bfloat16()
+    wanted = x.float() @ torch.from_numpy(dequantize(fused)).T
+    assert (layer.cpu_linear(x, layer.weight, None).float() - wanted).norm() < 0.02 * wanted.norm()
+    assert layer.weight.numel() == 0
+    assert layers.description.startswith("1 at 4 bits as stored, 0 at 8 bits")
+    layers.close()
+    other_order = codes(rng, 32)._replace(perm=np.arange(64, dtype=np.int32)[::-1].copy())
+    assert matrix_of([parts[0], other_order]) is None
+    assert matrix_of([parts[0], None]) is None
+
+
+def codes(rng: np.random.Generator, rows: int) -> Codes:
+    """Of 64 columns in groups of 32."""
+    planes = rng.integers(0, 256, (4, rows, 8), np.uint8)
+    scale, offset = (rng.uniform(-0.1, 0.1, (rows, 2)).astype(np.float16) for _ in range(2))
+    return Codes(planes, scale, offset, None)
+
+
+def test_one_thread_is_left_to_vllm_in_a_small_step_of_one_kernel_only() -> None:
+    def threads_in(kernel: NativeKernel | None, *spans: tuple[int, int]) -> int:
+        running = [Span(TrackedRequest(str(at), 1, [], prefilled=True), *span) for at, span in enumerate(spans)]
+        with StepThreads(kernel).of(running):
+            return torch.get_num_threads()
+
+    kernel, usual = NativeKernel(threads=2), torch.get_num_threads()
+    torch._C.set_num_threads(2)
+    try:
+        assert threads_in(kernel, (100, 1), (7, 8)) == 1
+        assert threads_in(kernel, (0, 17)) == 2  # a prompt
+        assert threads_in(kernel, (100_000, 1)) == 2  # attention has work for two
+        assert threads_in(None, (100, 1)) == 2
+        assert torch.get_num_threads() == 2
+    finally:
+        torch._C.set_num_threads(usual)
 
 
 @pytest.fixture(scope="module", params=[8, 4])
@@ -154,3 +208,35 @@ def test_a_head_whose_model_asks_for_no_method_is_taken_too(tmp_path: Path) -> N
         assert head.weight.numel() == 0
     layers = json.loads((path / "config.json").read_text())["num_hidden_layers"]
     assert f"{2 * layers + 1} at 8 bits" in status["linear_layers"]
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe-compressed-all", "mixtral-awq-all"])
+def coded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose linear layers are codes of 4 bits."""
+    out = tmp_path_factory.mktemp("coded")
+    maker = ROOT / "tests" / "checkpoints" / "make_quantized_models.py"
+    subprocess.run([sys.executable, maker, out, request.param], check=True, capture_output=True, timeout=600)
+    return out / request.param
+
+
+def test_codes_of_linear_layers_stand_for_the_checkpoints_values(coded: Path) -> None:
+    packed, read = PackedLinears(coded), StoredTensors(coded).tensor
+    dtypes = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+    assert len(list(packed)) >= 16
+    for module in packed:
+        one = packed[module]
+        matrix = matrix_of([one.codes(read, None)])
+        assert matrix is not None
+        values = to_float32(one.values(read, None), dtypes[one.dtype])
+        assert np.abs(dequantize(matrix) - values).max() < 1e-3 * np.abs(values).max()  # offsets are float16
+
+
+def test_layers_stored_as_codes_are_served_by_them(coded: Path) -> None:
+    eager: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": True}
+    with engine(coded, settings={"hot_experts": 8, "linear_bits": 8}, **eager) as llm:
+        ours, status = logprobs(llm), llm.collective_rpc("ndp_status")[0]
+    with engine(coded.with_name(f"{coded.name}-dequantized"), **eager) as llm:
+        wanted = logprobs(llm)
+    assert " at 4 bits as stored, 1 at 8 bits" in status["linear_layers"]
+    off = [abs(a - b) for mine, theirs in zip(ours, wanted, strict=True) for a, b in zip(mine, theirs, strict=True)]
+    assert np.mean(off) <= TOLERANCE / 2

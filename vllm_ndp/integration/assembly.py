@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ndp_device.common.errors import ConfigError
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.transport.sender_thread import SenderThread
 from vllm_ndp.integration import compat, host_replicas
 from vllm_ndp.integration.agreement import agree_on_replicas, measure_prices, open_device
@@ -37,6 +38,7 @@ from vllm_ndp.integration.planner import PlanRunner
 from vllm_ndp.integration.price_probe import Shared
 from vllm_ndp.integration.quantized_slots import ReplicaFill
 from vllm_ndp.integration.report import DEVICE_TIME
+from vllm_ndp.integration.waiting import StepThreads
 from vllm_ndp.layer.run import Run
 from vllm_ndp.planning.bitwidths import LossTable
 
@@ -68,6 +70,7 @@ class LoadedWorker:
     requests: RequestTracker
     run: Run[str]
     late_check: LateCheck | None
+    threads: StepThreads
 
     @property
     def unsimulated(self) -> str:
@@ -173,7 +176,19 @@ class Assembly:
             requests=requests,
             run=run,
             late_check=late_check,
+            threads=StepThreads(self._only_kernel()),
         )
+
+    def _only_kernel(self) -> NativeKernel | None:
+        """The kernel that computes all matrices of every step but the router's, in this process; None where others
+        compute some."""
+        facts = self.facts
+        num_experts, settings = facts.pool.shape.num_experts, facts.settings
+        is_alone = compat.on_cpu() and facts.ranks.size == 1 and not facts.stored_linears.kept
+        has_all = settings.has_quantized_slots and settings.resolve_hot_experts(num_experts) == num_experts
+        if not (is_alone and has_all and facts.linears is not None):
+            return None
+        return facts.kernel if isinstance(facts.kernel, NativeKernel) else None
 
     def _connect_layers(self, parts: LayerParts, shared: dict[str, Shared]) -> list[MoELayer]:
         """shared: the shared experts of a layer by the name of its module, where they are ours to run."""

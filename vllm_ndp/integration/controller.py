@@ -181,7 +181,8 @@ class NdpController:
         self._agree_among_ranks()
         step = parts.running.step = Step(log.steps, spans, self.steps, before, log.settle)
         try:
-            yield
+            with self.worker.threads.of(spans.values()):
+                yield
             log.leave(step)
             parts.planner.score_ended(step)
         except BaseException:

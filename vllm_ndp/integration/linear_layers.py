@@ -1,19 +1,22 @@
 """Linear layers beside the experts at 8 or 4 bits: attention projections, dense and shared MLPs, the output matrix.
 
 On CPU they run in the engine's process, by the device's kernel. Each is quantized where vLLM would pack its weights,
-from the checkpoint's values, which are then freed. Routers stay as they are: their choices decide which experts run.
+from the checkpoint's values, which are then freed; codes of 4 bits are taken as the checkpoint holds them. Routers stay
+as they are: their choices decide which experts run.
 Knows vLLM's linear methods and a kernel. Does not know settings, experts or requests.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -24,8 +27,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ndp_device.calibration.data_free import quantize_nested, round_to_bytes
-from ndp_device.checkpoint.opening import packed_linears
-from ndp_device.checkpoint.values import Packed
+from ndp_device.checkpoint.opening import PackedLinears
+from ndp_device.checkpoint.values import CODE_BITS, Codes, Packed, Read
+from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import BYTE_BITS
 from ndp_device.experts.expert import QuantizedMatrix
 from ndp_device.kernels import Kernel
@@ -66,8 +70,8 @@ class QuantizedLayer:
     prefix: str
     nbytes: int
     full_nbytes: int
-    error: float
-    """Root mean square of the weights' error over that of the weights."""
+    error: float | None
+    """Root mean square of the weights' error over that of the weights; None where these are the checkpoint's codes."""
 
 
 class LinearLayers:
@@ -84,9 +88,11 @@ class LinearLayers:
         """A method of ours; None where the layer stays as it is."""
         if isinstance(layer, ParallelLMHead):
             return _Head(self, prefix)
-        if isinstance(layer, LinearBase) and layer.output_size > self._num_experts:
-            return _Linear(self, prefix)
-        return None
+        return _Linear(self, prefix) if self.may_take(layer) else None
+
+    def may_take(self, layer: torch.nn.Module) -> TypeGuard[LinearBase]:
+        """Whether it is a linear layer, and no router."""
+        return isinstance(layer, LinearBase) and layer.output_size > self._num_experts
 
     def take_plain_head(self, layer: Any) -> bool:
         """Quantize an output matrix whose model asks nobody for a method, as gpt-oss does; a draft's comes later and
@@ -101,10 +107,19 @@ class LinearLayers:
             return False
         with ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, frozenset(self._cores))) as thread:
             matrix, error = thread.submit(quantize, weight, self.bits, len(self._cores)).result()
+        self._serve(layer, prefix, matrix, weight.nbytes, error)
+        return True
+
+    def serve_codes(self, layer: Any, prefix: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> None:
+        """A layer whose matrix the checkpoint holds; dtype: of its inputs."""
+        layer.weight = torch.nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+        self._serve(layer, prefix, matrix, math.prod(matrix.shape) * dtype.itemsize, None)
+
+    def _serve(self, layer: Any, prefix: str, matrix: QuantizedMatrix, full_nbytes: int, error: float | None) -> None:
         kernel = self._load_kernel()
         prepared = kernel.prepare_matrix(matrix)
-        self.layers.append(QuantizedLayer(prefix, prepared.nbytes, weight.nbytes, error))
-        name, rows = f"{next(_numbers)}:{prefix}", weight.shape[0]
+        self.layers.append(QuantizedLayer(prefix, prepared.nbytes, full_nbytes, error))
+        name, rows = f"{next(_numbers)}:{prefix}", matrix.shape[0]
 
         def multiply(x: torch.Tensor) -> torch.Tensor:
             y = kernel.multiply(x.reshape(-1, x.shape[-1]).float().numpy(), prepared)
@@ -119,8 +134,7 @@ class LinearLayers:
         self.names.append(name)
         self._has_head |= isinstance(layer, ParallelLMHead)
         layer.cpu_linear = cpu_linear  # vLLM's methods on CPU call this
-        layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
-        return True
+        layer.weight = torch.nn.Parameter(layer.weight.data.new_empty(0), requires_grad=False)
 
     def close(self) -> None:
         for name in self.names:
@@ -131,13 +145,17 @@ class LinearLayers:
     def description(self) -> str:
         if not self.layers:
             return f"none fits {self.bits} bits"
-        errors = [one.error for one in self.layers]
-        worst = self.layers[int(np.argmax(errors))]
+        made = [(one.error, one.prefix) for one in self.layers if one.error is not None]
         held, full = (sum(getattr(one, name) for one in self.layers) / 2**20 for name in ("nbytes", "full_nbytes"))
-        return (
-            f"{len(errors)} at {self.bits} bits, {held:.1f} MiB instead of {full:.1f}; relative error of weights "
-            f"{np.mean(errors):.1e}, at most {worst.error:.1e} ({worst.prefix})"
+        stored = (
+            f"{len(self.layers) - len(made)} at {CODE_BITS} bits as stored, " if len(made) < len(self.layers) else ""
         )
+        said = f"{stored}{len(made)} at {self.bits} bits, {held:.1f} MiB instead of {full:.1f}"
+        if not made:
+            return said
+        worst, where = max(made)
+        mean = np.mean([error for error, _ in made])
+        return f"{said}; relative error of weights {mean:.1e}, at most {worst:.1e} ({where})"
 
 
 class _Linear(WholeLinearMethod):
@@ -151,6 +169,48 @@ class _Linear(WholeLinearMethod):
         self.require_whole(layer)
         if not self._layers.take(layer, self._prefix):
             super().process_weights_after_loading(layer)
+
+
+class _Coded(_Linear):
+    """Its matrix is the checkpoint's, of one part or of several fused ones. vLLM's loader gets nothing of it."""
+
+    def __init__(self, layers: LinearLayers, prefix: str, parts: Sequence[Packed], read: Read) -> None:
+        super().__init__(layers, prefix)
+        self._parts, self._read = parts, read
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        self._dtype = params_dtype
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        skipped = vllm_private.reads_its_weights_itself(layer)
+        if skipped or (matrix := matrix_of([part.codes(self._read, None) for part in self._parts])) is None:
+            values = [_tensor(part.values(self._read, None), part.dtype) for part in self._parts]
+            layer.weight = torch.nn.Parameter(torch.cat(values).to(self._dtype), requires_grad=False)
+            super().process_weights_after_loading(layer)
+        else:
+            self._layers.serve_codes(layer, self._prefix, matrix, self._dtype)
+
+
+def matrix_of(parts: Sequence[object]) -> QuantizedMatrix | None:
+    """The codes of one matrix, or of several that lie one above the other; None where they are not of one kind."""
+    both, *others = parts
+    if not isinstance(both, Codes):
+        return None
+    for other in others:
+        if not isinstance(other, Codes) or other.scale.shape[1] != both.scale.shape[1] or not both.has_order_of(other):
+            return None
+        both = both.above(other)
+    group = 8 * both.planes.shape[2] // both.scale.shape[1]
+    return QuantizedMatrix(CODE_BITS, both.planes, both.scale, both.offset, group, both.perm)
 
 
 class _Head(UnquantizedEmbeddingMethod):
@@ -215,17 +275,53 @@ class StoredLinears:
         self.kept: set[str] = set()
         """Of those that vLLM computes as they are stored."""
         self.vllms_name: Callable[[str], str | None] = lambda name: name
+        self._coded: list[str] = []  # modules whose codes are taken as they are
+
+    def method_of_codes(
+        self, layers: LinearLayers, layer: LinearBase, prefix: str, fused: Mapping[str, Sequence[str]]
+    ) -> QuantizeMethodBase | None:
+        """For a whole layer that the checkpoint holds as codes of 4 bits; None for any other. fused: the layers that
+        vLLM makes one of, by its name."""
+        module, _, name = prefix.rpartition(".")
+        names = [f"{module}.{part}" for part in fused.get(name, [name])]
+        try:
+            parts = [self._packed[self._by_vllms_name[each]] for each in names]
+        except (KeyError, ConfigError):  # vLLM's method says what is wrong
+            return None
+        forms, shapes = {part.stored_form for part in parts}, [part.shape for part in parts]
+        form, sizes = forms.pop(), (sum(rows for rows, _ in shapes), shapes[0][1])
+        if forms or form is None or form.numbers != "int4" or sizes != (layer.output_size, layer.input_size):
+            return None
+        self._coded += [f"{self._by_vllms_name[each]}." for each in names]
+        return _Coded(layers, prefix, parts, self._tensors.tensor)
+
+    @cached_property
+    def _packed(self) -> PackedLinears:
+        return PackedLinears(self._model_dir)
+
+    @cached_property
+    def _tensors(self) -> StoredTensors:
+        return StoredTensors(self._model_dir)
+
+    @cached_property
+    def _by_vllms_name(self) -> dict[str, str]:
+        return {self.vllms_name(module) or "": module for module in self._packed}
 
     def values_in(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The checkpoint's tensors as vLLM reads them; those of these layers as one weight each.
 
         Quantized experts that are not called so (Granite's) are left out: vLLM's models do not know their parts.
         """
-        stream = ((name, tensor) for name, tensor in stream if not name.startswith(self._unknown))
+        unknown, coded = self._unknown, tuple(self._coded)
+        stream = (
+            (name, tensor)
+            for name, tensor in stream
+            if not name.startswith(unknown) and (name.endswith(".bias") or not name.startswith(coded))
+        )
         if not self.names:
             yield from stream
             return
-        stored, packed = StoredTensors(self._model_dir), self._packed()
+        packed = self._dequantized()
         of_layer = {part: name for name, one in packed.items() for part in one.parts.values()}
         left_out = tuple({name.removesuffix("weight") for name in packed})
         for name, tensor in stream:
@@ -233,9 +329,10 @@ class StoredLinears:
                 if not name.startswith(left_out) or name.endswith(".bias"):
                     yield name, tensor
             elif name == packed[whole].parts["codes"]:
-                yield whole, _tensor(packed[whole].values(stored.tensor, None), packed[whole].dtype)
+                yield whole, _tensor(packed[whole].values(self._tensors.tensor, None), packed[whole].dtype)
 
-    def _packed(self) -> dict[str, Packed]:
+    def _dequantized(self) -> dict[str, Packed]:
+        """How layers without a kernel are read, by the names of their weights."""
         beside = {name.rpartition(".")[0] for name in self.names}
 
         def is_asked(module: str) -> bool:
@@ -243,7 +340,7 @@ class StoredLinears:
             name = self.vllms_name(module) or ""
             return name in self.names or (name not in self.kept and name.rpartition(".")[0] in beside)
 
-        return packed_linears(self._model_dir, is_asked)
+        return {f"{module}.weight": self._packed[module] for module in self._packed if is_asked(module)}
 
 
 def _tensor(values: Any, dtype: str) -> torch.Tensor:

@@ -16,10 +16,17 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import torch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from ndp_device.kernels.native import NativeKernel
+    from vllm_ndp.integration.batch import Span
 
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Full name of the executor. vLLM's CPU platform replaces the short name, because OpenMP's variables must be set before
@@ -78,6 +85,46 @@ def _openmp_variables(vllm_config: VllmConfig) -> dict[str, str]:
     outside = dict(os.environ)
     with OMPProcessManager(vllm_config).configure_omp_envs(rank=0, local_rank=0):
         return {name: value for name, value in os.environ.items() if outside.get(name) != value}
+
+
+_FEW_ROWS, _FEW_KV_TOKENS = 16, 2560
+_LOOKS_US, _LONG_LOOKS_US = 50, 500
+"""The kernel's threads sleep 50 us after a call; the operators of one layer take longer."""
+
+
+class StepThreads:
+    """Threads in a step whose matrices are all the device's kernel's: what is left to vLLM is small for few rows.
+
+    One thread computes that, and the kernel's threads stay awake meanwhile. Else OpenMP's threads and the kernel's
+    would take turns on the same cores, and each turn wakes one that sleeps, five times a layer.
+    """
+
+    def __init__(self, kernel: NativeKernel | None) -> None:
+        """kernel: None where other kernels have threads of their own to do."""
+        self._kernel, self._all = kernel, torch.get_num_threads()
+
+    @contextmanager
+    def of(self, spans: Iterable[Span]) -> Iterator[None]:
+        """Within: one forward pass of these."""
+        kernel = self._kernel
+        if kernel is None or not _is_small(spans):
+            yield
+            return
+        torch._C.set_num_threads(1)  # vLLM has replaced torch's own function by one that does nothing
+        kernel.look_for(_LONG_LOOKS_US)
+        try:
+            yield
+        finally:
+            kernel.look_for(_LOOKS_US)
+            torch._C.set_num_threads(self._all)
+
+
+def _is_small(spans: Iterable[Span]) -> bool:
+    rows = kv_tokens = 0
+    for span in spans:
+        rows += span.num_tokens
+        kv_tokens += span.start + span.num_tokens
+    return rows <= _FEW_ROWS and kv_tokens <= _FEW_KV_TOKENS
 
 
 _OWNER = "NDP_ENGINE_OWNER"

@@ -12,7 +12,7 @@ namespace ndp {
 namespace {
 
 // Longer than the gap between two phases of one call, shorter than a scheduler's time slice.
-constexpr auto kSpin = std::chrono::microseconds(50);
+constexpr std::chrono::nanoseconds kSpin = std::chrono::microseconds(50);
 
 void futex_wait(std::atomic<uint32_t>& word, uint32_t seen) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
@@ -29,8 +29,8 @@ void relax() {
 }
 
 template <class Done>
-bool spin_until(Done&& done) {
-    const auto end = std::chrono::steady_clock::now() + kSpin;
+bool spin_until(std::chrono::nanoseconds time, Done&& done) {
+    const auto end = std::chrono::steady_clock::now() + time;
     do {
         for (int i = 0; i < 32; ++i) {
             if (done()) return true;
@@ -42,7 +42,7 @@ bool spin_until(Done&& done) {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads) : threads_(threads) {
+ThreadPool::ThreadPool(int threads) : threads_(threads), looks_ns_(kSpin.count()) {
     for (int thread = 1; thread < threads; ++thread) {
         workers_.emplace_back([this, thread] { worker_loop(thread); });
         pthread_setname_np(workers_.back().native_handle(), "ndp-kernel");  // for top -H and the like
@@ -80,7 +80,7 @@ void ThreadPool::run(int tasks, void (*work)(void*, int, int), void* context) {
     if (sleepers_ > 0) futex_wake(generation_);
     take_tasks(0);
     const auto finished = [&] { return done_ == static_cast<uint32_t>(tasks); };
-    if (spin_until(finished)) return;
+    if (spin_until(kSpin, finished)) return;
     caller_sleeps_ = true;
     for (uint32_t seen = done_; seen != static_cast<uint32_t>(tasks); seen = done_) futex_wait(done_, seen);
     caller_sleeps_ = false;
@@ -89,7 +89,7 @@ void ThreadPool::run(int tasks, void (*work)(void*, int, int), void* context) {
 void ThreadPool::worker_loop(int thread) {
     uint32_t seen = 0;
     while (!stop_) {
-        if (!spin_until([&] { return generation_ != seen; })) {
+        if (!spin_until(std::chrono::nanoseconds(looks_ns_), [&] { return generation_ != seen; })) {
             ++sleepers_;
             while (generation_ == seen) futex_wait(generation_, seen);
             --sleepers_;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <thread>
 #include <vector>
@@ -17,6 +18,9 @@ class ThreadPool {
     ThreadPool& operator=(const ThreadPool&) = delete;
 
     int threads() const { return threads_; }
+
+    // How long a worker looks for the next run before it sleeps.
+    void look_for(std::chrono::nanoseconds time) { looks_ns_ = time.count(); }
 
     // Calls work(context, task, thread) once for every task in [0, tasks); returns when all are done. One caller at a
     // time. A worker that the system does not schedule holds nothing up: only tasks that were taken are waited for.
@@ -40,6 +44,7 @@ class ThreadPool {
     std::atomic<uint32_t> done_{0};
     std::atomic<uint32_t> generation_{0};
     std::atomic<uint32_t> sleepers_{0};
+    std::atomic<int64_t> looks_ns_;
     std::atomic<bool> caller_sleeps_{false};
     std::atomic<bool> stop_{false};
     void (*work_)(void*, int, int) = nullptr;
