@@ -25,6 +25,7 @@ from ndp_device.kernels.reference import dequantize
 from ndp_device.replicas.checkpoint import StoredTensors
 from vllm_ndp.integration.batch import Span, TrackedRequest
 from vllm_ndp.integration.linear_layers import LinearLayers, matrix_of, quantize
+from vllm_ndp.integration.vllm_private import use_threads
 from vllm_ndp.integration.waiting import StepThreads
 
 pytestmark = pytest.mark.vllm
@@ -123,7 +124,7 @@ def test_one_thread_is_left_to_vllm_in_a_small_step_of_one_kernel_only() -> None
             return torch.get_num_threads()
 
     kernel, usual = NativeKernel(threads=2), torch.get_num_threads()
-    torch._C.set_num_threads(2)
+    use_threads(2)
     try:
         assert threads_in(kernel, (100, 1), (7, 8)) == 1
         assert threads_in(kernel, (0, 17)) == 2  # a prompt
@@ -131,7 +132,7 @@ def test_one_thread_is_left_to_vllm_in_a_small_step_of_one_kernel_only() -> None
         assert threads_in(None, (100, 1)) == 2
         assert torch.get_num_threads() == 2
     finally:
-        torch._C.set_num_threads(usual)
+        use_threads(usual)
 
 
 @pytest.fixture(scope="module", params=[8, 4])

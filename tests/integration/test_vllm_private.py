@@ -289,6 +289,17 @@ def test_asks_for_amx() -> None:
     assert vllm_private.asks_for_amx(torch.bfloat16) == torch.cpu._is_amx_tile_supported()
 
 
+def test_use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where vLLM's worker has taken torch's own function away."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    try:
+        vllm_private.use_threads(before + 1)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        vllm_private.use_threads(before)
+
+
 def test_to_fp8_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator is a GPU's: what it is asked for."""
     asked: list[Any] = []

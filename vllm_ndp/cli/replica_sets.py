@@ -58,7 +58,7 @@ class PassOptions:
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where it computes; auto: on a GPU where there is one.")
     ] = "auto"
-    seed: Annotated[int, typer.Option(min=0, help="Chooses the text, and what else is drawn.")] = 0
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Chooses the text, and what else is drawn.")] = 0
 
 
 @command(

@@ -94,7 +94,7 @@ def trace_synth(
         typer.Option(help="Measured model to resemble: its name, or auto (MODEL's own)."),
     ] = "",
     drift: Annotated[float, typer.Option(help="0 to 1: how far a request's taste has turned by its end.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same trace.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="The same seed gives the same trace.")] = 0,
 ) -> None:
     """Make a trace of known skew, signal, persistence and drift.
 

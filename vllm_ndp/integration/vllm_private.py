@@ -251,6 +251,12 @@ def asks_for_amx(dtype: torch.dtype) -> bool:
     return True
 
 
+def use_threads(number: int) -> None:
+    """Threads of torch's and vLLM's operators in this process. vLLM's worker has replaced torch's own function by one
+    that does nothing."""
+    torch._C.set_num_threads(number)
+
+
 @touches("_custom_ops.py", "scaled_fp8_quant")
 def to_fp8_by_row(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [N, K] on a GPU -> codes [N, K] and scales f32 [N, 1], as vLLM's kernels read them."""

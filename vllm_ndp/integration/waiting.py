@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_ndp.integration import vllm_private
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -110,13 +112,13 @@ class StepThreads:
         if kernel is None or not _is_small(spans):
             yield
             return
-        torch._C.set_num_threads(1)  # vLLM has replaced torch's own function by one that does nothing
+        vllm_private.use_threads(1)
         kernel.look_for(_LONG_LOOKS_US)
         try:
             yield
         finally:
             kernel.look_for(_LOOKS_US)
-            torch._C.set_num_threads(self._all)
+            vllm_private.use_threads(self._all)
 
 
 def _is_small(spans: Iterable[Span]) -> bool:
