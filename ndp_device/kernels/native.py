@@ -196,9 +196,9 @@ class NativeKernel:
         )
         return y
 
-    def look_for(self, microseconds: int) -> None:
-        """How long the engine's threads look for the next call before they sleep: 50 us where nothing else is said."""
-        self._engine.look_for(microseconds)
+    def stay_awake(self, awake: bool) -> None:
+        """Whether the engine's threads look for the next call longer before they sleep: csrc/thread_pool.cpp."""
+        self._engine.stay_awake(awake)
 
     def multiply(self, x: NDArray[np.float32], prepared: NativeMatrix) -> NDArray[np.float32]:
         y = np.empty((len(x), prepared.shape[0]), np.float32)

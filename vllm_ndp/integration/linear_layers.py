@@ -107,17 +107,17 @@ class LinearLayers:
             return False
         with ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, frozenset(self._cores))) as thread:
             matrix, error = thread.submit(quantize, weight, self.bits, len(self._cores)).result()
-        self._serve(layer, prefix, matrix, weight.nbytes, error)
+        self._serve(layer, prefix, matrix, weight.dtype, error)
         return True
 
     def serve_codes(self, layer: Any, prefix: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> None:
         """A layer whose matrix the checkpoint holds; dtype: of its inputs."""
-        layer.weight = torch.nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
-        self._serve(layer, prefix, matrix, math.prod(matrix.shape) * dtype.itemsize, None)
+        self._serve(layer, prefix, matrix, dtype, None)
 
-    def _serve(self, layer: Any, prefix: str, matrix: QuantizedMatrix, full_nbytes: int, error: float | None) -> None:
+    def _serve(self, layer: Any, prefix: str, matrix: QuantizedMatrix, dtype: torch.dtype, error: float | None) -> None:
         kernel = self._load_kernel()
         prepared = kernel.prepare_matrix(matrix)
+        full_nbytes = math.prod(matrix.shape) * dtype.itemsize
         self.layers.append(QuantizedLayer(prefix, prepared.nbytes, full_nbytes, error))
         name, rows = f"{next(_numbers)}:{prefix}", matrix.shape[0]
 
@@ -134,7 +134,7 @@ class LinearLayers:
         self.names.append(name)
         self._has_head |= isinstance(layer, ParallelLMHead)
         layer.cpu_linear = cpu_linear  # vLLM's methods on CPU call this
-        layer.weight = torch.nn.Parameter(layer.weight.data.new_empty(0), requires_grad=False)
+        layer.weight = torch.nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
 
     def close(self) -> None:
         for name in self.names:

@@ -90,8 +90,8 @@ def _openmp_variables(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 _FEW_ROWS, _FEW_KV_TOKENS = 16, 2560
-_LOOKS_US, _LONG_LOOKS_US = 50, 500
-"""The kernel's threads sleep 50 us after a call; the operators of one layer take longer."""
+"""Of twelve layers of Qwen3-30B-A3B's shape a token takes .91 to .95 of the time with up to 2500 tokens of KV cache,
+and 1.05 with 5000, where attention has work for two threads (Xeon with AMX, 2026-11-29). Rows: a guess."""
 
 
 class StepThreads:
@@ -113,11 +113,11 @@ class StepThreads:
             yield
             return
         vllm_private.use_threads(1)
-        kernel.look_for(_LONG_LOOKS_US)
+        kernel.stay_awake(True)
         try:
             yield
         finally:
-            kernel.look_for(_LOOKS_US)
+            kernel.stay_awake(False)
             vllm_private.use_threads(self._all)
 
 

@@ -179,11 +179,9 @@ NB_MODULE(_native, m) {
         .def_prop_ro("isa", [](const Engine& e) { return std::string(e.kernels().name); })
         .def_prop_ro("threads", &Engine::threads)
         .def(
-            "look_for",
-            [](Engine& engine, int microseconds) {
-                engine.with_pool([&](ThreadPool& pool) { pool.look_for(std::chrono::microseconds(microseconds)); });
-            },
-            nb::arg("microseconds"))
+            "stay_awake",
+            [](Engine& engine, bool awake) { engine.with_pool([&](ThreadPool& pool) { pool.stay_awake(awake); }); },
+            nb::arg("awake"))
         .def("pack", pack, nb::arg("planes"), nb::arg("halves"), nb::arg("group"))
         .def("assemble", assemble, nb::arg("components"), nb::arg("rows"), nb::arg("cols"), nb::arg("halves"),
              nb::arg("group"), nb::arg("scale"), nb::arg("offset"), nb::arg("group_size"), nb::arg("perm"))

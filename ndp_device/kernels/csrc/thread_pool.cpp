@@ -12,7 +12,9 @@ namespace ndp {
 namespace {
 
 // Longer than the gap between two phases of one call, shorter than a scheduler's time slice.
-constexpr std::chrono::nanoseconds kSpin = std::chrono::microseconds(50);
+constexpr auto kSpin = std::chrono::microseconds(50);
+// Longer than what a layer has between two calls.
+constexpr auto kAwake = std::chrono::microseconds(500);
 
 void futex_wait(std::atomic<uint32_t>& word, uint32_t seen) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
@@ -29,7 +31,7 @@ void relax() {
 }
 
 template <class Done>
-bool spin_until(std::chrono::nanoseconds time, Done&& done) {
+bool spin_until(std::chrono::microseconds time, Done&& done) {
     const auto end = std::chrono::steady_clock::now() + time;
     do {
         for (int i = 0; i < 32; ++i) {
@@ -42,7 +44,7 @@ bool spin_until(std::chrono::nanoseconds time, Done&& done) {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads) : threads_(threads), looks_ns_(kSpin.count()) {
+ThreadPool::ThreadPool(int threads) : threads_(threads) {
     for (int thread = 1; thread < threads; ++thread) {
         workers_.emplace_back([this, thread] { worker_loop(thread); });
         pthread_setname_np(workers_.back().native_handle(), "ndp-kernel");  // for top -H and the like
@@ -89,7 +91,7 @@ void ThreadPool::run(int tasks, void (*work)(void*, int, int), void* context) {
 void ThreadPool::worker_loop(int thread) {
     uint32_t seen = 0;
     while (!stop_) {
-        if (!spin_until(std::chrono::nanoseconds(looks_ns_), [&] { return generation_ != seen; })) {
+        if (!spin_until(awake_ ? kAwake : kSpin, [&] { return generation_ != seen; })) {
             ++sleepers_;
             while (generation_ == seen) futex_wait(generation_, seen);
             --sleepers_;

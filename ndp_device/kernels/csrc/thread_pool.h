@@ -3,7 +3,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <thread>
 #include <vector>
@@ -19,8 +18,8 @@ class ThreadPool {
 
     int threads() const { return threads_; }
 
-    // How long a worker looks for the next run before it sleeps.
-    void look_for(std::chrono::nanoseconds time) { looks_ns_ = time.count(); }
+    // Workers look ten times as long for the next run before they sleep.
+    void stay_awake(bool awake) { awake_ = awake; }
 
     // Calls work(context, task, thread) once for every task in [0, tasks); returns when all are done. One caller at a
     // time. A worker that the system does not schedule holds nothing up: only tasks that were taken are waited for.
@@ -44,7 +43,7 @@ class ThreadPool {
     std::atomic<uint32_t> done_{0};
     std::atomic<uint32_t> generation_{0};
     std::atomic<uint32_t> sleepers_{0};
-    std::atomic<int64_t> looks_ns_;
+    std::atomic<bool> awake_{false};
     std::atomic<bool> caller_sleeps_{false};
     std::atomic<bool> stop_{false};
     void (*work_)(void*, int, int) = nullptr;
