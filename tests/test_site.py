@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
-import pytest
 import typer
 import yaml
 from paths import ROOT
@@ -66,9 +64,3 @@ def test_links_to_what_a_site_does_not_have_become_paths() -> None:
     assert site_pages.on_page_markdown(text, Page()) == (
         "a (`examples/x.py`) b (`docs/templates/y.j2`) [c](timing.md) [d](https://e)"
     )
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.*")), ids=lambda path: path.name)
-def test_every_example_is_shown_in_a_page_and_says_how_it_is_run(path: Path) -> None:
-    assert f"examples/{path.name}" in (DOCS / "howto.md").read_text()
-    assert f" examples/{path.name}" in path.read_text()

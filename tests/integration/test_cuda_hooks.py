@@ -71,13 +71,6 @@ def test_versions_differ_only_in_what_the_code_allows_for(versions: dict[str, An
     assert differing == set(handled)
 
 
-@pytest.mark.parametrize("hook", vllm_hooks.HOOKS, ids=lambda hook: hook.what)
-def test_a_hook_that_vanishes_is_seen(hook: vllm_hooks.Hook) -> None:
-    """Of an empty file nothing is found, whatever is looked for."""
-    assert vllm_hooks.look_up(lambda file: "", hook) == vllm_hooks.ABSENT
-    assert vllm_hooks.look_up(lambda file: None, hook) == vllm_hooks.ABSENT
-
-
 def test_slots_are_run_with_the_tiles_of_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM looks tiles up by the number of experts in the tensor: those of 3 slots of 8 experts are not stock's."""
     from vllm.model_executor.layers.fused_moe import fused_moe, get_config
