@@ -184,7 +184,7 @@ def test_the_parameter_has_one_name() -> None:
 
 
 def test_runner_v2_forces_the_same_tokens_by_its_own_trace_replay() -> None:
-    """By the function that vLLM calls to admit a request. A CPU has no runner V2."""
+    """By the function that vLLM calls to admit a request. A CPU has no runner V2: test_cuda_without_gpu.py goes on."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.worker.gpu.sample import logits_processor
