@@ -30,6 +30,8 @@ REQUESTS = (1, 4, 16, 64, 256)
 REDUCED = [128 << 2 * n for n in range(11)]
 NARROWEST = 128
 """Columns of an expert's shard; fewer are no shard that an engine makes of one model on one machine."""
+SPREAD = {"fp8_block": ("fp8", (7168, 2048, 8, 256), 1.01), "w4a16_mxfp4": ("mxfp4", (2880, 2880, 4, 128), 1.2)}
+"""Layers of DeepSeek-R1 and gpt-oss-120b, and how skewed their routing is in NVIDIA's own estimates."""
 TWO_MATRICES = (22, 6)
 """Experts a token of the models without gate in the data; their rows would count a matrix too much."""
 
@@ -39,8 +41,11 @@ HEADER = """\
 # bf16, fp8, int4, mxfp4: a MoE layer, balanced routing, by tokens 2^0..2^14; hidden, intermediate, chosen, experts
 # gemm: bf16, by rows 4^0..4^7; columns, hidden
 # decode, prefill: attention, bf16, by cached or prompt tokens 16 x 4^0..4^5; requests, heads, kv heads, head size
+# decode-sglang: gpt-oss' attention by SGLang 0.5.14 on a card where its kernel is Triton's, to 16 x 4^6 cached tokens
 # latent: a layer's attention of DeepSeek-V3 with its products, bf16, the faster of vLLM's and TensorRT-LLM's 1.3.0rc20,
 # by cached tokens 16 x 4^0..4^5; requests, heads
+# mxfp4-spread, fp8-spread: a MoE layer of TensorRT-LLM 1.3.0rc20, each expert whole on one GPU, routing by a power law
+# of 1.2 and 1.01, by tokens as above; hidden, intermediate, chosen, experts, GPUs
 # allreduce: in a CUDA graph, by bytes 128 x 4^0..4^10; GPUs. L40S: vLLM 0.14.0
 card,kernel,shape,ns
 """
@@ -63,6 +68,14 @@ def series(rows: list[tuple[str, tuple[int, ...], int, float]], axis: list[int])
         yield kernel, shape, " ".join(known.get((kernel, shape, at), "-") for at in axis)
 
 
+def spread(folder: Path) -> Iterator[tuple[str, tuple[int, ...], int, float]]:
+    for dtype, (name, shape, alpha) in SPREAD.items():
+        only = {"moe_tp_size": 1, "moe_dtype": dtype, "distribution": f"power_law_{alpha}", "inter_size": shape[1]}
+        for r in read(folder / "moe/trtllm/1.3.0rc20/moe_perf.parquet", **only):
+            if (r["hidden_size"], r["topk"], r["num_experts"]) == (shape[0], *shape[2:]) and r["moe_ep_size"] <= 8:
+                yield f"{name}-spread", (*shape, r["moe_ep_size"]), r["num_tokens"], r["latency"]
+
+
 def lines_of(folder: Path) -> Iterator[Line]:
     layers = read(folder / "moe/vllm/0.24.0/moe_perf.parquet", moe_ep_size=1, distribution="balanced")
     left_out = "fp8" if any(r["moe_dtype"] == "fp8_block" for r in layers) else ""
@@ -74,6 +87,8 @@ def lines_of(folder: Path) -> Iterator[Line]:
         and r["topk"] not in TWO_MATRICES
     ]
     yield from series(experts, TOKENS)
+    if folder.name == "h200_sxm":
+        yield from series(list(spread(folder)), TOKENS)
     gemms = [
         ("gemm", (r["n"], r["k"]), r["m"], r["latency"])
         for r in read(folder / "gemm/vllm/0.24.0/gemm_perf.parquet", gemm_dtype="bfloat16")
@@ -94,6 +109,12 @@ def lines_of(folder: Path) -> Iterator[Line]:
             and r["head_dim"] in (64, 128)
         ]
         yield from series(found, axis)
+    if folder.name == "rtx_pro_6000_server":
+        path = folder / "attention/sglang/0.5.14/generation_attention_perf.parquet"
+        of = {"batch_size": 1, "num_heads": 64, "num_key_value_heads": 8, "head_dim": 64}
+        found = read(path, kv_cache_dtype="bfloat16", window_size=0, **of)
+        own = [("decode-sglang", tuple(of.values()), r["step"], r["latency"]) for r in found]
+        yield from series(own, [*CACHED, 65535])
     layers_of: dict[tuple[int, ...], float] = {}
     for path in sorted(folder.glob("mla/*/*/mla_generation_module_perf.parquet")):
         for r in read(path, gemm_type="bfloat16", kv_cache_dtype="bfloat16"):

@@ -129,6 +129,8 @@ class GpuModel:
     nothing, as everywhere in the lab."""
     whole_experts: bool = False
     """Each GPU holds some of the hot experts whole, and not a part of each."""
+    decode: str = "decode"
+    """Measured kernel of attention in decode."""
 
     @property
     def hot_expert_bytes(self) -> int:
@@ -191,7 +193,7 @@ class GpuModel:
             ceil_div(flops, n),
             (context.rows if new else context.kv_tokens) // context.requests,
         )
-        return silicon.kernel(self.card, "prefill" if new else "decode").ps(load, self._rates)
+        return silicon.kernel(self.card, "prefill" if new else self.decode).ps(load, self._rates)
 
     def _latent_ps(self, attention: Latent, context: Context, num_bytes: int) -> int:
         """Of one decode row of each request. Every GPU has all of the cache and of the compression."""

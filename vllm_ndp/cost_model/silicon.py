@@ -234,6 +234,12 @@ def all_reduce_ps(card: str, num_gpus: int, num_bytes: int) -> int | None:
     return None if found is None else _between(_REDUCED, found, num_bytes)
 
 
+def spread_ps(card: str, kernel: str, shape: tuple[int, ...], tokens: int) -> int:
+    """A layer whose experts lie whole on GPUs. shape: hidden, intermediate, chosen experts, experts, GPUs."""
+    [found] = [times for of, times in _lines()[card, kernel] if of == shape]
+    return _between(_TOKENS, never_falling(found), tokens)
+
+
 def _between(known: Sequence[int], took: Sequence[int], asked: int) -> int:
     """A straight line between measured sizes, the first below them, in proportion beyond the last."""
     if asked >= known[-1]:
@@ -336,5 +342,5 @@ def _measured(name: str, shape: tuple[int, ...], at: int) -> Load:
         return latent(requests, form.weights(_HIDDEN), 2 * cached, flops, tokens)
     requests, heads, kv_heads, size = shape
     kv_values = 2 * kv_heads * size
-    pairs = requests * (tokens if name == "decode" else tokens * (tokens + 1) // 2)
+    pairs = requests * (tokens if name.startswith("decode") else tokens * (tokens + 1) // 2)
     return attention(requests, heads, kv_values, 2 * requests * tokens * kv_values, 4 * pairs * heads * size, tokens)
