@@ -62,6 +62,7 @@ def test_no_room_reaches_itself_again() -> None:
 
 
 def test_imports_that_are_relative_or_late_or_for_types_alone_are_arrows() -> None:
-    source = "from . import c\nif TYPE_CHECKING:\n    from p.d import name\ndef late():\n    import p.room.e\n    import os\n"
+    source = "from . import c\nif TYPE_CHECKING:\n    from p.d import name\n"
+    source += "def late():\n    import p.room.e\n    import os\n"
     assert imports_of("p.b", source, False, ["p.b", "p.c", "p.d", "p.room.e"]) == {"p.c", "p.d", "p.room.e"}
     assert imports_of("p", source, True, ["p.c"]) == {"p.c"}
