@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -307,6 +307,6 @@ def fold_order(
     if w2.perm is None:
         return QuantizedExpert(bits, w13, w2, biases, activation)
     rows = np.concatenate([w2.perm, w2.perm + w2.shape[1]])
-    w13 = QuantizedMatrix(bits, w13.planes[:, rows], w13.scale[rows], w13.offset[rows], w13.group_size, w13.perm)
-    w2_in_order = QuantizedMatrix(bits, w2.planes, w2.scale, w2.offset, w2.group_size)
-    return QuantizedExpert(bits, w13, w2_in_order, biases and biases.reordered(w2.perm), activation)
+    return QuantizedExpert(
+        bits, w13.at_rows(rows), replace(w2, perm=None), biases and biases.reordered(w2.perm), activation
+    )

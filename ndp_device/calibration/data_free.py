@@ -159,7 +159,7 @@ def probe_losses(
         w13, w2 = replica.w13, replica.w2
         return QuantizedExpert(
             replica.bits,
-            replace(w13, planes=w13.planes[:, w13_rows], scale=w13.scale[w13_rows], offset=w13.offset[w13_rows]),
+            w13.at_rows(w13_rows),
             replace(w2, planes=w2.planes.take(w2_bytes, 2), scale=w2.scale[:, groups], offset=w2.offset[:, groups]),
             biases,
             full.activation,
@@ -243,7 +243,7 @@ def expert_losses(
     replicas: dict[int, QuantizedExpert],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Inputs [T, H] -> (mean squared output error, the same over the mean squared output), each [columns]: one
-    for each of widths.loss_columns, NaN if absent.
+    for each of widths.loss_columns, NaN if absent. Replicas have no order of w2's columns, as in files.
 
     The error is that of the expert's output, because the output enters the residual stream. Errors per matrix would not
     help: those of gate, up and down do not add.
@@ -253,12 +253,8 @@ def expert_losses(
     columns = loss_columns(replicas)
     loss = np.full(len(columns), np.nan)
     for bits, replica in replicas.items():
-        w13, w2 = replica.w13, replica.w2
-        if w2.perm is None:
-            rows = inputs if w13.perm is None else inputs[:, w13.perm]
-            prepared = ReferenceExpert(dequantize(w13), dequantize(w2), replica.biases, replica.activation)
-        else:
-            rows, prepared = inputs, _REFERENCE.prepare(replica)
+        rows = inputs if replica.w13.perm is None else inputs[:, replica.w13.perm]
+        prepared = ReferenceExpert(dequantize(replica.w13), dequantize(replica.w2), replica.biases, replica.activation)
         error = _outputs(prepared, rows)
         error -= wanted
         loss[columns.index(bits)] = _mean_square(error)

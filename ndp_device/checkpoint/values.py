@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ndp_device.checkpoint import _values
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import BYTE_BITS, FP4, FP4_GROUP, NVFP4_GROUP
+from ndp_device.experts.expert import ByteMatrix, Fp4Matrix, QuantizedMatrix
 
 Floats = NDArray[np.float32]
 Rows = Callable[[int, int], NDArray[Any]]
@@ -62,70 +63,9 @@ MXFP4, NVFP4 = StoredForm("fp4", FP4_GROUP), StoredForm("fp4", NVFP4_GROUP)
 _BYTES = {"e4m3": "float8", "int8": "int8"}
 """Elements -> what experts/expert.py calls them."""
 
-
-class Codes(NamedTuple):
-    """A matrix [N, C] as it is stored, which a replica may hold: scale * code + offset of each group of columns."""
-
-    planes: NDArray[np.uint8]
-    """[bits, N, C // 8], see experts/expert.py."""
-    scale: NDArray[np.float16]
-    """[N, groups]; offset likewise, minus zero point times scale, rounded to float16."""
-    offset: NDArray[np.float16]
-    perm: NDArray[np.int32] | None
-    """Column of the checkpoint's matrix behind each of these [C]; None: they lie in its order."""
-
-    def of(self, rows: slice) -> Codes:
-        return Codes(self.planes[:, rows], self.scale[rows], self.offset[rows], self.perm)
-
-    def above(self, other: Codes) -> Codes:
-        """`other` has its columns in the same order."""
-        planes = np.concatenate([self.planes, other.planes], axis=1)
-        scale, offset = (np.concatenate(pair) for pair in ((self.scale, other.scale), (self.offset, other.offset)))
-        return Codes(planes, scale, offset, self.perm)
-
-    def has_order_of(self, other: Codes) -> bool:
-        if self.perm is None or other.perm is None:
-            return self.perm is other.perm
-        return np.array_equal(self.perm, other.perm)
-
-
-class Fp4Codes(NamedTuple):
-    """A matrix [N, C] of MXFP4 or NVFP4 as it is stored, see experts/expert.py."""
-
-    codes: NDArray[np.uint8]
-    scales: NDArray[np.uint8]
-    of_rows: NDArray[np.float32] | None
-
-    def of(self, rows: slice) -> Fp4Codes:
-        return Fp4Codes(self.codes[rows], self.scales[rows], None if self.of_rows is None else self.of_rows[rows])
-
-    def has_scales_of(self, other: Fp4Codes) -> bool:
-        return (self.of_rows is None) == (other.of_rows is None)
-
-    def above(self, other: Fp4Codes) -> Fp4Codes:
-        """`other` has scales of the same kind."""
-        codes, scales = (np.concatenate(pair) for pair in zip(self[:2], other[:2], strict=True))
-        both = self.of_rows is not None and other.of_rows is not None
-        return Fp4Codes(codes, scales, np.concatenate([self.of_rows, other.of_rows]) if both else None)
-
-
-class ByteCodes(NamedTuple):
-    """A matrix [N, C] of 8 bits as it is stored, see experts/expert.py."""
-
-    numbers: str
-    codes: NDArray[np.uint8]
-    scale: NDArray[np.float32]
-    block: tuple[int, int]
-
-    def of(self, rows: slice) -> ByteCodes | None:
-        """None where rows end within a block."""
-        of_rows = range(*rows.indices(len(self.codes)))
-        if len(self.scale) == 1:
-            return self._replace(codes=self.codes[rows], block=(len(of_rows), self.block[1]))
-        if self.block[0] != 1 and (of_rows.start % self.block[0] or of_rows.step != 1):
-            return None
-        places = slice(of_rows.start // self.block[0], -(-of_rows.stop // self.block[0]), of_rows.step)
-        return self._replace(codes=self.codes[rows], scale=self.scale[places])
+StoredMatrix = QuantizedMatrix | Fp4Matrix | ByteMatrix
+"""A matrix as a checkpoint stores it. Of integers the offset is minus zero point times scale, rounded to float16; the
+columns lie in the order of their groups (`perm`)."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +118,7 @@ class Packed:
             return MXFP4
         return NVFP4 if self.scale_dtype == "F8_E4M3" and "zero" not in self.parts and group == NVFP4_GROUP else None
 
-    def codes(self, read: Read, index: int | None) -> Codes | Fp4Codes | ByteCodes | None:
+    def codes(self, read: Read, index: int | None) -> StoredMatrix | None:
         """The same as it is stored; None where a kernel cannot take it so. Raises ReplicaError for a byte or a scale
         that is no number."""
         one, part = self._one(read, index)
@@ -200,12 +140,12 @@ class Packed:
             halves, offset = scale.astype(np.float16), (-zero * scale).astype(np.float16)
         if not (np.array_equal(halves, scale) and np.isfinite(offset).all()):
             return None
-        return Codes(_planes(words), halves, offset, perm)
+        return QuantizedMatrix(CODE_BITS, _planes(words), halves, offset, max(one.block), perm)
 
-    def _fp4_codes(self, part: Read, form: StoredForm) -> Fp4Codes | None:
+    def _fp4_codes(self, part: Read, form: StoredForm) -> Fp4Matrix | None:
         codes, scales = (part(role).view(np.uint8).reshape(self.shape[0], -1) for role in ("codes", "scale"))
         if form == MXFP4:
-            return None if (scales == _NO_NUMBER).any() else Fp4Codes(codes, scales, None)
+            return None if (scales == _NO_NUMBER).any() else Fp4Matrix(codes, scales)
         of_all = np.float32(1)
         with np.errstate(divide="ignore"):
             if "divisor" in self.parts:
@@ -214,9 +154,9 @@ class Packed:
                 of_all *= _one_number(part("factor"))
         if not np.isfinite(of_all) or (scales >= _NAN_OF_E4M3).any():  # negative ones, too
             return None
-        return Fp4Codes(codes, scales, np.full(self.shape[0], of_all, np.float32))
+        return Fp4Matrix(codes, scales, np.full(self.shape[0], of_all, np.float32))
 
-    def _byte_codes(self, part: Read, numbers: str) -> ByteCodes:
+    def _byte_codes(self, part: Read, numbers: str) -> ByteMatrix:
         (rows, columns), (of_rows, of_columns) = self.shape, self.block
         codes = part("codes").view(np.uint8).reshape(rows, columns)
         scale = _numbers(part("scale"), self.scale_dtype).reshape(-(-rows // of_rows), -(-columns // of_columns))
@@ -224,7 +164,7 @@ class Packed:
             raise ReplicaError(
                 f"{self.parts['codes']} holds NaN or infinity: the checkpoint is damaged, give it another"
             )
-        return ByteCodes(numbers, codes, np.ascontiguousarray(scale, np.float32), self.block)
+        return ByteMatrix(numbers, codes, np.ascontiguousarray(scale, np.float32), self.block)
 
     def _one(self, read: Read, index: int | None) -> tuple[Packed, Read]:
         def part(role: str) -> NDArray[Any]:

@@ -6,7 +6,7 @@ Knows shapes and dtypes. Does not know files (replicas/) or arithmetic (kernels/
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -111,6 +111,19 @@ class QuantizedMatrix:
         The permutation is not streamed with the weights: it reorders a row's activations, once per row.
         """
         return self.planes.nbytes + self.scale.nbytes + self.offset.nbytes
+
+    def at_rows(self, rows: slice | NDArray[Any]) -> QuantizedMatrix:
+        """Some of its rows, in this order."""
+        return replace(self, planes=self.planes[:, rows], scale=self.scale[rows], offset=self.offset[rows])
+
+    def above(self, other: QuantizedMatrix) -> QuantizedMatrix | None:
+        """Both as one matrix; None where they differ in groups or in the order of their columns."""
+        same_order = self.perm is other.perm or np.array_equal(self.perm, other.perm)  # type: ignore[arg-type]
+        if not same_order or (self.bits, self.group_size) != (other.bits, other.group_size):
+            return None
+        planes = np.concatenate([self.planes, other.planes], axis=1)
+        scale, offset = (np.concatenate(pair) for pair in ((self.scale, other.scale), (self.offset, other.offset)))
+        return replace(self, planes=planes, scale=scale, offset=offset)
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,6 +238,20 @@ class Fp4Matrix:
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes + (0 if self.of_rows is None else self.of_rows.nbytes)
 
+    def at_rows(self, rows: slice) -> Fp4Matrix:
+        """Some of its rows, in this order."""
+        of_rows = None if self.of_rows is None else self.of_rows[rows]
+        return Fp4Matrix(self.codes[rows], self.scales[rows], of_rows)
+
+    def above(self, other: Fp4Matrix) -> Fp4Matrix | None:
+        """Both as one matrix; None where they have scales of two kinds."""
+        if self.group != other.group:
+            return None
+        codes, scales = np.concatenate([self.codes, other.codes]), np.concatenate([self.scales, other.scales])
+        if self.of_rows is None or other.of_rows is None:
+            return Fp4Matrix(codes, scales)
+        return Fp4Matrix(codes, scales, np.concatenate([self.of_rows, other.of_rows]))
+
 
 @dataclass(frozen=True)
 class Fp4Expert:
@@ -273,6 +300,16 @@ class ByteMatrix:
     @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scale.nbytes
+
+    def at_rows(self, rows: slice) -> ByteMatrix | None:
+        """Some of its rows, in this order; None where they end within a block."""
+        some = range(*rows.indices(len(self.codes)))
+        if len(self.scale) == 1:
+            return replace(self, codes=self.codes[rows], block=(len(some), self.block[1]))
+        if self.block[0] != 1 and (some.start % self.block[0] or some.step != 1):
+            return None
+        places = slice(some.start // self.block[0], -(-some.stop // self.block[0]), some.step)
+        return replace(self, codes=self.codes[rows], scale=self.scale[places])
 
 
 @dataclass(frozen=True)

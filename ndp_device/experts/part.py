@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import Biases, Expert, FullExpert, QuantizedMatrix
@@ -56,7 +54,7 @@ class Part:
             w1, w3, w2 = expert.w1[first:last], expert.w3[first:last], expert.w2[:, first:last]
             return replace(expert, w1=w1, w3=w3, w2=w2, biases=biases)
         rows = np.r_[first:last, intermediate + first : intermediate + last]
-        return replace(expert, w13=_rows(expert.w13, rows), w2=_columns(expert.w2, first, last), biases=biases)
+        return replace(expert, w13=expert.w13.at_rows(rows), w2=_columns(expert.w2, first, last), biases=biases)
 
     def _biases(self, biases: Biases, first: int, last: int) -> Biases:
         part = biases.reordered(np.arange(first, last))
@@ -64,10 +62,6 @@ class Part:
 
 
 WHOLE = Part()
-
-
-def _rows(matrix: QuantizedMatrix, rows: NDArray[Any]) -> QuantizedMatrix:
-    return replace(matrix, planes=matrix.planes[:, rows], scale=matrix.scale[rows], offset=matrix.offset[rows])
 
 
 def _columns(matrix: QuantizedMatrix, first: int, last: int) -> QuantizedMatrix:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ndp_device.checkpoint.files import weight_files
 from ndp_device.checkpoint.names import DTYPES, Source
 from ndp_device.checkpoint.opening import Checkpoint, open_checkpoint
-from ndp_device.checkpoint.values import CODE_BITS, ByteCodes, Codes, Fp4Codes, StoredForm
+from ndp_device.checkpoint.values import CODE_BITS, StoredForm, StoredMatrix
 from ndp_device.common.errors import ReplicaError
 from ndp_device.experts.expert import (
     Biases,
@@ -134,26 +134,22 @@ class CheckpointExperts:
         """The expert whose codes of 4 or 8 bits and scales are the checkpoint's; None where it is stored in another
         way."""
         found = self.layout.layers[layer]
-        parts: list[Codes | Fp4Codes | ByteCodes | None] = []
+        parts: list[StoredMatrix | None] = []
         for source in (found.weights[part] for part in ("gate", "up", "down")):
             packed, index = self.packed.get(source.tensor(expert)), source.index(expert)
             if packed is None or source.transposed or (codes := packed.codes(self._stored, index)) is None:
                 return None
-            parts.append(codes.of(slice(*source.rows)))
+            parts.append(codes.at_rows(slice(*source.rows)))
         biases, activation = self._biases(layer, expert), found.activation
         match parts:
-            case [Fp4Codes() as gate, Fp4Codes() as up, Fp4Codes() as down] if gate.has_scales_of(up):
-                return Fp4Expert(Fp4Matrix(*gate.above(up)), Fp4Matrix(*down), biases, activation)
-            case [ByteCodes() as gate, ByteCodes() as up, ByteCodes() as down]:
-                return ByteExpert(ByteMatrix(*gate), ByteMatrix(*up), ByteMatrix(*down), biases, activation)
-            case [Codes() as gate, Codes() as up, Codes() as down] if gate.has_order_of(up):
+            case [Fp4Matrix() as gate, Fp4Matrix() as up, Fp4Matrix() as down]:
                 both = gate.above(up)
-                group = self.shape.hidden_size // both.scale.shape[1]
-                w13, w2 = (
-                    QuantizedMatrix(CODE_BITS, codes.planes, codes.scale, codes.offset, group, codes.perm)
-                    for codes in (both, down)
-                )
-                return QuantizedExpert(CODE_BITS, w13, w2, biases, activation)
+                return None if both is None else Fp4Expert(both, down, biases, activation)
+            case [ByteMatrix() as gate, ByteMatrix() as up, ByteMatrix() as down]:
+                return ByteExpert(gate, up, down, biases, activation)
+            case [QuantizedMatrix() as gate, QuantizedMatrix() as up, QuantizedMatrix() as down]:
+                w13 = gate.above(up)
+                return None if w13 is None else QuantizedExpert(CODE_BITS, w13, down, biases, activation)
         return None
 
     def refuse_large(self, layer: int, expert: int, full: FullExpert) -> None:

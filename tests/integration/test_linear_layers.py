@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,7 @@ from engines import MODEL, PROMPTS, ROOT, engine
 from safetensors.torch import load_file, save_file
 
 from ndp_device.checkpoint.opening import PackedLinears
-from ndp_device.checkpoint.values import Codes
-from ndp_device.experts.expert import to_float32
+from ndp_device.experts.expert import QuantizedMatrix, to_float32
 from ndp_device.kernels import load_kernel
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.kernels.reference import dequantize
@@ -105,16 +105,16 @@ def test_codes_are_multiplied_as_they_are_stored_and_fused_only_where_they_are_o
     assert layer.weight.numel() == 0
     assert layers.description.startswith("1 at 4 bits as stored, 0 at 8 bits")
     layers.close()
-    other_order = codes(rng, 32)._replace(perm=np.arange(64, dtype=np.int32)[::-1].copy())
+    other_order = replace(codes(rng, 32), perm=np.arange(64, dtype=np.int32)[::-1].copy())
     assert matrix_of([parts[0], other_order]) is None
     assert matrix_of([parts[0], None]) is None
 
 
-def codes(rng: np.random.Generator, rows: int) -> Codes:
+def codes(rng: np.random.Generator, rows: int) -> QuantizedMatrix:
     """Of 64 columns in groups of 32."""
     planes = rng.integers(0, 256, (4, rows, 8), np.uint8)
     scale, offset = (rng.uniform(-0.1, 0.1, (rows, 2)).astype(np.float16) for _ in range(2))
-    return Codes(planes, scale, offset, None)
+    return QuantizedMatrix(4, planes, scale, offset, 32)
 
 
 def test_one_thread_is_left_to_vllm_in_a_small_step_of_one_kernel_only() -> None:

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -28,7 +28,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from ndp_device.calibration.data_free import quantize_nested, round_to_bytes
 from ndp_device.checkpoint.opening import PackedLinears
-from ndp_device.checkpoint.values import CODE_BITS, Codes, Packed, Read
+from ndp_device.checkpoint.values import CODE_BITS, Packed, Read
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import BYTE_BITS
 from ndp_device.experts.expert import QuantizedMatrix
@@ -203,14 +203,11 @@ class _Coded(_Linear):
 def matrix_of(parts: Sequence[object]) -> QuantizedMatrix | None:
     """The codes of one matrix, or of several that lie one above the other; None where they are not of one kind."""
     both, *others = parts
-    if not isinstance(both, Codes):
-        return None
     for other in others:
-        if not isinstance(other, Codes) or other.scale.shape[1] != both.scale.shape[1] or not both.has_order_of(other):
+        if not (isinstance(both, QuantizedMatrix) and isinstance(other, QuantizedMatrix)):
             return None
         both = both.above(other)
-    group = 8 * both.planes.shape[2] // both.scale.shape[1]
-    return QuantizedMatrix(CODE_BITS, both.planes, both.scale, both.offset, group, both.perm)
+    return both if isinstance(both, QuantizedMatrix) else None
 
 
 class _Head(UnquantizedEmbeddingMethod):
@@ -252,10 +249,7 @@ def _quantize_block(rows: torch.Tensor, bits: int) -> tuple[QuantizedMatrix, flo
     else:
         made = quantize_nested(values, GROUP_SIZE, {bits: 1.0})[bits]
     sampled = values[::_SAMPLED]
-    of_sample = replace(
-        made, planes=made.planes[:, ::_SAMPLED], scale=made.scale[::_SAMPLED], offset=made.offset[::_SAMPLED]
-    )
-    left = sampled - dequantize(of_sample)
+    left = sampled - dequantize(made.at_rows(slice(None, None, _SAMPLED)))
     return made, float(np.vdot(left, left)), float(np.vdot(sampled, sampled))
 
 

@@ -176,12 +176,11 @@ def test_rows_of_8_bits_keep_their_scales_or_are_not_given() -> None:
         (4, slice(1, None, 2), None),
     ):
         scale = np.arange(8 // of_rows, dtype=np.float32)[:, None]
-        found = decoders.ByteCodes("int8", codes, scale, (of_rows, 8)).of(rows)
+        found = ByteMatrix("int8", codes, scale, (of_rows, 8)).at_rows(rows)
         assert (found is None) == (wanted is None), (of_rows, rows)
         if found is not None:
             np.testing.assert_array_equal(found.codes, codes[rows])
             assert found.scale[:, 0].tolist() == wanted
-            ByteMatrix(*found)
 
 
 def test_a_byte_that_is_no_number_is_refused_with_its_tensor(models: Path, tmp_path: Path) -> None:
