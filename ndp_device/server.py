@@ -13,11 +13,14 @@ from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ndp_device.handler import Handler
 from ndp_device.process import Parent
-from ndp_device.transport.base import Clock, Received, ServerTransport
+from ndp_device.transport.base import Clock, Received
+
+if TYPE_CHECKING:
+    from ndp_device.transport import ZmqServer
 
 OTHERS_MAY_USE = 0.25
 """Part of our cores' time that others may use. A guess: below half of two cores, so that one busy neighbour is seen."""
@@ -192,7 +195,7 @@ class Server:
 
     def __init__(
         self,
-        transport: ServerTransport,
+        transport: ZmqServer,
         handler: Handler,
         *,
         parent: Parent | None = None,

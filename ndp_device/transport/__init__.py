@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a help must not wait for numpy
     from ndp_device.transport.address import Address
-    from ndp_device.transport.zmq_client import ZmqTransport
-    from ndp_device.transport.zmq_server import ZmqServer
+    from ndp_device.transport.zmq_client import ZmqTransport as ZmqTransport
+    from ndp_device.transport.zmq_server import ZmqServer as ZmqServer
 
 
 def connect(address: str, keys: Path | None = None) -> ZmqTransport:

@@ -1,4 +1,4 @@
-"""The host's end of a ZeroMQ connection: a DEALER of libzmq with a monitor; a ClientTransport (base.py).
+"""The host's end of a ZeroMQ connection: a DEALER of libzmq with a monitor.
 
 Between processes of one machine the frames may lie in shared memory instead (shm.py). Then the socket carries the
 doorbell that wakes a sleeper, and every message the memory cannot take. The monitor shows a dead device within
@@ -53,7 +53,11 @@ _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCON
 
 
 class ZmqTransport:
-    """One connection: until there was one libzmq tries again and again; one that broke is lost for good."""
+    """One connection attempt: until there was one libzmq tries again and again; one that broke is lost for good.
+
+    After `receive` raised, close it and make another. Frames go in without a checksum and come out checked. A result of
+    `receive` is valid until the next call of `receive`. The tests' simulated network does the same.
+    """
 
     def __init__(self, address: Address, keys: HostKeys | None = None) -> None:
         self._address, self._has_keys = address, keys is not None
@@ -77,6 +81,7 @@ class ZmqTransport:
 
     @property
     def is_ready(self) -> bool:
+        """A message may be sent, as far as is known: the handshake is over."""
         if not self._connected:
             self._watch()
         return self._connected and not self._lost
@@ -86,21 +91,26 @@ class ZmqTransport:
         return self._address.ipc_path is not None
 
     def attach(self, offer: SlotOffer) -> bool:
+        """Use the device's shared memory from now on, if it can be had."""
         channel = self._channel = ShmChannel.attach(offer)
         if channel is not None and channel.doorbell >= 0:
             self._polled.append((channel.doorbell, zmq.POLLIN))
         return channel is not None
 
     def send(self, frames: Frames) -> bool:
+        """Hand the frames over without waiting. False: no connection, or its queue is full."""
         if self._channel is not None and self._published(self._channel.put(frames, writes_checksum=True)):
             return True
         header, body = frames
         return self._to_socket((write_checksum(header, body), body))
 
     def send_execute(self, asked: Sequence[int], tensors: Sequence[NDArray[Any]]) -> bool:
+        """Hand an Execute over without frames (ShmChannel.put_execute). False: it was not, and `send` may do it."""
         return self._channel is not None and self._published(self._channel.put_execute(asked, tensors))
 
     def send_ahead(self, order: Order, asked: Sequence[int]) -> bool:
+        """Have an Execute sent as soon as its packet is there (sender_thread.py). False: this carrier cannot. Between
+        this and `sent_ahead` nothing else is asked of the transport."""
         if self._channel is None:
             return False
         self._channel.release()
@@ -109,6 +119,7 @@ class ZmqTransport:
         return True
 
     def sent_ahead(self, outcome: SendOutcome) -> None:
+        """It is over: go on from there."""
         if outcome.state is State.RINGS:
             self._published(shm.Put.DOORBELL)
         elif outcome.state is State.SENT:
@@ -121,6 +132,7 @@ class ZmqTransport:
             self._spinner.fail(self._spun_ns)
 
     def receive(self, timeout_s: float) -> Frames | Sound | None:
+        """The next message, or None after timeout_s at most. Raises DeviceUnavailable or RemoteProtocolError."""
         channel = self._channel
         if channel is None:
             return self._from_socket(timeout_s)

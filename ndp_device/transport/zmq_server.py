@@ -78,7 +78,12 @@ class _Peer:
 
 
 class ZmqServer:
-    """A ServerTransport (base.py). Not for several threads."""
+    """The device's end of all connections. A client is a name made for one connection. Not for several threads.
+
+    Frames come out checked, with their damage named, and go in without a checksum. Nothing here raises because of what
+    a peer did: a connection that is of no use ends, and `on_gone` says so from within `receive`. Where `receive` raises
+    for another reason, the next call hands over what had been read. The tests' simulated network does the same.
+    """
 
     def __init__(self, address: Address, keys: DeviceKeys | None = None) -> None:
         """keys: only hosts that have the right ones come in, and everything is encrypted."""
@@ -117,7 +122,10 @@ class ZmqServer:
     # -- in ------------------------------------------------------------------------------------------------------
 
     def receive(self, timeout_ms: int) -> list[Received]:
-        """Requests that arrived. While they come by memory, a look at the socket before each would cost too much."""
+        """Requests that arrived, at least some; none after timeout_ms. The caller decides whom to serve next.
+
+        While they come by memory, a look at the socket before each would cost too much.
+        """
         if not self._read:  # else the last call failed after it had read them
             self._take(timeout_ms)
         arrived, self._read = self._read, []
@@ -236,7 +244,10 @@ class ZmqServer:
     # -- out -----------------------------------------------------------------------------------------------------
 
     def send(self, client: bytes, frames: Frames, *, writes_checksum: bool = True) -> None:
-        """writes_checksum: False where the frames have one, right or wrong."""
+        """Never blocks; a client that is gone loses its answer, one that reads none loses its connection.
+
+        writes_checksum: False where the frames have one, right or wrong.
+        """
         peer = self._peers.get(client)
         if peer is None or self._to_memory(peer, frames, writes_checksum=writes_checksum):
             return
@@ -293,6 +304,7 @@ class ZmqServer:
     # -- connections ---------------------------------------------------------------------------------------------
 
     def drop(self, client: bytes) -> None:
+        """End the connection: its host notices at once."""
         if peer := self._peers.get(client):
             self._end(peer, "what it asked could not be answered")
 
@@ -361,6 +373,7 @@ class ZmqServer:
     # -- shared memory -------------------------------------------------------------------------------------------
 
     def offer_memory(self, client: bytes) -> SlotOffer | None:
+        """Shared memory for this client; None where there is none."""
         peer = self._peers.get(client)
         if peer is None or self._path is None:
             return None

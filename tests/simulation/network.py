@@ -139,7 +139,7 @@ class Link:
 
 
 class SimTransport:
-    """A ClientTransport: until there was a connection it tries again and again; one that broke is lost for good."""
+    """The host's end: until there was a connection it tries again and again; one that broke is lost for good."""
 
     can_share_memory = False
 
@@ -216,7 +216,7 @@ class SimTransport:
 
 
 class SimServer:
-    """A ServerTransport."""
+    """The device's end."""
 
     address = "simulated"
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -34,7 +34,7 @@ from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.session import listed
 from ndp_device.transport import connect
-from ndp_device.transport.base import ClientTransport, Clock
+from ndp_device.transport.base import Clock
 from ndp_device.transport.sender_thread import Order, SendOutcome
 from vllm_ndp.device_client.connection import (
     AnnouncedPlan,
@@ -46,6 +46,9 @@ from vllm_ndp.device_client.connection import (
     ExecuteResult,
 )
 from vllm_ndp.device_client.process import DeviceProcess
+
+if TYPE_CHECKING:
+    from ndp_device.transport import ZmqTransport
 
 __all__ = ["Counters", "DeviceClient", "DeviceProcess", "ExecuteHandle", "ExecuteResult"]
 
@@ -70,7 +73,7 @@ class DeviceClient:
         control_deadline_ms: float = 60_000.0,
         name: str = "vllm-ndp",
         shared_memory: bool = True,
-        transport: Callable[[str, Path | None], ClientTransport] = connect,
+        transport: Callable[[str, Path | None], ZmqTransport] = connect,
         keys: Path | None = None,
         part: Part = WHOLE,
         accept: Callable[[msg.Welcome], object] = lambda welcome: None,

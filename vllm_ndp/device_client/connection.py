@@ -13,7 +13,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,12 @@ from ndp_device.common.errors import DeviceError, DeviceUnavailable, RemoteProto
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.timing.work import BOUNDS, Timing
-from ndp_device.transport.base import ClientTransport, Clock
+from ndp_device.transport.base import Clock
 from ndp_device.transport.sender_thread import Order, SendOutcome
 from ndp_device.transport.shm import Sound
+
+if TYPE_CHECKING:
+    from ndp_device.transport import ZmqTransport
 
 _ANSWERS: dict[type[msg.Message], type[msg.Reply]] = {
     msg.Hello: msg.Welcome,
@@ -102,7 +105,7 @@ class ConnectionStage(enum.Enum):
 class Connection:
     """Made for one transport; whatever breaks it, the next one is another object."""
 
-    def __init__(self, transport: ClientTransport, counters: Counters, clock: Clock) -> None:
+    def __init__(self, transport: ZmqTransport, counters: Counters, clock: Clock) -> None:
         self.stage = ConnectionStage.CONNECTING
         self.handles: dict[int, ExecuteHandle] = {}
         self.control: ControlCall | None = None  # the one request other than Execute that waits for its answer
