@@ -11,7 +11,7 @@ import os
 import sys
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ _PREPARED_BESIDE_OTHERS = 4
 """Experts, by a plan, while another host computes and waits meanwhile. The others are prepared when first asked for."""
 
 _FOREIGN_MODULES = ("torch", "transformers", "vllm")
+_DONE = object()
 _log = logging.getLogger(__name__)
 
 
@@ -80,13 +81,6 @@ class _Client:
     session: Session
     model: DeviceModel | None  # None: nothing is simulated
     shard: ShardStore
-
-
-@dataclass
-class _Ahead:
-    shard: ShardStore
-    key: tuple[int, int, int]  # layer, expert, bits
-    steps: Iterator[None]
 
 
 class Handler:
@@ -106,7 +100,6 @@ class Handler:
         self._may_shut_down = may_shut_down
         self._shards = ShardStores(store, prepares_ahead=prepares_ahead)
         self._files = self._shards.files
-        self._ahead: _Ahead | None = None  # what is being prepared
         self._said_masked = False
         self.offer_memory: Callable[[bytes], msg.SlotOffer | None] = lambda client: None  # the server knows better
         self.others_compute: Callable[[bytes], bool] = lambda client: False  # and this
@@ -268,8 +261,6 @@ class Handler:
             self._clients.popitem(last=False)
         session = Session(shape.num_layers, shape.num_experts, shape.hidden_size)
         self._clients[name] = _Client(session, self._new_model(), shard)
-        if self._ahead is not None and self._ahead.shard not in self._shards:
-            self._ahead = None
         return shard
 
     def _new_model(self) -> DeviceModel | None:
@@ -286,9 +277,6 @@ class Handler:
             for plan in client.session.plans if client.shard is shard else ():
                 in_use |= plan.flags
         used = {bits: (in_use & FLAG_OF_BITS[bits]) != 0 for bits in store.widths}
-        if shard.prefetch_order is not None:
-            for bits in store.widths:
-                shard.prefetch_order.note(bits, (replicas & FLAG_OF_BITS[bits]) != 0)
         prepared = self._flags(store.prepared)
         missing = replicas & ~self._flags(lambda bits: np.ones(replicas.shape, np.bool_))
         reasons = ["expert {1} of layer {0} is not here at {2} bits".format(*at) for at in listed(missing)[:1]]
@@ -303,7 +291,6 @@ class Handler:
                 missing[layer, expert] |= FLAG_OF_BITS[bits]
             if store.held_bytes > _TRIM_ABOVE * store.resident_bytes:
                 store.trim(used)
-        self._ahead = None  # as far as it got it served this plan, if that needs it
         store.trim(used)
         masked = sum(int(store.masked(bits).sum()) for bits in store.widths)
         if masked and not self._said_masked:
@@ -314,28 +301,9 @@ class Handler:
             _log.warning("%d replicas of a plan cannot be served, the first because: %s", count, reasons[0])
         return missing
 
-    @property
-    def can_prepare_ahead(self) -> bool:
-        """There may be something that plans are likely to ask for and that is not prepared."""
-        return any(shard.prefetch_order is not None and not shard.prefetch_order.is_done for shard in self._shards)
-
     def prepare_ahead(self) -> bool:
-        """One step of that, some milliseconds; False: all is done."""
-        if self._ahead is None:
-            self._ahead = next(filter(None, map(_next_ahead, self._shards)), None)
-        if (ahead := self._ahead) is None:
-            return False
-        key = ahead.key
-        try:
-            for _ in ahead.steps:
-                return True
-        except Exception as error:  # nobody asked for this work: nobody may lose the device by it
-            _log.warning("expert %d of layer %d cannot be prepared at %d bits: %s", key[1], key[0], key[2], error)
-        self._ahead = None
-        layer, expert, bits = key
-        if ahead.shard.prefetch_order is not None and not ahead.shard.store.prepared(bits)[layer, expert]:
-            ahead.shard.prefetch_order.give_up(*key)
-        return True
+        """One step of what plans are likely to ask for, some milliseconds; False: all is done."""
+        return any(next(shard.ahead, _DONE) is not _DONE for shard in self._shards)
 
     def _flags(self, served: Callable[[int], NDArray[np.bool_]]) -> NDArray[np.uint8]:
         """served(bits) [L, E] of every width the store has, as a plan's flags."""
@@ -422,12 +390,6 @@ class Handler:
             foreign_modules=tuple(name for name in _FOREIGN_MODULES if name in sys.modules),
             served=self._shards.served,
         )
-
-
-def _next_ahead(shard: ShardStore) -> _Ahead | None:
-    """The next of a shard's experts to prepare; None where there is none."""
-    key = None if shard.prefetch_order is None else shard.prefetch_order.next()
-    return None if key is None else _Ahead(shard, key, shard.store.prepare_ahead(*key))
 
 
 def _id_of(frames: codec.Frames) -> int:

@@ -6,14 +6,12 @@ The loop that computes is the loop that answers Ping, so a device that answers i
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ndp_device.handler import Handler
 from ndp_device.process import Parent
@@ -21,58 +19,6 @@ from ndp_device.transport.base import Clock, Received
 
 if TYPE_CHECKING:
     from ndp_device.transport import ZmqServer
-
-OTHERS_MAY_USE = 0.25
-"""Part of our cores' time that others may use. A guess: below half of two cores, so that one busy neighbour is seen."""
-
-_SHORTEST_S, _LONGEST_S = 0.1, 1.0  # ticks are 10 ms; what was long ago says nothing about now
-
-
-class Look(NamedTuple):
-    """Seconds since some beginning: the clock's, those our cores were busy, those this process used."""
-
-    at: float
-    busy: float
-    own: float
-
-
-def look_at_cores() -> Look:
-    """Where /proc/stat does not tell, every core counts as busy all the time."""
-    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    at = time.monotonic()
-    try:
-        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-        mine = [list(map(int, words[1:9])) for words in lines if words and words[0] in cores]
-    except (OSError, ValueError):
-        mine = []
-    # user nice system idle iowait irq softirq steal
-    ticks = sum(sum(times) - times[3] - times[4] for times in mine)
-    known = len(mine) == len(cores) and any(times[3] for times in mine)
-    return Look(at, ticks / os.sysconf("SC_CLK_TCK") if known else at * len(cores), time.process_time())
-
-
-class IdleCores:
-    """Whether the cores that this process may use have time that no other program wants, since the last look.
-
-    Asked before work that nobody waits for. A lower priority would not do: the kernel does not let a thread of an
-    ordinary user take it back. Then a request that waits for work at the lowest priority waits for all other programs.
-    """
-
-    def __init__(self) -> None:
-        self._last = look_at_cores()
-        self._quiet = False
-
-    def are_idle(self) -> bool:
-        now = look_at_cores()
-        elapsed = now.at - self._last.at
-        if elapsed < _SHORTEST_S:
-            return self._quiet
-        others = (now.busy - self._last.busy) - (now.own - self._last.own)
-        share = others / (elapsed * len(os.sched_getaffinity(0)))
-        self._quiet = elapsed <= _LONGEST_S and share < OTHERS_MAY_USE
-        self._last = now
-        return self._quiet
-
 
 MAX_WAITING = 64
 """Requests of one client that may wait here. A host has 8 Execute in flight at most: who sends more is wrong."""
@@ -204,7 +150,6 @@ class Server:
         self._clock = clock
         self._transport, self._handler = transport, handler
         self._parent = parent
-        self._cores = IdleCores()
         self._served_ns = clock.monotonic_ns()
         self._preparing = False
         self._queue = FairQueue()
@@ -235,17 +180,13 @@ class Server:
         _log.info("stopped after %d Execute requests", self._handler.num_executed)
 
     def _wait(self) -> Received | None:
-        """For a request. After a while without one, and on idle cores, prepare what may be asked for, step by step."""
+        """For a request. After a while without one, prepare what may be asked for, step by step."""
         received = self.next_request(0 if self._preparing else _IDLE_MS)
         if received is not None:
             self._preparing = False
         else:
-            self._preparing = (
-                self._handler.can_prepare_ahead
-                and self._cores.are_idle()
-                and self._clock.monotonic_ns() - self._served_ns > _SILENT_NS
-                and self._handler.prepare_ahead()
-            )
+            is_silent = self._clock.monotonic_ns() - self._served_ns > _SILENT_NS
+            self._preparing = is_silent and self._handler.prepare_ahead()
         return received
 
     def next_request(self, timeout_ms: int) -> Received | None:

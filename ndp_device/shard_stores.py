@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from ndp_device.common.errors import DeviceError, ReplicaError
+from ndp_device.common.errors import DeviceError
 from ndp_device.common.widths import FULL_PRECISION_BITS, WIDTHS
 from ndp_device.experts.part import WHOLE, Part
 from ndp_device.protocol import messages as msg
@@ -27,82 +26,23 @@ FIRST_BITS = 3
 _log = logging.getLogger(__name__)
 
 
-class PrefetchOrder:
-    """Order of preparation while nobody asks for anything.
+def prepared_ahead(store: ExpertStore) -> Iterator[None]:
+    """Prepare what no plan has asked for yet, an expert a step: all at FIRST_BITS, until the next one has no room.
 
-    One width of every expert first, the one most plans asked for; then the others that were asked for at all.
+    Nobody asked for this work, so nobody may lose the device by it.
     """
-
-    def __init__(self, store: ExpertStore) -> None:
-        self._store = store
-        self._widths = sorted(store.widths - {FULL_PRECISION_BITS})
-        shape = (len(self._widths), store.shape.num_layers, store.shape.num_experts)
-        self._asked = np.zeros(shape, np.int64)
-        self._hopeless = np.zeros(shape, np.bool_)
-        self._changed = bool(self._widths)
-        self._queue: list[tuple[int, int, int]] = []  # the next one last; may name what is there by now
-
-    @property
-    def is_done(self) -> bool:
-        """There is nothing to prepare until another plan is noted."""
-        return not self._changed
-
-    def note(self, bits: int, experts: NDArray[np.bool_]) -> None:
-        """A plan uses these [L, E] at this width."""
-        if bits in self._widths:
-            self._asked[self._widths.index(bits)] += experts
-            self._changed = True
-            self._queue.clear()
-
-    def give_up(self, layer: int, expert: int, bits: int) -> None:
-        """Note that an expert cannot be prepared."""
-        self._hopeless[self._widths.index(bits), layer, expert] = True
-
-    def next(self) -> tuple[int, int, int] | None:
-        """(layer, expert, bits), or None when all is there or the next one would not fit. Each is named once, and
-        again when a plan was noted or all others are there."""
-        while self._changed and (key := self._first_missing()) is not None:
-            try:
-                if self._store.has_room(*key):
-                    return key
-                break
-            except ReplicaError as error:
-                _log.warning("expert %d of layer %d cannot be prepared: %s", key[1], key[0], error)
-                self.give_up(*key)
-        self._changed = False
-        return None
-
-    def _first_missing(self) -> tuple[int, int, int] | None:
-        while True:
-            if not self._queue:
-                self._queue = self._in_order()
-                if not self._queue:
-                    return None
-            width, layer, expert = self._queue.pop()
-            bits = self._widths[width]
-            if not (self._store.prepared(bits)[layer, expert] or self._hopeless[width, layer, expert]):
-                return layer, expert, bits
-
-    def _in_order(self) -> list[tuple[int, int, int]]:
-        """(width, layer, expert) of all that is missing, the first to prepare last: ordered once for thousands."""
-        missing = ~np.stack([self._store.prepared(bits) for bits in self._widths]) & ~self._hopeless
-        asked = self._asked.any(0)
-        best = np.where(asked, self._asked.argmax(0), self._usual())
-        is_best = missing & (np.arange(len(self._widths))[:, None, None] == best)
-        rest = missing & (self._asked > 0) & ~is_best
-        order: list[int] = []
-        for wanted, count in ((is_best, np.broadcast_to(self._asked.sum(0), missing.shape)), (rest, self._asked)):
-            places = np.flatnonzero(wanted)
-            order += places[np.argsort(-count[wanted], kind="stable")].tolist()
-        cells = np.stack(np.unravel_index(order[::-1], missing.shape), axis=1).tolist() if order else []
-        return [(width, layer, expert) for width, layer, expert in cells]
-
-    def _usual(self) -> int:
-        """Index of the width that is asked for most anywhere."""
-        overall = self._asked.sum((1, 2))
-        if overall.any():
-            return int(overall.argmax())
-        return max((i for i, bits in enumerate(self._widths) if bits <= FIRST_BITS), default=0)
+    widths = sorted(store.widths - {FULL_PRECISION_BITS})
+    bits = max((width for width in widths if width <= FIRST_BITS), default=min(widths, default=0))
+    for layer, expert in np.ndindex(store.shape.num_layers, store.shape.num_experts) if widths else ():
+        if store.prepared(bits)[layer, expert]:
+            continue
+        try:
+            if not store.has_room(layer, expert, bits):
+                return
+            store.prepare_ahead(layer, expert, bits)
+        except Exception as error:
+            _log.warning("expert %d of layer %d cannot be prepared at %d bits: %s", expert, layer, bits, error)
+        yield
 
 
 MAX_PARTS = 8
@@ -115,11 +55,11 @@ class ShardStore:
 
     store: ExpertStore
     served: msg.Served
-    prefetch_order: PrefetchOrder | None  # None: what no plan has asked for is not prepared
+    ahead: Iterator[None]  # see prepared_ahead; nothing, where what no plan has asked for is not prepared
 
     @classmethod
     def of(cls, store: ExpertStore, *, prepares_ahead: bool) -> ShardStore:
-        return cls(store, served_by(store), PrefetchOrder(store) if prepares_ahead else None)
+        return cls(store, served_by(store), prepared_ahead(store) if prepares_ahead else iter(()))
 
 
 class ShardStores:

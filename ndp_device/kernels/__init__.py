@@ -6,7 +6,7 @@ reference.py is the obviously right one, native.py the fast one.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,10 +26,6 @@ class Kernel(Protocol):
 
     def prepare(self, expert: Expert | StoredExpert) -> Any:
         """Convert an expert once, at load, into whatever this kernel streams."""
-        ...
-
-    def prepare_by_parts(self, expert: Expert) -> Iterator[Any | None]:
-        """prepare() in steps of some milliseconds: None after each, at last the expert."""
         ...
 
     def masked(self, narrow: Any, wide: Any) -> Any | None:

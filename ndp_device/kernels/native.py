@@ -13,7 +13,7 @@ import itertools
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,30 +115,19 @@ class NativeKernel:
             return self._prepare_bytes(expert)
         if isinstance(expert, Fp4Expert):
             return self._prepare_fp4(expert)
-        *_, prepared = self.prepare_by_parts(expert)
-        assert prepared is not None
-        return prepared
-
-    def prepare_by_parts(self, expert: Expert) -> Iterator[NativeExpert | None]:
-        """A step is one component of one matrix, or its scales."""
         if isinstance(expert, FullExpert):
-            yield _prepare_full(expert)
-            return
+            return _prepare_full(expert)
         packed: list[_native.PackedMatrix] = []
         components: list[Component] = []
         for matrix, halves in ((expert.w13, 2), (expert.w2, 1)):
-            group = _kernel_group(matrix)
-            first, own = 0, len(components)
-            for bits in _component_bits(expert.w13, expert.w2):
-                components.append(self._component(matrix, range(first, first + bits), halves, group))
-                first += bits
-                yield None
-            packed.append(self._assemble(matrix, components[own:], halves, group))
-            yield None
+            group, cut = _kernel_group(matrix), itertools.accumulate(_component_bits(expert.w13, expert.w2), initial=0)
+            parts = [self._component(matrix, range(*ends), halves, group) for ends in itertools.pairwise(cut)]
+            packed.append(self._assemble(matrix, parts, halves, group))
+            components += parts
         w13, w2 = packed
         native = _with_activation(_native.quantized_expert(w13, w2, self.limbs[expert.bits]), expert)
         bias_bytes = 0 if expert.biases is None else expert.biases.nbytes
-        yield NativeExpert(native, tuple(components), w13.meta_nbytes + w2.meta_nbytes + bias_bytes)
+        return NativeExpert(native, tuple(components), w13.meta_nbytes + w2.meta_nbytes + bias_bytes)
 
     def _prepare_fp4(self, expert: Fp4Expert) -> NativeExpert:
         w13, w2 = (

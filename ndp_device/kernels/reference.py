@@ -7,7 +7,7 @@ does not depend on the other rows of its batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,9 +74,6 @@ class ReferenceKernel:
         if isinstance(expert, Fp4Expert):
             return ReferenceExpert(from_fp4(expert.w13), from_fp4(expert.w2), expert.biases, expert.activation)
         return ReferenceExpert(dequantize(expert.w13), dequantize(expert.w2), expert.biases, expert.activation)
-
-    def prepare_by_parts(self, expert: Expert) -> Iterator[ReferenceExpert | None]:
-        yield self.prepare(expert)
 
     def masked(self, narrow: ReferenceExpert, wide: ReferenceExpert) -> None:
         return None

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,17 +157,10 @@ class ExpertStore:
         self._now += 1
         self._used[bits][experts] = self._now
 
-    def prepare_ahead(self, layer: int, expert: int, bits: int) -> Iterator[None]:
-        """Prepare an expert that no call needs yet, in steps of some milliseconds. It is dropped if it does not fit."""
-        key = (layer, expert, bits)
-        for prepared in self._kernel.prepare_by_parts(self.expert(*key)):
-            if prepared is not None and key not in self._prepared:
-                self._check_source(layer, bits)
-                self._keep(key, prepared)
-                self._used[bits][layer, expert] = _AHEAD
-                if self._held_bytes > self.resident_bytes:
-                    self._forget(key)
-            yield
+    def prepare_ahead(self, layer: int, expert: int, bits: int) -> None:
+        """Prepare an expert that no call needs yet: it is forgotten before everything else."""
+        self.get(layer, expert, bits)
+        self._used[bits][layer, expert] = _AHEAD
 
     def has_room(self, layer: int, expert: int, bits: int) -> bool:
         """Whether this expert could be kept beside all that is, even if it shared nothing."""

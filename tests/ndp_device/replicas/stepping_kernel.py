@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from ndp_device.experts.expert import Expert
 
 
 class SteppingKernel:
-    """Keeps experts as they lie in the file, in two steps; says which ones it prepared."""
+    """Keeps experts as they lie in the file, and says which ones it prepared."""
 
     name = "stepping"
 
@@ -19,10 +18,6 @@ class SteppingKernel:
     def prepare(self, expert: Expert) -> Expert:
         self.num_prepared += 1
         return expert
-
-    def prepare_by_parts(self, expert: Expert) -> Iterator[Expert | None]:
-        yield None
-        yield self.prepare(expert)
 
     def masked(self, narrow: Expert, wide: Expert) -> None:
         return None

@@ -269,7 +269,7 @@ def test_warnings_have_lines_of_their_own_and_a_minute_later_the_lost_ones_are_t
 
 def test_failures_that_are_not_in_a_row_do_not_end_a_device() -> None:
     """A hundred in a row do: there is no hope then."""
-    asked, handler = [0], SimpleNamespace(stopping=False, num_executed=0, can_prepare_ahead=False)
+    asked, handler = [0], SimpleNamespace(stopping=False, num_executed=0, prepare_ahead=lambda: False)
 
     def receive(timeout_ms: int) -> list[object]:
         asked[0] += 1
