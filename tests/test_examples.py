@@ -4,8 +4,12 @@ test_device_program.py, beside a device; the one that starts vLLM in tests/integ
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,3 +46,48 @@ def test_an_example_runs_and_prints_what_it_is_about(name: str, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     for text in EXPECTED[name]:
         assert text in done.stdout
+
+
+# -- docs/extend.md to the letter: each section as a package of its own, installed, its commands in an empty direct ----
+
+
+FOLDER = re.compile(r"\[(examples/packages/\w+)\]")
+CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
+SECTIONS = dict(part.split("\n", 1) for part in (ROOT / "docs" / "extend.md").read_text().split("\n## ")[1:])
+
+
+def install(package: Path) -> None:
+    """What `pip install .` leaves of a package of modules: the modules, and a dist-info that names entry points."""
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    info = package / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    groups = project.get("entry-points", {})
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items()) for group, names in groups.items()]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+
+
+def commands(section: str) -> Iterator[tuple[str, list[str]]]:
+    """Each command, and the lines that it must print something of."""
+    for block in CONSOLE.findall(section):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, *expected = part.strip().split("\n")
+            yield command, expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", SECTIONS)
+def test_a_section_followed_to_the_letter_does_what_it_says(title: str, tmp_path: Path) -> None:
+    (folder,) = FOLDER.findall(SECTIONS[title])
+    shutil.copytree(ROOT / folder, tmp_path, dirs_exist_ok=True)
+    install(tmp_path)
+    env = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)}
+    ran = list(commands(SECTIONS[title]))
+    assert ran
+    for command, expected in ran:
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        for line in expected:
+            assert line in done.stdout, f"{command}: {done.stdout}"

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+import one_engine
 import pytest
-from engines import PROMPTS, ROOT, engine, greedy, replay_of, trace_of
+import routed_experts
+from engines import MODEL, PROMPTS, REPLICAS, ROOT, engine, greedy, last_json, replay_of, run_program, trace_of
 
 from ndp_device.replicas.format import read_manifest, write_manifest
-from ndp_device.timing.model import CommandEnergy
+from ndp_device.timing.model import CommandEnergy, DeviceModel
 from vllm_ndp.cost_model.memory import DoesNotFit, beside_device_memory
+from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.lab.cli.recorded import losses_of_run
+from vllm_ndp.lab.exact.engine import StepRun, alone, together
 from vllm_ndp.lab.exact.live import RecordedRun, recorded_rules, require_capacity
+from vllm_ndp.lab.load.host import Host, ServedRequest
+from vllm_ndp.lab.load.latency import tokens_of
+from vllm_ndp.lab.load.run import of_steps, serve_again
+from vllm_ndp.lab.load.scheduler import SchedulerRules
+from vllm_ndp.traces.format import CACHED
+from vllm_ndp.traces.importers import ImportSettings, import_trace
 from vllm_ndp.traces.trace import Trace
 
 pytestmark = pytest.mark.vllm
@@ -111,3 +125,215 @@ def test_requests_report_the_energy_that_a_replay_of_their_commands_takes_by_par
     tiny = msgspec.structs.replace(setup, overrides={"gpu.hbm_capacity_bytes": need})
     with pytest.raises(DoesNotFit, match="the run with K 2 does not fit, gpu memory lacks"):
         require_capacity(RecordedRun(trace, tiny, rules).engine, trace, 2)
+
+
+# -- Requests that join and leave a running batch of real vLLM: the scheduler's model makes the same steps, in the -----
+
+
+ARRIVALS = [
+    (0, 0, 9),
+    (0, 1, 3),
+    (2, 2, 14),
+    (2, 3, 1),
+    (3, 0, 6),
+    (3, 1, 12),
+    (4, 2, 2),
+    (9, 3, 5),
+    (9, 0, 8),
+    (40, 1, 4),
+]
+"""(before which step, which prompt, how many tokens); step 40 lies behind the end of everything before it."""
+
+
+def live_run(directory: Path, **options) -> tuple[Trace, list[int]]:
+    """A trace, and before which step each of its requests was added."""
+    from vllm import SamplingParams
+
+    settings = {"hot_experts": 4, "avg_bits": 2.0, "record": str(directory)}
+    with engine(settings=settings, enable_prefix_caching=False, **options) as llm:
+        core, step, left = llm.llm_engine, 0, list(enumerate(ARRIVALS))
+        added: dict[str, int] = {}
+        while left or core.has_unfinished_requests():
+            while left and (left[0][1][0] <= step or not core.has_unfinished_requests()):
+                number, (_, prompt, tokens) = left.pop(0)
+                text = PROMPTS[prompt] * (1 + number % 3)
+                sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+                core.add_request(str(number), text, sampling)
+                added[str(number)] = step
+            core.step()
+            step += 1
+    trace = trace_of(directory)
+    by_name = {name.split("-")[0]: step for name, step in added.items()}
+    return trace, [by_name[name.split("-")[0]] for name in trace.request_ids]
+
+
+def served(trace: Trace, arrivals_ps: np.ndarray) -> ServedRequest:
+    setup = trace.provenance.live
+    assert setup is not None
+    told = setup.scheduling
+    assert told is not None
+    rules = SchedulerRules(told.max_num_batched_tokens, told.max_num_seqs, told.block_size, told.kv_blocks)
+    host = Host(trace, setup, recorded_rules(trace, losses_of_run(trace, None)), arrivals_ps, rules)
+    return alone(host.whole(), DeviceModel(host.engine.hardware))
+
+
+def recorded_steps(trace: Trace) -> list[list[tuple[int, int, int]]]:
+    """(request, start, rows) of each step in the order of its rows."""
+    steps = []
+    for step in trace.events["step"].tolist():
+        rows = np.flatnonzero((trace.step == step) & (trace.phase != CACHED))
+        requests, positions = trace.request[rows], trace.position[rows]
+        order = list(dict.fromkeys(requests.tolist()))
+        steps.append([(r, int(positions[requests == r].min()), int((requests == r).sum())) for r in order])
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("options", "preempts"),
+    [
+        ({}, False),
+        ({"max_num_batched_tokens": 32, "max_num_seqs": 8, "num_gpu_blocks_override": 7, "max_model_len": 160}, True),
+    ],
+    ids=["roomy", "in chunks and preempting"],
+)
+def test_arrivals_alone_give_the_steps_of_vllm_and_their_simulated_times(tmp_path, options, preempts):
+    trace, added = live_run(tmp_path / "trace", **options)
+    ends = np.concatenate([[0], trace.events["simulated_start_ps"] + trace.events["simulated_step_ps"]])
+    arrivals_ps = ends[np.array(added)]
+    replay = served(trace, arrivals_ps)
+    steps = [[(s.request, s.start, s.num_tokens) for s in step.spans] for step in replay.steps]
+    assert steps == recorded_steps(trace)
+    assert [step.run.time.start_ps for step in replay.steps] == trace.events["simulated_start_ps"].tolist()
+    assert [step.run.time.total_ps for step in replay.steps] == trace.events["simulated_step_ps"].tolist()
+    assert (replay.preemptions > 0) == preempts
+    assert any(len(step) > 2 for step in steps)
+    tokens = tokens_of(replay)
+    assert len(tokens.at_ps) == sum(tokens for _, _, tokens in ARRIVALS)
+    if not options:  # nobody had to wait for a place, so the recording itself says when requests came
+        assert np.array_equal(of_steps(trace), arrivals_ps)
+        assert serve_again(trace, losses_of_run(trace, None)).steps == replay.steps
+
+
+# -- Answers of vLLM with routing in them are imported as what they hold: recorded by vLLM itself (routed_experts.p ----
+
+
+BUNDLED = Path(__file__).resolve().parents[1] / "data" / "tiny-mixtral-trace"
+
+
+def test_answers_in_the_classes_of_vllm_are_imported_as_the_routing_they_hold(tmp_path):
+    """Half of the answers say where the prompt ends by its tokens, half by usage alone."""
+    from vllm.entrypoints.openai.completion.protocol import CompletionResponse, CompletionResponseChoice, UsageInfo
+    from vllm.utils.serial_utils import numpy2base64
+
+    recorded = Trace.load(BUNDLED)
+    lines = []
+    for sequence in recorded.sequences:
+        prompt, decoded = len(sequence.prompt_ids), len(sequence.decode_ids)
+        choice = CompletionResponseChoice(
+            index=0,
+            text="",
+            finish_reason="length",
+            prompt_token_ids=list(range(prompt)) if sequence.request % 2 else None,
+            routed_experts=numpy2base64(np.concatenate([sequence.prompt_ids, sequence.decode_ids])),
+        )
+        usage = UsageInfo(
+            prompt_tokens=prompt, completion_tokens=decoded + 1, total_tokens=prompt + decoded + 1
+        )  # the last token has no row
+        lines.append(CompletionResponse(model="tiny", choices=[choice], usage=usage).model_dump_json())
+    (tmp_path / "answers.jsonl").write_text("\n".join(lines))
+    imported = import_trace(tmp_path / "answers.jsonl", "vllm", ImportSettings("tiny", num_experts=8))
+    assert imported.prompt_len.tolist() == recorded.prompt_len.tolist()
+    assert np.array_equal(imported.ids, recorded.ids)
+
+
+def test_what_vllm_itself_records_is_what_our_recorder_saw_of_the_same_run(tmp_path):
+    done = run_program(sys.executable, Path(routed_experts.__file__), tmp_path / "trace")
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers = last_json(done.stdout)["answers"]
+    (tmp_path / "answers.jsonl").write_text("\n".join(answers))
+    imported = import_trace(tmp_path / "answers.jsonl", "vllm", ImportSettings("tiny", num_experts=8))
+    ours = trace_of(tmp_path / "trace")
+    assert imported.prompt_len.tolist() == ours.prompt_len.tolist()
+    assert len(imported.sequences) == len(routed_experts.TOKENS)
+    for theirs, own, tokens in zip(imported.sequences, ours.sequences, routed_experts.TOKENS, strict=True):
+        assert len(theirs.decode_ids) == tokens - 1  # the last token has no row
+        for rows, seen in ((theirs.prompt_ids, own.prompt_ids), (theirs.decode_ids, own.decode_ids)):
+            assert np.array_equal(np.sort(rows, axis=2), np.sort(seen, axis=2))
+
+
+# -- Two real engines that share one device, each told so: their simulated times are those of the exact replay of t ----
+
+
+TOKENS = 20
+PROMPTS_OF = (PROMPTS[:3], PROMPTS[3:])
+
+Said = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> tuple[Said, list[Trace]]:
+    """What both engines say, and their traces. They run at the same time."""
+    folder = tmp_path_factory.mktemp("traces")
+    device = DeviceProcess.spawn(MODEL, REPLICAS, hardware_overrides=SLOW_GPU)
+    settings = {"hot_experts": 4, "prefill": "streamed", "devices": device.address, "debug": {"device_hosts": 2}}
+    settings |= {"replicas": str(REPLICAS), "hardware_overrides": SLOW_GPU}
+
+    def run(host: int) -> dict[str, Any]:
+        return one_engine.run(settings | {"record": str(folder / str(host))}, PROMPTS_OF[host], TOKENS, passes=2)
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            said = list(pool.map(run, (0, 1)))
+    finally:
+        device.terminate()
+    return said, [trace_of(folder / str(host)) for host in (0, 1)]
+
+
+def host_of(trace: Trace) -> RecordedRun:
+    setup = trace.provenance.live
+    assert setup is not None
+    return RecordedRun(trace, setup, recorded_rules(trace, losses_of_run(trace, None)))
+
+
+def alone_in_a_room(trace: Trace, device_hosts: int) -> Trace:
+    """The trace as if its engine had been told of so many hosts."""
+    live = msgspec.structs.replace(trace.provenance.live, device_hosts=device_hosts)
+    return dataclasses.replace(trace, provenance=msgspec.structs.replace(trace.provenance, live=live))
+
+
+def times(runs: list[StepRun]) -> list[tuple[int, int]]:
+    return [(run.time.start_ps, run.time.total_ps) for run in runs]
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_each_of_two_live_hosts_takes_the_simulated_times_of_its_replay(live: tuple[Said, list[Trace]], host: int):
+    (totals,) = live[0][host]["totals"]
+    trace = live[1][host]
+    assert trace.provenance.live.device_hosts == 2
+    assert totals["fallback_pairs"] == 0
+    replayed = replay_of(trace)
+    assert len(replayed.steps) >= 2 * TOKENS
+    assert replayed.identical
+    assert totals["simulated_ps"] == replayed.start_ps[-1] + replayed.step_ps[-1]
+
+
+def test_a_host_that_knows_of_the_other_sends_fewer_hot_experts(live: tuple[Said, list[Trace]]):
+    for said, trace in zip(*live, strict=True):
+        told = said["totals"][0]["spilled_pairs"]
+        assert told > 0
+        assert not replay_of(alone_in_a_room(trace, 1)).identical
+
+
+def test_on_one_clock_the_two_hosts_take_their_live_times_and_wait_for_each_other(live: tuple[Said, list[Trace]]):
+    """A live report cannot contain that wait: an engine's simulated clock stands still while it has no request."""
+    traces = live[1]
+    device = DeviceModel(host_of(traces[0]).engine.hardware)
+    shared = together([host_of(trace).whole() for trace in traces], device)
+    waited = 0
+    for trace, runs in zip(traces, shared, strict=True):
+        own = alone(host_of(trace).whole(), DeviceModel(host_of(trace).engine.hardware))
+        recorded = zip(trace.events["simulated_start_ps"], trace.events["simulated_step_ps"], strict=True)
+        assert times(own) == [(int(start), int(lasted)) for start, lasted in recorded]
+        waited += sum(run.time.total_ps for run in runs) - sum(run.time.total_ps for run in own)
+        assert [run.migrated_experts for run in runs] == [run.migrated_experts for run in own]
+    assert waited > 0

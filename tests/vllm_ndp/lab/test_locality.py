@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from paths import DATA
 
 from ndp_device.common.errors import TraceError
+from vllm_ndp.lab.analysis import Interval, analyse
+from vllm_ndp.lab.compare import beside_fastest, compare, paired
 from vllm_ndp.lab.locality import RULES, locality
+from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.page import of_routing, write_page
 from vllm_ndp.lab.vectorised.prediction import found_ahead
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
@@ -128,3 +131,99 @@ def test_the_checked_in_trace_repeats_as_was_measured_by_others_and_has_a_pictur
     assert "choices found in a cache" in text
     assert "<mixtral>" not in text
     assert json.dumps(found.as_dict((2, 4)))
+
+
+# -- Analysis against traces whose answer is known, and the report as a browser shows it -------------------------------
+
+
+TRACE = Trace.load(DATA / "tiny-mixtral-trace")
+
+
+def synthetic(**settings) -> Trace:
+    sizes = {"num_layers": 3, "num_experts": 16, "top_k": 2, "num_requests": 24, "prompt_len": 64, "decode_len": 64}
+    return synthetic_trace(SyntheticSettings(**{**sizes, **settings}))
+
+
+def test_on_the_null_the_cosine_lies_in_its_band_and_the_prompt_gains_nothing():
+    result = analyse(synthetic(signal=0.0), 8)
+    inside = [
+        low - 0.01 <= c <= high + 0.01
+        for low, c, high in zip(result.cosine_null_low, result.cosine, result.cosine_null_high, strict=True)
+    ]
+    assert all(inside)
+    assert result.over_static["prefill"].high < 0.02
+
+
+def test_with_signal_the_prompt_covers_more_than_popularity_with_certainty():
+    result = analyse(synthetic(signal=1.5), 8)
+    assert result.over_static["prefill"].low > 0.05
+    assert result.layers_outside_null == 3
+    assert all(c > a for c, a in zip(result.cosine, result.cosine_across, strict=True))
+
+
+def test_the_oracle_is_above_everything_and_random_covers_its_share():
+    result = analyse(TRACE, 4)
+    means = {name: value.mean for name, value in result.coverage.items()}
+    assert means["oracle"] == max(means.values())
+    assert means["random"] == pytest.approx(0.5, abs=0.08)
+    assert all(v.low <= v.mean <= v.high for v in result.coverage.values())
+
+
+def test_refreshing_more_often_follows_a_drift():
+    result = analyse(synthetic(signal=1.5, drift=1.0, decode_len=256), 8)
+    assert result.refresh[8].mean > result.refresh[128].mean > result.coverage["prefill"].mean
+
+
+def test_a_prior_helps_where_the_prompt_is_one_token_long():
+    result = analyse(synthetic(signal=0.3, concentration=1.0), 8)
+    assert result.first_tokens_and_prior[1].low > result.first_tokens[1].high
+
+
+def test_every_request_has_its_domain_and_length():
+    result = analyse(TRACE, 4)
+    assert set(result.by_domain) == {"python", "c", "prose", "dict", "sqldoc", "german", "japanese", "xml"}
+
+
+def test_an_interval_narrows_with_more_requests():
+    generator = np.random.default_rng(0)
+    few, many = (Interval.of(generator.normal(size=n)) for n in (10, 1000))
+    assert many.high - many.low < 0.2 < few.high - few.low
+
+
+def test_one_request_is_not_enough():
+    with pytest.raises(TraceError, match="at least 2 requests"):
+        analyse(TRACE.select([0, 1]), 4)
+
+
+# -- Paired differences and TOST: by hand, and on samples that are equal or not by construction ------------------------
+
+
+BUNDLED = Trace.load(DATA / "tiny-mixtral-trace")
+
+
+def test_a_pair_is_judged_by_the_difference_of_each_request():
+    """Requests differ by a factor of 100, each by 1 % of the mean: equal within 5 %."""
+    other = np.geomspace(1, 100, 40)
+    own = other + 0.01 * other.mean()
+    one = paired(own, other)
+    assert (one.mean, one.low, one.high) == pytest.approx((0.01, 0.01, 0.01))
+    assert one.equal
+    assert not paired(own, other, margin=0.009).equal
+
+
+def test_few_noisy_requests_are_not_shown_equal():
+    """Absence of evidence: the interval holds 0, and TOST says no."""
+    noise = np.random.default_rng(0).normal(size=(2, 6))
+    one = paired(*(100 + 20 * noise))
+    assert one.low < 0 < one.high
+    assert not one.equal
+
+
+def test_every_row_of_a_comparison_stands_beside_the_fastest_of_its_batch():
+    found = compare(BUNDLED, CompareSettings(systems=("context_aware", "fiddler"), policies=("prefill",)))
+    beside = beside_fastest(found.replayed)
+    times = [done.decode_ps.mean() for done in found.replayed]
+    fastest = int(np.argmin(times))
+    assert [one.mean for one in beside] == pytest.approx([each / min(times) - 1 for each in times])
+    assert (beside[fastest].mean, beside[fastest].equal) == (0, True)
+    assert not beside[1 - fastest].equal

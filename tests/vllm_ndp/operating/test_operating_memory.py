@@ -5,13 +5,22 @@ from __future__ import annotations
 import mmap
 import os
 import resource
+import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from given_options import given_by
 
+from ndp_device.common.errors import ConfigError
 from ndp_device.common.machine_memory import memory_found, process_memory
+from vllm_ndp.config import NdpSettings
+from vllm_ndp.operating.own_size import OwnSize, own_size
+from vllm_ndp.operating.sizing import GB, Demand, MachineSize, Sizing, human
+from vllm_ndp.operating.sources import source_named
+from vllm_ndp.operating.speed import LAYER_S, Measured
 
 MIB = 1 << 20
 
@@ -141,3 +150,110 @@ def test_plan_and_tune_take_what_the_process_may_have() -> None:
         check=True,
     )
     assert done.stdout.split() == [str(least)] * 2
+
+
+# -- The size that a server gives itself: widest replicas, bf16 experts only where they are faster, KV from the res ----
+
+
+MODEL = source_named("mixtral-8x7b").model
+SLOW_READS = Measured(
+    20e9,
+    expert_s=6e-3,
+    prompt_expert_s=36e-3,
+    linear_bytes_per_s=16e9,
+    prompt_linear_bytes_per_s=8e9,
+    bits=4,
+    isa="any",
+)
+"""352 MB in full precision take 17.6 ms to read, an expert at 4 bits 6 ms."""
+FAST_READS = replace(SLOW_READS, read_bytes_per_s=200e9)
+
+
+def size_of(host: int, measured: Measured = SLOW_READS, batch: int = 4, stored_bytes: int | None = None) -> OwnSize:
+    sizing = Sizing(MODEL, MachineSize(host), Demand(context=4096), stored_bytes=stored_bytes)
+    return own_size(sizing, batch, measured)
+
+
+EIGHT = {"linear_bits": 8}
+SLOTS = {"hot_experts": 8, "execution": "paper", **EIGHT}
+
+
+def test_where_narrow_experts_are_the_faster_ones_prompts_use_them_too() -> None:
+    """gpt-oss-20b's first token came after 461 s: its prompts read every expert from the checkpoint."""
+    assert size_of(256 * GB).settings == SLOTS | {"avg_bits": 4.0, "slot_bits": 4}
+    assert size_of(20 * GB).settings == SLOTS | {"avg_bits": 2.0, "slot_bits": 2}
+    assert size_of(256 * GB, FAST_READS).settings == {"hot_experts": 4, "avg_bits": 4.0, **EIGHT}
+
+
+def test_no_default_lets_prompts_read_a_checkpoint_from_the_disk_or_decode_its_format() -> None:
+    """Mixtral's experts take 90 GB, and half of them 45 GB more: whatever an expert of one row takes."""
+    plain, fp8 = 93_405_585_408, 46_900_000_000
+    assert size_of(256 * GB, FAST_READS, stored_bytes=plain).settings["hot_experts"] == 4
+    assert size_of(128 * GB, FAST_READS, stored_bytes=plain).settings == SLOTS | {"avg_bits": 4.0, "slot_bits": 4}
+    stored = Sizing(MODEL, MachineSize(256 * GB), Demand(), stored_bytes=fp8)
+    assert (stored.mapped_experts, replace(stored, stored_bytes=plain).mapped_experts) == (fp8, stored.all_experts)
+    assert size_of(256 * GB, FAST_READS, stored_bytes=fp8).settings == SLOTS | {"avg_bits": 4.0, "slot_bits": 4}
+
+
+def test_what_is_stored_in_8_bits_is_served_so_where_it_fits() -> None:
+    """Mixtral's 45 billion weights of experts."""
+    for gb, bits in ((64, 8), (40, 4)):
+        sizing = Sizing(MODEL, MachineSize(gb * GB), Demand(), stored_bytes=46_900_000_000, stored_bits=8)
+        size = own_size(sizing, 1, replace(SLOW_READS, bits=bits))
+        assert size.settings == SLOTS | {"avg_bits": 4.0, "slot_bits": bits}
+    assert size_of(64 * GB, stored_bytes=46_900_000_000).settings["slot_bits"] == 4
+
+
+def test_linear_layers_stay_in_full_precision_where_no_expert_is_quantized() -> None:
+    size = size_of(512 * GB, FAST_READS)
+    whole = replace(size, option=replace(size.option, num_hot=8))
+    assert "linear_bits" not in whole.settings
+    assert "linear" not in whole.said(None, with_kv=False)[0]
+
+
+def test_where_full_precision_fits_a_server_that_loses_nothing_is_named() -> None:
+    """93.4 GB of weights beside vLLM's programs; a checkpoint of 4 bits has nothing in full precision to lose."""
+    said = {gb: size_of(gb * GB).said(0.03, with_kv=True)[1] for gb in (64, 95, 128)}
+    assert [gb for gb, line in said.items() if "Stock vLLM would lose nothing" in line] == [128]
+    assert "GB fit, too (leave out --quantization ndp)" in said[128]
+    assert "Stock" not in size_of(128 * GB, stored_bytes=24_000_000_000).said(0.03, with_kv=True)[1]
+
+
+def test_a_small_machine_gets_narrower_replicas_and_a_smaller_one_a_sentence() -> None:
+    assert [size_of(gb * GB).option.widest for gb in (64, 26, 20)] == [4, 3, 2]
+    with pytest.raises(ConfigError, match=r"does not fit: .* of host memory"):
+        size_of(6 * GB)
+
+
+def test_the_kv_cache_grows_to_what_may_be_asked_at_once_and_leaves_half_of_the_rest_to_files() -> None:
+    """One request of 4096 tokens is 4096 x 131072 bytes; a block of 32 is spare."""
+    one = 4096 * 131072
+    spare = one * 32 // 4096
+    assert size_of(256 * GB, batch=4).kv_cache_bytes == pytest.approx(4 * one + spare, abs=4)
+    roomy = size_of(64 * GB, batch=1)
+    left = 64 * GB - sum(roomy.option.host.values())
+    crowded = size_of(64 * GB, batch=1000).kv_cache_bytes - roomy.kv_cache_bytes
+    assert 0.4 * left < crowded <= left / 2
+
+
+def test_what_is_said_holds_the_line_that_says_it_by_hand() -> None:
+    size = size_of(64 * GB, stored_bytes=93_405_585_408)
+    linear = MODEL.beside_weights + MODEL.head_weights  # a byte each; the embedding stays in 16 bits
+    chosen, expected, by_hand = size.said(0.03, with_kv=True)
+    words = shlex.split(by_hand.removeprefix("by hand: "))
+    settings = NdpSettings.from_mapping(given_by(words))
+    assert (settings.hot_experts, settings.slot_bits, settings.linear_bits) == (8, 4, 8)
+    assert settings.only_width(8) == 4
+    assert words[words.index("--kv-cache-memory-bytes") + 1] == str(size.kv_cache_bytes)
+    assert "all 8 experts of a layer at 4 bits, for prompts and decode, linear layers at 8" in chosen
+    assert "the checkpoint's 93.4 GB are read at the start only" in chosen
+    held = sum(size.option.host.values()) - size.sizing.kv_cache + size.kv_cache_bytes - linear
+    assert f"held {human(held)};" in chosen
+    assert "loss 3.0% of an expert" in expected
+    step_s = 64 * 6e-3 + linear / 16e9 + 32 * LAYER_S  # 32 layers, 2 of 8 experts each
+    assert f"then {1 / step_s:.1f} tokens/s for one request" in expected
+    # 64 tokens touch all 8 experts of a layer; only the last one meets the output matrix
+    first_s = 32 * 8 * 36e-3 + MODEL.beside_weights / 8e9 + MODEL.head_weights / 16e9 + 32 * LAYER_S
+    assert f"the first token of a prompt of 64 after {first_s:.2g} s" in expected
+    assert "unknown before the replicas are built" in size.said(None, with_kv=False)[1]
+    assert "--kv-cache" not in size.said(None, with_kv=False)[2]

@@ -1,6 +1,6 @@
 """`vllm-ndp plan`: bytes against published file sizes and a pencil, speed against a replay, lines against the settings.
 
-test_integration_memory.py holds the same bytes against running engines.
+test_integration_programs.py holds the same bytes against running engines.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.lab.compare import Workload
 from vllm_ndp.planning.bitwidths import BY_BITS_READ, LossTable
-from vllm_ndp.planning.importance import ImportanceScore, _rising, calibrated, importance
+from vllm_ndp.planning.importance import ImportanceScore, _rising, calibrated, importance, repeats
 from vllm_ndp.planning.plan import Budget, Plan
 from vllm_ndp.planning.policies import (
     BIT_RULES,
@@ -21,6 +21,7 @@ from vllm_ndp.planning.policies import (
     policy_with,
     read_prior,
 )
+from vllm_ndp.planning.replanner import PlannerRules, Replanner
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.traces.synthetic import read_routing, synthetic_trace
 
@@ -216,3 +217,114 @@ def test_the_shipped_prior_is_the_popularity_of_the_calibration_routing():
     prior = read_prior(MODEL / "prior.npy")
     assert np.allclose(prior.values, counts / counts.sum(axis=1, keepdims=True))
     assert load_policy("prefill_prior", PolicySettings(prior=prior)).name == "prefill_prior"
+
+
+# -- Bits that requests have in common ---------------------------------------------------------------------------------
+
+
+BY_IMPORTANCE = load_policy("prefill", PolicySettings(bit_rule="importance"))
+"""Its bits differ from prompt to prompt, whatever the losses."""
+
+
+def score(seed: int) -> ImportanceScore:
+    return ImportanceScore.from_weights(np.random.default_rng(seed).random((3, 16)), 64)
+
+
+def test_four_requests_get_common_bits_and_half_a_bit_more_and_three_their_own() -> None:
+    generator = np.random.default_rng(5)
+    loss = LossTable.nominal(2, 16)
+    rules = PlannerRules(BY_IMPORTANCE, Budget(4, 2.0), loss, bits_for="auto")
+    scores = {str(r): ImportanceScore.from_weights(generator.random((2, 16))) for r in range(4)}
+
+    def plans(names: str) -> list[np.ndarray]:
+        change = Replanner(rules, 2, 16).replan({name: scores[name] for name in names})
+        return [plan.bits.bits for plan in change.plans.values()]
+
+    three, four = plans("012"), plans("0123")
+    assert any((bits != three[0]).any() for bits in three)
+    assert all((bits == four[0]).all() for bits in four)
+    assert (three[0].sum(), four[0].sum()) == (2 * 12 * 2.0, 2 * 12 * 2.5)
+
+
+def test_what_a_prefill_streamed_stays_until_its_request_is_gone_and_is_no_move() -> None:
+    """Experts 0 and 1 are hot, the prompt wants 2 and 3, and 3 passed through: into the slot of 0."""
+    loss = LossTable(np.array([[[0.4, 0.2, 0.1, 0.05]] * 6]), nats=1.0)
+    planner = Replanner(PlannerRules(BY_IMPORTANCE, Budget(2, 3.0), loss), 1, 6)
+    prompt, streamed = ImportanceScore.from_weights(np.array([[0, 0, 1, 2, 0, 0]])), np.arange(6)[None] == 3
+    planner.keep([prompt], streamed)
+    assert [planner.restore().nonzero()[1].tolist() for _ in range(2)] == [[0], []]
+    planner.keep([prompt], streamed)
+    change = planner.replan({"a": prompt})
+    assert (change.moved.nonzero()[1].tolist(), change.num_kept) == ([2], 1)
+    lost = [planner.predicted_nats(bits, prompt, change.plans["a"]) for bits in (16, 4)]
+    assert lost == pytest.approx([0, 0.05])
+
+
+def test_bits_for_the_whole_batch_are_assigned_once() -> None:
+    loss = LossTable.nominal(3, 16)
+    rules = PlannerRules(BY_IMPORTANCE, Budget(8, 3.0), loss, bits_for="batch")
+    plans = Replanner(rules, 3, 16).replan({"a": score(1), "b": score(2)}).plans
+    assert plans["a"].bits is plans["b"].bits
+    each = Replanner(PlannerRules(BY_IMPORTANCE, Budget(8, 3.0), loss), 3, 16)
+    plans = each.replan({"a": score(1), "b": score(2)}).plans
+    assert (plans["a"].bits.bits != plans["b"].bits.bits).any()
+
+
+# -- Whether a prompt repeats itself, judged without an oracle ---------------------------------------------------------
+
+
+LAYERS, EXPERTS, K, HOT = 4, 16, 2, 5
+EVEN = ImportanceScore.from_weights(np.ones((LAYERS, EXPERTS)))
+
+
+def tokens(generator: np.random.Generator, count: int, popular: np.ndarray) -> np.ndarray:
+    """[count, L, k]: drawn without replacement by these chances [L, E], as a router does."""
+    noise = generator.gumbel(size=(count, LAYERS, EXPERTS))
+    return np.argsort(-(np.log(popular) + noise), axis=2)[:, :, :K]
+
+
+def taste(generator: np.random.Generator, signal: float) -> np.ndarray:
+    return np.exp(signal * generator.standard_normal((LAYERS, EXPERTS)))
+
+
+def stats_of(ids: np.ndarray) -> RoutingStats:
+    return RoutingStats.from_choices(ids, np.full(ids.shape, 1 / K), EXPERTS)
+
+
+def score_of(ids: np.ndarray) -> ImportanceScore:
+    return importance(stats_of(ids))
+
+
+def test_the_halves_of_a_prompt_are_counted_apart_and_add_up():
+    ids = tokens(np.random.default_rng(0), 9, np.ones((LAYERS, EXPERTS)))
+    stats = stats_of(ids)
+    assert (stats.late_counts == stats_of(ids[4:]).counts).all()
+    merged = stats.merge(stats)
+    assert (merged.late_counts == 2 * stats.late_counts).all()
+
+
+def test_a_prompt_with_a_subject_repeats_itself_and_one_without_does_not():
+    generator = np.random.default_rng(1)
+    subject = stats_of(tokens(generator, 256, taste(generator, 1.5)))
+    chance = stats_of(tokens(generator, 256, np.ones((LAYERS, EXPERTS))))
+    turned = stats_of(
+        np.concatenate([tokens(generator, 128, taste(generator, 1.5)), tokens(generator, 128, taste(generator, 1.5))])
+    )
+    assert repeats(subject, EVEN) > 0.9
+    assert repeats(chance, EVEN) < 0.4
+    assert repeats(turned, EVEN) < 0.5
+    assert repeats(stats_of(tokens(generator, 1, taste(generator, 1.5))), EVEN) is None
+
+
+def test_prefill_shrunk_is_the_prompt_where_it_repeats_itself_and_the_prior_where_it_does_not():
+    generator = np.random.default_rng(2)
+    prior = ImportanceScore.from_weights(taste(generator, 0.5))
+    policy = load_policy("prefill_shrunk", PolicySettings(prior=prior))
+    subject = stats_of(tokens(generator, 512, taste(generator, 2.0)))
+    assert abs(policy.score(subject).values - importance(subject).values).max() < 0.01
+    chance = stats_of(tokens(generator, 512, prior.values))
+    assert abs(policy.score(chance).values - prior.values).max() < 0.01
+    one = stats_of(tokens(generator, 1, prior.values))
+    assert (policy.score(one).values == importance(one).shrunk_to(prior, 16).values).all()
+    with pytest.raises(ConfigError, match="needs a popularity prior"):
+        load_policy("prefill_shrunk")

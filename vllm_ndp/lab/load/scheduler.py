@@ -4,7 +4,7 @@ Source: vllm/v1/core/sched/scheduler.py (first come first served) and worker/gpu
 requests come first, each with all its missing tokens or the step's remaining tokens. Then the scheduler admits waiting
 ones while tokens, places and KV blocks last. A running request that gets no block sends the one admitted last back to
 the head of the queue. Left out: priorities, drafts, encoder inputs, the sliding window, sharing of KV blocks.
-tests/integration/test_integration_arrivals.py holds it to vLLM's own steps.
+tests/integration/test_integration_replay.py holds it to vLLM's own steps.
 """
 
 from __future__ import annotations
