@@ -479,11 +479,3 @@ def test_a_user_whom_the_system_does_not_know_is_told_what_to_set(tmp_path: Path
             default_cache_dir("0" * 32)
         patch.setenv("NDP_CACHE_DIR", str(tmp_path))
         assert default_cache_dir("x") == tmp_path / "replicas" / "x"
-
-
-def test_a_help_names_values_in_words_and_not_in_types() -> None:
-    """typer's own words for a list and for a number with bounds are Python's."""
-    for path in commands():
-        node = node_of(path)
-        words = node.get_help(node.context_class(node, info_name=" ".join(path)))
-        assert not re.search(r"<(list\[str\]|\w+ range)>", words), path

@@ -33,7 +33,6 @@ CONFIG = {
     "hidden_size": HIDDEN,
     "moe_intermediate_size": INTERMEDIATE,
 }
-WORDS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 DEQUANTIZED = {one.name for one in gguf.quants._type_traits}
 ROLES = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
 

@@ -79,13 +79,6 @@ def test_a_border_within_a_scale_or_a_byte_is_refused(units: int, group: int, co
         Part(0, count).check(units, group)
 
 
-def test_widths_that_are_public_can_be_cut() -> None:
-    """Mixtral's 14336 = 112 groups of 128, Qwen3-30B's 768 = 12 groups of 64."""
-    for units, group, counts in ((14336, 128, (2, 4, 7, 8, 14, 16)), (768, 64, (2, 3, 4, 6))):
-        for count in counts:
-            Part(count - 1, count).check(units, group)
-
-
 @pytest.mark.parametrize(("index", "count"), [(2, 2), (0, 0), (-1, 2)])
 def test_a_part_that_is_none_of_them_is_refused(index: int, count: int) -> None:
     with pytest.raises(ConfigError, match="a part of an expert must be"):

@@ -169,17 +169,6 @@ def test_a_host_alone_takes_what_its_own_device_gives_step_by_step(kept):
         assert run.migration_ps == host.engine.clock.model.migration_ps(run.migrated_experts)
 
 
-def test_sharing_a_device_makes_no_host_faster_and_all_of_them_slower():
-    hardware = load_hardware("h100-ndp512")
-    requests = ([0, 1], [2, 3], [4, 5])
-    lone = [sum(run.time.total_ps for run in run_steps(recorded_host(r))) for r in requests]
-    shared = [
-        sum(run.time.total_ps for run in runs)
-        for runs in together([recorded_host(r).whole() for r in requests], DeviceModel(hardware))
-    ]
-    assert all(s > alone for s, alone in zip(shared, lone, strict=True))
-
-
 def test_a_model_of_more_layers_takes_each_recorded_layer_as_often_as_it_must():
     trace = Trace.load(DATA / "tiny-mixtral-trace")
     longer, loss = with_layers(trace, LossTable.nominal(4, 8), 6)

@@ -32,7 +32,6 @@ from vllm_ndp.traces.trace import Trace
 
 TRACE = Trace.load(DATA / "tiny-mixtral-trace")
 COSTS = Costs(load_hardware("h100-ndp512"), model_named("mixtral-8x7b"))
-IDEAL = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), model_named("mixtral-8x7b"))
 
 
 def device_ps(costs: Costs, experts: list[tuple[int, int]], rows: int) -> float:
@@ -104,12 +103,6 @@ def test_vectorised_execution_is_a_loop_over_pairs(batch):
     assert np.allclose(split.gpu_ps, gpu_ps)
     assert np.allclose(split.device_ps, dev_ps)
     assert (split.moe_ps == np.maximum(split.gpu_ps, split.device_ps)).all()
-
-
-def test_two_bits_on_an_ideal_device_take_their_bytes_over_the_bandwidth():
-    """352.3 MB at 2 of 16 bits and 0.25 bit of scales are 49.5 MB; at 512 GB/s 96.8 us an expert."""
-    table = IDEAL.device_experts_ps(1)
-    assert table[2, 1] == pytest.approx(352_321_536 * 2.25 / 16 / 512e9 * 1e12, rel=0.005)
 
 
 def test_a_resident_prompt_streams_nothing_and_a_cold_one_pays_for_each_touched_expert():

@@ -17,7 +17,7 @@ from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions, TooFewPlaces
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import SKIPPED, gate_loss
-from vllm_ndp.lab.vectorised.outcome import Outcome, ratio_se, summarise
+from vllm_ndp.lab.vectorised.outcome import Outcome, ratio_se
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
@@ -60,15 +60,6 @@ def test_every_system_gives_its_golden_result_on_the_checked_in_trace():
     assert golden_rows() == golden
 
 
-@pytest.mark.parametrize("hot", [1, 4])
-def test_no_policy_covers_more_than_the_oracle(hot):
-    room = {"gpu.hbm_capacity_bytes": 10**12}
-    settings = CompareSettings(systems=("context_aware",), num_hot=hot, batches=(1, 2), overrides=room)
-    rows = compare(WHOLE.select(range(6)), settings).rows
-    oracle = {row.batch: row.hit_mass for row in rows if row.policy == "oracle"}
-    assert all(row.hit_mass <= oracle[row.batch] for row in rows)
-
-
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("hot", [0, 8])
 def test_every_system_survives_no_gpu_memory_and_enough_for_all(system, hot):
@@ -95,16 +86,6 @@ def test_a_width_that_does_not_fit_is_said_beside_the_others_and_alone_refused()
     ]
     with pytest.raises(TooFewPlaces, match="16 bits take"):
         compare(WHOLE, replace(settings, systems=("quantized",), num_hot=1))
-
-
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_every_system_has_a_loss_and_an_energy_of_every_part(system):
-    row = summarise(system, run(system, batch=2), Batches.of(TRACE, 2), COSTS)
-    assert 0 <= row.loss < 1
-    moved = row.energy_link_mj, row.energy_dram_mj, row.energy_arrays_mj, row.energy_gpu_mj
-    parts = sum(moved), row.energy_idle_mj
-    assert min(parts) >= 0
-    assert sum(parts) == row.energy_mj > 0
 
 
 def test_skipping_an_expert_loses_all_of_it_and_no_width_loses_more():
@@ -149,17 +130,6 @@ def test_spilling_to_the_device_only_happens_where_it_shortens_a_layer():
     assert balanced.hot_pairs < plain.hot_pairs
     saved = [plain.moe_ps.sum() - run("balanced", own={"spill_bits": bits}).moe_ps.sum() for bits in (2, 3, 4)]
     assert saved[0] >= saved[1] > saved[2] > 0  # at 3 bits the device is done before the GPU already
-
-
-def test_a_summary_adds_layers_attention_and_head():
-    batches = Batches.of(TRACE)
-    outcome = run()
-    outcome.migration_ps[:] = 0
-    outcome.moe_ps[:] = 1e9  # a millisecond in each of the trace's 4 layers: 32 in the model's
-    summary = summarise("context_aware", outcome, batches, COSTS)
-    rest = 32 * COSTS.attention_ps(1, np.array([300]))[0] + COSTS.gpu.head_ps(1)
-    assert summary.tpot_p50_ms == pytest.approx(32 + rest / 1e9, rel=0.01)
-    assert summary.decode_tokens_per_s == pytest.approx(1e3 / summary.tpot_p50_ms, rel=0.01)
 
 
 @pytest.mark.parametrize(

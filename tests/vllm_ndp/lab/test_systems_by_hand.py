@@ -65,14 +65,6 @@ def test_moe_infinity_fetches_early_what_the_sequence_has_used_and_hides_it_behi
     assert outcome.moe_ps.ravel() == near([2 * C, 2 * F - C])
 
 
-def test_moe_infinity_waits_for_what_it_did_not_predict():
-    """Prompt and prior know 0 and 1 only; 2 and 3 come as a surprise: 2 F + C, the first one computing while
-    the second is copied, and take the places of 0 and 1."""
-    prompt = chosen([[0, 1]], [[0, 1]])
-    outcome = run("moe_infinity", trace(prompt, chosen([[2, 3]])), machine(), 2, [[1, 1, 0, 0]])
-    assert outcome.moe_ps.ravel() == near([2 * F + C])
-
-
 def test_mondes_rounding_of_half_an_expert_decides_between_the_device_and_a_copy():
     """Link and device have the same rate: H = 1/2 of the active experts. One of two moves: a copy and its compute,
     11 us, beside one on the device: 11.7 us of multiplying 3 M weights at 256 a ns, and its message. Of a single one,
@@ -99,16 +91,6 @@ def test_the_papers_layer_is_the_slower_of_its_hot_experts_and_the_device():
     two = costs.links_ps(1)[1, 2] + costs.device_fill_ps
     assert outcome.moe_ps.ravel() == near([2 * C, max(C, message + cold[2, 1]), two + 2 * cold[2, 1]])
     assert (outcome.hot_pairs, outcome.cold.pairs) == (3, 3)
-
-
-def test_balancing_sends_the_lighter_of_two_hot_experts_to_the_device_only_if_that_is_shorter():
-    """Two hot experts on this GPU take 2 C = 2 us, on the device at 3 bits one takes longer: nothing moves."""
-    batches = trace(PROMPT, chosen([[0, 1]]))
-    costs = machine()
-    outcome = run("balanced", batches, costs, 2)
-    alone = costs.device_experts_ps(1)[3, 1] + costs.device_fill_ps + costs.links_ps(1)[1, 1]
-    assert alone > 2 * C
-    assert outcome.moe_ps.ravel() == near([2 * C])
 
 
 def test_quantized_reads_everything_at_the_widest_width_that_fits():
@@ -245,13 +227,6 @@ def test_a_copy_waits_for_what_an_idle_link_has_begun():
     outcome = run("expert_cache", batches, replace(machine(), hardware=slow), 2, cache_bits=16)
     assert outcome.moe_ps.ravel() == near([CPU + HOP, CPU + HOP, 2 * C])
     assert outcome.hot_pairs == 4
-
-
-def test_an_expert_cache_holds_more_of_narrow_experts():
-    """One place of 6 MB holds three of 1.692 MB at 4 bits: 0, 1 and by popularity 2. [0, 2]: 2 x 0.282 us."""
-    outcome = run("expert_cache", trace(PROMPT, chosen([[0, 2]])), machine(), 1)
-    assert outcome.moe_ps.ravel() == near([2 * 0.282 * US])
-    assert outcome.cold.loss == pytest.approx(4.4**-3)
 
 
 def test_one_cache_for_all_layers_lets_a_layer_have_more_than_its_share():

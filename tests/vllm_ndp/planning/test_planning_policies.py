@@ -273,7 +273,7 @@ def test_bits_for_the_whole_batch_are_assigned_once() -> None:
 # -- Whether a prompt repeats itself, judged without an oracle ---------------------------------------------------------
 
 
-LAYERS, EXPERTS, K, HOT = 4, 16, 2, 5
+LAYERS, EXPERTS, K = 4, 16, 2
 EVEN = ImportanceScore.from_weights(np.ones((LAYERS, EXPERTS)))
 
 
@@ -289,10 +289,6 @@ def taste(generator: np.random.Generator, signal: float) -> np.ndarray:
 
 def stats_of(ids: np.ndarray) -> RoutingStats:
     return RoutingStats.from_choices(ids, np.full(ids.shape, 1 / K), EXPERTS)
-
-
-def score_of(ids: np.ndarray) -> ImportanceScore:
-    return importance(stats_of(ids))
 
 
 def test_the_halves_of_a_prompt_are_counted_apart_and_add_up():
