@@ -273,6 +273,14 @@ def test_a_step_knows_which_devices_it_went_by_and_whether_that_changed(rack: Ra
     assert availability.take() == ()
 
 
+def test_two_devices_that_are_down_are_down(rack: Rack) -> None:
+    for device in rack.devices:
+        device.reachable, device.fault = False, failing("drop")
+    with pytest.raises(DeviceUnavailable, match="pairs have no copy on a device that is up"):
+        rack.serve(CALLS[0])
+    assert rack.client.state == "down"
+
+
 def test_a_device_is_told_of_the_experts_that_it_holds_and_of_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     rack = make_rack(3, 1)
     told: list[Any] = []
