@@ -1,7 +1,6 @@
-"""What do our Triton kernels need of each GPU generation: registers, stack and spills, shared memory?
+"""What do our Triton kernels need of a Hopper GPU: registers, stack and spills, shared memory?
 
-    python tests/integration/compiled_kernels.py                  every specialisation for sm_80, sm_90 and sm_120
-    python tests/integration/compiled_kernels.py --targets 90     for one; no GPU is needed for any
+    python tests/integration/compiled_kernels.py    every specialisation, as one JSON list; no GPU is needed
 
 A launch of Triton compiles anew for an integer that is 1, for one that 16 divides, and for each dtype: `case` does what
 a launch does. So batch 1, top-1, ids of 64 bits and float32 are code of their own, which nothing else compiles before a
@@ -10,7 +9,6 @@ GPU does. `stack_bytes` of a thread hold spills too, by cuobjdump, which Triton 
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -26,7 +24,7 @@ from triton.compiler import ASTSource
 from vllm_ndp.integration.cuda import kernels
 from vllm_ndp.layer.tiers import ELSEWHERE
 
-TARGETS = (80, 90, 120)
+TARGET = 90
 ROWS, TOP_K, FLOATS, IDS = (1, 2, 16, 256), (1, 2, 6, 8), ("*bf16", "*fp16", "*fp32"), ("*i32", "*i64")
 HIDDEN = (2048, 4096, 2880)
 TO_HOST = re.compile(r"(@?%?\w*)\s(st\.release[.\w]*|atom[.\w]*exch[.\w]*)")
@@ -79,7 +77,7 @@ def split(
     return Case(name, kernels.split_rows, given, constants)
 
 
-def compiled(case: Case, target: int) -> dict[str, Any]:
+def compiled(case: Case) -> dict[str, Any]:
     """Specialised as a launch does it: 1 becomes a constant, what 16 divides is known to be; pointers are aligned."""
     constants = case.constants | {name: value for name, value in case.given.items() if value == 1}
     names = case.kernel.arg_names
@@ -88,9 +86,9 @@ def compiled(case: Case, target: int) -> dict[str, Any]:
     aligned = [name for name, kind in case.given.items() if isinstance(kind, str) or (kind % 16 == 0 and kind != 1)]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(case.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    found = triton.compile(source, target=GPUTarget("cuda", target, 32))
+    found = triton.compile(source, target=GPUTarget("cuda", TARGET, 32))
     kernel = case.kernel.__name__
-    return {"kernel": kernel, "case": case.name, "sm": target, **used(found.asm["cubin"]),
+    return {"kernel": kernel, "case": case.name, **used(found.asm["cubin"]),
             "shared_bytes": found.metadata.shared, "warps": found.metadata.num_warps,
             "to the host": TO_HOST.findall(found.asm["ptx"])}  # fmt: skip
 
@@ -106,24 +104,5 @@ def used(cubin: bytes) -> dict[str, int]:
     return {"registers": found["REG"], "stack_bytes": found["STACK"] + found["LOCAL"]}
 
 
-def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The most that any specialisation of a kernel needs, by generation."""
-    found = []
-    for kernel, target in sorted({(row["kernel"], row["sm"]) for row in rows}):
-        mine = [row for row in rows if (row["kernel"], row["sm"]) == (kernel, target)]
-        most = {name: max(row[name] for row in mine) for name in ("registers", "stack_bytes", "shared_bytes")}
-        found.append({"kernel": kernel, "sm": target, "cases": len(mine), **most})
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", type=int, nargs="+", default=TARGETS, metavar="SM")
-    arguments = parser.parse_args()
-    rows = [compiled(case, target) for target in arguments.targets for case in cases()]
-    figures = {"triton": triton.__version__, "results": summary(rows), "specialisations": rows}
-    print(json.dumps(figures))
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps([compiled(case) for case in cases()]))
