@@ -374,12 +374,12 @@ def test_lists_as_long_as_the_largest_published_checkpoints_are_read(tmp_path: P
     ]
     names = [f"{matrix}.{part}" for matrix in matrices for part in parts]
     index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     write(tmp_path / "model-00001-of-00001.safetensors", *names)
     assert len(read_headers(tmp_path)) == 442_368
     setting = {"bits": 4, "data_type": "int", "group_size": 128, "sym": True, "act_bits": 16, "act_data_type": "float"}
     each = {"extra_config": dict.fromkeys(matrices, setting)}
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": each}, indent=2))
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": each}))
     assert read_config(tmp_path)["quantization_config"] == each
 
 

@@ -228,7 +228,7 @@ def rows_of_csv(names: str, *rows: str) -> str:
     return "\n".join((names, *rows))
 
 
-MOE_TRACE, DYNANDE = "phase,layer,token_idx,e0", "layer_id,token_id,expert_0,expert_1"
+MOE_TRACE = "phase,layer,token_idx,e0"
 
 
 @pytest.mark.parametrize(

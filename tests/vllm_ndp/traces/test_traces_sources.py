@@ -73,13 +73,6 @@ def test_router_weights_are_normalised_and_fall_with_rank():
     assert (np.diff(trace.weights, axis=2) <= 0).all()
 
 
-def test_public_scale_shapes_can_be_synthesised():
-    settings = SyntheticSettings.of_shape("qwen3-next", num_requests=1, prompt_len=4, decode_len=4)
-    trace = synthetic_trace(settings)
-    assert trace.ids.shape == (8, 48, 10)
-    assert trace.ids.dtype == np.uint16
-
-
 def test_an_impossible_synthetic_trace_is_refused():
     with pytest.raises(ConfigError, match="top_k 20"):
         SyntheticSettings(num_layers=1, num_experts=16, top_k=20)
