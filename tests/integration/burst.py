@@ -9,7 +9,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 
 import psutil
 from served_model import Server, complete, get, get_json
+from until import until
 
 PATIENCE_S = 300.0
 WORDS = ("def", "parse", "(line):", "return", "the", "sea", "static", "void", "CREATE", "TABLE", "orders", "{", "}")
@@ -104,16 +104,9 @@ def device_of(server: Server) -> dict[str, Any]:
 
 def report_of_server(server: Server, stream: Stream) -> dict[str, Any]:
     """What the server tells of the request once it has ended; vLLM may still have to hear that its client left."""
-    assert wait_until(lambda: get(server, f"/v1/ndp/requests/{stream.name}")[1].count('"finish"') > 0), stream
+    until(lambda: '"finish"' in get(server, f"/v1/ndp/requests/{stream.name}")[1], PATIENCE_S, told=lambda: stream)
     (report,) = get_json(server, f"/v1/ndp/requests/{stream.name}")["finished"].values()
     return dict(report)
-
-
-def wait_until(is_so: Callable[[], bool]) -> bool:
-    end = time.monotonic() + PATIENCE_S
-    while not (so := is_so()) and time.monotonic() < end:
-        time.sleep(0.1)
-    return so
 
 
 def is_open(server: Server) -> dict[str, int]:

@@ -9,13 +9,13 @@ import io
 import json
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 from engines import MODEL, run_program
 from in_this_process import run_here
+from until import until
 
 
 def test_a_host_that_is_killed_leaves_neither_its_device_nor_the_private_directory():
@@ -27,11 +27,8 @@ def test_a_host_that_is_killed_leaves_neither_its_device_nor_the_private_directo
     )
     done = run_program(sys.executable, "-c", host, MODEL)
     pid, directory = done.stdout.split()
-    deadline = time.monotonic() + 60
-    while (psutil.pid_exists(int(pid)) or Path(directory).exists()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
-    assert not Path(directory).exists()
+    until(lambda: not Path(directory).exists())
+    until(lambda: not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE)
 
 
 @pytest.mark.vllm

@@ -55,6 +55,7 @@ from served_model import (
     report_of,
     serving,
 )
+from until import until
 
 pytestmark = pytest.mark.vllm
 
@@ -346,10 +347,8 @@ def test_a_request_is_found_by_the_clients_id_even_when_it_was_aborted(server: S
     stream = complete(server, PROMPTS[2], stream=True, max_tokens=400, extra_headers={"X-Request-Id": "gone"})
     next(iter(stream))
     stream.close()
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := get(server, "/v1/ndp/requests/gone"))[1].count("aborted") and time.monotonic() < deadline:
-        time.sleep(0.1)
-    (report,) = json.loads(found[1])["finished"].values()
+    until(lambda: "aborted" in get(server, "/v1/ndp/requests/gone")[1], PATIENCE_S)
+    (report,) = get_json(server, "/v1/ndp/requests/gone")["finished"].values()
     assert report["finish"] == "aborted"
     assert 1 <= report["output_tokens"] < 400
     assert get(server, "/v1/ndp/requests/min")[0] == 404
@@ -524,13 +523,11 @@ def test_a_span_of_each_traced_request_lies_beside_vllms_in_the_clients_trace(se
     before = len(spans)
     complete(server, PROMPTS[0])  # of a client that does not trace
     complete(server, PROMPTS[0], extra_headers={"traceparent": f"00-{trace}-{parent}-01"})
-    deadline = time.monotonic() + PATIENCE_S
 
     def named(name: str) -> list[Any]:
         return [span for span in spans[before:] if span.name == name]
 
-    while (not named("ndp.request") or len(named("llm_request")) < 2) and time.monotonic() < deadline:
-        time.sleep(0.2)
+    until(lambda: named("ndp.request") and len(named("llm_request")) > 1, PATIENCE_S)
     (ours,) = named("ndp.request")
     assert len({span.span_id for span in spans}) == len(spans), "vLLM's start-up spans among them"
     theirs = [span for span in named("llm_request") if span.parent_span_id == ours.parent_span_id]
@@ -548,7 +545,7 @@ def test_every_pair_of_a_burst_adds_up_and_nothing_is_left_of_it(server: Server)
     totals tell the same of every pair; a whole stream's rows are those that its client counted."""
     assert server.device.is_running()  # one device served all of the above
     burst.read_all(server, 64, 4, 0)  # what a server takes once for so many clients
-    assert burst.wait_until(lambda: not get_json(server, "/v1/ndp/status")["running"])
+    until(lambda: not get_json(server, "/v1/ndp/status")["running"], PATIENCE_S)
     time.sleep(2.0)  # vLLM closes connections of clients that left meanwhile
     open_before, before, totals = burst.is_open(server), metrics_of(server), totals_of(server)
     streams = burst.read_all(server, 64, 96, 3)
@@ -562,7 +559,7 @@ def test_every_pair_of_a_burst_adds_up_and_nothing_is_left_of_it(server: Server)
         else:
             assert report["finish"] == "aborted"
             assert rows[0] >= stream.received - 1
-    assert burst.wait_until(lambda: grown_since(server, before)["ndp_requests_total{finish=aborted}"] >= 32)
+    until(lambda: grown_since(server, before)["ndp_requests_total{finish=aborted}"] >= 32, PATIENCE_S)
     grown = grown_since(server, before)
     check_sums(grown, reports)
     summed = {name: sum(report[name] for report in reports) for name in counted(reports[0])}
@@ -572,7 +569,7 @@ def test_every_pair_of_a_burst_adds_up_and_nothing_is_left_of_it(server: Server)
         more = count - totals["fallback_causes"].get(cause, 0)
         assert grown.get(f"ndp_fallback_causes_total{{cause={cause}}}", 0) == more
     assert min(summed["fallback_pairs"], summed["cold_pairs"], summed["prefill_device_pairs"]) > 0
-    assert burst.wait_until(lambda: report_of(complete(server, PROMPTS[0]))["cold_pairs"] > 0)  # it serves again
+    until(lambda: report_of(complete(server, PROMPTS[0]))["cold_pairs"] > 0, PATIENCE_S)  # it serves again
     assert get_json(server, "/v1/ndp/status")["running"] == []
     time.sleep(2.0)
     grew = {name: now - open_before.get(name, 0) for name, now in burst.is_open(server).items()}

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import pytest
 from caller import pairs_of
 from paths import MODEL, ROOT
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS
+from until import until
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import PLAN_BITS
@@ -81,15 +82,6 @@ def serving(
     finally:
         process.kill()
         process.communicate()
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def test_a_device_says_when_it_is_ready_answers_questions_and_stops_on_sigterm(
@@ -236,14 +228,14 @@ device.stdout.readline(); print(device.pid, flush=True); time.sleep(60)
     assert last_line(run("ping", address, *PATIENT).stdout)["pong"] is True
     parent.kill()
     parent.communicate()
-    assert eventually(lambda: not device.is_running() or device.status() == psutil.STATUS_ZOMBIE, 60)
+    until(lambda: not device.is_running() or device.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_message_of_one_or_three_frames_is_refused_and_the_next_one_served(address: str, model_dir: Path) -> None:
     with serving(address, str(model_dir)):
         for frames in ([b"one"], [b"one", b"two", b"three"], [b"", b""]):
             transport = connect(address, None)
-            assert eventually(lambda: transport._to_socket(frames))  # noqa: B023
+            until(lambda: transport._to_socket(frames))  # noqa: B023
             reply = None
             while reply is None:
                 reply = transport.receive(5.0)
@@ -277,7 +269,7 @@ def test_a_request_that_waited_behind_others_too_long_is_dropped(address: str, m
             execute = msg.Execute(number, epoch=1, layer=0, step=0, submit_ps=0, ttl_us=ttl_us)
             requests.append((execute, nothing))
         outcomes = []
-        assert eventually(lambda: transport.send(codec.encode(*requests[0])))
+        until(lambda: transport.send(codec.encode(*requests[0])))
         for request, tensors in requests[1:]:
             assert transport.send(codec.encode(request, tensors))
         while len(outcomes) < len(requests):

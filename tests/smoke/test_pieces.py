@@ -8,12 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from until import until
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -150,10 +150,7 @@ def test_of_ways_in_one_process_one_that_hangs_or_fails_costs_no_other(toy: Toy)
 def test_what_a_call_has_found_is_there_when_it_is_killed_itself(toy: Toy) -> None:
     """The machine is taken back in the middle: every file is whole, and the next call goes on."""
     call = subprocess.Popen([sys.executable, str(toy.script), str(toy.folder), "quick,here"], start_new_session=True)
-    until = time.monotonic() + 60
-    while not ((toy.folder / "calls").exists() and "hangs" in toy.calls):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(lambda: (toy.folder / "calls").exists() and "hangs" in toy.calls)
     os.killpg(call.pid, signal.SIGKILL)
     call.wait()
     assert [row["way"] for row in toy.rows("here")] == ["one", "fails", "three", "hangs"]

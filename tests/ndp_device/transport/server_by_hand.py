@@ -6,6 +6,8 @@ import time
 from collections import deque
 from pathlib import Path
 
+from until import until
+
 from ndp_device import transport
 from ndp_device.protocol.codec import Frames
 from ndp_device.transport.address import Address
@@ -30,11 +32,7 @@ class HandServer(ZmqServer):
         return self._arrived.popleft() if self._arrived else None
 
     def until_one(self, seconds: float = PATIENCE_S) -> Received:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if (received := self.one(50)) is not None:
-                return received
-        raise AssertionError("nothing arrived")
+        return until(lambda: self.one(50), seconds, pause_s=0)
 
     def until(self, number: int) -> None:
         """Until so many peers are known."""
@@ -62,8 +60,4 @@ def ask(server: HandServer, host: ZmqTransport, frames: Frames) -> Received:
 
 
 def answer(host: ZmqTransport, seconds: float = PATIENCE_S) -> Frames:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if (frames := host.receive(0.05)) is not None:
-            return frames
-    raise AssertionError("no answer")
+    return until(lambda: host.receive(0.05), seconds, pause_s=0)

@@ -29,6 +29,7 @@ from caller import pairs_of
 from raw_zmtp import GREETING, READY, WITHOUT_HANDSHAKE, connected, greeted, message
 from server_by_hand import LOOPBACK, HandServer, answer, ask, host_of, serving
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS
+from until import until
 
 from ndp_device.common.errors import ConfigError, DeviceUnavailable
 from ndp_device.handler import DeviceConfig, Handler
@@ -155,15 +156,12 @@ def test_memory_of_hosts_that_have_gone_is_the_systems_again(device: Device) -> 
     """glibc keeps freed memory for itself. Held by whole pages: what unread parts of messages took."""
     assert_serves(device)
     before, crowd = device.resident(), [device.raw() for _ in range(8)]
-    end = time.monotonic() + PATIENCE_S
     while device.resident() < before + (128 << 20):
         for connection in crowd:
             connection.sendall((b"\x01\xff" + bytes(255)) * 256)
     for connection in crowd:
         connection.close()
-    while device.resident() > before + (16 << 20) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert device.resident() < before + (16 << 20)
+    until(lambda: device.resident() < before + (16 << 20), pause_s=0.1)
 
 
 def test_more_connections_than_there_may_be_end_the_one_that_was_silent_longest(device: Device) -> None:
@@ -415,9 +413,7 @@ def test_an_answer_that_cannot_be_sent_costs_its_own_host_alone(
 
 
 def ask_only(host: ZmqTransport, frames: codec.Frames) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not host.send(frames):
-        assert time.monotonic() < deadline
+    until(lambda: host.send(frames), pause_s=0)
 
 
 def test_a_host_that_floods_is_sent_away(device: Device) -> None:

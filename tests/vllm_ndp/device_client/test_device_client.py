@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from device_cases import MODEL, FaultyDevice, full_plan, make_calls, make_handler
 from failpoints import KINDS, Failpoint, Failpoints
+from until import until
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import DeviceError, DeviceUnavailable, LocalProtocolError
@@ -46,9 +47,7 @@ def honest(reply: Any) -> Any:
 
 
 def until_up(client: DeviceClient, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not client.poll():
-        assert time.monotonic() < deadline, client.reason
+    until(client.poll, seconds, told=lambda: client.reason, pause_s=0)
 
 
 def assert_serves(client: DeviceClient) -> None:

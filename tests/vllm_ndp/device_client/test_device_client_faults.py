@@ -20,6 +20,7 @@ import psutil
 import pytest
 from device_cases import MODEL, full_plan, make_calls
 from failpoints import FailingProcess
+from until import until
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import DeviceUnavailable
@@ -255,10 +256,7 @@ def test_a_device_that_keeps_dying_is_started_less_and_less_often(rig: Rig) -> N
     for _ in range(3):
         psutil.Process(rig.process.pid).kill()
         rig.process._process.wait(60)
-        deadline = time.monotonic() + PATIENCE_S
-        while not rig.process.respawn():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(rig.process.respawn)
         starts.append(rig.process._spawned_s)
     assert starts[1] - starts[0] >= 0.9  # pauses of 0.5, 1, 2 s …
     assert starts[2] - starts[1] >= 1.9
@@ -274,10 +272,7 @@ def test_a_hundred_reconnections_leak_nothing(rig: Rig, way: str) -> None:
         rig.client._retry_at_s = 0.0
         rig.client.poll()
     rig.until_served(0)
-    until = time.monotonic() + 60
-    while process.num_fds() > descriptors + 2 and time.monotonic() < until:
-        time.sleep(0.05)  # a thread of libzmq's closes sockets, and has to be let run
-    assert process.num_fds() <= descriptors + 2
+    until(lambda: process.num_fds() <= descriptors + 2)  # a thread of libzmq's closes sockets, and has to be let run
     assert process.num_threads() == threads
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from caller import Call
 from device_cases import MODEL, FaultyDevice, full_plan, make_calls, make_handler
 from failpoints import Failpoint, Failpoints
 from numpy.typing import NDArray
+from until import until
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import DeviceUnavailable
@@ -194,9 +194,7 @@ def test_what_one_device_loses_or_spoils_in_mid_call_its_copies_serve(rack: Rack
 
 
 def until_all_up(rack: Rack) -> None:
-    end = time.monotonic() + 10
-    while not all(client.poll() for client in rack.client.clients):
-        assert time.monotonic() < end
+    until(lambda: all(client.poll() for client in rack.client.clients), pause_s=0)
 
 
 def test_a_silent_device_costs_half_a_deadline_once_and_then_nothing(rack: Rack) -> None:

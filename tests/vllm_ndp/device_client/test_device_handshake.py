@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from paths import MODEL, ROOT
+from until import until
 
 from ndp_device.calibration.build import build_data_free
 from ndp_device.checkpoint.files import tensor_header
@@ -84,13 +85,6 @@ def requirements(replicas: Path | None = REPLICAS, **changes: object) -> Require
 def client_of(device: DeviceProcess, wanted: Requirements) -> DeviceClient:
     address = device.address
     return DeviceClient(address, accept=lambda welcome: wanted.check(address, welcome), shared_memory=False)
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def refusal(device: DeviceProcess, wanted: Requirements) -> str:

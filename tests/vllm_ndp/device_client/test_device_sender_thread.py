@@ -16,6 +16,7 @@ import pytest
 from device_cases import MODEL
 from numpy.typing import NDArray
 from paths import ROOT
+from until import until
 
 from ndp_device.common.errors import DeviceUnavailable
 from ndp_device.protocol import codec
@@ -94,11 +95,7 @@ def answer_to(device: ShmChannel, reply: msg.Result | msg.Refusal, y: NDArray[np
 
 
 def until_taken(device: ShmChannel) -> Any:
-    deadline = time.monotonic() + 10
-    while (taken := device.take()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.0002)
-    return taken
+    return until(device.take, pause_s=0.0002)
 
 
 def test_the_thread_sends_the_bytes_that_the_host_would_and_puts_the_sums_where_it_is_told(

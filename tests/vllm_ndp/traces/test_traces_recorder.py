@@ -8,7 +8,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,6 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from stopped_disk import StoppedDisk
+from until import until
 
 from ndp_device.common import kept
 from ndp_device.common.errors import ConfigError, TraceError
@@ -137,10 +137,7 @@ for step in range(10**6):
 """
     process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "trace")])
     try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "trace" / "routing-00001.parquet").exists():
-            assert time.monotonic() < deadline, "the recorder never flushed"
-            time.sleep(0.05)
+        until((tmp_path / "trace" / "routing-00001.parquet").exists, told=lambda: "the recorder never flushed")
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
