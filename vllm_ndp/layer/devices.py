@@ -57,84 +57,57 @@ class DeviceRules:
         if splits_experts:
             return cls(num_devices, 1, full_precision, splits_experts=True)
         wanted = min(DEFAULT_COPIES, num_devices) if num_copies is None else num_copies
-        if num_copies is None and sum(_room(costs, num_devices, full_precision)) < wanted * _experts(costs):
-            wanted = 1
-        return cls(num_devices, wanted, full_precision)
+        rules = cls(num_devices, wanted, full_precision)
+        if num_copies is None and rules.most_held(costs) > rules.room(costs):
+            return cls(num_devices, 1, full_precision)
+        return rules
+
+    def held(self, costs: Costs) -> NDArray[np.bool_]:
+        """[L, E, D], copies of whole experts."""
+        return assign_copies(costs.shape.num_layers, costs.shape.num_experts, self.num_devices, self.num_copies)
+
+    def most_held(self, costs: Costs) -> int:
+        """Copies on the device that has most of them."""
+        return int(self.held(costs).sum(axis=(0, 1)).max())
+
+    def room(self, costs: Costs) -> int:
+        """Copies that fit beside a device's part of all experts in full precision, for prompts and migrations."""
+        shape, capacity = costs.shape, int(costs.hardware.values()[CAPACITY_OF["device"]])
+        all_bytes = shape.num_layers * shape.num_experts * shape.expert_bytes
+        pool = 0 if self.full_precision else ceil_div(all_bytes, self.num_devices)
+        return max(capacity - pool, 0) // (shape.expert_bytes if self.full_precision else costs.stored_replica_bytes())
 
 
-def _experts(costs: Costs) -> int:
-    return costs.shape.num_layers * costs.shape.num_experts
-
-
-def _copy_bytes(costs: Costs, full_precision: bool) -> int:
-    return costs.shape.expert_bytes if full_precision else costs.stored_replica_bytes()
-
-
-def _room(costs: Costs, num_devices: int, full_precision: bool) -> list[int]:
-    """[D], copies that fit beside a device's part of all experts in full precision, for prompts and migrations."""
-    capacity = int(costs.hardware.values()[CAPACITY_OF["device"]])
-    pool = 0 if full_precision else ceil_div(_experts(costs) * costs.shape.expert_bytes, num_devices)
-    return [max(capacity - pool, 0) // _copy_bytes(costs, full_precision)] * num_devices
-
-
-def assign_copies(
-    num_layers: int, num_experts: int, num_devices: int, num_copies: int, room: Sequence[int] | None = None
-) -> NDArray[np.bool_]:
+def assign_copies(num_layers: int, num_experts: int, num_devices: int, num_copies: int) -> NDArray[np.bool_]:
     """[L, E, D], who holds what: every expert has num_copies devices, and every device equally many of each layer.
 
-    `room` [D]: how many copies each device can hold of all layers together; None = any number.
-    Raises ConfigError where there are fewer devices than copies, or less room than needed.
+    A copy goes to the device with fewest such copies of the layer. Among equal ones it is the one that shares fewest
+    experts with the others, so that the load of a lost device falls to many. Raises ConfigError where there are fewer
+    devices than copies.
     """
     if not 1 <= num_copies <= num_devices:
         raise ConfigError(f"{num_copies} copies of each expert need as many devices, got {num_devices}: ask for fewer")
-    left = num_layers * num_experts
-    free = [left] * num_devices if room is None else [min(count, left) for count in room]
-    if not _fit(free, left, num_copies):
-        raise ConfigError(
-            f"{num_copies} copies of {left} experts do not fit devices with room for {list(room or ())} of them: "
-            "use more devices, larger ones or fewer copies"
-        )
     held = np.zeros((num_layers, num_experts, num_devices), np.bool_)
+    total = [0] * num_devices
     for layer in range(num_layers):
         sums = [[0] * num_devices for _ in range(num_copies)]  # of first copies, of second ones, ...
         together = [[0] * num_devices for _ in range(num_devices)]  # experts that two devices share
         for expert in range(num_experts):
-            left -= 1
-            devices = _devices_for_one(sums, together, free, left)
+            devices: list[int] = []
+            for of_copy in sums:
+                others = [
+                    (of_copy[device], sum(together[one][device] for one in devices), total[device], device)
+                    for device in range(num_devices)
+                    if device not in devices
+                ]
+                devices.append(min(others)[-1])
             held[layer, expert, devices] = True
             for of_copy, device in zip(sums, devices, strict=True):
                 of_copy[device] += 1
-                free[device] -= 1
+                total[device] += 1
                 for other in devices:
                     together[device][other] += 1
     return held
-
-
-def _devices_for_one(sums: list[list[int]], together: list[list[int]], free: list[int], left: int) -> list[int]:
-    """For each copy return the device with fewest such copies. Among equal ones it is the one that shares fewest
-    experts with the others: the load of a lost device falls to many. But devices with most room come first where the
-    `left` experts to come would otherwise not find enough devices each. `sums` [copies, D]; `together` [D, D].
-    """
-    num_copies = len(sums)
-    with_room = [device for device, count in enumerate(free) if count > 0]
-    by_room = sorted(with_room, key=lambda device: (-free[device], sum(of[device] for of in sums), device))
-    for forced in range(num_copies + 1):
-        chosen = by_room[:forced]
-        for of_copy in sums[forced:]:
-            others = [
-                (of_copy[device], sum(together[one][device] for one in chosen), -free[device], device)
-                for device in with_room
-                if device not in chosen
-            ]
-            chosen += [min(others)[-1]] if others else []
-        if len(chosen) == num_copies and _fit([n - (at in chosen) for at, n in enumerate(free)], left, num_copies):
-            return chosen
-    raise AssertionError("the devices with most room always leave enough for the rest")
-
-
-def _fit(free: Sequence[int], num_experts: int, num_copies: int) -> bool:
-    """Whether num_copies different devices can be found for each of so many experts."""
-    return sum(min(count, num_experts) for count in free) >= num_experts * num_copies
 
 
 def route(
@@ -166,10 +139,13 @@ class Devices:
         self.rules = rules
         self._bytes = dict(expert_bytes)
         self._rows_per_pass = costs.hardware.array.rows
-        room = _room(costs, rules.num_devices, rules.full_precision)
-        self.held = assign_copies(
-            costs.shape.num_layers, costs.shape.num_experts, rules.num_devices, rules.num_copies, room
-        )
+        if rules.most_held(costs) > (room := rules.room(costs)):
+            raise ConfigError(
+                f"{rules.num_copies} copies of {costs.shape.num_layers * costs.shape.num_experts} experts do not fit "
+                f"{rules.num_devices} devices with room for {room} of them each: use more devices, larger ones or "
+                "fewer copies"
+            )
+        self.held = rules.held(costs)
         self._of_parts: tuple[Balancer, Balancer] | None = None  # a rule, and the same for what one device has
         if rules.splits_experts:  # which fit, as one copy of each does
             self.held = np.ones_like(self.held)

@@ -46,7 +46,7 @@ def test_two_copies_become_one_where_they_do_not_fit_and_one_that_does_not_fit_i
     assert [rules(costs).num_copies for costs in (ample, tight, small)] == [2, 1, 1]
     assert Devices(ample, rules(ample), {3: 1}).held.sum(axis=(0, 1)).tolist() == [32, 32]
     assert Devices(tight, rules(tight), {3: 1}).held.sum(axis=(0, 1)).tolist() == [16, 16]
-    with pytest.raises(ConfigError, match="1 copies of 32 experts do not fit devices with room for"):
+    with pytest.raises(ConfigError, match="1 copies of 32 experts do not fit 2 devices with room for"):
         Devices(small, rules(small), {3: 1})
     with pytest.raises(ConfigError, match="2 copies of 32 experts do not fit"):
         Devices(tight, DeviceRules.that_fit(tight, 2, 2, full_precision=False), {3: 1})
