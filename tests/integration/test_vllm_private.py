@@ -135,7 +135,7 @@ def test_register_connector() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for _ in range(2):  # a second engine of the process
-        vllm_private.register_connector("NdpConnectorOfThisTest", "vllm_ndp.integration.other_connectors")
+        vllm_private.register_connector("NdpConnectorOfThisTest", "vllm_ndp.integration.connector")
     try:
         assert "NdpConnectorOfThisTest" in KVConnectorFactory._registry
     finally:

@@ -45,7 +45,6 @@ def say(message: str) -> None:
 WORKER_CLASS = "vllm_ndp.integration.worker.NdpWorker"
 CONNECTOR = "NdpConnector"
 CONNECTOR_MODULE = "vllm_ndp.integration.connector"
-MULTI_CONNECTOR_MODULE = "vllm_ndp.integration.other_connectors"
 
 LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor")
 """Load formats that read `*.safetensors` of the model's directory and say which tensors it lacks. Others would read all

@@ -4,6 +4,9 @@ Worker side: hand over the step's report. Scheduler side: collect the reports an
 finished request. Clients find it in `RequestOutput.kv_transfer_params`, and in the field of the same name in OpenAI
 responses that do not stream. Every finished report also goes to the worker with the next step, where the front end can
 ask for it. Counts of the step go to vLLM's own /metrics (serving/metrics.py).
+
+Beside a connector of the user's it is a part of vLLM's MultiConnector, which here also says into which KV blocks the
+other one loads: the routing of what is loaded was never noted (routing_sidecar.py), whatever role that connector has.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -33,6 +37,7 @@ from vllm_ndp.integration.serving.metrics import NdpMetrics, NdpStats
 from vllm_ndp.integration.step_log import LateReport
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -262,3 +267,46 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_prom_metrics(cls, *arguments: Any) -> KVConnectorPromMetrics:
         return NdpMetrics(*arguments)
+
+
+# -- beside another connector ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Load:
+    """KV of one request that a connector brings."""
+
+    blocks: tuple[list[int], ...]
+    """All blocks of the request, for each group of KV blocks."""
+    num_local: int
+    """Tokens before it, whose KV was made here; whole blocks."""
+
+
+@dataclass
+class Loads(multi_connector.MultiKVConnectorMetadata):
+    """What the parts say to their workers, and what is loaded from now on."""
+
+    loads: tuple[Load, ...] = ()
+
+
+class MultiConnector(multi_connector.MultiConnector):
+    """The name is vLLM's, because vLLM asks for it in several places."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._num_local = 0  # of the request that is being scheduled
+        self._loads: list[Load] = []
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._num_local = num_computed_tokens
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return found
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:  # it was asked for in the same turn of the scheduler
+            self._loads.append(Load(blocks.get_block_ids(), self._num_local))
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> multi_connector.MultiKVConnectorMetadata:
+        loads, self._loads = self._loads, []
+        return Loads(**vars(super().build_connector_meta(scheduler_output)), loads=tuple(loads))

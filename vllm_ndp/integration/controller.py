@@ -28,7 +28,6 @@ from vllm_ndp.integration.cuda.streams import Arrival, make_stream, pinned_for
 from vllm_ndp.integration.cuda.whole_step import WholeStep
 from vllm_ndp.integration.device_link import DeviceView
 from vllm_ndp.integration.host_replicas import HostExperts
-from vllm_ndp.integration.other_connectors import loads_of
 from vllm_ndp.integration.recording import RunRecorder, run_provenance
 from vllm_ndp.integration.report import StepReport
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
@@ -160,7 +159,7 @@ class NdpController:
         _current = self  # vLLM keeps one connector per process, whichever engine's step it reports
         parts, log = self.worker.parts, self.log
         group, sidecar = self.steps.locator.group, self.steps.sidecar
-        for load in loads_of(scheduler_output):
+        for load in getattr(scheduler_output.kv_connector_metadata, "loads", ()):  # of another connector
             sidecar.forget(load.blocks[group.index][load.num_local // group.block_size :])
         if copies := getattr(scheduler_output, "kv_cache_block_copies", None):  # of later versions
             sidecar.copy_blocks(copies)

@@ -104,7 +104,7 @@ def _with_connectors(theirs: KVTransferConfig | None) -> KVTransferConfig:
     }
     if theirs is None:
         return MovesNoKv(**ours)
-    if theirs.kv_connector == compat.CONNECTOR or theirs.kv_connector_module_path == compat.MULTI_CONNECTOR_MODULE:
+    if theirs.kv_connector_module_path == compat.CONNECTOR_MODULE:
         return theirs  # configured before
     vllm_private.register_connector(compat.CONNECTOR, compat.CONNECTOR_MODULE)
     extra = theirs.kv_connector_extra_config
@@ -112,7 +112,7 @@ def _with_connectors(theirs: KVTransferConfig | None) -> KVTransferConfig:
     return dataclasses.replace(  # with all else that the user has set: what a failed load leads to is of the whole
         theirs,
         kv_connector="MultiConnector",
-        kv_connector_module_path=compat.MULTI_CONNECTOR_MODULE,
+        kv_connector_module_path=compat.CONNECTOR_MODULE,
         kv_connector_extra_config=extra | {"connectors": [*extra["connectors"], ours]},
     )
 
