@@ -10,10 +10,9 @@ import pytest
 from small_checkpoint import write_small_checkpoint
 
 from vllm_ndp.cost_model.prices import MeasuredPrices
-from vllm_ndp.integration import agreement, known_prices
+from vllm_ndp.integration import agreement, price_probe
 from vllm_ndp.integration.experts_pool import ExpertsPool
-from vllm_ndp.integration.known_prices import find_or_measure
-from vllm_ndp.integration.price_probe import _rising
+from vllm_ndp.integration.price_probe import _rising, find_or_measure
 
 PRICES = MeasuredPrices(
     rows=(1, 4),
@@ -29,7 +28,7 @@ PRICES = MeasuredPrices(
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("NDP_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(known_prices, "_waited_ns", lambda: 0)
+    monkeypatch.setattr(price_probe, "_waited_ns", lambda: 0)
     return tmp_path
 
 
@@ -93,7 +92,7 @@ def test_a_run_that_differs_in_one_fact_has_prices_of_its_own(name: str, monkeyp
         agreement._facts_of_prices(*(getattr(spaces(values), part) for part in ("worker", "hot", "link", "setup")))
         for values in (RUN, RUN | {name: OTHERS.get(name, ["another"])})
     )
-    assert known_prices._digest(one) != known_prices._digest(other)
+    assert price_probe._digest(one) != price_probe._digest(other)
 
 
 def test_the_experts_of_a_stage_are_checked_in_their_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,18 +121,18 @@ def test_a_kernel_that_is_held_back_has_prices_of_its_own(
 
 def test_another_processor_measures_again(monkeypatch: pytest.MonkeyPatch) -> None:
     said = ["model name\t: a", "flags\t\t: avx2"]
-    monkeypatch.setattr(known_prices.Path, "read_text", lambda path: "\n".join(said))
-    assert known_prices.processor()["name"] == "a"
-    before = known_prices.processor()
+    monkeypatch.setattr(price_probe.Path, "read_text", lambda path: "\n".join(said))
+    assert price_probe.processor()["name"] == "a"
+    before = price_probe.processor()
     said[1] += " amx_int8"
-    assert known_prices.processor() != before
+    assert price_probe.processor() != before
 
 
 def test_a_version_that_brings_a_faster_kernel_measures_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prices of the kernel before would send prompts where they take longer."""
     assert measured({}) == 1
-    paths = [*known_prices._native.supported_isas(), "faster"]
-    monkeypatch.setattr(known_prices, "_native", SimpleNamespace(supported_isas=lambda: paths))
+    paths = [*price_probe._native.supported_isas(), "faster"]
+    monkeypatch.setattr(price_probe, "_native", SimpleNamespace(supported_isas=lambda: paths))
     assert [measured({}), measured({})] == [1, 0]
 
 
@@ -160,7 +159,7 @@ def test_a_cache_that_cannot_be_written_does_not_end_a_start(
 def test_prices_of_a_busy_moment_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that was ready all the time and did not run measured the other programs."""
     waited = iter(range(0, 1 << 62, 1 << 60))
-    monkeypatch.setattr(known_prices, "_waited_ns", lambda: next(waited))
+    monkeypatch.setattr(price_probe, "_waited_ns", lambda: next(waited))
     assert [measured({}), measured({})] == [1, 1]
 
 

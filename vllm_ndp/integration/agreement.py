@@ -20,14 +20,14 @@ from vllm_ndp import __version__
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.prices import MeasuredPrices
 from vllm_ndp.device_client.handshake import PlannedReplicas, Requirements
-from vllm_ndp.integration import compat, host_replicas, known_prices
+from vllm_ndp.integration import compat, host_replicas
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.device_link import DeviceLink, DeviceView
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.facts import WorkerFacts
 from vllm_ndp.integration.host_replicas import HostExperts
 from vllm_ndp.integration.hot_experts import HotExperts
-from vllm_ndp.integration.price_probe import PriceProbe, Shared, WantedPrices
+from vllm_ndp.integration.price_probe import PriceProbe, Shared, WantedPrices, find_or_measure
 from vllm_ndp.layer.devices import DeviceRules
 from vllm_ndp.layer.joint_rule import LIVE_WIDTHS
 from vllm_ndp.layer.setup import Setup
@@ -135,7 +135,7 @@ def measure_prices(
         facts = _facts_of_prices(worker, hot, link, device.setup)
         facts |= {"wanted": asdict(wanted), "shared experts": shared is not None}
         measure = partial(probe.measure, wanted, link.members.beside_the_run)
-        prices, said = known_prices.find_or_measure(MeasuredPrices, facts, measure)
+        prices, said = find_or_measure(MeasuredPrices, facts, measure)
         say(f"speed of this machine, by which plans place experts: {said}")
         recorded = prices.recorded()
     told: dict[str, Any] = worker.ranks.from_leader(recorded)

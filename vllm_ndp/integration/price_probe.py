@@ -1,4 +1,4 @@
-"""Measures prices of experts on this machine, for about a second at the first start (known_prices.py keeps them).
+"""Measures prices of experts on this machine, for about a second at the first start, and keeps them.
 
     slots      vLLM's kernel, or the device's in this process at each width      device   a command there and back
     copies     an expert from the pool into a slot, or through one for a prompt
@@ -7,28 +7,39 @@ The run's own device is asked, in a session of its own: every session has a simu
 devices, which are equal, the first is asked. Experts take turns, so that none stays in a cache because the one before
 was itself. The least of some tries counts: what other programs add is no price. Knows kernels, pool and one device.
 Does not know plans.
+
+A machine measures once for each processor, shape of experts and version; every later start decides by the same prices,
+and so alike. After a change of the machine, delete the file in the cache.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ndp_device.common import kept
 from ndp_device.common.errors import ConfigError, DeviceError, DeviceUnavailable
+from ndp_device.common.kept import prices_file
+from ndp_device.common.strict_files import Refused, decode_json, read_bytes
 from ndp_device.common.widths import FLAG_OF_BITS, FULL_PRECISION_BITS, WIDTHS
-from ndp_device.kernels import Kernel
+from ndp_device.kernels import Kernel, _native
 from ndp_device.replicas.store import ExpertStore
 from vllm_ndp.cost_model.prices import MeasuredPrices
 from vllm_ndp.device_client.client import DeviceClient
+from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.layer.split import Pairs
 
@@ -38,7 +49,12 @@ _REPEATS, _SECONDS = 7, 0.03
 _EXPERTS, _ON_DEVICE = 2, 4
 """Experts that compute together, and experts that take turns on the device."""
 _PATIENCE_MS = 60_000.0
+_BUSY = 0.1
+"""Share of the time that a thread waits for a core beside other programs, above which nothing is kept: a guess."""
+_ISA_VARIABLES = ("NDP_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_NUM_THREADS", "NDP_THREADS")
+"""Variables that can make kernels slower than the processor allows."""
 
+P = TypeVar("P")
 Shared = Callable[[torch.Tensor], torch.Tensor]
 ReachDevice = Callable[[float], AbstractContextManager[DeviceClient]]
 """A connected client of the device, for a deadline in ms, as long as its context lasts."""
@@ -236,3 +252,64 @@ def _least_ps(run: Callable[[], object]) -> int:
         run()
         taken.append(time.perf_counter_ns() - begin)
     return max(min(taken) * 1000, 1)
+
+
+# -- kept by this machine ----------------------------------------------------------------------------------------------
+
+
+def find_or_measure(kind: type[P], facts: Mapping[str, Any], measure: Callable[[], P]) -> tuple[P, str]:
+    """Prices as a dataclass of this kind, and in words where they come from.
+
+    facts: all that they depend on beside the processor.
+    """
+    path = prices_file(_digest({**facts, "processor": processor()}))
+    if (known := _read(path, kind)) is not None:
+        return known, f"measured at an earlier start and kept in {path}"
+    began, waited = time.monotonic_ns(), _waited_ns()
+    prices = measure()
+    if _waited_ns() - waited > _BUSY * (time.monotonic_ns() - began):
+        return prices, "measured now, and again at the next start, because other programs took cores meanwhile"
+    _write(path, prices)
+    return prices, f"measured now and kept in {path}"
+
+
+def _waited_ns() -> int:
+    """How long this thread has been ready to run and was not let; 0 where the kernel does not say."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def processor() -> dict[str, str]:
+    """Processor of this machine, and what keeps kernels from using all of it."""
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in lines}
+    limits = {name: os.environ[name] for name in _ISA_VARIABLES if name in os.environ}
+    paths = ",".join(_native.supported_isas())  # a version that brings a faster one measures again
+    return {"name": fields.get("model name", ""), "flags": fields.get("flags", ""), "kernels": paths} | limits
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def _read(path: Path, kind: type[P]) -> P | None:
+    """Read kept prices; None where there are none, or none that can be read: they are measured again then."""
+    if not path.exists():
+        return None
+    try:
+        return decode_json(read_bytes(path), kind)
+    except (OSError, Refused, ConfigError) as error:
+        say(f"the prices kept in {path} are measured again: {error}")
+        return None
+
+
+def _write(path: Path, prices: object) -> None:
+    """Whole or not at all. A cache that cannot be written costs the next start a second."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with kept.written(path, aside=path.with_suffix(f".{os.getpid()}")) as file:
+            file.write(msgspec.json.encode(prices))
+    except OSError as error:
+        say(f"prices cannot be kept ({error}): every start measures them; set NDP_CACHE_DIR elsewhere")

@@ -29,7 +29,7 @@ from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.integration import compat
 from vllm_ndp.integration.compat import model_dir
 from vllm_ndp.integration.host_replicas import cached_replicas
-from vllm_ndp.integration.known_prices import find_or_measure
+from vllm_ndp.integration.price_probe import find_or_measure
 from vllm_ndp.operating import speed
 from vllm_ndp.operating.own_size import OwnSize, kv_cache_bytes, own_size
 from vllm_ndp.operating.sizing import Demand, MachineSize, Sizing
