@@ -64,7 +64,6 @@ def routing(run: Run) -> dict[str, Any]:
     import torch
 
     from vllm_ndp.integration.cuda import kernels, packet
-    from vllm_ndp.integration.cuda import routing as operators
 
     torch.manual_seed(0)
     rows_found = []
@@ -77,12 +76,12 @@ def routing(run: Run) -> dict[str, Any]:
         ids = torch.rand(rows, experts, device="cuda").topk(top_k).indices.to(torch.int32)
         weights = torch.rand(rows, top_k, device="cuda")
         form = packet.RowForm(top_k, 4096, x.dtype)
-        here, there = routing.packet_bytes(rows, form)
+        here, there = packet.packet_bytes(rows, form)
         both = []
-        for split in (kernels.split, operators.split):
+        for split in (kernels.split, packet.split):
             memory = torch.zeros(here, dtype=torch.uint8, device="cuda")
             pinned = torch.zeros(there, dtype=torch.uint8, pin_memory=True)
-            into = routing.lay_out(memory, pinned, rows, form)
+            into = packet.lay_out(memory, pinned, rows, form)
             split(expert_map, ids, weights, x, into, slots)
             both.append((into, microseconds(partial(split, expert_map, ids, weights, x, into, slots))))
         (mine, kernel_us), (theirs, operators_us) = both

@@ -28,8 +28,7 @@ from vllm_ndp.device_client.connection import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
 from vllm_ndp.integration.cuda.low_bit_slots import Fp8Rows, Int4Groups, LowBitSlots
 from vllm_ndp.integration.cuda.messenger import Messenger
-from vllm_ndp.integration.cuda.packet import RowForm
-from vllm_ndp.integration.cuda.routing import routing_by
+from vllm_ndp.integration.cuda.packet import RowForm, routing_by
 from vllm_ndp.integration.cuda.streams import Arrival
 from vllm_ndp.integration.cuda.whole_step import RunningStep, WholeStep
 from vllm_ndp.integration.device_link import DeviceLink, DeviceView, Gather

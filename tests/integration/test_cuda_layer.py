@@ -15,8 +15,7 @@ from pretend_gpu import GPUS
 
 from ndp_device.transport.sender_thread import SenderThread
 from vllm_ndp.integration.cuda.messenger import Messenger
-from vllm_ndp.integration.cuda.packet import RowForm
-from vllm_ndp.integration.cuda.routing import routing_by
+from vllm_ndp.integration.cuda.packet import RowForm, routing_by
 from vllm_ndp.integration.cuda.streams import pinned_for
 from vllm_ndp.integration.hot_slots import CudaSlotKernel
 from vllm_ndp.layer.split import SplitRules, Splitter

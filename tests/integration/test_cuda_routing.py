@@ -19,7 +19,7 @@ from pretend_gpu import KINDS, Gpu, gpu_of
 
 from vllm_ndp.integration import batch
 from vllm_ndp.integration.batch import KvGroup, RowLocator, Span, TrackedRequest
-from vllm_ndp.integration.cuda import packet, routing
+from vllm_ndp.integration.cuda import packet
 from vllm_ndp.integration.cuda.packet import Fields, HostFields, RowForm
 from vllm_ndp.integration.cuda.streams import LateCheck
 from vllm_ndp.layer.tiers import DEVICE, ELSEWHERE, WARM
@@ -58,7 +58,7 @@ def test_the_packet_holds_what_a_loop_finds(
     expert_map, ids, weights, x, num_slots = case
     elsewhere = num_slots if elsewhere is None else elsewhere
     into = fields(len(ids), ids.shape[1], x.dtype)
-    routing.split(expert_map, ids, weights, x, into, elsewhere)
+    packet.split(expert_map, ids, weights, x, into, elsewhere)
     found = HostFields(into)
     assert found.addresses == (into.ids.data_ptr(), into.weights.data_ptr())
     assert found.x.nbytes == into.x.nbytes
@@ -95,7 +95,7 @@ def test_a_sum_is_rounded_once_however_many_rows_are_sent(rows: list[int]) -> No
     """256 + 0.75 is 256 in bfloat16 either way; 1 + 2^-8 + 2^-10 rounds up at once, but down after rounding the sum."""
     out = torch.ones(4, HIDDEN, dtype=torch.bfloat16)
     partial = torch.full((len(rows), HIDDEN), 2.0**-8 + 2.0**-10)
-    routing.add_rows(out, partial, torch.tensor(rows))
+    packet.add_rows(out, partial, torch.tensor(rows))
     assert (out[rows] == 1 + 2.0**-7).all()
     others = sorted(set(range(4)) - set(rows))
     assert (out[others] == 1).all()
@@ -105,7 +105,7 @@ INTERPRETED = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch, numpy as np
-from vllm_ndp.integration.cuda import kernels, routing
+from vllm_ndp.integration.cuda import kernels, packet
 from test_cuda_routing import HIDDEN, fields
 from vllm_ndp.integration.routing_sidecar import Note
 
@@ -124,13 +124,13 @@ for case in range(20):
     silent = fields(rows, k, x.dtype)
     kernels.split(expert_map, ids, gates, x, silent, slots, notes[0], tells=False)
     assert silent.word[0] == silent.ids[0, 0] == -1  # as they were
-    routing.split(expert_map, ids, gates, x, theirs, slots, notes[1], tells=False)
+    packet.split(expert_map, ids, gates, x, theirs, slots, notes[1], tells=False)
     assert all(torch.equal(a, b) for a, b in zip(*notes))
     for name in ("slots", "x_here", "weights_here"):
         assert torch.equal(getattr(silent, name), getattr(theirs, name)), (case, name)
     assert torch.equal(theirs.x_here, x) and torch.equal(theirs.weights_here, gates)
     kernels.split(expert_map, ids, gates, x, mine, slots, notes[0] if case % 2 else None)
-    routing.split(expert_map, ids, gates, x, theirs, slots)
+    packet.split(expert_map, ids, gates, x, theirs, slots)
     pairs, sent = theirs.head[:2].tolist()
     assert mine.head[:2].tolist() == [pairs, sent]
     assert mine.word[0] == theirs.word[0] == 1
@@ -141,7 +141,7 @@ for case in range(20):
         out, partial = torch.from_numpy(random.standard_normal((rows, HIDDEN), dtype=np.float32)), torch.ones(sent, HIDDEN)
         other = out.clone()
         kernels.add_rows(out, partial, mine.sent_rows[:sent])
-        routing.add_rows(other, partial, theirs.sent_rows[:sent])
+        packet.add_rows(other, partial, theirs.sent_rows[:sent])
         assert torch.equal(out, other)
     live, answer = torch.tensor([int(random.integers(0, rows + 1))], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     given, notes = (expert_map, ids, gates, x), [Note(entries.clone(), *(part.clone() for part in notes[0][1:])) for _ in range(2)]
@@ -149,7 +149,7 @@ for case in range(20):
         note.entries[int(live):] = -1  # as vLLM pads
     mine, theirs = fields(rows, k, x.dtype, 0), fields(rows, k, x.dtype, 0)
     kernels.split(*given, mine, slots, notes[0], True, live)
-    routing.split(*given, theirs, slots, notes[1], True, live)
+    packet.split(*given, theirs, slots, notes[1], True, live)
     assert all(torch.equal(a, b) for a, b in zip(*notes))
     sent, alive = int(theirs.head[1]), int(live)
     assert mine.head[:2].tolist() == theirs.head[:2].tolist() and mine.word[0] == 1
@@ -179,7 +179,7 @@ sys.path.insert(0, sys.argv[1])
 from launches import launch_without_gpu
 driver = launch_without_gpu()
 import torch
-from vllm_ndp.integration.cuda import kernels, routing
+from vllm_ndp.integration.cuda import kernels, packet
 from test_cuda_routing import HIDDEN, fields
 
 torch.manual_seed(0)
@@ -192,7 +192,7 @@ for case in range(12):
     mine, theirs = fields(1, top_k, x.dtype, 0), fields(1, top_k, x.dtype, 0)
     driver.launches_set(top_k, ids.element_size(), x.element_size())
     kernels.split(expert_map, ids, gates, x, mine, 7)
-    routing.split(expert_map, ids, gates, x, theirs, 7)
+    packet.split(expert_map, ids, gates, x, theirs, 7)
     sent = int(theirs.head[1])
     for name in ("head", "slots", "word", "ids", "weights"):
         assert torch.equal(getattr(mine, name), getattr(theirs, name)), (case, name)
@@ -200,7 +200,7 @@ for case in range(12):
     out, partial = torch.randn(1, HIDDEN).to(torch.bfloat16), torch.randn(1, HIDDEN)
     other = out.clone()
     kernels.add_rows(out, partial, mine.sent_rows[:1])
-    routing.add_rows(other, partial, theirs.sent_rows[:1])
+    packet.add_rows(other, partial, theirs.sent_rows[:1])
     assert torch.equal(out, other)
 assert driver.launches_count() == 24
 print(sorted(key[0] for key in kernels._compiled))

@@ -25,8 +25,7 @@ from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.cuda.layer import FixedOutput
 from vllm_ndp.integration.cuda.limits import Rung
 from vllm_ndp.integration.cuda.messenger import HotGraphs, Messenger
-from vllm_ndp.integration.cuda.packet import RowForm
-from vllm_ndp.integration.cuda.routing import routing_by
+from vllm_ndp.integration.cuda.packet import RowForm, routing_by
 from vllm_ndp.integration.cuda.streams import LateCheck, make_stream, pinned_for
 from vllm_ndp.integration.cuda.whole_step import RunningStep
 from vllm_ndp.integration.facts import WorkerFacts

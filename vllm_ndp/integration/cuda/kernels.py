@@ -1,7 +1,7 @@
-"""Triton kernels for routing.py, one for each of its steps: launches are what a small decode layer pays for.
+"""Triton kernels for packet.py, one for each of its steps: launches are what a small decode layer pays for.
 
 About 25 torch operators to split and to gather become one launch, five to add another. Imported on a GPU only, and
-by tests in Triton's interpreter; they hold the results equal to routing.py's. Knows pointers of one layer.
+by tests in Triton's interpreter; they hold the results equal to packet.py's. Knows pointers of one layer.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
@@ -150,7 +150,7 @@ def split(
     tells: bool = True,
     live: torch.Tensor | None = None,
 ) -> None:
-    """As routing.split."""
+    """As packet.split."""
     num_rows, top_k = topk_ids.shape
     hidden, stride = x.shape[1], x.stride(0)
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
@@ -169,7 +169,7 @@ def split(
 
 
 def add_rows(out: torch.Tensor, partial: torch.Tensor, rows: torch.Tensor) -> None:
-    """As routing.add_rows."""
+    """As packet.add_rows."""
     hidden, stride = out.shape[1], out.stride(0)
     _launch(
         add_partial,
@@ -181,7 +181,7 @@ def add_rows(out: torch.Tensor, partial: torch.Tensor, rows: torch.Tensor) -> No
 
 
 def take_answer(answer: torch.Tensor, out: torch.Tensor, sums: torch.Tensor, into: Fields) -> None:
-    """As routing.take_answer. answer and sums are pinned memory of the host, which the GPU reads where it lies."""
+    """As packet.take_answer. answer and sums are pinned memory of the host, which the GPU reads where it lies."""
     wait_for[1, 1, 1](answer, INTERPRETED, num_warps=1)
     grid = len(sums), -(-out.shape[1] // BLOCK), 1
     add_partial[grid](out, out.stride(0), sums, into.sent_rows, into.head, out.shape[1], BLOCK, True)

@@ -23,8 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from ndp_device.transport.sender_thread import Order, Places, SenderThread
-from vllm_ndp.integration.cuda.packet import Fields, HostFields, RowForm, lay_out, packet_bytes
-from vllm_ndp.integration.cuda.routing import Routing
+from vllm_ndp.integration.cuda.packet import Fields, HostFields, Routing, RowForm, lay_out, packet_bytes
 from vllm_ndp.integration.cuda.streams import Pinned, own_stream
 from vllm_ndp.layer.split import Splitter
 

@@ -1,14 +1,19 @@
-"""Fixed memory for what a layer tells the host and what stays on the GPU, seen as arrays for any number of rows.
+"""What a layer tells the host and what stays on the GPU: fixed memory for any number of rows, and what fills it there.
 
 The GPU writes what the host reads into pinned memory, and last a word that says so. Sizes follow from the number of
-rows, which the host knows. They do not depend on the number of cold pairs, which the host does not know yet. Knows
-sizes and memory; does not know what is cold, nor streams.
+rows, which the host knows. They do not depend on the number of cold pairs, which the host does not know yet.
+
+It is filled where the router's choices lie, by torch operators whose shapes no data decides. So no host waits for it,
+and a graph may hold it. Rows that leave for the device or the host's CPU are compacted in order. The host finds which
+of their pairs leave from the router's choices, which travel with them (layer/split.py). kernels.py does the same in one
+Triton kernel each; tests hold the two equal. Knows tensors of one layer only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from ndp_device.transport.sender_thread import Places
+from vllm_ndp.integration.routing_sidecar import Note
+from vllm_ndp.layer.tiers import ELSEWHERE
 
 _ALIGNED = 16
 
@@ -102,3 +109,94 @@ class HostFields:
         rows, hidden = self.x.shape
         at = self.word.ctypes.data, *self.addresses, self.x.ctypes.data, sums.data_ptr()
         return Places(*at, self.x.dtype.char, self.x.strides[0], rows, hidden)
+
+
+# -- filling one by torch operators ------------------------------------------------------------------------------------
+
+
+class Routing(NamedTuple):
+    """The steps, by whatever does them on a device."""
+
+    split: Callable[..., None]
+    add_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    take_answer: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Fields], None]
+
+
+def routing_by(*, kernels: bool) -> Routing:
+    """kernels: those of Triton."""
+    if not kernels:
+        return Routing(split, add_rows, take_answer)
+    from vllm_ndp.integration.cuda import kernels as of_triton
+
+    return Routing(of_triton.split, of_triton.add_rows, of_triton.take_answer)
+
+
+def split(
+    expert_map: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    x: torch.Tensor,
+    into: Fields,
+    elsewhere: int,
+    note: Note | None = None,
+    tells: bool = True,
+    live: torch.Tensor | None = None,
+) -> None:
+    """Fill a packet. expert_map i32 [E]: slot or a place of tiers.py; ids, weights [T, k]; x [T, H].
+
+    elsewhere: a slot that is none. note: where the routing is written, too. tells: the host waits for the word. live:
+    i32 [1] on the GPU, how many rows are no padding of a captured graph; None: all. Padding is neither noted nor sent.
+    """
+    num_rows, top_k = topk_ids.shape
+    if live is not None:
+        padding = torch.arange(num_rows, device=x.device) >= live
+        topk_ids = topk_ids.masked_fill(padding.unsqueeze(1), 0)
+    if note is not None:
+        count = num_rows if live is None else int(live)
+        Note(note.entries[:count], *note[1:]).write(topk_ids[:count], topk_weights[:count])
+    where = expert_map.index_select(0, topk_ids.reshape(-1).long()).view(num_rows, top_k)
+    if live is not None:
+        where = where.masked_fill(padding.unsqueeze(1), max(elsewhere, 0))
+    into.slots.copy_(where.masked_fill(where < 0, elsewhere))
+    into.ids.copy_(topk_ids, non_blocking=True)
+    into.weights.copy_(topk_weights, non_blocking=True)
+    leaves = (where < 0) & (where != ELSEWHERE)
+    rows, num_sent = compacted(leaves.any(dim=1))
+    into.head[0:1].copy_(leaves.sum())
+    into.head[1:2].copy_(num_sent)
+    into.sent_rows.copy_(rows)
+    into.x_here.copy_(x)
+    into.weights_here.copy_(topk_weights)
+    if tells:
+        into.x.copy_(x.index_select(0, rows), non_blocking=True)
+        into.word[0:1].fill_(1)
+
+
+def compacted(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of the set ones among N flags, then zeros [N]; how many are set [1]."""
+    total = chosen.cumsum(0)
+    count = len(chosen)
+    target = torch.where(chosen, total - 1, count)  # one place past the end takes what is not chosen
+    places = torch.zeros(count + 1, dtype=torch.int64, device=chosen.device)
+    places.scatter_(0, target, torch.arange(count, device=chosen.device))
+    return places[:count], total[-1:]
+
+
+def add_rows(out: torch.Tensor, partial: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add f32 [n, H] to these distinct rows i64 [n] of out [T, H]; one rounding, however many rows there are."""
+    if len(rows) == out.shape[0]:  # then they are all of them, in order
+        out.add_(partial)
+    else:
+        out.index_copy_(0, rows, out.index_select(0, rows).add_(partial))
+
+
+def take_answer(answer: torch.Tensor, out: torch.Tensor, sums: torch.Tensor, into: Fields) -> None:
+    """Wait for the word `answer` i32 [1] of the host and clear it; add its sums f32 [T, H] to the rows that left.
+
+    For memory of the host: this waits in its thread.
+    """
+    while not int(answer[0]):
+        time.sleep(0)
+    answer[0] = 0
+    count = int(into.head[1])
+    add_rows(out, sums[:count].to(out.device), into.sent_rows[:count])
