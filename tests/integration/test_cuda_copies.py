@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pretend_gpu import KINDS, LazyEvent, LazyStream, PretendGpu, gpu_of, peek
 
-from vllm_ndp.integration.cuda import copies
-from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
-from vllm_ndp.integration.cuda.streams import Arrival, HostStream, pinned_for
+from vllm_ndp.integration.cuda import streams as of_streams
+from vllm_ndp.integration.cuda.streams import Arrival, CopiesByThread, HostStream, PinnedCopies, pinned_for
 from vllm_ndp.integration.hot_experts import Migrator
 
 
@@ -61,25 +60,25 @@ def test_what_sets_off_to_the_host_costs_no_wait_until_somebody_asks_for_it(on: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_several_threads_fill_a_buffer_where_torch_has_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM gives torch one thread when the model is loaded. The buffer may be one of inference mode, as vLLM's are."""
-    filled, copy = set[str](), copies._copy_part
+    filled, copy = set[str](), of_streams._copy_part
 
     def noted(to: torch.Tensor, source: torch.Tensor) -> None:
         filled.add(threading.current_thread().name)
         together.wait()
         copy(to, source)
 
-    together = threading.Barrier(copies.FILLERS, timeout=60)
-    monkeypatch.setattr(copies, "_copy_part", noted)
+    together = threading.Barrier(of_streams.FILLERS, timeout=60)
+    monkeypatch.setattr(of_streams, "_copy_part", noted)
     device = torch.device("cpu")
     with torch.inference_mode():
-        size = copies.FILLERS * copies.LEAST_FILLED
+        size = of_streams.FILLERS * of_streams.LEAST_FILLED
         moves = PinnedCopies(HostStream(), pinned_for(device), buffer_bytes=size)
     source = torch.randn(size // dtype.itemsize)
     target = torch.zeros(source.shape, dtype=dtype)
     with torch.inference_mode():
         moves.copy_all([(target, source)])
     assert torch.equal(target, source.to(dtype))
-    assert len(filled) == copies.FILLERS
+    assert len(filled) == of_streams.FILLERS
     small = torch.zeros(8)
     moves.copy_all([(small, torch.ones(8))])  # by this thread: it waits for no other
     assert small.tolist() == [1] * 8

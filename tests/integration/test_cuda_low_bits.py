@@ -21,7 +21,6 @@ from ndp_device.calibration.calibrated import CalibratedExpert, FloatExpert, Rou
 from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import FullExpert
 from vllm_ndp.integration.cuda import low_bit_slots
-from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
 from vllm_ndp.integration.cuda.low_bit_slots import (
     Form,
     Fp8Rows,
@@ -29,6 +28,7 @@ from vllm_ndp.integration.cuda.low_bit_slots import (
     LowBitSlotKernel,
     LowBitSlots,
 )
+from vllm_ndp.integration.cuda.streams import CopiesByThread, PinnedCopies
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, SlotPairs, SlotWeights
 from vllm_ndp.planning.plan import Placement

@@ -17,8 +17,8 @@ from ndp_device.kernels import Kernel
 from ndp_device.model_config import whole_model
 from vllm_ndp.integration import compat, drafts
 from vllm_ndp.integration.cuda import limits
-from vllm_ndp.integration.cuda.copies import CopiesByThread
 from vllm_ndp.integration.cuda.limits import Rung
+from vllm_ndp.integration.cuda.streams import CopiesByThread
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.host_replicas import load_engine_kernel
 from vllm_ndp.integration.linear_layers import LinearLayers, StoredLinears

@@ -25,8 +25,7 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import Biases, FullExpert
 from ndp_device.kernels import Kernel
 from vllm_ndp.integration import vllm_private
-from vllm_ndp.integration.cuda.copies import CopiesByThread
-from vllm_ndp.integration.cuda.streams import Event
+from vllm_ndp.integration.cuda.streams import CopiesByThread, Event
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.layer.tiers import DEVICE
 
