@@ -26,11 +26,11 @@ from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.work import Timing
 from vllm_ndp.device_client.connection import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
+from vllm_ndp.integration.cuda.layer import RunningStep, WholeStep
 from vllm_ndp.integration.cuda.low_bit_slots import Fp8Rows, Int4Groups, LowBitSlots
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.cuda.packet import RowForm, routing_by
 from vllm_ndp.integration.cuda.streams import Arrival
-from vllm_ndp.integration.cuda.whole_step import RunningStep, WholeStep
 from vllm_ndp.integration.device_link import DeviceLink, DeviceView, Gather
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights

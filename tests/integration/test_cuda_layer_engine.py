@@ -9,10 +9,9 @@ import pytest
 from engines import PROMPTS, REPLICAS, engine, greedy, token_ids
 
 from vllm_ndp.integration.connector import NdpConnector
-from vllm_ndp.integration.controller import current_controller
+from vllm_ndp.integration.controller import LateReport, current_controller
 from vllm_ndp.integration.cuda import messenger
 from vllm_ndp.integration.report import StepReport
-from vllm_ndp.integration.step_log import LateReport
 from vllm_ndp.integration.worker import NdpWorker
 
 pytestmark = pytest.mark.vllm

@@ -13,7 +13,7 @@ from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration import compat
 from vllm_ndp.integration.cuda import limits
-from vllm_ndp.integration.cuda.whole_step import RunningStep
+from vllm_ndp.integration.cuda.layer import RunningStep
 from vllm_ndp.integration.moe_layer import LayerParts, MoELayer
 
 

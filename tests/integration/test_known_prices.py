@@ -10,7 +10,8 @@ import pytest
 from small_checkpoint import write_small_checkpoint
 
 from vllm_ndp.cost_model.prices import MeasuredPrices
-from vllm_ndp.integration import agreement, price_probe
+from vllm_ndp.integration import facts as of_worker
+from vllm_ndp.integration import price_probe
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.price_probe import _rising, find_or_measure
 
@@ -87,9 +88,9 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", [name for name in RUN if OTHERS.get(name, "x") is not None])
 def test_a_run_that_differs_in_one_fact_has_prices_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement.compat, "engine_cores", lambda: {0})
+    monkeypatch.setattr(of_worker.compat, "engine_cores", lambda: {0})
     one, other = (
-        agreement._facts_of_prices(*(getattr(spaces(values), part) for part in ("worker", "hot", "link", "setup")))
+        of_worker._facts_of_prices(*(getattr(spaces(values), part) for part in ("worker", "hot", "link", "setup")))
         for values in (RUN, RUN | {name: OTHERS.get(name, ["another"])})
     )
     assert price_probe._digest(one) != price_probe._digest(other)

@@ -17,6 +17,7 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.cost_model.gpu_timing import PipelineClock
+from vllm_ndp.integration.controller import StepLog
 from vllm_ndp.integration.refusals import sentence_of, serves_ndp
 from vllm_ndp.integration.report import (
     _SUMMED,
@@ -31,7 +32,6 @@ from vllm_ndp.integration.report import (
 from vllm_ndp.integration.serving.live import FinishedRequests, made_of
 from vllm_ndp.integration.serving.metrics import COUNTERS, HISTOGRAMS
 from vllm_ndp.integration.serving.routes import NdpRoutes
-from vllm_ndp.integration.step_log import StepLog
 from vllm_ndp.operating.server import PAIR_KINDS
 
 pytestmark = pytest.mark.vllm

@@ -1,4 +1,4 @@
-"""A worker in the making, from its facts (facts.py) and what the ranks agree on (agreement.py).
+"""A worker in the making, from its facts and what the ranks agree on (facts.py).
 
 While the model loads, each MoE layer hands over its hot slots (`attach`). Then `finish` makes every other part, each
 complete, and returns the worker whose model is loaded. Knows which parts there are and what each needs. Does not know
@@ -19,16 +19,14 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.transport.sender_thread import SenderThread
 from vllm_ndp.integration import compat, host_replicas
-from vllm_ndp.integration.agreement import agree_on_replicas, measure_prices, open_device
 from vllm_ndp.integration.batch import RequestTracker
 from vllm_ndp.integration.cuda import limits
-from vllm_ndp.integration.cuda.layer import FixedOutput
+from vllm_ndp.integration.cuda.layer import FixedOutput, RunningStep
 from vllm_ndp.integration.cuda.limits import Rung
 from vllm_ndp.integration.cuda.messenger import HotGraphs, Messenger
 from vllm_ndp.integration.cuda.packet import RowForm, routing_by
 from vllm_ndp.integration.cuda.streams import LateCheck, make_stream, pinned_for
-from vllm_ndp.integration.cuda.whole_step import RunningStep
-from vllm_ndp.integration.facts import WorkerFacts
+from vllm_ndp.integration.facts import WorkerFacts, agree_on_replicas, measure_prices, open_device
 from vllm_ndp.integration.host_replicas import HostExperts
 from vllm_ndp.integration.hot_experts import HotExperts, StagingStreamer, slots_of_module
 from vllm_ndp.integration.hot_slots import HotSlots, SlotWeights, make_slot_kernel

@@ -31,10 +31,9 @@ from vllm.tracing import extract_trace_context, instrument_manual
 from vllm.v1.request import RequestStatus
 
 from vllm_ndp.cost_model.gpu_timing import PipelineClock
-from vllm_ndp.integration.controller import current_controller
+from vllm_ndp.integration.controller import LateReport, current_controller
 from vllm_ndp.integration.report import RequestReport, StepReport, of_all_stages
 from vllm_ndp.integration.serving.metrics import NdpMetrics, NdpStats
-from vllm_ndp.integration.step_log import LateReport
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

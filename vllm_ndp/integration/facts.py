@@ -1,29 +1,49 @@
 """Facts of a worker, known before its model loads: from the settings, the checkpoint and vLLM's configuration.
 
-And what follows from them alone. Nothing here changes afterwards.
+And what follows from them alone. Nothing here changes afterwards. Then what the ranks of an engine agree on before they
+plan: replicas, the device, the setup of the run, measured prices. The leader finds out, and the other ranks hear it, so
+that all of them plan alike.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import cached_property
-from typing import TYPE_CHECKING
+from dataclasses import asdict, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+import vllm
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
+from ndp_device.common.widths import FULL_PRECISION_BITS, REPLICA_WIDTHS
 from ndp_device.kernels import Kernel
 from ndp_device.model_config import whole_model
-from vllm_ndp.integration import compat, drafts
+from ndp_device.protocol.messages import Served
+from vllm_ndp import __version__
+from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.prices import MeasuredPrices
+from vllm_ndp.device_client.handshake import PlannedReplicas, Requirements
+from vllm_ndp.integration import compat, drafts, host_replicas
+from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.cuda.limits import Rung
 from vllm_ndp.integration.cuda.streams import CopiesByThread
+from vllm_ndp.integration.device_link import DeviceLink, DeviceView
+from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.experts_pool import ExpertsPool
-from vllm_ndp.integration.host_replicas import load_engine_kernel
+from vllm_ndp.integration.host_replicas import HostExperts, load_engine_kernel
+from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.linear_layers import LinearLayers, StoredLinears
+from vllm_ndp.integration.price_probe import PriceProbe, Shared, WantedPrices, find_or_measure
 from vllm_ndp.integration.ranks import Ranks
-from vllm_ndp.layer.setup import Planning
+from vllm_ndp.layer.devices import DeviceRules
+from vllm_ndp.layer.joint_rule import LIVE_WIDTHS
+from vllm_ndp.layer.setup import Planning, Setup
 from vllm_ndp.layer.tiers import Owners, Tiers
 
 if TYPE_CHECKING:
@@ -133,3 +153,146 @@ def _model_of_stage(vllm_config: VllmConfig, pool: ExpertsPool, decoder: range) 
     if pool.shape == pool.model:
         return whole
     return replace(whole, num_layers=pool.shape.num_layers, decoder=whole.decoder[decoder.start : decoder.stop])
+
+
+# -- what ranks agree on -----------------------------------------------------------------------------------------------
+
+
+def agree_on_replicas(worker: WorkerFacts) -> tuple[Path | None, PlannedReplicas | None]:
+    """Find or build them, the first rank before the others; settings, checkpoint and replicas are equal on all.
+
+    Raises ConfigError on the rank that differs from the leader.
+    """
+    replicas = None
+    if worker.is_quantized:
+        num_experts = worker.pool.shape.num_experts
+        find = partial(host_replicas.find_replicas, worker.settings, worker.model_dir, worker.digest, num_experts)
+        replicas = worker.ranks.after_the_first(find)
+    planned = None if replicas is None else PlannedReplicas.of(replicas)
+    said = "none" if planned is None else f"{planned.digest}, losses {planned.loss_digest}"
+    worker.ranks.require_equal(
+        {
+            "settings": str(worker.settings),
+            "a checkpoint with digest": worker.digest,
+            "replicas with digest": said,
+        }
+    )
+    return replicas, planned
+
+
+def open_device(
+    worker: WorkerFacts, dtype: torch.dtype, replicas: Path | None, planned: PlannedReplicas | None
+) -> tuple[Setup, Costs, DeviceView]:
+    """The leader finds or starts the device; the others hear from it what they need to plan alike."""
+    cores, members, setup = worker.ranks.merge(compat.bound_cores()), None, None
+    if worker.ranks.leads:
+        settings = worker.settings
+        requirements = Requirements(
+            worker.pool.model,
+            worker.hardware,
+            full_precision=settings.cold_precision == "full" or settings.prefill == "split",
+            quantized=worker.is_quantized,
+            replicas=planned,
+        )
+        wants_prompts = worker.splits_prefill()
+        members = DeviceMembers(settings, requirements, worker.model_dir, worker.digest, replicas, cores)
+        worker.opened.callback(members.close)
+        setup = _make_setup(worker, members.served, wants_prompts=wants_prompts)
+    setup = worker.ranks.from_leader(setup)
+    costs = setup.costs_of(worker.shape)
+    devices = setup.devices_of(costs, full_precision=worker.planning.full_precision)
+    if members is None:
+        return setup, costs, DeviceView(setup, devices, None, (True,) * setup.num_devices)
+    local = HostExperts(worker.model_dir, replicas, worker.kernel, worker.layers) if setup.same_without else None
+    link = DeviceLink(members, setup, devices, worker.pool.model, worker.layers, dtype, local)
+    return setup, costs, DeviceView(setup, devices, link)
+
+
+def _make_setup(worker: WorkerFacts, served: Served, *, wants_prompts: bool) -> Setup:
+    """What the run's decisions and times depend on, without measured prices. wants_prompts: whether the device is to
+    compute for prompts, if it holds the checkpoint. Raises ConfigError where copies on several devices do not fit."""
+    settings, ranks, stage = worker.settings, worker.ranks, worker.ranks.stage
+    setup = Setup(
+        preset=settings.preset,
+        overrides=dict(settings.hardware_overrides),
+        host_dims=worker.shape.recorded(),
+        planning=worker.planning,
+        expert_bytes=served.expert_bytes,
+        group_size=served.group_size,
+        activation_bytes=worker.vllm_config.model_config.dtype.itemsize,
+        spill_bits=settings.resolve_offload_bits(worker.pool.model.num_experts, served.expert_bytes),
+        device_hosts=settings.device_hosts,
+        splits_prefill=wants_prompts and FULL_PRECISION_BITS in served.expert_bytes,
+        same_without=settings.fallback == "same",
+        num_gpus=ranks.size,
+        whole_experts=ranks.holds_whole_experts,
+        stage=stage.index,
+        first_layer=worker.layers.start,
+        num_stages=stage.count,
+        num_devices=settings.num_devices,
+        splits_experts=settings.splits_experts,
+        slot_bits=settings.slot_bits,
+        joint_tiers=settings.joint_tiers,
+    )
+    if setup.num_devices == 1:
+        return setup
+    rules = DeviceRules.that_fit(
+        setup.costs_of(worker.shape),
+        setup.num_devices,
+        settings.device_copies,
+        full_precision=worker.planning.full_precision,
+        splits_experts=setup.splits_experts,
+    )
+    return msgspec.structs.replace(setup, device_copies=rules.num_copies)
+
+
+def measure_prices(
+    worker: WorkerFacts, hot: HotExperts, device: DeviceView, replicas: Path | None, shared: Shared | None
+) -> dict[str, Any] | None:
+    """Measure as the leader, for all ranks; None where prices are those of the simulated hardware. `shared`: the
+    shared experts of a layer, where there are any."""
+    if worker.settings.prices != "measured":
+        return None
+    recorded = None
+    if (link := device.link) is not None:
+        wanted = _asked_of_probe(worker, device.setup)
+        probe = PriceProbe(hot, lambda: worker.kernel, worker.model_dir, replicas, worker.layers.start, shared)
+        facts = _facts_of_prices(worker, hot, link, device.setup)
+        facts |= {"wanted": asdict(wanted), "shared experts": shared is not None}
+        measure = partial(probe.measure, wanted, link.members.beside_the_run)
+        prices, said = find_or_measure(MeasuredPrices, facts, measure)
+        say(f"speed of this machine, by which plans place experts: {said}")
+        recorded = prices.recorded()
+    told: dict[str, Any] = worker.ranks.from_leader(recorded)
+    return told
+
+
+def _facts_of_prices(worker: WorkerFacts, hot: HotExperts, link: DeviceLink, setup: Setup) -> dict[str, Any]:
+    """Facts that measured prices depend on, beside the processor and what is asked."""
+    pool, shape, members = worker.pool, worker.pool.shape, link.members
+    sizes = [shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k]
+    first = pool.layout.layers[0]
+    return {
+        "shape": [*sizes, sorted(map(str, set(pool.layout.activations))), bool(first.biases)],
+        "shared": [worker.shape.shared_weights, worker.settings.linear_bits],
+        "dtype": str(hot.layers[0].held.w13.dtype),
+        "stored": pool.stored_as,
+        "group size": setup.group_size,
+        "parts": [worker.ranks.share.count, setup.num_devices if setup.splits_experts else 1],
+        "kernels": [hot.layers[0].kernel_name, members.description.kernel, members.description.pe_mode],
+        "cores": [sorted(compat.engine_cores()), members.cores],
+        "versions": [vllm.__version__, torch.__version__, __version__],
+    }
+
+
+def _asked_of_probe(worker: WorkerFacts, setup: Setup) -> WantedPrices:
+    settings, served = worker.settings, sorted(setup.expert_bytes)
+    engine = {settings.slot_bits} - {FULL_PRECISION_BITS}
+    tiers = ["gpu"]
+    if settings.is_joint:
+        tiers = [tier for tier in settings.joint_tiers.split("+") if tier != "device"]
+        engine = set(LIVE_WIDTHS["gpu"]) & {*served, FULL_PRECISION_BITS}
+    device_widths = [bits for bits in served if bits in REPLICA_WIDTHS and worker.is_quantized]
+    if FULL_PRECISION_BITS in served and (setup.splits_prefill or settings.cold_precision == "full"):
+        device_widths.append(FULL_PRECISION_BITS)
+    return WantedPrices(settings.slot_bits, sorted(engine), tiers, device_widths)

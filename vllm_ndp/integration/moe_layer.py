@@ -13,10 +13,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from vllm_ndp.integration.cuda.layer import AsideLayer, FixedOutput
+from vllm_ndp.integration.cuda.layer import AsideLayer, FixedOutput, RunningStep
 from vllm_ndp.integration.cuda.limits import refuse_capture
 from vllm_ndp.integration.cuda.messenger import Messenger
-from vllm_ndp.integration.cuda.whole_step import RunningStep
 from vllm_ndp.integration.device_link import DeviceView, add_sums, sent_rows
 from vllm_ndp.integration.host_replicas import HostExperts
 from vllm_ndp.integration.hot_experts import HotExperts

@@ -3,7 +3,7 @@
 `vllm serve MODEL --quantization ndp` on a machine without a GPU. The choice is written into vLLM's configuration as if
 a user had given it, so every process sees the same. The log says the choice, with the line that gives it by hand.
 Nothing is chosen for a user who gives one of LAYOUT, names a hardware or other devices, or has several workers. Knows
-vLLM's configuration. Does not know how much anything takes (operating/own_size.py).
+vLLM's configuration. Does not know how much anything takes (operating/proposal.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm_ndp.integration.compat import model_dir
 from vllm_ndp.integration.host_replicas import cached_replicas
 from vllm_ndp.integration.price_probe import find_or_measure
 from vllm_ndp.operating import speed
-from vllm_ndp.operating.own_size import OwnSize, kv_cache_bytes, own_size
+from vllm_ndp.operating.proposal import OwnSize, kv_cache_bytes, own_size
 from vllm_ndp.operating.sizing import Demand, MachineSize, Sizing
 from vllm_ndp.operating.sources import source_named
 

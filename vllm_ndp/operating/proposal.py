@@ -1,5 +1,17 @@
 """The proposal of `vllm-ndp plan`: ways to serve a model that fit, the speed of each, and the lines to start it.
 
+And the size that `vllm serve MODEL --quantization ndp` gives itself on a machine without a GPU:
+
+    every expert in slots at the widest width that fits beside one request  ->  KV cache
+    where bf16 experts are the faster ones, and stored plain and in memory for every prompt: half of them in full
+    precision, the others at the widest width
+
+Prompts are part of it: in slots they are computed as decode is, by the same kernel from the same replicas. Experts
+that are left to the device would be read from the checkpoint for every prompt, which takes minutes at a real size.
+Linear layers are then held at 8 bits, too: bf16 ones take longer to read, and text does not show the loss
+(docs/measured/quality_linear.json). The KV cache, up to the most tokens that the server may need at once, gets half of
+the remaining memory; files the rest.
+
 Puts sizing.py and speed.py together. Knows the command lines of vLLM and of ours; reads nothing.
 """
 
@@ -13,10 +25,9 @@ from typing import Any
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.operating.own_size import decode_step_s, first_token_s, settings_of
-from vllm_ndp.operating.sizing import Option, Sizing
+from vllm_ndp.operating.sizing import ENGINE_BYTES, SERVER_BYTES, Option, Sizing, human
 from vllm_ndp.operating.sources import CheckpointSource
-from vllm_ndp.operating.speed import Measured, Simulated, simulated
+from vllm_ndp.operating.speed import PROMPT, Measured, Simulated, simulated
 from vllm_ndp.planning.bitwidths import verdict_on
 from vllm_ndp.setting_names import as_options
 
@@ -148,3 +159,144 @@ def propose(
             step_s, first_s = decode_step_s(sizing, option, measured), first_token_s(sizing, option, measured)
         ways.append(Way(option, speed, step_s, first_s))
     return Proposal(source, sizing, costs.hardware.preset, ways, measured)
+
+
+# -- the size that a server gives itself -------------------------------------------------------------------------------
+
+
+_KV_SHARE = 2
+"""One part in so many of the memory that is left goes to the KV cache: a guess, half for it and half for files."""
+_LINEAR_BITS = 8
+
+
+@dataclass(frozen=True)
+class OwnSize:
+    sizing: Sizing
+    """Sizes of one request."""
+    option: Option
+    measured: Measured
+    kv_cache_bytes: int
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return settings_of(self.option, self.sizing.model.num_experts)
+
+    @property
+    def _is_quantized(self) -> bool:
+        return "linear_bits" in self.settings
+
+    def words(self, *, with_kv: bool) -> list[str]:
+        """Options that set the same size by hand. with_kv: add the KV cache's size, which the user did not give."""
+        kv = ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)] if with_kv else []
+        return [*kv, *as_options(self.settings)]
+
+    def said(self, loss: float | None, *, with_kv: bool) -> list[str]:
+        """Lines for the log: the chosen size, what to expect of it, and the options to set it by hand.
+
+        loss: of an expert's output, relative, at the width; None: the replicas do not exist yet.
+        """
+        option, model = self.option, self.sizing.model
+        lost = "unknown before the replicas are built" if loss is None else f"{loss:.1%} of an expert's output"
+        kept = f", KV cache {human(self.kv_cache_bytes)}" if with_kv else ""
+        linear = f", linear layers at {_LINEAR_BITS}" if self._is_quantized else ""
+        mapped = human(self.sizing.stored_bytes or self.sizing.checkpoint_bytes)
+        if option.slot_bits != FULL_PRECISION_BITS:
+            experts = f"all {model.num_experts} experts of a layer at {option.slot_bits} bits, for prompts and decode"
+            then = f"the checkpoint's {mapped} are read at the start only"
+        else:
+            experts = (
+                f"{option.num_hot} of {model.num_experts} experts hot in full precision, the others at "
+                f"{option.avg_bits:g} bits"
+            )
+            then = (
+                f"mapped {mapped} of checkpoint, of whose experts {option.pool_cached:.0%} can stay in the page cache"
+            )
+        return [
+            f"sized to {human(self.sizing.machine.host_bytes)} of memory: {experts}{linear}{kept}; held "
+            f"{human(self._held)}; {then}",
+            f"expected: {self._speed}; loss {lost}{self._without_loss}",
+            f"by hand: {shlex.join(self.words(with_kv=with_kv))}",
+        ]
+
+    @property
+    def _without_loss(self) -> str:
+        """What a server without the plugin would do here; empty where it has no room."""
+        sizing = self.sizing
+        whole = sizing.checkpoint_bytes + ENGINE_BYTES + SERVER_BYTES + self.kv_cache_bytes
+        if not (self._is_quantized and sizing.is_plain) or whole > sizing.machine.host_bytes:
+            return ""
+        return f". Stock vLLM would lose nothing: its {human(whole)} fit, too (leave out --quantization ndp)"
+
+    @property
+    def _speed(self) -> str:
+        measured, first = self.measured, ""
+        if (prompt_s := first_token_s(self.sizing, self.option, measured)) is not None:
+            first = f"the first token of a prompt of {PROMPT} after {prompt_s:.2g} s, then "
+        return (
+            f"{first}{1 / self.step_s:.1f} tokens/s for one request (this machine reads "
+            f"{human(measured.read_bytes_per_s)}/s and takes {1e3 * measured.expert_s:.2f} ms for an expert at "
+            f"{measured.bits} bits)"
+        )
+
+    @property
+    def step_s(self) -> float:
+        """A decode step of one request, as expected."""
+        return decode_step_s(self.sizing, self.option, self.measured)
+
+    @property
+    def _held(self) -> int:
+        held = sum(self.option.host.values()) - self.sizing.kv_cache + self.kv_cache_bytes
+        if not self._is_quantized:
+            return held
+        model = self.sizing.model
+        return held - self.sizing.other_weights + linear_bytes(self.sizing) + model.dtype_bytes * model.head_weights
+
+
+def linear_bytes(sizing: Sizing) -> int:
+    """Bytes that a token reads beside quantized experts, at the server's width. The embedding stays as it is."""
+    return (sizing.model.beside_weights + sizing.model.head_weights) * _LINEAR_BITS // 8
+
+
+def first_token_s(sizing: Sizing, option: Option, measured: Measured) -> float | None:
+    """Of a prompt of PROMPT tokens; None where it streams experts, whose price nobody has measured."""
+    if option.slot_bits == FULL_PRECISION_BITS:
+        return None
+    return measured.prompt_s(sizing.model, linear_bytes(sizing))
+
+
+def decode_step_s(sizing: Sizing, option: Option, measured: Measured) -> float:
+    """One request at even routing, with the settings of `settings_of`."""
+    model = sizing.model
+    if "linear_bits" in settings_of(option, model.num_experts):
+        beside_s = linear_bytes(sizing) / measured.linear_bytes_per_s
+    else:
+        beside_s = sizing.other_weights / measured.read_bytes_per_s
+    return measured.decode_step_s(model, option.num_hot if option.slot_bits == FULL_PRECISION_BITS else 0, beside_s)
+
+
+def settings_of(option: Option, num_experts: int) -> dict[str, Any]:
+    """The settings that make an option on a machine without a GPU."""
+    linear = {"linear_bits": _LINEAR_BITS}
+    experts: dict[str, Any] = {"hot_experts": option.num_hot, "avg_bits": option.avg_bits}
+    if option.slot_bits != FULL_PRECISION_BITS:  # nothing is left to the device, not even where it would be faster
+        return experts | {"slot_bits": option.slot_bits, "execution": "paper"} | linear
+    return experts | (linear if option.num_hot < num_experts else {})
+
+
+def own_size(sizing: Sizing, batch: int, measured: Measured) -> OwnSize:
+    """Choose a size for this machine. sizing: of one request. batch: requests that may run at once. Raises ConfigError
+    if not even one fits."""
+    sizing = replace(sizing, hot_is_faster=measured.hot_is_faster(sizing.model))
+    option = sizing.require()[0]
+    return OwnSize(sizing, option, measured, kv_cache_bytes(sizing, option, batch))
+
+
+def kv_cache_bytes(sizing: Sizing, option: Option | None, batch: int) -> int:
+    """For `batch` requests, in at most half of the memory that an option leaves; for one where it leaves none (None).
+
+    sizing: of one request.
+    """
+    per_request = sizing.kv_per_request + sizing.sidecar
+    left = 0 if option is None else sizing.machine.host_bytes - sum(option.host.values())
+    more = min((batch - 1) * per_request, left // _KV_SHARE)
+    return sizing.kv_cache_with_spare + more * sizing.kv_per_request // per_request
