@@ -25,7 +25,6 @@ from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.self_sizing import EXPECTED_STEP_S
 from vllm_ndp.operating.sizing import human
-from vllm_ndp.operating.speed import priced_step_s
 from vllm_ndp.planning.bitwidths import BY_BITS_READ, OF_PAIRS, OVER_LAYERS, verdict_on, verdict_on_loss
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, AUTO_SHARES_FROM
 from vllm_ndp.planning.plan import Budget
@@ -74,7 +73,7 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar, kv_cache_bytes: int) -
         "bit_rule": settings.bit_rule_in_force,
         "avg_bits": avg_bits,
         "max_loss": settings.max_loss,
-        "expected_step_s": _expected_step_s(worker, num_hot, avg_bits),
+        "expected_step_s": getattr(facts.vllm_config, EXPECTED_STEP_S, None),
         "predicted_loss": _predicted_loss(
             settings, shape.num_experts, parts.planner.replanner.predicted_nats(settings.slot_bits)
         ),
@@ -93,19 +92,6 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar, kv_cache_bytes: int) -
         **({} if device.link is None else _device(device.link, device, settings, hot.pool.mapped_bytes)),
         **({"replicas": _OWN_CODES.format(settings.slot_bits)} if facts.serves_its_codes else {}),
     }
-
-
-def _expected_step_s(worker: LoadedWorker, num_hot: int, avg_bits: float) -> float | None:
-    """Of decode with one request on this machine: as the log of a server that sized itself has said it, or by the
-    prices of plans. None where neither was measured, and on a GPU, where no forecast was held against a run."""
-    facts, prices = worker.facts, worker.run.setup.measured_prices
-    if (said := getattr(facts.vllm_config, EXPECTED_STEP_S, None)) is not None:
-        return float(said)
-    settings, ranks = facts.settings, facts.ranks
-    if prices is None or settings.is_joint or settings.warm_experts or ranks.size * ranks.stage.count > 1:
-        return None
-    bits = FULL_PRECISION_BITS if settings.cold_precision == "full" else avg_bits
-    return priced_step_s(prices, facts.shape, num_hot, bits, settings.linear_bits) if compat.on_cpu() else None
 
 
 def _speed(step_s: float | None) -> str:

@@ -34,7 +34,6 @@ from ndp_device.experts.expert import (
 from ndp_device.kernels.native import NativeExpert, NativeKernel, NativeMatrix
 from ndp_device.timing.work import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.cost_model.prices import MeasuredPrices
 
 _LAYERS_DRAWN = 4096
 """Steps of one layer that are averaged over: the mean of a step is then within 1 % of a replay."""
@@ -107,24 +106,6 @@ class Measured:
 def _touched(model: WholeModel) -> float:
     """Experts of a layer that a prompt of PROMPT tokens chooses, at even routing."""
     return model.num_experts * (1 - (1 - model.top_k / model.num_experts) ** PROMPT)
-
-
-def priced_step_s(
-    prices: MeasuredPrices, model: WholeModel, num_hot: int, avg_bits: float, linear_bits: int | None
-) -> float:
-    """`Measured.decode_step_s` by the prices that plans are made by: engine and device one after the other, matrices
-    beside experts at the rate of an expert in a slot. linear_bits: of these; None: as they are."""
-    hot, hot_ps = model.top_k * num_hot / model.num_experts, prices.hot_ps(1)
-    layer_ps = hot * hot_ps + prices.shared_ps(1)
-    if hot < model.top_k:
-        widths = [int(name.partition(":")[2]) for name in prices.experts if name.startswith("device:")]
-        nearest = min(widths, key=lambda bits: abs(bits - avg_bits))
-        layer_ps += prices.message_ps(1, 1) + (model.top_k - hot) * prices.device_ps(nearest, 1)
-    beside = model.dtype_bytes * model.other_weights
-    if linear_bits is not None:
-        beside = (model.beside_weights + model.head_weights) * linear_bits // 8
-    beside_ps = beside * hot_ps / (model.weights_per_expert * prices.slot_bits / 8)
-    return (model.num_layers * layer_ps + beside_ps) / PS_PER_S + model.num_layers * LAYER_S
 
 
 def simulated(costs: Costs, num_hot: int, avg_bits: float, batch: int, context: int) -> Simulated:

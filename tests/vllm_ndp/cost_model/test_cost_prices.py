@@ -13,7 +13,6 @@ from vllm_ndp.cost_model.prices import MeasuredPrices, SimulatedPrices
 from vllm_ndp.layer.balance import Balancer, LayerLoad
 from vllm_ndp.layer.joint_rule import JointRule
 from vllm_ndp.layer.prefill_split import PrefillSplit
-from vllm_ndp.operating.speed import LAYER_S, priced_step_s
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import BitwidthPlan, top_experts
 
@@ -46,18 +45,6 @@ def test_between_measured_numbers_of_rows_a_price_is_a_straight_line_and_goes_on
     assert measured.message_ps(3, 9) == 5
     assert measured.streamed_ps(0, 0) == 0
     assert measured.streamed_ps(2, 6) == 6 * 40 + 2  # an expert without its rows is never free
-
-
-def test_a_step_on_this_machine_is_what_its_experts_messages_and_matrices_are_priced_at():
-    """Two of eight experts a token, four of eight hot; by hand. An average between two widths takes the nearest."""
-    model, measured = COSTS.shape, prices(gpu=10**6, device=3 * 10**6, message=5)
-    matrices_ps = model.other_weights / model.weights_per_expert * 10**6
-    own = (32 * (10**6 + 5 + 3 * 10**6 * 3 // 2) + matrices_ps) / 1e12
-    for bits in (3, 2.9):
-        assert priced_step_s(measured, model, 4, bits, None) == pytest.approx(own + 32 * LAYER_S)
-    all_hot_s = priced_step_s(measured, model, 8, 3, 8)
-    in_bytes = (model.beside_weights + model.head_weights) / (2 * model.weights_per_expert) * 10**6
-    assert all_hot_s == pytest.approx((32 * 2 * 10**6 + in_bytes) / 1e12 + 32 * LAYER_S)
 
 
 def test_what_is_recorded_is_the_same_prices_again():
