@@ -57,7 +57,7 @@ def _helps(node: Any, path: str) -> list[str]:
 def settings_page() -> str:
     """Settings on top, then those in `debug`: fields of NdpSettings, with the strings that stand below them."""
     tree = ast.parse((ROOT / "vllm_ndp" / "config.py").read_text())
-    from vllm_ndp.setting_names import DEBUG, TOP
+    from vllm_ndp.config import DEBUG, TOP
 
     (settings,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "NdpSettings"]
     lines = ["# Settings", "", "What `--additional-config '{\"ndp\": {...}}'` may hold. Unknown names are refused.", ""]

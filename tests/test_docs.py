@@ -18,9 +18,8 @@ from typer.main import get_command
 from ndp_device.__main__ import app as ndp_device
 from ndp_device.timing.presets import PRESETS
 from vllm_ndp.app import app as vllm_ndp
-from vllm_ndp.config import NdpSettings
+from vllm_ndp.config import DEBUG, TOP, NdpSettings
 from vllm_ndp.lab.systems import SYSTEMS
-from vllm_ndp.setting_names import DEBUG, TOP
 
 sys.path.insert(0, str(ROOT / "docs"))
 

@@ -14,7 +14,7 @@ from paths import ROOT
 
 from ndp_device.timing.public_models import PUBLIC_MODELS
 from vllm_ndp.app import app
-from vllm_ndp.setting_names import DEBUG, TOP
+from vllm_ndp.config import DEBUG, TOP
 
 sys.path.insert(0, str(ROOT / "docs"))
 

@@ -1,47 +1,42 @@
 """The plugin's settings: what may be asked for, checked once, frozen.
 
-They arrive as `--additional-config '{"ndp": {...}}'` (or `LLM(..., additional_config={"ndp": {...}})`).
-Knows ranges and defaults; what a person writes for them is in setting_names.py. Does not know vLLM, the model or the
-device.
+They arrive as `--additional-config '{"ndp": {...}}'` (or `LLM(..., additional_config={"ndp": {...}})`). A person writes
+at most 20 of them on top, the rest in `policy` and `debug`. Does not know vLLM, the model or the device.
 """
 
 from __future__ import annotations
 
+import difflib
+import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, get_type_hints
 
+import msgspec
+
 from ndp_device import transport
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.widths import BYTE_BITS, DEFAULT_AVG_BITS, FULL_PRECISION_BITS, PLAN_BITS, REPLICA_WIDTHS
+from ndp_device.common.widths import (
+    BYTE_BITS,
+    DEFAULT_AVG_BITS,
+    FULL_PRECISION_BITS,
+    PLAN_BITS,
+    REPLICA_WIDTHS,
+    WIDTHS,
+)
 from vllm_ndp.layer.setup import Planning
 from vllm_ndp.planning.bitwidths import BY_BITS_READ, OF_PAIRS, OVER_LAYERS
 from vllm_ndp.planning.importance import BITS_FOR
 from vllm_ndp.planning.policies import Policy, PolicySettings, policy_with, usual_bit_rule
-from vllm_ndp.setting_names import DeviceAddress, by_field, typed
 
 MAX_DEADLINE_MS = 3_600_000.0
 DEFAULT_OFFLOAD_BITS = 3
 DEFAULT_HARDWARE = "h100-ndp512"
 GPU_RUNGS = ("plain", "streams", "asynchronous", "kernels", "thread", "graphs")
 """Ways to run on a GPU, each with one thing more than the one before."""
-_CHOICES: dict[str, tuple[str | int, ...]] = {
-    "slot_bits": PLAN_BITS,
-    "linear_bits": (8, 4),
-    "offload_bits": REPLICA_WIDTHS,
-    "plan": ("fixed", "joint", "joint+host"),
-    "cold_precision": ("quantized", "full"),
-    "execution": ("auto", "balanced", "paper"),
-    "gpu": ("auto", *GPU_RUNGS),
-    "prefill": ("auto", "split", "streamed"),
-    "prices": ("auto", "simulated", "measured"),
-    "bits_for": BITS_FOR,
-    "fallback": ("full", "same"),
-    "kernel": ("auto", "reference", "native"),
-    "device_experts": ("copies", "split"),
-}
 _LEAST = {"hot_experts": 0, "warm_experts": 0, "device_hosts": 1, "devices": 1}
 _MOST = {"devices": 64}
 """Embedded devices are processes."""
@@ -58,19 +53,40 @@ _DECIDED_JOINTLY = {
 
 
 @dataclass(frozen=True)
+class DeviceAddress:
+    """A device that runs already."""
+
+    address: str
+    """ipc:// or tcp://"""
+    keys: str | None = None
+    """Key file of this host (`ndp-device keygen`) for a tcp address, or `insecure-loopback` for a device that was
+    started with --insecure-loopback."""
+
+
+_DEBUG: Mapping[str, Any] = {"debug": True}
+_WITHIN: Mapping[str, Any] = {"within": True}
+"""Marks of fields: for researchers and tests, with a default that decides by itself; written within another setting."""
+
+
+def _one_of(default: Any, choices: Sequence[str | int], *, debug: bool = False) -> Any:
+    """A setting that has one of these values."""
+    return field(default=default, metadata={"choices": choices, **(_DEBUG if debug else {})})
+
+
+@dataclass(frozen=True)
 class NdpSettings:
     """All values of a run in one flat record. docs/compatibility.md lists the settings that set them."""
 
     hot_experts: int | None = None
     """Experts per layer kept on the GPU in full precision; None = half of them."""
-    slot_bits: int = FULL_PRECISION_BITS
+    slot_bits: int = _one_of(FULL_PRECISION_BITS, PLAN_BITS)
     """Bits of hot experts: 16 = the checkpoint's own weights. With fewer bits, the same GPU memory holds more experts.
     On CPU: 8, 4, 3, 2 or 1, from replicas. On a GPU: 8 (FP8) or 4, quantized on arrival for vLLM's own kernels."""
-    linear_bits: int | None = None
+    linear_bits: int | None = _one_of(None, (8, 4))
     """Bits of the other linear layers on CPU: attention projections, dense and shared MLPs, the output matrix. 8 or 4:
     quantized at start-up; None = as in the checkpoint. Layers that the checkpoint stores quantized keep vLLM's
     kernel."""
-    plan: str = "fixed"
+    plan: str = _one_of("fixed", ("fixed", "joint", "joint+host"))
     """`fixed`: the same number of hot and warm experts in every layer. `joint`: each prompt's plan gives every expert a
     tier and a width, in the GPU memory of `hot_experts` full-precision experts. The plan is the fastest on the
     simulated hardware whose expected loss is not above that of `fixed` with one width for each expert. `joint+host`:
@@ -83,35 +99,35 @@ class NdpSettings:
     its cold experts keep instead. Below 2, answers are of no use, and a warning says so. Or {"max_loss": NATS}: the
     smallest average whose predicted loss is at most that many nats per token. Or, for an engine,
     {"simulated_tokens_per_s": N}: the largest average with which one request decodes so fast at even routing."""
-    max_loss: float | None = None
+    max_loss: float | None = field(default=None, metadata=_WITHIN)
     """Nats of `avg_bits`, if it bounds the loss."""
-    bits_for: str = "auto"
+    bits_for: str = _one_of("auto", BITS_FOR, debug=True)
     """`request`: each request has its own bits; `batch`: all running requests share one assignment. `auto`: one
     assignment from 4 running requests on, with half a bit more on average, which is faster and loses less."""
-    cold_precision: str = "quantized"
+    cold_precision: str = _one_of("quantized", ("quantized", "full"))
     """`quantized`: the device computes from 1-8 bit replicas; `full`: from the checkpoint (identity mode)."""
-    execution: str = "auto"
+    execution: str = _one_of("auto", ("auto", "balanced", "paper"))
     """Where hot experts run in decode. `paper`: always on the GPU; `balanced`: on the device at `offload_bits` if that
     shortens the layer's simulated time; `auto`: balanced, unless nothing is quantized."""
-    offload_bits: int | None = None
+    offload_bits: int | None = _one_of(None, REPLICA_WIDTHS, debug=True)
     """Bits of a hot expert while it runs on the device; None = 3, or 8 beside `avg_bits` 8."""
-    device_hosts: int = 1
+    device_hosts: int = field(default=1, metadata=_DEBUG)
     """Hosts that share the device, this one included; balanced execution counts the device's time once for each."""
-    gpu: str = "auto"
+    gpu: str = _one_of("auto", ("auto", *GPU_RUNGS), debug=True)
     """How layers, copies and checks run on a GPU. `plain`: on one stream; the host waits wherever it needs a value.
     `streams`: copies, moves of experts and the check of rows have streams of their own. `asynchronous`: decode layers
     launch first and wait once, by torch operators; the host sends. `kernels`: Triton kernels in place of these
     operators. `thread`: a thread of C++ sends. `graphs`: the hot experts of a decode layer are one launch. `auto`: the
     last that a run on a GPU has passed (docs/gpu.md). On CPU only decode layers differ: `plain`, `asynchronous` or
     `thread`."""
-    prefill: str = "auto"
+    prefill: str = _one_of("auto", ("auto", "split", "streamed"))
     """Where a prompt's cold experts run, in full precision. `streamed`: all on the GPU. `split`: the device computes so
     many that both sides end together on the simulated hardware. `auto`: split if the engine runs on CPU and the
     checkpoint holds plain experts, else streamed."""
     policy: str = "prefill"
     """Placement policy by name; `prefill` is the paper's. Or {"name": NAME, OPTION: VALUE, ..}, by default of
     `prefill`."""
-    policy_options: Mapping[str, Any] = field(default_factory=dict)
+    policy_options: Mapping[str, Any] = field(default_factory=dict, metadata=_WITHIN)
     """Options in `policy`: those of every policy (`alpha`, `bit_rule`, `losses`, ..: PolicySettings), and its own."""
     replicas: str | None = None
     """Directory written by `vllm-ndp quantize`; None = the cache, filled at the first start from the weights alone."""
@@ -119,14 +135,14 @@ class NdpSettings:
     """Number of embedded devices, each a private process; or the address of a running device (ipc:// or tcp://). Or a
     list of addresses: those devices share the experts. Instead of an address: {"address": ADDRESS,
     "keys": FILE}, with this host's key file (`ndp-device keygen`)."""
-    running: tuple[DeviceAddress, ...] = ()
+    running: tuple[DeviceAddress, ...] = field(default=(), metadata=_WITHIN)
     """Those of `devices` that run already; empty = all are embedded."""
-    device_experts: str = "copies"
+    device_experts: str = _one_of("copies", ("copies", "split"), debug=True)
     """`copies`: each of several devices has whole experts, with copies on others. `split`: each has an equal part of
     every expert, so all devices work on every pair. Or {"copies": N}: N devices hold each expert."""
-    device_copies: int | None = None
+    device_copies: int | None = field(default=None, metadata=_WITHIN)
     """Copies of `device_experts`; None = 2 if they fit, else 1."""
-    prices: str = "auto"
+    prices: str = _one_of("auto", ("auto", "simulated", "measured"), debug=True)
     """Times that decide where experts run: those of the `simulated` hardware, or `measured` on this machine at
     start-up. `auto`: measured if one worker on CPU and one embedded device run everything and no `hardware` is named.
     Reported simulated times are the same in either case."""
@@ -134,11 +150,11 @@ class NdpSettings:
     """Preset of simulated times. A named preset also decides where experts run; None = h100-ndp512, for times only."""
     hardware_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Values of the preset to replace, by `section.field` (`ndp-device time` lists them)."""
-    kernel: str = "auto"
+    kernel: str = _one_of("auto", ("auto", "reference", "native"), debug=True)
     """Kernel of the embedded device."""
     deadline_ms: float = 1000.0
     """One deadline for a layer's device call; after it the same experts are computed locally."""
-    fallback: str = "full"
+    fallback: str = _one_of("full", ("full", "same"))
     """Source of cold experts that the host computes without a device: the checkpoint (`full`) or the same replica
     (`same`)."""
     record: str | None = None
@@ -148,9 +164,12 @@ class NdpSettings:
     tokens is chosen by measured times. 0: vLLM's own count. None: 3 for a server on CPU, else vLLM's count."""
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            if (value := getattr(self, name)) is not None and value not in allowed:
-                raise ConfigError(f"ndp setting {name!r} must be one of {', '.join(map(str, allowed))}, got {value!r}")
+        for one in fields(self):
+            allowed, value = one.metadata.get("choices", ()), getattr(self, one.name)
+            if allowed and value is not None and value not in allowed:
+                raise ConfigError(
+                    f"ndp setting {one.name!r} must be one of {', '.join(map(str, allowed))}, got {value!r}"
+                )
         for name, least in _LEAST.items():
             if (value := getattr(self, name)) is not None and value < least:
                 raise ConfigError(f"ndp setting {name!r} must be {least} or more, got {value}")
@@ -379,7 +398,7 @@ class NdpSettings:
         if not isinstance(raw, Mapping):
             raise ConfigError(f"additional_config['ndp'] must be a mapping of settings, got {type(raw).__name__}")
         kinds, words = get_type_hints(cls), {one.name: str(one.type) for one in fields(cls)}
-        return cls(**{name: typed(name, value, kinds[name], words[name]) for name, value in by_field(raw).items()})
+        return cls(**{name: _typed(name, value, kinds[name], words[name]) for name, value in _by_field(raw).items()})
 
     def resolve_hot_experts(self, num_experts: int) -> int:
         """K for a model of E experts. Raises ConfigError when more are asked for than exist."""
@@ -410,3 +429,105 @@ class NdpSettings:
                 f"{num_experts} experts per layer: at most {num_experts - num_hot} can be warm"
             )
         return num_experts - num_hot - self.warm_experts
+
+
+# -- what a person writes ----------------------------------------------------------------------------------------------
+
+DEBUG = tuple(one.name for one in fields(NdpSettings) if "debug" in one.metadata)
+TOP = (*(one.name for one in fields(NdpSettings) if not {"debug", "within"} & one.metadata.keys()), "debug")
+_PLACES = {
+    **dict.fromkeys(TOP, ""),
+    **dict.fromkeys(DEBUG, " in 'debug'"),
+    **dict.fromkeys(("alpha", "bit_rule", "losses"), " in 'policy'"),
+}
+_IN_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "None": "null",
+    "Mapping[str, Any]": "an object",
+}
+"""Types as a person would say them."""
+_WITHIN_OTHERS = {
+    "avg_bits": ("max_loss", "max_loss", float(WIDTHS[-1]), 'a number or {"max_loss": NATS}, or for an engine '
+                 '{"simulated_tokens_per_s": N}'),
+    "device_experts": ("copies", "device_copies", "copies", '"copies", "split", or {"copies": N}'),
+}  # fmt: skip
+"""Setting -> the one key of its object, the field that this sets, the setting's value beside it, and all in words."""
+
+
+def as_options(settings: Mapping[str, Any], prefix: str = "--additional-config.ndp") -> list[str]:
+    """Words of vLLM's command line that give these settings: one option each, so that no JSON has to be quoted."""
+    words: list[str] = []
+    for name, value in settings.items():
+        option = f"{prefix}.{name}"
+        if isinstance(value, Mapping):
+            words += as_options(value, option)
+        else:
+            words += [option, value if isinstance(value, str) else json.dumps(value)]
+    return words
+
+
+def _by_field(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by the names of fields. Raises ConfigError for an unknown name, with the nearest one."""
+    if "max_loss" in raw:
+        raise ConfigError('unknown ndp setting \'max_loss\': write {"avg_bits": {"max_loss": NATS}}')
+    for name in raw:
+        if name not in TOP:
+            raise ConfigError(f"unknown ndp setting {name!r}: {_hint(name, TOP, 'known settings are ')}")
+    debug = raw.get("debug", {})
+    if not isinstance(debug, Mapping):
+        raise ConfigError(f"ndp setting 'debug' must be an object, got {debug!r}")
+    for name in debug:
+        if name in TOP:
+            raise ConfigError(f"ndp setting {name!r} stands beside 'debug', not in it")
+        if name not in DEBUG:
+            raise ConfigError(f"unknown ndp setting {name!r} in 'debug': {_hint(name, DEBUG, 'known are ')}")
+    values: dict[str, Any] = {**raw, **debug}
+    values.pop("debug", None)
+    for name, (key, of_field, beside, known) in _WITHIN_OTHERS.items():
+        if isinstance(asked := values.get(name), Mapping):
+            if set(asked) != {key}:
+                raise ConfigError(f"ndp setting {name!r} must be {known}, got {dict(asked)!r}")
+            values |= {name: beside, of_field: asked[key]}
+    if isinstance(policy := values.get("policy"), Mapping):
+        options = {name: value for name, value in policy.items() if name != "name"}
+        values |= {"policy": policy.get("name", "prefill"), "policy_options": options}
+    devices = values.get("devices")
+    if devices is not None and (not isinstance(devices, int) or isinstance(devices, bool)):
+        listed = devices if isinstance(devices, list | tuple) else [devices]
+        if not listed:
+            raise ConfigError("ndp setting 'devices' must name each device once, got []")
+        del values["devices"]
+        values["running"] = tuple(map(_address, listed))
+    return values
+
+
+def _address(one: Any) -> DeviceAddress:
+    given = {"address": one} if isinstance(one, str) else one
+    try:
+        if isinstance(given, Mapping) and set(given) <= {"address", "keys"}:
+            return msgspec.convert(given, DeviceAddress)
+    except msgspec.ValidationError:
+        pass
+    raise ConfigError(
+        'ndp setting \'devices\' must be {"devices": 2}, {"devices": ADDRESS} or {"devices": [{"address": ADDRESS, '
+        f'"keys": FILE}}, ...]}}, got {one!r}'
+    )
+
+
+def _hint(name: object, known: Sequence[str], otherwise: str) -> str:
+    near = difflib.get_close_matches(str(name), _PLACES, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}{_PLACES[near[0]]}?" if near else otherwise + ", ".join(known)
+
+
+def _typed(name: str, value: Any, kind: Any, words: str) -> Any:
+    """The value as a field of this kind holds it. Raises ConfigError for another type, which `words` names."""
+    with suppress(msgspec.ValidationError, OverflowError):
+        held = msgspec.convert(value, kind)
+        is_path = not isinstance(held, str) or (held != "" and "\0" not in held)  # an empty one is this directory
+        is_exact = not isinstance(held, int) or abs(held) <= 1 << 53
+        if is_path and is_exact:
+            return held
+    kinds = " or ".join(_IN_WORDS.get(one, one) for one in words.split(" | "))
+    raise ConfigError(f"ndp setting {name!r} must be {kinds}, got {value!r}")

@@ -6,6 +6,7 @@ the step and its clock, and the device link but for its client, which computes h
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
 from vllm_ndp.integration.cuda.layer import RunningStep, WholeStep
 from vllm_ndp.integration.cuda.low_bit_slots import Fp8Rows, Int4Groups, LowBitSlots
 from vllm_ndp.integration.cuda.messenger import Messenger
-from vllm_ndp.integration.cuda.packet import RowForm, routing_by
+from vllm_ndp.integration.cuda.packet import RowForm
 from vllm_ndp.integration.cuda.streams import Arrival
 from vllm_ndp.integration.device_link import DeviceLink, DeviceView, Gather
 from vllm_ndp.integration.experts_pool import ExpertWeights
@@ -204,7 +205,8 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool, as_graph: bool) -> Outcome:
     messenger = None
     if asynchronous:
         on_gpu = gpu.device.type == "cuda"
-        messenger = Messenger(gpu.pinned, gpu.device, RowForm(top_k, HIDDEN, setup.dtype), routing_by(kernels=on_gpu))
+        routing = importlib.import_module(f"vllm_ndp.integration.cuda.{'kernels' if on_gpu else 'packet'}")
+        messenger = Messenger(gpu.pinned, gpu.device, RowForm(top_k, HIDDEN, setup.dtype), routing)
     shape = replace(MIXTRAL, num_layers=num_layers, decoder=MIXTRAL.decoder[:num_layers])
     sidecar = RoutingSidecar(num_layers, top_k, gpu.device, ENTRIES, 1)
     spans = spans_of(setup)

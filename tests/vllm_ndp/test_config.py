@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from paths import ROOT
 
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.config import DeviceAddress, NdpSettings
+from vllm_ndp.config import DEBUG, TOP, DeviceAddress, NdpSettings
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.replanner import Replanner
-from vllm_ndp.setting_names import DEBUG, TOP
 
 NAMES = [field.name for field in dataclasses.fields(NdpSettings)]
 

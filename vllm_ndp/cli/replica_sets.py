@@ -15,7 +15,6 @@ from ndp_device.common.command_line import command, print_json
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.outputs import REPLICAS
 from vllm_ndp.cli.shared import integers, print_table
-from vllm_ndp.setting_names import as_options
 
 if TYPE_CHECKING:
     from ndp_device.replicas.format import Manifest
@@ -94,6 +93,7 @@ def quantize(
     """
     from ndp_device.calibration.build import build_calibrated, build_data_free
     from ndp_device.common.widths import WIDTHS
+    from vllm_ndp.config import as_options
     from vllm_ndp.operating.sources import checkpoint_dir
 
     started, before, asked = time.monotonic(), _files(out), model

@@ -11,6 +11,7 @@ import itertools
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,11 +21,11 @@ from ndp_device.kernels.native import NativeKernel
 from ndp_device.transport.sender_thread import SenderThread
 from vllm_ndp.integration import compat, host_replicas
 from vllm_ndp.integration.batch import RequestTracker
-from vllm_ndp.integration.cuda import limits
+from vllm_ndp.integration.cuda import limits, packet
 from vllm_ndp.integration.cuda.layer import FixedOutput, RunningStep
 from vllm_ndp.integration.cuda.limits import Rung
 from vllm_ndp.integration.cuda.messenger import HotGraphs, Messenger
-from vllm_ndp.integration.cuda.packet import RowForm, routing_by
+from vllm_ndp.integration.cuda.packet import RowForm
 from vllm_ndp.integration.cuda.streams import LateCheck, make_stream, pinned_for
 from vllm_ndp.integration.facts import WorkerFacts, agree_on_replicas, measure_prices, open_device
 from vllm_ndp.integration.host_replicas import HostExperts
@@ -254,7 +255,7 @@ class Assembly:
             return None
         device, shape, dtype = self._held.w13.device, facts.pool.shape, self._held.w13.dtype
         form = RowForm(shape.top_k, shape.hidden_size, dtype)
-        routing = routing_by(kernels=facts.rung >= Rung.KERNELS and device.type != "cpu")
+        routing = packet if facts.rung < Rung.KERNELS or device.type == "cpu" else _kernels()
         sender = SenderThread() if facts.rung >= Rung.THREAD else None
         graphs = HotGraphs(device) if facts.rung >= Rung.GRAPHS and device.type != "cpu" else None
         return Messenger(pinned_for(device), device, form, routing, sender, graphs)
@@ -265,6 +266,13 @@ class Assembly:
             return None
         most_rows = self.facts.vllm_config.scheduler_config.max_num_batched_tokens
         return LateCheck(make_stream(device), pinned_for(device), device, most_rows)
+
+
+def _kernels() -> ModuleType:
+    """packet.py's steps as kernels of Triton, which is imported on a GPU only."""
+    from vllm_ndp.integration.cuda import kernels
+
+    return kernels
 
 
 def current_assembly() -> Assembly:

@@ -24,8 +24,7 @@ from ndp_device.common.model_shape import ModelShape
 from ndp_device.experts.part import Part
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.timing.spec import Hardware, load_hardware
-from vllm_ndp import setting_names
-from vllm_ndp.config import NdpSettings
+from vllm_ndp.config import DEBUG, TOP, NdpSettings
 from vllm_ndp.integration import drafts, vllm_private, waiting
 from vllm_ndp.integration.batch import KvGroup
 from vllm_ndp.integration.cuda import limits
@@ -89,7 +88,7 @@ def settings_of(vllm_config: VllmConfig) -> NdpSettings:
 
 def _refuse_misplaced(additional: dict[str, object]) -> None:
     """Other plugins keep their settings beside ours; a key that can only be meant for us must not be ignored."""
-    known = {*setting_names.TOP, *setting_names.DEBUG} - {"debug"}
+    known = {*TOP, *DEBUG} - {"debug"}
     for name in additional:
         if name in known or difflib.get_close_matches(name.lower(), ["ndp"], n=1, cutoff=0.6):
             raise ConfigError(f'additional_config has no "ndp" but {name!r}: write {{"ndp": {{"hot_experts": ...}}}}')

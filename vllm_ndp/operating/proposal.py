@@ -23,13 +23,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
+from vllm_ndp.config import DEFAULT_OFFLOAD_BITS, as_options
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.operating.sizing import ENGINE_BYTES, SERVER_BYTES, Option, Sizing, human
 from vllm_ndp.operating.sources import CheckpointSource
 from vllm_ndp.operating.speed import PROMPT, Measured, Simulated, simulated
 from vllm_ndp.planning.bitwidths import verdict_on
-from vllm_ndp.setting_names import as_options
 
 REPLICAS = "REPLICAS"
 """Stands for the directory that `vllm-ndp quantize` is to write."""

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from ndp_device.transport.sender_thread import Order, Places, SenderThread
-from vllm_ndp.integration.cuda.packet import Fields, HostFields, Routing, RowForm, lay_out, packet_bytes
+from vllm_ndp.integration.cuda.packet import Fields, HostFields, RowForm, lay_out, packet_bytes
 from vllm_ndp.integration.cuda.streams import Pinned, own_stream
 from vllm_ndp.layer.split import Splitter
 
@@ -149,14 +150,14 @@ class Messenger:
         pinned: Pinned,
         device: torch.device,
         form: RowForm,
-        routing: Routing,
+        routing: ModuleType,
         sender: SenderThread | None = None,
         graphs: HotGraphs | None = None,
         *,
         most_rows: int = MOST_ROWS,
     ) -> None:
-        """routing: what writes packets and adds sums. sender: of a thread that sends; the host does where None.
-        graphs: of hot experts; each kernel is launched where None."""
+        """routing: packet.py or kernels.py, which write packets and add sums. sender: of a thread that sends; the host
+        does where None. graphs: of hot experts; each kernel is launched where None."""
         self.most_rows, self.routing, self.graphs = most_rows, routing, graphs
         self._form = form
         self._sender = sender if len(os.sched_getaffinity(0)) >= CORES else None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -112,23 +112,6 @@ class HostFields:
 
 
 # -- filling one by torch operators ------------------------------------------------------------------------------------
-
-
-class Routing(NamedTuple):
-    """The steps, by whatever does them on a device."""
-
-    split: Callable[..., None]
-    add_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-    take_answer: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Fields], None]
-
-
-def routing_by(*, kernels: bool) -> Routing:
-    """kernels: those of Triton."""
-    if not kernels:
-        return Routing(split, add_rows, take_answer)
-    from vllm_ndp.integration.cuda import kernels as of_triton
-
-    return Routing(of_triton.split, of_triton.add_rows, of_triton.take_answer)
 
 
 def split(
