@@ -57,16 +57,14 @@ def test_sums_over_requests_are_sums_over_rows(shapes: list[tuple[int, int, int]
     assert [rows.owner[first] for first in rows.first_rows] == list(range(len(shapes)))
 
 
-@pytest.mark.parametrize("tokens", [1, 30], ids=["as lists", "as arrays"])
-def test_a_row_that_writes_another_kv_entry_than_expected_is_seen(tokens: int) -> None:
+@pytest.mark.parametrize("tokens", [1, 30])
+def test_a_row_is_expected_where_its_position_lies_in_the_blocks_of_its_request(tokens: int) -> None:
     rows = rows_of([(1, 7, tokens), (1, 2, tokens), (1, 9, tokens)])
-    entries = torch.from_numpy(rows.expected_slot_mapping(BLOCK))
-    assert rows.write_to(entries, BLOCK)
-    for row in range(rows.num_rows):
-        moved = entries.clone()
-        moved[row] += 1
-        assert not rows.write_to(moved, BLOCK)
-    assert not rows.write_to(entries[:-1], BLOCK)
+    assert rows.expected_slot_mapping(BLOCK).tolist() == [
+        span.request.blocks[position // BLOCK] * BLOCK + position % BLOCK
+        for span in rows.spans
+        for position in range(span.start, span.start + span.num_tokens)
+    ]
 
 
 def test_drafts_beside_the_end_of_a_prompt_are_prefill_until_there_is_a_plan() -> None:

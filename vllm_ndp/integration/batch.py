@@ -25,9 +25,6 @@ from vllm_ndp.planning.plan import Plan
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
-_FEW_ROWS = 64
-"""Number of rows up to which lists are faster than arrays."""
-
 
 @dataclass(frozen=True)
 class KvGroup:
@@ -204,17 +201,6 @@ class BatchRows:
         ]
         return np.concatenate(parts)
 
-    def write_to(self, entries: torch.Tensor, block_size: int) -> bool:
-        """Whether vLLM writes to the KV entries that this batch expects; entries i64 [T]."""
-        if self.num_rows > _FEW_ROWS:
-            return np.array_equal(entries.cpu().numpy(), self.expected_slot_mapping(block_size))
-        expected = [
-            span.request.blocks[position // block_size] * block_size + position % block_size
-            for span in self.spans
-            for position in range(span.start, span.start + span.num_tokens)
-        ]
-        return bool(entries.tolist() == expected)
-
 
 def slot_mapping(blocks: Sequence[int], positions: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
     """KV entries of a request's positions, from its block table."""
@@ -245,7 +231,7 @@ class RowLocator:
         if self._late is not None:
             self.settle()  # of a step that ended in an error
             self._late.begin(entries, rows.expected_slot_mapping(self.group.block_size))
-        elif not rows.write_to(entries, self.group.block_size):
+        elif not np.array_equal(entries.cpu().numpy(), rows.expected_slot_mapping(self.group.block_size)):
             self._refuse()
         return rows, entries
 

@@ -72,9 +72,11 @@ class AsideLayer:
     ) -> torch.Tensor:
         """x [T, H], topk_weights [T, k] as outputs are weighed, topk_ids [T, k] -> a fresh tensor [T, H]. note: where
         the routing is to be noted, if it is not yet."""
-        topk_weights = topk_weights.to(torch.float32)
         if self.holds_everything:
-            return self._run_everything(step, x, topk_weights, topk_ids, note, beside)
+            out = self._launch(x, topk_weights, topk_ids, note, beside, asks=False)
+            self.note_later(step)
+            return out
+        topk_weights = topk_weights.to(torch.float32)
         step.take().begin_layer()
         packet = self._messenger.packet(len(x))
         here, asked = packet.here, None
@@ -104,22 +106,6 @@ class AsideLayer:
         step.end_layer(self.index, split, None if call is None else call.answer, answered=answered)
         return out
 
-    def _run_everything(
-        self,
-        step: Step,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        note: Note | None,
-        beside: Callable[[], object],
-    ) -> torch.Tensor:
-        here = self._messenger.packet(len(x)).here
-        self._routing.split(self._slots.expert_map, topk_ids, topk_weights, x, here, -1, note, False)
-        beside()
-        out = self._run_hot(here, are_named=isinstance(self._kernel, CudaSlotKernel))
-        self.note_later(step)
-        return out
-
     # -- in a graph of the whole step -----------------------------------------------------------------------------
 
     def launch(
@@ -134,15 +120,31 @@ class AsideLayer:
     ) -> torch.Tensor:
         """All of a layer by the GPU alone, for a graph: it asks the host, if it does, and waits for the answer there.
         The arguments are those of `run`, with padding behind the rows that count."""
-        messenger, here = self._messenger, self._messenger.packet(len(x)).here
-        elsewhere, weights = self._elsewhere if asks else -1, topk_weights.to(torch.float32)
-        self._routing.split(self._slots.expert_map, topk_ids, weights, x, here, elsewhere, note, asks, messenger.live)
-        beside()
-        are_named = elsewhere >= 0 if asks else isinstance(self._kernel, CudaSlotKernel)
-        out = self._run_hot(here, are_named=are_named, in_graph=True)
+        messenger = self._messenger
+        out = self._launch(x, topk_weights, topk_ids, note, beside, asks=asks, live=messenger.live)
         if asks:
+            here = messenger.packet(len(x)).here
             self._routing.take_answer(messenger.answer, out, messenger.host_sums[: len(x)], here)
         return out
+
+    def _launch(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        note: Note | None,
+        beside: Callable[[], object],
+        *,
+        asks: bool,
+        live: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """asks: whether some rows may leave. live: of a graph, how many rows are no padding."""
+        here, elsewhere = self._messenger.packet(len(x)).here, self._elsewhere if asks else -1
+        weights = topk_weights.to(torch.float32)
+        self._routing.split(self._slots.expert_map, topk_ids, weights, x, here, elsewhere, note, asks, live)
+        beside()
+        are_named = elsewhere >= 0 if asks else isinstance(self._kernel, CudaSlotKernel)
+        return self._run_hot(here, are_named=are_named, in_graph=live is not None)
 
     def serve(self, step: Step, packet: Packet, watch: Callable[[], object], stand_in: StandIn) -> None:
         """The host's side of `launch`: what the GPU asks, it gets. watch: raises where no question will come."""
