@@ -10,7 +10,6 @@ Does not know clocks, requests or tensors.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -40,7 +39,7 @@ def num_streamed(
     """How many of the first experts to stream, so that the later of both sides ends soonest.
 
     `device_ps`: what each expert adds to the device's command, the longest first. `stream_ps(n)`: copies of the first
-    n, never less for more. `beside_ps`: what the device computes in any case. `opening_ps`: what a command costs that
+    n. `beside_ps`: what the device computes in any case. `opening_ps`: what a command costs that
     would not be sent otherwise. `beside`: how much of the shorter side is over while the longer one runs, 0 to 1.
 
     Among equally good answers it is the one that streams most, since what is streamed can stay.
@@ -51,12 +50,7 @@ def num_streamed(
     count = len(device_ps)
     rest = [*accumulate(reversed(device_ps), initial=beside_ps)][::-1]  # [count + 1], what is left to the device
     rest[:-1] = [ps + opening_ps for ps in rest[:-1]]
-    candidates = range(least, count + 1)
-    if beside < 1:
-        return min(reversed(candidates), key=lambda n: together_ps(stream_ps(n), rest[n], beside))
-    meet = least + bisect_left(candidates, True, key=lambda n: stream_ps(n) >= rest[n])  # stream_ps rises, rest falls
-    best = min(max(stream_ps(n), rest[n]) for n in (meet - 1, meet) if least <= n <= count)
-    return least + bisect_right(candidates, best, key=stream_ps) - 1
+    return min(range(count, least - 1, -1), key=lambda n: together_ps(stream_ps(n), rest[n], beside))
 
 
 @dataclass(frozen=True)
