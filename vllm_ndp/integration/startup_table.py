@@ -33,6 +33,11 @@ _PRICES = {
     "simulated": "the simulated hardware's",
     "measured": "this machine's, measured at start-up; simulated times stay those of the simulated hardware",
 }
+_SHORT = (
+    *("settings in force", "experts per layer", "memory", "cold experts", "replicas", "predicted loss", "TOO FEW BITS"),
+    *("expected speed", "device", "simulated hardware"),
+)
+"""Rows for the reader of a start: which experts are where, what that takes and costs, and who computes it."""
 _OWN_CODES = "none: experts keep the checkpoint's codes of {} bits"
 
 
@@ -89,14 +94,12 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar, kv_cache_bytes: int) -
         "step_tokens": paced_scheduler.description(facts.vllm_config, settings),
         "record": settings.record or "off",
         "report": _report(worker.unsimulated),
-        **({} if device.link is None else _device(device.link, device, settings, hot.pool.mapped_bytes)),
+        **({} if device.link is None else _of_device(device.link, device, settings, hot.pool.mapped_bytes)),
         **({"replicas": _OWN_CODES.format(settings.slot_bits)} if facts.serves_its_codes else {}),
     }
 
 
-def _speed(step_s: float | None) -> str:
-    if step_s is None:
-        return "unknown: nothing was measured that says it"
+def _speed(step_s: float) -> str:
     return f"{1 / step_s:.3g} tokens/s for one request; what is measured then: vllm-ndp top"
 
 
@@ -140,7 +143,7 @@ def _layers(replicas: Path | None, losses: str) -> str:
     return ", all layers alike, which loses more (`vllm-ndp quantize --calibration` weighs them)"
 
 
-def _device(link: DeviceLink, device: DeviceView, settings: NdpSettings, pool_bytes: int) -> dict[str, Any]:
+def _of_device(link: DeviceLink, device: DeviceView, settings: NdpSettings, pool_bytes: int) -> dict[str, Any]:
     description = link.members.description
     reads_checkpoint = device.setup.splits_prefill or settings.cold_precision == "full"
     return {
@@ -183,17 +186,14 @@ def _activations(status: dict[str, Any]) -> str:
     return "; ".join([*parts, "float32 in full precision"])
 
 
-def _device_row(status: dict[str, Any]) -> tuple[str, str]:
+def _device(status: dict[str, Any]) -> str:
     pids = ", ".join(str(pid or "external") for pid in status["device_pids"])
     where = f"{status['device_address']} (pid {pids}) by {status['carrier']}, kernel {status['kernel']}"
-    if len(status["device_pids"]) == 1:
-        return "device", where
+    if (count := len(status["device_pids"])) == 1:
+        return where
     copies, parts = status["device_copies"], status["device_parts"]
-    held = f"{copies} {'copy' if copies == 1 else 'copies'} of each expert"
-    return (
-        f"{len(status['device_pids'])} devices",
-        f"{held if parts == 1 else f'1/{parts} of every expert on each'}: {where}",
-    )
+    held = f"{copies} {'copy' if copies == 1 else 'copies'} of each expert" if parts == 1 else f"1/{parts} of every one"
+    return f"{count} with {held}: {where}"
 
 
 def _held(status: dict[str, Any]) -> str:
@@ -261,41 +261,25 @@ def _memory(status: dict[str, Any]) -> str:
     return f"{listed} = {human(sum(parts.values()))}, beside the model's other weights and the programs"
 
 
-def _short_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the reader of a start asks: which experts are where, what that takes and costs, and who computes it."""
-    given = ", ".join(f"{name}={value}" for name, value in status["settings"].items())
-    quantized = f"{status['avg_bits']:g} bits on average, by {status['policy']}"
-    return [
-        ("settings in force", given or "none beside defaults"),
-        ("experts per layer", f"{_tiers(status)}; in {status['moe_layers']} of {status['model_layers']} MoE layers"),
-        ("memory", _memory(status)),
-        *([("cold experts", quantized)] if status["predicted_loss"] and status["max_loss"] is None else []),
-        ("replicas", status["replicas"]),
-        *([("predicted loss", status["predicted_loss"])] if status["predicted_loss"] else []),
-        *([("TOO FEW BITS", status["too_few_bits"])] if status["too_few_bits"] else []),
-        *([("expected speed", _speed(status["expected_step_s"]))] if status["expected_step_s"] else []),
-        _device_row(status),
-        ("simulated hardware", _hardware(status)),
-    ]
-
-
 def startup_table(status: dict[str, Any], *, whole: bool) -> Table:
     table = Table(title="vllm-ndp: what is effective", title_justify="left", show_header=False)
     table.add_column("what", style="bold")
     table.add_column("value")
-    for what, value in rows(status) if whole else _short_rows(status):
-        table.add_row(what, value)
+    for what, value in rows(status):
+        if whole or what in _SHORT:
+            table.add_row(what, value)
     return table
 
 
 def rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     """Everything that is effective, in words."""
     given = ", ".join(f"{name}={value}" for name, value in status["settings"].items())
+    quantized = f"{status['avg_bits']:g} bits on average, by {status['policy']}"
     return [
         ("settings in force", given or "none beside defaults"),
-        ("MoE layers attached", f"{status['moe_layers']} of {status['model_layers']}"),
         ("ranks", status["ranks"]),
-        ("experts per layer", _tiers(status)),
+        ("experts per layer", f"{_tiers(status)}; in {status['moe_layers']} of {status['model_layers']} MoE layers"),
+        ("memory", _memory(status)),
         ("hot slots", _slots(status)),
         ("KV cache", human(status["kv_cache_bytes"])),
         ("linear layers", status["linear_layers"]),
@@ -303,8 +287,9 @@ def rows(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("pool (memory map)", f"{human(status['pool_bytes'])}: {status['pool']}"),
         ("routing sidecar", f"{human(status['sidecar_bytes'])} beside the KV cache, resident as used"),
         ("cold precision", status["cold_precision"]),
+        *([("cold experts", quantized)] if status["predicted_loss"] and status["max_loss"] is None else []),
         ("replicas", status["replicas"]),
-        _device_row(status),
+        ("device", _device(status)),
         ("device's activations", _activations(status)),
         ("device runs on", f"cores {status['device_cores']}" if status["device_cores"] else "any core"),
         ("device holds", _held(status)),
@@ -312,7 +297,7 @@ def rows(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("policy", f"{status['policy']}, {_bits(status)} by {status['bit_rule']}{status['layers']}"),
         *([("predicted loss", status["predicted_loss"])] if status["predicted_loss"] else []),
         *([("TOO FEW BITS", status["too_few_bits"])] if status["too_few_bits"] else []),
-        ("expected speed", _speed(status["expected_step_s"])),
+        *([("expected speed", _speed(status["expected_step_s"]))] if status["expected_step_s"] else []),
         ("execution", status["execution"]),
         ("prefill", status["prefill"]),
         ("prices of plans", _PRICES[status["prices"]]),
