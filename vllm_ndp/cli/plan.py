@@ -62,6 +62,7 @@ def plan(
 
     Reads sizes only. Exit code 2 with one sentence where nothing fits.
     """
+    from ndp_device.common.machine_memory import room_bytes
     from ndp_device.timing.spec import load_hardware, nearest_card
     from vllm_ndp.cost_model.costs import Costs
     from vllm_ndp.operating.proposal import propose
@@ -70,7 +71,7 @@ def plan(
     from vllm_ndp.operating.speed import measure
 
     machine = MachineSize(
-        host_bytes=_this_machine() if asked.host_memory is None else parse_bytes(asked.host_memory, "--host-memory"),
+        host_bytes=room_bytes() if asked.host_memory is None else parse_bytes(asked.host_memory, "--host-memory"),
         gpu_bytes=None if asked.gpu_memory is None else parse_bytes(asked.gpu_memory, "--gpu-memory"),
     )
     source = source_named(model)
@@ -86,13 +87,6 @@ def plan(
     elif source.longest is None and demand.context > DemandOptions.context:
         print(f"The model's longest context is not known here: vLLM refuses {demand.context} tokens if it is shorter.")
     print_json(proposal.as_dict(), shown=True)
-
-
-def _this_machine() -> int:
-    """Bytes of host memory that are planned with where none are named."""
-    from ndp_device.common.machine_memory import room_bytes
-
-    return room_bytes()
 
 
 def _count(parameters: int) -> str:

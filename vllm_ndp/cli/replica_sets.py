@@ -100,14 +100,14 @@ def quantize(
     model = checkpoint_dir(str(model))
     widths = None if by.bits is None else integers(by.bits, "--bits")
     if calibration is None:
-        if by.solver != "nested":
-            raise ConfigError(f"--solver {by.solver} needs text: add --calibration FILE")
-        if by.shrink:
-            raise ConfigError("--shrink says how far to distrust a text: add --calibration FILE")
-        if by.effort != "default":
-            raise ConfigError("--effort is about solving for a text: add --calibration FILE")
-        if memory is not None:
-            raise ConfigError("--memory is for calibration on text: add --calibration FILE")
+        for given, why in (
+            (by.solver != "nested", f"--solver {by.solver} needs text"),
+            (by.shrink, "--shrink says how far to distrust a text"),
+            (by.effort != "default", "--effort is about solving for a text"),
+            (memory is not None, "--memory is for calibration on text"),
+        ):
+            if given:
+                raise ConfigError(f"{why}: add --calibration FILE")
         manifest = build_data_free(model, out, bits=widths or WIDTHS, group_size=by.group_size)
     else:
         manifest = build_calibrated(

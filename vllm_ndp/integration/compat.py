@@ -408,9 +408,10 @@ def device_cores(bound: set[int]) -> list[int]:
 
 
 def choose_spins() -> None:
-    """How long this process and a device that it starts look for each other's messages before they sleep."""
-    if not on_cpu():
-        limits.spin_longer(os.sched_getaffinity(os.getppid()))
+    """How long this process and a device that it starts look for each other's messages before they sleep; the
+    environment may say it."""
+    if not on_cpu() and len(os.sched_getaffinity(os.getppid())) >= limits.MANY_CORES:
+        os.environ.setdefault("NDP_SPIN_US", limits.LONG_SPIN_US)
 
 
 def engine_cores() -> set[int]:

@@ -98,7 +98,7 @@ class DeviceMembers:
                 compat.choose_spins()
             for number in range(settings.num_devices):
                 self.each.append(self._open(number))
-            self.served = self._agree()
+            self.served, *_ = [self._meet(member, self.each[:number]) for number, member in enumerate(self.each)]
         except BaseException:
             self.close()  # nothing else knows the processes that were started
             raise
@@ -112,41 +112,40 @@ class DeviceMembers:
         return [member.client for member in self.each]
 
     def _open(self, number: int) -> Member:
-        settings = self._settings
+        settings, keys, process = self._settings, None, None
         part = Part(number, settings.num_devices) if settings.splits_experts else WHOLE
         self._requirements.check_part(part)
         if settings.running:
-            device = settings.running[number]
-            return self._reach(device.address, None if device.keys is None else Path(device.keys), part=part)
-        process = DeviceProcess.spawn(
-            self._model_dir,
-            self.replicas,
-            hardware=settings.preset,
-            hardware_overrides=settings.hardware_overrides,
-            kernel=settings.kernel,
-            cores=self.cores,
+            address, keys = settings.running[number].address, settings.running[number].keys
+        else:
+            process = DeviceProcess.spawn(
+                self._model_dir,
+                self.replicas,
+                hardware=settings.preset,
+                hardware_overrides=settings.hardware_overrides,
+                kernel=settings.kernel,
+                cores=self.cores,
+            )
+            address = process.address
+        file = None if keys is None else Path(keys)
+        client = DeviceClient(
+            address,
+            self._digest,
+            deadline_ms=self.deadline_ms,
+            accept=partial(self._requirements.check, address, part=part),
+            keys=file,
+            part=part,
         )
-        return self._reach(process.address, None, process, part)
-
-    def _reach(
-        self, address: str, keys: Path | None, process: DeviceProcess | None = None, part: Part = WHOLE
-    ) -> Member:
-        accept, deadline_ms = partial(self._requirements.check, address, part=part), self._settings.deadline_ms
-        client = DeviceClient(address, self._digest, deadline_ms=deadline_ms, accept=accept, keys=keys, part=part)
-        return Member(address, keys, process, client)
-
-    def _agree(self) -> msg.Served:
-        """Return what all devices serve. Raises ConfigError or what connecting raises, with the address."""
-        served = [self._meet(member, self.each[:number]) for number, member in enumerate(self.each)]
-        return served[0]
+        return Member(address, file, process, client)
 
     def _meet(self, member: Member, others: Sequence[Member]) -> msg.Served:
+        """What the device serves, as those before. Raises ConfigError or what connecting raises, with the address."""
         try:
             welcome = member.client.connect()
         except DeviceError as error:  # what a device says does not name it
             said = f"at {member.address}: {error.message}" if others or len(self.each) > 1 else error.message
             raise DeviceError(error.code, said, retryable=error.retryable) from None
-        served = self._requirements.check(member.address, welcome, member.client.part)
+        served = welcome.served
         member.describe()
         for other in others:
             assert other.client.welcome is not None

@@ -44,13 +44,15 @@ class ExpertsPool:
         self.shape, self.layout = self._checkpoint.shape, self._checkpoint.layout
         self.model, self._first_layer = self.shape, 0
         self.dtype = _TORCH[self._checkpoint.expert(0, 0).dtype]
-        self.mapped_bytes = self.shape.num_layers * self.shape.num_experts * self.expert_bytes
 
     def restrict(self, layers: range) -> None:
         """Restrict the pool to the MoE layers of a pipeline stage."""
         self._first_layer = layers.start
         self.shape = replace(self.model, num_layers=len(layers))
-        self.mapped_bytes = self.shape.num_layers * self.shape.num_experts * self.expert_bytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        return self.shape.num_layers * self.shape.num_experts * self.expert_bytes
 
     @property
     def quantized(self) -> Collection[str]:
@@ -90,7 +92,8 @@ class ExpertsPool:
         """Weights of one expert, or the part of it that `share` names; default: this worker's own part."""
         part = (share or self.share).of(self._checkpoint.expert(self._first_layer + layer, expert))
         assert isinstance(part, FullExpert)
-        w1, w3, w2 = (self._view(array) for array in (part.w1, part.w3, part.w2))
+        # a copy of what lies transposed or interleaved
+        w1, w3, w2 = (tensor_over(np.ascontiguousarray(a), self.dtype) for a in (part.w1, part.w3, part.w2))
         if part.biases is None:
             return ExpertWeights(w1, w3, w2)
         gate, up, down = (torch.from_numpy(v) for v in (part.biases.gate, part.biases.up, part.biases.down))
@@ -99,9 +102,6 @@ class ExpertsPool:
     def check(self, layer: int) -> None:
         """After using experts of a layer: raise ReplicaError where what was read of them is no longer in their file."""
         self._checkpoint.check(self._first_layer + layer)
-
-    def _view(self, array: np.ndarray) -> torch.Tensor:
-        return tensor_over(np.ascontiguousarray(array), self.dtype)  # copies what lies transposed or interleaved
 
 
 def tensor_over(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:

@@ -91,45 +91,27 @@ def _lacking(names: list[str]) -> ConfigError:
 class FixedWeights:
     """In front of vLLM's worker class. Its callers get the sentence, and the engine goes on."""
 
-    def reload_weights(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("reload_weights")
 
-    def start_weight_update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("start_weight_update")
-
-    def update_weights(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("update_weights")
-
-    def reset_weights(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("reset_weights")
-
-    def compute_weight_checksums(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ConfigError(
-            "quantization 'ndp' does not work together with compute_weight_checksums: the experts that vLLM holds "
-            "change with every prompt: compare the files of checkpoint and replicas (ndp-device verify)"
-        )
-
-    def update_config(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ConfigError(
-            "quantization 'ndp' has planned and built its layers by the configuration: start a new server"
-        )
-
-    def save_sharded_state(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse_to_save("save_sharded_state")
-
-    def save_tensorized_model(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse_to_save("save_tensorized_model")
+_CHANGED = (
+    "pool, replicas and device would keep the old checkpoint beside new weights: start a new server on the new one"
+)
+_SAVED = "vLLM holds only the hot experts, and would save them as if they were all: copy the checkpoint"
+_REFUSED = {
+    **dict.fromkeys(("reload_weights", "start_weight_update", "update_weights", "reset_weights"), _CHANGED),
+    **dict.fromkeys(("save_sharded_state", "save_tensorized_model"), _SAVED),
+    "compute_weight_checksums": "the experts that vLLM holds change with every prompt: compare the files of checkpoint "
+    "and replicas (ndp-device verify)",
+    "update_config": "the plugin has planned and built its layers by the configuration: start a new server",
+}
+"""Calls of vLLM's workers, and why they cannot be."""
 
 
-def _refuse(what: str) -> NoReturn:
-    raise ConfigError(
-        f"quantization 'ndp' does not work together with {what}: pool, replicas and device would keep the old "
-        "checkpoint beside new weights: start a new server on the new one"
-    )
+def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError(f"quantization 'ndp' does not work together with {name}: {why}")
+
+    return refuse
 
 
-def _refuse_to_save(what: str) -> NoReturn:
-    raise ConfigError(
-        f"quantization 'ndp' does not work together with {what}: vLLM holds only the hot experts, and would save them "
-        "as if they were all: copy the checkpoint"
-    )
+for _name, _why in _REFUSED.items():
+    setattr(FixedWeights, _name, _refusing(_name, _why))

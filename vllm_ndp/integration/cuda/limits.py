@@ -76,12 +76,6 @@ def rung_of(settings: NdpSettings, offload_bits: int, *, on_gpu: bool) -> Rung:
     return rung
 
 
-def spin_longer(usable: Iterable[int]) -> None:
-    """In this process and in the device that it starts, unless the environment says how long."""
-    if len(list(usable)) >= MANY_CORES:
-        os.environ.setdefault("NDP_SPIN_US", LONG_SPIN_US)
-
-
 def refusals(vllm_config: VllmConfig, settings: NdpSettings) -> Iterable[tuple[bool, str]]:
     """(whether it was asked for, what it is and what to do)."""
     yield (
