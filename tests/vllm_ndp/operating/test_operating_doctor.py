@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -99,12 +98,12 @@ def test_a_plugin_that_is_switched_off_by_the_environment_fails() -> None:
 def elsewhere(tmp_path: Path) -> Callable[..., Machine]:
     """A machine whose files are these; what is not named is not there."""
 
-    def machine(limit: int = 1 << 30, **files: str) -> Machine:
+    def machine(**files: str) -> Machine:
         for name, text in files.items():
             path = tmp_path / name.replace("__", "/")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        return Machine(root=tmp_path, limit_of=lambda kind: limit, version_of=versions(vllm="0.32.0"))
+        return Machine(root=tmp_path, version_of=versions(vllm="0.32.0"))
 
     return machine
 
@@ -136,23 +135,6 @@ def test_limits_of_a_unit_below_the_root_are_seen(elsewhere: Callable[..., Machi
 
 def test_a_machine_without_shared_memory_fails(elsewhere: Callable[..., Machine]) -> None:
     assert checks(elsewhere())["shared memory"].state == "fail"
-
-
-def test_low_limits_are_named_with_what_raises_them(elsewhere: Callable[..., Machine]) -> None:
-    found = checks(elsewhere(limit=512))
-    assert "ulimit -n 4096" in found["open files"].fix
-    assert "ulimit -l unlimited" in found["locked memory"].fix
-
-
-def test_limits_are_those_of_the_process() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (640, hard))
-    try:
-        assert checks(Machine())["open files"] == Check(
-            "open files", "warn", "640", "raise it: ulimit -n 4096 (LimitNOFILE= in a unit)"
-        )
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_huge_pages_that_are_never_given_are_seen(elsewhere: Callable[..., Machine]) -> None:
