@@ -39,16 +39,14 @@ QUANTIZED = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight",
 
 
 def values_of(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    return torch.from_numpy(dequantize(quantize(weight, bits)[0]))
+    return torch.from_numpy(dequantize(quantize(weight, bits)))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_the_error_that_is_told_is_that_of_the_weights(bits: int) -> None:
+def test_quantized_weights_are_as_close_as_their_width_allows(bits: int) -> None:
     weight = torch.randn(320, 264, generator=torch.Generator().manual_seed(0)).bfloat16()
-    error = quantize(weight, bits, cores=2)[1]
     lost = (values_of(weight, bits) - weight.float()).norm() / weight.float().norm()
-    assert error <= LARGEST_ERROR[bits]
-    assert error == pytest.approx(float(lost), rel=0.1)  # a sample of the rows
+    assert lost <= LARGEST_ERROR[bits]
 
 
 def test_rows_quantized_in_blocks_are_those_quantized_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,14 +186,13 @@ def test_served_logprobs_are_those_of_the_dequantized_model(
     assert worst <= TOLERANCE
 
 
-def test_weights_are_freed_and_the_table_says_what_is_lost(
+def test_weights_are_freed_and_the_table_says_how_many_there_are(
     served: tuple[list[list[float]], dict[str, Any], dict[str, int]], bits: int
 ) -> None:
     _, status, held = served
     gates = {name: size for name, size in held.items() if name.endswith(".gate")}
     assert all(size == 0 for name, size in held.items() if name not in gates and "embed" not in name)
     assert f"9 at {bits} bits" in status["linear_layers"]
-    assert "relative error of weights" in status["linear_layers"]
 
 
 def test_a_head_whose_model_asks_for_no_method_is_taken_too(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -33,7 +32,6 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import BYTE_BITS
 from ndp_device.experts.expert import QuantizedMatrix
 from ndp_device.kernels import Kernel
-from ndp_device.kernels.reference import dequantize
 from ndp_device.replicas.checkpoint import StoredTensors
 from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.whole_weights import WholeLinearMethod
@@ -41,8 +39,6 @@ from vllm_ndp.integration.whole_weights import WholeLinearMethod
 GROUP_SIZE = 128
 _AT_ONCE = 1 << 22
 """Weights that one thread quantizes at once: float32 copies of a whole output matrix would double a start's memory."""
-_SAMPLED = 16
-"""Every such row is looked at for the error."""
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 _LAYERS: dict[str, Multiply] = {}
@@ -63,23 +59,14 @@ def _linear_fake(x: torch.Tensor, rows: int, name: str) -> torch.Tensor:
 direct_register_custom_op("linear", _linear, fake_impl=_linear_fake, target_lib=_LIBRARY)
 
 
-@dataclass(frozen=True)
-class QuantizedLayer:
-    """One layer as it was quantized."""
-
-    prefix: str
-    nbytes: int
-    full_nbytes: int
-    error: float | None
-    """Root mean square of the weights' error over that of the weights; None where these are the checkpoint's codes."""
-
-
 class LinearLayers:
     """Linear layers of one worker."""
 
     def __init__(self, bits: int, load_kernel: Callable[[], Kernel], cores: set[int], num_experts: int) -> None:
         """bits: 8 or 4. num_experts: a layer of no more outputs is a router or a gate."""
-        self.bits, self.layers = bits, list[QuantizedLayer]()
+        self.bits, self.num_made, self.num_stored = bits, 0, 0
+        self.num_bytes = self.full_bytes = 0
+        """Of all, as they are held and in full precision."""
         self._load_kernel, self._cores, self._num_experts = load_kernel, cores, num_experts
         self.names: list[str] = []
         self._has_head = False
@@ -106,19 +93,21 @@ class LinearLayers:
         if skipped or weight.is_meta or weight.ndim != 2 or weight.shape[1] % 8:
             return False
         with ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, frozenset(self._cores))) as thread:
-            matrix, error = thread.submit(quantize, weight, self.bits, len(self._cores)).result()
-        self._serve(layer, prefix, matrix, weight.dtype, error)
+            matrix = thread.submit(quantize, weight, self.bits, len(self._cores)).result()
+        self.num_made += 1
+        self._serve(layer, prefix, matrix, weight.dtype)
         return True
 
     def serve_codes(self, layer: Any, prefix: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> None:
         """A layer whose matrix the checkpoint holds; dtype: of its inputs."""
-        self._serve(layer, prefix, matrix, dtype, None)
+        self.num_stored += 1
+        self._serve(layer, prefix, matrix, dtype)
 
-    def _serve(self, layer: Any, prefix: str, matrix: QuantizedMatrix, dtype: torch.dtype, error: float | None) -> None:
+    def _serve(self, layer: Any, prefix: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> None:
         kernel = self._load_kernel()
         prepared = kernel.prepare_matrix(matrix)
-        full_nbytes = math.prod(matrix.shape) * dtype.itemsize
-        self.layers.append(QuantizedLayer(prefix, prepared.nbytes, full_nbytes, error))
+        self.num_bytes += prepared.nbytes
+        self.full_bytes += math.prod(matrix.shape) * dtype.itemsize
         name, rows = f"{next(_numbers)}:{prefix}", matrix.shape[0]
 
         def multiply(x: torch.Tensor) -> torch.Tensor:
@@ -143,19 +132,11 @@ class LinearLayers:
 
     @property
     def description(self) -> str:
-        if not self.layers:
+        if not self.names:
             return f"none fits {self.bits} bits"
-        made = [(one.error, one.prefix) for one in self.layers if one.error is not None]
-        held, full = (sum(getattr(one, name) for one in self.layers) / 2**20 for name in ("nbytes", "full_nbytes"))
-        stored = (
-            f"{len(self.layers) - len(made)} at {CODE_BITS} bits as stored, " if len(made) < len(self.layers) else ""
-        )
-        said = f"{stored}{len(made)} at {self.bits} bits, {held:.1f} MiB instead of {full:.1f}"
-        if not made:
-            return said
-        worst, where = max(made)
-        mean = np.mean([error for error, _ in made])
-        return f"{said}; relative error of weights {mean:.1e}, at most {worst:.1e} ({where})"
+        stored = f"{self.num_stored} at {CODE_BITS} bits as stored, " if self.num_stored else ""
+        sizes = f"{self.num_bytes / 2**20:.1f} MiB instead of {self.full_bytes / 2**20:.1f}"
+        return f"{stored}{self.num_made} at {self.bits} bits, {sizes}"
 
 
 class _Linear(WholeLinearMethod):
@@ -222,35 +203,26 @@ class _Head(UnquantizedEmbeddingMethod):
             super().process_weights_after_loading(layer)
 
 
-def quantize(weight: torch.Tensor, bits: int, cores: int = 1) -> tuple[QuantizedMatrix, float]:
-    """W [N, C] -> the matrix at 8 or 4 bits, and the relative error of a sample of its rows."""
+def quantize(weight: torch.Tensor, bits: int, cores: int = 1) -> QuantizedMatrix:
+    """W [N, C] -> the matrix at 8 or 4 bits."""
     rows, columns = weight.shape
     planes = np.empty((bits, rows, columns // 8), np.uint8)
     scale = np.empty((rows, -(-columns // GROUP_SIZE)), np.float16)
     offset = np.empty_like(scale)
     step = max(1, _AT_ONCE // columns)
 
-    def fill(first: int) -> tuple[float, float]:
+    def fill(first: int) -> None:
         some = slice(first, first + step)
-        made, lost, there = _quantize_block(weight[some], bits)
+        values = weight[some].float().numpy()
+        if bits == BYTE_BITS:
+            made = round_to_bytes(values, GROUP_SIZE)
+        else:
+            made = quantize_nested(values, GROUP_SIZE, {bits: 1.0})[bits]
         planes[:, some], scale[some], offset[some] = made.planes, made.scale, made.offset
-        return lost, there
 
     with ThreadPoolExecutor(cores) as threads:
-        lost, there = map(sum, zip(*threads.map(fill, range(0, rows, step)), strict=True))
-    return QuantizedMatrix(bits, planes, scale, offset, GROUP_SIZE), (lost / there) ** 0.5 if there else 0.0
-
-
-def _quantize_block(rows: torch.Tensor, bits: int) -> tuple[QuantizedMatrix, float, float]:
-    """And the sums of squares, over every 16th row, of what is lost and of what there was."""
-    values = rows.float().numpy()
-    if bits == BYTE_BITS:
-        made = round_to_bytes(values, GROUP_SIZE)
-    else:
-        made = quantize_nested(values, GROUP_SIZE, {bits: 1.0})[bits]
-    sampled = values[::_SAMPLED]
-    left = sampled - dequantize(made.at_rows(slice(None, None, _SAMPLED)))
-    return made, float(np.vdot(left, left)), float(np.vdot(sampled, sampled))
+        list(threads.map(fill, range(0, rows, step)))
+    return QuantizedMatrix(bits, planes, scale, offset, GROUP_SIZE)
 
 
 class StoredLinears:
