@@ -144,7 +144,6 @@ class StagingStreamer:
         self._free: list[Event | None] = [None for _ in self._staging]  # passed when what lay there has been read
         self._turn = 0
         self.staging_bytes = sum(slot.num_bytes for slot in self._staging)
-        self.description = "the checkpoint, read page by page"
 
     def release(self) -> None:
         """Give back memory that calls so far have filled, and that may never be needed again."""

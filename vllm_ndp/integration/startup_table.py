@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, LIMB_BITS, LIMBS
+from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS
 from ndp_device.replicas.format import load_layer_weights
 from vllm_ndp.config import GPU_RUNGS, NdpSettings
 from vllm_ndp.integration import compat, drafts, paced_scheduler, refusals
@@ -71,7 +71,6 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar, kv_cache_bytes: int) -
         "hot_bytes": hot.num_bytes,
         "staging_bytes": hot.streamer.staging_bytes,
         "pool_bytes": hot.pool.mapped_bytes,
-        "pool": hot.streamer.description,
         "sidecar_bytes": sidecar.num_bytes,
         "cold_precision": settings.cold_precision,
         "policy": settings.policy,
@@ -178,14 +177,6 @@ def _hardware(status: dict[str, Any]) -> str:
     return f"none: the device is hardware and has no simulated time; plans are made as for {planned}"
 
 
-def _activations(status: dict[str, Any]) -> str:
-    if status["kernel"] != "native":
-        return "float32"
-    held = {limbs: [str(bits) for bits in LIMBS if LIMBS[bits] == limbs] for limbs in LIMB_BITS}
-    parts = [f"{LIMB_BITS[limbs]} bits for experts of {', '.join(of)} bits" for limbs, of in held.items() if of]
-    return "; ".join([*parts, "float32 in full precision"])
-
-
 def _device(status: dict[str, Any]) -> str:
     pids = ", ".join(str(pid or "external") for pid in status["device_pids"])
     where = f"{status['device_address']} (pid {pids}) by {status['carrier']}, kernel {status['kernel']}"
@@ -284,13 +275,12 @@ def rows(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("KV cache", human(status["kv_cache_bytes"])),
         ("linear layers", status["linear_layers"]),
         *([("drafts", status["drafts"])] if status["drafts"] else []),
-        ("pool (memory map)", f"{human(status['pool_bytes'])}: {status['pool']}"),
+        ("pool (memory map)", f"{human(status['pool_bytes'])}: the checkpoint, read page by page"),
         ("routing sidecar", f"{human(status['sidecar_bytes'])} beside the KV cache, resident as used"),
         ("cold precision", status["cold_precision"]),
         *([("cold experts", quantized)] if status["predicted_loss"] and status["max_loss"] is None else []),
         ("replicas", status["replicas"]),
         ("device", _device(status)),
-        ("device's activations", _activations(status)),
         ("device runs on", f"cores {status['device_cores']}" if status["device_cores"] else "any core"),
         ("device holds", _held(status)),
         ("simulated hardware", _hardware(status)),
