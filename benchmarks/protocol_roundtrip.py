@@ -21,7 +21,8 @@ from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import VERSION, SlotOffer
 from ndp_device.transport import connect, listen
 from ndp_device.transport.zmq_client import ZmqTransport
-from vllm_ndp.device_client.client import DeviceClient, DeviceProcess
+from vllm_ndp.device_client.client import DeviceClient
+from vllm_ndp.device_client.process import DeviceProcess
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from measured import Measurement, add_json_option

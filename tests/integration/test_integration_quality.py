@@ -179,7 +179,6 @@ def test_tokens_that_cannot_be_forced_are_refused_in_a_sentence(server: scoring.
 def test_the_parameter_has_one_name() -> None:
     from vllm_ndp.integration import forced_tokens
 
-    assert forced_tokens.FORCED == scoring.FORCED
     assert f"{forced_tokens.__name__}:{forced_tokens.ForcedTokens.__name__}" == scoring.PROCESSOR
 
 

@@ -20,7 +20,8 @@ from ndp_device.common.errors import DeviceError, DeviceUnavailable
 from simulation.material import ADDRESS, calls, store
 from simulation.network import Network, Process, SimClock, connecting
 from simulation.world import MS, US, Program, S, World
-from vllm_ndp.device_client.client import MAX_IN_FLIGHT, DeviceClient, ExecuteHandle
+from vllm_ndp.device_client.client import MAX_IN_FLIGHT, DeviceClient
+from vllm_ndp.device_client.connection import ExecuteHandle
 
 BACK_WITHIN_NS = 5 * S
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -45,12 +45,9 @@ from vllm_ndp.device_client.connection import (
     ExecuteHandle,
     ExecuteResult,
 )
-from vllm_ndp.device_client.process import DeviceProcess
 
 if TYPE_CHECKING:
     from ndp_device.transport import ZmqTransport
-
-__all__ = ["Counters", "DeviceClient", "DeviceProcess", "ExecuteHandle", "ExecuteResult"]
 
 MAX_IN_FLIGHT = 8
 RETRY_FIRST_S, RETRY_LAST_S = 0.005, 0.2

@@ -20,8 +20,9 @@ from ndp_device.experts.part import WHOLE, Part
 from ndp_device.probe import Probe
 from ndp_device.protocol import messages as msg
 from vllm_ndp.config import NdpSettings
-from vllm_ndp.device_client.client import DeviceClient, DeviceProcess
+from vllm_ndp.device_client.client import DeviceClient
 from vllm_ndp.device_client.handshake import Requirements
+from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.integration import compat
 
 _LOOK_EVERY_S = 0.02

@@ -28,10 +28,7 @@ from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.cuda.streams import CopiesByThread, Event
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.layer.tiers import DEVICE
-
-_INT32_ELEMENTS = 2**31
-"""The CPU kernel computes slot offsets in 32 bits: slots * 2I * H must stay below."""
-
+from vllm_ndp.operating.sizing import CPU_KERNEL_ELEMENTS
 
 PAGE_BYTES = 2 << 20
 
@@ -97,10 +94,10 @@ class CpuSlotKernel:
         self._slot_elements = 2 * intermediate_size * hidden_size
 
     def check_slots(self, num_slots: int) -> None:
-        if num_slots * self._slot_elements >= _INT32_ELEMENTS:
+        if num_slots * self._slot_elements >= CPU_KERNEL_ELEMENTS:
             raise ConfigError(
                 f"{num_slots} experts in one call do not fit vLLM's CPU kernel (32-bit offsets): "
-                f"at most {(_INT32_ELEMENTS - 1) // self._slot_elements} for this model"
+                f"at most {(CPU_KERNEL_ELEMENTS - 1) // self._slot_elements} for this model"
             )
 
     def load(self, to: SlotWeights, slot: int, expert: ExpertWeights) -> None:

@@ -58,39 +58,27 @@ class Balancer:
 
         device_ps: the device's time with the first 0, 1, 2, ... of `load.lightest_first` on it; it may end early.
         """
-        order, beside = load.lightest_first, self.beside
-        gpu_ps = [self.shared_ps(load.rows)]
+        order, prices = load.lightest_first, self.known
+        gpu_ps = [prices.shared_ps(load.rows)]
         for expert in reversed(order):
-            launch_ps = self.gpu_ps(0) if len(gpu_ps) == 1 else 0.0
-            gpu_ps.append(gpu_ps[-1] + (self.gpu_ps(load.hot[expert][0]) + launch_ps))
+            launch_ps = prices.hot_ps(0) if len(gpu_ps) == 1 else 0.0
+            gpu_ps.append(gpu_ps[-1] + (prices.hot_ps(load.hot[expert][0]) + launch_ps))
         best, best_ps = 0, float("inf")
         for count, ps in enumerate(device_ps if order else ()):
-            layer_ps = max(together_ps(gpu_ps[-1 - count], ps, beside), load.host_ps)
+            layer_ps = max(together_ps(gpu_ps[-1 - count], ps, prices.beside), load.host_ps)
             if layer_ps < best_ps:
                 best, best_ps = count, layer_ps
         return frozenset(order[:best])
 
     def device_ps(self, bits: int, rows: int) -> float:
         """Time that an expert with so many rows adds to the device's command, and to those of the other hosts."""
-        return self.hosts * self._known.device_ps(bits, rows)
-
-    def gpu_ps(self, rows: int) -> float:
-        """Time that an expert with so many rows on the GPU adds to a layer; 0 rows: of the layer beside its experts."""
-        return self._known.hot_ps(rows)
-
-    def shared_ps(self, rows: int) -> float:
-        """Time of the layer's shared experts on the GPU."""
-        return self._known.shared_ps(rows)
+        return self.hosts * self.known.device_ps(bits, rows)
 
     def message_ps(self, rows: int, pairs: int) -> float:
         """Time of a message without its experts; it waits for those of the other hosts."""
-        return self.hosts * self._known.message_ps(rows, pairs)
-
-    @property
-    def beside(self) -> float:
-        """How much of the shorter side, GPU or device, is over while the longer one runs."""
-        return self._known.beside
+        return self.hosts * self.known.message_ps(rows, pairs)
 
     @cached_property
-    def _known(self) -> Prices:
+    def known(self) -> Prices:
+        """Prices that the rule goes by. `hot_ps(0)` is a layer's on the GPU beside its experts."""
         return self.prices or SimulatedPrices(self.costs)

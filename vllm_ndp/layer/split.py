@@ -158,7 +158,8 @@ class Splitter:
     def _rule(self, balancer: Balancer | DevicesBalancer) -> bool | Callable[..., frozenset[int]]:
         """True: natively."""
         rule = balancer if isinstance(balancer, Balancer) else balancer.rule
-        self.native.price(rule.offload_bits, rule.beside, rule.gpu_ps, rule.message_ps, rule.device_ps, rule.shared_ps)
+        prices, of_device = rule.known, (rule.message_ps, rule.device_ps)
+        self.native.price(rule.offload_bits, prices.beside, prices.hot_ps, *of_device, prices.shared_ps)
         return True if isinstance(balancer, Balancer) else _asked(balancer)
 
     def _make_room(self, num_pairs: int) -> None:

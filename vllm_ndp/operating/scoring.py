@@ -19,6 +19,7 @@ from ndp_device.common.errors import ConfigError
 from vllm_ndp.operating.server import DECODE_KINDS, Server
 
 FORCED = "ndp_forced_tokens"
+"""Name in `vllm_xargs` (HTTP) or `extra_args` (SamplingParams) of the token ids. Further tokens are the model's own."""
 PROCESSOR = "vllm_ndp.integration.forced_tokens:ForcedTokens"
 PAIR_KINDS = tuple(f"{place}_pairs" for place in DECODE_KINDS)
 _TIMEOUT_S = 3600.0

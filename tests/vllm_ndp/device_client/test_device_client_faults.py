@@ -26,7 +26,8 @@ from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import DeviceUnavailable
 from ndp_device.transport.shm import MAX_CHANNELS
 from vllm_ndp.device_client import process as device_process
-from vllm_ndp.device_client.client import DeviceClient, DeviceProcess
+from vllm_ndp.device_client.client import DeviceClient
+from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.integration import device_members
 from vllm_ndp.integration.device_members import Member
 

@@ -24,8 +24,9 @@ from ndp_device.protocol import messages as msg
 from ndp_device.transport import shm
 from ndp_device.transport.sender_thread import Order, Places, SenderThread, SendOutcome, State
 from ndp_device.transport.shm import NUM_RING_SLOTS, ShmChannel
-from vllm_ndp.device_client.client import DeviceClient, DeviceProcess
+from vllm_ndp.device_client.client import DeviceClient
 from vllm_ndp.device_client.connection import ExecuteResult
+from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.layer.split import Split, SplitRules, Splitter
 from vllm_ndp.layer.tiers import WARM, Tiers
 from vllm_ndp.planning.plan import BitwidthPlan

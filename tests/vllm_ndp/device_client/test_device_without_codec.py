@@ -15,8 +15,9 @@ from paths import ROOT
 
 from ndp_device.timing.work import Timing
 from ndp_device.transport.shm import Put, ShmChannel, Sound
-from vllm_ndp.device_client.client import DeviceClient, DeviceProcess
+from vllm_ndp.device_client.client import DeviceClient
 from vllm_ndp.device_client.device_group import DeviceGroup
+from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.layer.devices import slowest
 
 LAYERS, EXPERTS, HIDDEN = 4, 8, 128

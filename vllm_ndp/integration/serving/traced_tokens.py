@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
-from vllm_ndp.integration.forced_tokens import FORCED, ForcedTokens
+from vllm_ndp.integration.forced_tokens import ForcedTokens
+from vllm_ndp.operating.scoring import FORCED
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
