@@ -67,7 +67,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/integration/test_integration_quantized.py",
         "tests/ndp_device/checkpoint/test_checkpoint_families.py",
         "vllm_ndp/integration/compat.py",
-        "vllm_ndp/integration/drafts.py",
         "vllm_ndp/integration/moe_method.py",
         "vllm_ndp/integration/plugin.py",
         "vllm_ndp/integration/quantization.py",

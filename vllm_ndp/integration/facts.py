@@ -28,7 +28,7 @@ from vllm_ndp import __version__
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.prices import MeasuredPrices
 from vllm_ndp.device_client.handshake import PlannedReplicas, Requirements
-from vllm_ndp.integration import compat, drafts, host_replicas
+from vllm_ndp.integration import compat, host_replicas
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.cuda.limits import Rung
@@ -81,7 +81,7 @@ class WorkerFacts:
     @property
     def unsimulated(self) -> str:
         """Work that runs here and is in no simulated clock."""
-        return drafts.unsimulated(self.vllm_config)
+        return compat.unsimulated(self.vllm_config)
 
     @cached_property
     def digest(self) -> str:

@@ -16,7 +16,7 @@ from rich.table import Table
 from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS
 from ndp_device.replicas.format import load_layer_weights
 from vllm_ndp.config import GPU_RUNGS, NdpSettings
-from vllm_ndp.integration import compat, drafts, paced_scheduler, refusals
+from vllm_ndp.integration import compat, paced_scheduler, refusals
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.cuda.limits import Rung
 from vllm_ndp.integration.cuda.messenger import Messenger
@@ -65,7 +65,7 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar, kv_cache_bytes: int) -
         "cold_experts": settings.num_cold(shape.num_experts),
         "slot_bits": settings.slot_bits,
         "linear_layers": "the checkpoint's, by vLLM" if facts.linears is None else facts.linears.description,
-        "drafts": drafts.description(facts.vllm_config),
+        "drafts": compat.drafts_in_words(facts.vllm_config),
         "engine": engine,
         "kv_cache_bytes": kv_cache_bytes,
         "hot_bytes": hot.num_bytes,
