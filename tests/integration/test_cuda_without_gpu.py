@@ -70,7 +70,7 @@ print("runner V2", config.use_v2_model_runner)
 if hasattr(EngineArgs, "enable_trace_replay"):
     from vllm import SamplingParams
     from vllm.v1.engine.input_processor import InputProcessor
-    traced = ["vllm_ndp.integration.serving.traced_tokens:TracedTokens"]
+    traced = ["vllm_ndp.integration.forced_tokens:TracedTokens"]
     forcing = EngineArgs(**base, additional_config=settings, logits_processors=traced, enable_trace_replay=True)
     admits = InputProcessor(forcing.create_engine_config())
     asked = SamplingParams(max_tokens=5, extra_args={"ndp_forced_tokens": [7, 8]})

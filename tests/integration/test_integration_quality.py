@@ -189,7 +189,7 @@ def test_runner_v2_forces_the_same_tokens_by_its_own_trace_replay() -> None:
     from vllm.v1.worker.gpu.sample import logits_processor
 
     admit = logits_processor.build_custom_logits_processors_params_validator(
-        ["vllm_ndp.integration.serving.traced_tokens:TracedTokens"]
+        ["vllm_ndp.integration.forced_tokens:TracedTokens"]
     )
     asked, free = SamplingParams(extra_args={scoring.FORCED: [7, 8]}), SamplingParams()
     admit(asked)
