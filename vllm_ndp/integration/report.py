@@ -7,7 +7,7 @@ that no simulated clock holds, `unsimulated` names it, and what would lack it is
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter
@@ -126,9 +126,7 @@ def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> Ste
     ordered = sorted(reports, key=lambda report: report.stage)
     first = ordered[0]
     start, end = pipeline.run([report.end_ps - report.before_ps for report in ordered], first.pairs)
-    pairs = {
-        name: {kind: sum(report.pairs[name][kind] for report in ordered) for kind in PAIR_KINDS} for name in first.pairs
-    }
+    pairs = {name: dict(_sum(report.pairs[name] for report in ordered)) for name in first.pairs}
     plans = {name: dict(plan) for name, plan in first.plans.items()}
     for name, plan in plans.items():
         bits = [(report.plans[name]["avg_bits"], report.pairs_per_row) for report in ordered]
@@ -136,19 +134,13 @@ def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> Ste
         nats = [report.plans[name]["predicted_nats"] for report in ordered]
         plan["predicted_nats"] = None if None in nats else sum(nats)
     per_row = sum(report.pairs_per_row for report in ordered)
-    energy: dict[str, dict[str, float]] = {}
-    device: Counter[str] | None = Counter()
-    bounds, fallbacks = Counter[str](), Counter[str]()
-    for report in ordered:
-        _add_energy(energy, report.device_pj)
-        device = added(device, report.device)
-        bounds.update(report.device_bounds)
-        fallbacks.update(report.fallbacks)
+    has_times = all(report.device is not None for report in ordered)
+    energy = {name: _sum(report.device_pj.get(name, {}) for report in ordered) for name in first.pairs}
     return StepReport(
         *(start, end, pairs, plans, first.drafts, per_row, first.rows),
-        device_pj=energy,
-        device=None if device is None else dict(device),
-        device_bounds=dict(bounds),
+        device_pj={name: dict(parts) for name, parts in energy.items() if parts},
+        device=dict(_sum(report.device or {} for report in ordered)) if has_times else None,
+        device_bounds=dict(_sum(report.device_bounds for report in ordered)),
         unsimulated=max((report.unsimulated for report in ordered), key=len),
         plan_s=max(
             (report.plan_s for report in ordered if report.plan_s is not None), default=None
@@ -158,7 +150,7 @@ def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> Ste
         kept_experts=sum(report.kept_experts for report in ordered),
         prefills=first.prefills,
         device_up=all(report.device_up for report in ordered),
-        fallbacks=dict(fallbacks),
+        fallbacks=dict(_sum(report.fallbacks for report in ordered)),
     )
 
 
@@ -171,11 +163,11 @@ def added(total: Counter[str] | None, more: Mapping[str, int] | None) -> Counter
     return total
 
 
-def _add_energy(total: dict[str, dict[str, float]], more: dict[str, dict[str, float]]) -> None:
-    for name, parts in more.items():
-        mine = total.setdefault(name, dict.fromkeys(DEVICE_PARTS, 0.0))
-        for part, picojoules in parts.items():
-            mine[part] += picojoules
+def _sum(counts: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    total = Counter[str]()
+    for each in counts:
+        total.update(each)
+    return total
 
 
 @dataclass
