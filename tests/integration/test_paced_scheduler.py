@@ -19,7 +19,8 @@ from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape
-from vllm_ndp.device_client.client import DeviceClient, DeviceProcess
+from vllm_ndp.device_client.client import DeviceClient
+from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.integration import device_link
 from vllm_ndp.integration.compat import is_server
 from vllm_ndp.integration.device_link import DeviceLink

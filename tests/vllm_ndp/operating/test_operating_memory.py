@@ -17,7 +17,7 @@ from given_options import given_by
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.machine_memory import memory_found, process_memory
 from vllm_ndp.config import NdpSettings
-from vllm_ndp.operating.own_size import OwnSize, own_size
+from vllm_ndp.operating.proposal import OwnSize, own_size
 from vllm_ndp.operating.sizing import GB, Demand, MachineSize, Sizing, human
 from vllm_ndp.operating.sources import source_named
 from vllm_ndp.operating.speed import LAYER_S, Measured
