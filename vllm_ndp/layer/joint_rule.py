@@ -28,11 +28,10 @@ from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, REPLICA_WID
 from ndp_device.timing.work import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs, HostCpu
 from vllm_ndp.cost_model.prices import MeasuredPrices
-from vllm_ndp.planning.bitwidths import LossTable, nominal_loss
+from vllm_ndp.planning.bitwidths import LossTable, nominal_loss, powers
 from vllm_ndp.planning.joint import Choice, JointPlan, JointProblem, least_time
 from vllm_ndp.planning.plan import BitwidthPlan, Placement
 from vllm_ndp.planning.replanner import Assigned
-from vllm_ndp.planning.same_everywhere import powers
 
 TIER_SETS = ("gpu+device", "gpu+host+device", "gpu+host", "gpu")
 NATS, OF_ONE_BIT = "nats", "units of 1 bit"

@@ -29,7 +29,6 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement
-from vllm_ndp.planning.same_everywhere import power
 from vllm_ndp.planning.stats import frozen_array
 
 GAINS = ("importance", "mse")
@@ -46,9 +45,20 @@ LOSS_RATIO_PER_BIT = 4.4
 """Loss falls about 4.4x per bit (source: GPTQ replicas of tiny-mixtral). Used only where nothing is calibrated."""
 
 
+def powers(base: NDArray[np.float64] | float, most: int) -> NDArray[np.float64]:
+    """[..., most + 1]: the powers 0 to most of each base [...], multiplied one factor after the other.
+
+    Plans must not depend on the processor. `+ - * /`, sqrt, cumulative sums and products, and `sum` of one array round
+    alike on every IEEE machine. exp, log, power, `@`, einsum, argpartition and unstable sorts do not.
+    """
+    table = np.ones((*np.shape(base), most + 1))
+    table[..., 1:] = np.asarray(base)[..., None]
+    return np.asarray(np.cumprod(table, axis=-1), np.float64)
+
+
 def nominal_loss(bits: int) -> float:
     """Loss at a width in units of the loss of 1 bit; bits >= 1."""
-    return 1.0 / power(LOSS_RATIO_PER_BIT, bits - 1)
+    return 1.0 / float(powers(LOSS_RATIO_PER_BIT, bits - 1)[-1])
 
 
 LEAST_USEFUL_BITS = 2.0

@@ -39,7 +39,6 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.planning import _joint
-from vllm_ndp.planning.same_everywhere import weighted
 from vllm_ndp.planning.stats import frozen_array
 
 TIERS = ("gpu", "host", "device")
@@ -239,7 +238,7 @@ class JointPlan:
 
 def total(values: NDArray[np.float64], chosen: NDArray[np.int64]) -> float:
     if values.shape[1:] == (1, 1):
-        return weighted(np.bincount(chosen.ravel(), minlength=len(values)), values[:, 0, 0])
+        return float((np.bincount(chosen.ravel(), minlength=len(values)) * values[:, 0, 0]).sum())
     return float(at(values, chosen).sum())
 
 

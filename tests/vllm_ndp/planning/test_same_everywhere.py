@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from paths import DATA, ROOT
 from processors import features, settings
 from test_planning_on_any_processor import decisions
 
-from vllm_ndp.planning.same_everywhere import exp, log, power, powers, smallest
+from vllm_ndp.planning.bitwidths import powers
 
 WORK = """
 import hashlib, json, sys
@@ -69,23 +68,6 @@ def test_numpy_does_round_differently_on_another_processor():
     assert len(results) == 2
 
 
-def test_exp_and_log_are_those_of_the_library_to_its_last_digits():
-    for x in np.geomspace(1e-300, 1e300, 997).tolist():
-        assert log(x) == pytest.approx(math.log(x), rel=1e-15, abs=1e-16)
-    for x in np.linspace(-700, 700, 997).tolist():
-        assert exp(x) == pytest.approx(math.exp(x), rel=3e-13)
-    for x in np.linspace(-1, 1, 97).tolist():
-        assert exp(x) == pytest.approx(math.exp(x), rel=1e-15)
-
-
 def test_powers_are_those_of_the_library_to_its_last_digits():
     base = np.linspace(0, 1, 11)
     assert np.allclose(powers(base, 5), base[:, None] ** np.arange(6), rtol=1e-15)
-    assert power(0.9, 7) == pytest.approx(0.9**7, rel=1e-15)
-
-
-def test_the_smallest_are_found_and_of_equal_ones_the_first():
-    values = np.array([3.0, 1.0, 2.0, 1.0, 2.0, 2.0])
-    assert smallest(values, 2).tolist() == [1, 3]
-    assert smallest(values, 4).tolist() == [1, 2, 3, 4]
-    assert smallest(values, 6).tolist() == [0, 1, 2, 3, 4, 5]

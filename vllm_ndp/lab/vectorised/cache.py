@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.lab.vectorised.batches import Loads
-from vllm_ndp.planning.same_everywhere import powers
+from vllm_ndp.planning.bitwidths import powers
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ LRU, LFU, RANDOM = Priority("lru"), Priority("lfu"), Priority("random")
 def lcp(rho: float = 0.25, omega: float = 128.0) -> Priority:
     """MoEpic's priority: mu * rho ** (nu / omega), mu the frequency, nu tokens since the last use."""
     each = round(rho ** (1 / omega) * 2**40) / 2**40  # processors differ below that
-    return Priority("faded", powers(np.array(each), int(64 * omega)))
+    return Priority("faded", powers(each, int(64 * omega)))
 
 
 CACHE_PRIORITIES: dict[str, Priority] = {"lru": LRU, "lfu": LFU, "lcp": lcp()}
