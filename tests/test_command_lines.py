@@ -271,7 +271,7 @@ def test_a_wrong_command_line_is_one_sentence_and_exit_code_2_and_writes_nothing
     ("words", "says"),
     [
         (["arrivals", TRACE, "--out", "{tmp}/a.csv", "--perfetto", "{tmp}/no/b.json"], "there is no directory"),
-        (["analyze", TRACE, "--html", "{tmp}"], "it is a directory"),
+        (["compare", TRACE, "--html", "{tmp}"], "it is a directory"),
         (["compare", TRACE, "--out", "{tmp}/no/t.csv"], "{tmp}/no/t.csv cannot be used"),
         (["analyze", TRACE, "--prior-out", "{tmp}/no/p.npy"], "{tmp}/no/p.npy cannot be used"),
     ],
@@ -336,7 +336,6 @@ WRITES: dict[str, tuple[list[str], bool]] = {
     "arrivals --perfetto": (["{trace}", "--perfetto", "{out}"], False),
     "analyze": (["{trace}", "--prior-out", "{out}", "--prior", "{model}/prior.npy"], False),
     "analyze --out": (["{trace}", "--out", "{out}"], False),
-    "analyze --html": (["{trace}", "--html", "{out}"], False),
     "ndp-device keygen": (["{out}"], True),
 }
 """Every parameter that names what a command writes: the words of one call, and whether it is a folder."""

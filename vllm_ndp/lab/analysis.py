@@ -22,9 +22,7 @@ from vllm_ndp.traces.trace import Sequence as Request
 from vllm_ndp.traces.trace import Trace
 
 NULL_DRAWS = 100
-PRIOR_TOKENS = (4, 16, 32, 64, 256)
 FIRST_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-REFRESH_TOKENS = (8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -56,13 +54,8 @@ class Analysis:
     coverage: dict[str, Interval]
     over_static: dict[str, Interval]
     """Coverage minus static's, paired by request."""
-    by_domain: dict[str, dict[str, float]]
     first_tokens: dict[int, Interval]
     """Hot sets from the first n prompt tokens only."""
-    first_tokens_and_prior: dict[int, Interval]
-    last_tokens: dict[int, Interval]
-    refresh: dict[int, Interval]
-    prior_tokens: dict[int, Interval]
 
     @property
     def layers_outside_null(self) -> int:
@@ -94,13 +87,13 @@ def analyse(trace: Trace, num_hot: int | None = None, *, prior: ImportanceScore 
     covered = {name: _coverage(score, decodes, hot) for name, score in scores.items()}
     counts = np.sum([stats.counts for stats in (*prompts, *decodes)], axis=0)
 
-    def of_tokens(part: slice, n0: float = 0.0) -> Interval:
-        picked = [RoutingStats.from_choices(s.prompt_ids[part], s.prompt_weights[part], num_experts) for s in requests]
-        found = [importance(stats) if n0 == 0 else importance(stats).shrunk_to(prior, n0) for stats in picked]
-        return Interval.of(_coverage(found, decodes, hot))
+    def of_first(tokens: int) -> Interval:
+        picked = [
+            RoutingStats.from_choices(s.prompt_ids[:tokens], s.prompt_weights[:tokens], num_experts) for s in requests
+        ]
+        return Interval.of(_coverage([importance(stats) for stats in picked], decodes, hot))
 
     longest = max(len(s.prompt_ids) for s in requests)
-    lengths = [n for n in FIRST_TOKENS if n <= longest]
     return Analysis(
         num_requests=len(requests),
         num_hot=hot,
@@ -113,12 +106,7 @@ def analyse(trace: Trace, num_hot: int | None = None, *, prior: ImportanceScore 
         over_static={
             name: Interval.of(values - covered["static"]) for name, values in covered.items() if name != "static"
         },
-        by_domain=_grouped(covered, [s.label for s in requests]),
-        first_tokens={n: of_tokens(slice(n)) for n in lengths},
-        first_tokens_and_prior={n: of_tokens(slice(n), PolicySettings.prior_tokens) for n in lengths},
-        last_tokens={n: of_tokens(slice(-n, None)) for n in lengths},
-        refresh={m: Interval.of(_refreshed(requests, num_experts, hot, m)) for m in REFRESH_TOKENS},
-        prior_tokens={n0: of_tokens(slice(None), n0) for n0 in PRIOR_TOKENS},
+        first_tokens={n: of_first(n) for n in FIRST_TOKENS if n <= longest},
     )
 
 
@@ -167,21 +155,6 @@ def _null_band(requests: Sequence[Request], num_experts: int) -> tuple[NDArray[n
     return low, high
 
 
-def _refreshed(requests: Sequence[Request], num_experts: int, num_hot: int, every: int) -> NDArray[np.float64]:
-    """Coverage with a new hot set after every `every` decode tokens, chosen from prompt and decode so far."""
-    shares = []
-    for s in requests:
-        stats = RoutingStats.from_choices(s.prompt_ids, s.prompt_weights, num_experts)
-        covered = 0
-        for start in range(0, len(s.decode_ids), every):
-            part = slice(start, start + every)
-            now = RoutingStats.from_choices(s.decode_ids[part], s.decode_weights[part], num_experts)
-            covered += int(now.counts[highest(importance(stats).values, num_hot)].sum())
-            stats = stats.merge(now)
-        shares.append(covered / s.decode_ids.size)
-    return np.array(shares, np.float64)
-
-
 def _random_scores(prompts: Sequence[RoutingStats]) -> list[ImportanceScore]:
     generator = np.random.default_rng(0)
     return [ImportanceScore.from_weights(generator.random(stats.counts.shape)) for stats in prompts]
@@ -194,11 +167,3 @@ def _gini(counts: NDArray[np.int64]) -> NDArray[np.float64]:
     weights = 2 * np.arange(1, experts + 1) - experts - 1
     gini: NDArray[np.float64] = (ranked * weights).sum(axis=1) / (experts * np.maximum(ranked.sum(axis=1), 1))
     return gini
-
-
-def _grouped(covered: dict[str, NDArray[np.float64]], labels: Sequence[str]) -> dict[str, dict[str, float]]:
-    names = np.array(labels)
-    return {
-        str(label): {name: float(values[names == label].mean()) for name, values in covered.items()}
-        for label in sorted(set(labels))
-    }

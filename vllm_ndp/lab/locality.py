@@ -1,7 +1,6 @@
 """How a trace's routing repeats itself, and what caches of every size would make of it.
 
     repeats        share of a token's choices that the token before made too, beside the same tokens shuffled
-    gaps           tokens between two uses of an expert
     hits           share of choices found in a cache of C experts per layer, C = 0..E, under six rules
     concentration  how much of a request falls on its most used experts
 
@@ -25,7 +24,6 @@ from vllm_ndp.traces.trace import Trace
 
 RULES = ("random", "lfu", "lru", "oracle")
 """Rules of a cache that learns from the tokens as they come. `oracle` is Belady's, which knows the future."""
-MOST_GAP = 256
 EARLY_TOKENS = 64
 _SEED = 0
 
@@ -52,17 +50,6 @@ class Selected:
         shape = len(self.ends) - 1, self.ids.shape[1], self.num_experts
         return np.bincount(self._cells.ravel(), minlength=math.prod(shape)).reshape(shape)
 
-    def gaps(self) -> NDArray[np.int64]:
-        """[L, MOST_GAP + 1], choices by tokens since the last use; at 0 those that never were made before."""
-        cells = self._cells
-        order = np.argsort(cells, axis=None, kind="stable")  # each cell's uses one after the other
-        num_layers, top_k = cells.shape[1:]
-        tokens, layers = order // (num_layers * top_k), order // top_k % num_layers
-        again = np.diff(cells.ravel()[order], prepend=-1) == 0
-        gaps = np.where(again, np.minimum(np.diff(tokens, prepend=0), MOST_GAP), 0)
-        shape = num_layers, MOST_GAP + 1
-        return np.bincount(layers * shape[1] + gaps, minlength=math.prod(shape)).reshape(shape)
-
     @property
     def _cells(self) -> NDArray[np.int64]:
         """[T, L, k], of each choice: (request, layer, expert) as one number."""
@@ -73,8 +60,12 @@ class Selected:
 
     def repeats(self) -> NDArray[np.float64]:
         """[L], of the choices of all tokens but each request's first."""
-        later = len(self.rows) - int((np.diff(self.ends) > 0).sum())
-        shares: NDArray[np.float64] = self.gaps()[:, 1] / max(later * self.ids.shape[2], 1)
+        later = np.ones(len(self.rows), np.bool_)
+        later[self.ends[:-1][np.diff(self.ends) > 0]] = False
+        tokens = np.flatnonzero(later)
+        now, before = self.ids[self.rows[tokens]], self.ids[self.rows[tokens - 1]]
+        again = (now[..., None] == before[..., None, :]).any(axis=-1)  # [T, L, k]
+        shares: NDArray[np.float64] = again.sum(axis=(0, 2)) / max(len(tokens) * self.ids.shape[2], 1)
         return shares
 
     def depths(self, rule: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -97,12 +88,10 @@ class Locality:
     num_tokens: int
     repeats: NDArray[np.float64]  # [L]
     shuffled: NDArray[np.float64]  # [L]
-    gaps: NDArray[np.float64]  # [L, MOST_GAP + 1], at 0 first uses, at MOST_GAP so many tokens or more
     hits: dict[str, NDArray[np.float64]]  # rule -> [L, E + 1], by size of the cache
     early_misses: NDArray[np.float64]  # [L, E + 1], under lru, of the first EARLY_TOKENS of a request
     later_misses: NDArray[np.float64]  # [L, E + 1], of the others
     concentration: NDArray[np.float64]  # [L, E + 1], share of a request's C most used experts, mean over requests
-    entropy: NDArray[np.float64]  # [L], of a request's choices, 1 = all experts alike
 
     def mean_hits(self, rule: str, places: int) -> float:
         """Over all layers."""
@@ -118,8 +107,6 @@ class Locality:
             "repeats": _mean(self.repeats),
             "shuffled": _mean(self.shuffled),
             "chance": self.top_k / self.num_experts,
-            "entropy": _mean(self.entropy),
-            "first_uses": _mean(self.gaps[:, 0]),
             "hits": {rule: {str(c): self.mean_hits(rule, c) for c in places} for rule in self.hits},
             "early_misses": {str(c): _mean(self.early_misses[:, c]) for c in places},
             "later_misses": {str(c): _mean(self.later_misses[:, c]) for c in places},
@@ -144,12 +131,10 @@ def locality(trace: Trace) -> Locality:
         num_tokens=len(tokens.rows),
         repeats=tokens.repeats(),
         shuffled=tokens.shuffled().repeats(),
-        gaps=_shares(tokens.gaps()),
         hits=hits | {"static": _fixed(used, used.sum(axis=0) - used), "prompt": _fixed(used, before)},
         early_misses=1 - _hits(early),
         later_misses=1 - _hits(counts - early),
         concentration=_mean_of_requests(own),
-        entropy=_entropy(used),
     )
 
 
@@ -193,10 +178,6 @@ def _hits(depths: NDArray[np.int64]) -> NDArray[np.float64]:
     return np.asarray(before / np.maximum(depths.sum(axis=1, keepdims=True), 1))
 
 
-def _shares(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    return np.asarray(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))
-
-
 def _mean_of_requests(ranked: NDArray[np.int64]) -> NDArray[np.float64]:
     """[L, E + 1] of counts [R, L, E] from the highest; requests without tokens left out."""
     sums = ranked.sum(axis=2, keepdims=True)
@@ -205,14 +186,6 @@ def _mean_of_requests(ranked: NDArray[np.int64]) -> NDArray[np.float64]:
     curve = np.zeros((ranked.shape[1], ranked.shape[2] + 1))
     curve[:, 1:] = shares.mean(axis=0)
     return curve
-
-
-def _entropy(used: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[L], mean over requests."""
-    there = used[used.sum(axis=(1, 2)) > 0]
-    share = there / there.sum(axis=2, keepdims=True)
-    bits = -(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=2)
-    return np.asarray(bits.mean(axis=0) / max(np.log(used.shape[2]), 1e-300))
 
 
 def _mean(values: NDArray[np.float64]) -> float:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 from in_this_process import run_here
 from paths import DATA
 
-from vllm_ndp.lab.analysis import analyse
 from vllm_ndp.traces.trace import Trace
 
 BUNDLED = DATA / "tiny-mixtral-trace"
@@ -42,20 +39,10 @@ def drawn(tmp_path: Path, *words: object) -> Path:
     return page
 
 
-# Moves the mouse to a point of the data and says what the page then shows. Plots lie in shadow roots.
+# Says how many plots the page shows, and what it says of a point under the mouse. Plots lie in shadow roots.
 HOVER = """
 const every = root => [...root.querySelectorAll('*')].flatMap(e => [e, ...(e.shadowRoot ? every(e.shadowRoot) : [])]);
 const below = view => [view, ...(view.child_views || []).flatMap(below)];
-let plots = [];
-const titled = text => plots.find(v => v.model.title && v.model.title.text.startsWith(text));
-const hover = (view, x, y) => {
-  const area = every(view.shadow_el).find(e => e.classList.contains('bk-events'));
-  const box = area.getBoundingClientRect();
-  const mouse = {pointerType: 'mouse', isPrimary: true, bubbles: true, composed: true};
-  const at = {clientX: box.x + view.frame.x_scale.compute(x), clientY: box.y + view.frame.y_scale.compute(y)};
-  for (const kind of ['pointerenter', 'pointermove'])
-    area.dispatchEvent(new PointerEvent(kind, {...mouse, ...at}));
-};
 const say = (id, text) => {
   const element = document.createElement('pre');
   element.id = id;
@@ -63,12 +50,16 @@ const say = (id, text) => {
   document.body.append(element);
 };
 setTimeout(() => {  // Bokeh draws after the page has loaded
-  plots = [...Bokeh.index.roots].flatMap(below).filter(view => view.model.type === 'Figure');
+  const plots = [...Bokeh.index.roots].flatMap(below).filter(view => view.model.type === 'Figure');
   say('plots', plots.length);
-  hover(titled('prompts, '), 5, 1);
-  const coverage = titled('share of decode choices covered');
-  const source = coverage.model.renderers[0].data_source.data;
-  hover(coverage, source.mean[1], source.name[1]);
+  const view = plots.find(v => v.model.title.text.startsWith('speed and loss'));
+  const area = every(view.shadow_el).find(e => e.classList.contains('bk-events'));
+  const source = view.model.renderers[0].data_source.data, box = area.getBoundingClientRect();
+  const at = {clientX: box.x + view.frame.x_scale.compute(source.x[0]), clientY: box.y +
+    view.frame.y_scale.compute(source.y[0])};
+  for (const kind of ['pointerenter', 'pointermove'])
+    area.dispatchEvent(new PointerEvent(kind, {pointerType: 'mouse', isPrimary: true, bubbles: true, composed: true,
+      ...at}));
   setTimeout(() => say('tips', every(document)
     .filter(e => e.classList.contains('bk-Tooltip'))
     .map(e => every(e.shadowRoot).filter(inner => inner.tagName === 'SPAN').map(span => span.textContent).join(' '))
@@ -77,51 +68,26 @@ setTimeout(() => {  // Bokeh draws after the page has loaded
 """
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["compare", BUNDLED, "--systems", "monde,fiddler", "--fit", "--avg-bits", "2,3"],
-        ["analyze", BUNDLED],
-    ],
-    ids=lambda words: words[0],
-)
-def test_a_page_is_one_file_that_loads_nothing(words, tmp_path, browser):
-    page = drawn(tmp_path, *words)
+def test_a_page_is_one_file_that_loads_nothing_and_says_values_under_the_mouse(tmp_path, browser):
+    page = drawn(tmp_path, "compare", BUNDLED, "--systems", "monde,fiddler", "--fit", "--avg-bits", "2,3")
     html = page.read_text(encoding="utf-8")
     assert Page(html).sources == []
     assert "@import" not in html
     assert len(html) < 3_500_000
     document = browser.document(page, HOVER)
-    plots = re.search(r'<pre id="plots">(.*?)</pre>', document)
+    plots, tips = (re.search(rf'<pre id="{name}">(.*?)</pre>', document, re.DOTALL) for name in ("plots", "tips"))
     assert plots is not None
     assert int(plots[1]) >= 3
+    assert tips is not None
+    assert "batch 1; mixtral-8x7b, h100-ndp512, 2.0" in tips[1]
     raw = browser.screenshot(page, tmp_path / "page.png").read_bytes()
     assert len(raw) > 30_000  # an empty page of this size compresses to a few kilobytes
-    if words[0] == "analyze":
-        assert_values_under_the_mouse_are_those_of_the_analysis(document)
 
 
-def assert_values_under_the_mouse_are_those_of_the_analysis(document: str) -> None:
-    """Not of the pixels."""
-    tips = re.search(r'<pre id="tips">(.*?)</pre>', document, re.DOTALL)
-    assert tips is not None
-    everyone = np.sum([TRACE.stats(s).counts for s in TRACE.sequences if len(s.prompt_ids)], axis=0)
-    share = 100 * everyone[1, 5] / everyone[1].sum()
-    assert "1, 5" in tips[1]
-    assert f"{share:.2f}" in tips[1]
-    random = analyse(TRACE, 4).coverage["random"]
-    assert f"random {random.mean:.3f}" in tips[1]
-    assert f"{random.low:.3f} to {random.high:.3f}" in tips[1]
-
-
-def test_names_in_a_trace_cannot_become_part_of_the_page(tmp_path, browser):
-    """Labels of requests and names of models come from files that others wrote."""
-    evil = "</script><script>document.title='changed'</script><b>"
-    known = TRACE.provenance
-    named = type(known)(**{name: getattr(known, name) for name in known.__struct_fields__} | {"model": evil})
-    labels = [evil if label == TRACE.labels[0] else label for label in TRACE.labels]
-    dataclasses.replace(TRACE, labels=labels, provenance=named).save(tmp_path / "trace")
-    document = browser.document(drawn(tmp_path, "analyze", tmp_path / "trace"))
+def test_names_of_traces_cannot_become_part_of_the_page(tmp_path, browser):
+    evil = tmp_path / "<b><script>document.title='changed'<"
+    TRACE.select(range(4)).save(evil)
+    document = browser.document(drawn(tmp_path, "compare", evil, "--systems", "fiddler"))
     assert "<title>changed</title>" not in document
 
 

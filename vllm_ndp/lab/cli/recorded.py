@@ -133,9 +133,9 @@ def compare(
     if out is not None:
         write_rows(found.rows(), out)
     if html is not None:
-        from vllm_ndp.lab.page import of_comparison, write_page
+        from vllm_ndp.lab.page import write_comparison
 
-        write_page(html, f"{', '.join(map(str, traces))} under any system", of_comparison(found))
+        write_comparison(html, f"{', '.join(map(str, traces))} under any system", found)
     done = [one for _, comparison in found.points for one in comparison.replayed]
     print_json(
         {
@@ -204,7 +204,7 @@ def reproduce(
     shows=True,
     examples=(
         f"vllm-ndp analyze {BUNDLED}",
-        f"vllm-ndp analyze {BUNDLED} --hot-experts 2 --prior-out prior.npy --html routing.html",
+        f"vllm-ndp analyze {BUNDLED} --hot-experts 2 --prior-out prior.npy",
         f"vllm-ndp analyze {BUNDLED} --out layers.parquet",
     ),
 )
@@ -216,7 +216,6 @@ def analyze(
         Path | None, A_NEW_FILE, typer.Option(help="Write the popularity of this trace's experts to this .npy file.")
     ] = None,
     out: TableOption = None,
-    html: PageOption = None,
 ) -> None:
     """Say what prompts tell of decode, and what caches would hit.
 
@@ -256,10 +255,6 @@ def analyze(
         np.save(prior_out, popularity(recorded).values)
     if out is not None:
         write_rows(_by_layer(found), out)
-    if html is not None:
-        from vllm_ndp.lab.page import of_routing, write_page
-
-        write_page(html, f"Routing of {p.model}", of_routing(recorded, found, analysis))
     print_json(summary, shown=True)
 
 

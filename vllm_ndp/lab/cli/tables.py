@@ -180,15 +180,8 @@ def print_analysis(result: Analysis) -> None:
         over = result.over_static.get(name)
         paired = ("", "") if over is None else (f"{over.mean:+.4f}", f"{over.low:+.4f} {over.high:+.4f}")
         coverage.add_row(name, f"{value.mean:.4f}", f"{value.low:.4f} {value.high:.4f}", *paired)
-    for title, curve in (
-        ("first {} prompt tokens", result.first_tokens),
-        ("first {} and prior", result.first_tokens_and_prior),
-        ("last {} prompt tokens", result.last_tokens),
-        ("refreshed every {} decode tokens", result.refresh),
-        ("prior worth {} tokens", result.prior_tokens),
-    ):
-        for tokens, value in curve.items():
-            coverage.add_row(title.format(tokens), f"{value.mean:.4f}", f"{value.low:.4f} {value.high:.4f}", "", "")
+    for tokens, value in result.first_tokens.items():
+        coverage.add_row(f"first {tokens} prompt tokens", f"{value.mean:.4f}", f"{value.low:.4f} {value.high:.4f}")
     print_table(coverage, width=140)
 
 
