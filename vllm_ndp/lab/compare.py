@@ -212,15 +212,6 @@ class Replays:
         layer_ms = _layer_ms(outcome, batches, self.costs)
         return Replayed(row, decode_ps, layer_ms, batches.num_decisions, seconds, outcome.over_least)
 
-    def compared(self) -> Comparison:
-        replayed = [self.replay(one) for one in self.planned]
-        return Comparison(side_by_side(replayed), self.skipped, self.costs.hardware.config_hash, self.num_requests)
-
-
-def compare(trace: Trace, settings: CompareSettings) -> Comparison:
-    """Replay the trace under every combination. Raises ConfigError or TraceError before any replay starts."""
-    return Replays(Workload(trace), settings).compared()
-
 
 def _layer_ms(outcome: Outcome, batches: Batches, costs: Costs) -> dict[str, float]:
     running = batches.rows > 0

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.common.widths import WIDTHS
 from vllm_ndp.cost_model.costs import model_named
-from vllm_ndp.lab.compare import Comparison, Replays, Workload, side_by_side
+from vllm_ndp.lab.compare import Comparison, Planned, Replayed, Replays, Workload, side_by_side
 from vllm_ndp.lab.options import CAPACITY, GB, ORACLE, CompareSettings
 from vllm_ndp.lab.systems import SYSTEMS
 from vllm_ndp.lab.vectorised.outcome import Summary
@@ -90,7 +90,7 @@ def compare_all(
     jobs: int = 1,
 ) -> Compared:
     """Raises ConfigError where a trace has no model, a model no trace, or nothing can be replayed anywhere; at a single
-    point for whatever `compare` refuses."""
+    point whatever `Replays` refuses."""
     numbers = [_trace_of(at.model, traces) for at in points]
     if unused := set(range(len(traces))) - set(numbers):
         p = traces[min(unused)].provenance
@@ -99,62 +99,57 @@ def compare_all(
             f"(of {p.model}): leave it out or name a model of its routing shape"
         )
     workloads = [Workload(trace, prior=prior) for trace in traces]
-    alone = Replays(workloads[0], points[0], loss) if len(points) == 1 else None
-    tasks = [
-        Task(place, number, _of_system(at, name))
-        for place, (number, at) in enumerate(zip(numbers, points, strict=True))
-        for name in (at.systems if alone is None else dict.fromkeys(one.system.name for one in alone.planned))
-    ]
-    parts: list[list[Comparison]] = [[] for _ in points]
     refused: dict[tuple[int, str], None] = {}
-    for task, found in zip(tasks, _run(workloads, loss, tasks, min(jobs, len(tasks))), strict=True):
+    prepared: list[list[Replays]] = [[] for _ in points]
+    for place, (number, at) in enumerate(zip(numbers, points, strict=True)):
+        for part in [at] if len(points) == 1 else [_of_system(at, name) for name in at.systems]:
+            try:
+                prepared[place].append(Replays(workloads[number], part, loss))
+            except NdpError as error:
+                if len(points) == 1:
+                    raise
+                refused[place, str(error)] = None
+    rows = [(place, of, one) for place, every in enumerate(prepared) for of in every for one in of.planned]
+    done: list[list[Replayed]] = [[] for _ in points]
+    for (place, _, _), found in zip(rows, _run(rows, min(jobs, len(rows))), strict=True):
         if isinstance(found, str):
-            refused[task.point, found] = None
+            refused[place, found] = None
         else:
-            parts[task.point].append(found)
-    if not any(parts):
+            done[place].append(found)
+    if not any(done):
         raise ConfigError(next(why for _, why in refused))
-    there = [(at, _whole(of)) for at, of in zip(points, parts, strict=True) if of]
-    if alone is not None:
-        there = [(at, dataclasses.replace(whole, skipped=alone.skipped)) for at, whole in there]
+    there = [(at, _comparison(own, every)) for at, own, every in zip(points, done, prepared, strict=True) if own]
     return Compared(there, [(points[place], why) for place, why in refused], _skipped(there), loss)
 
 
-class Task(NamedTuple):
-    """One system at one point."""
-
-    point: int
-    trace: int
-    settings: CompareSettings
+def compare(trace: Trace, settings: CompareSettings) -> Comparison:
+    """Replay the trace under every combination. Raises ConfigError or TraceError before any replay starts."""
+    return compare_all([trace], [settings]).points[0][1]
 
 
-_shared: list[tuple[list[Workload], LossTable | None]] = []
-"""What processes replay on: they are forked, so they read the traces without a copy."""
+Task = tuple[int, Replays, Planned]
+"""A row to be found: its point, and by whom."""
+_shared: list[Sequence[Task]] = []
+"""What processes replay: they are forked, so they read the traces without a copy."""
 
 
-def _replayed(task: Task) -> Comparison | str:
-    workloads, loss = _shared[0]
+def _replayed(number: int) -> Replayed | str:
+    _, replays, one = _shared[0][number]
     try:
-        return Replays(workloads[task.trace], task.settings, loss).compared()
+        return replays.replay(one)
     except NdpError as error:
         return str(error)
 
 
-def _run(
-    workloads: list[Workload], loss: LossTable | None, tasks: Sequence[Task], jobs: int
-) -> Iterator[Comparison | str]:
+def _run(tasks: Sequence[Task], jobs: int) -> Iterator[Replayed | str]:
     """In the order of the tasks."""
-    _shared[:] = [(workloads, loss)]
-    if jobs == 1:
-        yield from map(_replayed, tasks)
+    _shared[:] = [tasks]
+    if jobs <= 1:
+        yield from map(_replayed, range(len(tasks)))
         return
-    for task in tasks:  # arranged for every batch size now, so that no process does it again
-        for batch in task.settings.batches:
-            if batch <= len(workloads[task.trace].trace.prompt_len):
-                workloads[task.trace].batches(batch)
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
         try:
-            yield from pool.map(_replayed, tasks)
+            yield from pool.map(_replayed, range(len(tasks)))
         except BrokenProcessPool:
             raise NdpError(
                 "a worker process ended without an answer, perhaps because memory ran out: try with fewer --jobs"
@@ -170,11 +165,11 @@ def _of_system(at: CompareSettings, name: str) -> CompareSettings:
     )
 
 
-def _whole(parts: Sequence[Comparison]) -> Comparison:
-    """The comparison of a point from those of its systems: by batch size, then by system."""
-    replayed = sorted((done for part in parts for done in part.replayed), key=lambda done: done.row.batch)
-    skipped = list(dict.fromkeys(note for part in parts for note in part.skipped))
-    return dataclasses.replace(parts[0], replayed=side_by_side(replayed), skipped=skipped)
+def _comparison(rows: Sequence[Replayed], prepared: Sequence[Replays]) -> Comparison:
+    """Of a point, from the rows of its systems: by batch size, then by system."""
+    skipped = list(dict.fromkeys(note for of in prepared for note in of.skipped))
+    in_order = side_by_side(sorted(rows, key=lambda done: done.row.batch))
+    return Comparison(in_order, skipped, prepared[0].costs.hardware.config_hash, prepared[0].num_requests)
 
 
 def _skipped(points: Sequence[tuple[CompareSettings, Comparison]]) -> list[str]:
