@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,8 +73,6 @@ MOST_TRUSTED_NATS = 0.3
 
 _ROUNDING = 1e-9
 """Error of sums of shares: 1.9999999 bits are 2."""
-_MAX_GAINS_AT_ONCE = 1 << 20
-"""Layers are tried together while their gains fit in 8 MiB."""
 _BITS_OF_A_SIZE, _SIZES = 44, 1 << 14
 """Gains are of one size where a float's first 20 bits are equal; sizes within 64 octaves are told apart."""
 
@@ -218,10 +215,10 @@ def select_bitwidths(
         ranked = order[layers, :cold]
         prefix = np.zeros((len(layers), cold + 1, 3))
         np.cumsum(gains[layers[:, None], ranked], axis=1, out=prefix[:, 1:])
-        while not len((feasible := _feasible(cold, spend, loss.dealt)).n4):
+        while not len((ways := _ends(cold, spend, loss.dealt))[0]):
             spend -= 1
-        ends = _best_ends(prefix, feasible, spend)
-        bits[layers[:, None], ranked] = 1 + (np.arange(cold) < ends[:, :, None]).sum(axis=0)
+        ends = np.array([_best_ends(gained, *ways, spend) for gained in prefix])  # [layers, 3]
+        bits[layers[:, None], ranked] = 1 + (np.arange(cold) < ends[:, :, None]).sum(axis=1)
     return BitwidthPlan(bits)
 
 
@@ -439,59 +436,29 @@ def in_bytes(placement: Placement, loss: LossTable) -> BitwidthPlan:
     return BitwidthPlan(np.where(placement.cold, BYTE_BITS, 0))
 
 
-class _Feasible(NamedTuple):
-    """Every way to spend the increments of one layer: n4, and m = n4 + n3 from `first` to `last`; n2 follows."""
-
-    n4: NDArray[np.int64]  # [rising]
-    first: NDArray[np.int64]
-    last: NDArray[np.int64]
-
-    @property
-    def starts(self) -> NDArray[np.int64]:
-        """Where the ways of each n4 begin when all are numbered, and how many there are."""
-        return np.concatenate([[0], np.cumsum(self.last - self.first + 1)])
-
-
-@lru_cache(maxsize=256)
-def _feasible(cold: int, spend: int, widths: tuple[int, ...] = WIDTHS) -> _Feasible:
-    """With n2 = spend - n4 - 2 m >= 0 and m + n2 = spend - n4 - m <= cold. A width that is absent has no expert."""
+def _ends(cold: int, spend: int, widths: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Every way to spend the increments of one layer: n4 and m = n4 + n3, by rising n4, then m; none if it cannot be
+    done exactly. Then n2 = spend - n4 - 2 m. A width that is absent has no expert."""
     if spend < (widths[0] - WIDTHS[0]) * cold:
         raise ConfigError(f"{1 + spend / cold:.3g} bits on average are below the narrowest replicas' {widths[0]}")
-    n4 = np.arange(min(cold, spend // 3) + 1) if 4 in widths else np.zeros(1, np.int64)
-    first = np.maximum(n4, spend - n4 - cold)
-    last = np.minimum(cold, (spend - n4) // 2)
-    if 3 not in widths:
-        last = np.minimum(last, n4)
-    if 2 not in widths:
-        first = np.maximum(first, -((n4 - spend) // 2))
-    if 1 not in widths:
-        last = np.minimum(last, spend - n4 - cold)
-    possible = first <= last
-    return _Feasible(n4[possible], first[possible], last[possible])
+    n4, m = np.arange(min(cold, spend // 3) + 1)[:, None], np.arange(cold + 1)
+    n3, n2, n1 = m - n4, spend - n4 - 2 * m, cold - spend + n4 + m
+    possible = np.ones(n3.shape, np.bool_)
+    for bits, count in zip(WIDTHS, np.broadcast_arrays(n1, n2, n3, n4), strict=True):
+        possible &= count >= 0 if bits in widths else count == 0
+    fours, ends = np.nonzero(possible)
+    return fours, ends
 
 
-def _best_ends(prefix: NDArray[np.float64], feasible: _Feasible, spend: int) -> NDArray[np.int64]:
-    """[3, layers]: how many of the most important experts have 4, at least 3 and at least 2 bits where the gain is
-    largest. Among equal gains the first by n4, then by n3, which is the flattest.
+def _best_ends(
+    prefix: NDArray[np.float64], n4: NDArray[np.int64], m: NDArray[np.int64], spend: int
+) -> tuple[int, int, int]:
+    """How many of the most important experts have 4, at least 3 and at least 2 bits where the gain is largest. Among
+    equal gains the first by n4, then by n3, which is the flattest.
 
-    prefix [layers, cold + 1, 3]: gains of the first experts at 2, 3 and 4 bits. For one n4 all sums lie one after the
-    other in memory, so they are added as slices. Hundreds of experts have thousands of ways to spend.
+    prefix [cold + 1, 3]: gains of the first experts at 2, 3 and 4 bits. n4 and m: as _ends has them.
     """
-    starts = feasible.starts
-    at_once = max(_MAX_GAINS_AT_ONCE // int(starts[-1]), 1)
-    ends = np.empty((3, len(prefix)), np.int64)
-    for begin in range(0, len(prefix), at_once):
-        c2, c3, c4 = np.ascontiguousarray(np.moveaxis(prefix[begin : begin + at_once], 2, 0))
-        c2_down = c2[:, ::-1]  # the widest end first: m + n2 falls as m rises
-        total = np.empty((len(c2), int(starts[-1])))
-        for n4, first, last, start in zip(*(column.tolist() for column in (*feasible, starts[:-1])), strict=True):
-            here, m = total[:, start : start + last - first + 1], slice(first, last + 1)
-            end2 = c2.shape[1] - 1 - (spend - n4 - first)
-            np.subtract(c3[:, m], c3[:, n4 : n4 + 1], out=here)
-            here += c4[:, n4 : n4 + 1]
-            here += c2_down[:, end2 : end2 + last - first + 1] - c2[:, m]
-        best = total.argmax(axis=1)
-        row = np.searchsorted(starts, best, side="right") - 1
-        end4, end3 = feasible.n4[row], feasible.first[row] + best - starts[row]
-        ends[:, begin : begin + at_once] = end4, end3, spend - end4 - end3
-    return ends
+    c2, c3, c4 = prefix.T
+    gained = c3[m] - c3[n4] + c4[n4] + (c2[spend - n4 - m] - c2[m])
+    best = int(gained.argmax())
+    return int(n4[best]), int(m[best]), int(spend - n4[best] - m[best])
