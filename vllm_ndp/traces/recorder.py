@@ -1,6 +1,6 @@
-"""Writes a trace while a run is going on: callers copy rows into a buffer, one background thread turns it into chunks.
+"""Writes a trace while a run is going on: rows are copied into a list, which one background thread turns into chunks.
 
-Memory is bounded by two buffers: a disk that cannot keep up slows the run down instead of filling its memory.
+The list is bounded: a disk that cannot keep up slows the run down instead of filling its memory.
 Knows rows and threads. Does not know vLLM; integration/ calls it once per step.
 """
 
@@ -32,7 +32,7 @@ from vllm_ndp.traces.format import (
 )
 
 _BUFFER_TOKEN_LAYERS = 1 << 22
-"""Rows one buffer holds, times layers: 50 MB at top-2."""
+"""Rows that wait at most, times layers, beside those on their way to the disk: 50 MB at top-2."""
 _FLUSH_SECONDS = 2.0
 """The oldest row waits this long in memory: what a crash can lose."""
 
@@ -63,11 +63,10 @@ class TraceWriter:
         with _writing_to(directory):
             write_manifest(directory, provenance, None)
         self._flush_seconds = flush_seconds
-        self._capacity = max(_BUFFER_TOKEN_LAYERS // provenance.num_layers, 1)
+        self._most_rows = max(_BUFFER_TOKEN_LAYERS // provenance.num_layers, 1)
         self._changed = threading.Condition()
-        self._buffer = self._new_buffer(self._capacity)
-        self._used = 0
         self._rows: dict[str, list[tuple[Any, ...]]] = {table: [] for table in TABLES}
+        self._waiting = 0  # rows of routing; an item of its list holds those of a step
         self._chunks = dict.fromkeys(TABLES, 0)
         self._failure: BaseException | None = None
         self._closed = False
@@ -97,27 +96,18 @@ class TraceWriter:
                     f"{name} must have one entry for each of the {rows} rows, got {list(np.shape(values))}"
                 )
         require_choices(ids, weights, self._provenance)
+        told = np.full(rows, step, np.int32), np.array(request_index, np.int32), np.array(positions, np.int32)
+        p = self._provenance
+        columns = *told, np.array(phases, np.uint8), ids.astype(p.id_type), weights.astype(np.float32)
         with self._changed:
             self._refuse_if_over()
-            while self._used + rows > self._capacity and self._used:
+            while self._waiting and self._waiting + rows > self._most_rows:
                 self._changed.notify_all()
                 self._changed.wait()
                 self._refuse_if_over()
-            if rows > self._capacity:
-                self._capacity = rows
-                self._buffer = self._new_buffer(rows)
-            here = slice(self._used, self._used + rows)
-            for name, values in (
-                ("step", step),
-                ("request", request_index),
-                ("position", positions),
-                ("phase", phases),
-            ):
-                self._buffer[name][here] = values
-            self._buffer["ids"][here] = ids
-            self._buffer["weights"][here] = weights
-            self._used += rows
-            if 2 * self._used > self._capacity:
+            self._rows["routing"].append(columns)
+            self._waiting += rows
+            if 2 * self._waiting > self._most_rows:
                 self._changed.notify_all()
 
     def append_plan(
@@ -175,51 +165,29 @@ class TraceWriter:
         if self._closed:
             raise TraceError(f"the trace {self._directory} is closed: nothing more can be recorded into it")
 
-    def _new_buffer(self, rows: int) -> dict[str, NDArray[Any]]:
-        p = self._provenance
-        cells = (rows, p.num_layers, p.top_k)
-        return {
-            "step": np.empty(rows, np.int32),
-            "request": np.empty(rows, np.int32),
-            "position": np.empty(rows, np.int32),
-            "phase": np.empty(rows, np.uint8),
-            "ids": np.empty(cells, p.id_type),
-            "weights": np.empty(cells, np.float32),
-        }
-
     def _run(self) -> None:
         closed = False
         try:
             while not closed:
                 with self._changed:
-                    if not self._closed and 2 * self._used <= self._capacity:
+                    if not self._closed and 2 * self._waiting <= self._most_rows:
                         self._changed.wait(self._flush_seconds)
                     closed = self._closed
-                    waiting = self._take()
+                    taken, self._rows = self._rows, {table: [] for table in TABLES}
+                    self._waiting = 0
                     self._changed.notify_all()
-                self._flush(waiting)
+                self._flush(taken)
             write_manifest(self._directory, self._provenance, self._chunks)
         except Exception as error:  # kept for the owner of the recording, who meets it at the next call
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _take(self) -> dict[str, dict[str, Any]]:
-        """Columns of every table that has rows, leaving empty buffers behind."""
-        taken: dict[str, dict[str, Any]] = {}
-        for table, rows in self._rows.items():
-            if rows:
-                names = schema(table, self._provenance).names
-                taken[table] = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
-                self._rows[table] = []
-        if self._used:
-            taken["routing"] = {name: column[: self._used] for name, column in self._buffer.items()}
-            self._buffer = self._new_buffer(self._capacity)
-            self._used = 0
-        return taken
-
-    def _flush(self, waiting: dict[str, dict[str, Any]]) -> None:
+    def _flush(self, taken: Mapping[str, list[tuple[Any, ...]]]) -> None:
         for table in TABLES:
-            if table in waiting:
-                write_chunk(self._directory, table, self._chunks[table], waiting[table], self._provenance)
+            if rows := taken[table]:
+                join: Any = np.concatenate if table == "routing" else list
+                names = schema(table, self._provenance).names
+                columns = {name: join(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+                write_chunk(self._directory, table, self._chunks[table], columns, self._provenance)
                 self._chunks[table] += 1

@@ -8,7 +8,8 @@ from by_hand import C, F, chosen, machine, requests_of, run, trace
 from paths import DATA
 
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.lab.compare import Workload, compare
+from vllm_ndp.lab.compare import Workload
+from vllm_ndp.lab.grid import compare
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.systems.hobbit import pays
 from vllm_ndp.lab.vectorised.prediction import NextLayer
@@ -40,8 +41,7 @@ def test_a_guess_follows_the_choices_of_the_layer_before_and_the_first_layer_pop
     guessed, the first not), 0 then 2 (the first guessed): 4 of 6."""
     predictor = learned(np.array([[[0], [1]]] * 3 + [[[3], [2]]] * 2))
     batches = trace(chosen([[0], [1]]), chosen([[0], [1]], [[3], [2]], [[0], [2]]), num_experts=4)
-    guess = predictor.guess(batches)
-    assert guess.accuracy == guess.top1_accuracy == pytest.approx(4 / 6)
+    assert predictor.accuracy(batches) == pytest.approx(4 / 6)
 
 
 def test_the_predictor_of_a_comparison_knows_no_request_that_is_replayed_and_beats_popularity():
@@ -50,10 +50,10 @@ def test_the_predictor_of_a_comparison_knows_no_request_that_is_replayed_and_bea
     assert not set(workload._known.request_ids) & set(workload.trace.request_ids)
     batches, chances = workload.batches(1), workload.predictor.chances
     popular = NextLayer(np.broadcast_to(chances.mean(axis=1, keepdims=True), chances.shape))
-    accuracy = workload.predictor.guess(batches).accuracy
-    assert 0.25 < popular.guess(batches).accuracy < accuracy < 1  # 2 of 8 by chance
+    accuracy = workload.predictor.accuracy(batches)
+    assert 0.25 < popular.accuracy(batches) < accuracy < 1  # 2 of 8 by chance
     given = Workload(TRACE, prior=ImportanceScore.from_weights(np.ones((4, 8))))
-    assert 0.25 < given.predictor.guess(given.batches(1)).accuracy < 1
+    assert 0.25 < given.predictor.accuracy(given.batches(1)) < 1
 
 
 def test_hobbit_hides_what_a_right_guess_begins_and_pays_for_a_wrong_one():

@@ -156,7 +156,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     accuracy, wrong_ps, prefetch = PREFETCH_ACCURACY, np.zeros(crossed.shape), "published"
     window, orders = time_before(compute, batches, costs), True
     if options.predictor is not None:
-        accuracy = options.predictor.guess(batches).accuracy
+        accuracy = options.predictor.accuracy(batches)
         orders = pays(accuracy, batches, costs)
         prefetch = f"measured, {'on' if orders else 'off'}"
         wrong_ps = np.where(crossed > 0, (1 - accuracy) * np.maximum(costs.copy_ps - window, 0.0), 0.0)

@@ -179,7 +179,7 @@ def moepic(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
 
 def split_at(theta: float, batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     b, experts = batches.shape[1], batches.num_experts
-    accuracy = PREFETCH_ACCURACY if options.predictor is None else options.predictor.guess(batches).accuracy
+    accuracy = PREFETCH_ACCURACY if options.predictor is None else options.predictor.accuracy(batches)
     gpu, fetch, rows = costs.gpu_experts_ps(b), float(costs.fetch_ps()), batches.loads.rows
     compute = add_up(gpu[rows])
     tops = num_tops(options.budget.num_hot, theta, experts)

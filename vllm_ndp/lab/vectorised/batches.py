@@ -62,24 +62,19 @@ class Loads:
         g, b, d, layers, k = ids.shape
         cells = np.arange(g * d * layers).reshape(g, d, layers, 1)
         pairs = np.broadcast_to(valid[:, :, :, None, None], ids.shape)
-        if b * k >= num_experts:  # about all of them are used: a slot for each
-            slots = num_experts
-            experts = np.broadcast_to(np.arange(num_experts), (g, d, layers, num_experts)).copy()
-            places = cells.reshape(g, 1, d, layers, 1) * slots + ids
-        else:
-            chosen = np.where(pairs, ids, num_experts).transpose(0, 2, 3, 1, 4).reshape(-1, b * k)
-            low = (b * k - 1).bit_length()  # a pair's place in its layer, below its expert
-            ranked = np.sort(chosen << low | np.arange(b * k), axis=1)
-            order, ranked = ranked & ((1 << low) - 1), ranked >> low
-            slot = np.zeros(ranked.shape, np.int64)
-            np.cumsum(ranked[:, 1:] != ranked[:, :-1], axis=1, out=slot[:, 1:])
-            slots = int(slot.max()) + 1
-            slot += cells.reshape(-1, 1) * slots
-            experts = np.zeros((g, d, layers, slots), np.int64)
-            experts.ravel()[slot] = np.where(ranked < num_experts, ranked, 0)
-            by_pair = np.empty_like(slot)
-            by_pair.ravel()[cells.reshape(-1, 1) * (b * k) + order] = slot
-            places = by_pair.reshape(g, d, layers, b, k).transpose(0, 3, 1, 2, 4)
+        chosen = np.where(pairs, ids, num_experts).transpose(0, 2, 3, 1, 4).reshape(-1, b * k)
+        low = (b * k - 1).bit_length()  # a pair's place in its layer, below its expert
+        ranked = np.sort(chosen << low | np.arange(b * k), axis=1)
+        order, ranked = ranked & ((1 << low) - 1), ranked >> low
+        slot = np.zeros(ranked.shape, np.int64)
+        np.cumsum(ranked[:, 1:] != ranked[:, :-1], axis=1, out=slot[:, 1:])
+        slots = int(slot.max()) + 1
+        slot += cells.reshape(-1, 1) * slots
+        experts = np.zeros((g, d, layers, slots), np.int64)
+        experts.ravel()[slot] = np.where(ranked < num_experts, ranked, 0)
+        by_pair = np.empty_like(slot)
+        by_pair.ravel()[cells.reshape(-1, 1) * (b * k) + order] = slot
+        places = by_pair.reshape(g, d, layers, b, k).transpose(0, 3, 1, 2, 4)
         rows = np.bincount(places[pairs], minlength=experts.size).reshape(experts.shape).astype(np.int64)
         return cls(experts, rows, places)
 

@@ -22,16 +22,6 @@ _ROWS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
-class Guess:
-    """How well the predictor guesses the experts of each layer, row by row, before the layer."""
-
-    accuracy: float
-    """Share of decode choices that were among the guessed ones."""
-    top1_accuracy: float
-    """Share of rows and layers whose choice of most router weight was guessed."""
-
-
-@dataclass(frozen=True)
 class NextLayer:
     """P(expert of this layer | an expert of the layer before)."""
 
@@ -55,7 +45,8 @@ class NextLayer:
             chances[layer] = counts / counts.sum(axis=1, keepdims=True)
         return cls(chances)
 
-    def guess(self, batches: Batches) -> Guess:
+    def accuracy(self, batches: Batches) -> float:
+        """Share of decode choices that were among the guessed ones."""
         g, b, d, layers, k = batches.shape
         ids = np.zeros(batches.ids.shape, np.int64)  # best first
         for layer in range(layers):
@@ -69,9 +60,7 @@ class NextLayer:
                 best[part] = np.argsort(-sums, axis=1, kind="stable")[:, :k]
             ids[..., layer, :] = best.reshape(g, b, d, k)
         found = (batches.ids[..., :, None] == ids[..., None, :]).any(axis=-1)
-        first = np.take_along_axis(found, batches.weights.argmax(axis=-1)[..., None], axis=-1)
-        exists = np.broadcast_to(batches.pairs, found.shape)
-        return Guess(float(found[exists].mean()), float(first[exists[..., :1]].mean()))
+        return float(found[np.broadcast_to(batches.pairs, found.shape)].mean())
 
 
 MOST_PREDICTED = 20_000
@@ -86,8 +75,8 @@ def found_ahead(trace: Trace) -> dict[str, float]:
     requests = [r for r, s in enumerate(trace.sequences[:64]) if len(s.decode_ids)]
     if len(requests) < 2:
         return {}
-    guess = NextLayer.learned(trace.select(requests[::2])).guess(
+    found = NextLayer.learned(trace.select(requests[::2])).accuracy(
         Batches.of(trace.select(requests[1::2])).first_steps(max(MOST_PREDICTED // len(requests), 1))
     )
     chance = trace.provenance.top_k / trace.provenance.num_experts
-    return {"next_layer": guess.accuracy, "next_layer_top1": guess.top1_accuracy, "chance": chance}
+    return {"next_layer": found, "chance": chance}
