@@ -190,10 +190,8 @@ def static_importance(model: MixedModel, model_dir: Path) -> ImportanceScore:
     starts = np.linspace(0, len(ids) - PROMPT_TOKENS, 2 * CALIBRATION_WINDOWS).astype(int)
     windows = torch.tensor([[BEGIN, *ids[s : s + PROMPT_TOKENS - 1]] for s in starts])
     stats = [one for batch in windows.split(32) for one in model.prefill(batch)]
-    merged = stats[0]
-    for one in stats[1:]:
-        merged = merged.merge(one)
-    return importance(merged)
+    counts, scores = np.sum([one.counts for one in stats], axis=0), np.sum([one.scores for one in stats], axis=0)
+    return importance(RoutingStats(counts, scores, sum(one.num_tokens for one in stats), stats[0].top_k))
 
 
 def replicas_of(model_dir: Path) -> Path:

@@ -98,7 +98,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/integration/test_integration_quality.py",
         "tests/smoke/test_tiny_qwen3_moe.py",
         "vllm_ndp/integration/[a-z]*.py",
-        "vllm_ndp/lab/analysis.py",
+        "vllm_ndp/lab/locality.py",
         "vllm_ndp/operating/lm_eval_model.py",
         "vllm_ndp/operating/scoring.py",
         "vllm_ndp/planning/bitwidths.py",

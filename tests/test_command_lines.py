@@ -334,7 +334,7 @@ WRITES: dict[str, tuple[list[str], bool]] = {
     "replay": (["{trace}", "--perfetto", "{out}"], False),
     "arrivals": (["{trace}", "{trace}", "--out", "{out}"], False),
     "arrivals --perfetto": (["{trace}", "--perfetto", "{out}"], False),
-    "analyze": (["{trace}", "--prior-out", "{out}", "--prior", "{model}/prior.npy"], False),
+    "analyze": (["{trace}", "--prior-out", "{out}"], False),
     "analyze --out": (["{trace}", "--out", "{out}"], False),
     "ndp-device keygen": (["{out}"], True),
 }

@@ -13,7 +13,7 @@ from vllm_ndp.cli import (
     top,
     traces,
 )
-from vllm_ndp.lab.cli import arrivals, recorded
+from vllm_ndp.lab.cli import recorded
 
 app = program(
     "Context-aware Mixture-of-Experts placement for vLLM, with an emulated CXL-NDP device.",
@@ -26,7 +26,6 @@ for commands in (
     replica_sets.app,
     traces.app,
     recorded.app,
-    arrivals.app,
 ):
     app.add_typer(commands)
 

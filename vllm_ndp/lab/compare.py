@@ -25,8 +25,8 @@ from vllm_ndp.cost_model.memory import DoesNotFit, Footprint
 from vllm_ndp.lab.options import ORACLE, CompareSettings
 from vllm_ndp.lab.systems import ReplayOptions, System, TooFewPlaces, system_named
 from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.cache import NextLayer
 from vllm_ndp.lab.vectorised.outcome import Outcome, Summary, against, step_times, summarise
-from vllm_ndp.lab.vectorised.prediction import NextLayer
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget

@@ -3,6 +3,7 @@
     repeats        share of a token's choices that the token before made too, beside the same tokens shuffled
     hits           share of choices found in a cache of C experts per layer, C = 0..E, under six rules
     concentration  how much of a request falls on its most used experts
+    coverage       how much of a request's decode fixed sets of experts hold, with intervals
 
 A cache looks up a token's experts together, before any of them enters or leaves. Under lru, lfu and random all of them
 then enter. Under oracle the experts with the nearest next use stay. Caches are one per layer and request. Counts only:
@@ -12,7 +13,7 @@ the loops over tokens are in csrc/stacks.cpp. Knows traces. Does not know time, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,28 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import TraceError
 from vllm_ndp.lab._stacks import stack_depths
+from vllm_ndp.lab.compare import bootstrap_means
+from vllm_ndp.planning.plan import highest
 from vllm_ndp.traces.trace import Trace
 
 RULES = ("random", "lfu", "lru", "oracle")
 """Rules of a cache that learns from the tokens as they come. `oracle` is Belady's, which knows the future."""
 EARLY_TOKENS = 64
 _SEED = 0
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over requests and its 95 % bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: NDArray[np.float64]) -> Interval:
+        low, high = np.percentile(bootstrap_means(values), [2.5, 97.5])
+        return cls(float(values.mean()), float(low), float(high))
 
 
 @dataclass(frozen=True)
@@ -92,6 +109,10 @@ class Locality:
     early_misses: NDArray[np.float64]  # [L, E + 1], under lru, of the first EARLY_TOKENS of a request
     later_misses: NDArray[np.float64]  # [L, E + 1], of the others
     concentration: NDArray[np.float64]  # [L, E + 1], share of a request's C most used experts, mean over requests
+    num_hot: int
+    coverage: dict[str, Interval]
+    """Share of decode choices among num_hot experts per layer: `prompt`, what the request's prompt used most; `static`,
+    what the other requests' decode did; `oracle`, what its own did; and `prompt - static`, paired by request."""
 
     def mean_hits(self, rule: str, places: int) -> float:
         """Over all layers."""
@@ -111,11 +132,13 @@ class Locality:
             "early_misses": {str(c): _mean(self.early_misses[:, c]) for c in places},
             "later_misses": {str(c): _mean(self.later_misses[:, c]) for c in places},
             "concentration": {str(c): _mean(self.concentration[:, c]) for c in places},
+            "num_hot": self.num_hot,
+            "coverage": {name: asdict(value) for name, value in self.coverage.items()},
         }
 
 
-def locality(trace: Trace) -> Locality:
-    """Of decode tokens; caches are empty at first. Raises TraceError where the trace has none."""
+def locality(trace: Trace, num_hot: int | None = None) -> Locality:
+    """Of decode tokens; caches are empty at first. Raises TraceError where the trace has none. num_hot: None = half."""
     prompts, tokens = _selected(trace)
     if not len(tokens.rows):
         raise TraceError("the trace has no decode tokens")
@@ -123,7 +146,13 @@ def locality(trace: Trace) -> Locality:
     found = {rule: tokens.depths(rule) for rule in RULES}
     hits = {rule: _hits(counts) for rule, (counts, _) in found.items()}
     counts, early = found["lru"]
-    own = np.sort(used, axis=2)[:, :, ::-1]
+    own, others = np.sort(used, axis=2)[:, :, ::-1], used.sum(axis=0) - used
+    hot = tokens.num_experts // 2 if num_hot is None else num_hot
+    there = (used.sum(axis=(1, 2)) > 0) & (before.sum(axis=(1, 2)) > 0)
+    known = {"prompt": before, "static": others, "oracle": used}
+    shares = {name: _covered(used[there], of[there], hot) for name, of in known.items()} if there.any() else {}
+    if shares:
+        shares["prompt - static"] = shares["prompt"] - shares["static"]
     return Locality(
         num_experts=tokens.num_experts,
         top_k=tokens.ids.shape[2],
@@ -131,10 +160,12 @@ def locality(trace: Trace) -> Locality:
         num_tokens=len(tokens.rows),
         repeats=tokens.repeats(),
         shuffled=tokens.shuffled().repeats(),
-        hits=hits | {"static": _fixed(used, used.sum(axis=0) - used), "prompt": _fixed(used, before)},
+        hits=hits | {"static": _fixed(used, others), "prompt": _fixed(used, before)},
         early_misses=1 - _hits(early),
         later_misses=1 - _hits(counts - early),
         concentration=_mean_of_requests(own),
+        num_hot=hot,
+        coverage={name: Interval.of(values) for name, values in shares.items()},
     )
 
 
@@ -170,6 +201,12 @@ def _fixed(used: NDArray[np.int64], known: NDArray[np.int64]) -> NDArray[np.floa
     """[L, E + 1], hits of the C experts of highest count in known [R, L, E]."""
     ranked = np.take_along_axis(used, _ranked(known).astype(np.int64), axis=2).sum(axis=0)
     return _hits(np.concatenate([ranked, np.zeros((len(ranked), 1), np.int64)], axis=1))
+
+
+def _covered(used: NDArray[np.int64], known: NDArray[np.int64], num_hot: int) -> NDArray[np.float64]:
+    """[R], share of each request's choices in the num_hot experts of highest count in known [R, L, E]."""
+    shares: NDArray[np.float64] = (used * highest(known, num_hot)).sum(axis=(1, 2)) / used.sum(axis=(1, 2))
+    return shares
 
 
 def _hits(depths: NDArray[np.int64]) -> NDArray[np.float64]:

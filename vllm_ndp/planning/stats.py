@@ -99,15 +99,6 @@ class RoutingStats:
         """The same [1, E], known to be of this layer."""
         return replace(self, layer=layer)
 
-    def merge(self, other: RoutingStats) -> RoutingStats:
-        """The statistics of both sets of tokens of one model together, without single weights."""
-        late = None
-        if self.late_counts is not None and other.late_counts is not None:
-            late = self.late_counts + other.late_counts
-        return RoutingStats(
-            self.counts + other.counts, self.scores + other.scores, self.num_tokens + other.num_tokens, self.top_k, late
-        )
-
 
 def _middles(rising: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """[L, owners, WEIGHT_SAMPLES]: classes in the middle of equal parts of each owner's choices.

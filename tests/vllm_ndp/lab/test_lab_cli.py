@@ -121,7 +121,7 @@ def test_a_trace_is_synthesised_analysed_and_its_prior_used(tmp_path):
     )  # fmt: skip
     assert (made["requests"], made["layers"], made["experts"]) == (8, 32, 8)
     analysed = told("analyze", trace, "--prior-out", prior)
-    assert analysed["coverage"]["oracle"]["mean"] > analysed["coverage"]["random"]["mean"]
+    assert analysed["coverage"]["oracle"]["mean"] > analysed["coverage"]["prompt"]["mean"]
     assert np.load(prior).shape == (32, 8)
     used = told("compare", trace, "--systems", "fiddler", "--prior", prior)
     assert used["num_requests"] == 8

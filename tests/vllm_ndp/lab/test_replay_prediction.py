@@ -12,7 +12,7 @@ from vllm_ndp.lab.compare import Workload
 from vllm_ndp.lab.grid import compare
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.systems.hobbit import pays
-from vllm_ndp.lab.vectorised.prediction import NextLayer
+from vllm_ndp.lab.vectorised.cache import NextLayer
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.traces.trace import Trace
 

@@ -8,10 +8,10 @@ import pytest
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.lab.locality import locality
-from vllm_ndp.lab.reproduce.locality import GPT_OSS, QWEN3, QWEN38, reproduce
+from vllm_ndp.lab.reproduce.rivals import GPT_OSS, QWEN3, QWEN38
 from vllm_ndp.traces.synthetic import SyntheticSettings, routing_named, routing_of, synthetic_trace
 
-PUBLISHED = cache(reproduce)
+PUBLISHED = cache(routing)
 
 
 def of(model: str, quantity: str) -> list[tuple[float, float]]:

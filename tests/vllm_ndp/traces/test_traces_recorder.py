@@ -20,7 +20,6 @@ from until import until
 from ndp_device.common import kept
 from ndp_device.common.errors import ConfigError, TraceError
 from vllm_ndp.lab.load.run import of_steps
-from vllm_ndp.lab.page import _clocks
 from vllm_ndp.traces.format import CHANGED, DECODE, DOWN, PREFILL, UNTIMED, Provenance, read_manifest
 from vllm_ndp.traces.recorder import TraceWriter
 from vllm_ndp.traces.trace import Trace
@@ -87,7 +86,6 @@ def test_steps_without_a_simulated_time_stay_without_one_and_the_trace_says_so_i
         trace.simulated_steps()
     with pytest.raises(TraceError, match=sentence):
         of_steps(trace)
-    assert [plot.title.text for plot in _clocks(trace)] == ["measured step, ms"]
 
 
 def test_sequences_split_prompt_and_decode_of_each_request(tmp_path):

@@ -1,4 +1,4 @@
-"""Commands on recorded routing: replay, compare, reproduce, analyze. They need no vLLM.
+"""Commands on recorded routing: replay, compare, reproduce, analyze, arrivals. They need no vLLM.
 
 Knows options and what each command puts into its last line. lab/ computes, tables.py prints.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ndp_device.common.command_line import command, print_json
-from ndp_device.common.errors import ConfigError, TraceError
+from ndp_device.common.errors import ConfigError
 from ndp_device.common.outputs import A_NEW_FILE
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cli.shared import TraceArgument, waiting
@@ -25,6 +25,7 @@ from vllm_ndp.lab.options import (
     CompareSettings,
     GridOptions,
     HotOption,
+    LoadSettings,
     PageOption,
     PriorOption,
     ReplicasOption,
@@ -32,14 +33,16 @@ from vllm_ndp.lab.options import (
 )
 
 if TYPE_CHECKING:
-    from vllm_ndp.lab.analysis import Analysis
     from vllm_ndp.lab.exact.engine import StepRun
+    from vllm_ndp.lab.load.host import ServedRequest
+    from vllm_ndp.lab.load.latency import Tokens
     from vllm_ndp.lab.locality import Locality
     from vllm_ndp.lab.reproduce import Reproduction
     from vllm_ndp.planning.bitwidths import LossTable
     from vllm_ndp.traces.trace import Trace
 
 app = typer.Typer()
+LATENCIES = ("TTFT", "TPOT")
 PerfettoOption = Annotated[
     Path | None, A_NEW_FILE, typer.Option(help="Write the first steps to this file too, for ui.perfetto.dev.")
 ]
@@ -180,13 +183,13 @@ def reproduce(
 ) -> None:
     """Print published figures beside ours, with assumptions."""
     from vllm_ndp.lab.cli.tables import print_reproduction
-    from vllm_ndp.lab.reproduce import locality, paper, rivals, silicon
+    from vllm_ndp.lab.reproduce import paper, rivals, silicon
     from vllm_ndp.traces.trace import Trace
 
     if trace is not None and source != "hobbit":
         raise ConfigError(f"a trace belongs to hobbit, got one with {source!r}: leave it out")
     recorded = None if trace is None else Trace.load(trace)
-    own = {"paper": paper.reproduce, "locality": locality.reproduce, "silicon": silicon.reproduce}
+    own = {"paper": paper.reproduce, "locality": rivals.routing, "silicon": silicon.reproduce}
     made = own | {"cxl-expert": rivals.cxl_expert, "moepic": rivals.moepic, "monde": rivals.monde}
     made["freetoken"] = rivals.freetoken
     with waiting(f"computing the figures of {source}"):
@@ -211,7 +214,6 @@ def reproduce(
 def analyze(
     trace: TraceArgument,
     hot_experts: HotOption = None,
-    prior: PriorOption = None,
     prior_out: Annotated[
         Path | None, A_NEW_FILE, typer.Option(help="Write the popularity of this trace's experts to this .npy file.")
     ] = None,
@@ -219,43 +221,29 @@ def analyze(
 ) -> None:
     """Say what prompts tell of decode, and what caches would hit.
 
-    Against a null, a prior and an oracle, with intervals. Repeats stand beside the same tokens shuffled, and chance.
+    Beside popularity and an oracle, with intervals. Repeats stand beside the same tokens shuffled, and chance.
     --out: every layer's curves. No time is simulated.
     """
     import numpy as np
 
-    from vllm_ndp.lab.analysis import analyse
-    from vllm_ndp.lab.cli.tables import print_analysis, print_locality, write_rows
+    from vllm_ndp.lab.cli.tables import print_locality, write_rows
     from vllm_ndp.lab.compare import popularity
     from vllm_ndp.lab.locality import default_places, locality
-    from vllm_ndp.lab.vectorised.prediction import found_ahead
-    from vllm_ndp.planning.policies import read_prior
+    from vllm_ndp.lab.vectorised.cache import found_ahead
     from vllm_ndp.traces.trace import Trace
 
     recorded = Trace.load(trace)
     p = recorded.provenance
     sizes = default_places(p.num_experts)
-    known = None if prior is None else read_prior(prior)
-    summary: dict[str, Any] = {"trace": str(trace), "model": p.model}
-    analysis: Analysis | None = None
     with waiting(f"analysing {len(recorded.prompt_len)} requests"):
-        found = locality(recorded)
-        try:
-            analysis = analyse(recorded, hot_experts, prior=known)
-            summary |= {**dataclasses.asdict(analysis), "layers_outside_null": analysis.layers_outside_null}
-        except TraceError as error:  # repeats can be said of a single request
-            summary["not_analysed"] = str(error)
-    summary["locality"] = found.as_dict(sizes) | {"predicted": found_ahead(recorded)}
-    if analysis is not None:
-        print_analysis(analysis)
-    else:
-        print(f"what prompts tell is not said: {summary['not_analysed']}")
+        found = locality(recorded, hot_experts)
+        summary = found.as_dict(sizes) | {"predicted": found_ahead(recorded)}
     print_locality(found, sizes)
     if prior_out is not None:
         np.save(prior_out, popularity(recorded).values)
     if out is not None:
         write_rows(_by_layer(found), out)
-    print_json(summary, shown=True)
+    print_json({"trace": str(trace), "model": p.model, **summary}, shown=True)
 
 
 def _by_layer(found: Locality) -> list[dict[str, Any]]:
@@ -271,6 +259,111 @@ def _by_layer(found: Locality) -> list[dict[str, Any]]:
         }
         for layer in range(len(found.repeats))
         for size in range(found.num_experts + 1)
+    ]
+
+
+@command(
+    app,
+    "arrivals",
+    shows=True,
+    examples=(
+        f"vllm-ndp arrivals {BUNDLED} --rate 0.5 --requests 3",
+        f"vllm-ndp arrivals {BUNDLED} --process bursty --rate 2 --requests 4 --max-num-seqs 2 --out tokens.csv",
+        f"vllm-ndp arrivals {BUNDLED} {BUNDLED} --process together --requests 1 --execution paper --devices 2",
+    ),
+)
+def arrivals(
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Directories; a host for each.")],
+    asked: LoadSettings,
+    prior: PriorOption = None,
+    replicas: ReplicasOption = None,
+    out: TableOption = None,
+    perfetto: PerfettoOption = None,
+    steps: StepsOption = 64,
+) -> None:
+    """Serve requests as they arrive; tail latencies by cause.
+
+    Hosts share the devices. All times are simulated. --out: every token with its causes.
+    """
+    from vllm_ndp.lab.cli.tables import print_latencies, write_rows
+    from vllm_ndp.lab.load.latency import as_bench_serve, percentiles, tokens_of
+    from vllm_ndp.lab.load.run import serve, serve_again
+    from vllm_ndp.planning.policies import read_prior
+    from vllm_ndp.traces.trace import Trace
+
+    if len(traces) > 1 and (asked.process == "steps" or replicas is not None):
+        raise ConfigError(f"steps and --replicas belong to one trace, {len(traces)} were given")
+    if asked.alike is not None and perfetto is not None:
+        raise ConfigError("--perfetto draws steps that --alike leaves out: leave one of them out")
+    started = time.perf_counter()
+    recorded = [Trace.load(path) for path in traces]
+    identical = None
+    if asked.process == "steps":
+        served = [serve_again(recorded[0], losses_of_run(recorded[0], replicas))]
+        identical = _as_recorded(served[0], recorded[0])
+    else:
+        loss = None if replicas is None else losses(recorded[0], replicas)
+        known = None if prior is None else read_prior(prior)
+        with waiting(f"serving {asked.process} arrivals"):
+            served = serve(recorded, asked, prior=known, loss=loss)
+    tokens = [tokens_of(one) for one in served]
+    found = [
+        {kind: list(percentiles(some)) for kind, some in zip(LATENCIES, (one.first(), one.later()), strict=True)}
+        for one in tokens
+    ]
+    print_latencies(found, f"simulated latency, ms, and what it was spent on; {asked.process} arrivals")
+    if out is not None:
+        write_rows(_rows(tokens), out)
+    if perfetto is not None:
+        write_timeline(perfetto, [step.run for step in served[0].steps[:steps]])
+    last: dict[str, Any] = {
+        "hosts": [
+            _summary(one, some, kinds) | {"simulated_bench_serve": as_bench_serve(some, one, asked.goodput)}
+            for one, some, kinds in zip(served, tokens, found, strict=True)
+        ],
+        "measured_seconds": round(time.perf_counter() - started, 3),
+    }
+    for number, one in enumerate(last["hosts"]):
+        figures = {name: one[name] for name in ("steps", "simulated_steps")} | one["simulated_bench_serve"]
+        print(f"host {number}, simulated: " + ", ".join(f"{name} {value:.6g}" for name, value in figures.items()))
+    print_json(last if identical is None else last | {"identical": identical}, shown=True)
+    if identical is False:
+        raise typer.Exit(1)
+
+
+def _summary(served: ServedRequest, tokens: Tokens, kinds: dict[str, list[Any]]) -> dict[str, Any]:
+    span_ps = int(tokens.at_ps.max()) - int(served.arrivals_ps.min())
+    return {
+        "requests": len(served.arrivals_ps),
+        "steps": len(served.steps),
+        "simulated_steps": len({id(step.run.time) for step in served.steps}),
+        "tokens": len(tokens.at_ps),
+        "preemptions": served.preemptions,
+        "simulated_tokens_per_s": len(tokens.at_ps) / (span_ps / 1e12),
+        **{
+            f"{kind.lower()}_p{one.percent:g}": {"simulated_ps": one.latency_ps, "causes_ps": one.causes_ps}
+            for kind, found in kinds.items()
+            for one in found
+        },
+    }
+
+
+def _as_recorded(served: ServedRequest, trace: Any) -> bool:
+    times = [(step.run.time.start_ps, step.run.time.total_ps) for step in served.steps]
+    return times == list(zip(*(column.tolist() for column in trace.simulated_steps()), strict=True))
+
+
+def _rows(hosts: list[Tokens]) -> list[dict[str, Any]]:
+    from vllm_ndp.lab.load.latency import CAUSES
+
+    names = ["request", "token", "simulated_at_ps", *(f"{cause.replace(' ', '_')}_ps" for cause in CAUSES)]
+    return [
+        {"host": number, **dict(zip(names, values, strict=True))}
+        for number, tokens in enumerate(hosts)
+        for values in zip(
+            *(column.tolist() for column in (tokens.request, tokens.index, tokens.at_ps, *tokens.causes_ps.T)),
+            strict=True,
+        )
     ]
 
 

@@ -14,7 +14,6 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cli.shared import print_table
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.lab.analysis import Analysis
 from vllm_ndp.lab.compare import Comparison, beside_fastest
 from vllm_ndp.lab.grid import Compared, columns, named
 from vllm_ndp.lab.load.latency import CAUSES, Percentile
@@ -162,29 +161,6 @@ def print_reproduction(result: Reproduction) -> None:
         print(f"  note: {note}")
 
 
-def print_analysis(result: Analysis) -> None:
-    table = Table(title=f"per layer, {result.num_requests} requests")
-    for name in ("layer", "gini", "cosine prefill-decode", "null 95 %", "cosine to other requests"):
-        table.add_column(name, justify="right")
-    for layer, cosine in enumerate(result.cosine):
-        band = f"{result.cosine_null_low[layer]:.3f}-{result.cosine_null_high[layer]:.3f}"
-        table.add_row(
-            str(layer), f"{result.gini[layer]:.3f}", f"{cosine:.3f}", band, f"{result.cosine_across[layer]:.3f}"
-        )
-    print_table(table, width=140)
-    coverage = Table(title=f"share of decode choices in {result.num_hot} hot experts, 95 % interval over requests")
-    coverage.add_column("hot set from")
-    for name in ("covered", "interval", "minus static", "interval "):
-        coverage.add_column(name, justify="right")
-    for name, value in result.coverage.items():
-        over = result.over_static.get(name)
-        paired = ("", "") if over is None else (f"{over.mean:+.4f}", f"{over.low:+.4f} {over.high:+.4f}")
-        coverage.add_row(name, f"{value.mean:.4f}", f"{value.low:.4f} {value.high:.4f}", *paired)
-    for tokens, value in result.first_tokens.items():
-        coverage.add_row(f"first {tokens} prompt tokens", f"{value.mean:.4f}", f"{value.low:.4f} {value.high:.4f}")
-    print_table(coverage, width=140)
-
-
 def print_locality(found: Locality, places: tuple[int, ...]) -> None:
     """Means over layers, one row per rule."""
     chance = found.top_k / found.num_experts
@@ -201,3 +177,10 @@ def print_locality(found: Locality, places: tuple[int, ...]) -> None:
         table.add_row(name, *(f"{100 * curve[:, size].mean():.1f}" for size in places))
     table.add_row("most used, share", *(f"{100 * found.concentration[:, size].mean():.1f}" for size in places))
     print_table(table, width=120)
+    coverage = Table(title=f"% of decode choices in {found.num_hot} hot experts per layer, over requests")
+    for name in ("hot set from", "mean", "95 % interval"):
+        coverage.add_column(name, justify="left" if name == "hot set from" else "right")
+    for name, value in found.coverage.items():
+        mean, low, high = (f"{100 * part:.2f}" for part in (value.mean, value.low, value.high))
+        coverage.add_row(name, mean, f"{low} to {high}")
+    print_table(coverage, width=120)

@@ -14,8 +14,8 @@ from ndp_device.common.widths import WIDTHS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import DoesNotFit, Memory, all_experts_bytes, slots_bytes
 from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.cache import NextLayer
 from vllm_ndp.lab.vectorised.outcome import Outcome
-from vllm_ndp.lab.vectorised.prediction import NextLayer
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget, highest
