@@ -173,7 +173,7 @@ def compare(
 )
 def reproduce(
     source: Annotated[
-        Literal["paper", "monde", "cxl-expert", "hobbit", "moepic", "freetoken", "locality", "silicon"],
+        Literal["paper", "cxl-expert", "hobbit", "freetoken", "locality", "silicon"],
         typer.Argument(metavar="SOURCE", help="Whose figures."),
     ],
     trace: Annotated[
@@ -189,9 +189,8 @@ def reproduce(
     if trace is not None and source != "hobbit":
         raise ConfigError(f"a trace belongs to hobbit, got one with {source!r}: leave it out")
     recorded = None if trace is None else Trace.load(trace)
-    own = {"paper": paper.reproduce, "locality": rivals.routing, "silicon": silicon.reproduce}
-    made = own | {"cxl-expert": rivals.cxl_expert, "moepic": rivals.moepic, "monde": rivals.monde}
-    made["freetoken"] = rivals.freetoken
+    made = {"paper": paper.reproduce, "locality": rivals.routing, "silicon": silicon.reproduce}
+    made |= {"cxl-expert": rivals.cxl_expert, "freetoken": rivals.freetoken}
     with waiting(f"computing the figures of {source}"):
         result: Reproduction = rivals.hobbit(recorded) if source == "hobbit" else made[source]()
     print_reproduction(result)

@@ -1,5 +1,6 @@
-"""Published figures of rivals, each in at most 80 lines: CXL-Expert, HOBBIT, MoEpic, MoNDE and FreeToken; and of
-routing. `compare` replays the systems."""
+"""Published figures of rivals, each in at most 80 lines: CXL-Expert, HOBBIT and FreeToken; and of routing.
+
+`compare` replays the systems."""
 
 from __future__ import annotations
 
@@ -8,22 +9,13 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.public_models import public_shape
-from ndp_device.timing.spec import load_hardware
-from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.locality import Locality, locality
 from vllm_ndp.lab.reproduce import Reproduction, Row
 from vllm_ndp.lab.reproduce.paper import MODELS, VARIANTS, layer_ms, times_of
 from vllm_ndp.lab.systems.expert_cache import Prices
 from vllm_ndp.lab.systems.hobbit import HIGH, LOW, PREFETCH_ACCURACY, SKIP, T1, T2, precision_classes
-from vllm_ndp.lab.systems.layer_ahead import THETAS, num_tops
-from vllm_ndp.lab.systems.near_memory import moved_share
-from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.cache import LFU, LRU, RANDOM, lcp, visits
-from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.plan import highest
-from vllm_ndp.traces.synthetic import SyntheticSettings, routing_named, synthetic_trace
+from vllm_ndp.traces.synthetic import routing_named, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
 # -- CXL-Expert --------------------------------------------------------------------------------------------------------
@@ -148,149 +140,6 @@ def hobbit(trace: Trace | None = None) -> Reproduction:
             "a 14 % miss rate is plausible for 8x7B (78 % of the experts fit); for 8x22B only with the int4 cache",
         ),
     )
-
-
-# -- MoEpic ------------------------------------------------------------------------------------------------------------
-
-CACHED = 30
-BUDGETS = (15, 20, 30)
-"""Experts' bytes per layer in GPU memory; the published budget of the theta sweep is not public."""
-LOAD_MS, COMPUTE_MS = 165.0, 57.0
-PUBLISHED_HITS = {"lcp": 62.21, "lfu": 60.68, "lru": 56.38, "random": 49.69}
-SETTINGS = SyntheticSettings(
-    4, 60, 4, num_requests=16, prompt_len=32, decode_len=512, concentration=20.0, signal=0.35, drift=0.8, seed=1
-)
-
-
-def hit_rate(batches: Batches, prior: ImportanceScore, kind: str, slots: int) -> float:
-    priority = {"lcp": lcp(), "lfu": LFU, "lru": LRU, "random": RANDOM}[kind]
-    hit = visits(batches.loads, highest(prior.values, slots), slots, priority).hit
-    return float(hit.sum() / (batches.loads.rows > 0).sum())
-
-
-def token_ms(hits: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[thetas], time per token by the rule of the replayed system, every prediction right, one layer that is all of
-    them. hits [thetas]: share of experts whose top is cached; with theta 0 every expert has an empty one.
-
-    Bottoms hide behind what the layer before computes after its own copies, never below the link's own time.
-    """
-    hits = np.where(THETAS == 0, 1.0, hits)
-    bottoms, late, ready = hits * (1 - THETAS) * LOAD_MS, (1 - hits) * LOAD_MS, THETAS * hits * COMPUTE_MS
-    waiting = COMPUTE_MS - ready
-    times: NDArray[np.float64] = np.maximum(ready, np.maximum(bottoms - waiting, 0.0) + late) + waiting
-    return times
-
-
-def moepic() -> Reproduction:
-    """MoEpic (arXiv 2509.08342): cache priorities and the split on a synthetic trace of its model's shape.
-
-    Qwen1.5-MoE-A2.7B: 60 routed experts, top-4, 30 cached. Its routing traces are not public, so popularity and request
-    signal are ours and only orders and ratios can be compared. Times are in units of the published motivation: 165 ms
-    of loading against 57 ms of compute per token without a cache.
-    """
-    trace = synthetic_trace(SETTINGS, "qwen1.5-moe (synthetic)")
-    batches = Batches.of(trace)
-    prior = ImportanceScore.from_weights(np.sum([stats.counts for (stats,) in batches.prompts], axis=0))
-    text = f"synthetic routing, signal {SETTINGS.signal}, drift {SETTINGS.drift}, {CACHED} of 60 experts cached"
-    rows = [
-        Row("hit rate", kind, "%", published, 100 * hit_rate(batches, prior, kind, CACHED), text)
-        for kind, published in PUBLISHED_HITS.items()
-    ]
-    for slots in BUDGETS:
-        tops = [num_tops(slots, theta, SETTINGS.num_experts) for theta in THETAS.tolist()]
-        times = token_ms(np.array([hit_rate(batches, prior, "lcp", count) if count else 0.0 for count in tops]))
-        best = int(times.argmin())
-        name, text = f"misses wait, {slots} of 60", "165 ms of loading, 57 ms of compute; budget not published"
-        rows.append(Row(name, "best theta", "", 0.4, float(THETAS[best]), text))
-        for end, quantity, published in ((0, "prefetch only (theta 0)", 37.97), (-1, "cache only (theta 1)", 48.67)):
-            below = 100 * (1 - times[best] / times[end])
-            rows.append(Row(name, f"latency below {quantity}", "%", published, float(below), "either end"))
-        rows += [
-            Row(f"{name}, theta {theta:g}", "time per token", "ms", None, float(ms), text)
-            for theta, ms in zip(THETAS, times, strict=True)
-        ]
-    return Reproduction(
-        "MoEpic, arXiv 2509.08342 (reconstruction)",
-        tuple(rows),
-        (
-            "mechanism read from third-party descriptions; the equations of the published solver are not public",
-            "one reading is ours: the top part is cached, the whole expert is computed and the split is lossless",
-            "an interior optimum of theta needs misses that wait for their gate: only then is theta 0 'prefetch only' "
-            "and theta 1 'cache only', as published; prefetched like bottoms, whole experts save more bytes on routing "
-            "with any skew, and theta 1 is never worse",
-        ),
-    )
-
-
-# -- MoNDE -------------------------------------------------------------------------------------------------------------
-
-ENCODER, DECODER, EXPERTS = 7.5, 3.7, 128
-LINK, DEVICE = 32e9, 512e9
-"""Peak rates of its public re-implementation, bytes/s."""
-MOST_ROWS = 64
-
-
-def gain_by_rows(costs: Costs, active: int) -> NDArray[np.float64]:
-    """Speed-up of MoNDE's rule (the best H) over copying every expert, [MOST_ROWS].
-
-    For a layer of `active` experts with 1, 2, ... rows each.
-    """
-    device, gpu = costs.device_experts_ps(MOST_ROWS)[FULL_PRECISION_BITS], costs.gpu_experts_ps(MOST_ROWS)
-    moved = np.arange(active + 1)
-    gains = []
-    for rows in range(1, MOST_ROWS + 1):
-        first = min(costs.copy_ps, gpu[rows]) * (moved > 0)  # nothing to compute yet, or nothing left to copy
-        copied = moved * max(costs.copy_ps, gpu[rows]) + first
-        stays = (active - moved) * device[rows]
-        gains.append(copied[-1] / np.maximum(copied, stays).min())
-    return np.array(gains)
-
-
-def rows_of_models() -> Iterator[Row]:
-    for name in ("mixtral-8x7b", "qwen3-30b-a3b"):
-        costs = Costs(load_hardware("h100-ndp512", times="roofline"), model_named(name))
-        gains = gain_by_rows(costs, EXPERTS)
-        text = f"experts of {name}, {EXPERTS} of them in use with as many rows each, best H"
-        yield Row(name, "experts of a layer, 1 row each", "x", None, float(gains[0]), text)
-        yield Row(name, "the same, 16 rows each", "x", None, float(gains[15]), text)
-        enough = int(np.argmax(gains <= ENCODER)) + 1 if (gains <= ENCODER).any() else MOST_ROWS
-        yield Row(name, "rows per expert that leave the published 7.5x", "rows", None, float(enough), text)
-        yield Row(name, "H of the rule, share of active experts", "%", None, 100 * moved_share(costs), "preset's rates")
-
-
-def monde() -> Reproduction:
-    """MoNDE (arXiv 2405.18832): what its published speed-ups over moving parameters can and cannot be, on its own
-    hardware.
-
-    The baseline is a framework that copies the experts in use to the GPU. Published, with 128 experts: up to 7.5 times
-    as fast in encoders and 3.7 times in decoders. Source: its abstract and third-party summaries; its full text could
-    not be read. Its two limits follow from its rule alone. The gain of few rows is a ratio of bandwidths. The gain of
-    many rows ends where the units compute as long as the link copies. Knows one layer of equally loaded experts.
-    """
-    limit = (LINK + DEVICE) / LINK
-    share = (1 / DECODER - 1 / limit) / (1 - 1 / limit)
-    peak = "peak rates: 32 GB/s of link, 512 GB/s of device"
-    return Reproduction(
-        "MoNDE, arXiv 2405.18832",
-        (
-            Row("rule", "H, share of active experts", "%", None, 100 * LINK / (LINK + DEVICE), peak),
-            Row("limit", "experts of a layer, few rows each", "x", None, limit, f"both sides at once, {peak}"),
-            Row(
-                "decoder", "share of the baseline's time that is no copy", "%", None, 100 * share,
-                f"implied by {DECODER:g}x if experts gain {limit:g}x and the rest nothing",
-            ),
-            *rows_of_models(),
-        ),
-        (
-            "a decoder gains 3.7x only where more than a fifth of the baseline's time is no copy: encoder-decoder "
-            "models with experts in every second or fourth layer, or a cache. For a decoder of experts in every layer "
-            "without a cache the same rule gives the limit, which is what `compare` shows of monde and gpu_on_demand",
-            "an encoder's 7.5x is inside what the rule gives between few rows per expert and as many as the units can "
-            "keep up with; its own batch and lengths could not be read, so it is neither confirmed nor refuted",
-            "MoNDE's units, link and memory are the preset's; its models (Switch, NLLB-MoE) are not among our shapes, "
-            "and a ratio of copies and reads of one expert does not depend on the expert's size",
-        ),
-    )  # fmt: skip
 
 
 # -- FreeToken ---------------------------------------------------------------------------------------------------------

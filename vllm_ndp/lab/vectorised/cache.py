@@ -29,11 +29,11 @@ class Priority:
 
     kind: str
     """lru: last use · lfu: frequency, then last use · faded: frequency x parameters[steps since the last use] ·
-    expected: frequency + parameters, [L, E] · random."""
+    expected: frequency + parameters, [L, E]."""
     parameters: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
 
-LRU, LFU, RANDOM = Priority("lru"), Priority("lfu"), Priority("random")
+LRU, LFU = Priority("lru"), Priority("lfu")
 
 
 def lcp(rho: float = 0.25, omega: float = 128.0) -> Priority:
@@ -104,7 +104,7 @@ class _Lanes:
 
     def _worth(self, which: NDArray[np.int64], step: int) -> NDArray[np.float64]:
         """[W, E], the priority of each expert in these lanes."""
-        (_, layers, experts), parameters = self._shape, self._priority.parameters
+        layers, parameters = self._shape[1], self._priority.parameters
         frequency, last = self._frequency[which], self._last[which]
         match self._priority.kind:
             case "lru":
@@ -115,12 +115,8 @@ class _Lanes:
                 worth = frequency * parameters[np.minimum(step - last, len(parameters) - 1).astype(np.int64)]
             case "expected":
                 worth = frequency + parameters[which % layers]
-            case "random":
-                of_lane = _scrambled(_scrambled(which.astype(np.uint64)) ^ np.uint64(step))
-                drawn = _scrambled(of_lane[:, None] ^ np.arange(experts, dtype=np.uint64)) >> np.uint64(11)
-                worth = drawn.astype(np.float64)
             case kind:
-                raise ValueError(f"priority must be lru, lfu, faded, expected or random, got {kind}")
+                raise ValueError(f"priority must be lru, lfu, faded or expected, got {kind}")
         return worth
 
     def highest(self, which: NDArray[np.int64], step: int, count: int) -> NDArray[np.bool_]:
@@ -152,14 +148,6 @@ class _Lanes:
             left[over] -= 1
             over = over[left[over] > 0]
         self.held[which] = keys < np.inf
-
-
-def _scrambled(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64, as csrc/arrays.h has it."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 # -- the next layer's experts ------------------------------------------------------------------------------------------
