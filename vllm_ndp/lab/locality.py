@@ -205,7 +205,9 @@ def _fixed(used: NDArray[np.int64], known: NDArray[np.int64]) -> NDArray[np.floa
 
 def _covered(used: NDArray[np.int64], known: NDArray[np.int64], num_hot: int) -> NDArray[np.float64]:
     """[R], share of each request's choices in the num_hot experts of highest count in known [R, L, E]."""
-    shares: NDArray[np.float64] = (used * highest(known, num_hot)).sum(axis=(1, 2)) / used.sum(axis=(1, 2))
+    shares: NDArray[np.float64] = (used * highest(known.astype(np.float64), num_hot)).sum(axis=(1, 2)) / used.sum(
+        axis=(1, 2)
+    )
     return shares
 
 

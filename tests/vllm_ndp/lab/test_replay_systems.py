@@ -111,19 +111,6 @@ def test_prompts_on_both_sides_begin_to_answer_sooner_and_end_no_later_than_one_
         run("balanced", own={"prefill": "both"})
 
 
-def test_a_batch_that_shares_its_widths_reads_each_expert_once_and_is_alone_what_it_was():
-    alone, shared = run(), run(bits_for="batch")
-    assert alone.moe_ps.tobytes() == shared.moe_ps.tobytes()
-    budget = Budget(2, 2.0)
-    twelve = Batches.of(REST, 12)
-    own, shared = (
-        SYSTEMS["context_aware"].replay(twelve, COSTS, options_of(budget=budget, bits_for=bits_for))
-        for bits_for in ("request", "batch")
-    )
-    assert shared.moe_ps.sum() < 0.9 * own.moe_ps.sum()
-    assert shared.hot_pairs == own.hot_pairs
-
-
 def test_spilling_to_the_device_only_happens_where_it_shortens_a_layer():
     plain, balanced = run(), run("balanced")
     assert (balanced.moe_ps <= plain.moe_ps * 1.02).all()  # refresh falls elsewhere
@@ -137,10 +124,8 @@ def test_spilling_to_the_device_only_happens_where_it_shortens_a_layer():
     ("system", "own", "says"),
     [
         ("monde", {"h_rounding": "up"}, "h_rounding"),
-        ("hobbit", {"low_slots": "many"}, "low_slots must lie in 0..16, got 'many'"),
-        ("hobbit", {"low_slots": float("nan")}, "low_slots must lie in 0..16"),
-        ("hobbit", {"low_slots": 17}, r"low_slots must lie in 0..16"),
-        ("hobbit", {"low_slots": 2.5}, "whole number"),
+        ("joint", {"max_gate_loss": "many"}, "max_gate_loss must lie in 0..1, got 'many'"),
+        ("joint", {"max_gate_loss": float("nan")}, "max_gate_loss must lie in 0..1"),
         ("gpu_on_demand", {"cache": "fifo"}, "cache must be"),
         ("balanced", {"spill_bits": 7}, "spill_bits"),
         ("quantized", {"weight_bits": 5}, "weight_bits must be one of widest, 16, 8, 4, 3, 2, got 5"),
@@ -155,7 +140,7 @@ def test_an_impossible_option_is_refused(system, own, says):
 
 
 def test_every_option_has_its_system_and_others_are_refused_before_anything_runs():
-    CompareSettings(systems=("balanced", "hobbit"), options={"spill_bits": 2, "low_slots": 4})
+    CompareSettings(systems=("balanced", "hobbit"), options={"spill_bits": 2})
     with pytest.raises(ConfigError, match=r"unknown option 'spill_bit': the chosen systems have spill_bits"):
         CompareSettings(systems=("balanced",), options={"spill_bit": 2})
     with pytest.raises(ConfigError, match="the chosen systems have none"):

@@ -11,13 +11,14 @@ import pytest
 from by_hand import HARDWARE, US, C, F, chosen, machine, options_of, run, trace
 
 from ndp_device.timing.spec import load_hardware
+from vllm_ndp.lab.systems import hobbit
 from vllm_ndp.lab.systems.host_cpu import most_used
 from vllm_ndp.lab.systems.layer_ahead import THETAS, moepic, split_at
 from vllm_ndp.lab.systems.quantized import widest_that_fits
 from vllm_ndp.planning.bitwidths import LossTable
 
 PROMPT = chosen([[0, 1]])
-ALWAYS_RIGHT: Any = SimpleNamespace(guess=lambda batches: SimpleNamespace(accuracy=1.0))
+ALWAYS_RIGHT: Any = SimpleNamespace(accuracy=lambda batches: 1.0)
 CPU = 20 * US  # an expert read from host memory
 HOP = 125e3 + 250e3 + 2 * 32 * 85 / 600e9 * 1e12
 """One row to the CPU and back, as to the device: a posted write and a read, 2000 bytes each in 32 lines of 64 bytes."""
@@ -299,27 +300,29 @@ def test_cxl_experts_experts_change_tier_when_that_would_have_paid_for_the_copy(
     assert often.moe_ps.ravel() == near([F + C] * 64 + [copy + C, C, F + C])
 
 
-def test_hobbits_caches_are_shared_by_all_layers_and_keep_what_is_used_often():
+def test_hobbits_caches_are_shared_by_all_layers_and_keep_what_is_used_often(monkeypatch):
     """Two layers, one place for each: they hold both layers' 0. Layer 1 uses 1 in the first two steps: at first its own
     0 leaves, which was never used; a copy, of which .96 C hide behind layer 0, then a hit. In the third step layer 0
     uses 2: its 0 and layer 1's 1 were used twice each, so the one of the last layer leaves. Then layer 1 misses its 1:
     layer 0's 0 was used twice and its 2 once, so 2 leaves, and the fourth step finds both."""
+    monkeypatch.setattr(hobbit, "LOW_PLACES", 0)
     steps = chosen([[0], [1]], [[0], [1]], [[2], [1]], [[0], [1]])
-    outcome = run("hobbit", trace(chosen([[0], [0]]), steps), machine(2, top_k=1), 1, low_slots=0)
+    outcome = run("hobbit", trace(chosen([[0], [0]]), steps), machine(2, top_k=1), 1)
     assert outcome.moe_ps[0, :, 0] == near([C, C, F + C, C])
     assert outcome.moe_ps[0, :, 1] == near([F + 0.04 * C, C, F + 0.04 * C, C])
 
 
-def test_hobbit_fetches_a_light_choice_at_four_bits_and_skips_the_lightest():
+def test_hobbit_fetches_a_light_choice_at_four_bits_and_skips_the_lightest(monkeypatch):
     """Two places for whole experts hold 0 and 1, none for narrow ones; one layer, nothing before it hides a copy.
 
     [0, 1] at .55 and .45: both in full, both there: 2 C. [0, 2] at .7 and .3: 2 follows .7 of the gate, above T1: its
     4 bits take F / 4 and C / 4, while 0 computes. [0, 3] at .95 and .05: 3 follows .95, above T2: skipped, C. [0, 2] at
     .55 and .45: in full, F + C.
     """
+    monkeypatch.setattr(hobbit, "LOW_PLACES", 0)
     gates = np.array([[[0.55, 0.45]], [[0.7, 0.3]], [[0.95, 0.05]], [[0.55, 0.45]]])
     batches = trace(PROMPT, chosen([[0, 1]], [[0, 2]], [[0, 3]], [[0, 2]]), weights=gates)
-    outcome = run("hobbit", batches, machine(), 2, low_slots=0)
+    outcome = run("hobbit", batches, machine(), 2)
     assert outcome.moe_ps.ravel() == near([2 * C, (F + C) / 4, C, F + C])
     assert outcome.cold.loss == pytest.approx((0.3 * 4.4**-3 + 0.05 / (1 - 2 / np.pi)) / 4, rel=1e-5)
 

@@ -13,7 +13,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import BitwidthPlan, Plan
 from vllm_ndp.planning.replanner import PlannerRules, Replanner
 from vllm_ndp.planning.stats import RoutingStats
-from vllm_ndp.traces.format import REJECTED, Provenance
+from vllm_ndp.traces.format import REJECTED
 
 R = TypeVar("R")
 
@@ -78,25 +78,8 @@ class StepRun:
     replanned: bool
 
 
-class Routed(Protocol):
-    """Of a Trace, what is asked of it here: columns by row, requests by number."""
-
-    @property
-    def provenance(self) -> Provenance: ...
-    @property
-    def prompt_len(self) -> NDArray[np.integer]: ...
-    @property
-    def request(self) -> Any: ...
-    @property
-    def position(self) -> Any: ...
-    @property
-    def phase(self) -> NDArray[np.uint8]: ...
-    @property
-    def ids(self) -> Any: ...
-    @property
-    def weights(self) -> Any: ...
-    @property
-    def sequences(self) -> Any: ...
+Routed = Any
+"""A Trace, or what has its provenance, requests by number and columns by row (lab/load/workload.py)."""
 
 
 @dataclass

@@ -108,6 +108,8 @@ def precision_classes(weights: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 T1, T2 = 0.6, 0.9  # published for Mixtral-8x7B
 LOW_BITS = 4
+LOW_PLACES = 1
+"""Of a layer's full-precision places, those that hold low experts."""
 PREFETCH_ACCURACY = 0.96  # published, next layer, top-1
 USED, USED_HIGH = 0.4, 0.6
 """Weights of uses and of uses in high precision in the priority. The paper has two more, of recency and of layers until
@@ -134,7 +136,7 @@ def pays(accuracy: float, batches: Batches, costs: Costs) -> bool:
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     per_place = FULL_PRECISION_BITS // LOW_BITS
     places, layers = options.budget.num_hot, batches.shape[3]
-    low_slots = options.whole("low_slots", min(places, 1) * per_place, 0, places * per_place)
+    low_slots = min(places, LOW_PLACES) * per_place
     high_slots = places - ceil_div(low_slots, per_place)
     high_start = options.popular(high_slots)
     both = options.popular(min(high_slots + low_slots, batches.num_experts))
@@ -193,5 +195,4 @@ HOBBIT = System(
     ),
     replay,
     memory,
-    options=("low_slots",),
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,41 +54,40 @@ def monde(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """
     rounding = options.choice("h_rounding", ROUNDINGS, "cost")
     g, b = batches.shape[:2]
-    device, gpu, links = costs.device_experts_ps(b)[FULL_PRECISION_BITS], costs.gpu_experts_ps(b), costs.links_ps(b)
     share = moved_share(costs)
-    ranked = -np.sort(-batches.loads.rows, axis=3)  # most loaded first
-    active = (ranked > 0).sum(axis=3)
-    rest, left = sums_after(device[ranked]), sums_after(ranked)
-    rows = np.minimum(left, batches.rows[:, :, None, None])
-    device_ps = np.where(rest > 0, rest + costs.device_fill_ps + links[rows, left], 0.0)
-    gpu_ps = copied_in_order(gpu[ranked], np.zeros((*ranked.shape[:3], 1)), costs)
-    compute = launched(sums_before(gpu[ranked]), costs)
-    if rounding == "cost":
-        chosen = np.maximum(gpu_ps, device_ps).argmin(axis=3)
-    else:
-        chosen = np.minimum(num_moved(active, share, rounding), active)
-    device_ps, gpu_ps, compute, after, sent = (
-        np.take_along_axis(a, chosen[..., None], 3)[..., 0] for a in (device_ps, gpu_ps, compute, left, rows)
-    )
-    moved, pairs, on_device = int(chosen.sum()), int(left[..., 0].sum()), int(after.sum())
-    reads = np.bincount(ranked[np.arange(ranked.shape[3]) >= chosen[..., None]], minlength=b + 1)
-    link_bytes = float(costs.message_wire_bytes(b)[sent, after].sum())
-    dram_pj, arrays_pj = costs.device_energy(b)[:, FULL_PRECISION_BITS] @ reads
+
+    def divided(ranked: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
+        """ranked [..., S]: rows of experts, most loaded first; rows [..., 1]: of the layer. How many experts move, the
+        device's time and the GPU's with that, and pairs and rows that the device gets; all [...]."""
+        rest, left = (
+            sums_after(each_ps(ranked, partial(costs.device_expert_ps, FULL_PRECISION_BITS))),
+            sums_after(ranked),
+        )
+        sent = np.minimum(left, rows)
+        device_ps = np.where(rest > 0, rest + costs.device_fill_ps + costs.messages_ps(sent, left), 0.0)
+        gpu_ps = copied_in_order(each_ps(ranked, costs.gpu_expert_ps), np.zeros((*ranked.shape[:-1], 1)), costs)
+        if rounding == "cost":
+            chosen = np.maximum(gpu_ps, device_ps).argmin(axis=-1)
+        else:
+            active = (ranked > 0).sum(axis=-1)
+            chosen = np.minimum(num_moved(active, share, rounding), active)
+        return chosen, *(np.take_along_axis(a, chosen[..., None], -1)[..., 0] for a in (device_ps, gpu_ps, left, sent))
 
     def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
         """The same rule for the rows of a prompt; they all cross the link."""
-        ranked = -np.sort(-counts, axis=1)
-        rest = sums_after(each_ps(ranked, lambda rows: costs.device_expert_ps(FULL_PRECISION_BITS, rows)))
-        left, rows = sums_after(ranked), counts.sum(axis=1, keepdims=True) // costs.shape.top_k
-        message = costs.messages_ps(np.minimum(left, rows), left)
-        beside = np.where(rest > 0, rest + costs.device_fill_ps + message, 0.0)
-        here = copied_in_order(each_ps(ranked, costs.gpu_expert_ps), np.zeros((len(counts), 1)), costs)
-        layer = np.maximum(here, beside)
-        active = (counts > 0).sum(axis=1)
-        chosen = layer.argmin(axis=1) if rounding == "cost" else np.minimum(num_moved(active, share, rounding), active)
-        times: NDArray[np.float64] = np.take_along_axis(layer, chosen[:, None], 1)[:, 0]
+        rows = counts.sum(axis=1, keepdims=True) // costs.shape.top_k
+        _, device_ps, gpu_ps, _, _ = divided(-np.sort(-counts, axis=1), rows)
+        times: NDArray[np.float64] = np.maximum(device_ps, gpu_ps)
         return times
 
+    ranked = -np.sort(-batches.loads.rows, axis=3)
+    chosen, device_ps, gpu_ps, after, sent = divided(ranked, batches.rows[:, :, None, None])
+    here = np.arange(ranked.shape[3]) < chosen[..., None]
+    compute = launched(add_up(np.where(here, costs.gpu_experts_ps(b)[ranked], 0.0)), costs)
+    moved, pairs, on_device = int(chosen.sum()), int(ranked.sum()), int(after.sum())
+    reads = np.bincount(ranked[~here], minlength=b + 1)
+    link_bytes = float(costs.message_wire_bytes(b)[sent, after].sum())
+    dram_pj, arrays_pj = costs.device_energy(b)[:, FULL_PRECISION_BITS] @ reads
     return Outcome(
         policy=f"H {rounding}",
         moe_ps=np.maximum(device_ps, gpu_ps + shared_ps(batches, costs)),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from ndp_device.common.widths import WIDTHS
-from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
+from vllm_ndp.config import DEFAULT_OFFLOAD_BITS, NdpSettings
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory, beside_device_memory
 from vllm_ndp.lab.exact.groups import Clairvoyant, Groups
@@ -35,7 +35,7 @@ def groups_of(batches: Batches, costs: Costs, options: ReplayOptions, *, offload
         policy,
         options.budget,
         options.loss.up_to(options.widest),
-        bits_for=options.bits_for,
+        bits_for=NdpSettings.bits_for,
     )
     splits = options.choice("prefill", PREFILLS) == "split"
     return Groups(batches, costs, rules, offload_bits=offload_bits if moves else 0, splits_prefill=splits)
@@ -68,7 +68,7 @@ def papers(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
 
 
 def plugins(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    bits = min(options.whole("spill_bits", DEFAULT_OFFLOAD_BITS, WIDTHS[0], WIDTHS[-1]), options.widest)
+    bits = min(options.choice("spill_bits", WIDTHS, DEFAULT_OFFLOAD_BITS), options.widest)
     ran = groups_of(batches, costs, options, offload_bits=bits)
     ran.run()
     outcome = outcome_of(ran, batches, costs, options)

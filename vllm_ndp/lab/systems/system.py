@@ -39,9 +39,6 @@ class ReplayOptions:
     """Popularity known beforehand: what caches start from."""
     clairvoyant: bool = False
     """The policy scores the decode itself instead of the prompt: the oracle."""
-    bits_for: str = "auto"
-    """`request`: each request has its own widths, as published. `batch`: one width per expert, so requests share its
-    read. `auto`: `batch` from a few requests on, with half a bit more (planning/importance.py)."""
     predictor: NextLayer | None = None
     """Predictor by which systems prefetch; None: as accurate as each system has published."""
     widest: int = WIDTHS[-1]
@@ -57,12 +54,6 @@ class ReplayOptions:
         if isinstance(value, str) or not low <= value <= high:
             raise ConfigError(f"{name} must lie in {low:g}..{high:g}, got {value!r}")
         return value
-
-    def whole(self, name: str, default: int, low: int, high: int) -> int:
-        value = self.number(name, default, low, high)
-        if value != int(value):
-            raise ConfigError(f"{name} must be a whole number, got {value}")
-        return int(value)
 
     def choice(self, name: str, known: tuple[T, ...], default: T | None = None) -> T:
         """One of the known ones; the first unless told otherwise."""
