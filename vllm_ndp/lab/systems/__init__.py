@@ -15,7 +15,7 @@ from vllm_ndp.lab.systems.gpu_on_demand import GPU_ON_DEMAND, MOE_INFINITY
 from vllm_ndp.lab.systems.hobbit import HOBBIT
 from vllm_ndp.lab.systems.host_cpu import DAOP, FIDDLER, KTRANSFORMERS
 from vllm_ndp.lab.systems.joint import JOINT
-from vllm_ndp.lab.systems.layer_ahead import KLOTSKI, MOEPIC, PREGATED
+from vllm_ndp.lab.systems.layer_ahead import MOEPIC, PREGATED
 from vllm_ndp.lab.systems.near_memory import MONDE, PIMOE
 from vllm_ndp.lab.systems.ours import BALANCED, CONTEXT_AWARE
 from vllm_ndp.lab.systems.quantized import DYNAEXQ, QUANTIZED
@@ -42,7 +42,6 @@ SYSTEMS: dict[str, System] = {
         DAOP,
         DYNAEXQ,
         HYBRIMOE,
-        KLOTSKI,
         PIMOE,
         PREGATED,
         EXPERT_CACHE,
