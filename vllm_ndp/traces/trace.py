@@ -36,6 +36,9 @@ from vllm_ndp.traces.format import (
     write_manifest,
 )
 
+ROUTING = ("step", "request", "position", "phase", "ids", "weights")
+"""Columns of rows."""
+
 
 @dataclass(frozen=True)
 class Sequence:
@@ -189,14 +192,10 @@ class Trace:
         new_index = np.full(len(self.prompt_len), -1, np.int32)
         new_index[list(requests)] = np.arange(len(requests), dtype=np.int32)
         keep = new_index[self.request] >= 0
+        rows = {name: getattr(self, name)[keep] for name in ROUTING}
         return Trace(
             provenance=self.provenance,
-            step=self.step[keep],
-            request=new_index[self.request[keep]],
-            position=self.position[keep],
-            phase=self.phase[keep],
-            ids=self.ids[keep],
-            weights=self.weights[keep],
+            **rows | {"request": new_index[rows["request"]]},
             prompt_len=self.prompt_len[list(requests)],
             arrival_s=self.arrival_s[list(requests)],
             request_ids=[self.request_ids[r] for r in requests],
@@ -222,7 +221,7 @@ class Trace:
         routing = _columns(tables["routing"], p)
         return cls(
             provenance=p,
-            **{name: routing[name] for name in ("step", "request", "position", "phase", "ids", "weights")},
+            **{name: routing[name] for name in ROUTING},
             prompt_len=requests["prompt_len"][order],
             arrival_s=requests["arrival_s"][order],
             request_ids=[str(v) for v in requests["id"][order]],
@@ -246,9 +245,7 @@ class Trace:
                 "prompt_len": self.prompt_len,
                 "arrival_s": self.arrival_s,
             },
-            "routing": {
-                name: getattr(self, name) for name in ("step", "request", "position", "phase", "ids", "weights")
-            },
+            "routing": {name: getattr(self, name) for name in ROUTING},
             "steps": self.events,
             "plans": self.plans,
             "devices": self.devices,

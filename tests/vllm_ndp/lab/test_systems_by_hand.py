@@ -12,8 +12,8 @@ from by_hand import HARDWARE, US, C, F, chosen, machine, options_of, run, trace
 
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.lab.systems import hobbit
+from vllm_ndp.lab.systems.gpu_on_demand import THETAS, moepic, split_at
 from vllm_ndp.lab.systems.host_cpu import most_used
-from vllm_ndp.lab.systems.layer_ahead import THETAS, moepic, split_at
 from vllm_ndp.lab.systems.quantized import widest_that_fits
 from vllm_ndp.planning.bitwidths import LossTable
 

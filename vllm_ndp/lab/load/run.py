@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,7 +32,7 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import policy_with, usual_bit_rule
 from vllm_ndp.planning.replanner import PlannerRules
-from vllm_ndp.traces.format import CACHED, Provenance
+from vllm_ndp.traces.format import CACHED
 from vllm_ndp.traces.trace import Trace
 
 
@@ -131,18 +132,13 @@ def with_layers(trace: Trace, loss: LossTable, num_layers: int) -> tuple[Trace, 
     layers = np.arange(num_layers) * recorded // num_layers
     longer = dataclasses.replace(
         trace,
-        provenance=_with_layers(trace.provenance, num_layers),
+        provenance=msgspec.structs.replace(trace.provenance, num_layers=num_layers, live=None),
         ids=trace.ids[:, layers],
         weights=trace.weights[:, layers],
         events={},
         plans={},
     )
     return longer, loss.of_layers(layers)
-
-
-def _with_layers(provenance: Provenance, num_layers: int) -> Provenance:
-    fields = {name: getattr(provenance, name) for name in provenance.__struct_fields__}
-    return Provenance(**fields | {"num_layers": num_layers, "live": None})
 
 
 def kv_room(costs: Costs, num_hot: int, requests: int, num_devices: int = 1) -> int:

@@ -11,11 +11,10 @@ from importlib.metadata import entry_points
 from ndp_device.common.errors import ConfigError, nearest
 from vllm_ndp.lab.systems.cxl_expert import CXL_EXPERT
 from vllm_ndp.lab.systems.expert_cache import EXPERT_CACHE, HYBRIMOE
-from vllm_ndp.lab.systems.gpu_on_demand import GPU_ON_DEMAND, MOE_INFINITY
+from vllm_ndp.lab.systems.gpu_on_demand import GPU_ON_DEMAND, MOE_INFINITY, MOEPIC, PREGATED
 from vllm_ndp.lab.systems.hobbit import HOBBIT
 from vllm_ndp.lab.systems.host_cpu import DAOP, FIDDLER, KTRANSFORMERS
 from vllm_ndp.lab.systems.joint import JOINT
-from vllm_ndp.lab.systems.layer_ahead import MOEPIC, PREGATED
 from vllm_ndp.lab.systems.near_memory import MONDE, PIMOE
 from vllm_ndp.lab.systems.ours import BALANCED, CONTEXT_AWARE
 from vllm_ndp.lab.systems.quantized import DYNAEXQ, QUANTIZED

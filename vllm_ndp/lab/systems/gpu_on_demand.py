@@ -1,16 +1,26 @@
-"""GPU only: experts live in host memory and come over the link when they are chosen, some of them a layer ahead."""
+"""GPU only: experts live in host memory and come over the link when they are chosen, some of them a layer ahead.
+
+`pipelined_ps`: a link carries each byte once. A layer's copies are early or late. Early ones are ordered at the gate of
+the layer before, whose activations predict them. Late ones are known only at the layer's own gate, and then go first on
+the link. Wrong predictions keep the link busy as well; what has not begun when the gate is known is dropped. Compute
+that needs no copy (`ready`) runs while copies arrive, the rest (`waiting`) after the last one.
+
+Between two layers lie attention and shared experts. The first layer of a step has no layer before: all its copies are
+late. A trace with fewer layers than the model repeats each of its layers, and only the first of all is such a one.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, slots_bytes
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
-from vllm_ndp.lab.vectorised.cache import CACHE_PRIORITIES, LRU, Priority, visits
-from vllm_ndp.lab.vectorised.execution import launched, with_copies, without_device
-from vllm_ndp.lab.vectorised.outcome import Outcome, time_before
+from vllm_ndp.lab.vectorised.cache import CACHE_PRIORITIES, LRU, Priority, lcp, visits
+from vllm_ndp.lab.vectorised.execution import launched, on_gpu_ps, prompts_ps, shared_ps, with_copies, without_device
+from vllm_ndp.lab.vectorised.outcome import Outcome, attention_ps, time_before
 
 
 def _cache(options: ReplayOptions) -> tuple[str, int]:
@@ -104,4 +114,169 @@ MOE_INFINITY = System(
         "a predicted copy begins with the layer before; copies do not disturb compute",
     ),
     moe_infinity,
+)
+
+
+# -- copies for the next layer while this one computes -----------------------------------------------------------------
+
+
+def pipelined_ps(
+    batches: Batches,
+    costs: Costs,
+    *,
+    early_ps: NDArray[np.float64],
+    late_ps: NDArray[np.float64],
+    wrong_ps: NDArray[np.float64],
+    ready_ps: NDArray[np.float64],
+    waiting_ps: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """[G, D, L], what the experts of each layer take; all arguments [G, D, L], copies in link time. The GPU's launch
+    passes while copies arrive.
+
+    Raises ValueError for a trace with more layers than the model.
+    """
+    attention = attention_ps(batches, costs) + costs.overhead_ps + shared_ps(batches, costs)[:, :, 0]
+    layers, ready_ps = early_ps.shape[2], launched(ready_ps + waiting_ps, costs) - waiting_ps
+    if layers > costs.shape.num_layers:
+        raise ValueError(f"a trace with {layers} layers cannot stand for a model with {costs.shape.num_layers}")
+    repeats = np.bincount(np.arange(costs.shape.num_layers) * layers // costs.shape.num_layers, minlength=layers)
+    took = np.zeros(early_ps.shape)
+    gate = np.zeros(attention.shape)  # when the gate of the layer is known
+    free = np.zeros(attention.shape)  # when the link has carried all that earlier layers needed
+    for place, layer in enumerate(np.repeat(np.arange(layers), repeats).tolist()):
+        right, wrong, late = early_ps[:, :, layer], wrong_ps[:, :, layer], late_ps[:, :, layer]
+        if place == 0:
+            missing = right + late
+        else:
+            ordered = right + wrong
+            carried = np.minimum(gate - free, ordered) / np.where(ordered > 0, ordered, 1.0)
+            missing = right * (1 - carried) + late
+        free = gate + missing
+        done = np.maximum(gate + ready_ps[:, :, layer], free) + waiting_ps[:, :, layer]
+        took[:, :, layer] += done - gate
+        gate = done + attention
+    return took / repeats
+
+
+def pregated(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    """Pre-gated MoE (arXiv 2308.12066, ISCA 2024): each layer's gate chooses the experts of the next layer.
+
+    So copies are ordered a layer ahead and are always right; what the layer before does not hide waits.
+    """
+    rows, places = batches.loads.rows, options.budget.num_hot
+    start = options.popular(places)
+    hit = visits(batches.loads, start, places, LRU).hit
+    each = costs.gpu_experts_ps(batches.shape[1])[rows]
+    copies = add_up((rows > 0) & ~hit)
+    ready = add_up(np.where(hit, each, 0.0))
+    nothing = np.zeros(copies.shape)
+    return without_device(
+        "gates a layer ahead",
+        batches,
+        costs,
+        moe_ps=pipelined_ps(
+            batches,
+            costs,
+            early_ps=copies * float(costs.fetch_ps()),
+            late_ps=nothing,
+            wrong_ps=nothing,
+            ready_ps=ready,
+            waiting_ps=add_up(each) - ready,
+        ),
+        gpu_ps=launched(add_up(each), costs),
+        resident=start,
+        fetched_experts=int(copies.sum()),
+        hot_pairs=int(rows[hit].sum()),
+    )
+
+
+PREGATED = System(
+    "pregated",
+    (
+        "needs a model fine-tuned to choose a layer ahead: the trace's routing stands in, its loss is not counted",
+        "places of num_hot experts hold the ones used last (the published system frees them after use)",
+        "the first layer of a step has no gate before it: its copies wait",
+    ),
+    pregated,
+)
+
+
+THETAS = np.round(np.arange(0.0, 1.01, 0.1), 2)
+
+
+def num_tops(budget: float, theta: float, num_experts: int) -> int:
+    """How many tops the bytes of `budget` whole experts hold; theta 0 caches nothing and needs nothing."""
+    return 0 if theta == 0 else min(int(budget / theta + 1e-9), num_experts)
+
+
+RHO, OMEGA = 0.25, 128.0  # published
+PREFETCH_ACCURACY = 0.9  # [O] published only as "good mid-model, poor at head and tail"
+
+
+def moepic(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    """MoEpic (arXiv 2509.08342), a reconstruction: the top part of an expert is cached, the bottom part always fetched.
+
+    MoEpic splits an expert on its intermediate dimension: the top is the first theta of the channels. So the down
+    projection is a sum over both parts, and the compute of the top overlaps the fetch of the bottom. A cache of B
+    experts' bytes holds B / theta tops, chosen by P = mu * rho ** (nu / omega), nu counted in tokens. Missing parts of
+    predicted experts are ordered a layer ahead. A hit needs 1 - theta of the expert, a miss all of it. A prompt streams
+    what is not cached.
+    """
+    tried = [split_at(theta, batches, costs, options) for theta in THETAS.tolist()]
+    return min(tried, key=lambda outcome: float(outcome.moe_ps.sum()))
+
+
+def split_at(theta: float, batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    b, experts = batches.shape[1], batches.num_experts
+    accuracy = PREFETCH_ACCURACY if options.predictor is None else options.predictor.accuracy(batches)
+    gpu, fetch, rows = costs.gpu_experts_ps(b), float(costs.fetch_ps()), batches.loads.rows
+    compute = add_up(gpu[rows])
+    tops = num_tops(options.budget.num_hot, theta, experts)
+    start = options.popular(tops)
+    # nu counts tokens: a step of b requests is b of them, also after some have ended.
+    cached = visits(batches.loads, start, tops, lcp(RHO, OMEGA / b)).hit
+    hit = (cached | (theta == 0)) & (rows > 0)
+    hits = add_up(hit).astype(np.float64)
+    misses = add_up(rows > 0) - hits
+    bottoms, whole = hits * (1 - theta) * fetch, misses * fetch
+    ready = theta * add_up(np.where(hit, gpu[rows], 0.0))
+    moe = pipelined_ps(
+        batches,
+        costs,
+        early_ps=accuracy * bottoms,
+        late_ps=bottoms + whole - accuracy * bottoms,
+        wrong_ps=(1 - accuracy) * bottoms,
+        ready_ps=ready,
+        waiting_ps=compute - ready,
+    )
+
+    def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+        touched = (counts > 0).sum(axis=1) - theta * (start & (counts > 0)).sum(axis=1)
+        computed = on_gpu_ps(costs, counts, costs.shape.expert_bytes)
+        times: NDArray[np.float64] = np.maximum(touched * fetch, computed)
+        return times
+
+    return without_device(
+        f"theta {theta:g}",
+        batches,
+        costs,
+        moe_ps=moe,
+        gpu_ps=launched(compute, costs),
+        prefill_ps=prompts_ps(batches, costs, layers_ps),
+        fetched_experts=float(((2 - accuracy) * bottoms + whole).sum() / fetch),
+        hot_pairs=int(rows[cached].sum()),
+    )
+
+
+MOEPIC = System(
+    "moepic",
+    (
+        "reconstruction: split on the intermediate dimension, LCP with rho 0.25 and omega 128 tokens as published",
+        "theta: the fastest of 0, .1, ... 1 on this trace, the same in every layer (published: solved, by layer)",
+        "prefetch measured: accuracy of the chances from layer to layer in other requests; published: 0.9, a guess",
+        "misses wait for their gate, which alone gives prefetch-only and cache-only as the two ends of theta",
+        "a wrong prediction costs the link as much as a right one and is dropped when the gate is known",
+        "GPU memory of num_hot whole experts per layer",
+    ),
+    moepic,
 )

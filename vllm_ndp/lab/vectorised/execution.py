@@ -45,27 +45,35 @@ class PairCounts(NamedTuple):
 
 def run_pairs(batches: Batches, widths: NDArray[np.uint8], costs: Costs) -> PairCounts:
     """widths [G, B, D, L, k]: where each pair runs. Experts of one side run one after the other."""
-    b = batches.shape[1]
+    g, b, d, layers, _ = batches.shape
     widths = np.where(batches.pairs, widths, NOWHERE)
     device = costs.device_experts_ps(b)
     by_width = np.zeros((256, b + 1))
     by_width[: len(device)] = np.nan_to_num(device)
     by_width[0] = costs.gpu_experts_ps(b)
     on_device = (widths > 0) & (widths < NOWHERE)
-    if b == 1:  # a row never chooses an expert twice: every pair is an expert of its own
-        on_gpu, away = np.zeros((2, 256))
-        on_gpu[0], away[1:NOWHERE] = by_width[0, 1], by_width[1:NOWHERE, 1]
-        gpu, dev = (add_up(cost.take(widths[:, 0])) for cost in (on_gpu, away))
-        reads = np.stack([np.zeros(256, np.int64), np.bincount(widths.ravel(), minlength=256)], axis=1)
-    else:
-        gpu, dev, reads = _grouped(batches, widths, by_width)
+    # rows that chose the same expert at the same width share one read of it
+    cell = (np.arange(g)[:, None, None, None, None] * d + np.arange(d)[:, None, None]) * layers + np.arange(layers)[
+        :, None
+    ]
+    keys = ((cell * batches.num_experts + batches.ids) << 8) + widths
+    distinct, counts = np.unique(keys[widths != NOWHERE], return_counts=True)
+    width = distinct & 255
+    where = (distinct >> 8) // batches.num_experts
+    cost = by_width[width, counts]
+    shape = (g, d, layers)
+    gpu, dev = (
+        np.bincount(where, weights=cost * side, minlength=g * d * layers).astype(np.float64).reshape(shape)
+        for side in (width == 0, width > 0)
+    )
+    reads = np.bincount(width * by_width.shape[1] + counts, minlength=by_width.size).reshape(by_width.shape)
     gpu = launched(gpu, costs)
     per_row = add_up(on_device)
     pairs, rows = per_row.sum(axis=1), (per_row > 0).sum(axis=1)
     links = costs.links_ps(b)
     dev += np.where(rows > 0, links[rows, pairs] + costs.device_fill_ps, 0.0)
     messages = np.bincount((rows * links.shape[1] + pairs).ravel(), minlength=links.size)
-    return PairCounts(gpu + shared_ps(batches, costs), dev, _traffic(reads, messages, costs))
+    return PairCounts(gpu + shared_ps(batches, costs), dev, _traffic(reads.astype(np.int64), messages, costs))
 
 
 def launched(compute_ps: NDArray[np.float64], costs: Costs, expert_bytes: int | None = None) -> NDArray[np.float64]:
@@ -89,28 +97,6 @@ def _traffic(reads: NDArray[np.int64], messages: NDArray[np.int64], costs: Costs
         device_dram_pj=float(dram_pj),
         device_arrays_pj=float(arrays_pj),
     )
-
-
-def _grouped(
-    batches: Batches, widths: NDArray[np.uint8], by_width: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-    """Rows that chose the same expert at the same width share one read of it; (GPU, device, reads as in _traffic)."""
-    g, _, d, layers, _ = batches.shape
-    cell = (np.arange(g)[:, None, None, None, None] * d + np.arange(d)[:, None, None]) * layers + np.arange(layers)[
-        :, None
-    ]
-    keys = ((cell * batches.num_experts + batches.ids) << 8) + widths
-    distinct, counts = np.unique(keys[widths != NOWHERE], return_counts=True)
-    width = distinct & 255
-    where = (distinct >> 8) // batches.num_experts
-    cost = by_width[width, counts]
-    shape = (g, d, layers)
-    gpu, dev = (
-        np.bincount(where, weights=cost * side, minlength=g * d * layers).astype(np.float64).reshape(shape)
-        for side in (width == 0, width > 0)
-    )
-    reads = np.bincount(width * by_width.shape[1] + counts, minlength=by_width.size).reshape(by_width.shape)
-    return gpu, dev, reads.astype(np.int64)
 
 
 def with_copies(
