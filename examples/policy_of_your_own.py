@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_ndp.lab.grid import compare
+from vllm_ndp.lab.compare import compare
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.planning import policies
 from vllm_ndp.planning.bitwidths import LossTable

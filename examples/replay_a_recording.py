@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from vllm_ndp.lab.grid import compare
+from vllm_ndp.lab.compare import compare
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.traces.trace import Trace
 

@@ -19,8 +19,7 @@ from bokeh.palettes import Colorblind
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
-from vllm_ndp.lab.compare import LAYER_PARTS
-from vllm_ndp.lab.grid import Compared, columns, named
+from vllm_ndp.lab.compare import LAYER_PARTS, Compared, columns, named
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.systems import SYSTEMS
 from vllm_ndp.planning.bitwidths import nominal_loss

@@ -9,8 +9,7 @@ import pytest
 from paths import DATA
 
 from ndp_device.common.errors import ConfigError, NdpError
-from vllm_ndp.lab import grid
-from vllm_ndp.lab.grid import columns, compare, compare_all, processes
+from vllm_ndp.lab.compare import Replays, columns, compare, compare_all, processes
 from vllm_ndp.lab.options import CAPACITY, GB, CompareSettings
 from vllm_ndp.planning.bitwidths import nominal_loss
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
@@ -113,7 +112,7 @@ def test_the_fastest_is_looked_for_among_those_that_lose_no_more_than_the_points
 
 
 def test_a_worker_that_dies_ends_the_work_in_one_sentence(monkeypatch):
-    monkeypatch.setattr(grid.Replays, "replay", lambda *_: os._exit(9))
+    monkeypatch.setattr(Replays, "replay", lambda *_: os._exit(9))
     with pytest.raises(NdpError, match="fewer --jobs"):
         compare_all([TRACE], [SETTINGS], jobs=2)
 

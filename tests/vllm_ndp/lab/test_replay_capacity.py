@@ -7,7 +7,7 @@ from paths import DATA
 
 from vllm_ndp.cost_model.costs import model_named
 from vllm_ndp.cost_model.memory import CAPACITY_OF, DoesNotFit
-from vllm_ndp.lab.grid import compare
+from vllm_ndp.lab.compare import compare
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.systems import SYSTEMS
 from vllm_ndp.traces.trace import Trace

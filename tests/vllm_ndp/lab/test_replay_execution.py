@@ -15,9 +15,8 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work, execute_bytes
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.lab.compare import popularity
+from vllm_ndp.lab.compare import compare, popularity
 from vllm_ndp.lab.exact.live import RecordedRun
-from vllm_ndp.lab.grid import compare
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions, ours
 from vllm_ndp.lab.systems.ours import groups_of

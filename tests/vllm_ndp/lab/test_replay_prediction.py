@@ -8,8 +8,7 @@ from by_hand import C, F, chosen, machine, requests_of, run, trace
 from paths import DATA
 
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.lab.compare import Workload
-from vllm_ndp.lab.grid import compare
+from vllm_ndp.lab.compare import Workload, compare
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.systems.hobbit import pays
 from vllm_ndp.lab.vectorised.cache import NextLayer

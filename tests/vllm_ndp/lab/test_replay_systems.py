@@ -12,8 +12,7 @@ from paths import DATA
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.lab.compare import popularity, split_requests
-from vllm_ndp.lab.grid import compare
+from vllm_ndp.lab.compare import compare, popularity, split_requests
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions, TooFewPlaces
 from vllm_ndp.lab.vectorised.batches import Batches

@@ -21,7 +21,7 @@ from ndp_device.timing.public_models import PUBLIC_MODELS
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.lab.grid import compare
+from vllm_ndp.lab.compare import compare
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.operating.proposal import propose
 from vllm_ndp.operating.sizing import GB, KV_BLOCK, Demand, MachineSize, Sizing, human, parse_bytes

@@ -115,8 +115,7 @@ def compare(
     systems. docs/systems.md explains each column.
     """
     from vllm_ndp.lab.cli.tables import print_comparison, print_winners, write_rows
-    from vllm_ndp.lab.compare import beside_fastest
-    from vllm_ndp.lab.grid import columns, compare_all, processes
+    from vllm_ndp.lab.compare import beside_fastest, columns, compare_all, processes
     from vllm_ndp.planning.policies import read_prior
     from vllm_ndp.traces.trace import Trace
 

@@ -14,8 +14,7 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cli.shared import print_table
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.lab.compare import Comparison, beside_fastest
-from vllm_ndp.lab.grid import Compared, columns, named
+from vllm_ndp.lab.compare import Compared, Comparison, beside_fastest, columns, named
 from vllm_ndp.lab.load.latency import CAUSES, Percentile
 from vllm_ndp.lab.locality import Locality
 from vllm_ndp.lab.options import CompareSettings
