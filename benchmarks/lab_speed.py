@@ -33,7 +33,7 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.traces.recorder import TraceWriter
-from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
+from vllm_ndp.traces.synthetic import read_routing, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -92,7 +92,7 @@ def main() -> None:
     add_json_option(parser)
     arguments = parser.parse_args()
     measurement = Measurement(__doc__)
-    settings = SyntheticSettings.of_shape(
+    settings = read_routing("", arguments.model).settings(
         arguments.model, num_requests=arguments.requests, prompt_len=128, decode_len=256
     )
     trace = synthetic_trace(settings, arguments.model)

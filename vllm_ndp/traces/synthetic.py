@@ -92,12 +92,6 @@ class SyntheticSettings:
                 f"{self.persistence}"
             )
 
-    @classmethod
-    def of_shape(cls, model: str, **settings: float) -> SyntheticSettings:
-        shape = public_shape(model)
-        sizes = {"num_layers": shape.num_layers, "num_experts": shape.num_experts, "top_k": shape.top_k}
-        return cls(**{**sizes, **settings})  # type: ignore[arg-type]
-
 
 def synthetic_trace(settings: SyntheticSettings, model: str = "synthetic") -> Trace:
     """The same settings give the same trace, to the bit."""
@@ -238,13 +232,9 @@ def routing_named(name: str) -> RoutingPreset:
 
 
 def read_routing(name: str, model: str) -> RoutingPreset:
-    """A preset by name. "": without memory; auto: fitted to the model."""
-    return routing_of(model) if name == "auto" else routing_named(name or "memoryless")
-
-
-def routing_of(model: str) -> RoutingPreset:
-    """Preset fitted to that model, else the one without memory."""
-    return next((routing for routing in ROUTINGS.values() if model in routing.fitted_to), ROUTINGS["memoryless"])
+    """A preset by name. "": without memory; auto: the one fitted to the model, else the one without memory."""
+    fitted = [routing for routing in ROUTINGS.values() if model in routing.fitted_to]
+    return fitted[0] if fitted and name == "auto" else routing_named("memoryless" if name in ("", "auto") else name)
 
 
 _IN_HUNDREDTHS = (

@@ -12,7 +12,7 @@ from ndp_device.common.errors import ConfigError, NdpError
 from vllm_ndp.lab.compare import Replays, columns, compare, compare_all, processes
 from vllm_ndp.lab.options import CAPACITY, GB, CompareSettings
 from vllm_ndp.planning.bitwidths import nominal_loss
-from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
+from vllm_ndp.traces.synthetic import read_routing, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
 TRACE = Trace.load(DATA / "tiny-mixtral-trace")
@@ -49,7 +49,7 @@ def test_a_grid_is_compare_at_every_point_in_every_field_for_any_number_of_proce
 
 
 def test_each_model_takes_the_trace_of_its_routing_shape():
-    olmoe = synthetic_trace(SyntheticSettings.of_shape("olmoe", num_requests=4, prompt_len=4, decode_len=3))
+    olmoe = synthetic_trace(read_routing("", "olmoe").settings("olmoe", num_requests=4, prompt_len=4, decode_len=3))
     one = CompareSettings(systems=("fiddler",))
     found = compare_all([TRACE, olmoe], [dataclasses.replace(one, model=name) for name in ("olmoe", "mixtral-8x7b")])
     assert [comparison.num_requests for _, comparison in found.points] == [3, 12]
@@ -70,7 +70,7 @@ def test_where_nothing_can_be_replayed_the_first_reason_is_given(points, says):
 
 
 def test_traces_and_models_that_do_not_meet_are_refused():
-    olmoe = synthetic_trace(SyntheticSettings.of_shape("olmoe", num_requests=2, prompt_len=2, decode_len=1))
+    olmoe = synthetic_trace(read_routing("", "olmoe").settings("olmoe", num_requests=2, prompt_len=2, decode_len=1))
     with pytest.raises(ConfigError, match="64 experts top-8 as trace 2"):
         compare_all([TRACE, olmoe], [SETTINGS])
     with pytest.raises(ConfigError, match="add a trace of its routing shape"):

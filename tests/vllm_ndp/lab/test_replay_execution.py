@@ -19,7 +19,7 @@ from vllm_ndp.lab.compare import compare, popularity
 from vllm_ndp.lab.exact.live import RecordedRun
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions, ours
-from vllm_ndp.lab.systems.ours import groups_of
+from vllm_ndp.lab.systems.ours import Groups
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import NOWHERE, copied_in_order, run_pairs, run_prompts, with_copies
 from vllm_ndp.lab.vectorised.outcome import Traffic, step_times, summarise
@@ -252,7 +252,7 @@ def test_the_plugins_own_run_takes_what_its_pairs_take_by_the_tables_of_rivals(b
     policy = load_policy("prefill", PolicySettings(bit_rule=rule))
     batches = Batches.of(TRACE.select(range(batch)), batch)
     options = ReplayOptions(policy, Budget(4, 3.0), LossTable.nominal(4, 8), popularity(TRACE))
-    ran, paper = (groups_of(batches, COSTS, options, offload_bits=bits) for bits in (3, 0))
+    ran, paper = (Groups(batches, COSTS, options, bits) for bits in (3, 0))
     ran.run()
     paper.run()
     by_tables = run_pairs(batches, ran.widths, COSTS)

@@ -10,7 +10,7 @@ import pytest
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.lab.locality import locality
 from vllm_ndp.lab.reproduce.rivals import GPT_OSS, QWEN3, QWEN38, routing
-from vllm_ndp.traces.synthetic import SyntheticSettings, routing_named, routing_of, synthetic_trace
+from vllm_ndp.traces.synthetic import SyntheticSettings, read_routing, routing_named, synthetic_trace
 
 PUBLISHED = cache(routing)
 
@@ -83,9 +83,9 @@ def test_near_chance_remembers_as_real_routers_of_that_kind_do(experts, top_k, p
 
 
 def test_a_routing_says_what_it_was_fitted_to():
-    assert routing_of("qwen3-30b-a3b").label("qwen3-30b-a3b") == "qwen3-30b-a3b, fitted"
+    assert read_routing("auto", "qwen3-30b-a3b").label("qwen3-30b-a3b") == "qwen3-30b-a3b, fitted"
     assert routing_named("qwen3-30b-a3b").label("mixtral-8x7b") == "qwen3-30b-a3b, not fitted to mixtral-8x7b"
-    assert routing_of("mixtral-8x7b").label("mixtral-8x7b") == "memoryless, fitted to nothing"
+    assert read_routing("auto", "mixtral-8x7b").label("mixtral-8x7b") == "memoryless, fitted to nothing"
     assert SyntheticSettings(1, 2, 1).routing == "fitted to nothing"
     with pytest.raises(ConfigError, match="did you mean 'qwen3-30b-a3b'"):
         routing_named("qwen3-30b")

@@ -27,7 +27,7 @@ from vllm_ndp.operating.proposal import propose
 from vllm_ndp.operating.sizing import GB, KV_BLOCK, Demand, MachineSize, Sizing, human, parse_bytes
 from vllm_ndp.operating.sources import CheckpointSource, longest_context, source_named
 from vllm_ndp.operating.speed import LAYER_S, Measured, simulated
-from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
+from vllm_ndp.traces.synthetic import read_routing, synthetic_trace
 
 TINY = ROOT / "models" / "tiny-mixtral"
 
@@ -191,7 +191,9 @@ def test_expected_simulated_speed_is_that_of_a_replay_with_even_routing(model: s
     """Contexts of 64 to 128 tokens: 96 on average. What is left is chance: seen within 1.5 %."""
     shape = source_named(model).model
     trace = synthetic_trace(
-        SyntheticSettings.of_shape(model, num_requests=8, prompt_len=64, decode_len=64, signal=0, concentration=1e6)
+        read_routing("", model).settings(
+            model, num_requests=8, prompt_len=64, decode_len=64, signal=0, concentration=1e6
+        )
     )
     settings = CompareSettings(
         model=model,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -33,7 +32,6 @@ from vllm_ndp.lab.options import (
 )
 
 if TYPE_CHECKING:
-    from vllm_ndp.lab.exact.engine import StepRun
     from vllm_ndp.lab.load.host import ServedRequest
     from vllm_ndp.lab.load.latency import Tokens
     from vllm_ndp.lab.locality import Locality
@@ -57,6 +55,7 @@ def replay(
 
     Under its own policy, to the picosecond. Exit code 1 if any step differs.
     """
+    from vllm_ndp.lab.cli.tables import write_timeline
     from vllm_ndp.lab.exact.live import RecordedRun, recorded_rules, replay_live
     from vllm_ndp.traces.trace import Trace
 
@@ -283,7 +282,7 @@ def arrivals(
 
     Hosts share the devices. All times are simulated. --out: every token with its causes.
     """
-    from vllm_ndp.lab.cli.tables import print_latencies, write_rows
+    from vllm_ndp.lab.cli.tables import print_latencies, write_rows, write_timeline
     from vllm_ndp.lab.load.latency import as_bench_serve, percentiles, tokens_of
     from vllm_ndp.lab.load.run import serve, serve_again
     from vllm_ndp.planning.policies import read_prior
@@ -363,12 +362,6 @@ def _rows(hosts: list[Tokens]) -> list[dict[str, Any]]:
             strict=True,
         )
     ]
-
-
-def write_timeline(path: Path, runs: Sequence[StepRun], measured_s: Sequence[float] = ()) -> None:
-    from vllm_ndp.lab.exact.timeline import chrome_trace
-
-    path.write_text(json.dumps(chrome_trace(runs, measured_s)), encoding="utf-8")
 
 
 def losses_chosen(trace: Trace, replicas: Path | None, options: dict[str, Any]) -> LossTable | None:
