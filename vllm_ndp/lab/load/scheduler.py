@@ -175,26 +175,18 @@ class _Batch:
 
     def update(self, scheduled: Iterable[int]) -> list[int]:
         """The requests of a step in the order of their places. scheduled: in the scheduler's order."""
-        places, wanted = self._places, dict.fromkeys(scheduled)
-        here = {number for number in places if number is not None}
-        for place, number in enumerate(places):
-            if number not in wanted:
-                places[place] = None
-        gaps = [place for place, number in enumerate(places) if number is None]
+        wanted = dict.fromkeys(scheduled)
+        places = [number if number in wanted else None for number in self._places]
+        here = set(places)
         for number in wanted:
             if number in here:
                 continue
-            if gaps:
-                places[gaps.pop(0)] = number
+            if None in places:
+                places[places.index(None)] = number
             else:
                 places.append(number)
-        while gaps:
-            while places and places[-1] is None:
-                places.pop()
-            gap = gaps.pop(0)
-            if gap >= len(places):
-                break
-            places[gap] = places.pop()
-        while places and places[-1] is None:
-            places.pop()
+        while None in places:
+            if (last := places.pop()) is not None:
+                places[places.index(None)] = last
+        self._places = places
         return [number for number in places if number is not None]

@@ -54,28 +54,25 @@ class Loads:
 
     experts: NDArray[np.int64]  # [G, D, L, S], distinct, rising
     rows: NDArray[np.int64]  # [G, D, L, S]
-    places: NDArray[np.int64]  # [G, B, D, L, k], of each pair, in the flat [G * D * L * S]
+    places: NDArray[np.int64]  # [G, B, D, L, k], of each pair that exists, in the flat [G * D * L * S]
 
     @classmethod
     def of(cls, ids: NDArray[np.int64], valid: NDArray[np.bool_], num_experts: int) -> Loads:
         """ids [G, B, D, L, k]; valid [G, B, D]."""
-        g, b, d, layers, k = ids.shape
-        cells = np.arange(g * d * layers).reshape(g, d, layers, 1)
+        g, _, d, layers, _ = ids.shape
+        cells = np.arange(g * d * layers).reshape(g, 1, d, layers, 1)
         pairs = np.broadcast_to(valid[:, :, :, None, None], ids.shape)
-        chosen = np.where(pairs, ids, num_experts).transpose(0, 2, 3, 1, 4).reshape(-1, b * k)
-        low = (b * k - 1).bit_length()  # a pair's place in its layer, below its expert
-        ranked = np.sort(chosen << low | np.arange(b * k), axis=1)
-        order, ranked = ranked & ((1 << low) - 1), ranked >> low
-        slot = np.zeros(ranked.shape, np.int64)
-        np.cumsum(ranked[:, 1:] != ranked[:, :-1], axis=1, out=slot[:, 1:])
+        used, pair_of, counts = np.unique(
+            (cells * num_experts + ids)[pairs], return_inverse=True, return_counts=True
+        )  # rising, so that a cell's experts stand side by side
+        cell, expert = np.divmod(used, num_experts)
+        slot = np.arange(len(used)) - np.searchsorted(cell, cell)
         slots = int(slot.max()) + 1
-        slot += cells.reshape(-1, 1) * slots
-        experts = np.zeros((g, d, layers, slots), np.int64)
-        experts.ravel()[slot] = np.where(ranked < num_experts, ranked, 0)
-        by_pair = np.empty_like(slot)
-        by_pair.ravel()[cells.reshape(-1, 1) * (b * k) + order] = slot
-        places = by_pair.reshape(g, d, layers, b, k).transpose(0, 3, 1, 2, 4)
-        rows = np.bincount(places[pairs], minlength=experts.size).reshape(experts.shape).astype(np.int64)
+        places = np.zeros(ids.shape, np.int64)
+        places[pairs] = (cell * slots + slot)[pair_of]
+        experts, rows = np.zeros((2, g, d, layers, slots), np.int64)
+        experts.reshape(-1, slots)[cell, slot] = expert
+        rows.reshape(-1, slots)[cell, slot] = counts
         return cls(experts, rows, places)
 
     def look_up(self, table: NDArray[T], part: slice = slice(None)) -> NDArray[T]:
