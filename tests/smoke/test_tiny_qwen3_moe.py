@@ -22,8 +22,7 @@ from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.replicas.store import ExpertStore
-from vllm_ndp.lab.analysis import analyse
-from vllm_ndp.planning.policies import read_prior
+from vllm_ndp.lab.locality import locality
 from vllm_ndp.traces.importers import ImportSettings, import_trace
 
 pytestmark = [pytest.mark.slow, pytest.mark.quality]  # together: a forward pass over held-out texts
@@ -73,12 +72,11 @@ def test_the_recorded_routing_is_the_models_own(recorder: ModuleType) -> None:
 def test_on_a_second_router_too_a_prompt_tells_more_of_its_decode_than_popularity() -> None:
     """The ends of the intervals do not touch, with half of the experts hot and with a quarter."""
     trace = import_trace(TRACE, "npz", ImportSettings(num_experts=32))
-    prior = read_prior(MODEL / "prior.npy")
     for num_hot in (16, 8):
-        covered = analyse(trace, num_hot, prior=prior).coverage
-        assert covered["random"].high < covered["static"].low
-        assert covered["static"].high < covered["prefill"].low
-        assert covered["prefill"].mean < covered["oracle"].mean
+        covered = locality(trace, num_hot).coverage
+        assert num_hot / 32 < covered["static"].low
+        assert covered["static"].high < covered["prompt"].low
+        assert covered["prompt"].mean < covered["oracle"].mean
 
 
 # -- The quality benchmark's forward is the model's own: full precision is transformers, and sequences do not mix ------

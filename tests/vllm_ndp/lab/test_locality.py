@@ -1,4 +1,4 @@
-"""Repeats, gaps and hits by the slow way, one cache after the other, and by hand."""
+"""Repeats and hits by the slow way, one cache after the other, and by hand."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from paths import DATA
 
 from ndp_device.common.errors import TraceError
-from vllm_ndp.lab.analysis import Interval, analyse
 from vllm_ndp.lab.compare import beside_fastest, compare, paired
-from vllm_ndp.lab.locality import RULES, locality
+from vllm_ndp.lab.locality import RULES, Interval, locality
 from vllm_ndp.lab.options import CompareSettings
-from vllm_ndp.lab.page import of_routing, write_page
-from vllm_ndp.lab.vectorised.prediction import found_ahead
+from vllm_ndp.lab.vectorised.cache import found_ahead
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
@@ -72,7 +70,6 @@ def test_a_stack_hits_what_a_cache_of_each_size_hits(requests, size):
         assert (np.diff(curve) >= 0).all()
         assert curve[0] == 0
         assert (curve <= found.hits["oracle"][0] + 1e-12).all()
-        assert curve[6] == pytest.approx(1 - found.gaps[0, 0])
 
 
 def test_by_hand_of_one_expert_a_token():
@@ -81,7 +78,6 @@ def test_by_hand_of_one_expert_a_token():
     assert (found.hits["lru"][0] * 6).round(9).tolist() == [0, 0, 2, 3]
     assert (found.hits["lfu"][0] * 6).round(9).tolist() == [0, 0, 2, 3]
     assert (found.hits["oracle"][0] * 6).round(9).tolist() == [0, 2, 3, 3]  # of one place: 0 is kept, 1 and 2 pass
-    assert (found.gaps[0, :5] * 6).round(9).tolist() == [3, 0, 2, 0, 1]
     assert (found.repeats[0], found.concentration[0, 1]) == (0.0, 0.5)
 
 
@@ -113,75 +109,25 @@ def test_shuffling_takes_persistence_away_and_leaves_what_a_request_prefers():
     assert sticky.shuffled.mean() == pytest.approx(plain.shuffled.mean(), abs=0.06)
 
 
-def test_what_cannot_be_looked_at_is_refused():
-    trace = trace_of([[[0], [1]]], 2, prompt=2)
-    with pytest.raises(TraceError, match="no decode tokens"):
-        locality(trace)
-    assert found_ahead(trace) == {}
+def sizes(**settings) -> Trace:
+    known = {"num_layers": 3, "num_experts": 16, "top_k": 2, "num_requests": 24, "prompt_len": 64, "decode_len": 64}
+    return synthetic_trace(SyntheticSettings(**known | settings))
 
 
-def test_the_checked_in_trace_repeats_as_was_measured_by_others_and_has_a_picture(tmp_path):
-    """48.8 % of a step's choices, 46.1 shuffled: an independent reading of the same trace."""
-    trace = Trace.load(DATA / "tiny-mixtral-trace")
-    found = locality(trace)
-    assert (found.repeats.mean(), found.shuffled.mean()) == pytest.approx((0.488, 0.461), abs=0.004)
-    assert found_ahead(trace)["next_layer"] > found_ahead(trace)["chance"] + 0.1
-    write_page(tmp_path / "page.html", "tiny <mixtral>", of_routing(trace, found, None))
-    text = (tmp_path / "page.html").read_text()
-    assert "choices found in a cache" in text
-    assert "<mixtral>" not in text
-    assert json.dumps(found.as_dict((2, 4)))
+def test_a_prompt_covers_more_than_popularity_where_requests_differ_and_no_more_where_they_do_not():
+    null, signal = (locality(sizes(signal=signal), 8).coverage for signal in (0.0, 1.5))
+    assert null["prompt - static"].high < 0.02
+    assert signal["prompt - static"].low > 0.05
+    assert all(found["oracle"].low > max(found["prompt"].mean, found["static"].mean) for found in (null, signal))
+    assert all(one.low <= one.mean <= one.high for one in signal.values())
 
 
-# -- Analysis against traces whose answer is known, and the report as a browser shows it -------------------------------
-
-
-TRACE = Trace.load(DATA / "tiny-mixtral-trace")
-
-
-def synthetic(**settings) -> Trace:
-    sizes = {"num_layers": 3, "num_experts": 16, "top_k": 2, "num_requests": 24, "prompt_len": 64, "decode_len": 64}
-    return synthetic_trace(SyntheticSettings(**{**sizes, **settings}))
-
-
-def test_on_the_null_the_cosine_lies_in_its_band_and_the_prompt_gains_nothing():
-    result = analyse(synthetic(signal=0.0), 8)
-    inside = [
-        low - 0.01 <= c <= high + 0.01
-        for low, c, high in zip(result.cosine_null_low, result.cosine, result.cosine_null_high, strict=True)
-    ]
-    assert all(inside)
-    assert result.over_static["prefill"].high < 0.02
-
-
-def test_with_signal_the_prompt_covers_more_than_popularity_with_certainty():
-    result = analyse(synthetic(signal=1.5), 8)
-    assert result.over_static["prefill"].low > 0.05
-    assert result.layers_outside_null == 3
-    assert all(c > a for c, a in zip(result.cosine, result.cosine_across, strict=True))
-
-
-def test_the_oracle_is_above_everything_and_random_covers_its_share():
-    result = analyse(TRACE, 4)
-    means = {name: value.mean for name, value in result.coverage.items()}
-    assert means["oracle"] == max(means.values())
-    assert means["random"] == pytest.approx(0.5, abs=0.08)
-    assert all(v.low <= v.mean <= v.high for v in result.coverage.values())
-
-
-def test_refreshing_more_often_follows_a_drift():
-    result = analyse(synthetic(signal=1.5, drift=1.0, decode_len=256), 8)
-    assert result.refresh[8].mean > result.refresh[128].mean > result.coverage["prefill"].mean
-
-
-def test_a_prior_helps_where_the_prompt_is_one_token_long():
-    result = analyse(synthetic(signal=0.3, concentration=1.0), 8)
-    assert result.first_tokens_and_prior[1].low > result.first_tokens[1].high
-
-
-def test_every_request_has_its_domain_and_length():
-    result = analyse(TRACE, 4)
-    assert set(result.by_domain) == {"python", "c", "prose", "dict", "sqldoc", "german", "japanese", "xml"}
+def test_coverage_is_the_share_of_choices_by_hand():
+    """The prompts used 0 and 1 most. Decode chose 0 in one of two, and 1 in both tokens."""
+    trace = trace_of([[[0], [2], [0]], [[1], [1], [1]]], 3, prompt=1)
+    found = locality(trace, 1).coverage
+    assert (found["prompt"].mean, found["static"].mean, found["oracle"].mean) == (0.75, 0.0, 0.75)
+    assert (found["prompt"].low, found["prompt"].high) == (0.5, 1.0)
 
 
 def test_an_interval_narrows_with_more_requests():
@@ -190,9 +136,20 @@ def test_an_interval_narrows_with_more_requests():
     assert many.high - many.low < 0.2 < few.high - few.low
 
 
-def test_one_request_is_not_enough():
-    with pytest.raises(TraceError, match="at least 2 requests"):
-        analyse(TRACE.select([0, 1]), 4)
+def test_what_cannot_be_looked_at_is_refused():
+    trace = trace_of([[[0], [1]]], 2, prompt=2)
+    with pytest.raises(TraceError, match="no decode tokens"):
+        locality(trace)
+    assert found_ahead(trace) == {}
+
+
+def test_the_checked_in_trace_repeats_as_was_measured_by_others():
+    """48.8 % of a step's choices, 46.1 shuffled: an independent reading of the same trace."""
+    trace = Trace.load(DATA / "tiny-mixtral-trace")
+    found = locality(trace)
+    assert (found.repeats.mean(), found.shuffled.mean()) == pytest.approx((0.488, 0.461), abs=0.004)
+    assert found_ahead(trace)["next_layer"] > found_ahead(trace)["chance"] + 0.1
+    assert json.dumps(found.as_dict((2, 4)))
 
 
 # -- Paired differences and TOST: by hand, and on samples that are equal or not by construction ------------------------

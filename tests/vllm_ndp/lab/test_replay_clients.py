@@ -18,7 +18,7 @@ from vllm_ndp.lab.exact.engine import Asks, ReplayedCommand, ReplayedMigration, 
 from vllm_ndp.lab.exact.live import RecordedRun
 from vllm_ndp.lab.load.run import with_layers
 from vllm_ndp.lab.vectorised.batches import Loads
-from vllm_ndp.lab.vectorised.cache import LFU, LRU, RANDOM, Priority, visits
+from vllm_ndp.lab.vectorised.cache import LFU, LRU, Priority, visits
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
@@ -265,12 +265,3 @@ def test_the_cache_guesses_before_it_looks():
 def test_an_unknown_priority_is_refused():
     with pytest.raises(ValueError, match="priority must be lru"):
         visits(one_lane([[0]]), np.zeros((1, 5), np.bool_), 2, Priority("fifo"))
-
-
-def test_chance_repeats_and_keeps_as_many():
-    _, loads = routing(40, 6, 1)
-    start = np.arange(40) < np.full((LAYERS, 1), 20)
-    first, second = (visits(loads, start, 20, RANDOM).hit for _ in range(2))
-    assert (first == second).all()
-    assert first.mean() == pytest.approx(visits(loads, start, 20, LRU).hit.mean(), abs=0.15)
-    assert visits(loads, start, 40, RANDOM).hit.mean() > first.mean()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 from paths import DATA
 
 from vllm_ndp.lab.reproduce import Reproduction, Row, paper, rivals
 from vllm_ndp.lab.reproduce.paper import split_probabilities
-from vllm_ndp.lab.systems.layer_ahead import THETAS
 from vllm_ndp.traces.trace import Trace
 
 PAPER = paper.reproduce()
@@ -19,9 +17,7 @@ TRACE = DATA / "tiny-mixtral-trace"
 MADE = {
     "paper": paper.reproduce,
     "cxl-expert": rivals.cxl_expert,
-    "monde": rivals.monde,
     "hobbit, of a trace": lambda: rivals.hobbit(Trace.load(TRACE)),
-    "moepic": rivals.moepic,
     "freetoken": rivals.freetoken,
 }
 
@@ -85,15 +81,6 @@ def test_the_fitted_draw_has_the_hit_rate_it_was_fitted_to(hot, rate):
     both, one, none = split_probabilities(8, hot, rate)
     assert both + one + none == pytest.approx(1)
     assert both + one / 2 == pytest.approx(rate)
-
-
-def test_a_split_expert_worked_by_hand():
-    """165 ms of copies, 57 of computing. Theta 0: 57 of the copies hide: 108, then 57. Theta .5, all tops cached: 82.5
-    of bottoms, of which 28.5 hide: 54 beside the tops' 28.5, then 28.5. Theta 1, half cached: 82.5 are late, then the
-    other half computes: 28.5."""
-    hits = np.where(THETAS == 1, 0.5, 1.0)
-    at = dict(zip(THETAS.tolist(), rivals.token_ms(hits).tolist(), strict=True))
-    assert (at[0.0], at[0.5], at[1.0]) == pytest.approx((165, 82.5, 111))
 
 
 def test_contended_prices_give_the_division_of_misses_but_not_the_speed():

@@ -295,8 +295,6 @@ def test_the_halves_of_a_prompt_are_counted_apart_and_add_up():
     ids = tokens(np.random.default_rng(0), 9, np.ones((LAYERS, EXPERTS)))
     stats = stats_of(ids)
     assert (stats.late_counts == stats_of(ids[4:]).counts).all()
-    merged = stats.merge(stats)
-    assert (merged.late_counts == 2 * stats.late_counts).all()
 
 
 def test_a_prompt_with_a_subject_repeats_itself_and_one_without_does_not():

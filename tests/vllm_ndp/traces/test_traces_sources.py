@@ -13,6 +13,7 @@ import pytest
 from ndp_device.common.errors import ConfigError, TraceError
 from vllm_ndp.planning.importance import importance
 from vllm_ndp.planning.plan import top_experts
+from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.traces.importers import FORMATS, ImportSettings, import_trace, trace_of
 from vllm_ndp.traces.rows import Logged
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
@@ -23,9 +24,10 @@ L, E, K = 3, 16, 2
 
 def coverage(trace: Trace, which: str) -> float:
     """Mean share of decode choices in the top half by the request's own prompt, or by everybody's."""
-    merged = trace.stats(trace.sequences[0])
-    for sequence in trace.sequences[1:]:
-        merged = merged.merge(trace.stats(sequence))
+    ids, weights = (
+        np.concatenate([getattr(s, f"prompt_{name}") for s in trace.sequences]) for name in ("ids", "weights")
+    )
+    merged = RoutingStats.from_choices(ids, weights, E)
     shares = []
     for sequence in trace.sequences:
         stats = trace.stats(sequence) if which == "prefill" else merged
