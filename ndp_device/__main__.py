@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,57 +36,6 @@ KeyOption = Annotated[
 TimeoutOption = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
 
 
-@dataclass(frozen=True)
-class DeviceHardwareOptions:
-    """Which hardware the simulated times are for."""
-
-    hardware: HardwareOption = "h100-ndp512"
-    set_: SetOption = None
-
-
-@dataclass(frozen=True)
-class AccessOptions:
-    """Options for access by tcp."""
-
-    keys: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Directory of `keygen`: only allowed hosts come in, by encrypted tcp."),
-    ] = None
-    insecure_loopback: Annotated[
-        bool, typer.Option("--insecure-loopback", help="tcp on loopback for everybody on this machine, without keys.")
-    ] = False
-
-    @property
-    def given(self) -> Path | None:
-        if self.keys is not None and self.insecure_loopback:
-            raise ConfigError("--keys and --insecure-loopback exclude each other: give one of them")
-        return Path(INSECURE_LOOPBACK) if self.insecure_loopback else self.keys
-
-
-@dataclass(frozen=True)
-class ParentOptions:
-    """Options that tie a device to its parent process."""
-
-    die_with_parent: Annotated[int | None, typer.Option(metavar="PID", help="End when this parent does.")] = None
-    private_dir: Annotated[Path | None, typer.Option(hidden=True, help="Remove it when the parent was killed.")] = None
-
-
-@dataclass(frozen=True)
-class ExpertsOptions:
-    """Options for the experts: their weights, and the kernel that computes them."""
-
-    model: Annotated[
-        Path | None, typer.Argument(metavar="MODEL", help="Checkpoint directory: full-precision experts.")
-    ] = None
-    replicas: Annotated[Path | None, typer.Option(help="Replica directory: 1 to 4 bit experts.")] = None
-    kernel: Annotated[str, typer.Option(help="What computes experts: auto, reference, native.")] = "auto"
-    prepare: Annotated[
-        Literal["idle", "asked"],
-        typer.Option(help="When experts are converted: before a plan needs them, in idle time; or once one does."),
-    ] = "idle"
-    cores: Annotated[str, typer.Option(help="Run on these processor cores only, such as 4,5,6.")] = ""
-
-
 @command(
     app,
     "serve",
@@ -98,10 +46,27 @@ class ExpertsOptions:
 )
 def serve(
     address: Annotated[str, typer.Option(help="ipc:///absolute/path or tcp://127.0.0.1:port; port 0: any free one.")],
-    where: DeviceHardwareOptions,
-    access: AccessOptions,
-    parent: ParentOptions,
-    experts: ExpertsOptions,
+    hardware: HardwareOption = "h100-ndp512",
+    set_: SetOption = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory of `keygen`: only allowed hosts come in, by encrypted tcp."),
+    ] = None,
+    insecure_loopback: Annotated[
+        bool, typer.Option("--insecure-loopback", help="tcp on loopback for everybody on this machine, without keys.")
+    ] = False,
+    die_with_parent: Annotated[int | None, typer.Option(metavar="PID", help="End when this parent does.")] = None,
+    private_dir: Annotated[Path | None, typer.Option(hidden=True, help="Remove it when the parent was killed.")] = None,
+    model: Annotated[
+        Path | None, typer.Argument(metavar="MODEL", help="Checkpoint directory: full-precision experts.")
+    ] = None,
+    replicas: Annotated[Path | None, typer.Option(help="Replica directory: 1 to 4 bit experts.")] = None,
+    kernel: Annotated[str, typer.Option(help="What computes experts: auto, reference, native.")] = "auto",
+    prepare: Annotated[
+        Literal["idle", "asked"],
+        typer.Option(help="When experts are converted: before a plan needs them, in idle time; or once one does."),
+    ] = "idle",
+    cores: Annotated[str, typer.Option(help="Run on these processor cores only, such as 4,5,6.")] = "",
 ) -> None:
     """Load the experts and serve them until SIGTERM.
 
@@ -115,24 +80,26 @@ def serve(
     from ndp_device.transport import listen
 
     log_to_stderr()
-    owner = None if parent.die_with_parent is None else Parent(parent.die_with_parent, parent.private_dir)
-    if owner is not None:
-        owner.follow()
-    if experts.cores:
-        _run_on(experts.cores)
+    parent = None if die_with_parent is None else Parent(die_with_parent, private_dir)
+    if parent is not None:
+        parent.follow()
+    if cores:
+        _run_on(cores)
     config = DeviceConfig(
         address=address,
-        model_dir=experts.model,
-        replicas_dir=experts.replicas,
-        hardware=where.hardware,
-        hardware_overrides=tuple(assignments(where.set_, "--set", "section.field=value").items()),
-        kernel=experts.kernel,
-        prepare=experts.prepare,
+        model_dir=model,
+        replicas_dir=replicas,
+        hardware=hardware,
+        hardware_overrides=tuple(assignments(set_, "--set", "section.field=value").items()),
+        kernel=kernel,
+        prepare=prepare,
     )
-    transport = listen(config.address, access.given)
+    if keys is not None and insecure_loopback:
+        raise ConfigError("--keys and --insecure-loopback exclude each other: give one of them")
+    transport = listen(config.address, Path(INSECURE_LOOPBACK) if insecure_loopback else keys)
     try:
         handler = Handler.from_config(config)
-        server = Server(transport, handler, parent=owner)
+        server = Server(transport, handler, parent=parent)
         ready = {"ready": True, "address": transport.address, "pid": os.getpid(), "incarnation": handler.incarnation}
         server.run(lambda: print_json(ready))
     finally:

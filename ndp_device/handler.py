@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError, DeviceError, NdpError, RemoteProtocolError, ReplicaError
 from ndp_device.common.widths import FLAG_OF_BITS
-from ndp_device.experts.part import WHOLE, Part
+from ndp_device.experts.expert import WHOLE, Part
 from ndp_device.kernels import Kernel, load_kernel
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg

@@ -15,7 +15,7 @@ import numpy as np
 
 from ndp_device.common.errors import DeviceError
 from ndp_device.common.widths import FULL_PRECISION_BITS, WIDTHS
-from ndp_device.experts.part import WHOLE, Part
+from ndp_device.experts.expert import WHOLE, Part
 from ndp_device.protocol import messages as msg
 from ndp_device.replicas import format as replica_format
 from ndp_device.replicas.store import ExpertStore

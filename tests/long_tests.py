@@ -106,7 +106,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "vllm_ndp/traces/importers.py",
     ),
     "ranks": (
-        "ndp_device/experts/part.py",
+        "ndp_device/experts/expert.py",
         "patches/lock-cpu.txt",
         "tests/integration/engines.py",
         "tests/integration/one_engine.py",

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import msgspec
 
 from ndp_device.calibration import data_free
-from ndp_device.calibration.job import KeptExperts, run_job
-from ndp_device.calibration.progress import JobProgress, Work, say
+from ndp_device.calibration.job import JobProgress, KeptExperts, Work, run_job, say
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.names import DTYPES
 from ndp_device.checkpoint.values import CODE_BITS
@@ -121,7 +120,7 @@ def build_calibrated(
     Experts of a layer are made side by side, as many as there are cores and memory for (memory.side_by_side):
     memory_bytes, or most of what the machine has.
 
-    shrink: how far the solver distrusts the text (calibrated.shrunk); for subjects that the text does not cover.
+    shrink: how far the solver distrusts the text (calibrated.load_solver); for subjects that the text does not cover.
     effort: time against loss, gptq.SWEEPS; what each costs and gives: docs/log/calibration.md.
     """
     with importing():
@@ -151,9 +150,9 @@ def build_calibrated(
     if effort not in gptq.SWEEPS:
         raise ConfigError(f"effort must be one of {', '.join(gptq.SWEEPS)}, got {effort!r}")
     sweeps = 0 if solver == "auto-gptq" else gptq.SWEEPS[effort]
-    solve = calibrated.shrunk(calibrated.load_solver(solver, group_size, track_weights, sweeps), shrink)
-    if BYTE_BITS in bits:
-        solve = calibrated.with_bytes(solve, group_size)
+    solve = calibrated.load_solver(
+        solver, group_size, track_weights, sweeps, shrink=shrink, has_bytes=BYTE_BITS in bits
+    )
     text = _drawn_text(checkpoint, model_dir, calibration_file, num_sequences, sequence_length, seed)
     num_sequences, sequence_length = text.token_ids.shape
     _refuse_few_tokens(num_sequences - text.num_held_out, sequence_length, shape)

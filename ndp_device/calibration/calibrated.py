@@ -23,7 +23,7 @@ from torch import Tensor
 from ndp_device.calibration import auto_gptq, gptq
 from ndp_device.calibration.data_free import expert_losses, round_to_bytes
 from ndp_device.calibration.gptq import Moment, blend, own_weight, second_moment
-from ndp_device.calibration.progress import Told, Work
+from ndp_device.calibration.job import Told, Work
 from ndp_device.common.activation import SILU, Activation
 from ndp_device.common.widths import BYTE_BITS
 from ndp_device.experts.expert import Biases, FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
@@ -146,8 +146,20 @@ def activated(gate: Tensor, up: Tensor, biases: BiasTensors | None, activation: 
 
 
 def load_solver(
-    name: str, group_size: int, track_weights: Mapping[int, float], sweeps: int = gptq.SWEEPS["default"]
+    name: str,
+    group_size: int,
+    track_weights: Mapping[int, float],
+    sweeps: int = gptq.SWEEPS["default"],
+    *,
+    shrink: float = 0.0,
+    has_bytes: bool = False,
 ) -> Solver:
+    """The solver of that name; has_bytes: which makes a matrix of 8 bits, too.
+
+    With `shrink` it solves for H + shrink * mean(diag H) * I, over H: it trusts the text less, and a weight's own error
+    counts more. In directions that the text hardly uses, other text contradicts it first (docs/log/calibration.md).
+    """
+
     def ours(weights: Tensor, hessian: Tensor, damp: float, tracks: Mapping[int, float]) -> dict[int, QuantizedMatrix]:
         return gptq.quantize(
             weights,
@@ -159,45 +171,23 @@ def load_solver(
             threads=torch.get_num_threads(),
         )
 
-    def nested(weights: Tensor, hessian: Tensor, damp: float) -> dict[int, QuantizedMatrix]:
-        return ours(weights, hessian, damp, track_weights)
-
-    def independent(weights: Tensor, hessian: Tensor, damp: float) -> dict[int, QuantizedMatrix]:
-        matrices: dict[int, QuantizedMatrix] = {}
-        for bits in track_weights:
-            matrices |= ours(weights, hessian, damp, {bits: 1.0})
-        return matrices
-
-    def through_auto_gptq(weights: Tensor, hessian: Tensor, damp: float) -> dict[int, QuantizedMatrix]:
-        return {
-            bits: auto_gptq.quantize(weights.float(), hessian, bits=bits, group_size=group_size, damp=damp)
-            for bits in track_weights
-        }
-
-    return {"nested": nested, "independent": independent, "auto-gptq": through_auto_gptq}[name]
-
-
-def with_bytes(solver: Solver, group_size: int) -> Solver:
-    """A solver that makes an 8-bit matrix in addition to those of `solver`."""
-
     def solve(weights: Tensor, hessian: Tensor, damp: float) -> dict[int, QuantizedMatrix]:
-        made = solver(weights, hessian, damp)
-        return made | {BYTE_BITS: round_to_bytes(weights.float().cpu().numpy(), group_size)}
+        if shrink:
+            hessian.diagonal().add_(shrink * hessian.diagonal().mean())
+        if name == "auto-gptq":
+            made = {
+                bits: auto_gptq.quantize(weights.float(), hessian, bits=bits, group_size=group_size, damp=damp)
+                for bits in track_weights
+            }
+        elif name == "independent":
+            made = {bits: ours(weights, hessian, damp, {bits: 1.0})[bits] for bits in track_weights}
+        else:
+            made = ours(weights, hessian, damp, track_weights)
+        if has_bytes:
+            made[BYTE_BITS] = round_to_bytes(weights.float().cpu().numpy(), group_size)
+        return made
 
     return solve
-
-
-def shrunk(solver: Solver, part: float) -> Solver:
-    """The solver on H + part * mean(diag H) * I, over H: it trusts the text less, and a weight's own error counts more.
-
-    In directions that the text hardly uses, other text contradicts it first (docs/log/calibration.md).
-    """
-
-    def solve(weights: Tensor, hessian: Tensor, damp: float) -> dict[int, QuantizedMatrix]:
-        hessian.diagonal().add_(part * hessian.diagonal().mean())
-        return solver(weights, hessian, damp)
-
-    return solve if part else solver
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,32 @@
-"""A job that fills a replica directory, layer by layer, and goes on where it was stopped. Knows files and settings.
+"""A job that fills a replica directory, layer by layer, goes on where it was stopped, and says how far it is.
 
     DIR/experts-00001.3.JOB.safetensors    all of expert 3 alone, until layer 1 is whole
 
 An expert from text takes minutes, so a job that is stopped keeps those of the layer that it did not finish.
+
+Time left is the time so far, times the work that is left over the work that is done. Mostly each expert is one unit of
+work. A calibration's stages are counted by their multiplications: the first stage of the first expert tells how long
+the last expert will take.
 """
 
 from __future__ import annotations
 
+import math
+import sys
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ndp_device.calibration.progress import JobProgress, say
 from ndp_device.common.errors import ConfigError, ReplicaError
+from ndp_device.common.model_shape import ModelShape
 from ndp_device.common.outputs import REPLICAS, require_own_folder
 from ndp_device.replicas.format import (
     MANIFEST,
@@ -32,7 +43,7 @@ from ndp_device.replicas.format import (
 )
 from ndp_device.replicas.mapped import MappedFile
 
-MakeLayer = Callable[[int, JobProgress], LayerReplicas]
+MakeLayer = Callable[[int, "JobProgress"], LayerReplicas]
 """(layer, told of each expert and of the work) -> its replicas."""
 
 
@@ -136,3 +147,140 @@ class KeptExperts:
 
     def _path(self, layer: int, expert: int) -> Path:
         return self.directory / f"experts-{layer:05d}.{expert}.{self.manifest.job}.safetensors"
+
+
+# -- how far it is ----------------------------------------------------------------------------------------------------
+
+_SAID_EVERY_S = 30
+"""How often a log is told, at least."""
+
+Told = Callable[[float], None]
+"""Called with work that was just done."""
+
+
+class JobProgress:
+    """What is made of a job's experts, from any thread."""
+
+    def __init__(self, name: str, num_experts: int, already: int, *, show: bool) -> None:
+        self._lock = threading.Lock()
+        self._num_experts, self._made, self._started_at = num_experts, already, already
+        self._total, self._work = float(num_experts - already), 0.0
+        self._in_units = True
+        self._started = self._said = time.monotonic()
+        console = Console(stderr=True)
+        self._in_log = show and not console.is_terminal
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[made]}"), TimeElapsedColumn()
+        self._bar = Progress(*columns, TextColumn("{task.fields[left]}"), console=console, disable=not show)
+        self._task = self._bar.add_task(name, total=1.0, made=f"{already}/{num_experts}", left="")
+
+    def __enter__(self) -> JobProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def expect(self, total: float) -> None:
+        """The job's work from now on, in units of `did`; without it, each expert is one."""
+        self._total, self._in_units = total, False
+
+    def made(self) -> None:
+        """One more expert."""
+        with self._lock:
+            self._made += 1
+        self.did(1.0 if self._in_units else 0.0)
+
+    @property
+    def share(self) -> float:
+        """Of the work that is done."""
+        return self._work / self._total
+
+    def did(self, work: float) -> None:
+        with self._lock:
+            self._work += work
+            now = time.monotonic()
+            if not self._work:
+                return
+            left = in_words((now - self._started) * max(self._total / self._work - 1, 0.0)) + " left"
+            part, made = min(self.share, 1.0), f"{self._made}/{self._num_experts}"
+            self._bar.update(self._task, completed=part, made=made, left=left)
+            if self._in_log and now - self._said >= _SAID_EVERY_S:  # which shows no bar
+                self._said = now
+                passed = in_words(now - self._started)
+                say(f"{100 * part:.0f} %: {self._made} of {self._num_experts} experts made after {passed}, {left}")
+
+
+def in_words(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def say(message: str) -> None:
+    print(f"ndp-device: {message}", file=sys.stderr, flush=True)
+
+
+_LOOP = 14_000
+"""Multiplications that take as long as the column loop with one weight, at four widths: 330 ns of a Zen 4 core."""
+_SYMMETRIC = 0.6
+"""Part of a moment's products that is computed: its lower half in strips."""
+_FACTOR = 1 / 3
+"""Cholesky's C**3 / 6 at half the speed of products."""
+_LAYER_ROWS, _TEST_ROWS = 1024, 1024
+"""Of a layer, where an expert has many rows itself, and of the loss table: as many as there mostly are."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Multiplications of a calibration, by stage."""
+
+    shape: ModelShape
+    num_tokens: int
+    sequence_length: int
+    num_tracks: int
+    num_widths: int
+    sweeps: int
+
+    @property
+    def answers(self) -> float:
+        """One row through one expert."""
+        return 3.0 * self.shape.hidden_size * self.shape.intermediate_size
+
+    @property
+    def moments(self) -> float:
+        """One row, before and within its expert."""
+        return _SYMMETRIC * (self.shape.hidden_size**2 + self.shape.intermediate_size**2)
+
+    @property
+    def passing(self) -> float:
+        """All text through one layer beside its experts, up to them and, again, through it."""
+        hidden = self.shape.hidden_size
+        return 2.0 * self.num_tokens * hidden * (4 * hidden + self.sequence_length)
+
+    @property
+    def of_layer(self) -> float:
+        """The rows that stand for the layer, through one expert."""
+        return _LAYER_ROWS * (2 / 3 * self.answers + self.moments)
+
+    @property
+    def losses(self) -> float:
+        return (1 + self.num_widths) * self.answers * _TEST_ROWS
+
+    def solver(self, num_rows: int, num_columns: int) -> float:
+        passes = (0.5 + self.sweeps) * num_columns + _LOOP / 8 * (1 + self.sweeps)
+        return _FACTOR * num_columns**3 + self.num_tracks * num_rows * num_columns * passes
+
+    @property
+    def expert(self) -> float:
+        """One expert, less its rows."""
+        hidden, inner = self.shape.hidden_size, self.shape.intermediate_size
+        return self.of_layer + self.losses + self.solver(2 * inner, hidden) + self.solver(hidden, inner)
+
+    def job(self, layers_done: int, experts_kept: int) -> float:
+        """What is left to do when so many layers are whole, and experts in the layers behind."""
+        shape, rows = self.shape, self.num_tokens * self.shape.top_k
+        through = self.passing + rows * self.answers
+        layers, experts = shape.num_layers - layers_done, shape.num_experts
+        solving = (layers - experts_kept / experts) * (experts * self.expert + rows * self.moments)
+        weighing = shape.num_layers * through
+        return math.fsum([shape.num_layers * through, solving, weighing])

@@ -107,7 +107,7 @@ class Hello(Message, frozen=True, tag="hello"):
     model_digest: ShortText = ""  # "" = any model will do
     wants_slots: bool = False  # both on one machine: the host can map shared memory
     part: tuple[Count, Count] | msgspec.UnsetType = msgspec.UNSET
-    """Which of how many equal parts of every expert this session is about (experts/part.py); left out: whole ones."""
+    """Which of how many equal parts of every expert this session is about (experts/expert.py); left out: whole ones."""
 
 
 class InstallPlan(Message, frozen=True, tag="install_plan"):

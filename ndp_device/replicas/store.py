@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from ndp_device.experts.expert import Expert
-from ndp_device.experts.part import WHOLE, Part
+from ndp_device.experts.expert import WHOLE, Expert, Part
 from ndp_device.kernels import Kernel
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pretend_gpu import GPU, KINDS, PretendGpu, WatchedStream, gpu_of, peek
 
-from ndp_device.experts.part import WHOLE, Part
+from ndp_device.experts.expert import WHOLE, Part
 from vllm_ndp.integration.cuda.streams import CopiesByThread, PinnedCopies
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_experts import StagingStreamer

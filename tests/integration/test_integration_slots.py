@@ -13,7 +13,7 @@ from engines import LONG_PROMPTS, MODEL, PROMPTS, engine, greedy, sentence, stoc
 from ndp_device.calibration.build import build_data_free
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import REPLICA_WIDTHS
-from ndp_device.experts.part import WHOLE
+from ndp_device.experts.expert import WHOLE
 
 pytestmark = pytest.mark.vllm
 torch = pytest.importorskip("torch")

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from small_checkpoint import write_small_checkpoint
 
 from ndp_device.common.activation import GELU_TANH, GPT_OSS, SILU, Activation
-from ndp_device.experts.expert import Biases, FullExpert
-from ndp_device.experts.part import WHOLE
+from ndp_device.experts.expert import WHOLE, Biases, FullExpert
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.kernels.reference import ReferenceKernel
 

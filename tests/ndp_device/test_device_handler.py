@@ -17,7 +17,7 @@ from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_small_
 
 from ndp_device.common.errors import ConfigError, DeviceError, ReplicaError
 from ndp_device.common.widths import ALL_FLAGS, PLAN_BITS
-from ndp_device.experts.part import Part
+from ndp_device.experts.expert import Part
 from ndp_device.handler import MAX_SESSIONS, DeviceConfig, Handler
 from ndp_device.kernels import load_kernel
 from ndp_device.protocol import codec

@@ -27,8 +27,7 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
 from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, PLAN_BITS, WIDTHS, default_group_size
 from ndp_device.model_config import whole_model
-from ndp_device.timing.link import bulk_ps, hop_in, hop_out, wire_bytes
-from ndp_device.timing.model import CommandEnergy, DeviceModel
+from ndp_device.timing.model import CommandEnergy, DeviceModel, bulk_ps, hop_in, hop_out, wire_bytes
 from ndp_device.timing.public_models import SHAPES, public_shape
 from ndp_device.timing.spec import Hardware
 from ndp_device.timing.work import PS_PER_S, ExpertWork, Work, ceil_div, execute_bytes, expert_bytes, transfer_ps

@@ -34,7 +34,7 @@ import msgspec
 
 from ndp_device.common.decoder_layers import DecoderLayer, GroupedQuery, Latent
 from ndp_device.common.model_shape import WholeModel
-from ndp_device.timing.link import bulk_ps, migration_ps
+from ndp_device.timing.model import bulk_ps, migration_ps
 from ndp_device.timing.spec import MEASURED, Hardware
 from ndp_device.timing.work import PS_PER_S, ceil_div, transfer_ps
 from vllm_ndp.cost_model import silicon

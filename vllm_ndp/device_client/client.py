@@ -29,7 +29,7 @@ from ndp_device.common.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
-from ndp_device.experts.part import WHOLE, Part
+from ndp_device.experts.expert import WHOLE, Part
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.session import listed

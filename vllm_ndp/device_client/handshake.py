@@ -13,7 +13,7 @@ import msgspec
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from ndp_device.experts.part import WHOLE, Part
+from ndp_device.experts.expert import WHOLE, Part
 from ndp_device.protocol import messages as msg
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.timing.spec import Hardware

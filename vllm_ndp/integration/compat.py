@@ -21,7 +21,7 @@ from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.common.activation import GPT_OSS, Activation, activation_named
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape
-from ndp_device.experts.part import Part
+from ndp_device.experts.expert import Part
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.timing.spec import Hardware, load_hardware
 from vllm_ndp.config import DEBUG, TOP, NdpSettings

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ndp_device.common.errors import ConfigError, DeviceError, DeviceUnavailable, ProtocolError
-from ndp_device.experts.part import WHOLE, Part
+from ndp_device.experts.expert import WHOLE, Part
 from ndp_device.probe import Probe
 from ndp_device.protocol import messages as msg
 from vllm_ndp.config import NdpSettings

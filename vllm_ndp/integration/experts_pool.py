@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from ndp_device.common.activation import Activation
-from ndp_device.experts.expert import FullExpert
-from ndp_device.experts.part import WHOLE, Part
+from ndp_device.experts.expert import WHOLE, FullExpert, Part
 from ndp_device.replicas.checkpoint import CheckpointExperts
 
 _TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

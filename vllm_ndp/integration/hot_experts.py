@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from ndp_device.experts.part import Part
+from ndp_device.experts.expert import Part
 from vllm_ndp.integration.cuda.low_bit_slots import LowBitSlots, form_of_vllm
 from vllm_ndp.integration.cuda.streams import CudaEvent, Event, own_stream
 from vllm_ndp.integration.experts_pool import ExpertsPool

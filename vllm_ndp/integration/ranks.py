@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.experts.part import WHOLE, Part
+from ndp_device.experts.expert import WHOLE, Part
 
 T = TypeVar("T")
 

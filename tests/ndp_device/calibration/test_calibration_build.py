@@ -23,7 +23,7 @@ from ndp_device.calibration import auto_gptq, calibrated, gptq
 from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated
 from ndp_device.calibration.data_free import expert_losses, quantize_nested
 from ndp_device.calibration.gptq import second_moment
-from ndp_device.calibration.progress import JobProgress, Work
+from ndp_device.calibration.job import JobProgress, Work
 from ndp_device.calibration.text import CalibrationText, file_digest
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
@@ -133,7 +133,7 @@ def test_a_log_is_told_before_the_first_expert_is_made_how_long_the_others_will_
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("ndp_device.calibration.progress._SAID_EVERY_S", 0)
+    monkeypatch.setattr("ndp_device.calibration.job._SAID_EVERY_S", 0)
     build(tmp_path / "out", bits=(2,), show_progress=True)
     said = re.findall(r"(\d+) %: (\d) of 8 experts made after \d+ s, \d+ s left", capsys.readouterr().err)
     assert [int(part) for part, _ in said] == sorted(int(part) for part, _ in said)
@@ -245,16 +245,12 @@ def test_independent_codes_are_written_read_and_lose_no_more_than_nested_ones(
         assert independent[..., bits - 1].mean() < nested[..., bits - 1].mean()
 
 
-def test_a_shrunk_hessian_has_this_part_of_its_mean_diagonal_added() -> None:
+def test_a_shrunk_hessian_has_this_part_of_its_mean_diagonal_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """Diagonal 1, 3 and a part of .5: 2 * .5 = 1 more for each."""
     seen = []
-
-    def solver(weights: torch.Tensor, hessian: torch.Tensor, damp: float) -> dict[int, Any]:
-        seen.append(hessian.tolist())
-        return {}
-
+    monkeypatch.setattr(gptq, "quantize", lambda weights, hessian, **_: seen.append(hessian.tolist()) or {})
     hessian = torch.tensor([[1.0, 0.5], [0.5, 3.0]], dtype=torch.float64)
-    calibrated.shrunk(solver, 0.5)(torch.zeros(1, 2), hessian, 0.01)
+    calibrated.load_solver("nested", 8, {2: 1.0}, shrink=0.5)(torch.zeros(1, 2), hessian, 0.01)
     assert seen == [[[2.0, 0.5], [0.5, 4.0]]]
 
 

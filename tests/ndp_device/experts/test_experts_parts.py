@@ -15,8 +15,7 @@ from ndp_device.calibration.data_free import round_to_bytes
 from ndp_device.common.activation import GPT_OSS
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import PLAN_BITS
-from ndp_device.experts.expert import Biases, Expert, FullExpert, QuantizedExpert, pack, to_float32, unpack
-from ndp_device.experts.part import WHOLE, Part
+from ndp_device.experts.expert import WHOLE, Biases, Expert, FullExpert, Part, QuantizedExpert, pack, to_float32, unpack
 from ndp_device.kernels import load_kernel
 from ndp_device.replicas.store import ExpertStore
 

@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import PLAN_BITS
 from ndp_device.timing.dram import channel_lines, stream
-from ndp_device.timing.link import bulk_ps, hop_in, hop_out, wire_bytes
-from ndp_device.timing.model import DeviceModel, matrix_time, swiglu_ps, weight_passes
+from ndp_device.timing.model import (
+    DeviceModel,
+    bulk_ps,
+    hop_in,
+    hop_out,
+    matrix_time,
+    swiglu_ps,
+    weight_passes,
+    wire_bytes,
+)
 from ndp_device.timing.presets import PRESETS
 from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.spec import PE_MODES, Hardware, field_types, load_hardware

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from ndp_device.timing.link import bulk_ps
+from ndp_device.timing.model import bulk_ps
 from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import PS_PER_S

@@ -19,7 +19,7 @@ from until import until
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import DeviceUnavailable
-from ndp_device.experts.part import WHOLE, Part
+from ndp_device.experts.expert import WHOLE, Part
 from ndp_device.protocol.codec import Frames
 from vllm_ndp.device_client.client import DeviceClient
 from vllm_ndp.device_client.connection import ExecuteResult

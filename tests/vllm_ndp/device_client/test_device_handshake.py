@@ -21,7 +21,7 @@ from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.common import kept
 from ndp_device.common.errors import ConfigError, DeviceUnavailable
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from ndp_device.experts.part import Part
+from ndp_device.experts.expert import Part
 from ndp_device.replicas.format import MANIFEST, ReplicaFiles, layer_file_name
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import expert_bytes

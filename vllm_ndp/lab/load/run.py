@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError, TraceError
-from ndp_device.experts.part import Part
+from ndp_device.experts.expert import Part
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import PS_PER_S
