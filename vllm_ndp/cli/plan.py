@@ -27,10 +27,10 @@ class DemandOptions:
 
     gpu_memory: Annotated[str | None, typer.Option(help="Such as 24GB; default: serve on the host's cores.")] = None
     host_memory: Annotated[str | None, typer.Option(help="Such as 64GB; default: what this machine has free.")] = None
-    context: Annotated[int, typer.Option(help="Tokens of a request, prompt and answer; at most the model's own.")] = (
-        4096
-    )
-    batch: Annotated[int, typer.Option(help="Requests at once.")] = 1
+    context: Annotated[
+        int, typer.Option(min=1, help="Tokens of a request, prompt and answer; at most the model's own.")
+    ] = 4096
+    batch: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 1
 
 
 @command(

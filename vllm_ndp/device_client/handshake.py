@@ -24,7 +24,6 @@ class PlannedReplicas:
     """The replica directory whose loss table the host plans with."""
 
     directory: Path
-    bits: tuple[int, ...]
     group_size: int
     digest: str
     loss_digest: str
@@ -33,7 +32,7 @@ class PlannedReplicas:
     def of(cls, directory: Path) -> PlannedReplicas:
         """Read the manifest and the loss tables; the device vouches for the rest, since it hashes every byte."""
         files = ReplicaFiles(directory, check_contents=False)
-        return cls(directory, files.manifest.bits, files.manifest.group_size, files.manifest.digest, files.loss_digest)
+        return cls(directory, files.manifest.group_size, files.manifest.digest, files.loss_digest)
 
 
 @dataclass(frozen=True)
@@ -90,14 +89,6 @@ class Requirements:
             return (
                 f"serves {theirs}, and this host has none to plan with: "
                 "set 'replicas' to the directory that the device was started with"
-            )
-        if lacking := [bits for bits in planned.bits if bits not in served.expert_bytes]:
-            wanted = f"start it with --replicas {planned.directory}"
-            return f"lacks replicas of {lacking} bits, which the host plans with: {wanted}"
-        if served.group_size != planned.group_size:
-            return (
-                f"serves replicas with {served.group_size} weights to a scale, the host plans with "
-                f"{planned.group_size} ({planned.directory}): use one replica directory for both"
             )
         if served.replica_digest != planned.digest:
             return (

@@ -25,7 +25,7 @@ from typing import Any
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS, as_options
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.operating.sizing import ENGINE_BYTES, SERVER_BYTES, Option, Sizing, human
+from vllm_ndp.operating.sizing import ENGINE_BYTES, GPU_SHARE, SERVER_BYTES, Option, Sizing, human
 from vllm_ndp.operating.sources import CheckpointSource
 from vllm_ndp.operating.speed import PROMPT, Measured, Simulated, simulated
 from vllm_ndp.planning.bitwidths import verdict_on
@@ -86,7 +86,7 @@ class Proposal:
         if machine.gpu_bytes is None:
             words += ["--kv-cache-memory-bytes", str(self.sizing.kv_cache_with_spare)]
         else:
-            words += ["--gpu-memory-utilization", f"{machine.gpu_share:g}"]
+            words += ["--gpu-memory-utilization", f"{GPU_SHARE:g}"]
         return [*words, *as_options(settings)]
 
     def as_dict(self) -> dict[str, Any]:

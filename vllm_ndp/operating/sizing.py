@@ -33,6 +33,8 @@ DEVICE_BYTES = 31_000_000
 """The device's process without an expert, measured likewise."""
 GPU_PROGRAM_BYTES = 600_000_000
 """CUDA context and libraries in GPU memory: a guess, since nothing was run on a GPU here."""
+GPU_SHARE = 0.92
+"""Part of GPU memory that vLLM takes by itself."""
 SIDECAR_BYTES_PER_CHOICE = 6
 """An int16 id and a float32 weight: integration/routing_sidecar.py."""
 CPU_KERNEL_UNIT = 32
@@ -70,14 +72,6 @@ class MachineSize:
 
     host_bytes: int
     gpu_bytes: int | None = None
-    gpu_share: float = 0.92
-    """Part of GPU memory that vLLM may take: its own default."""
-
-    def __post_init__(self) -> None:
-        if self.host_bytes < 1 or (self.gpu_bytes is not None and self.gpu_bytes < 1):
-            raise ConfigError("memory to fit into must be positive")
-        if not 0 < self.gpu_share <= 1:
-            raise ConfigError(f"the share of GPU memory that vLLM may take must lie in 0..1, got {self.gpu_share}")
 
 
 @dataclass(frozen=True)
@@ -88,11 +82,6 @@ class Demand:
     batch: int = 1
     step_tokens: int = 2048
     """--max-num-batched-tokens: what one step works on, hence room for activations."""
-
-    def __post_init__(self) -> None:
-        for name in ("context", "batch", "step_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -219,7 +208,7 @@ class Sizing:
     def _room(self) -> int:
         """Where the model runs."""
         machine = self.machine
-        return machine.host_bytes if machine.gpu_bytes is None else int(machine.gpu_bytes * machine.gpu_share)
+        return machine.host_bytes if machine.gpu_bytes is None else int(machine.gpu_bytes * GPU_SHARE)
 
     def option(self, num_hot: int, widest: int) -> Option | None:
         """The parts of this K in full precision and of replicas of this width, or None where they do not fit."""

@@ -140,7 +140,7 @@ def test_a_device_that_lacks_widths_is_refused_unless_the_host_plans_without_the
     spawn: Spawn, two_widths: Path
 ) -> None:
     sentence = refusal(spawn(two_widths), requirements())
-    assert f"lacks replicas of [1, 3] bits, which the host plans with: start it with --replicas {REPLICAS}" in sentence
+    assert f"in {REPLICAS}: use one replica directory for both" in sentence
     client = client_of(spawn(two_widths), requirements(two_widths))
     client.connect(30)
     client.close()
@@ -151,12 +151,6 @@ def test_another_calibration_of_the_same_model_is_refused_with_both_digests(spaw
     sentence = refusal(spawn(recalibrated), requirements())
     assert f"serves replicas {theirs:.12} (calibrated), the host plans with {ours:.12} in {REPLICAS}" in sentence
     assert "use one replica directory for both" in sentence
-
-
-def test_another_group_size_is_refused_with_both(spawn: Spawn, tmp_path: Path) -> None:
-    build_data_free(MODEL, tmp_path / "r", group_size=128, show_progress=False)
-    sentence = refusal(spawn(REPLICAS), requirements(tmp_path / "r"))
-    assert f"64 weights to a scale, the host plans with 128 ({tmp_path / 'r'})" in sentence
 
 
 def test_a_host_without_replicas_is_told_which_the_device_serves(spawn: Spawn) -> None:
