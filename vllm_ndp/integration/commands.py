@@ -64,7 +64,7 @@ def quiet_llm(model: Path, **options: Any) -> Any:
 
 # -- demo --------------------------------------------------------------------------------------------------------------
 
-DEMO_PROMPTS = {
+PROMPTS = {
     "python": "def read_config(path):\n    with open(path) as f:\n        data = json.load(f)\n    return",
     "c": "static int compare(const void *a, const void *b)\n{\n    const struct node *x = a;\n    if (x->",
     "prose": "It was a fine morning, and Elizabeth walked out before breakfast, determined to",
@@ -96,7 +96,7 @@ def demo(model: Path, replicas: Path | None, hot_experts: int, avg_bits: float, 
         quantization="ndp",
         additional_config={"ndp": settings},
         max_model_len=512,
-        max_num_seqs=len(DEMO_PROMPTS),
+        max_num_seqs=len(PROMPTS),
         kv_cache_memory_bytes=64 << 20,
         enforce_eager=True,
     )
@@ -104,7 +104,7 @@ def demo(model: Path, replicas: Path | None, hot_experts: int, avg_bits: float, 
     llm.generate(["warm up"], SamplingParams(max_tokens=2), use_tqdm=False)  # keep first-call costs out of the table
     before = llm.collective_rpc("ndp_totals")[0]
     ready = time.perf_counter()
-    outputs = llm.generate(list(DEMO_PROMPTS.values()), params, use_tqdm=False)
+    outputs = llm.generate(list(PROMPTS.values()), params, use_tqdm=False)
     seconds = time.perf_counter() - ready
     status, totals = llm.collective_rpc("ndp_status")[0], llm.collective_rpc("ndp_totals")[0]
     llm.llm_engine.engine_core.shutdown()
@@ -159,7 +159,7 @@ def _show(status: dict[str, Any], reports: list[dict[str, Any]], texts: list[str
     ):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("what the model wrote", no_wrap=True)
-    for name, report, text in zip(DEMO_PROMPTS, reports, texts, strict=True):
+    for name, report, text in zip(PROMPTS, reports, texts, strict=True):
         pairs = report["hot_pairs"] + report["cold_pairs"] + report["fallback_pairs"]
         table.add_row(
             name,
@@ -236,16 +236,6 @@ def _read_prompts(path: Path) -> list[str]:
 
 # -- verify ------------------------------------------------------------------------------------------------------------
 
-PROMPT_WORDS = (
-    "def parse(line):\n    parts = line.split(',')\n    for part in parts:\n        if not part:\n",
-    "static void free_list(struct node *head)\n{\n    while (head) {\n        struct node *next = head->next;\n",
-    "She had always wished to see the sea, and now that the carriage stood at the door she could hardly",
-    "noun: a tool with a handle and a heavy head; synonyms: hammer, mallet; used for driving nails into",
-    "CREATE TABLE orders (id integer PRIMARY KEY, total numeric); The table is created in the current schema",
-    "Öffnen Sie das Dialogfeld und wählen Sie eine Option aus. Anschließend klicken Sie auf",
-    '<rect x="4" y="8" width="40" height="32" rx="2" style="fill:#729fcf;stroke:#204a87"/>\n<g>',
-    "import os\nimport sys\n\ndef main(argv=None):\n    if argv is None:\n        argv = sys.argv[1:]\n",
-)
 _REPEATS = 6  # long enough that a 64-token budget cuts every prompt into chunks
 
 
@@ -259,7 +249,7 @@ def verify(model: Path, hot_experts: int | None, tokens: int) -> dict[str, Any]:
     settings = NdpSettings(cold_precision="full", hot_experts=hot_experts)
     settings.resolve_hot_experts(shape.num_experts)
     import_vllm()
-    prompts = [words * _REPEATS for words in PROMPT_WORDS]
+    prompts = [words * _REPEATS for words in PROMPTS.values()]
     stock = _generate(model, prompts, tokens, enforce_eager=True, settings=None)[0][0]
     result: dict[str, Any] = {"tokens_total": 0, "tokens_identical": 0, "sidecar_mismatches": 0, "row_checks": 0}
     result |= {"cold_pairs": 0, "fallback_pairs": 0, "modes": {}}

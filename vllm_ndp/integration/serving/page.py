@@ -19,18 +19,6 @@ _WHITE_TO_BLUE = interp_palette(["#ffffff", "#00528c"], 256)
 _WIDTHS = ("#00528c", "#f2d7b3", "#e9a65c", "#cf6f1d", "#8f3f00")
 """Hot (0 bits of its own: full precision in a slot), then 1 to 4 bits."""
 _SIMULATED, _MEASURED = "#0072B2", "#D55E00"
-_STYLE = """
-body{font:14px/1.5 system-ui,"DejaVu Sans",sans-serif;color:#222;margin:0;background:#f6f6f4}
-main{max-width:1120px;margin:0 auto;padding:22px 24px 50px;background:#fff}
-h1{font-size:24px;margin:0}h2{font-size:16px;margin:26px 0 4px;border-top:1px solid #ddd;padding-top:16px}
-p{margin:4px 0 8px;max-width:96ch}.faint{color:#666}
-.tiles{display:flex;gap:10px;flex-wrap:wrap;margin:14px 0}.tile{background:#f2f5f8;padding:8px 13px;min-width:116px}
-.tile b{display:block;font-size:20px}.tile.down{background:#b3261e;color:#fff}.tile.up b{color:#00713f}
-.row{display:flex;gap:14px;flex-wrap:wrap}.row>div{flex:1 1 500px;min-width:0}
-table{border-collapse:collapse;font-size:12px;width:100%}
-td,th{padding:3px 7px;text-align:right;border-bottom:1px solid #eee}
-td:first-child,th:first-child{text-align:left}.lost{color:#b3261e}
-"""
 
 
 def render() -> str:
@@ -63,10 +51,10 @@ def render() -> str:
         '<table><thead id="head"></thead><tbody id="rows"></tbody></table>'
     )
     library = Resources(mode="inline", components=["bokeh"]).render()
-    logic = (Path(__file__).with_name("page.js")).read_text(encoding="utf-8")
+    style, logic = (Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>vllm-ndp</title>'
-        f"<style>{_STYLE}</style>{library}</head><body><main>{body}</main>{script}<script>{logic}</script></body></html>\n"
+        f"<style>{style}</style>{library}</head><body><main>{body}</main>{script}<script>{logic}</script></body></html>\n"
     )
 
 

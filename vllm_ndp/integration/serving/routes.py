@@ -20,6 +20,7 @@ import multiprocessing
 import shlex
 from functools import lru_cache
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -57,21 +58,7 @@ _ENDS_WITHIN_S = 2.0
 """Held while a device is being added."""
 
 
-LOGIN = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>vllm-ndp</title></head>
-<body style="font:15px system-ui;margin:40px"><form><label>This server wants its API key:
-<input type="password" name="key" autofocus></label> <button>Open</button></form><p id="said"></p><script>
-async function open(key) {
-  const answer = await fetch(location.pathname, {headers: {Authorization: 'Bearer ' + key}});
-  if (!answer.ok) { document.getElementById('said').textContent = 'It says: ' + answer.status; return; }
-  const page = await answer.text();
-  window.ndpKey = key;
-  history.replaceState(null, '', location.pathname);
-  document.open(); document.write(page); document.close();
-}
-document.forms[0].onsubmit = event => { event.preventDefault(); open(document.forms[0].key.value); };
-if (location.hash.length > 1) open(decodeURIComponent(location.hash.slice(1)));
-</script></body></html>
-"""
+LOGIN = Path(__file__).with_name("login.html").read_text(encoding="utf-8")
 """Without the key: a form. `/v1/ndp/#KEY` fills it in; what follows the # never leaves the browser by itself."""
 
 
