@@ -1,7 +1,7 @@
 """The plugin's settings: what may be asked for, checked once, frozen.
 
 They arrive as `--additional-config '{"ndp": {...}}'` (or `LLM(..., additional_config={"ndp": {...}})`). A person writes
-at most 20 of them on top, the rest in `policy` and `debug`. Does not know vLLM, the model or the device.
+at most 20 of them on top, the rest in `policy` and `debug`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Commands that start a real vLLM: demo, verify, record; and lm-eval, which asks one that runs. Knows their options."""
+"""Commands that start a real vLLM: demo, verify, record; and lm-eval, which asks one that runs."""
 
 from __future__ import annotations
 

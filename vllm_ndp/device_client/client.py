@@ -4,7 +4,7 @@
 
 `poll` and `begin_execute` bring the connection back, one step at a time, without waiting. The file connection.py says
 what a connection is and which answers are possible. This file says when there is a connection and what the client asks
-on it. One thread per client. Does not know vLLM, experts, or what the caller does when the device is down.
+on it. One thread per client.
 """
 
 from __future__ import annotations

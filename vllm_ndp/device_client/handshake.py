@@ -1,7 +1,4 @@
-"""Compares what a host plans with and what a device serves, at every handshake, exactly: a difference is one sentence.
-
-Knows what a Welcome says and what the host has found on its own disk. Does not know connections, vLLM or plans.
-"""
+"""Compares what a host plans with and what a device serves, at every handshake, exactly: a difference is one sentence."""
 
 from __future__ import annotations
 

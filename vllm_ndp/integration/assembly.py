@@ -1,8 +1,7 @@
 """A worker in the making, from its facts and what the ranks agree on (facts.py).
 
 While the model loads, each MoE layer hands over its hot slots (`attach`). Then `finish` makes every other part, each
-complete, and returns the worker whose model is loaded. Knows which parts there are and what each needs. Does not know
-steps.
+complete, and returns the worker whose model is loaded.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A row is prefill while its position lies inside the prompt, decode after it. Recomputing a preempted request therefore
 repeats exactly what its first pass did. Drafts that are checked in the step that ends the prompt are prefill: no plan
-exists yet. Knows scheduler messages, block tables and the order of vLLM's runner; does not know experts.
+exists yet.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Refuses what the plugin cannot do together with other vLLM features: in one sentence, before anything is loaded.
 
-Also the few places where vLLM versions differ. Knows vLLM's configuration objects; holds no state.
+Also the few places where vLLM versions differ.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """The device, or several of them, as layers and planner of this worker see it: install plans, submit layers, stand in.
 
-Knows device clients and the pairs of a layer. Does not know how devices are started, how plans are made, nor slots.
-
 With few rows on a CPU their way to and from an array is one native call: torch's operators cost more there.
 """
 

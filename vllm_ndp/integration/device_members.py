@@ -1,7 +1,4 @@
-"""The devices that one worker speaks to: started or found, each of another process, all serving the same.
-
-Knows how a device is started, asked what it is and watched. Does not know plans, layers, nor who holds which expert.
-"""
+"""The devices that one worker speaks to: started or found, each of another process, all serving the same."""
 
 from __future__ import annotations
 

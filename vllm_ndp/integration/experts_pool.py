@@ -1,7 +1,6 @@
 """Every expert in full precision, as a memory map of the checkpoint: the CXL memory that hot experts come from.
 
 Reads pages only when an expert is migrated or streamed, so resident memory does not grow with the number of experts.
-Knows the checkpoint; does not know slots or plans.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Replicas on this side: found or built, their losses, and the device's arithmetic in this process.
-
-Knows replica directories and kernels. Does not know devices, nor which pairs are to be computed here.
-"""
+"""Replicas on this side: found or built, their losses, and the device's arithmetic in this process."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """All hot slots of this worker: how an expert gets into GPU memory, stays there, or only passes through.
 
 Migration copies experts into slots beside the step to come; streaming runs rows through experts that have no slot, by a
-staging slot. On a GPU two of them take turns: one expert arrives while another one computes. Knows slots, the pool and
-the thread that copies. Does not know requests, plans or the device.
+staging slot. On a GPU two of them take turns: one expert arrives while another one computes.
 
 A layer waits for its own slots and for nothing else, so what a step computes does not depend on how fast copies are.
 """

@@ -2,8 +2,7 @@
 activation that it lacks is run by the device's kernel.
 
 A hot slot holds one expert; `where[e]` says which slot holds expert e, or where it is else. A pair that runs elsewhere
-costs next to nothing: a CPU gets hot pairs only, and on CUDA the kernel skips experts without a slot. Knows kernels and
-layouts. Does not know requests, plans or the device.
+costs next to nothing: a CPU gets hot pairs only, and on CUDA the kernel skips experts without a slot.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 On CPU they run in the engine's process, by the device's kernel. Each is quantized where vLLM would pack its weights,
 from the checkpoint's values, which are then freed; codes of 4 bits are taken as the checkpoint holds them. Routers stay
 as they are: their choices decide which experts run.
-Knows vLLM's linear methods and a kernel. Does not know settings, experts or requests.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The device's message leaves before shared and hot experts are computed, and its answer is collected after. The answer is
 a weighted partial sum, added before vLLM's tensor-parallel all-reduce. If no valid answer comes, the same pairs are
-computed here. Knows tensors of one layer; does not know how a plan was made, nor where a pair runs and why.
+computed here.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 vLLM bounds the tokens of a step by a count (`max_num_batched_tokens`), which is seconds on a CPU. Here the bound is a
 time: while requests decode, a step with prompt tokens lasts at most `itl_factor` times a step without them. Step times
-are measured as the server runs. With nothing in decode, vLLM's own count holds. Knows vLLM's scheduler and the wall's
-clock. Does not know experts.
+are measured as the server runs. With nothing in decode, vLLM's own count holds.
 """
 
 from __future__ import annotations

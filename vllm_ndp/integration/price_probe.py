@@ -5,8 +5,7 @@
 
 The run's own device is asked, in a session of its own: every session has a simulated clock of its own. With several
 devices, which are equal, the first is asked. Experts take turns, so that none stays in a cache because the one before
-was itself. The least of some tries counts: what other programs add is no price. Knows kernels, pool and one device.
-Does not know plans.
+was itself. The least of some tries counts: what other programs add is no price.
 
 A machine measures once for each processor, shape of experts and version; every later start decides by the same prices,
 and so alike. After a change of the machine, delete the file in the cache.

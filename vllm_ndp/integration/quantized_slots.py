@@ -2,7 +2,7 @@
 
 A slot of 4 bits takes about a quarter of one in 16, so the same GPU memory holds more experts. A joint plan may give
 every hot expert a width of its own. Experts of 16 bits are then read from the checkpoint as it lies in memory. Experts
-that stream are in full precision as ever. Knows replicas and a kernel. Does not know requests, plans or the device.
+that stream are in full precision as ever.
 """
 
 from __future__ import annotations

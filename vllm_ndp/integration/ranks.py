@@ -3,7 +3,6 @@
 Tensor parallelism splits each layer over the ranks of a group; with expert parallelism each of them holds some of the
 hot experts whole. Rank 0, the leader, speaks to the device and sends rows for whole experts. The leader adds what comes
 back to its own partial sum, before vLLM's all-reduce adds up the ranks. Every rank makes the same plans by itself.
-Knows vLLM's groups. Does not know experts, plans or the device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`"record": DIR`: the routing of a real run, with what the plugin decided and what simulated time it took.
 
 Reads the sidecar after each step, so recording costs the layers nothing. A trace that can no longer be written (a full
-disk) ends the recording and no request. Knows the trace writer and the values of a step. Does not know files, nor who
-makes plans.
+disk) ends the recording and no request.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Chunked prefill, prefix-cache hits, preemption and recompute therefore all give the counts of one uncached pass. The
 pass that wrote the KV of a position wrote its routing too. KV that a connector loads has no routing: its entries count
-as none until a pass writes them. Knows KV entries, not requests or policies.
+as none until a pass writes them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 `vllm serve MODEL --quantization ndp` on a machine without a GPU. The choice is written into vLLM's configuration as if
 a user had given it, so every process sees the same. The log says the choice, with the line that gives it by hand.
-Nothing is chosen for a user who gives one of LAYOUT, names a hardware or other devices, or has several workers. Knows
-vLLM's configuration. Does not know how much anything takes (operating/proposal.py).
+Nothing is chosen for a user who gives one of LAYOUT, names a hardware or other devices, or has several workers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Refuses to serve a checkpoint that is not whole: every parameter of vLLM's model must come out of it.
 
 vLLM asks that of unquantized models only. Its check leaves linear layers and embeddings out. Here a linear layer's
-weights are no numbers until the checkpoint gives them, so that a fused one may lack no part. Knows vLLM's loader and
-layers. Experts are checked where they are read (ndp_device/checkpoint).
+weights are no numbers until the checkpoint gives them, so that a fused one may lack no part. Experts are checked where
+they are read (ndp_device/checkpoint).
 
 And refuses what vLLM's workers can do to weights while they serve: pool, replicas and device keep the checkpoint's.
 """

@@ -12,8 +12,7 @@ Each of several hosts that share the device expects the others to ask for as muc
 once for each host. With two hosts and more that mostly leaves hot experts on the GPU, as the paper does. Offloading in
 one layer of two, three, ... eight was tried for two hosts and lost to that as well (docs/lab.md).
 
-A pure function of sizes, gates, prices and the number of hosts, so the live plugin and replay decide alike. Knows
-prices of experts, simulated or measured. Does not know clocks, requests or tensors.
+A pure function of sizes, gates, prices and the number of hosts, so the live plugin and replay decide alike.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
 Either each device has whole experts, and copies of some lie on several. Or each device has a part of every expert, and
 all of them work on every pair.
 
-The live plugin and replay use the same object, so that replay makes the same choices and the same times. Knows copies
-and prices. Does not know which devices are up until it is told, nor how they are asked.
+The live plugin and replay use the same object, so that replay makes the same choices and the same times.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ What an expert may be (planning/joint.py chooses) and what each choice costs:
     host     the host's CPU, beside its memory         moving   bytes over the link from one choice to another
 
 The lab's system `joint` plans by the same rule, with widths of its own. A pure function of scores and of the plan
-before, so that plugin and exact replay plan alike. Knows prices and losses. Does not know requests or tensors.
+before, so that plugin and exact replay plan alike.
 """
 
 from __future__ import annotations

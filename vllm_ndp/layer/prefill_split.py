@@ -4,8 +4,7 @@
 
 To stream an expert costs one copy, however few rows need it; what the device takes for it grows with its rows. So the
 experts that would take the device longest are streamed, the others stay where they are, in full precision on either
-side. A pure function of integers, so the live plugin and every replay split alike. Knows prices of experts.
-Does not know clocks, requests or tensors.
+side. A pure function of integers, so the live plugin and every replay split alike.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     decode rows   hot pairs -> slots    cold and offloaded pairs -> the device    warm pairs -> the host's CPU
     prompt rows   hot pairs -> slots    others -> streamed, or the device where both sides then end together
 
-The plugin's layers and the exact replay make the same calls. Knows tiers, prices and routing as arrays. Does not know
-tensors, clocks or how the device is asked.
+The plugin's layers and the exact replay make the same calls.
 """
 
 from __future__ import annotations

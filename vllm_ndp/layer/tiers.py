@@ -4,8 +4,7 @@
     DEVICE       decode rows: on the device      ELSEWHERE    in GPU memory of another rank
 
 Prompt rows of experts without a slot are streamed, or sent to the device where that ends sooner: split.py decides so
-layer by layer. Slots are filled while the engine runs; the code that fills one says so here. Knows a placement. Does
-not know tensors, requests or how a plan was made.
+layer by layer. Slots are filled while the engine runs; the code that fills one says so here.
 """
 
 from __future__ import annotations

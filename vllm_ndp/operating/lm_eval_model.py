@@ -5,7 +5,7 @@
     loglikelihood_rolling   the first `decode_from` tokens of each window are its prompt, as a document's beginning is
 
 `decode_from` begins decode earlier in a context too: rows from that position on run as if the context's end had been
-generated. One request at a time has hot slots of its own; more at once share them, as in a batch. Knows lm-eval.
+generated. One request at a time has hot slots of its own; more at once share them, as in a batch.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Linear layers are then held at 8 bits, too: bf16 ones take longer to read, and t
 (docs/measured/quality_linear.json). The KV cache, up to the most tokens that the server may need at once, gets half of
 the remaining memory; files the rest.
 
-Puts sizing.py and speed.py together. Knows the command lines of vLLM and of ours; reads nothing.
+Puts sizing.py and speed.py together.
 """
 
 from __future__ import annotations

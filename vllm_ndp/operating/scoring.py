@@ -5,7 +5,7 @@
 
 A token's logits are those of the row before it, so tokens from decode_from + 1 on are scored by decode. One pass over
 all rows would differ: the number of rows in a step decides what a layer sends to the device. The step of a generated
-token has one row per request. Knows vLLM's /v1/completions. Does not know lm-eval (lm_eval_model.py) or vLLM.
+token has one row per request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A running `vllm serve`, asked over HTTP by the address that its clients use; what goes wrong is one sentence.
-
-Knows HTTP, the server's key, and what it calls pairs. Does not know what is asked (watch.py, scoring.py).
-"""
+"""A running `vllm serve`, asked over HTTP by the address that its clients use; what goes wrong is one sentence."""
 
 from __future__ import annotations
 

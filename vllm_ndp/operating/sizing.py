@@ -5,8 +5,7 @@
     no GPU   everything in host memory
 
 Every part counts as the plugin allocates it; integration/startup_table.py prints the same parts of a running engine.
-The programs' own memory is measured; on a GPU it is a guess, marked so. Knows sizes. Does not know config files
-(sources.py), speed (speed.py) or this machine.
+The programs' own memory is measured; on a GPU it is a guess, marked so.
 """
 
 from __future__ import annotations

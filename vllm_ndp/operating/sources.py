@@ -2,7 +2,7 @@
 
 Only sizes are read, of a checkpoint one expert, and of a hub nothing but config.json. Of a hub's repository the
 checkpoint alone is fetched, without second copies, through huggingface_hub: it has the cache, the keys and the address
-(HF_HOME, HF_TOKEN, HF_ENDPOINT). Knows names and where each leads. Does not know memory or time.
+(HF_HOME, HF_TOKEN, HF_ENDPOINT).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Status of a running server or device, read again and again: samples, and the rates between two of them.
 
 A server is asked over HTTP: `/metrics`, which every vLLM has, and `/v1/ndp/status`, where its middleware serves it. A
-device is asked for its Description. Knows names of metrics and fields. Does not know terminals (cli/top.py) or vLLM.
+device is asked for its Description.
 """
 
 from __future__ import annotations

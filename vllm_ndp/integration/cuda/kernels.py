@@ -1,9 +1,8 @@
 """Triton kernels for packet.py, one for each of its steps: launches are what a small decode layer pays for.
 
-About 25 torch operators to split and to gather become one launch, five to add another. Imported on a GPU only, and
-by tests in Triton's interpreter; they hold the results equal to packet.py's. Knows pointers of one layer.
+About 25 torch operators to split and to gather become one launch, five to add another. Imported on a GPU only, and by
+tests in Triton's interpreter; they hold the results equal to packet.py's.
 """
-
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 
 from __future__ import annotations

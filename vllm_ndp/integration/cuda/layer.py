@@ -3,7 +3,7 @@
 Splits on the GPU, which writes the packet for the host; sends it and launches the hot experts. Only then waits for the
 device and the host's CPU, which compute the rest. With every expert here there is nothing to send or to wait for. The
 layer's counts are then read when somebody asks for the step's report. Gives what the eager layer gives, but for the
-rounding of rows that both computed. Knows one layer's slots and the messenger; does not know how plans are made.
+rounding of rows that both computed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Limits of the plugin together with vLLM on a GPU, and what it changes there: sentences, settings, sizes.
 
 Written from vLLM's source and checked against it by tests/integration/vllm_hooks.py; docs/gpu.md says what ran where.
-Knows vLLM's configuration objects. Does not know what tensors hold.
 """
 
 from __future__ import annotations

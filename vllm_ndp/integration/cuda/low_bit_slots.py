@@ -4,8 +4,7 @@
     4 bits   integers with a scale and a zero point per group of a row; activations stay as they are
 
 Both layouts are plain: an expert is written without repacking, a few rows at a time. Beside the slot only two buffers
-of rows exist in full precision. Experts that a prompt streams run in full precision as ever. Knows layouts and
-arithmetic of one slot; does not know what is hot, nor why.
+of rows exist in full precision. Experts that a prompt streams run in full precision as ever.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 The GPU writes the packet into the host's memory. Where the device shares memory with the host and cores suffice, a
 thread sends it, while the host launches (transport/sender_thread.py). Else the host waits for the packet, sends, then
-launches. Each buffer exists once: a packet has arrived only when the main stream has added what came back for the
-layer before. Knows buffers. Does not know what is hot, nor how the device is asked.
+launches. Each buffer exists once: a packet has arrived only when the main stream has added what came back for the layer
+before.
 """
 
 from __future__ import annotations

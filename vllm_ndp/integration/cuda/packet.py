@@ -6,7 +6,7 @@ rows, which the host knows. They do not depend on the number of cold pairs, whic
 It is filled where the router's choices lie, by torch operators whose shapes no data decides. So no host waits for it,
 and a graph may hold it. Rows that leave for the device or the host's CPU are compacted in order. The host finds which
 of their pairs leave from the router's choices, which travel with them (layer/split.py). kernels.py does the same in one
-Triton kernel each; tests hold the two equal. Knows tensors of one layer only.
+Triton kernel each; tests hold the two equal.
 """
 
 from __future__ import annotations

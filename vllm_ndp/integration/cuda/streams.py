@@ -1,8 +1,7 @@
 """Streams beside the one that computes: what is copied on them, and who waits for it.
 
 A stream copies in order and by itself; an event is a point on it that the host or the main stream may wait for. The
-same code runs on tensors of the host (`HostStream`), where a copy is done when it is asked for. Knows streams
-and memory; does not know layers, experts or requests.
+same code runs on tensors of the host (`HostStream`), where a copy is done when it is asked for.
 
 Weights arrive from a map of the host through pinned buffers. Memory that is mapped from a file is pageable: the driver
 would copy it to buffers of its own with one thread, and have the caller wait. Here some threads fill one buffer while

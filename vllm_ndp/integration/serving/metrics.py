@@ -3,7 +3,7 @@
     StepReport -> NdpStats (scheduler) -> vLLM's stats of the step -> NdpMetrics (front end) -> /metrics
 
 Names begin with `vllm:`, because only those are taken down when a second engine is made in a process. `simulated_*` and
-`measured_*` are metrics of their own; no metric holds both. Knows reports; does not know workers or the device.
+`measured_*` are metrics of their own; no metric holds both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The live page: one self-contained HTML file that asks /v1/ndp/status and /v1/ndp/experts every two seconds.
 
 Bokeh draws here, with no data in it; page.js puts what the server answers into its sources, so nothing is reloaded. The
-two clocks have figures of their own. Knows what is worth showing; does not know where it comes from.
+two clocks have figures of their own.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@
 
 Everything comes from the workers by `collective_rpc`, so it works with several front ends and without vLLM's stats.
 Since vLLM puts `--middleware` outside of its own authentication, the same class guards our paths here. An endpoint
-plugin stands inside of it, so that a browser without the key meets vLLM's refusal in place of our login. Knows HTTP
-and vLLM's engine client; does not know what a report holds.
+plugin stands inside of it, so that a browser without the key meets vLLM's refusal in place of our login.
 """
 
 from __future__ import annotations
