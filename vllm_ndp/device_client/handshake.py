@@ -1,4 +1,4 @@
-"""Compares what a host plans with and what a device serves, at every handshake, exactly: a difference is one sentence."""
+"""Compares what a host plans with and what a device serves, at every handshake: a difference is one sentence."""
 
 from __future__ import annotations
 

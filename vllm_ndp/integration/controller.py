@@ -34,7 +34,7 @@ from vllm_ndp.integration.report import DEVICE_TIME, PHASES, StepReport, counts_
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.serving import live
 from vllm_ndp.integration.serving.live import FinishedRequests, made_of
-from vllm_ndp.integration.step import Before, Step, StepParts
+from vllm_ndp.integration.step import Step, StepParts
 from vllm_ndp.layer.setup import Scheduling
 from vllm_ndp.layer.split import Pairs
 from vllm_ndp.operating.server import PAIR_KINDS
@@ -177,9 +177,9 @@ class NdpController:
             log.recorder.note_requests(log.steps, spans, self.worker.requests.requests.keys())
         planned = parts.planner.replan()
         plan_s = time.perf_counter() - began_s if planned else None
-        before = Before(began_s, plan_s, self._describe(planned))
+        plans = self._describe(planned)
         self._agree_among_ranks()
-        step = parts.running.step = Step(log.steps, spans, self.steps, before, log.settle)
+        step = parts.running.step = Step(log.steps, spans, self.steps, began_s, plan_s, plans, log.settle)
         try:
             with self.worker.threads.of(spans.values()):
                 yield
@@ -352,7 +352,7 @@ class StepLog:
         if self.recorder is not None:
             device, epoch = self._worker.parts.device, self._worker.parts.planner.replanner.epoch
             assert device.link is not None  # the leader's
-            took_s = time.perf_counter() - step.before.began_s
+            took_s = time.perf_counter() - step.began_s
             simulated = None if self.unsimulated else time_of_step
             self.recorder.note_step(step, epoch, simulated, took_s, device.link.take_availability())
         for key, count in counts_of(report).items():
@@ -390,7 +390,7 @@ class StepLog:
         self._counted = planner.migrated_experts, planner.kept_experts, planner.prefills
         spent = (now - then for now, then in zip(self._counted, before, strict=True))
         report.migrated_experts, report.kept_experts, report.prefills = spent
-        report.plan_s, report.device_up = step.before.plan_s, any(device.up)
+        report.plan_s, report.device_up = step.plan_s, any(device.up)
         if device.link is not None:
             report.round_trips_s, report.fallbacks = device.link.take_round_trips(), device.link.take_fallbacks()
 

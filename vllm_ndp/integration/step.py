@@ -53,21 +53,17 @@ class StepParts:
     """To the host; None where no layer is asynchronous."""
 
 
-@dataclass(frozen=True)
-class Before:
-    """Work of the worker between two steps."""
-
-    began_s: float = 0.0  # on the wall
-    plan_s: float | None = None  # making and announcing new plans; None where there were none
-    plans: dict[str, dict[str, Any]] = field(default_factory=dict)  # new ones by request, as a report has them
-
-
 @dataclass
 class Step:
     number: int
     spans: dict[str, Span]
     parts: StepParts
-    before: Before = field(default_factory=Before)
+    began_s: float = 0.0
+    """On the wall, the worker's part before it included."""
+    plan_s: float | None = None
+    """Making and announcing new plans before it; None where there were none."""
+    plans: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """New ones by request, as a report has them."""
     close_until: Callable[[int], object] = lambda number: None
     """Is called with the number of the step before, when this one takes the clock and the splitter: they serve one step
     at a time."""
@@ -188,7 +184,7 @@ class Step:
         pairs = self.pairs_by_request()
         device = device_sums(self.answers)
         report = StepReport(
-            *(time.start_ps, time.end_ps, pairs, self.before.plans, drafts, per_row, self._rows_by_request()),
+            *(time.start_ps, time.end_ps, pairs, self.plans, drafts, per_row, self._rows_by_request()),
             device_pj=energy_shares(device or {}, run.costs.hardware.energy, pairs),
             device=device,
             device_bounds=dict(Counter(answer.bound for answer in self.answers if answer is not None)),
