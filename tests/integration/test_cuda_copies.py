@@ -111,16 +111,16 @@ def test_a_layer_has_the_main_stream_wait_for_its_moves_and_the_host_for_no_copy
     slots = [torch.zeros(4), torch.zeros(4)]
     left = list(streams)
 
-    class OnLane:
-        def __init__(self) -> None:
-            self.stream = left.pop(0)
+    class OnLanes(Migrator):
+        def _after(self) -> LazyStream:
+            return left.pop(0)
 
-        def __call__(self, moves: object) -> LazyEvent:
+        def _carry_out(self, moves: object, lane: LazyStream) -> LazyEvent:
             for move in moves:  # type: ignore[attr-defined]
                 move()
-            return self.stream.record_event()
+            return lane.record_event()
 
-    migrator = Migrator(os.sched_getaffinity(0), OnLane)
+    migrator = OnLanes(os.sched_getaffinity(0))
     for layer, stream in enumerate(streams):
         migrator.begin(layer, [lambda stream=stream, slot=slots[layer]: stream.copy(slot, torch.ones(4))])
     migrator.wait(0)

@@ -30,31 +30,26 @@ from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.plan import Placement
 
 Move = Callable[[], None]
-CarryOut = Callable[[Sequence[Move]], Event]
-"""Does the moves of one layer in the thread, behind what the step before may still be reading; the event is passed when
-they are done."""
 
 
 class Migrator:
-    def __init__(
-        self, cores: Collection[int], beside: Callable[[], CarryOut | None] | None = None, threads: int = 1
-    ) -> None:
+    def __init__(self, cores: Collection[int], threads: int = 1) -> None:
         """`cores`: where the threads may run; the one that makes them may be bound to a single core. None of them:
-        there is no thread, and moves are carried out as they are begun, on the caller's stream. `beside`: asked for
-        each layer as it is begun; None where moves are done when they return. `threads`: layers moved at once."""
+        there is no thread, and moves are carried out as they are begun, on the caller's stream. `threads`: layers moved
+        at once."""
         self._cores = frozenset(cores)
-        self._beside = beside or _OneStream()
         self._thread = ThreadPoolExecutor(threads, "ndp-migration", self._start)
         self._pending: dict[int, Future[Event | None]] = {}  # layer -> its moves: at most one entry per layer
+        self._stream: torch.cuda.Stream | None = None  # of all moves, whatever their layer
 
     def begin(self, layer: int, moves: Sequence[Move]) -> None:
         """Carry out the moves of a layer that has none pending, in the order in which layers were begun."""
         if layer in self._pending:
             raise ValueError(f"layer {layer} still waits for the moves before these")
         if moves and not self._cores:
-            _carry_out(moves, None)
+            self._carry_out(moves, None)
         elif moves:
-            self._pending[layer] = self._thread.submit(_carry_out, tuple(moves), self._beside())
+            self._pending[layer] = self._thread.submit(self._carry_out, tuple(moves), self._after())
 
     def wait(self, layer: int) -> None:
         """Return when the slots of the layer hold what they are to hold, or will before the main stream reads them.
@@ -74,40 +69,30 @@ class Migrator:
     def _start(self) -> None:
         os.sched_setaffinity(0, self._cores)  # 0: this thread
 
-
-class _OneStream:
-    """On a GPU: the stream on which all moves are, whatever their layer; it is made when the first of them begins."""
-
-    def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
-
-    def __call__(self) -> CarryOut | None:
+    def _after(self) -> torch.cuda.Event | None:
+        """On a GPU: what the step before may still be reading, which moves come after."""
         if not torch.cuda.is_initialized():
             return None
         if self._stream is None:
             self._stream = own_stream(torch.device("cuda", torch.cuda.current_device()))  # of the worker's thread
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._stream.device))
-        return partial(_behind, self._stream, ready)
+        return ready
 
-
-def _behind(stream: torch.cuda.Stream, ready: torch.cuda.Event, moves: Sequence[Move]) -> Event:
-    done = torch.cuda.Event()
-    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-        stream.wait_event(ready)
-        for move in moves:
-            move()
-        done.record(stream)
-    return CudaEvent(done, stream.device)
-
-
-@torch.inference_mode()
-def _carry_out(moves: Sequence[Move], beside: CarryOut | None) -> Event | None:
-    if beside is not None:
-        return beside(moves)
-    for move in moves:
-        move()
-    return None
+    @torch.inference_mode()
+    def _carry_out(self, moves: Sequence[Move], after: torch.cuda.Event | None) -> Event | None:
+        """In the thread. The event is passed when they are done; None where they are when this returns."""
+        if self._stream is None or after is None:
+            for move in moves:
+                move()
+            return None
+        done = torch.cuda.Event()
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(after)
+            for move in moves:
+                move()
+            done.record(self._stream)
+        return CudaEvent(done, self._stream.device)
 
 
 def slots_of_module(
