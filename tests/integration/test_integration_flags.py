@@ -23,7 +23,7 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.operating.proposal import propose
-from vllm_ndp.operating.sizing import GB, Demand, MachineSize, Sizing
+from vllm_ndp.operating.sizing import GB, Sizing
 from vllm_ndp.operating.sources import source_named
 
 pytestmark = pytest.mark.vllm
@@ -173,7 +173,7 @@ def settings_of(words: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize(("model", "gpu"), [("qwen3-30b-a3b", 24 * GB), (str(MODEL), None)])
 def test_vllm_reads_the_line_that_plan_proposes(model: str, gpu: int | None) -> None:
     source = source_named(model)
-    sizing = Sizing(source.model, MachineSize(64 * GB, gpu), Demand(context=2048, batch=2))
+    sizing = Sizing(source.model, 64 * GB, gpu, context=2048, batch=2)
     proposed = propose(source, sizing, Costs(load_hardware(), source.model))
     assert settings_of(proposed.serve_options())["hot_experts"] == proposed.ways[0].option.num_hot
     given = parser().parse_args(proposed.serve_options())

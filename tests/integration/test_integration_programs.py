@@ -12,7 +12,7 @@ import pytest
 from engines import IN_PROCESS, MODEL, PROMPTS, ROOT, VLLM_PROGRAM, last_json, run_program
 from local_hub import local_hub
 
-from vllm_ndp.operating.sizing import ENGINE_BYTES, GB, Demand, MachineSize, Sizing
+from vllm_ndp.operating.sizing import ENGINE_BYTES, GB, Sizing
 from vllm_ndp.operating.sources import source_named
 
 pytestmark = [pytest.mark.vllm, pytest.mark.programs]
@@ -95,7 +95,7 @@ def test_plan_says_beforehand_what_an_engine_will_hold(
     KV cache of these engines: one request with as many tokens as 64 MiB hold."""
     (experts, num_hot), measured = ENGINES[engine], engines[engine]
     model = source_named(str(models[experts])).model
-    sizing = Sizing(model, MachineSize(64 * GB), Demand(context=KV_BYTES // model.kv_bytes))
+    sizing = Sizing(model, 64 * GB, context=KV_BYTES // model.kv_bytes)
     option = sizing.option(num_hot, 4)
     assert option is not None
     assert num_hot is not None

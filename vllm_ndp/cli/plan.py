@@ -66,26 +66,29 @@ def plan(
     from ndp_device.timing.spec import load_hardware, nearest_card
     from vllm_ndp.cost_model.costs import Costs
     from vllm_ndp.operating.proposal import propose
-    from vllm_ndp.operating.sizing import Demand, MachineSize, Sizing, parse_bytes
+    from vllm_ndp.operating.sizing import Sizing, parse_bytes
     from vllm_ndp.operating.sources import source_named
     from vllm_ndp.operating.speed import measure
 
-    machine = MachineSize(
+    source = source_named(model)
+    form = source.stored_form
+    sizing = Sizing(
+        source.model,
         host_bytes=room_bytes() if asked.host_memory is None else parse_bytes(asked.host_memory, "--host-memory"),
         gpu_bytes=None if asked.gpu_memory is None else parse_bytes(asked.gpu_memory, "--gpu-memory"),
+        context=min(asked.context, source.longest or asked.context),
+        batch=asked.batch,
+        stored_bytes=source.stored_bytes,
+        stored_bits=form and form.bits,
     )
-    source = source_named(model)
-    demand = Demand(min(asked.context, source.longest or asked.context), asked.batch)
-    form = source.stored_form
-    sizing = Sizing(source.model, machine, demand, stored_bytes=source.stored_bytes, stored_bits=form and form.bits)
-    costs = Costs(load_hardware(hardware or nearest_card(machine.gpu_bytes), **hardware_values(set_)), source.model)
+    costs = Costs(load_hardware(hardware or nearest_card(sizing.gpu_bytes), **hardware_values(set_)), source.model)
     with waiting("measuring this machine" if probe else "laying out the model"):
         proposal = propose(source, sizing, costs, partial(measure, source.model, form=form) if probe else None)
     _print(proposal)
-    if demand.context < asked.context:
-        print(f"The context is {demand.context} tokens, the model's longest, not {asked.context}.")
-    elif source.longest is None and demand.context > DemandOptions.context:
-        print(f"The model's longest context is not known here: vLLM refuses {demand.context} tokens if it is shorter.")
+    if sizing.context < asked.context:
+        print(f"The context is {sizing.context} tokens, the model's longest, not {asked.context}.")
+    elif source.longest is None and sizing.context > DemandOptions.context:
+        print(f"The model's longest context is not known here: vLLM refuses {sizing.context} tokens if it is shorter.")
     print_json(proposal.as_dict(), shown=True)
 
 
@@ -116,7 +119,7 @@ def _print(proposal: Proposal) -> None:
         f"experts of {human(model.expert_bytes)}, {model.top_k} per token"
     )
     ways = Table(
-        title=f"ways that fit; times for batch {sizing.demand.batch}, {sizing.demand.context} tokens each",
+        title=f"ways that fit; times for batch {sizing.batch}, {sizing.context} tokens each",
         title_justify="left",
     )
     for name in (

@@ -31,7 +31,7 @@ from vllm_ndp.integration.host_replicas import cached_replicas
 from vllm_ndp.integration.price_probe import find_or_measure
 from vllm_ndp.operating import speed
 from vllm_ndp.operating.proposal import OwnSize, kv_cache_bytes, own_size
-from vllm_ndp.operating.sizing import Demand, MachineSize, Sizing
+from vllm_ndp.operating.sizing import Sizing
 from vllm_ndp.operating.sources import source_named
 
 if TYPE_CHECKING:
@@ -133,10 +133,13 @@ def _size_kv_cache(vllm_config: VllmConfig, settings: NdpSettings) -> None:
 
 def _one_request(vllm_config: VllmConfig, stored_bits: int | None = None) -> Sizing:
     source = source_named(str(model_dir(vllm_config)))
-    scheduler, context = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
-    demand = Demand(context, batch=1, step_tokens=scheduler.max_num_batched_tokens)
     return Sizing(
-        source.model, MachineSize(room_bytes()), demand, stored_bytes=source.stored_bytes, stored_bits=stored_bits
+        source.model,
+        room_bytes(),
+        context=vllm_config.model_config.max_model_len,
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        stored_bytes=source.stored_bytes,
+        stored_bits=stored_bits,
     )
 
 

@@ -73,17 +73,17 @@ class Proposal:
 
     def serve_options(self) -> list[str]:
         """Options of `vllm serve` for the recommended way."""
-        option, demand, machine = self.ways[0].option, self.sizing.demand, self.sizing.machine
-        num_experts = self.sizing.model.num_experts
+        option, sizing = self.ways[0].option, self.sizing
+        num_experts = sizing.model.num_experts
         settings: dict[str, Any] = {"replicas": REPLICAS, "hot_experts": option.num_hot, "avg_bits": option.avg_bits}
-        if machine.gpu_bytes is None:
+        if sizing.gpu_bytes is None:
             settings |= settings_of(option, num_experts)
         if 0 < option.num_hot < num_experts and option.widest < DEFAULT_OFFLOAD_BITS:
             settings["debug"] = {"offload_bits": option.widest}
-        words = ["--quantization", "ndp", "--dtype", self.sizing.model.dtype]
-        words += ["--max-model-len", str(demand.context), "--max-num-seqs", str(demand.batch)]
-        words += ["--max-num-batched-tokens", str(max(demand.step_tokens, demand.batch))]
-        if machine.gpu_bytes is None:
+        words = ["--quantization", "ndp", "--dtype", sizing.model.dtype]
+        words += ["--max-model-len", str(sizing.context), "--max-num-seqs", str(sizing.batch)]
+        words += ["--max-num-batched-tokens", str(max(sizing.step_tokens, sizing.batch))]
+        if sizing.gpu_bytes is None:
             words += ["--kv-cache-memory-bytes", str(self.sizing.kv_cache_with_spare)]
         else:
             words += ["--gpu-memory-utilization", f"{GPU_SHARE:g}"]
@@ -103,10 +103,10 @@ class Proposal:
             "checkpoint_bytes": sizing.checkpoint_bytes,
             "stored_bytes": self.source.stored_bytes,
             "kv_bytes_per_request": sizing.kv_per_request,
-            "context": sizing.demand.context,
-            "batch": sizing.demand.batch,
-            "gpu_memory_bytes": sizing.machine.gpu_bytes,
-            "host_memory_bytes": sizing.machine.host_bytes,
+            "context": sizing.context,
+            "batch": sizing.batch,
+            "gpu_memory_bytes": sizing.gpu_bytes,
+            "host_memory_bytes": sizing.host_bytes,
             "hardware": self.hardware,
             "advice": sizing.advice,
             "too_few_bits": self.too_few_bits,
@@ -151,8 +151,8 @@ def propose(
     ways = []
     for option in options:
         of_slots = replace(costs, slot_bits=option.slot_bits)
-        speed = simulated(of_slots, option.num_hot, option.avg_bits, sizing.demand.batch, sizing.demand.context)
-        known = measured is not None and sizing.machine.gpu_bytes is None and round(option.avg_bits) == measured.bits
+        speed = simulated(of_slots, option.num_hot, option.avg_bits, sizing.batch, sizing.context)
+        known = measured is not None and sizing.gpu_bytes is None and round(option.avg_bits) == measured.bits
         step_s = first_s = None
         if known and measured is not None:
             step_s, first_s = decode_step_s(sizing, option, measured), first_token_s(sizing, option, measured)
@@ -211,7 +211,7 @@ class OwnSize:
                 f"mapped {mapped} of checkpoint, of whose experts {option.pool_cached:.0%} can stay in the page cache"
             )
         return [
-            f"sized to {human(self.sizing.machine.host_bytes)} of memory: {experts}{linear}{kept}; held "
+            f"sized to {human(self.sizing.host_bytes)} of memory: {experts}{linear}{kept}; held "
             f"{human(self._held)}; {then}",
             f"expected: {self._speed}; loss {lost}{self._without_loss}",
             f"by hand: {shlex.join(self.words(with_kv=with_kv))}",
@@ -222,7 +222,7 @@ class OwnSize:
         """What a server without the plugin would do here; empty where it has no room."""
         sizing = self.sizing
         whole = sizing.checkpoint_bytes + ENGINE_BYTES + SERVER_BYTES + self.kv_cache_bytes
-        if not (self._is_quantized and sizing.is_plain) or whole > sizing.machine.host_bytes:
+        if not (self._is_quantized and sizing.is_plain) or whole > sizing.host_bytes:
             return ""
         return f". Stock vLLM would lose nothing: its {human(whole)} fit, too (leave out --quantization ndp)"
 
@@ -296,6 +296,6 @@ def kv_cache_bytes(sizing: Sizing, option: Option | None, batch: int) -> int:
     sizing: of one request.
     """
     per_request = sizing.kv_per_request + sizing.sidecar
-    left = 0 if option is None else sizing.machine.host_bytes - sum(option.host.values())
+    left = 0 if option is None else sizing.host_bytes - sum(option.host.values())
     more = min((batch - 1) * per_request, left // _KV_SHARE)
     return sizing.kv_cache_with_spare + more * sizing.kv_per_request // per_request

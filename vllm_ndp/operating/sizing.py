@@ -66,24 +66,6 @@ def require_cpu_kernel(model: ModelShape) -> None:
 
 
 @dataclass(frozen=True)
-class MachineSize:
-    """The memories to fit into. Without a GPU the engine runs on the host's cores."""
-
-    host_bytes: int
-    gpu_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Demand:
-    """Load that the server must carry at once."""
-
-    context: int = 4096
-    batch: int = 1
-    step_tokens: int = 2048
-    """--max-num-batched-tokens: what one step works on, hence room for activations."""
-
-
-@dataclass(frozen=True)
 class Option:
     """One way to serve: K hot experts per layer, replicas of up to `widest` bits; or every expert at `widest` bits in
     slots of the engine's own, which prompts use too."""
@@ -112,8 +94,14 @@ class Sizing:
     """A model on a machine under a demand; every question about bytes is asked here."""
 
     model: WholeModel
-    machine: MachineSize
-    demand: Demand
+    host_bytes: int
+    gpu_bytes: int | None = None
+    """Without a GPU the engine runs on the host's cores."""
+    context: int = 4096
+    batch: int = 1
+    """Requests of so many tokens that the server must carry at once."""
+    step_tokens: int = 2048
+    """--max-num-batched-tokens: what one step works on, hence room for activations."""
     hot_is_faster: bool = False
     """Without a GPU: whether an expert in full precision was measured to be faster than a cold one."""
     stored_bytes: int | None = None
@@ -144,27 +132,27 @@ class Sizing:
     @cached_property
     def kv_per_request(self) -> int:
         """Bytes of KV cache for `context` tokens. A layer with a window keeps it and a step's tokens, as vLLM does."""
-        tokens = ceil_div(self.demand.context, KV_BLOCK) * KV_BLOCK
+        tokens = ceil_div(self.context, KV_BLOCK) * KV_BLOCK
         cached = 0
         for layer in self.model.decoder:
             window = layer.attention.window
-            kept = min(tokens, window + self.demand.step_tokens) if window else tokens
+            kept = min(tokens, window + self.step_tokens) if window else tokens
             cached += layer.attention.kv_values * kept
         return self.model.dtype_bytes * cached + self.model.state_bytes
 
     @property
     def kv_cache(self) -> int:
-        return self.demand.batch * self.kv_per_request
+        return self.batch * self.kv_per_request
 
     @property
     def kv_cache_with_spare(self) -> int:
         """Bytes of KV cache for the demand, and one block more, which vLLM keeps for itself."""
-        return self.kv_cache + self.kv_per_request * KV_BLOCK // max(self.demand.context, KV_BLOCK)
+        return self.kv_cache + self.kv_per_request * KV_BLOCK // max(self.context, KV_BLOCK)
 
     @property
     def sidecar(self) -> int:
         """Every router choice beside its KV entry."""
-        tokens = self.demand.batch * ceil_div(self.demand.context, KV_BLOCK) * KV_BLOCK
+        tokens = self.batch * ceil_div(self.context, KV_BLOCK) * KV_BLOCK
         return tokens * self._sidecar_per_token
 
     @property
@@ -174,9 +162,9 @@ class Sizing:
     @property
     def activations(self) -> int:
         """An estimate: a few rows of activations, the widest product of the experts, and the logits in float32."""
-        model, tokens = self.model, min(self.demand.step_tokens, self.demand.batch * self.demand.context)
+        model, tokens = self.model, min(self.step_tokens, self.batch * self.context)
         rows = tokens * (6 * model.hidden_size + model.top_k * (2 * model.intermediate_size + model.hidden_size))
-        return rows * model.dtype_bytes + 2 * 4 * self.demand.batch * model.vocab_size
+        return rows * model.dtype_bytes + 2 * 4 * self.batch * model.vocab_size
 
     def hot(self, num_hot: int) -> int:
         return self.model.num_layers * num_hot * self.model.expert_bytes
@@ -197,7 +185,7 @@ class Sizing:
         """Where the model runs, hot experts apart."""
         return {
             "other weights": self.other_weights,
-            "staging slot": self.model.expert_bytes * (1 if self.machine.gpu_bytes is None else STAGED_EXPERTS),
+            "staging slot": self.model.expert_bytes * (1 if self.gpu_bytes is None else STAGED_EXPERTS),
             "KV cache": self.kv_cache,
             "routing sidecar": self.sidecar,
             "activations": self.activations,
@@ -206,8 +194,7 @@ class Sizing:
     @property
     def _room(self) -> int:
         """Where the model runs."""
-        machine = self.machine
-        return machine.host_bytes if machine.gpu_bytes is None else int(machine.gpu_bytes * GPU_SHARE)
+        return self.host_bytes if self.gpu_bytes is None else int(self.gpu_bytes * GPU_SHARE)
 
     def option(self, num_hot: int, widest: int) -> Option | None:
         """The parts of this K in full precision and of replicas of this width, or None where they do not fit."""
@@ -224,14 +211,14 @@ class Sizing:
     ) -> Option | None:
         engine = {**slots, **self._engine}
         host = {"server": SERVER_BYTES, "worker": ENGINE_BYTES, "device": DEVICE_BYTES + on_device}
-        gpu = {} if self.machine.gpu_bytes is None else {"program": GPU_PROGRAM_BYTES, **engine}
+        gpu = {} if self.gpu_bytes is None else {"program": GPU_PROGRAM_BYTES, **engine}
         if not gpu:
             host |= engine
-        free_host = self.machine.host_bytes - sum(host.values())
+        free_host = self.host_bytes - sum(host.values())
         free_here = self._room - sum(gpu.values()) if gpu else free_host
         if min(free_host, free_here) < 0:
             return None
-        per_token = self.kv_cache // (self.demand.batch * self.demand.context) + self._sidecar_per_token
+        per_token = self.kv_cache // (self.batch * self.context) + self._sidecar_per_token
         return Option(
             num_hot=num_hot,
             widest=widest,
@@ -248,7 +235,7 @@ class Sizing:
 
         On a GPU all. On a CPU half of the experts, the plugin's default, within the limit of vLLM's kernel.
         """
-        if self.machine.gpu_bytes is not None:
+        if self.gpu_bytes is not None:
             return self.model.num_experts
         elements = 2 * self.model.intermediate_size * self.model.hidden_size
         return min(self.model.num_experts // 2, (CPU_KERNEL_ELEMENTS - 1) // elements)
@@ -260,12 +247,12 @@ class Sizing:
         as decode does. Beside a device a prompt reads every cold expert's full precision from the checkpoint. What is
         stored in 8 bits is served so, without a loss, where it fits.
         """
-        has_bytes = self.machine.gpu_bytes is None and self.stored_bits == BYTE_BITS
+        has_bytes = self.gpu_bytes is None and self.stored_bits == BYTE_BITS
         if has_bytes and (exact := self.in_slots(BYTE_BITS)) is not None:
             yield exact
         for widest in reversed(WIDTHS):
             best = self._hottest(widest)
-            if self.machine.gpu_bytes is None and not (best and self.hot_is_faster and self._prompts_may_stream(best)):
+            if self.gpu_bytes is None and not (best and self.hot_is_faster and self._prompts_may_stream(best)):
                 best = self.in_slots(widest)
             if best is not None:
                 yield best
@@ -288,19 +275,19 @@ class Sizing:
 
     def require(self) -> list[Option]:
         """`options`, at least one. Raises ConfigError with what is missing where there is none."""
-        if self.machine.gpu_bytes is None:
+        if self.gpu_bytes is None:
             require_cpu_kernel(self.model)
         if found := list(self.options()):
             return found
         fixed = sum(self._engine.values())
         narrow = DEVICE_BYTES + self.replicas(WIDTHS[0], (WIDTHS[0],))
         programs = SERVER_BYTES + ENGINE_BYTES
-        if self.machine.gpu_bytes is None:
+        if self.gpu_bytes is None:
             needs = [("host", fixed + narrow + programs, self._room)]
         else:
             needs = [
                 ("GPU", fixed + GPU_PROGRAM_BYTES, self._room),
-                ("host", narrow + programs, self.machine.host_bytes),
+                ("host", narrow + programs, self.host_bytes),
             ]
         place, need, room = next(one for one in needs if one[1] > one[2])
         raise ConfigError(
@@ -314,7 +301,7 @@ class Sizing:
     @property
     def advice(self) -> str:
         """Advice for a user with a GPU where no expert needs to be cold; empty where one does."""
-        if self.machine.gpu_bytes is None:
+        if self.gpu_bytes is None:
             return ""
         base = sum(self._engine.values()) - self.model.expert_bytes + GPU_PROGRAM_BYTES
         if base + self.all_experts <= self._room:

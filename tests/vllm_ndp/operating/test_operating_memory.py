@@ -18,7 +18,7 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.common.machine_memory import memory_found, process_memory
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.operating.proposal import OwnSize, own_size
-from vllm_ndp.operating.sizing import GB, Demand, MachineSize, Sizing, human
+from vllm_ndp.operating.sizing import GB, Sizing, human
 from vllm_ndp.operating.sources import source_named
 from vllm_ndp.operating.speed import LAYER_S, Measured
 
@@ -170,7 +170,7 @@ FAST_READS = replace(SLOW_READS, read_bytes_per_s=200e9)
 
 
 def size_of(host: int, measured: Measured = SLOW_READS, batch: int = 4, stored_bytes: int | None = None) -> OwnSize:
-    sizing = Sizing(MODEL, MachineSize(host), Demand(context=4096), stored_bytes=stored_bytes)
+    sizing = Sizing(MODEL, host, context=4096, stored_bytes=stored_bytes)
     return own_size(sizing, batch, measured)
 
 
@@ -190,7 +190,7 @@ def test_no_default_lets_prompts_read_a_checkpoint_from_the_disk_or_decode_its_f
     plain, fp8 = 93_405_585_408, 46_900_000_000
     assert size_of(256 * GB, FAST_READS, stored_bytes=plain).settings["hot_experts"] == 4
     assert size_of(128 * GB, FAST_READS, stored_bytes=plain).settings == SLOTS | {"avg_bits": 4.0, "slot_bits": 4}
-    stored = Sizing(MODEL, MachineSize(256 * GB), Demand(), stored_bytes=fp8)
+    stored = Sizing(MODEL, 256 * GB, stored_bytes=fp8)
     assert (stored.mapped_experts, replace(stored, stored_bytes=plain).mapped_experts) == (fp8, stored.all_experts)
     assert size_of(256 * GB, FAST_READS, stored_bytes=fp8).settings == SLOTS | {"avg_bits": 4.0, "slot_bits": 4}
 
@@ -198,7 +198,7 @@ def test_no_default_lets_prompts_read_a_checkpoint_from_the_disk_or_decode_its_f
 def test_what_is_stored_in_8_bits_is_served_so_where_it_fits() -> None:
     """Mixtral's 45 billion weights of experts."""
     for gb, bits in ((64, 8), (40, 4)):
-        sizing = Sizing(MODEL, MachineSize(gb * GB), Demand(), stored_bytes=46_900_000_000, stored_bits=8)
+        sizing = Sizing(MODEL, gb * GB, stored_bytes=46_900_000_000, stored_bits=8)
         size = own_size(sizing, 1, replace(SLOW_READS, bits=bits))
         assert size.settings == SLOTS | {"avg_bits": 4.0, "slot_bits": bits}
     assert size_of(64 * GB, stored_bytes=46_900_000_000).settings["slot_bits"] == 4

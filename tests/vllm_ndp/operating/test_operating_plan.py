@@ -24,7 +24,7 @@ from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.compare import compare
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.operating.proposal import propose
-from vllm_ndp.operating.sizing import GB, KV_BLOCK, Demand, MachineSize, Sizing, human, parse_bytes
+from vllm_ndp.operating.sizing import GB, KV_BLOCK, Sizing, human, parse_bytes
 from vllm_ndp.operating.sources import CheckpointSource, longest_context, source_named
 from vllm_ndp.operating.speed import LAYER_S, Measured, simulated
 from vllm_ndp.traces.synthetic import read_routing, synthetic_trace
@@ -44,7 +44,7 @@ hub counts in the bfloat16 files."""
 
 
 def sizing_of(name: str, gpu: int | None = 24 * GB, host: int = 64 * GB, **demand: int) -> Sizing:
-    return Sizing(source_named(name).model, MachineSize(host, gpu), Demand(**demand))
+    return Sizing(source_named(name).model, host, gpu, **demand)
 
 
 @pytest.mark.parametrize("name", FILE_BYTES)
@@ -236,7 +236,7 @@ def test_a_prompts_rows_meet_every_matrix_but_the_output_matrix() -> None:
 
 def proposal(name: str, gpu: int | None, host: int, **demand: int):
     source = source_named(name)
-    sizing = Sizing(source.model, MachineSize(host, gpu), Demand(**demand))
+    sizing = Sizing(source.model, host, gpu, **demand)
     return propose(source, sizing, Costs(load_hardware(), source.model))
 
 
@@ -265,7 +265,7 @@ def test_on_a_cpu_the_kv_cache_is_the_demand_and_one_block() -> None:
 
 def test_the_two_clocks_of_a_proposal_have_names_of_their_own() -> None:
     source = source_named(str(TINY))
-    sizing = Sizing(source.model, MachineSize(8 * GB), Demand())
+    sizing = Sizing(source.model, 8 * GB)
     probed = propose(
         source,
         sizing,
