@@ -1,7 +1,5 @@
 """The rule of layer/balance.py for one device in Python: what csrc/split.cpp must decide to the bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

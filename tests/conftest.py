@@ -1,7 +1,5 @@
 """What tests of every room share: their order, which of them run, and fixtures that need more than Python."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts, matrices and pairs drawn by lot, and the same sum in float64: what the tests of kernels compare with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

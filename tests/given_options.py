@@ -1,7 +1,5 @@
 """The plugin's settings in a command line of vLLM, for tests of lines that are printed."""
 
-from __future__ import annotations
-
 import json
 from functools import reduce
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What reaches the experts, from transformers' own model with all of them in memory: streaming is tested against it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 A start costs a second of imports. That the programs end as these functions do is held by test_command_lines.py.
 """
 
-from __future__ import annotations
-
 import io
 import subprocess
 from contextlib import redirect_stderr, redirect_stdout

@@ -6,8 +6,6 @@ Serves listing, file heads and files, as far as the client asks for them. Give c
 `HF_HUB_DISABLE_XET=1`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

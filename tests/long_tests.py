@@ -7,8 +7,6 @@ python tests/long_tests.py due                   names of the changed ones, thos
 data/long-tests.json holds a digest of each group's files, is written here, and belongs into the commit of the change.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

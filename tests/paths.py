@@ -1,7 +1,5 @@
 """Where tests find the repository's own files, and what of a file is in memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,7 +1,5 @@
 """Environments under which a process sees another processor than this machine's: numpy, BLAS, libm and our kernels."""
 
-from __future__ import annotations
-
 
 def features() -> list[str]:
     """What numpy may choose by processor and finds on this one."""

@@ -7,8 +7,6 @@ ledger lies in the cache of the user who runs CI, so that it outlives a checkout
 nothing is counted over several runs, and the line that this prints is all there is.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A Mixtral checkpoint of a few kilobytes for tests: config.json and one safetensors file, written byte by byte."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -4,8 +4,6 @@ A file system may forget a file's contents that were not synced, and any change 
 synced since; each change alone, in any order. Only os.fsync is looked at. It still does its work.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -3,8 +3,6 @@
 Every example of every help is read by the real parser, and run for real unless it would start vLLM or take minutes.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -3,8 +3,6 @@
 No container runs here: the commands are read by the programs' own parsers, and the device's are run as they stand.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """What the docs point at exists: files, commands, settings. Figures on pages are those that are kept."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

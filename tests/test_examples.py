@@ -1,8 +1,6 @@
 """Every script of `examples/` does what its first lines say, started as they say. `host_of_your_own.py` is started in
 test_device_program.py, beside a device; the one that starts vLLM in tests/integration."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Damaged files and messages of every kind end well. `make fuzz CASES=10000` runs so many of each kind."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

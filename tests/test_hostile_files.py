@@ -4,8 +4,6 @@ The issue asks for one second as well. A second is not asserted, because a busy 
 a minute is ended and fails.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Who may import whom. Reads the source as text: nothing is imported, so a broken package cannot hide a broken rule."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Groups of long tests: none is forgotten, and one is due until it passes and again when a file of its changes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

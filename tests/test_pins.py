@@ -1,7 +1,5 @@
 """Every dependency is pinned once, with a hash. What is known of a version: `pip-audit`."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import tomllib

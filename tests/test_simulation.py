@@ -3,8 +3,6 @@
 simulation/life.py says what must hold in each. Seeds that once failed are run for ever.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

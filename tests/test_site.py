@@ -3,8 +3,6 @@
 `make site` builds it, and ends at a broken link. test_docs.py holds the links of every page without mkdocs.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -13,8 +13,6 @@ Weights are drawn anew after transformers has built the model, wide enough that 
 the draws of the classes themselves nearly all of them do.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -11,8 +11,6 @@ Stock vLLM runs the second one, which is the reference for the first. Nothing bu
 ends in -all. Prints one JSON object: name -> directory.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -6,8 +6,6 @@ MODEL: gpt-oss-20b (MXFP4), qwen3-30b-a3b (bfloat16), qwen3-30b-a3b-fp8, -gptq, 
 Tensor by tensor, so the writer needs the memory of some million values.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

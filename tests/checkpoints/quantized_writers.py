@@ -6,8 +6,6 @@ gguf, torch's types for the scales of powers of two. modelopt's files are compre
 no package for a processor, and its layout is vLLM's (model_executor/layers/quantization/modelopt.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

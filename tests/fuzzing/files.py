@@ -4,8 +4,6 @@ A case ends well when the reader accepts it or raises an NdpError. Settings and 
 JSON that a user hands over, though no file of ours.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

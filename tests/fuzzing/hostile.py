@@ -3,8 +3,6 @@
 Run by tests/test_hostile_files.py. Prints one JSON line per case: name, how it ended, seconds, MiB beyond the start.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

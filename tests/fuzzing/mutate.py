@@ -1,7 +1,5 @@
 """Seeded mutations of bytes and of JSON values. Pure: a random.Random in, another input out."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

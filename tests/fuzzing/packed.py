@@ -3,8 +3,6 @@
 Written by hand, byte by byte: the formats' packages are not needed to damage their files.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ An input is one string of bytes, so that any fuzzer can make it; it ends well wh
 and every answer can be read. Damaged headers and lies to a host: test_device_codec.py, test_device_client_lies.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import random

@@ -2,8 +2,6 @@
 kill -9 each time it is up and a further part of all tokens has come.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

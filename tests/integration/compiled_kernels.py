@@ -7,8 +7,6 @@ a launch does. So batch 1, top-1, ids of 64 bits and float32 are code of their o
 GPU does. `stack_bytes` of a thread hold spills too, by cuobjdump, which Triton brings along. Knows the arguments.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -3,8 +3,6 @@
 Helpers to import are in engines.py, and in served_model.py for servers.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ FailsOnce    vLLM's ExampleConnector, whose first load brings nothing, as where 
 Tells        vLLM's ExampleConnector, which says something of its own in each answer, as connectors of two engines do
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Real are the layer, the slots' kernel but for vLLM's operator, the split, the me
 the step and its clock, and the device link but for its client, which computes here. Knows the plugin; knows no test.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections import Counter, deque
 from collections.abc import Callable

@@ -9,8 +9,6 @@ Prints of each: side -> passes, totals, reports of the first pass, what the plug
 One process for all of them: to import vLLM takes longer than to start an engine of such a model.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """vLLM's quantization of rows to FP8, in torch's operations: the yardstick of slots of 8 bits."""
 
-from __future__ import annotations
-
 import torch
 
 from vllm_ndp.integration.cuda.low_bit_slots import FP8, FP8_MAX

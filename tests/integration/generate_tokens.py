@@ -3,8 +3,6 @@
 python generate_tokens.py MODEL
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -7,8 +7,6 @@ far each result is from arithmetic in fp64 on what the slots stand for.
 
 # ruff: noqa: E402  # Triton must look as on a GPU before vLLM is imported
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 

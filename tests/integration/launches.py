@@ -1,7 +1,5 @@
 """Triton launches by cuda_stubs/launches.c: a CUDA driver without a GPU, which computes our two kernels itself."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

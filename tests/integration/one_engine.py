@@ -4,8 +4,6 @@ vLLM's n-gram proposer imports numba, after which no other engine starts in that
 processes by nature. Called through `run`, which knows what goes in and what comes out.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

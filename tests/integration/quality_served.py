@@ -5,8 +5,6 @@ so every decode step runs the plugin's own plan, its hot slots and the device pr
 are the decode path's. One request at a time: with several, they would share one hot set. float32.
 """
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ Anonymous memory is what only this process holds and no file backs: weights that
 mapped checkpoint are not.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -7,8 +7,6 @@ scheduler, answer. Our plugin is in the engine because stock vLLM's CPU experts 
 python routed_experts.py DIRECTORY
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

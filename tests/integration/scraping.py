@@ -1,7 +1,5 @@
 """A real Prometheus beside a server, with the rules of deploy/; and what these and the dashboard ask of it."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -9,8 +9,6 @@ new version is answered before that version is supported; test_integration_optio
 line, with the plugin and without. Imports nothing of vLLM.
 """
 
-from __future__ import annotations
-
 WORKS = {
     "a span `ndp.request` beside vLLM's own, in the client's trace": "otlp_traces_endpoint",
     "as for every model": (

@@ -3,8 +3,6 @@
 Knows how to start and to end a server; which options it has is its test's. Knows no test.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import threading

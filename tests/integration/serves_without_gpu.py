@@ -6,8 +6,6 @@ What kernels of vLLM and torch would have written is given here where the host r
 rows lie where they are expected. All else is real: the model runner, its graphs, the device process, the reports.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import json

@@ -1,7 +1,5 @@
 """What a step knows of its rows: the sums of lists against the arrays, and the check of the KV entries both ways."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Weights through pinned buffers, on a pretended or a real GPU: what arrives, who waits, and what a layer waits for."""
 
-from __future__ import annotations
-
 import os
 import threading
 from contextlib import nullcontext

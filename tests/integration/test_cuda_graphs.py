@@ -4,8 +4,6 @@ A captured piece reads its inputs at the addresses of its capture, whatever it i
 makes the pieces here; the stand-in keeps the tensors of its first call and reads those for ever.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

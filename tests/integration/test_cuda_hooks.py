@@ -4,8 +4,6 @@ The record of hooks (docs/measured/vllm_hooks.json) is compared with the vLLM th
 in NDP_VLLM_WHEELS (`pip download --no-deps vllm==0.33.0 -d FOLDER`) with those too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

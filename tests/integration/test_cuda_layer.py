@@ -1,7 +1,5 @@
 """The asynchronous layer on a pretended or a real GPU: what the eager one gives, with one wait instead of ten."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 

@@ -1,7 +1,5 @@
 """The asynchronous layer in a real engine, on CPU tensors: tokens, counts and simulated times are the eager layer's."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is refused or changed where the hot experts lie on a GPU: sentences and sizes, from configurations alone."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Hot slots of 8 and 4 bits: what vLLM's own kernel makes of them, interpreted, and how an expert gets into one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

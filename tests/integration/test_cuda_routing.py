@@ -1,7 +1,5 @@
 """Which rows leave: torch operators against a loop, and Triton's kernels, interpreted and compiled, against those."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 On stand-ins for a GPU: an assembly whose slots are said to be elsewhere, and streams that nobody may make.
 """
 
-from __future__ import annotations
-
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace

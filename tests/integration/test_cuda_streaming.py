@@ -1,7 +1,5 @@
 """Streamed prefill on a pretended or a real GPU: an expert arrives while one computes, and results stay the same."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace

@@ -13,8 +13,6 @@ folders with vLLM's CUDA wheels, 6 GB in all:
     NDP_CUDA_PYTHON=$PWD/cuda/bin/python NDP_CUDA_VLLM=$PWD/vllm-0.33.0 pytest -m slow THIS_FILE
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

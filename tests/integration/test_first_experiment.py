@@ -1,7 +1,5 @@
 """The commands of docs/first-experiment.md, as they are written, one after the other."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

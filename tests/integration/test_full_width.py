@@ -1,7 +1,5 @@
 """Two layers of gpt-oss-20b at full width, served with nothing set: its MXFP4 as it is, no file, no decoded expert."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tensors that are read from one end to the other get large pages, and nothing beside them does."""
 
-from __future__ import annotations
-
 import mmap
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Balanced execution in real vLLM: what a spilled hot expert computes, and what the reports say of it."""
 
-from __future__ import annotations
-
 import pytest
 from engines import PROMPTS, REPLICAS, engine, greedy, token_ids
 

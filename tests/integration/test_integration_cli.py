@@ -3,8 +3,6 @@
 That the installed programs end as the functions called here is held by test_command_lines.py.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

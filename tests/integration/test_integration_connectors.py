@@ -1,7 +1,5 @@
 """Connectors of vLLM's own beside the plugin. KV that they load has no routing: plans go without, whatever the role."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which cores vLLM's threads and an embedded device get on CPU."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Two devices behind one engine: stock vLLM's tokens with one of them killed, live times that replay gives again."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Drafts with layers of their own (EAGLE, EAGLE-3, Medusa, MTP): tokens and accepted drafts are those of stock."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

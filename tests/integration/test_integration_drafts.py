@@ -1,7 +1,5 @@
 """Speculative decoding: tokens of stock vLLM, and drafts in reports, traces and clocks."""
 
-from __future__ import annotations
-
 from itertools import chain
 from pathlib import Path
 from typing import Any

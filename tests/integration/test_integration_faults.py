@@ -3,8 +3,6 @@
 Identity mode in fp32, so that what the device computes and what the engine computes instead is the same arithmetic.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

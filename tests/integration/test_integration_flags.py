@@ -1,7 +1,5 @@
 """Every option of `vllm serve` has an answer, and those answers that need an engine to be seen."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Real engines beside devices that compute and have no simulated time: nothing falls back, and nothing says 0 ps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

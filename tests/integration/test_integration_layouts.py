@@ -4,8 +4,6 @@ A stage has a device, plans and a clock of its own; a request's report is of all
 ignores its expert map, so stock in one process is the yardstick of expert parallelism, too.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

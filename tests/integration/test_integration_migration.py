@@ -1,7 +1,5 @@
 """Experts that the end of a prefill streamed and that will be hot stay: same tokens, fewer reads of the pool."""
 
-from __future__ import annotations
-
 import os
 import resource
 import threading

@@ -1,7 +1,5 @@
 """`LLM(model, quantization="ndp")` and nothing else: it works, says what it had to make, and makes it once."""
 
-from __future__ import annotations
-
 import gc
 import json
 from pathlib import Path

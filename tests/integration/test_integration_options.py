@@ -4,8 +4,6 @@ No engine starts: an option is read by vLLM's own parser and made into its confi
 without. What vLLM itself refuses here (no GPU, no such file) it must refuse beside the plugin in the same words.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import dataclasses

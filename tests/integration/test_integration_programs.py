@@ -1,7 +1,5 @@
 """What the engine keeps in memory: the K hot experts of each layer, not all E of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

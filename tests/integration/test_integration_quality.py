@@ -3,8 +3,6 @@
 One server; the engine that the benchmark starts in this process gives the figures to compare with.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

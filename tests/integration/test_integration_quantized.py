@@ -4,8 +4,6 @@ The tiny models are tests/checkpoints/make_quantized_models.py's: each format's 
 plain twin. gpt-oss in MXFP4 by default; `make test-families` runs all and notes them in docs/measured/families.json.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bad input through the real entries: one clear sentence, nothing left running, no engine that does less than asked."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

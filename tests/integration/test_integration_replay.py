@@ -1,7 +1,5 @@
 """A recorded run of real vLLM, replayed under its own policy, takes the same simulated time to the picosecond."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Data parallelism: whole engines side by side on one device, offline and behind one server."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A request's answer depends on the request: not on those that an idle server has answered before."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`vllm serve MODEL --quantization ndp` as a user meets it: a process of its own, the real openai client, SIGTERM."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Sessions whose input comes in parts (vLLM's StreamingInput): one report counts the tokens of every part."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Shared experts run while the device works: after a layer's message has left, before its answer is waited for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The hot slots against arithmetic in fp64, and bit for bit against vLLM's own call over all experts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ Oracle: the router of transformers' own forward pass over the whole prompt, fp32
 a KV cache too small for the batch, so that chunked prefill, prefix-cache hits and preemption all happen.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from engines import MODEL, engine

@@ -1,7 +1,5 @@
 """The plugin installed but not asked for: vLLM as if it were not there."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prices that were measured once are found again, by all that they depend on; what cannot be read is measured anew."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

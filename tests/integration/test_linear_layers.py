@@ -1,8 +1,6 @@
 """Linear layers at 8 and 4 bits: what is quantized, what is freed, and served log-probabilities against the same model
 with dequantized weights."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

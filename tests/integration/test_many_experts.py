@@ -3,8 +3,6 @@
 Nothing is timed: function calls and lines are counted, and only experts that really move or are listed may cost some.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable

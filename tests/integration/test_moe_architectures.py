@@ -3,8 +3,6 @@
 The registry is read from vLLM's source, without importing it.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import tomllib

@@ -1,7 +1,5 @@
 """Slots whose activation vLLM's CPU operator lacks: the device's kernel computes them, in whatever layer they are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

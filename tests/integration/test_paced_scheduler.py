@@ -1,7 +1,5 @@
 """Steps with tokens of prompts are as long as time allows while requests decode; tokens stay those of stock vLLM."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

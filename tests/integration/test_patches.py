@@ -1,7 +1,5 @@
 """Each thing under patches/ is still needed and still right; a test that fails here says when one can go."""
 
-from __future__ import annotations
-
 import tomllib
 from importlib import metadata
 

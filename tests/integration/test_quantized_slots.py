@@ -1,7 +1,5 @@
 """Slots that hold replicas: what they hold, what they compute, and that every other slot's rule holds for them."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

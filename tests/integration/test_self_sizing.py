@@ -1,7 +1,5 @@
 """A server that is told nothing sizes itself, says so, and what it says by hand is the same server."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

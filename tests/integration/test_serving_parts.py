@@ -1,7 +1,5 @@
 """Parts of what a server tells, without a server: which requests are meant by an id, a bounded memory, refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import errno

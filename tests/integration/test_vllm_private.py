@@ -1,7 +1,5 @@
 """Each function of vllm_private.py against the installed vLLM, and no such name in any other file."""
 
-from __future__ import annotations
-
 import ast
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Processes of an engine on CPU sleep while they wait: which executor, which of OpenMP's variables, and what stays."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -9,8 +9,6 @@ vllm_ndp/integration/vllm_private.py if the name is private. A wheel comes with
 `pip download --no-deps vllm==VERSION` (300 MB). docs/gpu.md links the record.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib.util

@@ -1,7 +1,5 @@
 """One small checkpoint and its data-free replicas for all tests that only read them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

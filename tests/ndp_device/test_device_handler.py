@@ -1,7 +1,5 @@
 """Request -> reply without a socket: right sums, right times, typed refusals, one answer to whatever comes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

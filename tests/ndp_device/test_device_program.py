@@ -1,7 +1,5 @@
 """The program `ndp-device` as a real process: what it prints, what it refuses, when it ends, who may reach it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Whose request is next: hosts that compute are charged alike, newcomers together like one of them."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """One type for the sizes of a model: what a checkpoint, a public shape and a recorded trace say, said alike."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -3,8 +3,6 @@
 Most of what must hold (life.py) is asserted here, where a call ends. Knows the device by its address only.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable

@@ -18,8 +18,6 @@ Here is the course of a history: which faults come when, how they end, what is l
 files of their own. Left out: shared memory, keys, and what libzmq does.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Made once for all histories: a checkpoint, calls with the answers of the kernel itself. Knows no time.
 """
 
-from __future__ import annotations
-
 import tempfile
 from functools import cache
 from pathlib import Path

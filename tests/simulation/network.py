@@ -4,8 +4,6 @@ Both ends of a transport (transport/base.py) over a World, in the place of libzm
 connection in order and whole. Knows processes by what they own and whom to wake, and of messages the checksum.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Peers that never compute: they ping, flood, come and go, greet, send garbage, and leave answers unread."""
 
-from __future__ import annotations
-
 import numpy as np
 from small_checkpoint import EXPERTS, LAYERS
 

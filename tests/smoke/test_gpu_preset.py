@@ -1,7 +1,5 @@
 """The preset that a GPU machine's own measurements become. Every figure in here is made up, for the arithmetic."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """What a benchmark's file of `--json` says of its command."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

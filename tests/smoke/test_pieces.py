@@ -1,7 +1,5 @@
 """Pieces of a long measurement: what hangs is ended, what was found is kept, what is kept is not run again."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """The whole journey as `make demo` runs it: model, vLLM, plugin, device process, both clocks, one JSON line last."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

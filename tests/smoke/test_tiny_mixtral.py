@@ -1,7 +1,5 @@
 """The bundled model is the trained one, and no calibration text was held out. Knows transformers, not vLLM."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

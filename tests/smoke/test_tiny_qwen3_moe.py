@@ -3,8 +3,6 @@
 Knows transformers, not vLLM. Made by models/training/train.py; its texts and tokenizer are the first model's.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

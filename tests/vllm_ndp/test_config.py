@@ -1,7 +1,5 @@
 """The plugin's settings: every one has a default that works, and nothing impossible can be asked for."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

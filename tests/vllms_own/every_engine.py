@@ -3,8 +3,6 @@
 run.py names `register` as one of vLLM's general plugins, so that servers and engines of their own load it as well.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

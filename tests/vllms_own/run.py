@@ -7,8 +7,6 @@ in for every model, under its name in a folder of the hub. A test differs if it 
 plugin twice. Exit status: 0 if differences.txt gives a reason for each difference, 1 if not, 2 without the sdist.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """vLLM's own tests pass with the plugin where they pass without it, or differences.txt says why not."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """torch's side of the activations, which calibrates, against the numpy yardstick, which the kernels are held to."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

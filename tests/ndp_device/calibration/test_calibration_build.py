@@ -1,7 +1,5 @@
 """The whole job on a two-layer model with tiny-mixtral's tokenizer: captured, quantized, written, read, resumed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """The C++ fit of data-free replicas against the numpy one and on other processors; the loss probe of a large expert."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import platform

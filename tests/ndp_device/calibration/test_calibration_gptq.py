@@ -1,7 +1,5 @@
 """The solver against its definitions: exhaustive codes, plain rounding, the same weights at one width alone."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

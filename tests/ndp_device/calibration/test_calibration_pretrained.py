@@ -1,7 +1,5 @@
 """Configuration and tokenizer by transformers: its own only, and one sentence where that cannot be."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

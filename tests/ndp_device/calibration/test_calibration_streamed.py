@@ -1,7 +1,5 @@
 """Calibration without the model in memory: what it computes, reads and needs, against transformers' whole model."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

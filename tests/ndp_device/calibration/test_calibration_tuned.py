@@ -1,7 +1,5 @@
 """Levels trained through the whole model: what changes, what stays, and that it helps where nothing was trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

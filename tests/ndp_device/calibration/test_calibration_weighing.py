@@ -1,7 +1,5 @@
 """Layers weighed in a streamed pass, against the whole model in memory; and who weighs when."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the checkpoint reader takes for an expert is what transformers computes with, for every family; no vLLM."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """GGUF files of llama.cpp are read as its own package reads them; a damaged one is refused in one sentence."""
 
-from __future__ import annotations
-
 import json
 import struct
 import sys

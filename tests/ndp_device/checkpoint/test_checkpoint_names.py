@@ -1,7 +1,5 @@
 """Experts are found by names and shapes, in every layout we know; a checkpoint that does not add up is one sentence."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Quantized experts are read as their formats' own libraries read them; what is not read is refused by name."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

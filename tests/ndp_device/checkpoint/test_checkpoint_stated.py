@@ -1,7 +1,5 @@
 """What config.json states of a quantized tensor is used, and held against what the tensors show. Written by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parts of an expert: they add up to the whole at every width, take equal bytes, and never lie across a scale."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Each activation on every instruction-set path against float64, and the names that stand for its numbers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

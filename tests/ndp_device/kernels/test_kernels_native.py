@@ -1,7 +1,5 @@
 """Every path of the native kernel against fp64 over the same quantized weights: shapes, groups, order, batches."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

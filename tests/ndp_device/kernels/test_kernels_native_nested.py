@@ -1,7 +1,5 @@
 """Native experts that share planes: of one container, and masked ones."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace

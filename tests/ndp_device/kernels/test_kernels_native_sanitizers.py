@@ -1,7 +1,5 @@
 """The kernels under the address and undefined-behaviour sanitizers, as a program of their own (kernel_check.cpp)."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The reference kernel against the formula in float64, and the promises every kernel makes."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Message and tensors <-> frames: the same bytes for ever, readable by another library, and garbage is one error."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from typing import Any, get_args

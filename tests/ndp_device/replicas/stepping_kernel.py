@@ -1,7 +1,5 @@
 """A kernel that computes nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ndp_device.experts.expert import Expert

@@ -1,7 +1,5 @@
 """Experts prepared before a plan asks for them: which ones, within which memory, and never in anybody's way."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A file that is cut short or rewritten while it is mapped: no process ends, no number is made of what is gone."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Replica directories: what was written is read, and what cannot be trusted is refused by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """What a device keeps in memory: no page of a file that was only converted, and no more than the packed replicas."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`ndp-device time …` as people and scripts call it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The DRAM model against arithmetic, against the cycles of a public simulator, and against itself."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Commands on the device: limits, conservation, monotony, both sides of every edge."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 The attackers are plain sockets, the honest host is the plugin's own client.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """A device to attack: the program, and the server alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The bytes that wrong peers send: ZMTP 3.0 as much as tests need, its older versions, and no ZMTP at all."""
 
-from __future__ import annotations
-
 import random
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A ZmqServer without a program around it, whose requests a test takes one by one."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from pathlib import Path

@@ -3,8 +3,6 @@
 The wrong peers are plain sockets, the honest host is the plugin's own client.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Who may come in by tcp: hosts with a key that is allowed, and no others, whatever they send before they are known."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

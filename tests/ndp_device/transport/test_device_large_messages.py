@@ -1,7 +1,5 @@
 """Bodies of many MiB through the socket: in order, whole, or seen to be lost."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

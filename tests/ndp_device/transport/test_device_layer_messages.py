@@ -1,7 +1,5 @@
 """A layer's two messages with heads of fixed size: the codec's values, and nothing that the codec would refuse."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any

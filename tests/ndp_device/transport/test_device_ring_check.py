@@ -1,7 +1,5 @@
 """Both ends of the rings at the same moment, as a program of two threads without Python (ring_check.cpp)."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -4,8 +4,6 @@ sender_thread_model.cpp runs csrc/sender_thread.h in random interleavings and wi
 which no processor of today shows all of.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

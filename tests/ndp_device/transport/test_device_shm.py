@@ -1,7 +1,5 @@
 """The shared-memory transport: two frames through ring slots, the doorbell, every reason to take the socket instead."""
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

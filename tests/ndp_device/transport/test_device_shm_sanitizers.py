@@ -1,7 +1,5 @@
 """The shared-memory transport and its thread under sanitizers: their own tests, once more."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

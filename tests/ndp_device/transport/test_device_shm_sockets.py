@@ -1,7 +1,5 @@
 """Shared memory beside a real socket: who speaks where, what memory cannot take, and how either end gives it up."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import random

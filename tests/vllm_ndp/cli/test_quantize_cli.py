@@ -1,7 +1,5 @@
 """`vllm-ndp quantize` as a person runs it: what it prints, and the ways to get it wrong."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

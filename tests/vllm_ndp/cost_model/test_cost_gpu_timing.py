@@ -1,7 +1,5 @@
 """The GPU side of a step: rooflines by arithmetic, both sides of every edge, and the clock that adds them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

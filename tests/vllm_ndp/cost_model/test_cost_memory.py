@@ -1,7 +1,5 @@
 """Memory: hand-added bytes of one model, and one sentence for what does not fit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from balance_yardstick import load_of, offloaded

@@ -1,7 +1,5 @@
 """Prices of a machine decide who runs where; simulated times never hear of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from balance_yardstick import offloaded

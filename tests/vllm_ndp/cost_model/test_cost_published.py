@@ -7,8 +7,6 @@ KTransformers' 8.73 tokens/s on DeepSeek-V3 is no row: the 33 % of a host's memo
 sockets, each with a copy of the experts (doc/en/DeepseekR1_V3_tutorial.md, V0.2); an RTX 4090 does the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

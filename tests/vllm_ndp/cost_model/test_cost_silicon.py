@@ -1,7 +1,5 @@
 """Measured kernels: what the table gives back, what it does not believe, and what it foretells of a layer held out."""
 
-from __future__ import annotations
-
 from statistics import median
 
 import pytest

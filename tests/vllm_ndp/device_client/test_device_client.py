@@ -1,7 +1,5 @@
 """The client against a device in this process that lies, loses, repeats or restarts: costs time, never a number."""
 
-from __future__ import annotations
-
 import logging
 import random
 import time

@@ -3,8 +3,6 @@
 Every answer is compared with the reference kernel to the bit; a call that gets none ends and says why.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

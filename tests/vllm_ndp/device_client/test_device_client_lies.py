@@ -3,8 +3,6 @@
 The lies are made by hand where one is known to have hurt, and by hypothesis everywhere else.
 """
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Several devices in this process asked like one: lost, late or refusing, no pair goes unserved where a copy lives."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A device process that serves something else than its host plans with is refused, in one sentence with the fix."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A layer's message by a thread of C++: today's bytes and sums, and every way out of it ends in today's code."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Real devices in shared memory give the same sums and simulated times whether the codec is on the way or not."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

@@ -4,8 +4,6 @@ An expert is 6 MB in 16 bits: 10 us over the link (F), 1 us on the GPU (C), 20 u
 memory. Attention takes less than 10 ns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

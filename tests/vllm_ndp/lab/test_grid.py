@@ -1,7 +1,5 @@
 """Grids of comparisons: the same rows whoever finds them; what is refused, and where; and their page."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 

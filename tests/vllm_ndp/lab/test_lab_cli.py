@@ -3,8 +3,6 @@
 They run in this process (tests/in_this_process.py).
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Requests that arrive, wait and join: arrivals by seed, steps as vLLM makes them, and a cause for every picosecond."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Repeats and hits by the slow way, one cache after the other, and by hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Pages of plots, as a browser shows them, and the timeline."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """Capacities bind: what a system says it holds, refusals before anything is replayed, and the largest that fits."""
 
-from __future__ import annotations
-
 import pytest
 from paths import DATA
 

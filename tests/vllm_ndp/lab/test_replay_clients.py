@@ -1,7 +1,5 @@
 """Hosts that share one device: a case worked by hand, and what must hold for any of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Costs and execution: sums against the device model itself, fast paths against obvious ones, limits and edges."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The predictor by pencil, its accuracy, and what wrong guesses cost the system that prefetches by them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from by_hand import C, F, chosen, machine, requests_of, run, trace

@@ -1,7 +1,5 @@
 """Reproductions: closed forms by hand, and every row as it was when it was last looked at."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Systems: golden results on the checked-in trace, bounds that hold for all, and each one's own edge."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Synthetic routing beside the figures that others have published of real models (traces/synthetic.py)."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

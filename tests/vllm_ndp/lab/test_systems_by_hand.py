@@ -1,7 +1,5 @@
 """Every system on a few tokens, to be worked out with a pencil. F = 10 us: a copy; C = 1 us: computing on the GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Where each pair of a layer runs, in numpy: what csrc/split.cpp must give to the bit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import balance_yardstick

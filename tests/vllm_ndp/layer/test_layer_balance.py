@@ -1,7 +1,5 @@
 """The offload rule against every other choice, and its three readers against each other."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from balance_yardstick import load_of, offloaded

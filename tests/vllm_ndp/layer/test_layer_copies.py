@@ -1,7 +1,5 @@
 """Where copies of experts lie on several devices, and which one serves: bounds, capacity, what a lost device costs."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Several devices as plugin and replay see them: capacity, who serves what, when a hot expert goes to one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Joint plans of a live run: within the memory and the loss of the plan that they are compared with, and faster."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """Whole hot experts shared out over GPUs: nobody moves for nothing, and nobody holds more than its slots."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Cold experts of prompts: what is streamed and what the device computes, against every other way to share them."""
 
-from __future__ import annotations
-
 from itertools import chain, combinations
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The native split against the numpy yardstick, to the bit: any rows, tiers, ranks and widths."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any

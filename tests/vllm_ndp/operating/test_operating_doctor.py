@@ -1,7 +1,5 @@
 """`vllm-ndp doctor` on this machine, on file trees of machines that are not ready, and before a running device."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

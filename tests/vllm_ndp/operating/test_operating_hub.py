@@ -1,7 +1,5 @@
 """Checkpoints by way of a hub: huggingface_hub's own client, and a directory that stands for one."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

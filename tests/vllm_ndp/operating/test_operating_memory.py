@@ -1,7 +1,5 @@
 """Memory that a process holds is told from files that it maps, and a machine's memory from what may be used of it."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import resource

@@ -3,8 +3,6 @@
 test_integration_programs.py holds the same bytes against running engines.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from dataclasses import replace

@@ -3,8 +3,6 @@
 test_integration_serve.py watches a real server with it.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """8 bits for every cold expert: what a budget of 8 gives, what it refuses, and how its loss is told."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

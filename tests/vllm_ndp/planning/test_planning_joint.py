@@ -1,7 +1,5 @@
 """Joint plans: against every plan there is on small cases, monotone on all, within limits; what they refuse."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable

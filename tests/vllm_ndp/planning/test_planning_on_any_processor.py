@@ -1,7 +1,5 @@
 """What planners decide on scores of every kind, as digests that test_same_everywhere.py compares."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

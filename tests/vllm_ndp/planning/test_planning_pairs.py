@@ -1,7 +1,5 @@
 """Widths of single pairs by their own router weight: the best of all plans that read as much, within the budget."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Policies by name: what each one scores, what they refuse, and that all of them end in plans that fit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from paths import MODEL

@@ -1,7 +1,5 @@
 """Hot sets and bits: the selector against exhaustive search, and what every plan must conserve."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

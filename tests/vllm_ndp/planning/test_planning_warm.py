@@ -1,7 +1,5 @@
 """Warm experts: the most important ones after the hot ones, in full precision, outside of the budget of bits."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

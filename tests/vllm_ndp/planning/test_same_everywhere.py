@@ -1,7 +1,5 @@
 """Plans and simulated times are the same on every processor: the same work in processes that see other ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What a trace must hold is checked where it comes in; what no router chose is left out of an import, and counted."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

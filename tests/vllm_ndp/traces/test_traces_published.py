@@ -5,8 +5,6 @@ andronius-yang/cse223b-proj keeps); dynande, its repository's sample folders, de
 layers) and encoder.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Recording: what goes in comes out, crashes lose the tail only, damage is refused by the name of the file."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

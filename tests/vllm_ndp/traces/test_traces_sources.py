@@ -1,7 +1,5 @@
 """Synthetic traces carry the signal they were told to; foreign recordings are read as what they are."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -4,8 +4,6 @@ Qwen3.5-MoE's text model computes nothing with it, but without it its module can
 program that test_integration_families.py starts for that family, of no other. Every name is there; none can be used.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
