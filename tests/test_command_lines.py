@@ -34,7 +34,7 @@ HEAVY = ("numpy", "pyarrow", "torch", "vllm", "transformers", "safetensors", "zm
 NOT_RUN = {
     r"vllm-ndp (demo|verify|record)\b": "starts vLLM",
     r"vllm-ndp lm-eval\b": "needs a server: test_integration_quality.py",
-    r"vllm-ndp top\b": "needs what it watches: test_integration_serve.py, test_operating_watch.py",
+    r"vllm-ndp top\b": "needs what it watches: test_integration_serve.py, test_operating_doctor.py",
     r"vllm-ndp replay\b": "needs a trace that vLLM recorded",
     r"vllm-ndp (quantize|tune|weigh) .*--calibration": "takes minutes",
     r"ndp-device (serve|ping|describe|verify ipc)": "run together, see test_the_device_examples_work_together",
