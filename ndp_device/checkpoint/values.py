@@ -72,7 +72,7 @@ columns lie in the order of their groups (`perm`)."""
 class Packed:
     """One tensor in the shape that its values have, and the stored tensors that hold them."""
 
-    decode: Callable[[Packed, Read], Rows]
+    decode: Callable[[Packed, Read], Rows | Whole]
     shape: tuple[int, ...]
     dtype: str  # as safetensors spells it
     parts: Mapping[str, str]
@@ -109,7 +109,7 @@ class Packed:
             return StoredForm(_BYTES[self.elements], 0)
         if columns % group:
             return None
-        if self.decode in _WHOLE and self.bits == CODE_BITS and group % 8 == 0:
+        if self.decode in _OF_INTEGERS and self.bits == CODE_BITS and group % 8 == 0:
             return StoredForm("int4", group)
         if self.decode is not scaled or self.elements != "fp4" or self.block[0] != 1 or columns % FP4_GROUP:
             return None
@@ -128,7 +128,8 @@ class Packed:
             return one._byte_codes(part, one.stored_form.numbers)
         if one.stored_form.numbers == "fp4":
             return one._fp4_codes(part, one.stored_form)
-        whole = _WHOLE[self.decode](one, part)
+        whole = self.decode(one, part)
+        assert isinstance(whole, Whole)
         scale, zero, words = whole.scale, whole.zero, whole.words[:, : one.shape[1] // 8]
         perm, in_order = None, np.arange(one.shape[1]) // max(one.block)
         if whole.group_of is not None and not np.array_equal(whole.group_of, in_order):
@@ -175,7 +176,8 @@ class Packed:
         return (self if index is None else replace(self, shape=self.shape[1:])), part
 
     def _decoded(self, part: Read) -> NDArray[Any]:
-        rows, (num_rows, columns) = self.decode(self, part), self.shape
+        found, (num_rows, columns) = self.decode(self, part), self.shape
+        rows = found.rows_of(self) if isinstance(found, Whole) else found
         at_once = max(_AT_ONCE // columns // _NEIGHBOURS * _NEIGHBOURS, _NEIGHBOURS)
         out = np.empty(self.shape, "uint16" if self.dtype == "BF16" else _DTYPES[self.dtype])
         for first in range(0, num_rows, at_once):
@@ -237,55 +239,40 @@ class Whole(NamedTuple):
     group_of: NDArray[np.int64] | None
     """Group of each column [C]; None: by its place."""
 
+    def rows_of(self, packed: Packed) -> Rows:
+        """What gives the values of some rows."""
+        block = (1, max(packed.block))
 
-def _whole_words(packed: Packed, part: Read) -> Whole:
+        def rows(first: int, last: int) -> Floats:
+            values = _unpacked(packed, self.words[first:last])[:, : packed.shape[1]].astype(np.float32)
+            if self.group_of is not None:
+                values -= self.zero[first:last, self.group_of]
+                values *= self.scale[first:last, self.group_of]
+            else:
+                _by_block(np.subtract, values, self.zero, block, first)
+                _by_block(np.multiply, values, self.scale, block, first)
+            return values
+
+        return rows
+
+
+def words(packed: Packed, part: Read) -> Whole:
+    """compressed-tensors, pack-quantized."""
     (num_rows, columns), bits = packed.shape, packed.bits
     if (stored := part("shape").tolist())[-2:] != [num_rows, columns]:
         raise ReplicaError(
             f"{packed.parts['shape']} is {stored} and its codes are {[num_rows, columns]}: the checkpoint is damaged"
         )
-    unpack = _unpack_stream if packed.is_dense else _unpack_words
     scale = _float(part("scale"))
     zero = np.full(scale.shape, 1 << (bits - 1), np.float32)
     if "zero" in packed.parts:
-        zero = unpack(part("zero").T, bits).T[:num_rows].astype(np.float32)
+        zero = _unpacked(packed, part("zero").T).T[:num_rows].astype(np.float32)
         _refuse_zeros_of_symmetric(packed, zero, 1 << (bits - 1))
     return Whole(part("codes"), scale, zero, _group_of_columns(packed, part, scale.shape[1]))
 
 
-def words(packed: Packed, part: Read) -> Rows:
-    """compressed-tensors, pack-quantized: words of codes, (code - zero) * scale of its group."""
-    columns, bits = packed.shape[1], packed.bits
-    unpack = _unpack_stream if packed.is_dense else _unpack_words
-    codes, scale, zero, group_of = _whole_words(packed, part)
-
-    def rows(first: int, last: int) -> Floats:
-        values = unpack(codes[first:last], bits)[:, :columns].astype(np.float32)
-        if group_of is not None:
-            return (values - zero[first:last, group_of]) * scale[first:last, group_of]
-        _by_block(np.subtract, values, zero, packed.block, first)
-        _by_block(np.multiply, values, scale, packed.block, first)
-        return values
-
-    return rows
-
-
-def gptq(packed: Packed, part: Read) -> Rows:
+def gptq(packed: Packed, part: Read) -> Whole:
     """Codes [C, N] in a stream of bits down the columns; groups in any order."""
-    codes, scale, zero, group_of = _whole_gptq(packed, part)
-    if group_of is None:
-        group_of = np.arange(packed.shape[1]) // packed.block[1]
-
-    def rows(first: int, last: int) -> Floats:
-        values = _unpack_stream(codes[first:last], packed.bits).astype(np.float32)  # [n, C]
-        values -= zero[first:last, group_of]
-        values *= scale[first:last, group_of]
-        return values
-
-    return rows
-
-
-def _whole_gptq(packed: Packed, part: Read) -> Whole:
     scale, zero = _float(part("scale")), _gptq_zeros(packed, part("zero"))  # [G, N]
     return Whole(part("codes").T, scale.T, zero.T, _group_of_columns(packed, part, len(scale)))
 
@@ -323,15 +310,11 @@ def _awq_in_order(stored: NDArray[Any]) -> NDArray[np.uint8]:
     return nibbles[:, :, list(_AWQ_ORDER)].reshape(len(stored), -1)
 
 
-def _awq_zeros(packed: Packed, part: Read) -> Floats:
+def awq(packed: Packed, part: Read) -> Whole:
     zero = _awq_in_order(part("zero")).astype(np.float32)
     _refuse_zeros_of_symmetric(packed, zero, 8)
-    return zero
-
-
-def _whole_awq(packed: Packed, part: Read) -> Whole:
     codes = _awq_in_order(part("codes")).T  # [N, C]
-    return Whole(_words_of_nibbles(codes), _float(part("scale")).T, _awq_zeros(packed, part).T, None)
+    return Whole(_words_of_nibbles(codes), _float(part("scale")).T, zero.T, None)
 
 
 def _words_of_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.int32]:
@@ -341,24 +324,7 @@ def _words_of_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.int32]:
     return words
 
 
-def awq(packed: Packed, part: Read) -> Rows:
-    codes, zero, scale = part("codes"), _awq_zeros(packed, part), _float(part("scale"))
-
-    def rows(first: int, last: int) -> Floats:
-        values = _awq_in_order(codes[:, first // _NEIGHBOURS : -(-last // _NEIGHBOURS)]).astype(np.float32)
-        _by_block(np.subtract, values, zero[:, first:last], packed.block)
-        _by_block(np.multiply, values, scale[:, first:last], packed.block)
-        return values.T
-
-    return rows
-
-
-_WHOLE: Mapping[Callable[[Packed, Read], Rows], Callable[[Packed, Read], Whole]] = {
-    words: _whole_words,
-    gptq: _whole_gptq,
-    awq: _whole_awq,
-}
-"""Decoders of integer codes, and what gives these as they are."""
+_OF_INTEGERS = (words, gptq, awq)
 
 
 def _planes(words: NDArray[Any]) -> NDArray[np.uint8]:
@@ -469,6 +435,10 @@ def _by_block(operate: np.ufunc, values: Floats, by: NDArray[Any], block: tuple[
         operate(blocks, grid[:, :, None], out=blocks)
     else:
         operate(values, np.repeat(grid, of_columns, 1)[:, :columns], out=values)
+
+
+def _unpacked(packed: Packed, stored: NDArray[Any]) -> NDArray[np.uint8]:
+    return (_unpack_stream if packed.is_dense else _unpack_words)(stored, packed.bits)
 
 
 def _unpack_stream(stored: NDArray[Any], bits: int) -> NDArray[np.uint8]:
