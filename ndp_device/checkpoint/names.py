@@ -16,9 +16,9 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from ndp_device.checkpoint.files import TensorInfo
 from ndp_device.checkpoint.spellings import (
@@ -45,17 +45,6 @@ _ONE_PLUS_NORM = {"qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"}
 """Model types that multiply by 1 + the norm's weight, which no shape shows either."""
 
 
-class TensorRows(NamedTuple):
-    """Which rows of a fused tensor: the arguments of a slice."""
-
-    start: int | None = None
-    stop: int | None = None
-    step: int | None = None
-
-
-ALL_ROWS = TensorRows()
-
-
 @dataclass(frozen=True)
 class Source:
     """Where one matrix [rows, columns] or bias [rows] of all experts of a layer lies.
@@ -65,7 +54,8 @@ class Source:
 
     name: str
     transposed: bool = False
-    rows: TensorRows = ALL_ROWS
+    rows: slice = field(default_factory=lambda: slice(None))
+    """Which rows of a fused tensor."""
 
     def tensor(self, expert: int) -> str:
         return self.name.format(expert)
@@ -76,7 +66,7 @@ class Source:
 
     def of(self, values: Any) -> Any:
         """A view of the matrix, given the values of this expert alone."""
-        return (values.T if self.transposed else values)[slice(*self.rows)]
+        return (values.T if self.transposed else values)[self.rows]
 
 
 @dataclass(frozen=True)
@@ -407,10 +397,10 @@ class _Layer:
         )
 
 
-def _rows(intermediate: int, interleaved: bool) -> dict[Part, TensorRows]:
+def _rows(intermediate: int, interleaved: bool) -> dict[Part, slice]:
     if interleaved:
-        return {"gate": TensorRows(0, None, 2), "up": TensorRows(1, None, 2)}
-    return {"gate": TensorRows(0, intermediate), "up": TensorRows(intermediate)}
+        return {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+    return {"gate": slice(intermediate), "up": slice(intermediate, None)}
 
 
 def _refuse_other_types(config: Mapping[str, Any], name: str) -> None:

@@ -139,7 +139,7 @@ class CheckpointExperts:
             packed, index = self.packed.get(source.tensor(expert)), source.index(expert)
             if packed is None or source.transposed or (codes := packed.codes(self._stored, index)) is None:
                 return None
-            parts.append(codes.at_rows(slice(*source.rows)))
+            parts.append(codes.at_rows(source.rows))
         biases, activation = self._biases(layer, expert), found.activation
         match parts:
             case [Fp4Matrix() as gate, Fp4Matrix() as up, Fp4Matrix() as down]:
