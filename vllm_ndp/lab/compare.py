@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -73,9 +72,6 @@ class Replayed:
     decode_ps: NDArray[np.float64]  # [G], decode of each group of requests
     layer_ms: dict[str, float]
     """Where the time of a layer and decode step goes, on average: LAYER_PARTS."""
-    num_decisions: int
-    measured_seconds: float
-    """Wall time of the replay itself."""
     over_least: float
     """Of the last joint plan: how much longer it takes than what no plan can be below."""
 
@@ -210,14 +206,12 @@ class Replays:
     def replay(self, one: Planned) -> Replayed:
         """Find one row."""
         system, batches, options = one
-        started = time.perf_counter()
         outcome = system.replay(batches, self.costs, options)
-        seconds = time.perf_counter() - started
         row = with_memory(summarise(system.name, outcome, batches, self.costs), one, self.costs)
         row = replace(row, routing=self._workload.routing)
         decode_ps = np.nansum(step_times(outcome, batches, self.costs), axis=1)
         layer_ms = _layer_ms(outcome, batches, self.costs)
-        return Replayed(row, decode_ps, layer_ms, batches.num_decisions, seconds, outcome.over_least)
+        return Replayed(row, decode_ps, layer_ms, outcome.over_least)
 
 
 def _layer_ms(outcome: Outcome, batches: Batches, costs: Costs) -> dict[str, float]:

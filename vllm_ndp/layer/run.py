@@ -81,7 +81,7 @@ class Run(Generic[K]):
         if setup.joint_tiers:
             num_hot = rules.budget.num_hot
             joint = JointRule.live(costs, setup.joint_tiers, rules.loss, num_hot, prices, setup.num_devices)
-            rules = replace(rules, joint=joint)
+            rules = replace(rules, joint=joint.plan)
         self.planner = Replanner(rules, *tiers.where.shape)
         self.clock = StepClock(
             replace(costs.gpu, stage=setup.stage, num_stages=setup.num_stages, whole_experts=setup.whole_experts)

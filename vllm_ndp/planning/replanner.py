@@ -10,9 +10,9 @@ vLLM, no tensors, no device. `K` is whatever names a request.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,14 +46,9 @@ class Assigned:
     moved_bytes: int
 
 
-class JointPlanner(Protocol):
-    """Plans tiers and widths at once (layer/joint_rule.py). It remembers the plan before."""
-
-    def plan(
-        self, importance: NDArray[np.float64], num_requests: int, placement: Placement, bits: BitwidthPlan
-    ) -> Assigned:
-        """placement and bits: what the policy would have with as much GPU memory."""
-        ...
+JointPlanner = Callable[[NDArray[np.float64], int, Placement, BitwidthPlan], Assigned]
+"""Plans tiers and widths at once and remembers the plan before (JointRule.plan, layer/joint_rule.py): from the mean
+importance, the number of requests, and what the policy would have with as much GPU memory."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +162,7 @@ class Replanner:
         bits = self.rules.policy.assign(
             ImportanceScore.from_weights(mean), placement, self.rules.loss, self.rules.budget
         )
-        return joint.plan(mean, len(scores), placement, bits)
+        return joint(mean, len(scores), placement, bits)
 
     def restore(self) -> NDArray[np.bool_]:
         """Give up a change of plan because its requests are gone. Experts [L, E] that must move back into the slots."""

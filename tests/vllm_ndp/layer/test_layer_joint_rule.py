@@ -24,7 +24,7 @@ LOSS = LossTable.nominal(LAYERS, EXPERTS)
 
 def replanner(num_hot: int, tiers: str = "gpu+device", costs: Costs = COSTS) -> Replanner:
     joint = JointRule.live(costs, tiers, LOSS, num_hot)
-    rules = PlannerRules(load_policy("prefill"), Budget(num_hot, 3.0), LOSS, keeps_streamed=False, joint=joint)
+    rules = PlannerRules(load_policy("prefill"), Budget(num_hot, 3.0), LOSS, keeps_streamed=False, joint=joint.plan)
     return Replanner(rules, LAYERS, EXPERTS)
 
 
@@ -65,7 +65,7 @@ def test_a_joint_plan_loses_no_more_nats_than_were_asked_for_whatever_its_layers
     policy = load_policy("prefill", PolicySettings(bit_rule="layers"))
     for num_hot, nats in itertools.product((1, 2, 4), (0.02, 0.1)):
         joint = JointRule.live(COSTS, "gpu+device", known, num_hot)
-        rules = PlannerRules(policy, Budget(num_hot, 4.0, max_loss=nats), known, joint=joint)
+        rules = PlannerRules(policy, Budget(num_hot, 4.0, max_loss=nats), known, joint=joint.plan)
         for seed in range(4):
             change = Replanner(rules, LAYERS, EXPERTS).replan({"a": score(seed)})
             widths = np.where(change.placement.hot, change.placement.widths, change.plans["a"].bits.bits)
@@ -146,7 +146,7 @@ def test_8_bits_are_chosen_where_replicas_have_them_and_only_there(has_bytes: bo
         Budget(4, 4.0),
         loss,
         keeps_streamed=False,
-        joint=JointRule.live(costs, "gpu+device", loss, 4),
+        joint=JointRule.live(costs, "gpu+device", loss, 4).plan,
     )
     change = Replanner(rules, LAYERS, EXPERTS).replan({"a": score(1)})
     widths = np.where(change.placement.hot, change.placement.widths, change.plans["a"].bits.bits)
@@ -156,7 +156,7 @@ def test_8_bits_are_chosen_where_replicas_have_them_and_only_there(has_bytes: bo
 def test_a_joint_plan_beside_8_bits_on_average_loses_no_more_than_all_cold_at_8() -> None:
     loss = LossTable(LOSS.mse, at_8=LOSS.mse[:, :, 3] / 100)
     joint = JointRule.live(dataclasses.replace(COSTS, has_bytes=True), "gpu+device", loss, 4)
-    rules = PlannerRules(load_policy("prefill"), Budget(4, 8.0), loss, keeps_streamed=False, joint=joint)
+    rules = PlannerRules(load_policy("prefill"), Budget(4, 8.0), loss, keeps_streamed=False, joint=joint.plan)
     change = Replanner(rules, LAYERS, EXPERTS).replan({"a": score(2)})
     widths = np.where(change.placement.hot, change.placement.widths, change.plans["a"].bits.bits)
     assert (widths >= 8).any()

@@ -137,7 +137,6 @@ def compare(
         from vllm_ndp.lab.page import write_comparison
 
         write_comparison(html, f"{', '.join(map(str, traces))} under any system", found)
-    done = [one for _, comparison in found.points for one in comparison.replayed]
     print_json(
         {
             "trace": ",".join(map(str, traces)),
@@ -153,7 +152,6 @@ def compare(
             ],
             "skipped": found.skipped,
             "refused": [{**columns(at), "why": why} for at, why in found.refused],
-            "measured_decisions_per_s": [round(one.num_decisions / one.measured_seconds) for one in done],
             "measured_seconds": round(time.perf_counter() - started, 3),
         },
         shown=True,

@@ -33,7 +33,7 @@ from vllm_ndp.layer.split import Split, SplitRules
 from vllm_ndp.layer.tiers import Owners, Tiers
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import BitwidthPlan, Plan
-from vllm_ndp.planning.replanner import PlannerRules, Replanner
+from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.traces.format import REJECTED
 
@@ -137,6 +137,7 @@ class Engine:
         self._owners = Owners(setup.num_gpus, *shape) if setup.whole_experts and setup.num_gpus else None
         self._tiers, top_k = Tiers(*shape, owners=self._owners), trace.provenance.top_k
         self.run = Run[int](setup, rules, costs, self.devices, self._tiers, top_k, self._counted_on)
+        self.clock, self.planner = self.run.clock, self.run.planner
         self._idle_device = DeviceModel(self.hardware)  # for what decode rows alone would have taken there
         self._decode_splitter = self.run.make_splitter(top_k, SplitRules())  # of decode rows alone
         self._activate()
@@ -150,26 +151,9 @@ class Engine:
         self.watch: Callable[[int, Split], None] | None = None
         """Sees the split of each layer, before anything runs."""
 
-    @property
-    def clock(self) -> StepClock:
-        return self.run.clock
-
-    @property
-    def planner(self) -> Replanner:
-        return self.run.planner
-
     def _counted_on(self) -> Alive:
         """[D], which devices this step's experts may run on, for a choice that is made by it."""
         return self.devices.all_alive if self.devices is not None and self.setup.same_without else self._alive
-
-    @property
-    def epoch(self) -> int:
-        return self.planner.epoch
-
-    @property
-    def hot(self) -> NDArray[np.bool_]:
-        """The placement in force, [L, E]."""
-        return self.planner.placement.hot
 
     def step(self, number: int, rows: NDArray[np.int64], alive: Alive | None = None) -> Asks[StepRun]:
         """Replan if a prefill has ended, then run the step. rows index the trace, in the order of the batch.
@@ -178,14 +162,14 @@ class Engine:
         """
         if self.devices is not None:
             self._alive = self.devices.all_alive if alive is None else alive
-        epoch, self._timings = self.epoch, []
+        epoch, self._timings = self.planner.epoch, []
         if late := bool(self._ending):
             self._end_prefills()
         moved, migration_ps = yield from self.replan(moves=not late)
         time, decode_only = yield from self._run_rows(rows)
         self._end_prefills()
         timings = tuple(self._timings)
-        return StepRun(number, time, timings, moved, migration_ps, decode_only, self.epoch != epoch)
+        return StepRun(number, time, timings, moved, migration_ps, decode_only, self.planner.epoch != epoch)
 
     def replan(self, *, moves: bool = True) -> Asks[tuple[int, int]]:
         """Before a step: new plans where they are due. (experts that moved, the time that passed).
@@ -220,7 +204,8 @@ class Engine:
     def _end_prefills(self) -> None:
         self._ending = [number for number in self._ending if number in self._there]
         choices = [self.trace.sequences[number] for number in self._ending]
-        stats = [RoutingStats.from_choices(c.prompt_ids, c.prompt_weights, self.hot.shape[1]) for c in choices]
+        experts = self.trace.provenance.num_experts
+        stats = [RoutingStats.from_choices(c.prompt_ids, c.prompt_weights, experts) for c in choices]
         ended = [(number, self.requests[number], found) for number, found in zip(self._ending, stats, strict=True)]
         self._ending = []
         self.run.end_prefills(ended, self._there.values)

@@ -81,7 +81,7 @@ def replay_live(trace: Trace, loss: LossTable) -> LiveReplay:
         if step in recorded_run.changed:
             times[1, index] = engine.clock.now_ps - run.time.start_ps
         if run.replanned:
-            mismatches += _differs(engine, plans.get(engine.epoch))
+            mismatches += _differs(engine, plans.get(engine.planner.epoch))
     steps = recorded_run.steps
     recorded = {int(s): i for i, s in enumerate(trace.events["step"])}
     order = [recorded[int(step)] for step in steps if int(step) in recorded]
