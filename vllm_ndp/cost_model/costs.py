@@ -11,11 +11,11 @@ or an expander that multiplies, is two rooflines. Knows sizes. Does not know tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,8 @@ _LONG = 200
 """A command this many refresh intervals long meets one refresh more or less, which is below half a percent."""
 _REPEATS = 8
 _TABLE_BITS = FULL_PRECISION_BITS + 1
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def model_named(model: str) -> WholeModel:
@@ -46,6 +48,21 @@ def model_named(model: str) -> WholeModel:
         return public_shape(model)
     checkpoint = open_checkpoint(Path(model))
     return whole_model(checkpoint.shape, text_config(read_config(Path(model))), checkpoint.layout.moe_index)
+
+
+def _once(method: Callable[P, R]) -> Callable[P, R]:
+    """A method of Costs computes each answer once; hashing a whole Hardware per question would cost more."""
+
+    @wraps(method)
+    def known(*args: P.args, **kwargs: P.kwargs) -> R:
+        costs, *asked = args
+        answers: dict[Any, R] = costs.known  # type: ignore[attr-defined]
+        key = method.__name__, *asked, *kwargs.values()
+        if key not in answers:
+            answers[key] = method(*args, **kwargs)
+        return answers[key]
+
+    return known
 
 
 @dataclass(frozen=True)
@@ -72,14 +89,9 @@ class Costs:
             )
 
     @cached_property
-    def _known(self) -> dict[Hashable, Any]:
+    def known(self) -> dict[Any, Any]:
+        """What was computed already."""
         return {}
-
-    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Compute each answer once; hashing a whole Hardware per question would cost more."""
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
 
     @cached_property
     def gpu(self) -> GpuModel:
@@ -110,12 +122,9 @@ class Costs:
         scales = self.replica_bytes(widest) - ceil_div(self.shape.weights_per_expert * widest, 8)
         return self.replica_bytes(widest) + (widest - WIDTHS[0]) * scales + at_8
 
+    @_once
     def device_experts_ps(self, max_tokens: int) -> NDArray[np.float64]:
         """[bits, tokens]: what one more expert with that many rows adds to a command of the device."""
-        table: NDArray[np.float64] = self._once(("device", max_tokens), lambda: self._device_table(max_tokens))
-        return table
-
-    def _device_table(self, max_tokens: int) -> NDArray[np.float64]:
         table = np.full((_TABLE_BITS, max_tokens + 1), np.nan)
         table[:, 0] = 0.0
         for bits in PLAN_BITS:
@@ -127,12 +136,10 @@ class Costs:
         rows = self.hardware.array.rows  # so many tokens share a pass of the arrays
         return self._expert_ps(bits, ceil_div(tokens, rows) * rows)
 
+    @_once
     def _expert_ps(self, bits: int, tokens: int) -> float:
-        def measure() -> float:
-            many, one = (_device_mean_ps(self, bits, tokens, count) for count in (1 + _REPEATS, 1))
-            return (many - one) / _REPEATS
-
-        return float(self._once(("expert", bits, tokens), measure))
+        many, one = (_device_mean_ps(self, bits, tokens, count) for count in (1 + _REPEATS, 1))
+        return (many - one) / _REPEATS
 
     @cached_property
     def device_fill_ps(self) -> float:
@@ -140,6 +147,7 @@ class Costs:
         whole = _device_mean_ps(self, FULL_PRECISION_BITS, 1, 1) - self.link_ps(1, 1)
         return max(whole - self._expert_ps(FULL_PRECISION_BITS, 1), 0.0)
 
+    @_once
     def link_ps(self, rows: int, pairs: int) -> int:
         """Both ways of one message with `rows` activations, and its launch."""
         if rows == 0:
@@ -158,45 +166,41 @@ class Costs:
         """Picoseconds that leaving the GPU with one row costs, by tier at the other end."""
         return {"host": float(self.hop_ps(1)), "device": float(self.link_ps(1, 1)) + self.device_fill_ps}
 
+    @_once
     def links_ps(self, max_rows: int) -> NDArray[np.float64]:
         """Table [rows, pairs] of link_ps, with up to top_k pairs per row."""
-
-        def measure() -> NDArray[np.float64]:
-            pairs = range(max_rows * self.shape.top_k + 1)
-            return np.array([[self.link_ps(r, p) for p in pairs] for r in range(max_rows + 1)], np.float64)
-
-        table: NDArray[np.float64] = self._once(("links", max_rows), measure)
-        return table
+        pairs = range(max_rows * self.shape.top_k + 1)
+        return np.array([[self.link_ps(r, p) for p in pairs] for r in range(max_rows + 1)], np.float64)
 
     def messages_ps(self, rows: NDArray[np.int64], pairs: NDArray[np.int64]) -> NDArray[np.int64]:
         """link_ps of many messages; each distinct one is asked for once."""
         most = int(pairs.max(initial=0)) + 1
         distinct, inverse = np.unique(rows * most + pairs, return_inverse=True)
-        cases = [divmod(case, most) for case in distinct.tolist()]
-        times = [self._once(("message", *case), partial(self.link_ps, *case)) for case in cases]
+        times = [self.link_ps(*divmod(case, most)) for case in distinct.tolist()]
         return np.array(times, np.int64)[inverse].reshape(rows.shape)
 
     def gpu_experts_ps(self, max_tokens: int, num_bytes: int | None = None) -> NDArray[np.float64]:
         """[tokens]: what one more expert in GPU memory with that many rows adds to a layer, at that size."""
         return np.array([0, *(self.gpu_expert_ps(n, num_bytes) for n in range(1, max_tokens + 1))], np.float64)
 
+    @_once
     def gpu_expert_ps(self, tokens: int, num_bytes: int | None = None) -> int:
         """num_bytes: of the expert; None: those of a hot one."""
-        size = self.slot_bytes if num_bytes is None else num_bytes
-        return int(self._once(("on gpu", tokens, size), lambda: self.gpu.growing_ps(1, tokens, size)))
+        return self.gpu.growing_ps(1, tokens, self.slot_bytes if num_bytes is None else num_bytes)
 
     def launch_ps(self, num_bytes: int | None = None) -> int:
         """What a layer with any expert of that size in GPU memory takes beside its experts."""
         return self.gpu.launch_ps(self.slot_bytes if num_bytes is None else num_bytes)
 
+    @_once
     def resident_ps(self, touched: int, pairs: int) -> int:
         """A layer's experts in GPU memory, `touched` of them, serving `pairs` rows in all."""
-        key = ("resident", touched, pairs)
-        return int(self._once(key, lambda: self.gpu.experts_ps(touched, pairs, touched * self.slot_bytes)))
+        return self.gpu.experts_ps(touched, pairs, touched * self.slot_bytes)
 
+    @_once
     def streamed_ps(self, touched: int, pairs: int) -> int:
         """`touched` experts that come over the link to be computed at once."""
-        return int(self._once(("streamed", touched, pairs), lambda: self.gpu.prefill_stream_ps(touched, pairs)))
+        return self.gpu.prefill_stream_ps(touched, pairs)
 
     def fetch_ps(self, num_bytes: int | None = None) -> int:
         """Weights over the link to the GPU; a whole full-precision expert unless told otherwise."""
@@ -212,47 +216,32 @@ class Costs:
         """One full-precision expert on the link, in a row of copies."""
         return self.shape.expert_bytes * PS_PER_S / self.hardware.link.bulk_bytes_per_s
 
+    @_once
     def device_energy(self, max_tokens: int) -> NDArray[np.float64]:
         """[2, bits, tokens]: picojoules of DRAM and of scratchpads that one more expert with that many rows takes."""
+        table, rows = np.zeros((2, _TABLE_BITS, max_tokens + 1)), self.hardware.array.rows
+        for bits in PLAN_BITS:
+            for tokens in range(1, max_tokens + 1):
+                table[:, bits, tokens] = self._expert_energy(bits, ceil_div(tokens, rows) * rows)
+        return table
 
-        def measure() -> NDArray[np.float64]:
-            table = np.zeros((2, _TABLE_BITS, max_tokens + 1))
-            for bits in PLAN_BITS:
-                for tokens in range(1, max_tokens + 1):
-                    table[:, bits, tokens] = self._expert_energy(bits, tokens)
-            return table
-
-        known: NDArray[np.float64] = self._once(("device energy", max_tokens), measure)
-        return known
-
+    @_once
     def _expert_energy(self, bits: int, tokens: int) -> tuple[float, float]:
         """(DRAM, scratchpads), like the time of an expert: the mean over several in one command."""
-        rows = self.hardware.array.rows
+        many, one = (_device_energy(self, bits, tokens, count) for count in (1 + _REPEATS, 1))
+        dram, arrays = many.dram_fj - one.dram_fj, many.arrays_fj - one.arrays_fj
+        return dram / _REPEATS / 1000, arrays / _REPEATS / 1000
 
-        def measure() -> tuple[float, float]:
-            many, one = (_device_energy(self, bits, ceil_div(tokens, rows) * rows, n) for n in (1 + _REPEATS, 1))
-            dram, arrays = (
-                (a - b) / _REPEATS / 1000 for a, b in ((many.dram_fj, one.dram_fj), (many.arrays_fj, one.arrays_fj))
-            )
-            return dram, arrays
-
-        energy: tuple[float, float] = self._once(("energy", bits, ceil_div(tokens, rows)), measure)
-        return energy
-
+    @_once
     def message_wire_bytes(self, max_rows: int) -> NDArray[np.float64]:
         """[rows, pairs]: both ways of one message, headers and flit overhead included."""
-
-        def measure() -> NDArray[np.float64]:
-            link, shape = self.hardware.link, self.shape
-            table = np.zeros((max_rows + 1, max_rows * shape.top_k + 1))
-            for rows in range(1, max_rows + 1):
-                for pairs in range(table.shape[1]):
-                    sizes = execute_bytes(rows, pairs, shape.hidden_size, shape.dtype_bytes)
-                    table[rows, pairs] = sum(wire_bytes(link, size) for size in sizes)
-            return table
-
-        known: NDArray[np.float64] = self._once(("wire", max_rows), measure)
-        return known
+        link, shape = self.hardware.link, self.shape
+        table = np.zeros((max_rows + 1, max_rows * shape.top_k + 1))
+        for rows in range(1, max_rows + 1):
+            for pairs in range(table.shape[1]):
+                sizes = execute_bytes(rows, pairs, shape.hidden_size, shape.dtype_bytes)
+                table[rows, pairs] = sum(wire_bytes(link, size) for size in sizes)
+        return table
 
     def attention_ps(self, rows: int, kv_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Time of attention before one MoE layer of a decode step with `rows` rows: mean over layers, for each total
@@ -261,9 +250,10 @@ class Costs:
         sums = [sum(self.gpu.before_experts_ps(rows, int(tokens))) for tokens in values]
         return (np.array(sums, np.float64) / self.shape.num_layers)[inverse].reshape(kv_tokens.shape)
 
+    @_once
     def shared_ps(self, rows: int) -> int:
         """The shared experts of one layer, which run on the GPU while the device works."""
-        return int(self._once(("shared", rows), lambda: self.gpu.shared_ps(rows)))
+        return self.gpu.shared_ps(rows)
 
     @property
     def overhead_ps(self) -> int:
