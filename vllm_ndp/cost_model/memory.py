@@ -45,11 +45,6 @@ class Memory:
                 raise ValueError(f"bytes of experts in {place} memory must not be negative, got {num_bytes}")
 
 
-def _capacity(hardware: Hardware, place: str) -> int:
-    section, field = CAPACITY_OF[place].split(".")
-    return int(getattr(getattr(hardware, section), field))
-
-
 @dataclass(frozen=True)
 class Footprint:
     """All that one system holds in memory while it decodes one batch."""
@@ -76,7 +71,8 @@ class Footprint:
 
     def missing(self, hardware: Hardware) -> dict[str, int]:
         """Bytes that each place lacks; empty if everything fits."""
-        lacking = {place: need - _capacity(hardware, place) for place, need in self.by_place().items()}
+        known = hardware.values()
+        lacking = {place: need - int(known[CAPACITY_OF[place]]) for place, need in self.by_place().items()}
         return {place: num_bytes for place, num_bytes in lacking.items() if num_bytes > 0}
 
     def require(self, hardware: Hardware, who: str, advice: str) -> None:
@@ -91,7 +87,7 @@ class Footprint:
             uses = f" ({needs})" if place == "gpu" else " for experts"
             parts.append(
                 f"{place} memory lacks {num_bytes} bytes: it needs {self.by_place()[place]}{uses} and {key} "
-                f"is {_capacity(hardware, place)}"
+                f"is {hardware.values()[key]}"
             )
         raise DoesNotFit(f"{who} does not fit, {'; '.join(parts)}: {advice}")
 

@@ -192,14 +192,9 @@ def _cut(
     return Selected(ids, rows[np.repeat(first, lengths) + within].astype(np.int64), ends, experts)
 
 
-def _ranked(counts: NDArray[np.int64]) -> NDArray[np.uint16]:
-    """[R, L, E], experts by falling count; of equal ones the lower id first."""
-    return np.ascontiguousarray(np.argsort(-counts, axis=2, kind="stable"), np.uint16)
-
-
 def _fixed(used: NDArray[np.int64], known: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[L, E + 1], hits of the C experts of highest count in known [R, L, E]."""
-    ranked = np.take_along_axis(used, _ranked(known).astype(np.int64), axis=2).sum(axis=0)
+    """[L, E + 1], hits of the C experts of highest count in known [R, L, E]; of equal ones the lower id first."""
+    ranked = np.take_along_axis(used, np.argsort(-known, axis=2, kind="stable"), axis=2).sum(axis=0)
     return _hits(np.concatenate([ranked, np.zeros((len(ranked), 1), np.int64)], axis=1))
 
 

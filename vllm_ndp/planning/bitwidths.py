@@ -242,10 +242,12 @@ def bits_over_layers(score: ImportanceScore, placement: Placement, loss: LossTab
     bits_of_step = loss.steps[step]
     gained = gains.ravel()[best] * bits_of_step * score.values[cold][expert]
     narrowest = np.where(cold, loss.dealt[0], 0).astype(np.uint8)
-    spent = min(
-        _num_paid(placement.cold_shares(score.values)[expert] * bits_of_step, budget.avg_bits - loss.dealt[0]),
-        _num_needed(gained, _to_gain(score, narrowest, loss, budget.max_loss)),
-    )
+    to_read = budget.avg_bits - loss.dealt[0]
+    read = np.cumsum(placement.cold_shares(score.values)[expert] * bits_of_step)
+    paid = int(np.searchsorted(read, to_read + _ROUNDING, side="right")) if to_read > 0 else 0
+    before = np.cumsum(gained) - gained
+    needed = int(np.count_nonzero(before < _to_gain(score, narrowest, loss, budget.max_loss)))
+    spent = min(paid, needed)
     bits = np.zeros(cold.shape, np.uint8)
     bits[cold] = np.array(loss.dealt)[np.bincount(expert[:spent], minlength=gains.shape[1])]
     return BitwidthPlan(bits)
@@ -334,16 +336,6 @@ def _crossing(gains: NDArray[np.float64], amounts: NDArray[np.float64], limit: f
     before = up_to[place - 1] if place else 0.0
     last = int(np.searchsorted(before + np.cumsum(amounts[here]), limit, side="right"))
     return float(gains[here[min(last, len(here) - 1)]])
-
-
-def _num_paid(read: NDArray[np.float64], bits: float) -> int:
-    """How many increments a pair may read in `bits` on average. read: what each adds to that."""
-    return int(np.searchsorted(np.cumsum(read), bits + _ROUNDING, side="right")) if bits > 0 else 0
-
-
-def _num_needed(gained: NDArray[np.float64], nats: float) -> int:
-    """How many increments of these gains it takes to gain so many nats; all where they do not."""
-    return int(np.count_nonzero(np.cumsum(gained) - gained < nats))
 
 
 def _to_gain(score: ImportanceScore, narrowest: NDArray[np.uint8], loss: LossTable, max_loss: float | None) -> float:

@@ -247,14 +247,15 @@ def _files(source: Path, row: Format) -> list[Path]:
     if not source.is_dir():
         return [source]
     rows = (path for path in source.rglob(f"*{row.suffix}") if not path.stem.endswith("_stats"))  # DynaNDE sums them up
-    found = sorted(rows, key=lambda path: _by_number(path.relative_to(source)))
+
+    def by_number(path: Path) -> list[tuple[int, str]]:
+        parts = re.split(r"(\d+)", str(path.relative_to(source)))
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+    found = sorted(rows, key=by_number)
     if not found:
         raise TraceError(f"{source} holds no {row.suffix} file")
     return found
-
-
-def _by_number(path: Path) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
 # -- formats whose requests are whole ---------------------------------------------------------------------------------

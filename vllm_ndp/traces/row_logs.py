@@ -32,13 +32,6 @@ _LAYER = re.compile(r"layer[=_](\d+)", re.IGNORECASE)
 _POSITION = re.compile(r"(\d+)(?:st|nd|rd|th)")
 
 
-def _lacks_its_beginning(source: object, name: str, first: int) -> TraceError:
-    return TraceError(
-        f"{source}: request {name!r} begins with token {first}, and a trace needs every token: record from the start, "
-        "without a prefix cache"
-    )
-
-
 # -- by name, or by place in the batch --------------------------------------------------------------------------------
 
 
@@ -60,7 +53,10 @@ def _named(source: Path, rows: Rows, prompts: dict[str, int]) -> list[Logged]:
     found = requests_of(source, rows, prompts)
     for number, name in enumerate(rows.names):
         if first := int(rows.token[rows.request == number].min()):
-            raise _lacks_its_beginning(source, name, first)
+            raise TraceError(
+                f"{source}: request {name!r} begins with token {first}, and a trace needs every token: record from the "
+                "start, without a prefix cache"
+            )
     return found
 
 

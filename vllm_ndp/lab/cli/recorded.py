@@ -295,7 +295,8 @@ def arrivals(
     identical = None
     if asked.process == "steps":
         served = [serve_again(recorded[0], losses_of_run(recorded[0], replicas))]
-        identical = _as_recorded(served[0], recorded[0])
+        times = [(step.run.time.start_ps, step.run.time.total_ps) for step in served[0].steps]
+        identical = times == list(zip(*(of.tolist() for of in recorded[0].simulated_steps()), strict=True))
     else:
         loss = None if replicas is None else losses(recorded[0], replicas)
         known = None if prior is None else read_prior(prior)
@@ -341,11 +342,6 @@ def _summary(served: ServedRequest, tokens: Tokens, kinds: dict[str, list[Any]])
             for one in found
         },
     }
-
-
-def _as_recorded(served: ServedRequest, trace: Any) -> bool:
-    times = [(step.run.time.start_ps, step.run.time.total_ps) for step in served.steps]
-    return times == list(zip(*(column.tolist() for column in trace.simulated_steps()), strict=True))
 
 
 def _rows(hosts: list[Tokens]) -> list[dict[str, Any]]:
@@ -404,10 +400,8 @@ def losses(trace: Trace, replicas: Path | None, *, nominal: bool = False, kind: 
 def losses_of_run(trace: Trace, replicas: Path | None) -> LossTable:
     """Load the losses that a live run planned with; nominal ones where it planned without, or was none."""
     live = trace.provenance.live
-    is_nominal = live is None or _is_identity(trace) or not set(live.expert_bytes) - {FULL_PRECISION_BITS}
-    kind = trace.provenance.settings["policy_options"]["losses"] if live else "absolute"
+    settings = trace.provenance.settings
+    is_identity = settings.get("cold_precision") == "full"
+    is_nominal = live is None or is_identity or not set(live.expert_bytes) - {FULL_PRECISION_BITS}
+    kind = settings["policy_options"]["losses"] if live else "absolute"
     return losses(trace, replicas, nominal=is_nominal, kind=kind)
-
-
-def _is_identity(trace: Trace) -> bool:
-    return trace.provenance.settings.get("cold_precision") == "full"
