@@ -252,7 +252,6 @@ class Difference:
     mean: float
     low: float
     high: float
-    margin: float
     equal: bool
 
 
@@ -262,12 +261,12 @@ def bootstrap_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(values[draws].mean(axis=1))
 
 
-def paired(own: NDArray[np.float64], other: NDArray[np.float64], margin: float = MARGIN) -> Difference:
+def paired(own: NDArray[np.float64], other: NDArray[np.float64]) -> Difference:
     """own - other of the same requests, at least two."""
     difference = (own - other) / other.mean()
     low, at_least, at_most, high = np.percentile(bootstrap_means(difference), [2.5, 5, 95, 97.5]).tolist()
-    equal = bool(-margin < at_least and at_most < margin)
-    return Difference(float(difference.mean()), low, high, margin, equal)
+    equal = bool(at_least > -MARGIN and at_most < MARGIN)
+    return Difference(float(difference.mean()), low, high, equal)
 
 
 def beside_fastest(replayed: Sequence[Replayed]) -> list[Difference | None]:

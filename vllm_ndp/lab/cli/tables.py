@@ -16,7 +16,7 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cli.shared import print_table
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.lab.compare import Compared, Comparison, beside_fastest, columns, named
+from vllm_ndp.lab.compare import MARGIN, Compared, Comparison, beside_fastest, columns, named
 from vllm_ndp.lab.exact.engine import StepRun
 from vllm_ndp.lab.load.latency import CAUSES, Percentile
 from vllm_ndp.lab.locality import Locality
@@ -89,7 +89,7 @@ def print_comparison(result: Comparison, settings: CompareSettings, routing: str
     for row, beside in zip(result.rows, beside_fastest(result.replayed), strict=True):
         if beside is not None and beside.equal and (beside.low, beside.high) != (0, 0):
             print(
-                f"  as fast as batch {row.batch}'s fastest within {100 * beside.margin:g} % (paired TOST at 5 %): "
+                f"  as fast as batch {row.batch}'s fastest within {100 * MARGIN:g} % (paired TOST at 5 %): "
                 f"{row.system} {row.policy}, {100 * beside.mean:+.1f} % of time ({100 * beside.low:+.1f} to "
                 f"{100 * beside.high:+.1f})"
             )

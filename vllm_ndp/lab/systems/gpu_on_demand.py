@@ -204,11 +204,6 @@ PREGATED = System(
 THETAS = np.round(np.arange(0.0, 1.01, 0.1), 2)
 
 
-def num_tops(budget: float, theta: float, num_experts: int) -> int:
-    """How many tops the bytes of `budget` whole experts hold; theta 0 caches nothing and needs nothing."""
-    return 0 if theta == 0 else min(int(budget / theta + 1e-9), num_experts)
-
-
 RHO, OMEGA = 0.25, 128.0  # published
 PREFETCH_ACCURACY = 0.9  # [O] published only as "good mid-model, poor at head and tail"
 
@@ -231,7 +226,7 @@ def split_at(theta: float, batches: Batches, costs: Costs, options: ReplayOption
     accuracy = PREFETCH_ACCURACY if options.predictor is None else options.predictor.accuracy(batches)
     gpu, fetch, rows = costs.gpu_experts_ps(b), float(costs.fetch_ps()), batches.loads.rows
     compute = add_up(gpu[rows])
-    tops = num_tops(options.budget.num_hot, theta, experts)
+    tops = 0 if theta == 0 else min(int(options.budget.num_hot / theta + 1e-9), experts)  # 0 caches nothing
     start = options.popular(tops)
     # nu counts tokens: a step of b requests is b of them, also after some have ended.
     cached = visits(batches.loads, start, tops, lcp(RHO, OMEGA / b)).hit

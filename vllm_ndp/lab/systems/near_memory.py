@@ -28,18 +28,6 @@ from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, layer_factor
 ROUNDINGS = ("floor", "ceil", "cost")
 
 
-def moved_share(costs: Costs) -> float:
-    """0.0588 = 32 / (32 + 512) with the peak rates of the public re-implementation; ours from the preset."""
-    link, device = costs.hardware.link.bulk_bytes_per_s, costs.hardware.dram.peak_bytes_per_s
-    return link / (link + device)
-
-
-def num_moved(active: NDArray[np.int64], share: float, rounding: str) -> NDArray[np.int64]:
-    """H for each number of active experts; not defined for `cost`, which needs times."""
-    rounded: NDArray[np.float64] = np.floor(share * active) if rounding == "floor" else np.ceil(share * active)
-    return rounded.astype(np.int64)
-
-
 def monde_memory(costs: Costs, options: ReplayOptions) -> Memory:
     """Every expert beside the device's memory; the GPU holds the ones that pass through."""
     return Memory(gpu=slots_bytes(costs.shape, 0), device=all_experts_bytes(costs.shape))
@@ -54,7 +42,8 @@ def monde(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """
     rounding = options.choice("h_rounding", ROUNDINGS, "cost")
     g, b = batches.shape[:2]
-    share = moved_share(costs)
+    link, memory = costs.hardware.link.bulk_bytes_per_s, costs.hardware.dram.peak_bytes_per_s
+    share = link / (link + memory)  # with the peak rates of the public re-implementation 32 / (32 + 512)
 
     def divided(ranked: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
         """ranked [..., S]: rows of experts, most loaded first; rows [..., 1]: of the layer. How many experts move, the
@@ -70,7 +59,8 @@ def monde(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
             chosen = np.maximum(gpu_ps, device_ps).argmin(axis=-1)
         else:
             active = (ranked > 0).sum(axis=-1)
-            chosen = np.minimum(num_moved(active, share, rounding), active)
+            rounded = np.floor if rounding == "floor" else np.ceil
+            chosen = np.minimum(rounded(share * active).astype(np.int64), active)
         return chosen, *(np.take_along_axis(a, chosen[..., None], -1)[..., 0] for a in (device_ps, gpu_ps, left, sent))
 
     def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
