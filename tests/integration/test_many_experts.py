@@ -82,9 +82,8 @@ def planning_steps(num_experts: int, bit_rule: str) -> int:
     return steps_of(plan)
 
 
-@pytest.mark.parametrize("bit_rule", ["uniform", "full"])
-def test_a_prompt_is_planned_in_as_many_steps_for_512_experts_as_for_32(bit_rule: str) -> None:
-    few, many = (planning_steps(experts, bit_rule) for experts in (32, 512))
+def test_a_prompt_is_planned_in_as_many_steps_for_512_experts_as_for_32() -> None:
+    few, many = (planning_steps(experts, "uniform") for experts in (32, 512))
     assert many == few
 
 

@@ -30,7 +30,6 @@ from vllm_ndp.planning.bitwidths import (
     LossTable,
     bits_of_pairs,
     bits_over_layers,
-    full_precision,
     in_bytes,
     select_bitwidths,
     uniform_bitwidths,
@@ -42,7 +41,7 @@ from vllm_ndp.planning.stats import RoutingStats
 _MOST_PRIOR_TOKENS = 1 << 32
 _MAX_PRIOR_BYTES = 8 * MAX_EXPERTS_IN_ALL + 4096
 ENTRY_POINT_GROUP = "vllm_ndp.policies"
-BIT_RULES = (*GAINS, OVER_LAYERS, OF_PAIRS, "uniform", "full")
+BIT_RULES = (*GAINS, OVER_LAYERS, OF_PAIRS, "uniform")
 
 
 class Policy(Protocol):
@@ -77,7 +76,7 @@ class PolicySettings:
     """Rule that deals bits. `layers`: the largest reduction of loss for the bits that pairs read, over all layers
     together. `pairs`: the same for single pairs, by their own router weights. Two rules count the bits that experts
     keep, with an equal budget for each layer: `importance` weights the reduction by importance, `mse` is as published.
-    `uniform`, `full`: no choice. The plugin names `pairs` where requests have bits of their own (config.py)."""
+    `uniform`: no choice. The plugin names `pairs` where requests have bits of their own (config.py)."""
     losses: str = "relative"
     """Losses of replicas that bits are chosen by: `relative` to the expert's own output, or `absolute`."""
     seed: int = 0
@@ -133,8 +132,6 @@ class ScoredPolicy:
         return by_sum(scores, budget.num_hot)
 
     def assign(self, score: ImportanceScore, placement: Placement, loss: LossTable, budget: Budget) -> BitwidthPlan:
-        if self.settings.bit_rule == "full":
-            return full_precision(placement)
         if budget.avg_bits == BYTE_BITS:
             return in_bytes(placement, loss)
         if self.settings.bit_rule == "uniform":

@@ -16,7 +16,7 @@ LOSS = LossTable.from_measured(MEASURED, nats=1.0)
 SCORE = ImportanceScore.from_weights(np.random.default_rng(0).dirichlet([0.5] * EXPERTS, LAYERS), 64)
 
 
-@pytest.mark.parametrize("rule", [rule for rule in BIT_RULES if rule != "full"])
+@pytest.mark.parametrize("rule", BIT_RULES)
 def test_a_budget_of_8_bits_gives_every_cold_expert_8_by_any_rule(rule: str) -> None:
     policy, budget = load_policy("prefill", PolicySettings(bit_rule=rule)), Budget(2, 8.0)
     placement = top_experts(SCORE.values, 2)
