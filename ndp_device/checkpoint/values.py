@@ -30,7 +30,6 @@ Read = Callable[[str], NDArray[Any]]
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the k-th value of a word lies among its nibbles: AWQ packs them in the order 0 2 4 6 1 3 5 7."""
-_NEIGHBOURS = len(_AWQ_ORDER)
 _FP4 = np.array(FP4, np.float32)
 _ONE_127TH = np.float32(7.874015718698502e-3)
 """As bitsandbytes writes it."""
@@ -178,7 +177,7 @@ class Packed:
     def _decoded(self, part: Read) -> NDArray[Any]:
         found, (num_rows, columns) = self.decode(self, part), self.shape
         rows = found.rows_of(self) if isinstance(found, Whole) else found
-        at_once = max(_AT_ONCE // columns // _NEIGHBOURS * _NEIGHBOURS, _NEIGHBOURS)
+        at_once = max(_AT_ONCE // columns, 1)
         out = np.empty(self.shape, "uint16" if self.dtype == "BF16" else _DTYPES[self.dtype])
         for first in range(0, num_rows, at_once):
             last = min(first + at_once, num_rows)
@@ -313,8 +312,18 @@ def _awq_in_order(stored: NDArray[Any]) -> NDArray[np.uint8]:
 def awq(packed: Packed, part: Read) -> Whole:
     zero = _awq_in_order(part("zero")).astype(np.float32)
     _refuse_zeros_of_symmetric(packed, zero, 8)
-    codes = _awq_in_order(part("codes")).T  # [N, C]
-    return Whole(_words_of_nibbles(codes), _float(part("scale")).T, zero.T, None)
+    return Whole(_awq_words(part("codes")), _float(part("scale")).T, zero.T, None)
+
+
+def _awq_words(stored: NDArray[Any]) -> NDArray[np.int32]:
+    """Words [C, N / 8] -> words [N, C / 8] of eight columns, the first in the lowest bits; behind C are zeros."""
+    octets = np.ascontiguousarray(stored).view(np.uint8).reshape(len(stored), -1, 4)
+    octets = np.pad(octets, ((0, -len(octets) % 8), (0, 0), (0, 0)))
+    words = np.empty((octets.shape[1] * 8, len(octets) // 2), np.uint8)
+    for row, nibble in enumerate(_AWQ_ORDER):
+        codes = octets[:, :, nibble // 2] >> (nibble % 2 * 4) & 15
+        words[row::8] = (codes[::2] | codes[1::2] << 4).T
+    return words.view("<i4")
 
 
 def _words_of_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.int32]:
