@@ -69,27 +69,18 @@ class Footprint:
     def by_place(self) -> dict[str, int]:
         return {**vars(self.experts), "gpu": self.gpu}
 
-    def missing(self, hardware: Hardware) -> dict[str, int]:
-        """Bytes that each place lacks; empty if everything fits."""
-        known = hardware.values()
-        lacking = {place: need - int(known[CAPACITY_OF[place]]) for place, need in self.by_place().items()}
-        return {place: num_bytes for place, num_bytes in lacking.items() if num_bytes > 0}
-
     def require(self, hardware: Hardware, who: str, advice: str) -> None:
         """Raises DoesNotFit with the bytes that are missing, and what they would be for."""
-        missing = self.missing(hardware)
-        if not missing:
-            return
-        parts = []
-        for place, num_bytes in missing.items():
+        parts, known = [], hardware.values()
+        for place, needed in self.by_place().items():
             key = CAPACITY_OF[place]
+            if (lacking := needed - int(known[key])) <= 0:
+                continue
             needs = f"experts {self.experts.gpu}, other weights {self.other_weights}, KV cache {self.kv_cache}"
             uses = f" ({needs})" if place == "gpu" else " for experts"
-            parts.append(
-                f"{place} memory lacks {num_bytes} bytes: it needs {self.by_place()[place]}{uses} and {key} "
-                f"is {hardware.values()[key]}"
-            )
-        raise DoesNotFit(f"{who} does not fit, {'; '.join(parts)}: {advice}")
+            parts.append(f"{place} memory lacks {lacking} bytes: it needs {needed}{uses} and {key} is {known[key]}")
+        if parts:
+            raise DoesNotFit(f"{who} does not fit, {'; '.join(parts)}: {advice}")
 
 
 def all_experts_bytes(shape: ModelShape) -> int:

@@ -41,7 +41,6 @@ def test_what_fits_to_the_byte_fits_and_one_byte_less_is_said_to_be_missing():
     held.require(load_hardware(**exact), "it", "advice")
     for place, key in CAPACITY_OF.items():
         short = load_hardware(**{**exact, key: exact[key] - 1})
-        assert held.missing(short) == {place: 1}
         with pytest.raises(DoesNotFit, match=f"it does not fit, {place} memory lacks 1 bytes: it needs .*: advice"):
             held.require(short, "it", "advice")
 

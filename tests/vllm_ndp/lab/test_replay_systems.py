@@ -125,7 +125,7 @@ def test_spilling_to_the_device_only_happens_where_it_shortens_a_layer():
         ("joint", {"max_gate_loss": float("nan")}, "max_gate_loss must lie in 0..1"),
         ("gpu_on_demand", {"cache": "fifo"}, "cache must be"),
         ("balanced", {"spill_bits": 7}, "spill_bits"),
-        ("quantized", {"weight_bits": 5}, "weight_bits must be one of widest, 16, 8, 4, 3, 2, got 5"),
+        ("quantized", {"weight_bits": 5}, "weight_bits must be one of 16, 8, 4, 3, 2, got 5"),
         ("vllm_offload", {"offload_backend": "disk"}, "offload_backend must be one of uva, prefetch"),
         ("llama_cpp", {"gguf_bits": 6}, "gguf_bits must be one of"),
         ("ktransformers", {"cpu_bits": 3}, "cpu_bits must"),

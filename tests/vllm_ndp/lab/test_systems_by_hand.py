@@ -12,7 +12,7 @@ from ndp_device.timing.spec import load_hardware
 from vllm_ndp.lab.systems import hobbit
 from vllm_ndp.lab.systems.gpu_on_demand import THETAS, moepic, split_at
 from vllm_ndp.lab.systems.host_cpu import most_used
-from vllm_ndp.lab.systems.quantized import widest_that_fits
+from vllm_ndp.lab.systems.system import TooFewPlaces
 from vllm_ndp.planning.bitwidths import LossTable
 
 PROMPT = chosen([[0, 1]])
@@ -92,17 +92,21 @@ def test_the_papers_layer_is_the_slower_of_its_hot_experts_and_the_device():
     assert (outcome.hot_pairs, outcome.cold.pairs) == (3, 3)
 
 
-def test_quantized_reads_everything_at_the_widest_width_that_fits():
+def test_quantized_reads_everything_at_a_width_that_fits():
     """1000 x 1000 x 3 weights at 4 bits, groups of 64: 1.5 MB and 4 B for each of 48,000 groups: 1.692 MB; four of them
     take 6.768 MB, more than one place of 6 MB, so one hot place means 3 bits (5.268 MB). Two places hold 4 bits, not 8
     (12.768 MB). [0, 1] at 4 bits: 2 x 1.692 MB at 6 TB/s = 0.564 us."""
-    costs = machine()
-    assert [widest_that_fits(costs, places) for places in (0, 1, 2, 3, 4)] == [None, 3, 4, 8, 16]
-    outcome = run("quantized", trace(PROMPT, chosen([[0, 1]])), costs, 2)
+    costs, batches = machine(), trace(PROMPT, chosen([[0, 1]]))
+    for places, wider in ((0, 2), (1, 4), (2, 8), (3, 16)):
+        with pytest.raises(TooFewPlaces, match=f"at {wider} bits take"):
+            run("quantized", batches, costs, places, weight_bits=wider)
+    for places, bits in ((1, 3), (3, 8)):
+        assert run("quantized", batches, costs, places, weight_bits=bits).policy == f"{bits} bits"
+    outcome = run("quantized", batches, costs, 2, weight_bits=4)
     assert outcome.moe_ps.ravel() == pytest.approx([0.564 * US], rel=1e-4)
     assert outcome.cold.loss == pytest.approx(4.4**-3)
     assert outcome.prefill_ps.ravel() == pytest.approx([0.564 * US], rel=0.01)
-    assert run("quantized", trace(PROMPT, chosen([[0, 1]])), costs, 4).cold.loss == 0.0
+    assert run("quantized", batches, costs, 4, weight_bits=16).cold.loss == 0.0
 
 
 def test_vllm_offload_reads_chosen_experts_of_half_of_its_layers_or_copies_all_of_them():

@@ -15,23 +15,14 @@ from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic
 from vllm_ndp.planning.plan import highest
 
 WEIGHT_BITS = (FULL_PRECISION_BITS, 8, 4, 3, 2)
-WIDEST = "widest"
-
-
-def widest_that_fits(costs: Costs, num_hot: float) -> int | None:
-    """The widest of WEIGHT_BITS at which all experts of a layer fit where num_hot of full precision do."""
-    room = num_hot * costs.shape.expert_bytes
-    return next((b for b in WEIGHT_BITS if costs.shape.num_experts * costs.replica_bytes(b) <= room), None)
 
 
 def chosen_bits(costs: Costs, options: ReplayOptions) -> int:
-    """The width that the options name, or the widest; raises TooFewPlaces where the GPU memory is too small for it."""
-    wanted = options.choice("weight_bits", (WIDEST, *WEIGHT_BITS))
-    widest = widest_that_fits(costs, options.budget.num_hot)
-    bits = int(wanted) if wanted != WIDEST else widest or WEIGHT_BITS[-1]
-    if widest is None or bits > widest:
-        need = costs.shape.num_experts * costs.replica_bytes(bits)
-        have = options.budget.num_hot * costs.shape.expert_bytes
+    """The width that the options name; raises TooFewPlaces where the GPU memory is too small for it."""
+    bits = options.choice("weight_bits", WEIGHT_BITS, WEIGHT_BITS[-1])
+    need = costs.shape.num_experts * costs.replica_bytes(bits)
+    have = options.budget.num_hot * costs.shape.expert_bytes
+    if need > have:
         raise TooFewPlaces(
             f"all {costs.shape.num_experts} experts of a layer at {bits} bits take {need / 1e9:.3f} GB, "
             f"{options.budget.num_hot} hot ones leave room for {have / 1e9:.3f} GB"
@@ -47,7 +38,7 @@ def quantized_memory(costs: Costs, options: ReplayOptions) -> Memory:
 def quantized(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """The usual alternative: every expert in GPU memory, all at one width. No device, no link, no migration.
 
-    `weight_bits`: one of WEIGHT_BITS or "widest", the widest of these that fits; one that does not fit is refused.
+    `weight_bits`: one of WEIGHT_BITS; one that does not fit is refused.
     """
     bits = chosen_bits(costs, options)
     rows, expert_bytes = batches.loads.rows, costs.replica_bytes(bits)
