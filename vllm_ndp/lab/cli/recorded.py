@@ -383,11 +383,6 @@ def losses(trace: Trace, replicas: Path | None, *, nominal: bool = False, kind: 
         return LossTable.nominal(p.num_layers, p.num_experts)
     loss = LossTable.from_measured(*load_losses(replicas, kind))
     if (live := p.live) is not None and live.num_stages > 1 and len(loss.mse) > p.num_layers:
-        if live.stage and not live.first_layer:
-            raise ConfigError(
-                f"the trace is of stage {live.stage} of {live.num_stages}, and does not say which layers of the "
-                f"replicas in {replicas} are its own: record it again"
-            )
         loss = loss.of_layers(slice(live.first_layer, live.first_layer + p.num_layers))
     if loss.mse.shape[:2] != (p.num_layers, p.num_experts):
         raise ConfigError(
