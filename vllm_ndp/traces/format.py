@@ -36,7 +36,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 TABLES = ("requests", "plans", "devices", "steps", "routing")
 """Tables in the order in which they are flushed: a routing row never outlives its request, nor a step's time its
-devices. Older traces have no `devices`, and load."""
+devices."""
 
 PREFILL, DECODE, CACHED, REJECTED = 0, 1, 2, 3
 PHASES = ("prefill", "decode", "cached", "rejected")
@@ -53,8 +53,7 @@ MAY_LACK = ("simulated_start_ps", "simulated_step_ps")
 """Columns that may hold it."""
 
 DOWN, CHANGED = 0, 1
-DEVICE_CHANGES = ("down", "changed")
-"""`down`: the device served nothing in the step. `changed`: a device was lost or came back within the step, so the
+"""Of a device: it served nothing in the step. Or: a device was lost or came back within the step, so the
 step's time depends on the moment (device -1)."""
 
 _ROWS_AT_ONCE = 1 << 14
@@ -271,7 +270,7 @@ def read_table(directory: Path, table: str, manifest: TraceManifest) -> pa.Table
             raise TraceError(f"{path} is missing: the trace has {expected} chunks of {table!r}; restore it")
         try:
             with open_parquet(path, table, page_checksum_verification=True) as file:
-                if _kinds(file.schema_arrow) != _kinds(wanted):
+                if not file.schema_arrow.equals(wanted):
                     raise TraceError(
                         f"{path} does not have the columns of {table!r}: it belongs to another model or program"
                     )
@@ -287,11 +286,6 @@ def read_table(directory: Path, table: str, manifest: TraceManifest) -> pa.Table
             raise TraceError(f"{path} is damaged: {_one_line(error)}; restore it or delete the trace") from None
         parts.append(part)
     return pa.concat_tables(parts) if parts else wanted.empty_table()
-
-
-def _kinds(columns: pa.Schema) -> list[tuple[str, pa.DataType, bool]]:
-    """Name, type and whether values may be absent; a chunk from before times could be says of none that they may."""
-    return [(field.name, field.type, field.nullable or field.name in MAY_LACK) for field in columns]
 
 
 def open_parquet(path: Path, table: str = "", **options: Any) -> pq.ParquetFile:

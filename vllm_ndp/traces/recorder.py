@@ -133,7 +133,7 @@ class TraceWriter:
         self._add("steps", (step, epoch, simulated_start_ps, simulated_step_ps, measured_step_s, fallback_pairs))
 
     def append_devices(self, step: int, changes: Mapping[int, int]) -> None:
-        """Record changes of several devices in or before this step: device -> one of format.DEVICE_CHANGES."""
+        """Record changes of several devices in or before this step: device -> DOWN or CHANGED."""
         for device, change in changes.items():
             self._add("devices", (step, device, change))
 
