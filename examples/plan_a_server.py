@@ -10,14 +10,14 @@ import sys
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.operating.proposal import propose
-from vllm_ndp.operating.sizing import Demand, MachineSize, Sizing, human, parse_bytes
+from vllm_ndp.operating.sizing import Sizing, human, parse_bytes
 from vllm_ndp.operating.sources import source_named
 
 
 def main(model: str, gpu_memory: str, host_memory: str) -> None:
     source = source_named(model)
-    machine = MachineSize(parse_bytes(host_memory, "host memory"), parse_bytes(gpu_memory, "GPU memory"))
-    sizing = Sizing(source.model, machine, Demand(context=8192, batch=4))
+    host_bytes, gpu_bytes = parse_bytes(host_memory, "host memory"), parse_bytes(gpu_memory, "GPU memory")
+    sizing = Sizing(source.model, host_bytes, gpu_bytes, context=8192, batch=4)
     proposal = propose(source, sizing, Costs(load_hardware(), source.model))
     for way in proposal.ways:
         option, speed = way.option, way.simulated
