@@ -75,11 +75,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "patches/lock-cpu.txt",
         "tests/integration/engines.py",
         "tests/integration/resident_memory.py",
+        "tests/integration/routed_experts.py",
         "tests/integration/test_integration_programs.py",
         "tests/local_hub.py",
         "vllm_ndp/integration/[a-z]*.py",
         "vllm_ndp/operating/sizing.py",
         "vllm_ndp/operating/sources.py",
+        "vllm_ndp/traces/*.py",
     ),
     "quality": (
         "examples/lm_eval_tasks/*",

@@ -1,4 +1,4 @@
-"""What the engine keeps in memory: the K hot experts of each layer, not all E of them."""
+"""Programs of their own: what an engine keeps in memory, vLLM's benchmark, a model on a hub, routing by vLLM itself."""
 
 import json
 import shutil
@@ -6,12 +6,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
-from engines import IN_PROCESS, MODEL, PROMPTS, ROOT, VLLM_PROGRAM, last_json, run_program
+import routed_experts
+from engines import IN_PROCESS, MODEL, PROMPTS, ROOT, VLLM_PROGRAM, last_json, run_program, trace_of
 from local_hub import local_hub
 
 from vllm_ndp.operating.sizing import ENGINE_BYTES, GB, Sizing
 from vllm_ndp.operating.sources import source_named
+from vllm_ndp.traces.importers import ImportSettings, import_trace
 
 pytestmark = [pytest.mark.vllm, pytest.mark.programs]
 
@@ -178,3 +181,21 @@ def test_an_id_that_is_nowhere_is_refused_in_one_sentence(offline: str, tmp_path
     last = [line for line in done.stderr.splitlines() if "ConfigError" in line or "ReplicaError" in line]
     assert last, done.stderr[-3000:]
     assert "is one of .safetensors or .gguf" in last[-1] or "cannot be had from the hub" in last[-1]
+
+
+# -- routing that vLLM records itself, by its newer model runner on a CPU ----------------------------------------------
+
+
+def test_what_vllm_itself_records_is_what_our_recorder_saw_of_the_same_run(tmp_path):
+    done = run_program(sys.executable, Path(routed_experts.__file__), tmp_path / "trace")
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers = last_json(done.stdout)["answers"]
+    (tmp_path / "answers.jsonl").write_text("\n".join(answers))
+    imported = import_trace(tmp_path / "answers.jsonl", "vllm", ImportSettings("tiny", num_experts=8))
+    ours = trace_of(tmp_path / "trace")
+    assert imported.prompt_len.tolist() == ours.prompt_len.tolist()
+    assert len(imported.sequences) == len(routed_experts.TOKENS)
+    for theirs, own, tokens in zip(imported.sequences, ours.sequences, routed_experts.TOKENS, strict=True):
+        assert len(theirs.decode_ids) == tokens - 1  # the last token has no row
+        for rows, seen in ((theirs.prompt_ids, own.prompt_ids), (theirs.decode_ids, own.decode_ids)):
+            assert np.array_equal(np.sort(rows, axis=2), np.sort(seen, axis=2))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import shutil
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import msgspec
 import numpy as np
 import one_engine
 import pytest
-import routed_experts
-from engines import MODEL, PROMPTS, REPLICAS, ROOT, engine, greedy, last_json, replay_of, run_program, trace_of
+from engines import MODEL, PROMPTS, REPLICAS, ROOT, engine, greedy, replay_of, trace_of
 
 from ndp_device.replicas.format import read_manifest, write_manifest
 from ndp_device.timing.model import CommandEnergy, DeviceModel
@@ -212,7 +210,7 @@ def test_arrivals_alone_give_the_steps_of_vllm_and_their_simulated_times(tmp_pat
         assert serve_again(trace, losses_of_run(trace, None)).steps == replay.steps
 
 
-# -- Answers of vLLM with routing in them are imported as what they hold: recorded by vLLM itself (routed_experts.p ----
+# -- answers in the classes of vLLM, with the bundled recording's routing ---------------------------------------------
 
 
 BUNDLED = Path(__file__).resolve().parents[1] / "data" / "tiny-mixtral-trace"
@@ -242,21 +240,6 @@ def test_answers_in_the_classes_of_vllm_are_imported_as_the_routing_they_hold(tm
     imported = import_trace(tmp_path / "answers.jsonl", "vllm", ImportSettings("tiny", num_experts=8))
     assert imported.prompt_len.tolist() == recorded.prompt_len.tolist()
     assert np.array_equal(imported.ids, recorded.ids)
-
-
-def test_what_vllm_itself_records_is_what_our_recorder_saw_of_the_same_run(tmp_path):
-    done = run_program(sys.executable, Path(routed_experts.__file__), tmp_path / "trace")
-    assert done.returncode == 0, done.stderr[-4000:]
-    answers = last_json(done.stdout)["answers"]
-    (tmp_path / "answers.jsonl").write_text("\n".join(answers))
-    imported = import_trace(tmp_path / "answers.jsonl", "vllm", ImportSettings("tiny", num_experts=8))
-    ours = trace_of(tmp_path / "trace")
-    assert imported.prompt_len.tolist() == ours.prompt_len.tolist()
-    assert len(imported.sequences) == len(routed_experts.TOKENS)
-    for theirs, own, tokens in zip(imported.sequences, ours.sequences, routed_experts.TOKENS, strict=True):
-        assert len(theirs.decode_ids) == tokens - 1  # the last token has no row
-        for rows, seen in ((theirs.prompt_ids, own.prompt_ids), (theirs.decode_ids, own.decode_ids)):
-            assert np.array_equal(np.sort(rows, axis=2), np.sort(seen, axis=2))
 
 
 # -- Two real engines that share one device, each told so: their simulated times are those of the exact replay of t ----
