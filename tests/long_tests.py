@@ -77,6 +77,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/integration/resident_memory.py",
         "tests/integration/routed_experts.py",
         "tests/integration/test_integration_programs.py",
+        "tests/integration/test_integration_refusals.py",
         "tests/local_hub.py",
         "vllm_ndp/integration/[a-z]*.py",
         "vllm_ndp/operating/sizing.py",
