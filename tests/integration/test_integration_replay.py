@@ -242,7 +242,7 @@ def test_answers_in_the_classes_of_vllm_are_imported_as_the_routing_they_hold(tm
     assert np.array_equal(imported.ids, recorded.ids)
 
 
-# -- Two real engines that share one device, each told so: their simulated times are those of the exact replay of t ----
+# -- two real engines share one device, each in a program of its own ------------------------------------------------
 
 
 TOKENS = 20
@@ -286,6 +286,7 @@ def times(runs: list[StepRun]) -> list[tuple[int, int]]:
     return [(run.time.start_ps, run.time.total_ps) for run in runs]
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("host", [0, 1])
 def test_each_of_two_live_hosts_takes_the_simulated_times_of_its_replay(live: tuple[Said, list[Trace]], host: int):
     (totals,) = live[0][host]["totals"]
@@ -298,6 +299,7 @@ def test_each_of_two_live_hosts_takes_the_simulated_times_of_its_replay(live: tu
     assert totals["simulated_ps"] == replayed.start_ps[-1] + replayed.step_ps[-1]
 
 
+@pytest.mark.programs
 def test_a_host_that_knows_of_the_other_sends_fewer_hot_experts(live: tuple[Said, list[Trace]]):
     for said, trace in zip(*live, strict=True):
         told = said["totals"][0]["spilled_pairs"]
@@ -305,6 +307,7 @@ def test_a_host_that_knows_of_the_other_sends_fewer_hot_experts(live: tuple[Said
         assert not replay_of(alone_in_a_room(trace, 1)).identical
 
 
+@pytest.mark.programs
 def test_on_one_clock_the_two_hosts_take_their_live_times_and_wait_for_each_other(live: tuple[Said, list[Trace]]):
     """A live report cannot contain that wait: an engine's simulated clock stands still while it has no request."""
     traces = live[1]
