@@ -11,10 +11,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from bokeh.embed import file_html
 from bokeh.layouts import column, row
-from bokeh.models import Div, FactorRange, FixedTicker, HoverTool, NumeralTickFormatter
+from bokeh.models import Div, FactorRange, HoverTool
 from bokeh.palettes import Colorblind
 from bokeh.plotting import figure
 from bokeh.resources import Resources
@@ -22,7 +21,6 @@ from bokeh.resources import Resources
 from vllm_ndp.lab.compare import LAYER_PARTS, Compared, columns, named
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.systems import SYSTEMS
-from vllm_ndp.planning.bitwidths import nominal_loss
 
 Plot = Any
 """A Bokeh figure."""
@@ -44,22 +42,13 @@ def write_comparison(path: Path, title: str, found: Compared) -> None:
         for name, of in by_system.items()
     }
     said = {name: [f"{one.policy}, batch {one.batch}; {named(at)}" for at, one in of] for name, of in by_system.items()}
-    tails: Curves = {
-        name: ([one.tpot_p50_ms for _, one in of], [one.tpot_p99_ms for _, one in of]) for name, of in by_system.items()
+    page = [[dots("speed and loss", "loss", "decode tokens/s", speeds, said)]]
+    over = {
+        axis: fastest
+        for axis in ("memory_gb", "asked_bits", "batch")
+        if (fastest := _fastest_by(axis, rows)) and any(len(xs) > 1 for xs, _ in fastest.values())
     }
-    page = [
-        [
-            dots("speed and loss", "loss", "decode tokens/s", speeds, said),
-            dots("time per output token", "p50, ms", "p99, ms", tails, said, log="xy"),
-        ]
-    ]
-    for goal, limit in (("fastest of each system", np.inf), ("that loses no more than 3 bits", nominal_loss(3))):
-        over = {
-            axis: fastest
-            for axis in ("memory_gb", "asked_bits", "batch")
-            if (fastest := _fastest_by(axis, rows, limit)) and any(len(xs) > 1 for xs, _ in fastest.values())
-        }
-        page.append([lines(goal, axis, "decode tokens/s", curves, log="y") for axis, curves in over.items()])
+    page.append([lines("fastest of each system", axis, "decode tokens/s", curves) for axis, curves in over.items()])
     for at, comparison in found.points:
         first = comparison.rows[0].batch
         bars = {
@@ -75,11 +64,11 @@ def write_comparison(path: Path, title: str, found: Compared) -> None:
     path.write_text(file_html(whole, Resources(mode="inline"), title=title), encoding="utf-8")
 
 
-def _fastest_by(axis: str, rows: Iterable[tuple[CompareSettings, Any]], limit: float) -> Curves:
+def _fastest_by(axis: str, rows: Iterable[tuple[CompareSettings, Any]]) -> Curves:
     best: dict[str, dict[float, float]] = {}
     for at, one in rows:
         x = {**columns(at), "batch": one.batch}[axis]
-        if x is not None and one.loss <= limit * (1 + 1e-6) and not one.policy.startswith("oracle"):
+        if x is not None and not one.policy.startswith("oracle"):
             of = best.setdefault(one.system, {})
             of[x] = max(of.get(x, 0.0), one.decode_tokens_per_s)
     return {name: (sorted(of), [of[x] for x in sorted(of)]) for name, of in best.items()}
@@ -88,24 +77,17 @@ def _fastest_by(axis: str, rows: Iterable[tuple[CompareSettings, Any]], limit: f
 # -- plots -------------------------------------------------------------------------------------------------------------
 
 
-def lines(title: str, x_label: str, y_label: str, curves: Curves, log: str = "") -> Plot:
-    plot = _plot(title, x_label, y_label, log)
+def lines(title: str, x_label: str, y_label: str, curves: Curves) -> Plot:
+    plot = _plot(title, x_label, y_label, y_axis_type="log")
     for (name, (xs, ys)), color in zip(curves.items(), cycle(Colorblind[8])):
         line = plot.line(xs, ys, color=color, line_width=2, legend_label=name)
         _hover(plot, [line], (name, "@y{0.000}"), (x_label, "@x{0.[000]}"))
     return _with_legend(plot)
 
 
-def dots(
-    title: str,
-    x_label: str,
-    y_label: str,
-    curves: Curves,
-    said: Mapping[str, Sequence[str]],
-    log: str = "",
-) -> Plot:
+def dots(title: str, x_label: str, y_label: str, curves: Curves, said: Mapping[str, Sequence[str]]) -> Plot:
     """said: of each dot, what else the mouse shows."""
-    plot = _plot(title, x_label, y_label, log)
+    plot = _plot(title, x_label, y_label)
     for (name, (xs, ys)), color in zip(curves.items(), cycle(Colorblind[8])):
         source = {"x": xs, "y": ys, "said": said[name]}
         marks = plot.scatter("x", "y", source=source, color=color, size=9, legend_label=name)
@@ -124,15 +106,10 @@ def stacked(title: str, unit: str, parts: Sequence[str], bars: Mapping[str, Sequ
     return _with_legend(plot)
 
 
-def _plot(title: str, x_label: str, y_label: str, log: str = "", **options: Any) -> Plot:
-    """log: which of x and y are logarithmic."""
+def _plot(title: str, x_label: str, y_label: str, **options: Any) -> Plot:
     options = {"height": 300, "sizing_mode": "stretch_width"} | options
-    options |= {f"{axis}_axis_type": "log" for axis in log}
     plot = figure(title=title, x_axis_label=x_label, y_axis_label=y_label, tools="pan,box_zoom,reset,save", **options)
     plot.toolbar.autohide, plot.toolbar.logo = True, None
-    if "x" in log:
-        plot.xaxis.formatter = NumeralTickFormatter(format="0.[0000]")  # 0.01, not a power of ten
-        plot.xaxis.ticker = FixedTicker(ticks=[step * 10.0**power for power in range(-6, 7) for step in (1, 3)])
     return plot
 
 
