@@ -10,7 +10,6 @@ the hardware's. The paper's own figures: `reproduce cxl-expert`.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,16 +99,11 @@ def _cold_ps(costs: Costs, rows: NDArray[np.int64]) -> NDArray[np.float64]:
 # -- tiers that follow use --------------------------------------------------------------------------------------------
 
 
-class Moves(NamedTuple):
-    """Experts that one look moved, and the time of the moves [G, L]."""
-
-    to_gpu: int
-    to_cpu: int
-    took_ps: NDArray[np.float64]
-
-
-def retiered(tiers: NDArray[np.uint8], uses: NDArray[np.float64], costs: Costs) -> tuple[NDArray[np.uint8], Moves]:
-    """tiers and uses [G, L, E] -> (tiers from now on, what moved). uses: steps since the last look that used each.
+def retiered(
+    tiers: NDArray[np.uint8], uses: NDArray[np.float64], costs: Costs
+) -> tuple[NDArray[np.uint8], int, int, NDArray[np.float64]]:
+    """tiers and uses [G, L, E] -> tiers from now on, how many came to the GPU and to the CPU, and the time of the moves
+    [G, L]. uses: steps since the last look that used each.
 
     "The system monitors execution time and may migrate an expert between categories if its usage changes" (its words),
     no rule given. Ours: every so many steps of a group two experts of a layer change places if the saving exceeds the
@@ -129,7 +123,7 @@ def retiered(tiers: NDArray[np.uint8], uses: NDArray[np.float64], costs: Costs) 
     to_cpu = second.sum(axis=2)
     link = from_warm * copy_ps + from_cold * max(copy_ps, from_expander_ps)
     expander = (from_cold + to_cpu) * from_expander_ps
-    return after, Moves(int(first.sum()), int(to_cpu.sum()), np.maximum(link, expander))
+    return after, int(first.sum()), int(to_cpu.sum()), np.maximum(link, expander)
 
 
 def _exchanged(
@@ -219,8 +213,8 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         if first:
             uses = _uses(loads, slice(first - RETIER_STEPS, first), batches.num_experts)
         running = (batches.rows[:, first] > 0)[:, None, None]
-        tiers, moved = retiered(tiers, np.where(running, uses, 0.0), costs)
-        to_gpu, to_cpu, waits[:, first] = to_gpu + moved.to_gpu, to_cpu + moved.to_cpu, moved.took_ps
+        tiers, came, went, waits[:, first] = retiered(tiers, np.where(running, uses, 0.0), costs)
+        to_gpu, to_cpu = to_gpu + came, to_cpu + went
         part = slice(first, first + RETIER_STEPS)
         tier[:, part] = loads.look_up(tiers, part)
     moe, gpu_ps, loaded, on_host = _layers(loads.rows, tier, costs)

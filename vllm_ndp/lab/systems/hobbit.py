@@ -9,7 +9,6 @@ computes, if that pays; a copy that has begun cannot be cancelled.
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +23,6 @@ from vllm_ndp.lab.vectorised.execution import SKIPPED, gate_loss, with_copies, w
 from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, time_before
 
 HIGH, LOW, SKIP = 0, 1, 2
-
-
-class Visits(NamedTuple):
-    """Of the two caches on a trace, by slot [G, D, L, S]."""
-
-    hit: NDArray[np.bool_]  # there, without a copy for this layer
-    low: NDArray[np.bool_]  # runs in low precision
 
 
 class _Cache:
@@ -62,9 +54,11 @@ def visits(
     need: NDArray[np.uint8],
     high: tuple[NDArray[np.bool_], int],
     low: tuple[NDArray[np.bool_], int],
-) -> Visits:
-    """experts and need [G, D, L, S]: 1 is high precision, 2 low, 0 nothing. high and low: the experts [L, E] that a
-    cache holds at first, its places of all layers together.
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """(slots that need no copy for this layer, those that run in low precision), both [G, D, L, S].
+
+    experts and need [G, D, L, S]: 1 is high precision, 2 low, 0 nothing. high and low: the experts [L, E] that a cache
+    holds at first, its places of all layers together.
 
     Equation 3, less what has weight 0 here: the expert with the lowest weighted sum of its uses and of its uses in high
     precision leaves. Records are of the running sequence and common to both caches. Experts in use in a layer stay.
@@ -91,7 +85,7 @@ def visits(
                     cache.enter(of[slot], in_use, worth)
             upper.end_layer(in_use, worth)
             lower.end_layer(in_use, worth)
-    return Visits(hit, runs_low)
+    return hit, runs_low
 
 
 def precision_classes(weights: NDArray[np.float32]) -> NDArray[np.uint8]:
@@ -145,14 +139,14 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     high, low = loads.count(classes == HIGH), loads.count(classes == LOW)
     # An expert that some row needs in high precision serves all rows.
     need = np.where(high > 0, 1, np.where(low > 0, 2, 0)).astype(np.uint8)
-    seen = visits(
+    hit, low_slot = visits(
         loads.experts,
         need,
         (high_start, high_slots * layers),
         (both & ~high_start, low_slots * layers),
     )
-    rows, late = high + low, (need > 0) & ~seen.hit
-    share = np.where(seen.low, LOW_BITS / FULL_PRECISION_BITS, 1.0)
+    rows, late = high + low, (need > 0) & ~hit
+    share = np.where(low_slot, LOW_BITS / FULL_PRECISION_BITS, 1.0)
     per_expert, late_ps = gpu[rows] * share, np.where(late, costs.copy_ps * share, 0.0)
     compute, crossed = add_up(per_expert), add_up(late_ps)
     accuracy, wrong_ps, prefetch = PREFETCH_ACCURACY, np.zeros(crossed.shape), "published"
@@ -164,8 +158,8 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         wrong_ps = np.where(crossed > 0, (1 - accuracy) * np.maximum(costs.copy_ps - window, 0.0), 0.0)
     before = wrong_ps - accuracy * np.minimum(crossed, window) if orders else 0.0
     layer = with_copies(per_expert, late, costs, before_ps=before, copy_ps=late_ps)
-    read = float((rows > 0).sum() - seen.low.sum() * (1 - LOW_BITS / FULL_PRECISION_BITS))
-    runs_low = (classes == LOW) & seen.low.ravel()[loads.places]
+    read = float((rows > 0).sum() - low_slot.sum() * (1 - LOW_BITS / FULL_PRECISION_BITS))
+    runs_low = (classes == LOW) & low_slot.ravel()[loads.places]
     widths = np.where(runs_low, LOW_BITS, np.where(classes == SKIP, SKIPPED, 0)).astype(np.uint8)
     low_pairs = int((batches.pairs & (classes == LOW)).sum())
     return without_device(
@@ -176,7 +170,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         gpu_ps=compute,
         resident=high_start,
         fetched_experts=float(crossed.sum()) / costs.copy_ps,
-        hot_pairs=int(rows[seen.hit].sum()),
+        hot_pairs=int(rows[hit].sum()),
         cold=Cold(float(LOW_BITS * low_pairs), low_pairs, gate_loss(batches, widths, options.loss)),
         traffic=Traffic(hbm_bytes=costs.shape.expert_bytes * read),
     )
