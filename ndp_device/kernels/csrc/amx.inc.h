@@ -58,47 +58,49 @@ NDP_INLINE void multiply_tiles(const uint8_t* codes, const int8_t* x, int steps,
     Tiles::save<3>(&dots[kTileRows][1], sizeof dots[0]);
 }
 
-// Adds them, times their scales, to y.
+// Adds those of some groups, times their scales, to y.
 template <int LIMBS, bool FP4>
-NDP_INLINE void add_dots(const Dots& dots, const float* scale, const float* sum, int tokens, const f32x16* meta, float* y,
-                         ptrdiff_t stride) {
-    const f32x16 of_blocks[kUnitBlocks][2] = {{meta[0], meta[1]}, {meta[2], meta[3]}};
+NDP_INLINE void add_dots(const Dots* dots, int groups, const Activations& a, ptrdiff_t at, int tokens, const f32x16* meta,
+                         float* y, ptrdiff_t stride) {
     for (int t = 0; t < tokens; ++t) {
         NDP_UNROLL(2)
         for (int block = 0; block < kUnitBlocks; ++block) {
-            f32x16 dot = to_float(dots[t * LIMBS][block]);
-            if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(dots[t * LIMBS + 1][block]);
-            add_dot(dot, scale[t], sum[t], of_blocks[block], y + t * stride + block * kBlockRows, FP4);
+            float* to = y + t * stride + block * kBlockRows;
+            f32x16 out = load<f32x16>(to);
+            for (int g = 0; g < groups; ++g) {
+                f32x16 dot = to_float(dots[g][t * LIMBS][block]);
+                if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(dots[g][t * LIMBS + 1][block]);
+                const ptrdiff_t of = at + g * a.tokens + t;
+                add_dot(dot, a.scale[of], a.sum[of], meta + (g * kUnitBlocks + block) * 2, reinterpret_cast<float*>(&out), FP4);
+            }
+            store(to, out);
         }
     }
 }
 
-// Sums of two blocks are added up while tiles compute those of the next two.
+// Rows of y are read and written once for two groups.
 template <int LIMBS, bool FP4>
 NDP_INLINE void tile_products(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t stride) {
-    const int steps = panel.steps, tokens = a.tokens;
-    constexpr int kTokens = kDotRows / LIMBS;
-    alignas(64) Dots dots[2];
+    constexpr int kTokens = kDotRows / LIMBS, kGroups = 2;
+    alignas(64) Dots dots[kGroups];
+    const int row_bytes = panel.steps * 4;
     const uint8_t* ahead[] = {panel.ahead[0], panel.ahead[1]};
-    const int count = (tokens + kTokens - 1) / kTokens;
-    for (int i = 0; i <= panel.groups * count; ++i) {
-        if (i < panel.groups * count) {
-            const int g = i / count, first = i % count * kTokens;
-            const ptrdiff_t at = static_cast<ptrdiff_t>(first_group + g) * tokens + first;
+    for (int g = 0; g < panel.groups; g += kGroups) {
+        const int groups = panel.groups - g < kGroups ? panel.groups - g : kGroups;
+        for (int first = 0; first < a.tokens; first += kTokens) {
+            const int left = a.tokens - first;
+            const ptrdiff_t at = static_cast<ptrdiff_t>(first_group + g) * a.tokens + first;
             const auto prefetch = [&] {
                 for (int c = 0; c < kMaxComponents && first == 0; ++c)
                     for (int step = 0; step < kTileSteps && panel.ahead_bytes[c]; ++step)
                         __builtin_prefetch(ahead[c] += panel.ahead_bytes[c], 0, 2);  // the first cache is full
             };
-            multiply_tiles<FP4>(panel.codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * steps * 64, a.codes + at * LIMBS * steps * 4,
-                           steps, tokens - first > kTokens / 2, prefetch, dots[i % 2]);
+            for (int i = 0; i < groups; ++i)
+                multiply_tiles<FP4>(panel.codes + static_cast<ptrdiff_t>(g + i) * kUnitRows * row_bytes,
+                                    a.codes + (at + i * a.tokens) * LIMBS * row_bytes, panel.steps, left > kTokens / 2, prefetch, dots[i]);
+            add_dots<LIMBS, FP4>(dots, groups, a, at, left < kTokens ? left : kTokens, panel.meta + g * kUnitBlocks * 2,
+                                 y + first * stride, stride);
         }
-        if (i == 0) continue;
-        const int g = (i - 1) / count, first = (i - 1) % count * kTokens;
-        const ptrdiff_t at = static_cast<ptrdiff_t>(first_group + g) * tokens + first;
-        const int now = tokens - first < kTokens ? tokens - first : kTokens;
-        add_dots<LIMBS, FP4>(dots[(i - 1) % 2], a.scale + at, a.sum + at, now, panel.meta + g * kUnitBlocks * 2,
-                             y + first * stride, stride);
     }
 }
 

@@ -229,7 +229,7 @@ Engine::Quantized Engine::take_quantized(const QuantizedView& w, int tokens, int
     std::memset(q.codes + bytes, 0, slack);
     q.scale = arena_.take<float>(static_cast<size_t>(w.groups) * tokens);
     q.sum = arena_.take<float>(static_cast<size_t>(w.groups) * tokens);
-    if (w.fp4) q.zeros = arena_.take<int32_t>(static_cast<size_t>(w.groups) * tokens * q.row_bytes / w.fp4);
+    if (w.fp4 && tokens <= kMostInRegisters) q.zeros = arena_.take<int32_t>(static_cast<size_t>(w.groups) * tokens * q.row_bytes / w.fp4);
     if (w.fp4) q.words = arena_.take<int16_t>(static_cast<size_t>(w.groups) * tokens * w.padded_group);
     q.view = {tokens, limbs, q.codes, q.scale, q.sum, q.zeros, q.words};
     return q;
@@ -271,8 +271,11 @@ void Engine::quantize_inputs(const float* x, int hidden, const Pairs& pairs, std
         const PackedMatrix& w = job.expert->w13;
         const int32_t* perm = job.expert->full || w.perm.empty() ? nullptr : w.perm.data();
         const int group = job.expert->full ? 0 : w.geometry.group;
-        for (int t = 0; t < job.tokens; ++t)
-            wanted[{perm, group, w.fp4, job.expert->limbs, pairs.rows[job.pairs[t]]}].push_back({&job, t});
+        for (int t = 0; t < job.tokens; ++t) {
+            std::vector<Destination>& to = wanted[{perm, group, w.fp4, job.expert->limbs, pairs.rows[job.pairs[t]]}];
+            to.push_back({&job, t});
+            if (job.x.zeros) std::swap(to.front(), to.back());  // the first has what any needs
+        }
     }
     std::vector<std::pair<const float*, const std::vector<Destination>*>> tasks;
     for (const auto& [key, destinations] : wanted)
@@ -303,10 +306,11 @@ void Engine::quantize_inputs(const float* x, int hidden, const Pairs& pairs, std
                             done.codes + g * done.group_stride, to.row_bytes);
                 to.scale[g * to.view.tokens + token] = done.scale[g * done.token_stride];
                 to.sum[g * to.view.tokens + token] = done.sum[g * done.token_stride];
-                if (!to.zeros) continue;
-                const ptrdiff_t scales = to.row_bytes / done.fp4;  // of all limbs
-                std::memcpy(to.zeros + (g * to.view.tokens + token) * scales, done.zeros + g * done.token_stride * scales,
-                            scales * sizeof(int32_t));
+                const ptrdiff_t scales = done.fp4 ? to.row_bytes / done.fp4 : 0;  // of all limbs
+                if (to.zeros)
+                    std::memcpy(to.zeros + (g * to.view.tokens + token) * scales, done.zeros + g * done.token_stride * scales,
+                                scales * sizeof(int32_t));
+                if (!to.words) continue;
                 std::memcpy(to.words + (g * to.view.tokens + token) * done.padded_group,
                             done.words + g * done.token_stride * done.padded_group, done.padded_group * sizeof(int16_t));
             }

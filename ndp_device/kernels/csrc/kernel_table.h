@@ -17,6 +17,7 @@ constexpr int kChunkCols = 32;         // 8 steps of 4 columns: a W-bit componen
 constexpr int kMaxPaddedGroup = 4096;  // keeps every 32-bit integer sum below 2^31: 255 * 127 * 4096 = 1.3e8
 constexpr int kMaxComponents = 2;
 constexpr int kMaxComponentWidth = 8;
+constexpr int kMostInRegisters = 4;  // tokens at most that meet codes in registers, on any path
 constexpr int kRowSlack = 16;  // rows past the last one that a tile load may read (and whose results are dropped)
 
 // One quantized matrix as it is streamed. A code is its components' bits one after the other, top bits first, without
@@ -58,8 +59,9 @@ constexpr uint8_t kFp4Halves[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 2
 
 // Quantized inputs of T tokens: x ~ scale * (128 * high + low) with two limbs, scale * code with one.
 //   codes [groups][T * limbs][padded_group], scale and sum (of the values the codes stand for) [groups][T]
-//   Beside FP4: zeros [groups][T * limbs][scales], what takes from the sums under a scale that its levels begin at kFp4Zero;
-//   words [groups][T][padded_group], both limbs in one number, of every four columns in the order 0 2 1 3
+//   Beside FP4: zeros [groups][T * limbs][scales], what takes from the sums under a scale that its levels begin at kFp4Zero, for
+//   up to kMostInRegisters tokens; words [groups][T][padded_group], both limbs in one number, of every four columns in the order
+//   0 2 1 3
 struct Activations {
     int tokens;
     int limbs;
@@ -111,7 +113,7 @@ struct QuantizeJob {
     ptrdiff_t token_stride;
     int32_t* zeros;  // null, or [groups][limbs][scales], token_stride * limbs * scales apart
     int16_t* words;  // null, or this row's in group 0, token_stride * padded_group from one group to the next
-    int fp4;         // columns under one scale where there are zeros
+    int fp4;         // columns under one scale where there are words
 };
 
 // One block of 16 rows of some planes, cut into words of 32 columns, and where its part of a component lies.

@@ -534,11 +534,12 @@ void multiply_width(const QuantizedView& w, const Activations& a, int first, int
     constexpr int kChunks = kUsualChunks;
     const bool is_usual = w.padded_group == kChunks * kChunkCols;
     if constexpr (kFewRows > 0) {
-        constexpr int kFewTokens = kFewRows / LIMBS < 4 ? kFewRows / LIMBS : 4;
+        constexpr int kFewTokens = kFewRows / LIMBS < kMostInRegisters ? kFewRows / LIMBS : kMostInRegisters;
         if (a.tokens <= kFewTokens && is_usual)
             return few_tokens<Code, LIMBS, kFewTokens, kChunks>(w, a, first, last, y, stride);
         if (a.tokens == 1) return few_tokens<Code, LIMBS, 1, 0>(w, a, first, last, y, stride);
     }
+    static_assert(kOwnRows <= 2 * kMostInRegisters, "more tokens would find no zeros");
     if constexpr (kOwnRows > 0) {
         if (a.tokens == 1 || (LIMBS == 2 && a.tokens * LIMBS <= kOwnRows)) {
             if (is_usual) return own_tokens<Code, LIMBS, kChunks>(w, a, first, last, y, stride);
@@ -605,12 +606,7 @@ void quantize(const QuantizeJob& job) {
         for (int i = 0; i < job.padded_group; i += 16) {
             i32x16 code = round_to_int(load<f32x16>(values + i) * inverse);
             code_sums += code;
-            for (int pair = 0; pair < 4 && job.words; ++pair) {
-                constexpr uint64_t kLow = 0x0000ffff0000ffff;
-                uint64_t two[2];
-                std::memcpy(two, reinterpret_cast<const char*>(&code) + pair * 16, 16);
-                store(job.words + g * job.token_stride * job.padded_group + i + pair * 4, (two[0] & kLow) | (two[1] & kLow) << 16);
-            }
+            if (job.words) store(job.words + g * job.token_stride * job.padded_group + i, ints_to_words(code));
             if (job.limbs == 2) {
                 i32x16 high = (code + 64) >> 7;
                 store(to + i, ints_to_bytes(high));

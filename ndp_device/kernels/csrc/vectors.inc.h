@@ -77,6 +77,20 @@ NDP_INLINE i8x16 ints_to_bytes(i32x16 v) {  // of -128 to 127
 #endif
 }
 
+typedef int16_t i16x16 __attribute__((vector_size(32)));
+
+NDP_INLINE i16x16 ints_to_words(i32x16 v) {  // of every four in the order 0 2 1 3
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15, 0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    __m256i halves[2];
+    store(halves, v);
+    return (i16x16)_mm256_shuffle_epi8(_mm256_permute4x64_epi64(_mm256_packs_epi32(halves[0], halves[1]), 0xd8), order);
+#else
+    const i16x16 words = __builtin_convertvector(v, i16x16);
+    return __builtin_shufflevector(words, words, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+#endif
+}
+
 // acc[r] += products of two columns, words of 16 bits.
 NDP_INLINE i32x16 dot2(i32x16 acc, i32x16 codes, i32x16 x) {
 #if defined(__AVX512VNNI__)
@@ -116,22 +130,34 @@ NDP_INLINE Words choose(int mask, Words a, Words b) {
 #endif
 }
 
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef float f32x4 __attribute__((vector_size(16)));
+
+// One lane of all: the upper half joins the lower one, until one is left.
+template <class Join>
+NDP_INLINE float join_lanes(f32x4 v, const Join& join) {
+    const f32x4 two = join(v, (f32x4)__builtin_shufflevector(v, v, 2, 3, 2, 3));
+    return join(two, (f32x4)__builtin_shufflevector(two, two, 1, 1, 1, 1))[0];
+}
+
+template <class Join>
+NDP_INLINE float join_lanes(f32x8 v, const Join& join) {
+    return join_lanes(join(__builtin_shufflevector(v, v, 0, 1, 2, 3), __builtin_shufflevector(v, v, 4, 5, 6, 7)), join);
+}
+
+template <class Join>
+NDP_INLINE float join_lanes(f32x16 v, const Join& join) {
+    return join_lanes(join(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7),
+                           __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15)), join);
+}
+
 template <class V>
 NDP_INLINE float sum_lanes(V v) {
-    constexpr int kCount = sizeof(V) / sizeof(float);
-    float lanes[kCount];
-    store(lanes, v);
-    for (int width = kCount / 2; width; width /= 2)
-        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-    return lanes[0];
+    return join_lanes(v, [](auto a, auto b) { return a + b; });
 }
 
 NDP_INLINE float max_lanes(f32x16 v) {
-    float lanes[16];
-    store(lanes, v);
-    for (int width = 8; width; width /= 2)
-        for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-    return lanes[0];
+    return join_lanes(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // Nearest integer, ties to even, for |v| < 2^22: the sum's low mantissa bits are the integer.
