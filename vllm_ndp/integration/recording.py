@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,11 +59,12 @@ class RunRecorder:
         self._num_requests = 0
         self._drafted: _Drafted | None = None
 
-    @contextmanager
-    def _writing(self) -> Iterator[TraceWriter | None]:
-        """The writer, None once it has failed; a failure inside is said once and ends the recording."""
+    def _write(self, act: Callable[[TraceWriter], None]) -> None:
+        """Nothing once the writer has failed, which is said once and ends the recording."""
+        if self._writer is None:
+            return
         try:
-            yield self._writer
+            act(self._writer)
         except TraceError as error:
             self._writer = None
             say(f"{error}; what was written before is whole, and requests go on without a trace")
@@ -77,9 +77,7 @@ class RunRecorder:
         """
         for ended in self._indices.keys() - known:
             del self._indices[ended], self._prompt_lens[ended]
-        with self._writing() as writer:
-            if writer is not None:
-                self._note_requests(writer, step, spans)
+        self._write(lambda writer: self._note_requests(writer, step, spans))
 
     def _note_requests(self, writer: TraceWriter, step: int, spans: Mapping[str, Span]) -> None:
         for request_id, span in spans.items():
@@ -101,9 +99,7 @@ class RunRecorder:
     def note_plan(self, step: int, epoch: int, placement: Placement, plans: Mapping[str, Plan]) -> None:
         """The placement and every running request's plan, in force from this step on."""
         bits = {self._indices[name]: plan.bits.bits for name, plan in plans.items() if name in self._indices}
-        with self._writing() as writer:
-            if writer is not None:
-                writer.append_plan(step, epoch, placement.tiers, bits)
+        self._write(lambda writer: writer.append_plan(step, epoch, placement.tiers, bits))
 
     def note_step(
         self,
@@ -114,16 +110,20 @@ class RunRecorder:
         devices_up: tuple[bool, ...] | None = (),
     ) -> None:
         """simulated: None where no simulated clock holds all that ran. devices_up: of DeviceLink.take_availability."""
-        with self._writing() as writer:
-            if writer is not None:
-                down = {-1: CHANGED} if devices_up is None else {}
-                down |= {device: DOWN for device, is_up in enumerate(devices_up or ()) if not is_up}
-                writer.append_devices(step.number, down)
-                self._note_step(writer, step, epoch, simulated, measured_s)
+        down = {-1: CHANGED} if devices_up is None else {}
+        down |= {device: DOWN for device, is_up in enumerate(devices_up or ()) if not is_up}
+        self._write(lambda writer: self._note_step(writer, step, epoch, simulated, measured_s, down))
 
     def _note_step(
-        self, writer: TraceWriter, step: Step, epoch: int, simulated: StepTime | None, measured_s: float
+        self,
+        writer: TraceWriter,
+        step: Step,
+        epoch: int,
+        simulated: StepTime | None,
+        measured_s: float,
+        down: dict[int, int],
     ) -> None:
+        writer.append_devices(step.number, down)
         rows = step.rows
         indices = np.array([self._indices[span.request.request_id] for span in rows.spans])
         ids, weights = self._sidecar.read(rows.expected_slot_mapping(self._sidecar.block_size))
@@ -139,9 +139,7 @@ class RunRecorder:
 
     def note_sampled(self, num_tokens: Mapping[str, int]) -> None:
         """How many tokens each request got from the step: which of its drafts were accepted."""
-        with self._writing() as writer:
-            if writer is not None:
-                self._write_drafted(writer, num_tokens)
+        self._write(lambda writer: self._write_drafted(writer, num_tokens))
 
     def _write_drafted(self, writer: TraceWriter, num_tokens: Mapping[str, int]) -> None:
         """Write the rows that waited for this, if any do."""
@@ -158,10 +156,8 @@ class RunRecorder:
         writer.append_step(drafted.step, *columns)
 
     def close(self) -> None:
-        with self._writing() as writer:
-            if writer is not None:
-                self._write_drafted(writer, {})
-                writer.close()
+        self._write(lambda writer: self._write_drafted(writer, {}))
+        self._write(TraceWriter.close)
 
 
 def run_provenance(worker: LoadedWorker, scheduling: Scheduling) -> Provenance:

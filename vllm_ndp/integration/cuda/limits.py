@@ -123,9 +123,9 @@ def captures_whole_steps(vllm_config: VllmConfig) -> bool:
     return graph_mode(vllm_config) == WHOLE_STEPS
 
 
-def cannot_capture(what: str) -> str:
+def cannot_capture(what: str, mode: str = WHOLE_STEPS) -> str:
     return (
-        f'quantization \'ndp\' does not work together with "cudagraph_mode":"{WHOLE_STEPS}" for {what}: set '
+        f'quantization \'ndp\' does not work together with "cudagraph_mode":"{mode}" for {what}: set '
         '"cudagraph_mode":"NONE" in --compilation-config'
     )
 
@@ -169,10 +169,7 @@ def rows_in_graphs(vllm_config: VllmConfig) -> int:
 def refuse_shared_experts_in_pieces(names: Iterable[str]) -> None:
     """names: of layers with shared experts. Their output is a fresh tensor of vLLM's, whose address no graph knows."""
     if name := next(iter(names), None):
-        raise ConfigError(
-            f'quantization \'ndp\' does not work together with "cudagraph_mode":"PIECEWISE" for {name}, which has '
-            'shared experts: set "cudagraph_mode":"NONE" in --compilation-config'
-        )
+        raise ConfigError(cannot_capture(f"{name}, which has shared experts", "PIECEWISE"))
 
 
 def refuse_capture(layer: int, x: torch.Tensor) -> None:
