@@ -104,7 +104,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "vllm_ndp/integration/[a-z]*.py",
         "vllm_ndp/lab/locality.py",
         "vllm_ndp/operating/lm_eval_model.py",
-        "vllm_ndp/operating/scoring.py",
+        "vllm_ndp/operating/server.py",
         "vllm_ndp/planning/bitwidths.py",
         "vllm_ndp/planning/policies.py",
         "vllm_ndp/traces/importers.py",

@@ -19,7 +19,7 @@ from ndp_device.calibration.build import build_data_free
 from ndp_device.common.errors import ConfigError
 from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.replicas.store import ExpertStore
-from vllm_ndp.operating import scoring
+from vllm_ndp.operating import server as scoring
 
 pytestmark = pytest.mark.vllm
 

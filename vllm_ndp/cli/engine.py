@@ -128,7 +128,7 @@ def lm_eval(
     Scored tokens are forced through decode, so figures are those of the widths that are served. A stock vLLM started
     with the same logits processor gives the figures to compare with.
     """
-    from vllm_ndp.operating.scoring import ScoringServer
+    from vllm_ndp.operating.server import ScoringServer
 
     asked = ScoringServer(server, api_key)
     try:

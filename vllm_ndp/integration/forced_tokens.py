@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.operating.scoring import FORCED
+from vllm_ndp.operating.server import FORCED
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as OfRunnerV2

@@ -26,7 +26,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import AutoTokenizer
 
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.operating.scoring import Scored, ScoringServer
+from vllm_ndp.operating.server import Scored, ScoringServer
 
 _MAX_GENERATED = 256
 Ask = TypeVar("Ask")

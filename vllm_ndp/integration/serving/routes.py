@@ -34,7 +34,7 @@ from vllm import envs
 from vllm_ndp.device_client.process import remove_abandoned
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.plugin import METHOD
-from vllm_ndp.operating.scoring import FORCED
+from vllm_ndp.operating.server import FORCED
 
 PREFIX = "/v1/ndp/"
 HEADER = "X-NDP-Report"
