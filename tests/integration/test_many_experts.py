@@ -95,8 +95,7 @@ def test_the_selector_s_steps_are_bounded_by_how_many_experts_can_have_4_bits(bi
 
 
 class Kernel:
-    def check_slots(self, num_slots: int) -> None:
-        assert num_slots > 0
+    most_slots = None
 
 
 def slots_of(num_experts: int) -> HotSlots:

@@ -151,10 +151,6 @@ class DeviceGroup:
             )
         return self._sum(handle)
 
-    def close(self) -> None:
-        for client in self.clients:
-            client.close()
-
     def _send(self, handle: GroupHandle, pairs: NDArray[np.int64], usable: Sequence[bool]) -> None:
         """Send these pairs to devices that may be asked. Half of the time that is left is for them. The other half is
         for devices that hold the other copies, as long as there may be some."""

@@ -329,9 +329,6 @@ class DeviceLink:
             say(f"{error}; computing in full precision instead")
             return None
 
-    def close(self) -> None:
-        self.members.close()
-
 
 @dataclass
 class DeviceView:

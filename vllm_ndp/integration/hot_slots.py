@@ -90,14 +90,7 @@ class CpuSlotKernel:
         self._operator = vllm_private.fused_experts_on_cpu()
         self._operator_activation = activation
         self._interleaved = activation == "swigluoai"  # the operator wants gate and up rows in turn for it
-        self._slot_elements = 2 * intermediate_size * hidden_size
-
-    def check_slots(self, num_slots: int) -> None:
-        if num_slots * self._slot_elements >= CPU_KERNEL_ELEMENTS:
-            raise ConfigError(
-                f"{num_slots} experts in one call do not fit vLLM's CPU kernel (32-bit offsets): "
-                f"at most {(CPU_KERNEL_ELEMENTS - 1) // self._slot_elements} for this model"
-            )
+        self.most_slots: int | None = (CPU_KERNEL_ELEMENTS - 1) // (2 * intermediate_size * hidden_size)
 
     def load(self, to: SlotWeights, slot: int, expert: ExpertWeights) -> None:
         w13, half = to.w13[slot : slot + 1], to.w13.shape[1] // 2
@@ -145,12 +138,9 @@ class NativeSlotKernel(CpuSlotKernel):
     """The device's kernel over plain [2I, H] slots, which it reads where they lie."""
 
     def __init__(self, kernel: Kernel, activation: Activation) -> None:
-        self.isa, self._interleaved = kernel.name, False
+        self.isa, self._interleaved, self.most_slots = kernel.name, False, None
         self._kernel, self._activation = kernel, activation
         self._in_place: dict[tuple[int, int], Any] = {}  # prepared, by address and slot; keeps the memory
-
-    def check_slots(self, num_slots: int) -> None:
-        return
 
     def load(self, to: SlotWeights, slot: int, expert: ExpertWeights) -> None:
         gate, up = to.w13[slot].chunk(2)
@@ -228,6 +218,7 @@ class CudaSlotKernel:
         self.activation, self.num_experts = activation, num_experts
         self.fused, self._tiles, self.copies = fused, tiles, copies
         self._maps: dict[int, torch.Tensor] = {}
+        self.most_slots: int | None = None
 
     @classmethod
     def of_vllm(cls, activation: Any, num_experts: int, copies: CopiesByThread | None = None) -> CudaSlotKernel:
@@ -241,9 +232,6 @@ class CudaSlotKernel:
             return AlwaysLeft(override_config(found[key]))
 
         return cls(activation, num_experts, fused_experts, tiles, copies)
-
-    def check_slots(self, num_slots: int) -> None:
-        return
 
     def load(self, to: SlotWeights, slot: int, expert: ExpertWeights, after: Event | None = None) -> None:
         """after: copy as soon as the stream has passed this event, where copies run beside it."""
@@ -351,7 +339,12 @@ class HotSlots:
         without_slot: NDArray[np.int32] | None = None,
     ) -> None:
         """where and without_slot [E]: this layer's rows of a worker's tiers (layer/tiers.py), None: rows of its own."""
-        kernel.check_slots(held.w13.shape[0])
+        num_slots, most = held.w13.shape[0], kernel.most_slots
+        if most is not None and num_slots > most:
+            raise ConfigError(
+                f"{num_slots} experts in one call do not fit vLLM's CPU kernel (32-bit offsets): at most {most} for "
+                "this model"
+            )
         self.kernel = kernel
         self.held = held
         self.expert_in: NDArray[np.int64] = np.full(held.w13.shape[0], -1)  # [slots], -1: empty

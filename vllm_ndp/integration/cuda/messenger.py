@@ -179,11 +179,6 @@ class Messenger:
     def has_thread(self) -> bool:
         return self._sender is not None
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on the device."""
-        return int(self._memory.nbytes + self._sums.nbytes)
-
     def packet(self, num_rows: int) -> Packet:
         """For so many rows: the main stream writes into it."""
         if (known := self._by_rows.get(num_rows)) is None:
