@@ -169,16 +169,16 @@ class DeviceLink:
         """
         self.members = members
         self._only = members.clients[0] if devices is None else None
-        self.client: DeviceClient | DeviceGroup = self._all_of(devices) if devices is not None else members.clients[0]
+        self.client: DeviceClient | DeviceGroup = members.clients[0]
+        if devices is not None:
+            copies, deadline_ms = devices.rules.num_copies, members.deadline_ms
+            how = self._route, self._holds, slowest
+            self.client = DeviceGroup(members.clients, *how, num_copies=copies, deadline_ms=deadline_ms)
         self._setup, self._devices, self._shape, self._layers, self._local = setup, devices, shape, layers, local
         self._gather = Gather(shape.hidden_size, dtype)
         self._installing: int | None = None  # epoch whose plan is on its way
         self._round_trips_s: deque[float] = deque(maxlen=_MOST_ROUND_TRIPS)
         self._fallbacks = Counter[str]()
-
-    def _all_of(self, devices: Devices) -> DeviceGroup:
-        clients, copies, deadline_ms = self.members.clients, devices.rules.num_copies, self.members.deadline_ms
-        return DeviceGroup(clients, self._route, self._holds, slowest, num_copies=copies, deadline_ms=deadline_ms)
 
     def _route(
         self, layer: int, experts: NDArray[np.int32], bits: NDArray[np.uint8], usable: Sequence[bool]

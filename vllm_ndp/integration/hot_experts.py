@@ -167,7 +167,11 @@ class StagingStreamer:
         if not pairs:  # every expert that is streamed is another rank's
             return total
         order = np.argsort(pairs.experts, kind="stable")  # each expert is read once per call
-        all_rows, all_weights = self._upload([pairs.rows[order], pairs.topk_weights[order]], x.device)
+        arrays: list[NDArray[Any]] = [pairs.rows[order], pairs.topk_weights[order]]
+        if self._copies is None:
+            all_rows, all_weights = (torch.from_numpy(array).to(x.device) for array in arrays)
+        else:
+            all_rows, all_weights = self._copies.of_this_thread(x.device).upload(arrays, x.device)
         begin = self._record(x.device)
         experts, starts = np.unique(pairs.experts[order], return_index=True)
         ends = dict(zip(experts.tolist(), zip(starts, [*starts[1:], len(order)], strict=True), strict=True))
@@ -200,11 +204,6 @@ class StagingStreamer:
                     self._free[self._turn] = self._record(x.device)
                 total.index_add_(0, rows, part.float())
         return total
-
-    def _upload(self, arrays: list[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-        if self._copies is None:
-            return [torch.from_numpy(array).to(device) for array in arrays]
-        return self._copies.of_this_thread(device).upload(arrays, device)
 
     def _record(self, device: torch.device) -> Event | None:
         return None if self._copies is None else self._copies.of_this_thread(device).record_main()

@@ -63,7 +63,7 @@ class LinearLayers:
 
     def __init__(self, bits: int, load_kernel: Callable[[], Kernel], cores: set[int], num_experts: int) -> None:
         """bits: 8 or 4. num_experts: a layer of no more outputs is a router or a gate."""
-        self.bits, self.num_made, self.num_stored = bits, 0, 0
+        self.bits, self.num_stored = bits, 0
         self.num_bytes = self.full_bytes = 0
         """Of all, as they are held and in full precision."""
         self._load_kernel, self._cores, self._num_experts = load_kernel, cores, num_experts
@@ -93,16 +93,11 @@ class LinearLayers:
             return False
         with ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, frozenset(self._cores))) as thread:
             matrix = thread.submit(quantize, weight, self.bits, len(self._cores)).result()
-        self.num_made += 1
-        self._serve(layer, prefix, matrix, weight.dtype)
+        self.serve(layer, prefix, matrix, weight.dtype)
         return True
 
-    def serve_codes(self, layer: Any, prefix: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> None:
-        """A layer whose matrix the checkpoint holds; dtype: of its inputs."""
-        self.num_stored += 1
-        self._serve(layer, prefix, matrix, dtype)
-
-    def _serve(self, layer: Any, prefix: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> None:
+    def serve(self, layer: Any, prefix: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> None:
+        """Have a layer of vLLM's compute by this matrix; dtype: of its inputs."""
         kernel = self._load_kernel()
         prepared = kernel.prepare_matrix(matrix)
         self.num_bytes += prepared.nbytes
@@ -135,7 +130,7 @@ class LinearLayers:
             return f"none fits {self.bits} bits"
         stored = f"{self.num_stored} at {CODE_BITS} bits as stored, " if self.num_stored else ""
         sizes = f"{self.num_bytes / 2**20:.1f} MiB instead of {self.full_bytes / 2**20:.1f}"
-        return f"{stored}{self.num_made} at {self.bits} bits, {sizes}"
+        return f"{stored}{len(self.names) - self.num_stored} at {self.bits} bits, {sizes}"
 
 
 class _Linear(WholeLinearMethod):
@@ -177,7 +172,8 @@ class _Coded(_Linear):
             layer.weight = torch.nn.Parameter(torch.cat(values).to(self._dtype), requires_grad=False)
             super().process_weights_after_loading(layer)
         else:
-            self._layers.serve_codes(layer, self._prefix, matrix, self._dtype)
+            self._layers.num_stored += 1
+            self._layers.serve(layer, self._prefix, matrix, self._dtype)
 
 
 def matrix_of(parts: Sequence[object]) -> QuantizedMatrix | None:

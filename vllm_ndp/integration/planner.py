@@ -17,7 +17,6 @@ from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import Step
 from vllm_ndp.layer.run import Run
 from vllm_ndp.layer.split import Pairs
-from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import union_of_widths
 from vllm_ndp.planning.replanner import PlanChange, Replanner
 from vllm_ndp.planning.stats import RoutingStats
@@ -90,12 +89,9 @@ class PlanRunner:
         if not (ending and self.replanner.rules.keeps_streamed):
             return {}
         stats = [self._stats(request, step.parts.sidecar, layer) for request in ending]
-        resident = self.replanner.predict_resident(layer, self._scores(), stats, np.unique(pairs.experts).tolist())
+        scores = [request.score for request in self._requests.requests.values() if request.score is not None]
+        resident = self.replanner.predict_resident(layer, scores, stats, np.unique(pairs.experts).tolist())
         return self._hot.slots_to_keep(layer, self.replanner.placement.hot[layer], resident)
-
-    def _scores(self) -> list[ImportanceScore]:
-        """Scores of every request whose prefill has ended."""
-        return [request.score for request in self._requests.requests.values() if request.score is not None]
 
     def _stats(self, request: TrackedRequest, sidecar: RoutingSidecar, layer: int | None = None) -> RoutingStats:
         """The prompt's routing, of one layer if one is named, even where another request wrote it; without tokens

@@ -103,7 +103,7 @@ class PriceProbe:
                 prices = _rising(self._in_engine(kernel, store, bits, rows) for rows in ROWS)
                 experts |= {f"{tier}:{bits}": prices for tier in asked.tiers}
         if asked.slot_bits == FULL_PRECISION_BITS and "gpu:16" not in experts:
-            experts["gpu:16"] = _rising(self._in_slots(rows) for rows in ROWS)
+            experts["gpu:16"] = _rising(max(_least_ps(self._slots_of_two(rows)) // 2, 1) for rows in ROWS)
         messages, on_device, beside = self._on_device(asked.device_widths, reach_device)
         streamed = self._streamed()
         self._hot.streamer.release()
@@ -123,18 +123,15 @@ class PriceProbe:
         self._turn = (self._turn + 1) % min(_EXPERTS, self._shape.num_experts)
         return self._turn
 
-    def _in_slots(self, rows: int) -> int:
-        """One of two experts that all rows go through, in vLLM's kernel."""
-        return max(_least_ps(self._slots_of_two(rows)) // 2, 1)
-
     def _slots_of_two(self, rows: int) -> Callable[[], object]:
+        """Two experts that all rows go through, in vLLM's kernel."""
         slots, held = self._hot.layers[0], self._two
         x, ids = self._many[:rows], torch.tensor([[0, 1]], dtype=torch.int32).repeat(rows, 1)
         weights = torch.full((rows, 2), 0.5)
         return lambda: slots.kernel.run(x, held, weights, ids)
 
     def _in_engine(self, kernel: Kernel, store: ExpertStore, bits: int, rows: int) -> int:
-        """The same in the device's kernel, at a width."""
+        """One of two in the device's kernel, at a width."""
         x, ids = self._many[:rows].float().numpy(), np.repeat(np.arange(2, dtype=np.int32)[None], rows, axis=0)
         owner, weights = np.repeat(np.arange(rows, dtype=np.int32), 2), np.full(2 * rows, 0.5, np.float32)
         sets = [[store.get(self._first_layer, self._next(), bits) for _ in range(2)] for _ in range(2)]
