@@ -92,18 +92,6 @@ def plan(
     print_json(proposal.as_dict(), shown=True)
 
 
-def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
-
-
-def _stored(proposal: Proposal) -> str:
-    from vllm_ndp.operating.sizing import human
-
-    stored, sizing = proposal.source.stored_bytes, proposal.sizing
-    as_served = f"{human(sizing.checkpoint_bytes)} as {sizing.model.dtype}"
-    return as_served if stored is None else f"{human(stored)} as stored, {as_served}"
-
-
 def _print(proposal: Proposal) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -112,10 +100,13 @@ def _print(proposal: Proposal) -> None:
     from vllm_ndp.operating.speed import PROMPT
 
     sizing, model, best = proposal.sizing, proposal.sizing.model, proposal.ways[0].option
+    count, stored = model.num_parameters, proposal.source.stored_bytes
+    parameters = f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+    as_stored = "" if stored is None else f"{human(stored)} as stored, "
     console = Console(width=118, highlight=False)
     console.print(
-        f"{model.name} ({proposal.source.read_from}): {_count(model.num_parameters)} parameters, "
-        f"{_stored(proposal)}; {model.num_layers} MoE layers with {model.num_experts} "
+        f"{model.name} ({proposal.source.read_from}): {parameters} parameters, {as_stored}"
+        f"{human(sizing.checkpoint_bytes)} as {model.dtype}; {model.num_layers} MoE layers with {model.num_experts} "
         f"experts of {human(model.expert_bytes)}, {model.top_k} per token"
     )
     ways = Table(
