@@ -94,7 +94,7 @@ def test_codes_are_multiplied_as_they_are_stored_and_fused_only_where_they_are_o
     assert all(one is not None for one in apart)
     np.testing.assert_array_equal(dequantize(fused), np.concatenate([dequantize(one) for one in apart if one]))
     layers, layer = LinearLayers(8, lambda: load_kernel("native"), {0}, num_experts=8), Layer(96, 64)
-    layers.serve(layer, "qkv_proj", fused, torch.bfloat16)
+    layers.serve(layer, "qkv_proj", fused, torch.bfloat16, is_stored=True)
     x = torch.randn(3, 64).bfloat16()
     wanted = x.float() @ torch.from_numpy(dequantize(fused)).T
     assert (layer.cpu_linear(x, layer.weight, None).float() - wanted).norm() < 0.02 * wanted.norm()

@@ -96,8 +96,11 @@ class LinearLayers:
         self.serve(layer, prefix, matrix, weight.dtype)
         return True
 
-    def serve(self, layer: Any, prefix: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> None:
-        """Have a layer of vLLM's compute by this matrix; dtype: of its inputs."""
+    def serve(
+        self, layer: Any, prefix: str, matrix: QuantizedMatrix, dtype: torch.dtype, *, is_stored: bool = False
+    ) -> None:
+        """Have a layer of vLLM's compute by this matrix, the checkpoint's if is_stored; dtype: of its inputs."""
+        self.num_stored += is_stored
         kernel = self._load_kernel()
         prepared = kernel.prepare_matrix(matrix)
         self.num_bytes += prepared.nbytes
@@ -172,8 +175,7 @@ class _Coded(_Linear):
             layer.weight = torch.nn.Parameter(torch.cat(values).to(self._dtype), requires_grad=False)
             super().process_weights_after_loading(layer)
         else:
-            self._layers.num_stored += 1
-            self._layers.serve(layer, self._prefix, matrix, self._dtype)
+            self._layers.serve(layer, self._prefix, matrix, self._dtype, is_stored=True)
 
 
 def matrix_of(parts: Sequence[object]) -> QuantizedMatrix | None:
