@@ -12,11 +12,10 @@ def distinct(
     num_rows: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], list[int], list[int], list[int]] | None: ...
 
-class Commands:
+class Dram:
     def __init__(
         self,
         *,
-        double_buffered: bool,
         channels: int,
         line_bytes: int,
         lines_per_row: int,
@@ -32,6 +31,12 @@ class Commands:
         blocked: int,
         rows_reopened: int,
     ) -> None: ...
+    @property
+    def refresh_interval(self) -> int: ...
+    def read(self, lines: int, start_ps: int) -> tuple[int, int, int]: ...
+
+class Commands:
+    def __init__(self, dram: Dram, double_buffered: bool) -> None: ...
     def add(self, expert: Sequence[int], gate_up: Sequence[int], down: Sequence[int]) -> None: ...
     def run(
         self,

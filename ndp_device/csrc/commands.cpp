@@ -98,7 +98,8 @@ struct Stream {  // as dram.Stream
   int64_t total_ps = 0, refresh_stall_ps = 0, activations = 0;
 };
 
-struct Dram {  // as dram.Streams, whose constants it is given
+// Sequential reads on the most loaded channel of a device in closed form; dram.py says what the constants are.
+struct Dram {
   int64_t channels, line_bytes, lines_per_row, tck_fs;
   int64_t ideal_bytes_per_s;  // 0: the banks below
   std::vector<int64_t> ramp;
@@ -122,7 +123,7 @@ struct Dram {  // as dram.Streams, whose constants it is given
     }
     const int64_t undisturbed = Undisturbed(lines);
     int64_t cycles = undisturbed, met = 0;
-    if (refresh_interval) {
+    if (refresh_interval) {  // a refresh under way is waited for; one is met if it falls due before the last command
       const int64_t since = start_ps < INT64_MAX / kFsPerPs
                                 ? start_ps * kFsPerPs / tck_fs % refresh_interval
                                 : static_cast<int64_t>(Wide(start_ps) * kFsPerPs / tck_fs % refresh_interval);
@@ -274,22 +275,28 @@ class Commands {
 NB_MODULE(_commands, m) {
   m.def("distinct", &Distinct, nb::arg("rows"), nb::arg("experts"), nb::arg("bits"), nb::arg("flags"),
         nb::arg("flag_of_bits"), nb::arg("num_rows"));
-  nb::class_<Commands>(m, "Commands")
+  nb::class_<Dram>(m, "Dram")
       .def(
           "__init__",
-          [](Commands* self, bool double_buffered, int64_t channels, int64_t line_bytes, int64_t lines_per_row,
-             int64_t tck_fs, int64_t ideal_bytes_per_s, std::vector<int64_t> ramp, std::array<int64_t, 2> pace,
-             int64_t first_pass, std::array<int64_t, 2> later_pace, std::array<int64_t, 2> loss, int64_t data_cycles,
+          [](Dram* self, int64_t channels, int64_t line_bytes, int64_t lines_per_row, int64_t tck_fs,
+             int64_t ideal_bytes_per_s, std::vector<int64_t> ramp, std::array<int64_t, 2> pace, int64_t first_pass,
+             std::array<int64_t, 2> later_pace, std::array<int64_t, 2> loss, int64_t data_cycles,
              int64_t refresh_interval, int64_t blocked, int64_t rows_reopened) {
-            new (self) Commands({channels, line_bytes, lines_per_row, tck_fs, ideal_bytes_per_s, std::move(ramp),
-                                 pace[0], pace[1], first_pass, later_pace[0], later_pace[1], loss[0], loss[1],
-                                 data_cycles, refresh_interval, blocked, rows_reopened},
-                                double_buffered);
+            new (self) Dram{channels, line_bytes, lines_per_row, tck_fs, ideal_bytes_per_s, std::move(ramp), pace[0],
+                            pace[1], first_pass, later_pace[0], later_pace[1], loss[0], loss[1], data_cycles,
+                            refresh_interval, blocked, rows_reopened};
           },
-          nb::kw_only(), nb::arg("double_buffered"), nb::arg("channels"), nb::arg("line_bytes"),
-          nb::arg("lines_per_row"), nb::arg("tck_fs"), nb::arg("ideal_bytes_per_s"), nb::arg("ramp"), nb::arg("pace"),
-          nb::arg("first_pass"), nb::arg("later_pace"), nb::arg("loss"), nb::arg("data_cycles"),
-          nb::arg("refresh_interval"), nb::arg("blocked"), nb::arg("rows_reopened"))
+          nb::kw_only(), nb::arg("channels"), nb::arg("line_bytes"), nb::arg("lines_per_row"), nb::arg("tck_fs"),
+          nb::arg("ideal_bytes_per_s"), nb::arg("ramp"), nb::arg("pace"), nb::arg("first_pass"), nb::arg("later_pace"),
+          nb::arg("loss"), nb::arg("data_cycles"), nb::arg("refresh_interval"), nb::arg("blocked"),
+          nb::arg("rows_reopened"))
+      .def_ro("refresh_interval", &Dram::refresh_interval)
+      .def("read", [](const Dram& dram, int64_t lines, int64_t start_ps) {
+        const Stream read = dram.Read(lines, start_ps);
+        return std::make_tuple(read.total_ps, read.refresh_stall_ps, read.activations);
+      });
+  nb::class_<Commands>(m, "Commands")
+      .def(nb::init<Dram, bool>(), nb::arg("dram"), nb::arg("double_buffered"))
       .def("add", &Commands::Add, nb::arg("expert"), nb::arg("gate_up"), nb::arg("down"))
       .def("run", &Commands::Run);
 }

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ndp_device import _commands
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.dram_controller import Controller, Idle, StreamMap
 from ndp_device.timing.spec import DramSpec
-from ndp_device.timing.work import FS_PER_PS, PS_PER_S, ceil_div
+from ndp_device.timing.work import PS_PER_S, ceil_div
 
 IDLE_CASES = ("hit", "closed", "conflict")
 _OFFER_CYCLES = 1  # the scheduler sees a line in the cycle after it was offered
@@ -52,43 +53,22 @@ def channel_lines(dram: DramSpec, num_bytes: int) -> int:
 
 def stream(dram: DramSpec, lines: int, start_ps: int) -> Stream:
     """Read `lines` consecutive lines on every channel, beginning at absolute simulated time start_ps."""
-    return Streams(dram).read(lines, start_ps)
+    return Stream(*closed_form(dram).read(lines, start_ps))
 
 
-class Streams:
-    """The streams of one device, for frequent callers: its constants are looked up once."""
-
-    def __init__(self, dram: DramSpec) -> None:
-        self._dram = dram
-        self._profile = _profile(dram) if dram.kind == "bank" else None
-        if self._profile is not None:  # a model has few sizes of experts
-            self._undisturbed = lru_cache(maxsize=4096)(self._profile.undisturbed)
-
-    def read(self, lines: int, start_ps: int) -> Stream:
-        """See `stream`."""
-        dram, profile = self._dram, self._profile
-        if lines == 0:
-            return Stream(0, 0, 0)
-        if profile is None:
-            num_bytes = lines * dram.line_bytes * dram.channels
-            return Stream(ceil_div(num_bytes * PS_PER_S, dram.ideal_bytes_per_s), 0, 0)
-        undisturbed = self._undisturbed(lines)
-        cycles, met = profile.cycles_and_refreshes(undisturbed, start_ps * FS_PER_PS // dram.tck_fs)
-        rows = dram.channels * (ceil_div(lines, dram.lines_per_row) + met * profile.rows_reopened)
-        return Stream(dram.cycles_to_ps(cycles), dram.cycles_to_ps(cycles - undisturbed), rows)
-
-    def constants(self) -> dict[str, Any]:
-        """All that `read` depends on, for the same closed form in another language (csrc/commands.cpp)."""
-        dram = self._dram
-        profile = self._profile or _Profile((0,), (0, 1), 0, (0, 1), (0, 1), 0, 0, 0, 0)
-        return {
-            "channels": dram.channels,
-            "line_bytes": dram.line_bytes,
-            "lines_per_row": dram.lines_per_row,
-            "tck_fs": dram.tck_fs,
-            "ideal_bytes_per_s": dram.ideal_bytes_per_s if self._profile is None else 0,
-            **vars(profile),
-        }
+@lru_cache(maxsize=64)
+def closed_form(dram: DramSpec) -> _commands.Dram:
+    """What computes the streams of one device (csrc/commands.cpp)."""
+    is_ideal = dram.kind == "ideal"
+    constants = _Constants((0,), (0, 1), 0, (0, 1), (0, 1), 0, 0, 0, 0) if is_ideal else constants_of(dram)
+    return _commands.Dram(
+        channels=dram.channels,
+        line_bytes=dram.line_bytes,
+        lines_per_row=dram.lines_per_row,
+        tck_fs=dram.tck_fs,
+        ideal_bytes_per_s=dram.ideal_bytes_per_s if is_ideal else 0,
+        **constants._asdict(),
+    )
 
 
 def idle_ps(dram: DramSpec, case: str) -> int:
@@ -114,14 +94,12 @@ def transfer(dram: DramSpec, num_bytes: int) -> Transfer:
         times = [stream(dram, lines, 0).total_ps]
     elif lines <= _EXACT_LINES:
         count = max(8, min(_SIMULATED_LINES // lines, 1024))
-        times = [_exact_cycles(dram, StreamMap(dram), lines, idle) for idle in _moments(dram, count)]
+        idle = _moments(dram, count)
+        times = [dram.cycles_to_ps(_exact_cycles(dram, StreamMap(dram), lines, moment)) for moment in idle]
     else:
-        profile, count = _profile(dram), 256
-        parts = [(2 * part + 1) * profile.refresh_interval // (2 * count) for part in range(count)]
-        undisturbed = profile.undisturbed(lines)
-        times = [profile.cycles_and_refreshes(undisturbed, since)[0] for since in parts]
-    if dram.kind == "bank":
-        times = [dram.cycles_to_ps(cycles) for cycles in times]
+        interval, count = closed_form(dram).refresh_interval, 256
+        since = [dram.cycles_to_ps((2 * part + 1) * interval // (2 * count)) for part in range(count)]
+        times = [stream(dram, lines, start_ps).total_ps for start_ps in since]
     mean = ceil_div(sum(times), len(times))
     rate = num_bytes * PS_PER_S / mean
     return Transfer(mean, min(times), max(times), rate / 1e9, rate / dram.peak_bytes_per_s)
@@ -144,49 +122,22 @@ def _exact_cycles(dram: DramSpec, lines: StreamMap, end: int, idle: Idle) -> int
 # -- the closed form ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Profile:
+class _Constants(NamedTuple):
     """Timing of a sequential stream on one device, taken from the exact controller. Cycles."""
 
     ramp: tuple[int, ...]  # for the first 0, 1, 2 … lines without refresh
     pace: tuple[int, int]  # (cycles, lines) after the ramp, rows being opened in closed banks
     first_pass: int  # lines until every bank has a row open, if no refresh closes it before
     later_pace: tuple[int, int]  # after that
-    loss: tuple[int, int]  # (cycles, refreshes): what meeting refreshes costs
+    loss: tuple[int, int]  # (cycles, refreshes): what meeting refreshes costs, which moves the last command by so much
     data_cycles: int  # from the last command to the last data
-    refresh_interval: int  # 0 = no refresh
+    refresh_interval: int  # 0 = no refresh; else they fall due from cycle 0 on
     blocked: int  # after a refresh falls due, an idle channel cannot start for so long
     rows_reopened: int  # by one refresh
 
-    def undisturbed(self, lines: int) -> int:
-        if lines < len(self.ramp):
-            return self.ramp[lines]
-        first = min(lines, self.first_pass)
-        (cycles, per), (later_cycles, later_per) = self.pace, self.later_pace
-        opening = ceil_div(cycles * (first - len(self.ramp) + 1), per)
-        return self.ramp[-1] + opening + ceil_div(later_cycles * (lines - first), later_per)
 
-    def cycles_and_refreshes(self, undisturbed: int, start: int) -> tuple[int, int]:
-        """(cycles, refreshes met) of a stream of `undisturbed` cycles that begins at absolute cycle `start`.
-
-        Refreshes fall due from cycle 0.
-        One that is under way is waited for. One is met if it falls due before the last command, and moves that
-        command by the loss.
-        """
-        if not self.refresh_interval:
-            return undisturbed, 0
-        since = start % self.refresh_interval
-        wait = max(self.blocked - since, 0)
-        beyond = wait + undisturbed - self.data_cycles - (self.refresh_interval - since)
-        if beyond <= 0:
-            return wait + undisturbed, 0
-        cycles, per = self.loss
-        met = ceil_div(beyond * per, self.refresh_interval * per - cycles)
-        return wait + undisturbed + ceil_div(met * cycles, per), met
-
-
-@lru_cache(maxsize=64)
-def _profile(dram: DramSpec) -> _Profile:
+def constants_of(dram: DramSpec) -> _Constants:
+    """Those of banks, not of an ideal DRAM."""
     still, lines, idle = replace(dram, refresh="off"), StreamMap(dram), Idle(0)
     ramp = tuple(_exact_cycles(still, lines, end, idle) if end else 0 for end in range(_RAMP_LINES + 1))
     rank_lines = lines.row_span // dram.ranks
@@ -195,10 +146,10 @@ def _profile(dram: DramSpec) -> _Profile:
     if dram.refresh == "off":
         first_pass = max(lines.row_span, _RAMP_LINES)
         once, twice = (_exact_cycles(still, lines, passes * first_pass, idle) for passes in (1, 2))
-        return _Profile(ramp, pace, first_pass, (twice - once, first_pass), (0, 1), data_cycles, 0, 0, 0)
+        return _Constants(ramp, pace, first_pass, (twice - once, first_pass), (0, 1), data_cycles, 0, 0, 0)
     loss = _refresh_loss(dram, lines)
     blocked = dram.ranks - 1 + dram.rfc - (dram.act_cycles - 1)
-    return _Profile(ramp, pace, _NEVER, pace, loss, data_cycles, dram.refi, blocked, rows_reopened=dram.bank_groups)
+    return _Constants(ramp, pace, _NEVER, pace, loss, data_cycles, dram.refi, blocked, rows_reopened=dram.bank_groups)
 
 
 def _refresh_loss(dram: DramSpec, lines: StreamMap) -> tuple[int, int]:

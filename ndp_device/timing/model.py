@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ndp_device import _commands
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from ndp_device.timing.dram import Streams, channel_lines, stream
+from ndp_device.timing.dram import channel_lines, closed_form, stream
 from ndp_device.timing.spec import ArraySpec, EnergySpec, Hardware, LinkSpec
 from ndp_device.timing.work import FS_PER_PS, PS_PER_S, Timing, Work, ceil_div, cycles_ps, transfer_ps
 
@@ -209,9 +209,9 @@ class DeviceModel:
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
-        constants = Streams(hardware.dram).constants()
-        self._native = _commands.Commands(double_buffered=hardware.array.double_buffered, **constants)
-        refresh_fs = constants["refresh_interval"] * hardware.dram.tck_fs or FS_PER_PS
+        dram = closed_form(hardware.dram)
+        self._native = _commands.Commands(dram, hardware.array.double_buffered)
+        refresh_fs = dram.refresh_interval * hardware.dram.tck_fs or FS_PER_PS
         self._repeats_ps = math.lcm(refresh_fs, FS_PER_PS) // FS_PER_PS  # whole refresh intervals
         self._phases = lru_cache(maxsize=4096)(self._new_phases)  # a model has few sizes of experts,
         self._hops = lru_cache(maxsize=4096)(self._new_hops)  # and decoding few sizes of messages

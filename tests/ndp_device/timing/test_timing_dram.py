@@ -8,7 +8,7 @@ import pytest
 from paths import DATA
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.timing.dram import Streams, Transfer, channel_lines, idle_ps, stream, transfer
+from ndp_device.timing.dram import Transfer, channel_lines, constants_of, idle_ps, stream, transfer
 from ndp_device.timing.dram_controller import Controller, Idle, StreamMap
 from ndp_device.timing.spec import DramSpec, load_hardware
 
@@ -138,7 +138,7 @@ CONSTANTS = {
 
 @pytest.mark.parametrize(("which", "dram"), [(0, DDR5), (1, LPDDR5)])
 def test_the_constants_of_the_closed_form_are_these(which: int, dram: DramSpec) -> None:
-    found = Streams(dram).constants()
+    found = constants_of(dram)._asdict()
     found["first lines"] = found["ramp"][:4]
     assert {name: found[name] for name in CONSTANTS} == {name: both[which] for name, both in CONSTANTS.items()}
     assert len(found["ramp"]) == 33
@@ -147,9 +147,9 @@ def test_the_constants_of_the_closed_form_are_these(which: int, dram: DramSpec) 
 
 def test_the_constants_without_refresh_are_these() -> None:
     """The second pass over the rows finds them open."""
-    off = Streams(replace(LPDDR5, refresh="off")).constants()
+    off = constants_of(replace(LPDDR5, refresh="off"))._asdict()
     assert (off["first_pass"], off["later_pace"], off["refresh_interval"]) == (1024, (2048, 1024), 0)
-    assert Streams(replace(DDR5, refresh="off")).constants()["later_pace"] == (65_548, 8192)
+    assert constants_of(replace(DDR5, refresh="off")).later_pace == (65_548, 8192)
 
 
 def test_an_ideal_dram_reads_at_its_rate() -> None:
