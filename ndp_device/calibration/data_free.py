@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-from ndp_device.calibration import _data_free
+from ndp_device.calibration import _fits
 from ndp_device.checkpoint.values import CODE_BITS
 from ndp_device.common.widths import BYTE_BITS, loss_columns
 from ndp_device.experts.expert import (
@@ -125,7 +125,7 @@ def fit(
     planes = np.empty((bits[-1], rows, columns // 8), np.uint8)
     scale = np.empty((len(bits), rows, -(-columns // group_size)), np.float16)
     offset = np.empty_like(scale)
-    _data_free.fit_matrix(
+    _fits.fit_matrix(
         weights,
         dtype,
         group_size,
@@ -177,7 +177,7 @@ def dequantize(matrix: QuantizedMatrix, isa: Isa = "auto") -> Float32:
     """The C++ of kernels/reference.py's function; columns stay in the order in which they are stored."""
     values = np.empty(matrix.shape, np.float32)
     planes, scale, offset = (np.ascontiguousarray(part) for part in (matrix.planes, matrix.scale, matrix.offset))
-    _data_free.dequantize_matrix(planes, scale.view(np.uint16), offset.view(np.uint16), matrix.group_size, values, isa)
+    _fits.dequantize_matrix(planes, scale.view(np.uint16), offset.view(np.uint16), matrix.group_size, values, isa)
     return values
 
 

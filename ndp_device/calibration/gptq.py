@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ndp_device.calibration import _gptq
+from ndp_device.calibration import _fits
 from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import NestedMatrix, QuantizedMatrix, pack
 
@@ -80,7 +80,7 @@ class _Solver:
         if factor is not None:
             feedback, importance = (part.cpu().numpy() for part in (factor[0].T.contiguous(), factor[1].contiguous()))
         codes, scale, offset = solution
-        _gptq.solve_group(
+        _fits.solve_group(
             self.bits,
             self._costs,
             weights.contiguous().cpu().numpy(),

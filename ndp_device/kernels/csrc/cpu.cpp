@@ -51,8 +51,6 @@ constexpr Path kPaths[] = {
     {"avx512bf16", avx512bf16_kernels, has_avx512bf16},
     {"avx512vnni", avx512vnni_kernels, has_avx512vnni},
     {"avx2", avx2_kernels, has_avx2},
-    // The AMX path with its tile instructions done in software: for tests on machines without AMX, never chosen.
-    {"amx_emulated", amx_emulated_kernels, has_avx512vnni},
 #endif
     {"portable", portable_kernels, always},
 };

@@ -175,6 +175,5 @@ const KernelTable& avx2_kernels();
 const KernelTable& avx512vnni_kernels();
 const KernelTable& avx512bf16_kernels();
 const KernelTable& amx_kernels();
-const KernelTable& amx_emulated_kernels();
 
 }  // namespace ndp

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ndp_device.calibration import _gptq, data_free, gptq
+from ndp_device.calibration import _fits, data_free, gptq
 from ndp_device.calibration.gptq import blend, own_weight, second_moment, unit_factor
 from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import QuantizedMatrix, pack, unpack
@@ -240,7 +240,7 @@ def test_every_build_of_the_column_loop_loses_the_same(widths: tuple[int, ...]) 
         codes = np.empty((rows, columns), np.uint8)
         scale, offset = np.empty((2, len(widths), rows), np.float32)
         costs = [1 / len(widths)] * len(widths)
-        _gptq.solve_group(
+        _fits.solve_group(
             widths, costs, weights, product, square, feedback, importance, codes, scale, offset, 1, 2, isa
         )
         for k, bits in enumerate(widths):
