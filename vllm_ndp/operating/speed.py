@@ -52,6 +52,9 @@ LAYER_S = 1.4e-3
 router, Python. Of gpt-oss-20b's layers on two cores: 1.4 ms on an EPYC, by a profile of four layers (2026-11-27), and
 2.3 ms on a Xeon, which is what matrices leave of a step of 24. With 1.4 the whole model's forecast was .85 of what
 was measured (docs/measured/real_size.json)."""
+PROMPT_LAYER_S, REQUEST_S = 3.9e-3, 13e-3
+"""The same with PROMPT rows, and what a request takes once: what matrices leave of such a prompt, in four layers of
+gpt-oss-20b (28.5 ms) and eight of Qwen3-30B-A3B (44 ms), on two cores of a Xeon with AMX (2026-11-29)."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ class Measured:
         num_linear weights beside experts at 8 bits. Only the last row meets the output matrix."""
         in_layers = (num_linear - model.head_weights) / self.prompt_linear_bytes_per_s
         head_s = model.head_weights / self.linear_bytes_per_s
-        return in_layers + head_s + model.num_layers * (_touched(model) * self.prompt_expert_s + LAYER_S)
+        layer_s = _touched(model) * self.prompt_expert_s + PROMPT_LAYER_S
+        return in_layers + head_s + model.num_layers * layer_s + REQUEST_S
 
 
 def _touched(model: WholeModel) -> float:

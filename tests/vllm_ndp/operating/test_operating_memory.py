@@ -18,7 +18,7 @@ from vllm_ndp.config import NdpSettings
 from vllm_ndp.operating.proposal import OwnSize, own_size
 from vllm_ndp.operating.sizing import GB, Sizing, human
 from vllm_ndp.operating.sources import source_named
-from vllm_ndp.operating.speed import LAYER_S, Measured
+from vllm_ndp.operating.speed import LAYER_S, PROMPT_LAYER_S, REQUEST_S, Measured
 
 MIB = 1 << 20
 
@@ -251,7 +251,7 @@ def test_what_is_said_holds_the_line_that_says_it_by_hand() -> None:
     step_s = 64 * 6e-3 + linear / 16e9 + 32 * LAYER_S  # 32 layers, 2 of 8 experts each
     assert f"then {1 / step_s:.1f} tokens/s for one request" in expected
     # 64 tokens touch all 8 experts of a layer; only the last one meets the output matrix
-    first_s = 32 * 8 * 36e-3 + MODEL.beside_weights / 8e9 + MODEL.head_weights / 16e9 + 32 * LAYER_S
+    first_s = 32 * 8 * 36e-3 + MODEL.beside_weights / 8e9 + MODEL.head_weights / 16e9 + 32 * PROMPT_LAYER_S + REQUEST_S
     assert f"the first token of a prompt of 64 after {first_s:.2g} s" in expected
     assert "unknown before the replicas are built" in size.said(None, with_kv=False)[1]
     assert "--kv-cache" not in size.said(None, with_kv=False)[2]

@@ -24,7 +24,7 @@ from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.operating.proposal import propose
 from vllm_ndp.operating.sizing import GB, KV_BLOCK, Sizing, human, parse_bytes
 from vllm_ndp.operating.sources import CheckpointSource, longest_context, source_named
-from vllm_ndp.operating.speed import LAYER_S, Measured, simulated
+from vllm_ndp.operating.speed import LAYER_S, PROMPT_LAYER_S, REQUEST_S, Measured, simulated
 from vllm_ndp.traces.synthetic import read_routing, synthetic_trace
 
 TINY = ROOT / "models" / "tiny-mixtral"
@@ -225,7 +225,7 @@ def test_a_prompts_rows_meet_every_matrix_but_the_output_matrix() -> None:
     )
     model = source_named(str(TINY)).model
     linear = model.beside_weights * 1e-8 + model.head_weights * 1e-9
-    expected = 4 * 8 * 2.5e-3 + linear + 4 * LAYER_S
+    expected = 4 * 8 * 2.5e-3 + linear + 4 * PROMPT_LAYER_S + REQUEST_S
     assert measured.prompt_s(model, model.beside_weights + model.head_weights) == pytest.approx(expected)
 
 
