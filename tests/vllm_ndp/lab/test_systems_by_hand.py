@@ -176,6 +176,15 @@ def test_pregated_copies_are_always_right_and_wait_only_for_what_the_layer_befor
     assert outcome.moe_ps.ravel() == near([2 * F + 2 * C, 2 * F])
 
 
+def test_klotski_orders_the_popular_ahead_and_pays_for_the_wrong_ones():
+    """No places; 0 and 1 are ordered ahead. Layer 0 [0, 1] has nothing before it: 2 F + 2 C. Layer 1 [0, 2]: of the two
+    ordered copies the layer before hides 2 C, half of it of expert 0: F - C is left of that one, and F of expert 2."""
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [0, 2]]))
+    outcome = run("klotski", batches, machine(2), 0)
+    assert outcome.moe_ps.ravel() == near([2 * F + 2 * C, (F - C) + F + 2 * C])
+    assert outcome.migrated_bytes == 6e6 * (2 + 3)
+
+
 def test_dynaexq_keeps_all_experts_and_as_many_wide_ones_as_memory_leaves():
     """Three places are 18 MB; four experts at 4 bits take 6.768 MB; one wide one adds 4.308 MB: two are wide, 0 and 1
     (prompt and prior). [0, 2]: 1 us, and 1.692 MB at 6 TB/s = 0.282 us. One place holds all at 2 bits (3.768 MB), and

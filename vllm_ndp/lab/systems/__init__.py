@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from ndp_device.common.errors import ConfigError, nearest
 from vllm_ndp.lab.systems.cxl_expert import CXL_EXPERT
 from vllm_ndp.lab.systems.expert_cache import EXPERT_CACHE, HYBRIMOE
-from vllm_ndp.lab.systems.gpu_on_demand import GPU_ON_DEMAND, MOE_INFINITY, MOEPIC, PREGATED
+from vllm_ndp.lab.systems.gpu_on_demand import GPU_ON_DEMAND, KLOTSKI, MOE_INFINITY, MOEPIC, PREGATED
 from vllm_ndp.lab.systems.hobbit import HOBBIT
 from vllm_ndp.lab.systems.host_cpu import DAOP, FIDDLER, KTRANSFORMERS
 from vllm_ndp.lab.systems.joint import JOINT
@@ -41,6 +41,7 @@ SYSTEMS: dict[str, System] = {
         DAOP,
         DYNAEXQ,
         HYBRIMOE,
+        KLOTSKI,
         PIMOE,
         PREGATED,
         EXPERT_CACHE,

@@ -158,6 +158,54 @@ def pipelined_ps(
     return took / repeats
 
 
+def klotski(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    """Klotski (arXiv 2502.06888): batches in turn through one layer's weights, hot experts first, so that copies hide.
+
+    While one layer computes, the link brings the hot experts of the next, as many as a token chooses. The others follow
+    when their gates are known, and compute last. Only the places of num_hot experts stay filled, with the hot ones.
+    """
+    loads, k = batches.loads, batches.shape[4]
+    places = min(options.budget.num_hot, batches.num_experts)
+    resident = options.popular(places)
+    ahead = options.popular(min(places + k, batches.num_experts)) & ~resident
+    used = loads.rows > 0
+    here, early = loads.look_up(resident) & used, loads.look_up(ahead) & used
+    each, fetch = costs.gpu_experts_ps(batches.shape[1])[loads.rows], float(costs.fetch_ps())
+    right, late = add_up(early), add_up(used & ~here & ~early)
+    running = (batches.rows > 0)[:, :, None]
+    wrong = np.where(running, ahead.sum(axis=1) - right, 0)
+    ready = add_up(np.where(here, each, 0.0))
+    return without_device(
+        "hot experts ahead",
+        batches,
+        costs,
+        moe_ps=pipelined_ps(
+            batches,
+            costs,
+            early_ps=right * fetch,
+            late_ps=late * fetch,
+            wrong_ps=wrong * fetch,
+            ready_ps=ready,
+            waiting_ps=add_up(each) - ready,
+        ),
+        gpu_ps=launched(add_up(each), costs),
+        resident=resident,
+        fetched_experts=float((right + late + wrong).sum()),
+        hot_pairs=int(loads.rows[here].sum()),
+    )
+
+
+KLOTSKI = System(
+    "klotski",
+    (
+        "a group is the published n batches together; its planner's choice of n is the batch size you give",
+        "hot experts by static popularity instead of the published correlation of layers",
+        "what was ordered ahead and not chosen is dropped when the gate is known",
+    ),
+    klotski,
+)
+
+
 def pregated(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """Pre-gated MoE (arXiv 2308.12066, ISCA 2024): each layer's gate chooses the experts of the next layer.
 
