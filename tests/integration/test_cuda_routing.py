@@ -156,7 +156,7 @@ for case in range(20):
     assert (mine.slots >= 0).all() and (mine.slots <= slots).all()  # of padding too
     out, sums = torch.from_numpy(random.standard_normal((rows, HIDDEN), dtype=np.float32)), torch.ones(rows, HIDDEN)
     other = out.clone()
-    for module, into, to in ((kernels, mine, out), (routing, theirs, other)):
+    for module, into, to in ((kernels, mine, out), (packet, theirs, other)):
         answer[0] = 1
         module.take_answer(answer, to, sums, into)
         assert answer[0] == 0

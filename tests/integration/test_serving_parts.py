@@ -88,7 +88,7 @@ def test_a_step_is_told_what_was_planned_since_the_one_before_and_a_device_is_up
     planner = SimpleNamespace(migrated_experts=0, kept_experts=0, prefills=0)
     parts = SimpleNamespace(planner=planner, device=SimpleNamespace(link=None, up=(False, True)))
     worker: Any = SimpleNamespace(parts=parts, unsimulated="")
-    step: Any = SimpleNamespace(before=SimpleNamespace(plan_s=0.5))
+    step: Any = SimpleNamespace(plan_s=0.5)
     log, told = StepLog(worker, None), list[tuple[object, ...]]()
     for more in (5, 2):
         planner.migrated_experts, planner.kept_experts = planner.migrated_experts + 2 * more, 5

@@ -70,7 +70,8 @@ def outcome(addresses: Sequence[str]) -> list[tuple[bytes, Timing | None]]:
         answers = [executes.finish_execute(executes.begin_execute(*layer)) for layer in layers(len(clients), 90)]
         return [(answer.y.tobytes(), answer.timing) for answer in answers]
     finally:
-        several.close()
+        for client in clients:
+            client.close()
 
 
 @pytest.mark.parametrize("count", [1, 2])
