@@ -1,5 +1,5 @@
 // Several tokens of quantized weights by AMX int8 tiles; one token goes the VNNI way, because a tile instruction costs the
-// same for 1 row as for 16. The including file gives `struct Tiles`: the tile instructions, real or done in software.
+// same for 1 row as for 16. The including file gives `struct Tiles`: the tile instructions.
 // Tiles 0..3 hold sums [16 rows][16], 4 and 5 activations [16 rows][64 columns], 6 and 7 codes [16 steps][16][4].
 #pragma once
 

@@ -62,7 +62,7 @@ double sum(const double* values, size_t n) {  // in numpy's order, pair by pair
 }
 double sum(const Floats& values) { return sum(values.data(), values.size()); }
 
-double log(double x) {  // same_everywhere.py
+double log(double x) {  // alike on every processor, which libm's is not
     if (!std::isfinite(x)) return std::numeric_limits<double>::quiet_NaN();
     int exponent;
     double mantissa = std::frexp(x, &exponent);
