@@ -161,6 +161,8 @@ def test_a_prompt_of_a_server_that_sized_itself_reads_no_expert_of_the_checkpoin
         prompt_expert_s=1e-5,
         linear_bytes_per_s=1e9,
         prompt_linear_bytes_per_s=1e9,
+        layer_s=1e-3,
+        prompt_layer_s=1e-3,
         bits=4,
         isa="any",
     )

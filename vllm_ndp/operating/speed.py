@@ -47,14 +47,11 @@ _AT_ONCE_BYTES = 64 << 20
 and gpt-oss-20b's .9 (two cores of a Xeon with AMX, 2026-11-29)."""
 _LINEAR_BYTES, _BLOCK = 32 << 20, 128
 """A matrix as integration/linear_layers.py makes them."""
-LAYER_S = 1.4e-3
-"""What a layer takes beside its matrices, with few rows: norms, rotary embedding, attention of a short context, the
-router, Python. Of gpt-oss-20b's layers on two cores: 1.4 ms on an EPYC, by a profile of four layers (2026-11-27), and
-2.3 ms on a Xeon, which is what matrices leave of a step of 24. With 1.4 the whole model's forecast was .85 of what
-was measured (docs/measured/real_size.json)."""
-PROMPT_LAYER_S, REQUEST_S = 3.9e-3, 13e-3
-"""The same with PROMPT rows, and what a request takes once: what matrices leave of such a prompt, in four layers of
-gpt-oss-20b (28.5 ms) and eight of Qwen3-30B-A3B (44 ms), on two cores of a Xeon with AMX (2026-11-29)."""
+LAYER_PASSES, PROMPT_LAYER_PASSES = 52, 7.7
+"""What a layer takes beside its matrices (norms, rotary embedding, attention of a short context, the router, Python),
+in times of `layer_pass_s` with one row and with PROMPT rows. Twelve layers of gpt-oss-20b take 1.95 and 7.8 ms each (54
+and 8.3 passes), eight of Qwen3-30B-A3B 1.5 and 5.0 ms (48 and 7.1): two cores of a Xeon with AMX, 2026-11-29."""
+_PASSES = 50
 
 
 @dataclass(frozen=True)
@@ -81,6 +78,10 @@ class Measured:
     """Of a matrix at 8 bits, for one row."""
     prompt_linear_bytes_per_s: float
     """For PROMPT rows."""
+    layer_s: float
+    """What a layer takes beside its matrices, for one row."""
+    prompt_layer_s: float
+    """For PROMPT rows."""
     bits: int
     isa: str
 
@@ -96,15 +97,15 @@ class Measured:
         full = model.num_layers * model.top_k * num_full / model.num_experts
         quantized = model.num_layers * model.top_k - full
         experts_s = full * model.expert_bytes / self.read_bytes_per_s + quantized * self.expert_s
-        return experts_s + beside_s + model.num_layers * LAYER_S
+        return experts_s + beside_s + model.num_layers * self.layer_s
 
     def prompt_s(self, model: WholeModel, num_linear: int) -> float:
         """First token of a prompt of PROMPT tokens at even routing, every expert at `bits` in this process and
         num_linear weights beside experts at 8 bits. Only the last row meets the output matrix."""
         in_layers = (num_linear - model.head_weights) / self.prompt_linear_bytes_per_s
         head_s = model.head_weights / self.linear_bytes_per_s
-        layer_s = _touched(model) * self.prompt_expert_s + PROMPT_LAYER_S
-        return in_layers + head_s + model.num_layers * layer_s + REQUEST_S
+        layer_s = _touched(model) * self.prompt_expert_s + self.prompt_layer_s
+        return in_layers + head_s + model.num_layers * layer_s
 
 
 def _touched(model: WholeModel) -> float:
@@ -200,7 +201,25 @@ def measure(model: WholeModel, bits: int, form: StoredForm | None = None) -> Mea
         _random(max(_LINEAR_BYTES // model.hidden_size, 32), model.hidden_size, BYTE_BITS, _BLOCK)
     )
     linear, prompt_linear = (_linear_bytes_per_s(kernel, matrix, rows) for rows in (1, PROMPT))
-    return Measured(read_bytes_per_s(kernel.threads), one, many, linear, prompt_linear, bits, kernel.isa)
+    layer = LAYER_PASSES * layer_pass_s(model.hidden_size, 1)
+    prompt_layer = PROMPT_LAYER_PASSES * layer_pass_s(model.hidden_size, PROMPT)
+    read = read_bytes_per_s(kernel.threads)
+    return Measured(read, one, many, linear, prompt_linear, layer, prompt_layer, bits, kernel.isa)
+
+
+def layer_pass_s(hidden: int, rows: int) -> float:
+    """Of two norms and a rotation in numpy: small operators, whose calls take as long as their bytes."""
+    rng = np.random.default_rng(0)
+    x, scale = rng.standard_normal((rows, hidden), np.float32), np.ones(hidden, np.float32)
+    half, times = hidden // 2, []
+    for _ in range(_PASSES):
+        start = time.perf_counter()
+        for _ in range(2):
+            normed = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-5) * scale
+        a, b, c, s = normed[:, :half], normed[:, half : 2 * half], scale[:half], scale[half : 2 * half]
+        np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
 
 
 def read_bytes_per_s(threads: int | None = None) -> float:

@@ -18,7 +18,7 @@ from vllm_ndp.config import NdpSettings
 from vllm_ndp.operating.proposal import OwnSize, own_size
 from vllm_ndp.operating.sizing import GB, Sizing, human
 from vllm_ndp.operating.sources import source_named
-from vllm_ndp.operating.speed import LAYER_S, PROMPT_LAYER_S, REQUEST_S, Measured
+from vllm_ndp.operating.speed import Measured
 
 MIB = 1 << 20
 
@@ -160,6 +160,8 @@ SLOW_READS = Measured(
     prompt_expert_s=36e-3,
     linear_bytes_per_s=16e9,
     prompt_linear_bytes_per_s=8e9,
+    layer_s=1e-3,
+    prompt_layer_s=4e-3,
     bits=4,
     isa="any",
 )
@@ -248,10 +250,10 @@ def test_what_is_said_holds_the_line_that_says_it_by_hand() -> None:
     held = sum(size.option.host.values()) - size.sizing.kv_cache + size.kv_cache_bytes - linear
     assert f"held {human(held)};" in chosen
     assert "loss 3.0% of an expert" in expected
-    step_s = 64 * 6e-3 + linear / 16e9 + 32 * LAYER_S  # 32 layers, 2 of 8 experts each
+    step_s = 64 * 6e-3 + linear / 16e9 + 32 * 1e-3  # 32 layers, 2 of 8 experts each
     assert f"then {1 / step_s:.1f} tokens/s for one request" in expected
     # 64 tokens touch all 8 experts of a layer; only the last one meets the output matrix
-    first_s = 32 * 8 * 36e-3 + MODEL.beside_weights / 8e9 + MODEL.head_weights / 16e9 + 32 * PROMPT_LAYER_S + REQUEST_S
+    first_s = 32 * 8 * 36e-3 + MODEL.beside_weights / 8e9 + MODEL.head_weights / 16e9 + 32 * 4e-3
     assert f"the first token of a prompt of 64 after {first_s:.2g} s" in expected
     assert "unknown before the replicas are built" in size.said(None, with_kv=False)[1]
     assert "--kv-cache" not in size.said(None, with_kv=False)[2]

@@ -24,7 +24,7 @@ from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.operating.proposal import propose
 from vllm_ndp.operating.sizing import GB, KV_BLOCK, Sizing, human, parse_bytes
 from vllm_ndp.operating.sources import CheckpointSource, longest_context, source_named
-from vllm_ndp.operating.speed import LAYER_S, PROMPT_LAYER_S, REQUEST_S, Measured, simulated
+from vllm_ndp.operating.speed import Measured, measure, simulated
 from vllm_ndp.traces.synthetic import read_routing, synthetic_trace
 
 TINY = ROOT / "models" / "tiny-mixtral"
@@ -211,21 +211,23 @@ def test_expected_simulated_speed_is_that_of_a_replay_with_even_routing(model: s
 
 def test_measured_time_is_what_is_read_and_what_the_kernel_takes() -> None:
     """4 layers x 2 of 8 experts; half are hot: 4 hot reads of 196608 bytes at 1 GB/s, 4 cold ones of 1 ms."""
-    measured = Measured(
-        1e9, 1e-3, prompt_expert_s=2e-3, linear_bytes_per_s=1e9, prompt_linear_bytes_per_s=1e9, bits=3, isa="any"
-    )
+    measured = Measured(1e9, 1e-3, 2e-3, 1e9, 1e9, layer_s=1.5e-3, prompt_layer_s=4e-3, bits=3, isa="any")
     model = source_named(str(TINY)).model
-    assert measured.decode_step_s(model, 4, 1e-3) == pytest.approx(1e-3 + 4 * 196608e-9 + 4e-3 + 4 * LAYER_S)
+    assert measured.decode_step_s(model, 4, 1e-3) == pytest.approx(1e-3 + 4 * 196608e-9 + 4e-3 + 4 * 1.5e-3)
+
+
+def test_what_a_layer_takes_beside_its_matrices_is_measured_and_grows_with_a_prompts_rows() -> None:
+    """A constant held on one machine: gpt-oss-20b's first token came after 1.4 times the forecast on a slower one."""
+    measured = measure(replace(source_named(str(TINY)).model, hidden_size=2880), 4)
+    assert 0 < measured.layer_s < measured.prompt_layer_s
 
 
 def test_a_prompts_rows_meet_every_matrix_but_the_output_matrix() -> None:
     """An expert takes 2.5 ms for its share of the prompt's rows, and each of 8 is touched in each of 4 layers."""
-    measured = Measured(
-        1e9, 1e-3, prompt_expert_s=2.5e-3, linear_bytes_per_s=1e9, prompt_linear_bytes_per_s=1e8, bits=4, isa="any"
-    )
+    measured = Measured(1e9, 1e-3, 2.5e-3, 1e9, 1e8, layer_s=1.5e-3, prompt_layer_s=4e-3, bits=4, isa="any")
     model = source_named(str(TINY)).model
     linear = model.beside_weights * 1e-8 + model.head_weights * 1e-9
-    expected = 4 * 8 * 2.5e-3 + linear + 4 * PROMPT_LAYER_S + REQUEST_S
+    expected = 4 * 8 * 2.5e-3 + linear + 4 * 4e-3
     assert measured.prompt_s(model, model.beside_weights + model.head_weights) == pytest.approx(expected)
 
 
@@ -268,7 +270,7 @@ def test_the_two_clocks_of_a_proposal_have_names_of_their_own() -> None:
         source,
         sizing,
         Costs(load_hardware(), source.model),
-        lambda bits: Measured(1e10, 1e-5, 1e-5, 2e-5, 1e10, bits, "x"),
+        lambda bits: Measured(1e10, 1e-5, 1e-5, 2e-5, 1e10, 1e-3, 1e-3, bits, "x"),
     )
     way = probed.as_dict()["ways"][0]
     assert way["measured_tpot_ms_at_best"] > 0 < way["simulated_tpot_us"]
