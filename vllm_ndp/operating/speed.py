@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -223,16 +222,16 @@ def layer_pass_s(hidden: int, rows: int) -> float:
 
 
 def read_bytes_per_s(threads: int | None = None) -> float:
-    """The best of several passes over more memory than caches hold, every thread over a part of its own."""
+    """The median of several passes over more memory than caches hold, every thread over a part of its own."""
     threads = threads or len(os.sched_getaffinity(0))
     parts = np.array_split(np.ones(_PROBE_BYTES // 8, np.int64), threads)
-    best = float("inf")
+    times = []
     with ThreadPoolExecutor(threads) as pool:
         for _ in range(2 * _ENOUGH):
             start = time.perf_counter()
             list(pool.map(np.max, parts))
-            best = min(best, time.perf_counter() - start)
-    return _PROBE_BYTES / best
+            times.append(time.perf_counter() - start)
+    return _PROBE_BYTES / float(np.median(times))
 
 
 def _expert_s(kernel: NativeKernel, experts: list[NativeExpert], hidden: int, rows: int) -> float:
@@ -260,16 +259,15 @@ def _linear_bytes_per_s(kernel: NativeKernel, matrix: NativeMatrix, rows: int) -
 
 
 def _cold_s(run: Callable[[], object]) -> float:
-    """The best time, as what other programs add is no price; memory that caches do not hold is read before each."""
-    beside, best, until = np.ones(_PROBE_BYTES // 8, np.int64), float("inf"), time.perf_counter() + _KERNEL_S
-    for tries in count(1):
+    """The median: a server decodes beside the same programs. Memory that caches do not hold is read before each."""
+    beside, until = np.ones(_PROBE_BYTES // 8, np.int64), time.perf_counter() + _KERNEL_S
+    times: list[float] = []
+    while len(times) < _ENOUGH or time.perf_counter() < until:
         beside.max()
         start = time.perf_counter()
         run()
-        best = min(best, time.perf_counter() - start)
-        if tries >= _ENOUGH and time.perf_counter() > until:
-            break
-    return best
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
 
 
 def _random_bytes(form: StoredForm, rows: int, columns: int) -> ByteMatrix:
