@@ -7,7 +7,6 @@ from balance_yardstick import load_of, offloaded
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, HostCpu, model_named
-from vllm_ndp.cost_model.gpu_timing import StepClock
 from vllm_ndp.cost_model.memory import CAPACITY_OF, DoesNotFit, Footprint, Memory, slots_bytes
 from vllm_ndp.layer.balance import Balancer
 
@@ -52,11 +51,6 @@ def test_a_capacity_that_nothing_has_is_refused(key, value):
         load_hardware(**{key: value})
 
 
-def test_bytes_below_zero_are_a_mistake_of_the_system_that_states_them():
-    with pytest.raises(ValueError, match="device memory must not be negative, got -1"):
-        Memory(device=-1)
-
-
 # -- What warm experts take on the host's CPU: by hand, and the same in whole picoseconds as in the tables of repla ----
 
 
@@ -85,17 +79,6 @@ def test_whole_picoseconds_are_those_of_the_tables_that_replay_adds_up():
     counts, size = np.arange(1, 201), COSTS.shape.expert_bytes
     whole = [CPU.expert_ps(COSTS, count) for count in counts.tolist()]
     assert whole == pytest.approx(CPU.each_ps(COSTS, counts, size), abs=2)
-
-
-def test_a_layer_takes_as_long_as_the_slowest_of_gpu_device_and_host():
-    clock = StepClock(COSTS.gpu)
-    clock.begin_step(1, 10)
-    clock.begin_layer()
-    alone = clock.end_layer([(1, 1)], device_ps=5, host_ps=3)
-    clock.begin_layer()
-    slow = clock.end_layer([(1, 1)], device_ps=5, host_ps=10**12)
-    assert alone.total_ps == alone.attention_ps + alone.hot_ps + alone.overhead_ps
-    assert slow.total_ps == slow.attention_ps + 10**12 + slow.overhead_ps
 
 
 def test_hot_experts_stay_on_the_gpu_where_the_host_is_the_slowest_side_anyway():

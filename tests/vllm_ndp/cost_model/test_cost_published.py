@@ -71,8 +71,3 @@ def _two_sockets() -> float:
 )
 def test_the_model_agrees_with_what_was_measured(model: Callable[[], float], measured: float, tolerance: float) -> None:
     assert model() == pytest.approx(measured, rel=tolerance)
-
-
-def test_a_host_that_reaches_a_third_of_its_memory_takes_three_times_as_long() -> None:
-    whole, third = (HostCpu.of(Costs(load_hardware(memory_efficiency_percent=p), MIXTRAL)) for p in (100, 33))
-    assert third.memory_bytes_per_s == whole.memory_bytes_per_s * 33 // 100

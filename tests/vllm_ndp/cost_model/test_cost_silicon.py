@@ -67,13 +67,6 @@ def test_a_measured_layer_takes_what_was_measured() -> None:
             assert fitted == pytest.approx(took[tokens.bit_length() - 1], rel=0.08)
 
 
-def test_gpt_oss_on_an_h100_takes_four_times_what_its_memory_would() -> None:
-    """Four experts of 2880 x 2880 x 3 x 4.25 bits at 3.35 TB/s are 15.8 us; .0627 ms were measured, most is fixed."""
-    of = layer("h100", 4, (2880, 2880, 4, 128), H100)
-    assert _whole(of, 4, 4) == pytest.approx(62.7e6, rel=0.06)
-    assert of.fixed_ps == pytest.approx(40.0e6, rel=0.01)
-
-
 @given(LAYERS, MANY, MANY, MANY, st.integers(1, 4096))
 def test_no_time_of_a_layer_falls_with_rows_or_experts_or_bytes(
     of: Layer, touched: int, more: int, rows: int, others: int

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from caller import Call, random_calls
+from failpoints import Failpoint, Failpoints
 from numpy.typing import NDArray
 from paths import MODEL
 
@@ -34,6 +35,14 @@ def full_plan(layers: int = 4, experts: int = 8) -> NDArray[np.uint8]:
     return np.full((layers, experts), 1 << 4, np.uint8)
 
 
+def failing(kind: str, milliseconds: int = 0) -> Failpoints:
+    return Failpoints([Failpoint(kind, 1.0, milliseconds)], seed=0)
+
+
+def honest(reply: Frames) -> tuple[Frames, ...]:
+    return (reply,)
+
+
 class FaultyDevice:
     """Connections to a handler in this process whose replies pass through `fault`, a callable like Failpoints."""
 
@@ -41,7 +50,7 @@ class FaultyDevice:
         self.handler = handler
         self.reachable = True
         self.num_connections = 0
-        self.fault: Any = lambda reply: (reply,)
+        self.fault: Any = honest
 
     def connect(self, address: str, keys: Path | None) -> FaultyTransport:
         self.num_connections += 1

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_cases import MODEL, FaultyDevice, full_plan, make_calls, make_handler
-from failpoints import KINDS, Failpoint, Failpoints
+from device_cases import MODEL, FaultyDevice, failing, full_plan, honest, make_calls, make_handler
+from failpoints import KINDS
 from until import until
 
 from ndp_device.checkpoint.files import model_digest
@@ -34,14 +34,6 @@ def client(device: FaultyDevice) -> DeviceClient:
     assert client.install_plan(1, full_plan()) == []
     assert client.activate_plan(1)
     return client
-
-
-def failing(kind: str, milliseconds: int = 0) -> Failpoints:
-    return Failpoints([Failpoint(kind, 1.0, milliseconds)], seed=0)
-
-
-def honest(reply: Any) -> Any:
-    return (reply,)
 
 
 def until_up(client: DeviceClient, seconds: float = 10.0) -> None:

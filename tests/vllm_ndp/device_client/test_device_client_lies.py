@@ -7,14 +7,13 @@ import random
 import subprocess
 import sys
 import time
-import zlib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from device_cases import MODEL, FaultyDevice, FaultyTransport, full_plan, make_calls, make_handler
+from device_cases import MODEL, FaultyDevice, FaultyTransport, full_plan, honest, make_calls, make_handler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from ndp_device.common.errors import DeviceUnavailable
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.codec import Frames
+from ndp_device.transport.base import write_checksum
 from vllm_ndp.device_client.client import DeviceClient
 
 CALLS = make_calls(4)
@@ -30,14 +30,9 @@ DEVICE = FaultyDevice(make_handler())
 FOREVER = (1 << 63) - 1
 
 
-def honest(reply: Frames) -> tuple[Frames, ...]:
-    return (reply,)
-
-
 def rewritten(reply: Frames, fields: Any, body: bytes | None = None) -> Frames:
     body = bytes(reply[1]) if body is None else body
-    before = msgspec.msgpack.encode(fields)[:-4]
-    return before + zlib.crc32(body, zlib.crc32(before)).to_bytes(4, "little"), body
+    return write_checksum(msgspec.msgpack.encode(fields), body), body
 
 
 def fields_of(reply: Frames) -> dict[str, Any]:

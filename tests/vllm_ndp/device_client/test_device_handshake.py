@@ -113,13 +113,6 @@ def test_a_device_with_the_same_replicas_is_used_and_says_the_sizes_its_times_co
     }
 
 
-def test_a_copy_of_the_same_replicas_elsewhere_is_the_same(spawn: Spawn, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(REPLICAS, tmp_path / "copy"))
-    client = client_of(spawn(REPLICAS), requirements(copy))
-    client.connect(30)
-    client.close()
-
-
 def test_a_device_without_replicas_is_refused_where_cold_experts_are_quantized(spawn: Spawn) -> None:
     sentence = refusal(spawn(None), requirements())
     assert "holds no replicas, which cold experts are computed from" in sentence

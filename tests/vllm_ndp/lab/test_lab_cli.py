@@ -86,28 +86,11 @@ def test_arrivals_prints_latencies_whose_causes_add_up_and_every_token_as_csv(tm
         assert len(list(csv.DictReader(file))) == 6 * 257
 
 
-def test_figures_by_the_names_of_vllm_bench_serve_are_seen_without_json():
-    shown = run("arrivals", TRACE, "--rate", "500", "--requests", "2", "--goodput", "ttft:1e9").stdout.splitlines()[-1]
-    figures = dict(part.split(" ") for part in shown.removeprefix("host 0, simulated: ").split(", "))
-    assert figures["completed"] == "2"
-    assert figures["simulated_steps"] == figures["steps"]
-    assert figures["request_goodput"] == figures["request_throughput"]
-
-
 def test_an_average_below_2_bits_is_called_of_no_use_on_stderr():
     few, enough = (run("compare", TRACE, "--systems", "monde", "--avg-bits", bits) for bits in ("1.5", "2"))
     assert few.returncode == enough.returncode == 0
     assert "1.5 bits on average are too few for useful answers" in few.stderr
     assert "too few" not in enough.stderr
-
-
-def test_reproduce_paper_prints_rows_with_what_was_published():
-    result = told("reproduce", "paper")
-    row = next(r for r in result["rows"] if r["name"] == "A" and r["quantity"] == "mixtral-8x7b 3-bit over MoNDE")
-    assert row["published"] == 8.7
-    assert row["ours"] == pytest.approx(7.04, abs=0.01)
-    assert row["assumptions"]
-    assert result["notes"]
 
 
 def test_a_trace_is_synthesised_analysed_and_its_prior_used(tmp_path):

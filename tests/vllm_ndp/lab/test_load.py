@@ -45,9 +45,6 @@ def settings(**changes) -> LoadSettings:
     return LoadSettings(**{"model": TINY, "overrides": dict(SLOW), "process": "together", "num_hot": 4} | changes)
 
 
-# -- arrivals ---------------------------------------------------------------------------------------------------------
-
-
 def test_arrivals_repeat_with_their_seed_and_keep_their_rate():
     at = drawn(4000, 50.0, seed=3)
     assert np.array_equal(at, drawn(4000, 50.0, seed=3))
@@ -110,9 +107,6 @@ def test_a_trace_without_live_steps_has_no_arrivals_by_step():
         of_steps(BUNDLED)
 
 
-# -- the scheduler ----------------------------------------------------------------------------------------------------
-
-
 def steps_of(requests: list[tuple[int, int, int]], limit: int = 30, **rules) -> list[list[tuple[int, int, int]]]:
     """requests: (before which step, prompt, rows in all). Each step as (request, start, rows)."""
     scheduler = Scheduler(SchedulerRules(**rules))
@@ -166,9 +160,6 @@ def test_a_request_that_the_kv_cache_could_never_hold_is_refused():
         steps_of([(0, 3, 5)], block_size=2, kv_blocks=2)
     with pytest.raises(ConfigError, match="max_num_seqs must be at least 1"):
         SchedulerRules(max_num_seqs=0)
-
-
-# -- latencies --------------------------------------------------------------------------------------------------------
 
 
 def step(
@@ -360,8 +351,6 @@ def test_a_request_of_its_prompt_alone_gives_one_token():
     assert [len(step.spans) for step in served.steps] == [1]
     assert tokens_of(served).index.tolist() == [0]
 
-
-# -- workloads of others ----------------------------------------------------------------------------------------------
 
 MOONCAKE = """{"timestamp": 0, "input_length": 20, "output_length": 4, "hash_ids": [1]}
 {"timestamp": 10, "input_length": 7, "output_length": 1, "hash_ids": [2]}

@@ -12,7 +12,7 @@ from paths import DATA
 
 from ndp_device.common.errors import TraceError
 from vllm_ndp.lab.compare import beside_fastest, compare, paired
-from vllm_ndp.lab.locality import RULES, Interval, locality
+from vllm_ndp.lab.locality import RULES, locality
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.vectorised.cache import found_ahead
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
@@ -70,15 +70,6 @@ def test_a_stack_hits_what_a_cache_of_each_size_hits(requests, size):
         assert (curve <= found.hits["oracle"][0] + 1e-12).all()
 
 
-def test_by_hand_of_one_expert_a_token():
-    """0 1 0 2 0 1: LRU of 2 finds the second and third 0 (1 and then 2 lie between, not both), not the second 1."""
-    found = locality(trace_of([[[0], [1], [0], [2], [0], [1]]], 3))
-    assert (found.hits["lru"][0] * 6).round(9).tolist() == [0, 0, 2, 3]
-    assert (found.hits["lfu"][0] * 6).round(9).tolist() == [0, 0, 2, 3]
-    assert (found.hits["oracle"][0] * 6).round(9).tolist() == [0, 2, 3, 3]  # of one place: 0 is kept, 1 and 2 pass
-    assert (found.repeats[0], found.concentration[0, 1]) == (0.0, 0.5)
-
-
 def test_random_replacement_hits_as_a_drawn_cache_does():
     """Uniform choices of 8 experts, one a token: any rule that does not look ahead finds C / 8 in the long run."""
     generator = np.random.default_rng(0)
@@ -126,12 +117,6 @@ def test_coverage_is_the_share_of_choices_by_hand():
     found = locality(trace, 1).coverage
     assert (found["prompt"].mean, found["static"].mean, found["oracle"].mean) == (0.75, 0.0, 0.75)
     assert (found["prompt"].low, found["prompt"].high) == (0.5, 1.0)
-
-
-def test_an_interval_narrows_with_more_requests():
-    generator = np.random.default_rng(0)
-    few, many = (Interval.of(generator.normal(size=n)) for n in (10, 1000))
-    assert many.high - many.low < 0.2 < few.high - few.low
 
 
 def test_what_cannot_be_looked_at_is_refused():

@@ -40,11 +40,6 @@ def test_every_system_is_refused_a_byte_of_each_memory(system):
             rows((system,), overrides={key: 1}, **own)
 
 
-def test_eight_hot_experts_of_8x22b_do_not_run_on_eighty_gigabytes():
-    with pytest.raises(DoesNotFit, match="context_aware with K 8 at batch 1 does not fit, gpu memory lacks 2013"):
-        rows(model="mixtral-8x22b", num_hot=8)
-
-
 def test_a_row_says_what_it_holds():
     """K = 4: 32 x 4 experts; the trace's requests end with 512 tokens, so batch 4 caches four times as many."""
     one, four = rows(batches=(1, 4))

@@ -242,14 +242,6 @@ def test_what_is_in_use_comes_first_and_ties_of_frequency_go_to_what_was_used_la
     assert found == [False, True]
 
 
-def test_two_rows_that_share_an_expert_use_it_twice():
-    """Three places: 0 by both rows, 1 and 2 by one each, 3 by both. 0 was used twice, so it stays, and 2 leaves."""
-    ids = np.array([[0, 1, 3, 0], [0, 2, 3, 2]])[None, :, :, None, None]
-    loads = Loads.of(ids, np.ones((1, 2, 4), np.bool_), 5)
-    last = visits(loads, np.zeros((1, 5), np.bool_), 3, LFU).hit[0, 3, 0]
-    assert last[:2].tolist() == [True, False]  # experts 0 and 2
-
-
 def test_the_cache_guesses_before_it_looks():
     """Expected: 3 most, then 1. Nothing is held, so both of the first step's experts miss; only 3 was guessed."""
     expected = Priority("expected", np.array([[0.0, 2.0, 1.0, 9.0, 0.0]]))
@@ -258,8 +250,3 @@ def test_the_cache_guesses_before_it_looks():
     assert found.predicted.tolist() == [[[[False, True]]]]
     alike = visits(one_lane([[1, 3]]), np.zeros((1, 5), np.bool_), 2, Priority("expected", np.ones((1, 5))), predict=2)
     assert alike.predicted.tolist() == [[[[True, False]]]]  # of equal ones the lower ids are guessed: 0 and 1
-
-
-def test_an_unknown_priority_is_refused():
-    with pytest.raises(ValueError, match="priority must be lru"):
-        visits(one_lane([[0]]), np.zeros((1, 5), np.bool_), 2, Priority("fifo"))

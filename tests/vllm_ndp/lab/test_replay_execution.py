@@ -13,13 +13,12 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work, execute_bytes
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.lab.compare import compare, popularity
+from vllm_ndp.lab.compare import popularity
 from vllm_ndp.lab.exact.live import RecordedRun
-from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions, ours
 from vllm_ndp.lab.systems.ours import Groups
 from vllm_ndp.lab.vectorised.batches import Batches
-from vllm_ndp.lab.vectorised.execution import NOWHERE, copied_in_order, run_pairs, run_prompts, with_copies
+from vllm_ndp.lab.vectorised.execution import NOWHERE, copied_in_order, run_pairs, with_copies
 from vllm_ndp.lab.vectorised.outcome import Traffic, step_times, summarise
 from vllm_ndp.layer.setup import Setup
 from vllm_ndp.planning.bitwidths import LossTable
@@ -102,15 +101,6 @@ def test_vectorised_execution_is_a_loop_over_pairs(batch):
     assert np.allclose(split.gpu_ps, gpu_ps)
     assert np.allclose(split.device_ps, dev_ps)
     assert (split.moe_ps == np.maximum(split.gpu_ps, split.device_ps)).all()
-
-
-def test_a_resident_prompt_streams_nothing_and_a_cold_one_pays_for_each_touched_expert():
-    batches = Batches.of(TRACE.select([0]))
-    everything = np.ones((1, 4, 8), bool)
-    resident, cold = run_prompts(batches, everything, COSTS), run_prompts(batches, ~everything, COSTS)
-    touched = int((batches.prompts[0][0].counts > 0).sum()) * COSTS.shape.num_layers / 4
-    stream = touched * COSTS.shape.expert_bytes / 25.6e9 * 1e12
-    assert cold[0, 0] - resident[0, 0] == pytest.approx(stream, rel=0.05)
 
 
 def copied_by_hand(compute: list[float], missing: list[bool], before: float, each: list[float]) -> float:
@@ -259,13 +249,3 @@ def test_the_plugins_own_run_takes_what_its_pairs_take_by_the_tables_of_rivals(b
     assert ran.gpu_ps == pytest.approx(by_tables.gpu_ps, rel=1e-5 if batch == 1 else 0.12)
     assert ran.device_ps.sum() == pytest.approx(by_tables.device_ps.sum(), rel=0.005)
     assert ran.moe_ps.sum() == pytest.approx(by_tables.moe_ps.sum(), rel=0.005 if batch == 1 else 0.02)
-
-
-def test_comparing_deals_bits_as_the_plugin_does_which_loses_less_than_one_width_for_each_expert():
-    trace = TRACE.select(range(4))
-    plugins, pairs, layers = (
-        compare(trace, CompareSettings(systems=("balanced",), policies=("prefill",), policy_options=told)).rows[0]
-        for told in ({}, {"bit_rule": "pairs"}, {"bit_rule": "layers"})
-    )
-    assert plugins == pairs
-    assert plugins.loss < layers.loss

@@ -8,7 +8,6 @@ from paths import DATA
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.lab.compare import Workload, compare
 from vllm_ndp.lab.options import CompareSettings
-from vllm_ndp.lab.systems.hobbit import pays
 from vllm_ndp.lab.vectorised.cache import NextLayer
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.traces.trace import Trace
@@ -66,13 +65,6 @@ def test_hobbit_hides_what_a_right_guess_begins_and_pays_for_a_wrong_one():
     assert seldom.moe_ps == pytest.approx(np.full(seldom.moe_ps.shape, F + C), abs=2e4)
     assert "measured, on" in often.policy
     assert "measured, off" in seldom.policy
-
-
-def test_hobbit_orders_ahead_only_where_a_right_guess_gains_more_than_a_wrong_one_costs():
-    """A layer takes C, a copy F: a right guess gains C, a wrong one costs F - C. Nine of ten right would be even."""
-    batches = trace(chosen([[0], [0]]), chosen([[0], [2]]))
-    for accuracy, expected in ((0.89, False), (0.91, True), (1.0, True), (0.0, False)):
-        assert pays(accuracy, batches, machine(2, top_k=1)) == expected
 
 
 def test_the_published_constants_stay_available():

@@ -78,15 +78,6 @@ def test_on_real_prices_no_subset_of_four_experts_is_simulated_much_faster(token
     assert chosen <= 1.03 * min(simulated_ps(MIXTRAL, experts, np.array(s, np.int64)) for s in subsets)
 
 
-@pytest.mark.parametrize(("tokens", "times"), [(16, 18.3), (64, 5.0), (256, 2.0), (1024, 1.25)])
-def test_layers_of_mixtral_take_so_much_less_than_streaming_four_experts(tokens: int, times: float) -> None:
-    """Four cold experts of equal load, tokens / 4 rows each: 16 tokens are 4 rows, one pass of .75 ms, an expert;
-    streaming one takes 13.8 ms."""
-    experts = np.repeat(np.arange(4, 8), tokens // 4)
-    split = simulated_ps(MIXTRAL, experts, PrefillSplit(MIXTRAL).of_counts(*np.unique(experts, return_counts=True)))
-    assert MIXTRAL.gpu.prefill_stream_ps(4, tokens) / split == pytest.approx(times, rel=0.01)
-
-
 def test_decode_rows_in_the_message_leave_less_of_the_device_to_prompts() -> None:
     experts = np.repeat(np.arange(64, 128), 16)
     alone = PrefillSplit(QWEN).of_counts(*np.unique(experts, return_counts=True))

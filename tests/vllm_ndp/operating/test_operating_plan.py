@@ -137,9 +137,6 @@ def test_bytes_are_written_for_people() -> None:
     ]  # fmt: skip
 
 
-# -- sources -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_config_alone_gives_the_sizes_of_the_whole_checkpoint(tmp_path: Path) -> None:
     whole = source_named(str(TINY)).model
     (tmp_path / "config.json").write_bytes((TINY / "config.json").read_bytes())
@@ -178,9 +175,6 @@ def test_what_is_no_model_is_refused_in_one_sentence(
     with pytest.raises(ConfigError, match=says) as refused:
         source_named(name.replace("{tmp}", str(tmp_path)))
     assert "\n" not in str(refused.value)
-
-
-# -- speed -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "olmoe"])
@@ -314,18 +308,6 @@ def test_no_line_asks_for_a_context_that_the_model_does_not_have() -> None:
     unknown = "vLLM refuses 40000 tokens if it is shorter."
     assert [unknown in run_here(*public, context).stdout for context in ("40000", "4096")] == [True, False]
     assert not said.splitlines()[-1].startswith("{")
-
-
-def test_two_ways_that_read_the_same_bits_are_told_apart() -> None:
-    """Beside a GPU both read 3 bits on average at one speed; on a CPU the widths themselves are read."""
-    said = run_here("vllm-ndp", "plan", "mixtral-8x7b", "--gpu-memory", "24GB", "--host-memory", "64GB").stdout
-    assert "4 bit (3)" in said
-    assert "3 bit (3)" in said
-    assert "predicted loss is at most that of up to 3." in " ".join(said.split())
-    said = run_here("vllm-ndp", "plan", TINY, "--host-memory", "8GB").stdout
-    assert "4 bit (4)" in said
-    assert "3 bit (3)" in said
-    assert "predicted loss" not in said
 
 
 def test_the_simulated_card_is_the_one_whose_memory_is_nearest() -> None:

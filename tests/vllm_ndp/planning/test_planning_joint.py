@@ -2,8 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +15,6 @@ from vllm_ndp.planning.joint import Choice, JointPlan, JointProblem, least_time,
 
 FULL = 1600
 RATES = {"gpu": 30.0, "host": 3.0, "device": 5.0}  # bytes a picosecond
-
-
-def is_on(plan: JointPlan, tier: str) -> np.ndarray:
-    """[L, E]."""
-    return np.array([choice.tier == tier for choice in plan.problem.choices])[plan.chosen]
 
 
 def held(bits: int) -> int:
@@ -145,14 +138,6 @@ def searched(given: JointProblem, limit: float) -> JointPlan | None:
         joint.MOST_TRIED = tried
 
 
-def test_the_search_finds_the_best_of_all_plans_of_one_layer():
-    for seed in range(24):
-        given = problem(seed, 1, 6, (0.1, 0.3, 0.6)[seed % 3], SMALL)
-        plan = searched(given, 0.15)
-        assert plan is not None
-        assert plan.time_ps == pytest.approx(least_time(given, 0.15).time_ps, rel=1e-9)
-
-
 @settings(max_examples=40)
 @given(seed=st.integers(0, 999), gpu=st.sampled_from([0.1, 0.3, 0.6]), most=st.floats(0.02, 0.5))
 def test_no_plan_of_all_takes_less_than_what_a_plan_says_is_least(seed, gpu, most):
@@ -177,22 +162,6 @@ def test_a_large_plan_keeps_every_limit_and_is_no_slower_than_sides_that_take_tu
     assert plan.time_ps <= total(given.turns, plan.chosen) * (1 + 1e-9)
 
 
-def times_of(make: Callable[[Any], JointProblem], cases: Iterable[Any]) -> list[float]:
-    """Of plans within a loss of 0.1 a layer, infinite where none fits."""
-    times = []
-    for case in cases:
-        given = make(case)
-        try:
-            times.append(least_time(given, 0.1 * given.shape[1]).time_ps)
-        except ConfigError:
-            times.append(np.inf)
-    return times
-
-
-def falls(times: list[float], slack: float) -> bool:
-    return all(after <= before * (1 + slack) for before, after in itertools.pairwise(times))
-
-
 TINY = tuple(c for c in MENU if c.bits in (16, 4))
 
 
@@ -201,9 +170,15 @@ TINY = tuple(c for c in MENU if c.bits in (16, 4))
 def test_another_tier_never_makes_a_plan_slower(seed, size, gpu):
     """Not by the last bit: plans without the tier are among those that are chosen from."""
     whole = problem(seed, size[0], size[1], gpu, TINY if size[0] < 4 else MENU)
-    for tiers in (("gpu", "device"), ("gpu", "host")):
-        fewer, more = times_of(lambda which: with_tiers(whole, *which), (tiers, ("gpu", "host", "device")))
-        assert more <= fewer * (1 + 1e-9)
+
+    def least_ps(*tiers: str) -> float:
+        try:
+            return least_time(with_tiers(whole, *tiers), 0.1 * size[0]).time_ps
+        except ConfigError:
+            return math.inf
+
+    most = min(least_ps("gpu", "device"), least_ps("gpu", "host"))
+    assert least_ps("gpu", "host", "device") <= most * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -233,13 +208,6 @@ def test_no_plan_of_up_to_a_million_is_better_and_the_search_is_within_three_tho
     plan = searched(given, 0.1 * layers)
     assert plan is not None
     assert plan.time_ps < 1.003 * best
-
-
-@settings(max_examples=8)
-@given(seed=st.integers(0, 999), size=st.sampled_from([(32, 8), (8, 64)]), gpu=st.floats(0.05, 0.5))
-def test_twice_the_memory_or_the_link_makes_a_large_plan_slower_by_the_searchs_gap_at_most(seed, size, gpu):
-    assert falls(times_of(lambda gpu: problem(seed, size[0], size[1], gpu), (gpu, 2 * gpu)), 0.01)
-    assert falls(times_of(lambda link: problem(seed, size[0], size[1], gpu, faster=link), (1.0, 2.0)), 0.01)
 
 
 TIERS = st.sampled_from([("gpu", "host", "device"), ("gpu", "device"), ("gpu", "host"), ("device",)])
@@ -315,33 +283,6 @@ def test_arrays_that_do_not_belong_together_are_refused_before_the_search(wrong,
         right.times(np.full((1, 4), 3), np.empty((1, 2)))
     with pytest.raises(ValueError, match=r"a plan must be \[L \* E\]"):
         right.searched(1.0, [np.zeros(3, np.int64)], np.empty(4, np.int64))
-
-
-def test_the_papers_plan_quantization_alone_and_all_cold_are_points_of_the_space():
-    """With the tiers and widths of each alone, the plan is that one; with all of them none of the three is better."""
-    given = problem(2, 8, 8, 0.6)
-    whole = {}
-    for name, keep in (
-        ("paper", lambda c: (c.tier, c.bits) == ("gpu", 16) or (c.tier == "device" and c.bits <= 4)),
-        ("quantized", lambda c: c.tier == "gpu" and c.bits < 16),
-        ("cold", lambda c: c.tier == "device"),
-    ):
-        which = [i for i, c in enumerate(MENU) if keep(c)]
-        whole[name] = least_time(given.only(np.array(which)), 0.05 * 8)
-    everything = least_time(given, 0.05 * 8)
-    assert all(everything.time_ps <= plan.time_ps * 1.001 for plan in whole.values())
-    assert is_on(whole["quantized"], "gpu").all()
-    assert is_on(whole["cold"], "device").all()
-    assert set(np.unique(whole["paper"].bits[is_on(whole["paper"], "gpu")])) == {16}
-
-
-def test_narrow_experts_on_the_gpu_beat_full_precision_beside_the_device():
-    """Room for half of the experts in 16 bits, or for all in 8 (with their scales 0.52): six times the rate, no loss
-    to speak of. At the loss of the paper's 2 bits on the device all of them go to the GPU."""
-    given = problem(3, 32, 8, 0.52)
-    plan = least_time(given, 1e-4 * 32)
-    assert is_on(plan, "gpu").mean() > 0.95
-    assert (plan.bits == 8).mean() > 0.9
 
 
 @pytest.mark.parametrize(

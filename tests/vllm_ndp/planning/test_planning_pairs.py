@@ -78,16 +78,6 @@ def test_pairs_read_what_the_budget_pays_for_but_for_one_step_of_one_pair(seed, 
     assert ((plan.bits.bits >= 1) & (plan.bits.bits <= 4))[placement.cold].all()
 
 
-def test_pairs_lose_less_than_experts_that_read_as_many_bits():
-    for seed in range(10):
-        score, loss = small_model(seed, 3, 8, WEIGHT_SAMPLES)
-        score = replace(score, strength=score.pair_strength.mean(axis=2))
-        placement = Placement(np.zeros((3, 8), bool))
-        experts = bits_over_layers(score, placement, loss, Budget(0, 2.0))
-        pairs = bits_of_pairs(score, placement, loss, Budget(0, Plan(1, placement, experts).bits_read(score.values)))
-        assert loss.predicted_nats(score, pairs.of_pairs(score.weights)) < loss.predicted_nats(score, experts.bits)
-
-
 def test_a_budget_of_nats_is_met_by_single_pairs_with_fewer_bits_than_by_experts():
     score, loss = small_model(3, 2, 6, WEIGHT_SAMPLES)
     placement = Placement(np.zeros((2, 6), bool))

@@ -8,7 +8,7 @@ from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.lab.compare import Workload
 from vllm_ndp.planning.bitwidths import BY_BITS_READ, LossTable
-from vllm_ndp.planning.importance import ImportanceScore, _rising, calibrated, importance, repeats
+from vllm_ndp.planning.importance import ImportanceScore, calibrated, importance, repeats
 from vllm_ndp.planning.plan import Budget, Plan
 from vllm_ndp.planning.policies import (
     BIT_RULES,
@@ -67,11 +67,6 @@ def test_a_short_prompt_stays_near_the_prior_and_a_long_one_leaves_it():
     pure = [np.abs(importance(prompt(0, tokens)).values - PRIOR.values).sum() for tokens in (1, 200)]
     assert distance[0] == pytest.approx(pure[0] / 17)
     assert distance[1] == pytest.approx(pure[1] * 200 / 216)
-
-
-def test_neighbours_that_fall_are_pooled():
-    assert _rising([1.0, 3.0, 2.0, 4.0, 0.0]).tolist() == [1.0, 2.25, 2.25, 2.25, 2.25]
-    assert _rising([0.5, 0.5, 1.0]).tolist() == [0.5, 0.5, 1.0]
 
 
 def test_experts_that_a_prompt_hardly_used_come_as_often_as_a_calibrated_score_says():
@@ -165,10 +160,6 @@ def theirs(tmp_path, monkeypatch) -> str:
     (metadata / "entry_points.txt").write_text("[vllm_ndp.policies]\ntheirs = their_policies:Rotated\n")
     monkeypatch.syspath_prepend(tmp_path)
     return "theirs"
-
-
-def test_a_policy_of_another_package_is_found_by_its_entry_point(theirs):
-    assert (load_policy(theirs).score(prompt(0)).values == importance(prompt(0)).values).all()
 
 
 def test_a_policy_of_another_package_has_options_of_its_own_beside_the_common_ones(theirs):

@@ -134,16 +134,6 @@ def test_of_some_widths_the_published_rule_finds_the_best_prefixes(widths: tuple
         assert score.values[0, order] @ loss.by_width[0, order, chosen] == pytest.approx(min(lost))
 
 
-def test_unweighted_gains_of_a_nominal_table_end_in_uniform_bits():
-    """Loss falls 4.4x a bit, so 1 -> 2 gains more than 2 -> 4 can: as published, nobody stays at 1 bit."""
-    score, _ = random_model(0, 2, 8)
-    cold = Placement(np.zeros((2, 8), bool))
-    loss = LossTable.nominal(2, 8)
-    assert (select_bitwidths(score, cold, loss, Budget(0, 2.0), "mse").bits == 2).all()
-    skewed = ImportanceScore.from_weights(np.tile(10.0 ** -np.arange(8), (2, 1)))
-    assert select_bitwidths(skewed, cold, loss, Budget(0, 2.0), "importance").bits[0, 0] == 4
-
-
 def test_uniform_bits_give_what_is_left_over_to_the_lower_ids():
     placement = Placement(np.array([[False, True, False, False, False]]))
     assert uniform_bitwidths(placement, Budget(1, 2.5)).bits.tolist() == [[3, 0, 3, 2, 2]]
@@ -219,26 +209,6 @@ def test_no_other_assignment_reads_as_few_bits_and_loses_less(seed: int, avg_bit
     assert (found == 4).all() or ours > avg_bits - score.values.max() / 2 - 1e-8
     others = [expected_loss(score, loss, bits) for bits, bought in zip(EVERY_PLAN, read, strict=True) if bought <= ours]
     assert lost <= min(others) + 1e-12
-
-
-def test_where_experts_are_used_alike_the_budget_is_spent_to_the_last_bit():
-    score = ImportanceScore.from_weights(np.ones((2, 2)))
-    for seed, spend in itertools.product(range(10), range(13)):
-        loss = falling_gains(seed)
-        found = bits_over_layers(score, ALL_COLD, loss, Budget(0, 1 + spend / 4)).bits
-        assert found.sum() == 4 + spend
-        least = min(expected_loss(score, loss, bits) for bits in EVERY_PLAN if bits.sum() == 4 + spend)
-        assert expected_loss(score, loss, found) == pytest.approx(least)
-
-
-def test_bits_over_layers_go_where_a_loss_counts_and_not_where_a_prompt_reads_more():
-    """A pair of any cold expert gains the same by a bit. Weights of 39 to 1 make it worth more in layer 0."""
-    score = ImportanceScore(np.array([[0.9, 0.05, 0.05], [0.4, 0.3, 0.3]]))
-    placement = Placement(np.array([[True, False, False], [True, False, False]]))
-    table = LossTable.nominal(2, 3)
-    assert bits_over_layers(score, placement, table, Budget(1, 3.0)).bits.tolist() == [[0, 3, 3], [0, 3, 3]]
-    weighed = LossTable(table.mse, np.array([1.95, 0.05]))
-    assert bits_over_layers(score, placement, weighed, Budget(1, 3.0)).bits.tolist() == [[0, 4, 4], [0, 3, 2]]
 
 
 def test_of_two_experts_the_one_with_the_stronger_choices_gets_the_wider_replica_and_loses_the_more():

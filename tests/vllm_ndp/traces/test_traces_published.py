@@ -36,23 +36,6 @@ def test_expert_selection_gives_a_request_a_file_and_its_first_pass_is_the_promp
     assert trace.provenance.weights == "uniform"
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ([], "has none"),
-        ([forward([1]), {"0": None, "1": [[1, 2]]}], "pass 1 has layers"),
-        ([{"1": [[1, 2], [1]]}], "cannot be read"),
-        ([{"1": [[1.5]]}], "whole ids"),
-        ([{"1": [1]}], r"\[tokens\]\[k\]"),
-        ({"1": []}, "cannot be read"),
-    ],
-)
-def test_a_selection_that_lacks_something_is_refused(tmp_path, content, says):
-    (tmp_path / "1.json").write_text(json.dumps(content))
-    with pytest.raises(TraceError, match=says):
-        import_trace(tmp_path / "1.json", "expert-selection")
-
-
 def test_logits_alone_choose_the_largest(tmp_path):
     logits = np.random.default_rng(0).normal(size=(2, 3, 2, 8)).astype(np.float32)
     np.savez(tmp_path / "t.npz", logits=logits)
@@ -90,30 +73,6 @@ def test_dynande_rows_are_the_tokens_of_all_or_in_folders_of_positions_the_reque
     (tmp_path / "decoder" / "10th").rename(tmp_path / "decoder" / "3rd")
     trace = import_trace(tmp_path / "decoder", "dynande")
     assert [s.decode_ids[:, 1, 0].tolist() for s in trace.sequences] == [[0, 1, 2], [1, 2, 3]]
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", r"must begin with a line of names that has layer_id, token_id, expert_\\d\+, got ''"),
-        ("layer_id,token_id\n", r"has expert_\\d\+, got 'layer_id,token_id'"),
-        ("layer_id,token_id,expert_0\n", "must have 1 to"),
-        ("layer_id,token_id,expert_0\n0,0\n", "Expected 3 columns, got 2"),
-        ("layer_id,token_id,expert_0\n0,0,x\n", "conversion error"),
-        ("layer_id,token_id,expert_0\n0,0,\n", "without a gap"),
-        ("layer_id,token_id,expert_0\n0,0,nan\n", "without a gap"),
-        ("layer_id,token_id,expert_0\n0,0,inf\n", "finite scores"),
-        ("layer_id,token_id,expert_0\n0,0,-1\n", "at least 0"),
-        (
-            "layer_id,token_id,expert_0,expert_1\n0,0,1,1\n0,1,1,0\n",
-            r"as many experts above 0 in every row, got 1\.\.2",
-        ),
-    ],
-)
-def test_dynande_files_that_lack_something_are_refused(tmp_path, text, says):
-    (tmp_path / "t.csv").write_text(text)
-    with pytest.raises(TraceError, match=says):
-        import_trace(tmp_path / "t.csv", "dynande")
 
 
 POLICYLANG = DATA / "policylang.parquet"
@@ -224,24 +183,6 @@ def test_decode_alone_is_cut_into_sequences(tmp_path):
     assert len(trace.sequences) == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", r"must begin with a line of names that has phase, layer, token_idx, e\\d\+, got ''"),
-        ("a,b\n1,2\n", "must begin with a line of names that has phase"),
-        (HEADER, "must have 1 to"),
-        (HEADER + "decode,1,0,0,x,1\n", "conversion error"),
-        (HEADER + "decode,1,0,0,1\n", "Expected 6 columns, got 5"),
-        (HEADER + "decode,1,0,1,1,2\n", "must begin with token 0 of layer 0, got 1 of layer 0"),
-        (HEADER + "decode,1,0,0,1,2\ndecode,1,1,0,1,2\ndecode,1,0,0,3,4\n", "pass 2' has no row of token 0 in layer 1"),
-    ],
-)
-def test_a_csv_that_lacks_something_is_refused_in_one_sentence(tmp_path, text, says):
-    (tmp_path / "bad.csv").write_text(text)
-    with pytest.raises(TraceError, match=says):
-        import_trace(tmp_path / "bad.csv", "moe-trace")
-
-
 # -- Logs that engines write row by row: read interleaved or one layer a file, and refused where they lack somethin ----
 
 
@@ -258,8 +199,12 @@ ROWS = [
 ]
 
 
+def jsonl(*rows: object) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
 def write(path, rows) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(*rows))
 
 
 def test_rows_interleaved_by_request_become_requests_whatever_their_order(tmp_path):
@@ -326,38 +271,61 @@ def test_few_rows_that_are_alike_are_no_warm_up(tmp_path):
     assert len(import_trace(tmp_path / "log.jsonl", "routelog").step) == 15
 
 
-@pytest.mark.parametrize(
-    ("rows", "says"),
-    [
-        ([*steps([2, 2]), *steps([2, 1], layer=3)], "layers 0 and 3 were logged in steps of different sizes"),
-        (steps([3, 2, 1]), "no two steps have the same number of rows"),
+NAMES, ONE = "layer_id,token_id,expert_0\n", "layer_id,token_id,expert_0\n0,0,"
+LACKING: dict[str, list[tuple[str, str]]] = {
+    "expert-selection": [
+        ("[]", "has none"),
+        (json.dumps([forward([1]), {"0": None, "1": [[1, 2]]}]), "pass 1 has layers"),
+        ('[{"1": [[1, 2], [1]]}]', "cannot be read"),
+        ('[{"1": [[1.5]]}]', "whole ids"),
+        ('[{"1": [1]}]', r"\[tokens\]\[k\]"),
+        ('{"1": []}', "cannot be read"),
     ],
-)
-def test_steps_that_no_request_can_be_found_in_are_refused(tmp_path, rows, says):
-    write(tmp_path / "log.jsonl", rows)
+    "dynande": [
+        ("", r"must begin with a line of names that has layer_id, token_id, expert_\\d\+, got ''"),
+        ("layer_id,token_id\n", r"has expert_\\d\+, got 'layer_id,token_id'"),
+        (NAMES, "must have 1 to"),
+        (f"{NAMES}0,0\n", "Expected 3 columns, got 2"),
+        (f"{ONE}x\n", "conversion error"),
+        (f"{ONE}\n", "without a gap"),
+        (f"{ONE}nan\n", "without a gap"),
+        (f"{ONE}inf\n", "finite scores"),
+        (f"{ONE}-1\n", "at least 0"),
+        (
+            "layer_id,token_id,expert_0,expert_1\n0,0,1,1\n0,1,1,0\n",
+            r"as many experts above 0 in every row, got 1\.\.2",
+        ),
+    ],
+    "moe-trace": [
+        ("", r"must begin with a line of names that has phase, layer, token_idx, e\\d\+, got ''"),
+        ("a,b\n1,2\n", "must begin with a line of names that has phase"),
+        (HEADER, "must have 1 to"),
+        (HEADER + "decode,1,0,0,x,1\n", "conversion error"),
+        (HEADER + "decode,1,0,0,1\n", "Expected 6 columns, got 5"),
+        (HEADER + "decode,1,0,1,1,2\n", "must begin with token 0 of layer 0, got 1 of layer 0"),
+        (HEADER + "decode,1,0,0,1,2\ndecode,1,1,0,1,2\ndecode,1,0,0,3,4\n", "pass 2' has no row of token 0 in layer 1"),
+    ],
+    "routelog": [
+        (jsonl(*steps([2, 2]), *steps([2, 1], layer=3)), "layers 0 and 3 were logged in steps of different sizes"),
+        (jsonl(*steps([3, 2, 1])), "no two steps have the same number of rows"),
+        ("", 'holds no row of {"type": "route"}'),
+        (jsonl(*ROWS[:-1]), "request 'b' has no row of token 2 in layer 1"),
+        (jsonl(*(row for row in ROWS if row["token_idx"] != 1)), "has no row of token 1"),
+        (jsonl(*ROWS, route("a", 3, 0, [1])), "line 13 has 1 experts where rows before have 2 experts a token"),
+        (jsonl(route("a", 0, 0, [1, 1])), "line 1 chooses an expert twice"),
+        (jsonl(route("a", 0, 0, [1, 2], [1.0])), "a weight for each of 2 experts"),
+        (jsonl(route("a", -1, 0, [1])), "whole token_idx of at least 0, got -1"),
+        (jsonl(route("a", 0, 0, [])), "must have topk_ids"),
+        (jsonl([1]), "must be a JSON object, got list"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "text", "says"), [(kind, *case) for kind, cases in LACKING.items() for case in cases])
+def test_a_recording_that_lacks_something_is_refused_in_one_sentence(tmp_path, kind, text, says):
+    (tmp_path / "log").write_text(text)
     with pytest.raises(TraceError, match=says):
-        import_trace(tmp_path / "log.jsonl", "routelog")
-
-
-@pytest.mark.parametrize(
-    ("rows", "says"),
-    [
-        ([], 'holds no row of {"type": "route"}'),
-        (ROWS[:-1], "request 'b' has no row of token 2 in layer 1"),
-        ([row for row in ROWS if row["token_idx"] != 1], "has no row of token 1"),
-        ([*ROWS, route("a", 3, 0, [1])], "line 13 has 1 experts where rows before have 2 experts a token"),
-        ([route("a", 0, 0, [1, 1])], "line 1 chooses an expert twice"),
-        ([route("a", 0, 0, [1, 2], [1.0])], "a weight for each of 2 experts"),
-        ([route("a", -1, 0, [1])], "whole token_idx of at least 0, got -1"),
-        ([route("a", 0, 0, [])], "must have topk_ids"),
-        ([[1]], "must be a JSON object, got list"),
-    ],
-)
-def test_a_log_that_lacks_something_is_refused_in_one_sentence(tmp_path, rows, says):
-    write(tmp_path / "log.jsonl", rows)
-    with pytest.raises(TraceError) as refusal:
-        import_trace(tmp_path / "log.jsonl", "routelog")
-    assert says in str(refusal.value)
+        import_trace(tmp_path / "log", kind)
 
 
 WRITTEN = DATA / "engine-traces"
