@@ -12,7 +12,6 @@ import random
 import signal
 import sys
 import time
-import zlib
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -141,11 +140,7 @@ class Failpoints:
             case "wrong_dtype" if fields["tensors"]:
                 name, _, shape, offset = fields["tensors"][0]
                 fields["tensors"] = [[name, "int32", shape, offset]]
-        before = msgspec.msgpack.encode(fields)[:-4]
-        return before + zlib.crc32(body, zlib.crc32(before)).to_bytes(4, "little"), body
-
-
-# -- in a device's process ---------------------------------------------------------------------------------------------
+        return write_checksum(msgspec.msgpack.encode(fields), body), body
 
 
 def with_checksum(server: ZmqServer, client: bytes, frames: Frames) -> Frames:

@@ -108,9 +108,6 @@ def test_every_system_of_the_lab_stands_on_its_page() -> None:
     assert [name for name in SYSTEMS if f"`{name}`" not in page] == []
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
-
-
 def test_figures_on_pages_are_those_of_docs_measured() -> None:
     """Run `make docs` where this fails: a file of docs/measured has changed, or a figure on a page."""
     assert sorted(path.name for path in generate.stale()) == []

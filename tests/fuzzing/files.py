@@ -102,9 +102,6 @@ def kinds() -> list[Kind]:
     ]
 
 
-# -- readers -----------------------------------------------------------------------------------------------------------
-
-
 def _read_checkpoint(path: Path) -> object:
     checkpoint, shape = CheckpointExperts(path), CheckpointExperts(path).shape
     experts = [checkpoint.expert(layer, shape.num_experts - 1) for layer in range(shape.num_layers)]
@@ -158,9 +155,6 @@ def _read_hardware(path: Path) -> object:
     overrides = json.loads(path.read_text())
     hardware = load_hardware(overrides.pop("preset"), **overrides)
     return hardware.config_hash, DeviceModel(hardware)
-
-
-# -- real ones ---------------------------------------------------------------------------------------------------------
 
 
 def _make_checkpoint(path: Path) -> None:
@@ -286,9 +280,6 @@ def _make_settings(path: Path) -> None:
 
 def _make_hardware(path: Path) -> None:
     path.write_text(json.dumps({"preset": "h100-ndp512", "dram.channels": 20, "dram.cl": 46}))
-
-
-# -- damage ------------------------------------------------------------------------------------------------------------
 
 
 def _changed(name: str, change: Callable[[random.Random, bytes], bytes]) -> Damage:

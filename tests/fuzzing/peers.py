@@ -9,7 +9,6 @@ import functools
 import random
 import sys
 import tempfile
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +58,7 @@ def split(data: bytes) -> tuple[bytes, bytes]:
 
 def sealed(header: bytes, body: bytes) -> Frames:
     """With a checksum that is right, whatever the rest is."""
-    before = header[:-4]
-    return before + zlib.crc32(body, zlib.crc32(before)).to_bytes(4, "little"), body
+    return write_checksum(header, body), body
 
 
 def mutated_frames(rng: random.Random, data: bytes) -> bytes:
@@ -76,9 +74,6 @@ def mutated_frames(rng: random.Random, data: bytes) -> bytes:
     if rng.random() < 0.2:
         body = mutated_bytes(rng, body)
     return joined(header, body)
-
-
-# -- transport --------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -113,9 +108,6 @@ def _run_stream(data: bytes) -> None:
         honest = bytes(write_checksum(*ping))
         while bytes(server.until_one().frames[0]) != honest:
             pass
-
-
-# -- device ------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -210,9 +210,6 @@ def test_config_json_that_says_nothing_sure_of_its_layers_is_refused(said: dict[
         public_model("m", OF_EIGHT | said)
 
 
-# -- public models -----------------------------------------------------------------------------------------------------
-
-
 BILLION = 1e9
 
 

@@ -82,9 +82,6 @@ def test_a_part_that_is_none_of_them_is_refused(index: int, count: int) -> None:
         Part(index, count)
 
 
-# -- codes and planes --------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def codes_and_bits(draw: st.DrawFn) -> tuple[NDArray[np.uint8], int]:
     bits = draw(st.integers(1, 8))

@@ -323,10 +323,10 @@ def test_a_full_expert_that_does_not_lie_row_by_row_is_copied_and_counted() -> N
     assert [sum(size for _, size in kernel.parts(expert)) for expert in prepared] == [0, rows.nbytes]
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", [*ISAS, "reference"])
 def test_no_rows_no_pairs_and_rows_without_pairs_give_zeros(isa: str) -> None:
     rng = np.random.default_rng(0)
-    kernel = NativeKernel(isa=isa, threads=2)
+    kernel = ReferenceKernel() if isa == "reference" else NativeKernel(isa=isa, threads=2)
     prepared = [kernel.prepare(random_expert(rng, 64, 32, 2, 32))]
     none = np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32)
     assert kernel.execute(np.empty((0, 64), np.float32), prepared, *none).shape == (0, 64)
@@ -501,9 +501,6 @@ if pid == 0:
 sys.exit(0 if same and os.waitpid(pid, 0)[1] == 0 else 1)
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
-
-
-# -- linear layers -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -35,18 +35,8 @@ def nested_replicas(
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_masked_width_keeps_its_biases_and_activation(isa: str) -> None:
     rng = np.random.default_rng(7)
-    wide = replace(random_expert(rng, 64, 96, 4, 32), biases=random_biases(rng, 64, 96), activation=GPT_OSS)
-    w13, w2 = (
-        NestedMatrix((3, 4), m.planes, np.stack([m.scale] * 2), np.stack([m.offset] * 2), m.group_size, m.perm)
-        for m in (wide.w13, wide.w2)
-    )
-    wide = replace(wide, w13=w13.at(4), w2=w2.at(4))
-    narrow = replace(
-        wide,
-        bits=3,
-        w13=w13.at(3),
-        w2=w2.at(3),
-    )
+    replicas, biases = nested_replicas(rng, 64, 96), random_biases(rng, 64, 96)
+    narrow, wide = (replace(replicas[bits], biases=biases, activation=GPT_OSS) for bits in (3, 4))
     kernel = NativeKernel(isa=isa, threads=1)
     own, masked = kernel.prepare(narrow), kernel.masked(kernel.prepare(narrow), kernel.prepare(wide))
     assert masked is not None

@@ -142,8 +142,7 @@ def decode(message: msg.Message, header: bytes, body: bytes) -> tuple[msg.Messag
 
 def with_checksum(fields: dict[str, Any], body: bytes = b"") -> bytes:
     """A header with a correct checksum, whatever its fields say."""
-    before = msgpack.packb({**fields, "crc": bytes(4)})[:-4]
-    return before + zlib.crc32(body, zlib.crc32(before)).to_bytes(4, "little")
+    return write_checksum(msgpack.packb({**fields, "crc": bytes(4)}), body)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -367,9 +366,6 @@ if __name__ == "__main__":  # writes the vectors of a new major version
     GOLDEN.write_text(
         json.dumps({name: {"header": h.hex(), "body": bytes(b).hex()} for name, (h, b) in vectors.items()}, indent=1)
     )
-
-
-# -- pairs grouped by expert -------------------------------------------------------------------------------------------
 
 
 EXPERTS, ROWS = 6, 4

@@ -357,12 +357,6 @@ def test_a_layer_has_changed_where_a_file_of_its_biases_has(clamped: tuple[Path,
         checkpoint.check(0)
 
 
-def test_replicas_of_silu_experts_are_written_as_before_there_was_another(built: Path) -> None:
-    manifest = json.loads((built / "manifest.json").read_text())
-    assert manifest["version"] == 1
-    assert not {"activation", "biases"} & set(manifest)
-
-
 def test_replicas_of_layers_that_clamp_at_different_limits_say_so_per_layer(tmp_path: Path) -> None:
     limits = [0.0, *(0.5,) * (LAYERS - 1)]
     model_dir, out = write_small_checkpoint(tmp_path / "model", swiglu_limits=limits), tmp_path / "replicas"

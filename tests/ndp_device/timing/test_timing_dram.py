@@ -8,7 +8,7 @@ import pytest
 from paths import DATA
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.timing.dram import Transfer, channel_lines, constants_of, idle_ps, stream, transfer
+from ndp_device.timing.dram import channel_lines, constants_of, idle_ps, stream, transfer
 from ndp_device.timing.dram_controller import Controller, Idle, StreamMap
 from ndp_device.timing.spec import DramSpec, load_hardware
 
@@ -167,12 +167,6 @@ def test_start_times_in_a_refresh_wait_for_its_end(dram: DramSpec) -> None:
     waiting = dram.cycles_to_ps(dram.rfc * dram.rfc // (2 * dram.refi))
     assert waiting < spread.mean_ps - alone.mean_ps < 2 * waiting
     assert spread.max_ps >= alone.mean_ps + dram.cycles_to_ps(dram.rfc - dram.refi // 1024 - 2)
-
-
-def test_a_transfer_reports_the_spread_over_start_times() -> None:
-    spread: Transfer = transfer(DDR5, MIB)
-    assert spread.min_ps < spread.mean_ps < spread.max_ps
-    assert spread.max_ps - spread.min_ps <= DDR5.cycles_to_ps(1200)  # at most one refresh more
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,21 @@
 """Commands on the device: limits, conservation, monotony, both sides of every edge."""
 
 import hashlib
+import json
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from ndp_device.__main__ import app
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import PLAN_BITS
-from ndp_device.timing.dram import channel_lines, stream
+from ndp_device.timing.dram import channel_lines, stream, transfer
 from ndp_device.timing.model import (
     DeviceModel,
     bulk_ps,
@@ -276,9 +280,6 @@ def test_impossible_work_is_refused(call, message: str) -> None:
         call()
 
 
-# -- the pipeline in C++ -----------------------------------------------------------------------------------------------
-
-
 PIPELINES: dict[str, Hardware] = {
     "ddr5": load_hardware("h100-ndp512"),
     "lpddr5": load_hardware("h100-ndp512-lpddr5"),
@@ -408,3 +409,35 @@ def test_impossible_hardware_is_refused_in_one_sentence(
     with pytest.raises(ConfigError, match=message) as refusal:
         load_hardware(preset, **overrides)
     assert "\n" not in str(refusal.value)
+
+
+def last_line(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["time", *arguments, *(() if arguments[0] == "idle" else ("--json",))])
+    assert result.exit_code == 0, result.output
+    line = json.loads(result.output.splitlines()[-1])
+    assert isinstance(line, dict)
+    return line
+
+
+def test_dram_prints_what_the_model_says() -> None:
+    line = last_line("dram", "1MiB")
+    expected = transfer(load_hardware("h100-ndp512").dram, 2**20)
+    assert line["mean_ps"] == expected.mean_ps
+    assert {"mean_ps", "min_ps", "max_ps", "gb_per_s", "efficiency"} <= line.keys()
+
+
+def test_expert_prints_every_stage_and_the_other_modes_beside_it() -> None:
+    options = ["mixtral-8x7b", "--bits", "3", "--tokens", "4"]
+    line = last_line("expert", *options, "--set", "array.pe_mode=fp16_dequant")
+    stages = ("launch", "link_in", "queue", "dram", "compute", "dequant", "vector", "link_out", "completion")
+    total = sum(line[f"{stage}_ps"] for stage in stages) - line["overlap_saved_ps"]
+    assert line["total_ps"] == total == line["total_ps_by_pe_mode"]["fp16_dequant"]
+    assert line["pe_mode"] == "fp16_dequant"
+    assert set(line["total_ps_by_pe_mode"]) == set(PE_MODES)
+    assert last_line("expert", *options)["total_ps"] == line["total_ps_by_pe_mode"]["bit_scalable"]
+
+
+def test_hardware_prints_every_value_and_marks_what_was_set_by_hand() -> None:
+    line = last_line("hardware", "h200-gen5", "--set", "gpu.times=roofline")
+    assert line["values"]["gpu.times"] == "roofline"
+    assert line["config_hash"] == load_hardware("h200-gen5", times="roofline").config_hash

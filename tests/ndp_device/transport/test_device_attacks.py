@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,6 +37,7 @@ from ndp_device.protocol import messages as msg
 from ndp_device.server import Server
 from ndp_device.transport import shm, sockets, zmq_server
 from ndp_device.transport.address import is_foreign, take
+from ndp_device.transport.base import write_checksum
 from ndp_device.transport.zmq_client import ZmqTransport
 from vllm_ndp.device_client.client import DeviceClient
 
@@ -45,9 +45,8 @@ from vllm_ndp.device_client.client import DeviceClient
 def test_a_refusal_that_would_be_too_long_to_send_does_not_end_the_device(device: Device) -> None:
     """985 characters of four bytes: the sentence that quotes them has more than the 4096 bytes of a header."""
     fields = {"type": "ping", "id": 1, "ndp": msg.VERSION, "tensors": [["\U0001f480" * 985, "float32", [1], 0]]}
-    before = msgpack.packb({**fields, "crc": bytes(4)})[:-4]
     connection = device.raw()
-    connection.sendall(message(before + zlib.crc32(before).to_bytes(4, "little"), b""))
+    connection.sendall(message(write_checksum(msgpack.packb({**fields, "crc": bytes(4)}), b""), b""))
     answer = b""
     connection.settimeout(PATIENCE_S)
     while b"bad_request" not in answer:
@@ -424,8 +423,6 @@ def test_a_host_that_floods_is_sent_away(device: Device) -> None:
     assert_serves(device)
 
 
-# -- who can do what ---------------------------------------------------------------------------------------------------
-
 TRIES = """
 import os, socket, sys
 try:
@@ -577,9 +574,6 @@ def test_tcp_without_keys_has_to_be_asked_for_on_both_sides(model_dir: Path) -> 
     finally:
         process.terminate()
         process.communicate()
-
-
-# -- the path ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_in_the_place_of_the_socket_is_not_replaced(tmp_path: Path) -> None:

@@ -151,9 +151,6 @@ def test_damaged_lists_let_nobody_in(echo: HandServer, keys: Path) -> None:
     assert "does not allow" in why_not(echo.address, keys / "host.key_secret")
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
 def test_secrets_are_written_for_the_owner_alone_and_never_replaced(tmp_path: Path) -> None:
     previous = os.umask(0)
     try:
@@ -238,9 +235,6 @@ def test_what_may_be_listened_on() -> None:
         Address.parse("ipc:///run/x/ndp", has_keys=True)
 
 
-# -- the program -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_programs_serve_and_ask_with_keys(model_dir: Path, tmp_path: Path) -> None:
     keys = str(tmp_path / "keys")
@@ -269,9 +263,6 @@ def test_the_programs_serve_and_ask_with_keys(model_dir: Path, tmp_path: Path) -
         process.terminate()
         process.wait()
         process.stdout.close()
-
-
-# -- errors ---------------------------------------------------------------------------------------------------------
 
 
 def test_errors_of_keys_are_this_packages(keys: Path) -> None:

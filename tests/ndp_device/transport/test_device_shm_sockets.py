@@ -276,9 +276,6 @@ def test_a_real_device_serves_the_same_numbers_with_or_without_shared_memory(
         process.communicate()
 
 
-# -- ends that nobody closed -------------------------------------------------------------------------------------------
-
-
 BOTH_ENDS = """
 import gc, os, sys, time
 from pathlib import Path
