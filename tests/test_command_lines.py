@@ -33,8 +33,6 @@ PROGRAMS = {name: typer.main.get_command(app) for name, app in APPS.items()}
 HEAVY = ("numpy", "pyarrow", "torch", "vllm", "transformers", "safetensors", "zmq", "bokeh", "pandas", "rich")
 NOT_RUN = {
     r"vllm-ndp (demo|verify|record)\b": "starts vLLM",
-    r"vllm-ndp lm-eval\b": "needs a server: test_integration_quality.py",
-    r"vllm-ndp top\b": "needs what it watches: test_integration_serve.py, test_operating_doctor.py",
     r"vllm-ndp replay\b": "needs a trace that vLLM recorded",
     r"vllm-ndp (quantize|tune|weigh) .*--calibration": "takes minutes",
     r"ndp-device (serve|ping|describe|verify ipc)": "run together, see test_the_device_examples_work_together",

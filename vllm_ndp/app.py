@@ -10,7 +10,6 @@ from vllm_ndp.cli import (
     engine,
     plan,
     replica_sets,
-    top,
     traces,
 )
 from vllm_ndp.lab.cli import recorded
@@ -22,7 +21,6 @@ app = program(
 for commands in (
     engine.app,
     plan.app,
-    top.app,
     replica_sets.app,
     traces.app,
     recorded.app,

@@ -97,8 +97,7 @@ class NdpSettings:
     avg_bits: float = DEFAULT_AVG_BITS
     """Average bits that a request's cold pairs read, 1 to 4, or 8 for all of them. Some bit rules count the bits that
     its cold experts keep instead. Below 2, answers are of no use, and a warning says so. Or {"max_loss": NATS}: the
-    smallest average whose predicted loss is at most that many nats per token. Or, for an engine,
-    {"simulated_tokens_per_s": N}: the largest average with which one request decodes so fast at even routing."""
+    smallest average whose predicted loss is at most that many nats per token."""
     max_loss: float | None = field(default=None, metadata=_WITHIN)
     """Nats of `avg_bits`, if it bounds the loss."""
     bits_for: str = _one_of("auto", BITS_FOR, debug=True)
@@ -449,8 +448,7 @@ _IN_WORDS = {
 }
 """Types as a person would say them."""
 _WITHIN_OTHERS = {
-    "avg_bits": ("max_loss", "max_loss", float(WIDTHS[-1]), 'a number or {"max_loss": NATS}, or for an engine '
-                 '{"simulated_tokens_per_s": N}'),
+    "avg_bits": ("max_loss", "max_loss", float(WIDTHS[-1]), 'a number or {"max_loss": NATS}'),
     "device_experts": ("copies", "device_copies", "copies", '"copies", "split", or {"copies": N}'),
 }  # fmt: skip
 """Setting -> the one key of its object, the field that this sets, the setting's value beside it, and all in words."""

@@ -9,7 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -30,7 +30,6 @@ class Stream:
     leaves_after: int | None  # tokens
     received: int = 0
     prompt_tokens: int = 0
-    report: dict[str, Any] = field(default_factory=dict)  # inside the stream
 
     @property
     def wanted(self) -> int:
@@ -39,13 +38,11 @@ class Stream:
     def read(self, server: Server) -> None:
         """Until it is whole or its client leaves."""
         usage = {"include_usage": True, "continuous_usage_stats": True}
-        headers = {"X-Request-Id": self.name, "X-NDP-Report": "1"}
+        headers = {"X-Request-Id": self.name}
         asked = {"max_tokens": self.tokens, "stream_options": usage, "extra_headers": headers}
         with complete(server, self.prompt, stream=True, **asked) as chunks:
             for chunk in chunks:
-                if "ndp" in (chunk.model_extra or {}):
-                    (self.report,) = chunk.model_extra["ndp"].values()
-                elif chunk.usage:
+                if chunk.usage:
                     self.received, self.prompt_tokens = chunk.usage.completion_tokens, chunk.usage.prompt_tokens
                 if self.leaves_after is not None and self.received >= self.leaves_after:
                     return

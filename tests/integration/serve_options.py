@@ -10,7 +10,6 @@ line, with the plugin and without. Imports nothing of vLLM.
 """
 
 WORKS = {
-    "a span `ndp.request` beside vLLM's own, in the client's trace": "otlp_traces_endpoint",
     "as for every model": (
         "model quantization served_model_name host port max_model_len max_num_seqs kv_cache_memory_bytes "
         "enforce_eager chat_template enable_chunked_prefill max_num_batched_tokens long_prefill_token_threshold "
@@ -19,7 +18,7 @@ WORKS = {
     ),
     "the plugin's settings, in one JSON or all of them dotted, not both": "additional_config",
     "`vllm_ndp.integration.serving.routes.NdpRoutes`: serving.md": "middleware",
-    "`ForcedTokens` for lm-eval (howto.md); on runner V2 `TracedTokens`": "logits_processors",
+    "`ForcedTokens` scores given tokens by decode (howto.md)": "logits_processors",
     "guards our paths as well": "api_key",
     "30 or more: everything ends in order; 0: the process tree is killed": "shutdown_timeout",
     "without stats vLLM's `/metrics` has no numbers of ours either; reports and status do": "disable_log_stats",
@@ -89,7 +88,7 @@ NOT_OURS = {
         "enable_offline_docs enable_flash_late_interaction enable_log_requests"
     ),
     "logs, metrics and profiles": (
-        "aggregate_engine_logging show_hidden_metrics_for_version collect_detailed_traces "
+        "aggregate_engine_logging show_hidden_metrics_for_version collect_detailed_traces otlp_traces_endpoint "
         "per_request_spec_decode_metrics kv_cache_metrics kv_cache_metrics_sample custom_histogram_buckets "
         "cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics enable_logging_iteration_details "
         "jit_monitor_mode jit_monitor_verbose enable_mm_processor_stats profiler_config logging_config log_level "

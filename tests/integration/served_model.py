@@ -5,25 +5,21 @@ Knows how to start and to end a server; which options it has is its test's. Know
 
 import json
 import subprocess
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import openai
 import psutil
 from engines import PATIENCE_S, VLLM_PROGRAM, check_pairs
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_ndp.integration.report import PHASES
-from vllm_ndp.operating.server import PAIR_KINDS
+from vllm_ndp.integration.report import PAIR_KINDS, PHASES
 
 NAME = "tiny-mixtral"
 KEY = "a key of this server"
@@ -111,18 +107,6 @@ def get_json(server: Server, path: str) -> dict[str, Any]:
     return answer
 
 
-def chunk_with_reports(stream: Any) -> tuple[list[Any], dict[str, dict[str, Any]]]:
-    """All chunks of a stream, and the reports that its last one holds; readers find in it what they look at."""
-    chunks = list(stream)
-    ours = [chunk for chunk in chunks if "ndp" in (chunk.model_extra or {})]
-    assert len(ours) == 1
-    assert chunks[-1] is ours[0]
-    assert (ours[0].id, ours[0].model, ours[0].object) == (chunks[0].id, chunks[0].model, chunks[0].object)
-    assert ours[0].created
-    assert ours[0].usage is not None or ours[0].choices[0].finish_reason is None
-    return chunks, ours[0].model_extra["ndp"]
-
-
 def report_of(response: Any) -> dict[str, Any]:
     report = response.model_extra["kv_transfer_params"]["ndp"]
     assert isinstance(report, dict)
@@ -164,25 +148,3 @@ def check_sums(grown: dict[str, float], reports: list[dict[str, Any]]) -> None:
     assert counts == {name: sum(report[name] for report in reports) for name in counts}
     for one in (counts, *reports):
         check_pairs(one, PAIRS_PER_ROW)
-
-
-@contextmanager
-def collecting(spans: list[Any]) -> Iterator[str]:
-    """The address of a collector of OpenTelemetry that appends what it gets to `spans`."""
-
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                spans.extend(span for scope in resource.scope_spans for span in scope.spans)
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as listening:
-        thread = threading.Thread(target=listening.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listening.server_port}/v1/traces"
-        listening.shutdown()
-        thread.join()

@@ -17,7 +17,6 @@ import torch
 import vllm_hooks
 from vllm.config import VllmConfig
 
-from vllm_ndp.integration import plugin
 from vllm_ndp.integration.batch import RequestTracker, Span, TrackedRequest, row_order
 
 TRACED = "vllm.v1.worker.gpu.sample.logits_processor.LogitsProcessor"
@@ -111,15 +110,7 @@ def test_tiles_of_a_call_that_fails_are_not_those_of_the_next_one() -> None:
     assert get_config() is None
 
 
-# -- what a start under 0.33 says, and what its cached plan depends on ------------------------------------------------
-
-
-@pytest.mark.parametrize(("config", "warnings"), [({"num_hash_lookahead_tokens": 1}, 1), ({}, 0)], ids=["0.33", "0.32"])
-def test_drafts_whose_prefix_hits_our_connector_shortens_are_told_at_the_start(
-    config: dict[str, int], warnings: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    plugin._tell_of_prefixes(SimpleNamespace(**config))  # type: ignore[arg-type]
-    assert ["prefix hits end a block earlier" in one.message for one in caplog.records] == [True] * warnings
+# -- what the cached plan of a start under 0.33 depends on -------------------------------------------------------------
 
 
 def test_vllms_own_fingerprint_of_a_configuration_has_our_settings_in_it() -> None:

@@ -65,15 +65,6 @@ for mode in ("PIECEWISE", None):
     print("graphs", mode, found.cudagraph_mode.name, "vllm::moe_forward" in found.splitting_ops)
     print("worker", config.parallel_config.worker_cls, config.kv_transfer_config.kv_connector)
 print("runner V2", config.use_v2_model_runner)
-if hasattr(EngineArgs, "enable_trace_replay"):
-    from vllm import SamplingParams
-    from vllm.v1.engine.input_processor import InputProcessor
-    traced = ["vllm_ndp.integration.forced_tokens:TracedTokens"]
-    forcing = EngineArgs(**base, additional_config=settings, logits_processors=traced, enable_trace_replay=True)
-    admits = InputProcessor(forcing.create_engine_config())
-    asked = SamplingParams(max_tokens=5, extra_args={"ndp_forced_tokens": [7, 8]})
-    request = admits.process_inputs("one", {"type": "token", "prompt_token_ids": [1, 5]}, asked, ("generate",))
-    print("forced", request.sampling_params.trace_decode_token_ids, request.sampling_params.max_tokens)
 import vllm_ndp.integration.worker as worker
 print("base", worker._Base.__module__)
 """
@@ -181,12 +172,6 @@ def test_what_cannot_work_is_refused_with_its_switch(lines: list[str]) -> None:
 
 def test_the_model_runner_is_the_one_that_the_docs_name(lines: list[str]) -> None:
     assert value(lines, "runner V2") == str(value(lines, "version") >= "0.27")
-
-
-def test_forced_tokens_travel_in_vllms_own_trace_replay(lines: list[str]) -> None:
-    if not any(line.startswith("forced ") for line in lines):
-        pytest.skip("this vLLM has no trace replay")
-    assert value(lines, "forced") == "[7, 8] 2"
 
 
 IN_ONE = ("one graph", "one graph, all hot", "one graph, the device is killed")

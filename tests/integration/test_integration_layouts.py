@@ -36,7 +36,7 @@ from engines import (
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.cost_model.gpu_timing import PipelineClock
 from vllm_ndp.device_client.process import DeviceProcess
-from vllm_ndp.operating.server import DECODE_KINDS
+from vllm_ndp.integration.report import DECODE_KINDS
 from vllm_ndp.traces.trace import Trace
 
 pytestmark = pytest.mark.vllm

@@ -11,7 +11,7 @@ from ndp_device.checkpoint.files import model_digest
 from ndp_device.common import kept
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.host_replicas import find_replicas
-from vllm_ndp.operating.server import DECODE_KINDS
+from vllm_ndp.integration.report import DECODE_KINDS
 
 pytestmark = pytest.mark.vllm
 

@@ -271,7 +271,6 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--additional-config", '{"ndp": {"avg_bits": 2,}}'], "--additional-config is no JSON (Expecting"),
         (["--port", "{taken}"], "another program listens at this server's port: end it, or give another --port"),
         pytest.param(  # vLLM's own refusal, in the process of the engine
             ["--additional-config.ndp.hot_experts", "4", "--kv-cache-memory-bytes", str(1 << 50), "--enforce-eager"],

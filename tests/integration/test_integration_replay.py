@@ -13,7 +13,7 @@ import pytest
 from engines import MODEL, PROMPTS, REPLICAS, ROOT, engine, greedy, replay_of, trace_of
 
 from ndp_device.replicas.format import read_manifest, write_manifest
-from ndp_device.timing.model import CommandEnergy, DeviceModel
+from ndp_device.timing.model import DeviceModel
 from vllm_ndp.cost_model.memory import DoesNotFit, beside_device_memory
 from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.lab.cli.recorded import losses_of_run
@@ -95,27 +95,17 @@ def test_replaying_a_live_run_gives_its_simulated_times_to_the_picosecond(tmp_pa
     assert replayed.identical
 
 
-def test_requests_report_the_energy_that_a_replay_of_their_commands_takes_by_part(tmp_path):
-    """Three prompts, two of them together: each has the share of its pairs. What the commands of the recorded run take
-    on the device model is what the reports add up to; and a GPU that is too small for the run is said to be."""
+def test_a_worker_counts_the_energy_that_a_replay_of_its_commands_takes(tmp_path):
+    """Three prompts, two of them together; and a GPU that is too small for the run is said to be."""
     settings = {"hot_experts": 2, "avg_bits": 2.0, "record": str(tmp_path / "trace")}
     with engine(settings=settings, max_num_seqs=2) as llm:
-        reports = [output.kv_transfer_params["ndp"] for output in greedy(llm, PROMPTS[:3], 6)]
+        greedy(llm, PROMPTS[:3], 6)
+        counted_pj = llm.collective_rpc("ndp_totals")[0]["simulated_device"]["energy_pj"]
     trace = trace_of(tmp_path / "trace")
     setup, rules = trace.provenance.live, recorded_rules(trace, losses_of_run(trace, None))
     run = RecordedRun(trace, setup, rules)
     timings = [timing for step in run.steps.tolist() for timing in run.run(step).device if timing is not None]
-    parts = {part: sum(report[f"simulated_{part}_uj"] for report in reports) for part in ("link", "dram", "arrays")}
-    assert min(parts.values()) > 0
-    assert sum(parts.values()) == pytest.approx(sum(timing.energy_pj for timing in timings) / 1e6, rel=1e-6)
-    inside = CommandEnergy.of(
-        run.engine.hardware.energy,
-        wire_bytes=0,
-        weight_bytes=sum(timing.weight_bytes for timing in timings),
-        row_activations=sum(timing.row_activations for timing in timings),
-    )
-    assert parts["dram"] == pytest.approx(inside.dram_fj / 1e9, rel=0.01)  # accesses are rounded up once a step
-    assert parts["arrays"] == pytest.approx(inside.arrays_fj / 1e9, rel=0.01)
+    assert counted_pj == sum(timing.energy_pj for timing in timings) > 0
 
     need = beside_device_memory(run.engine.costs, 2).gpu
     tiny = msgspec.structs.replace(setup, overrides={"gpu.hbm_capacity_bytes": need})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +20,6 @@ from ndp_device.common.outputs import A_NEW_FOLDER
 if TYPE_CHECKING:
     from rich.table import Table
 
-SERVER = "http://127.0.0.1:8000"
 TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="Directory of the trace.")]
 CheckpointArgument = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory.")]
 OutOption = Annotated[
@@ -62,17 +61,11 @@ def integers(text: str, option: str, *, least: int | None = None) -> tuple[int, 
 # -- at a terminal -----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Show what is being waited for, and for how long, on stderr."""
+def waiting(what: str) -> AbstractContextManager[object]:
+    """Show what is being waited for on stderr."""
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as line:
-        line.add_task(what, total=None)
-        yield
+    return Console(stderr=True).status(what)
 
 
 @contextmanager

@@ -11,9 +11,7 @@ other one loads: the routing of what is loaded was never noted (routing_sidecar.
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.tracing import extract_trace_context, instrument_manual
 from vllm.v1.request import RequestStatus
 
 from vllm_ndp.cost_model.gpu_timing import PipelineClock
@@ -96,23 +93,6 @@ def _finish_of_part(request: Request) -> str:
     if request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
         return ""
     return "length" if request.num_output_tokens >= request.max_tokens else "stop"
-
-
-_PLAIN = (bool, int, float, str)
-
-
-def note_span(request: Request, report: Mapping[str, Any]) -> None:
-    """A request has ended: tell the collector, where vLLM has one (`--otlp-traces-endpoint`)."""
-    if not request.trace_headers:
-        return
-    values = {f"ndp.{name}": value for name, value in report.items() if isinstance(value, _PLAIN)}
-    values |= {f"ndp.simulated_device_us.{k}": value for k, value in report.get("simulated_device_us", {}).items()}
-    values["gen_ai.request.id"] = request.request_id
-    context = extract_trace_context(request.trace_headers)
-    state = random.getstate()
-    random.seed()  # ids of spans are drawn from it, and vLLM has seeded it alike at each start
-    instrument_manual("ndp.request", int(request.arrival_time * 1e9), time.time_ns(), values, context)
-    random.setstate(state)
 
 
 class NdpConnector(KVConnectorBase_V1, SupportsHMA):
@@ -237,15 +217,14 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         return report.as_dict(request.num_output_tokens, finish)
 
     def _close(self, name: str) -> None:
-        """A request has ended, and so have its steps: tell the client, /metrics, the worker and the client's trace."""
+        """A request has ended, and so have its steps: tell the client, /metrics and the worker."""
         report, answer = self._report(name), self._ended.pop(name)
         if answer is not None:
             answer.update(report)
-        request, _ = self._requests.pop(name)
+        del self._requests[name]
         self._pipeline.forget(name)
         self._stats.add_request(report)
         self._untold[name] = report
-        note_span(request, report)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

@@ -30,14 +30,13 @@ from vllm_ndp.integration.cuda.streams import Arrival, make_stream, pinned_for
 from vllm_ndp.integration.device_link import DeviceView
 from vllm_ndp.integration.host_replicas import HostExperts
 from vllm_ndp.integration.recording import RunRecorder, run_provenance
-from vllm_ndp.integration.report import DEVICE_TIME, PHASES, StepReport, counts_of
+from vllm_ndp.integration.report import DEVICE_TIME, PAIR_KINDS, PHASES, StepReport, counts_of
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.serving import live
 from vllm_ndp.integration.serving.live import FinishedRequests, made_of
 from vllm_ndp.integration.step import Step, StepParts
 from vllm_ndp.layer.setup import Scheduling
 from vllm_ndp.layer.split import Pairs
-from vllm_ndp.operating.server import PAIR_KINDS
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -249,10 +248,8 @@ class NdpController:
         """Return what goes on now, for a status page; None where another rank tells."""
         if (link := self.device.link) is None:
             return None
-        status = self.status()
         return {
-            "effective": status,
-            "table": startup_table.rows(status),
+            "effective": self.status(),
             "totals": self.totals_dict(),
             "device": link.members.look(link.state),
             "memory": live.memory(link.members.pids),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ndp_device.common.errors import ConfigError, DeviceError, DeviceUnavailable, ProtocolError
+from ndp_device.common.errors import ConfigError, DeviceError
 from ndp_device.experts.expert import WHOLE, Part
 from ndp_device.probe import Probe
 from ndp_device.protocol import messages as msg
@@ -23,7 +21,6 @@ from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.integration import compat
 
 _LOOK_EVERY_S = 0.02
-_LOOK_PATIENCE_S = 0.2
 
 
 @dataclass
@@ -35,39 +32,25 @@ class Member:
     process: DeviceProcess | None
     client: DeviceClient
     description: msg.Description | None = None
-    _asking: threading.Thread | None = None
 
     @property
     def pid(self) -> int | None:
         return None if self.process is None else self.process.pid
 
-    def describe(self, timeout_s: float = 5.0) -> None:
-        """Ask the device for its description."""
-        with Probe(self.address, timeout_s=timeout_s, keys=self.keys) as probe:
-            self.description = probe.describe()
-
     def look(self) -> dict[str, Any]:
-        now: dict[str, Any] = {
+        """Asks nobody: whoever looks is between two steps, and does not wait."""
+        assert self.description is not None
+        return {
             "state": self.client.state,
             "reason": "" if self.client.state == "up" else self.client.reason,
             "address": self.address,
             "pid": self.pid,
             "calls": asdict(self.client.counters),
+            "resident_bytes": self.description.resident_bytes,
         }
-        if self.client.state == "up" and (self._asking is None or not self._asking.is_alive()):
-            self._asking = threading.Thread(target=self._ask, daemon=True)
-            self._asking.start()  # for the next look: whoever looks is between two steps, and does not wait
-        assert self.description is not None
-        return now | {"resident_bytes": self.description.resident_bytes, "sessions": self.description.num_sessions}
-
-    def _ask(self) -> None:
-        with contextlib.suppress(DeviceUnavailable, DeviceError, ProtocolError):
-            self.describe(_LOOK_PATIENCE_S)
 
     def close(self) -> None:
         self.client.close()
-        if self._asking is not None:
-            self._asking.join()
         if self.process is not None:
             self.process.terminate()
 
@@ -144,7 +127,8 @@ class DeviceMembers:
             said = f"at {member.address}: {error.message}" if others or len(self.each) > 1 else error.message
             raise DeviceError(error.code, said, retryable=error.retryable) from None
         served = welcome.served
-        member.describe()
+        with Probe(member.address, keys=member.keys) as probe:
+            member.description = probe.describe()
         for other in others:
             assert other.client.welcome is not None
             if other.client.welcome.incarnation == welcome.incarnation:
@@ -222,16 +206,15 @@ class DeviceMembers:
                 member.process.respawn()
 
     def look(self, state: str) -> dict[str, Any]:
-        """The device's state and calls now, between steps, its memory and sessions as they were at the look before; of
-        several the sums, and `devices` with each."""
+        """The device's state and calls now, its memory as of the greeting; of several the sums, and `devices` with
+        each."""
         each = [member.look() for member in self.each]
         if len(each) == 1:
             return each[0]
         calls = {name: sum(one["calls"][name] for one in each) for name in each[0]["calls"]}
-        sums = {name: sum(one[name] for one in each) for name in ("resident_bytes", "sessions")}
         reasons = "; ".join(f"{one['address']}: {one['reason']}" for one in each if one["reason"])
         whole = {"state": state, "reason": reasons, "address": self.address, "pid": each[0]["pid"]}
-        return whole | {"calls": calls} | sums | {"devices": each}
+        return whole | {"calls": calls, "resident_bytes": sum(one["resident_bytes"] for one in each), "devices": each}
 
     def close(self) -> None:
         for member in self.each:

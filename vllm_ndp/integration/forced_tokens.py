@@ -7,11 +7,6 @@ Rows of a prompt run in full precision, so log-likelihoods of a prompt say nothi
 rows of forced tokens are decode rows like any other: the request's own plan, hot slots, the device, balancing. Logits
 processors run after vLLM takes its raw log-probabilities, so those of the answer are the model's. Knows vLLM's logits
 processors; runs beside stock vLLM too, where it changes nothing unless a request asks.
-
-Runner V2 takes no processor of V1's kind, and V1 has no trace replay. On V2, which forces tokens itself:
-
-    vllm serve MODEL --quantization ndp --enable-trace-replay \\
-        --logits-processors vllm_ndp.integration.forced_tokens:TracedTokens
 """
 
 from __future__ import annotations
@@ -22,17 +17,15 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.operating.server import FORCED
-
-try:
-    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as OfRunnerV2
-except ImportError:  # a version without that runner
-    OfRunnerV2 = object
 
 if TYPE_CHECKING:
     import torch
     from vllm import SamplingParams
     from vllm.v1.sample.logits_processor import RequestLogitsProcessor
+
+
+FORCED = "ndp_forced_tokens"
+"""Name in `vllm_xargs` (HTTP) or `extra_args` (SamplingParams) of the token ids. Further tokens are the model's own."""
 
 
 class ForcedTokens(AdapterLogitsProcessor):
@@ -70,28 +63,4 @@ class _Forced:
             kept = logits[token].clone()
             logits.fill_(float("-inf"))
             logits[token] = kept
-        return logits
-
-
-class TracedTokens(OfRunnerV2):
-    """vLLM takes a trace by SamplingParams only, not over HTTP: a request that names its tokens gets one, when it is
-    admitted. Nothing is done to logits. vLLM's sampler writes the tokens, log-probabilities stay the model's."""
-
-    @classmethod
-    def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Called where vLLM admits a request, before it asks whether the engine replays traces."""
-        forced = (sampling_params.extra_args or {}).get(FORCED)
-        if forced is None:
-            return
-        ForcedTokens.validate_params(sampling_params)
-        if sampling_params.n != 1 or sampling_params.prompt_logprobs is not None:
-            raise ValueError(f"{FORCED} wants n=1 and no prompt_logprobs, as vLLM's trace replay does")
-        if min(forced) < 0:
-            raise ValueError(f"{FORCED} must be a list of token ids, got {min(forced)}")
-        sampling_params.trace_decode_token_ids = forced
-
-    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        return False
-
-    def apply(self, logits: Any, ctx: Any) -> Any:
         return logits

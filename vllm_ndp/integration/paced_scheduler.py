@@ -139,10 +139,7 @@ def schedule_by_time(vllm_config: VllmConfig, settings: NdpSettings) -> None:
         scheduler.scheduler_cls = NAME
 
 
-def description(vllm_config: VllmConfig, settings: NdpSettings) -> str:
-    """What bounds the tokens of a step, for the start-up table."""
-    most = f"at most {vllm_config.scheduler_config.max_num_batched_tokens}, by vLLM"
-    if vllm_config.scheduler_config.scheduler_cls != NAME:
-        return most
-    factor = settings.itl_factor or DEFAULT_ITL_FACTOR
-    return f"{most}; while requests decode, prompts take part for {factor:g} times a step without them (itl_factor)"
+def factor_in_force(vllm_config: VllmConfig, settings: NdpSettings) -> float:
+    """0 where vLLM's own count bounds the tokens of a step."""
+    paces = vllm_config.scheduler_config.scheduler_cls == NAME
+    return (settings.itl_factor or DEFAULT_ITL_FACTOR) if paces else 0.0

@@ -7,7 +7,6 @@ model-inspection subprocess.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import sys
 from importlib.metadata import entry_points
@@ -51,7 +50,6 @@ def configure(vllm_config: VllmConfig) -> None:
         _load_our_routes()
         if refusals.is_brief():
             refusals.filter_log()
-    self_sizing.meet_time_budget(vllm_config)
     settings = compat.check(vllm_config)
     self_sizing.choose(vllm_config, settings)
     if settings.record is not None:
@@ -65,17 +63,7 @@ def configure(vllm_config: VllmConfig) -> None:
     paced_scheduler.schedule_by_time(vllm_config, settings)
     waiting.configure(vllm_config)
     whole_weights.track(vllm_config.load_config)
-    _tell_of_prefixes(vllm_config)
     vllm_config.kv_transfer_config = _with_connectors(vllm_config.kv_transfer_config)
-
-
-def _tell_of_prefixes(vllm_config: VllmConfig) -> None:
-    """vLLM 0.33 names blocks by tokens behind them, too, where EAGLE drafts; beside a connector it does not."""
-    if getattr(vllm_config, "num_hash_lookahead_tokens", 0):
-        logging.getLogger("vllm_ndp").warning(
-            "prefix hits end a block earlier beside these drafts than in stock vLLM: it names blocks as before 0.33 "
-            "where there is a KV connector, and ours brings the reports"
-        )
 
 
 def _load_our_routes() -> None:

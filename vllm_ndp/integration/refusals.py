@@ -8,7 +8,6 @@ than that server get exceptions, as ever. Knows Python's hooks and how vLLM's pr
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import re
@@ -31,7 +30,6 @@ _NO_NEWS_FROM = (
     r"|v1\.attention|renderers|entrypoints\.launchers\.launcher|entrypoints\.scale_out)\b"
 )
 """Loggers whose words below a warning are about vLLM's own making."""
-_WHOLE = "--additional-config"
 
 
 def no_platform() -> None:
@@ -42,14 +40,13 @@ def no_platform() -> None:
 
 
 def end_in_one_sentence() -> None:
-    """In each process of such a server, before it does anything else. Refuses settings that are no JSON."""
+    """In each process of such a server, before it does anything else."""
     if not (serves_ndp(sys.argv) and is_brief()):
         return
     sys.excepthook = _hook
     filter_log()
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of processes that start later
-    _refuse_what_is_no_json(sys.argv)
 
 
 def is_brief() -> bool:
@@ -141,15 +138,3 @@ def _is_news(record: logging.LogRecord) -> bool:
     said = record.msg if isinstance(record.msg, str) else ""
     is_inside = record.levelno < logging.WARNING and re.match(_NO_NEWS_FROM, record.name) is not None
     return not is_inside and not re.search(_NO_NEWS, said)
-
-
-def _refuse_what_is_no_json(words: Sequence[str]) -> None:
-    for word, after in zip(words, [*words[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") != _WHOLE:
-            continue
-        try:
-            json.loads(value if equals else after)
-        except ValueError as error:
-            _write(f"{_WHOLE} is no JSON ({error}): write {_WHOLE}.ndp.hot_experts 4, one option for each setting")
-            sys.exit(_USAGE)

@@ -13,18 +13,20 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
-from ndp_device.timing.model import CommandEnergy
-from ndp_device.timing.spec import EnergySpec
 from ndp_device.timing.work import Timing
 from vllm_ndp.cost_model.gpu_timing import PipelineClock
-from vllm_ndp.operating.server import PAIR_KINDS
 from vllm_ndp.planning.bitwidths import trusted
 
 PS_PER_US = 1_000_000
+DECODE_KINDS = ("hot", "spilled", "warm", "cold", "fallback")
+"""Kinds of pairs of decode rows. `hot`: in hot slots. `spilled`: of hot experts, on the device to save time. `warm`: on
+the host's CPU. `cold`: on the device. `fallback`: computed here because the device did not answer."""
+PROMPT_KINDS = ("prefill", "prefill_device", "prefill_fallback")
+"""Pairs of prompt rows: here, on the device, and here because the device did not answer."""
+PAIR_KINDS = DECODE_KINDS + PROMPT_KINDS
+"""Each pair is of one kind, so the kinds of a phase add up to its rows x top-k x layers."""
 DEVICE_PAIR_KINDS = ("spilled", "cold", "prefill_device")
 PHASES = ("decode", "prompt")
-DEVICE_PARTS = ("link", "dram", "arrays")
-"""Parts of the energy of a request's pairs on the device and on the link; indicative, without arithmetic."""
 
 
 DEVICE_STAGES = ("launch", "link_in", "queue", "dram", "compute", "dequant", "vector", "link_out", "completion")
@@ -47,34 +49,6 @@ def device_sums(answers: Sequence[Timing | None]) -> dict[str, int] | None:
     return dict(zip(_SUMMED, map(sum, zip(*map(_values_of, timed), strict=True)), strict=True)) if timed else {}
 
 
-def energy_shares(
-    sums: Mapping[str, int], constants: EnergySpec, pairs: Mapping[str, Mapping[str, int]]
-) -> dict[str, dict[str, float]]:
-    """Request -> picojoules by part, in proportion to the pairs that it had on the device; of requests with any.
-
-    sums: `device_sums` of the step, in picojoules of the device's own account (ndp_device/timing/model.py).
-    """
-    if not sums.get("energy_pj"):
-        return {}
-    sent = {name: sum(kinds[kind] for kind in DEVICE_PAIR_KINDS) for name, kinds in pairs.items()}
-    if not any(sent.values()):
-        return {}
-    inside = CommandEnergy.of(
-        constants, wire_bytes=0, weight_bytes=sums["weight_bytes"], row_activations=sums["row_activations"]
-    )
-    parts = {
-        "link": max(sums["energy_pj"] - inside.total_fj / 1000, 0.0),
-        "dram": inside.dram_fj / 1000,
-        "arrays": inside.arrays_fj / 1000,
-    }
-    per_pair = 1 / sum(sent.values())
-    return {
-        name: {part: picojoules * count * per_pair for part, picojoules in parts.items()}
-        for name, count in sent.items()
-        if count
-    }
-
-
 @dataclass
 class StepReport:
     """The worker's report of one forward pass. Plain values: it may cross a process boundary."""
@@ -88,7 +62,6 @@ class StepReport:
     rows: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of every request, by phase as in PHASES
     stage: int = 0  # of a pipeline, each of which tells of its own layers and by its own clock
     before_ps: int = 0  # that clock when the step before had ended
-    device_pj: dict[str, dict[str, float]] = field(default_factory=dict)  # energy_shares
     device: dict[str, int] | None = field(default_factory=dict)  # device_sums
     device_bounds: dict[str, int] = field(default_factory=dict)  # answers by their bound
     unsimulated: str = ""  # what ran and is in no simulated clock, so that start_ps and end_ps lack it
@@ -109,9 +82,8 @@ def counts_of(step: StepReport) -> dict[str, float]:
     counts |= {"migrated": step.migrated_experts, "kept": step.kept_experts}
     if not step.unsimulated:
         counts["simulated_ps"] = step.end_ps - step.start_ps
-    of_requests = ("pairs", step.pairs), ("pj", step.device_pj)
     of_step = ("device", step.device or {}), ("bound", step.device_bounds), ("why", step.fallbacks)
-    labelled: list[tuple[str, Mapping[str, float]]] = [(key, of) for key, each in of_requests for of in each.values()]
+    labelled: list[tuple[str, Mapping[str, float]]] = [("pairs", of) for of in step.pairs.values()]
     labelled += [("rows", dict(zip(PHASES, rows, strict=True))) for rows in step.rows.values()]
     for key, values in (*labelled, *of_step):
         for label, count in values.items():
@@ -135,10 +107,8 @@ def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> Ste
         plan["predicted_nats"] = None if None in nats else sum(nats)
     per_row = sum(report.pairs_per_row for report in ordered)
     has_times = all(report.device is not None for report in ordered)
-    energy = {name: _sum(report.device_pj.get(name, {}) for report in ordered) for name in first.pairs}
     return StepReport(
         *(start, end, pairs, plans, first.drafts, per_row, first.rows),
-        device_pj={name: dict(parts) for name, parts in energy.items() if parts},
         device=dict(_sum(report.device or {} for report in ordered)) if has_times else None,
         device_bounds=dict(_sum(report.device_bounds for report in ordered)),
         unsimulated=max((report.unsimulated for report in ordered), key=len),
@@ -189,7 +159,6 @@ class RequestReport:
     drafted: int = 0
     rejected: int = 0
     pairs_per_row: int = 0
-    device_pj: dict[str, float] = field(default_factory=lambda: dict.fromkeys(DEVICE_PARTS, 0.0))
     device: Counter[str] | None = field(default_factory=Counter)
     device_bounds: Counter[str] = field(default_factory=Counter)
 
@@ -207,8 +176,6 @@ class RequestReport:
             self.pairs[kind] = self.pairs.get(kind, 0) + count
         for phase, rows in zip(PHASES, step.rows.get(request_id, ()), strict=False):
             self.rows[phase] += rows
-        for part, picojoules in step.device_pj.get(request_id, {}).items():
-            self.device_pj[part] += picojoules
         if any(pairs.get(kind, 0) for kind in DEVICE_PAIR_KINDS):
             self.device = added(self.device, step.device)
             self.device_bounds.update(step.device_bounds)
@@ -226,7 +193,7 @@ class RequestReport:
         """Times in ms (measured) and us (simulated). Simulated time starts when the request is first scheduled.
 
         simulated_device_us: stages of the device's answers that the request waited for, those beside it too; they are
-        not divided among the requests of a step. Energy is. predicted_nats: null where it is not to be trusted.
+        not divided among the requests of a step. predicted_nats: null where it is not to be trusted.
         """
         output_tokens = output_tokens if self.appended is None else self.appended
         report: dict[str, Any] = {"finish": finish, "prompt_tokens": self.prompt_tokens, "output_tokens": output_tokens}
@@ -248,8 +215,6 @@ class RequestReport:
                 "measured_token_ms": [round(value, 3) for value in measured],
             }
             report |= self._simulated(self.first_scheduled_ps)
-            energy = None if self.device is None else self.device_pj
-            report |= {f"simulated_{part}_uj": energy and round(energy[part] / 1e6, 6) for part in DEVICE_PARTS}
         if self.device:
             stages = (*DEVICE_STAGES, "overlap_saved", "total")
             report["simulated_device_us"] = {

@@ -8,7 +8,6 @@ Nothing is chosen for a user who gives one of LAYOUT, names a hardware or other 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,6 @@ from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import load_losses
 from vllm_ndp import __version__
 from vllm_ndp.config import NdpSettings
-from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.integration import compat
 from vllm_ndp.integration.compat import model_dir
 from vllm_ndp.integration.host_replicas import cached_replicas
@@ -37,47 +35,14 @@ from vllm_ndp.operating.sources import source_named
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-TIME_BUDGET = "simulated_tokens_per_s"
-"""Key of a budget in `avg_bits`."""
 LAYOUT = frozenset(
     {"hot_experts", "slot_bits", "plan", "warm_experts", "avg_bits", "cold_precision", "execution", "offload_bits"}
 )
 """Settings that say what is held where, and at how many bits."""
-EXPECTED_STEP_S = "ndp_expected_step_s"
-"""Attribute of the configuration: seconds of a decode step, as the log has said. No setting, as vLLM compiles anew for
-other settings."""
 _LEAST_KV_BYTES = 256 << 20
 """Of a KV cache whose layers are not all alike: vLLM pads their pages to one size."""
 _WIDEST = 4
 """Bits of the experts that are measured."""
-
-
-def meet_time_budget(vllm_config: VllmConfig) -> None:
-    """Replace an `avg_bits` that asks for a speed by the most bits that reach it, and say so.
-
-    Raises ConfigError where no average does.
-    """
-    config = vllm_config.additional_config
-    raw = config.get("ndp") if isinstance(config, Mapping) else None
-    asked = raw.get("avg_bits") if isinstance(raw, Mapping) else None
-    if not (isinstance(raw, Mapping) and isinstance(asked, Mapping) and set(asked) == {TIME_BUDGET}):
-        return
-    wanted = asked[TIME_BUDGET]
-    if isinstance(wanted, bool) or not isinstance(wanted, int | float) or not 0 < wanted < float("inf"):
-        raise ConfigError(f"ndp setting 'avg_bits' must ask for a number of simulated tokens/s above 0, got {wanted!r}")
-    settings = NdpSettings.from_mapping({**raw, "avg_bits": float(_WIDEST)})
-    if settings.plan != "fixed":
-        raise ConfigError(f"ndp setting 'avg_bits' asks for a speed beside 'plan' {settings.plan!r}: use 'fixed'")
-    model = source_named(str(model_dir(vllm_config))).model
-    gpus = vllm_config.parallel_config.tensor_parallel_size
-    costs = Costs(compat.hardware_of(settings), model, num_gpus=gpus, slot_bits=settings.slot_bits)
-    num_hot, context = settings.resolve_hot_experts(model.num_experts), vllm_config.model_config.max_model_len
-    bits = speed.bits_in_time(costs, num_hot, wanted, context)
-    vllm_config.additional_config = {**config, "ndp": {**raw, "avg_bits": bits}}
-    compat.say(
-        f"avg_bits {bits:g}: the most that reach {wanted:g} simulated tokens/s with one request of {context} tokens at "
-        "even routing"
-    )
 
 
 def choose(vllm_config: VllmConfig, settings: NdpSettings) -> None:
@@ -103,7 +68,6 @@ def choose(vllm_config: VllmConfig, settings: NdpSettings) -> None:
     loss = _loss(NdpSettings.from_mapping(chosen), model_dir(vllm_config), size, form)
     for sentence in size.said(loss, with_kv=keeps_kv):
         compat.say(sentence)
-    setattr(vllm_config, EXPECTED_STEP_S, size.step_s)
 
 
 def _has_no_kv_cache(vllm_config: VllmConfig) -> bool:

