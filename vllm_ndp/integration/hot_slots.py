@@ -27,9 +27,10 @@ from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.cuda.streams import CopiesByThread, Event
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.layer.tiers import DEVICE
-from vllm_ndp.operating.sizing import CPU_KERNEL_ELEMENTS
 
 PAGE_BYTES = 2 << 20
+_KERNEL_ELEMENTS = 2**31
+"""vLLM's CPU kernel computes offsets of a layer's slots in 32 bits: K * 2I * H must stay below."""
 
 
 def ask_for_huge_pages(tensor: torch.Tensor) -> int:
@@ -90,7 +91,7 @@ class CpuSlotKernel:
         self._operator = vllm_private.fused_experts_on_cpu()
         self._operator_activation = activation
         self._interleaved = activation == "swigluoai"  # the operator wants gate and up rows in turn for it
-        self.most_slots: int | None = (CPU_KERNEL_ELEMENTS - 1) // (2 * intermediate_size * hidden_size)
+        self.most_slots: int | None = (_KERNEL_ELEMENTS - 1) // (2 * intermediate_size * hidden_size)
 
     def load(self, to: SlotWeights, slot: int, expert: ExpertWeights) -> None:
         w13, half = to.w13[slot : slot + 1], to.w13.shape[1] // 2

@@ -3,12 +3,10 @@
 And the size that `vllm serve MODEL --quantization ndp` gives itself on a machine without a GPU:
 
     every expert in slots at the widest width that fits beside one request  ->  KV cache
-    where bf16 experts are the faster ones, and stored plain and in memory for every prompt: half of them in full
-    precision, the others at the widest width
 
-Prompts are part of it: in slots they are computed as decode is, by the same kernel from the same replicas. Experts
-that are left to the device would be read from the checkpoint for every prompt, which takes minutes at a real size.
-Linear layers are then held at 8 bits, too: bf16 ones take longer to read, and text does not show the loss
+Prompts are computed as decode is, by the same kernel from the same replicas. Experts that are left to the device would
+be read from the checkpoint for every prompt, which takes minutes at a real size.
+Linear layers are held at 8 bits, too: bf16 ones take longer to read, and text does not show the loss
 (docs/measured/quality_linear.json). The KV cache, up to the most tokens that the server may need at once, gets half of
 the remaining memory; files the rest.
 
@@ -77,7 +75,7 @@ class Proposal:
         num_experts = sizing.model.num_experts
         settings: dict[str, Any] = {"replicas": REPLICAS, "hot_experts": option.num_hot, "avg_bits": option.avg_bits}
         if sizing.gpu_bytes is None:
-            settings |= settings_of(option, num_experts)
+            settings |= settings_of(option)
         if 0 < option.num_hot < num_experts and option.widest < DEFAULT_OFFLOAD_BITS:
             settings["debug"] = {"offload_bits": option.widest}
         words = ["--quantization", "ndp", "--dtype", sizing.model.dtype]
@@ -145,9 +143,6 @@ def propose(
     """measure: asked once, at the width that the recommended way uses on average. Raises ConfigError: nothing fits."""
     options = sizing.require()
     measured = None if measure is None else measure(round(options[0].avg_bits))
-    if measured is not None and measured.hot_is_faster(sizing.model):
-        sizing = replace(sizing, hot_is_faster=True)
-        options = sizing.require()
     ways = []
     for option in options:
         of_slots = replace(costs, slot_bits=option.slot_bits)
@@ -155,7 +150,7 @@ def propose(
         known = measured is not None and sizing.gpu_bytes is None and round(option.avg_bits) == measured.bits
         step_s = first_s = None
         if known and measured is not None:
-            step_s, first_s = decode_step_s(sizing, option, measured), first_token_s(sizing, option, measured)
+            step_s, first_s = forecast(sizing, measured)
         ways.append(Way(option, speed, step_s, first_s))
     return Proposal(source, sizing, costs.hardware.preset, ways, measured)
 
@@ -178,11 +173,7 @@ class OwnSize:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return settings_of(self.option, self.sizing.model.num_experts)
-
-    @property
-    def _is_quantized(self) -> bool:
-        return "linear_bits" in self.settings
+        return settings_of(self.option)
 
     def words(self, *, with_kv: bool) -> list[str]:
         """Options that set the same size by hand. with_kv: add the KV cache's size, which the user did not give."""
@@ -197,22 +188,11 @@ class OwnSize:
         option, model = self.option, self.sizing.model
         lost = "unknown before the replicas are built" if loss is None else f"{loss:.1%} of an expert's output"
         kept = f", KV cache {human(self.kv_cache_bytes)}" if with_kv else ""
-        linear = f", linear layers at {_LINEAR_BITS}" if self._is_quantized else ""
         mapped = human(self.sizing.stored_bytes or self.sizing.checkpoint_bytes)
-        if option.slot_bits != FULL_PRECISION_BITS:
-            experts = f"all {model.num_experts} experts of a layer at {option.slot_bits} bits, for prompts and decode"
-            then = f"the checkpoint's {mapped} are read at the start only"
-        else:
-            experts = (
-                f"{option.num_hot} of {model.num_experts} experts hot in full precision, the others at "
-                f"{option.avg_bits:g} bits"
-            )
-            then = (
-                f"mapped {mapped} of checkpoint, of whose experts {option.pool_cached:.0%} can stay in the page cache"
-            )
+        experts = f"all {model.num_experts} experts of a layer at {option.slot_bits} bits, for prompts and decode"
         return [
-            f"sized to {human(self.sizing.host_bytes)} of memory: {experts}{linear}{kept}; held "
-            f"{human(self._held)}; {then}",
+            f"sized to {human(self.sizing.host_bytes)} of memory: {experts}, linear layers at "
+            f"{_LINEAR_BITS}{kept}; held {human(self._held)}; the checkpoint's {mapped} are read at the start only",
             f"expected: {self._speed}; loss {lost}{self._without_loss}",
             f"by hand: {shlex.join(self.words(with_kv=with_kv))}",
         ]
@@ -222,31 +202,22 @@ class OwnSize:
         """What a server without the plugin would do here; empty where it has no room."""
         sizing = self.sizing
         whole = sizing.checkpoint_bytes + ENGINE_BYTES + SERVER_BYTES + self.kv_cache_bytes
-        if not (self._is_quantized and sizing.is_plain) or whole > sizing.host_bytes:
+        if not sizing.is_plain or whole > sizing.host_bytes:
             return ""
         return f". Stock vLLM would lose nothing: its {human(whole)} fit, too (leave out --quantization ndp)"
 
     @property
     def _speed(self) -> str:
-        measured, first = self.measured, ""
-        if (prompt_s := first_token_s(self.sizing, self.option, measured)) is not None:
-            first = f"the first token of a prompt of {PROMPT} after {prompt_s:.2g} s, then "
+        measured, (step_s, first_s) = self.measured, forecast(self.sizing, self.measured)
         return (
-            f"{first}{1 / self.step_s:.1f} tokens/s for one request (this machine reads "
-            f"{human(measured.read_bytes_per_s)}/s and takes {1e3 * measured.expert_s:.2f} ms for an expert at "
-            f"{measured.bits} bits)"
+            f"the first token of a prompt of {PROMPT} after {first_s:.2g} s, then {1 / step_s:.1f} tokens/s for one "
+            f"request (this machine reads {human(measured.read_bytes_per_s)}/s and takes "
+            f"{1e3 * measured.expert_s:.2f} ms for an expert at {measured.bits} bits)"
         )
-
-    @property
-    def step_s(self) -> float:
-        """A decode step of one request, as expected."""
-        return decode_step_s(self.sizing, self.option, self.measured)
 
     @property
     def _held(self) -> int:
         held = sum(self.option.host.values()) - self.sizing.kv_cache + self.kv_cache_bytes
-        if not self._is_quantized:
-            return held
         model = self.sizing.model
         return held - self.sizing.other_weights + linear_bytes(self.sizing) + model.dtype_bytes * model.head_weights
 
@@ -256,36 +227,22 @@ def linear_bytes(sizing: Sizing) -> int:
     return (sizing.model.beside_weights + sizing.model.head_weights) * _LINEAR_BITS // 8
 
 
-def first_token_s(sizing: Sizing, option: Option, measured: Measured) -> float | None:
-    """Of a prompt of PROMPT tokens; None where it streams experts, whose price nobody has measured."""
-    if option.slot_bits == FULL_PRECISION_BITS:
-        return None
-    return measured.prompt_s(sizing.model, linear_bytes(sizing))
+def forecast(sizing: Sizing, measured: Measured) -> tuple[float, float]:
+    """Seconds of a decode step of one request, and to the first token of a prompt of PROMPT tokens."""
+    linear = linear_bytes(sizing)
+    return measured.decode_step_s(sizing.model, linear), measured.prompt_s(sizing.model, linear)
 
 
-def decode_step_s(sizing: Sizing, option: Option, measured: Measured) -> float:
-    """One request at even routing, with the settings of `settings_of`."""
-    model = sizing.model
-    if "linear_bits" in settings_of(option, model.num_experts):
-        beside_s = linear_bytes(sizing) / measured.linear_bytes_per_s
-    else:
-        beside_s = sizing.other_weights / measured.read_bytes_per_s
-    return measured.decode_step_s(model, option.num_hot if option.slot_bits == FULL_PRECISION_BITS else 0, beside_s)
-
-
-def settings_of(option: Option, num_experts: int) -> dict[str, Any]:
-    """The settings that make an option on a machine without a GPU."""
-    linear = {"linear_bits": _LINEAR_BITS}
-    experts: dict[str, Any] = {"hot_experts": option.num_hot, "avg_bits": option.avg_bits}
-    if option.slot_bits != FULL_PRECISION_BITS:  # nothing is left to the device, not even where it would be faster
-        return experts | {"slot_bits": option.slot_bits, "execution": "paper"} | linear
-    return experts | (linear if option.num_hot < num_experts else {})
+def settings_of(option: Option) -> dict[str, Any]:
+    """The settings that make an option on a machine without a GPU: nothing is left to the device, not even where it
+    would be faster."""
+    slots = {"slot_bits": option.slot_bits, "execution": "paper", "linear_bits": _LINEAR_BITS}
+    return {"hot_experts": option.num_hot, "avg_bits": option.avg_bits} | slots
 
 
 def own_size(sizing: Sizing, batch: int, measured: Measured) -> OwnSize:
     """Choose a size for this machine. sizing: of one request. batch: requests that may run at once. Raises ConfigError
     if not even one fits."""
-    sizing = replace(sizing, hot_is_faster=measured.hot_is_faster(sizing.model))
     option = sizing.require()[0]
     return OwnSize(sizing, option, measured, kv_cache_bytes(sizing, option, batch))
 

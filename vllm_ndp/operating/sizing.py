@@ -38,8 +38,6 @@ SIDECAR_BYTES_PER_CHOICE = 6
 """An int16 id and a float32 weight: integration/routing_sidecar.py."""
 CPU_KERNEL_UNIT = 32
 """Hidden and intermediate sizes are multiples of it in vLLM's CPU kernel."""
-CPU_KERNEL_ELEMENTS = 2**31
-"""vLLM's CPU kernel computes offsets of a layer's slots in 32 bits: K * 2I * H must stay below."""
 KV_BLOCK = 32
 """Tokens: what vLLM's CPU attention needs, and two blocks of its CUDA default."""
 _PLAIN_SHARE = 0.9
@@ -102,8 +100,6 @@ class Sizing:
     """Requests of so many tokens that the server must carry at once."""
     step_tokens: int = 2048
     """--max-num-batched-tokens: what one step works on, hence room for activations."""
-    hot_is_faster: bool = False
-    """Without a GPU: whether an expert in full precision was measured to be faster than a cold one."""
     stored_bytes: int | None = None
     """Of the checkpoint's files; None where there are none."""
     stored_bits: int | None = None
@@ -229,31 +225,17 @@ class Sizing:
             pool_cached=min(1.0, free_host / self.mapped_experts),
         )
 
-    @property
-    def most_hot(self) -> int:
-        """Most hot experts per layer in full precision that pay off, whatever the memory.
-
-        On a GPU all. On a CPU half of the experts, the plugin's default, within the limit of vLLM's kernel.
-        """
-        if self.gpu_bytes is not None:
-            return self.model.num_experts
-        elements = 2 * self.model.intermediate_size * self.model.hidden_size
-        return min(self.model.num_experts // 2, (CPU_KERNEL_ELEMENTS - 1) // elements)
-
     def options(self) -> Iterator[Option]:
-        """For each width, from the widest down: the most hot experts that fit; or every expert in slots.
+        """For each width, from the widest down: the most hot experts that fit in a GPU; on a CPU every expert in slots.
 
-        On a CPU low-bit experts are the faster ones, unless a measurement says otherwise. In slots prompts compute them
-        as decode does. Beside a device a prompt reads every cold expert's full precision from the checkpoint. What is
-        stored in 8 bits is served so, without a loss, where it fits.
+        In slots prompts compute experts as decode does. Beside a device a prompt reads every cold expert's full
+        precision from the checkpoint. What is stored in 8 bits is served so, without a loss, where it fits.
         """
         has_bytes = self.gpu_bytes is None and self.stored_bits == BYTE_BITS
         if has_bytes and (exact := self.in_slots(BYTE_BITS)) is not None:
             yield exact
         for widest in reversed(WIDTHS):
-            best = self._hottest(widest)
-            if self.gpu_bytes is None and not (best and self.hot_is_faster and self._prompts_may_stream(best)):
-                best = self.in_slots(widest)
+            best = self.in_slots(widest) if self.gpu_bytes is None else self._hottest(widest)
             if best is not None:
                 yield best
 
@@ -261,12 +243,8 @@ class Sizing:
         smallest = self.option(0, widest)
         if smallest is None:
             return None
-        free = self._room - sum((smallest.gpu or smallest.host).values())
-        return self.option(min(free // self.hot(1), self.most_hot), widest)
-
-    def _prompts_may_stream(self, option: Option) -> bool:
-        """Whether a prompt finds all experts in memory, in the format that they are computed in."""
-        return option.pool_cached == 1.0 and self.is_plain
+        free = self._room - sum(smallest.gpu.values())
+        return self.option(min(free // self.hot(1), self.model.num_experts), widest)
 
     @property
     def is_plain(self) -> bool:

@@ -83,19 +83,11 @@ class Measured:
     bits: int
     isa: str
 
-    def hot_is_faster(self, model: WholeModel) -> bool:
-        """Whether to read an expert in full precision takes less than a cold one takes."""
-        return model.expert_bytes / self.read_bytes_per_s < self.expert_s
-
-    def decode_step_s(self, model: WholeModel, num_full: int, beside_s: float) -> float:
-        """One request at even routing on these cores: weights are read once, experts one after another.
-
-        num_full: experts per layer in full precision. beside_s: for all matrices beside experts.
-        """
-        full = model.num_layers * model.top_k * num_full / model.num_experts
-        quantized = model.num_layers * model.top_k - full
-        experts_s = full * model.expert_bytes / self.read_bytes_per_s + quantized * self.expert_s
-        return experts_s + beside_s + model.num_layers * self.layer_s
+    def decode_step_s(self, model: WholeModel, num_linear: int) -> float:
+        """One request at even routing on these cores: weights are read once, experts one after another. num_linear:
+        weights beside experts, at 8 bits."""
+        experts_s = model.num_layers * model.top_k * self.expert_s
+        return experts_s + num_linear / self.linear_bytes_per_s + model.num_layers * self.layer_s
 
     def prompt_s(self, model: WholeModel, num_linear: int) -> float:
         """First token of a prompt of PROMPT tokens at even routing, every expert at `bits` in this process and

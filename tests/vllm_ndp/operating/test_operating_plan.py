@@ -76,7 +76,7 @@ def test_one_hot_expert_more_never_fits_and_options_differ_in_width() -> None:
             if one.slot_bits < 16:
                 assert (one.num_hot, one.slot_bits) == (sizing.model.num_experts, one.widest)
             else:
-                assert one.num_hot == sizing.most_hot or sizing.option(one.num_hot + 1, one.widest) is None
+                assert one.num_hot == sizing.model.num_experts or sizing.option(one.num_hot + 1, one.widest) is None
 
 
 def test_narrower_replicas_are_proposed_where_the_host_has_no_room_for_wide_ones() -> None:
@@ -204,10 +204,10 @@ def test_expected_simulated_speed_is_that_of_a_replay_with_even_routing(model: s
 
 
 def test_measured_time_is_what_is_read_and_what_the_kernel_takes() -> None:
-    """4 layers x 2 of 8 experts; half are hot: 4 hot reads of 196608 bytes at 1 GB/s, 4 cold ones of 1 ms."""
+    """4 layers x 2 experts of 1 ms, and a million weights at a byte each."""
     measured = Measured(1e9, 1e-3, 2e-3, 1e9, 1e9, layer_s=1.5e-3, prompt_layer_s=4e-3, bits=3, isa="any")
     model = source_named(str(TINY)).model
-    assert measured.decode_step_s(model, 4, 1e-3) == pytest.approx(1e-3 + 4 * 196608e-9 + 4e-3 + 4 * 1.5e-3)
+    assert measured.decode_step_s(model, 10**6) == pytest.approx(1e-3 + 8e-3 + 4 * 1.5e-3)
 
 
 def test_what_a_layer_takes_beside_its_matrices_is_measured_and_grows_with_a_prompts_rows() -> None:
