@@ -55,7 +55,7 @@ def test_every_program_that_a_page_tells_to_run_exists() -> None:
         r"(?<![\w/])((?:benchmarks|examples|tests|models)/[\w/]*\w\.(?:py|sh))\b(?![^\n]*\n(?:measured|transcribed) at)"
     )
     named = {(page.name, name) for page in TODAY for name in told.findall(page.read_text())}
-    assert len(named) > 10, "the pattern finds less than the pages hold"
+    assert len(named) > 5, "the pattern finds less than the pages hold"
     assert sorted((page, name) for page, name in named if not (ROOT / name).exists()) == []
 
 
@@ -94,7 +94,7 @@ def settings_named(text: str) -> Iterator[str]:
 
 def test_every_setting_that_a_page_shows_exists() -> None:
     named = {(page.name, name) for page in TODAY for name in settings_named(page.read_text())}
-    assert len(named) > 10, "the pattern finds less than the pages hold"
+    assert len(named) > 5, "the pattern finds less than the pages hold"
     assert sorted((page, name) for page, name in named if name not in SETTINGS) == []
 
 
