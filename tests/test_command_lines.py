@@ -266,7 +266,7 @@ def test_a_wrong_command_line_is_one_sentence_and_exit_code_2_and_writes_nothing
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["arrivals", TRACE, "--out", "{tmp}/a.csv", "--perfetto", "{tmp}/no/b.json"], "there is no directory"),
+        (["compare", TRACE, "--out", "{tmp}/a.csv", "--html", "{tmp}/no/b.html"], "there is no directory"),
         (["compare", TRACE, "--html", "{tmp}"], "it is a directory"),
         (["compare", TRACE, "--out", "{tmp}/no/t.csv"], "{tmp}/no/t.csv cannot be used"),
         (["analyze", TRACE, "--prior-out", "{tmp}/no/p.npy"], "{tmp}/no/p.npy cannot be used"),
@@ -283,9 +283,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is(
 
 @pytest.mark.parametrize(
     "words",
-    [["compare", TRACE, "--out"], ["compare", TRACE, "--html"], ["analyze", TRACE, "--prior-out"],
-     ["arrivals", TRACE, "--perfetto"]],
-)  # fmt: skip
+    [["compare", TRACE, "--out"], ["compare", TRACE, "--html"], ["analyze", TRACE, "--prior-out"]],
+)
 def test_no_file_is_written_over_whatever_its_ending_and_no_pipe_is_waited_for(
     words: list[str], tmp_path: Path
 ) -> None:
@@ -327,11 +326,8 @@ WRITES: dict[str, tuple[list[str], bool]] = {
     "trace-synth": (["mixtral-8x7b", "--out", "{out}", "--requests", "1"], True),
     "compare": (["{trace}", "--systems", "monde", "--model", "{model}", "--out", "{out}"], False),
     "compare --html": (["{trace}", "--html", "{out}"], False),
-    "replay": (["{trace}", "--perfetto", "{out}"], False),
     "arrivals": (["{trace}", "{trace}", "--out", "{out}"], False),
-    "arrivals --perfetto": (["{trace}", "--perfetto", "{out}"], False),
     "analyze": (["{trace}", "--prior-out", "{out}"], False),
-    "analyze --out": (["{trace}", "--out", "{out}"], False),
     "ndp-device keygen": (["{out}"], True),
 }
 """Every parameter that names what a command writes: the words of one call, and whether it is a folder."""

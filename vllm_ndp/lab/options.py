@@ -243,15 +243,6 @@ class LoadSettings:
     kv_tokens: Annotated[
         int | None, typer.Option(help="Room in the KV cache; default: what GPU memory holds beside the weights.")
     ] = None
-    alike: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Simulate one in N steps of about as many rows; the others take as long, but for their attention. "
-            "Default: simulate all.",
-        ),
-    ] = None
     goodput: Annotated[
         dict[str, float],
         typer.Option("--goodput", metavar="NAME:MS", help="A request is good within it: ttft:500, tpot:50, e2el:9000."),
@@ -272,8 +263,6 @@ class LoadSettings:
             raise ConfigError(
                 "steps are those of the recorded run, on its own GPUs and devices: leave --gpus and --devices out"
             )
-        if self.process == "steps" and self.alike is not None:
-            raise ConfigError("steps are repeated to the picosecond: leave --alike out")
         if self.process == "recorded" and self.requests is not None:
             raise ConfigError("recorded arrivals are those of the trace's own requests: leave --requests out")
 

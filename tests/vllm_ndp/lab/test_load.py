@@ -93,7 +93,6 @@ def test_arrivals_that_no_clock_could_give_are_refused(at, says):
         ({"model": "mixtral-8x7b", "overrides": {}, "devices": 3, "split": True}, "cannot be cut into 3 equal parts"),
         ({"split": True}, "--split gives each of several devices a part of every expert: give --devices"),
         ({"process": "steps", "devices": 2}, "leave --gpus and --devices out"),
-        ({"process": "steps", "alike": 2}, "leave --alike out"),
         ({"overrides": {"gpu.hbm_capacity_bytes": 10**6}}, "gpu memory lacks"),
     ],
 )
@@ -421,50 +420,3 @@ def test_figures_under_the_names_of_vllm_bench_serve_count_from_the_same_tokens(
     middle = float(np.median(last))
     good = as_bench_serve(tokens, served, {"e2el": middle, "ttft": 1e9})["request_goodput"]
     assert good == pytest.approx(sum(at <= middle for at in last) / (max(last) / 1e3))
-
-
-def lines(count: int) -> str:
-    """Prompts and answers of many lengths, that meet."""
-    return "".join(
-        f'{{"timestamp": {7 * n}, "input_length": {5 + 11 * n % 60}, "output_length": {1 + 17 * n % 40}}}\n'
-        for n in range(count)
-    )
-
-
-def test_of_steps_alike_one_in_n_is_simulated_and_the_rest_take_about_as_long(tmp_path, nothing_kept):
-    file = tmp_path / "a.jsonl"
-    file.write_text(lines(90))
-    asked = {"process": str(file), "max_num_batched_tokens": 32, "max_num_seqs": 12}
-    trace = short(4, 24, 10)
-    every, same, few = (serve([trace], settings(**asked, alike=n))[0] for n in (None, 1, 8))
-    assert tokens_of(same).causes_ps.tolist() == tokens_of(every).causes_ps.tolist()
-    simulated = {id(step.run.time) for step in few.steps}
-    assert len(every.steps) / 8 < len(simulated) < len(few.steps) / 2
-    with pytest.raises(ConfigError, match="hosts that share devices meet in steps that --alike leaves out"):
-        serve([trace, trace], settings(alike=2))
-    tokens, wanted = check_causes(few), check_causes(every)
-    assert np.bincount(tokens.request).tolist() == np.bincount(wanted.request).tolist()
-    assert tokens.at_ps.max() == pytest.approx(wanted.at_ps.max(), rel=0.03)
-    assert np.median(tokens.later().latency_ps) == pytest.approx(np.median(wanted.later().latency_ps), rel=0.03)
-    moved = CAUSES.index("migration")
-    assert tokens.causes_ps[:, moved].sum() == pytest.approx(wanted.causes_ps[:, moved].sum(), rel=0.3)
-
-
-def test_a_step_alike_has_its_own_attention(tmp_path):
-    """One request, chunks of its prompt and then decode over 700 to 850 tokens: steps meet one to one."""
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"timestamp": 0, "input_length": 700, "output_length": 150}')
-    every, few = (
-        serve([short(1, 24, 10)], settings(process=str(file), alike=n, max_num_batched_tokens=128))[0]
-        for n in (None, 70)
-    )
-
-    def attention_ps(step: ServedStep) -> int:
-        return sum(layer.attention_ps for layer in step.run.time.layers)
-
-    assert len({id(step.run.time) for step in few.steps}) < 10
-    longer = np.array([step.longer_ps for step in few.steps])
-    wanted = np.array([attention_ps(a) - attention_ps(b) for a, b in zip(every.steps, few.steps, strict=True)])
-    for part in (slice(0, 6), slice(6, None)):
-        assert np.abs(wanted[part]).max() > 0
-        assert np.abs(longer[part] - wanted[part]).max() < 0.1 * np.abs(wanted[part]).max()

@@ -1,6 +1,5 @@
-"""Pages of plots, as a browser shows them, and the timeline."""
+"""Pages of plots, as a browser shows them."""
 
-import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -87,19 +86,3 @@ def test_names_of_traces_cannot_become_part_of_the_page(tmp_path, browser):
     TRACE.select(range(4)).save(evil)
     document = browser.document(drawn(tmp_path, "compare", evil, "--systems", "fiddler"))
     assert "<title>changed</title>" not in document
-
-
-def test_the_timeline_covers_its_steps_on_both_sides_of_the_link(tmp_path):
-    out = tmp_path / "timeline.json"
-    words = ("--process", "together", "--requests", "3", "--execution", "paper", "--perfetto", out, "--steps", "6")
-    assert run_here("vllm-ndp", "arrivals", BUNDLED, *words).returncode == 0
-    events = json.loads(out.read_text())["traceEvents"]
-    slices = [e for e in events if e["ph"] == "X"]
-    assert {e["args"]["step"] for e in slices} == set(range(6))
-    assert {"attention", "hot experts", "stream experts", "activations", "partial sums", "head"} <= {
-        e["name"] for e in slices
-    }
-    assert any(e["name"].startswith("cold experts") for e in slices)
-    assert all(e["dur"] >= 0 for e in slices)
-    names = {e["args"]["name"] for e in events if e["ph"] == "M"}
-    assert {"simulated", "GPU", "NDP", "link to device", "link from device"} <= names

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -34,39 +33,26 @@ from vllm_ndp.lab.options import (
 if TYPE_CHECKING:
     from vllm_ndp.lab.load.host import ServedRequest
     from vllm_ndp.lab.load.latency import Tokens
-    from vllm_ndp.lab.locality import Locality
     from vllm_ndp.lab.reproduce import Reproduction
     from vllm_ndp.planning.bitwidths import LossTable
     from vllm_ndp.traces.trace import Trace
 
 app = typer.Typer()
 LATENCIES = ("TTFT", "TPOT")
-PerfettoOption = Annotated[
-    Path | None, A_NEW_FILE, typer.Option(help="Write the first steps to this file too, for ui.perfetto.dev.")
-]
-StepsOption = Annotated[int, typer.Option(metavar="N", min=1, help="Steps in that file.")]
 
 
-@command(app, "replay", examples=("vllm-ndp replay recorded", "vllm-ndp replay recorded --perfetto steps.json"))
-def replay(
-    trace: TraceArgument, replicas: ReplicasOption = None, perfetto: PerfettoOption = None, steps: StepsOption = 64
-) -> None:
+@command(app, "replay", examples=("vllm-ndp replay recorded",))
+def replay(trace: TraceArgument, replicas: ReplicasOption = None) -> None:
     """Replay a recorded run and check its simulated times.
 
     Under its own policy, to the picosecond. Exit code 1 if any step differs.
     """
-    from vllm_ndp.lab.cli.tables import write_timeline
-    from vllm_ndp.lab.exact.live import RecordedRun, recorded_rules, replay_live
+    from vllm_ndp.lab.exact.live import replay_live
     from vllm_ndp.traces.trace import Trace
 
     recorded = Trace.load(trace)
-    loss = losses_of_run(recorded, replicas)
     with waiting("replaying the recorded steps"):
-        replayed = replay_live(recorded, loss)
-    if perfetto is not None and recorded.provenance.live is not None:
-        run = RecordedRun(recorded, recorded.provenance.live, recorded_rules(recorded, loss))
-        first = [run.run(int(step)) for step in islice(run.steps, steps)]
-        write_timeline(perfetto, first, recorded.events["measured_step_s"][: len(first)].tolist())
+        replayed = replay_live(recorded, losses_of_run(recorded, replicas))
     print_json(
         {
             "steps": len(replayed.steps),
@@ -203,7 +189,6 @@ def reproduce(
     examples=(
         f"vllm-ndp analyze {BUNDLED}",
         f"vllm-ndp analyze {BUNDLED} --hot-experts 2 --prior-out prior.npy",
-        f"vllm-ndp analyze {BUNDLED} --out layers.parquet",
     ),
 )
 def analyze(
@@ -212,16 +197,15 @@ def analyze(
     prior_out: Annotated[
         Path | None, A_NEW_FILE, typer.Option(help="Write the popularity of this trace's experts to this .npy file.")
     ] = None,
-    out: TableOption = None,
 ) -> None:
     """Say what prompts tell of decode, and what caches would hit.
 
     Beside popularity and an oracle, with intervals. Repeats stand beside the same tokens shuffled, and chance.
-    --out: every layer's curves. No time is simulated.
+    No time is simulated.
     """
     import numpy as np
 
-    from vllm_ndp.lab.cli.tables import print_locality, write_rows
+    from vllm_ndp.lab.cli.tables import print_locality
     from vllm_ndp.lab.compare import popularity
     from vllm_ndp.lab.locality import default_places, locality
     from vllm_ndp.lab.vectorised.cache import found_ahead
@@ -236,25 +220,7 @@ def analyze(
     print_locality(found, sizes)
     if prior_out is not None:
         np.save(prior_out, popularity(recorded).values)
-    if out is not None:
-        write_rows(_by_layer(found), out)
     print_json({"trace": str(trace), "model": p.model, **summary}, shown=True)
-
-
-def _by_layer(found: Locality) -> list[dict[str, Any]]:
-    """A row per layer and size of a cache."""
-    return [
-        {
-            "layer": layer,
-            "places": size,
-            "repeats": float(found.repeats[layer]),
-            "shuffled": float(found.shuffled[layer]),
-            "concentration": float(found.concentration[layer, size]),
-            **{rule: float(curve[layer, size]) for rule, curve in found.hits.items()},
-        }
-        for layer in range(len(found.repeats))
-        for size in range(found.num_experts + 1)
-    ]
 
 
 @command(
@@ -273,14 +239,12 @@ def arrivals(
     prior: PriorOption = None,
     replicas: ReplicasOption = None,
     out: TableOption = None,
-    perfetto: PerfettoOption = None,
-    steps: StepsOption = 64,
 ) -> None:
     """Serve requests as they arrive; tail latencies by cause.
 
     Hosts share the devices. All times are simulated. --out: every token with its causes.
     """
-    from vllm_ndp.lab.cli.tables import print_latencies, write_rows, write_timeline
+    from vllm_ndp.lab.cli.tables import print_latencies, write_rows
     from vllm_ndp.lab.load.latency import as_bench_serve, percentiles, tokens_of
     from vllm_ndp.lab.load.run import serve, serve_again
     from vllm_ndp.planning.policies import read_prior
@@ -288,8 +252,6 @@ def arrivals(
 
     if len(traces) > 1 and (asked.process == "steps" or replicas is not None):
         raise ConfigError(f"steps and --replicas belong to one trace, {len(traces)} were given")
-    if asked.alike is not None and perfetto is not None:
-        raise ConfigError("--perfetto draws steps that --alike leaves out: leave one of them out")
     started = time.perf_counter()
     recorded = [Trace.load(path) for path in traces]
     identical = None
@@ -310,8 +272,6 @@ def arrivals(
     print_latencies(found, f"simulated latency, ms, and what it was spent on; {asked.process} arrivals")
     if out is not None:
         write_rows(_rows(tokens), out)
-    if perfetto is not None:
-        write_timeline(perfetto, [step.run for step in served[0].steps[:steps]])
     last: dict[str, Any] = {
         "hosts": [
             _summary(one, some, kinds) | {"simulated_bench_serve": as_bench_serve(some, one, asked.goodput)}
@@ -320,7 +280,7 @@ def arrivals(
         "measured_seconds": round(time.perf_counter() - started, 3),
     }
     for number, one in enumerate(last["hosts"]):
-        figures = {name: one[name] for name in ("steps", "simulated_steps")} | one["simulated_bench_serve"]
+        figures = {"steps": one["steps"]} | one["simulated_bench_serve"]
         print(f"host {number}, simulated: " + ", ".join(f"{name} {value:.6g}" for name, value in figures.items()))
     print_json(last if identical is None else last | {"identical": identical}, shown=True)
     if identical is False:
@@ -332,7 +292,6 @@ def _summary(served: ServedRequest, tokens: Tokens, kinds: dict[str, list[Any]])
     return {
         "requests": len(served.arrivals_ps),
         "steps": len(served.steps),
-        "simulated_steps": len({id(step.run.time) for step in served.steps}),
         "tokens": len(tokens.at_ps),
         "preemptions": served.preemptions,
         "simulated_tokens_per_s": len(tokens.at_ps) / (span_ps / 1e12),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -142,9 +142,7 @@ class Engine:
         self._decode_splitter = self.run.make_splitter(top_k, SplitRules())  # of decode rows alone
         self._activate()
         self._rejects = bool((trace.phase == REJECTED).any())
-        self._ending: list[int] = []  # their prefill ended in the running step, or in one passed over
-        self.prompt_ended = False
-        """Whether one did in the last step, so that the next one has new plans."""
+        self._ending: list[int] = []  # their prefill ended in the running step
         self._timings: list[Timing | None] = []
         self.requests = [RequestState(int(n)) for n in trace.prompt_len]
         self._there = dict(enumerate(self.requests))  # that have not finished
@@ -163,23 +161,19 @@ class Engine:
         if self.devices is not None:
             self._alive = self.devices.all_alive if alive is None else alive
         epoch, self._timings = self.planner.epoch, []
-        if late := bool(self._ending):
-            self._end_prefills()
-        moved, migration_ps = yield from self.replan(moves=not late)
+        moved, migration_ps = yield from self.replan()
         time, decode_only = yield from self._run_rows(rows)
         self._end_prefills()
         timings = tuple(self._timings)
         return StepRun(number, time, timings, moved, migration_ps, decode_only, self.planner.epoch != epoch)
 
-    def replan(self, *, moves: bool = True) -> Asks[tuple[int, int]]:
-        """Before a step: new plans where they are due. (experts that moved, the time that passed).
-
-        moves: whether what moves takes time now; it had its own in a step that was passed over."""
+    def replan(self) -> Asks[tuple[int, int]]:
+        """Before a step: new plans where they are due. (experts that moved, the time that passed)."""
         before = self.clock.now_ps
         replanned = self.run.replan(self._there)
         if replanned.moves_slots:
             self._activate()
-        if (moved := replanned.num_moved) and moves:
+        if moved := replanned.num_moved:
             whole = moved * self.costs.slot_bytes
             num_bytes = whole if replanned.moved_bytes is None else replanned.moved_bytes
             self.clock.wait_until((yield ReplayedMigration(num_bytes, self.clock.now_ps)))
@@ -195,14 +189,7 @@ class Engine:
         self._tiers.activate(placement.hot, placement.warm, placement.widths)
         self._tiers.name_all()
 
-    def pass_over(self, ends: Mapping[int, int], took_ps: int) -> None:
-        """A step that somebody else has timed: its requests have come to these positions, prompts that ended are scored
-        before the next step that is simulated."""
-        self._come_to(ends, {})
-        self.clock.wait_until(self.clock.now_ps + took_ps)
-
     def _end_prefills(self) -> None:
-        self._ending = [number for number in self._ending if number in self._there]
         choices = [self.trace.sequences[number] for number in self._ending]
         experts = self.trace.provenance.num_experts
         stats = [RoutingStats.from_choices(c.prompt_ids, c.prompt_weights, experts) for c in choices]
@@ -261,13 +248,7 @@ class Engine:
                 here = self._decode_splitter.split(layer, *addresses_alone[layer], with_device=True)
                 self._end_alone(alone, here, self._timings[-1], with_prompts=not decode[split.device.rows].all())
         rejected = Counter(trace.request[rows[trace.phase[rows] == REJECTED]].tolist()) if self._rejects else Counter()
-        yielding, alone_yielding = self._come_to(ends, rejected)
-        return self.run.end_step(yielding), None if alone is None else alone.end_step(alone_yielding)
-
-    def _come_to(self, ends: Mapping[int, int], rejected: Mapping[int, int]) -> tuple[int, int]:
-        """How many rows of the step's end make a token: of all, and of decode rows."""
-        yielding = alone_yielding = 0
-        self.prompt_ended = False
+        yielding = alone_yielding = 0  # rows whose end makes a token: of all, and of decode rows
         for r, end in ends.items():
             request = self.requests[r]
             if (drafts := end - request.prompt_len - request.outputs) >= 0:
@@ -275,9 +256,9 @@ class Engine:
                 alone_yielding += (1 + drafts) * request.prefilled
                 request.outputs += 1 + drafts - rejected.get(r, 0)
             if not request.prefilled and end >= request.prompt_len:
-                request.prefilled = self.prompt_ended = True
+                request.prefilled = True
                 self._ending.append(r)
-        return yielding, alone_yielding
+        return self.run.end_step(yielding), None if alone is None else alone.end_step(alone_yielding)
 
     def _run_layer(self, layer: int, split: Split) -> Asks[None]:
         self.run.begin_layer()

@@ -71,15 +71,9 @@ def tokens_of(served: ServedRequest) -> Tokens:
     decodes = np.bincount(step, own < rows, len(steps)) > 0
     decided, starts, ends = np.array([(one.decided_ps, one.start_ps, one.end_ps) for one in steps], np.int64).T
     decode_ps, prefill_ps = np.zeros((len(steps), len(CAUSES)), np.int64), np.zeros(len(steps), np.int64)
-    known: dict[tuple[int, bool], tuple[NDArray[np.int64], int]] = {}
     for number, (one, has) in enumerate(zip(steps, decodes.tolist(), strict=True)):
-        if (key := (id(one.run.time), has)) not in known:
-            known[key] = _parts(one.run, decodes=has)
-        decode_ps[number], prefill_ps[number] = known[key]
-    longer = np.array([one.longer_ps for one in steps], np.int64)
+        decode_ps[number], prefill_ps[number] = _parts(one.run, decodes=has)
     prompts = np.bincount(step, own, len(steps)).astype(np.int64)
-    prefill_ps += np.where(prompts > 0, longer, 0)
-    decode_ps[:, GPU] += np.where(prompts > 0, 0, longer)
 
     order = np.lexsort((step, request))
     request, step, own = request[order], step[order], own[order]

@@ -44,8 +44,6 @@ def serve(
     loss: LossTable | None = None,
 ) -> list[ServedRequest]:
     """Serve each trace on a host of its own; all hosts share the devices. Raises before anything is simulated."""
-    if settings.alike is not None and len(traces) > 1:
-        raise ConfigError("hosts that share devices meet in steps that --alike leaves out: leave it out")
     hosts = [_host(trace, settings, number, prior, loss, len(traces)) for number, trace in enumerate(traces)]
     hardware = load_hardware(settings.hardware, **settings.overrides)
     return together([host.whole() for host in hosts], *(DeviceModel(hardware) for _ in range(settings.devices)))
@@ -109,10 +107,10 @@ def _host(
     scheduling = SchedulerRules(*limits, kv_tokens // max(settings.block_size, 1))
     if told is not None:
         requests = Workload(trace, told.prompt_lens, told.output_lens, told.cached(kv_tokens))
-        return Host(requests, setup, rules, at_ps, scheduling, settings.alike)
+        return Host(requests, setup, rules, at_ps, scheduling)
     if count > len(trace.prompt_len):
-        return Host(Workload.repeated(trace, count), setup, rules, at_ps, scheduling, settings.alike)
-    return Host(trace, setup, rules, at_ps, scheduling, settings.alike)
+        return Host(Workload.repeated(trace, count), setup, rules, at_ps, scheduling)
+    return Host(trace, setup, rules, at_ps, scheduling)
 
 
 def _devices(costs: Costs, settings: LoadSettings) -> DeviceRules | None:
