@@ -53,13 +53,6 @@ class ExpertWork:
     tokens: int
     dram_bytes: int  # packed weights with scales and offsets
 
-    def __post_init__(self) -> None:
-        if self.bits not in PLAN_BITS:
-            raise ConfigError(f"bits of an expert must be one of {sorted(PLAN_BITS)}, got {self.bits}")
-        for field in ("tokens", "dram_bytes"):
-            if getattr(self, field) < 0:
-                raise ConfigError(f"{field} of an expert must not be negative, got {getattr(self, field)}")
-
 
 @dataclass(frozen=True)
 class Work:
@@ -70,14 +63,6 @@ class Work:
     bytes_in: int
     bytes_out: int
     experts: tuple[ExpertWork, ...]
-
-    def __post_init__(self) -> None:
-        for field in ("hidden_size", "intermediate_size"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field} of a work must be at least 1, got {getattr(self, field)}")
-        for field in ("bytes_in", "bytes_out"):
-            if getattr(self, field) < 0:
-                raise ConfigError(f"{field} of a work must not be negative, got {getattr(self, field)}")
 
 
 def expert_bytes(hidden: int, intermediate: int, bits: int, group_size: int, *, scales: bool = True) -> int:

@@ -34,7 +34,7 @@ def trace_import(
     num_experts: Annotated[int, typer.Option(help="Experts per layer; 0: largest id seen plus one.")] = 0,
     sequence_len: Annotated[int, typer.Option(help="Tokens per sequence where the source has no requests.")] = 512,
     prompt_len: Annotated[int, typer.Option(help="Prompt tokens of those sequences.")] = 256,
-    top_k: Annotated[int, typer.Option(help="Experts a token, where the source has only logits.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Experts a token, where the source does not say.")] = 0,
 ) -> None:
     """Read routing that another program recorded into a trace.
 

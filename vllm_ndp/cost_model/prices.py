@@ -14,41 +14,13 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.work import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs
-
-
-class Prices(Protocol):
-    def device_ps(self, bits: int, rows: int) -> float:
-        """Time that an expert with so many rows adds to a command of the device."""
-        ...
-
-    def hot_ps(self, rows: int) -> float:
-        """Time that an expert with so many rows in a GPU slot of this run's width adds to a layer; 0 rows: of a layer
-        with any such expert, beside its experts."""
-        ...
-
-    def shared_ps(self, rows: int) -> float:
-        """The shared experts of a layer."""
-        ...
-
-    def message_ps(self, rows: int, pairs: int) -> float:
-        """Time of a command with these activations, without its experts."""
-        ...
-
-    def streamed_ps(self, experts: int, pairs: int) -> int:
-        """Time of so many experts of a prompt, with so many rows in all, through GPU memory; never less for more."""
-        ...
-
-    @property
-    def beside(self) -> float:
-        """0..1, how much of the shorter side, GPU or device, is over while the longer one runs."""
-        ...
 
 
 def together_ps(one: float, other: float, beside: float) -> float:
@@ -60,8 +32,10 @@ class SimulatedPrices:
     """Prices of the modelled hardware, each asked for once."""
 
     beside = 1.0
+    """0..1, how much of the shorter side, GPU or device, is over while the longer one runs."""
 
     def __init__(self, costs: Costs) -> None:
+        """hot_ps of 0 rows: of a layer with any hot expert, beside its experts."""
         self.device_ps = lru_cache(4096)(costs.device_expert_ps)
         self.hot_ps = lru_cache(4096)(lambda rows: float(costs.gpu_expert_ps(rows) if rows else costs.launch_ps()))
         self.shared_ps = lru_cache(4096)(lambda rows: float(costs.shared_ps(rows)))
@@ -69,6 +43,7 @@ class SimulatedPrices:
         self._costs = costs
 
     def streamed_ps(self, experts: int, pairs: int) -> int:
+        """So many experts of a prompt, with so many rows in all, through GPU memory; never less for more."""
         return self._costs.gpu.prefill_stream_ps(experts, pairs)
 
 
@@ -149,6 +124,9 @@ class MeasuredPrices:
     def bulk_bytes_per_s(self) -> float:
         """Bytes per second of experts on their way to stay in GPU memory."""
         return self.expert_bytes * PS_PER_S / self.copied
+
+
+Prices = SimulatedPrices | MeasuredPrices
 
 
 def _at(rows: Sequence[int], prices: Sequence[int], wanted: int) -> float:

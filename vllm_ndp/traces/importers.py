@@ -33,7 +33,6 @@ from vllm_ndp.traces.rows import (
     Logged,
     Rows,
     Told,
-    chosen,
     requests_of,
     without_blanks,
 )
@@ -49,7 +48,7 @@ class ImportSettings:
     sequence_len: int = 512
     prompt_len: int = 256
     top_k: int = 0
-    """Experts a token, where the source has logits and no choices."""
+    """Experts a token, where the source does not say."""
 
     def __post_init__(self) -> None:
         if not 0 < self.prompt_len < self.sequence_len:
@@ -397,19 +396,13 @@ def _prompts(told: Told) -> Found:
 
 
 def _requests(told: Told) -> Found:
-    """ids and weights [R, T, L, k], or logits [R, T, L, E]; prompt_len [R], domain [R] and their names are optional."""
+    """ids and weights [R, T, L, k]; prompt_len [R], domain [R] and their names are optional."""
     ((_, arrays),) = told.parts
     there = {field: [name for name in names.split("|") if name in arrays] for field, names in told.fields.items()}
     if twice := next((names for names in there.values() if len(names) > 1), None):
         raise TraceError(f"{told.source} has both {' and '.join(twice)}: keep one of them")
     arrays = {field: arrays[names[0]] for field, names in there.items() if names}
-    if "logits" in arrays:
-        logits = arrays["logits"]
-        if logits.ndim != 4 or not logits.size or logits.dtype.kind != "f" or not np.isfinite(logits).all():
-            raise TraceError(f"logits must be finite [requests, tokens, layers, experts], got {list(logits.shape)}")
-        ids, weights = chosen(logits, told.top_k)
-    else:
-        ids, weights = arrays["ids"], arrays["weights"].astype(np.float32)
+    ids, weights = arrays["ids"], arrays["weights"].astype(np.float32)
     if ids.ndim != 4 or not ids.size or weights.shape != ids.shape:
         raise TraceError(
             f"experts and weights must be [requests, tokens, layers, k], got {list(ids.shape)} {list(weights.shape)}"
@@ -493,7 +486,6 @@ FORMATS: dict[str, Format] = {
         {
             "ids": "experts|idx",
             "weights": "weights|w",
-            "logits": "logits",
             "prompt_len": "prompt_len",
             "domain": "domain|dom",
             "domains": "domains",

@@ -111,16 +111,6 @@ def _request(source: object, cells: Rows, name: str, layers: NDArray[np.int64], 
     return Logged(name, cells.ids.reshape(shape), weights, prompts.get(name))
 
 
-def chosen(scores: NDArray[Any], top_k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """(ids, weights), both [N, k], of router logits [N, E]: the largest, of equal ones the lower id; their softmax."""
-    if not 0 < top_k <= scores.shape[-1]:
-        raise TraceError(f"logits of {scores.shape[-1]} experts need --top-k 1..{scores.shape[-1]}, got {top_k}")
-    ids = np.argsort(-scores.astype(np.float32), axis=-1, kind="stable")[..., :top_k]
-    logits = np.take_along_axis(scores, ids, axis=-1).astype(np.float64)
-    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return ids, np.asarray(powers / powers.sum(axis=-1, keepdims=True), np.float32)
-
-
 _FEW = 16
 """So many cells that all say the same are no chance."""
 

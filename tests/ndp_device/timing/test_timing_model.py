@@ -266,10 +266,6 @@ def test_bytes_of_a_replica() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ExpertWork(5, 1, 1), "bits"),
-        (lambda: ExpertWork(4, -1, 1), "tokens"),
-        (lambda: Work(0, 1, 1, 1, ()), "hidden_size"),
-        (lambda: Work(1, 1, -1, 1, ()), "bytes_in"),
         (lambda: public_shape("mixtral-8x7"), "did you mean 'mixtral-8x7b'"),
         (lambda: expert_bytes(8, 8, 5, 8), "bits"),
         (lambda: expert_bytes(8, 8, 4, 0), "group size"),

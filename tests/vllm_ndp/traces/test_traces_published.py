@@ -36,16 +36,6 @@ def test_expert_selection_gives_a_request_a_file_and_its_first_pass_is_the_promp
     assert trace.provenance.weights == "uniform"
 
 
-def test_logits_alone_choose_the_largest(tmp_path):
-    logits = np.random.default_rng(0).normal(size=(2, 3, 2, 8)).astype(np.float32)
-    np.savez(tmp_path / "t.npz", logits=logits)
-    trace = import_trace(tmp_path / "t.npz", "npz", ImportSettings(top_k=2))
-    ids = np.argsort(-logits, axis=3)[..., :2]
-    assert trace.ids.tolist() == ids.reshape(6, 2, 2).tolist()
-    powers = np.exp(np.take_along_axis(logits, ids, axis=3))
-    assert trace.weights == pytest.approx((powers / powers.sum(axis=3, keepdims=True)).reshape(6, 2, 2))
-    with pytest.raises(TraceError, match=r"need --top-k 1\.\.8, got 0"):
-        import_trace(tmp_path / "t.npz", "npz")
 
 
 def write_scores(path, rows: list[tuple[int, int, dict[int, float]]], experts: int = 4) -> None:

@@ -236,7 +236,6 @@ def analyze(
 def arrivals(
     traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Directories; a host for each.")],
     asked: LoadSettings,
-    prior: PriorOption = None,
     replicas: ReplicasOption = None,
     out: TableOption = None,
 ) -> None:
@@ -247,7 +246,6 @@ def arrivals(
     from vllm_ndp.lab.cli.tables import print_latencies, write_rows
     from vllm_ndp.lab.load.latency import as_bench_serve, percentiles, tokens_of
     from vllm_ndp.lab.load.run import serve, serve_again
-    from vllm_ndp.planning.policies import read_prior
     from vllm_ndp.traces.trace import Trace
 
     if len(traces) > 1 and (asked.process == "steps" or replicas is not None):
@@ -261,9 +259,8 @@ def arrivals(
         identical = times == list(zip(*(of.tolist() for of in recorded[0].simulated_steps()), strict=True))
     else:
         loss = None if replicas is None else losses(recorded[0], replicas)
-        known = None if prior is None else read_prior(prior)
         with waiting(f"serving {asked.process} arrivals"):
-            served = serve(recorded, asked, prior=known, loss=loss)
+            served = serve(recorded, asked, loss=loss)
     tokens = [tokens_of(one) for one in served]
     found = [
         {kind: list(percentiles(some)) for kind, some in zip(LATENCIES, (one.first(), one.later()), strict=True)}

@@ -28,7 +28,6 @@ from vllm_ndp.lab.load.workload import Workload, read_mooncake
 from vllm_ndp.lab.options import LoadSettings
 from vllm_ndp.layer.devices import DeviceRules
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import policy_with, usual_bit_rule
 from vllm_ndp.planning.replanner import PlannerRules
@@ -37,14 +36,10 @@ from vllm_ndp.traces.trace import Trace
 
 
 def serve(
-    traces: Sequence[Trace],
-    settings: LoadSettings,
-    *,
-    prior: ImportanceScore | None = None,
-    loss: LossTable | None = None,
+    traces: Sequence[Trace], settings: LoadSettings, *, loss: LossTable | None = None
 ) -> list[ServedRequest]:
     """Serve each trace on a host of its own; all hosts share the devices. Raises before anything is simulated."""
-    hosts = [_host(trace, settings, number, prior, loss, len(traces)) for number, trace in enumerate(traces)]
+    hosts = [_host(trace, settings, number, loss, len(traces)) for number, trace in enumerate(traces)]
     hardware = load_hardware(settings.hardware, **settings.overrides)
     return together([host.whole() for host in hosts], *(DeviceModel(hardware) for _ in range(settings.devices)))
 
@@ -61,12 +56,7 @@ def serve_again(trace: Trace, loss: LossTable) -> ServedRequest:
 
 
 def _host(
-    trace: Trace,
-    settings: LoadSettings,
-    number: int,
-    prior: ImportanceScore | None,
-    loss: LossTable | None,
-    device_hosts: int = 1,
+    trace: Trace, settings: LoadSettings, number: int, loss: LossTable | None, device_hosts: int
 ) -> Host:
     told = read_mooncake(settings.file, settings.requests, settings.speed) if settings.file else None
     count = len(trace.prompt_len) if settings.requests is None else settings.requests
@@ -78,17 +68,9 @@ def _host(
     costs = Costs(hardware, shape, num_gpus=settings.gpus)
     costs.require(p.num_experts, p.top_k)
     trace, loss = with_layers(trace, loss or LossTable.nominal(p.num_layers, p.num_experts), costs.shape.num_layers)
-    if prior is not None and len(prior.values) != costs.shape.num_layers:
-        prior = ImportanceScore(
-            prior.values[np.arange(costs.shape.num_layers) * p.num_layers // costs.shape.num_layers]
-        )
     num_hot = p.num_experts // 2 if settings.num_hot is None else settings.num_hot
-    options = {
-        "prior": prior,
-        "bit_rule": usual_bit_rule(NdpSettings.bits_for),
-    }
     rules = PlannerRules(
-        policy_with(NdpSettings.policy, options)[0],
+        policy_with(NdpSettings.policy, {"bit_rule": usual_bit_rule(NdpSettings.bits_for)})[0],
         Budget(num_hot, settings.avg_bits),
         loss,
         bits_for=NdpSettings.bits_for,
