@@ -42,7 +42,7 @@ def preset_of(probed: dict[str, Any], *, gpu: str, machine: str, date: str) -> t
     kind = next((word for word in HBM if word in gpu), None)
     if kind is None:
         raise ValueError(
-            f"no preset is known for {gpu!r} to start from: add its data sheet to ndp_device/timing/presets.py"
+            f"no preset is known for {gpu!r} to start from: add its data sheet to ndp_device/timing/presets.toml"
         )
     base, hbm = HBM[kind]
     bulk = _bytes_per_s(probed["H2D pinned GB/s"])
