@@ -32,7 +32,7 @@ from vllm_ndp.lab.options import CAPACITY, GB, ORACLE, CompareSettings
 from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions, System, TooFewPlaces, system_named
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.cache import NextLayer
-from vllm_ndp.lab.vectorised.outcome import Outcome, Summary, against, step_times, summarise
+from vllm_ndp.lab.vectorised.outcome import Summary, against, step_times, summarise
 from vllm_ndp.planning.bitwidths import LossTable, nominal_loss
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
@@ -57,11 +57,9 @@ VARIANTS: dict[str, tuple[dict[str, float | str], ...]] = {
     "gpu_on_demand": ({"cache": "none"}, {"cache": "lru"}, {"cache": "lfu"}),
 }
 PRIOR_EVERY = 4
-PS_PER_MS = 1e9
 DRAWS = 1000
 MARGIN = 0.05
 """The share of a mean within which another is called equal."""
-LAYER_PARTS = ("attention", "GPU and device", "GPU only", "device only", "waiting for copies or CPU")
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,6 @@ class Replayed:
 
     row: Summary
     decode_ps: NDArray[np.float64]  # [G], decode of each group of requests
-    layer_ms: dict[str, float]
-    """Where the time of a layer and decode step goes, on average: LAYER_PARTS."""
     over_least: float
     """Of the last joint plan: how much longer it takes than what no plan can be below."""
 
@@ -210,22 +206,7 @@ class Replays:
         row = with_memory(summarise(system.name, outcome, batches, self.costs), one, self.costs)
         row = replace(row, routing=self._workload.routing)
         decode_ps = np.nansum(step_times(outcome, batches, self.costs), axis=1)
-        layer_ms = _layer_ms(outcome, batches, self.costs)
-        return Replayed(row, decode_ps, layer_ms, outcome.over_least)
-
-
-def _layer_ms(outcome: Outcome, batches: Batches, costs: Costs) -> dict[str, float]:
-    running = batches.rows > 0
-    gpu, device, moe = (times[running] / PS_PER_MS for times in (outcome.gpu_ps, outcome.device_ps, outcome.moe_ps))
-    gpu = np.minimum(gpu, moe)
-    parts = (
-        costs.attention_ps(1, batches.kv_tokens[running]) / PS_PER_MS,
-        np.minimum(gpu, device),
-        np.maximum(gpu - device, 0),
-        np.maximum(device - gpu, 0),
-        np.maximum(moe - np.maximum(gpu, device), 0),
-    )
-    return {name: float(part.mean()) for name, part in zip(LAYER_PARTS, parts, strict=True)}
+        return Replayed(row, decode_ps, outcome.over_least)
 
 
 def side_by_side(replayed: Sequence[Replayed]) -> list[Replayed]:

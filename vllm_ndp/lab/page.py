@@ -13,14 +13,13 @@ from typing import Any
 
 from bokeh.embed import file_html
 from bokeh.layouts import column, row
-from bokeh.models import Div, FactorRange, HoverTool
+from bokeh.models import Div, HoverTool
 from bokeh.palettes import Colorblind
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
-from vllm_ndp.lab.compare import LAYER_PARTS, Compared, columns, named
+from vllm_ndp.lab.compare import Compared, columns, named
 from vllm_ndp.lab.options import CompareSettings
-from vllm_ndp.lab.systems import SYSTEMS
 
 Plot = Any
 """A Bokeh figure."""
@@ -32,7 +31,7 @@ _ENTRY_PX, _BESIDE_PX = 21, 70
 
 
 def write_comparison(path: Path, title: str, found: Compared) -> None:
-    """All rows over loss, memory and bits; of each point where a layer's time goes."""
+    """All rows over loss, memory, bits and batch."""
     rows = [(at, one) for at, comparison in found.points for one in comparison.rows]
     by_system = {
         name: [(at, one) for at, one in rows if one.system == name] for name in dict.fromkeys(r.system for _, r in rows)
@@ -49,15 +48,6 @@ def write_comparison(path: Path, title: str, found: Compared) -> None:
         if (fastest := _fastest_by(axis, rows)) and any(len(xs) > 1 for xs, _ in fastest.values())
     }
     page.append([lines("fastest of each system", axis, "decode tokens/s", curves) for axis, curves in over.items()])
-    for at, comparison in found.points:
-        first = comparison.rows[0].batch
-        bars = {
-            f"{done.row.system}: {done.row.policy}": [done.layer_ms[part] for part in LAYER_PARTS]
-            for done in sorted(comparison.replayed, key=lambda done: done.row.moe_ms_per_layer)
-            if done.row.batch == first
-            and (not SYSTEMS[done.row.system].follows_policy or done.row.policy[:6] == "prefil")
-        }
-        page.append([stacked(f"a layer's time at batch {first}; {named(at)}", "ms", LAYER_PARTS, bars)])
     head = Div(text=f"<h2>{escape(title)}</h2>All times are simulated. Left is more precise, up is faster.")
     plots = [row(*part, sizing_mode="stretch_width") for part in page if part]
     whole = column(head, *plots, sizing_mode="stretch_width")
@@ -92,17 +82,6 @@ def dots(title: str, x_label: str, y_label: str, curves: Curves, said: Mapping[s
         source = {"x": xs, "y": ys, "said": said[name]}
         marks = plot.scatter("x", "y", source=source, color=color, size=9, legend_label=name)
         _hover(plot, [marks], (name, "@said"), (x_label, "@x{0.0000}"), (y_label, "@y"))
-    return _with_legend(plot)
-
-
-def stacked(title: str, unit: str, parts: Sequence[str], bars: Mapping[str, Sequence[float]]) -> Plot:
-    labels = list(bars)[::-1]
-    source = {"label": labels} | {name: [bars[label][i] for label in labels] for i, name in enumerate(parts)}
-    plot = _plot(title, unit, "", y_range=FactorRange(*labels), height=90 + 24 * len(bars))
-    stacks = plot.hbar_stack(
-        list(parts), y="label", height=0.75, color=Colorblind[8][: len(parts)], source=source, legend_label=list(parts)
-    )
-    _hover(plot, stacks, ("bar", "@label"), ("$name", f"@$name{{0.0000}} {unit}"))
     return _with_legend(plot)
 
 

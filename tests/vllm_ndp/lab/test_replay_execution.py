@@ -246,6 +246,5 @@ def test_the_plugins_own_run_takes_what_its_pairs_take_by_the_tables_of_rivals(b
     by_tables = run_pairs(batches, ran.widths, COSTS)
     assert (ran.widths == 0).sum() < (paper.widths == 0).sum()  # hot experts ran on the device, too
     assert {0, 3} < set(np.unique(ran.widths).tolist()) <= {0, 1, 2, 3, 4}
-    assert ran.gpu_ps == pytest.approx(by_tables.gpu_ps, rel=1e-5 if batch == 1 else 0.12)
     assert ran.device_ps.sum() == pytest.approx(by_tables.device_ps.sum(), rel=0.005)
     assert ran.moe_ps.sum() == pytest.approx(by_tables.moe_ps.sum(), rel=0.005 if batch == 1 else 0.02)

@@ -18,12 +18,11 @@ from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs, HostCpu
 from vllm_ndp.cost_model.memory import Memory, slots_bytes
 from vllm_ndp.lab.systems.system import ReplayOptions, System
-from vllm_ndp.lab.vectorised.batches import Batches, Loads, add_up, sums_after, sums_before
+from vllm_ndp.lab.vectorised.batches import Batches, Loads, add_up, sums_after
 from vllm_ndp.lab.vectorised.execution import (
     cold_at,
     copied_in_order,
     each_ps,
-    launched,
     prompts_ps,
     without_device,
 )
@@ -179,8 +178,8 @@ def _expected_uses(batches: Batches, steps: int) -> NDArray[np.float64]:
 
 def _layers(
     rows: NDArray[np.int64], tier: NDArray[np.uint8], costs: Costs
-) -> tuple[NDArray[np.float64], NDArray[np.float64], int, NDArray[np.bool_]]:
-    """(time of the experts, of those on the GPU, how many were loaded, slots that the host computes).
+) -> tuple[NDArray[np.float64], int, NDArray[np.bool_]]:
+    """(time of the experts, how many were loaded, slots that the host computes).
 
     rows and tier [..., S]. The heaviest missing ones are loaded, as many as shorten the layer.
     """
@@ -196,8 +195,7 @@ def _layers(
     chosen = total.argmin(axis=-1)[..., None]
     on_host = np.zeros(rows.shape, np.bool_)
     np.put_along_axis(on_host, order, (np.arange(rows.shape[-1]) >= chosen) & (missing > 0), axis=-1)
-    moe, on_gpu = (np.take_along_axis(of, chosen, -1)[..., 0] for of in (total, here + sums_before(copied)))
-    return moe, launched(on_gpu, costs), int(chosen.sum()), on_host
+    return np.take_along_axis(total, chosen, -1)[..., 0], int(chosen.sum()), on_host
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
@@ -217,7 +215,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         to_gpu, to_cpu = to_gpu + came, to_cpu + went
         part = slice(first, first + RETIER_STEPS)
         tier[:, part] = loads.look_up(tiers, part)
-    moe, gpu_ps, loaded, on_host = _layers(loads.rows, tier, costs)
+    moe, loaded, on_host = _layers(loads.rows, tier, costs)
     cold = on_host & (tier == COLD)
     used = loads.rows > 0
     host_experts, cold_experts = int(on_host.sum()), int(cold.sum())
@@ -231,7 +229,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         batches,
         costs,
         moe_ps=moe + waits,
-        gpu_ps=gpu_ps,
         prefill_ps=prompts_ps(batches, costs, lambda counts: _layers(counts, start, costs)[0]),
         fetched_experts=loaded + to_gpu,
         hot_pairs=int(loads.rows.sum()) - ran.pairs,

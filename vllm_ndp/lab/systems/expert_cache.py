@@ -24,7 +24,7 @@ from vllm_ndp.cost_model.memory import Memory
 from vllm_ndp.lab.systems.quantized import WEIGHT_BITS
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
-from vllm_ndp.lab.vectorised.execution import cold_at, launched, on_gpu_ps, prompts_ps, shared_ps, without_device
+from vllm_ndp.lab.vectorised.execution import cold_at, on_gpu_ps, prompts_ps, shared_ps, without_device
 from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, attention_ps, layer_factor
 
 MISSES = ("either", "host")
@@ -113,7 +113,6 @@ def replay_cache(policy: str, rule: CacheRule, batches: Batches, costs: Costs, o
         batches,
         costs,
         moe_ps=np.maximum(ends - shared_ps(batches, costs), 0.0),
-        gpu_ps=launched(add_up(np.where(on_gpu, gpu[loads.rows], 0.0)), costs, expert_bytes),
         prefill_ps=_prompts_ps(batches, costs, expert_bytes),
         fetched_experts=moved,
         hot_pairs=int(loads.rows[done == HIT].sum()),

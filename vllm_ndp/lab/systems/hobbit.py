@@ -167,7 +167,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         batches,
         costs,
         moe_ps=layer,
-        gpu_ps=compute,
         resident=high_start,
         fetched_experts=float(crossed.sum()) / costs.copy_ps,
         hot_pairs=int(rows[hit].sum()),

@@ -40,25 +40,24 @@ def fiddler(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     resident = options.popular(options.budget.num_hot)
 
     def layers(rows: NDArray[np.int64], here: NDArray[np.bool_]) -> tuple[NDArray[Any], ...]:
-        """(time of a layer, of its experts on the GPU, which are copied, which the host computes), all [..., S] but
-        the first [...]: of decode and of a prompt."""
+        """(time of a layer [...], which experts are copied, which the host computes, both [..., S]): of decode and of
+        a prompt."""
         gpu = each_ps(rows, costs.gpu_expert_ps)
         host = each_ps(rows, costs.hop_ps) + cpu.each_ps(costs, rows, costs.shape.expert_bytes)
         away = (rows > 0) & ~here
         on_host = away & (host <= fetch + gpu)
         gpu, copied = np.where(on_host, 0.0, gpu), away & ~on_host
         times = np.maximum(with_copies(gpu, copied, costs), add_up(np.where(on_host, host, 0.0)))
-        return times, gpu, copied, on_host
+        return times, copied, on_host
 
     rows, here = batches.loads.rows, batches.loads.look_up(resident)
-    moe, gpu, copied, on_host = layers(rows, here)
+    moe, copied, on_host = layers(rows, here)
     cpu_pairs, cpu_experts = int(rows[on_host].sum()), int(on_host.sum())
     return without_device(
         "static",
         batches,
         costs,
         moe_ps=moe,
-        gpu_ps=launched(add_up(gpu), costs),
         prefill_ps=prompts_ps(batches, costs, lambda counts: layers(counts, resident)[0]),
         fetched_experts=int(copied.sum()),
         hot_pairs=int(rows[here].sum()),
@@ -112,7 +111,6 @@ def daop(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         batches,
         costs,
         moe_ps=np.maximum(on_gpu, late),
-        gpu_ps=on_gpu,
         resident=options.popular(options.budget.num_hot),
         fetched_experts=float(hot.sum()),
         hot_pairs=int(loads.rows[here].sum()),
@@ -191,7 +189,6 @@ def ktransformers(batches: Batches, costs: Costs, options: ReplayOptions) -> Out
         batches,
         costs,
         moe_ps=np.maximum(gpu_ps, add_up(on_cpu[cold]) + hop[crossing]),
-        gpu_ps=gpu_ps,
         prefill_ps=prompts_ps(batches, costs, layers_ps),
         hot_pairs=int(hits.sum()),
         cold=cold_at(batches, widths, options.loss),

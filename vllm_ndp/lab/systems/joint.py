@@ -117,7 +117,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         policy=f"{options.policy_name}, {menu.tiers}, loss in {unit}",
         moe_ps=np.maximum(np.maximum(gpu, device), host),
         device_ps=device,
-        gpu_ps=gpu,
         prefill_ps=run_prompts(batches, on_gpu[before], costs),
         migration_ps=np.array([costs.gpu.migration_ps(count) for count in whole], np.float64),
         migrated_bytes=float(bytes_moved.sum()),

@@ -73,7 +73,6 @@ def monde(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     ranked = -np.sort(-batches.loads.rows, axis=3)
     chosen, device_ps, gpu_ps, after, sent = divided(ranked, batches.rows[:, :, None, None])
     here = np.arange(ranked.shape[3]) < chosen[..., None]
-    compute = launched(add_up(np.where(here, costs.gpu_experts_ps(b)[ranked], 0.0)), costs)
     moved, pairs, on_device = int(chosen.sum()), int(ranked.sum()), int(after.sum())
     reads = np.bincount(ranked[~here], minlength=b + 1)
     link_bytes = float(costs.message_wire_bytes(b)[sent, after].sum())
@@ -82,7 +81,6 @@ def monde(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         policy=f"H {rounding}",
         moe_ps=np.maximum(device_ps, gpu_ps + shared_ps(batches, costs)),
         device_ps=device_ps,
-        gpu_ps=compute,
         prefill_ps=prompts_ps(batches, costs, layers_ps),
         migration_ps=np.zeros(g),
         migrated_bytes=moved * layer_factor(batches, costs) * costs.shape.expert_bytes,
@@ -137,7 +135,6 @@ def pimoe(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         policy="longest to the GPU",
         moe_ps=split.moe_ps,
         device_ps=split.device_ps,
-        gpu_ps=split.gpu_ps,
         prefill_ps=run_prompts(batches, np.broadcast_to(resident, (g, *resident.shape)), costs),
         migration_ps=np.zeros(g),
         migrated_bytes=0.0,

@@ -66,7 +66,7 @@ class Groups:
         self._at: NDArray[np.uint8] = np.zeros((layers, b, batches.num_experts), np.uint8)  # bits on the device
         self.widths: NDArray[np.uint8] = np.zeros((g, b, d, layers, k), np.uint8)
         """Where decode pairs ran: 0 on the GPU, else the bits on the device."""
-        self.moe_ps, self.device_ps, self.gpu_ps = np.zeros((3, g, d, layers))
+        self.moe_ps, self.device_ps = np.zeros((2, g, d, layers))
         self.prefill_ps: NDArray[np.float64] = np.zeros((g, b))
         """Of the whole model, with what moved before the prompt."""
         self.migration_ps: NDArray[np.float64] = np.zeros(g)
@@ -84,7 +84,6 @@ class Groups:
             policy=options.policy_name,
             moe_ps=self.moe_ps,
             device_ps=self.device_ps,
-            gpu_ps=self.gpu_ps,
             prefill_ps=self.prefill_ps,
             migration_ps=self.migration_ps,
             migrated_bytes=self.moved * costs.shape.expert_bytes,
@@ -125,7 +124,6 @@ class Groups:
             times = run.time.layers
             self.moe_ps[group, step] = [_experts_ps(time) for time in times]
             self.device_ps[group, step] = [time.device_ps for time in times]
-            self.gpu_ps[group, step] = [time.shared_ps + time.hot_ps for time in times]
             ids = batches.ids[group, running, step]  # [R, L, k]
             place_of = np.arange(len(running))[:, None, None]
             widths = self._at[layers, place_of, ids]

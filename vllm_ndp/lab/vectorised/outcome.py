@@ -45,7 +45,6 @@ class Outcome:
     policy: str
     moe_ps: NDArray[np.float64]  # [G, D, L], experts of a layer, wherever they ran
     device_ps: NDArray[np.float64]  # [G, D, L], the device's part of it (0 where there is no device)
-    gpu_ps: NDArray[np.float64]  # [G, D, L], GPU experts computing; waiting for their copies is not in it
     prefill_ps: NDArray[np.float64]  # [G, B], of the whole model
     migration_ps: NDArray[np.float64]  # [G], of the whole model, before the first decode step
     migrated_bytes: float  # of the whole model, weights moved to the GPU after or during decode; prefill apart
