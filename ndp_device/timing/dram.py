@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ndp_device import _commands
 from ndp_device.common.errors import ConfigError
-from ndp_device.timing.dram_controller import Controller, Idle, StreamMap
+from ndp_device.timing.dram_controller import Controller, StreamMap
 from ndp_device.timing.spec import DramSpec
 from ndp_device.timing.work import PS_PER_S, ceil_div
 
@@ -78,11 +78,11 @@ def idle_ps(dram: DramSpec, case: str) -> int:
     if dram.kind == "ideal":
         return stream(dram, 1, 0).total_ps
     lines = StreamMap(dram)
-    controller = Controller(replace(dram, refresh="off"), lines, Idle(0), end=1)
+    controller = Controller(replace(dram, refresh="off"), lines, 1)
     bank, row = lines.at(0)
     if case != "closed":
         controller.channel.open_rows[bank] = row if case == "hit" else row + 1
-    return dram.cycles_to_ps(controller.run().cycles + _OFFER_CYCLES)
+    return dram.cycles_to_ps(controller.run() + _OFFER_CYCLES)
 
 
 def transfer(dram: DramSpec, num_bytes: int) -> Transfer:
@@ -94,8 +94,8 @@ def transfer(dram: DramSpec, num_bytes: int) -> Transfer:
         times = [stream(dram, lines, 0).total_ps]
     elif lines <= _EXACT_LINES:
         count = max(8, min(_SIMULATED_LINES // lines, 1024))
-        idle = _moments(dram, count)
-        times = [dram.cycles_to_ps(_exact_cycles(dram, StreamMap(dram), lines, moment)) for moment in idle]
+        starts = _moments(dram, count)
+        times = [dram.cycles_to_ps(_exact_cycles(dram, StreamMap(dram), lines, start=start)) for start in starts]
     else:
         interval, count = closed_form(dram).refresh_interval, 256
         since = [dram.cycles_to_ps((2 * part + 1) * interval // (2 * count)) for part in range(count)]
@@ -105,18 +105,18 @@ def transfer(dram: DramSpec, num_bytes: int) -> Transfer:
     return Transfer(mean, min(times), max(times), rate / 1e9, rate / dram.peak_bytes_per_s)
 
 
-def _moments(dram: DramSpec, count: int) -> list[Idle]:
-    """An idle device that refreshes itself, offered lines in the middles of `count` equal parts of a refresh interval.
+def _moments(dram: DramSpec, count: int) -> list[int]:
+    """An idle device that refreshes itself is offered lines in the middles of `count` equal parts of an interval.
 
     The simulation begins at the last refresh that falls due before the start.
     """
     if dram.refresh == "off":
-        return [Idle(0)]
-    return [Idle(0, start=(2 * part + 1) * dram.refi // (2 * count)) for part in range(count)]
+        return [0]
+    return [(2 * part + 1) * dram.refi // (2 * count) for part in range(count)]
 
 
-def _exact_cycles(dram: DramSpec, lines: StreamMap, end: int, idle: Idle) -> int:
-    return Controller(dram, lines, idle, end, dram.outstanding).run().cycles + _OFFER_CYCLES
+def _exact_cycles(dram: DramSpec, lines: StreamMap, end: int, *, to_refresh: int = 0, start: int = 0) -> int:
+    return Controller(dram, lines, end, to_refresh=to_refresh, start=start).run() + _OFFER_CYCLES
 
 
 # -- the closed form ---------------------------------------------------------------------------------------------------
@@ -138,14 +138,14 @@ class _Constants(NamedTuple):
 
 def constants_of(dram: DramSpec) -> _Constants:
     """Those of banks, not of an ideal DRAM."""
-    still, lines, idle = replace(dram, refresh="off"), StreamMap(dram), Idle(0)
-    ramp = tuple(_exact_cycles(still, lines, end, idle) if end else 0 for end in range(_RAMP_LINES + 1))
+    still, lines = replace(dram, refresh="off"), StreamMap(dram)
+    ramp = tuple(_exact_cycles(still, lines, end) if end else 0 for end in range(_RAMP_LINES + 1))
     rank_lines = lines.row_span // dram.ranks
-    after_rank = _exact_cycles(still, lines, _RAMP_LINES + rank_lines, idle)
+    after_rank = _exact_cycles(still, lines, _RAMP_LINES + rank_lines)
     pace, data_cycles = (after_rank - ramp[-1], rank_lines), dram.cl + dram.burst
     if dram.refresh == "off":
         first_pass = max(lines.row_span, _RAMP_LINES)
-        once, twice = (_exact_cycles(still, lines, passes * first_pass, idle) for passes in (1, 2))
+        once, twice = (_exact_cycles(still, lines, passes * first_pass) for passes in (1, 2))
         return _Constants(ramp, pace, first_pass, (twice - once, first_pass), (0, 1), data_cycles, 0, 0, 0)
     loss = _refresh_loss(dram, lines)
     blocked = dram.ranks - 1 + dram.rfc - (dram.act_cycles - 1)
@@ -155,6 +155,6 @@ def constants_of(dram: DramSpec) -> _Constants:
 def _refresh_loss(dram: DramSpec, lines: StreamMap) -> tuple[int, int]:
     """One all-bank refresh in the middle of a stream: the mean over moments that meet every phase of the burst."""
     end = 8 * _RAMP_LINES
-    alone = _exact_cycles(replace(dram, refresh="off"), lines, end, Idle(0))
-    moments = [Idle(alone // 2 + sample * (dram.burst + 1)) for sample in range(_LOSS_SAMPLES)]
-    return sum(_exact_cycles(dram, lines, end, idle) - alone for idle in moments), _LOSS_SAMPLES
+    alone = _exact_cycles(replace(dram, refresh="off"), lines, end)
+    moments = [alone // 2 + sample * (dram.burst + 1) for sample in range(_LOSS_SAMPLES)]
+    return sum(_exact_cycles(dram, lines, end, to_refresh=due) - alone for due in moments), _LOSS_SAMPLES

@@ -148,34 +148,18 @@ class StreamMap:
         return (rank * dram.bank_groups + group) * dram.banks_per_group + bank, row
 
 
-@dataclass(frozen=True)
-class Idle:
-    """A channel with every row closed that will be offered lines."""
-
-    to_refresh: int  # cycles until the next refresh falls due
-    start: int = 0  # cycles until the scheduler sees the first line
-
-
-@dataclass(frozen=True)
-class ServedBurst:
-    """Cost of serving the lines, from the first cycle in which the scheduler saw one."""
-
-    cycles: int
-    activations: int
-    refreshes: int
-
-
 class Controller:
-    """Serves lines [0, end) on an idle channel; lines_in_flight bounds lines offered and not yet returned, 0 = free."""
+    """Serves lines [0, end) on a channel with every row closed."""
 
-    def __init__(self, dram: DramSpec, lines: StreamMap, idle: Idle, end: int, lines_in_flight: int = 0) -> None:
+    def __init__(self, dram: DramSpec, lines: StreamMap, end: int, *, to_refresh: int = 0, start: int = 0) -> None:
+        """Cycles until the next refresh falls due, and until the scheduler sees the first line."""
         self.dram = dram
         self.channel = Channel(dram)
         self.lines = lines
         self.end = end
-        self.in_flight_limit = lines_in_flight
+        self.in_flight_limit = dram.outstanding
         self.now = 0
-        self.start = idle.start
+        self.start = start
         self.offered = 0
         self.queue: dict[int, dict[int, deque[int]]] = {}  # bank -> row -> positions, oldest first
         self.queued = 0
@@ -183,15 +167,15 @@ class Controller:
         self.second_activate_by = _FOREVER  # the last cycle for the other half of an activate; _FOREVER = none is open
         self.returns: deque[int] = deque()  # cycles at which lines in flight have returned
         self.last_return = 0
-        self.next_refresh = _FOREVER if dram.refresh == "off" else idle.to_refresh
+        self.next_refresh = _FOREVER if dram.refresh == "off" else to_refresh
         self.refresh_due: deque[int] = deque()  # ranks
         self.refreshes = 0
 
-    def run(self) -> ServedBurst:
-        """Until the last line has returned."""
+    def run(self) -> int:
+        """Cycles from the first in which the scheduler saw a line until the last one has returned."""
         while self.queued or self.active or self.offered < self.end:
             self._step()
-        return ServedBurst(self.last_return - self.start, self.channel.activations, self.refreshes)
+        return self.last_return - self.start
 
     # -- offering ------------------------------------------------------------------------------------------------
 

@@ -39,11 +39,6 @@ class Memory:
     host: int = 0
     expander: int = 0
 
-    def __post_init__(self) -> None:
-        for place, num_bytes in vars(self).items():
-            if num_bytes < 0:
-                raise ValueError(f"bytes of experts in {place} memory must not be negative, got {num_bytes}")
-
 
 @dataclass(frozen=True)
 class Footprint:

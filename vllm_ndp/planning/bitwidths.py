@@ -198,8 +198,6 @@ def select_bitwidths(
 
     Experts that are not cold have 0 bits here, as in `uniform_bitwidths`.
     """
-    if gain not in GAINS:
-        raise ConfigError(f"bits must be chosen by one of {list(GAINS)}, got {gain!r}")
     _require_one_model(score, placement, loss)
     gains = loss.mse[:, :, :1] - loss.mse[:, :, 1:]  # [L, E, 3] for 2, 3, 4 bits
     if gain == "importance":

@@ -244,6 +244,4 @@ def with_warm(placement: Placement, importance: NDArray[np.float64], num_warm: i
 
 def by_sum(scores: Sequence[ImportanceScore], num_hot: int) -> Placement:
     """Every request counts the same: top-K of the sum of normalised importances."""
-    if not scores:
-        raise ValueError("a placement needs the score of at least one request")
     return top_experts(np.sum([score.values for score in scores], axis=0), num_hot)

@@ -9,7 +9,7 @@ from paths import DATA
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.dram import channel_lines, constants_of, idle_ps, stream, transfer
-from ndp_device.timing.dram_controller import Controller, Idle, StreamMap
+from ndp_device.timing.dram_controller import Controller, StreamMap
 from ndp_device.timing.spec import DramSpec, load_hardware
 
 DDR5 = load_hardware("h100-ndp512").dram
@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 def exact(dram: DramSpec, lines: int, to_refresh: int) -> int:
-    return Controller(dram, StreamMap(dram), Idle(to_refresh), lines, dram.outstanding).run().cycles
+    return Controller(dram, StreamMap(dram), lines, to_refresh=to_refresh).run()
 
 
 def efficiency(num_bytes: int, dram: DramSpec) -> float:
@@ -93,7 +93,7 @@ class LastRank:
 def test_a_start_in_a_refresh_takes_what_the_simulation_says_to_the_cycle(dram: DramSpec) -> None:
     """Every start until the refresh is over everywhere, those just after, and some until the next falls due."""
     for start in [*range(dram.rfc + 10), *range(dram.rfc, dram.refi - 200, 97)]:
-        simulated = Controller(dram, LastRank(dram), Idle(0, start=start), 4, dram.outstanding).run().cycles + 1
+        simulated = Controller(dram, LastRank(dram), 4, start=start).run() + 1
         read = stream(dram, 4, -(-start * dram.tck_fs // 1000))
         assert (start, read.total_ps) == (start, dram.cycles_to_ps(simulated))
 
@@ -103,10 +103,11 @@ def test_a_stream_that_waits_for_one_refresh_may_meet_the_next_for_it(dram: Dram
     """Without the wait, these lines would have been read before the next falls due."""
     lines = (dram.refi - dram.rfc // 2) // dram.burst
     still = stream(replace(dram, refresh="off"), lines, 0).total_ps
-    simulated = Controller(dram, StreamMap(dram), Idle(0), lines, dram.outstanding).run()
+    simulated = Controller(dram, StreamMap(dram), lines)
+    cycles = simulated.run()
     assert simulated.refreshes == 2 * dram.ranks
     assert still < dram.cycles_to_ps(dram.refi)
-    assert stream(dram, lines, 0).total_ps == pytest.approx(dram.cycles_to_ps(simulated.cycles + 1), rel=0.003)
+    assert stream(dram, lines, 0).total_ps == pytest.approx(dram.cycles_to_ps(cycles + 1), rel=0.003)
 
 
 @pytest.mark.parametrize(("dram", "lines", "to_refresh", "rows"), [(DDR5, 300, 1000, 8), (LPDDR5, 500, 1000, 4)])
@@ -115,10 +116,10 @@ def test_a_refresh_opens_again_as_many_rows_as_the_simulation_opens(
 ) -> None:
     """One of each bank group. Here it comes in the middle of them, so that no row would have been opened anyway."""
     still = replace(dram, refresh="off")
-    refreshed, undisturbed = (
-        Controller(one, StreamMap(one), Idle(to_refresh), lines, one.outstanding).run().activations
-        for one in (dram, still)
-    )
+    both = [Controller(one, StreamMap(one), lines, to_refresh=to_refresh) for one in (dram, still)]
+    for one in both:
+        one.run()
+    refreshed, undisturbed = (one.channel.activations for one in both)
     assert refreshed - undisturbed == rows
     begun = dram.cycles_to_ps(dram.refi - to_refresh)
     assert stream(dram, lines, begun).activations - stream(still, lines, begun).activations == rows * dram.channels
@@ -202,6 +203,5 @@ def test_the_controller_takes_the_cycles_of_the_public_simulator(row: dict[str, 
         "dram.outstanding": row["outstanding"],
     }
     dram = load_hardware(row["preset"], **options).dram
-    idle = Idle(0, start=int(row["start_cycle"]))
-    served = Controller(dram, StreamMap(dram), idle, int(row["lines"]), dram.outstanding).run()
-    assert served.cycles + 1 == int(row["cycles"])  # the scheduler sees a line in the cycle after the offer
+    cycles = Controller(dram, StreamMap(dram), int(row["lines"]), start=int(row["start_cycle"])).run()
+    assert cycles + 1 == int(row["cycles"])  # the scheduler sees a line in the cycle after the offer

@@ -318,25 +318,18 @@ def losses_chosen(trace: Trace, replicas: Path | None, options: dict[str, Any]) 
     """Load the losses that the options name, of the given replicas; without any, None: nominal ones."""
     kind = options.get("losses")
     if replicas is not None:
-        return losses(trace, replicas, kind=str(kind or "relative"))
+        return losses(trace, replicas, str(kind or "relative"))
     if kind is not None:
         raise ConfigError("--policy-option losses=... chooses among losses of replicas: give --replicas too")
     return None
 
 
-def losses(trace: Trace, replicas: Path | None, *, nominal: bool = False, kind: str = "relative") -> LossTable:
-    """Load losses, relative or absolute: of the given replicas, else of those the run used, else of the cache."""
-    from ndp_device.common.kept import default_cache_dir
+def losses(trace: Trace, replicas: Path, kind: str = "relative") -> LossTable:
+    """Load losses, relative or absolute, of the replicas of the trace's model."""
     from ndp_device.replicas.format import load_losses
     from vllm_ndp.planning.bitwidths import LossTable
 
     p = trace.provenance
-    if replicas is None and not nominal:
-        used, all_widths = p.settings.get("replicas"), default_cache_dir(p.model_digest)
-        only = default_cache_dir(f"{p.model_digest}-{p.settings.get('slot_bits')}")  # of a server with one width alone
-        replicas = Path(used) if used else only if only.exists() and not all_widths.exists() else all_widths
-    if nominal or replicas is None:
-        return LossTable.nominal(p.num_layers, p.num_experts)
     loss = LossTable.from_measured(*load_losses(replicas, kind))
     if (live := p.live) is not None and live.num_stages > 1 and len(loss.mse) > p.num_layers:
         loss = loss.of_layers(slice(live.first_layer, live.first_layer + p.num_layers))
@@ -349,10 +342,17 @@ def losses(trace: Trace, replicas: Path | None, *, nominal: bool = False, kind: 
 
 
 def losses_of_run(trace: Trace, replicas: Path | None) -> LossTable:
-    """Load the losses that a live run planned with; nominal ones where it planned without, or was none."""
-    live = trace.provenance.live
-    settings = trace.provenance.settings
+    """Load the losses that a live run planned with, of the given replicas, else of those it used, else of the cache;
+    nominal ones where it planned without, or was none."""
+    from ndp_device.common.kept import default_cache_dir
+    from vllm_ndp.planning.bitwidths import LossTable
+
+    p, live, settings = trace.provenance, trace.provenance.live, trace.provenance.settings
     is_identity = settings.get("cold_precision") == "full"
-    is_nominal = live is None or is_identity or not set(live.expert_bytes) - {FULL_PRECISION_BITS}
-    kind = settings["policy_options"]["losses"] if live else "absolute"
-    return losses(trace, replicas, nominal=is_nominal, kind=kind)
+    if live is None or is_identity or not set(live.expert_bytes) - {FULL_PRECISION_BITS}:
+        return LossTable.nominal(p.num_layers, p.num_experts)
+    if replicas is None:
+        used, all_widths = settings.get("replicas"), default_cache_dir(p.model_digest)
+        only = default_cache_dir(f"{p.model_digest}-{settings.get('slot_bits')}")  # of a server with one width alone
+        replicas = Path(used) if used else only if only.exists() and not all_widths.exists() else all_widths
+    return losses(trace, replicas, settings["policy_options"]["losses"])

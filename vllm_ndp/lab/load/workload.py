@@ -129,13 +129,11 @@ class Workload:
         self.ids = _Column(lambda rows: trace.ids[self._recorded(rows)])
         self.weights = _Column(lambda rows: trace.weights[self._recorded(rows)])
         self.phase = np.empty(0, np.uint8)  # nothing was rejected
-        self.sequences = _Requests(trace, of)
+        self.sequences = [trace.sequences[number] for number in of.tolist()]
 
     @classmethod
     def repeated(cls, trace: Trace, count: int) -> Workload:
         """So many requests, each as long as recorded."""
-        if not len(trace.prompt_len):
-            raise TraceError("the trace has no requests")
         _, begins, splits = trace.executed
         return cls(trace, np.resize(splits - begins[:-1], count), np.resize(begins[1:] - splits + 1, count))
 
@@ -155,11 +153,3 @@ class Workload:
         at = np.where(decoded < 0, start + position % (split - start), split + decoded % np.maximum(end - split, 1))
         recorded: NDArray[np.int64] = self._order[at]
         return recorded
-
-
-class _Requests:
-    def __init__(self, trace: Trace, of: NDArray[np.int64]) -> None:
-        self._trace, self._of = trace, of
-
-    def __getitem__(self, number: int) -> Any:
-        return self._trace.sequences[int(self._of[number])]
