@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.common.errors import ConfigError, TraceError
+from ndp_device.common.errors import TraceError
 from ndp_device.experts.expert import Part
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
@@ -35,9 +35,7 @@ from vllm_ndp.traces.format import CACHED
 from vllm_ndp.traces.trace import Trace
 
 
-def serve(
-    traces: Sequence[Trace], settings: LoadSettings, *, loss: LossTable | None = None
-) -> list[ServedRequest]:
+def serve(traces: Sequence[Trace], settings: LoadSettings, *, loss: LossTable | None = None) -> list[ServedRequest]:
     """Serve each trace on a host of its own; all hosts share the devices. Raises before anything is simulated."""
     hosts = [_host(trace, settings, number, loss, len(traces)) for number, trace in enumerate(traces)]
     hardware = load_hardware(settings.hardware, **settings.overrides)
@@ -55,9 +53,7 @@ def serve_again(trace: Trace, loss: LossTable) -> ServedRequest:
     return alone(host.whole(), *(DeviceModel(host.engine.hardware) for _ in range(setup.num_devices)))
 
 
-def _host(
-    trace: Trace, settings: LoadSettings, number: int, loss: LossTable | None, device_hosts: int
-) -> Host:
+def _host(trace: Trace, settings: LoadSettings, number: int, loss: LossTable | None, device_hosts: int) -> Host:
     told = read_mooncake(settings.file, settings.requests, settings.speed) if settings.file else None
     count = len(trace.prompt_len) if settings.requests is None else settings.requests
     if told is None and count < len(trace.prompt_len):

@@ -36,13 +36,13 @@ class Priority:
 LRU, LFU = Priority("lru"), Priority("lfu")
 
 
-def lcp(rho: float = 0.25, omega: float = 128.0) -> Priority:
+def lcp(rho: float, omega: float) -> Priority:
     """MoEpic's priority: mu * rho ** (nu / omega), mu the frequency, nu tokens since the last use."""
     each = round(rho ** (1 / omega) * 2**40) / 2**40  # processors differ below that
     return Priority("faded", powers(each, int(64 * omega)))
 
 
-CACHE_PRIORITIES: dict[str, Priority] = {"lru": LRU, "lfu": LFU, "lcp": lcp()}
+CACHE_PRIORITIES: dict[str, Priority] = {"lru": LRU, "lfu": LFU}
 
 
 class Visits(NamedTuple):
@@ -55,7 +55,7 @@ class Visits(NamedTuple):
 def visits(
     loads: Loads,
     start: NDArray[np.bool_],
-    capacity: int | NDArray[np.int64],
+    capacity: int,
     priority: Priority,
     *,
     frequency: NDArray[np.float64] | None = None,
@@ -63,13 +63,12 @@ def visits(
 ) -> Visits:
     """Run a cache over all steps.
 
-    `start`: experts that it holds at first, [G, L, E] or [L, E]. `capacity`: experts per lane, one number or [L].
-    `frequency`: counts to start from. `predict`: number of experts guessed before each step.
+    `start` [L, E]: experts that it holds at first. `capacity`: experts per lane. `frequency`: counts to start from.
+    `predict`: number of experts guessed before each step.
     """
     g, steps, layers, _ = loads.rows.shape
     experts = start.shape[-1]
     lanes = _Lanes(np.broadcast_to(start, (g, layers, experts)), frequency, priority)
-    places = np.tile(np.broadcast_to(np.asarray(capacity), (layers,)), g)
     hit, predicted = np.zeros((2, *loads.rows.shape), np.bool_)
     for step in range(steps):
         rows = loads.rows[:, step].reshape(g * layers, -1)
@@ -83,8 +82,8 @@ def visits(
             guessed = lanes.highest(which, step, predict).ravel()[cells]
             predicted[:, step] = (missing & guessed).reshape(hit[:, step].shape)
         lanes.use(cells[used], rows[used], step)
-        which = which[places[which] > 0]
-        lanes.bring_in(which, cells[used], places[which], step)
+        if capacity:
+            lanes.bring_in(which, cells[used], capacity, step)
     return Visits(hit, predicted)
 
 
@@ -131,10 +130,8 @@ class _Lanes:
         self._last.ravel()[cells] = step
         self._frequency.ravel()[cells] += rows
 
-    def bring_in(
-        self, which: NDArray[np.int64], cells: NDArray[np.int64], places: NDArray[np.int64], step: int
-    ) -> None:
-        """Hold what is in use and those of highest priority, as far as the places [W] go; of equal ones the higher id
+    def bring_in(self, which: NDArray[np.int64], cells: NDArray[np.int64], places: int, step: int) -> None:
+        """Hold what is in use and those of highest priority, as far as the places go; of equal ones the higher id
         leaves. cells: in use, of all lanes."""
         in_use = np.zeros(self.held.shape, np.bool_)
         in_use.ravel()[cells] = True
