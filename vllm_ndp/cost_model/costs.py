@@ -5,8 +5,8 @@
 
 Every number comes out of ndp_device.timing and gpu_timing; this file only asks them, once per distinct case, and
 averages over 16 moments of the refresh interval. The sum over experts is exact up to how the refresh falls
-(a test holds it within 2 % of DeviceModel). A processor that computes experts beside a memory (HostCpu), the host's CPU
-or an expander that multiplies, is two rooflines. Knows sizes. Does not know traces, policies or systems.
+(a test holds it within 2 % of DeviceModel). The host's CPU is two rooflines. Knows sizes. Does not know traces,
+policies or systems.
 """
 
 from __future__ import annotations
@@ -161,6 +161,38 @@ class Costs:
         A hop is a hop."""
         return self.link_ps(rows, 0)
 
+    def hops_ps(self, max_rows: int) -> NDArray[np.float64]:
+        """[rows]: the same of so many rows."""
+        return np.array([self.hop_ps(n) for n in range(max_rows + 1)], np.float64)
+
+    @property
+    def host_bytes_per_s(self) -> int:
+        """At which the CPU reads experts from host memory."""
+        host = self.hardware.host
+        return host.memory_bytes_per_s * host.memory_efficiency_percent // 100
+
+    def cpu_expert_ps(self, rows: int) -> int:
+        """A full-precision expert with so many rows on the host's CPU, in whole picoseconds for the step clock."""
+        flops = 2 * self.shape.weights_per_expert * rows
+        read = transfer_ps(self.shape.expert_bytes, self.host_bytes_per_s)
+        return max(read, ceil_div(flops * PS_PER_S, self.hardware.host.cpu_flops_per_s))
+
+    def cpu_experts_ps(
+        self, counts: NDArray[np.int64], weight_bytes: float, bytes_per_s: int | None = None
+    ) -> NDArray[np.float64]:
+        """[...]: an expert of that size multiplied by each of counts [...] rows; 0 rows cost nothing. bytes_per_s: of
+        the memory that the CPU reads it from; None: the host's."""
+        read = np.where(counts > 0, weight_bytes / (bytes_per_s or self.host_bytes_per_s), 0.0)
+        compute = 2.0 * self.shape.weights_per_expert * counts / self.hardware.host.cpu_flops_per_s
+        times: NDArray[np.float64] = np.maximum(read, compute) * PS_PER_S
+        return times
+
+    def cpu_layers_ps(self, counts: NDArray[np.int64], weight_bytes: float) -> NDArray[np.float64]:
+        """[L]: all experts of counts [L, E] on the CPU, one after the other, and the rows' way there and back."""
+        hop = [self.hop_ps(int(n)) for n in -(-counts.sum(axis=1) // self.shape.top_k)]
+        times: NDArray[np.float64] = self.cpu_experts_ps(counts, weight_bytes).sum(axis=1) + np.array(hop, np.float64)
+        return times
+
     @property
     def openings(self) -> dict[str, float]:
         """Picoseconds that leaving the GPU with one row costs, by tier at the other end."""
@@ -299,46 +331,3 @@ def _device_mean_ps(costs: Costs, bits: int, tokens: int, num_experts: int) -> f
     moments = [phase * interval // _REFRESH_PHASES for phase in range(1, _REFRESH_PHASES)]
     times = [DeviceModel(costs.hardware).execute(work, moment).total_ps for moment in moments]
     return (first + sum(times)) / _REFRESH_PHASES
-
-
-@dataclass(frozen=True)
-class HostCpu:
-    """Tables and sums in floats are for systems that replay a whole trace at once. `expert_ps` is the same price in
-    whole picoseconds, for the step clock of the plugin and of the exact replay, which adds the rows' hop."""
-
-    flops_per_s: int
-    memory_bytes_per_s: int
-
-    @classmethod
-    def of(cls, costs: Costs) -> HostCpu:
-        host = costs.hardware.host
-        return cls(host.cpu_flops_per_s, host.memory_bytes_per_s * host.memory_efficiency_percent // 100)
-
-    @classmethod
-    def on_expander(cls, costs: Costs) -> HostCpu:
-        """The CPU with experts in the CXL expander's memory."""
-        host = costs.hardware.host
-        return cls(host.cpu_flops_per_s, host.cxl_bytes_per_s)
-
-    def hops_ps(self, costs: Costs, max_rows: int) -> NDArray[np.float64]:
-        """[rows]: activations of n rows to the CPU and their results back, over the link."""
-        return np.array([costs.hop_ps(n) for n in range(max_rows + 1)], np.float64)
-
-    def layers_ps(self, costs: Costs, counts: NDArray[np.int64], weight_bytes: float) -> NDArray[np.float64]:
-        """[L]: all experts of counts [L, E] from host memory, one after the other, and the rows' way there and back."""
-        hop = [costs.hop_ps(int(n)) for n in -(-counts.sum(axis=1) // costs.shape.top_k)]
-        times: NDArray[np.float64] = self.each_ps(costs, counts, weight_bytes).sum(axis=1) + np.array(hop, np.float64)
-        return times
-
-    def expert_ps(self, costs: Costs, rows: int) -> int:
-        """A full-precision expert with so many rows."""
-        flops = 2 * costs.shape.weights_per_expert * rows
-        read = transfer_ps(costs.shape.expert_bytes, self.memory_bytes_per_s)
-        return max(read, ceil_div(flops * PS_PER_S, self.flops_per_s))
-
-    def each_ps(self, costs: Costs, counts: NDArray[np.int64], weight_bytes: float) -> NDArray[np.float64]:
-        """[...]: an expert read from this memory and multiplied by each of counts [...] rows; 0 rows cost nothing."""
-        read = np.where(counts > 0, weight_bytes / self.memory_bytes_per_s, 0.0)
-        compute = 2.0 * costs.shape.weights_per_expert * counts / self.flops_per_s
-        times: NDArray[np.float64] = np.maximum(read, compute) * PS_PER_S
-        return times

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, REPLICA_WIDTHS, WIDTHS
 from ndp_device.timing.work import PS_PER_S
-from vllm_ndp.cost_model.costs import Costs, HostCpu
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.prices import MeasuredPrices
 from vllm_ndp.planning.bitwidths import LossTable, nominal_loss, powers
 from vllm_ndp.planning.joint import Choice, JointPlan, JointProblem, least_time
@@ -79,13 +79,13 @@ class Menu:
             rows = range(1, self.max_rows + 1)
             return np.array([[0.0, *(prices.expert_ps(c.tier, c.bits, n) for n in rows)] for c in self.choices])
         costs = self.costs
-        device, cpu = costs.device_experts_ps(self.max_rows), HostCpu.of(costs)
+        device = costs.device_experts_ps(self.max_rows)
         table = np.zeros((len(self.choices), self.max_rows + 1))
         for c, choice in enumerate(self.choices):
             if choice.tier == "gpu":
                 table[c] = costs.gpu_experts_ps(self.max_rows, choice.held_bytes)
             elif choice.tier == "host":
-                table[c] = cpu.each_ps(costs, np.arange(self.max_rows + 1), choice.held_bytes)
+                table[c] = costs.cpu_experts_ps(np.arange(self.max_rows + 1), choice.held_bytes)
             else:
                 table[c] = device[choice.bits]
         return table

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ndp.cost_model.costs import Costs, HostCpu
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.layer import _split
 from vllm_ndp.layer.balance import Balancer, LayerLoad
 from vllm_ndp.layer.devices import DevicesBalancer
@@ -141,7 +141,7 @@ class Splitter:
         self._rules = none if balancers is None else [self._rule(each) for each in balancers]
         self._prompts = None if rules.prompts is None else _on_device(rules.prompts)
         if host is not None:
-            self.native.price_host(host.hop_ps, partial(HostCpu.of(host).expert_ps, host))
+            self.native.price_host(host.hop_ps, host.cpu_expert_ps)
         self.finder = self.native.finder()
         self.hot: HotArrays
         self._parts: dict[int, Pairs] = {}

@@ -6,7 +6,7 @@ from balance_yardstick import load_of, offloaded
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
-from vllm_ndp.cost_model.costs import Costs, HostCpu, model_named
+from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.cost_model.memory import CAPACITY_OF, DoesNotFit, Footprint, Memory, slots_bytes
 from vllm_ndp.layer.balance import Balancer
 
@@ -55,7 +55,6 @@ def test_a_capacity_that_nothing_has_is_refused(key, value):
 
 
 COSTS = Costs(load_hardware("h100-ndp512", memory_efficiency_percent=100), model_named("mixtral-8x7b"))
-CPU = HostCpu.of(COSTS)
 
 
 def test_a_warm_expert_is_read_from_host_memory_and_its_row_goes_there_and_back():
@@ -66,19 +65,19 @@ def test_a_warm_expert_is_read_from_host_memory_and_its_row_goes_there_and_back(
     hop = 375_000 + 2 * -(-128 * 85 * 10**12 // raw)
     assert COSTS.hop_ps(1) == hop
     assert COSTS.link_ps(1, 1) == pytest.approx(hop, rel=0.05)
-    assert CPU.expert_ps(COSTS, 1) == 1_146_880_000
+    assert COSTS.cpu_expert_ps(1) == 1_146_880_000
 
 
 def test_many_rows_of_one_expert_are_bound_by_arithmetic():
     """2 x 176,160,768 flops a row at 20 Tflop/s are 17,616,077 ps (rounded up): from 66 rows on above the read."""
-    assert CPU.expert_ps(COSTS, 66) == -(-66 * 2 * 176_160_768 * 10**12 // (20 * 10**12)) > 1_146_880_000
-    assert CPU.expert_ps(COSTS, 65) == 1_146_880_000
+    assert COSTS.cpu_expert_ps(66) == -(-66 * 2 * 176_160_768 * 10**12 // (20 * 10**12)) > 1_146_880_000
+    assert COSTS.cpu_expert_ps(65) == 1_146_880_000
 
 
 def test_whole_picoseconds_are_those_of_the_tables_that_replay_adds_up():
     counts, size = np.arange(1, 201), COSTS.shape.expert_bytes
-    whole = [CPU.expert_ps(COSTS, count) for count in counts.tolist()]
-    assert whole == pytest.approx(CPU.each_ps(COSTS, counts, size), abs=2)
+    whole = [COSTS.cpu_expert_ps(count) for count in counts.tolist()]
+    assert whole == pytest.approx(COSTS.cpu_experts_ps(counts, size), abs=2)
 
 
 def test_hot_experts_stay_on_the_gpu_where_the_host_is_the_slowest_side_anyway():
@@ -88,7 +87,7 @@ def test_hot_experts_stay_on_the_gpu_where_the_host_is_the_slowest_side_anyway()
     ids, weights, bits = np.array([[0, 1, 6]]), np.ones((1, 3), np.float32), np.full((1, 8), 16, np.uint8)
     two = load_of(is_hot, ids[:, :2], weights[:, :2], bits, none)
     assert len(offloaded(rule, two)) == 1
-    with_warm = load_of(is_hot, ids, weights, bits, is_warm, COSTS.hop_ps(1) + CPU.expert_ps(COSTS, 1))
+    with_warm = load_of(is_hot, ids, weights, bits, is_warm, COSTS.hop_ps(1) + COSTS.cpu_expert_ps(1))
     assert with_warm.cold == {}
     assert with_warm.hot == two.hot
     assert offloaded(rule, with_warm) == frozenset()

@@ -16,7 +16,7 @@ from ndp_device.timing.model import bulk_ps
 from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import PS_PER_S
-from vllm_ndp.cost_model.costs import Costs, HostCpu
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.gpu_timing import GpuModel
 
 GEN4, GEN5 = load_hardware("h100-ndp512"), load_hardware("h200-gen5")
@@ -47,7 +47,7 @@ def _two_sockets() -> float:
     hardware = load_hardware("rtx4090", memory_bytes_per_s=614_400_000_000, memory_efficiency_percent=33)
     shape = public_shape("deepseek-v3")
     costs, gpu = Costs(hardware, shape), GpuModel(hardware, shape)
-    expert = HostCpu.of(costs).each_ps(costs, np.array([1]), shape.weights_per_expert * 4.5 / 8)[0]
+    expert = costs.cpu_experts_ps(np.array([1]), shape.weights_per_expert * 4.5 / 8)[0]
     layer = max(gpu.shared_ps(1), shape.top_k * expert + costs.hop_ps(1))
     return PS_PER_S / (sum(gpu.before_experts_ps(1, 750)) + shape.num_layers * layer + gpu.head_ps(1, 1))
 

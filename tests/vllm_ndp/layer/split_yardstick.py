@@ -6,7 +6,7 @@ import balance_yardstick
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ndp.cost_model.costs import Costs, HostCpu
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.layer.balance import Balancer
 from vllm_ndp.layer.devices import DevicesBalancer
 from vllm_ndp.layer.prefill_split import PrefillSplit
@@ -57,9 +57,7 @@ def split(
     bits = _bits_of_rows(layer)
     is_warm = (layer.tiers == WARM)[ids] & decode
     warm_counts = np.unique(ids[is_warm], return_counts=True)[1].tolist()
-    host_ps = costs.hop_ps(int(is_warm.any(axis=1).sum())) + sum(
-        HostCpu.of(costs).expert_ps(costs, n) for n in warm_counts
-    )
+    host_ps = costs.hop_ps(int(is_warm.any(axis=1).sum())) + sum(map(costs.cpu_expert_ps, warm_counts))
     offloaded = frozenset[int]()
     if balancer is not None and decode.all():
         load = balance_yardstick.load_of(in_gpu, ids, layer.weights, bits, layer.tiers == WARM, host_ps)

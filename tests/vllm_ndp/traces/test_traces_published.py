@@ -36,8 +36,6 @@ def test_expert_selection_gives_a_request_a_file_and_its_first_pass_is_the_promp
     assert trace.provenance.weights == "uniform"
 
 
-
-
 def write_scores(path, rows: list[tuple[int, int, dict[int, float]]], experts: int = 4) -> None:
     """Rows of (layer, token, scores by expert)."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from vllm_ndp.cost_model.costs import Costs, HostCpu
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory, slots_bytes
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, Loads, add_up, sums_after
@@ -87,12 +87,12 @@ def _hops_ps(costs: Costs, rows: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def _warm_ps(costs: Costs, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    return HostCpu.of(costs).each_ps(costs, rows, costs.shape.expert_bytes) + _hops_ps(costs, rows)
+    return costs.cpu_experts_ps(rows, costs.shape.expert_bytes) + _hops_ps(costs, rows)
 
 
 def _cold_ps(costs: Costs, rows: NDArray[np.int64]) -> NDArray[np.float64]:
     """By the CPU from the expander's memory."""
-    return HostCpu.on_expander(costs).each_ps(costs, rows, _cold_bytes(costs)) + _hops_ps(costs, rows)
+    return costs.cpu_experts_ps(rows, _cold_bytes(costs), costs.hardware.host.cxl_bytes_per_s) + _hops_ps(costs, rows)
 
 
 # -- tiers that follow use --------------------------------------------------------------------------------------------

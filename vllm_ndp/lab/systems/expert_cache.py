@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.work import PS_PER_S
-from vllm_ndp.cost_model.costs import Costs, HostCpu
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory
 from vllm_ndp.lab.systems.quantized import WEIGHT_BITS
 from vllm_ndp.lab.systems.system import ReplayOptions, System
@@ -72,13 +72,13 @@ def replay_cache(policy: str, rule: CacheRule, batches: Batches, costs: Costs, o
     loads, experts = batches.loads, batches.num_experts
     per_model = rule.places(costs, options) / layer_factor(batches, costs)
     places = int(per_model if rule.scope == "all" else per_model / layers)
-    expert_bytes, cpu = costs.replica_bytes(rule.bits), HostCpu.of(costs)
+    expert_bytes = costs.replica_bytes(rule.bits)
     gpu = costs.gpu_experts_ps(b, expert_bytes)
     beside = np.broadcast_to(shared_ps(batches, costs)[:, :, 0], (g, d))
     prices = Prices(
         gpu.tolist(),
-        cpu.each_ps(costs, np.arange(b + 1), expert_bytes).tolist(),
-        cpu.hops_ps(costs, b).tolist(),
+        costs.cpu_experts_ps(np.arange(b + 1), expert_bytes).tolist(),
+        costs.hops_ps(b).tolist(),
         float(costs.copy_opening_ps),
         expert_bytes * PS_PER_S / costs.hardware.link.bulk_bytes_per_s,
         float(costs.launch_ps(expert_bytes)),
@@ -256,12 +256,11 @@ def _warmed(batches: Batches, options: ReplayOptions, rule: CacheRule, places: i
 
 def _prompts_ps(batches: Batches, costs: Costs, expert_bytes: int) -> NDArray[np.float64]:
     """[G, B]: every expert of a prompt comes over the link, or the host computes it; by layer the sooner of both."""
-    cpu = HostCpu.of(costs)
     fetch = costs.fetch_ps(expert_bytes)
 
     def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
         copied = np.maximum((counts > 0).sum(axis=1) * fetch, on_gpu_ps(costs, counts, expert_bytes))
-        times: NDArray[np.float64] = np.minimum(copied, cpu.layers_ps(costs, counts, expert_bytes))
+        times: NDArray[np.float64] = np.minimum(copied, costs.cpu_layers_ps(counts, expert_bytes))
         return times
 
     return prompts_ps(batches, costs, layers_ps)

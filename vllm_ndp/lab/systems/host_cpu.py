@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from vllm_ndp.cost_model.costs import Costs, HostCpu
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
@@ -36,14 +36,13 @@ def fiddler(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
 
     Weights cross the link only when many rows share them.
     """
-    cpu, fetch = HostCpu.of(costs), costs.fetch_ps()
-    resident = options.popular(options.budget.num_hot)
+    fetch, resident = costs.fetch_ps(), options.popular(options.budget.num_hot)
 
     def layers(rows: NDArray[np.int64], here: NDArray[np.bool_]) -> tuple[NDArray[Any], ...]:
         """(time of a layer [...], which experts are copied, which the host computes, both [..., S]): of decode and of
         a prompt."""
         gpu = each_ps(rows, costs.gpu_expert_ps)
-        host = each_ps(rows, costs.hop_ps) + cpu.each_ps(costs, rows, costs.shape.expert_bytes)
+        host = each_ps(rows, costs.hop_ps) + costs.cpu_experts_ps(rows, costs.shape.expert_bytes)
         away = (rows > 0) & ~here
         on_host = away & (host <= fetch + gpu)
         gpu, copied = np.where(on_host, 0.0, gpu), away & ~on_host
@@ -93,15 +92,13 @@ def daop(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """
     _, b, _, layers, _ = batches.shape
     hot = highest(batches.prompt_counts, options.budget.num_hot)
-    loads, cpu = batches.loads, HostCpu.of(costs)
+    loads = batches.loads
     here = loads.look_up(hot)
     used = loads.rows > 0
     on_gpu = launched(add_up(costs.gpu_experts_ps(b)[np.where(here, loads.rows, 0)]), costs)
     cold = np.where(here, 0, loads.rows)
-    on_cpu = cpu.each_ps(costs, np.arange(b + 1), costs.shape.expert_bytes)
-    busy = ACCURACY * (
-        add_up(on_cpu[cold]) + np.where(add_up(cold) > 0, cpu.hops_ps(costs, b)[batches.rows][..., None], 0)
-    )
+    on_cpu = costs.cpu_experts_ps(np.arange(b + 1), costs.shape.expert_bytes)
+    busy = ACCURACY * (add_up(on_cpu[cold]) + np.where(add_up(cold) > 0, costs.hops_ps(b)[batches.rows][..., None], 0))
     late = np.maximum(busy - time_before(on_gpu, batches, costs), 0.0)
     cold_pairs = int(cold.sum())
     is_cold = ~here.ravel()[loads.places] & batches.pairs
@@ -170,10 +167,10 @@ def ktransformers(batches: Batches, costs: Costs, options: ReplayOptions) -> Out
     """
     bits, gpu_bits = _widths(options)
     _, b, _, layers, _ = batches.shape
-    cpu, cold_bytes, hot_bytes = HostCpu.of(costs), costs.replica_bytes(bits), costs.replica_bytes(gpu_bits)
+    cold_bytes, hot_bytes = costs.replica_bytes(bits), costs.replica_bytes(gpu_bits)
     hot = most_used(options.prior.values, int(_on_gpu(costs, options) / layer_factor(batches, costs)))
     gpu = costs.gpu_experts_ps(b, hot_bytes)
-    on_cpu, hop = cpu.each_ps(costs, np.arange(b + 1), cold_bytes), cpu.hops_ps(costs, b)
+    on_cpu, hop = costs.cpu_experts_ps(np.arange(b + 1), cold_bytes), costs.hops_ps(b)
     rows, here = batches.loads.rows, batches.loads.look_up(hot)
     hits, cold = np.where(here, rows, 0), np.where(here, 0, rows)
     gpu_ps = launched(add_up(gpu[hits]), costs, hot_bytes)
@@ -181,7 +178,7 @@ def ktransformers(batches: Batches, costs: Costs, options: ReplayOptions) -> Out
 
     def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
         resident = on_gpu_ps(costs, np.where(hot, counts, 0), hot_bytes)
-        return np.maximum(resident, cpu.layers_ps(costs, np.where(hot, 0, counts), cold_bytes))
+        return np.maximum(resident, costs.cpu_layers_ps(np.where(hot, 0, counts), cold_bytes))
 
     widths = np.where(hot, gpu_bits % FULL_PRECISION_BITS, bits)[np.arange(layers)[:, None], batches.ids]
     return without_device(

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, WIDTHS
-from vllm_ndp.cost_model.costs import Costs, HostCpu
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, beside_device_memory
 from vllm_ndp.lab.systems.host_cpu import CPU_BITS
 from vllm_ndp.lab.systems.system import ReplayOptions, System
@@ -104,7 +104,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     executed = np.broadcast_to(batches.pairs, pair.shape)
     away, aside = (add_up(here[pair] & executed) for here in (on_device, on_host))
     pairs, rows = away.sum(axis=1), (away > 0).sum(axis=1)
-    links, hops = costs.links_ps(b), HostCpu.of(costs).hops_ps(costs, b)
+    links, hops = costs.links_ps(b), costs.hops_ps(b)
     device += np.where(rows > 0, links[rows, pairs] + costs.device_fill_ps, 0.0)
     host += hops[(aside > 0).sum(axis=1)]
     gpu += np.where(on_gpu[slots] & (loads.rows > 0), menu.openings[slots], 0.0).max(axis=-1) + shared_ps(

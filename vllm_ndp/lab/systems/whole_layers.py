@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from vllm_ndp.cost_model.costs import Costs, HostCpu
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory
 from vllm_ndp.lab.systems.quantized import WEIGHT_BITS
 from vllm_ndp.lab.systems.system import ReplayOptions, System
@@ -37,18 +37,18 @@ def llama_cpp(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome
     """
     bits = options.choice("gguf_bits", WEIGHT_BITS)
     _, b, _, _, _ = batches.shape
-    cpu, shape, rows = HostCpu.of(costs), costs.shape, batches.loads.rows
+    shape, rows = costs.shape, batches.loads.rows
     expert_bytes = costs.replica_bytes(bits)
     away = 1 - resident_layers(costs, options, expert_bytes) / shape.num_layers
     on_gpu = launched(add_up(costs.gpu_experts_ps(b, expert_bytes)[rows]), costs, expert_bytes)
-    on_cpu = add_up(cpu.each_ps(costs, np.arange(b + 1), expert_bytes)[rows])
-    on_cpu += cpu.hops_ps(costs, b)[batches.rows][:, :, None]
+    on_cpu = add_up(costs.cpu_experts_ps(np.arange(b + 1), expert_bytes)[rows])
+    on_cpu += costs.hops_ps(b)[batches.rows][:, :, None]
     fetch = costs.fetch_ps(expert_bytes)
 
     def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
         here = on_gpu_ps(costs, counts, expert_bytes)
         copied = np.maximum((counts > 0).sum(axis=1) * fetch, here)
-        computed = cpu.layers_ps(costs, counts, expert_bytes)
+        computed = costs.cpu_layers_ps(counts, expert_bytes)
         times: NDArray[np.float64] = (1 - away) * here + away * np.minimum(copied, computed)
         return times
 
