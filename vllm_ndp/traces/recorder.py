@@ -90,11 +90,6 @@ class TraceWriter:
     ) -> None:
         """The routing of one forward pass: one entry per row, ids and weights [rows, L, k]. Everything is copied."""
         rows = len(ids)
-        for name, values in (("request_index", request_index), ("positions", positions), ("phases", phases)):
-            if np.shape(values) != (rows,):
-                raise TraceError(
-                    f"{name} must have one entry for each of the {rows} rows, got {list(np.shape(values))}"
-                )
         require_choices(ids, weights, self._provenance)
         told = np.full(rows, step, np.int32), np.array(request_index, np.int32), np.array(positions, np.int32)
         p = self._provenance
@@ -114,10 +109,7 @@ class TraceWriter:
         self, step: int, epoch: int, tiers: NDArray[np.uint8], bits: Mapping[int, NDArray[np.uint8]]
     ) -> None:
         """Placement [L, E] (0 cold, 1 hot, 2 warm) and bits [L, E] per request index, in force from `step` on."""
-        shape = (self._provenance.num_layers, self._provenance.num_experts)
         for request, cells in {ALL_REQUESTS: tiers, **bits}.items():
-            if cells.shape != shape:
-                raise TraceError(f"a plan must be [layers, experts] {list(shape)}, got {list(cells.shape)}")
             self._add("plans", (step, epoch, request, np.array(cells, np.uint8)))
 
     def append_event(

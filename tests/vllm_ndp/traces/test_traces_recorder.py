@@ -229,7 +229,6 @@ def test_a_disk_that_fails_is_told_to_the_caller_and_close(tmp_path, monkeypatch
     [
         (np.zeros((1, L, 3), int), np.zeros((1, L, 3)), "must be"),
         (np.full((1, L, K), E), np.zeros((1, L, K)), r"0\.\.7"),
-        (np.zeros((2, L, K), int), np.zeros((2, L, K)), "one entry for each of the 2 rows"),
         (np.full((1, L, K), 3), np.zeros((1, L, K)), r"an expert at most once: row 0, layer 0 has \[3, 3"),
         (np.tile(np.arange(K), (1, L, 1)), np.full((1, L, K), np.nan), "finite and at least 0: row 0, layer 0 has"),
         (np.tile(np.arange(K), (1, L, 1)), np.full((1, L, K), -1.0), "finite and at least 0: row 0, layer 0 has"),
