@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,20 +43,16 @@ ReplicasOption = Annotated[
 ]
 
 
-def _number_or_text(value: str) -> float | str:
+def _values(pairs: list[str] | None, option: str) -> dict[str, float | str]:
+    return {name: _value(text) for name, text in assignments(pairs, option).items()}
+
+
+def _value(text: str) -> float | str:
+    """A number where it is one, a whole one where it is written so."""
     try:
-        return float(value)
+        return int(text) if text.isdigit() else float(text)
     except ValueError:
-        return value
-
-
-def _of_policies(pairs: list[str] | None) -> dict[str, Any]:
-    given = assignments(pairs, "--policy-option")
-    return {name: int(value) if value.isdigit() else _number_or_text(value) for name, value in given.items()}
-
-
-def _of_systems(pairs: list[str] | None) -> dict[str, float | str]:
-    return {name: _number_or_text(value) for name, value in assignments(pairs, "--option").items()}
+        return text
 
 
 def _listed(text: str) -> tuple[str, ...]:
@@ -89,7 +86,7 @@ def _limits(written: list[str] | None) -> dict[str, float]:
 PolicyOptions = Annotated[
     dict[str, Any],
     typer.Option("--policy-option", metavar="NAME=VALUE", help="Option of a policy, e.g. alpha=0.7 or one of its own."),
-    Written(_of_policies, None, list[str] | None),
+    Written(partial(_values, option="--policy-option"), None, list[str] | None),
 ]
 
 
@@ -120,7 +117,7 @@ class CompareSettings:
     options: Annotated[
         dict[str, float | str],
         typer.Option("--option", metavar="NAME=VALUE", help="Option of a system, e.g. spill_bits=2."),
-        Written(_of_systems, None, list[str] | None),
+        Written(partial(_values, option="--option"), None, list[str] | None),
     ] = field(default_factory=dict)
     num_hot: HotOption = None
     fit: Annotated[
