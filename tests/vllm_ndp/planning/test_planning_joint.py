@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ndp_device.common.errors import ConfigError
@@ -35,15 +35,16 @@ def problem(
     gpu: float,
     menu: tuple[Choice, ...] = MENU,
     faster: float = 1.0,
+    twice: str | None = None,
     **budgets: float,
 ) -> JointProblem:
     """Skewed use; loss falls by 4.4 a bit, with an expert's own factor; half of what the GPU may hold is there.
-    faster: of the link, for messages and for what moves."""
+    faster: of the link, for messages and for what moves. twice: the tier that computes at twice its rate."""
     generator = np.random.default_rng(seed)
     share = generator.dirichlet(np.full(experts, 0.5), size=layers)
     own = generator.lognormal(0.0, 0.3, size=share.shape)
     used = np.minimum(2 * share, 1.0)
-    ps = np.array([used * c.held_bytes / RATES[c.tier] for c in menu])
+    ps = np.array([used * c.held_bytes / RATES[c.tier] / (2 if c.tier == twice else 1) for c in menu])
     loss = np.array([share * own * (0.0 if c.bits == 16 else 4.4 ** (1 - c.bits)) for c in menu])
     moved = np.array([generator.integers(0, 2, share.shape) * (c.held_bytes if c.tier == "gpu" else 0) for c in menu])
     room = {"gpu": gpu * FULL * share.size, **{name: part * FULL * share.size for name, part in budgets.items()}}
@@ -79,12 +80,9 @@ def layer_ps(given: JointProblem, plan: list[int], layer: int) -> float:
     mean, spread, lean = sides[present[0]]
     for tier in present[1:]:
         a, b = mean, sides[tier][0]
-        variance = max(spread + sides[tier][1] - (lean - sides[tier][2]) ** 2 / picks, 0.0)
-        width = min(math.sqrt((a - b) ** 2 + variance), a + b)
-        weight = (1 + (a - b) / max(width, 1e-9)) / 2
-        mean = (a + b + width) / 2
-        spread = weight**2 * spread + (1 - weight) ** 2 * sides[tier][1]
-        lean = weight * lean + (1 - weight) * sides[tier][2]
+        spread += sides[tier][1]
+        width = min(math.sqrt((a - b) ** 2 + max(spread - (lean - sides[tier][2]) ** 2 / picks, 0.0)), a + b)
+        mean, lean = (a + b + width) / 2, lean + sides[tier][2]
     return mean
 
 
@@ -181,6 +179,25 @@ def test_another_tier_never_makes_a_plan_slower(seed, size, gpu):
     assert least_ps("gpu", "host", "device") <= most * (1 + 1e-9)
 
 
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 999),
+    experts=st.sampled_from([3, 4]),
+    gpu=st.floats(0.05, 0.7),
+    most=st.floats(0.02, 0.3),
+    twice=st.sampled_from(["gpu", "host", "device"]),
+)
+@example(seed=69258, experts=4, gpu=0.5347231412597925, most=0.1526803591148122, twice="device")
+def test_a_tier_at_twice_its_rate_never_makes_the_best_of_all_plans_slower(seed, experts, gpu, most, twice):
+    """The slowest of three sides was estimated by a formula that was not monotone: 25 of 3000, 2.4 % at most."""
+    slow, fast = (problem(seed, 1, experts, gpu, twice=tier) for tier in (None, twice))
+    try:
+        before = least_time(slow, most).time_ps
+    except ConfigError:
+        return  # what fits does not depend on rates
+    assert least_time(fast, most).time_ps <= before * (1 + 1e-9)
+
+
 @pytest.mark.parametrize(
     ("seed", "layers", "experts", "menu"),
     [(0, 1, 7, SMALL), (1, 2, 4, SMALL[1:]), (4, 3, 3, TINY[:4])],
@@ -234,13 +251,13 @@ def test_times_of_layers_and_of_changes_are_those_of_plain_python(seed, experts,
 
 
 PLANS = {
-    (1, 4, 8, "gpu+host+device"): 242.927115,
+    (1, 4, 8, "gpu+host+device"): 243.053248,
     (1, 4, 8, "gpu+device"): 243.053248,
     (1, 4, 8, "gpu+host"): 459.719889,
-    (3, 9, 65, "gpu+host+device"): 538.649824,
+    (3, 9, 65, "gpu+host+device"): 544.528664,
     (3, 9, 65, "gpu+device"): 544.528664,
     (3, 9, 65, "gpu+host"): 966.639565,
-    (4, 20, 136, "gpu+host+device"): 1168.99225,
+    (4, 20, 136, "gpu+host+device"): 1185.57610,
     (4, 20, 136, "gpu+device"): 1186.42503,
     (4, 20, 136, "gpu+host"): 2076.94461,
 }

@@ -535,13 +535,10 @@ INLINED V slowest(const std::array<Sums<V>, 3>& sides, size_t count, double pick
     for (size_t s = 1; s < count; ++s) {
         const Sums<V>& other = sides[s];
         const V apart = ps - other.ps, leans = lean - other.lean, both = ps + other.ps;
-        const V variance = spread + other.spread - leans * leans / picks;
-        const V width = smaller(root(apart * apart + larger(variance, V{})), both);
+        spread += other.spread;
+        const V width = smaller(root(apart * apart + larger(spread - leans * leans / picks, V{})), both);
         ps = (both + width) / 2;
-        if (s + 1 == count) break;
-        const V weight = (1 + apart / larger(width, V{} + kLeast)) / 2, rest = 1 - weight;
-        spread = weight * weight * spread + rest * rest * other.spread;
-        lean = weight * lean + rest * other.lean;
+        lean += other.lean;
     }
     return ps;
 }
