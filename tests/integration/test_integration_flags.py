@@ -196,7 +196,7 @@ def test_vllm_reads_the_lines_of_the_docs() -> None:
     for name in ("README.md", "docs/start.md", "docs/howto.md", "docs/serving.md"):
         text = (ROOT / name).read_text().replace("\\\n", " ")
         lines += [line.strip() for line in text.splitlines() if line.startswith("vllm serve ")]
-    assert len(lines) >= 3
+    assert len(lines) >= 2
     for line in lines:
         words = [word for word in shlex.split(line)[3:] if word != "&"]
         parser().parse_args(words)
