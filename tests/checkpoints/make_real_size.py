@@ -2,13 +2,13 @@
 
     python tests/checkpoints/make_real_size.py MODEL DIRECTORY [LAYERS] [VOCABULARY]
 
-MODEL: gpt-oss-20b (MXFP4), qwen3-30b-a3b (bfloat16), qwen3-30b-a3b-fp8, -gptq, -awq, or mixtral-8x7b (bfloat16).
+MODEL: gpt-oss-20b (MXFP4) or qwen3-30b-a3b (GPTQ-Int4).
 Tensor by tensor, so the writer needs the memory of some million values.
 """
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +20,7 @@ from ndp_device.timing.public_models import PUBLIC_MODELS
 
 PART = 1 << 24
 """Values that are drawn at once."""
-ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "U8": 1, "F8_E4M3": 1}
+ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "U8": 1}
 
 EMBEDDING = 4.0
 """Standard deviation of embeddings. With that of the other matrices all tokens come to be alike within two layers, and
@@ -65,16 +65,17 @@ OWN: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
-    },
-    "mixtral-8x7b": {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "bos_token_id": 1,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
+        "quantization_config": {
+            "quant_method": "gptq",
+            "checkpoint_format": "gptq",
+            "bits": 4,
+            "group_size": 128,
+            "sym": True,
+            "desc_act": False,
+            "true_sequential": True,
+            "lm_head": False,
+            "damp_percent": 0.01,
+        },
     },
 }
 """What config.json says beside the sizes."""
@@ -124,59 +125,19 @@ def _attention(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     return {"q": (queries, width), "k": (keys, width), "v": (keys, width), "o": (width, queries)}
 
 
-QUANTIZED: dict[str, dict[str, Any]] = {
-    "fp8": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["lm_head", "mlp.gate"],
-    },
-    "gptq": {
-        "quant_method": "gptq",
-        "checkpoint_format": "gptq",
-        "bits": 4,
-        "group_size": 128,
-        "sym": True,
-        "desc_act": False,
-        "true_sequential": True,
-        "lm_head": False,
-        "damp_percent": 0.01,
-    },
-    "awq": {
-        "quant_method": "awq",
-        "version": "gemm",
-        "bits": 4,
-        "group_size": 128,
-        "zero_point": True,
-        "modules_to_not_convert": ["gate"],
-    },
-}
-
-
 def _qwen3_tensors(config: dict[str, Any]) -> Tensors:
     width, inner, head = config["hidden_size"], config["moe_intermediate_size"], config["head_dim"]
-    linear = LINEAR[config.get("quantization_config", {}).get("quant_method", "bf16")]
     yield from _ends(config)
     for layer in range(config["num_hidden_layers"]):
         of = f"model.layers.{layer}."
         for norm in ("q_norm", "k_norm"):
             yield of + f"self_attn.{norm}.weight", "BF16", (head,)
         for name, shape in _attention(config).items():
-            yield from linear(of + f"self_attn.{name}_proj", *shape)
+            yield from _gptq(of + f"self_attn.{name}_proj", *shape)
         yield of + "mlp.gate.weight", "BF16", (config["num_experts"], width)
         for expert in range(config["num_experts"]):
             for name, shape in {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}.items():
-                yield from linear(of + f"mlp.experts.{expert}.{name}_proj", *shape)
-
-
-def _bf16(name: str, rows: int, columns: int) -> Tensors:
-    yield f"{name}.weight", "BF16", (rows, columns)
-
-
-def _fp8(name: str, rows: int, columns: int) -> Tensors:
-    yield f"{name}.weight", "F8_E4M3", (rows, columns)
-    yield f"{name}.weight_scale_inv", "BF16", (-(-rows // 128), -(-columns // 128))
+                yield from _gptq(of + f"mlp.experts.{expert}.{name}_proj", *shape)
 
 
 def _gptq(name: str, rows: int, columns: int) -> Tensors:
@@ -186,36 +147,12 @@ def _gptq(name: str, rows: int, columns: int) -> Tensors:
     yield f"{name}.g_idx", "I32", (columns,)
 
 
-def _awq(name: str, rows: int, columns: int) -> Tensors:
-    yield f"{name}.qweight", "I32", (columns, rows // 8)
-    yield f"{name}.qzeros", "I32", (columns // 128, rows // 8)
-    yield f"{name}.scales", "F16", (columns // 128, rows)
-
-
-LINEAR: dict[str, Callable[[str, int, int], Tensors]] = {"bf16": _bf16, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
-
-
-def _mixtral_tensors(config: dict[str, Any]) -> Tensors:
-    width, inner = config["hidden_size"], config["intermediate_size"]
-    yield from _ends(config)
-    for layer in range(config["num_hidden_layers"]):
-        of = f"model.layers.{layer}."
-        for name, shape in _attention(config).items():
-            yield from _bf16(of + f"self_attn.{name}_proj", *shape)
-        yield of + "block_sparse_moe.gate.weight", "BF16", (config["num_local_experts"], width)
-        for expert in range(config["num_local_experts"]):
-            for name, shape in {"w1": (inner, width), "w2": (width, inner), "w3": (inner, width)}.items():
-                yield from _bf16(of + f"block_sparse_moe.experts.{expert}.{name}", *shape)
-
-
-TENSORS = {"gpt_oss": _gptoss_tensors, "qwen3_moe": _qwen3_tensors, "mixtral": _mixtral_tensors}
+TENSORS = {"gpt_oss": _gptoss_tensors, "qwen3_moe": _qwen3_tensors}
 
 
 def write(model: str, directory: Path, layers: int | None = None, vocabulary: int | None = None) -> None:
     """layers, vocabulary: the official ones if not given. Raises KeyError for a model that is not known."""
-    form = next((form for form in QUANTIZED if model.endswith(f"-{form}")), None)
-    config = _config(model.removesuffix(f"-{form}"), layers, vocabulary)
-    config |= {"quantization_config": QUANTIZED[form]} if form else {}
+    config = _config(model, layers, vocabulary)
     tensors = TENSORS[config["model_type"]]
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
@@ -244,17 +181,12 @@ def _values(name: str, dtype: str, count: int, rng: np.random.Generator) -> byte
         return CODES_AROUND_8[np.frombuffer(rng.bytes(count * ITEM_BYTES[dtype]), np.uint8)].tobytes()
     if name.endswith("_scales"):  # of MXFP4: powers of two around 2^-8, as near each other as those of normal weights
         return rng.integers(118, 121, count, np.uint8).tobytes()
-    if name.endswith("qzeros"):  # GPTQ stores one less than its zero of 8; AWQ's may be any
+    if name.endswith("qzeros"):  # one less than the zero of 8
         return np.full(count, 0x77777777, np.int32).tobytes()
     if name.endswith("g_idx"):
         return (np.arange(count, dtype=np.int32) // 128).tobytes()
-    if dtype == "F8_E4M3":  # any but the two that are no numbers
-        codes = np.frombuffer(rng.bytes(count), np.uint8)
-        return np.where(codes & 127 == 127, 0, codes).astype(np.uint8).tobytes()
     if name.endswith("scales"):  # of 4 bits: values of about 0.02
         return (0.004 + 0.001 * rng.random(count)).astype(np.float16).tobytes()
-    if name.endswith("weight_scale_inv"):
-        return _bfloat16(np.full(count, 2e-4, np.float32))
     deviation = EMBEDDING if name.endswith("embed_tokens.weight") else 0.02
     return _bfloat16(
         np.ones(count, np.float32) if "norm" in name else deviation * rng.standard_normal(count, np.float32)

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import vllm_hooks
-from vllm.config import VllmConfig
 
 from vllm_ndp.integration.batch import RequestTracker, Span, TrackedRequest, row_order
 
@@ -110,18 +109,6 @@ def test_tiles_of_a_call_that_fails_are_not_those_of_the_next_one() -> None:
     assert get_config() is None
 
 
-# -- what the cached plan of a start under 0.33 depends on -------------------------------------------------------------
-
-
-def test_vllms_own_fingerprint_of_a_configuration_has_our_settings_in_it() -> None:
-    """0.33 keeps profiled KV memory under it (VLLM_ENABLE_STARTUP_PLAN): other hot experts are another start."""
-    hashes = [VllmConfig(additional_config={"ndp": {"hot_experts": hot}}).compute_hash() for hot in (1, 2, 2)]
-    assert hashes[0] != hashes[1] == hashes[2]
-
-
-# -- messages of the scheduler -----------------------------------------------------------------------------------------
-
-
 def message(*new: Any, drafts: dict[str, list[int]] | None = None) -> Any:
     return SimpleNamespace(
         finished_req_ids=set(),
@@ -141,9 +128,6 @@ def test_the_length_of_a_prompt_is_counted_where_the_message_does_not_say_it() -
     spans = RequestTracker().update(message(of_tokens, of_embeds, drafts={"b": [9]}))
     assert {name: span.request.prompt_len for name, span in spans.items()} == {"a": 3, "b": 4}
     assert {name: span.is_drafted for name, span in spans.items()} == {"a": False, "b": True}
-
-
-# -- the order of rows -------------------------------------------------------------------------------------------------
 
 
 def spans_of(**num_tokens: int) -> dict[str, Span]:
@@ -189,9 +173,6 @@ def test_runner_v2_sorts_and_so_do_we(
     monkeypatch.setitem(sys.modules, module.__name__, module)
     spans = spans_of(prompt=20, drafted=3, decode=1)
     assert row_order(SimpleNamespace(decode_query_len=1), spans) == order
-
-
-# -- the worker --------------------------------------------------------------------------------------------------------
 
 
 def test_steps_of_a_warm_up_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:

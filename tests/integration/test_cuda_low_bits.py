@@ -172,21 +172,6 @@ def test_an_expert_arrives_a_few_rows_at_a_time_and_is_quantized_on_the_gpu(bits
     assert not bits_of(plainly)[0][1].any()
 
 
-def test_rows_that_land_before_the_last_ones_were_taken_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watch that the test above relies on."""
-    gpu = PretendGpu()
-    with torch.no_grad(), gpu:
-        copies = PinnedCopies(WatchedStream(gpu), gpu.pinned, buffer_bytes=4 * HIDDEN * 2)
-        kernel, held = kernel_of(8, CopiesByThread(lambda device: copies)), allocated(8, GPU)
-        kernel.load(held, 0, expert())
-        for landing in copies._landing:
-            gpu.watch(landing)
-        kernel.load(held, 0, expert())
-        monkeypatch.setattr(WatchedStream, "wait_event", lambda self, event: None)
-        with pytest.raises(RuntimeError, match="a copy may overwrite what operator"):
-            kernel.load(held, 0, expert())
-
-
 @pytest.mark.parametrize(("bits", "least", "most"), [(8, 1.9, 2.0), (4, 3.4, 4.0)])
 def test_slots_of_fewer_bits_hold_about_as_many_more_experts(bits: int, least: float, most: float) -> None:
     """Of Mixtral-8x7B, sizes alone: 2 and 4 times as many, less what scales and zero points take (.1 and 4 %)."""

@@ -44,9 +44,6 @@ def test_the_whole_pages_inside_a_tensor_are_asked_for_and_its_edges_are_not() -
     assert tensor.fill_(7).sum().item() == 7 * tensor.numel()
 
 
-def test_a_tensor_smaller_than_a_page_is_left_as_it_is() -> None:
-    assert hot_slots.ask_for_huge_pages(torch.empty(hot_slots.PAGE_BYTES - 1, dtype=torch.uint8)) == 0
-
-
-def test_a_tensor_elsewhere_is_left_as_it_is() -> None:
-    assert hot_slots.ask_for_huge_pages(torch.empty(9 << 20, device="meta")) == 0
+def test_a_tensor_smaller_than_a_page_or_elsewhere_is_left_as_it_is() -> None:
+    for tensor in (torch.empty(hot_slots.PAGE_BYTES - 1, dtype=torch.uint8), torch.empty(9 << 20, device="meta")):
+        assert hot_slots.ask_for_huge_pages(tensor) == 0

@@ -1,10 +1,10 @@
 """Drafts with layers of their own (EAGLE, EAGLE-3, Medusa, MTP): tokens and accepted drafts are those of stock."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import make_family_models
 import pytest
 from draft_layers import add_mtp, make_head
 from engines import PROMPTS, engine, greedy, latent_attention, token_ids
@@ -12,9 +12,6 @@ from paths import ROOT
 
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.common.errors import ConfigError
-
-sys.path.insert(0, str(ROOT / "tests" / "checkpoints"))
-import make_family_models
 
 pytestmark = pytest.mark.vllm
 

@@ -114,9 +114,6 @@ def what_is(process: psutil.Process) -> str:
     return "process that has not said yet what it is"
 
 
-# -- moments ---------------------------------------------------------------------------------------------------------
-
-
 def quantizes(run: Run) -> bool:
     return "building data-free ones once" in run.said()
 
@@ -128,10 +125,13 @@ def starts_a_device(run: Run) -> bool:
 @pytest.mark.parametrize(
     ("number", "moment", "settings"),
     [
-        (signal.SIGTERM, quantizes, {}),  # the engine has a process of its own
-        (signal.SIGKILL, starts_a_device, {"replicas": str(REPLICAS)}),  # and here it is the script
+        pytest.param(  # the engine has a process of its own
+            *(signal.SIGTERM, quantizes, {}), id="quantizes", marks=pytest.mark.programs
+        ),
+        pytest.param(  # and here it is the script
+            *(signal.SIGKILL, starts_a_device, {"replicas": str(REPLICAS)}), id="starts a device"
+        ),
     ],
-    ids=["quantizes", "starts a device"],
 )
 def test_nothing_of_ours_outlives_its_script(
     number: int, moment: Callable[[Run], bool], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,6 @@ from family_tokens import PROMPT_COUNT, TOKENS, said
 from paths import ROOT
 
 torch = pytest.importorskip("torch")
-sys.path.insert(0, str(ROOT / "tests" / "checkpoints"))
 import make_family_models  # noqa: E402
 
 pytestmark = pytest.mark.vllm
@@ -148,7 +147,6 @@ def made(models: Path, *names: str, maker: Path = MAKER) -> dict[str, Path]:
         return {name: Path(path) for name, path in program(*words)[-1].items()}
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
         patch.setattr(sys, "argv", words)
-        patch.syspath_prepend(str(maker.parent))
         runpy.run_path(str(maker), run_name="__main__")
     return {name: Path(path) for name, path in json.loads(out.getvalue().splitlines()[-1]).items()}
 
@@ -157,7 +155,6 @@ def note(family: str, entry: dict[str, Any]) -> None:
     """Into the file that NDP_FAMILIES_JSON names, if it does: what docs/families.md shows."""
     if not (path := os.environ.get("NDP_FAMILIES_JSON")):
         return
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     import measured
 
     question = "Does every family of models give stock vLLM's tokens with half of its experts on the device?"

@@ -111,8 +111,6 @@ def test_new_weights_under_a_running_engine_are_refused_and_it_goes_on():
         assert token_ids(greedy(llm, PROMPTS[:1], TOKENS)) == before
 
 
-# -- adapters --------------------------------------------------------------------------------------------------------
-
 ADAPTED = ("q_proj", "v_proj", "o_proj")
 RANK = 4
 
@@ -181,7 +179,6 @@ def test_vllm_reads_the_line_that_plan_proposes(model: str, gpu: int | None) -> 
 
 def test_vllm_reads_the_command_of_the_compose_file() -> None:
     """With compose's own defaults; the first word is the model, which `vllm serve` takes by itself."""
-    sys.path.insert(0, str(ROOT / "tests"))
     from test_deploy import resolved
 
     services = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]

@@ -98,8 +98,6 @@ def stock_tokens() -> list[list[int]]:
     return stock_tokens_of(LONG_PROMPTS, TOKENS)
 
 
-# -- in full precision -------------------------------------------------------------------------------------------------
-
 FEW = {"max_num_seqs": 3}
 WAITS_NOT: dict[str, Any] = {"debug": {"gpu": "thread"}}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -232,8 +230,6 @@ def test_a_lost_device_of_ranks_changes_no_token_in_full_precision(stock_tokens:
     assert other["fallback_pairs"] == 0
 
 
-# -- quantized ---------------------------------------------------------------------------------------------------------
-
 NARROW = {"gpu.hbm_bytes_per_s": 50_000_000_000}
 BALANCED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "ranks with whole experts": (
@@ -341,9 +337,6 @@ def test_ranks_offload_the_same_experts_whatever_becomes_of_the_device_and_the_l
     assert [len(tokens) for tokens in after] == [TOKENS] * len(PROMPTS)
 
 
-# -- what cannot be ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.ranks
 def test_a_leader_that_finds_no_device_ends_every_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     settings = {"cold_precision": "full", "devices": f"ipc://{tmp_path / 'nobody'}"}
@@ -392,14 +385,6 @@ def test_parts_that_the_kernel_cannot_take_are_refused_before_loading() -> None:
         ConfigError, match="cuts experts of intermediate size 256 into parts that are no multiple of 32"
     ):
         compat.check(config)
-
-
-def test_slots_of_eight_bits_are_refused_where_the_replicas_have_none() -> None:
-    from ndp_device.kernels import load_kernel
-    from vllm_ndp.integration.quantized_slots import ReplicaFill
-
-    with pytest.raises(ConfigError, match=r"'slot_bits' is 8, the replicas in .* have \[1, 2, 3, 4\] bits: run"):
-        ReplicaFill(MODEL, REPLICAS, 8, load_kernel("reference"), range(1), {})
 
 
 def test_ranks_without_numa_nodes_of_their_own_get_cores_of_their_own(monkeypatch: pytest.MonkeyPatch):
@@ -478,8 +463,6 @@ def test_the_rank_that_was_started_with_something_else_says_so(two_processes: li
     assert other[3].startswith("differs: rank 1 has replicas with digest C, rank 0 has B: start every rank with the")
     assert other[4].startswith("differs: rank 1 planned otherwise than rank 0 (checksums 00000008 and 00000007)")
 
-
-# -- of stock vLLM alone -----------------------------------------------------------------------------------------------
 
 STOCK = """
 import sys

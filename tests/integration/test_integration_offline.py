@@ -8,7 +8,6 @@ import pytest
 from engines import MODEL, PROMPTS, device_processes, engine, greedy
 
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.common import kept
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.host_replicas import find_replicas
 from vllm_ndp.integration.report import DECODE_KINDS
@@ -58,23 +57,6 @@ def test_the_first_start_builds_replicas_loudly_and_the_second_one_uses_them(
     assert find_replicas(NdpSettings(), MODEL, model_digest(MODEL), 8) == manifest.parent
     assert "no replicas given" not in capfd.readouterr().err
     assert manifest.stat().st_mtime_ns == built_at
-
-
-def test_a_build_that_was_stopped_is_finished_without_making_whole_layers_again(empty_cache: Path):
-    """Stopped in the last of 4 layers: its file is cut short and the manifest does not know it yet."""
-    digest = model_digest(MODEL)
-    directory = find_replicas(NdpSettings(), MODEL, digest, 8)
-    assert directory == empty_cache / "replicas" / digest
-    whole = (directory / "manifest.json").read_bytes()
-    made_at = (directory / "experts-00000.safetensors").stat().st_mtime_ns
-    manifest = json.loads(whole)
-    del manifest["layers"]["3"]
-    (directory / "manifest.json").write_bytes(kept.seal(manifest))
-    (directory / "experts-00003.safetensors").write_bytes(b"half")
-
-    assert find_replicas(NdpSettings(), MODEL, digest, 8) == directory
-    assert (directory / "manifest.json").read_bytes() == whole
-    assert (directory / "experts-00000.safetensors").stat().st_mtime_ns == made_at
 
 
 def test_an_engine_that_has_ended_leaves_none_of_its_layers_in_memory():

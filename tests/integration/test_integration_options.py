@@ -94,8 +94,6 @@ def random_paths() -> frozenset[str]:
     return frozenset(differing(made_of(()), made_of(())))
 
 
-# -- examples ----------------------------------------------------------------------------------------------------------
-
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "additional_config": ("--additional-config", '{"other": {}}'),
     "attention_config": ("--attention-config", '{"flash_attn_version": 2}'),

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import MODEL, ROOT
+from engines import MODEL
 
 from ndp_device.calibration.build import build_data_free
 from ndp_device.kernels.reference import ReferenceKernel
@@ -42,7 +42,6 @@ def measured(replicas: Path, settings: dict[str, Any]) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
         quality, served = importlib.import_module("quality"), importlib.import_module("quality_served")
         held_out = quality.held_out_sequences(MODEL, 1)
         sequences = torch.cat([held_out["german"], held_out["python"]])
@@ -69,7 +68,6 @@ def test_pairs_at_widths_of_their_own_router_weight_lose_what_the_benchmark_comp
 ) -> None:
     """Half of the experts are hot. Other widths would show: with one width for each expert another loss comes."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     quality, served = importlib.import_module("quality"), importlib.import_module("quality_served")
     sequences = quality.held_out_sequences(MODEL, 1)["german"]
     model = quality.MixedModel(MODEL, ExpertStore(MODEL, replicas, kernel=ReferenceKernel()))

@@ -3,17 +3,16 @@
 import json
 import shutil
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MODEL, PROMPTS, REPLICAS, ROOT, VLLM_PROGRAM, engine, greedy, run_program, sentence
+from engines import MODEL, PROMPTS, REPLICAS, VLLM_PROGRAM, engine, greedy, run_program, sentence
 from fuzzing.packed import make_gguf
 
 from ndp_device.calibration.build import build_data_free
-from ndp_device.common.errors import ConfigError, DeviceUnavailable, NdpError, ReplicaError
+from ndp_device.common.errors import ConfigError, DeviceUnavailable, NdpError
 from vllm_ndp.device_client.process import DeviceProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_device_is_left_behind")]
@@ -28,9 +27,6 @@ def configure(model: Path = MODEL, *, additional_config: dict[str, Any] | None =
     return EngineArgs(
         model=str(model), quantization="ndp", max_model_len=128, additional_config=additional_config or {}, **options
     ).create_engine_config()
-
-
-# -- before anything is loaded ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -144,28 +140,6 @@ def test_features_this_platform_does_not_even_offer_would_be_refused_too(section
     assert fix in sentence(error)
 
 
-@pytest.fixture(scope="module")
-def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama without weights: it is refused by its config.json, before anybody looks for them."""
-    directory = tmp_path_factory.mktemp("dense") / "tiny-llama"
-    directory.mkdir()
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128}
-    config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 4096, "max_position_embeddings": 512}
-    (directory / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(MODEL / name, directory / name)
-    return directory
-
-
-def test_the_offline_entry_refuses_in_the_same_words(dense_model: Path):
-    with pytest.raises(ConfigError, match="tiny-llama is a dense model") as error, engine(dense_model, settings={}):
-        pass
-    sentence(error)
-
-
-# -- the checkpoint ------------------------------------------------------------------------------------------------
-
-
 def _expert(number: int, matrix: str) -> str:
     return f"model.layers.1.block_sparse_moe.experts.{number}.{matrix}.weight"
 
@@ -226,26 +200,10 @@ def test_a_gguf_file_and_bitsandbytes_are_refused_before_loading(tmp_path: Path)
         assert wanted in sentence(error)
 
 
-# -- replicas -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
     """A replica directory that may be damaged."""
     return Path(shutil.copytree(REPLICAS, tmp_path / "replicas"))
-
-
-def test_replicas_of_another_model_are_refused_before_loading(tmp_path: Path):
-    other = tmp_path / "another-mixtral"
-    made = run_program(
-        *(sys.executable, ROOT / "benchmarks" / "make_random_mixtral.py", other),
-        *("--hidden", "128", "--intermediate", "256", "--layers", "4", "--experts", "8"),
-    )
-    assert made.returncode == 0, made.stderr
-    with pytest.raises(ReplicaError) as error:
-        configure(other, additional_config={"ndp": {"replicas": str(REPLICAS)}})
-    assert "holds replicas of tiny-mixtral" in sentence(error)
-    assert "not of the model being served" in sentence(error)
 
 
 def test_one_flipped_bit_in_a_replica_file_stops_the_start(copied: Path):

@@ -1,30 +1,24 @@
 """A recorded run of real vLLM, replayed under its own policy, takes the same simulated time to the picosecond."""
 
-import dataclasses
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
-import one_engine
 import pytest
-from engines import MODEL, PROMPTS, REPLICAS, ROOT, engine, greedy, replay_of, trace_of
+from engines import PROMPTS, ROOT, engine, greedy, replay_of, trace_of
 
 from ndp_device.replicas.format import read_manifest, write_manifest
 from ndp_device.timing.model import DeviceModel
 from vllm_ndp.cost_model.memory import DoesNotFit, beside_device_memory
-from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.lab.cli.recorded import losses_of_run
-from vllm_ndp.lab.exact.engine import StepRun, alone, together
+from vllm_ndp.lab.exact.engine import alone
 from vllm_ndp.lab.exact.live import RecordedRun, recorded_rules, require_capacity
 from vllm_ndp.lab.load.host import Host, ServedRequest
 from vllm_ndp.lab.load.latency import tokens_of
 from vllm_ndp.lab.load.run import of_steps, serve_again
 from vllm_ndp.lab.load.scheduler import SchedulerRules
 from vllm_ndp.traces.format import CACHED
-from vllm_ndp.traces.importers import ImportSettings, import_trace
 from vllm_ndp.traces.trace import Trace
 
 pytestmark = pytest.mark.vllm
@@ -198,116 +192,3 @@ def test_arrivals_alone_give_the_steps_of_vllm_and_their_simulated_times(tmp_pat
     if not options:  # nobody had to wait for a place, so the recording itself says when requests came
         assert np.array_equal(of_steps(trace), arrivals_ps)
         assert serve_again(trace, losses_of_run(trace, None)).steps == replay.steps
-
-
-# -- answers in the classes of vLLM, with the bundled recording's routing ---------------------------------------------
-
-
-BUNDLED = Path(__file__).resolve().parents[1] / "data" / "tiny-mixtral-trace"
-
-
-def test_answers_in_the_classes_of_vllm_are_imported_as_the_routing_they_hold(tmp_path):
-    """Half of the answers say where the prompt ends by its tokens, half by usage alone."""
-    from vllm.entrypoints.openai.completion.protocol import CompletionResponse, CompletionResponseChoice, UsageInfo
-    from vllm.utils.serial_utils import numpy2base64
-
-    recorded = Trace.load(BUNDLED)
-    lines = []
-    for sequence in recorded.sequences:
-        prompt, decoded = len(sequence.prompt_ids), len(sequence.decode_ids)
-        choice = CompletionResponseChoice(
-            index=0,
-            text="",
-            finish_reason="length",
-            prompt_token_ids=list(range(prompt)) if sequence.request % 2 else None,
-            routed_experts=numpy2base64(np.concatenate([sequence.prompt_ids, sequence.decode_ids])),
-        )
-        usage = UsageInfo(
-            prompt_tokens=prompt, completion_tokens=decoded + 1, total_tokens=prompt + decoded + 1
-        )  # the last token has no row
-        lines.append(CompletionResponse(model="tiny", choices=[choice], usage=usage).model_dump_json())
-    (tmp_path / "answers.jsonl").write_text("\n".join(lines))
-    imported = import_trace(tmp_path / "answers.jsonl", "vllm", ImportSettings("tiny", num_experts=8))
-    assert imported.prompt_len.tolist() == recorded.prompt_len.tolist()
-    assert np.array_equal(imported.ids, recorded.ids)
-
-
-# -- two real engines share one device, each in a program of its own ------------------------------------------------
-
-
-TOKENS = 20
-PROMPTS_OF = (PROMPTS[:3], PROMPTS[3:])
-
-Said = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> tuple[Said, list[Trace]]:
-    """What both engines say, and their traces. They run at the same time."""
-    folder = tmp_path_factory.mktemp("traces")
-    device = DeviceProcess.spawn(MODEL, REPLICAS, hardware_overrides=SLOW_GPU)
-    settings = {"hot_experts": 4, "prefill": "streamed", "devices": device.address, "debug": {"device_hosts": 2}}
-    settings |= {"replicas": str(REPLICAS), "hardware_overrides": SLOW_GPU}
-
-    def run(host: int) -> dict[str, Any]:
-        return one_engine.run(settings | {"record": str(folder / str(host))}, PROMPTS_OF[host], TOKENS, passes=2)
-
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            said = list(pool.map(run, (0, 1)))
-    finally:
-        device.terminate()
-    return said, [trace_of(folder / str(host)) for host in (0, 1)]
-
-
-def host_of(trace: Trace) -> RecordedRun:
-    setup = trace.provenance.live
-    assert setup is not None
-    return RecordedRun(trace, setup, recorded_rules(trace, losses_of_run(trace, None)))
-
-
-def alone_in_a_room(trace: Trace, device_hosts: int) -> Trace:
-    """The trace as if its engine had been told of so many hosts."""
-    live = msgspec.structs.replace(trace.provenance.live, device_hosts=device_hosts)
-    return dataclasses.replace(trace, provenance=msgspec.structs.replace(trace.provenance, live=live))
-
-
-def times(runs: list[StepRun]) -> list[tuple[int, int]]:
-    return [(run.time.start_ps, run.time.total_ps) for run in runs]
-
-
-@pytest.mark.programs
-@pytest.mark.parametrize("host", [0, 1])
-def test_each_of_two_live_hosts_takes_the_simulated_times_of_its_replay(live: tuple[Said, list[Trace]], host: int):
-    (totals,) = live[0][host]["totals"]
-    trace = live[1][host]
-    assert trace.provenance.live.device_hosts == 2
-    assert totals["fallback_pairs"] == 0
-    replayed = replay_of(trace)
-    assert len(replayed.steps) >= 2 * TOKENS
-    assert replayed.identical
-    assert totals["simulated_ps"] == replayed.start_ps[-1] + replayed.step_ps[-1]
-
-
-@pytest.mark.programs
-def test_a_host_that_knows_of_the_other_sends_fewer_hot_experts(live: tuple[Said, list[Trace]]):
-    for said, trace in zip(*live, strict=True):
-        told = said["totals"][0]["spilled_pairs"]
-        assert told > 0
-        assert not replay_of(alone_in_a_room(trace, 1)).identical
-
-
-@pytest.mark.programs
-def test_on_one_clock_the_two_hosts_take_their_live_times_and_wait_for_each_other(live: tuple[Said, list[Trace]]):
-    """A live report cannot contain that wait: an engine's simulated clock stands still while it has no request."""
-    traces = live[1]
-    device = DeviceModel(host_of(traces[0]).engine.hardware)
-    shared = together([host_of(trace).whole() for trace in traces], device)
-    waited = 0
-    for trace, runs in zip(traces, shared, strict=True):
-        own = alone(host_of(trace).whole(), DeviceModel(host_of(trace).engine.hardware))
-        recorded = zip(trace.events["simulated_start_ps"], trace.events["simulated_step_ps"], strict=True)
-        assert times(own) == [(int(start), int(lasted)) for start, lasted in recorded]
-        waited += sum(run.time.total_ps for run in runs) - sum(run.time.total_ps for run in own)
-        assert [run.migrated_experts for run in runs] == [run.migrated_experts for run in own]
-    assert waited > 0

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import make_family_models
 import pytest
 from engines import PROMPTS, engine, replay_of, trace_of
-from test_integration_families import made
 
 pytestmark = pytest.mark.vllm
 
@@ -18,7 +18,8 @@ WINDOWS = "gpt_oss"
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("families")
-    made(out, *FAMILIES, WINDOWS)
+    for family in (*FAMILIES, WINDOWS):
+        make_family_models.make(family, out)
     return out
 
 
@@ -108,6 +109,7 @@ def test_the_message_leaves_before_the_shared_expert_runs_tokens_are_stocks_and_
     assert_replays(models / family, tmp_path / "trace")
 
 
+@pytest.mark.families
 def test_the_message_leaves_before_the_shared_expert_runs_in_a_compiled_model_too(
     models: Path, stock_tokens: dict[str, list[list[int]]]
 ) -> None:

@@ -3,16 +3,16 @@ with dequantized weights."""
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import make_family_models
+import make_quantized_models
 import numpy as np
 import pytest
 import torch
-from engines import MODEL, PROMPTS, ROOT, engine
+from engines import MODEL, PROMPTS, engine
 from safetensors.torch import load_file, save_file
 
 from ndp_device.checkpoint.opening import PackedLinears
@@ -195,9 +195,7 @@ def test_weights_are_freed_and_the_table_says_how_many_there_are(
 
 def test_a_head_whose_model_asks_for_no_method_is_taken_too(tmp_path: Path) -> None:
     """gpt-oss: its bf16 head of 201 088 rows took as long per token as four of its layers."""
-    maker = ROOT / "tests" / "checkpoints" / "make_family_models.py"
-    subprocess.run([sys.executable, maker, tmp_path, "gpt_oss"], check=True, capture_output=True, timeout=600)
-    (path,) = (one.parent for one in tmp_path.glob("*/config.json"))
+    path = make_family_models.make("gpt_oss", tmp_path)
     with engine(path, settings={"cold_precision": "quantized", "linear_bits": 8}, dtype="bfloat16") as llm:
         status = llm.collective_rpc("ndp_status")[0]
         head = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model.lm_head
@@ -209,10 +207,7 @@ def test_a_head_whose_model_asks_for_no_method_is_taken_too(tmp_path: Path) -> N
 @pytest.fixture(scope="module", params=["qwen3_moe-compressed-all", "mixtral-awq-all"])
 def coded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint whose linear layers are codes of 4 bits."""
-    out = tmp_path_factory.mktemp("coded")
-    maker = ROOT / "tests" / "checkpoints" / "make_quantized_models.py"
-    subprocess.run([sys.executable, maker, out, request.param], check=True, capture_output=True, timeout=600)
-    return out / request.param
+    return make_quantized_models.make(request.param, tmp_path_factory.mktemp("coded"))
 
 
 def test_codes_of_linear_layers_stand_for_the_checkpoints_values(coded: Path) -> None:

@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
 from ndp_device.protocol.session import listed
-from vllm_ndp.integration.hot_slots import HotSlots, SlotWeights
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget, union_of_widths
@@ -92,41 +90,6 @@ def test_the_selector_s_steps_are_bounded_by_how_many_experts_can_have_4_bits(bi
     """One turn per n4, for all layers together: of 256 cold experts with 2 bits to spend each at most 171 have 4."""
     few, many = (planning_steps(experts, bit_rule) for experts in (32, 512))
     assert many - few < 20 * (171 - 11)
-
-
-class Kernel:
-    most_slots = None
-
-
-def slots_of(num_experts: int) -> HotSlots:
-    num_slots = num_experts // 2
-    held = SlotWeights(torch.zeros(num_slots, 2, 1), torch.zeros(num_slots, 1, 1))
-    slots = HotSlots(Kernel(), held, num_experts)  # type: ignore[arg-type]
-    for slot in range(num_slots):
-        slots.migrate(slot, num_slots - 1 - slot, lambda held, slot: None)
-    return slots
-
-
-def test_finding_slots_takes_as_many_steps_for_512_experts_as_for_32() -> None:
-    """Three experts come; which they are costs the same."""
-    counts = []
-    for num_experts in (32, 512):
-        slots = slots_of(num_experts)
-        wanted = np.zeros(num_experts, np.bool_)
-        wanted[: num_experts // 2] = True
-        wanted[:3], wanted[-3:] = False, True
-        moves: list[Any] = []
-        counts.append(steps_of(lambda slots=slots, wanted=wanted, moves=moves: moves.extend(slots.exchange(wanted))))
-        assert [expert for _, expert in moves] == [num_experts - 3, num_experts - 2, num_experts - 1]
-        assert [slots.expert_in[slot] for slot, _ in moves] == [2, 1, 0], "slots of those that leave, lowest slot first"
-        coming = np.zeros(num_experts, np.bool_)
-        coming[-2:] = True
-        kept = slots.slots_to_keep(coming, wanted)
-        assert {expert: int(slots.expert_in[slot]) for expert, slot in kept.items()} == {
-            num_experts - 2: 0,
-            num_experts - 1: 1,
-        }
-    assert counts[0] == counts[1]
 
 
 def test_only_experts_that_are_listed_are_looked_at_one_by_one() -> None:

@@ -3,12 +3,12 @@
 from functools import partial
 from pathlib import Path
 
+import make_quantized_models
 import numpy as np
 import pytest
 import torch
-from engines import MODEL, REPLICAS, ROOT
+from engines import MODEL, REPLICAS
 from paths import resident_bytes_of
-from test_integration_families import made
 
 from ndp_device.kernels import load_kernel
 from ndp_device.replicas.store import ExpertStore
@@ -17,7 +17,6 @@ from vllm_ndp.integration.quantized_slots import QuantizedSlots, ReplicaFill
 
 pytestmark = pytest.mark.vllm
 
-MAKER = ROOT / "tests" / "checkpoints" / "make_quantized_models.py"
 HIDDEN, INTERMEDIATE, EXPERTS, LAYER = 128, 256, 8, 1
 
 
@@ -68,7 +67,7 @@ def test_an_expert_that_leaves_its_slot_takes_its_bytes_along(kernel):
 
 def test_a_checkpoint_whose_codes_were_copied_takes_no_memory_beside_its_slots(kernel, tmp_path: Path):
     """Else the pages of its files are this process's: gpt-oss-20b was held at 1.2 times what was promised."""
-    (path,) = made(tmp_path, "mixtral-mxfp4", maker=MAKER).values()
+    path = make_quantized_models.make("mixtral-mxfp4", tmp_path)
     slots: dict[int, HotSlots] = {}
     fill = ReplicaFill(path, None, 4, kernel, range(4), slots)
     held = SlotWeights(torch.empty(0, 2 * INTERMEDIATE, HIDDEN), torch.empty(0, HIDDEN, INTERMEDIATE))

@@ -2,11 +2,11 @@
 
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import make_quantized_models
 import pytest
 from engines import PROMPTS, REPLICAS, ROOT, engine, greedy, run_program
 from given_options import given_by
@@ -113,10 +113,7 @@ def test_a_prompt_of_a_server_that_sized_itself_reads_no_expert_of_the_checkpoin
     from ndp_device.replicas.checkpoint import CheckpointExperts
     from ndp_device.replicas.format import read_manifest
 
-    maker = ROOT / "tests" / "checkpoints" / "make_quantized_models.py"
-    subprocess.run(
-        [sys.executable, maker, tmp_path, "mixtral-compressed8"], check=True, capture_output=True, timeout=600
-    )
+    make_quantized_models.make("mixtral-compressed8", tmp_path)
     slow_reads = speed.Measured(
         1e6,
         expert_s=1e-6,

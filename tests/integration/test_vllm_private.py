@@ -26,9 +26,6 @@ NOT_VLLMS = {"_replace", "_exit", "_keep"}
 """Of named tuples, of os, and a place of ours in an object of ctypes."""
 
 
-# -- no other file -------------------------------------------------------------------------------------------------
-
-
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
@@ -107,9 +104,6 @@ def test_every_function_has_a_test_and_every_name_is_in_the_installed_source() -
         assert vllm_hooks.look_up(read, hook) != vllm_hooks.ABSENT, one
 
 
-# -- configuration -------------------------------------------------------------------------------------------------
-
-
 def test_call_for_every_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours is called after the architecture's own."""
     from vllm.model_executor.models import config
@@ -160,9 +154,6 @@ def test_metric_classes() -> None:
         Histogram,
         Gauge,
     )
-
-
-# -- layers --------------------------------------------------------------------------------------------------------
 
 
 class Doubled(torch.nn.Module):
@@ -250,8 +241,6 @@ def test_plain_heads_offered_to() -> None:
     assert UnquantizedEmbeddingMethod.process_weights_after_loading is stock
 
 
-# -- operators -----------------------------------------------------------------------------------------------------
-
 ON_CPU = pytest.mark.skipif(not vllm_private.has_operator("prepack_moe_weight"), reason="vLLM's build for CPU")
 
 
@@ -316,9 +305,6 @@ def test_tiles_of_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [(8, 32)]
 
 
-# -- sampling ------------------------------------------------------------------------------------------------------
-
-
 def test_seeds_kept_for_tokens() -> None:
     """test_paced_scheduler.py has an engine with a seeded request whose prompt is cut."""
     generators = {0: "whole", 1: "partial", 3: "of nobody now"}
@@ -327,9 +313,6 @@ def test_seeds_kept_for_tokens() -> None:
     with vllm_private.seeds_kept_for_tokens(SimpleNamespace(input_batch=batch, discard_request_mask=mask)):
         assert generators == {0: "whole", 3: "of nobody now"}
     assert generators == {0: "whole", 1: "partial", 3: "of nobody now"}
-
-
-# -- compiled graphs -----------------------------------------------------------------------------------------------
 
 
 def test_load_saved_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,9 +340,6 @@ def test_load_saved_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="a layer of another engine"):
             torch.compiler.load_compiled_function(io.BytesIO(ours + strange), f_globals={})
     assert read == [ours]
-
-
-# -- processes -----------------------------------------------------------------------------------------------------
 
 
 def test_sleep_between_looks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,9 +98,6 @@ HOOKS = (*PUBLIC, *PRIVATE)
 ABSENT = "absent"
 
 
-# -- reading source ----------------------------------------------------------------------------------------------------
-
-
 def of_wheel(path: Path) -> tuple[str, Read]:
     """Version and source of a wheel."""
     archive = zipfile.ZipFile(path)

@@ -2,20 +2,17 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
+import gpu_preset
+import measured
 import pytest
+from paths import ROOT
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing import presets
 from ndp_device.timing.spec import load_hardware
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import gpu_preset  # noqa: E402
 
 MADE_UP: dict[str, Any] = {
     "H2D pinned GB/s": 54.5,
@@ -117,3 +114,16 @@ def test_the_probe_says_every_name_that_the_preset_is_made_of() -> None:
     said = set(re.findall(r'say\(\s*"([^"]+)"', probe))
     assert set(MADE_UP) == gpu_preset.NEEDED
     assert said >= gpu_preset.NEEDED
+
+
+def test_a_command_in_a_result_shows_no_path_of_this_machine() -> None:
+    argv = [
+        "/elsewhere/benchmarks/b.py",
+        "--model",
+        "/data/of/mine/model",
+        f"--json={ROOT}/x",
+        "--out",
+        f"{ROOT}/docs",
+        "a b",
+    ]
+    assert measured.command_line(argv) == "python benchmarks/b.py --model model --out docs 'a b'"

@@ -10,18 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gpu_check
+import gpu_engines
+import gpu_speed
+import gpu_timeline
+import pieces as runner
 import pytest
+from paths import ROOT
+from pieces import Run
 from until import until
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import gpu_check  # noqa: E402
-import gpu_engines  # noqa: E402
-import gpu_speed  # noqa: E402
-import gpu_timeline  # noqa: E402
-import pieces as runner  # noqa: E402
-from pieces import Run  # noqa: E402
 
 SCRIPT = """
 import os, sys, time
@@ -229,9 +226,6 @@ def test_a_piece_that_a_gpu_is_needed_for_makes_its_rows(
     compares = {"identity", "narrow_slots"}  # with stock vLLM, which runs once
     if piece.ways:
         assert len(asked) == len(piece.ways) + (name in compares)
-
-
-# -- its timeline ------------------------------------------------------------------------------------------------------
 
 
 def event(kind: str, stream: int, start: float, end: float, name: str = "") -> dict[str, Any]:

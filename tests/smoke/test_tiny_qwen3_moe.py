@@ -6,12 +6,12 @@ Knows transformers, not vLLM. Made by models/training/train.py; its texts and to
 import importlib
 import json
 import math
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+import quality
 from paths import MODEL as FIRST
 from paths import ROOT
 
@@ -81,12 +81,6 @@ def test_on_a_second_router_too_a_prompt_tells_more_of_its_decode_than_popularit
 
 
 @pytest.fixture(scope="module")
-def quality() -> ModuleType:
-    sys.path.append(str(ROOT / "benchmarks"))
-    return importlib.import_module("quality")
-
-
-@pytest.fixture(scope="module")
 def replicas(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("replicas")
     build_data_free(FIRST, directory, show_progress=False)
@@ -94,19 +88,19 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(quality: ModuleType, replicas: Path):
+def model(replicas: Path):
     return quality.MixedModel(FIRST, ExpertStore(FIRST, replicas, kernel=ReferenceKernel()))
 
 
 @pytest.fixture(scope="module")
-def tokens(quality: ModuleType):
+def tokens():
     import torch
 
     sequences = quality.held_out_sequences(FIRST, 1)
     return torch.cat([sequences[domain] for domain in ("c", "german", "prose")])
 
 
-def test_full_precision_is_the_plain_model(quality: ModuleType, model, tokens) -> None:
+def test_full_precision_is_the_plain_model(model, tokens) -> None:
     """Decode rows predict tokens prompt + 1 .. end: the first generated token belongs to the prefill."""
     import torch
     from transformers import MixtralForCausalLM
@@ -137,24 +131,3 @@ def test_each_sequence_runs_at_its_own_bits(model, tokens) -> None:
         alone.append(model.decode(bits[row : row + 1])[0])
     np.testing.assert_allclose(together, alone, atol=1e-4)
     assert together[1] - full[1] > 10 * abs(together[2] - full[2])
-
-
-def test_prompt_statistics_count_the_prompt_and_nothing_else(quality: ModuleType, model, tokens) -> None:
-    stats = model.prefill(tokens)
-    assert [one.num_tokens for one in stats] == [quality.PROMPT_TOKENS] * 3
-    assert not np.array_equal(stats[0].counts, stats[1].counts)
-
-
-def test_the_oracle_sees_the_decode_and_the_prefill_policy_does_not(
-    quality: ModuleType, model, tokens, replicas
-) -> None:
-    prompt = model.prefill(tokens)[0]
-    model.decode(None)
-    decode = model.routing_stats()[0]
-    losses = quality.loss_tables(replicas)
-    prior = quality.importance(prompt)
-    cells = [quality.Cell(2.0, 2, "importance", source) for source in ("prefill", "oracle")]
-    from_prompt, from_decode = (quality.plan_of(cell, prompt, decode, prior, losses).bits for cell in cells)
-    assert np.array_equal(from_prompt, quality.plan_of(cells[0], prompt, prompt, prior, losses).bits)
-    assert np.array_equal(from_decode, quality.plan_of(cells[0], decode, decode, prior, losses).bits)
-    assert not np.array_equal(from_prompt, from_decode)

@@ -21,7 +21,6 @@ from ndp_device.calibration import auto_gptq, calibrated, gptq
 from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated
 from ndp_device.calibration.data_free import expert_losses, quantize_nested
 from ndp_device.calibration.gptq import second_moment
-from ndp_device.calibration.job import JobProgress, Work
 from ndp_device.calibration.text import CalibrationText, file_digest
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
@@ -136,25 +135,6 @@ def test_a_log_is_told_before_the_first_expert_is_made_how_long_the_others_will_
     said = re.findall(r"(\d+) %: (\d) of 8 experts made after \d+ s, \d+ s left", capsys.readouterr().err)
     assert [int(part) for part, _ in said] == sorted(int(part) for part, _ in said)
     assert {int(made) for _, made in said} == set(range(9))
-
-
-def test_the_work_that_a_log_was_told_of_is_all_that_was_expected_but_weighing(
-    build: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each stage is told once: else time left would be wrong. Few rows stand for a layer here, so that these are."""
-    seen: list[JobProgress] = []
-    monkeypatch.setattr(JobProgress, "__exit__", lambda self, *_: seen.append(self))
-    work: list[Work] = []
-    left = Work.job
-
-    def job(self: Work, layers_done: int, kept: int) -> float:
-        work.append(self)
-        return left(self, layers_done, kept)
-
-    monkeypatch.setattr(Work, "job", job)
-    build(tmp_path / "out")
-    weighing = 2 * (work[0].passing + work[0].num_tokens * 2 * work[0].answers)
-    assert seen[0].share * work[0].job(0, 0) == pytest.approx(work[0].job(0, 0) - weighing, rel=0.02)
 
 
 def test_the_stored_loss_is_what_the_stored_replicas_lose_on_held_out_tokens(

@@ -289,9 +289,6 @@ def test_a_small_expert_is_probed_whole() -> None:
         np.testing.assert_array_equal(part, whole)
 
 
-# -- 8 bits ------------------------------------------------------------------------------------------------------------
-
-
 @given(
     seed=st.integers(0, 2**32 - 1),
     rows=st.integers(1, 9),

@@ -1,6 +1,5 @@
 """Calibration without the model in memory: what it computes, reads and needs, against transformers' whole model."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -10,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import make_family_models
 import numpy as np
 import pytest
 import torch
@@ -19,14 +19,13 @@ from paths import MODEL, ROOT
 
 from ndp_device.calibration import calibrated, streamed
 from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated, build_data_free
-from ndp_device.calibration.gptq import products_on
 from ndp_device.calibration.job import run_job
 from ndp_device.calibration.memory import PeakMemory, side_by_side
 from ndp_device.calibration.streamed import StreamedForward, auto_class, bytes_between_layers, load_without_experts
 from ndp_device.calibration.text import CalibrationText, load_config
 from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.replicas.checkpoint import CheckpointExperts
-from ndp_device.replicas.format import LayerReplicas, ReplicaFiles, load_loss_table, read_manifest
+from ndp_device.replicas.format import LayerReplicas, ReplicaFiles, read_manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.calibration]
 CPU = torch.device("cpu")
@@ -42,18 +41,8 @@ REFUSED = {
 """Llama-4's experts take other arguments; transformers has no model for Step's text. The others have no replicas."""
 
 
-def _module(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / "checkpoints" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-FAMILIES = _module("make_family_models")
-STREAMED = [name for name, family in FAMILIES.FAMILIES.items() if not (family.tensors or name in REFUSED)]
+FAMILIES = make_family_models.FAMILIES
+STREAMED = [name for name, family in FAMILIES.items() if not (family.tensors or name in REFUSED)]
 
 
 def text_of(model_dir: Path, num_sequences: int, length: int) -> CalibrationText:
@@ -92,17 +81,6 @@ def test_the_bundled_model_loses_what_a_calibration_in_memory_does(
         np.testing.assert_allclose(lost, wanted, rtol=0.01)
 
 
-@pytest.mark.skipif(products_on(CPU) == torch.float32, reason="this processor has no products in bfloat16")
-def test_products_in_bfloat16_lose_what_those_in_float32_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every width, median over the bundled model's experts. One has inputs that are so loud that chance decides."""
-    settings: dict[str, Any] = {"num_sequences": 16, "sequence_length": 128, "show_progress": False}
-    build_calibrated(MODEL, tmp_path / "bfloat16", CALIBRATION, **settings)
-    monkeypatch.setattr("ndp_device.calibration.gptq.products_on", lambda _: torch.float32)
-    build_calibrated(MODEL, tmp_path / "float32", CALIBRATION, **settings)
-    lost, wanted = (load_loss_table(tmp_path / name)[1] for name in ("bfloat16", "float32"))
-    assert (np.median(lost / wanted, (0, 1)) < 1.02).all()
-
-
 def _fields(struct: Any) -> dict[str, Any]:
     return {name: getattr(struct, name) for name in struct.__struct_fields__}
 
@@ -110,7 +88,7 @@ def _fields(struct: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("family", STREAMED)
 def test_what_reaches_the_experts_of_a_family_is_what_reaches_them_in_memory(tmp_path: Path, family: str) -> None:
     """The sums over a row's experts are made in another order than transformers', which shows in the last bits."""
-    directory = FAMILIES.make(family, tmp_path)
+    directory = make_family_models.make(family, tmp_path)
     text, checkpoint = text_of(directory, 8, 32), CheckpointExperts(directory)
     shape = checkpoint.shape
     wanted = captured_in_memory(directory, text, range(shape.num_layers))
@@ -130,7 +108,7 @@ def test_what_reaches_the_experts_of_a_family_is_what_reaches_them_in_memory(tmp
 @pytest.mark.parametrize("family", ["deepseek_v4", "glm_moe_dsa", "longcat_flash", "qwen3_vl_moe"])
 def test_what_a_family_says_is_what_it_says_in_memory(tmp_path: Path, family: str) -> None:
     """With residuals in streams, layers that hand more to the next, experts that give their input back, and a tower."""
-    directory = FAMILIES.make(family, tmp_path)
+    directory = make_family_models.make(family, tmp_path)
     text, checkpoint = text_of(directory, 8, 32).token_ids[:2], CheckpointExperts(directory)
     carried = {"deepseek_v4": 4 * 4 * 128 + 8 * 32, "glm_moe_dsa": 4 * 128 + 8 * 16}.get(family, 4 * 128)
     assert bytes_between_layers(load_config(directory), 128, 32) == carried
@@ -172,14 +150,14 @@ def test_what_attention_gave_is_kept_where_it_is_small(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("family", "why"), REFUSED.items())
 def test_a_family_that_is_not_calibrated_is_refused(tmp_path: Path, family: str, why: str) -> None:
-    directory = FAMILIES.make(family, tmp_path)
+    directory = make_family_models.make(family, tmp_path)
     with pytest.raises(NdpError, match=why):
         build_calibrated(directory, tmp_path / "out", CALIBRATION, show_progress=False)
 
 
 def test_a_model_that_transformers_cannot_run_is_refused_in_one_sentence(tmp_path: Path) -> None:
     """Sixteen experts are not three groups, which transformers sees in the router only."""
-    directory = FAMILIES.make("deepseek_v3", tmp_path)
+    directory = make_family_models.make("deepseek_v3", tmp_path)
     config = json.loads((directory / "config.json").read_text()) | {"n_group": 3, "topk_group": 1}
     (directory / "config.json").write_text(json.dumps(config))
     wanted = r"^\w+ does not run through decoder layer \d+ \(RuntimeError: [^\n]+\): leave out --calibration, [^\n]+$"
@@ -203,17 +181,6 @@ def test_every_expert_is_read_once_in_a_pass(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(CheckpointExperts, "expert", counted)
     build_calibrated(MODEL, tmp_path, CALIBRATION, bits=(2,), num_sequences=8, sequence_length=64, show_progress=False)
     assert reads == {(layer, expert): 2 for layer in range(4) for expert in range(8)}
-
-
-def test_a_job_that_goes_on_passes_through_the_layers_that_are_done(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"bits": (2,), "num_sequences": 8, "sequence_length": 64, "show_progress": False}
-    build_calibrated(MODEL, tmp_path, CALIBRATION, **settings)
-    last = tmp_path / "experts-00003.safetensors"
-    whole, others = last.read_bytes(), (tmp_path / "experts-00002.safetensors").stat().st_mtime_ns
-    last.unlink()
-    build_calibrated(MODEL, tmp_path, CALIBRATION, **settings)
-    assert last.read_bytes() == whole
-    assert (tmp_path / "experts-00002.safetensors").stat().st_mtime_ns == others
 
 
 def test_the_peak_memory_that_is_printed_first_is_kept(tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from paths import ROOT
 
 pytestmark = pytest.mark.slow
 torch = pytest.importorskip("torch")
 
+import make_family_models  # noqa: E402
+import make_quantized_models as quantized  # noqa: E402
+import quantized_writers as writers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from ndp_device.calibration.build import build_calibrated, build_data_free  # noqa: E402
@@ -31,11 +33,6 @@ from ndp_device.experts.expert import ByteExpert, ByteMatrix, Fp4Expert, Quantiz
 from ndp_device.kernels import reference  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
-
-sys.path.insert(0, str(ROOT / "tests" / "checkpoints"))
-import make_family_models  # noqa: E402
-import make_quantized_models as quantized  # noqa: E402
-import quantized_writers as writers  # noqa: E402
 
 ALWAYS_THERE = {"auto_gptq"} if sys.version_info[:2] == (3, 11) else set[str]()
 """`make setup` installs it, and a test that does not find it fails."""
@@ -564,22 +561,3 @@ def test_tensors_of_all_experts_that_do_not_name_experts_are_read_quantized(
         np.testing.assert_array_equal(
             to_float32(experts.expert(layer, 2).w2, experts.expert(layer, 2).dtype), down[2].float().numpy()
         )
-
-
-def test_experts_in_a_quantized_form_without_known_names_are_refused_as_what_they_are(
-    models: Path, tmp_path: Path
-) -> None:
-    """All experts' rows in one matrix, as a quantizer of linear layers sees them."""
-    directory = make_family_models.make("granite_moe", models)
-    stored = {}
-    for name, value in load_file(directory / "model.safetensors").items():
-        flat = "block_sparse_moe" in name and value.ndim == 3
-        stored |= quantized.compressed(name, value.flatten(0, 1))[0] if flat else {name: value}
-    shutil.copytree(directory, tmp_path / "granite")
-    config = json.loads((directory / "config.json").read_text()) | {"quantization_config": quantized._CT}
-    (tmp_path / "granite" / "config.json").write_text(json.dumps(config))
-    save_file(stored, tmp_path / "granite" / "model.safetensors")
-    with pytest.raises(
-        ConfigError, match=r"its experts are quantized in a form that is not read \(.*input_linear.weight_"
-    ):
-        CheckpointExperts(tmp_path / "granite")

@@ -169,9 +169,6 @@ def test_codes_of_every_width_lie_dense_or_none_crosses_a_word(bits: int, symmet
         np.testing.assert_array_equal(values, matrix.values)
 
 
-# -- zero points -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("label", [None, "gptq", "gptq_v2"])
 @pytest.mark.parametrize("less_one", [True, False])
@@ -236,9 +233,6 @@ def test_zero_points_that_are_stated_and_not_there_are_refused() -> None:
         read(in_groups(64, symmetric=False), Matrix().compressed())
     with pytest.raises(ConfigError, match="states zero points"):
         read(in_groups(64, num_bits=8, symmetric=False), Matrix().int8())
-
-
-# -- other labels ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -387,9 +381,6 @@ def test_experts_whose_inputs_are_turned_while_they_run_are_refused(targets: lis
         np.testing.assert_array_equal(read(settings, Matrix().compressed()), Matrix().values)
 
 
-# -- whole checkpoints -------------------------------------------------------------------------------------------------
-
-
 def rewritten(directory: Path, dtype: str, change: Stored | None = None, **others: str) -> tuple[Path, Stored]:
     """A small checkpoint with its tensors in several dtypes, and its values before they are stored."""
     write_small_checkpoint(directory)
@@ -502,9 +493,6 @@ def test_a_matrix_that_is_there_plain_and_quantized_is_refused(tmp_path: Path) -
 def test_what_older_compressed_tensors_call_compression_config_is_used(tmp_path: Path) -> None:
     directory = write_small_checkpoint(tmp_path / "m", compression_config=GPTQ)
     assert _with_settings(directory, read_config(directory)) == {"quantization_config": GPTQ}
-
-
-# -- modelopt's algorithms ---------------------------------------------------------------------------------------------
 
 
 def mixed(**layers: dict[str, Any]) -> dict[str, Any]:
