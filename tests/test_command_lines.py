@@ -34,7 +34,7 @@ HEAVY = ("numpy", "pyarrow", "torch", "vllm", "transformers", "safetensors", "zm
 NOT_RUN = {
     r"vllm-ndp (demo|verify|record)\b": "starts vLLM",
     r"vllm-ndp replay\b": "needs a trace that vLLM recorded",
-    r"vllm-ndp (quantize|tune|weigh) .*--calibration": "takes minutes",
+    r"vllm-ndp quantize .*--calibration": "takes minutes",
     r"ndp-device (serve|ping|describe|verify ipc)": "run together, see test_the_device_examples_work_together",
 }
 
@@ -320,7 +320,6 @@ def test_no_file_is_written_among_the_files_of_a_set(name: str, tmp_path: Path) 
 
 WRITES: dict[str, tuple[list[str], bool]] = {
     "quantize": (["{model}", "--out", "{out}", "--bits", "1"], True),
-    "tune": (["{model}", "{replicas}", "--out", "{out}", "--calibration", "{model}/calibration.txt"], True),
     "record": (["{model}", "--prompts", "{model}/calibration.txt", "--out", "{out}"], True),
     "trace-import": (["{trace}", "--format", "vllm", "--out", "{out}"], True),
     "trace-synth": (["mixtral-8x7b", "--out", "{out}", "--requests", "1"], True),

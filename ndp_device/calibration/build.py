@@ -1,4 +1,4 @@
-"""The jobs that make replicas: from the weights alone, from text, and with trained levels. Checks what is asked.
+"""The jobs that make replicas: from the weights alone, and from text. Checks what is asked.
 
 Other files quantize a layer: data_free.py from the weights alone, calibrated.py from text. job.py writes layers, and
 goes on where it was stopped. Only jobs with text import torch and transformers.
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ndp_device.calibration.calibrated import RoutedInputs
     from ndp_device.calibration.streamed import RoutedBatch
     from ndp_device.calibration.text import CalibrationText
-    from ndp_device.calibration.tuned import Tuning
 
 TRACK_WEIGHTS = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
 """Weight of an error at each width in a nested container. Low widths weigh more, because they lose most by nesting."""
@@ -295,88 +294,6 @@ def importing() -> Iterator[None]:
             del sys.modules[name]
 
 
-def build_tuned(
-    model_dir: Path,
-    replicas_dir: Path,
-    out_dir: Path,
-    calibration_file: Path,
-    *,
-    steps: int,
-    num_sequences: int = 256,
-    sequence_length: int = 512,
-    seed: int = 0,
-    device_name: DeviceName = "auto",
-    show_progress: bool = True,
-) -> Manifest:
-    """Replicas with the codes of others and levels trained together, through the whole model in memory (tuned.py).
-
-    A job that was stopped trains again, because no layer is done before all are.
-    """
-    import numpy as np
-
-    from ndp_device.calibration import calibrated, streamed, tuned
-    from ndp_device.calibration.data_free import expert_losses
-    from ndp_device.calibration.text import HELD_OUT_EVERY
-
-    if steps < 1:
-        raise ConfigError(f"steps must be 1 or more, got {steps}")
-    device = _torch_device(device_name)
-    checkpoint = CheckpointExperts(model_dir)
-    source = ReplicaFiles(replicas_dir, model_digest=model_digest(model_dir))
-    _refuse_what_does_not_fit(source.manifest)
-    text = _drawn_text(checkpoint, model_dir, calibration_file, num_sequences, sequence_length, seed)
-    num_sequences, sequence_length = text.token_ids.shape
-    manifest = msgspec.structs.replace(
-        source.manifest.unweighed(),
-        layers={},
-        source="calibrated",
-        solver=source.manifest.solver | {"tuned_from": source.manifest.digest, "tune_steps": steps},
-        calibration=source.manifest.calibration
-        | {
-            "tune_file": text.file_name,
-            "tune_blake2b": text.blake2b,
-            "tune_sequences": num_sequences,
-            "tune_length": sequence_length,
-            "tune_held_out_every": HELD_OUT_EVERY,
-            "tune_seed": seed,
-            "tune_device": device.type,
-        },
-    )
-    tuning: Tuning | None = None
-    held_out_inputs: list[RoutedInputs] = []
-
-    def make_layer(layer: int, progress: JobProgress) -> LayerReplicas:
-        nonlocal tuning, held_out_inputs
-        if tuning is None:
-            tuning, held_out_inputs = trained()
-        held_out, experts = held_out_inputs[layer], tuning.stored(layer)
-        losses = []
-        for expert, replicas in enumerate(experts):
-            rows = calibrated.test_rows(held_out, expert)
-            losses.append(expert_losses(rows.float().numpy(), checkpoint.expert(layer, expert), replicas))
-            checkpoint.release()
-            progress.made()
-        checkpoint.check(layer)
-        loss, relative_loss = (np.stack(values) for values in zip(*losses, strict=True))
-        return LayerReplicas(tuple(experts), loss, relative_loss, *source.calibration_of(layer))
-
-    def trained() -> tuple[Tuning, list[RoutedInputs]]:
-        layers, experts = range(checkpoint.shape.num_layers), range(checkpoint.shape.num_experts)
-        full = [[calibrated.FloatExpert(checkpoint.expert(n, e), device) for e in experts] for n in layers]
-        replicas = [[{b: source.expert(n, e, b) for b in source.manifest.bits} for e in experts] for n in layers]
-        tuning = tuned.Tuning(streamed.load_without_experts(model_dir, device), full, replicas, seed=seed)
-        tokens = text.held_out_last
-        tokens, held_out = tokens[: -text.num_held_out], tokens[-text.num_held_out :]
-        told = tuning.improve(tokens, held_out, steps)
-        for line in told:
-            if show_progress:
-                say(line)
-        return tuning, tuning.inputs(held_out)
-
-    made = run_job(out_dir, manifest, make_layer, show_progress=show_progress)
-    return made if made.is_weighed else weigh(model_dir, out_dir, text, device)
-
-
 def weigh(model_dir: Path, replicas_dir: Path, text: CalibrationText, device: torch.device) -> Manifest:
     """Measure what a loss in each layer does to the model's answer (weighing.py); write it into the manifest.
 
@@ -423,17 +340,6 @@ def _drawn_text(
         sequence_length=sequence_length,
         seed=seed,
     )
-
-
-def _refuse_what_does_not_fit(manifest: Manifest) -> None:
-    from ndp_device.calibration import memory
-
-    needed = memory.tuning_bytes(manifest.model, group_size=manifest.group_size, num_widths=len(manifest.bits))
-    if needed > (usable := machine_memory.usable_bytes()):
-        raise ConfigError(
-            f"tuning holds every expert of {manifest.model.name} in memory, {needed / 1e9:.1f} GB with their "
-            f"gradients, of which this process may have {usable / 1e9:.1f} GB: serve the replicas as they are"
-        )
 
 
 def _torch_device(name: DeviceName) -> torch.device:

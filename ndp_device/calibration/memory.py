@@ -17,7 +17,6 @@ from ndp_device.calibration.streamed import KEPT_BYTES
 from ndp_device.calibration.text import HELD_OUT_EVERY
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.machine_memory import usable_bytes
-from ndp_device.common.model_shape import ModelShape
 from ndp_device.replicas.checkpoint import CheckpointExperts
 
 _PROGRAMS = 700 << 20
@@ -118,16 +117,6 @@ def peak_memory(
         solver=max(solving, moments, losing) + 2 * item * hidden * routed,  # what it answers, joined
         weighing=_PROGRAMS + _FLOAT * (beside + 2 * shape.weights_per_expert) + sequences(_FLOAT),
     )
-
-
-def tuning_bytes(shape: ModelShape, *, group_size: int, num_widths: int) -> int:
-    """Bytes of experts that tuning (tuned.py) holds at the same time: all experts, and a step's gradients."""
-    num_weights = shape.num_layers * shape.num_experts * shape.weights_per_expert
-    each = (
-        _FLOAT + num_widths + 3 * _FLOAT
-    )  # itself, its codes, and at the width of a step: weights, products, gradient
-    levels = 2 * num_widths * num_weights // group_size * 5 * _FLOAT  # level, step, gradient and Adam's two moments
-    return num_weights * each + levels
 
 
 def _is_one_of(name: str, template: str) -> bool:

@@ -1,4 +1,4 @@
-"""`vllm-ndp quantize` and `tune`: options and last lines; ndp_device/calibration/ works."""
+"""`vllm-ndp quantize`: options and last lines; ndp_device/calibration/ works."""
 
 from __future__ import annotations
 
@@ -135,46 +135,6 @@ def quantize(
 def _files(directory: Path) -> dict[str, int]:
     """Files of experts by name, and when each was written."""
     return {path.name: path.stat().st_mtime_ns for path in directory.glob("experts-*")}
-
-
-@command(
-    app,
-    "tune",
-    examples=(
-        "vllm-ndp tune models/tiny-mixtral models/tiny-mixtral-replicas --out tuned "
-        "--calibration models/tiny-mixtral/calibration.txt",
-    ),
-    shows=True,
-)
-def tune(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory, or id of the hub.")],
-    replicas: Annotated[Path, typer.Argument(metavar="REPLICAS", help="Directory that `quantize` wrote.")],
-    out: Annotated[Path, REPLICAS, typer.Option(help="Directory of the tuned replicas.")],
-    calibration: Annotated[Path, typer.Option(help="UTF-8 text to train on.")],
-    way: PassOptions,
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of training.")] = 300,
-    samples: Annotated[int, typer.Option(metavar="N", min=8, help="Sequences of text; every 8th is held out.")] = 256,
-) -> None:
-    """Train the scales and offsets of replicas through the model.
-
-    Same size, same speed, less loss. All experts are in memory in float32.
-    """
-    from ndp_device.calibration.build import build_tuned
-    from vllm_ndp.operating.sources import checkpoint_dir
-
-    started = time.monotonic()
-    manifest = build_tuned(
-        checkpoint_dir(str(model)),
-        replicas,
-        out,
-        calibration,
-        steps=steps,
-        num_sequences=samples,
-        sequence_length=way.sequence_length,
-        seed=way.seed,
-        device_name=way.device,
-    )
-    _print_summary(manifest, out, started)
 
 
 def _print_summary(manifest: Manifest, out: Path, started: float) -> None:

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from in_memory import captured_in_memory
 from paths import MODEL
 
-from ndp_device.calibration import calibrated, streamed, tuned, weighing
-from ndp_device.calibration.build import build_calibrated, build_data_free, build_tuned, weigh
+from ndp_device.calibration import streamed, weighing
+from ndp_device.calibration.build import build_calibrated, build_data_free, weigh
 from ndp_device.calibration.text import CalibrationText
-from ndp_device.common.widths import FULL_PRECISION_BITS
-from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles, write_manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.calibration]
@@ -34,18 +33,33 @@ def text() -> CalibrationText:
     return CalibrationText.draw(CALIBRATION, transformers.AutoTokenizer.from_pretrained(MODEL), seed=0, **TEXT)
 
 
-def in_memory(directory: Path) -> tuned.Tuning:
-    checkpoint, files = CheckpointExperts(MODEL), ReplicaFiles(directory)
-    full = [[calibrated.FloatExpert(checkpoint.expert(n, e), CPU) for e in range(8)] for n in range(4)]
-    replicas = [[{b: files.expert(n, e, b) for b in files.manifest.bits} for e in range(8)] for n in range(4)]
-    return tuned.Tuning(streamed.load_without_experts(MODEL, CPU), full, replicas)
+class InMemory:
+    """transformers' whole model, with replicas of 2 bits in place of some layers' experts."""
+
+    def __init__(self, directory: Path) -> None:
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+        self._modules = streamed.expert_modules(self._model)
+        self._full = [(module.gate_up_proj.data, module.down_proj.data) for module in self._modules]
+        files = ReplicaFiles(directory)
+        floats = [[weighing.in_float(files.expert(layer, e, 2)) for e in range(8)] for layer in range(4)]
+        self._replicas = [
+            (
+                torch.from_numpy(np.stack([np.concatenate([one.w1, one.w3]) for one in each])),
+                torch.from_numpy(np.stack([one.w2 for one in each])),
+            )
+            for each in floats
+        ]
+
+    def log_probabilities(self, tokens: torch.Tensor, layers: range = range(0)) -> torch.Tensor:
+        for layer, module in enumerate(self._modules):
+            weights = (self._replicas if layer in layers else self._full)[layer]
+            module.gate_up_proj.data, module.down_proj.data = weights
+        with torch.no_grad():
+            return torch.log_softmax(self._model(input_ids=tokens, use_cache=False).logits, -1)
 
 
-def nll(tuning: tuned.Tuning, tokens: torch.Tensor, bits: int) -> float:
-    tuning._set([[bits] * 8] * 4)
-    with torch.no_grad():
-        answered = tuning.log_probabilities(tokens)[:, :-1]
-    return -float(answered.gather(2, tokens[:, 1:, None]).mean())
+def nll(answered: torch.Tensor, tokens: torch.Tensor) -> float:
+    return -float(answered[:, :-1].gather(2, tokens[:, 1:, None]).mean())
 
 
 def test_a_layer_weighs_what_its_losses_do_to_the_answer(base: Path, tmp_path: Path) -> None:
@@ -62,16 +76,17 @@ def test_a_layer_weighs_what_its_losses_do_to_the_answer(base: Path, tmp_path: P
     assert after.manifest.digest == before.manifest.digest
     assert after.loss_digest != before.loss_digest
 
-    tuning = in_memory(base)
-    tokens = text().held_out_last[-2:]
+    model, tokens = InMemory(base), text().held_out_last[-2:]
+    routed = captured_in_memory(MODEL, text(), range(4))
+    wanted = model.log_probabilities(tokens)
     expected, alone = [], []
-    for layer, inputs in enumerate(tuning.inputs(tokens)):
-        widths = [[2 if one == layer else FULL_PRECISION_BITS] * 8 for one in range(4)]
-        shares = np.bincount(inputs.expert_ids.numpy().ravel(), minlength=8)
+    for layer in range(4):
+        shares = np.bincount(routed[layer][1].expert_ids.numpy().ravel(), minlength=8)
         mean_loss = np.average(before.layer_losses(layer)[1][:, 1], weights=shares)
-        alone.append(tuning.divergence(tokens, widths))
+        answered = model.log_probabilities(tokens, range(layer, layer + 1))
+        alone.append(float((wanted.exp() * (wanted - answered)).sum(-1).mean()))
         expected.append(alone[-1] / mean_loss)
-    together = nll(tuning, tokens, 2) - nll(tuning, tokens, FULL_PRECISION_BITS)
+    together = nll(model.log_probabilities(tokens, range(4)), tokens) - nll(wanted, tokens)
     assert abs(together / sum(alone) - 1) > 0.02, "else it would not matter"
     expected = [one * together / sum(alone) for one in expected]
     np.testing.assert_allclose(np.array(manifest.layer_weights) * manifest.nats_per_loss, expected, rtol=2e-3)
@@ -86,15 +101,6 @@ def test_a_calibration_weighs_by_itself_and_goes_on_where_it_was_stopped(tmp_pat
     assert made.is_weighed
     write_manifest(tmp_path, made.unweighed())  # as stopped before the last pass, or made by an older version
     assert build_calibrated(MODEL, tmp_path, CALIBRATION, **settings) == made
-
-
-def test_tuned_replicas_are_weighed_anew(base: Path, tmp_path: Path) -> None:
-    weighed = tmp_path / "weighed"
-    shutil.copytree(base, weighed)
-    before = weigh(MODEL, weighed, text(), CPU)
-    made = build_tuned(MODEL, weighed, tmp_path / "tuned", CALIBRATION, steps=2, show_progress=False, **TEXT)
-    assert made.is_weighed
-    assert made.layer_weights != before.layer_weights
 
 
 def test_branches_are_no_more_sequences_than_a_calibration_has() -> None:

@@ -136,7 +136,7 @@ def test_limits_of_others_do_not_count(files: dict[str, str]) -> None:
     assert (found.room, found.usable, found.limit) == (60 * GIB, 64 * GIB, None)
 
 
-def test_plan_and_tune_take_what_the_process_may_have() -> None:
+def test_plan_and_calibration_take_what_the_process_may_have() -> None:
     """In a process with an address space of 6 GiB, less than this machine's memory."""
     code = "from ndp_device.common.machine_memory import room_bytes, usable_bytes;print(room_bytes(), usable_bytes())"
     least = min(6 * GIB, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - MIB)
