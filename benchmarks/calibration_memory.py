@@ -95,7 +95,6 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         make_random_mixtral.write(model, make_random_mixtral.config_of(*sizes, 2), 0)
 
     from ndp_device.calibration import build
-    from ndp_device.kernels import reference  # noqa: F401
 
     with build.importing():
         import torch

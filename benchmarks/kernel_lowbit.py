@@ -32,12 +32,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.calibration.data_free import dequantize
 from ndp_device.checkpoint.values import MXFP4, NVFP4, StoredForm
 from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.common.widths import WIDTHS
 from ndp_device.experts.expert import NestedMatrix, QuantizedExpert, QuantizedMatrix
 from ndp_device.kernels.native import NativeExpert, NativeKernel
-from ndp_device.kernels.reference import dequantize
 from vllm_ndp.operating.speed import random_expert as random_stored
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

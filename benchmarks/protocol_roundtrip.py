@@ -86,7 +86,7 @@ def carried(num_bytes: int, count: int, *, slots: bool) -> list[int]:
 
 
 def executed(count: int, *, slots: bool) -> list[int]:
-    process = DeviceProcess.spawn(ROOT / "models" / "tiny-mixtral", None, kernel="reference")
+    process = DeviceProcess.spawn(ROOT / "models" / "tiny-mixtral", None)
     try:
         client = DeviceClient(process.address, shared_memory=slots)
         welcome = client.connect(30)

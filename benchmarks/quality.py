@@ -41,10 +41,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from ndp_device.calibration.build import build_data_free
+from ndp_device.calibration.weighing import in_float
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.kept import default_cache_dir
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from ndp_device.kernels.reference import ReferenceKernel
+from ndp_device.experts.expert import Expert, FullExpert, to_float32
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.format import MANIFEST, ReplicaFiles, load_losses
 from ndp_device.replicas.store import ExpertStore
 from vllm_ndp.planning.bitwidths import LossTable
@@ -88,10 +90,9 @@ class MixedExperts(torch.nn.Module):
         super().__init__()
         self.num_experts = store.shape.num_experts
         self.weights = {
-            (expert, bits): (torch.from_numpy(prepared.w13), torch.from_numpy(prepared.w2))
+            (expert, bits): float_weights(store.expert(layer, expert, bits))
             for expert in range(self.num_experts)
             for bits in sorted(store.widths)
-            for prepared in [store.get(layer, expert, bits)]
         }
         self.bits: Tensor | None = None  # [sequences, E], 0 or 16 = full precision; None = all of them
         self.from_weight: Tensor | None = None  # [sequences, E, 3], as a plan has them
@@ -117,6 +118,13 @@ class MixedExperts(torch.nn.Module):
                 part = (torch.nn.functional.silu(gate) * up) @ w2.T
                 y.index_add_(0, rows[chosen], part * gates[rows[chosen], slots[chosen], None])
         return y
+
+
+def float_weights(expert: Expert) -> tuple[Tensor, Tensor]:
+    """w13 [2I, H], gate rows first, and w2 [H, I] as float32."""
+    full = expert if isinstance(expert, FullExpert) else in_float(expert)
+    w13, w2 = (to_float32(part, full.dtype) for part in (np.concatenate([full.w1, full.w3]), full.w2))
+    return torch.from_numpy(w13), torch.from_numpy(w2)
 
 
 class MixedModel:
@@ -301,7 +309,7 @@ def main() -> None:
     torch.set_num_threads(1)
     began = time.monotonic()
     replicas = arguments.replicas or replicas_of(arguments.model)
-    store = ExpertStore(arguments.model, replicas, kernel=ReferenceKernel())
+    store = ExpertStore(arguments.model, replicas, kernel=NativeKernel())
     model = MixedModel(arguments.model, store)
     points = itertools.product(arguments.avg_bits, arguments.hot_experts, SELECTORS, SOURCES)
     cells = [Cell(*point) for point in points if point[2] != "pairs" or point[3] in ("prefill", "oracle")]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -41,7 +41,7 @@ TimeoutOption = Annotated[float, typer.Option(help="Seconds to wait for an answe
     "serve",
     examples=(
         f"ndp-device serve models/tiny-mixtral --replicas models/tiny-mixtral-replicas --address {SOCKET}",
-        "ndp-device serve models/tiny-mixtral --address tcp://127.0.0.1:0 --insecure-loopback --kernel reference",
+        "ndp-device serve models/tiny-mixtral --address tcp://127.0.0.1:0 --insecure-loopback",
     ),
 )
 def serve(
@@ -61,11 +61,6 @@ def serve(
         Path | None, typer.Argument(metavar="MODEL", help="Checkpoint directory: full-precision experts.")
     ] = None,
     replicas: Annotated[Path | None, typer.Option(help="Replica directory: 1 to 4 bit experts.")] = None,
-    kernel: Annotated[str, typer.Option(help="What computes experts: auto, reference, native.")] = "auto",
-    prepare: Annotated[
-        Literal["idle", "asked"],
-        typer.Option(help="When experts are converted: before a plan needs them, in idle time; or once one does."),
-    ] = "idle",
     cores: Annotated[str, typer.Option(help="Run on these processor cores only, such as 4,5,6.")] = "",
 ) -> None:
     """Load the experts and serve them until SIGTERM.
@@ -75,7 +70,7 @@ def serve(
     from ndp_device.process import Parent, confine, log_to_stderr
 
     confine()
-    from ndp_device.handler import DeviceConfig, Handler
+    from ndp_device.handler import Handler
     from ndp_device.server import Server
     from ndp_device.transport import listen
 
@@ -85,20 +80,11 @@ def serve(
         parent.follow()
     if cores:
         _run_on(cores)
-    config = DeviceConfig(
-        address=address,
-        model_dir=model,
-        replicas_dir=replicas,
-        hardware=hardware,
-        hardware_overrides=tuple(assignments(set_, "--set", "section.field=value").items()),
-        kernel=kernel,
-        prepare=prepare,
-    )
     if keys is not None and insecure_loopback:
         raise ConfigError("--keys and --insecure-loopback exclude each other: give one of them")
-    transport = listen(config.address, Path(INSECURE_LOOPBACK) if insecure_loopback else keys)
+    transport = listen(address, Path(INSECURE_LOOPBACK) if insecure_loopback else keys)
     try:
-        handler = Handler.from_config(config)
+        handler = Handler.of_files(model, replicas, hardware, **assignments(set_, "--set", "section.field=value"))
         server = Server(transport, handler, parent=parent)
         ready = {"ready": True, "address": transport.address, "pid": os.getpid(), "incarnation": handler.incarnation}
         server.run(lambda: print_json(ready))
@@ -137,39 +123,23 @@ def describe(address: AddressArgument, timeout_s: TimeoutOption = 5.0, key: KeyO
     print_json({name: fields[name] for name in fields if name not in ("type", "id", "ndp", "tensors", "crc")})
 
 
-@command(
-    app,
-    "verify",
-    examples=(f"ndp-device verify {SOCKET}", "ndp-device verify --replicas models/tiny-mixtral-replicas"),
-)
-def verify(
-    address: Annotated[str | None, typer.Argument(metavar="ADDR", help="A device that is running.")] = None,
-    replicas: Annotated[Path | None, typer.Option(help="A replica directory on disk.")] = None,
-    timeout_s: TimeoutOption = 60.0,
-    key: KeyOption = None,
-) -> None:
-    """Check every byte of replicas, on disk or in a device."""
-    if (address is None) == (replicas is None):
-        raise ConfigError("verify needs one thing to look at: the address of a device, or --replicas DIR")
-    if address is not None:
-        from ndp_device.probe import verify_device
+@command(app, "verify", examples=("ndp-device verify --replicas models/tiny-mixtral-replicas",))
+def verify(replicas: Annotated[Path, typer.Option(help="A replica directory on disk.")]) -> None:
+    """Check every byte of replicas."""
+    from ndp_device.replicas.format import ReplicaFiles
 
-        print_json(verify_device(address, timeout_s=timeout_s, keys=key))
-    elif replicas is not None:
-        from ndp_device.replicas.format import ReplicaFiles
-
-        files = ReplicaFiles(replicas)
-        manifest = files.manifest
-        print_json(
-            {
-                "ok": True,
-                "model_digest": manifest.model_digest,
-                "replicas": manifest.source,
-                "bits": list(manifest.bits),
-                "layers": len(manifest.layers),
-                "bytes": files.num_bytes,
-            }
-        )
+    files = ReplicaFiles(replicas)
+    manifest = files.manifest
+    print_json(
+        {
+            "ok": True,
+            "model_digest": manifest.model_digest,
+            "replicas": manifest.source,
+            "bits": list(manifest.bits),
+            "layers": len(manifest.layers),
+            "bytes": files.num_bytes,
+        }
+    )
 
 
 @command(app, "keygen", examples=("ndp-device keygen keys", "ndp-device keygen keys --host rack7"))

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ndp_device.common.errors import ConfigError, DeviceError, NdpError, RemoteProtocolError, ReplicaError
 from ndp_device.common.widths import FLAG_OF_BITS
 from ndp_device.experts.expert import WHOLE, Part
-from ndp_device.kernels import Kernel, load_kernel
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.session import ServedPlan, Session, check_hello, listed
@@ -33,30 +33,8 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import Hardware, load_hardware
 from ndp_device.timing.work import execute_bytes
 
-PREPARE = ("idle", "asked")
 NO_HARDWARE = "none"
 """Word in place of a preset for a device that is real hardware, whose answers have no simulated time."""
-
-
-@dataclass(frozen=True)
-class DeviceConfig:
-    """`model_dir` serves full-precision experts, `replicas_dir` the 1 to 4 bit ones; at least one is needed."""
-
-    address: str
-    model_dir: Path | None = None
-    replicas_dir: Path | None = None
-    hardware: str = "h100-ndp512"
-    hardware_overrides: tuple[tuple[str, str], ...] = ()  # (section.field, value as text)
-    kernel: str = "auto"
-    prepare: str = "idle"  # convert experts before a plan asks for them, while nobody uses the cores; or only then
-
-    def __post_init__(self) -> None:
-        if self.model_dir is None and self.replicas_dir is None:
-            raise ConfigError("a device needs experts: give a model, --replicas, or both")
-        if self.hardware == NO_HARDWARE and self.hardware_overrides:
-            raise ConfigError("hardware 'none' simulates nothing: leave --set out, or name a preset")
-        if self.prepare not in PREPARE:
-            raise ConfigError(f"prepare must be one of {', '.join(PREPARE)}, got {self.prepare!r}")
 
 
 MAX_SESSIONS = 64
@@ -89,72 +67,36 @@ class Handler:
     def __init__(
         self,
         store: ExpertStore,
-        kernel: Kernel,
+        kernel: NativeKernel,
         hardware: Hardware | None,
-        *,
-        may_shut_down: bool = True,
-        prepares_ahead: bool = False,
     ) -> None:
         """hardware: that simulated times are of; None: the kernel is real hardware, and answers have none."""
         self._kernel, self._hardware = kernel, hardware
-        self._may_shut_down = may_shut_down
-        self._shards = ShardStores(store, prepares_ahead=prepares_ahead)
+        self._shards = ShardStores(store)
         self._files = self._shards.files
         self._said_masked = False
         self.offer_memory: Callable[[bytes], msg.SlotOffer | None] = lambda client: None  # the server knows better
         self.others_compute: Callable[[bytes], bool] = lambda client: False  # and this
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
         self.incarnation = uuid.uuid4().hex
-        self.stopping = False
         self.queue_depth = 0  # kept by the server
         self.num_executed = 0
         self.num_refused = 0
 
     @classmethod
-    def from_config(cls, config: DeviceConfig) -> Handler:
-        kernel = load_kernel(config.kernel)
-        if config.kernel == "reference":
-            _log.warning("the reference kernel is a slow check in numpy: its wall times say nothing about a device")
-        simulates = config.hardware != NO_HARDWARE
-        hardware = load_hardware(config.hardware, **dict(config.hardware_overrides)) if simulates else None
-        store = ExpertStore(config.model_dir, config.replicas_dir, kernel=kernel)
-        handler = cls(
-            store,
-            kernel,
-            hardware,
-            may_shut_down=config.address.startswith("ipc://"),
-            prepares_ahead=config.prepare == "idle" and config.kernel in ("auto", "native"),  # others know no bound
-        )
-        handler._rehearse()
-        return handler
-
-    def _rehearse(self) -> None:
-        """Serve a host that is not there, so that the first one does not wait for what is done once: 17 ms of it."""
-        shape, nobody = self._files.shape, b""
-        nothing = np.zeros(0, np.int32)
-        asked: list[tuple[msg.Message, codec.Tensors | None]] = [
-            (msg.Hello(1, versions=(msg.VERSION, msg.VERSION), client="rehearsal"), None),
-            (
-                msg.InstallPlan(2, epoch=1, expected_epoch=0),
-                {"replicas": np.zeros((shape.num_layers, shape.num_experts), np.uint8)},
-            ),
-            (msg.ActivatePlan(3, epoch=1), None),
-            (
-                msg.Execute(4, epoch=1, layer=0, step=0, submit_ps=0, ttl_us=10**9),
-                {
-                    "x": np.zeros((1, shape.hidden_size), np.float32),
-                    "pair_rows": nothing,
-                    "pair_experts": nothing,
-                    "pair_bits": np.zeros(0, np.uint8),
-                    "gates": np.zeros(0, np.float32),
-                },
-            ),
-        ]
-        for request, tensors in asked:
-            answer, _ = codec.decode_reply(*self.reply(nobody, codec.encode(request, tensors)))
-            assert not isinstance(answer, msg.Refusal), answer
-        self.forget(nobody)
-        self.num_executed = 0
+    def of_files(
+        cls,
+        model_dir: Path | None,
+        replicas_dir: Path | None = None,
+        hardware: str = "h100-ndp512",
+        **overrides: object,
+    ) -> Handler:
+        """model_dir: full-precision experts; replicas_dir: those of 1 to 8 bits. overrides: section.field = value."""
+        if hardware == NO_HARDWARE and overrides:
+            raise ConfigError("hardware 'none' simulates nothing: leave --set out, or name a preset")
+        simulated = None if hardware == NO_HARDWARE else load_hardware(hardware, **overrides)
+        kernel = NativeKernel()
+        return cls(ExpertStore(model_dir, replicas_dir, kernel=kernel), kernel, simulated)
 
     def reply(
         self, client: bytes, frames: codec.Frames, damage: str | None = None, waited_us: int = 0
@@ -233,12 +175,6 @@ class Handler:
             case msg.ActivatePlan():
                 self._client(name).session.activate(request)
                 return msg.PlanActivated(request.id, incarnation=self.incarnation, epoch=request.epoch), None
-            case msg.Shutdown():
-                self._client(name)
-                if not self._may_shut_down:
-                    raise DeviceError("forbidden", "a device may be shut down over its ipc address only")
-                self.stopping = True
-                return msg.Goodbye(request.id, incarnation=self.incarnation), None
 
     def _client(self, name: bytes) -> _Client:
         client = self._clients.get(name)

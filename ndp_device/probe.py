@@ -9,10 +9,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
-
 from ndp_device.common.errors import DeviceError, DeviceUnavailable, RemoteProtocolError
-from ndp_device.common.widths import ALL_FLAGS, PLAN_BITS
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport import connect
@@ -74,42 +71,3 @@ class Probe:
         received = self._transport.receive(max(timeout_s, 0.0))
         assert not isinstance(received, Sound)  # it comes by shared memory only, and none was attached
         return received
-
-
-def verify_device(address: str, *, timeout_s: float = 60.0, keys: Path | None = None) -> dict[str, object]:
-    """Ask every layer of a device for every width it has, twice: answers must be finite and the same both times."""
-    with Probe(address, timeout_s=timeout_s, keys=keys) as probe:
-        welcome = probe.hello()
-        shape = (welcome.num_layers, welcome.num_experts)
-        every_width = np.full(shape, ALL_FLAGS, np.uint8)
-        _, tensors = probe.ask(msg.InstallPlan(probe.next_id(), epoch=1, expected_epoch=0), {"replicas": every_width})
-        probe.ask(msg.ActivatePlan(probe.next_id(), epoch=1))
-        served = every_width & ~tensors["missing"]
-        pairs_checked = 0
-        for layer in range(shape[0]):
-            pairs = [
-                (expert, bits)
-                for expert in range(shape[1])
-                for flag, bits in enumerate(PLAN_BITS)
-                if served[layer, expert] >> flag & 1
-            ]
-            first, second = (_execute(probe, welcome.hidden_size, layer, pairs) for _ in range(2))
-            if not np.isfinite(first).all() or not np.array_equal(first, second):
-                raise RemoteProtocolError(f"layer {layer}: the device's answers are not finite or not repeatable")
-            pairs_checked += len(pairs)
-        widths = [bits for flag, bits in enumerate(PLAN_BITS) if (served >> flag & 1).any()]
-        return {"ok": True, "model_digest": welcome.model_digest, "experts_checked": pairs_checked, "bits": widths}
-
-
-def _execute(probe: Probe, hidden_size: int, layer: int, pairs: list[tuple[int, int]]) -> np.ndarray:
-    """One row per pair, the same seeded input each time."""
-    x = np.random.default_rng(layer).standard_normal((len(pairs), hidden_size), np.float32)
-    request = msg.Execute(probe.next_id(), epoch=1, layer=layer, step=0, submit_ps=0, ttl_us=60_000_000)
-    tensors: codec.Tensors = {
-        "x": x,
-        "pair_rows": np.arange(len(pairs), dtype=np.int32),
-        "pair_experts": np.array([expert for expert, _ in pairs], np.int32),
-        "pair_bits": np.array([bits for _, bits in pairs], np.uint8),
-        "gates": np.ones(len(pairs), np.float32),
-    }
-    return probe.ask(request, tensors)[1]["y"]

@@ -137,7 +137,7 @@ _log = logging.getLogger(__name__)
 
 
 class Server:
-    """Serves until it is told to stop, by SIGTERM, SIGINT, Shutdown or the end of its parent."""
+    """Serves until it is told to stop, by SIGTERM, SIGINT or the end of its parent."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Server:
             signal.signal(number, self._stop)
         announce()
         failed = 0
-        while not (self._stopping or self._handler.stopping or self._orphaned()):
+        while not (self._stopping or self._orphaned()):
             try:
                 received = self._wait()
                 failed = 0

@@ -55,19 +55,18 @@ class ShardStore:
 
     store: ExpertStore
     served: msg.Served
-    ahead: Iterator[None]  # see prepared_ahead; nothing, where what no plan has asked for is not prepared
+    ahead: Iterator[None]  # see prepared_ahead
 
     @classmethod
-    def of(cls, store: ExpertStore, *, prepares_ahead: bool) -> ShardStore:
-        return cls(store, served_by(store), prepared_ahead(store) if prepares_ahead else iter(()))
+    def of(cls, store: ExpertStore) -> ShardStore:
+        return cls(store, served_by(store), prepared_ahead(store))
 
 
 class ShardStores:
     """`files` is what all of them are made from; nothing is prepared there."""
 
-    def __init__(self, store: ExpertStore, *, prepares_ahead: bool) -> None:
-        self.files, self._prepares_ahead = store.of_part(WHOLE), prepares_ahead
-        whole = ShardStore.of(store, prepares_ahead=prepares_ahead)
+    def __init__(self, store: ExpertStore) -> None:
+        self.files, whole = store.of_part(WHOLE), ShardStore.of(store)
         self._shards, self.served = {WHOLE: whole}, whole.served
 
     def __iter__(self) -> Iterator[ShardStore]:
@@ -81,7 +80,7 @@ class ShardStores:
                 raise DeviceError(
                     "busy", f"{len(wanted)} different parts of experts are more than the {MAX_PARTS} served"
                 )
-            made = ShardStore.of(self.files.of_part(part), prepares_ahead=self._prepares_ahead)
+            made = ShardStore.of(self.files.of_part(part))
             self._shards = {one: shard for one, shard in self._shards.items() if one in in_use} | {part: made}
         return self._shards[part]
 

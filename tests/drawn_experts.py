@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from reference_kernel import dequantize
 
 from ndp_device.common.widths import LIMBS
 from ndp_device.experts.expert import Biases, Expert, FullExpert, QuantizedExpert, QuantizedMatrix, pack, to_float32
-from ndp_device.kernels.reference import dequantize
 
 # Relative L2 error against fp64: two limbs carry 15 bits per group, one carries 8.
 LIMIT = {2: 2e-4, 1: 4e-2}

@@ -93,7 +93,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "models/tiny-mixtral/*",
         "models/tiny-qwen3-moe/*",
         "ndp_device/calibration/data_free.py",
-        "ndp_device/kernels/reference.py",
         "ndp_device/replicas/store.py",
         "patches/lock-cpu.txt",
         "patches/lock-dev.txt",

@@ -149,8 +149,6 @@ class NdpSettings:
     """Preset of simulated times. A named preset also decides where experts run; None = h100-ndp512, for times only."""
     hardware_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Values of the preset to replace, by `section.field` (`ndp-device time` lists them)."""
-    kernel: str = _one_of("auto", ("auto", "reference", "native"), debug=True)
-    """Kernel of the embedded device."""
     deadline_ms: float = 1000.0
     """One deadline for a layer's device call; after it the same experts are computed locally."""
     fallback: str = _one_of("full", ("full", "same"))

@@ -31,9 +31,6 @@ LINEAR_LIMBS = 1
 """Limbs of linear layers. Beside 4-bit weights, 8-bit activations add 0.3 % to the error and take two thirds of the
 time (docs/log/kernels.md)."""
 
-LIMB_BITS = {1: 8, 2: 15}
-"""Bits of an activation held in so many limbs."""
-
 FULL_PRECISION_BITS = 16
 
 PLAN_BITS = (*WIDTHS, FULL_PRECISION_BITS, BYTE_BITS)
@@ -41,8 +38,6 @@ PLAN_BITS = (*WIDTHS, FULL_PRECISION_BITS, BYTE_BITS)
 
 FLAG_OF_BITS = bytes(1 << PLAN_BITS.index(bits) if bits in PLAN_BITS else 0 for bits in range(256))
 """FLAG_OF_BITS[bits] is the flag that stands for a width in a plan, 0 for what is none."""
-
-ALL_FLAGS = (1 << len(PLAN_BITS)) - 1
 
 _WIDE = 1024
 

@@ -89,7 +89,10 @@ class NativeMatrix:
 
 
 class NativeKernel:
-    """See Kernel. One engine with its own threads; calls from several Python threads take turns."""
+    """Pairs of one layer in, their gate-weighted partial sum out. T rows, P (row, expert) pairs, N distinct experts.
+
+    One engine with its own threads; calls from several Python threads take turns.
+    """
 
     name = "native"
 
@@ -154,7 +157,11 @@ class NativeKernel:
         return NativeExpert(native, (), native.nbytes)
 
     def masked(self, narrow: NativeExpert, wide: NativeExpert) -> NativeExpert | None:
-        """1 bit out of the top component of any other width, 3 bits out of both of 4 bits."""
+        """`narrow` with nothing of its own where `wide`, the same expert at more bits, holds it as well; else None.
+
+        1 bit out of the top component of any other width, 3 bits out of both of 4 bits. Slower, and every result is the
+        same to the bit.
+        """
         matrices = [_one_bit_more(*pair) for pair in zip(_by_matrix(narrow), _by_matrix(wide), strict=True)]
         if not all(matrices):
             return None
@@ -162,18 +169,22 @@ class NativeKernel:
         return NativeExpert(narrow.native.masked(w13, w2), tuple(itertools.chain(*matrices)), narrow.scale_bytes)
 
     def parts(self, prepared: NativeExpert) -> list[tuple[int, int]]:
-        """Nothing for a full-precision expert that lies in the mapped checkpoint as the kernel reads it."""
+        """(identity, bytes) of what it keeps in memory; an identity that several experts name is there once.
+
+        Nothing for a full-precision expert that lies in the mapped checkpoint as the kernel reads it.
+        """
         parts = [(id(component), component.nbytes) for component in prepared.components]
         return [*parts, (id(prepared), prepared.scale_bytes)] if parts or prepared.scale_bytes else []
 
     def execute(
         self,
-        x: NDArray[np.float32],
-        prepared: Sequence[NativeExpert],
-        pair_rows: NDArray[np.int32],
-        pair_experts: NDArray[np.int32],
-        gates: NDArray[np.float32],
-    ) -> NDArray[np.float32]:
+        x: NDArray[np.float32],  # [T, H]
+        prepared: Sequence[NativeExpert],  # [N], from prepare()
+        pair_rows: NDArray[np.int32],  # [P], row of x
+        pair_experts: NDArray[np.int32],  # [P], index into prepared
+        gates: NDArray[np.float32],  # [P], router weight
+    ) -> NDArray[np.float32]:  # [T, H]
+        """sum over pairs p of row t: gates[p] * W2 (silu(W1 x) * (W3 x)); rows without a pair are exactly 0."""
         y = np.empty(x.shape, np.float32)
         self._engine.execute(
             np.ascontiguousarray(x, np.float32),
@@ -190,6 +201,7 @@ class NativeKernel:
         self._engine.stay_awake(awake)
 
     def multiply(self, x: NDArray[np.float32], prepared: NativeMatrix) -> NDArray[np.float32]:
+        """x [T, C] -> [T, N], with activations of 8 bits; a row's result does not depend on the other rows."""
         y = np.empty((len(x), prepared.shape[0]), np.float32)
         self._engine.multiply(np.ascontiguousarray(x, np.float32), prepared.native, LINEAR_LIMBS, y)
         return y

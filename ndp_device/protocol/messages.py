@@ -7,7 +7,6 @@
     Execute       ->          Result            pairs of one layer in, gate-weighted partial sum and simulated time out
     Ping          ->          Pong              answered by the loop that computes
     Describe      ->          Description       for people and scripts; legal before Hello
-    Shutdown      ->          Goodbye
 
 Any request may be answered by Refusal instead. Every reply carries the id of its request and the incarnation of the
 process that wrote it. `crc` is the last field of every map; the transport fills it in (transport/base.py).
@@ -142,10 +141,6 @@ class Describe(Message, frozen=True, tag="describe"):
     pass
 
 
-class Shutdown(Message, frozen=True, tag="shutdown"):
-    pass
-
-
 class Reply(Message, frozen=True):
     incarnation: ShortText
 
@@ -208,10 +203,6 @@ class Description(Reply, frozen=True, tag="description"):
     served: Served
 
 
-class Goodbye(Reply, frozen=True, tag="goodbye"):
-    pass
-
-
 class Refusal(Reply, frozen=True, tag="refusal"):
     """A typed error: `code` for programs (docs/protocol.md lists them), `message` one sentence for people."""
 
@@ -220,8 +211,8 @@ class Refusal(Reply, frozen=True, tag="refusal"):
     retryable: bool = False
 
 
-Request = Hello | InstallPlan | ActivatePlan | Execute | Ping | Describe | Shutdown
-AnyReply = Welcome | PlanInstalled | PlanActivated | Result | Pong | Description | Goodbye | Refusal
+Request = Hello | InstallPlan | ActivatePlan | Execute | Ping | Describe
+AnyReply = Welcome | PlanInstalled | PlanActivated | Result | Pong | Description | Refusal
 
 FLOATS = ("float32", "bfloat16", "float16")
 TENSORS: dict[type[Message], dict[str, tuple[tuple[str, ...], int]]] = {

@@ -27,7 +27,7 @@ from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.experts.expert import WHOLE, Expert, Part
-from ndp_device.kernels import Kernel
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
 
@@ -40,7 +40,7 @@ size."""
 class ExpertStore:
     """The experts a device can serve, or one part of each."""
 
-    def __init__(self, model_dir: Path | None, replicas_dir: Path | None, *, kernel: Kernel) -> None:
+    def __init__(self, model_dir: Path | None, replicas_dir: Path | None, *, kernel: NativeKernel) -> None:
         if model_dir is None and replicas_dir is None:
             raise ConfigError("a device needs experts: give a checkpoint directory, a replica directory, or both")
         digest = None if model_dir is None else model_digest(model_dir)

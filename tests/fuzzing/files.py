@@ -271,7 +271,7 @@ def _make_settings(path: Path) -> None:
                 "devices": "ipc:///nowhere",
                 "hardware_overrides": {"dram.channels": 20, "array.units": 8},
                 "deadline_ms": 500.0,
-                "debug": {"kernel": "auto", "device_hosts": 3},
+                "debug": {"device_hosts": 3},
                 "replicas": "somewhere",
             }
         )

@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 from caller import pairs_of
 from paths import ROOT
+from reference_kernel import REFERENCE
 from small_checkpoint import write_small_checkpoint
 
 from fuzzing.mutate import mutated_bytes, with_one_change
 from ndp_device.handler import Handler
-from ndp_device.kernels import load_kernel
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.codec import Frames
@@ -113,11 +113,11 @@ def _run_stream(data: bytes) -> None:
 @functools.cache
 def _store() -> ExpertStore:
     folder = Path(tempfile.mkdtemp(prefix="ndp-fuzz-"))
-    return ExpertStore(write_small_checkpoint(folder / "model"), None, kernel=load_kernel("reference"))
+    return ExpertStore(write_small_checkpoint(folder / "model"), None, kernel=REFERENCE)
 
 
 def _handler() -> Handler:
-    return Handler(_store(), load_kernel("reference"), load_hardware("h100-ndp512"))
+    return Handler(_store(), REFERENCE, load_hardware("h100-ndp512"))
 
 
 def _conversation() -> list[Frames]:

@@ -9,7 +9,7 @@ import pytest
 from engines import MODEL
 
 from ndp_device.calibration.build import build_data_free
-from ndp_device.kernels.reference import ReferenceKernel
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.store import ExpertStore
 
 pytestmark = pytest.mark.vllm
@@ -29,7 +29,6 @@ def settings(replicas: Path) -> dict[str, Any]:
         "avg_bits": 1.5,
         "hot_experts": 2,
         "replicas": str(replicas),
-        "debug": {"kernel": "reference"},
         "hardware": "h100-ndp512",  # its prices: two engines decide alike
         "deadline_ms": deadline_ms,
     }
@@ -45,7 +44,7 @@ def measured(replicas: Path, settings: dict[str, Any]) -> Any:
         quality, served = importlib.import_module("quality"), importlib.import_module("quality_served")
         held_out = quality.held_out_sequences(MODEL, 1)
         sequences = torch.cat([held_out["german"], held_out["python"]])
-        model = quality.MixedModel(MODEL, ExpertStore(MODEL, replicas, kernel=ReferenceKernel()))
+        model = quality.MixedModel(MODEL, ExpertStore(MODEL, replicas, kernel=NativeKernel()))
         harness = served.harness_nll(model, sequences, quality.Cell(1.5, 2, "relative", "prefill"), replicas)
         full = model.decode(None)
         assert (harness - full > 0.05).all()  # the bits are felt, so a plan that was not followed would show
@@ -57,9 +56,12 @@ def measured(replicas: Path, settings: dict[str, Any]) -> Any:
 
 @pytest.mark.quality
 def test_served_decode_nll_is_the_quality_benchmarks(measured: Any) -> None:
-    """Forced tokens through the real engine and device process, two sequences at their own plans, both in float32."""
+    """Forced tokens through the real engine and device process, two sequences at their own plans.
+
+    Beside float32 the device rounds activations to 8 bits, which is a tenth of what another plan would do.
+    """
     _, harness, through_engine, _ = measured
-    np.testing.assert_allclose(through_engine, harness, atol=1e-3)
+    np.testing.assert_allclose(through_engine, harness, atol=5e-3)
 
 
 @pytest.mark.quality
@@ -70,7 +72,7 @@ def test_pairs_at_widths_of_their_own_router_weight_lose_what_the_benchmark_comp
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     quality, served = importlib.import_module("quality"), importlib.import_module("quality_served")
     sequences = quality.held_out_sequences(MODEL, 1)["german"]
-    model = quality.MixedModel(MODEL, ExpertStore(MODEL, replicas, kernel=ReferenceKernel()))
+    model = quality.MixedModel(MODEL, ExpertStore(MODEL, replicas, kernel=NativeKernel()))
     by_pair, by_expert = (
         served.harness_nll(model, sequences, quality.Cell(1.5, 4, rule, "prefill"), replicas)
         for rule in ("pairs", "layers")
@@ -79,7 +81,7 @@ def test_pairs_at_widths_of_their_own_router_weight_lose_what_the_benchmark_comp
     through_engine, totals = served.served_nll(sequences, told)
     assert totals["cold_pairs"] > 0
     assert totals["fallback_pairs"] == 0
-    np.testing.assert_allclose(through_engine, by_pair, atol=1e-3)
+    np.testing.assert_allclose(through_engine, by_pair, atol=5e-3)
     assert (np.abs(by_expert - by_pair) > 1e-2).all()
 
 

@@ -86,8 +86,9 @@ def test_a_quantized_checkpoint_is_served_by_its_own_codes(
 
 def _unrounded(quantized: Path, dequantized: Path) -> Path:
     """The plain twin with its experts in float32: products of E4M3 and a float32 have more bits than bfloat16."""
+    from reference_kernel import from_fp4
+
     from ndp_device.experts.expert import Fp4Matrix
-    from ndp_device.kernels.reference import from_fp4
 
     tensors, out = load_file(quantized / "model.safetensors"), dequantized.with_name(f"{dequantized.name}-unrounded")
     shutil.copytree(dequantized, out)

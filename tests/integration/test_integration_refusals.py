@@ -256,7 +256,7 @@ def test_a_host_never_plans_with_replicas_it_made_itself_beside_a_device_that_ha
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Another calibration is refused, and so is no `replicas` setting at all; neither builds anything in the cache."""
-    device = DeviceProcess.spawn(MODEL, REPLICAS, kernel="reference")
+    device = DeviceProcess.spawn(MODEL, REPLICAS)
     try:
         monkeypatch.setenv("NDP_CACHE_DIR", str(tmp_path / "cache"))
         with pytest.raises(ConfigError) as error, engine(settings={"devices": device.address}):

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import torch
 from engines import MODEL, PROMPTS, engine
+from reference_kernel import dequantize
 from safetensors.torch import load_file, save_file
 
 from ndp_device.checkpoint.opening import PackedLinears
 from ndp_device.experts.expert import QuantizedMatrix, to_float32
-from ndp_device.kernels import load_kernel
 from ndp_device.kernels.native import NativeKernel
-from ndp_device.kernels.reference import dequantize
 from ndp_device.replicas.checkpoint import StoredTensors
 from vllm_ndp.integration.batch import Span, TrackedRequest
 from vllm_ndp.integration.linear_layers import LinearLayers, matrix_of, quantize
@@ -63,7 +62,7 @@ class Layer(torch.nn.Module):
 
 
 def test_a_compiled_layer_gives_what_the_eager_one_gives() -> None:
-    layers, layer = LinearLayers(4, lambda: load_kernel("native"), {0}, num_experts=8), Layer(96, 64)
+    layers, layer = LinearLayers(4, lambda: NativeKernel(), {0}, num_experts=8), Layer(96, 64)
     assert layers.take(layer, "")
     assert layers.take(Layer(96, 64), "")  # models that do not name their layers
     x, bias = torch.randn(3, 64).bfloat16(), torch.randn(96).bfloat16()
@@ -79,7 +78,7 @@ def test_a_compiled_layer_gives_what_the_eager_one_gives() -> None:
 
 
 def test_a_layer_that_the_kernel_cannot_run_keeps_its_weights() -> None:
-    layers, odd = LinearLayers(4, lambda: load_kernel("native"), {0}, num_experts=8), Layer(64, 60)
+    layers, odd = LinearLayers(4, lambda: NativeKernel(), {0}, num_experts=8), Layer(64, 60)
     assert not layers.take(odd, "odd")
     assert odd.weight.shape == (64, 60)
     assert layers.description == "none fits 4 bits"
@@ -93,7 +92,7 @@ def test_codes_are_multiplied_as_they_are_stored_and_fused_only_where_they_are_o
     apart = [matrix_of([part]) for part in parts]
     assert all(one is not None for one in apart)
     np.testing.assert_array_equal(dequantize(fused), np.concatenate([dequantize(one) for one in apart if one]))
-    layers, layer = LinearLayers(8, lambda: load_kernel("native"), {0}, num_experts=8), Layer(96, 64)
+    layers, layer = LinearLayers(8, lambda: NativeKernel(), {0}, num_experts=8), Layer(96, 64)
     layers.serve(layer, "qkv_proj", fused, torch.bfloat16, is_stored=True)
     x = torch.randn(3, 64).bfloat16()
     wanted = x.float() @ torch.from_numpy(dequantize(fused)).T

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from reference_kernel import REFERENCE
 from small_checkpoint import write_small_checkpoint
 
 from ndp_device.common.activation import GELU_TANH, GPT_OSS, SILU, Activation
 from ndp_device.experts.expert import WHOLE, Biases, FullExpert
 from ndp_device.kernels.native import NativeKernel
-from ndp_device.kernels.reference import ReferenceKernel
 
 pytestmark = pytest.mark.vllm
 torch = pytest.importorskip("torch")
@@ -37,7 +37,7 @@ def drawn(activation: Activation, *, biased: bool) -> list[FullExpert]:
 
 
 def yardstick(experts: list[FullExpert], x, weights, ids) -> NDArray[np.float32]:  # type: ignore[no-untyped-def]
-    kernel = ReferenceKernel()
+    kernel = REFERENCE
     rows = np.repeat(np.arange(len(x)), ids.shape[1]).astype(np.int32)
     prepared = [kernel.prepare(expert) for expert in experts]
     return kernel.execute(
@@ -55,15 +55,13 @@ def weights_of(full: FullExpert):  # type: ignore[no-untyped-def]
     return ExpertWeights(w1, w3, w2, (gate, up, down))
 
 
-def kernel_for(activation, of_model, dtype, own="native"):  # type: ignore[no-untyped-def]
+def kernel_for(activation, of_model, dtype):  # type: ignore[no-untyped-def]
     from vllm_ndp.integration.hot_slots import make_slot_kernel
 
     layer = SimpleNamespace(
         w13_weight=torch.empty(0, dtype=dtype), hidden_size=HIDDEN, intermediate_size_per_partition=INTERMEDIATE
     )
-    return make_slot_kernel(
-        layer, activation, of_model, lambda: ReferenceKernel() if own == "reference" else NativeKernel(threads=1)
-    )
+    return make_slot_kernel(layer, activation, of_model, lambda: NativeKernel(threads=1))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +72,6 @@ def kernel_for(activation, of_model, dtype, own="native"):  # type: ignore[no-un
         (GELU_TANH, [GELU_TANH], "vec"),
         (CLAMPED, [CLAMPED], "native"),
         (SILU, [SILU, CLAMPED], "native"),  # all layers of a model lie alike
-        (CLAMPED, [CLAMPED], "reference"),
     ],
 )
 @pytest.mark.parametrize("biased", [False, True])
@@ -85,7 +82,7 @@ def test_slots_of_every_activation_match_the_yardstick(
     from vllm_ndp.integration.hot_slots import SlotWeights
 
     kind, experts = getattr(torch, dtype), drawn(activation, biased=biased)
-    kernel = kernel_for(activation, of_model, kind, isa)
+    kernel = kernel_for(activation, of_model, kind)
     assert kernel.isa == isa or (kernel.isa == "amx" and isa == "vec")
     held = SlotWeights(
         torch.empty(EXPERTS, 2 * INTERMEDIATE, HIDDEN, dtype=kind),

@@ -142,7 +142,7 @@ def prompt_of(num_rows: int) -> tuple[Any, Pairs]:
 
 @pytest.fixture
 def device(tmp_path: Path) -> Iterator[tuple[DeviceProcess, DeviceClient]]:
-    process = DeviceProcess.spawn(write_small_checkpoint(tmp_path / "model"), None, kernel="reference")
+    process = DeviceProcess.spawn(write_small_checkpoint(tmp_path / "model"), None)
     client = DeviceClient(process.address, deadline_ms=DEADLINE_MS)
     client.connect(60)
     client.install_plan(1, np.full((LAYERS, EXPERTS), 16, np.uint8))

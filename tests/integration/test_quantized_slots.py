@@ -10,7 +10,7 @@ import torch
 from engines import MODEL, REPLICAS
 from paths import resident_bytes_of
 
-from ndp_device.kernels import load_kernel
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.store import ExpertStore
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotPairs, SlotWeights
 from vllm_ndp.integration.quantized_slots import QuantizedSlots, ReplicaFill
@@ -22,7 +22,7 @@ HIDDEN, INTERMEDIATE, EXPERTS, LAYER = 128, 256, 8, 1
 
 @pytest.fixture(scope="module")
 def kernel():
-    return load_kernel("native")
+    return NativeKernel()
 
 
 def filled(kernel, bits: int, experts: list[int]) -> QuantizedSlots:

@@ -1,7 +1,5 @@
 """Request -> reply without a socket: right sums, right times, typed refusals, one answer to whatever comes."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +9,13 @@ from caller import ALL, Caller, pairs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from reference_kernel import REFERENCE
 from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_small_checkpoint
 
 from ndp_device.common.errors import ConfigError, DeviceError, ReplicaError
-from ndp_device.common.widths import ALL_FLAGS, PLAN_BITS
+from ndp_device.common.widths import PLAN_BITS
 from ndp_device.experts.expert import Part
-from ndp_device.handler import MAX_SESSIONS, DeviceConfig, Handler
-from ndp_device.kernels import load_kernel
+from ndp_device.handler import MAX_SESSIONS, Handler
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.replicas.store import ExpertStore
@@ -29,7 +27,7 @@ from ndp_device.timing.work import ExpertWork, Work
 
 @pytest.fixture
 def handler(model_dir: Path, replicas_dir: Path) -> Handler:
-    return Handler.from_config(DeviceConfig("ipc:///x", model_dir, replicas_dir, kernel="reference"))
+    return Handler.of_files(model_dir, replicas_dir)
 
 
 def pairs(rows: list[int], experts: list[int], bits: list[int], *, num_rows: int = 2, seed: int = 0) -> codec.Tensors:
@@ -42,7 +40,7 @@ def expected(store: ExpertStore, layer: int, tensors: codec.Tensors) -> NDArray[
     """The obvious way: one pair after the other."""
     y = np.zeros((len(tensors["x"]), HIDDEN), np.float32)
     _, rows, experts, bits, gates = tensors.values()
-    kernel = load_kernel("reference")
+    kernel = REFERENCE
     one = np.zeros(1, np.int32)
     for row, expert, width, gate in zip(rows, experts, bits, gates, strict=True):
         prepared = store.get(layer, int(expert), int(width))
@@ -53,8 +51,8 @@ def expected(store: ExpertStore, layer: int, tensors: codec.Tensors) -> NDArray[
 def test_every_width_of_every_expert_is_summed_with_its_gate(
     handler: Handler, model_dir: Path, replicas_dir: Path
 ) -> None:
-    store = ExpertStore(model_dir, replicas_dir, kernel=load_kernel("reference"))
-    caller = Caller(handler).ready(np.full((LAYERS, EXPERTS), ALL_FLAGS, np.uint8))
+    store = ExpertStore(model_dir, replicas_dir, kernel=REFERENCE)
+    caller = Caller(handler).ready(np.full((LAYERS, EXPERTS), (1 << len(PLAN_BITS)) - 1, np.uint8))
     for layer in range(LAYERS):
         experts = [expert for expert in range(EXPERTS) for _ in PLAN_BITS]
         tensors = pairs([pair % 4 for pair in range(len(experts))], experts, list(PLAN_BITS) * EXPERTS, num_rows=5)
@@ -71,7 +69,7 @@ def test_while_others_compute_a_plan_prepares_little_and_the_rest_when_it_is_ask
     caller = Caller(handler).ready()
     assert sum(int(next(iter(handler._shards)).store.prepared(bits).sum()) for bits in PLAN_BITS) <= 4
     tensors = pairs([0] * EXPERTS, list(range(EXPERTS)), [2] * EXPERTS)
-    store = ExpertStore(model_dir, replicas_dir, kernel=load_kernel("reference"))
+    store = ExpertStore(model_dir, replicas_dir, kernel=REFERENCE)
     np.testing.assert_allclose(caller.execute(tensors)[1], expected(store, 0, tensors), rtol=1e-5, atol=1e-5)
 
 
@@ -84,7 +82,7 @@ def test_no_pairs_and_no_rows_are_legal_and_give_zeros(handler: Handler) -> None
 def test_simulated_time_is_what_the_device_model_says_for_the_works_in_order(
     handler: Handler, model_dir: Path, replicas_dir: Path
 ) -> None:
-    store = ExpertStore(model_dir, replicas_dir, kernel=load_kernel("reference"))
+    store = ExpertStore(model_dir, replicas_dir, kernel=REFERENCE)
     model = DeviceModel(load_hardware("h100-ndp512"))
     caller = Caller(handler).ready()
     for submit_ps in (0, 1_000, 5_000_000):
@@ -105,8 +103,7 @@ def test_simulated_time_is_what_the_device_model_says_for_the_works_in_order(
 def test_a_device_that_simulates_no_hardware_computes_the_same_and_its_answers_have_no_time(
     model_dir: Path, handler: Handler
 ) -> None:
-    config = DeviceConfig(address="ipc:///x/y", model_dir=model_dir, kernel="reference", hardware="none")
-    real = Handler.from_config(config)
+    real = Handler.of_files(model_dir, hardware="none")
     work = pairs([0, 1], [0, 2], [16, 16])
     plan = np.full((LAYERS, EXPERTS), 1 << 4, np.uint8)
     (theirs, y), (ours, same) = (Caller(one).ready(plan).execute(work) for one in (real, handler))
@@ -197,7 +194,7 @@ def test_only_what_the_active_plan_names_is_served(handler: Handler) -> None:
 
 
 def test_a_device_without_replicas_says_which_widths_are_missing(model_dir: Path) -> None:
-    handler = Handler.from_config(DeviceConfig(address="ipc:///x", model_dir=model_dir, kernel="reference"))
+    handler = Handler.of_files(model_dir)
     caller = Caller(handler)
     assert caller.hello().served.first_missing == (0, 0, 1)
     np.testing.assert_array_equal(caller.install(1), ALL & 0b01111)
@@ -243,7 +240,6 @@ def test_nothing_but_questions_before_hello(handler: Handler) -> None:
         lambda: caller.install(1),
         lambda: caller.ask(msg.ActivatePlan, epoch=1),
         lambda: caller.execute(pairs([0], [0], [4])),
-        lambda: caller.ask(msg.Shutdown),
     ):
         with pytest.raises(DeviceError, match="no_session"):
             refused()
@@ -272,7 +268,7 @@ def test_hosts_of_the_same_major_version_are_served(handler: Handler, versions: 
 def test_replicas_of_another_model_stop_the_device_before_it_listens(replicas_dir: Path, tmp_path: Path) -> None:
     other = write_small_checkpoint(tmp_path / "other", seed=1)
     with pytest.raises(ReplicaError):
-        Handler.from_config(DeviceConfig(address="ipc:///x", model_dir=other, replicas_dir=replicas_dir))
+        Handler.of_files(other, replicas_dir)
 
 
 def test_work_nobody_waits_for_is_dropped_and_said_so(handler: Handler) -> None:
@@ -296,15 +292,6 @@ def test_the_client_silent_longest_is_forgotten_first_and_told_so(handler: Handl
     assert len(handler._clients) == MAX_SESSIONS
 
 
-def test_shutdown_is_for_ipc_only(handler: Handler, model_dir: Path) -> None:
-    remote = Handler.from_config(DeviceConfig(address="tcp://127.0.0.1:1", model_dir=model_dir))
-    with pytest.raises(DeviceError, match="forbidden"):
-        Caller(remote).ready(np.zeros_like(ALL)).ask(msg.Shutdown)
-    assert not remote.stopping
-    Caller(handler).ready().ask(msg.Shutdown)
-    assert handler.stopping
-
-
 @settings(max_examples=300)
 @given(frames=st.lists(st.binary(max_size=100), max_size=4))
 def test_garbage_gets_exactly_one_typed_refusal(frames: list[bytes]) -> None:
@@ -325,38 +312,15 @@ def test_a_failure_inside_the_device_is_a_refusal_without_its_text(handler: Hand
 
 def test_impossible_settings_are_one_sentence() -> None:
     with pytest.raises(ConfigError, match="needs experts"):
-        DeviceConfig(address="ipc:///x")
+        Handler.of_files(None)
     with pytest.raises(ConfigError, match="simulates nothing: leave --set out"):
-        DeviceConfig(address="ipc:///x", model_dir=Path("m"), hardware="none", hardware_overrides={"array.units": 1})
-    with pytest.raises(ConfigError, match="kernel must be one of"):
-        Handler.from_config(DeviceConfig(address="ipc:///x", model_dir=Path("m"), kernel="magic"))
-
-
-WARM = """
-import sys
-from pathlib import Path
-from ndp_device.handler import DeviceConfig
-from ndp_device.handler import Handler
-from ndp_device.protocol import codec, messages as msg
-handler = Handler.from_config(DeviceConfig("ipc:///in/process", Path(sys.argv[1]), kernel="reference"))
-assert (handler.num_executed, handler.num_refused, handler._clients) == (0, 0, {})
-before = set(sys.modules)
-handler.reply(b"host", codec.encode(msg.Hello(1, versions=(msg.VERSION, msg.VERSION), client="host")))
-print(sorted(set(sys.modules) - before))
-"""
-
-
-def test_a_device_has_imported_before_it_is_ready_what_its_first_host_would_wait_for(tmp_path: Path) -> None:
-    """It has served a host that is not there, and nothing of that is left."""
-    model = write_small_checkpoint(tmp_path / "model")
-    done = subprocess.run([sys.executable, "-c", WARM, str(model)], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+        Handler.of_files(Path("m"), hardware="none", **{"array.units": 1})
 
 
 @pytest.fixture
 def divisible(model_dir: Path, built: Path) -> Handler:
     """The small checkpoint's 24 units in groups of 8, which can be cut into three parts."""
-    return Handler.from_config(DeviceConfig("ipc:///x", model_dir, built, kernel="reference"))
+    return Handler.of_files(model_dir, built)
 
 
 def test_sessions_about_parts_add_up_to_one_about_whole_experts_each_with_times_of_its_own(divisible: Handler) -> None:
@@ -402,7 +366,7 @@ def test_parts_that_cannot_be_are_refused_and_what_nobody_asks_for_makes_room(di
 
 
 def test_more_parts_at_a_time_than_memory_is_meant_for_are_refused(model_dir: Path) -> None:
-    shards = ShardStores(ExpertStore(model_dir, None, kernel=load_kernel("reference")), prepares_ahead=False)
+    shards = ShardStores(ExpertStore(model_dir, None, kernel=REFERENCE))
     others = [Part(index, 9) for index in range(MAX_PARTS)]
     with pytest.raises(DeviceError, match=f"{MAX_PARTS + 1} different parts of experts are more than the {MAX_PARTS}"):
         shards.take(Part(0, 3), others)

@@ -13,7 +13,7 @@ from failpoints import Failpoints
 from numpy.typing import NDArray
 
 from ndp_device.handler import Handler
-from ndp_device.kernels import load_kernel
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.server import Server
 from ndp_device.timing.spec import load_hardware
 from simulation.material import store
@@ -72,7 +72,7 @@ class Device:
         self.process = Process(world)
         self.process.awaken = self.wake
         self.is_stopped, self._busy_until_ns, self._turn_at_ns = False, 0, None
-        kernel = SlowKernel(load_kernel("auto"), self)
+        kernel = SlowKernel(NativeKernel(), self)
         self.transport = SimServer(self._network, self.process)
         self.model = model
         self.handler = Handler(store(model), kernel, load_hardware("h100-ndp512"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from caller import Call, random_calls
 from small_checkpoint import write_small_checkpoint
 
-from ndp_device.kernels import load_kernel
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.store import ExpertStore
 
 ADDRESS = "simulated"
@@ -21,9 +21,9 @@ _folders: list[tempfile.TemporaryDirectory[str]] = []
 def store(seed: int) -> ExpertStore:
     folder = tempfile.TemporaryDirectory(prefix="ndp-simulation-")
     _folders.append(folder)
-    return ExpertStore(write_small_checkpoint(Path(folder.name) / "model", seed=seed), None, kernel=load_kernel("auto"))
+    return ExpertStore(write_small_checkpoint(Path(folder.name) / "model", seed=seed), None, kernel=NativeKernel())
 
 
 @cache
 def calls() -> list[Call]:
-    return random_calls(store(0), load_kernel("auto"), count=24, seed=5)
+    return random_calls(store(0), NativeKernel(), count=24, seed=5)

@@ -18,7 +18,7 @@ from paths import ROOT
 from ndp_device.calibration.build import build_data_free
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.opening import open_checkpoint
-from ndp_device.kernels.reference import ReferenceKernel
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.store import ExpertStore
 from vllm_ndp.lab.locality import locality
 from vllm_ndp.traces.importers import ImportSettings, import_trace
@@ -89,7 +89,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(replicas: Path):
-    return quality.MixedModel(FIRST, ExpertStore(FIRST, replicas, kernel=ReferenceKernel()))
+    return quality.MixedModel(FIRST, ExpertStore(FIRST, replicas, kernel=NativeKernel()))
 
 
 @pytest.fixture(scope="module")

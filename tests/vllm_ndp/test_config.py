@@ -245,7 +245,6 @@ VALUES = [
     ("execution", "fast", "be one of auto, balanced, paper, got 'fast'"),
     ("cold_precision", "half", "be one of quantized, full, got 'half'"),
     ("fallback", "none", "be one of full, same, got 'none'"),
-    ("kernel", "cuda", "be one of auto, reference, native, got 'cuda'"),
     ("linear_bits", 3, "be one of 8, 4, got 3"),
     # of another type: refused, not converted
     *(("hot_experts", value, f"be a whole number or null, got {value!r}") for value in (2.0, "2", True)),

@@ -63,7 +63,6 @@ class DeviceProcess:
         *,
         hardware: str = "h100-ndp512",
         hardware_overrides: Mapping[str, object] | None = None,
-        kernel: str = "auto",
         cores: Sequence[int] = (),
         extra_arguments: Sequence[str] = (),
         ready_timeout_s: float = 120.0,
@@ -72,7 +71,7 @@ class DeviceProcess:
 
         The device ends when this process does, not when the thread that calls this does.
         """
-        arguments = ["--hardware", hardware, "--kernel", kernel]
+        arguments = ["--hardware", hardware]
         arguments += [] if model_dir is None else [str(model_dir)]
         arguments += [] if replicas_dir is None else ["--replicas", str(replicas_dir)]
         if cores:

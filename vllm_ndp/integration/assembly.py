@@ -185,7 +185,7 @@ class Assembly:
         has_all = settings.has_quantized_slots and settings.resolve_hot_experts(num_experts) == num_experts
         if not (is_alone and has_all and facts.linears is not None):
             return None
-        return facts.kernel if isinstance(facts.kernel, NativeKernel) else None
+        return facts.kernel
 
     def _connect_layers(self, parts: LayerParts, shared: dict[str, Shared]) -> list[MoELayer]:
         """shared: the shared experts of a layer by the name of its module, where they are ours to run."""

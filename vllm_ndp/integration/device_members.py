@@ -104,7 +104,6 @@ class DeviceMembers:
                 self.replicas,
                 hardware=settings.preset,
                 hardware_overrides=settings.hardware_overrides,
-                kernel=settings.kernel,
                 cores=self.cores,
             )
             address = process.address

@@ -21,7 +21,7 @@ from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
 from ndp_device.common.widths import FULL_PRECISION_BITS, REPLICA_WIDTHS
-from ndp_device.kernels import Kernel
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.model_config import whole_model
 from ndp_device.protocol.messages import Served
 from vllm_ndp import __version__
@@ -137,9 +137,9 @@ class WorkerFacts:
         return None if self.rung < Rung.STREAMS or compat.on_cpu() else CopiesByThread()
 
     @cached_property
-    def kernel(self) -> Kernel:
+    def kernel(self) -> NativeKernel:
         """The device's, in this process."""
-        return load_engine_kernel(self.settings.kernel, compat.engine_cores())
+        return load_engine_kernel(compat.engine_cores())
 
 
 def _model_of_stage(vllm_config: VllmConfig, pool: ExpertsPool, decoder: range) -> WholeModel:

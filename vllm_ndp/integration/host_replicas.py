@@ -14,7 +14,7 @@ from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.kept import default_cache_dir
 from ndp_device.common.widths import BYTE_BITS, WIDTHS
 from ndp_device.experts.expert import FullExpert
-from ndp_device.kernels import Kernel, load_kernel
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas import format as replica_format
 from ndp_device.replicas.format import ReplicaFiles, read_manifest
 from ndp_device.replicas.store import ExpertStore
@@ -95,7 +95,7 @@ class HostExperts:
     Weights in full precision are read where the pool has mapped them, so that nothing is copied.
     """
 
-    def __init__(self, model_dir: Path, replicas: Path | None, kernel: Kernel, layers: range) -> None:
+    def __init__(self, model_dir: Path, replicas: Path | None, kernel: NativeKernel, layers: range) -> None:
         """layers: of the model, which this worker counts from 0."""
         self._kernel, self._layers = kernel, layers
         self._store = ExpertStore(model_dir, replicas, kernel=kernel)
@@ -116,17 +116,17 @@ _SIDE = 512
 """Size from which on the native kernel divides an expert among its threads, even for one row."""
 
 
-def load_engine_kernel(name: str, cores: Collection[int]) -> Kernel:
-    """name: the setting `kernel`. Its threads are started here, in a thread that may run on all these cores.
+def load_engine_kernel(cores: Collection[int]) -> NativeKernel:
+    """Its threads are started here, in a thread that may run on all these cores.
 
     A worker's own thread is bound to one core where vLLM binds OpenMP, and threads that it starts would share that one.
     """
     with ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, frozenset(cores))) as thread:
-        return thread.submit(_load, name).result()
+        return thread.submit(_load).result()
 
 
-def _load(name: str) -> Kernel:
-    kernel = load_kernel(name)
+def _load() -> NativeKernel:
+    kernel = NativeKernel()
     weights, one, weight = np.zeros((_SIDE, _SIDE), np.float32), np.zeros(1, np.int32), np.ones(1, np.float32)
     expert = kernel.prepare(FullExpert("float32", weights, weights, weights))
     kernel.execute(weights[:1], [expert], one, one, weight)

@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from ndp_device.common.activation import NAMED, SILU, Activation
 from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import Biases, FullExpert
-from ndp_device.kernels import Kernel
+from ndp_device.kernels.native import NativeKernel
 from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.cuda.streams import CopiesByThread, Event
 from vllm_ndp.integration.experts_pool import ExpertWeights
@@ -138,7 +138,7 @@ class CpuSlotKernel:
 class NativeSlotKernel(CpuSlotKernel):
     """The device's kernel over plain [2I, H] slots, which it reads where they lie."""
 
-    def __init__(self, kernel: Kernel, activation: Activation) -> None:
+    def __init__(self, kernel: NativeKernel, activation: Activation) -> None:
         self.isa, self._interleaved, self.most_slots = kernel.name, False, None
         self._kernel, self._activation = kernel, activation
         self._in_place: dict[tuple[int, int], Any] = {}  # prepared, by address and slot; keeps the memory
@@ -156,8 +156,8 @@ class NativeSlotKernel(CpuSlotKernel):
 
     def _prepared(self, held: SlotWeights, slot: int) -> Any:
         """The native kernel reads weights where they lie, so it sees the expert that the slot holds at that moment.
-        Copies are not kept: biases, and all that the reference kernel prepares."""
-        if held.b13 is not None or self._kernel.name != "native":
+        Copies are not kept: biases."""
+        if held.b13 is not None:
             return self._kernel.prepare(self._expert(held, slot))
         key = held.w13.data_ptr(), slot
         if key not in self._in_place:
@@ -178,7 +178,7 @@ class NativeSlotKernel(CpuSlotKernel):
 
 
 def weighted_sums(
-    kernel: Kernel,
+    kernel: NativeKernel,
     experts: Mapping[int, Any] | Sequence[Any],
     x: torch.Tensor,
     rows: NDArray[np.integer],
@@ -302,7 +302,7 @@ def make_slot_kernel(
     layer: Any,
     activation: Activation,
     of_model: Collection[Activation],
-    load_kernel: Callable[[], Kernel],
+    load_kernel: Callable[[], NativeKernel],
     copies: CopiesByThread | None = None,
 ) -> CpuSlotKernel | CudaSlotKernel:
     """For the slots that vLLM's module `layer` has allocated, whose experts compute `activation`.

@@ -30,7 +30,7 @@ from ndp_device.checkpoint.values import CODE_BITS, Packed, Read
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import BYTE_BITS
 from ndp_device.experts.expert import QuantizedMatrix
-from ndp_device.kernels import Kernel
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.checkpoint import StoredTensors
 from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.whole_weights import WholeLinearMethod
@@ -61,7 +61,7 @@ direct_register_custom_op("linear", _linear, fake_impl=_linear_fake, target_lib=
 class LinearLayers:
     """Linear layers of one worker."""
 
-    def __init__(self, bits: int, load_kernel: Callable[[], Kernel], cores: set[int], num_experts: int) -> None:
+    def __init__(self, bits: int, load_kernel: Callable[[], NativeKernel], cores: set[int], num_experts: int) -> None:
         """bits: 8 or 4. num_experts: a layer of no more outputs is a router or a gate."""
         self.bits, self.num_stored = bits, 0
         self.num_bytes = self.full_bytes = 0

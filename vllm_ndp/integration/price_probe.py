@@ -34,7 +34,8 @@ from ndp_device.common.errors import ConfigError, DeviceError, DeviceUnavailable
 from ndp_device.common.kept import prices_file
 from ndp_device.common.strict_files import Refused, decode_json, read_bytes
 from ndp_device.common.widths import FLAG_OF_BITS, FULL_PRECISION_BITS, WIDTHS
-from ndp_device.kernels import Kernel, _native
+from ndp_device.kernels import _native
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.store import ExpertStore
 from vllm_ndp.cost_model.prices import MeasuredPrices
 from vllm_ndp.device_client.client import DeviceClient
@@ -75,7 +76,7 @@ class PriceProbe:
     def __init__(
         self,
         hot: HotExperts,
-        kernel: Callable[[], Kernel],
+        kernel: Callable[[], NativeKernel],
         model_dir: Path,
         replicas: Path | None,
         first_layer: int,
@@ -130,7 +131,7 @@ class PriceProbe:
         weights = torch.full((rows, 2), 0.5)
         return lambda: slots.kernel.run(x, held, weights, ids)
 
-    def _in_engine(self, kernel: Kernel, store: ExpertStore, bits: int, rows: int) -> int:
+    def _in_engine(self, kernel: NativeKernel, store: ExpertStore, bits: int, rows: int) -> int:
         """One of two in the device's kernel, at a width."""
         x, ids = self._many[:rows].float().numpy(), np.repeat(np.arange(2, dtype=np.int32)[None], rows, axis=0)
         owner, weights = np.repeat(np.arange(rows, dtype=np.int32), 2), np.full(2 * rows, 0.5, np.float32)

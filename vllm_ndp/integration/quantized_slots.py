@@ -18,7 +18,7 @@ from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.experts.expert import QuantizedExpert, StoredExpert
-from ndp_device.kernels import Kernel
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
 from vllm_ndp.integration.hot_slots import (
@@ -48,7 +48,7 @@ class QuantizedSlots(HotSlots):
         self.expert_in = np.full(num_slots, -1)
         self._experts: list[Any] = [None] * num_slots  # prepared
         self._bits = np.zeros(num_experts, np.uint8)  # of each expert that is here or on its way
-        self._low: Kernel | None = None
+        self._low: NativeKernel | None = None
 
     @property
     def kernel_name(self) -> str:
@@ -84,7 +84,7 @@ class QuantizedSlots(HotSlots):
         self._bits = np.where(wanted, at, 0).astype(np.uint8)
         return self.exchange(wanted)
 
-    def put(self, slot: int, kernel: Kernel, prepared: Any) -> None:
+    def put(self, slot: int, kernel: NativeKernel, prepared: Any) -> None:
         self._low = kernel
         self._experts[slot] = prepared
 
@@ -126,7 +126,7 @@ class ReplicaFill:
         model_dir: Path,
         replicas: Path | None,
         bits: int,
-        kernel: Kernel,
+        kernel: NativeKernel,
         layers: range,
         slots: dict[int, HotSlots],
     ) -> None:

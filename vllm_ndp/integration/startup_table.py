@@ -113,7 +113,7 @@ def _of_device(link: DeviceLink, device: DeviceView, settings: NdpSettings) -> d
         "device_bytes": sum(one.resident_bytes for one in link.members.descriptions),
         "device_copies": 1 if device.devices is None else device.devices.rules.num_copies,
         "device_parts": 1 if device.devices is None else device.devices.num_parts,
-        "kernel": description.kernel + (" (a slow check)" if description.kernel == "reference" else ""),
+        "kernel": description.kernel,
         "replicas": f"{description.replicas} in {link.members.replicas}" if link.members.replicas else "none needed",
         "hardware": description.hardware,
         "planned_hardware": settings.hardware,

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+import reference_kernel
 
 from ndp_device.common.activation import GELU_TANH, GPT_OSS, SILU, Activation
-from ndp_device.kernels import reference
 
 torch = pytest.importorskip("torch")
 from ndp_device.calibration.calibrated import activated  # noqa: E402
@@ -15,4 +15,4 @@ def test_torch_and_numpy_compute_one_activation(activation: Activation) -> None:
     rng = np.random.default_rng(0)
     gate, up = (rng.normal(0, 10, (8, 64)).astype(np.float32) for _ in range(2))
     got = activated(torch.from_numpy(gate), torch.from_numpy(up), None, activation).numpy()
-    np.testing.assert_allclose(got, reference.activated(gate, up, activation), rtol=2e-5, atol=1e-5)
+    np.testing.assert_allclose(got, reference_kernel.activated(gate, up, activation), rtol=2e-5, atol=1e-5)

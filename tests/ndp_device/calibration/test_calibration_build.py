@@ -16,6 +16,7 @@ import torch
 import transformers
 from in_memory import captured_in_memory
 from paths import MODEL
+from reference_kernel import REFERENCE, dequantize
 
 from ndp_device.calibration import auto_gptq, calibrated, gptq
 from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated
@@ -25,7 +26,6 @@ from ndp_device.calibration.text import CalibrationText, file_digest
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix, to_float32, unpack
-from ndp_device.kernels.reference import ReferenceKernel, dequantize
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles, load_loss_table
 
@@ -101,7 +101,7 @@ def test_captured_inputs_give_the_outputs_of_the_models_own_experts(model_dir: P
     chosen, gates = torch.full((8, 1), 3), torch.ones(8, 1)
     with torch.inference_mode():
         wanted = module(hidden, chosen, gates).numpy()
-    kernel = ReferenceKernel()
+    kernel = REFERENCE
     rows = np.arange(8, dtype=np.int32)
     expert = kernel.prepare(CheckpointExperts(model_dir).expert(0, 3))
     ours = kernel.execute(hidden.numpy(), [expert], rows, rows * 0, np.ones(8, np.float32))
@@ -290,7 +290,7 @@ def test_folding_the_column_order_of_down_into_gate_and_up_changes_no_output(mod
     assert matrix.perm is not None
     folded = calibrated.fold_order(4, w13, matrix)
     assert folded.w2.perm is None
-    kernel, zero = ReferenceKernel(), np.zeros(1, np.int32)
+    kernel, zero = REFERENCE, np.zeros(1, np.int32)
     x = torch.randn(1, 32, generator=generator).numpy()
     outputs = [
         kernel.execute(x, [kernel.prepare(expert)], zero, zero, np.ones(1, np.float32))

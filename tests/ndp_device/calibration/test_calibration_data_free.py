@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from processors import settings as processors
+from reference_kernel import REFERENCE, dequantize
 from small_checkpoint import write_small_checkpoint
 
 from ndp_device.calibration import build, data_free
@@ -24,8 +25,6 @@ from ndp_device.calibration.data_free import Fitted, Float32, expert_losses, fit
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import REPLICA_WIDTHS, WIDTHS
 from ndp_device.experts.expert import FullExpert, QuantizedExpert, QuantizedMatrix, pack, to_float32, unpack
-from ndp_device.kernels import load_kernel
-from ndp_device.kernels.reference import dequantize
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles, load_loss_table, read_manifest
 from ndp_device.replicas.store import ExpertStore
@@ -349,7 +348,7 @@ def test_the_loss_at_8_bits_is_measured_and_a_hundredth_of_that_at_4(replicas_di
 
 
 def test_replicas_without_8_bits_refuse_them_in_one_sentence(narrow: Path, model_dir: Path, tmp_path: Path) -> None:
-    store = ExpertStore(model_dir, narrow, kernel=load_kernel("reference"))
+    store = ExpertStore(model_dir, narrow, kernel=REFERENCE)
     with pytest.raises(ReplicaError, match=r"cannot be had at 8 bits: .* at \[1, 2, 3, 4, 16\] bits"):
         store.get(0, 0, 8)
     with pytest.raises(ConfigError, match=r"with 8 beside them or not, got \[8\]"):

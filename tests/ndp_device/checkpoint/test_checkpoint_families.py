@@ -15,13 +15,14 @@ pytestmark = pytest.mark.slow
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from reference_kernel import REFERENCE  # noqa: E402
+
 from ndp_device.calibration.build import build_calibrated  # noqa: E402
 from ndp_device.calibration.streamed import expert_modules  # noqa: E402
 from ndp_device.checkpoint.files import read_config  # noqa: E402
 from ndp_device.checkpoint.opening import open_checkpoint  # noqa: E402
 from ndp_device.checkpoint.spellings import text_config  # noqa: E402
 from ndp_device.common.errors import ReplicaError  # noqa: E402
-from ndp_device.kernels import load_kernel  # noqa: E402
 from ndp_device.model_config import public_model, whole_model  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
@@ -59,7 +60,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_experts_out_of_the_checkpoint_compute_what_transformers_does(models: Path, family: str) -> None:
     """Sum over a row's experts, by the reference kernel, against the output of transformers' own module."""
     directory = make_family_models.make(family, models)
-    checkpoint, kernel = CheckpointExperts(directory), load_kernel("reference")
+    checkpoint, kernel = CheckpointExperts(directory), REFERENCE
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     modules, seen = expert_modules(model), []
     assert len(modules) == checkpoint.shape.num_layers
@@ -205,7 +206,7 @@ def test_a_family_is_calibrated_from_text(models: Path, tmp_path: Path, family: 
     assert len(files.manifest.layers) == checkpoint.shape.num_layers
     relative = np.stack([files.layer_losses(layer)[1] for layer in files.manifest.layers])
     assert relative[..., 3].mean() < 0.1 * relative[..., 0].mean()
-    kernel, x = load_kernel("reference"), np.random.default_rng(0).standard_normal((4, 128)).astype(np.float32)
+    kernel, x = REFERENCE, np.random.default_rng(0).standard_normal((4, 128)).astype(np.float32)
     for expert in range(3):
         full, replica = (kernel.prepare(e) for e in (checkpoint.expert(1, expert), files.expert(1, expert, 4)))
         error = np.linalg.norm(replica.rows(x) - full.rows(x)) / np.linalg.norm(full.rows(x))

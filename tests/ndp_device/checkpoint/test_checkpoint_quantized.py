@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference_kernel
 
 pytestmark = pytest.mark.slow
 torch = pytest.importorskip("torch")
@@ -30,7 +31,6 @@ from ndp_device.checkpoint.values import Packed  # noqa: E402
 from ndp_device.common.errors import ConfigError, ReplicaError  # noqa: E402
 from ndp_device.common.widths import WIDTHS  # noqa: E402
 from ndp_device.experts.expert import ByteExpert, ByteMatrix, Fp4Expert, QuantizedExpert, to_float32  # noqa: E402
-from ndp_device.kernels import reference  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
 
@@ -139,7 +139,7 @@ def test_fp4_is_given_as_it_is_stored_and_stands_for_the_same_values(models: Pat
         assert (stored.biases is None) == (full.biases is None)
         for mine, theirs in ((stored.w13, np.concatenate([full.w1, full.w3])), (stored.w2, full.w2)):
             wanted = to_float32(np.ascontiguousarray(theirs), full.dtype)
-            np.testing.assert_allclose(reference.from_fp4(mine), wanted, rtol=rounding, atol=0)
+            np.testing.assert_allclose(reference_kernel.from_fp4(mine), wanted, rtol=rounding, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_8_bits_are_given_as_they_are_stored_and_stand_for_the_same_values(model
         full, stored = checkpoint.expert(layer, expert), checkpoint.as_stored(layer, expert)
         assert isinstance(stored, ByteExpert)
         for mine, theirs in ((stored.w1, full.w1), (stored.w3, full.w3), (stored.w2, full.w2)):
-            values = torch.from_numpy(reference.from_bytes(mine)).to(getattr(torch, full.dtype)).float().numpy()
+            values = torch.from_numpy(reference_kernel.from_bytes(mine)).to(getattr(torch, full.dtype)).float().numpy()
             np.testing.assert_array_equal(values, to_float32(np.ascontiguousarray(theirs), full.dtype))
 
 
@@ -235,7 +235,9 @@ def test_columns_in_the_order_of_their_loss_are_served_as_they_are_stored(models
     for mine, theirs in ((stored.w13, np.concatenate([full.w1, full.w3])), (stored.w2, full.w2)):
         wanted = to_float32(np.ascontiguousarray(theirs), full.dtype)
         assert mine.perm is not None
-        np.testing.assert_allclose(reference.dequantize(mine), wanted, rtol=2e-3, atol=2e-3 * np.abs(wanted).max())
+        np.testing.assert_allclose(
+            reference_kernel.dequantize(mine), wanted, rtol=2e-3, atol=2e-3 * np.abs(wanted).max()
+        )
 
 
 def _is_experts(name: str) -> bool:

@@ -1,6 +1,7 @@
 """Parts of an expert: they add up to the whole at every width, take equal bytes, and never lie across a scale."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,25 +9,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from paths import MODEL, ROOT
+from reference_kernel import REFERENCE
 
 from ndp_device.calibration.data_free import round_to_bytes
 from ndp_device.common.activation import GPT_OSS
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import PLAN_BITS
 from ndp_device.experts.expert import WHOLE, Biases, Expert, FullExpert, Part, QuantizedExpert, pack, to_float32, unpack
-from ndp_device.kernels import load_kernel
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.store import ExpertStore
 
 REPLICAS = ROOT / "models" / "tiny-mixtral-replicas"
-STORE = ExpertStore(MODEL, REPLICAS, kernel=load_kernel("reference"))
+STORE = ExpertStore(MODEL, REPLICAS, kernel=REFERENCE)
 X = np.random.default_rng(5).standard_normal((3, STORE.shape.hidden_size), np.float32)
 
 
-def computed(expert: Expert, kernel: str) -> NDArray[np.float32]:
+def computed(expert: Expert, kernel: Any) -> NDArray[np.float32]:
     """The expert on every row of X, with gate 1."""
-    loaded = load_kernel(kernel)
     rows = np.arange(len(X), dtype=np.int32)
-    return loaded.execute(X, [loaded.prepare(expert)], rows, np.zeros_like(rows), np.ones(len(X), np.float32))
+    return kernel.execute(X, [kernel.prepare(expert)], rows, np.zeros_like(rows), np.ones(len(X), np.float32))
 
 
 def at_8_bits(full: Expert) -> QuantizedExpert:
@@ -36,10 +37,10 @@ def at_8_bits(full: Expert) -> QuantizedExpert:
     return QuantizedExpert(8, round_to_bytes(np.concatenate([w1, w3]), 64), round_to_bytes(w2, 64))
 
 
-@pytest.mark.parametrize("kernel", ["reference", "native"])
+@pytest.mark.parametrize("kernel", [REFERENCE, NativeKernel()], ids=["reference", "native"])
 @pytest.mark.parametrize("bits", PLAN_BITS)
 @pytest.mark.parametrize("count", [2, 4])
-def test_the_parts_of_one_expert_add_up_to_it(kernel: str, bits: int, count: int) -> None:
+def test_the_parts_of_one_expert_add_up_to_it(kernel: Any, bits: int, count: int) -> None:
     """Expert 0 of layer 1, whose replica has its units in another order than the checkpoint. The native kernel rounds
     each group of what comes between the products by its largest value, and no group lies in two parts."""
     expert = STORE.expert(1, 0, bits) if bits in STORE.widths else at_8_bits(STORE.expert(1, 0, 16))
@@ -58,8 +59,8 @@ def test_what_an_expert_adds_at_its_end_is_added_once() -> None:
     hidden, units = full.w2.shape
     biases = Biases(*(rng.standard_normal(size, np.float32) for size in (units, units, hidden)))
     expert = replace(full, biases=biases, activation=GPT_OSS)
-    added = np.sum([computed(Part(index, 2).of(expert), "reference") for index in range(2)], axis=0)
-    np.testing.assert_allclose(added, computed(expert, "reference"), rtol=1e-5, atol=1e-5)
+    added = np.sum([computed(Part(index, 2).of(expert), REFERENCE) for index in range(2)], axis=0)
+    np.testing.assert_allclose(added, computed(expert, REFERENCE), rtol=1e-5, atol=1e-5)
 
 
 def test_a_whole_expert_is_its_only_part() -> None:

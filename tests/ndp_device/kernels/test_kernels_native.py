@@ -25,6 +25,7 @@ from drawn_experts import (
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from reference_kernel import REFERENCE, dequantize, from_bytes, from_fp4
 
 from ndp_device.common.activation import GPT_OSS, SILU
 from ndp_device.common.errors import ConfigError, ReplicaError
@@ -41,7 +42,6 @@ from ndp_device.experts.expert import (
 )
 from ndp_device.kernels import _native
 from ndp_device.kernels.native import NativeKernel
-from ndp_device.kernels.reference import ReferenceKernel, dequantize, from_bytes, from_fp4
 
 ISAS = _native.supported_isas()
 
@@ -304,7 +304,7 @@ def test_biases_and_a_clamped_activation_match_fp64(
     y = kernel.execute(x, [kernel.prepare(expert) for expert in experts], *pairs)
     wanted = exact(x, experts, pairs)
     assert relative_error(y, wanted) < (2e-6 if bits == "float32" else LIMIT[2])
-    reference = ReferenceKernel()
+    reference = REFERENCE
     assert relative_error(reference.execute(x, [reference.prepare(e) for e in experts], *pairs), wanted) < 2e-6
     unlike = [replace(expert, activation=SILU) for expert in experts]
     assert relative_error(exact(x, unlike, pairs), wanted) > 0.1, "the clamp must matter here"
@@ -326,7 +326,7 @@ def test_a_full_expert_that_does_not_lie_row_by_row_is_copied_and_counted() -> N
 @pytest.mark.parametrize("isa", [*ISAS, "reference"])
 def test_no_rows_no_pairs_and_rows_without_pairs_give_zeros(isa: str) -> None:
     rng = np.random.default_rng(0)
-    kernel = ReferenceKernel() if isa == "reference" else NativeKernel(isa=isa, threads=2)
+    kernel = REFERENCE if isa == "reference" else NativeKernel(isa=isa, threads=2)
     prepared = [kernel.prepare(random_expert(rng, 64, 32, 2, 32))]
     none = np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32)
     assert kernel.execute(np.empty((0, 64), np.float32), prepared, *none).shape == (0, 64)
@@ -519,7 +519,7 @@ def test_a_linear_layer_is_within_fp64_and_a_row_does_not_depend_on_the_others(
     assert np.linalg.norm(y - wanted) <= LIMIT[1] * np.linalg.norm(wanted)
     alone = [kernel.multiply(x[row : row + 1], prepared)[0] for row in range(len(x))]
     np.testing.assert_array_equal(y, alone)
-    reference = ReferenceKernel()
+    reference = REFERENCE
     by_reference = reference.multiply(x, reference.prepare_matrix(matrix))
     assert np.linalg.norm(by_reference - wanted) <= 1e-5 * np.linalg.norm(wanted)
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,14 +11,14 @@ from drawn_experts import random_matrix
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from reference_kernel import REFERENCE, dequantize
 from small_checkpoint import as_stored
 
 from ndp_device.common.activation import GELU_TANH, GPT_OSS, NAMED, SILU, Activation, activation_named
 from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import FullExpert, QuantizedMatrix, to_float32
-from ndp_device.kernels import Kernel, _native, load_kernel
+from ndp_device.kernels import _native
 from ndp_device.kernels.native import NativeKernel
-from ndp_device.kernels.reference import ReferenceKernel, dequantize
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.sampled_from([8, 16, 24]), st.integers(0, 2**32 - 1))
@@ -72,12 +73,6 @@ def test_a_matrix_whose_parts_do_not_fit_together_cannot_be_made(change: dict[st
         QuantizedMatrix(**parts | change)  # type: ignore[arg-type]
 
 
-def test_an_unknown_kernel_is_refused_with_the_names_we_know() -> None:
-    assert load_kernel("reference").name == "reference"
-    with pytest.raises(ConfigError, match="auto, reference, native"):
-        load_kernel("cuda")
-
-
 # -- Each activation on every instruction-set path against float64, and the names that stand for its numbers -----------
 
 
@@ -87,8 +82,8 @@ Float64 = NDArray[np.float64]
 
 
 @pytest.fixture(scope="module", params=["reference", *_native.supported_isas()])
-def kernel(request: pytest.FixtureRequest) -> Kernel:
-    return ReferenceKernel() if request.param == "reference" else NativeKernel(isa=request.param, threads=1)
+def kernel(request: pytest.FixtureRequest) -> Any:
+    return REFERENCE if request.param == "reference" else NativeKernel(isa=request.param, threads=1)
 
 
 def sigmoid(z: Float64) -> Float64:
@@ -125,7 +120,7 @@ FAMILIES: dict[str, tuple[Activation, Callable[[Float64, Float64], Float64]]] = 
 }
 
 
-def between(kernel: Kernel, activation: Activation, gate: NDArray[np.float32], up: NDArray[np.float32]) -> Float64:
+def between(kernel: Any, activation: Activation, gate: NDArray[np.float32], up: NDArray[np.float32]) -> Float64:
     """What down multiplies, of rows [T, WIDTH]: an expert whose matrices only pick gate and up out of its row."""
     one, none = np.eye(WIDTH, dtype=np.float32), np.zeros((WIDTH, WIDTH), np.float32)
     w1, w3 = np.hstack([one, none]), np.hstack([none, one])
@@ -142,7 +137,7 @@ def assert_close(got: Float64, wanted: Float64, gate: Float64, up: Float64, acti
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_familys_activation_matches_its_own_formula_in_fp64(kernel: Kernel, family: str) -> None:
+def test_every_familys_activation_matches_its_own_formula_in_fp64(kernel: Any, family: str) -> None:
     activation, formula = FAMILIES[family]
     rng = np.random.default_rng(1)
     scales = np.array([1e-3, 1, 4, 30])[:, None].repeat(WIDTH, 1)
@@ -166,7 +161,7 @@ values = st.lists(st.floats(-100, 100, width=32), min_size=WIDTH, max_size=WIDTH
 
 @given(activation=activations, gate=values, up=values)
 def test_any_four_numbers_give_the_formula_in_fp64(
-    kernel: Kernel, activation: Activation, gate: list[float], up: list[float]
+    kernel: Any, activation: Activation, gate: list[float], up: list[float]
 ) -> None:
     g, u = np.array([gate], np.float32), np.array([up], np.float32)
     g64 = np.minimum(g.astype(np.float64), activation.largest)
@@ -176,7 +171,7 @@ def test_any_four_numbers_give_the_formula_in_fp64(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_huge_gates_stay_finite_and_a_nan_stays_one(kernel: Kernel, family: str) -> None:
+def test_huge_gates_stay_finite_and_a_nan_stays_one(kernel: Any, family: str) -> None:
     """A gate whose square float32 cannot hold; a NaN is never clamped into a number."""
     gate, up = np.zeros((2, WIDTH), np.float32), np.ones((2, WIDTH), np.float32)
     gate[0, :2], gate[1, 0], up[1, 1] = (3e20, -3e20), np.nan, np.nan

@@ -11,9 +11,9 @@ from caller import Caller
 from stepping_kernel import SteppingKernel
 
 from ndp_device import server
-from ndp_device.common.errors import ConfigError, ReplicaError
+from ndp_device.common.errors import ReplicaError
 from ndp_device.experts.expert import Expert
-from ndp_device.handler import DeviceConfig, Handler
+from ndp_device.handler import Handler
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.shard_stores import prepared_ahead
 from ndp_device.timing.spec import load_hardware
@@ -26,8 +26,8 @@ def store(model_dir: Path, built: Path) -> ExpertStore:
     return ExpertStore(model_dir, built, kernel=SteppingKernel())
 
 
-def handler_over(store: ExpertStore, *, ahead: bool = True) -> Handler:
-    return Handler(store, store._kernel, load_hardware("h100-ndp512"), prepares_ahead=ahead)
+def handler_over(store: ExpertStore) -> Handler:
+    return Handler(store, store._kernel, load_hardware("h100-ndp512"))
 
 
 def test_before_any_plan_experts_are_prepared_at_three_bits(store: ExpertStore) -> None:
@@ -93,21 +93,6 @@ def test_a_damaged_expert_is_given_up_and_the_others_are_prepared(
     assert not store.prepared(3)[0, 1]
     assert store.prepared(3).sum() >= 2
     assert store.held_bytes <= store.resident_bytes
-
-
-def test_only_a_device_that_is_told_to_and_has_a_bound_prepares_ahead(
-    model_dir: Path, built: Path, store: ExpertStore
-) -> None:
-    assert not handler_over(store, ahead=False).prepare_ahead()
-    for kernel, prepare, expected in (
-        ("reference", "idle", False),
-        ("native", "asked", False),
-        ("native", "idle", True),
-    ):
-        config = DeviceConfig("ipc:///x", model_dir, built, kernel=kernel, prepare=prepare)
-        assert Handler.from_config(config).prepare_ahead() is expected
-    with pytest.raises(ConfigError, match="prepare must be one of idle, asked"):
-        DeviceConfig("ipc:///x", model_dir, built, prepare="never")
 
 
 # -- the server's part: when ---------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from ndp_device.common import kept
 from ndp_device.common.errors import DeviceError, ReplicaError
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.handler import Handler
-from ndp_device.kernels import load_kernel
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.replicas.format import ReplicaFiles, check_layer_file, read_manifest
@@ -118,13 +118,12 @@ def test_a_file_replaced_by_another_of_its_name_stays_as_it_was(model: Path) -> 
     file.check()
 
 
-@pytest.mark.parametrize("kernel", ["reference", "native"])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_device_answers_a_cut_file_with_a_typed_error_and_goes_on(
-    model: Path, replicas: Path, damage: Callable[[Path], None], kernel: str
+    model: Path, replicas: Path, damage: Callable[[Path], None]
 ) -> None:
     """Layer 1 has lost its file; layer 0 answers as before, and what was converted before the cut may be used."""
-    made = load_kernel(kernel)
+    made = NativeKernel()
     store = ExpertStore(None, replicas, kernel=made)
     caller = Caller(Handler(store, made, load_hardware("h100-ndp512")))
     caller.hello()
@@ -144,10 +143,9 @@ def test_a_device_answers_a_cut_file_with_a_typed_error_and_goes_on(
         caller.execute(tensors, epoch=2, layer=1)
 
 
-@pytest.mark.parametrize("kernel", ["reference", "native"])
-def test_a_checkpoint_cut_under_full_precision_experts_gives_no_number(model: Path, kernel: str) -> None:
-    """The native kernel computes from the map itself: the answer is checked after the computation, and refused."""
-    made = load_kernel(kernel)
+def test_a_checkpoint_cut_under_full_precision_experts_gives_no_number(model: Path) -> None:
+    """The kernel computes from the map itself: the answer is checked after the computation, and refused."""
+    made = NativeKernel()
     caller = Caller(Handler(ExpertStore(model, None, kernel=made), made, load_hardware("h100-ndp512")))
     caller.ready(np.full((2, 3), 16, np.uint8))
     tensors = execute_tensors(bits=FULL_PRECISION_BITS)
@@ -159,7 +157,7 @@ def test_a_checkpoint_cut_under_full_precision_experts_gives_no_number(model: Pa
 
 def test_the_hosts_own_store_disowns_what_it_computed(model: Path, replicas: Path) -> None:
     """What `fallback: same` runs on: an expert that was not converted yet, and one in full precision."""
-    store = ExpertStore(model, replicas, kernel=load_kernel("native"))
+    store = ExpertStore(model, replicas, kernel=NativeKernel())
     store.get(0, 0, 3)
     store.get(0, 0, FULL_PRECISION_BITS)
     os.truncate(replicas / "experts-00000.safetensors", 8)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from paths import ROOT
+from reference_kernel import REFERENCE
 from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_safetensors, write_small_checkpoint
 
 from ndp_device.calibration.build import build_data_free
@@ -24,7 +25,6 @@ from ndp_device.common.errors import ConfigError, NdpError, ReplicaError, why_un
 from ndp_device.common.kept import default_cache_dir
 from ndp_device.common.widths import default_group_size
 from ndp_device.experts.expert import unpack
-from ndp_device.kernels import load_kernel
 from ndp_device.replicas import format
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import (
@@ -123,7 +123,7 @@ def test_a_build_with_other_settings_leaves_what_is_there_alone(model_dir: Path,
 
 def test_a_build_of_some_widths_offers_those_only(model_dir: Path, tmp_path: Path) -> None:
     build_data_free(model_dir, tmp_path / "out", bits=(3, 2), group_size=8, show_progress=False)
-    store = ExpertStore(None, tmp_path / "out", kernel=load_kernel("reference"))
+    store = ExpertStore(None, tmp_path / "out", kernel=REFERENCE)
     assert store.widths == {2, 3}
     loss, _ = load_loss_table(tmp_path / "out")
     assert np.isnan(loss[..., [0, 3]]).all()
@@ -180,7 +180,7 @@ def test_replicas_of_another_model_are_refused(replicas: Path, tmp_path: Path) -
     other = write_small_checkpoint(tmp_path / "other", seed=1)
     assert model_digest(other) != read_manifest(replicas).model_digest
     with pytest.raises(ReplicaError, match="not of the model being served"):
-        ExpertStore(other, replicas, kernel=load_kernel("reference"))
+        ExpertStore(other, replicas, kernel=REFERENCE)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_groups_are_64_wide_up_to_matrices_of_1023_columns_and_128_from_1024() -
 
 def test_the_store_serves_both_sources_and_counts_bytes(model_dir: Path, built: Path) -> None:
     """At k bits one weight costs k bits of planes and 4 bytes of scale and offset per group of 8."""
-    store = ExpertStore(model_dir, built, kernel=load_kernel("reference"))
+    store = ExpertStore(model_dir, built, kernel=REFERENCE)
     weights = 3 * HIDDEN * INTERMEDIATE
     assert store.widths == {1, 2, 3, 4, 16}
     for bits in (1, 2, 3, 4):
@@ -265,7 +265,7 @@ def test_the_store_serves_both_sources_and_counts_bytes(model_dir: Path, built: 
 
 
 def test_each_source_can_be_served_alone(model_dir: Path, built: Path) -> None:
-    kernel = load_kernel("reference")
+    kernel = REFERENCE
     full_only, replicas_only = ExpertStore(model_dir, None, kernel=kernel), ExpertStore(None, built, kernel=kernel)
     assert (full_only.widths, full_only.replica_source, full_only.resident_bytes) == ({16}, "none", 0)
     assert replicas_only.widths == {1, 2, 3, 4}
@@ -324,7 +324,7 @@ def test_biases_and_activation_travel_with_the_replicas(clamped: tuple[Path, Pat
     model_dir, out = clamped
     manifest, files, checkpoint = read_manifest(out), ReplicaFiles(out), CheckpointExperts(model_dir)
     assert (manifest.version, manifest.activation, manifest.biases) == (2, "swigluoai", True)
-    kernel, full = load_kernel("reference"), checkpoint.expert(1, 2)
+    kernel, full = REFERENCE, checkpoint.expert(1, 2)
     x = np.random.default_rng(0).standard_normal((1, HIDDEN)).astype(np.float32)
     pair = np.zeros(1, np.int32), np.zeros(1, np.int32), np.ones(1, np.float32)
     wanted = kernel.execute(x, [kernel.prepare(full)], *pair)

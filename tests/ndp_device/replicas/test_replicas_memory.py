@@ -13,7 +13,7 @@ from stepping_kernel import SteppingKernel
 
 from ndp_device.calibration.build import build_data_free
 from ndp_device.handler import Handler
-from ndp_device.kernels import load_kernel
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.mapped import MappedFile
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.shard_stores import prepared_ahead
@@ -92,7 +92,7 @@ def unpadded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def native_store(directories: tuple[Path, Path]) -> ExpertStore:
-    return ExpertStore(*directories, kernel=load_kernel("native"))
+    return ExpertStore(*directories, kernel=NativeKernel())
 
 
 def bytes_of_parts(store: ExpertStore) -> int:

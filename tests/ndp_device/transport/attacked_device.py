@@ -43,7 +43,7 @@ class Device:
         self.log = directory / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*PROGRAM, "serve", str(model_dir), "--address", address, "--kernel", "reference", *without_keys],
+                [*PROGRAM, "serve", str(model_dir), "--address", address, *without_keys],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 preexec_fn=limits,

@@ -29,7 +29,7 @@ from small_checkpoint import EXPERTS, HIDDEN, LAYERS
 from until import until
 
 from ndp_device.common.errors import ConfigError, DeviceUnavailable
-from ndp_device.handler import DeviceConfig, Handler
+from ndp_device.handler import Handler
 from ndp_device.probe import Probe
 from ndp_device.process import MAX_LINES, AtMost
 from ndp_device.protocol import codec
@@ -394,7 +394,7 @@ def test_what_was_read_before_a_failure_is_handed_over(server: HandServer, monke
 def test_an_answer_that_cannot_be_sent_costs_its_own_host_alone(
     server: HandServer, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handler = Handler.from_config(DeviceConfig(address=server.address, model_dir=model_dir, kernel="reference"))
+    handler = Handler.of_files(model_dir)
     device, hosts = Server(server, handler), [host_of(server.address) for _ in range(2)]
     first = ask(server, hosts[0], codec.encode(msg.Ping(1)))
     second = ask(server, hosts[1], codec.encode(msg.Ping(2)))
@@ -558,7 +558,7 @@ def test_a_device_listens_in_no_directory_of_another_user_nor_behind_a_link(tmp_
 
 
 def test_tcp_without_keys_has_to_be_asked_for_on_both_sides(model_dir: Path) -> None:
-    command = [*PROGRAM, "serve", str(model_dir), "--address", "tcp://127.0.0.1:0", "--kernel", "reference"]
+    command = [*PROGRAM, "serve", str(model_dir), "--address", "tcp://127.0.0.1:0"]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert refused.returncode == 2
     assert "tcp needs keys" in refused.stderr

@@ -243,9 +243,7 @@ def test_the_programs_serve_and_ask_with_keys(model_dir: Path, tmp_path: Path) -
     command = [*PROGRAM, "serve", str(model_dir), "--address", "tcp://127.0.0.1:0", "--keys", keys]
     with open(os.devnull) as inherited:
         os.set_inheritable(inherited.fileno(), True)
-        process = subprocess.Popen(
-            [*command, "--kernel", "reference"], stdout=subprocess.PIPE, text=True, pass_fds=[inherited.fileno()]
-        )
+        process = subprocess.Popen([*command], stdout=subprocess.PIPE, text=True, pass_fds=[inherited.fileno()])
         number = inherited.fileno()
     try:
         assert process.stdout is not None

@@ -11,10 +11,10 @@ from caller import Call, random_calls
 from failpoints import Failpoint, Failpoints
 from numpy.typing import NDArray
 from paths import MODEL
+from reference_kernel import REFERENCE
 
 from ndp_device.common.errors import RemoteProtocolError
-from ndp_device.handler import DeviceConfig, Handler
-from ndp_device.kernels import load_kernel
+from ndp_device.handler import Handler
 from ndp_device.protocol.codec import Frames
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.transport.base import damage_of, require_intact, write_checksum
@@ -22,12 +22,12 @@ from ndp_device.transport.base import damage_of, require_intact, write_checksum
 
 def make_calls(count: int = 16) -> list[Call]:
     """Of the bundled model; the answers come from the reference kernel."""
-    kernel = load_kernel("reference")
+    kernel = REFERENCE
     return random_calls(ExpertStore(MODEL, None, kernel=kernel), kernel, count, seed=7)
 
 
 def make_handler(model_dir: Path = MODEL) -> Handler:
-    return Handler.from_config(DeviceConfig(address="ipc:///in/process", model_dir=model_dir, kernel="reference"))
+    return Handler.of_files(model_dir)
 
 
 def full_plan(layers: int = 4, experts: int = 8) -> NDArray[np.uint8]:

@@ -41,9 +41,7 @@ class Rig:
 
     def __init__(self, *failpoints: str, memory: bool = True) -> None:
         options = [text for failpoint in failpoints for text in ("--failpoint", failpoint)]
-        self.process = FailingProcess.spawn(
-            MODEL, None, kernel="reference", extra_arguments=[*options, "--failpoint-seed", "0"]
-        )
+        self.process = FailingProcess.spawn(MODEL, None, extra_arguments=[*options, "--failpoint-seed", "0"])
         self.client = DeviceClient(
             self.process.address,
             model_digest(MODEL),

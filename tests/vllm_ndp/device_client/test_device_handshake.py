@@ -40,7 +40,7 @@ def spawn() -> Iterator[Spawn]:
 
     def start(replicas: Path | None, model: Path | None = MODEL) -> DeviceProcess:
         if (replicas, model) not in devices:
-            devices[replicas, model] = DeviceProcess.spawn(model, replicas, kernel="reference")
+            devices[replicas, model] = DeviceProcess.spawn(model, replicas)
         return devices[replicas, model]
 
     yield start
@@ -177,7 +177,7 @@ def test_a_device_that_comes_back_with_other_replicas_is_not_used_until_the_righ
     """The replica directory is a link that is set to another one between two starts."""
     link = tmp_path / "replicas"
     link.symlink_to(REPLICAS)
-    device = DeviceProcess.spawn(MODEL, link, kernel="reference")
+    device = DeviceProcess.spawn(MODEL, link)
     client = client_of(device, requirements())
 
     def restart(replicas: Path) -> None:

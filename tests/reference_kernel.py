@@ -1,14 +1,14 @@
-"""The kernel everything else is tested against: numpy, slow and obviously right. Knows no file and no clock.
+"""The kernel that ours are held to: numpy, slow and obviously right.
 
-Experts are dequantized to float32 when prepared (32 / bits times their packed size), so this is for small models and
-tests. Every (row, expert) pair is computed alone, with three matrix-vector products in float32. So the result of a row
-does not depend on the other rows of its batch.
+Experts are dequantized to float32 when prepared. Every (row, expert) pair is computed alone, with three matrix-vector
+products in float32. So the result of a row does not depend on the other rows of its batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,24 +43,14 @@ class ReferenceExpert:
 
     def __call__(self, x: Float32) -> Float32:
         """W2 act(W1 x, W3 x) for one row x [H], with the expert's own activation and biases."""
-        y: Float32 = self.w2 @ self._between(self.w13 @ x)
-        return y if self.biases is None else y + self.biases.down
-
-    def rows(self, x: Float32) -> Float32:
-        """The same for many rows [T, H] at once, where the last bits may depend on the other rows."""
-        between = self._between((self.w13 @ x.T).T)  # BLAS takes less time so where rows are few
-        y: Float32 = (self.w2 @ between.T).T
-        return y if self.biases is None else y + self.biases.down
-
-    def _between(self, products: Float32) -> Float32:
-        gate, up = np.split(products, 2, axis=-1)
-        if self.biases is not None:
-            gate, up = gate + self.biases.gate, up + self.biases.up
-        return activated(gate, up, self.activation)
+        gate, up = np.split(self.w13 @ x, 2)
+        if self.biases is None:
+            return self.w2 @ activated(gate, up, self.activation)
+        return self.w2 @ activated(gate + self.biases.gate, up + self.biases.up, self.activation) + self.biases.down
 
 
 class ReferenceKernel:
-    """See Kernel."""
+    """As NativeKernel."""
 
     name = "reference"
 
@@ -78,7 +68,7 @@ class ReferenceKernel:
     def masked(self, narrow: ReferenceExpert, wide: ReferenceExpert) -> None:
         return None
 
-    def parts(self, prepared: ReferenceExpert) -> Iterable[tuple[int, int]]:
+    def parts(self, prepared: ReferenceExpert) -> tuple[()]:
         return ()
 
     def prepare_matrix(self, matrix: QuantizedMatrix) -> Float32:
@@ -99,6 +89,10 @@ class ReferenceKernel:
         for row, expert, gate in zip(pair_rows, pair_experts, gates, strict=True):
             y[row] += gate * prepared[expert](x[row])
         return y
+
+
+REFERENCE: Any = ReferenceKernel()
+"""In place of the native one."""
 
 
 def dequantize(matrix: QuantizedMatrix) -> Float32:
