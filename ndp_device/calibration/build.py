@@ -245,10 +245,10 @@ def build_calibrated(
             weights = float_expert(layer, expert)
             if (already := kept.of(layer, expert)) is not None:
                 return already, answers_of(weights, expert)
-            new = calibrated.quantize_expert(weights, expert, inputs, held_out, solve, work, progress.did)
+            new, answers = calibrated.quantize_expert(weights, expert, inputs, held_out, solve, work, progress.did)
             checkpoint.check(layer)
             progress.made()
-            return kept.keep(layer, expert, calibrated.layer_of([new])), new.answers
+            return kept.keep(layer, expert, new), answers
 
         def added(expert: int, of_expert: tuple[LayerReplicas, torch.Tensor]) -> LayerReplicas:
             """No name holds its answers while the next one is made: 0.15 GB at Mixtral's width."""
@@ -309,7 +309,7 @@ def weigh(model_dir: Path, replicas_dir: Path, text: CalibrationText, device: to
     model = streamed.load_without_experts(model_dir, device)
     nats = weighing.nats_per_loss(model, tokens, branching, checkpoint, files)
     mean = max(float(nats.mean()), 1e-30)
-    without_tokens = sum(int((files.calibration_of(n)[0] == 0).sum()) for n in range(checkpoint.shape.num_layers))
+    without_tokens = sum(int((files.calibration_tokens(n) == 0).sum()) for n in range(checkpoint.shape.num_layers))
     manifest = msgspec.structs.replace(
         files.manifest,
         layer_weights=tuple(float(f"{one / mean:.4g}") for one in nats),

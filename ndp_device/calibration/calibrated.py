@@ -8,7 +8,7 @@ layer, see gptq.py. Rows are taken in blocks, so that memory does not grow with 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -89,19 +89,21 @@ class FloatExpert:
             torch.from_numpy(part).view(dtype).to(device)
             for part in (gate_and_up, np.array(values(full.w2), order="C"))
         )
-        self._biases = bias_tensors(full.biases, device)
+        biases = () if full.biases is None else (full.biases.gate, full.biases.up, full.biases.down)
+        self._biases = tuple(torch.tensor(value, device=device) for value in biases)
 
     def between(self, hidden: Tensor) -> Tensor:
         """Rows [n, H] -> what down multiplies, [n, I]."""
         w1, w3 = self.w13.chunk(2)
-        return activated((hidden @ w1.T).float(), (hidden @ w3.T).float(), self._biases, self.full.activation).to(
-            hidden
-        )
+        gate, up = (hidden @ w1.T).float(), (hidden @ w3.T).float()
+        if self._biases:
+            gate, up = gate + self._biases[0], up + self._biases[1]
+        return activated(gate, up, self.full.activation).to(hidden)
 
     def down(self, between: Tensor) -> Tensor:
         """What down multiplies [n, I] -> the expert's outputs [n, H]."""
         out = between @ self.w2.T
-        return out if self._biases is None else out + self._biases[2]
+        return out + self._biases[2] if self._biases else out
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Rows [n, H] -> the expert's outputs [n, H], in the rows' dtype."""
@@ -122,21 +124,8 @@ class FloatExpert:
         return out
 
 
-BiasTensors = tuple[Tensor, Tensor, Tensor]
-"""Biases of gate and up [I] and of down [H]."""
-
-
-def bias_tensors(biases: Biases | None, device: torch.device) -> BiasTensors | None:
-    if biases is None:
-        return None
-    gate, up, down = (torch.tensor(value, device=device) for value in (biases.gate, biases.up, biases.down))
-    return gate, up, down
-
-
-def activated(gate: Tensor, up: Tensor, biases: BiasTensors | None, activation: Activation) -> Tensor:
-    """Products of gate and of up [n, I] -> what down multiplies, [n, I]."""
-    if biases is not None:
-        gate, up = gate + biases[0], up + biases[1]
+def activated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """Products of gate and of up [n, I], biases added -> what down multiplies, [n, I]."""
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     argument = gate  # of SiLU: the same bits in fewer passes over memory
@@ -190,19 +179,6 @@ def load_solver(
     return solve
 
 
-@dataclass(frozen=True)
-class CalibratedExpert:
-    """One expert's replicas with what is recorded beside them."""
-
-    replicas: dict[int, QuantizedExpert]
-    loss: NDArray[np.float64]
-    relative_loss: NDArray[np.float64]
-    num_tokens: int
-    own_weight: float
-    answers: Tensor
-    """Outputs in full precision of the rows that were routed to it, those of the solver first, [n, H]."""
-
-
 @contextlib.contextmanager
 def side_by_side(num_experts: int, threads_each: int) -> Iterator[ThreadPoolExecutor]:
     """Threads that make an expert each, and compute in that many threads."""
@@ -227,8 +203,10 @@ def quantize_expert(
     solver: Solver,
     work: Work | None = None,
     told: Told | None = None,
-) -> CalibratedExpert:
-    """Solve for one expert and measure what each width loses on what the solver did not see; tells the work done."""
+) -> tuple[LayerReplicas, Tensor]:
+    """One expert, solved, with what each width loses on what the solver did not see; and its outputs in full precision
+    for the rows that were routed to it, those of the solver first, [n, H]. Tells the work done.
+    """
 
     def did(amount: Callable[[Work], float]) -> None:
         if work is not None and told is not None:
@@ -266,7 +244,8 @@ def quantize_expert(
     did(lambda work: work.losses)
     answers.append(weights.answers(held_out, expert))
     did(lambda work: len(answers[1]) * work.answers)
-    return CalibratedExpert(replicas, loss, relative_loss, num_tokens, share, torch.cat(answers))
+    made = LayerReplicas((replicas,), loss[None], relative_loss[None], np.array([num_tokens], dtype=np.int64))
+    return made, torch.cat(answers)
 
 
 def test_rows(held_out: RoutedInputs, expert: int) -> Tensor:
@@ -274,16 +253,6 @@ def test_rows(held_out: RoutedInputs, expert: int) -> Tensor:
     own = held_out.of(expert)
     rows = own if len(own) >= _MIN_HELD_OUT else held_out.hidden
     return rows[:: -(-len(rows) // TEST_ROWS)]
-
-
-def layer_of(experts: Sequence[CalibratedExpert]) -> LayerReplicas:
-    return LayerReplicas(
-        tuple(one.replicas for one in experts),
-        np.stack([one.loss for one in experts]),
-        np.stack([one.relative_loss for one in experts]),
-        np.array([one.num_tokens for one in experts], dtype=np.int64),
-        np.array([one.own_weight for one in experts]),
-    )
 
 
 def fold_order(

@@ -91,8 +91,7 @@ def quantize_layer(
             losses.append(lost)
             advance()
     loss, relative_loss = (np.stack(table) for table in zip(*losses, strict=True))
-    nobody = np.zeros(len(experts))
-    return LayerReplicas(tuple(experts), loss, relative_loss, nobody.astype(np.int64), nobody)
+    return LayerReplicas(tuple(experts), loss, relative_loss, np.zeros(len(experts), dtype=np.int64))
 
 
 def quantize_nested(

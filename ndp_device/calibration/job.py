@@ -129,7 +129,7 @@ class KeptExperts:
         """What an earlier run kept of this expert; None where it kept nothing that can be read."""
         try:
             file = MappedFile(self._path(layer, expert))
-            tables = [file.tensor(name) for name in ("loss", "relative_loss", "calibration_tokens", "own_weight")]
+            tables = [file.tensor(name) for name in ("loss", "relative_loss", "calibration_tokens")]
             experts = ExpertsOfFile(self.manifest, layer, file)
             return LayerReplicas(({bits: experts.at(0, bits) for bits in self.manifest.bits},), *tables)
         except ReplicaError:

@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -160,14 +160,12 @@ class LayerReplicas:
 
     - loss, relative_loss: float64 [E, columns], one for each of widths.loss_columns, NaN for a width that was not made
     - calibration_tokens: int64 [E], the routed tokens its Hessian was summed from (0 = data-free)
-    - own_weight: float64 [E], the expert's own share in its Hessian; the rest is the layer's
     """
 
     experts: tuple[dict[int, QuantizedExpert], ...]
     loss: NDArray[np.float64]
     relative_loss: NDArray[np.float64]
     calibration_tokens: NDArray[np.int64]
-    own_weight: NDArray[np.float64] = field(repr=False)
 
     def __post_init__(self) -> None:
         table = (len(self.experts), len(loss_columns(self.experts[0])))
@@ -185,7 +183,7 @@ class LayerReplicas:
     @classmethod
     def of(cls, parts: Sequence[LayerReplicas]) -> LayerReplicas:
         """The experts of several, in this order."""
-        tables = ("loss", "relative_loss", "calibration_tokens", "own_weight")
+        tables = ("loss", "relative_loss", "calibration_tokens")
         joined = (np.concatenate([getattr(part, name) for part in parts]) for name in tables)
         return cls(tuple(expert for part in parts for expert in part.experts), *joined)
 
@@ -264,16 +262,14 @@ class ReplicaFiles:
         file.check()  # of the files, of which these are copies
         return loss, relative
 
-    def calibration_of(self, layer: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """(calibration tokens int64, own weight float64) of each expert: what LayerReplicas says of them."""
+    def calibration_tokens(self, layer: int) -> NDArray[np.int64]:
+        """Of each expert, as in LayerReplicas."""
         file = self._files[layer]
-        tokens, own_weight = file.tensor("calibration_tokens"), file.tensor("own_weight")
-        experts = (self.manifest.model.num_experts,)
-        if tokens.shape != experts or own_weight.shape != experts:
-            raise ReplicaError(f"{file.path} is damaged: what it says of the calibration must be {list(experts)}")
-        copies = tokens.astype(np.int64), own_weight.astype(np.float64)
+        tokens = file.tensor("calibration_tokens").astype(np.int64)
+        if tokens.shape != (self.manifest.model.num_experts,):
+            raise ReplicaError(f"{file.path} is damaged: its calibration_tokens are {list(tokens.shape)}")
         file.check()
-        return copies
+        return tokens
 
     @cached_property
     def loss_digest(self) -> str:
@@ -408,7 +404,6 @@ def layer_parts(layer: int, replicas: LayerReplicas, manifest: Manifest) -> Iter
         "loss": replicas.loss,
         "relative_loss": replicas.relative_loss,
         "calibration_tokens": replicas.calibration_tokens,
-        "own_weight": replicas.own_weight,
     }
     for expert, by_bits in enumerate(replicas.experts):
         if tuple(by_bits) != manifest.bits:

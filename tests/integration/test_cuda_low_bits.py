@@ -15,9 +15,10 @@ from fp8_rows import encode_fp8_rows
 from pretend_gpu import GPU, PretendGpu, WatchedStream, peek
 
 from ndp_device.calibration import gptq
-from ndp_device.calibration.calibrated import CalibratedExpert, FloatExpert, RoutedInputs, load_solver, quantize_expert
+from ndp_device.calibration.calibrated import FloatExpert, RoutedInputs, load_solver, quantize_expert
 from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import FullExpert
+from ndp_device.replicas.format import LayerReplicas
 from vllm_ndp.integration.cuda import low_bit_slots
 from vllm_ndp.integration.cuda.low_bit_slots import (
     Form,
@@ -207,7 +208,7 @@ def test_forms_are_made_of_vllm_s_own_functions(monkeypatch: pytest.MonkeyPatch)
 WIDTH, UNITS, TEXT = 32, 48, 80
 
 
-def quantized(device: torch.device) -> CalibratedExpert:
+def quantized(device: torch.device) -> LayerReplicas:
     random = np.random.default_rng(0)
     draw = lambda *shape: random.standard_normal(shape, dtype=np.float32) / shape[-1] ** 0.5  # noqa: E731
     full = FullExpert("float32", draw(UNITS, WIDTH), draw(UNITS, WIDTH), draw(WIDTH, UNITS))
@@ -215,7 +216,7 @@ def quantized(device: torch.device) -> CalibratedExpert:
     ids = torch.from_numpy(random.integers(0, 2, (TEXT, 1)))
     solve = load_solver("nested", 16, {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0})
     inputs, unseen = RoutedInputs(rows, ids), RoutedInputs(held_out, ids)
-    return quantize_expert(FloatExpert(full, device), 0, inputs, unseen, solve)
+    return quantize_expert(FloatExpert(full, device), 0, inputs, unseen, solve)[0]
 
 
 def test_an_expert_is_quantized_on_a_gpu_as_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,10 +233,10 @@ def test_an_expert_is_quantized_on_a_gpu_as_on_the_host(monkeypatch: pytest.Monk
     with gpu:
         found = quantized(GPU)
     assert gpu.launches > 300  # it was there: factors and products; the loop over columns is the host's
-    assert found.num_tokens == wanted.num_tokens
+    assert found.calibration_tokens == wanted.calibration_tokens
     assert np.array_equal(found.loss, wanted.loss)
-    for bits, mine in found.replicas.items():
+    for bits, mine in found.experts[0].items():
         for name in ("planes", "scale", "offset"):
             for matrix in ("w13", "w2"):
-                theirs = getattr(getattr(wanted.replicas[bits], matrix), name)
+                theirs = getattr(getattr(wanted.experts[0][bits], matrix), name)
                 assert np.array_equal(getattr(getattr(mine, matrix), name), theirs), (bits, matrix, name)

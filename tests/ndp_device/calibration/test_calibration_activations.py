@@ -14,5 +14,5 @@ from ndp_device.calibration.calibrated import activated  # noqa: E402
 def test_torch_and_numpy_compute_one_activation(activation: Activation) -> None:
     rng = np.random.default_rng(0)
     gate, up = (rng.normal(0, 10, (8, 64)).astype(np.float32) for _ in range(2))
-    got = activated(torch.from_numpy(gate), torch.from_numpy(up), None, activation).numpy()
+    got = activated(torch.from_numpy(gate), torch.from_numpy(up), activation).numpy()
     np.testing.assert_allclose(got, reference_kernel.activated(gate, up, activation), rtol=2e-5, atol=1e-5)

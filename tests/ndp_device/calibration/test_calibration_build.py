@@ -119,7 +119,7 @@ def test_the_manifest_says_of_what_and_how(model_dir: Path, text_file: Path, bui
 
 def test_the_manifest_counts_the_experts_that_the_text_never_reached(model_dir: Path, built: Path) -> None:
     files = ReplicaFiles(built)
-    unreached = sum(int((files.calibration_of(layer)[0] == 0).sum()) for layer in range(2))
+    unreached = sum(int((files.calibration_tokens(layer) == 0).sum()) for layer in range(2))
     assert files.manifest.calibration["experts_without_tokens"] == unreached
     assert "experts_without_tokens" not in files.manifest.unweighed().calibration
 
@@ -261,13 +261,14 @@ def test_experts_that_no_token_reaches_and_groups_that_do_not_divide_lose_less_t
     inputs, held_out = (calibrated.RoutedInputs(part.hidden, torch.zeros_like(part.expert_ids)) for part in captured[0])
     full = CheckpointExperts(model_dir).expert(0, 1)
     solve = calibrated.load_solver("nested", group_size, TRACK_WEIGHTS)
-    made = calibrated.quantize_expert(calibrated.FloatExpert(full, torch.device("cpu")), 1, inputs, held_out, solve)
-    assert (made.num_tokens, made.own_weight, len(made.answers)) == (0, 0, 0)
+    weights = calibrated.FloatExpert(full, torch.device("cpu"))
+    made, answers = calibrated.quantize_expert(weights, 1, inputs, held_out, solve)
+    assert (made.calibration_tokens.tolist(), len(answers)) == ([0], 0)
     w13s, w2s = (
         quantize_nested(weights, group_size, TRACK_WEIGHTS) for weights in (np.concatenate([full.w1, full.w3]), full.w2)
     )
     alone = {bits: QuantizedExpert(bits, w13s[bits], w2s[bits]) for bits in w13s}
-    assert (made.loss < expert_losses(held_out.hidden.numpy(), full, alone)[0])[1:].all()
+    assert (made.loss[0] < expert_losses(held_out.hidden.numpy(), full, alone)[0])[1:].all()
 
 
 def test_answers_that_are_not_finite_end_the_job_with_a_sentence(model_dir: Path, captured: Captured) -> None:

@@ -66,9 +66,8 @@ def test_the_bundled_model_loses_what_a_calibration_in_memory_does(
 
     def in_memory(layer: int, advance: Any) -> LayerReplicas:
         experts = [calibrated.FloatExpert(checkpoint.expert(layer, expert), CPU) for expert in range(8)]
-        return calibrated.layer_of(
-            [calibrated.quantize_expert(expert, n, *captured[layer], solve) for n, expert in enumerate(experts)]
-        )
+        made = (calibrated.quantize_expert(expert, n, *captured[layer], solve) for n, expert in enumerate(experts))
+        return LayerReplicas.of([one for one, _ in made])
 
     manifest = read_manifest(tmp_path / "streamed")
     run_job(tmp_path / "whole", type(manifest)(**{**_fields(manifest), "layers": {}}), in_memory, show_progress=False)
@@ -76,7 +75,7 @@ def test_the_bundled_model_loses_what_a_calibration_in_memory_does(
     assert (tmp_path / "whole" / first).read_bytes() == (tmp_path / "streamed" / first).read_bytes()
     streamed, whole = ReplicaFiles(tmp_path / "streamed"), ReplicaFiles(tmp_path / "whole")
     for layer in range(4):
-        assert streamed.calibration_of(layer)[0].tolist() == whole.calibration_of(layer)[0].tolist()
+        assert streamed.calibration_tokens(layer).tolist() == whole.calibration_tokens(layer).tolist()
         lost, wanted = (files.layer_losses(layer)[1][:, 1] for files in (streamed, whole))
         np.testing.assert_allclose(lost, wanted, rtol=0.01)
 

@@ -212,7 +212,7 @@ def test_widths_that_are_no_prefixes_of_each_other_cannot_be_written_as_nested(b
     files = ReplicaFiles(built)
     mixed = {bits: files.expert(0, 0 if bits == 4 else 1, bits) for bits in (1, 2, 3, 4)}
     table = np.ones((1, 4))
-    layer = LayerReplicas((mixed,), table, table, np.zeros(1, dtype=np.int64), np.zeros(1))
+    layer = LayerReplicas((mixed,), table, table, np.zeros(1, dtype=np.int64))
     with pytest.raises(ValueError, match="cannot be nested"):
         write_layer(tmp_path, 0, layer, files.manifest)
     assert list(tmp_path.iterdir()) == []
