@@ -4,7 +4,7 @@
     public_model    everything from config.json: for published models that are not here (timing/public_models.py)
 
 The keys are those that transformers and vLLM read; a family that spells a size in a new way adds its spelling to
-common/spellings.py. Knows keys of config.json. Does not know tensors or files.
+checkpoint/spellings.py. Knows keys of config.json. Does not know tensors or files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ndp_device.checkpoint.spellings import SPELLINGS, first_of, keys_about
+from ndp_device.checkpoint import spellings
+from ndp_device.checkpoint.spellings import first_of, keys_about
 from ndp_device.common.decoder_layers import (
     Attention,
     Convolution,
@@ -79,14 +80,14 @@ def public_model(name: str, config: Mapping[str, Any]) -> WholeModel:
         raise ConfigError(
             f"model {name!r}: by its config.json no layer has experts: {keys_about(config, *_ABOUT_LAYERS)}"
         )
-    counted = {key: read.size(key) for key in SPELLINGS.num_experts if config.get(key)}
+    counted = {key: read.size(key) for key in spellings.NUM_EXPERTS if config.get(key)}
     if len(set(counted.values())) > 1:
         raise ConfigError(f"model {name!r}: its config.json counts its experts in two ways, {counted}")
     experts = ModelShape(
         name,
         len(moe_layers),
-        read.size(*SPELLINGS.num_experts),
-        read.size(*SPELLINGS.top_k),
+        read.size(*spellings.NUM_EXPERTS),
+        read.size(*spellings.TOP_K),
         read.size("hidden_size"),
         read.size("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
     )
@@ -108,7 +109,7 @@ class _Config:
                     raise ConfigError(f"model {self._name!r}: we serve one {key} for all layers, got {value!r:.80}")
                 value = value[0]
             if isinstance(value, int) and not isinstance(value, bool):
-                largest = MAX_LAYERS if key in SPELLINGS.num_layers else MAX_WIDTH
+                largest = MAX_LAYERS if key in spellings.NUM_LAYERS else MAX_WIDTH
                 if not 0 <= value <= largest:
                     raise ConfigError(f"model {self._name!r}: {key} must lie in 0..{largest}, got {value}")
                 return value
@@ -131,12 +132,12 @@ class _Config:
         dense = 3 * self.size("hidden_size") * self._or(1, *wider, "intermediate_size")
         return tuple(
             DecoderLayer(attention=self._attention(layer), dense_weights=0 if layer in moe_layers else dense)
-            for layer in range(self.size(*SPELLINGS.num_layers))
+            for layer in range(self.size(*spellings.NUM_LAYERS))
         )
 
     def moe_layers(self) -> list[int]:
         """The decoder layers that have experts: those that a list names, or that rules of families leave."""
-        layers = range(self.size(*SPELLINGS.num_layers))
+        layers = range(self.size(*spellings.NUM_LAYERS))
         named = self._named_moe_layers(len(layers))
         return [
             layer for layer in layers if (self._has_experts(layer, len(layers)) if named is None else layer in named)
@@ -209,10 +210,10 @@ class _Config:
             return 3 * hidden * width + (hidden if has_gate else 0)
         if get("enable_moe_block"):  # Gemma-4: its dense part beside the experts
             return 3 * hidden * self.size("intermediate_size")
-        if first_of(self._config, SPELLINGS.shared_width):
-            return 3 * hidden * self.size(*SPELLINGS.shared_width)
+        if first_of(self._config, spellings.SHARED_WIDTH):
+            return 3 * hidden * self.size(*spellings.SHARED_WIDTH)
         always = str(get("model_type")).startswith(("llama4", "hunyuan"))  # one, whether it is counted or not
-        count = self._or(int(always), *SPELLINGS.shared_experts)
+        count = self._or(int(always), *spellings.SHARED_EXPERTS)
         return 3 * hidden * intermediate * count
 
     def _kind(self, layer: int) -> str:

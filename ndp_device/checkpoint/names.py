@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from ndp_device.checkpoint import spellings
 from ndp_device.checkpoint.files import TensorInfo
 from ndp_device.checkpoint.spellings import (
-    SPELLINGS,
-    Spellings,
     activation_of,
     first_of,
     keys_about,
@@ -117,12 +116,12 @@ def resolve(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], *, nam
     config = text_config(config)
     _refuse_other_types(config, name)
     num_layers = _num_layers(config, name)
-    names = _Names(SPELLINGS, num_layers)
+    names = _Names(num_layers)
     found = names.find(tensors)
     if not found:
         raise ConfigError(_without_experts(tensors, config, name))
     interleaved = config.get("model_type") in _INTERLEAVED
-    counted = max((value for key in SPELLINGS.num_experts if isinstance(value := config.get(key), int)), default=0)
+    counted = max((value for key in spellings.NUM_EXPERTS if isinstance(value := config.get(key), int)), default=0)
     layers, sizes = [], Counter[tuple[int, int, int]]()
     for decoder_layer, blocks in sorted(found.items()):
         block = _only_block(blocks, decoder_layer, name)
@@ -156,21 +155,21 @@ Block = dict[tuple[str, bool], dict[int | None, str]]
 class _Names:
     """The table of spellings as patterns: of which layer, expert and matrix a tensor is."""
 
-    def __init__(self, known: Spellings, num_layers: int) -> None:
-        self.known, self.num_layers = known, num_layers
-        experts, roles = _any_of(known.experts), _any_of(known.roles)
-        self._layer = re.compile(rf"(?:^|\.)(?:{_any_of(known.layers)})\.(\d+)\.")
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        experts, roles = _any_of(spellings.EXPERTS), _any_of(spellings.ROLES)
+        self._layer = re.compile(rf"(?:^|\.)(?:{_any_of(spellings.LAYERS)})\.(\d+)\.")
         self._own = re.compile(rf"(.*\b(?:{experts}))\.(\d+)\.({roles})\.(\w+)")
         self._stacked = re.compile(rf"(.*\b(?:{experts}))\.({roles})(?:[._](\w+))?")
         self._within = re.compile(rf".*\b(?:{experts})\.(?:\d+\.)?(?:{roles})\..+\..+")
         self._stacked_elsewhere = re.compile(rf"(.+)\.({roles})\.(weight|bias)")
-        self.router = re.compile(rf"\.(?:{_any_of(known.router)})\.weight$")
+        self.router = re.compile(rf"\.(?:{_any_of(spellings.ROUTER)})\.weight$")
         self._number = re.compile(rf"\b({experts})\.\d+\.")
 
     def layer(self, name: str) -> int | None:
         """Number of the decoder layer; None for a tensor outside the language model's layers."""
         at = self._layer.search(name)
-        if at is None or int(at[1]) >= self.num_layers or not set(self.known.beside).isdisjoint(name.split(".")):
+        if at is None or int(at[1]) >= self.num_layers or not set(spellings.BESIDE).isdisjoint(name.split(".")):
             return None
         return int(at[1])
 
@@ -185,13 +184,12 @@ class _Names:
     def find(self, tensors: Mapping[str, TensorInfo]) -> dict[int, dict[str, Block]]:
         """Decoder layer -> prefix of the experts -> what is there."""
         found: dict[int, dict[str, Block]] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
-        roles = self.known.roles
         for name, info in tensors.items():
             if (layer := self.layer(name)) is None or (parts := self._parts(name, info)) is None:
                 continue
             prefix, expert, word, kind = parts
             suffix = "" if kind in ("weight", "bias") else f":{kind}"  # scales, blocks, packed: some quantized format
-            of = found[layer][prefix][roles[word] + suffix, kind == "bias"]
+            of = found[layer][prefix][spellings.ROLES[word] + suffix, kind == "bias"]
             if expert in of:
                 raise _twice(of[expert], name)
             of[expert] = name
@@ -405,21 +403,20 @@ def _rows(intermediate: int, interleaved: bool) -> dict[Part, slice]:
 
 def _refuse_other_types(config: Mapping[str, Any], name: str) -> None:
     """Refuse keys of config.json whose values have another type than the code reads; null stands for left out."""
-    known = SPELLINGS
-    counts = (*known.num_experts, *known.top_k, *known.other_top_k)
+    counts = (*spellings.NUM_EXPERTS, *spellings.TOP_K, *spellings.OTHER_TOP_K)
     for key in (*counts, "hidden_size", "intermediate_size", "moe_intermediate_size"):
         value = config.get(key)
         for given in value if isinstance(value, list) else [value]:
             if given is not None and (type(given) is not int or not 0 <= given <= MAX_WIDTH):
                 raise ConfigError(f"{name}: config.json must give {key} as a whole number, got {given!r}")
-    for key in ("model_type", *known.activation):
+    for key in ("model_type", *spellings.ACTIVATION):
         if not isinstance(config.get(key, ""), str | None):
             raise ConfigError(f"{name}: config.json must give {key} as a name, got {config[key]!r}")
 
 
 def _num_layers(config: Mapping[str, Any], name: str) -> int:
     kinds = config.get("layers_block_type")  # Nemotron-H counts its layers so
-    value = first_of(config, SPELLINGS.num_layers)
+    value = first_of(config, spellings.NUM_LAYERS)
     if value is None and isinstance(kinds, list):
         return len(kinds)
     if type(value) is not int or not 1 <= value <= MAX_LAYERS:
@@ -437,7 +434,7 @@ def _norm(tensors: Mapping[str, TensorInfo], prefix: str, hidden: int) -> str | 
 
     if is_there("post_feedforward_layernorm") and not is_there("pre_feedforward_layernorm"):
         return None  # norms after attention and experts only
-    for norm in SPELLINGS.norms:
+    for norm in spellings.NORMS:
         if is_there(norm):
             return f"{prefix}{norm}.weight"
     return None
@@ -465,7 +462,7 @@ def _refuse_contradictions(
     config: Mapping[str, Any], num_experts: int, hidden: int, intermediate: int, name: str
 ) -> None:
     inner = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
-    wanted = [*((key, num_experts) for key in SPELLINGS.num_experts), ("hidden_size", hidden), (inner, intermediate)]
+    wanted = [*((key, num_experts) for key in spellings.NUM_EXPERTS), ("hidden_size", hidden), (inner, intermediate)]
     for key, size in wanted:
         value = config.get(key)
         values = value if isinstance(value, list) else [] if value is None else [value]
@@ -477,15 +474,14 @@ def _refuse_contradictions(
 
 
 def _top_k(config: Mapping[str, Any], num_experts: int, name: str) -> int:
-    known = SPELLINGS
-    given = {key: config[key] for key in known.top_k if config.get(key) is not None} or {
-        key: config[key] for key in known.other_top_k if config.get(key) is not None
+    given = {key: config[key] for key in spellings.TOP_K if config.get(key) is not None} or {
+        key: config[key] for key in spellings.OTHER_TOP_K if config.get(key) is not None
     }
     values = {value for entry in given.values() for value in (entry if isinstance(entry, list) else [entry])}
     if len(values) != 1 or not all(isinstance(value, int) and 1 <= value <= num_experts for value in values):
         raise ConfigError(
             f"{name}: config.json must give one number of experts per token, from 1 to {num_experts}, "
-            f"as {known.top_k[0]}, got {given or 'none'}"
+            f"as {spellings.TOP_K[0]}, got {given or 'none'}"
             + ("" if given else f": {keys_about(config, 'expert', 'top')}")
         )
     return int(values.pop())

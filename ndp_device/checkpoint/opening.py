@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
-from ndp_device.checkpoint import values
+from ndp_device.checkpoint import spellings, values
 from ndp_device.checkpoint.files import TensorInfo, has_weights, read_config, read_headers, read_json, read_tensor
 from ndp_device.checkpoint.formats import PARTS, Parts, describe, small_values
 from ndp_device.checkpoint.gguf_files import QUANTIZED, logical_shape
 from ndp_device.checkpoint.names import ExpertLayout, resolve
-from ndp_device.checkpoint.spellings import SPELLINGS, keys_about_experts, text_config
+from ndp_device.checkpoint.spellings import keys_about_experts, text_config
 from ndp_device.checkpoint.stated import Settings
 from ndp_device.checkpoint.values import Packed
 from ndp_device.common.errors import ConfigError, ReplicaError
@@ -98,7 +98,7 @@ def unpacked(
     groups = _groups(tensors, _OF_EXPERTS) | {
         prefix: parts
         for prefix, parts in _groups(tensors, _OF_OTHERS).items()
-        if prefix.split(".")[-2] in SPELLINGS.roles and any(_is_of_all(tensors[name]) for name in parts.values())
+        if prefix.split(".")[-2] in spellings.ROLES and any(_is_of_all(tensors[name]) for name in parts.values())
     }  # Granite's tensors of all experts do not say that they are of experts
     hidden = {tensor for parts in groups.values() for tensor in parts.values()}
     shown = {tensor: info for tensor, info in tensors.items() if tensor not in hidden}

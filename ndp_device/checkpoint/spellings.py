@@ -1,6 +1,6 @@
 """How families spell what we look for: keys of config.json, words of tensor names, activations.
 
-One table, typed once. A family with odd names adds words to it. The first key that is present counts. Does not know
+One table. A family with odd names adds words to it. The first key that is present counts. Does not know
 tensors, shapes or files. In what order gate and up lie in tensors says nothing of the activation (names.py).
 """
 
@@ -9,97 +9,67 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ndp_device.common.activation import GPT_OSS, Activation, activation_named
 from ndp_device.common.errors import ConfigError
 
+# -- keys of config.json -----------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Spellings:
-    """Words by what they mean."""
-
-    # keys of config.json
-    nested: tuple[str, ...] = ()
-    """Objects that hold the language model's part, within each other too."""
-    num_layers: tuple[str, ...] = ()
-    num_experts: tuple[str, ...] = ()
-    top_k: tuple[str, ...] = ()
-    """Experts per token."""
-    other_top_k: tuple[str, ...] = ()
-    """Further words for top_k that also have another meaning; read if no word of `top_k` is there."""
-    activation: tuple[str, ...] = ()
-    activation_limit: tuple[str, ...] = ()
-    """Limit of gate and up: one number, or a list by decoder layer; 0 or null: no limit."""
-    activation_linear: tuple[str, ...] = ()
-    """Factor of the gate inside the sigmoid."""
-    activation_up_bias: tuple[str, ...] = ()
-    """Number that is added to up."""
-    shared_experts: tuple[str, ...] = ()
-    """How many shared experts a layer has, each as wide as the others."""
-    shared_width: tuple[str, ...] = ()
-    """How wide a layer's shared expert is."""
-    # words of tensor names
-    layers: tuple[str, ...] = ()
-    """The word before a layer's number."""
-    experts: tuple[str, ...] = ()
-    """The word before an expert's number, or before the role in a tensor of all experts."""
-    gate: tuple[str, ...] = ()
-    up: tuple[str, ...] = ()
-    down: tuple[str, ...] = ()
-    gate_up: tuple[str, ...] = ()
-    """Gate and up in one tensor."""
-    router: tuple[str, ...] = ()
-    norms: tuple[str, ...] = ()
-    """The norm whose output the experts read; the first that a layer has."""
-    beside: tuple[str, ...] = ()
-    """Words that mark tensors beside the language model: extra prediction layers and other modalities."""
-
-    @property
-    def roles(self) -> Mapping[str, str]:
-        """Word of a tensor name -> gate, up, down or gate_up."""
-        return {word: role for role in ("gate", "up", "down", "gate_up") for word in getattr(self, role)}
-
-
-SPELLINGS = Spellings(
-    nested=("thinker_config", "text_config", "llm_config", "language_config"),  # Qwen-Omni, most, InternVL, DeepSeek-VL
-    num_layers=("num_hidden_layers", "num_layers", "n_layers", "n_layer"),
-    num_experts=("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-    top_k=(
-        *("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "experts_per_token"),
-        "top_k_experts",  # Gemma-4
-    ),
-    other_top_k=("top_k",),
-    activation=("hidden_act", "hidden_activation", "mlp_hidden_act"),
-    activation_limit=("swiglu_limit", "swiglu_limits", "expert_swiglu_limit_list"),  # most, EXAONE, Bailing v3
-    activation_linear=("swiglu_alpha",),
-    activation_up_bias=("swiglu_beta",),
-    shared_experts=("n_shared_experts", "num_shared_expert", "moe_num_shared_experts", "num_shared_experts"),
-    shared_width=("shared_intermediate_size", "share_expert_dim"),  # Granite, Step-3.5
-    layers=("layers", "blocks", "h", "blk"),  # llama.cpp says blk
-    experts=("experts",),
-    gate=("gate_proj", "w1", "fc_gate", "ffn_gate_exps"),
-    up=("up_proj", "w3", "fc_up", "ffn_up_exps"),
-    down=("down_proj", "w2", "fc_down", "output_linear", "ffn_down_exps", "fc2"),
-    gate_up=("gate_up_proj", "input_linear", "ffn_gate_up_exps", "fc1"),  # Aria says fc1
-    router=("gate", "router", "gate.wg", "router.layer", "ffn_gate_inp"),
-    norms=(
-        "pre_feedforward_layernorm_2",  # Gemma-4, whose dense layer beside the experts reads the one without a number
-        *("pre_feedforward_layernorm", "pre_ff_layernorm", "pre_mlp_layernorm", "ffn_norm"),
-        *("post_attention_layernorm", "norm"),
-        "input_layernorm",  # Cohere-2, whose attention and experts read the same
-    ),
-    beside=(
-        *("mtp", "nextn", "visual", "vision_model", "vision_tower", "audio_tower"),
-        *("talker", "code2wav"),  # Qwen-Omni's voice
-    ),
+NESTED = ("thinker_config", "text_config", "llm_config", "language_config")  # Qwen-Omni, most, InternVL, DeepSeek-VL
+"""Objects that hold the language model's part, within each other too."""
+NUM_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+TOP_K = (
+    *("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "experts_per_token"),
+    "top_k_experts",  # Gemma-4
 )
+"""Experts per token."""
+OTHER_TOP_K = ("top_k",)
+"""Further words for it that also have another meaning; read if no word of TOP_K is there."""
+ACTIVATION = ("hidden_act", "hidden_activation", "mlp_hidden_act")
+ACTIVATION_LIMIT = ("swiglu_limit", "swiglu_limits", "expert_swiglu_limit_list")  # most, EXAONE, Bailing v3
+"""Limit of gate and up: one number, or a list by decoder layer; 0 or null: no limit."""
+ACTIVATION_LINEAR = ("swiglu_alpha",)
+"""Factor of the gate inside the sigmoid."""
+ACTIVATION_UP_BIAS = ("swiglu_beta",)
+"""Number that is added to up."""
+SHARED_EXPERTS = ("n_shared_experts", "num_shared_expert", "moe_num_shared_experts", "num_shared_experts")
+"""How many shared experts a layer has, each as wide as the others."""
+SHARED_WIDTH = ("shared_intermediate_size", "share_expert_dim")  # Granite, Step-3.5
+"""How wide a layer's shared expert is."""
+
+# -- words of tensor names ---------------------------------------------------------------------------------------------
+
+LAYERS = ("layers", "blocks", "h", "blk")  # llama.cpp says blk
+"""The word before a layer's number."""
+EXPERTS = ("experts",)
+"""The word before an expert's number, or before the role in a tensor of all experts."""
+_ROLES = {
+    "gate": ("gate_proj", "w1", "fc_gate", "ffn_gate_exps"),
+    "up": ("up_proj", "w3", "fc_up", "ffn_up_exps"),
+    "down": ("down_proj", "w2", "fc_down", "output_linear", "ffn_down_exps", "fc2"),
+    "gate_up": ("gate_up_proj", "input_linear", "ffn_gate_up_exps", "fc1"),  # both in one tensor; Aria says fc1
+}
+ROLES = {word: role for role, words in _ROLES.items() for word in words}
+ROUTER = ("gate", "router", "gate.wg", "router.layer", "ffn_gate_inp")
+NORMS = (
+    "pre_feedforward_layernorm_2",  # Gemma-4, whose dense layer beside the experts reads the one without a number
+    *("pre_feedforward_layernorm", "pre_ff_layernorm", "pre_mlp_layernorm", "ffn_norm"),
+    *("post_attention_layernorm", "norm"),
+    "input_layernorm",  # Cohere-2, whose attention and experts read the same
+)
+"""The norm whose output the experts read; the first that a layer has."""
+BESIDE = (
+    *("mtp", "nextn", "visual", "vision_model", "vision_tower", "audio_tower"),
+    *("talker", "code2wav"),  # Qwen-Omni's voice
+)
+"""Words that mark tensors beside the language model: extra prediction layers and other modalities."""
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part of config.json: multimodal models wrap it."""
-    for key in SPELLINGS.nested:
+    for key in NESTED:
         if isinstance(inner := config.get(key), Mapping):
             return text_config(inner)
     return config
@@ -129,15 +99,14 @@ _CLAMPED_AFTER = {"step3p5", "step3p7"}
 
 def activation_of(config: Mapping[str, Any], decoder_layer: int, name: str) -> Activation:
     """config: the language model's part. name: the checkpoint's, for messages."""
-    known = SPELLINGS
     if config.get("model_type") in _GPT_OSS:
         return GPT_OSS  # neither vLLM nor transformers reads its numbers
-    value = first_of(config, known.activation) or "silu"
-    limit = _of_layer(config, known.activation_limit, decoder_layer, name) or 0.0
+    value = first_of(config, ACTIVATION) or "silu"
+    limit = _of_layer(config, ACTIVATION_LIMIT, decoder_layer, name) or 0.0
     if limit > 0 and config.get("model_type") in _CLAMPED_AFTER:
         value = "swiglustep"
-    linear = _of_layer(config, known.activation_linear, decoder_layer, name)
-    up_bias = _of_layer(config, known.activation_up_bias, decoder_layer, name)
+    linear = _of_layer(config, ACTIVATION_LINEAR, decoder_layer, name)
+    up_bias = _of_layer(config, ACTIVATION_UP_BIAS, decoder_layer, name)
     try:
         return activation_named(value, limit=limit if limit > 0 else None, linear=linear, up_bias=up_bias)
     except ConfigError as error:
