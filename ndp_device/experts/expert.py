@@ -215,18 +215,6 @@ class Fp4Matrix:
     scales: NDArray[np.uint8]
     of_rows: NDArray[np.float32] | None = None
 
-    def __post_init__(self) -> None:
-        (rows, columns), group = self.shape, self.group
-        if columns % FP4_GROUP or self.scales.shape != (rows, columns // group):
-            raise ValueError(
-                f"codes and scales must be [N, C / 2] and [N, C / {group}], "
-                f"got {list(self.codes.shape)} and {list(self.scales.shape)}"
-            )
-        if self.codes.dtype != np.uint8 or self.scales.dtype != np.uint8:
-            raise ValueError(f"codes and scales must be uint8, got {self.codes.dtype} and {self.scales.dtype}")
-        if self.of_rows is not None and (self.of_rows.shape != (rows,) or self.of_rows.dtype != np.float32):
-            raise ValueError(f"of_rows must be float32 [{rows}], got {self.of_rows.dtype}{list(self.of_rows.shape)}")
-
     @property
     def group(self) -> int:
         """Columns under one scale."""
@@ -286,14 +274,6 @@ class ByteMatrix:
     codes: NDArray[np.uint8]
     scale: NDArray[np.float32]
     block: tuple[int, int]
-
-    def __post_init__(self) -> None:
-        grid = tuple(-(-size // of) for size, of in zip(self.codes.shape, self.block, strict=True))
-        if self.codes.dtype != np.uint8 or self.scale.dtype != np.float32 or self.scale.shape != grid:
-            raise ValueError(
-                f"codes and scale must be uint8 [N, C] and float32 {list(grid)}, "
-                f"got {self.codes.dtype}{list(self.codes.shape)} and {self.scale.dtype}{list(self.scale.shape)}"
-            )
 
     @property
     def shape(self) -> tuple[int, int]:
