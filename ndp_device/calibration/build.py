@@ -68,9 +68,9 @@ def build_data_free(
     track_weights = {width: TRACK_WEIGHTS[width] for width in bits if width in WIDTHS}
     stored = checkpoint.group_of_codes if tuple(bits) == (CODE_BITS,) else None
     group_size = _checked_group_size(group_size or stored, checkpoint.shape)
-    manifest = Manifest.with_form(
-        checkpoint.layout.activations,
-        checkpoint.layout.has_bias,
+    manifest = Manifest(
+        activation=checkpoint.layout.activations,
+        biases=checkpoint.layout.has_bias,
         model=checkpoint.shape,
         model_digest=model_digest(model_dir),
         container="nested",
@@ -155,9 +155,9 @@ def build_calibrated(
     text = _drawn_text(checkpoint, model_dir, calibration_file, num_sequences, sequence_length, seed)
     num_sequences, sequence_length = text.token_ids.shape
     _refuse_few_tokens(num_sequences - text.num_held_out, sequence_length, shape)
-    manifest = Manifest.with_form(
-        checkpoint.layout.activations,
-        checkpoint.layout.has_bias,
+    manifest = Manifest(
+        activation=checkpoint.layout.activations,
+        biases=checkpoint.layout.has_bias,
         model=shape,
         model_digest=model_digest(model_dir),
         container="nested" if solver == "nested" else "independent",

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common import kept
-from ndp_device.common.activation import NAMED, SILU, Activation
+from ndp_device.common.activation import SILU, Activation
 from ndp_device.common.errors import ConfigError, NdpError, ReplicaError, why_unwritable
 from ndp_device.common.kept import checked_file
 from ndp_device.common.model_shape import ModelShape
@@ -38,9 +38,6 @@ from ndp_device.replicas.mapped import MappedFile
 
 FORMAT = "ndp-moe-replicas"
 VERSION = 1
-VERSION_WITH_FORM = 2
-"""Version of manifests that name an activation or biases. A reader that does not know them must not serve such
-experts."""
 WITHOUT_TOKENS = "experts_without_tokens"
 """In a manifest's `calibration`: how many experts the text never reached, solved for their layer's moment."""
 MANIFEST = "manifest.json"
@@ -78,41 +75,28 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: str = FORMAT
     version: int = VERSION
     layers: dict[int, LayerFile] = {}
-    activation: str | tuple[Activation, ...] | msgspec.UnsetType = msgspec.UNSET
-    """A name for all layers, as the first manifests had it, or the numbers of each; left out for silu in all."""
-    biases: bool | msgspec.UnsetType = msgspec.UNSET
-    layer_weights: tuple[float, ...] | msgspec.UnsetType = msgspec.UNSET
-    """Effect of the same relative loss in each layer on the model's answer, mean 1; left out until it is measured. It
-    does not change how files are read, so the version is the same."""
-    nats_per_loss: float | msgspec.UnsetType = msgspec.UNSET
-    """Nats a token that a weight of 1 stands for; manifests that `weigh` wrote before it was known lack it."""
-
-    @classmethod
-    def with_form(cls, activations: tuple[Activation, ...], biases: bool, **fields: Any) -> Manifest:
-        """The manifest of experts that compute these activations, one per layer; biases: whether they have some."""
-        if set(activations) == {SILU} and not biases:
-            return cls(**fields)
-        name = next((name for name, one in NAMED.items() if set(activations) == {one}), None)
-        return cls(**fields, activation=name or activations, biases=biases, version=VERSION_WITH_FORM)
+    activation: tuple[Activation, ...] = ()
+    """Of each layer; none: SiLU in all."""
+    biases: bool = False
+    layer_weights: tuple[float, ...] = ()
+    """Effect of the same relative loss in each layer on the model's answer, mean 1; none until it is measured."""
+    nats_per_loss: float | None = None
+    """Nats a token that a weight of 1 stands for, likewise."""
 
     def activation_of(self, layer: int) -> Activation:
-        if isinstance(self.activation, msgspec.UnsetType):
-            return SILU
-        return NAMED[self.activation] if isinstance(self.activation, str) else self.activation[layer]
+        return self.activation[layer] if self.activation else SILU
 
     def __post_init__(self) -> None:
         if not self.bits or list(self.bits) != sorted(set(self.bits) & set(REPLICA_WIDTHS)):
             raise ValueError(f"bits must be a rising selection of {list(REPLICA_WIDTHS)}, got {list(self.bits)}")
         if self.group_size < 8 or self.group_size % 8:
             raise ValueError(f"group_size must be a multiple of 8, got {self.group_size}")
-        if isinstance(self.activation, str) and self.activation not in NAMED:
-            raise ValueError(f"activation must be one of {', '.join(NAMED)} or numbers, got {self.activation!r}")
-        if isinstance(self.activation, tuple) and len(self.activation) != self.model.num_layers:
+        if len(self.activation) not in (0, self.model.num_layers):
             raise ValueError(f"activation must be of {self.model.num_layers} layers, got {len(self.activation)}")
-        weights = () if isinstance(self.layer_weights, msgspec.UnsetType) else self.layer_weights
+        weights = self.layer_weights
         if weights and (len(weights) != self.model.num_layers or not all(0 <= one < math.inf for one in weights)):
             raise ValueError(f"layer_weights must be {self.model.num_layers} finite numbers >= 0, got {list(weights)}")
-        if not isinstance(self.nats_per_loss, msgspec.UnsetType) and not 0 < self.nats_per_loss < math.inf:
+        if self.nats_per_loss is not None and not 0 < self.nats_per_loss < math.inf:
             raise ValueError(f"nats_per_loss must be a finite number > 0, got {self.nats_per_loss}")
 
     @property
@@ -132,14 +116,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_weighed(self) -> bool:
-        return not isinstance(self.nats_per_loss, msgspec.UnsetType)
+        return self.nats_per_loss is not None
 
     def unweighed(self) -> Manifest:
         """Without what is measured when all layers are there."""
         calibration = {name: value for name, value in self.calibration.items() if name != WITHOUT_TOKENS}
-        return msgspec.structs.replace(
-            self, layer_weights=msgspec.UNSET, nats_per_loss=msgspec.UNSET, calibration=calibration
-        )
+        return msgspec.structs.replace(self, layer_weights=(), nats_per_loss=None, calibration=calibration)
 
     @property
     def digest(self) -> str:
@@ -278,9 +260,8 @@ class ReplicaFiles:
         for layer in range(self.manifest.model.num_layers):
             for table in self.layer_losses(layer):
                 digest.update(table.tobytes())
-        if not isinstance(self.manifest.layer_weights, msgspec.UnsetType):
-            digest.update(np.array(self.manifest.layer_weights).tobytes())
-        if not isinstance(self.manifest.nats_per_loss, msgspec.UnsetType):
+        digest.update(np.array(self.manifest.layer_weights).tobytes())
+        if self.manifest.nats_per_loss is not None:
             digest.update(np.array(self.manifest.nats_per_loss).tobytes())
         return digest.hexdigest()
 
@@ -328,11 +309,9 @@ def read_manifest(directory: Path) -> Manifest:
         raise ReplicaError(f"{directory} {lacks}: run vllm-ndp quantize") from None
     except (OSError, Refused, NdpError) as error:
         raise ReplicaError(f"{path} is not a replica manifest: {error}") from None
-    has_form = manifest.activation is not msgspec.UNSET or manifest.biases is not msgspec.UNSET
-    wanted = VERSION_WITH_FORM if has_form else VERSION
-    if (manifest.format, manifest.version) != (FORMAT, wanted):
+    if (manifest.format, manifest.version) != (FORMAT, VERSION):
         raise ReplicaError(
-            f"{path} has format {manifest.format!r} version {manifest.version}, wanted {FORMAT!r} version {wanted}: "
+            f"{path} has format {manifest.format!r} version {manifest.version}, wanted {FORMAT!r} version {VERSION}: "
             "run vllm-ndp quantize again"
         )
     return manifest
@@ -441,7 +420,7 @@ def _bias_tensors(
     order of rows."""
     tensors: dict[str, NDArray[Any]] = {}
     for bits, replica in by_bits.items():
-        wanted = bool(manifest.biases), manifest.activation_of(layer)
+        wanted = manifest.biases, manifest.activation_of(layer)
         if (replica.biases is not None, replica.activation) != wanted:
             raise ValueError(f"expert {expert} has another activation or other biases than the manifest says")
         if replica.biases is not None:
@@ -505,11 +484,7 @@ def load_layer_weights(replicas_dir: Path) -> tuple[NDArray[np.float64] | None, 
     None where it was not measured.
     """
     manifest = read_manifest(replicas_dir)
-    weights, nats = manifest.layer_weights, manifest.nats_per_loss
-    return (
-        None if isinstance(weights, msgspec.UnsetType) else np.array(weights),
-        None if isinstance(nats, msgspec.UnsetType) else nats,
-    )
+    return np.array(manifest.layer_weights) if manifest.layer_weights else None, manifest.nats_per_loss
 
 
 def load_losses(replicas_dir: Path, kind: str) -> tuple[NDArray[np.float64], NDArray[np.float64] | None, float | None]:

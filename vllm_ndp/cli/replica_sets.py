@@ -161,7 +161,7 @@ def _print_summary(manifest: Manifest, out: Path, started: float) -> None:
             "experts": experts,
             "seconds": round(seconds, 3),
             "relative_loss": {str(bits): float(f"{share:.4g}") for bits, share in lost.items()},
-            "nats_per_loss": manifest.nats_per_loss if manifest.is_weighed else None,
+            "nats_per_loss": manifest.nats_per_loss,
             "bytes": size,
             "source": manifest.source,
             "out": str(out),
