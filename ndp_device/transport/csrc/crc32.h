@@ -1,4 +1,5 @@
-// CRC-32 as zlib computes it, alone or while copying. PCLMULQDQ where the processor has it, eight tables elsewhere.
+// CRC-32 as zlib computes it, alone or while copying. PCLMULQDQ where the processor has it; else, and for what is left of 16
+// bytes, a table.
 //
 // source: V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009;
 // the constants are those of its appendix for the reflected polynomial 0xEDB88320.
@@ -14,35 +15,20 @@
 
 namespace checksum {
 
-using Tables = std::array<std::array<uint32_t, 256>, 8>;
-
-constexpr Tables make_tables() {
-    Tables tables{};
+constexpr std::array<uint32_t, 256> make_table() {
+    std::array<uint32_t, 256> table{};
     for (uint32_t byte = 0; byte < 256; ++byte) {
-        uint32_t value = byte;
-        for (int bit = 0; bit < 8; ++bit) value = value >> 1 ^ (value & 1 ? 0xEDB88320u : 0);
-        tables[0][byte] = value;
+        table[byte] = byte;
+        for (int bit = 0; bit < 8; ++bit) table[byte] = table[byte] >> 1 ^ (table[byte] & 1 ? 0xEDB88320u : 0);
     }
-    for (size_t i = 1; i < 8; ++i)
-        for (size_t byte = 0; byte < 256; ++byte)
-            tables[i][byte] = tables[i - 1][byte] >> 8 ^ tables[0][tables[i - 1][byte] & 255];
-    return tables;
+    return table;
 }
 
-inline constexpr Tables kTables = make_tables();
+inline constexpr std::array<uint32_t, 256> kTable = make_table();
 
 // `state` is the complement of the CRC so far.
-inline uint32_t by_tables(uint32_t state, const unsigned char* from, size_t bytes) {
-    const auto word = [](const unsigned char* p) {
-        return uint32_t{p[0]} | uint32_t{p[1]} << 8 | uint32_t{p[2]} << 16 | uint32_t{p[3]} << 24;
-    };
-    const Tables& t = kTables;
-    for (; bytes >= 8; from += 8, bytes -= 8) {
-        const uint32_t a = state ^ word(from), b = word(from + 4);
-        state = t[7][a & 255] ^ t[6][a >> 8 & 255] ^ t[5][a >> 16 & 255] ^ t[4][a >> 24] ^
-                t[3][b & 255] ^ t[2][b >> 8 & 255] ^ t[1][b >> 16 & 255] ^ t[0][b >> 24];
-    }
-    for (; bytes; ++from, --bytes) state = state >> 8 ^ t[0][(state ^ *from) & 255];
+inline uint32_t by_bytes(uint32_t state, const unsigned char* from, size_t bytes) {
+    for (; bytes; ++from, --bytes) state = state >> 8 ^ kTable[(state ^ *from) & 255];
     return state;
 }
 
@@ -105,7 +91,7 @@ inline uint32_t sum(uint32_t crc, const void* source, size_t bytes) {
 #if defined(__x86_64__)
     if (folded) state = by_folding<false>(state, const_cast<unsigned char*>(from), from, folded);
 #endif
-    return ~by_tables(state, from + folded, bytes - folded);
+    return ~by_bytes(state, from + folded, bytes - folded);
 }
 
 // The same of bytes copied to `target`. Either side may be memory that somebody else writes: what is summed is what was
@@ -122,7 +108,7 @@ inline uint32_t copy(uint32_t crc, void* target, const void* source, size_t byte
     for (size_t size; done < bytes; done += size) {
         size = bytes - done < sizeof block ? bytes - done : sizeof block;
         std::memcpy(block, from + done, size);
-        state = by_tables(state, block, size);
+        state = by_bytes(state, block, size);
         std::memcpy(to + done, block, size);
     }
     return ~state;

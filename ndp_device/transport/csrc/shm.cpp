@@ -54,11 +54,6 @@ uint32_t sum(uint32_t crc, const View& view) {
 
 uint32_t crc_of(nb::handle data, uint32_t crc) { return sum(crc, View(data, PyBUF_SIMPLE)); }
 
-uint32_t crc_by_tables(nb::handle data, uint32_t crc) {
-    const View view(data, PyBUF_SIMPLE);
-    return ~checksum::by_tables(~crc, reinterpret_cast<const unsigned char*>(view.data()), view.size());
-}
-
 // The header with its last bytes replaced by the checksum of what stands before them and of `body`.
 nb::object write_checksum(nb::handle header, nb::handle body) {
     const View head(header, PyBUF_SIMPLE), rest(body, PyBUF_SIMPLE);
@@ -109,7 +104,6 @@ NB_MODULE(_shm, module) {
     module.attr("MAX_HEADED_BODY_BYTES") = kCopyBody;
     module.def("spin", &spin);
     module.def("crc32", &crc_of, nb::arg("data"), nb::arg("crc") = 0);
-    module.def("crc32_by_tables", &crc_by_tables, nb::arg("data"), nb::arg("crc") = 0);
     module.def("write_checksum", &write_checksum, nb::arg("header"), nb::arg("body"));
     module.def("checksum_fits", &checksum_fits, nb::arg("header"), nb::arg("body"));
     module.attr("MAX_CHECKED_BODY_BYTES") = kCheckedBody;
