@@ -407,7 +407,7 @@ void fit_rows_of(const Job& job, size_t first, size_t last, const Room& room) {
     }
 }
 
-// scale * code + offset, rounded after each of the two: numpy's values to the bit (kernels/reference.py).
+// scale * code + offset, rounded after each of the two: numpy's values to the bit.
 void dequantize(const Quantized& matrix) {
     const EightInts lane_bit = {1, 2, 4, 8, 16, 32, 64, 128};
     const size_t row_bytes = matrix.cols / 8, group_bytes = matrix.group_size / 8;
