@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields, replace
 
 from ndp_device.calibration import calibrated, gptq
 from ndp_device.calibration.data_free import ROWS_BYTES
-from ndp_device.calibration.streamed import KEPT_BYTES
 from ndp_device.calibration.text import HELD_OUT_EVERY
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.machine_memory import usable_bytes
@@ -99,15 +98,13 @@ def peak_memory(
     rows = min(num_tokens, calibrated.ROWS_AT_ONCE)
     moments = 2 * square + rows * (item * hidden + (item + 4 * _FLOAT) * inner)
     kept = num_planes * shape.weights_per_expert // 8 + num_widths * 4 * shape.weights_per_expert // group_size
-    # the reference kernel's weights of one width, the rows it is tested on and what it makes of them
+    # weights of one width in float, the rows they are tested on and what they make of these
     tested = min(num_tokens // HELD_OUT_EVERY, calibrated.TEST_ROWS)
     losing = _FLOAT * (shape.weights_per_expert + 2 * inner * hidden) + 6 * min(ROWS_BYTES, tested * 2 * inner * 4)
     losing += tested * hidden * (3 * _FLOAT + 2 * 8) + kept
 
     def sequences(size: int) -> int:
-        between = num_tokens * between_layers * size // _FLOAT
-        of_attention = 2 * between if between <= KEPT_BYTES else 0
-        return between + of_attention + num_tokens * (2 * hidden * size + shape.top_k * 16)
+        return num_tokens * (between_layers * size // _FLOAT + 2 * hidden * size + shape.top_k * 16)
 
     return PeakMemory(
         programs=_PROGRAMS,

@@ -4,9 +4,8 @@ experts, no files of replicas and no solver.
 The model is loaded without its experts. All sequences go through one decoder layer before any goes through the next, so
 a pass needs every expert once. Run each sequence up to the layer's experts, and hand over the inputs of all sequences.
 Take the experts' answers, and run each sequence through the layer again with its answer. The part of a layer before its
-experts so runs twice, which costs little beside the experts; small models keep what attention gave. In exchange any
-architecture of transformers works as it is: layers run by their own code, with the arguments that their model passes
-them.
+experts so runs twice, which costs little beside the experts. In exchange any architecture of transformers works as it
+is: layers run by their own code, with the arguments that their model passes them.
 
 A few sequences run together, which differs in the last bits from a model that they pass one by one. So do the experts'
 answers by RoutedBatch.add, for rows of all sequences that were multiplied together.
@@ -18,7 +17,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,8 +35,6 @@ _DECODER_LAYER = re.compile(r"(?:^|.*\.)layers\.\d+(?=\.)")
 _ALL = slice(None)
 _TOKENS_AT_ONCE = 2048
 """Of sequences that pass a layer together: what runs in Python beside torch is then little."""
-KEPT_BYTES = 64 << 20
-"""Hidden states of all sequences, up to which attention's outputs are kept for the second time through a layer."""
 _REMEDY = "leave out --calibration, and its replicas are made from the weights alone"
 
 
@@ -88,68 +85,6 @@ class RoutedBatch:
             to[sequences].flatten(0, 1).index_add_(0, rows, (outputs * weights).to(to.dtype))
 
 
-class _Attention:
-    """What parts of a layer gave each sequence on its way to the experts, for its way through the layer.
-
-    Parts that have parts themselves: attention, mostly; what else there is costs little.
-    """
-
-    def __init__(self, parts: list[Any], num_sequences: int) -> None:
-        self._parts = [part for part in parts if any(part.children())]
-        self._of: list[dict[Any, Any]] = [{} for _ in range(num_sequences)]
-
-    def branch(self, num_sequences: int) -> None:
-        self._of += self._of[:num_sequences]
-
-    @contextlib.contextmanager
-    def kept(self, sequences: slice, hidden_bytes: int) -> Iterator[None]:
-        """Keeps what has a row for each sequence and at most twice the bytes of their hidden states."""
-        of = self._of[sequences]
-
-        def keep(part: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            output = run(*args, **kwargs)
-            values = output if type(output) is tuple else (output,)
-            tensors = [value for value in values if isinstance(value, Tensor)]
-            fits = sum(tensor.nbytes for tensor in tensors) <= 2 * hidden_bytes
-            if fits and tensors and all(len(tensor) == len(of) for tensor in tensors):
-                for n, of_one in enumerate(of):
-                    first = part not in of_one  # what runs twice is not kept
-                    of_one[part] = (type(output), _of_one(values, n)) if first else None
-            return output
-
-        with self._instead(keep):
-            yield
-
-    @contextlib.contextmanager
-    def given(self, sequences: slice) -> Iterator[None]:
-        """Gives what was kept in its place, once each."""
-        left = set(self._parts)
-
-        def give(part: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            kept = [of_one.get(part) for of_one in self._of[sequences]]
-            if part not in left or None in kept:
-                return run(*args, **kwargs)
-            left.discard(part)
-            kinds, values = zip(*kept, strict=True)
-            joined = _joined(list(values))
-            assert joined is not None
-            return joined if kinds[0] is tuple else joined[0]
-
-        with self._instead(give):
-            yield
-
-    @contextlib.contextmanager
-    def _instead(self, run_by: Callable[..., Any]) -> Iterator[None]:
-        runs = [part.forward for part in self._parts]
-        for part, run in zip(self._parts, runs, strict=True):
-            part.forward = functools.partial(run_by, part, run)
-        try:
-            yield
-        finally:
-            for part, run in zip(self._parts, runs, strict=True):
-                part.forward = run
-
-
 class StreamedForward:
     """One pass of all sequences through a model without experts, layer by layer."""
 
@@ -162,7 +97,6 @@ class StreamedForward:
 
         None: it gave hidden states alone.
         """
-        self._attention = _Attention([], 0)
         self._experts: dict[int, Any] = {}
         names = {module: name for name, module in self._base.named_modules()}
         modules = expert_modules(self._base)
@@ -210,11 +144,9 @@ class StreamedForward:
                 hidden, token_ids = (torch.cat([all_, all_[:num_branching]]) for all_ in (hidden, token_ids))
                 answers = torch.cat([answers, branch])
                 self._handed_on += self._handed_on[:num_branching]
-                self._attention.branch(num_branching)
             with torch.no_grad(), self._stopping_at(index):
                 for some in self._together(token_ids):
-                    with self._attention.given(some):
-                        hidden[some] = self._through(index, some, token_ids, hidden, answers)
+                    hidden[some] = self._through(index, some, token_ids, hidden, answers)
             del batch, answers, branch
         self._passed = hidden, token_ids
 
@@ -236,12 +168,9 @@ class StreamedForward:
     def _to_the_experts(self, index: int, hidden: Tensor, token_ids: Tensor) -> RoutedBatch:
         taken: Tensor | None = None
         ids_and_weights = []
-        parts = [part for part in self._layers[index].children() if self._experts[index] not in part.modules()]
-        self._attention = _Attention(parts if hidden.nbytes <= KEPT_BYTES else [], len(token_ids))
         for some in self._together(token_ids):
             try:
-                with self._attention.kept(some, hidden[some].nbytes):
-                    self._through(index, some, token_ids, hidden)
+                self._through(index, some, token_ids, hidden)
             except _Reached as reached:
                 args, kwargs = reached.call
                 rows, expert_ids, weights = (*args, *kwargs.values())[:3]

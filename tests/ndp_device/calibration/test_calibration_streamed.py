@@ -17,7 +17,7 @@ import transformers
 from in_memory import captured_in_memory
 from paths import MODEL, ROOT
 
-from ndp_device.calibration import calibrated, streamed
+from ndp_device.calibration import calibrated
 from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated, build_data_free
 from ndp_device.calibration.job import run_job
 from ndp_device.calibration.memory import PeakMemory, side_by_side
@@ -123,28 +123,6 @@ def test_what_a_family_says_is_what_it_says_in_memory(tmp_path: Path, family: st
             logits = whole(input_ids=text[[sequence % 2 if sequence < 2 else 0]], use_cache=False).logits[0]
         wanted = torch.log_softmax(logits.float(), -1)
         torch.testing.assert_close(forward.log_probabilities(sequence), wanted, rtol=1e-3, atol=1e-3)
-
-
-def test_what_attention_gave_is_kept_where_it_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, checkpoint = text_of(MODEL, 8, 32).token_ids[:3], CheckpointExperts(MODEL)
-
-    def passed() -> tuple[torch.Tensor, int]:
-        model, calls = load_without_experts(MODEL, CPU), []
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
-        forward = StreamedForward(model, tokens, checkpoint.shape)
-        for layer, batch in enumerate(forward.layers(2)):
-            for expert in range(checkpoint.shape.num_experts):
-                full = calibrated.FloatExpert(checkpoint.expert(layer, expert), CPU)
-                batch.add(expert, full.answers(batch.inputs(slice(None)), expert))
-                batch.add_to_branch(expert, full.answers(batch.inputs(batch.branching), expert))
-        return torch.stack([forward.log_probabilities(sequence) for sequence in (0, 2, 4, 9)]), len(calls)
-
-    answers, once = passed()
-    monkeypatch.setattr(streamed, "KEPT_BYTES", 0)
-    again, twice = passed()
-    torch.testing.assert_close(answers, again, rtol=0, atol=0)
-    assert (once, twice) == (4, 8)
 
 
 @pytest.mark.parametrize(("family", "why"), REFUSED.items())
