@@ -169,8 +169,8 @@ def build_calibrated(
             "damp": calibrated.DAMP,
             "sweeps": sweeps,
             "track_weights": list(track_weights.values()) if solver == "nested" else [],
-        }
-        | ({"shrink": shrink} if shrink else {}),  # left out where it is none, so that older jobs stay the same job
+            "shrink": shrink,
+        },
         calibration={
             "file": text.file_name,
             "blake2b": text.blake2b,

@@ -42,7 +42,7 @@ class ExpertStore:
 
     def __init__(self, model_dir: Path | None, replicas_dir: Path | None, *, kernel: NativeKernel) -> None:
         if model_dir is None and replicas_dir is None:
-            raise ConfigError("a device needs experts: give a checkpoint directory, a replica directory, or both")
+            raise ConfigError("a device needs experts: give a model, --replicas, or both")
         digest = None if model_dir is None else model_digest(model_dir)
         self._checkpoint = None if model_dir is None else CheckpointExperts(model_dir)
         self._replicas = None if replicas_dir is None else ReplicaFiles(replicas_dir, model_digest=digest, once=True)

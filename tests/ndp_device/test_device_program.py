@@ -19,11 +19,11 @@ import psutil
 import pytest
 from caller import pairs_of
 from paths import MODEL, ROOT
-from reference_kernel import REFERENCE
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS
 from until import until
 
 from ndp_device.common.errors import ConfigError
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.probe import Probe
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
@@ -269,7 +269,7 @@ def test_a_request_that_waited_behind_others_too_long_is_dropped(address: str, m
 
 
 def test_a_host_in_pyzmq_and_msgpack_alone_computes_on_a_device(address: str) -> None:
-    """The example's row through two experts, beside the reference kernel's own result."""
+    """The example's row through two experts, beside the kernel's own result."""
     with serving(address, str(MODEL), "--replicas", str(REPLICAS)):
         done = subprocess.run(
             [sys.executable, ROOT / "examples" / "host_of_your_own.py", address],
@@ -278,7 +278,7 @@ def test_a_host_in_pyzmq_and_msgpack_alone_computes_on_a_device(address: str) ->
             timeout=120,
         )
     assert done.returncode == 0, done.stderr
-    store, kernel = ReplicaFiles(REPLICAS), REFERENCE
+    store, kernel = ReplicaFiles(REPLICAS), NativeKernel()
     experts = [kernel.prepare(store.expert(0, expert, bits)) for expert, bits in ((0, 3), (1, 2))]
     x = np.random.default_rng(0).standard_normal((1, store.manifest.model.hidden_size)).astype(np.float32)
     pairs = np.array([0, 0], np.int32), np.array([0, 1], np.int32), np.array([0.75, 0.25], np.float32)

@@ -232,12 +232,12 @@ def test_a_shrunk_hessian_has_this_part_of_its_mean_diagonal_added(monkeypatch: 
     assert seen == [[[2.0, 0.5], [0.5, 4.0]]]
 
 
-def test_how_far_the_text_is_distrusted_is_in_the_manifest_unless_it_is_not(
+def test_how_far_the_text_is_distrusted_is_in_the_manifest(
     build: Callable[..., Any], built: Path, tmp_path: Path
 ) -> None:
     manifest = build(tmp_path / "out", shrink=0.3, bits=(4,))
     assert manifest.solver["shrink"] == 0.3
-    assert "shrink" not in ReplicaFiles(built).manifest.solver
+    assert ReplicaFiles(built).manifest.solver["shrink"] == 0
     with pytest.raises(ConfigError, match="shrink must be 0 or more, got -1"):
         build(tmp_path / "wrong", shrink=-1)
 
