@@ -174,8 +174,6 @@ def _run_handler(data: bytes) -> None:
         reply, _ = codec.decode_reply(*answer)
         assert reply.incarnation == handler.incarnation
         assert not (isinstance(reply, msg.Refusal) and reply.code == "internal"), reply.message
-        if handler.stopping:
-            return
 
 
 def targets() -> list[Target]:

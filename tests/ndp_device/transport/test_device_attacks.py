@@ -264,22 +264,23 @@ def test_warnings_have_lines_of_their_own_and_a_minute_later_the_lost_ones_are_t
 
 def test_failures_that_are_not_in_a_row_do_not_end_a_device() -> None:
     """A hundred in a row do: there is no hope then."""
-    asked, handler = [0], SimpleNamespace(stopping=False, num_executed=0, prepare_ahead=lambda: False)
+    asked, handler = [0], SimpleNamespace(num_executed=0, prepare_ahead=lambda: False)
 
     def receive(timeout_ms: int) -> list[object]:
         asked[0] += 1
         if asked[0] <= 150 and asked[0] % 75:
             raise OSError("as the test wants it")
-        handler.stopping = len(failing) == 1 and asked[0] > 150
-        if asked[0] > 150 and not handler.stopping:
+        if asked[0] > 150 and not recovers:
             raise OSError("and from now on")
+        if asked[0] > 150:
+            signal.raise_signal(signal.SIGTERM)
         return []
 
-    failing, stops = [1], [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    recovers, stops = True, [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     carrier = SimpleNamespace(receive=receive, offer_memory=None, on_gone=None)
     try:
         Server(carrier, handler).run()  # type: ignore[arg-type]
-        failing, handler.stopping, asked[0] = [], False, 150
+        recovers, asked[0] = False, 150
         with pytest.raises(OSError, match="from now on"):
             Server(carrier, handler).run()  # type: ignore[arg-type]
     finally:
