@@ -88,6 +88,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "vllm_ndp/traces/*.py",
     ),
     "quality": (
+        "examples/lm_eval_tasks/*",
         "benchmarks/quality*.py",
         "models/training/*.py",
         "models/tiny-mixtral/*",
@@ -100,6 +101,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/smoke/test_tiny_qwen3_moe.py",
         "vllm_ndp/integration/[a-z]*.py",
         "vllm_ndp/lab/locality.py",
+        "vllm_ndp/operating/lm_eval_model.py",
+        "vllm_ndp/operating/server.py",
         "vllm_ndp/planning/bitwidths.py",
         "vllm_ndp/planning/policies.py",
         "vllm_ndp/traces/importers.py",

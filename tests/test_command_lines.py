@@ -33,6 +33,7 @@ PROGRAMS = {name: typer.main.get_command(app) for name, app in APPS.items()}
 HEAVY = ("numpy", "pyarrow", "torch", "vllm", "transformers", "safetensors", "zmq", "bokeh", "pandas", "rich")
 NOT_RUN = {
     r"vllm-ndp (demo|verify|record)\b": "starts vLLM",
+    r"vllm-ndp lm-eval\b": "needs a server: test_integration_quality.py",
     r"vllm-ndp replay\b": "needs a trace that vLLM recorded",
     r"vllm-ndp quantize .*--calibration": "takes minutes",
     r"ndp-device (serve|ping|describe)": "run together, see test_the_device_examples_work_together",

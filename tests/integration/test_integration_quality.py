@@ -1,18 +1,31 @@
-"""A served request loses on held-out text what the quality benchmark's own forward says it loses."""
+"""A served request loses on held-out text what the quality benchmark's own forward says it loses, and lm-eval sees it.
+
+One server; the engine that the benchmark starts in this process gives the figures to compare with.
+"""
 
 import importlib
+import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from engines import MODEL
+from engines import MODEL, NDP_PROGRAM, ROOT, free_port, last_json, run_program, user_environment
+from served_model import serving
 
 from ndp_device.calibration.build import build_data_free
+from ndp_device.common.errors import ConfigError
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.store import ExpertStore
+from vllm_ndp.operating import server as scoring
 
 pytestmark = pytest.mark.vllm
+
+PROMPT_TOKENS = 256
+PROCESSOR = ("--logits-processors", scoring.PROCESSOR)
+TASKS = ROOT / "examples" / "lm_eval_tasks"
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +58,30 @@ def measured(replicas: Path, settings: dict[str, Any]) -> Any:
         held_out = quality.held_out_sequences(MODEL, 1)
         sequences = torch.cat([held_out["german"], held_out["python"]])
         model = quality.MixedModel(MODEL, ExpertStore(MODEL, replicas, kernel=NativeKernel()))
-        harness = served.harness_nll(model, sequences, quality.Cell(1.5, 2, "relative", "prefill"), replicas)
+        harness = served.harness_nll(model, sequences, quality.Cell(1.5, 2, "pairs", "prefill"), replicas)
         full = model.decode(None)
         assert (harness - full > 0.05).all()  # the bits are felt, so a plan that was not followed would show
         through_engine, totals = served.served_nll(sequences, settings)
     assert totals["cold_pairs"] > 0
     assert totals["fallback_pairs"] == 0
     return sequences.tolist(), harness, through_engine, full
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server") / "log"
+
+
+@pytest.fixture(scope="module")
+def server(settings: dict[str, Any], log: Path) -> Iterator[scoring.ScoringServer]:
+    port = free_port()
+    options = [
+        *("--quantization", "ndp", "--dtype", "float32", "--enforce-eager", "--disable-log-stats", *PROCESSOR),
+        *("--additional-config", json.dumps({"ndp": settings}), "--max-model-len", "1024", "--max-num-seqs", "4"),
+        *("--kv-cache-memory-bytes", str(64 << 20)),
+    ]
+    with serving(MODEL, options, port, user_environment(OMP_NUM_THREADS="1"), log):
+        yield scoring.ScoringServer(f"http://127.0.0.1:{port}")
 
 
 @pytest.mark.quality
@@ -70,6 +100,7 @@ def test_pairs_at_widths_of_their_own_router_weight_lose_what_the_benchmark_comp
 ) -> None:
     """Half of the experts are hot. Other widths would show: with one width for each expert another loss comes."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     quality, served = importlib.import_module("quality"), importlib.import_module("quality_served")
     sequences = quality.held_out_sequences(MODEL, 1)["german"]
     model = quality.MixedModel(MODEL, ExpertStore(MODEL, replicas, kernel=NativeKernel()))
@@ -85,13 +116,126 @@ def test_pairs_at_widths_of_their_own_router_weight_lose_what_the_benchmark_comp
     assert (np.abs(by_expert - by_pair) > 1e-2).all()
 
 
+@pytest.mark.quality
+def test_a_server_scores_tokens_on_decodes_precision_as_the_benchmark_does(
+    measured: Any, server: scoring.ScoringServer
+) -> None:
+    """Through HTTP, with asynchronous scheduling: perplexity to 1e-4 of the benchmark's engine."""
+    sequences, _, through_engine, full = measured
+    for tokens, nll, full_nll in zip(sequences, through_engine, full, strict=True):
+        scored = server.score(tokens, PROMPT_TOKENS, PROMPT_TOKENS + 1)
+        mine = -math.fsum(scored.logprobs) / len(scored.logprobs)
+        assert scored.num_decoded == len(scored.logprobs) == len(tokens) - PROMPT_TOKENS - 1
+        assert scored.pairs["cold_pairs"] > 0
+        assert scored.pairs["fallback_pairs"] == 0
+        assert math.exp(mine) == pytest.approx(math.exp(nll), rel=1e-4)
+        assert mine - full_nll > 0.05
+
+
+@pytest.mark.quality
+def test_a_server_says_at_its_start_that_so_few_bits_are_of_no_use(server: scoring.ScoringServer, log: Path) -> None:
+    assert server.model  # it has started
+    told = " ".join(log.read_text(errors="replace").replace("│", " ").split())
+    assert "TOO FEW BITS" in told
+    assert "1.5 bits on average are too few for useful answers" in told
+
+
+@pytest.mark.quality
+def test_what_is_scored_as_a_prompt_is_in_full_precision(measured: Any, server: scoring.ScoringServer) -> None:
+    """A plain log-likelihood task would measure this: the same tokens, nothing lost."""
+    sequences, _, _, full = measured
+    for tokens, full_nll in zip(sequences, full, strict=True):
+        scored = server.score(tokens, len(tokens) - 1, PROMPT_TOKENS + 1)
+        assert scored.num_decoded == 0
+        assert -math.fsum(scored.logprobs) / len(scored.logprobs) == pytest.approx(full_nll, rel=1e-4)
+
+
+@pytest.mark.quality
+def test_tokens_that_cannot_be_forced_are_refused_in_a_sentence(server: scoring.ScoringServer) -> None:
+    """The server goes on after each."""
+    with pytest.raises(ConfigError, match="was to generate 2 given tokens and generated others"):
+        server.score([1, 5, 6, 99_999_999], 2, 3)
+    with pytest.raises(ConfigError, match="2000 tokens are more than the 1024"):
+        server.score([1] * 2000, 2, 3)
+    body = {"model": server.model, "prompt": [1, 5], "max_tokens": 2, "vllm_xargs": {scoring.FORCED: "no list"}}
+    with pytest.raises(ConfigError, match=r"answers 400 \(.*must be a list of token ids, got 'no list'"):
+        server._ask("/v1/completions", body)
+    forced_then_free = server._ask(
+        "/v1/completions",
+        {
+            "model": server.model,
+            "prompt": [1, 5],
+            "max_tokens": 4,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "vllm_xargs": {scoring.FORCED: [7, 8]},
+        },
+    )["choices"][0]["token_ids"]
+    assert forced_then_free[:2] == [7, 8]
+    assert len(forced_then_free) == 4
+
+
+def test_the_parameter_has_one_name() -> None:
+    from vllm_ndp.integration import forced_tokens
+
+    assert f"{forced_tokens.__name__}:{forced_tokens.ForcedTokens.__name__}" == scoring.PROCESSOR
+
+
 def test_forced_tokens_are_a_list_of_ids() -> None:
     from vllm import SamplingParams
 
-    from vllm_ndp.integration.forced_tokens import FORCED, ForcedTokens
+    from vllm_ndp.integration.forced_tokens import ForcedTokens
 
     ForcedTokens.validate_params(SamplingParams())
-    ForcedTokens.validate_params(SamplingParams(extra_args={FORCED: [7, 8]}))
+    ForcedTokens.validate_params(SamplingParams(extra_args={scoring.FORCED: [7, 8]}))
     for tokens in ([], [True], "7"):
         with pytest.raises(ValueError, match="must be a list of token ids"):
-            ForcedTokens.validate_params(SamplingParams(extra_args={FORCED: tokens}))
+            ForcedTokens.validate_params(SamplingParams(extra_args={scoring.FORCED: tokens}))
+
+
+@pytest.mark.quality
+def test_lm_eval_runs_tasks_on_decodes_precision(server: scoring.ScoringServer) -> None:
+    """As a user starts it. Every token of the choices is scored by decode; of documents all but their beginnings."""
+    tasks = ("--include", TASKS, "--limit", "6", "--concurrent", "3")
+    done = run_program(
+        *(NDP_PROGRAM, "lm-eval", server.name, "--tasks", "held_out_next,held_out_text", "--decode-from", "256", *tasks)
+    )
+    assert done.returncode == 0, done.stderr
+    result = last_json(done.stdout)
+    choices, texts = result["tasks"]["held_out_next"], result["tasks"]["held_out_text"]
+    assert choices["acc"] > 0.5
+    assert 1 < texts["byte_perplexity"] < 10
+    assert texts["bits_per_byte"] == pytest.approx(math.log2(texts["byte_perplexity"]), rel=1e-6)
+    assert result["cold_pairs"] > 0
+    assert result["fallback_pairs"] == 0
+    assert result["prompt_scored"] == 6 * 256
+
+    from vllm_ndp.operating.lm_eval_model import NdpServer, evaluate
+
+    model = NdpServer(server)
+    context, choice = "def parse(line):\n    parts = line.", "split(',')\n"
+    tokens = model._encode_pair(context, choice)
+    ((logprob, _),) = model._loglikelihood_tokens([(None, *tokens)])
+    by_hand = server.score([*tokens[0], *tokens[1]], len(tokens[0]) - 1, len(tokens[0]))
+    assert model.counts["decode_scored"] == len(tokens[1])
+    assert model.counts["prompt_scored"] == 0
+    assert logprob == pytest.approx(math.fsum(by_hand.logprobs), rel=1e-5)  # its prompt comes from the prefix cache
+    assert model.generate_until([_Asked(context, {"until": ["\n"], "max_gen_toks": 8})])[0].count("\n") == 0
+    with pytest.raises(ConfigError, match="knows no task 'no_such_task'"):
+        evaluate(model, ["no_such_task"])
+    with pytest.raises(ConfigError, match="give --decode-from"):
+        model.loglikelihood_rolling([_Asked("text")])
+
+
+class _Asked:
+    """What lm-eval hands over."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+
+def test_lm_eval_says_what_is_missing() -> None:
+    """Before it reads a thousand files of tasks."""
+    done = run_program(NDP_PROGRAM, "lm-eval", "http://127.0.0.1:9", "--tasks", "held_out_next")
+    assert done.returncode == 2
+    assert "no server answers at http://127.0.0.1:9" in done.stderr

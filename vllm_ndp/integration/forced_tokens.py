@@ -17,15 +17,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from ndp_device.common.errors import ConfigError
+from vllm_ndp.operating.server import FORCED
 
 if TYPE_CHECKING:
     import torch
     from vllm import SamplingParams
     from vllm.v1.sample.logits_processor import RequestLogitsProcessor
-
-
-FORCED = "ndp_forced_tokens"
-"""Name in `vllm_xargs` (HTTP) or `extra_args` (SamplingParams) of the token ids. Further tokens are the model's own."""
 
 
 class ForcedTokens(AdapterLogitsProcessor):
