@@ -159,8 +159,8 @@ def test_tokens_that_cannot_be_forced_are_refused_in_a_sentence(server: scoring.
         server.score([1] * 2000, 2, 3)
     body = {"model": server.model, "prompt": [1, 5], "max_tokens": 2, "vllm_xargs": {scoring.FORCED: "no list"}}
     with pytest.raises(ConfigError, match=r"answers 400 \(.*must be a list of token ids, got 'no list'"):
-        server._ask("/v1/completions", body)
-    forced_then_free = server._ask(
+        server.json("/v1/completions", body)
+    forced_then_free = server.json(
         "/v1/completions",
         {
             "model": server.model,
