@@ -39,6 +39,7 @@ def test_an_answer_does_not_depend_on_earlier_requests(settings: dict[str, Any],
             (done,) = greedy(llm, [prompts[number]], tokens)
             answers.setdefault(number, set()).add(tuple(done.outputs[0].token_ids))
         (totals,) = llm.collective_rpc("ndp_totals")
-    assert totals["migrated_experts"] + totals["kept_experts"] > 0  # hot sets did change between requests
-    assert totals["prefill_device_pairs" if settings.get("prefill") != "streamed" else "prefill_pairs"] > 0
+    if settings:  # otherwise every expert is in a slot, and nothing changes between requests
+        assert totals["migrated_experts"] + totals["kept_experts"] > 0  # hot sets did change between requests
+        assert totals["prefill_device_pairs" if settings.get("prefill") != "streamed" else "prefill_pairs"] > 0
     assert {number: len(found) for number, found in answers.items()} == dict.fromkeys(answers, 1)
