@@ -179,7 +179,7 @@ def test_a_streamed_message_of_anthropics_is_found_by_its_id(server: Server):
 
 
 def test_short_paths_lead_to_the_page(server: Server):
-    for path in ("/", "/ndp"):
+    for path in ("/", "/ndp", "/v1/ndp", "/v1/ndp/"):
         assert get(server, path, key=None) == get(server, "/ndp/", key=None)
 
 

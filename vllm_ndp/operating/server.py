@@ -15,38 +15,6 @@ from ndp_device.common.errors import ConfigError, DeviceUnavailable
 _MOST_BYTES = 64 << 20
 
 
-class Server:
-    def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
-        """api_key: as clients give it; only paths below /v1 get it."""
-        self.name = url.rstrip("/").removesuffix("/v1")
-        self._api_key, self._timeout_s = api_key, timeout_s
-
-    def text(self, path: str, body: dict[str, Any] | None = None) -> str:
-        """The answer. Raises DeviceUnavailable where nobody is."""
-        request = urllib.request.Request(self.name + path, None if body is None else json.dumps(body).encode())
-        request.add_header("Content-Type", "application/json")
-        if self._api_key and path.startswith("/v1"):
-            request.add_header("Authorization", f"Bearer {self._api_key}")
-        try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
-                return str(answer.read(_MOST_BYTES).decode(errors="replace"))
-        except urllib.error.HTTPError as error:
-            if error.code in (401, 403):
-                says = f"{self.name} wants its key: give --api-key, or set VLLM_API_KEY"
-            else:
-                says = f"{self.name}{path} answers {error.code} ({_reason(error)}): is this the address of vllm serve?"
-            raise ConfigError(says) from None
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            raise DeviceUnavailable(f"no server answers at {self.name} ({reason})") from None
-
-    def json(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        try:
-            return json.loads(self.text(path, body))
-        except json.JSONDecodeError:
-            raise ConfigError(f"{self.name}{path} answers no JSON: is this the address of vllm serve?") from None
-
-
 def _reason(error: urllib.error.HTTPError) -> str:
     text = error.read(10_000).decode(errors="replace")
     try:
@@ -75,7 +43,7 @@ class Scored:
     pairs: Counter[str]  # where decode ran; empty beside a stock server
 
 
-class ScoringServer(Server):
+class ScoringServer:
     """Those past a position come from decode rows, forced one by one.
 
         tokens   0 … decode_from - 1 | decode_from … end
@@ -87,12 +55,39 @@ class ScoringServer(Server):
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        super().__init__(url, api_key, _TIMEOUT_S)
+        """api_key: as clients give it; only paths below /v1 get it."""
+        self.name = url.rstrip("/").removesuffix("/v1")
+        self._api_key = api_key
         models = self.json("/v1/models")["data"]
         self.model = str(models[0]["id"])
         self.root = str(models[0].get("root") or self.model)
         """Directory or hub id of its checkpoint, tokenizer included."""
         self.max_length = int(models[0]["max_model_len"])
+
+    def text(self, path: str, body: dict[str, Any] | None = None) -> str:
+        """The answer. Raises DeviceUnavailable where nobody is."""
+        request = urllib.request.Request(self.name + path, None if body is None else json.dumps(body).encode())
+        request.add_header("Content-Type", "application/json")
+        if self._api_key and path.startswith("/v1"):
+            request.add_header("Authorization", f"Bearer {self._api_key}")
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+                return str(answer.read(_MOST_BYTES).decode(errors="replace"))
+        except urllib.error.HTTPError as error:
+            if error.code in (401, 403):
+                says = f"{self.name} wants its key: give --api-key, or set VLLM_API_KEY"
+            else:
+                says = f"{self.name}{path} answers {error.code} ({_reason(error)}): is this the address of vllm serve?"
+            raise ConfigError(says) from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise DeviceUnavailable(f"no server answers at {self.name} ({reason})") from None
+
+    def json(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        try:
+            return json.loads(self.text(path, body))
+        except json.JSONDecodeError:
+            raise ConfigError(f"{self.name}{path} answers no JSON: is this the address of vllm serve?") from None
 
     def score(self, tokens: Sequence[int], decode_from: int, scored_from: int) -> Scored:
         """Log-probabilities of tokens[scored_from:], those before decode_from being the prompt."""

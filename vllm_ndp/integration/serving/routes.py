@@ -1,6 +1,6 @@
 """Our paths on every `vllm serve … --quantization ndp`.
 
-    GET /ndp/                    the live page (page.html), to which / and /ndp lead; it holds no data
+    GET /ndp/                    the live page (page.html), to which /, /ndp and /v1/ndp lead; it holds no data
     GET /v1/ndp/status           what is effective, totals, device, requests now and lately
     GET /v1/ndp/experts          who is hot where, and bits
     GET /v1/ndp/requests/ID      reports of one request, by the id that the client got
@@ -31,6 +31,7 @@ from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.plugin import METHOD
 
 PREFIX, LIVE = "/v1/ndp/", "/ndp/"
+_TO_LIVE = ("/", "/ndp", "/v1/ndp", PREFIX)
 FORMAT = 1
 """Version of the JSON that /v1/ndp/status answers; docs/serving.md lists its fields. Fields may be added under one
 number."""
@@ -60,11 +61,11 @@ class NdpRoutes:
             await self._app(scope, receive, send)
         elif scope["type"] == "lifespan":
             await self._app(scope, receive, _saying_where(scope["app"].state.args, send))
-        elif scope["type"] == "http" and _path(scope).startswith(PREFIX):
+        elif scope["type"] == "http" and _path(scope).startswith(PREFIX) and _path(scope) != PREFIX:
             await self._behind_keys(scope)(scope, receive, send)
         elif scope["type"] == "http" and _path(scope) == LIVE and scope["method"] == "GET":
             await HTMLResponse(PAGE)(scope, receive, send)
-        elif scope["type"] == "http" and _path(scope) in ("/", LIVE.rstrip("/")) and scope["method"] == "GET":
+        elif scope["type"] == "http" and _path(scope) in _TO_LIVE and scope["method"] == "GET":
             await RedirectResponse(f"{scope.get('root_path', '')}{LIVE}")(scope, receive, send)
         else:
             await self._app(scope, receive, send)
