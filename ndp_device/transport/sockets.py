@@ -120,14 +120,14 @@ def ends_with(
     pid = os.getpid()
 
     def end_here() -> None:
-        _endings.discard(finalizer)
-        if os.getpid() == pid:
-            end(*arguments, **options)
+        if end_here in _endings:
+            _endings.discard(end_here)
+            if os.getpid() == pid:
+                end(*arguments, **options)
 
-    finalizer = weakref.finalize(owner, end_here)
-    finalizer.atexit = False
-    _endings.add(finalizer)
-    return finalizer
+    _endings.add(end_here)
+    weakref.finalize(owner, end_here).atexit = False  # at the end of the process a finalizer may refuse to run
+    return end_here
 
 
 @atexit.register
