@@ -19,14 +19,14 @@ each layer, and of what moves:
     E max(a, b) = (E a + E b + E |a - b|) / 2,    E |a - b| <= sqrt((E a - E b)^2 + Var(a - b)), E a + E b
 
 no distribution of these means and variances takes longer: a plan is not chosen for what the formula leaves out. Three
-sides are folded two by two; the slower of two counts as varying like their sum. Not monotone by construction: a tier
-at twice its rate makes .1 % of random plans slower (docs/log/planning.md). A step picks a number of experts that is
-nearly fixed, so a busy GPU means an idle device.
+sides are folded two by two, in that of the three orders which gives the least: for the third, experts count as picked
+one by one, and the slower of the two as varying like their sum. So the time grows with each side's, and no plan gets
+slower by faster hardware. A step picks a number of experts that is nearly fixed, so a busy GPU means an idle device.
 With d = u (1 - u) of an expert's chance u, Var(sum of a_e X_e) = sum d a^2 - (sum d a)^2 / sum d. Source: Hajek, Annals
 of Mathematical Statistics 35 (1964). A side away from the GPU opens one message in steps that use any expert there.
 
-Against drawn routing (8 to 128 experts, 1 and 4 rows) the time is 1 to 6 % too long on average. The sum of the sides is
-10 to 36 % too long, and the longest mean 2 to 20 % too short. Knows numbers: prices of reads
+Against drawn routing (8 to 128 experts, 1 and 4 rows) the time is 2 to 10 % too long on average.
+The sum of the sides is 10 to 36 % too long, and the longest mean 2 to 20 % too short. Knows numbers: prices of reads
 come from the caller. Does not know models, hardware or requests.
 """
 

@@ -528,19 +528,30 @@ struct Sums {
 };
 using Side = Sums<double>;
 
-// Expected time of the slowest of one to three sides; picks: sum of d.
+// Expected time of the slower of two, of this variance of their difference at most.
+template <class V>
+INLINED V slower(const V& a, const V& b, const V& variance) {
+    const V apart = a - b, both = a + b;
+    return (both + smaller(root(apart * apart + larger(variance, V{})), both)) / 2;
+}
+
+// Of two sides, their covariance counted; picks: sum of d.
+template <class V>
+INLINED V slower(const Sums<V>& a, const Sums<V>& b, double picks) {
+    const V leans = a.lean - b.lean;
+    return slower(a.ps, b.ps, a.spread + b.spread - leans * leans / picks);
+}
+
+// Expected time of the slowest of one to three sides. Of three the covariance of two is counted, of those two that give
+// the least bound: so the time grows with that of each side, and a side without experts adds nothing.
 template <class V>
 INLINED V slowest(const std::array<Sums<V>, 3>& sides, size_t count, double picks) {
-    V ps = sides[0].ps, spread = sides[0].spread, lean = sides[0].lean;
-    for (size_t s = 1; s < count; ++s) {
-        const Sums<V>& other = sides[s];
-        const V apart = ps - other.ps, leans = lean - other.lean, both = ps + other.ps;
-        spread += other.spread;
-        const V width = smaller(root(apart * apart + larger(spread - leans * leans / picks, V{})), both);
-        ps = (both + width) / 2;
-        lean += other.lean;
-    }
-    return ps;
+    const auto& [a, b, c] = sides;
+    if (count == 1) return a.ps;
+    if (count == 2) return slower(a, b, picks);
+    const V spread = a.spread + b.spread + c.spread;
+    const V first = slower(slower(a, b, picks), c.ps, spread), second = slower(slower(a, c, picks), b.ps, spread);
+    return smaller(smaller(first, second), slower(slower(b, c, picks), a.ps, spread));
 }
 
 // Plans that layers choose among, each layer for itself: what a layer takes under each plan, [K, L] as Limited has them.
