@@ -17,7 +17,6 @@ from vllm_ndp.lab.exact.live import RecordedRun, recorded_rules, require_capacit
 from vllm_ndp.lab.load.host import Host, ServedRequest
 from vllm_ndp.lab.load.latency import tokens_of
 from vllm_ndp.lab.load.run import of_steps, serve_again
-from vllm_ndp.lab.load.scheduler import SchedulerRules
 from vllm_ndp.traces.format import CACHED
 from vllm_ndp.traces.trace import Trace
 
@@ -150,10 +149,8 @@ def live_run(directory: Path, **options) -> tuple[Trace, list[int]]:
 def served(trace: Trace, arrivals_ps: np.ndarray) -> ServedRequest:
     setup = trace.provenance.live
     assert setup is not None
-    told = setup.scheduling
-    assert told is not None
-    rules = SchedulerRules(told.max_num_batched_tokens, told.max_num_seqs, told.block_size, told.kv_blocks)
-    host = Host(trace, setup, recorded_rules(trace, losses_of_run(trace, None)), arrivals_ps, rules)
+    assert setup.scheduling is not None
+    host = Host(trace, setup, recorded_rules(trace, losses_of_run(trace, None)), arrivals_ps, setup.scheduling)
     return alone(host.whole(), DeviceModel(host.engine.hardware))
 
 

@@ -14,9 +14,10 @@ from vllm_ndp.lab.load import run as load_run
 from vllm_ndp.lab.load.host import ServedRequest, ServedStep
 from vllm_ndp.lab.load.latency import CAUSES, Tokens, as_bench_serve, percentiles, tokens_of
 from vllm_ndp.lab.load.run import drawn, of_steps, recorded, serve
-from vllm_ndp.lab.load.scheduler import Request, ScheduledSpan, Scheduler, SchedulerRules
+from vllm_ndp.lab.load.scheduler import Request, ScheduledSpan, Scheduler
 from vllm_ndp.lab.load.workload import Lengths, Workload, read_mooncake
 from vllm_ndp.lab.options import LoadSettings
+from vllm_ndp.layer.setup import Scheduling
 from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
@@ -108,7 +109,8 @@ def test_a_trace_without_live_steps_has_no_arrivals_by_step():
 
 def steps_of(requests: list[tuple[int, int, int]], limit: int = 30, **rules) -> list[list[tuple[int, int, int]]]:
     """requests: (before which step, prompt, rows in all). Each step as (request, start, rows)."""
-    scheduler = Scheduler(SchedulerRules(**rules))
+    usual = {"max_num_batched_tokens": 2048, "max_num_seqs": 256, "block_size": 16, "kv_blocks": 1 << 20}
+    scheduler = Scheduler(Scheduling(**usual | rules))
     left = [(when, Request(number, prompt, rows)) for number, (when, prompt, rows) in enumerate(requests)]
     steps = []
     while (left or scheduler.busy) and len(steps) < limit:
@@ -158,7 +160,7 @@ def test_a_request_that_the_kv_cache_could_never_hold_is_refused():
     with pytest.raises(ConfigError, match="needs 3 blocks of KV cache for 5 tokens, there are 2"):
         steps_of([(0, 3, 5)], block_size=2, kv_blocks=2)
     with pytest.raises(ConfigError, match="max_num_seqs must be at least 1"):
-        SchedulerRules(max_num_seqs=0)
+        steps_of([], max_num_seqs=0)
 
 
 def step(
@@ -176,7 +178,7 @@ def step(
         return StepTime(start, start + sum(layer.total_ps for layer in made), 0, made)
 
     decode_only = None if alone is None else time(alone)
-    run = StepRun(0, time(layers), (None,) * len(layers), 0, start - decided, decode_only, False)
+    run = StepRun(time(layers), (None,) * len(layers), 0, start - decided, decode_only, False)
     return ServedStep(decided, tuple(spans), run, yielded)
 
 

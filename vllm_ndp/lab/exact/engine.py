@@ -4,7 +4,6 @@ Only who computes is another: a slot is named, and what a device would say of it
 exact, where systems/ are fast and averaged.
 
 The host yields its questions to the device (Command, Migration); `alone` answers for one host, `together` for many.
-Knows routing by (request, position). Does not know which rows a step has, nor recorded times.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ class StepRun:
     A timing is None where the host did not ask; with several devices it is the slowest one's.
     """
 
-    step: int
     time: StepTime
     device: tuple[Timing | None, ...]
     migrated_experts: int
@@ -153,7 +151,7 @@ class Engine:
         """[D], which devices this step's experts may run on, for a choice that is made by it."""
         return self.devices.all_alive if self.devices is not None and self.setup.same_without else self._alive
 
-    def step(self, number: int, rows: NDArray[np.int64], alive: Alive | None = None) -> Asks[StepRun]:
+    def step(self, rows: NDArray[np.int64], alive: Alive | None = None) -> Asks[StepRun]:
         """Replan if a prefill has ended, then run the step. rows index the trace, in the order of the batch.
 
         alive: of several devices, those that are up; None = all.
@@ -165,7 +163,7 @@ class Engine:
         time, decode_only = yield from self._run_rows(rows)
         self._end_prefills()
         timings = tuple(self._timings)
-        return StepRun(number, time, timings, moved, migration_ps, decode_only, self.planner.epoch != epoch)
+        return StepRun(time, timings, moved, migration_ps, decode_only, self.planner.epoch != epoch)
 
     def replan(self) -> Asks[tuple[int, int]]:
         """Before a step: new plans where they are due. (experts that moved, the time that passed)."""

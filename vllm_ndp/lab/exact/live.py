@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ndp_device.common.errors import TraceError
 from ndp_device.timing.model import DeviceModel
 from vllm_ndp.cost_model.memory import Footprint, beside_device_memory
-from vllm_ndp.lab.exact.engine import Asks, Engine, StepRun, alone
+from vllm_ndp.lab.exact.engine import Engine, StepRun, alone
 from vllm_ndp.layer.setup import Setup
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.replanner import PlannerRules
@@ -103,7 +103,7 @@ def replay_live(trace: Trace, loss: LossTable) -> LiveReplay:
 
 
 class RecordedRun:
-    """The steps of a trace in order, the same rows in the same order, on devices of its own or beside other hosts.
+    """The steps of a trace in order, the same rows in the same order, on devices of its own.
 
     The time of a step in which one of several devices was lost or came back depends on when that was. The host runs
     such a step for the effect of its rows, and the clock goes on from the recorded end.
@@ -147,31 +147,14 @@ class RecordedRun:
 
     def run(self, step: int) -> StepRun:
         """Run one step on the run's own devices. Call for every step of `steps`, in order."""
-        run = alone(self._step(step), *self._devices)
+        down = self._down.get(step, set())
+        alive = tuple(device not in down for device in range(len(self._devices)))
+        run = alone(self.engine.step(self._rows[step], alive), *self._devices)
+        for request in self._finished.get(step, ()):
+            self.engine.finish(request)
         if step in self.changed:  # every device has answered or is gone by then
             self.engine.clock.resume_at(self._ended_ps[step])
             self._devices = self._idle_devices(len(self._devices))
-        return run
-
-    def whole(self, start_ps: int = 0) -> Asks[list[StepRun]]:
-        """All steps, for `together`; this host's clock starts at start_ps."""
-        if self.changed:
-            raise TraceError(
-                f"in {len(self.changed)} steps of the trace a device was lost or came back, "
-                "which cannot be replayed beside other hosts: record one with steady devices"
-            )
-        self.engine.clock.wait_until(start_ps)
-        runs = []
-        for step in self.steps.tolist():
-            runs.append((yield from self._step(step)))
-        return runs
-
-    def _step(self, step: int) -> Asks[StepRun]:
-        down = self._down.get(step, set())
-        alive = tuple(device not in down for device in range(len(self._devices)))
-        run = yield from self.engine.step(step, self._rows[step], alive)
-        for request in self._finished.get(step, ()):
-            self.engine.finish(request)
         return run
 
 

@@ -1,7 +1,7 @@
 """One host that serves requests as they arrive: the exact engine, with steps from the scheduler instead of a recording.
 
 Routing comes from the trace by (request, position); how the requests meet in steps is new. A request ends where the
-trace's does. Knows the scheduler, the engine and when requests arrive. Does not know latencies or devices.
+trace's does.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import TraceError
 from vllm_ndp.lab.exact.engine import Asks, Engine, StepRun
-from vllm_ndp.lab.load.scheduler import Request, ScheduledSpan, Scheduler, SchedulerRules
+from vllm_ndp.lab.load.scheduler import Request, ScheduledSpan, Scheduler
 from vllm_ndp.lab.load.workload import Workload
-from vllm_ndp.layer.setup import Setup
+from vllm_ndp.layer.setup import Scheduling, Setup
 from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.traces.format import CACHED
 from vllm_ndp.traces.trace import Trace
@@ -58,7 +58,7 @@ class Host:
         setup: Setup,
         rules: PlannerRules,
         arrivals_ps: NDArray[np.int64],
-        scheduling: SchedulerRules,
+        scheduling: Scheduling,
     ) -> None:
         """arrivals_ps: of each request of the trace."""
         self.engine = Engine(trace, setup, rules)
@@ -84,7 +84,7 @@ class Host:
                 scheduler.add(self._requests[order[arrived]])
                 arrived += 1
             decided_ps, spans = clock.now_ps, scheduler.schedule()
-            run = yield from self.engine.step(len(steps), self._rows.of(spans))
+            run = yield from self.engine.step(self._rows.of(spans))
             yielded, done = scheduler.end_step()
             for request in done:
                 self.engine.finish(request)

@@ -8,7 +8,7 @@
     other hosts         … because it served another host first
     gpu                 the rest: attention, experts in GPU memory, the head
 
-Prefill of a step is shared out by rows. Knows served steps. Does not know how they came about.
+Prefill of a step is shared out by rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Traces as hosts that share devices: requests drawn or recorded, one simulation, latencies per host.
-
-Knows what a user asks for and what fits. Does not know how steps are made or timed.
-"""
+"""Traces as hosts that share devices: requests drawn or recorded, one simulation, latencies per host."""
 
 from __future__ import annotations
 
@@ -23,10 +20,10 @@ from vllm_ndp.cost_model.memory import CAPACITY_OF, Footprint, beside_device_mem
 from vllm_ndp.lab.exact.engine import alone, modelled_host, together
 from vllm_ndp.lab.exact.live import recorded_rules
 from vllm_ndp.lab.load.host import Host, ServedRequest
-from vllm_ndp.lab.load.scheduler import SchedulerRules
 from vllm_ndp.lab.load.workload import Workload, read_mooncake
 from vllm_ndp.lab.options import LoadSettings
 from vllm_ndp.layer.devices import DeviceRules
+from vllm_ndp.layer.setup import Scheduling
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import policy_with, usual_bit_rule
@@ -47,9 +44,7 @@ def serve_again(trace: Trace, loss: LossTable) -> ServedRequest:
     setup, at_ps = trace.provenance.live, of_steps(trace)
     if setup is None or setup.scheduling is None:
         raise TraceError("the trace does not say how its requests were scheduled: record it with this version")
-    told = setup.scheduling
-    rules = SchedulerRules(told.max_num_batched_tokens, told.max_num_seqs, told.block_size, told.kv_blocks)
-    host = Host(trace, setup, recorded_rules(trace, loss), at_ps, rules)
+    host = Host(trace, setup, recorded_rules(trace, loss), at_ps, setup.scheduling)
     return alone(host.whole(), *(DeviceModel(host.engine.hardware) for _ in range(setup.num_devices)))
 
 
@@ -81,14 +76,18 @@ def _host(trace: Trace, settings: LoadSettings, number: int, loss: LossTable | N
     kv_tokens = settings.kv_tokens
     if kv_tokens is None:
         kv_tokens = kv_room(costs, num_hot, min(settings.max_num_seqs, len(at_ps)), settings.devices)
-    limits = settings.max_num_batched_tokens, settings.max_num_seqs, settings.block_size
-    scheduling = SchedulerRules(*limits, kv_tokens // max(settings.block_size, 1))
+    scheduling = Scheduling(
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        block_size=settings.block_size,
+        kv_blocks=kv_tokens // max(settings.block_size, 1),
+    )
+    requests: Trace | Workload = trace
     if told is not None:
         requests = Workload(trace, told.prompt_lens, told.output_lens, told.cached(kv_tokens))
-        return Host(requests, setup, rules, at_ps, scheduling)
-    if count > len(trace.prompt_len):
-        return Host(Workload.repeated(trace, count), setup, rules, at_ps, scheduling)
-    return Host(trace, setup, rules, at_ps, scheduling)
+    elif count > len(trace.prompt_len):
+        requests = Workload.repeated(trace, count)
+    return Host(requests, setup, rules, at_ps, scheduling)
 
 
 def _devices(costs: Costs, settings: LoadSettings) -> DeviceRules | None:

@@ -16,21 +16,7 @@ from typing import NamedTuple
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.work import ceil_div
-
-
-@dataclass(frozen=True)
-class SchedulerRules:
-    """vLLM's settings of the same names; kv_blocks None is a KV cache that never fills."""
-
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 256
-    block_size: int = 16
-    kv_blocks: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+from vllm_ndp.layer.setup import Scheduling
 
 
 @dataclass
@@ -67,7 +53,11 @@ class ScheduledSpan(NamedTuple):
 class Scheduler:
     """Waiting requests, running requests and the next step. Per step: schedule, then end_step."""
 
-    def __init__(self, rules: SchedulerRules) -> None:
+    def __init__(self, rules: Scheduling) -> None:
+        """Raises ConfigError for a rule below 1."""
+        for name in rules.__struct_fields__:
+            if (value := getattr(rules, name)) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
         self.rules = rules
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -83,7 +73,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """A request has arrived. Raises ConfigError if the KV cache could never hold it."""
         needed = ceil_div(request.num_rows, self.rules.block_size)
-        if self.rules.kv_blocks is not None and needed > self.rules.kv_blocks:
+        if needed > self.rules.kv_blocks:
             raise ConfigError(
                 f"request {request.number} needs {needed} blocks of KV cache for {request.num_rows} tokens, there are "
                 f"{self.rules.kv_blocks}: give more GPU memory, or fewer hot experts"
@@ -93,19 +83,21 @@ class Scheduler:
     def schedule(self) -> list[ScheduledSpan]:
         """The next step's spans in the order of the batch; empty if nobody is there."""
         self._scheduled = {}
-        tokens = self.rules.max_num_batched_tokens
-        preempted = False
+        tokens, preemptions = self.rules.max_num_batched_tokens, self.preemptions
         index = 0
         while index < len(self.running) and tokens > 0:
             request = self.running[index]
             num = min(request.num_tokens - request.computed, tokens)
-            fits, sent_back = self._allocate_running(request, num)
-            preempted |= sent_back
-            if not fits:
+            if not self._allocate_running(request, num):
                 break
             tokens -= self._take(request, num)
             index += 1
-        while self.waiting and tokens > 0 and not preempted and len(self.running) < self.rules.max_num_seqs:
+        while (
+            self.waiting
+            and tokens > 0
+            and self.preemptions == preemptions
+            and len(self.running) < self.rules.max_num_seqs
+        ):
             request = self.waiting[0]
             num = min(request.num_tokens - request.cached, tokens)
             if not (self._fits(request, request.num_tokens) and self._allocate(request, request.cached + num)):
@@ -134,36 +126,31 @@ class Scheduler:
         self._scheduled[request.number] = request, ScheduledSpan(request.number, request.computed, num)
         return num
 
-    def _allocate_running(self, request: Request, num: int) -> tuple[bool, bool]:
-        """(whether it has its blocks now, whether somebody was sent back for it)."""
-        sent_back = False
+    def _allocate_running(self, request: Request, num: int) -> bool:
+        """Whether it has its blocks now; for them others are sent back, and at last itself."""
         while not self._allocate(request, request.computed + num):
             last = self.running.pop()
             self._free(last)
             last.computed = 0
             self.waiting.appendleft(last)
             self.preemptions += 1
-            sent_back = True
             if last is request:
-                return False, True
-        return True, sent_back
+                return False
+        return True
 
     def _fits(self, request: Request, num_tokens: int) -> bool:
-        missing = ceil_div(num_tokens, self.rules.block_size) - request.blocks
-        return self._free_blocks is None or missing <= self._free_blocks
+        return ceil_div(num_tokens, self.rules.block_size) - request.blocks <= self._free_blocks
 
     def _allocate(self, request: Request, num_tokens: int) -> bool:
         if not self._fits(request, num_tokens):
             return False
         missing = max(ceil_div(num_tokens, self.rules.block_size) - request.blocks, 0)
         request.blocks += missing
-        if self._free_blocks is not None:
-            self._free_blocks -= missing
+        self._free_blocks -= missing
         return True
 
     def _free(self, request: Request) -> None:
-        if self._free_blocks is not None:
-            self._free_blocks += request.blocks
+        self._free_blocks += request.blocks
         request.blocks = 0
 
 

@@ -109,7 +109,7 @@ class Workload:
 
         Raises TraceError where the trace cannot give them.
         """
-        self._trace, own = trace, len(trace.prompt_len)
+        own = len(trace.prompt_len)
         if not own:
             raise TraceError("the trace has no requests")
         self.provenance, self.prompt_len = trace.provenance, np.asarray(prompt_lens, np.int64)

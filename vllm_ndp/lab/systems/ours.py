@@ -3,8 +3,6 @@
     context_aware   `execution` 'paper' (arXiv 2512.04476): hot experts on the GPU in fp16, cold ones on the device
     balanced        the default: hot experts of least router weight run on the device where that shortens a layer
 
-The policy is a parameter, so static, random, prior-shrunk and clairvoyant placement run on the same hardware.
-
 A trace with fewer layers than the model runs with its own ones, whose times stand for those of the whole model: times
 of prompts and moves here, those of decode steps in lab/vectorised/outcome.py.
 """
@@ -24,11 +22,11 @@ from vllm_ndp.config import DEFAULT_OFFLOAD_BITS, NdpSettings
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.gpu_timing import LayerTime
 from vllm_ndp.cost_model.memory import Memory, beside_device_memory
-from vllm_ndp.lab.exact.engine import Engine, StepRun, alone, modelled_host
+from vllm_ndp.lab.exact.engine import Engine, alone, modelled_host
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import cold_at, run_pairs
-from vllm_ndp.lab.vectorised.outcome import Outcome
+from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic
 from vllm_ndp.layer.split import Split
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
@@ -62,51 +60,40 @@ class Groups:
         )
         self.engine = Engine(batches.trace, setup, rules, own)
         self._device = DeviceModel(own.hardware)
-        self._steps = 0
         self._at: NDArray[np.uint8] = np.zeros((layers, b, batches.num_experts), np.uint8)  # bits on the device
         self.widths: NDArray[np.uint8] = np.zeros((g, b, d, layers, k), np.uint8)
         """Where decode pairs ran: 0 on the GPU, else the bits on the device."""
-        self.moe_ps, self.device_ps = np.zeros((2, g, d, layers))
-        self.prefill_ps: NDArray[np.float64] = np.zeros((g, b))
-        """Of the whole model, with what moved before the prompt."""
-        self.migration_ps: NDArray[np.float64] = np.zeros(g)
-        """Of the whole model, before the first decode step."""
-        self.moved = 0.0
-        """Experts of the whole model that plans moved to the GPU."""
+        moe_ps, device_ps = np.zeros((2, g, d, layers))
+        self._found = Outcome(
+            options.policy_name, moe_ps, device_ps, np.zeros((g, b)), np.zeros(g), 0.0, 0, Cold(), Traffic()
+        )
+        """Prompts' times include what moved before them."""
 
     def run(self) -> Outcome:
-        batches, costs, options = self._batches, self._costs, self._options
+        batches, found = self._batches, self._found
         for group in range(len(batches.requests)):
-            self.prompts(group)
-            self.decode(group)
-        executed = np.broadcast_to(batches.pairs, self.widths.shape)
-        return Outcome(
-            policy=options.policy_name,
-            moe_ps=self.moe_ps,
-            device_ps=self.device_ps,
-            prefill_ps=self.prefill_ps,
-            migration_ps=self.migration_ps,
-            migrated_bytes=self.moved * costs.shape.expert_bytes,
-            hot_pairs=int((executed & (self.widths == 0)).sum()),
-            cold=cold_at(batches, self.widths, options.loss),
-            traffic=run_pairs(batches, self.widths, costs).traffic,
-        )
+            self._prompts(group)
+            self._decode(group)
+        found.hot_pairs = int((batches.pairs & (self.widths == 0)).sum())
+        found.cold = cold_at(batches, self.widths, self._options.loss)
+        found.traffic = run_pairs(batches, self.widths, self._costs).traffic
+        return found
 
-    def prompts(self, group: int) -> None:
+    def _prompts(self, group: int) -> None:
         """Each prompt in a step of its own."""
         order, ends, splits = self._batches.trace.executed
         gpu, layers = self._costs.gpu, self._costs.shape.num_layers
         for place, request in enumerate(self._batches.requests[group].tolist()):
             rows = order[ends[request] : splits[request]]
-            run = self._step(rows)
+            run = alone(self.engine.step(rows), self._device)
             positions = self._batches.trace.position[rows].astype(np.int64)
             start, end = int(positions[0]), int(positions[-1]) + 1
             attended = int(positions.sum()) + len(rows)
             before = sum(gpu.before_experts_ps(len(rows), end, attended, [(start, end)])) + gpu.head_ps(1)
             beside = self._factor * sum(map(_experts_ps, run.time.layers)) + layers * self._costs.overhead_ps
-            self.prefill_ps[group, place] = before + beside + self._moved_ps(run.migrated_experts)
+            self._found.prefill_ps[group, place] = before + beside + self._moved_ps(run.migrated_experts)
 
-    def decode(self, group: int) -> None:
+    def _decode(self, group: int) -> None:
         """All requests of the group, until the longest is done."""
         batches, engine, requests = self._batches, self.engine, self._batches.requests[group].tolist()
         order, _, splits = batches.trace.executed
@@ -118,25 +105,19 @@ class Groups:
             for place, length in enumerate(lengths):
                 if length == step:
                     engine.finish(requests[place])
-            run = self._step(np.array([order[splits[requests[place]] + step] for place in running.tolist()]))
+            rows = np.array([order[splits[requests[place]] + step] for place in running.tolist()])
+            run = alone(self.engine.step(rows), self._device)
             if not step:
-                self.migration_ps[group] = self._moved_ps(run.migrated_experts)
+                self._found.migration_ps[group] = self._moved_ps(run.migrated_experts)
             times = run.time.layers
-            self.moe_ps[group, step] = [_experts_ps(time) for time in times]
-            self.device_ps[group, step] = [time.device_ps for time in times]
+            self._found.moe_ps[group, step] = [_experts_ps(time) for time in times]
+            self._found.device_ps[group, step] = [time.device_ps for time in times]
             ids = batches.ids[group, running, step]  # [R, L, k]
-            place_of = np.arange(len(running))[:, None, None]
-            widths = self._at[layers, place_of, ids]
-            self.widths[group, running, step] = widths
+            self.widths[group, running, step] = self._at[layers, np.arange(len(running))[:, None, None], ids]
             self._at[:] = 0
         engine.watch = None
         for request in requests:  # the longest ones
             engine.finish(request)
-
-    def _step(self, rows: NDArray[np.int64]) -> StepRun:
-        run = alone(self.engine.step(self._steps, rows), self._device)
-        self._steps += 1
-        return run
 
     def _note(self, layer: int, split: Split) -> None:
         if pairs := split.device:
@@ -144,7 +125,7 @@ class Groups:
 
     def _moved_ps(self, experts: int) -> int:
         moved = self._factor * experts
-        self.moved += moved
+        self._found.migrated_bytes += moved * self._costs.shape.expert_bytes
         return self._costs.gpu.migration_ps(round(moved))
 
 
