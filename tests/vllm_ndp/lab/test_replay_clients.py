@@ -12,11 +12,11 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.lab.exact.engine import Asks, ReplayedCommand, ReplayedMigration, StepRun, alone, modelled_host, together
+from vllm_ndp.lab.exact.engine import Asks, ReplayedCommand, ReplayedMigration, modelled_host, together
 from vllm_ndp.lab.exact.live import RecordedRun
 from vllm_ndp.lab.load.run import with_layers
 from vllm_ndp.lab.vectorised.batches import Loads
-from vllm_ndp.lab.vectorised.cache import LFU, LRU, Priority, visits
+from vllm_ndp.lab.vectorised.cache import lfu, lru, visits
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
@@ -85,17 +85,6 @@ def test_two_hosts_and_a_migration_take_what_a_pencil_says():
     assert c == 20_425_632 + 1_000_010 * NS + 200 * NS
 
 
-def test_a_host_alone_waits_for_its_own_migration_only():
-    """25.6 MB: 10 ns for the first stripe, 1 ms on the link; nothing passes it."""
-    assert alone(moving(7, 25_600_000), DeviceModel(EASY)) == 7 * NS + 1_000_010 * NS
-    assert alone(moving(7, 0), DeviceModel(EASY)) == 7 * NS
-
-
-def test_two_migrations_follow_each_other():
-    first, second = together([moving(0, 25_600_000), moving(5, 25_600_000)], DeviceModel(EASY))
-    assert (first, second) == (1_000_010 * NS, 2 * 1_000_010 * NS)
-
-
 def test_every_result_that_passes_a_migration_moves_its_end_and_that_of_those_that_wait_for_it():
     """40 commands of 10 675 ns or more each end before 1 ms is over; each result is 200 ns on the wire."""
     hosts = [moving(0, 25_600_000), moving(0, 25_600_000), sending([1] * 40)]
@@ -110,61 +99,13 @@ def test_of_two_that_ask_at_once_the_first_host_goes_first():
     assert a[0][1] < b[0][1]
 
 
-def recorded_host(requests: Sequence[int], *, keeps_streamed: bool = False, offload_bits: int = 0) -> RecordedRun:
-    trace = Trace.load(DATA / "tiny-mixtral-trace").select(requests)
-    trace, loss = with_layers(trace, LossTable.nominal(4, 8), 8)
-    rules = PlannerRules(load_policy("prefill", PolicySettings()), Budget(4, 3.0), loss, keeps_streamed=keeps_streamed)
-    setup = modelled_host(Costs(load_hardware(), model_named("mixtral-8x7b")), rules, offload_bits=offload_bits)
-    return RecordedRun(trace, setup, rules)
-
-
-def with_changes(*, ends: bool = True) -> RecordedRun:
-    host = recorded_host([0])
-    devices = {"step": np.array([2]), "device": np.array([-1]), "change": np.array([CHANGED])}
-    events = {"step": host.steps} | {f"simulated_{name}_ps": np.arange(len(host.steps)) for name in ("start", "step")}
-    trace = replace(host.engine.trace, devices=devices, events=events if ends else {})
-    return RecordedRun(trace, host.engine.setup, host.engine.planner.rules)
-
-
-def test_a_run_whose_devices_changed_is_not_replayed_beside_other_hosts():
-    host = with_changes()
-    with pytest.raises(TraceError, match="which cannot be replayed beside other hosts: record one with steady devices"):
-        alone(host.whole(), DeviceModel(host.engine.hardware))
-
-
 def test_a_step_whose_devices_changed_needs_its_recorded_time():
+    trace = Trace.load(DATA / "tiny-mixtral-trace").select([0])
+    devices = {"step": np.array([2]), "device": np.array([-1]), "change": np.array([CHANGED])}
+    rules = PlannerRules(load_policy("prefill", PolicySettings()), Budget(4, 3.0), LossTable.nominal(4, 8))
+    setup = modelled_host(Costs(load_hardware(), model_named("mixtral-8x7b")), rules)
     with pytest.raises(TraceError, match="a device was lost in step 2, whose time the trace lacks"):
-        with_changes(ends=False)
-
-
-def times(runs: list[StepRun], start_ps: int = 0) -> list[tuple[int, int]]:
-    return [(run.time.start_ps - start_ps, run.time.total_ps) for run in runs]
-
-
-def run_steps(host: RecordedRun) -> list[StepRun]:
-    return [host.run(step) for step in host.steps.tolist()]
-
-
-def test_hosts_that_never_meet_take_what_each_takes_alone():
-    """The second begins when the first has ended; refresh is off, since it counts absolute time."""
-    hardware = load_hardware("h100-ndp512", **{"dram.kind": "ideal"})
-    parts = [recorded_host([0, 1]), recorded_host([2, 3])]
-    lone = [alone(recorded_host(r).whole(), DeviceModel(hardware)) for r in ([0, 1], [2, 3])]
-    late = lone[0][-1].time.end_ps
-    first, second = together([parts[0].whole(), parts[1].whole(late)], DeviceModel(hardware))
-    assert times(first) == times(lone[0])
-    assert times(second, late) == times(lone[1])
-
-
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_host_alone_takes_what_its_own_device_gives_step_by_step(kept):
-    host = recorded_host([0, 1, 2], keeps_streamed=kept, offload_bits=3)
-    whole = alone(
-        recorded_host([0, 1, 2], keeps_streamed=kept, offload_bits=3).whole(), DeviceModel(host.engine.hardware)
-    )
-    assert whole == run_steps(host)
-    for run in whole:
-        assert run.migration_ps == host.engine.clock.model.migration_ps(run.migrated_experts)
+        RecordedRun(replace(trace, devices=devices), setup, rules)
 
 
 def test_a_model_of_more_layers_takes_each_recorded_layer_as_often_as_it_must():
@@ -179,57 +120,20 @@ def test_a_model_of_more_layers_takes_each_recorded_layer_as_often_as_it_must():
 # -- Caches that depend on the step before, by pencil. Golden rows of the systems hold whole replays, to ten digits ----
 
 
-GROUPS, LAYERS = 3, 4
-
-
-def routing(num_experts: int, k: int, batch: int, steps: int = 60, seed: int = 0) -> tuple[np.ndarray, Loads]:
-    """ids [G, B, D, L, k] of skewed popularity; the last request of each group ends early."""
-    generator = np.random.default_rng(seed)
-    popularity = generator.exponential(size=(GROUPS, 1, 1, LAYERS, num_experts))
-    keys = np.log(popularity) + generator.gumbel(size=(GROUPS, batch, steps, LAYERS, num_experts))
-    ids = np.argsort(-keys, axis=4)[..., :k].astype(np.int64)
-    valid = np.ones((GROUPS, batch, steps), np.bool_)
-    valid[:, -1, steps // 2 :] = False
-    ids[~valid] = 0
-    return ids, Loads.of(ids, valid, num_experts)
-
-
-@pytest.mark.parametrize(("num_experts", "k", "batch"), [(8, 2, 1), (8, 2, 3), (40, 6, 1), (40, 6, 4), (40, 6, 9)])
-def test_loads_are_the_rows_of_each_expert(num_experts, k, batch):
-    ids, loads = routing(num_experts, k, batch)
-    expected = np.zeros((*loads.rows.shape[:3], num_experts), np.int64)
-    steps = ids.shape[2]
-    for g, b, d, layer in np.ndindex(ids.shape[:4]):
-        if b < batch - 1 or d < steps // 2:
-            expected[g, d, layer, ids[g, b, d, layer]] += 1
-    found = np.zeros(expected.shape, np.int64)
-    np.add.at(found, (*np.indices(loads.rows.shape)[:3], loads.experts), loads.rows)
-    assert (found == expected).all()
-    assert loads.rows.shape[3] <= min(batch * k + 1, num_experts)
-    for cell in np.ndindex(loads.rows.shape[:3]):
-        used = loads.experts[cell][loads.rows[cell] > 0].tolist()
-        assert used == sorted(set(used))
-    valid = np.ones(ids.shape, np.bool_)
-    valid[:, -1, steps // 2 :] = False
-    assert (loads.count(valid) == loads.rows).all()
-    assert loads.total(np.full(ids.shape, 0.5, np.float32), valid) == pytest.approx(loads.rows / 2)
-
-
 def one_lane(steps: list[list[int]]) -> Loads:
     ids = np.array(steps, np.int64)[None, None, :, None, :]
     return Loads.of(ids, np.ones((1, 1, len(steps)), np.bool_), 5)
 
 
 @pytest.mark.parametrize(
-    ("priority", "stays"),
-    [(LRU, [True, False, True, True]), (LFU, [False, True, False, True])],
+    ("worth", "stays"),
+    [(lru, [True, False, True, True]), (lfu, [False, True, False, True])],
 )
-def test_recency_and_frequency_throw_out_different_experts(priority, stays):
+def test_recency_and_frequency_throw_out_different_experts(worth, stays):
     """Two places. 0 is used twice, then 1, then 2: lru throws 0 out, lfu 1. Then 1, 0, 2, 0 are asked for."""
     start = np.zeros((1, 5), np.bool_)
     hits = [
-        bool(visits(one_lane([[0], [0], [1], [2], [last]]), start, 2, priority).hit[0, 4, 0, 0])
-        for last in (1, 0, 3, 2)
+        bool(visits(one_lane([[0], [0], [1], [2], [last]]), start, 2, worth).hit[0, 4, 0, 0]) for last in (1, 0, 3, 2)
     ]
     assert hits == [stays[0], stays[1], False, True]
 
@@ -237,16 +141,16 @@ def test_recency_and_frequency_throw_out_different_experts(priority, stays):
 def test_what_is_in_use_comes_first_and_ties_of_frequency_go_to_what_was_used_last():
     """One place: 1 is in use, so 0 leaves, though it was used three times. Two places: 0 and 1 were used once each."""
     nothing = np.zeros((1, 5), np.bool_)
-    assert visits(one_lane([[0], [0], [0], [1], [1]]), nothing, 1, LFU).hit[0, 4, 0, 0]
-    found = [visits(one_lane([[0], [1], [2], [last]]), nothing, 2, LFU).hit[0, 3, 0, 0] for last in (0, 1)]
+    assert visits(one_lane([[0], [0], [0], [1], [1]]), nothing, 1, lfu).hit[0, 4, 0, 0]
+    found = [visits(one_lane([[0], [1], [2], [last]]), nothing, 2, lfu).hit[0, 3, 0, 0] for last in (0, 1)]
     assert found == [False, True]
 
 
 def test_the_cache_guesses_before_it_looks():
     """Expected: 3 most, then 1. Nothing is held, so both of the first step's experts miss; only 3 was guessed."""
-    expected = Priority("expected", np.array([[0.0, 2.0, 1.0, 9.0, 0.0]]))
-    found = visits(one_lane([[2, 3]]), np.zeros((1, 5), np.bool_), 2, expected, predict=1)
+    nothing, known = np.zeros((1, 5), np.bool_), np.array([[0.0, 2.0, 1.0, 9.0, 0.0]])
+    found = visits(one_lane([[2, 3]]), nothing, 2, lambda frequency, since, layers: known[layers], predict=1)
     assert found.hit.tolist() == [[[[False, False]]]]
     assert found.predicted.tolist() == [[[[False, True]]]]
-    alike = visits(one_lane([[1, 3]]), np.zeros((1, 5), np.bool_), 2, Priority("expected", np.ones((1, 5))), predict=2)
+    alike = visits(one_lane([[1, 3]]), nothing, 2, lambda frequency, since, layers: 0 * frequency, predict=2)
     assert alike.predicted.tolist() == [[[[True, False]]]]  # of equal ones the lower ids are guessed: 0 and 1

@@ -11,15 +11,14 @@ from importlib.metadata import entry_points
 from ndp_device.common.errors import ConfigError, nearest
 from vllm_ndp.lab.systems.cxl_expert import CXL_EXPERT
 from vllm_ndp.lab.systems.expert_cache import EXPERT_CACHE, HYBRIMOE
+from vllm_ndp.lab.systems.fixed import DYNAEXQ, LLAMA_CPP, QUANTIZED, VLLM_OFFLOAD
 from vllm_ndp.lab.systems.gpu_on_demand import GPU_ON_DEMAND, KLOTSKI, MOE_INFINITY, MOEPIC, PREGATED
 from vllm_ndp.lab.systems.hobbit import HOBBIT
 from vllm_ndp.lab.systems.host_cpu import DAOP, FIDDLER, KTRANSFORMERS
 from vllm_ndp.lab.systems.joint import JOINT
 from vllm_ndp.lab.systems.near_memory import MONDE, PIMOE
 from vllm_ndp.lab.systems.ours import BALANCED, CONTEXT_AWARE
-from vllm_ndp.lab.systems.quantized import DYNAEXQ, QUANTIZED
 from vllm_ndp.lab.systems.system import ReplayOptions, System, TooFewPlaces
-from vllm_ndp.lab.systems.whole_layers import LLAMA_CPP, VLLM_OFFLOAD
 
 SYSTEMS: dict[str, System] = {
     system.name: system
@@ -51,18 +50,11 @@ SYSTEMS: dict[str, System] = {
 ENTRY_POINT_GROUP = "vllm_ndp.systems"
 
 
-def _of_other_packages() -> list[System]:
-    systems = []
-    for entry in entry_points(group=ENTRY_POINT_GROUP):
-        system = entry.load()
-        if not isinstance(system, System) or system.name in SYSTEMS:
-            reason = f"whose name {system.name!r} is taken" if isinstance(system, System) else "which is no System"
-            raise ConfigError(f"the entry point {entry.name!r} of {ENTRY_POINT_GROUP} holds {entry.value}, {reason}")
-        systems.append(system)
-    return systems
-
-
-for _system in _of_other_packages():
+for _entry in entry_points(group=ENTRY_POINT_GROUP):
+    _system = _entry.load()
+    if not isinstance(_system, System) or _system.name in SYSTEMS:
+        _reason = f"whose name {_system.name!r} is taken" if isinstance(_system, System) else "which is no System"
+        raise ConfigError(f"the entry point {_entry.name!r} of {ENTRY_POINT_GROUP} holds {_entry.value}, {_reason}")
     SYSTEMS[_system.name] = _system
 
 

@@ -1,15 +1,14 @@
 """CXL-Expert on a trace: hot experts on the GPU, warm ones on the CPU, cold ones behind a CXL expander.
 
-Tiers begin by popularity: num_hot experts in GPU memory, half of the rest in CPU memory (fp16), the others in the
-expander. The expander holds 4 bits and reads at its own rate. Experts change tiers as their use does (`retiered`).
-Activations of warm and cold experts cross the link quantized and packed in bit planes; the host unpacks them.
-Per layer the link loads the heaviest missing experts to the GPU while that shortens the layer. CPU and expander are
-the hardware's. The paper's own figures: `reproduce cxl-expert`.
+Activations of warm and cold experts cross the link quantized and packed in bit planes; the host unpacks them. Per layer
+the link loads the heaviest missing experts to the GPU while that shortens the layer. The paper's own figures:
+`reproduce cxl-expert`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +18,7 @@ from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory, slots_bytes
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, Loads, add_up, sums_after
-from vllm_ndp.lab.vectorised.execution import (
-    cold_at,
-    copied_in_order,
-    each_ps,
-    prompts_ps,
-    without_device,
-)
+from vllm_ndp.lab.vectorised.execution import cold_at, copied_in_order, each_ps, without_device
 from vllm_ndp.lab.vectorised.outcome import PS_PER_S, Outcome, Traffic
 
 HOT, WARM, COLD = 0, 1, 2
@@ -41,21 +34,18 @@ Measured on 3072 decode rows of tiny-mixtral on 2026-11-22, by the codec at comm
 _PACKED_LOSS = 1.33e-4
 
 
-def memory(costs: Costs, options: ReplayOptions) -> Memory:
-    """Bytes by place. Warm experts are in host memory. Cold ones are in the expander at 4 bits, and in full precision
-    too, because warm experts are loaded from there."""
-    shape, num_hot = costs.shape, min(options.budget.num_hot, costs.shape.num_experts)
-    num_warm = _num_warm(shape.num_experts, options)
-    warm = shape.num_layers * num_warm * shape.expert_bytes
-    cold = shape.num_layers * (shape.num_experts - num_hot - num_warm) * shape.expert_bytes
-    return Memory(
-        gpu=slots_bytes(costs.shape, num_hot), host=warm, expander=cold + cold * COLD_BITS // FULL_PRECISION_BITS
-    )
-
-
 def _num_warm(num_experts: int, options: ReplayOptions) -> int:
-    left = num_experts - min(options.budget.num_hot, num_experts)
-    return int(left * WARM_SHARE)
+    return int((num_experts - min(options.budget.num_hot, num_experts)) * WARM_SHARE)
+
+
+def memory(costs: Costs, options: ReplayOptions) -> Memory:
+    """Warm experts are in host memory. Cold ones are in the expander at 4 bits, and in full precision too, because
+    warm experts are loaded from there."""
+    shape, num_hot = costs.shape, min(options.budget.num_hot, costs.shape.num_experts)
+    num_warm, layer = _num_warm(shape.num_experts, options), shape.num_layers * shape.expert_bytes
+    cold = (shape.num_experts - num_hot - num_warm) * layer
+    expander = cold + cold * COLD_BITS // FULL_PRECISION_BITS
+    return Memory(gpu=slots_bytes(shape, num_hot), host=num_warm * layer, expander=expander)
 
 
 # -- times of experts outside the GPU ---------------------------------------------------------------------------------
@@ -105,9 +95,8 @@ def retiered(
     [G, L]. uses: steps since the last look that used each.
 
     "The system monitors execution time and may migrate an expert between categories if its usage changes" (its words),
-    no rule given. Ours: every so many steps of a group two experts of a layer change places if the saving exceeds the
-    copy. The saving is the time that the exchange would have saved since the last look. The first look is at the end of
-    the prompts, by their counts. So tiers keep their sizes, and the two copies cross in opposite directions at once.
+    no rule given. Ours: two experts of a layer change places if the exchange would have saved more time since the last
+    look than the copy takes. So tiers keep their sizes, and the two copies cross in opposite directions at once.
     """
     one, hot = np.ones((), np.int64), float(costs.gpu_expert_ps(1))
     copy_ps = costs.copy_opening_ps + costs.copy_ps
@@ -138,39 +127,24 @@ def _exchanged(
     Returns (tiers, experts that came in). By tier: saves_ps is the extra time of a use there over a use inside, and
     copy_ps the time to bring an expert in.
     """
-    pairs = int(min(inside.sum(axis=2).max(), outside.sum(axis=2).max()))
-    came = np.zeros(tiers.shape, np.bool_)
-    if pairs == 0:
-        return tiers, came
-    value = np.where(outside, uses * saves_ps[tiers] - np.where(outside, copy_ps[tiers], 0.0), -np.inf)
-    coming = np.argsort(-value, axis=2, kind="stable")[..., :pairs]
-    leaving = np.argsort(np.where(inside, uses, np.inf), axis=2, kind="stable")[..., :pairs]
-    both = np.take_along_axis(outside, coming, 2) & np.take_along_axis(inside, leaving, 2)
-    from_tier = np.take_along_axis(tiers, coming, 2)
-    costs_ps = np.where(both, np.take_along_axis(uses, leaving, 2), 0.0) * saves_ps[from_tier]
-    swaps = both & (np.take_along_axis(value, coming, 2) > costs_ps)
-    to_tier = np.take_along_axis(tiers, leaving, 2)
-    after = tiers.copy()
-    np.put_along_axis(after, coming, np.where(swaps, to_tier, from_tier), 2)
-    np.put_along_axis(after, leaving, np.where(swaps, from_tier, to_tier), 2)
-    np.put_along_axis(came, coming, swaps, 2)
+    take = partial(np.take_along_axis, axis=2)
+    value = np.where(outside, uses * saves_ps[tiers] - copy_ps[tiers], -np.inf)
+    coming = np.argsort(-value, axis=2, kind="stable")
+    leaving = np.argsort(np.where(inside, uses, np.inf), axis=2, kind="stable")
+    pays = take(value, coming) > take(uses, leaving) * saves_ps[take(tiers, coming)]
+    swaps = np.nonzero(pays & take(outside, coming) & take(inside, leaving))
+    new, old = (*swaps[:2], coming[swaps]), (*swaps[:2], leaving[swaps])
+    after, came = tiers.copy(), np.zeros(tiers.shape, np.bool_)
+    after[new], after[old], came[new] = tiers[old], tiers[new], True
     return after, came
 
 
 def _uses(loads: Loads, part: slice, num_experts: int) -> NDArray[np.float64]:
     """[G, L, E], in how many of these steps each expert was used."""
-    used = loads.rows[:, part] > 0
-    g, _, layers, _ = used.shape
-    cell = np.arange(g)[:, None, None, None] * layers + np.arange(layers)[:, None]
-    where = np.broadcast_to(cell, used.shape)[used] * num_experts + loads.experts[:, part][used]
-    return np.bincount(where, minlength=g * layers * num_experts).reshape(g, layers, num_experts).astype(np.float64)
-
-
-def _expected_uses(batches: Batches, steps: int) -> NDArray[np.float64]:
-    """[G, L, E]: the same of as many steps, if they went like the prompts."""
-    shares = [np.sum([s.counts / max(s.num_tokens, 1) for s in group], axis=0) for group in batches.prompts]
-    expected: NDArray[np.float64] = np.minimum(np.array(shares), 1.0) * steps
-    return expected
+    used, experts = loads.rows[:, part] > 0, loads.experts[:, part]
+    uses = np.zeros((len(used), used.shape[2], num_experts))
+    np.add.at(uses, (np.arange(len(used))[:, None, None, None], np.arange(used.shape[2])[:, None], experts), used)
+    return uses
 
 
 # -- a layer, and the whole trace -------------------------------------------------------------------------------------
@@ -205,8 +179,10 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     near = options.popular(num_hot + _num_warm(batches.num_experts, options))
     start = np.where(hot, HOT, np.where(near, WARM, COLD)).astype(np.uint8)
     tiers, tier = np.broadcast_to(start, (g, *start.shape)), np.empty(loads.rows.shape, np.uint8)
-    waits = np.zeros((g, d, layers))
-    uses, to_gpu, to_cpu = _expected_uses(batches, RETIER_STEPS), 0, 0
+    waits, to_gpu, to_cpu = np.zeros((g, d, layers)), 0, 0
+    # The first look is at the end of the prompts, and expects as many steps that go like these.
+    shares = [np.sum([s.counts / max(s.num_tokens, 1) for s in group], axis=0) for group in batches.prompts]
+    uses = np.minimum(np.array(shares), 1.0) * RETIER_STEPS
     for first in range(0, d, RETIER_STEPS):
         if first:
             uses = _uses(loads, slice(first - RETIER_STEPS, first), batches.num_experts)
@@ -217,24 +193,23 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         tier[:, part] = loads.look_up(tiers, part)
     moe, loaded, on_host = _layers(loads.rows, tier, costs)
     cold = on_host & (tier == COLD)
-    used = loads.rows > 0
     host_experts, cold_experts = int(on_host.sum()), int(cold.sum())
-    widths = np.where(cold, COLD_BITS, np.where(on_host, FULL_PRECISION_BITS, 0))
-    ran = cold_at(batches, widths.ravel()[loads.places], options.loss)
-    gates = float(loads.total(batches.weights, batches.pairs & on_host.ravel()[loads.places]).sum())
+    ran = cold_at(batches, loads.of_pairs(np.where(cold, COLD_BITS, on_host * FULL_PRECISION_BITS)), options.loss)
+    gates = float((batches.weights * (batches.pairs & loads.of_pairs(on_host))).sum(dtype=np.float64))
     packing_loss = _PACKED_LOSS * gates / batches.num_decisions
     activations = 2.0 * ran.pairs * costs.shape.hidden_size * costs.shape.dtype_bytes
     return without_device(
         "adaptive threshold, tiers follow",
         batches,
         costs,
-        moe_ps=moe + waits,
-        prefill_ps=prompts_ps(batches, costs, lambda counts: _layers(counts, start, costs)[0]),
-        fetched_experts=loaded + to_gpu,
-        hot_pairs=int(loads.rows.sum()) - ran.pairs,
+        options.loss,
+        moe + waits,
+        found=(loads.rows > 0) & ~on_host,
+        prompts=lambda counts: _layers(counts, start, costs)[0],
+        fetched=loaded + to_gpu,
         cold=replace(ran, loss=ran.loss + packing_loss),
         traffic=Traffic(
-            hbm_bytes=(int(used.sum()) - host_experts) * costs.shape.expert_bytes,
+            hbm_bytes=(int((loads.rows > 0).sum()) - host_experts) * costs.shape.expert_bytes,
             host_bytes=(host_experts - cold_experts + to_cpu) * costs.shape.expert_bytes
             + cold_experts * _cold_bytes(costs),
             link_bytes=activations * float(_packed_share(np.array(costs.shape.hidden_size))),

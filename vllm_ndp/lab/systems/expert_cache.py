@@ -3,15 +3,14 @@
 FreeToken's rule (arXiv 2608.16157; llama.cpp forks and KTransformers have like ones): one LRU cache over all layers,
 warmed by the prompt. The link copies some of the missing experts, the host's CPU computes the others: as many of each
 as end the layer soonest. An idle link brings the experts that the host has computed, one after the other. Later copies
-wait for the one on the link. With misses = host nothing is copied on demand: dynamic hot and cold experts, as exllamav3
-has them. Caches and host hold experts at one width.
+wait for the one on the link. With misses_by=host nothing is copied on demand: dynamic hot and cold experts, as
+exllamav3 has them. Caches and host hold experts at one width.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,11 +20,10 @@ from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.work import PS_PER_S
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory
-from vllm_ndp.lab.systems.quantized import WEIGHT_BITS
-from vllm_ndp.lab.systems.system import ReplayOptions, System
+from vllm_ndp.lab.systems.system import WEIGHT_BITS, ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
-from vllm_ndp.lab.vectorised.execution import cold_at, on_gpu_ps, prompts_ps, shared_ps, without_device
-from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, attention_ps, layer_factor
+from vllm_ndp.lab.vectorised.execution import shared_ps, streamed_ps, without_device
+from vllm_ndp.lab.vectorised.outcome import Outcome, attention_ps, layer_factor
 
 MISSES = ("either", "host")
 SCOPES = ("all", "layer")
@@ -34,49 +32,24 @@ MOST_WAITING = 64
 """Experts that an idle link may still bring, the newest."""
 
 
-@dataclass(frozen=True)
-class CacheRule:
-    """How a cache is run."""
-
-    bits: int
-    """Bits of every expert, in the cache and on the host."""
-    misses: str
-    """either: copied or computed, what ends the layer sooner · host: computed."""
-    scope: str
-    """all: one cache for all layers · layer: one each."""
-
-    @classmethod
-    def of(cls, options: ReplayOptions) -> CacheRule:
-        bits = options.choice("cache_bits", WEIGHT_BITS, 4)
-        return cls(bits, options.choice("misses_by", MISSES), options.choice("scope", SCOPES))
-
-    def places(self, costs: Costs, options: ReplayOptions) -> int:
-        """Experts that the GPU's memory holds, of the whole model."""
-        every = costs.shape.num_layers * costs.shape.num_experts
-        return min(options.room(costs) // costs.replica_bytes(self.bits), every)
+def _bits(options: ReplayOptions) -> int:
+    return options.choice("cache_bits", WEIGHT_BITS, 4)
 
 
 def memory(costs: Costs, options: ReplayOptions) -> Memory:
     """The host keeps every expert, at the same width."""
-    rule, shape = CacheRule.of(options), costs.shape
-    return Memory(options.gpu_memory(costs), host=shape.num_layers * shape.num_experts * costs.replica_bytes(rule.bits))
+    num_experts = costs.shape.num_layers * costs.shape.num_experts
+    return Memory(options.gpu_memory(costs), host=num_experts * costs.replica_bytes(_bits(options)))
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    rule = CacheRule.of(options)
-    return replay_cache(f"{rule.bits} bits, {rule.scope}, misses {rule.misses}", rule, batches, costs, options)
-
-
-def replay_cache(policy: str, rule: CacheRule, batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    bits, misses, scope = _bits(options), options.choice("misses_by", MISSES), options.choice("scope", SCOPES)
     g, b, d, layers, _ = batches.shape
-    loads, experts = batches.loads, batches.num_experts
-    per_model = rule.places(costs, options) / layer_factor(batches, costs)
-    places = int(per_model if rule.scope == "all" else per_model / layers)
-    expert_bytes = costs.replica_bytes(rule.bits)
-    gpu = costs.gpu_experts_ps(b, expert_bytes)
-    beside = np.broadcast_to(shared_ps(batches, costs)[:, :, 0], (g, d))
+    loads, experts, expert_bytes = batches.loads, batches.num_experts, costs.replica_bytes(bits)
+    lanes = 1 if scope == "all" else layers
+    held = options.held(costs, expert_bytes)
     prices = Prices(
-        gpu.tolist(),
+        costs.gpu_experts_ps(b, expert_bytes).tolist(),
         costs.cpu_experts_ps(np.arange(b + 1), expert_bytes).tolist(),
         costs.hops_ps(b).tolist(),
         float(costs.copy_opening_ps),
@@ -84,44 +57,41 @@ def replay_cache(policy: str, rule: CacheRule, batches: Batches, costs: Costs, o
         float(costs.launch_ps(expert_bytes)),
     )
     done, ends, filled = np.zeros(loads.rows.shape, np.uint8), np.zeros((g, d, layers)), 0
-    start = _warmed(batches, options, rule, places)
-    before = attention_ps(batches, costs) + costs.overhead_ps  # each layer's experts; the head's share is left out
+    beside = np.broadcast_to(shared_ps(batches, costs)[:, :, 0], (g, d)).tolist()
+    before = (attention_ps(batches, costs) + costs.overhead_ps).tolist()  # each layer's experts, without the head
+    cells = loads.experts + np.arange(layers)[:, None] * experts
+    warmed = _warmed(batches, options, lanes, int(held / layer_factor(batches, costs) / lanes))
     for group in range(g):
-        caches = _Caches(rule, prices, experts, layers, places, start[group].tolist())
+        caches = _Caches(prices, warmed[group].tolist(), layers * experts // lanes, copies=misses == "either")
         now = 0.0
         for step, running in enumerate(batches.rows[group].tolist()):
-            each_layer = zip(loads.experts[group, step].tolist(), loads.rows[group, step].tolist(), strict=True)
-            for layer, (ids, rows) in enumerate(each_layer):
-                now += float(before[group, step])
+            each_layer = zip(cells[group, step].tolist(), loads.rows[group, step].tolist(), strict=True)
+            for layer, (of, rows) in enumerate(each_layer):
+                now += before[group][step]
                 caches.receive(now)
-                took, done[group, step, layer] = caches.layer(
-                    layer, ids, rows, running, float(beside[group, step]), now
-                )
+                took, done[group, step, layer] = caches.layer(of, rows, running, beside[group][step], now)
                 if running:
                     ends[group, step, layer] = took
                     now += took
         filled += caches.filled
-    on_gpu = (done == HIT) | (done == COPIED)
     computed = done == COMPUTED
-    moved = (int((done == COPIED).sum()) + filled) * expert_bytes / costs.shape.expert_bytes
-    cold = Cold(float(rule.bits * loads.rows[computed].sum()), int(loads.rows[computed].sum()))
-    if rule.bits < FULL_PRECISION_BITS:
-        cold = cold_at(batches, rule.bits, options.loss)
-    beside_rows = (add_up(np.where(computed, loads.rows, 0)) > 0) * batches.rows[:, :, None]
+    computes = (add_up(np.where(computed, loads.rows, 0)) > 0) * batches.rows[:, :, None]
+
+    def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.minimum(streamed_ps(costs, expert_bytes, counts), costs.cpu_layers_ps(counts, expert_bytes))
+
     return without_device(
-        policy,
+        f"{bits} bits, {scope}, misses {misses}",
         batches,
         costs,
-        moe_ps=np.maximum(ends - shared_ps(batches, costs), 0.0),
-        prefill_ps=_prompts_ps(batches, costs, expert_bytes),
-        fetched_experts=moved,
-        hot_pairs=int(loads.rows[done == HIT].sum()),
-        cold=cold,
-        traffic=Traffic(
-            hbm_bytes=float(on_gpu.sum()) * expert_bytes,
-            host_bytes=float(computed.sum()) * expert_bytes,
-            link_bytes=float(beside_rows.sum()) * 2 * costs.shape.hidden_size * costs.shape.dtype_bytes,
-        ),
+        options.loss,
+        np.maximum(ends - shared_ps(batches, costs), 0.0),
+        found=done == HIT,
+        prompts=layers_ps,
+        fetched=(int((done == COPIED).sum()) + filled) * expert_bytes / costs.shape.expert_bytes,
+        bits=bits,
+        on_host=computed,
+        crossing=float(computes.sum()),
     )
 
 
@@ -141,22 +111,16 @@ class Prices(NamedTuple):
     ) -> tuple[float, int]:
         """(when the layer ends, how many of the missing are copied so that it ends soonest); heaviest first. launch:
         what the first one on the GPU takes beside itself, while its copy arrives. copies: whether any may be."""
-        count = len(missing)
         rest, moved, begins = 0.0, 0.0, max(busy, 0.0) + self.opening
         for rows in missing:  # not sum(): Python 3.12 and later add floats in another way
             rest += self.host[rows]
-        best = math.inf, 0
-        for copied in range(count + 1):
-            if copied:
-                rest -= self.host[missing[copied - 1]]
-                moved += self.gpu[missing[copied - 1]]
-            if copied and not copies:
-                continue
-            ends = here + moved + (launch if copied else 0.0)
-            if copied:
-                last = self.gpu[missing[copied - 1]]
-                ends = max(ends, begins + self.copy + moved, begins + copied * self.copy + last)
-            if copied < count:
+        best = max(here, hop + rest), 0
+        for copied, rows in enumerate(missing if copies else (), 1):
+            rest -= self.host[rows]
+            moved += self.gpu[rows]
+            first, last = begins + self.copy + moved, begins + copied * self.copy + self.gpu[rows]
+            ends = max(here + moved + launch, first, last)
+            if copied < len(missing):
                 ends = max(ends, hop + max(rest, 0.0))
             if ends < best[0]:
                 best = ends, copied
@@ -164,23 +128,21 @@ class Prices(NamedTuple):
 
 
 class _Caches:
-    """What the caches of one group hold, the least recently used first, and the link to them."""
+    """What the caches of one group hold, the least recently used first, and the link to them.
 
-    def __init__(
-        self, rule: CacheRule, prices: Prices, num_experts: int, num_layers: int, places: int, start: list[int]
-    ) -> None:
-        """start: cells, layer * E + expert, the least recent first."""
-        self._rule, self._prices, self._num_experts, self._places = rule, prices, num_experts, places
-        one: dict[int, None] = {}
-        self._of_layer = [one] * num_layers if rule.scope == "all" else [{} for _ in range(num_layers)]
+    An expert is a cell, layer * E + expert; a cache has as many cells of places as it is given at first.
+    """
+
+    def __init__(self, prices: Prices, start: list[list[int]], cells: int, *, copies: bool) -> None:
+        """cells: of each cache. copies: whether a layer's misses may be copied for it."""
+        self._prices, self._cells, self._copies, self._places = prices, cells, copies, len(start[0])
+        self._held = [dict.fromkeys(cache) for cache in start]
         self._free_at, self._coming, self._waiting = 0.0, -1, deque[int](maxlen=MOST_WAITING)
         self.filled = 0
         """Copies by an idle link."""
-        for cell in start:
-            self._bring(cell)
 
     def _bring(self, cell: int) -> None:
-        cache = self._of_layer[cell // self._num_experts]
+        cache = self._held[cell // self._cells]
         if not self._places or cell in cache:
             return
         if len(cache) >= self._places:
@@ -189,15 +151,14 @@ class _Caches:
 
     def receive(self, now: float) -> None:
         """What an idle link has brought by now, the newest that waits first; it begins with the next."""
-        while self._coming < 0 or self._free_at <= now:
-            if self._coming >= 0:
+        while True:
+            if self._coming >= 0 and self._free_at <= now:
                 self._bring(self._coming)
                 self._coming = -1
                 self.filled += 1
-                continue
-            if self._free_at >= now:
+            if self._coming >= 0 or self._free_at >= now:
                 return
-            while self._waiting and self._waiting[-1] in self._of_layer[self._waiting[-1] // self._num_experts]:
+            while self._waiting and self._waiting[-1] in self._held[self._waiting[-1] // self._cells]:
                 self._waiting.pop()
             if not self._waiting:
                 self._free_at = now
@@ -206,13 +167,12 @@ class _Caches:
             self._free_at += self._prices.opening + self._prices.copy
 
     def layer(
-        self, layer: int, ids: list[int], rows: list[int], running: int, here: float, now: float
+        self, cells: list[int], rows: list[int], running: int, here: float, now: float
     ) -> tuple[float, list[int]]:
         """(what the experts of a layer take, HIT, COPIED or COMPUTED for each slot). here: what runs beside them."""
-        cache, first, prices = self._of_layer[layer], layer * self._num_experts, self._prices
-        done, missing, launch = [0] * len(ids), [], prices.launch
-        for slot, (expert, count) in enumerate(zip(ids, rows, strict=True)):
-            cell = first + expert
+        cache, prices = self._held[cells[0] // self._cells], self._prices
+        done, missing, launch = [0] * len(cells), [], prices.launch
+        for slot, (cell, count) in enumerate(zip(cells, rows, strict=True)):
             if count and cell in cache:
                 done[slot] = HIT
                 here += launch + prices.gpu[count]
@@ -223,47 +183,26 @@ class _Caches:
         if not missing:
             return here, done
         missing.sort(key=lambda slot: -rows[slot])
-        waiting = [rows[slot] for slot in missing]
-        copies, busy = self._rule.misses != "host", self._free_at - now
-        ends, copied = prices.divided(waiting, here, launch, prices.hop[running], busy, copies=copies)
+        waiting, busy = [rows[slot] for slot in missing], self._free_at - now
+        ends, copied = prices.divided(waiting, here, launch, prices.hop[running], busy, copies=self._copies)
         if copied:
             self._free_at = max(self._free_at, now) + prices.opening + copied * prices.copy
         for place, slot in enumerate(missing):
-            cell = first + ids[slot]
             done[slot] = COPIED if place < copied else COMPUTED
             if place < copied:
-                self._bring(cell)
-            elif self._places and cell != self._coming:
-                self._waiting.append(cell)
+                self._bring(cells[slot])
+            elif self._places and cells[slot] != self._coming:
+                self._waiting.append(cells[slot])
         return ends, done
 
 
-def _warmed(batches: Batches, options: ReplayOptions, rule: CacheRule, places: int) -> NDArray[np.int64]:
-    """Experts that the caches hold after the prompts, [G, P]: cells layer * E + expert.
-
-    From the least used of the group's prompts to the most; popularity decides between equal ones.
-    """
-    g, _, _, layers, _ = batches.shape
+def _warmed(batches: Batches, options: ReplayOptions, lanes: int, places: int) -> NDArray[np.int64]:
+    """[G, lanes, P]: cells that the caches hold after the prompts, from the least used of the group's prompts to the
+    most; popularity decides between equal ones."""
     worth = batches.prompt_counts + options.prior.values / (1.0 + float(options.prior.values.max()))
-    if rule.scope == "all":
-        order = np.argsort(-worth.reshape(g, -1), axis=1, kind="stable")[:, :places]
-    else:
-        ranked = np.argsort(-worth, axis=2, kind="stable")[:, :, :places]
-        order = (ranked + np.arange(layers)[:, None] * batches.num_experts).reshape(g, -1)
-        order = order.reshape(g, layers, -1).transpose(0, 2, 1).reshape(g, -1)
-    return np.ascontiguousarray(order[:, ::-1], np.int64)
-
-
-def _prompts_ps(batches: Batches, costs: Costs, expert_bytes: int) -> NDArray[np.float64]:
-    """[G, B]: every expert of a prompt comes over the link, or the host computes it; by layer the sooner of both."""
-    fetch = costs.fetch_ps(expert_bytes)
-
-    def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        copied = np.maximum((counts > 0).sum(axis=1) * fetch, on_gpu_ps(costs, counts, expert_bytes))
-        times: NDArray[np.float64] = np.minimum(copied, costs.cpu_layers_ps(counts, expert_bytes))
-        return times
-
-    return prompts_ps(batches, costs, layers_ps)
+    worth = worth.reshape(len(worth), lanes, -1)
+    order = np.argsort(-worth, axis=2, kind="stable")[:, :, :places]
+    return np.asarray(order[:, :, ::-1] + np.arange(lanes)[:, None] * worth.shape[2])
 
 
 EXPERT_CACHE = System(
@@ -284,11 +223,10 @@ EXPERT_CACHE = System(
 def replay_hybrimoe(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """HybriMoE (arXiv 2504.05897): the same rule in full precision, with a cache of num_hot experts per layer.
 
-    The published greedy schedule approximates the division of misses. The published cache lets the lowest recent score
-    leave (MRS); here the least recently used does.
+    The published cache lets the lowest recent score leave (MRS).
     """
-    rule = CacheRule(FULL_PRECISION_BITS, "either", "layer")
-    return replay_cache("CPU, link and cache", rule, batches, costs, options)
+    own: dict[str, float | str] = {"cache_bits": FULL_PRECISION_BITS, "scope": "layer"}
+    return replace(replay(batches, costs, replace(options, own=own)), policy="CPU, link and cache")
 
 
 HYBRIMOE = System(

@@ -3,7 +3,7 @@
 `pipelined_ps`: a link carries each byte once. A layer's copies are early or late. Early ones are ordered at the gate of
 the layer before, whose activations predict them. Late ones are known only at the layer's own gate, and then go first on
 the link. Wrong predictions keep the link busy as well; what has not begun when the gate is known is dropped. Compute
-that needs no copy (`ready`) runs while copies arrive, the rest (`waiting`) after the last one.
+that needs no copy (`ready`) runs while copies arrive, the rest after the last one.
 
 Between two layers lie attention and shared experts. The first layer of a step has no layer before: all its copies are
 late. A trace with fewer layers than the model repeats each of its layers, and only the first of all is such a one.
@@ -18,14 +18,14 @@ from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, slots_bytes
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
-from vllm_ndp.lab.vectorised.cache import CACHE_PRIORITIES, LRU, Priority, lcp, visits
-from vllm_ndp.lab.vectorised.execution import launched, on_gpu_ps, prompts_ps, shared_ps, with_copies, without_device
+from vllm_ndp.lab.vectorised.cache import CACHES, lcp, lru, visits
+from vllm_ndp.lab.vectorised.execution import Prompts, launched, on_gpu_ps, shared_ps, with_copies, without_device
 from vllm_ndp.lab.vectorised.outcome import Outcome, attention_ps, time_before
 
 
 def _cache(options: ReplayOptions) -> tuple[str, int]:
     """(kind, experts per layer that it holds)."""
-    kind = options.choice("cache", ("none", *CACHE_PRIORITIES))
+    kind = options.choice("cache", ("none", *CACHES))
     return kind, 0 if kind == "none" else options.budget.num_hot
 
 
@@ -34,25 +34,13 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
 
 
 def gpu_on_demand(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    """GPU only: experts live in host memory and come over the link when they are chosen, with or without a cache.
-
-    A cache holds num_hot experts per layer, so that every system has the same GPU memory.
-    """
     kind, capacity = _cache(options)
-    start = options.popular(capacity)
-    rows = batches.loads.rows
-    hit = visits(batches.loads, start, capacity, CACHE_PRIORITIES.get(kind, LRU)).hit
+    start, rows = options.popular(capacity), batches.loads.rows
+    hit = visits(batches.loads, start, capacity, CACHES.get(kind, lru)).hit
     missing = (rows > 0) & ~hit
-    compute = costs.gpu_experts_ps(batches.shape[1])[rows]
-    return without_device(
-        "no cache" if kind == "none" else kind,
-        batches,
-        costs,
-        moe_ps=with_copies(compute, missing, costs),
-        resident=start,
-        fetched_experts=int(missing.sum()),
-        hot_pairs=int(rows[hit].sum()),
-    )
+    moe = with_copies(costs.gpu_experts_ps(batches.shape[1])[rows], missing, costs)
+    policy, fetched = "no cache" if kind == "none" else kind, int(missing.sum())
+    return without_device(policy, batches, costs, options.loss, moe, found=hit, prompts=start, fetched=fetched)
 
 
 GPU_ON_DEMAND = System(
@@ -71,37 +59,32 @@ PRIOR_TOKENS = 16.0  # [O] how many tokens the earlier sequences are worth
 
 
 def moe_infinity(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    """MoE-Infinity (arXiv 2401.14361): a GPU cache that follows the running sequence's activations and prefetches by
-    them.
+    """MoE-Infinity (arXiv 2401.14361): a GPU cache that follows the running sequence, whose prompt belongs to it.
 
     Priority and prediction of an expert: how often this sequence chose it so far, on top of what earlier ones did.
     """
     _, b, _, _, k = batches.shape
-    expected = Priority("expected", PRIOR_TOKENS * k * options.prior.values)
-    start = options.popular(options.budget.num_hot)
-    # The prompt belongs to the sequence.
+    places, earlier = options.budget.num_hot, PRIOR_TOKENS * k * options.prior.values
+    start = options.popular(places)
     hit, predicted = visits(
-        batches.loads, start, options.budget.num_hot, expected, frequency=batches.prompt_counts, predict=k * b
+        batches.loads,
+        start,
+        places,
+        lambda frequency, _, layers: frequency + earlier[layers],
+        frequency=batches.prompt_counts,
+        predict=k * b,
     )
     rows = batches.loads.rows
     compute = costs.gpu_experts_ps(b)[rows]
-    on_gpu = launched(add_up(compute), costs)
+    missing, early = (rows > 0) & ~hit, add_up(predicted)
     lightest = np.where(predicted, compute, np.inf).min(axis=3)
-    misses, early = add_up((rows > 0) & ~hit), add_up(predicted)
     # The link begins with what was predicted while the layer before runs, and goes on with what was not.
     ahead = np.where(early > 0, costs.copy_opening_ps + early * costs.copy_ps, 0.0)
-    late = np.maximum(ahead - time_before(on_gpu, batches, costs), 0)
-    missing = (rows > 0) & ~hit & ~predicted
-    layer = np.maximum(with_copies(compute, missing, costs, before_ps=late), late + np.where(early > 0, lightest, 0.0))
-    fetched = int(misses.sum())
+    late = np.maximum(ahead - time_before(launched(add_up(compute), costs), batches, costs), 0)
+    copied = with_copies(compute, missing & ~predicted, costs, before_ps=late)
+    moe, fetched = np.maximum(copied, late + np.where(early > 0, lightest, 0.0)), int(missing.sum())
     return without_device(
-        "activation-aware",
-        batches,
-        costs,
-        moe_ps=layer,
-        resident=start,
-        fetched_experts=fetched,
-        hot_pairs=int(rows[hit].sum()),
+        "activation-aware", batches, costs, options.loss, moe, found=hit, prompts=start, fetched=fetched
     )
 
 
@@ -118,27 +101,29 @@ MOE_INFINITY = System(
 # -- copies for the next layer while this one computes -----------------------------------------------------------------
 
 
+Copies = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
+"""Early, late and wrong ones, [G, D, L] in experts."""
+
+
 def pipelined_ps(
     batches: Batches,
     costs: Costs,
-    *,
-    early_ps: NDArray[np.float64],
-    late_ps: NDArray[np.float64],
-    wrong_ps: NDArray[np.float64],
+    copies: Copies,
     ready_ps: NDArray[np.float64],
     waiting_ps: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """[G, D, L], what the experts of each layer take; all arguments [G, D, L], copies in link time. The GPU's launch
-    passes while copies arrive.
+    """[G, D, L], what the experts of each layer take; all arguments [G, D, L]. The GPU's launch passes while copies
+    arrive.
 
     Raises ValueError for a trace with more layers than the model.
     """
     attention = attention_ps(batches, costs) + costs.overhead_ps + shared_ps(batches, costs)[:, :, 0]
-    layers, ready_ps = early_ps.shape[2], launched(ready_ps + waiting_ps, costs) - waiting_ps
+    early_ps, late_ps, wrong_ps = (of * float(costs.fetch_ps()) for of in copies)
+    layers, ready_ps = ready_ps.shape[2], launched(ready_ps + waiting_ps, costs) - waiting_ps
     if layers > costs.shape.num_layers:
         raise ValueError(f"a trace with {layers} layers cannot stand for a model with {costs.shape.num_layers}")
     repeats = np.bincount(np.arange(costs.shape.num_layers) * layers // costs.shape.num_layers, minlength=layers)
-    took = np.zeros(early_ps.shape)
+    took = np.zeros(ready_ps.shape)
     gate = np.zeros(attention.shape)  # when the gate of the layer is known
     free = np.zeros(attention.shape)  # when the link has carried all that earlier layers needed
     for place, layer in enumerate(np.repeat(np.arange(layers), repeats).tolist()):
@@ -156,11 +141,28 @@ def pipelined_ps(
     return took / repeats
 
 
-def klotski(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    """Klotski (arXiv 2502.06888): batches in turn through one layer's weights, hot experts first, so that copies hide.
+def _ahead(
+    policy: str,
+    batches: Batches,
+    costs: Costs,
+    options: ReplayOptions,
+    copies: Copies,
+    here: NDArray[np.bool_],
+    prompts: Prompts,
+    *,
+    share: float = 1.0,
+) -> Outcome:
+    """here: slots whose expert, or a share of it, needs no copy."""
+    each = costs.gpu_experts_ps(batches.shape[1])[batches.loads.rows]
+    ready = share * add_up(np.where(here, each, 0.0))
+    moe, fetched = pipelined_ps(batches, costs, copies, ready, add_up(each) - ready), float(np.sum(copies))
+    return without_device(policy, batches, costs, options.loss, moe, found=here, prompts=prompts, fetched=fetched)
 
-    While one layer computes, the link brings the hot experts of the next, as many as a token chooses. The others follow
-    when their gates are known, and compute last. Only the places of num_hot experts stay filled, with the hot ones.
+
+def klotski(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    """Klotski (arXiv 2502.06888): while one layer computes, the link brings the hot experts of the next.
+
+    As many as a token chooses, beside those that stay. The others follow when their gates are known, and compute last.
     """
     loads, k = batches.loads, batches.shape[4]
     places = min(options.budget.num_hot, batches.num_experts)
@@ -168,28 +170,9 @@ def klotski(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     ahead = options.popular(min(places + k, batches.num_experts)) & ~resident
     used = loads.rows > 0
     here, early = loads.look_up(resident) & used, loads.look_up(ahead) & used
-    each, fetch = costs.gpu_experts_ps(batches.shape[1])[loads.rows], float(costs.fetch_ps())
     right, late = add_up(early), add_up(used & ~here & ~early)
-    running = (batches.rows > 0)[:, :, None]
-    wrong = np.where(running, ahead.sum(axis=1) - right, 0)
-    ready = add_up(np.where(here, each, 0.0))
-    return without_device(
-        "hot experts ahead",
-        batches,
-        costs,
-        moe_ps=pipelined_ps(
-            batches,
-            costs,
-            early_ps=right * fetch,
-            late_ps=late * fetch,
-            wrong_ps=wrong * fetch,
-            ready_ps=ready,
-            waiting_ps=add_up(each) - ready,
-        ),
-        resident=resident,
-        fetched_experts=float((right + late + wrong).sum()),
-        hot_pairs=int(loads.rows[here].sum()),
-    )
+    wrong = np.where((batches.rows > 0)[:, :, None], ahead.sum(axis=1) - right, 0)
+    return _ahead("hot experts ahead", batches, costs, options, (right, late, wrong), here, resident)
 
 
 KLOTSKI = System(
@@ -204,34 +187,13 @@ KLOTSKI = System(
 
 
 def pregated(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    """Pre-gated MoE (arXiv 2308.12066, ISCA 2024): each layer's gate chooses the experts of the next layer.
-
-    So copies are ordered a layer ahead and are always right; what the layer before does not hide waits.
-    """
-    rows, places = batches.loads.rows, options.budget.num_hot
+    """Pre-gated MoE (arXiv 2308.12066, ISCA 2024): gates choose a layer ahead, so every copy is early and right."""
+    places = options.budget.num_hot
     start = options.popular(places)
-    hit = visits(batches.loads, start, places, LRU).hit
-    each = costs.gpu_experts_ps(batches.shape[1])[rows]
-    copies = add_up((rows > 0) & ~hit)
-    ready = add_up(np.where(hit, each, 0.0))
+    hit = visits(batches.loads, start, places, lru).hit
+    copies = add_up((batches.loads.rows > 0) & ~hit)
     nothing = np.zeros(copies.shape)
-    return without_device(
-        "gates a layer ahead",
-        batches,
-        costs,
-        moe_ps=pipelined_ps(
-            batches,
-            costs,
-            early_ps=copies * float(costs.fetch_ps()),
-            late_ps=nothing,
-            wrong_ps=nothing,
-            ready_ps=ready,
-            waiting_ps=add_up(each) - ready,
-        ),
-        resident=start,
-        fetched_experts=int(copies.sum()),
-        hot_pairs=int(rows[hit].sum()),
-    )
+    return _ahead("gates a layer ahead", batches, costs, options, (copies, nothing, nothing), hit, start)
 
 
 PREGATED = System(
@@ -246,8 +208,6 @@ PREGATED = System(
 
 
 THETAS = np.round(np.arange(0.0, 1.01, 0.1), 2)
-
-
 RHO, OMEGA = 0.25, 128.0  # published
 PREFETCH_ACCURACY = 0.9  # [O] published only as "good mid-model, poor at head and tail"
 
@@ -255,55 +215,33 @@ PREFETCH_ACCURACY = 0.9  # [O] published only as "good mid-model, poor at head a
 def moepic(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """MoEpic (arXiv 2509.08342), a reconstruction: the top part of an expert is cached, the bottom part always fetched.
 
-    MoEpic splits an expert on its intermediate dimension: the top is the first theta of the channels. So the down
-    projection is a sum over both parts, and the compute of the top overlaps the fetch of the bottom. A cache of B
-    experts' bytes holds B / theta tops, chosen by P = mu * rho ** (nu / omega), nu counted in tokens. Missing parts of
-    predicted experts are ordered a layer ahead. A hit needs 1 - theta of the expert, a miss all of it. A prompt streams
-    what is not cached.
+    The top is the first theta of the intermediate channels. So the down projection is a sum over both parts, and the
+    compute of the top overlaps the fetch of the bottom. A cache of B experts' bytes holds B / theta tops, chosen by
+    P = mu * rho ** (nu / omega). A hit needs 1 - theta of the expert, ordered a layer ahead if it is predicted; a miss
+    all of it. A prompt streams what is not cached.
     """
     tried = [split_at(theta, batches, costs, options) for theta in THETAS.tolist()]
     return min(tried, key=lambda outcome: float(outcome.moe_ps.sum()))
 
 
 def split_at(theta: float, batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    b, experts = batches.shape[1], batches.num_experts
+    rows, experts = batches.loads.rows, batches.num_experts
     accuracy = PREFETCH_ACCURACY if options.predictor is None else options.predictor.accuracy(batches)
-    gpu, fetch, rows = costs.gpu_experts_ps(b), float(costs.fetch_ps()), batches.loads.rows
-    compute = add_up(gpu[rows])
     tops = 0 if theta == 0 else min(int(options.budget.num_hot / theta + 1e-9), experts)  # 0 caches nothing
     start = options.popular(tops)
     # nu counts tokens: a step of b requests is b of them, also after some have ended.
-    cached = visits(batches.loads, start, tops, lcp(RHO, OMEGA / b)).hit
-    hit = (cached | (theta == 0)) & (rows > 0)
-    hits = add_up(hit).astype(np.float64)
-    misses = add_up(rows > 0) - hits
-    bottoms, whole = hits * (1 - theta) * fetch, misses * fetch
-    ready = theta * add_up(np.where(hit, gpu[rows], 0.0))
-    moe = pipelined_ps(
-        batches,
-        costs,
-        early_ps=accuracy * bottoms,
-        late_ps=bottoms + whole - accuracy * bottoms,
-        wrong_ps=(1 - accuracy) * bottoms,
-        ready_ps=ready,
-        waiting_ps=compute - ready,
-    )
+    cached = visits(batches.loads, start, tops, lcp(RHO, OMEGA / batches.shape[1])).hit
+    hits = add_up((cached | (theta == 0)) & (rows > 0)).astype(np.float64)
+    bottoms, whole = hits * (1 - theta), add_up(rows > 0) - hits
 
     def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
         touched = (counts > 0).sum(axis=1) - theta * (start & (counts > 0)).sum(axis=1)
-        computed = on_gpu_ps(costs, counts, costs.shape.expert_bytes)
-        times: NDArray[np.float64] = np.maximum(touched * fetch, computed)
+        computed = on_gpu_ps(costs, costs.shape.expert_bytes, counts)
+        times: NDArray[np.float64] = np.maximum(touched * costs.fetch_ps(), computed)
         return times
 
-    return without_device(
-        f"theta {theta:g}",
-        batches,
-        costs,
-        moe_ps=moe,
-        prefill_ps=prompts_ps(batches, costs, layers_ps),
-        fetched_experts=float(((2 - accuracy) * bottoms + whole).sum() / fetch),
-        hot_pairs=int(rows[cached].sum()),
-    )
+    copies = accuracy * bottoms, bottoms + whole - accuracy * bottoms, (1 - accuracy) * bottoms
+    return _ahead(f"theta {theta:g}", batches, costs, options, copies, cached, layers_ps, share=theta)
 
 
 MOEPIC = System(

@@ -1,8 +1,8 @@
 """HOBBIT (arXiv 2411.01433): a missing expert of little weight in the mixture is fetched in low precision, or skipped.
 
 Unimportance of the i-th choice of a token = gate weight of the choices before it. Up to T1 (0.6) it gets high
-precision, up to T2 (0.9) low; beyond T2 it is skipped. Two caches, high (fp16) and low (int4), share the GPU memory of
-num_hot experts per layer. Each cache spans all layers. Experts guessed for the next layer are ordered while this one
+precision, up to T2 (0.9) low; beyond T2 it is skipped. Two caches, high (fp16) and low (int4), each of all layers,
+share the GPU memory of num_hot experts per layer. Experts guessed for the next layer are ordered while this one
 computes, if that pays; a copy that has begun cannot be cancelled.
 """
 
@@ -23,6 +23,15 @@ from vllm_ndp.lab.vectorised.execution import SKIPPED, gate_loss, with_copies, w
 from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, time_before
 
 HIGH, LOW, SKIP = 0, 1, 2
+T1, T2 = 0.6, 0.9  # published for Mixtral-8x7B
+LOW_BITS = 4
+LOW_PLACES = 1
+"""Of a layer's full-precision places, those that hold low experts."""
+PREFETCH_ACCURACY = 0.96  # published, next layer, top-1
+USED, USED_HIGH = 0.4, 0.6
+"""Weights of uses and of uses in high precision in the priority. The paper has two more, of recency and of layers until
+the next use, tunes all four for the least miss penalty and does not print them. 0 for these two is best in steps of a
+tenth, on the quarter of tiny-mixtral's trace that is not replayed (2026-11-22)."""
 
 
 class _Cache:
@@ -50,29 +59,27 @@ class _Cache:
 
 
 def visits(
-    experts: NDArray[np.int64],
+    cells: NDArray[np.int64],
     need: NDArray[np.uint8],
     high: tuple[NDArray[np.bool_], int],
     low: tuple[NDArray[np.bool_], int],
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """(slots that need no copy for this layer, those that run in low precision), both [G, D, L, S].
 
-    experts and need [G, D, L, S]: 1 is high precision, 2 low, 0 nothing. high and low: the experts [L, E] that a cache
-    holds at first, its places of all layers together.
+    cells and need [G, D, L, S]: layer * E + expert, and 1 for high precision, 2 low, 0 nothing. high and low: the
+    experts [L, E] that a cache holds at first, its places of all layers together.
 
     Equation 3, less what has weight 0 here: the expert with the lowest weighted sum of its uses and of its uses in high
     precision leaves. Records are of the running sequence and common to both caches. Experts in use in a layer stay.
     """
-    hit, runs_low = np.zeros((2, *experts.shape), np.bool_)
-    layers, num_experts = high[0].shape
-    cells = experts + np.arange(layers)[:, None] * num_experts
+    hit, runs_low = np.zeros((2, *cells.shape), np.bool_)
     for group, steps in enumerate(cells):
         upper, lower = _Cache(*high), _Cache(*low)
-        worth = [0.0] * (layers * num_experts)
+        worth = [0.0] * high[0].size
         for step, layer in np.ndindex(steps.shape[:2]):
             at = group, step, layer
-            slots = np.flatnonzero(need[at]).tolist()
             of, needs = cells[at].tolist(), need[at].tolist()
+            slots = [slot for slot, needed in enumerate(needs) if needed]
             in_use = {of[slot] for slot in slots}
             for slot in slots:
                 worth[of[slot]] += USED + (USED_HIGH if needs[slot] == 1 else 0.0)
@@ -100,31 +107,10 @@ def precision_classes(weights: NDArray[np.float32]) -> NDArray[np.uint8]:
     return classes
 
 
-T1, T2 = 0.6, 0.9  # published for Mixtral-8x7B
-LOW_BITS = 4
-LOW_PLACES = 1
-"""Of a layer's full-precision places, those that hold low experts."""
-PREFETCH_ACCURACY = 0.96  # published, next layer, top-1
-USED, USED_HIGH = 0.4, 0.6
-"""Weights of uses and of uses in high precision in the priority. The paper has two more, of recency and of layers until
-the next use, tunes all four for the least miss penalty and does not print them. 0 for these two is best in steps of a
-tenth, on the quarter of tiny-mixtral's trace that is not replayed (2026-11-22)."""
-
-
 def memory(costs: Costs, options: ReplayOptions) -> Memory:
     """Both caches share the places of num_hot experts; host memory holds every expert at both precisions."""
     low = all_experts_bytes(costs.shape) * LOW_BITS // FULL_PRECISION_BITS
     return Memory(options.gpu_memory(costs), host=all_experts_bytes(costs.shape) + low)
-
-
-def pays(accuracy: float, batches: Batches, costs: Costs) -> bool:
-    """Whether ordering ahead is worth it.
-
-    A right copy gains the part that the layer before hides; a wrong one that has begun goes on beyond that layer.
-    """
-    before = float(costs.attention_ps(1, np.array([batches.kv_tokens.max()]))[0])
-    window = before + batches.shape[4] * float(costs.resident_ps(1, 1))
-    return accuracy * window > (1 - accuracy) * max(costs.copy_ps - window, 0.0)
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
@@ -134,42 +120,43 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     high_slots = places - ceil_div(low_slots, per_place)
     high_start = options.popular(high_slots)
     both = options.popular(min(high_slots + low_slots, batches.num_experts))
-    loads, gpu = batches.loads, costs.gpu_experts_ps(batches.shape[1])
+    loads = batches.loads
     classes = np.where(batches.pairs, precision_classes(batches.weights), SKIP)
     high, low = loads.count(classes == HIGH), loads.count(classes == LOW)
     # An expert that some row needs in high precision serves all rows.
     need = np.where(high > 0, 1, np.where(low > 0, 2, 0)).astype(np.uint8)
-    hit, low_slot = visits(
-        loads.experts,
-        need,
-        (high_start, high_slots * layers),
-        (both & ~high_start, low_slots * layers),
-    )
+    cells = loads.experts + np.arange(layers)[:, None] * batches.num_experts
+    starts = (high_start, high_slots * layers), (both & ~high_start, low_slots * layers)
+    hit, low_slot = visits(cells, need, *starts)
     rows, late = high + low, (need > 0) & ~hit
     share = np.where(low_slot, LOW_BITS / FULL_PRECISION_BITS, 1.0)
-    per_expert, late_ps = gpu[rows] * share, np.where(late, costs.copy_ps * share, 0.0)
+    per_expert = costs.gpu_experts_ps(batches.shape[1])[rows] * share
+    late_ps = np.where(late, costs.copy_ps * share, 0.0)
     compute, crossed = add_up(per_expert), add_up(late_ps)
-    accuracy, wrong_ps, prefetch = PREFETCH_ACCURACY, np.zeros(crossed.shape), "published"
-    window, orders = time_before(compute, batches, costs), True
+    accuracy, wrong_ps, prefetch, orders = PREFETCH_ACCURACY, np.zeros(crossed.shape), "published", True
+    window = time_before(compute, batches, costs)
     if options.predictor is not None:
         accuracy = options.predictor.accuracy(batches)
-        orders = pays(accuracy, batches, costs)
+        # A right copy gains the part that the layer before hides; a wrong one that has begun goes on beyond that layer.
+        usual = float(costs.attention_ps(1, np.array([batches.kv_tokens.max()]))[0])
+        usual += batches.shape[4] * float(costs.resident_ps(1, 1))
+        orders = accuracy * usual > (1 - accuracy) * max(costs.copy_ps - usual, 0.0)
         prefetch = f"measured, {'on' if orders else 'off'}"
         wrong_ps = np.where(crossed > 0, (1 - accuracy) * np.maximum(costs.copy_ps - window, 0.0), 0.0)
     before = wrong_ps - accuracy * np.minimum(crossed, window) if orders else 0.0
-    layer = with_copies(per_expert, late, costs, before_ps=before, copy_ps=late_ps)
-    read = float((rows > 0).sum() - low_slot.sum() * (1 - LOW_BITS / FULL_PRECISION_BITS))
-    runs_low = (classes == LOW) & low_slot.ravel()[loads.places]
+    runs_low = (classes == LOW) & loads.of_pairs(low_slot)
     widths = np.where(runs_low, LOW_BITS, np.where(classes == SKIP, SKIPPED, 0)).astype(np.uint8)
-    low_pairs = int((batches.pairs & (classes == LOW)).sum())
+    low_pairs = int((classes == LOW).sum())
+    read = float((rows > 0).sum() - low_slot.sum() * (1 - LOW_BITS / FULL_PRECISION_BITS))
     return without_device(
         f"T1 {T1:g} T2 {T2:g}, prefetch {prefetch}",
         batches,
         costs,
-        moe_ps=layer,
-        resident=high_start,
-        fetched_experts=float(crossed.sum()) / costs.copy_ps,
-        hot_pairs=int(rows[hit].sum()),
+        options.loss,
+        with_copies(per_expert, late, costs, before_ps=before, copy_ps=late_ps),
+        found=int(rows[hit].sum()),
+        prompts=high_start,
+        fetched=float(crossed.sum()) / costs.copy_ps,
         cold=Cold(float(LOW_BITS * low_pairs), low_pairs, gate_loss(batches, widths, options.loss)),
         traffic=Traffic(hbm_bytes=costs.shape.expert_bytes * read),
     )

@@ -14,11 +14,9 @@ from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
 from vllm_ndp.lab.vectorised.execution import (
     LOSS_OF_SKIPPING,
-    cold_at,
     each_ps,
-    launched,
     on_gpu_ps,
-    prompts_ps,
+    resident_ps,
     with_copies,
     without_device,
 )
@@ -51,21 +49,17 @@ def fiddler(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
 
     rows, here = batches.loads.rows, batches.loads.look_up(resident)
     moe, copied, on_host = layers(rows, here)
-    cpu_pairs, cpu_experts = int(rows[on_host].sum()), int(on_host.sum())
     return without_device(
         "static",
         batches,
         costs,
-        moe_ps=moe,
-        prefill_ps=prompts_ps(batches, costs, lambda counts: layers(counts, resident)[0]),
-        fetched_experts=int(copied.sum()),
-        hot_pairs=int(rows[here].sum()),
-        cold=Cold(float(FULL_PRECISION_BITS * cpu_pairs), cpu_pairs),
-        traffic=Traffic(
-            hbm_bytes=(int((rows > 0).sum()) - cpu_experts) * costs.shape.expert_bytes,
-            host_bytes=cpu_experts * costs.shape.expert_bytes,
-            link_bytes=2.0 * cpu_pairs * costs.shape.hidden_size * costs.shape.dtype_bytes,
-        ),
+        options.loss,
+        moe,
+        found=here,
+        prompts=lambda counts: layers(counts, resident)[0],
+        fetched=int(copied.sum()),
+        on_host=on_host,
+        crossing=int(rows[on_host].sum()),
     )
 
 
@@ -86,34 +80,31 @@ ACCURACY = 0.9  # [O] of predicting the next layer's experts, as for MoEpic
 def daop(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """DAOP (arXiv 2501.10375): per-sequence hot experts on the GPU, and cold ones computed by the CPU a layer ahead.
 
-    In decode DAOP predicts the next layer's experts from this layer's activations, and the CPU computes the cold ones
-    of them from those while this layer runs. For a cold expert that was not predicted the published graceful
-    degradation takes the best expert that is there.
+    The CPU predicts them from this layer's activations, while this layer runs. For a cold expert that was not predicted
+    the published graceful degradation takes the best expert that is there.
     """
-    _, b, _, layers, _ = batches.shape
-    hot = highest(batches.prompt_counts, options.budget.num_hot)
-    loads = batches.loads
+    hot, loads = highest(batches.prompt_counts, options.budget.num_hot), batches.loads
     here = loads.look_up(hot)
-    used = loads.rows > 0
-    on_gpu = launched(add_up(costs.gpu_experts_ps(b)[np.where(here, loads.rows, 0)]), costs)
+    on_gpu = resident_ps(batches, costs, np.where(here, loads.rows, 0))
     cold = np.where(here, 0, loads.rows)
-    on_cpu = costs.cpu_experts_ps(np.arange(b + 1), costs.shape.expert_bytes)
-    busy = ACCURACY * (add_up(on_cpu[cold]) + np.where(add_up(cold) > 0, costs.hops_ps(b)[batches.rows][..., None], 0))
+    hops = np.where(add_up(cold) > 0, costs.hops_ps(batches.shape[1])[batches.rows][..., None], 0)
+    busy = ACCURACY * (add_up(costs.cpu_experts_ps(cold, costs.shape.expert_bytes)) + hops)
     late = np.maximum(busy - time_before(on_gpu, batches, costs), 0.0)
     cold_pairs = int(cold.sum())
-    is_cold = ~here.ravel()[loads.places] & batches.pairs
+    is_cold = ~loads.of_pairs(here) & batches.pairs
     lost = (1 - ACCURACY) * LOSS_OF_SKIPPING * float((batches.weights * is_cold).sum())
     return without_device(
         "per sequence, CPU a layer ahead",
         batches,
         costs,
-        moe_ps=np.maximum(on_gpu, late),
-        resident=options.popular(options.budget.num_hot),
-        fetched_experts=float(hot.sum()),
-        hot_pairs=int(loads.rows[here].sum()),
-        cold=Cold(float(FULL_PRECISION_BITS * cold_pairs), cold_pairs, lost / (float(batches.valid.sum()) * layers)),
+        options.loss,
+        np.maximum(on_gpu, late),
+        found=here,
+        prompts=options.popular(options.budget.num_hot),
+        fetched=float(hot.sum()),
+        cold=Cold(float(FULL_PRECISION_BITS * cold_pairs), cold_pairs, lost / batches.num_decisions),
         traffic=Traffic(
-            hbm_bytes=float((used & here).sum()) * costs.shape.expert_bytes,
+            hbm_bytes=float(((loads.rows > 0) & here).sum()) * costs.shape.expert_bytes,
             host_bytes=ACCURACY * float((cold > 0).sum()) * costs.shape.expert_bytes,
         ),
     )
@@ -133,27 +124,16 @@ DAOP = System(
 CPU_BITS, GPU_BITS = (FULL_PRECISION_BITS, 8, 4), (FULL_PRECISION_BITS, 4)
 
 
-def most_used(frequency: NDArray[np.float64], num_experts: int) -> NDArray[np.bool_]:
-    """[L, E], the num_experts highest of all layers together; of equal ones the earlier layer and lower id."""
-    return highest(frequency.ravel(), num_experts).reshape(frequency.shape)
-
-
 def _widths(options: ReplayOptions) -> tuple[int, int]:
     """Bits on the CPU and on the GPU."""
     return options.choice("cpu_bits", CPU_BITS), options.choice("gpu_bits", GPU_BITS)
 
 
-def _on_gpu(costs: Costs, options: ReplayOptions) -> int:
-    """Experts of the model in the GPU memory of num_hot full-precision ones per layer."""
-    shape = costs.shape
-    return min(options.room(costs) // costs.replica_bytes(_widths(options)[1]), shape.num_layers * shape.num_experts)
-
-
 def ktransformers_memory(costs: Costs, options: ReplayOptions) -> Memory:
-    """Bytes by place: the host keeps only the experts that are not on the GPU."""
-    shape, on_gpu = costs.shape, _on_gpu(costs, options)
-    away = shape.num_layers * shape.num_experts - on_gpu
+    """The host keeps only the experts that are not on the GPU."""
     cold_bytes, hot_bytes = map(costs.replica_bytes, _widths(options))
+    on_gpu = options.held(costs, hot_bytes)
+    away = costs.shape.num_layers * costs.shape.num_experts - on_gpu
     return Memory(gpu=on_gpu * hot_bytes, host=away * cold_bytes)
 
 
@@ -166,34 +146,29 @@ def ktransformers(batches: Batches, costs: Costs, options: ReplayOptions) -> Out
     test, github.com/kvcache-ai/ktransformers.
     """
     bits, gpu_bits = _widths(options)
-    _, b, _, layers, _ = batches.shape
     cold_bytes, hot_bytes = costs.replica_bytes(bits), costs.replica_bytes(gpu_bits)
-    hot = most_used(options.prior.values, int(_on_gpu(costs, options) / layer_factor(batches, costs)))
-    gpu = costs.gpu_experts_ps(b, hot_bytes)
-    on_cpu, hop = costs.cpu_experts_ps(np.arange(b + 1), cold_bytes), costs.hops_ps(b)
+    prior, places = options.prior.values, int(options.held(costs, hot_bytes) / layer_factor(batches, costs))
+    hot = highest(prior.ravel(), places).reshape(prior.shape)  # of equal ones the earlier layer and lower id
     rows, here = batches.loads.rows, batches.loads.look_up(hot)
-    hits, cold = np.where(here, rows, 0), np.where(here, 0, rows)
-    gpu_ps = launched(add_up(gpu[hits]), costs, hot_bytes)
+    cold = np.where(here, 0, rows)
     crossing = np.minimum(add_up(cold), batches.rows[:, :, None])  # activations of a row cross once
+    on_cpu = add_up(costs.cpu_experts_ps(cold, cold_bytes)) + costs.hops_ps(batches.shape[1])[crossing]
 
     def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        resident = on_gpu_ps(costs, np.where(hot, counts, 0), hot_bytes)
+        resident = on_gpu_ps(costs, hot_bytes, np.where(hot, counts, 0))
         return np.maximum(resident, costs.cpu_layers_ps(np.where(hot, 0, counts), cold_bytes))
 
-    widths = np.where(hot, gpu_bits % FULL_PRECISION_BITS, bits)[np.arange(layers)[:, None], batches.ids]
     return without_device(
         f"frequency, CPU {bits} bits" + (f", GPU {gpu_bits}" if gpu_bits < FULL_PRECISION_BITS else ""),
         batches,
         costs,
-        moe_ps=np.maximum(gpu_ps, add_up(on_cpu[cold]) + hop[crossing]),
-        prefill_ps=prompts_ps(batches, costs, layers_ps),
-        hot_pairs=int(hits.sum()),
-        cold=cold_at(batches, widths, options.loss),
-        traffic=Traffic(
-            hbm_bytes=int((hits > 0).sum()) * hot_bytes,
-            host_bytes=int((cold > 0).sum()) * cold_bytes,
-            link_bytes=int(crossing.sum()) * 2.0 * costs.shape.hidden_size * costs.shape.dtype_bytes,
-        ),
+        options.loss,
+        np.maximum(resident_ps(batches, costs, np.where(here, rows, 0), hot_bytes), on_cpu),
+        found=here,
+        prompts=layers_ps,
+        bits=np.where(here, gpu_bits, bits),
+        on_host=~here,
+        crossing=int(crossing.sum()),
     )
 
 

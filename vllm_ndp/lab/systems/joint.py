@@ -1,15 +1,9 @@
 """Ours: every expert in the tier and at the width that the joint planner finds (planning/joint.py), in the same memory.
 
-The GPU may hold experts at 16, 8, 4, 3 or 2 bits, the device computes at 16 or 4-1, with `tiers` gpu+host+device the
-host's CPU takes part at 16, 8 or 4. One plan per group, made when its prompts are done. By default it is the fastest
-plan whose expected loss is at most that of the paper's plan at the same K and average bits. Losses are nats a token
-where the replicas were made with text.
-
-    max_gate_loss   another limit: of the column `loss`, in units of what every expert loses at 1 bit
-
-Moving: experts that the prompts streamed and that stay at 16 or 8 bits (rounded on arrival) cost nothing under `kept`.
-All others cross the link, 8 bits as 16. Replicas cross at their width: only the planes and scales that are not there
-yet. The planner weighs that against the steps to come.
+One plan per group, made when its prompts are done. `max_gate_loss` sets another limit than what the paper's plan loses:
+of the column `loss`, in units of what every expert loses at 1 bit. Experts that the prompts streamed and that stay at
+16 or 8 bits cost nothing to move. All others cross the link, 8 bits as 16; replicas cross at their width: only the
+planes and scales that are not there yet.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, beside_device_
 from vllm_ndp.lab.systems.host_cpu import CPU_BITS
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
-from vllm_ndp.lab.vectorised.execution import cold_at, run_prompts, shared_ps
+from vllm_ndp.lab.vectorised.execution import cold_at, prompts_ps, shared_ps
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
 from vllm_ndp.layer.joint_rule import OF_ONE_BIT, TIER_SETS, JointRule, Menu, losses_by_width, unit_of
 from vllm_ndp.planning.importance import ImportanceScore
@@ -98,58 +92,35 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         moved[group] = plan.problem.moved_bytes(last)
     loads = batches.loads
     slots = loads.look_up(chosen)  # [G, D, L, S]
-    times = menu.ps[slots, loads.rows]
+    times, used, bits = menu.ps[slots, loads.rows], loads.rows > 0, menu.bits[slots].astype(np.int64)
     gpu, host, device = (add_up(np.where(here[slots], times, 0.0)) for here in (on_gpu, on_host, on_device))
-    pair = np.take_along_axis(chosen[:, None, None], batches.ids, axis=4)  # [G, B, D, L, k]
-    executed = np.broadcast_to(batches.pairs, pair.shape)
-    away, aside = (add_up(here[pair] & executed) for here in (on_device, on_host))
+    away, aside = (add_up(loads.of_pairs(here[slots]) & batches.pairs) for here in (on_device, on_host))
     pairs, rows = away.sum(axis=1), (away > 0).sum(axis=1)
-    links, hops = costs.links_ps(b), costs.hops_ps(b)
-    device += np.where(rows > 0, links[rows, pairs] + costs.device_fill_ps, 0.0)
-    host += hops[(aside > 0).sum(axis=1)]
-    gpu += np.where(on_gpu[slots] & (loads.rows > 0), menu.openings[slots], 0.0).max(axis=-1) + shared_ps(
-        batches, costs
-    )
-    bits = menu.bits[pair]
+    device += np.where(rows > 0, costs.links_ps(b)[rows, pairs] + costs.device_fill_ps, 0.0)
+    host += costs.hops_ps(b)[(aside > 0).sum(axis=1)]
+    gpu += np.where(on_gpu[slots] & used, menu.openings[slots], 0.0).max(axis=-1) + shared_ps(batches, costs)
+    read = np.where(used, costs.bytes_of_width[bits], 0)
+    energy = np.where(on_device[slots], costs.device_energy(b)[:, bits, loads.rows], 0.0)
+    dram_pj, arrays_pj = energy.sum(axis=(1, 2, 3, 4))
     bytes_moved = moved * layer_factor(batches, costs)
     whole = [round(each / costs.shape.expert_bytes) for each in bytes_moved]
     return Outcome(
         policy=f"{options.policy_name}, {menu.tiers}, loss in {unit}",
         moe_ps=np.maximum(np.maximum(gpu, device), host),
         device_ps=device,
-        prefill_ps=run_prompts(batches, on_gpu[before], costs),
+        prefill_ps=prompts_ps(batches, costs, on_gpu[before]),
         migration_ps=np.array([costs.gpu.migration_ps(count) for count in whole], np.float64),
         migrated_bytes=float(bytes_moved.sum()),
-        hot_pairs=int((on_gpu[pair] & executed).sum()),
-        cold=cold_at(batches, bits % FULL_PRECISION_BITS, options.loss),
-        traffic=_traffic(menu, costs, b, slots, loads.rows, rows, pairs),
+        hot_pairs=int(loads.rows[on_gpu[slots]].sum()),
+        cold=cold_at(batches, loads.of_pairs(bits % FULL_PRECISION_BITS), options.loss),
+        traffic=Traffic(
+            hbm_bytes=float(read[on_gpu[slots]].sum()),
+            host_bytes=float(read[on_host[slots]].sum()),
+            link_bytes=float(costs.message_wire_bytes(b)[rows, pairs].sum()),
+            device_dram_pj=float(dram_pj),
+            device_arrays_pj=float(arrays_pj),
+        ),
         over_least=plan.time_ps / plan.least_ps - 1,
-    )
-
-
-def _traffic(
-    menu: Menu,
-    costs: Costs,
-    batch: int,
-    slots: NDArray[np.int64],
-    slot_rows: NDArray[np.int64],
-    rows: NDArray[np.int64],
-    pairs: NDArray[np.int64],
-) -> Traffic:
-    """slots and slot_rows [G, D, L, S]: each used expert's choice and rows; rows and pairs [G, D, L] of messages."""
-    reads = np.bincount((slots * (batch + 1) + slot_rows).ravel(), minlength=len(menu.choices) * (batch + 1))
-    reads = reads.reshape(len(menu.choices), batch + 1)
-    reads[:, 0] = 0
-    energy = costs.device_energy(batch)[:, menu.bits.astype(np.int64)] * reads
-    dram_pj, arrays_pj = energy[:, menu.where("device")].sum(axis=(1, 2))
-    held = np.array([choice.held_bytes for choice in menu.choices], np.float64)
-    read_bytes = reads.sum(axis=1) * held
-    return Traffic(
-        hbm_bytes=float(read_bytes[menu.where("gpu")].sum()),
-        host_bytes=float(read_bytes[menu.where("host")].sum()),
-        link_bytes=float(costs.message_wire_bytes(batch)[rows, pairs].sum()),
-        device_dram_pj=float(dram_pj),
-        device_arrays_pj=float(arrays_pj),
     )
 
 

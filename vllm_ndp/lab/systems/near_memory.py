@@ -20,7 +20,6 @@ from vllm_ndp.lab.vectorised.execution import (
     launched,
     prompts_ps,
     run_pairs,
-    run_prompts,
     shared_ps,
 )
 from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, layer_factor
@@ -34,8 +33,7 @@ def monde_memory(costs: Costs, options: ReplayOptions) -> Memory:
 
 
 def monde(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    """MoNDE (arXiv 2405.18832): every expert stays near memory in fp16; per layer the H most loaded ones move to the
-    GPU.
+    """MoNDE (arXiv 2405.18832): experts near memory in fp16; per layer the H most loaded ones move to the GPU.
 
     H = BW_link / (BW_link + BW_device) x active experts. At small batches the rounding of H decides: floor, ceil (as in
     a third-party simulator), or cost, the H that makes the layer shortest.
@@ -44,14 +42,13 @@ def monde(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     g, b = batches.shape[:2]
     link, memory = costs.hardware.link.bulk_bytes_per_s, costs.hardware.dram.peak_bytes_per_s
     share = link / (link + memory)  # with the peak rates of the public re-implementation 32 / (32 + 512)
+    device_expert_ps = partial(costs.device_expert_ps, FULL_PRECISION_BITS)
 
-    def divided(ranked: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
-        """ranked [..., S]: rows of experts, most loaded first; rows [..., 1]: of the layer. How many experts move, the
-        device's time and the GPU's with that, and pairs and rows that the device gets; all [...]."""
-        rest, left = (
-            sums_after(each_ps(ranked, partial(costs.device_expert_ps, FULL_PRECISION_BITS))),
-            sums_after(ranked),
-        )
+    def divided(counts: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
+        """counts [..., S]: rows of experts, which all cross the link; rows [..., 1]: of the layer. Of a division: how
+        many experts move, the device's time and the GPU's, and pairs and rows that the device gets; all [...]."""
+        ranked = -np.sort(-counts, axis=-1)  # most loaded first
+        rest, left = sums_after(each_ps(ranked, device_expert_ps)), sums_after(ranked)
         sent = np.minimum(left, rows)
         device_ps = np.where(rest > 0, rest + costs.device_fill_ps + costs.messages_ps(sent, left), 0.0)
         gpu_ps = copied_in_order(each_ps(ranked, costs.gpu_expert_ps), np.zeros((*ranked.shape[:-1], 1)), costs)
@@ -64,29 +61,28 @@ def monde(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         return chosen, *(np.take_along_axis(a, chosen[..., None], -1)[..., 0] for a in (device_ps, gpu_ps, left, sent))
 
     def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The same rule for the rows of a prompt; they all cross the link."""
         rows = counts.sum(axis=1, keepdims=True) // costs.shape.top_k
-        _, device_ps, gpu_ps, _, _ = divided(-np.sort(-counts, axis=1), rows)
+        _, device_ps, gpu_ps, _, _ = divided(counts, rows)
         times: NDArray[np.float64] = np.maximum(device_ps, gpu_ps)
         return times
 
-    ranked = -np.sort(-batches.loads.rows, axis=3)
-    chosen, device_ps, gpu_ps, after, sent = divided(ranked, batches.rows[:, :, None, None])
-    here = np.arange(ranked.shape[3]) < chosen[..., None]
-    moved, pairs, on_device = int(chosen.sum()), int(ranked.sum()), int(after.sum())
-    reads = np.bincount(ranked[~here], minlength=b + 1)
-    link_bytes = float(costs.message_wire_bytes(b)[sent, after].sum())
+    loads = batches.loads
+    chosen, device_ps, gpu_ps, after, sent = divided(loads.rows, batches.rows[:, :, None, None])
+    ranked = -np.sort(-loads.rows, axis=3)
+    reads = np.bincount(ranked[np.arange(ranked.shape[3]) >= chosen[..., None]], minlength=b + 1)
+    moved_bytes, on_device = int(chosen.sum()) * costs.shape.expert_bytes, int(after.sum())
     dram_pj, arrays_pj = costs.device_energy(b)[:, FULL_PRECISION_BITS] @ reads
+    link_bytes = float(costs.message_wire_bytes(b)[sent, after].sum())
     return Outcome(
         policy=f"H {rounding}",
         moe_ps=np.maximum(device_ps, gpu_ps + shared_ps(batches, costs)),
         device_ps=device_ps,
         prefill_ps=prompts_ps(batches, costs, layers_ps),
         migration_ps=np.zeros(g),
-        migrated_bytes=moved * layer_factor(batches, costs) * costs.shape.expert_bytes,
-        hot_pairs=pairs - on_device,
+        migrated_bytes=moved_bytes * layer_factor(batches, costs),
+        hot_pairs=int(loads.rows.sum()) - on_device,
         cold=Cold(float(FULL_PRECISION_BITS * on_device), on_device),
-        traffic=Traffic(moved * costs.shape.expert_bytes, 0.0, link_bytes, float(dram_pj), float(arrays_pj)),
+        traffic=Traffic(moved_bytes, 0.0, link_bytes, float(dram_pj), float(arrays_pj)),
     )
 
 
@@ -108,34 +104,31 @@ def pimoe_memory(costs: Costs, options: ReplayOptions) -> Memory:
 
 
 def pimoe(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    """PIMoE (DAC 2025) on this hardware: experts on both sides in full precision, the longest moved until both sides
-    agree.
+    """PIMoE (DAC 2025): of experts on both sides, the longest move to the GPU while that shortens the layer.
 
-    Each layer begins with all on the device. The expert with most rows that the GPU also holds moves there, then the
-    next, as long as that shortens max(GPU, device). The published system balances an NPU and PIM units. Duplex (arXiv
-    2409.01141) decides per expert by a table of both times, which is the same choice.
+    The published system balances an NPU and PIM units. Duplex (arXiv 2409.01141) decides per expert by a table of both
+    times, which is the same choice.
     """
     g, b = batches.shape[:2]
-    resident = options.popular(options.budget.num_hot)
-    loads = batches.loads
-    here = loads.look_up(resident) & (loads.rows > 0)
+    resident, loads = options.popular(options.budget.num_hot), batches.loads
     device, gpu = costs.device_experts_ps(b)[FULL_PRECISION_BITS], costs.gpu_experts_ps(b)
-    order = np.argsort(-np.where(here, loads.rows, 0), axis=3, kind="stable")
-    movable = np.take_along_axis(np.where(here, loads.rows, 0), order, axis=3)  # longest first
+    here = np.where(loads.look_up(resident), loads.rows, 0)
+    order = np.argsort(-here, axis=3, kind="stable")
+    movable = np.take_along_axis(here, order, axis=3)  # longest first
     left = add_up(device[loads.rows])[..., None] - sums_before(device[movable])
     message = costs.device_fill_ps + costs.links_ps(b)[1, 1]
     shared = shared_ps(batches, costs)[..., None]
     both = np.maximum(launched(sums_before(gpu[movable]), costs) + shared, np.where(left > 1.0, left + message, 0.0))
     moved = np.zeros(here.shape, np.bool_)
     np.put_along_axis(moved, order, np.arange(here.shape[3]) < both.argmin(axis=3)[..., None], axis=3)
-    moved &= here
-    widths = np.where(moved.ravel()[loads.places], 0, FULL_PRECISION_BITS).astype(np.uint8)
+    moved &= here > 0
+    widths = np.where(loads.of_pairs(moved), 0, FULL_PRECISION_BITS).astype(np.uint8)
     split = run_pairs(batches, widths, costs)
     return Outcome(
         policy="longest to the GPU",
         moe_ps=split.moe_ps,
         device_ps=split.device_ps,
-        prefill_ps=run_prompts(batches, np.broadcast_to(resident, (g, *resident.shape)), costs),
+        prefill_ps=prompts_ps(batches, costs, resident),
         migration_ps=np.zeros(g),
         migrated_bytes=0.0,
         hot_pairs=int(loads.rows[moved].sum()),

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.widths import WIDTHS
+from ndp_device.common.widths import FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import DoesNotFit, Memory, all_experts_bytes, slots_bytes
 from vllm_ndp.lab.vectorised.batches import Batches
@@ -22,6 +22,8 @@ from vllm_ndp.planning.plan import Budget, highest
 from vllm_ndp.planning.policies import Policy
 
 T = TypeVar("T", bound=str | int)
+WEIGHT_BITS = (FULL_PRECISION_BITS, 8, 4, 3, 2)
+"""Widths of systems that hold every expert at one."""
 
 
 class TooFewPlaces(DoesNotFit):
@@ -72,6 +74,10 @@ class ReplayOptions:
         if self.gpu_bytes is not None:
             return self.gpu_bytes - slots_bytes(shape, 0)
         return shape.num_layers * min(self.budget.num_hot, shape.num_experts) * shape.expert_bytes
+
+    def held(self, costs: Costs, expert_bytes: int) -> int:
+        """Experts of the whole model that stay in it if each takes so many bytes."""
+        return min(self.room(costs) // expert_bytes, costs.shape.num_layers * costs.shape.num_experts)
 
     def popular(self, num: int) -> NDArray[np.bool_]:
         """[L, E], the most popular experts: a cache's content before the first request."""

@@ -1,7 +1,7 @@
 """A trace arranged for replay: G groups of B requests that decode together, as dense arrays.
 
 Requests join groups in trace order; what does not fill a group is left out. Within a group prompts run one after the
-other, then all decode in step until the longest is done. Knows routing. Does not know hardware, policies or time.
+other, then all decode in step until the longest is done.
 """
 
 from __future__ import annotations
@@ -83,15 +83,15 @@ class Loads:
         found: NDArray[T] = table.ravel()[(own + np.arange(layers)[:, None]) * table.shape[-1] + experts]
         return found
 
+    def of_pairs(self, values: NDArray[T]) -> NDArray[T]:
+        """[G, B, D, L, k], what values [G, D, L, S] say of each pair's slot."""
+        found: NDArray[T] = values.ravel()[self.places]
+        return found
+
     def count(self, chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Number of pairs that each slot serves [G, D, L, S], of those marked in chosen [G, B, D, L, k]."""
         counts = np.bincount(self.places[chosen], minlength=self.rows.size)
         return counts.reshape(self.rows.shape).astype(np.int64)
-
-    def total(self, values: NDArray[np.float32], chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """[G, D, L, S], sum of values [G, B, D, L, k] over the chosen pairs of each slot."""
-        sums = np.bincount(self.places[chosen], weights=values[chosen], minlength=self.rows.size)
-        return sums.reshape(self.rows.shape).astype(np.float64)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Expert caches in GPU memory, and the predictor by which they are filled ahead.
 
-Caches: one per (group, layer) lane; all lanes take a step at once. A priority says who stays. Experts used in a step
-are brought in first, as far as they fit.
+Caches: one per (group, layer) lane; all lanes take a step at once. A worth says who stays. Experts used in a step are
+brought in first, as far as they fit.
 
 The predictor of `--prefetch measured`: how often a token that chose e' in one layer chose e in the next one. It counts
 tokens of requests that are not replayed. An expert's score is the mean of those chances over a row's choices in the
@@ -11,7 +11,8 @@ popularity is the score. (Published ones run later routers on earlier activation
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -22,129 +23,89 @@ from vllm_ndp.lab.vectorised.batches import Batches, Loads
 from vllm_ndp.planning.bitwidths import powers
 from vllm_ndp.traces.trace import Trace
 
+Worth = Callable[[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]], NDArray[np.float64]]
+"""(rows of each expert, missing ones' too; steps since its last use; layers [W]) -> [W, E], what stays first."""
 
-@dataclass(frozen=True)
-class Priority:
-    """Which experts stay: those of highest value. `frequency` counts rows, the missing ones' too."""
-
-    kind: str
-    """lru: last use · lfu: frequency, then last use · faded: frequency x parameters[steps since the last use] ·
-    expected: frequency + parameters, [L, E]."""
-    parameters: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+_UNUSED, _IN_USE = 1e6, 1e9
+"""Steps since the last use of what was never used; above any worth, because experts in use come first."""
 
 
-LRU, LFU = Priority("lru"), Priority("lfu")
+def lru(frequency: NDArray[np.float64], since: NDArray[np.float64], layers: NDArray[np.int64]) -> NDArray[np.float64]:
+    return -since
 
 
-def lcp(rho: float, omega: float) -> Priority:
+def lfu(frequency: NDArray[np.float64], since: NDArray[np.float64], layers: NDArray[np.int64]) -> NDArray[np.float64]:
+    return frequency - 1e-7 * since  # ties go to the one used last
+
+
+def lcp(rho: float, omega: float) -> Worth:
     """MoEpic's priority: mu * rho ** (nu / omega), mu the frequency, nu tokens since the last use."""
     each = round(rho ** (1 / omega) * 2**40) / 2**40  # processors differ below that
-    return Priority("faded", powers(each, int(64 * omega)))
+    faded = powers(each, int(64 * omega))
+    return lambda frequency, since, _: frequency * faded[np.minimum(since, len(faded) - 1).astype(np.int64)]
 
 
-CACHE_PRIORITIES: dict[str, Priority] = {"lru": LRU, "lfu": LFU}
+CACHES: dict[str, Worth] = {"lru": lru, "lfu": lfu}
 
 
 class Visits(NamedTuple):
     """Hits and predictions for each slot of a Loads [G, D, L, S]; never set for a slot with 0 rows."""
 
     hit: NDArray[np.bool_]
-    predicted: NDArray[np.bool_]  # missing, but among the experts of highest priority before the step
+    predicted: NDArray[np.bool_]  # missing, but among the experts of highest worth before the step
 
 
 def visits(
     loads: Loads,
     start: NDArray[np.bool_],
     capacity: int,
-    priority: Priority,
+    worth: Worth,
     *,
     frequency: NDArray[np.float64] | None = None,
     predict: int = 0,
 ) -> Visits:
     """Run a cache over all steps.
 
-    `start` [L, E]: experts that it holds at first. `capacity`: experts per lane. `frequency`: counts to start from.
-    `predict`: number of experts guessed before each step.
+    `start` [L, E]: experts that it holds at first. `capacity`: experts per lane. `frequency` [G, L, E]: counts to start
+    from. `predict`: number of experts guessed before each step; of equal ones the lower ids.
     """
     g, steps, layers, _ = loads.rows.shape
-    experts = start.shape[-1]
-    lanes = _Lanes(np.broadcast_to(start, (g, layers, experts)), frequency, priority)
+    held = np.tile(start, (g, 1))  # [lanes, E], as all below
+    counts = np.zeros(held.shape) if frequency is None else frequency.reshape(held.shape).copy()
+    last = np.full(held.shape, -_UNUSED)
     hit, predicted = np.zeros((2, *loads.rows.shape), np.bool_)
     for step in range(steps):
-        rows = loads.rows[:, step].reshape(g * layers, -1)
-        cells = np.arange(g * layers)[:, None] * experts + loads.experts[:, step].reshape(rows.shape)
+        rows = loads.rows[:, step].reshape(len(held), -1)
+        cells = np.arange(len(held))[:, None] * held.shape[1] + loads.experts[:, step].reshape(rows.shape)
         used = rows > 0
-        there = lanes.held.ravel()[cells] & used
+        there = held.ravel()[cells] & used
         hit[:, step] = there.reshape(hit[:, step].shape)
-        missing = used & ~there
-        which = np.flatnonzero(missing.any(axis=1))
+        which = np.flatnonzero((used & ~there).any(axis=1))
         if predict:
-            guessed = lanes.highest(which, step, predict).ravel()[cells]
-            predicted[:, step] = (missing & guessed).reshape(hit[:, step].shape)
-        lanes.use(cells[used], rows[used], step)
+            guessed = np.zeros(held.shape, np.bool_)
+            order = np.argsort(-worth(counts[which], step - last[which], which % layers), axis=1, kind="stable")
+            guessed[which[:, None], order[:, :predict]] = True
+            predicted[:, step] = (used & ~there & guessed.ravel()[cells]).reshape(hit[:, step].shape)
+        last.ravel()[cells[used]] = step
+        counts.ravel()[cells[used]] += rows[used]
         if capacity:
-            lanes.bring_in(which, cells[used], capacity, step)
+            in_use = np.zeros(held.shape, np.bool_)
+            in_use.ravel()[cells[used]] = True
+            worths = worth(counts[which], step - last[which], which % layers) + _IN_USE * in_use[which]
+            held[which] = _kept(held[which] | in_use[which], worths, capacity)
     return Visits(hit, predicted)
 
 
-_NEVER, _IN_USE = -1e6, 1e9
-"""A last use before all others; above any priority, because experts in use come first."""
-
-
-class _Lanes:
-    """What each lane holds and remembers, [lanes, E]."""
-
-    def __init__(self, start: NDArray[np.bool_], frequency: NDArray[np.float64] | None, priority: Priority) -> None:
-        """start and frequency [G, L, E]."""
-        self._shape, self._priority = start.shape, priority
-        self.held = start.reshape(-1, start.shape[2]).copy()
-        self._frequency = np.zeros(self.held.shape) if frequency is None else frequency.reshape(self.held.shape).copy()
-        self._last = np.full(self.held.shape, _NEVER)
-
-    def _worth(self, which: NDArray[np.int64], step: int) -> NDArray[np.float64]:
-        """[W, E], the priority of each expert in these lanes."""
-        layers, parameters = self._shape[1], self._priority.parameters
-        frequency, last = self._frequency[which], self._last[which]
-        match self._priority.kind:
-            case "lru":
-                return last
-            case "lfu":
-                worth = frequency + 1e-7 * (last - _NEVER)  # ties go to the one used last
-            case "faded":
-                worth = frequency * parameters[np.minimum(step - last, len(parameters) - 1).astype(np.int64)]
-            case "expected":
-                worth = frequency + parameters[which % layers]
-            case kind:
-                raise ValueError(f"priority must be lru, lfu, faded or expected, got {kind}")
-        return worth
-
-    def highest(self, which: NDArray[np.int64], step: int, count: int) -> NDArray[np.bool_]:
-        """[lanes, E], the `count` of highest priority in these lanes; of equal ones the lower ids."""
-        chosen = np.zeros(self.held.shape, np.bool_)
-        order = np.argsort(-self._worth(which, step), axis=1, kind="stable")
-        chosen[which[:, None], order[:, :count]] = True
-        return chosen
-
-    def use(self, cells: NDArray[np.int64], rows: NDArray[np.int64], step: int) -> None:
-        """cells: of the flat [lanes, E], distinct."""
-        self._last.ravel()[cells] = step
-        self._frequency.ravel()[cells] += rows
-
-    def bring_in(self, which: NDArray[np.int64], cells: NDArray[np.int64], places: int, step: int) -> None:
-        """Hold what is in use and those of highest priority, as far as the places go; of equal ones the higher id
-        leaves. cells: in use, of all lanes."""
-        in_use = np.zeros(self.held.shape, np.bool_)
-        in_use.ravel()[cells] = True
-        in_use = in_use[which]
-        held = self.held[which] | in_use
-        keys = np.where(held, self._worth(which, step) + _IN_USE * in_use, np.inf)
-        left = held.sum(axis=1) - places
-        over = np.flatnonzero(left > 0)
-        while len(over):
-            keys[over, held.shape[1] - 1 - keys[over, ::-1].argmin(axis=1)] = np.inf
-            left[over] -= 1
-            over = over[left[over] > 0]
-        self.held[which] = keys < np.inf
+def _kept(held: NDArray[np.bool_], worths: NDArray[np.float64], places: int) -> NDArray[np.bool_]:
+    """Those of highest worth, as far as the places go; of equal ones the higher id leaves."""
+    keys = np.where(held, worths, np.inf)
+    left = held.sum(axis=1) - places
+    over = np.flatnonzero(left > 0)
+    while len(over):
+        keys[over, held.shape[1] - 1 - keys[over, ::-1].argmin(axis=1)] = np.inf
+        left[over] -= 1
+        over = over[left[over] > 0]
+    return keys < np.inf
 
 
 # -- the next layer's experts ------------------------------------------------------------------------------------------
@@ -179,7 +140,7 @@ class NextLayer:
     def accuracy(self, batches: Batches) -> float:
         """Share of decode choices that were among the guessed ones."""
         g, b, d, layers, k = batches.shape
-        ids = np.zeros(batches.ids.shape, np.int64)  # best first
+        found = np.zeros(batches.ids.shape, np.bool_)
         for layer in range(layers):
             before = batches.ids[..., max(layer - 1, 0), :].reshape(-1, k)
             gates = batches.weights[..., max(layer - 1, 0), :].reshape(-1, k, 1)
@@ -189,8 +150,8 @@ class NextLayer:
                 part = slice(start, start + at_once)
                 sums = (self.chances[layer][before[part]] * gates[part]).sum(axis=1)
                 best[part] = np.argsort(-sums, axis=1, kind="stable")[:, :k]
-            ids[..., layer, :] = best.reshape(g, b, d, k)
-        found = (batches.ids[..., :, None] == ids[..., None, :]).any(axis=-1)
+            guessed = best.reshape(g, b, d, 1, k)
+            found[..., layer, :] = (batches.ids[..., layer, :, None] == guessed).any(axis=-1)
         return float(found[np.broadcast_to(batches.pairs, found.shape)].mean())
 
 

@@ -1,8 +1,7 @@
 """How long decode pairs and prompts take once it is settled where each pair runs. Vectorised over the whole trace.
 
-A width of 0 means the GPU's full-precision expert, 1..4 or 16 the device at that many bits. NOWHERE: the system
-accounts for the pair itself. SKIPPED (where losses are counted): nothing computes the pair. Knows costs. Does not know
-why a pair runs where it runs.
+A width of 0 means the GPU's full-precision expert, 1..4 or 16 the device at that many bits. SKIPPED (where losses are
+counted): nothing computes the pair.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, layer_factor
 from vllm_ndp.layer.joint_rule import OF_ONE_BIT, losses_by_width
 from vllm_ndp.planning.bitwidths import LossTable
 
-NOWHERE, SKIPPED = 255, 254
-_DEVICE_WIDTHS = FULL_PRECISION_BITS + 1
+Prompts = NDArray[np.bool_] | Callable[[NDArray[np.int64]], NDArray[np.float64]]
+"""Experts, [L, E] or [G, L, E], that the GPU holds while prompts stream the others; or counts [L, E] of a prompt ->
+[L], what the experts of each layer take."""
+SKIPPED = 254
 LOSS_OF_SKIPPING = 1 / (1 - 2 / np.pi)
 """Loss of an expert that is not computed at all, in units of its loss at 1 bit, if only that is known. The best one-bit
 quantizer of a normal variable leaves 1 - 2 / pi of its energy (Max 1960); skipping leaves all of it."""
-
-
 _LOSS_COLUMN = np.zeros(256, np.int64)
-_LOSS_COLUMN[[1, 2, 3, 4, 8, SKIPPED]] = 1, 2, 3, 4, 5, 6
+_LOSS_COLUMN[[*REPLICA_WIDTHS, SKIPPED]] = 1, 2, 3, 4, 5, 6
 """Column of a width in gate_loss's table; column 0 loses nothing."""
 
 
@@ -46,34 +45,32 @@ class PairCounts(NamedTuple):
 def run_pairs(batches: Batches, widths: NDArray[np.uint8], costs: Costs) -> PairCounts:
     """widths [G, B, D, L, k]: where each pair runs. Experts of one side run one after the other."""
     g, b, d, layers, _ = batches.shape
-    widths = np.where(batches.pairs, widths, NOWHERE)
-    device = costs.device_experts_ps(b)
-    by_width = np.zeros((256, b + 1))
-    by_width[: len(device)] = np.nan_to_num(device)
+    exist = np.broadcast_to(batches.pairs, widths.shape)
+    by_width = np.nan_to_num(costs.device_experts_ps(b))
     by_width[0] = costs.gpu_experts_ps(b)
-    on_device = (widths > 0) & (widths < NOWHERE)
     # rows that chose the same expert at the same width share one read of it
-    cell = (np.arange(g)[:, None, None, None, None] * d + np.arange(d)[:, None, None]) * layers + np.arange(layers)[
-        :, None
-    ]
+    cell = np.arange(g * d * layers).reshape(g, 1, d, layers, 1)
     keys = ((cell * batches.num_experts + batches.ids) << 8) + widths
-    distinct, counts = np.unique(keys[widths != NOWHERE], return_counts=True)
+    distinct, counts = np.unique(keys[exist], return_counts=True)
     width = distinct & 255
     where = (distinct >> 8) // batches.num_experts
     cost = by_width[width, counts]
-    shape = (g, d, layers)
     gpu, dev = (
-        np.bincount(where, weights=cost * side, minlength=g * d * layers).astype(np.float64).reshape(shape)
+        np.bincount(where, weights=cost * side, minlength=cell.size).astype(np.float64).reshape(g, d, layers)
         for side in (width == 0, width > 0)
     )
-    reads = np.bincount(width * by_width.shape[1] + counts, minlength=by_width.size).reshape(by_width.shape)
-    gpu = launched(gpu, costs)
-    per_row = add_up(on_device)
+    per_row = add_up((widths > 0) & exist)
     pairs, rows = per_row.sum(axis=1), (per_row > 0).sum(axis=1)
-    links = costs.links_ps(b)
-    dev += np.where(rows > 0, links[rows, pairs] + costs.device_fill_ps, 0.0)
-    messages = np.bincount((rows * links.shape[1] + pairs).ravel(), minlength=links.size)
-    return PairCounts(gpu + shared_ps(batches, costs), dev, _traffic(reads.astype(np.int64), messages, costs))
+    dev += np.where(rows > 0, costs.links_ps(b)[rows, pairs] + costs.device_fill_ps, 0.0)
+    reads = np.bincount(width * (b + 1) + counts, minlength=by_width.size).reshape(by_width.shape)
+    dram_pj, arrays_pj = (costs.device_energy(b) * reads).sum(axis=(1, 2))
+    traffic = Traffic(
+        hbm_bytes=float(reads[0].sum()) * costs.shape.expert_bytes,
+        link_bytes=float(costs.message_wire_bytes(b)[rows, pairs].sum()),
+        device_dram_pj=float(dram_pj),
+        device_arrays_pj=float(arrays_pj),
+    )
+    return PairCounts(launched(gpu, costs) + shared_ps(batches, costs), dev, traffic)
 
 
 def launched(compute_ps: NDArray[np.float64], costs: Costs, expert_bytes: int | None = None) -> NDArray[np.float64]:
@@ -82,21 +79,16 @@ def launched(compute_ps: NDArray[np.float64], costs: Costs, expert_bytes: int | 
     return times
 
 
+def resident_ps(
+    batches: Batches, costs: Costs, rows: NDArray[np.int64], expert_bytes: int | None = None
+) -> NDArray[np.float64]:
+    """[G, D, L]: what experts of so many rows [G, D, L, S] take in GPU memory, each of that size."""
+    return launched(add_up(costs.gpu_experts_ps(batches.shape[1], expert_bytes)[rows]), costs, expert_bytes)
+
+
 def shared_ps(batches: Batches, costs: Costs) -> NDArray[np.float64]:
     """Time of the shared experts of one layer in each step [G, D, 1]."""
     return np.array([costs.shared_ps(rows) for rows in range(batches.shape[1] + 1)], np.float64)[batches.rows, None]
-
-
-def _traffic(reads: NDArray[np.int64], messages: NDArray[np.int64], costs: Costs) -> Traffic:
-    """reads [256, rows]: how often an expert was read at a width for so many rows; messages: of each rows x pairs."""
-    b = reads.shape[1] - 1
-    dram_pj, arrays_pj = (costs.device_energy(b) * reads[:_DEVICE_WIDTHS]).sum(axis=(1, 2))
-    return Traffic(
-        hbm_bytes=float(reads[0].sum()) * costs.shape.expert_bytes,
-        link_bytes=float(messages @ costs.message_wire_bytes(b).ravel()),
-        device_dram_pj=float(dram_pj),
-        device_arrays_pj=float(arrays_pj),
-    )
 
 
 def with_copies(
@@ -149,99 +141,95 @@ def without_device(
     policy: str,
     batches: Batches,
     costs: Costs,
-    *,
+    loss: LossTable,
     moe_ps: NDArray[np.float64],
-    hot_pairs: int,
-    fetched_experts: float = 0.0,
-    resident: NDArray[np.bool_] | None = None,
-    prefill_ps: NDArray[np.float64] | None = None,
+    *,
+    found: NDArray[np.bool_] | int,
+    prompts: Prompts,
+    fetched: float = 0.0,
+    bits: NDArray[np.int64] | int = FULL_PRECISION_BITS,
+    on_host: NDArray[np.bool_] | bool = False,
+    crossing: float = 0.0,
     traffic: Traffic | None = None,
     cold: Cold | None = None,
 ) -> Outcome:
-    """Outcome of a system whose experts run on the GPU or CPU.
+    """Outcome of a system whose experts run on the GPU or the host's CPU.
 
-    `prefill_ps` [G, B], or resident [L, E]: experts that the GPU holds while prompts run. `fetched_experts`: whole ones
-    that crossed the link during decode, in the trace's layers. `traffic`: None where the GPU reads all used experts
-    once from its memory in full precision.
+    `moe_ps` [G, D, L]: without shared experts. `found`: slots whose expert was in GPU memory, or how many pairs were.
+    `fetched`: whole experts that crossed the link in decode, in the trace's layers. `bits` and `on_host`, of each
+    slot or of all: width of its expert, and whether the CPU reads it. `crossing`: rows whose activations go to the CPU
+    and back. Loss and traffic follow from these unless given.
     """
     g, _, d, layers, _ = batches.shape
-    if prefill_ps is None:
-        here = np.zeros((layers, batches.num_experts), np.bool_) if resident is None else resident
-        prefill_ps = run_prompts(batches, np.broadcast_to(here, (g, *here.shape)), costs)
+    loads, shape, on_host = batches.loads, costs.shape, np.broadcast_to(on_host, batches.loads.rows.shape)
+    if cold is None:
+        widths = np.where(on_host, bits, np.asarray(bits) % FULL_PRECISION_BITS)
+        cold = cold_at(batches, loads.of_pairs(widths), loss)
+    if traffic is None:
+        read = np.where(loads.rows > 0, costs.bytes_of_width[bits], 0)
+        traffic = Traffic(
+            hbm_bytes=float(read[~on_host].sum()),
+            host_bytes=float(read[on_host].sum()),
+            link_bytes=2.0 * crossing * shape.hidden_size * shape.dtype_bytes,
+        )
     return Outcome(
         policy=policy,
         moe_ps=moe_ps + shared_ps(batches, costs),
         device_ps=np.zeros((g, d, layers)),
-        prefill_ps=prefill_ps,
+        prefill_ps=prompts_ps(batches, costs, prompts),
         migration_ps=np.zeros(g),
-        migrated_bytes=fetched_experts * layer_factor(batches, costs) * costs.shape.expert_bytes,
-        hot_pairs=hot_pairs,
-        cold=cold or Cold(),
-        traffic=traffic or Traffic(hbm_bytes=float((batches.loads.rows > 0).sum()) * costs.shape.expert_bytes),
+        migrated_bytes=fetched * layer_factor(batches, costs) * shape.expert_bytes,
+        hot_pairs=found if isinstance(found, int) else int(loads.rows[found].sum()),
+        cold=cold,
+        traffic=traffic,
     )
 
 
-def run_prompts(batches: Batches, resident: NDArray[np.bool_], costs: Costs) -> NDArray[np.float64]:
-    """[G, B], each prompt in full precision, of the whole model. Experts that are not resident [G, L, E] are streamed
-    over the link, beside shared and resident ones."""
-
-    def layers_ps(group: int, counts: NDArray[np.int64], rows: int) -> float:
-        here = resident[group]
-        hot, cold = np.where(here, counts, 0), np.where(here, 0, counts)
-        sizes = ((hot > 0).sum(axis=1), hot.sum(axis=1), (cold > 0).sum(axis=1), cold.sum(axis=1))
-        return sum(
-            max(costs.shared_ps(rows) + costs.resident_ps(h, hot_pairs), costs.streamed_ps(c, cold_pairs))
-            for h, hot_pairs, c, cold_pairs in zip(*(size.tolist() for size in sizes), strict=True)
-        )
-
-    return _prompts(batches, costs, layers_ps)
-
-
-def cold_at(batches: Batches, widths: NDArray[np.uint8] | int, known: LossTable) -> Cold:
+def cold_at(batches: Batches, widths: NDArray[np.integer] | int, known: LossTable) -> Cold:
     """widths [G, B, D, L, k] or of all pairs: 0 on the GPU in full precision, 16 elsewhere in full precision."""
     widths = np.broadcast_to(np.asarray(widths, np.uint8), batches.ids.shape)
     cold = widths[(widths > 0) & batches.pairs]
     return Cold(float(cold.sum()), len(cold), gate_loss(batches, widths, known))
 
 
-def gate_loss(batches: Batches, widths: NDArray[np.uint8], known: LossTable) -> float:
+def gate_loss(batches: Batches, widths: NDArray[np.integer], known: LossTable) -> float:
     """Mean over decode pairs of gate x loss of the width it ran at, in units of that expert's loss at 1 bit.
 
     In its own units because output energies of experts differ by many orders. An expert that serves only the first
     token of a text can outweigh all others together. 0 in full precision.
     """
-    layers, experts = known.mse.shape[:2]
+    columns, (layers, experts) = _LOSS_COLUMN.take(widths), known.mse.shape[:2]
+    if not columns.any():
+        return 0.0
     table = np.zeros((layers, experts, 8))  # small enough to stay in the processor's cache
     table[:, :, 1:6] = losses_by_width(known, OF_ONE_BIT)[:, :, REPLICA_WIDTHS]
     table[:, :, 6] = LOSS_OF_SKIPPING
     rows = (np.arange(layers)[:, None] * experts + batches.ids) << 3
-    lost = table.ravel().take(rows + _LOSS_COLUMN.take(widths)) * batches.weights
+    lost = table.ravel().take(rows + columns) * batches.weights
     return float((lost * batches.pairs).sum() / (batches.valid.sum() * layers))
 
 
-def prompts_ps(
-    batches: Batches, costs: Costs, layers_ps: Callable[[NDArray[np.int64]], NDArray[np.float64]]
-) -> NDArray[np.float64]:
-    """[G, B] of the whole model; layers_ps: counts [L, E] of a prompt -> what the experts of each layer take, [L]."""
-    layers = batches.shape[3]
-    return _prompts(
-        batches, costs, lambda _, counts, rows: float(layers_ps(counts).sum()) + layers * costs.shared_ps(rows)
-    )
-
-
-def _prompts(
-    batches: Batches, costs: Costs, experts_ps: Callable[[int, NDArray[np.int64], int], float]
-) -> NDArray[np.float64]:
-    """experts_ps: a prompt's group, counts [L, E] and rows -> what the experts of the trace's layers take."""
-    g, b, _, _, _ = batches.shape
+def prompts_ps(batches: Batches, costs: Costs, prompts: Prompts) -> NDArray[np.float64]:
+    """[G, B], each prompt of the whole model. What the GPU does not hold is streamed in full precision, beside shared
+    and resident experts."""
+    g, b, _, layers, _ = batches.shape
     out = np.zeros((g, b))
-    for group, prompts in enumerate(batches.prompts):
-        for request, stats in enumerate(prompts):
-            rows = stats.num_tokens
-            before = costs.gpu.before_experts_ps(rows, rows, rows * (rows + 1) // 2, [(0, rows)])
-            beside = sum(before) + costs.shape.num_layers * costs.overhead_ps
-            experts = layer_factor(batches, costs) * experts_ps(group, stats.counts, rows)
-            out[group, request] = experts + beside + costs.gpu.head_ps(1)
+    for group, request in np.ndindex(g, b):
+        stats = batches.prompts[group][request]
+        rows, counts, shared = stats.num_tokens, stats.counts, costs.shared_ps(stats.num_tokens)
+        if isinstance(prompts, np.ndarray):
+            here = prompts if prompts.ndim == 2 else prompts[group]
+            hot, cold = np.where(here, counts, 0), np.where(here, 0, counts)
+            sizes = ((hot > 0).sum(axis=1), hot.sum(axis=1), (cold > 0).sum(axis=1), cold.sum(axis=1))
+            experts: float = sum(
+                max(shared + costs.resident_ps(h, hot_pairs), costs.streamed_ps(c, cold_pairs))
+                for h, hot_pairs, c, cold_pairs in zip(*(size.tolist() for size in sizes), strict=True)
+            )
+        else:
+            experts = prompts(counts).sum() + layers * shared
+        before = costs.gpu.before_experts_ps(rows, rows, rows * (rows + 1) // 2, [(0, rows)])
+        beside = sum(before) + costs.shape.num_layers * costs.overhead_ps
+        out[group, request] = layer_factor(batches, costs) * experts + beside + costs.gpu.head_ps(1)
     return out
 
 
@@ -254,7 +242,7 @@ def each_ps(counts: NDArray[np.int64], one_ps: Callable[[int], float]) -> NDArra
     return times
 
 
-def on_gpu_ps(costs: Costs, counts: NDArray[np.int64], expert_bytes: int) -> NDArray[np.float64]:
+def on_gpu_ps(costs: Costs, expert_bytes: int, counts: NDArray[np.int64]) -> NDArray[np.float64]:
     """[...], the experts of counts [..., E] in GPU memory, each used one read once at that size."""
     touched, pairs = (counts > 0).sum(axis=-1), counts.sum(axis=-1)
     times = [
@@ -262,3 +250,10 @@ def on_gpu_ps(costs: Costs, counts: NDArray[np.int64], expert_bytes: int) -> NDA
         for n, p in zip(touched.ravel().tolist(), pairs.ravel().tolist(), strict=True)
     ]
     return np.array(times, np.float64).reshape(touched.shape)
+
+
+def streamed_ps(costs: Costs, expert_bytes: int, counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The same where each used one comes over the link, one after the other, while others compute."""
+    copies = (counts > 0).sum(axis=-1) * costs.fetch_ps(expert_bytes)
+    times: NDArray[np.float64] = np.maximum(copies, on_gpu_ps(costs, expert_bytes, counts))
+    return times

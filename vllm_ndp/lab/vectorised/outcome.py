@@ -1,7 +1,4 @@
-"""Outcome of the replay of one system: simulated times, moved bytes, and the summary that `compare` prints.
-
-Knows arrays and averages. Does not know how a system works.
-"""
+"""Outcome of the replay of one system: simulated times, moved bytes, and the summary that `compare` prints."""
 
 from __future__ import annotations
 
@@ -218,7 +215,10 @@ def _with_energy(row: Summary, outcome: Outcome, batches: Batches, costs: Costs)
     dram_row = hardware.dram.lines_per_row * hardware.dram.line_bytes
     dram_fj_per_byte = energy.dram_line32_fj / 32 + energy.activate_fj / dram_row
     host_bytes = factor * traffic.host_bytes + copied
-    hbm_bytes = factor * traffic.hbm_bytes + copied + _beside_experts_bytes(batches, costs)
+    shape, steps = costs.shape, int((batches.rows > 0).sum())
+    beside = steps * (shape.beside_weights + shape.head_weights) * shape.dtype_bytes  # read in each step
+    cached = float(batches.kv_tokens.sum()) * shape.kv_bytes
+    hbm_bytes = factor * traffic.hbm_bytes + copied + (beside + cached)
     per_token = 1 / (1e12 * float(batches.valid.sum()))  # femtojoules of all decode to millijoules of a token
     idle_mw = energy.gpu_idle_mw + energy.host_idle_mw + energy.device_idle_mw * bool(outcome.device_ps.any())
     return replace(
@@ -229,13 +229,6 @@ def _with_energy(row: Summary, outcome: Outcome, batches: Batches, costs: Costs)
         energy_gpu_mj=8 * hbm_bytes * energy.hbm_bit_fj * per_token,
         energy_idle_mj=idle_mw / row.decode_tokens_per_s,
     )
-
-
-def _beside_experts_bytes(batches: Batches, costs: Costs) -> float:
-    """Bytes that decode reads from HBM beside experts: attention and its cache in every layer, and the head."""
-    shape, steps = costs.shape, int((batches.rows > 0).sum())
-    weights = steps * (shape.beside_weights + shape.head_weights) * shape.dtype_bytes
-    return weights + float(batches.kv_tokens.sum()) * shape.kv_bytes
 
 
 def against(row: Summary, own: NDArray[np.float64], reference: NDArray[np.float64]) -> Summary:
