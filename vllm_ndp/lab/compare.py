@@ -1,7 +1,6 @@
 """Every system and policy on the same trace and the same modelled hardware, as one table.
 
-Popularity priors come from requests that are not replayed: every fourth one, unless a prior is given. Knows which
-variants of a system are worth a row of their own. Does not know how a system works.
+Popularity priors come from requests that are not replayed: every fourth one, unless a prior is given.
 
 Of a grid, a refusal of one system at one point (a budget that fits nothing, say) is a result, not the end. A model is
 replayed on the first trace of its routing shape. No row depends on another, so any number of processes finds the same
@@ -324,12 +323,6 @@ def with_memory(row: Summary, one: Planned, costs: Costs) -> Summary:
     )
 
 
-def _with_the_rest(one: Planned, costs: Costs) -> Planned:
-    footprint = _footprint(one, costs)
-    free = costs.hardware.gpu.hbm_capacity_bytes - (footprint.gpu - footprint.experts.gpu)
-    return one._replace(options=replace(one.options, gpu_bytes=free))
-
-
 def _largest(one: Planned, costs: Costs) -> Planned:
     """The same with the widest replicas and the most hot experts that fit, tried from the largest down.
 
@@ -343,9 +336,14 @@ def _largest(one: Planned, costs: Costs) -> Planned:
             options = replace(wanted, budget=budget, widest=widest)
             try:
                 found = _require(one._replace(options=options), costs, "nothing of it fits, take another hardware")
-                return _with_the_rest(found, costs) if one.system.fills_memory else found
             except DoesNotFit as reason:
                 smallest = reason
+                continue
+            if not one.system.fills_memory:
+                return found
+            held = _footprint(found, costs)
+            free = costs.hardware.gpu.hbm_capacity_bytes - (held.gpu - held.experts.gpu)
+            return found._replace(options=replace(options, gpu_bytes=free))
     assert smallest is not None
     raise smallest
 
@@ -485,10 +483,8 @@ def _run(tasks: Sequence[Task], jobs: int) -> Iterator[Replayed | str]:
 
 
 def _of_system(at: CompareSettings, name: str) -> CompareSettings:
-    own = SYSTEMS[name].options
-    return replace(
-        at, systems=(name,), options={option: value for option, value in at.options.items() if option in own}
-    )
+    own = {option: value for option, value in at.options.items() if option in SYSTEMS[name].options}
+    return replace(at, systems=(name,), options=own)
 
 
 def _comparison(rows: Sequence[Replayed], prepared: Sequence[Replays]) -> Comparison:

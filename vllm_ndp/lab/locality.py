@@ -7,7 +7,7 @@
 
 A cache looks up a token's experts together, before any of them enters or leaves. Under lru, lfu and random all of them
 then enter. Under oracle the experts with the nearest next use stay. Caches are one per layer and request. Counts only:
-the loops over tokens are in csrc/stacks.cpp. Knows traces. Does not know time, hardware or pictures.
+the loops over tokens are in csrc/stacks.cpp.
 """
 
 from __future__ import annotations

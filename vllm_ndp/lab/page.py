@@ -1,6 +1,6 @@
 """A page of plots about a comparison: one file that loads nothing, drawn by Bokeh.
 
-Every mark says its value under the mouse; a click in a legend hides a series. Knows results. Computes none.
+Every mark says its value under the mouse; a click in a legend hides a series.
 """
 
 from __future__ import annotations

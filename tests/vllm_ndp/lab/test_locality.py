@@ -1,7 +1,6 @@
 """Repeats and hits by the slow way, one cache after the other, and by hand."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from vllm_ndp.lab.compare import beside_fastest, compare, paired
 from vllm_ndp.lab.locality import RULES, locality
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.vectorised.cache import found_ahead
-from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
 
@@ -87,28 +85,6 @@ def test_the_prompts_own_set_is_what_they_used_most():
 def test_the_static_set_is_that_of_the_other_requests():
     found = locality(trace_of([[[0], [0]], [[1], [1]], [[1], [0]]], 2))
     assert found.hits["static"][0, 1] == pytest.approx((0 + 0 + 1) / 6)  # of a tie, 0
-
-
-def test_shuffling_takes_persistence_away_and_leaves_what_a_request_prefers():
-    basis = SyntheticSettings(2, 32, 4, num_requests=8, prompt_len=4, decode_len=200, signal=1.5)
-    plain = locality(synthetic_trace(basis))
-    sticky = locality(synthetic_trace(replace(basis, persistence=0.6)))
-    assert plain.repeats.mean() == pytest.approx(plain.shuffled.mean(), abs=0.01)
-    assert sticky.repeats.mean() > sticky.shuffled.mean() + 0.08
-    assert sticky.shuffled.mean() == pytest.approx(plain.shuffled.mean(), abs=0.06)
-
-
-def sizes(**settings) -> Trace:
-    known = {"num_layers": 3, "num_experts": 16, "top_k": 2, "num_requests": 24, "prompt_len": 64, "decode_len": 64}
-    return synthetic_trace(SyntheticSettings(**known | settings))
-
-
-def test_a_prompt_covers_more_than_popularity_where_requests_differ_and_no_more_where_they_do_not():
-    null, signal = (locality(sizes(signal=signal), 8).coverage for signal in (0.0, 1.5))
-    assert null["prompt - static"].high < 0.02
-    assert signal["prompt - static"].low > 0.05
-    assert all(found["oracle"].low > max(found["prompt"].mean, found["static"].mean) for found in (null, signal))
-    assert all(one.low <= one.mean <= one.high for one in signal.values())
 
 
 def test_coverage_is_the_share_of_choices_by_hand():

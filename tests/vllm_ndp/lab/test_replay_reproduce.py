@@ -6,7 +6,6 @@ import pytest
 from paths import DATA
 
 from vllm_ndp.lab.reproduce import Reproduction, Row, paper, rivals
-from vllm_ndp.lab.reproduce.paper import split_probabilities
 from vllm_ndp.traces.trace import Trace
 
 PAPER = paper.reproduce()
@@ -37,31 +36,7 @@ def find(result: Reproduction, name: str, quantity: str) -> Row:
     return next(row for row in result.rows if (row.name, row.quantity) == (name, quantity))
 
 
-X7, X22 = "mixtral-8x7b", "mixtral-8x22b"
-
-# (row, model) -> MoNDE, ours at 3 and 2 bits in ms per layer (8x7B), and the ratios of both models
-CLOSED_FORMS = {
-    "H": ((1.401, 0.154, 0.130), (9.1, 10.8), (8.8, 10.4)),
-    "A": ((1.401, 0.199, 0.167), (7.0, 8.4), (7.0, 8.3)),
-    "A70": ((1.401, 0.200, 0.184), (7.0, 7.6), (6.9, 7.5)),
-    "B": ((1.431, 0.227, 0.201), (6.3, 7.1), (6.6, 7.5)),
-    "C": ((0.788, 0.229, 0.197), (3.4, 4.0), (4.4, 5.6)),
-    "D": ((1.752, 0.229, 0.197), (7.6, 8.9), (8.2, 10.6)),
-    "E": ((1.431, 0.708, 0.708), (2.0, 2.0), (2.0, 2.0)),
-    "F": ((1.431, 0.236, 0.204), (6.1, 7.0), (6.3, 7.4)),
-    "G": ((1.442, 0.276, 0.263), (5.2, 5.5), (5.4, 5.6)),
-}
-
-
-@pytest.mark.parametrize("name", CLOSED_FORMS)
-def test_every_row_of_the_paper_is_its_closed_form_within_one_percent(name):
-    times, small, large = CLOSED_FORMS[name]
-    for quantity, expected in zip(("monde", "ours3", "ours2"), times, strict=True):
-        assert find(PAPER, name, f"{X7} {quantity} ms per layer").ours == pytest.approx(expected, rel=0.01)
-    for model, ratios in ((X7, small), (X22, large)):
-        for bits, expected in zip((3, 2), ratios, strict=True):
-            ours = find(PAPER, name, f"{model} {bits}-bit over MoNDE").ours
-            assert ours == pytest.approx(expected, abs=0.055)  # the closed forms are given to one decimal
+X7 = "mixtral-8x7b"
 
 
 def test_the_devices_own_gain_is_16_over_bits_less_its_scales_and_none_without_scalable_units():
@@ -72,13 +47,6 @@ def test_the_devices_own_gain_is_16_over_bits_less_its_scales_and_none_without_s
     assert gain["3-bit, DDR5 banks and refresh, scales"] == pytest.approx(16 / 3.25, rel=0.02)
     assert gain["2-bit, DDR5 banks and refresh, scales"] == pytest.approx(16 / 2.25, rel=0.02)
     assert gain["2-bit, the same, units that dequantise to fp16"] == pytest.approx(1, abs=0.1)
-
-
-@pytest.mark.parametrize(("hot", "rate"), [(4, 0.5), (4, 0.7), (2, 0.25), (2, 0.57), (7, 0.9)])
-def test_the_fitted_draw_has_the_hit_rate_it_was_fitted_to(hot, rate):
-    both, one, none = split_probabilities(8, hot, rate)
-    assert both + one + none == pytest.approx(1)
-    assert both + one / 2 == pytest.approx(rate)
 
 
 def test_contended_prices_give_the_division_of_misses_but_not_the_speed():

@@ -1,7 +1,4 @@
-"""Commands on recorded routing: replay, compare, reproduce, analyze, arrivals. They need no vLLM.
-
-Knows options and what each command puts into its last line. lab/ computes, tables.py prints.
-"""
+"""Commands on recorded routing: replay, compare, reproduce, analyze, arrivals. They need no vLLM."""
 
 from __future__ import annotations
 
@@ -108,7 +105,10 @@ def compare(
         raise ConfigError(f"--replicas belong to one trace, {len(traces)} were given: compare them one by one")
     workers, started = processes(jobs), time.perf_counter()
     recorded = [Trace.load(path) for path in traces]
-    loss = losses_chosen(recorded[0], replicas, what.policy_options)
+    kind = what.policy_options.get("losses")
+    if replicas is None and kind is not None:
+        raise ConfigError("--policy-option losses=... chooses among losses of replicas: give --replicas too")
+    loss = None if replicas is None else losses(recorded[0], replicas, str(kind or "relative"))
     known = None if prior is None else read_prior(prior)
     points = over.points(what)
     with waiting(f"replaying {sum(len(one.prompt_len) for one in recorded)} requests"):
@@ -312,16 +312,6 @@ def _rows(hosts: list[Tokens]) -> list[dict[str, Any]]:
             strict=True,
         )
     ]
-
-
-def losses_chosen(trace: Trace, replicas: Path | None, options: dict[str, Any]) -> LossTable | None:
-    """Load the losses that the options name, of the given replicas; without any, None: nominal ones."""
-    kind = options.get("losses")
-    if replicas is not None:
-        return losses(trace, replicas, str(kind or "relative"))
-    if kind is not None:
-        raise ConfigError("--policy-option losses=... chooses among losses of replicas: give --replicas too")
-    return None
 
 
 def losses(trace: Trace, replicas: Path, kind: str = "relative") -> LossTable:

@@ -1,5 +1,4 @@
-"""What the lab's commands show before their last line: tables for people and files of rows. Knows columns; computes
-nothing."""
+"""What the lab's commands show before their last line: tables for people and files of rows."""
 
 from __future__ import annotations
 

@@ -11,10 +11,7 @@ takes what was measured of it, under routing as skewed as NVIDIA's own estimates
 In a run each answer has one prompt of every other request in it, or of every request where its own counts. Requests are
 half way through their answers. No constant is fitted to these rows. A row whose `why` begins with "apart" was run under
 conditions that the model does not have; it is computed and shown, and counted by itself.
-
-The simulated clock leaves out two norms and a rotary embedding a layer, and counts the router's columns as attention's.
-In these rows each of the three takes what aiconfigurator-core says of such a kernel, and the router is a product of its
-own. Sampling and what the host does between steps count as nothing.
+docs/timing.md: what a layer has beside the clock's kernels. Sampling and what the host does between steps are nothing.
 """
 
 from __future__ import annotations
@@ -74,19 +71,6 @@ def layers_held_out(card: str, name: str, alike: Callable[[tuple[int, ...]], obj
         foretold = layer.fixed_ps + layer.growing_ps(touched, pairs, touched * layer.expert_bytes)
         errors.append(abs(foretold / took - 1))
     return np.array(errors, np.float64)
-
-
-def _shape(shape: tuple[int, ...]) -> object:
-    return shape
-
-
-def _model(shape: tuple[int, ...]) -> object:
-    """Shards of one model agree in all but how wide a shard is."""
-    return shape[0], *shape[2:]
-
-
-def _of_attention(shape: tuple[int, ...]) -> object:
-    return shape[1:]
 
 
 def _rows(card: str, name: str, what: str, errors: NDArray[np.float64]) -> list[Row]:
@@ -157,6 +141,10 @@ def published_engines() -> list[tuple[Row, float]]:
 
 
 def reproduce() -> Reproduction:
+    def model(shape: tuple[int, ...]) -> object:
+        """Shards of one model agree in all but how wide a shard is."""
+        return shape[0], *shape[2:]
+
     rows: list[Row] = []
     cards: dict[str, dict[str, float]] = {}
     everything = []
@@ -165,11 +153,11 @@ def reproduce() -> Reproduction:
         for name in (*LAYERS, "gemm", "decode", "prefill", "latent"):
             of = kernel(card, name)
             if name in LAYERS:
-                errors = layers_held_out(card, name, _shape)
+                errors = layers_held_out(card, name, tuple)
                 of_card.append(errors)
-                rows += _rows(card, name, "all shards of its model", layers_held_out(card, name, _model))
+                rows += _rows(card, name, "all shards of its model", layers_held_out(card, name, model))
             else:
-                errors = held_out(of, _shape if name == "gemm" else _of_attention)
+                errors = held_out(of, tuple if name == "gemm" else lambda shape: shape[1:])
             rows += _rows(card, name, f"{of.num_left_out} warm or disturbed; its shape", errors)
         layers = np.concatenate(of_card)
         everything.append(layers)
