@@ -33,7 +33,7 @@ come from the caller. Does not know models, hardware or requests.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -43,8 +43,6 @@ from ndp_device.common.errors import ConfigError
 from vllm_ndp.planning import _joint
 from vllm_ndp.planning.stats import frozen_array
 
-TIERS = ("gpu", "host", "device")
-JOINT_WIDTHS = (16, 8, 4, 3, 2, 1)
 _FOLDED = ("device", "host", "gpu")
 """Sides of a layer, those that are waited for most first: the GPU is folded in last."""
 
@@ -57,14 +55,6 @@ class Choice:
     bits: int
     held_bytes: int
     """Bytes in the memory of its tier."""
-
-    def __post_init__(self) -> None:
-        if self.tier not in TIERS:
-            raise ConfigError(f"an expert lives in one of the tiers {', '.join(TIERS)}, got {self.tier!r}")
-        if self.bits not in JOINT_WIDTHS:
-            raise ConfigError(f"an expert has one of {list(JOINT_WIDTHS)} bits, got {self.bits}")
-        if self.held_bytes <= 0:
-            raise ConfigError(f"an expert of {self} must hold some bytes, got {self.held_bytes}")
 
     def __str__(self) -> str:
         return f"{self.bits} bits on the {self.tier}"
@@ -79,40 +69,21 @@ class JointProblem:
     loss: NDArray[np.float64]  # [C, L, E], expected in one step
     budgets: Mapping[str, float]
     """Tier -> bytes of its memory; a tier without a budget is not limited."""
-    moved: NDArray[np.float64] | None = None
-    """[C, L, E], bytes over the link before an expert is there at that width, 0 where it is; None: nothing moves."""
-    move_ps: float = 0.0
+    moved: NDArray[np.float64]
+    """[C, L, E], bytes over the link before an expert is there at that width, 0 where it is."""
+    move_ps: float
     """Time that a moved byte adds to each step."""
-    used: NDArray[np.float64] = field(default=None)  # type: ignore[arg-type]  # [L, E]
-    """The chance that a step uses an expert; None: every step uses all."""
-    openings: NDArray[np.float64] = field(default=None)  # type: ignore[arg-type]  # [C]
+    used: NDArray[np.float64]  # [L, E]
+    """The chance that a step uses an expert."""
+    openings: NDArray[np.float64]  # [C]
     """Picoseconds of a layer's message or launch in steps that use any expert of the choice; of those of one tier the
-    longest is paid. None: none."""
+    longest is paid."""
 
     def __post_init__(self) -> None:
-        if not self.choices:
-            raise ConfigError("a joint plan needs at least one tier and width to choose: none is available")
-        if self.used is None:
-            object.__setattr__(self, "used", np.ones(self.ps.shape[1:]))
-        if self.openings is None:
-            object.__setattr__(self, "openings", np.zeros(len(self.choices)))
-        for name in ("ps", "loss", "used", "openings", *(["moved"] if self.moved is not None else [])):
+        for name in ("ps", "loss", "used", "openings", "moved"):
             object.__setattr__(self, name, frozen_array(getattr(self, name), np.float64))
-        shape = (len(self.choices), *self.ps.shape[1:])
-        moved = self.ps if self.moved is None else self.moved
-        if self.ps.ndim != 3 or 0 in shape or not self.ps.shape == self.loss.shape == moved.shape == shape:
-            raise ValueError(f"times, losses and moves must be {list(shape)}, got {list(self.ps.shape)}")
-        if self.used.shape != shape[1:] or (self.used < 0).any() or (self.used > 1).any():
-            raise ValueError(f"chances of use must be {list(shape[1:])} within 0..1, got {list(self.used.shape)}")
-        for what, values in (("price", self.ps), ("loss", self.loss)):
-            bad = (~np.isfinite(values) | (values < 0)).any(axis=(1, 2))
-            if bad.any():
-                named = self.choices[int(bad.argmax())]
-                raise ConfigError(f"{named} has no {what} for some experts: measure it first, or leave it out")
         for name, budget in self.budgets.items():
-            if name not in TIERS:
-                raise ConfigError(f"a budget is for one of {', '.join(TIERS)}, got {name!r}")
-            if not budget >= 0:
+            if budget < 0:
                 raise ConfigError(f"the budget of {name} bytes must be at least 0, got {budget}")
 
     @property
@@ -131,10 +102,9 @@ class JointProblem:
 
     def only(self, which: NDArray[np.int64]) -> JointProblem:
         """The problem with some of the choices."""
-        moved = None if self.moved is None else self.moved[which]
         choices = tuple(self.choices[choice] for choice in which)
-        parts = {name: getattr(self, name)[which] for name in ("ps", "loss", "openings")}
-        return replace(self, choices=choices, moved=moved, **parts)
+        parts = {name: getattr(self, name)[which] for name in ("ps", "loss", "openings", "moved")}
+        return replace(self, choices=choices, **parts)
 
     @cached_property
     def native(self) -> _joint.Problem:
@@ -156,7 +126,7 @@ class JointProblem:
     @cached_property
     def moving(self) -> NDArray[np.float64]:
         """[C, L, E], picoseconds that moving to a choice adds to each step."""
-        return np.zeros(self.ps.shape) if self.moved is None else self.moved * self.move_ps
+        return self.moved * self.move_ps
 
     @cached_property
     def turns(self) -> NDArray[np.float64]:
@@ -184,7 +154,7 @@ class JointProblem:
 
     def moved_bytes(self, chosen: NDArray[np.int64]) -> float:
         """Bytes over the link before the plan is in force."""
-        return 0.0 if self.moved is None else total(self.moved, chosen)
+        return total(self.moved, chosen)
 
 
 @dataclass(frozen=True)

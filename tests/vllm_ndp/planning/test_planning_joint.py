@@ -327,9 +327,6 @@ def test_arrays_that_do_not_belong_together_are_refused_before_the_search(wrong,
     [
         (lambda: least_time(problem(0, 4, 8, 0.01, MENU[:4]), 0.1), "no plan fits: .* all of them take .* 2 bits on"),
         (lambda: least_time(problem(0, 4, 8, 0.0, SMALL[3:]), 0.0), "a budget|no plan"),
-        (lambda: least_time(problem(0, 4, 8, 0.1, SMALL[:3], gpu_=1), 0.1), "a budget is for one of"),
-        (lambda: Choice("tpu", 4, 1), "one of the tiers gpu, host, device, got 'tpu'"),
-        (lambda: Choice("gpu", 5, 1), r"one of \[16, 8, 4, 3, 2, 1\] bits, got 5"),
         (lambda: problem(0, 1, 2, -1.0), "budget of gpu bytes must be at least 0"),
     ],
 )
@@ -345,13 +342,3 @@ def test_a_limit_that_no_plan_keeps_is_refused_with_the_least_there_is():
     given = problem(4, 8, 8, 0.05, tuple(c for c in MENU if c.bits <= 4))
     with pytest.raises(ConfigError, match="loss of at most 1e-06: the least found is"):
         least_time(given, 1e-6)
-
-
-def test_a_width_without_a_price_or_a_loss_is_refused_by_its_name():
-    given = problem(5, 2, 2, 1.0)
-    ps = given.ps.copy()
-    ps[4] = np.nan
-    with pytest.raises(ConfigError, match="16 bits on the host has no price"):
-        JointProblem(MENU, ps, given.loss, given.budgets)
-    with pytest.raises(ConfigError, match="at least one tier"):
-        JointProblem((), given.ps, given.loss, given.budgets)

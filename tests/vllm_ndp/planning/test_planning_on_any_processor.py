@@ -48,7 +48,8 @@ def decisions() -> dict[str, str]:
     choices = tuple(Choice(tier, bits, bits * 1000) for tier, bits in [("gpu", 16), ("gpu", 4), ("device", 3)])
     work = np.array([1.0, 1.5, 3.0])[:, None, None] * load
     lost = np.array([0.0, 0.01, 0.07])[:, None, None] * loss.mse[:, :, 0] * load
-    problem = JointProblem(choices, work, lost, {"gpu": 5000.0 * LAYERS * EXPERTS})
+    sizes = {"gpu": 5000.0 * LAYERS * EXPERTS}
+    problem = JointProblem(choices, work, lost, sizes, 0 * work, 0.0, np.ones((LAYERS, EXPERTS)), np.zeros(3))
     nothing_moves = np.zeros((len(menu.choices), LAYERS, EXPERTS))
     room = {"gpu": 0.2 * costs.shape.expert_bytes * LAYERS * EXPERTS}
     whole = menu.problem(scores[0].values, 8, losses_by_width(loss, OF_ONE_BIT), room, nothing_moves, 0.0)
