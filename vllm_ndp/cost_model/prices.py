@@ -14,9 +14,6 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
-
-import msgspec
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.work import PS_PER_S
@@ -78,19 +75,6 @@ class MeasuredPrices:
             raise ConfigError(f"measured prices must be above 0, one for each of {len(self.rows)} numbers of rows")
         if not 0 <= self.beside <= 1:
             raise ConfigError(f"the shorter side runs beside the longer one by a share in 0..1, got {self.beside}")
-
-    @classmethod
-    def of_recorded(cls, recorded: Mapping[str, Any]) -> MeasuredPrices:
-        """As `recorded` gave them. Raises ConfigError where that is something else."""
-        try:
-            return msgspec.convert(recorded, cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"the recorded prices cannot be read ({error}): record the run again") from None
-
-    def recorded(self) -> dict[str, Any]:
-        """The prices as plain values, to be written into a trace."""
-        plain: dict[str, Any] = msgspec.to_builtins(self)
-        return plain
 
     def expert_ps(self, tier: str, bits: int, rows: int) -> float:
         """Raises ConfigError where that was never measured."""

@@ -248,12 +248,12 @@ def _make_setup(worker: WorkerFacts, served: Served, *, wants_prompts: bool) -> 
 
 def measure_prices(
     worker: WorkerFacts, hot: HotExperts, device: DeviceView, replicas: Path | None, shared: Shared | None
-) -> dict[str, Any] | None:
+) -> MeasuredPrices | None:
     """Measure as the leader, for all ranks; None where prices are those of the simulated hardware. `shared`: the
     shared experts of a layer, where there are any."""
     if worker.settings.prices != "measured":
         return None
-    recorded = None
+    prices: MeasuredPrices | None = None
     if (link := device.link) is not None:
         wanted = _asked_of_probe(worker, device.setup)
         probe = PriceProbe(hot, lambda: worker.kernel, worker.model_dir, replicas, worker.layers.start, shared)
@@ -262,8 +262,7 @@ def measure_prices(
         measure = partial(probe.measure, wanted, link.members.beside_the_run)
         prices, said = find_or_measure(MeasuredPrices, facts, measure)
         say(f"speed of this machine, by which plans place experts: {said}")
-        recorded = prices.recorded()
-    told: dict[str, Any] = worker.ranks.from_leader(recorded)
+    told: MeasuredPrices | None = worker.ranks.from_leader(prices)
     return told
 
 

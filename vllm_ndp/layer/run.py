@@ -77,7 +77,7 @@ class Run(Generic[K]):
     ) -> None:
         """devices: where there are several. counted_on: which of them a step's experts may run on. layout: how hot
         pairs are laid out for the slots of a worker, as Splitter takes it."""
-        prices, self.setup, self.costs, self.devices, self.tiers = setup.measured_prices, setup, costs, devices, tiers
+        prices, self.setup, self.costs, self.devices, self.tiers = setup.prices, setup, costs, devices, tiers
         if setup.joint_tiers:
             num_hot = rules.budget.num_hot
             joint = JointRule.live(costs, setup.joint_tiers, rules.loss, num_hot, prices, setup.num_devices)

@@ -107,16 +107,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Bits of hot experts in GPU memory."""
     joint_tiers: str = ""
     """Tiers among which a joint plan chooses (layer/joint_rule.py), with + between; empty: plans are fixed."""
-    prices: dict[str, Any] | None = None
-    """Measured prices that plans are made by, as cost_model/prices.py records them; None: simulated prices."""
+    prices: MeasuredPrices | None = None
+    """Measured prices that plans are made by; None: simulated prices."""
 
     @cached_property
     def hardware(self) -> Hardware:
         return load_hardware(self.preset, **self.overrides)
-
-    @cached_property
-    def measured_prices(self) -> MeasuredPrices | None:
-        return None if self.prices is None else MeasuredPrices.of_recorded(self.prices)
 
     @property
     def has_warm_experts(self) -> bool:
