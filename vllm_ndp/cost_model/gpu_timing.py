@@ -271,10 +271,6 @@ class GpuModel:
         """The shared experts of one MoE layer, in GPU memory; they run beside the device, as hot experts do."""
         return self.weights_ps(self.shape.shared_weights, rows) if rows and self.shape.shared_weights else 0
 
-    def hot_experts_ps(self, pairs_per_hot_expert: Sequence[int]) -> int:
-        """Experts in GPU memory of which each GPU has a part, by the rows of each."""
-        return self.hot_ps([(sum(1 for pairs in pairs_per_hot_expert if pairs), sum(pairs_per_hot_expert))])
-
     def hot_ps(self, loads: Sequence[tuple[int, int]], num_bytes: int | None = None) -> int:
         """Experts in GPU memory: each one with at least a row is read once.
 

@@ -64,7 +64,7 @@ class ScoringServer:
         """Directory or hub id of its checkpoint, tokenizer included."""
         self.max_length = int(models[0]["max_model_len"])
 
-    def text(self, path: str, body: dict[str, Any] | None = None) -> str:
+    def json(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The answer. Raises DeviceUnavailable where nobody is."""
         request = urllib.request.Request(self.name + path, None if body is None else json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
@@ -72,22 +72,18 @@ class ScoringServer:
             request.add_header("Authorization", f"Bearer {self._api_key}")
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-                return str(answer.read(_MOST_BYTES).decode(errors="replace"))
+                return json.loads(answer.read(_MOST_BYTES))
         except urllib.error.HTTPError as error:
             if error.code in (401, 403):
                 says = f"{self.name} wants its key: give --api-key, or set VLLM_API_KEY"
             else:
                 says = f"{self.name}{path} answers {error.code} ({_reason(error)}): is this the address of vllm serve?"
             raise ConfigError(says) from None
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise ConfigError(f"{self.name}{path} answers no JSON: is this the address of vllm serve?") from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise DeviceUnavailable(f"no server answers at {self.name} ({reason})") from None
-
-    def json(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        try:
-            return json.loads(self.text(path, body))
-        except json.JSONDecodeError:
-            raise ConfigError(f"{self.name}{path} answers no JSON: is this the address of vllm serve?") from None
 
     def score(self, tokens: Sequence[int], decode_from: int, scored_from: int) -> Scored:
         """Log-probabilities of tokens[scored_from:], those before decode_from being the prompt."""

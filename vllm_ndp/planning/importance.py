@@ -192,8 +192,6 @@ def scores_for_bits(scores: Sequence[ImportanceScore], bits_for: str) -> list[Im
 
 def importance(stats: RoutingStats, alpha: float = PAPER_ALPHA) -> ImportanceScore:
     """The paper's score; alpha weighs how often an expert was chosen against how strongly."""
-    if not 0.0 <= alpha <= 1.0:
-        raise ConfigError(f"alpha must lie in 0..1, got {alpha}")
     mixed = alpha * _normalised(stats.counts.astype(np.float64)) + (1 - alpha) * _normalised(stats.scores)
     return ImportanceScore(_normalised(mixed), stats.num_tokens, _strength(stats))
 

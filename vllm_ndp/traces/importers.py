@@ -33,6 +33,7 @@ from vllm_ndp.traces.rows import (
     Logged,
     Rows,
     Told,
+    count_of,
     requests_of,
     without_blanks,
 )
@@ -285,12 +286,12 @@ def _prompt_lens(where: str, response: dict[str, Any], rows: list[int]) -> list[
     if all(told):
         lengths = [len(tokens) for tokens in told]
     elif "prompt_tokens" in usage and "completion_tokens" in usage:
-        lengths = [_count(where, usage, "prompt_tokens")] * len(rows)
+        lengths = [count_of(where, usage, "prompt_tokens", least=1)] * len(rows)
     else:
         raise TraceError(f"{where} has neither usage nor prompt_token_ids: nothing says where its prompt ends")
     whole, least = sum(rows), sum(lengths) - len(rows)  # the last token of each has no row
     if "completion_tokens" in usage:
-        source, wanted = "usage", least + _count(where, usage, "completion_tokens")
+        source, wanted = "usage", least + count_of(where, usage, "completion_tokens", least=1)
     elif all(choice.get("token_ids") for choice in choices):
         source, wanted = "token_ids", least + sum(len(choice["token_ids"]) for choice in choices)
     else:
@@ -301,13 +302,6 @@ def _prompt_lens(where: str, response: dict[str, Any], rows: list[int]) -> list[
             "leave routed_experts_prompt_start at 0"
         )
     return lengths
-
-
-def _count(where: str, told: dict[str, Any], name: str) -> int:
-    value = told.get(name)
-    if type(value) is not int or value < 1:
-        raise TraceError(f"{where} must have a whole {name} of at least 1, got {value!r}")
-    return value
 
 
 def _routed(value: Any) -> tuple[NDArray[np.int64], NDArray[np.float32] | None] | None:
@@ -340,8 +334,8 @@ def _sglang_answers(told: Told) -> Found:
     logged = []
     for where, response in told.parts:
         meta = response["meta_info"]
-        prompt_len = _count(where, meta, "prompt_tokens")
-        tokens = prompt_len + _count(where, meta, "completion_tokens") - 1
+        prompt_len = count_of(where, meta, "prompt_tokens", least=1)
+        tokens = prompt_len + count_of(where, meta, "completion_tokens", least=1) - 1
         ids = np.frombuffer(base64.b64decode(meta[told.fields["ids"]], validate=True), "<i4")
         if told.top_k < 1 or not ids.size or ids.size % (tokens * told.top_k):
             raise TraceError(

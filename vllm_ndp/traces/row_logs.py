@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.errors import TraceError
-from vllm_ndp.traces.rows import Found, Logged, Rows, Told, requests_of
+from vllm_ndp.traces.rows import Found, Logged, Rows, Told, count_of, requests_of
 
 _LEAST_ALIKE = 16
 """Least number of equal rows at the start that mark the engine's profile run; real rows repeat less."""
@@ -73,24 +73,17 @@ def _logged_rows(told: Told) -> tuple[Rows, dict[str, int]]:
             top_k = len(ids)
             columns["request"].append(names.setdefault(str(row[fields["request"]]), len(names)))
             for name in ("token", "layer"):
-                columns[name].append(_whole(where, row, fields[name]))
+                columns[name].append(count_of(where, row, fields[name]))
             columns["ids"].extend(ids)
             weights.extend(own)
         elif fields["request"] in row and fields["prompt_len"] in row:
-            prompts[str(row[fields["request"]])] = _whole(where, row, fields["prompt_len"])
+            prompts[str(row[fields["request"]])] = count_of(where, row, fields["prompt_len"])
     if not top_k:
         raise TraceError(f'{told.source} holds no row of {{"type": "route"}}')
     request, token, layer, flat = (np.array(columns[name], np.int64) for name in ("request", "token", "layer", "ids"))
     shape = (len(token), top_k)
     told_weights = np.array(weights, np.float32).reshape(shape) if len(weights) == len(flat) else None
     return Rows(request, token, layer, flat.reshape(shape), told_weights, tuple(names)), prompts
-
-
-def _whole(where: str, row: dict[str, Any], name: str) -> int:
-    value = row.get(name)
-    if type(value) is not int or value < 0:
-        raise TraceError(f"{where} must have a whole {name} of at least 0, got {value!r}")
-    return value
 
 
 def _choice(where: str, row: dict[str, Any], fields: dict[str, str]) -> tuple[list[int], list[float]]:

@@ -83,6 +83,13 @@ class Rows:
         return self.taken(order[is_last])
 
 
+def count_of(where: str, row: dict[str, Any], name: str, least: int = 0) -> int:
+    value = row.get(name)
+    if type(value) is not int or value < least:
+        raise TraceError(f"{where} must have a whole {name} of at least {least}, got {value!r}")
+    return value
+
+
 def requests_of(source: object, rows: Rows, prompts: Mapping[str, int] | None = None) -> list[Logged]:
     """Requests in the order of the names. prompts: lengths that the source tells."""
     if not len(rows):

@@ -38,17 +38,16 @@ def test_attention_of_the_published_models_takes_what_their_weights_take() -> No
 def test_hot_experts_are_read_once_each_until_compute_outgrows_the_read() -> None:
     """352 MB at 3.35 TB/s: 0.105 ms; 0.352 GFLOP a row at 989.4 TFLOP/s: 0.356 us a row, so they meet at 295 rows."""
     model = ONE
-    one = model.hot_experts_ps([1])
+    one = model.hot_ps([(1, 1)])
     assert one == pytest.approx(0.1052e9, rel=0.001)
-    assert model.hot_experts_ps([295]) == model.hot_experts_ps([1, 0, 0]) == one
-    assert model.hot_experts_ps([296]) > one
-    assert model.hot_experts_ps([1, 1]) == pytest.approx(2 * one, rel=1e-6)
-    assert model.hot_experts_ps([]) == model.hot_experts_ps([0, 0]) == 0
+    assert model.hot_ps([(1, 295)]) == one
+    assert model.hot_ps([(1, 296)]) > one
+    assert model.hot_ps([(2, 2)]) == pytest.approx(2 * one, rel=1e-6)
 
 
 def test_hbm_efficiency_and_layer_overhead_are_assumptions_to_set() -> None:
     slow = load_hardware("h100-ndp512", times="roofline", hbm_efficiency_percent=70, layer_overhead_ps=30_000_000)
-    assert GpuModel(slow, MIXTRAL).hot_experts_ps([1]) == pytest.approx(0.1052e9 / 0.7, rel=0.001)
+    assert GpuModel(slow, MIXTRAL).hot_ps([(1, 1)]) == pytest.approx(0.1052e9 / 0.7, rel=0.001)
     clock = StepClock(GpuModel(slow, MIXTRAL))
     clock.begin_step(1, 0)
     clock.begin_layer()
@@ -87,7 +86,7 @@ def test_dense_layers_run_before_the_experts_that_follow_them() -> None:
 
 def test_shared_experts_run_on_the_gpu_while_the_device_works() -> None:
     model = GpuModel(H100, replace(SMALL, shared_weights=3 * 8 * 5000))
-    shared, hot, attention = model.shared_ps(3), model.hot_experts_ps([1, 2]), model.attention_ps(3, 9)
+    shared, hot, attention = model.shared_ps(3), model.hot_ps([(2, 3)]), model.attention_ps(3, 9)
     assert shared == model.roofline_ps(240_000, 2 * 3 * 120_000)
     for device_ps, took in ((0, shared + hot), (shared + hot - 1, shared + hot), (shared + hot + 5, shared + hot + 5)):
         clock = StepClock(model)
@@ -170,7 +169,7 @@ def test_a_full_migration_takes_what_the_paper_s_sizes_give() -> None:
 
 def test_a_layer_waits_for_the_slowest_of_gpu_link_and_device() -> None:
     model = GpuModel(H100, SMALL)
-    attention, hot, streamed = model.attention_ps(2, 7), model.hot_experts_ps([1, 1]), model.prefill_stream_ps(1, 2)
+    attention, hot, streamed = model.attention_ps(2, 7), model.hot_ps([(2, 2)]), model.prefill_stream_ps(1, 2)
     for device_ps, expected in ((0, streamed), (streamed + 1, streamed + 1)):
         clock = StepClock(model, now_ps=1000)
         clock.begin_step(2, 7)
@@ -226,7 +225,7 @@ def test_an_all_reduce_of_two_sends_its_bytes_once_each_way():
 
 
 def test_two_gpus_read_their_halves_of_an_expert_at_once():
-    assert TWO.hot_experts_ps([1, 3]) == pytest.approx(ONE.hot_experts_ps([1, 3]) / 2, abs=1)
+    assert TWO.hot_ps([(2, 4)]) == pytest.approx(ONE.hot_ps([(2, 4)]) / 2, abs=1)
 
 
 def test_experts_that_come_over_the_one_devices_link_take_as_long_for_two_gpus():

@@ -77,7 +77,7 @@ def times_of(model: str, hbm_efficiency: float = 1.0) -> Times:
     return Times(
         attention=host.attention_ps(1, 0) / MS_PS,
         device=num_bytes / hardware.dram.peak_bytes_per_s * 1e3,
-        gpu=host.hot_experts_ps([1]) / MS_PS,
+        gpu=host.hot_ps([(1, 1)]) / MS_PS,
         link=num_bytes / hardware.link.bulk_bytes_per_s * 1e3,
     )
 
