@@ -118,15 +118,7 @@ def _cut(stream: Logged, settings: ImportSettings) -> Iterator[Sequence]:
 def _sequence(one: Logged, part: slice, prompt_len: int) -> Sequence:
     ids = one.ids[part]
     weights = np.full(ids.shape, 1.0 / ids.shape[-1], np.float32) if one.weights is None else one.weights[part]
-    return Sequence(
-        request=0,
-        label=one.name,
-        arrival_s=0.0,
-        prompt_ids=ids[:prompt_len],
-        prompt_weights=weights[:prompt_len],
-        decode_ids=ids[prompt_len:],
-        decode_weights=weights[prompt_len:],
-    )
+    return Sequence.of(0, one.name, ids, weights, prompt_len)
 
 
 # -- containers: a file -> (where, contents) of its parts -------------------------------------------------------------

@@ -102,17 +102,8 @@ def synthetic_trace(settings: SyntheticSettings, model: str = "synthetic") -> Tr
     for request in range(s.num_requests):
         taste, noise = _taste_and_noise(s, generator)
         ids, weights = _chosen(_strength(s) * (popularity + s.signal * taste) + noise, s.top_k)
-        sequences.append(
-            Sequence(
-                request=request,
-                label="null" if s.signal == s.persistence == 0 else "synthetic",
-                arrival_s=0.0,
-                prompt_ids=ids[: s.prompt_len],
-                prompt_weights=weights[: s.prompt_len],
-                decode_ids=ids[s.prompt_len :],
-                decode_weights=weights[s.prompt_len :],
-            )
-        )
+        label = "null" if s.signal == s.persistence == 0 else "synthetic"
+        sequences.append(Sequence.of(request, label, ids, weights, s.prompt_len))
     provenance = Provenance(
         model=model,
         num_layers=s.num_layers,

@@ -52,6 +52,14 @@ class Sequence:
     decode_ids: NDArray[Any]  # [D, L, k]
     decode_weights: NDArray[np.float32]
 
+    @classmethod
+    def of(
+        cls, request: int, label: str, ids: NDArray[Any], weights: NDArray[Any], prompt_len: int, arrival_s: float = 0.0
+    ) -> Sequence:
+        """Of all its tokens [P + D, L, k]."""
+        prompt, decode = slice(prompt_len), slice(prompt_len, None)
+        return cls(request, label, arrival_s, ids[prompt], weights[prompt], ids[decode], weights[decode])
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -144,27 +152,17 @@ class Trace:
         order, ends, splits = self.executed
         out = []
         for index, (start, end) in enumerate(itertools.pairwise(ends.tolist())):
-            prompt, decode = order[start : splits[index]], order[splits[index] : end]
-            out.append(
-                Sequence(
-                    request=index,
-                    label=self.labels[index],
-                    arrival_s=float(self.arrival_s[index]),
-                    prompt_ids=self.ids[prompt],
-                    prompt_weights=self.weights[prompt],
-                    decode_ids=self.ids[decode],
-                    decode_weights=self.weights[decode],
-                )
-            )
+            rows, prompt_len = order[start:end], int(splits[index]) - start
+            told = self.ids[rows], self.weights[rows], prompt_len, float(self.arrival_s[index])
+            out.append(Sequence.of(index, self.labels[index], *told))
         return out
 
     def simulated_steps(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(start_ps, step_ps) of every step of a live run. Raises TraceError where a step has none."""
-        lacking = "the trace holds no steps of a live run: record one with the plugin's 'record' setting"
-        if len(self.events.get("step", ())):
-            lacking = self.lacks
-        if lacking:
-            raise TraceError(lacking)
+        if not len(self.events.get("step", ())):
+            raise TraceError("the trace holds no steps of a live run: record one with the plugin's 'record' setting")
+        if self.lacks:
+            raise TraceError(self.lacks)
         return self.events["simulated_start_ps"], self.events["simulated_step_ps"]
 
     @property

@@ -345,9 +345,7 @@ def test_a_recording_with_holes_is_refused():
 
 def test_a_request_of_its_prompt_alone_gives_one_token():
     one = BUNDLED.sequences[0]
-    nothing = Sequence(
-        0, "", 0.0, one.prompt_ids[:5], one.prompt_weights[:5], one.decode_ids[:0], one.decode_weights[:0]
-    )
+    nothing = Sequence.of(0, "", one.prompt_ids[:5], one.prompt_weights[:5], 5)
     (served,) = serve([from_sequences(BUNDLED.provenance, [nothing])], settings())
     assert [len(step.spans) for step in served.steps] == [1]
     assert tokens_of(served).index.tolist() == [0]
