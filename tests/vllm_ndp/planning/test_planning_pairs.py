@@ -65,19 +65,6 @@ def test_no_widths_of_single_pairs_that_read_as_much_lose_less(seed, layers, exp
         assert not wider or avg_bits < read + 3 / samples, "what is left does not pay for three bits of a pair"
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 12), st.data(), st.floats(1.0, 4.0))
-def test_pairs_read_what_the_budget_pays_for_but_for_one_step_of_one_pair(seed, layers, experts, data, avg_bits):
-    score, loss = small_model(seed, layers, experts, WEIGHT_SAMPLES)
-    hot = data.draw(st.integers(0, experts - 1))
-    placement = top_experts(score.values, hot)
-    plan = Plan(1, placement, bits_of_pairs(score, placement, loss, Budget(hot, avg_bits)))
-    step = 3 * placement.cold_shares(score.values).max() / WEIGHT_SAMPLES
-    assert avg_bits - step - 1e-8 <= plan.bits_read(score.values, score.weights) <= avg_bits + 1e-8
-    assert (plan.bits.bits[placement.hot] == 0).all()
-    assert ((plan.bits.bits >= 1) & (plan.bits.bits <= 4))[placement.cold].all()
-
-
 def test_a_budget_of_nats_is_met_by_single_pairs_with_fewer_bits_than_by_experts():
     score, loss = small_model(3, 2, 6, WEIGHT_SAMPLES)
     placement = Placement(np.zeros((2, 6), bool))
@@ -217,16 +204,6 @@ def test_counts_and_scores_are_what_a_loop_over_the_choices_adds_up():
     assert np.allclose(stats.scores, scores, rtol=1e-12)
 
 
-@given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 10**6))
-def test_merged_chunks_give_the_counts_of_one_uncached_pass(first: int, second: int, seed: int):
-    ids, weights = random_choices(seed, first + second)
-    whole = RoutingStats.from_choices(ids, weights, 6)
-    chunks = [RoutingStats.from_choices(ids[part], weights[part], 6) for part in (slice(first), slice(first, None))]
-    assert (chunks[0].counts + chunks[1].counts == whole.counts).all()
-    assert np.allclose(chunks[0].scores + chunks[1].scores, whole.scores)
-    assert (whole.counts.sum(axis=1) == whole.num_tokens * whole.top_k).all()
-
-
 def test_importance_is_the_papers_formula():
     """counts 3,1,0 and scores 1.5,0.9,0.0: at alpha .5, (.75 + .625) / 2 = .6875 and (.25 + .375) / 2 = .3125."""
     stats = RoutingStats(np.array([[3, 1, 0]]), np.array([[1.5, 0.9, 0.0]]), num_tokens=4, top_k=1)
@@ -316,18 +293,6 @@ def test_a_prefill_keeps_what_it_streamed_in_free_slots_then_in_those_of_the_low
         [0, 0, 1, 1, 1, 0],  # 3 takes the free slot, 4 that of 0
         [1, 1, 1, 0, 0, 0],  # nothing else is wanted
     ]
-
-
-@given(st.integers(0, 2**32 - 1))
-def test_kept_experts_are_wanted_streamed_and_never_too_many(seed: int):
-    rng = np.random.default_rng(seed)
-    slots = int(rng.integers(1, 6))
-    held, wanted = (np.argsort(np.argsort(rng.random((3, 8)))) < slots for _ in range(2))
-    streamed = rng.random((3, 8)) < 0.6
-    after = keep_streamed(held, Placement(wanted), streamed, slots)
-    assert (after.sum(axis=1) <= slots).all()
-    assert ((after & ~held) == (wanted & ~held & streamed)).all()
-    assert (after[held & wanted]).all()
 
 
 def test_a_batch_can_share_the_score_its_bits_come_from():

@@ -215,10 +215,6 @@ BY_IMPORTANCE = load_policy("prefill", PolicySettings(bit_rule="importance"))
 """Its bits differ from prompt to prompt, whatever the losses."""
 
 
-def score(seed: int) -> ImportanceScore:
-    return ImportanceScore.from_weights(np.random.default_rng(seed).random((3, 16)), 64)
-
-
 def test_four_requests_get_common_bits_and_half_a_bit_more_and_three_their_own() -> None:
     generator = np.random.default_rng(5)
     loss = LossTable.nominal(2, 16)
@@ -247,16 +243,6 @@ def test_what_a_prefill_streamed_stays_until_its_request_is_gone_and_is_no_move(
     assert (change.moved.nonzero()[1].tolist(), change.num_kept) == ([2], 1)
     lost = [planner.predicted_nats(bits, prompt, change.plans["a"]) for bits in (16, 4)]
     assert lost == pytest.approx([0, 0.05])
-
-
-def test_bits_for_the_whole_batch_are_assigned_once() -> None:
-    loss = LossTable.nominal(3, 16)
-    rules = PlannerRules(BY_IMPORTANCE, Budget(8, 3.0), loss, bits_for="batch")
-    plans = Replanner(rules, 3, 16).replan({"a": score(1), "b": score(2)}).plans
-    assert plans["a"].bits is plans["b"].bits
-    each = Replanner(PlannerRules(BY_IMPORTANCE, Budget(8, 3.0), loss), 3, 16)
-    plans = each.replan({"a": score(1), "b": score(2)}).plans
-    assert (plans["a"].bits.bits != plans["b"].bits.bits).any()
 
 
 # -- Whether a prompt repeats itself, judged without an oracle ---------------------------------------------------------

@@ -60,27 +60,6 @@ def test_the_selector_equals_exhaustive_search_for_every_budget(cold: int, gain:
             assert ours == pytest.approx(best, rel=1e-12)
 
 
-@given(st.integers(1, 5), st.integers(1, 12), st.data(), st.floats(1.0, 4.0), st.sampled_from([*GAINS, "uniform"]))
-def test_a_plan_fits_its_budget_and_is_the_same_to_the_bit_the_second_time(layers, experts, data, average, rule):
-    num_hot = data.draw(st.integers(0, experts))
-    score, loss = random_model(data.draw(st.integers(0, 10**6)), layers, experts)
-    budget = Budget(num_hot, average)
-
-    def plan() -> Plan:
-        placement = by_sum([score], num_hot)
-        if rule == "uniform":
-            return Plan(1, placement, uniform_bitwidths(placement, budget))
-        return Plan(1, placement, select_bitwidths(score, placement, loss, budget, rule))
-
-    first, second = plan(), plan()
-    cold = first.bits.bits[first.placement.cold]
-    assert ((first.bits.bits == 0) == first.placement.hot).all()
-    assert (first.placement.num_hot == num_hot).all()
-    assert average * cold.size - 1 - 1e-6 < cold.sum() <= average * cold.size + 1e-6
-    assert first.bits.bits.tobytes() == second.bits.bits.tobytes()
-    assert first.placement.hot.tobytes() == second.placement.hot.tobytes()
-
-
 SUBSETS = [subset for count in range(1, 5) for subset in combinations(WIDTHS, count)]
 
 
@@ -230,20 +209,6 @@ def test_a_bit_that_pays_only_with_the_next_one_is_bought_with_it():
     mse = np.array([[[1.0, 1.0, 0.1, 0.1], [1.0, 0.7, 0.6, 0.6]]])
     score, placement = ImportanceScore(np.array([[0.5, 0.5]])), Placement(np.zeros((1, 2), bool))
     assert bits_over_layers(score, placement, LossTable(mse), Budget(0, 2.0)).bits.tolist() == [[3, 1]]
-
-
-@settings(max_examples=50)
-@given(st.integers(1, 5), st.integers(1, 12), st.data(), st.floats(1.0, 4.0))
-def test_bits_over_layers_read_what_the_budget_pays_for_and_only_cold_experts_get_some(layers, experts, data, avg_bits):
-    score, loss = random_model(data.draw(st.integers(0, 1000)), layers, experts)
-    hot = data.draw(st.integers(0, experts))
-    placement = top_experts(score.values, hot)
-    plan = Plan(1, placement, bits_over_layers(score, placement, loss, Budget(hot, avg_bits)))
-    assert (plan.bits.bits[placement.hot] == 0).all()
-    assert (plan.bits.bits[placement.cold] >= 1).all()
-    if hot < experts:
-        largest = placement.cold_shares(score.values).max()
-        assert avg_bits - largest - 1e-8 <= plan.bits_read(score.values) <= avg_bits + 1e-8
 
 
 def test_experts_that_a_prompt_did_not_use_are_as_wide_as_the_others():

@@ -1,7 +1,5 @@
 """Warm experts: the most important ones after the hot ones, in full precision, outside of the budget of bits."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -42,17 +40,6 @@ def test_after_the_hot_experts_the_next_most_important_ones_are_warm(seed: int, 
         if change.placement.cold.any():
             largest = change.placement.cold_shares(scores[r].values).max()
             assert 2.5 - largest <= plan.bits_read(scores[r].values) <= 2.5 + 1e-8
-
-
-def test_warm_experts_do_not_change_who_is_hot_nor_what_moves():
-    plain, tiered = replanner(Budget(4, 3.0)), replanner(Budget(4, 3.0, 5))
-    for seed in range(4):
-        scores = {"a": score(seed), "b": score(seed + 100)}
-        for each in (plain, tiered):
-            each.keep(list(scores.values()), np.random.default_rng(seed).random((LAYERS, EXPERTS)) < 0.5)
-        one, other = plain.replan(scores), tiered.replan(scores)
-        assert (one.placement.hot == other.placement.hot).all()
-        assert (one.moved == other.moved).all()
 
 
 def test_a_policy_that_knows_nothing_of_tiers_gets_full_precision_for_warm_experts():
@@ -99,7 +86,3 @@ def test_impossible_placements_and_plans_are_refused():
     assert uniform_bitwidths(warm, Budget(1, 3.0, 1)).bits.tolist() == [[0, 0, 3]]
     with pytest.raises(ConfigError, match="at least 0"):
         Budget(1, 3.0, -1)
-
-
-def test_the_budget_with_more_bits_keeps_its_warm_experts():
-    assert Budget(1, 3.0, 2).with_more_bits(0.5) == dataclasses.replace(Budget(1, 3.5), num_warm=2)
