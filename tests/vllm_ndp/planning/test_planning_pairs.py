@@ -217,13 +217,6 @@ def test_a_prompt_without_tokens_knows_nothing_so_every_expert_is_equal():
     assert (importance(empty).values == 0.25).all()
 
 
-def test_shrinking_weighs_prompt_and_prior_by_their_tokens():
-    """30 tokens against a prior worth 10: three quarters prompt."""
-    prompt, prior = ImportanceScore(np.array([[1.0, 0.0]]), 30), ImportanceScore(np.array([[0.2, 0.8]]))
-    assert prompt.shrunk_to(prior, 10).values[0] == pytest.approx([0.8, 0.2])
-    assert (prompt.shrunk_to(prior, 0).values == prompt.values).all()
-
-
 def test_an_expert_id_outside_the_model_is_refused():
     with pytest.raises(ValueError, match=r"0\.\.5, got 0\.\.6"):
         RoutingStats.from_choices(np.array([[[0, 6]]]), np.ones((1, 1, 2)), 6)
