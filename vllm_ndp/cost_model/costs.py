@@ -260,7 +260,13 @@ class Costs:
     @_once
     def _expert_energy(self, bits: int, tokens: int) -> tuple[float, float]:
         """(DRAM, scratchpads), like the time of an expert: the mean over several in one command."""
-        many, one = (_device_energy(self, bits, tokens, count) for count in (1 + _REPEATS, 1))
+
+        def of(num_experts: int) -> CommandEnergy:
+            timing = DeviceModel(self.hardware).execute(_equal_experts(self, bits, tokens, num_experts), 0)
+            weights, rows = timing.weight_bytes, timing.row_activations
+            return CommandEnergy.of(self.hardware.energy, wire_bytes=0, weight_bytes=weights, row_activations=rows)
+
+        many, one = of(1 + _REPEATS), of(1)
         dram, arrays = many.dram_fj - one.dram_fj, many.arrays_fj - one.arrays_fj
         return dram / _REPEATS / 1000, arrays / _REPEATS / 1000
 
@@ -310,14 +316,6 @@ def _equal_experts(costs: Costs, bits: int, tokens: int, num_experts: int) -> Wo
         bytes_in=bytes_in,
         bytes_out=bytes_out,
         experts=(ExpertWork(bits, tokens, costs.replica_bytes(bits)),) * num_experts,
-    )
-
-
-def _device_energy(costs: Costs, bits: int, tokens: int, num_experts: int) -> CommandEnergy:
-    """Energy of a command with num_experts equal experts."""
-    timing = DeviceModel(costs.hardware).execute(_equal_experts(costs, bits, tokens, num_experts), 0)
-    return CommandEnergy.of(
-        costs.hardware.energy, wire_bytes=0, weight_bytes=timing.weight_bytes, row_activations=timing.row_activations
     )
 
 

@@ -394,16 +394,14 @@ class StepClock:
         over PCIe, in prefill or because the device did not answer. `host_ps`: what the host's CPU takes for warm
         experts.
         """
-        (start_ps, attention_ps), shared_ps, hot_ps = self._layer, self._shared_ps, self._hot_ps(hot, hot_bytes)
+        (start_ps, attention_ps), shared_ps = self._layer, self._shared_ps
+        hot_ps = self._once((*hot, hot_bytes), lambda: self.model.hot_ps(hot, hot_bytes))
         stream_ps = self.model.prefill_stream_ps(streamed_experts, streamed_pairs) if streamed_experts else 0
         overhead_ps = self.model.hardware.gpu.layer_overhead_ps
         layer = LayerTime(start_ps, attention_ps, shared_ps, hot_ps, stream_ps, device_ps, overhead_ps, host_ps)
         self.now_ps = start_ps + layer.total_ps
         self._layers.append(layer)
         return layer
-
-    def _hot_ps(self, loads: Sequence[tuple[int, int]], num_bytes: int | None) -> int:
-        return self._once((*loads, num_bytes), lambda: self.model.hot_ps(loads, num_bytes))
 
     def _once(self, key: tuple[object, ...], price: Callable[[], int]) -> int:
         """A time that the model says once: decode steps bring the same few loads and rows again and again."""

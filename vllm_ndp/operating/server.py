@@ -116,7 +116,9 @@ class ScoringServer:
                 f"{self.name} was to generate {len(forced)} given tokens and generated others: start it with "
                 f"--logits-processors {PROCESSOR}"
             )
-        of_prompt = [by_token[str(token)] for token, by_token in _scored_pairs(prompt, choice, scored_from)]
+        # the first token of a prompt has no row before it
+        told = (choice.get("prompt_logprobs") or [])[scored_from:]
+        of_prompt = [by_token[str(token)] for token, by_token in zip(prompt[scored_from:], told, strict=True)]
         first = max(scored_from - decode_from, 0)
         by_row = choice["logprobs"]["token_logprobs"][first:]
         best = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][first:]]
@@ -133,10 +135,3 @@ class ScoringServer:
         """Text that the model makes."""
         body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "stop": list(stop), **sampling}
         return str(self.json("/v1/completions", body)["choices"][0]["text"])
-
-
-def _scored_pairs(prompt: list[int], choice: dict[str, Any], scored_from: int) -> list[tuple[int, dict[str, Any]]]:
-    """Tokens of the prompt that are scored, with what the answer says of each; the first token has no row before it."""
-    if scored_from >= len(prompt):
-        return []
-    return list(zip(prompt[scored_from:], choice["prompt_logprobs"][scored_from:], strict=True))

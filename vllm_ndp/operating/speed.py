@@ -106,7 +106,10 @@ def _touched(model: WholeModel) -> float:
 def simulated(costs: Costs, num_hot: int, avg_bits: float, batch: int, context: int) -> Simulated:
     """One decode step of `batch` requests with `context` tokens each, every layer as the mean of many."""
     model, rng = costs.shape, np.random.default_rng(0)
-    layers = [_layer(costs, _choices(model, batch, rng), num_hot, avg_bits) for _ in range(_draws(batch))]
+    layers = []
+    for _ in range(max(_LAYERS_DRAWN // batch, 16)):
+        chosen = np.argsort(rng.random((batch, model.num_experts)), axis=1)[:, : model.top_k]
+        layers.append(_layer(costs, chosen, num_hot, avg_bits))
     attention = float(costs.attention_ps(batch, np.array([batch * context]))[0])
     step = model.num_layers * (attention + float(np.mean(layers)) + costs.overhead_ps) + costs.gpu.head_ps(batch)
     return Simulated(
@@ -116,17 +119,8 @@ def simulated(costs: Costs, num_hot: int, avg_bits: float, batch: int, context: 
     )
 
 
-def _draws(batch: int) -> int:
-    return max(_LAYERS_DRAWN // batch, 16)
-
-
-def _choices(model: WholeModel, batch: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """[batch, top_k], distinct in a row."""
-    return np.argsort(rng.random((batch, model.num_experts)), axis=1)[:, : model.top_k]
-
-
 def _layer(costs: Costs, chosen: NDArray[np.int64], num_hot: int, avg_bits: float) -> float:
-    """The experts of one layer; the first K are hot."""
+    """The experts of one layer; the first K are hot. chosen: [batch, top_k], distinct in a row."""
     rows_of = np.bincount(chosen.ravel(), minlength=costs.shape.num_experts)
     hot = rows_of[:num_hot]
     gpu = costs.resident_ps(int((hot > 0).sum()), int(hot.sum()))

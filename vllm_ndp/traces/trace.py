@@ -87,7 +87,7 @@ class Trace:
 
     def __post_init__(self) -> None:
         p, rows, requests = self.provenance, len(self.step), len(self.prompt_len)
-        for name in ("request", "position", "phase"):
+        for name in ("request", "position", "phase", "ids"):
             if len(getattr(self, name)) != rows:
                 raise TraceError(f"column {name!r} must have {rows} rows, got {len(getattr(self, name))}")
         if not len(self.arrival_s) == len(self.request_ids) == len(self.labels) == requests:
@@ -96,8 +96,6 @@ class Trace:
             raise TraceError(f"a routing row names request {int(self.request.max())} but the trace has {requests}")
         if rows and int(self.phase.max()) >= len(PHASES):
             raise TraceError(f"phases must be 0..{len(PHASES) - 1}, got {int(self.phase.max())}")
-        if len(self.ids) != rows:
-            raise TraceError(f"column 'ids' must have {rows} rows, got {len(self.ids)}")
         require_choices(self.ids, self.weights, p)
         for name in ("step", "position", "prompt_len", "arrival_s"):
             if len(values := getattr(self, name)) and not values.min() >= 0:
@@ -293,8 +291,6 @@ def _columns(table: pa.Table, provenance: Provenance) -> dict[str, NDArray[Any]]
     out = {}
     for name in table.column_names:
         column = table.column(name).combine_chunks()
-        if isinstance(column, pa.ChunkedArray):
-            column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
         column = column.fill_null(UNTIMED) if name in MAY_LACK else column
         values = column.flatten() if name in shapes else column
         if column.null_count or values.null_count:
