@@ -1,7 +1,4 @@
-"""Commands before a server: plan says what of a model fits where, doctor whether this machine is ready.
-
-Knows options and tables; operating/ computes and looks.
-"""
+"""Commands before a server: plan says what of a model fits where, doctor whether this machine is ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands on traces without vLLM: trace-import, -synth. Knows their options; traces/ does the work."""
+"""Commands on traces without vLLM: trace-import, -synth."""
 
 from __future__ import annotations
 

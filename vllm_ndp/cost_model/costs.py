@@ -5,8 +5,7 @@
 
 Every number comes out of ndp_device.timing and gpu_timing; this file only asks them, once per distinct case, and
 averages over 16 moments of the refresh interval. The sum over experts is exact up to how the refresh falls
-(a test holds it within 2 % of DeviceModel). The host's CPU is two rooflines. Knows sizes. Does not know traces,
-policies or systems.
+(a test holds it within 2 % of DeviceModel). The host's CPU is two rooflines.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ each layer's experts, and a gather of the logits. The GPUs share one device and 
 PipelineClock puts the stages' steps one after the other.
 
 The live plugin and replay use the same objects, so that replaying a trace gives the live run's simulated times to the
-picosecond. Knows nothing of vLLM, devices' insides or wall clocks; every number here is simulated.
+picosecond.
 """
 
 from __future__ import annotations

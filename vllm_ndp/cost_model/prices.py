@@ -5,7 +5,7 @@
 
 Prices decide who runs where. They never become part of a simulated time: the step clock and the device's model know
 their own. Measured ones are whole picoseconds of the wall clock, taken once at start-up (integration/price_probe.py)
-and recorded with a run, so a replay decides alike. Knows numbers. Does not measure.
+and recorded with a run, so a replay decides alike.
 """
 
 from __future__ import annotations

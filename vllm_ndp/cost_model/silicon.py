@@ -24,7 +24,7 @@ more rows. By construction no time falls with rows, with experts, or with the by
 part of the fixed time leaves with experts that leave.
 
 `vllm-ndp reproduce silicon` says how far they foretell. Whole numbers throughout. silicon.csv names source, licence and
-version. Knows sizes and rates; no model and no clock.
+version.
 """
 
 from __future__ import annotations

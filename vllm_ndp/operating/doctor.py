@@ -1,9 +1,8 @@
 """Is this machine ready? One check each for what makes starts fail or steps slow, with the sentence that mends it.
 
 `examine` looks and tries, and changes nothing. Every check gets the `Machine` it looks at, so that a test can show it
-a bad one. `mend_environment` repairs what `pip install 'vllm-ndp[cpu]'` leaves broken. Knows Linux's files and
-limits, installed packages and pip. Does not know vLLM's code: importing that takes ten seconds, and what is installed
-says enough.
+a bad one. `mend_environment` repairs what `pip install 'vllm-ndp[cpu]'` leaves broken. vLLM is not imported, which
+takes ten seconds: what is installed says enough.
 """
 
 from __future__ import annotations

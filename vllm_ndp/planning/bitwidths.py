@@ -10,8 +10,6 @@ tried and the one with the largest total gain kept. The gain of a prefix is a di
 The published selector counts the bits that experts keep, and gives every layer the same share. Every device holds all
 widths, though: what narrow experts save is time, by bits that are read. `bits_over_layers` counts those, and spends
 them where one pair gains most, in any layer. Layers differ in what an error in them does to the answer (layer weights).
-
-Does not know requests, policies or where the loss table comes from.
 """
 
 from __future__ import annotations

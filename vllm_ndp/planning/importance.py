@@ -3,7 +3,6 @@
     S[l, e] = alpha * Norm(counts[l])[e] + (1 - alpha) * Norm(scores[l])[e]
 
 The paper (arXiv 2512.04476) gives the formula and alpha = 0.5 but not Norm; we divide by the layer's sum.
-Does not know placements, bits or policies.
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ With d = u (1 - u) of an expert's chance u, Var(sum of a_e X_e) = sum d a^2 - (s
 of Mathematical Statistics 35 (1964). A side away from the GPU opens one message in steps that use any expert there.
 
 Against drawn routing (8 to 128 experts, 1 and 4 rows) the time is 2 to 10 % too long on average.
-The sum of the sides is 10 to 36 % too long, and the longest mean 2 to 20 % too short. Knows numbers: prices of reads
-come from the caller. Does not know models, hardware or requests.
+The sum of the sides is 10 to 36 % too long, and the longest mean 2 to 20 % too short.
 """
 
 from __future__ import annotations

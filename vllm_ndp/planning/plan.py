@@ -3,8 +3,7 @@
     Budget (what we may spend) -> Placement (who is hot) + BitwidthPlan (bits of the cold) -> Plan (both, with an epoch)
 
 The K experts of highest score in each layer are hot, also for several requests at once. Ties go to the lower expert id,
-so that the same scores always give the same placement. Does not know how bits are found (bitwidths.py, policies.py) nor
-how a plan is installed.
+so that the same scores always give the same placement.
 """
 
 from __future__ import annotations

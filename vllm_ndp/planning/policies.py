@@ -3,7 +3,6 @@
 Same in, same out. Policies of other packages register a maker under the entry point group `vllm_ndp.policies`:
     my_policy = "my_package:make"        # make(settings: PolicySettings, *, own: float = 1.0) -> Policy
 The keyword parameters of a maker are the policy's own options. docs/extend.md shows one.
-Does not know vLLM, devices or files other than a prior's array.
 """
 
 from __future__ import annotations

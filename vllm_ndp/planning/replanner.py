@@ -4,8 +4,7 @@
     replan   before the step after it               scores of the running requests -> one Plan each, and what moves
     keep     when a step with ending prefills ends  which of the experts that it streamed the hot slots keep
 
-The plugin and the exact replay feed the same object, so their plans agree to the bit. Knows values only: no requests of
-vLLM, no tensors, no device. `K` is whatever names a request.
+The plugin and the exact replay feed the same object, so their plans agree to the bit. `K` is whatever names a request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Counts of the router's choices: how often each expert was chosen, and with how much router weight.
-
-Knows counts and sums of one prompt (or of many, merged). Does not know tokens, requests or what the numbers are for.
-"""
+"""Counts of the router's choices: how often each expert was chosen, and with how much router weight."""
 
 from __future__ import annotations
 

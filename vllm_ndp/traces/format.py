@@ -1,15 +1,7 @@
-"""The trace on disk: a directory of Parquet chunks and a manifest. docs/trace-format.md says it in prose.
-
-    manifest.json            who recorded what on which model (Provenance), and, once closed, how many chunks there are
-    routing-00000.parquet    one row per token and forward pass: who, where, which phase, expert ids and router weights
-    requests-00000.parquet   one row per request, written when it arrives
-    steps-00000.parquet      one row per step of a live run: epoch and simulated time
-    plans-00000.parquet      one row per placement (request -1) or per request's bits, from the step that activated it
-    devices-00000.parquet    one row per step and device that was not simply up, where there were several
+"""The trace on disk: a directory of Parquet chunks and a manifest, whose tables and columns docs/trace-format.md names.
 
 A chunk appears under its name only when it is complete and on disk (kept.py). So a crash loses only the rows that
 were still in memory. A trace is its owner's alone: it holds names of requests, and routing tells of their contents.
-Knows names, columns and provenance. Does not know threads or numpy views.
 """
 
 from __future__ import annotations

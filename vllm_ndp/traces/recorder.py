@@ -1,7 +1,6 @@
 """Writes a trace while a run is going on: rows are copied into a list, which one background thread turns into chunks.
 
 The list is bounded: a disk that cannot keep up slows the run down instead of filling its memory.
-Knows rows and threads. Does not know vLLM; integration/ calls it once per step.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@
     by_name           rows name their request
     by_pass           a pass of the model is one prompt's part or one decoded token; a prompt after decode is a request
     by_folder         a folder a position: row r of each is of request r
-
-Knows rows as engines write them. Does not know files or traces.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows that say what one layer chose for one token, gathered into requests. Knows completeness, not formats.
+"""Rows that say what one layer chose for one token, gathered into requests.
 
 Rows may come in any order. If two rows tell one cell, the last row counts: an engine runs a preempted token again. A
 token without some layer refuses the recording: a trace with holes would look like one with less memory.

@@ -1,7 +1,4 @@
-"""A trace in memory: arrays of rows, a table of requests, and what the live run did, if it was one.
-
-Knows how rows become sequences (one request, prompt and decode apart). Does not know policies or time.
-"""
+"""A trace in memory: arrays of rows, a table of requests, and what the live run did, if it was one."""
 
 from __future__ import annotations
 
