@@ -81,6 +81,9 @@ class Costs:
     has_bytes: bool = False
     """Whether replicas have 8 bits beside the nested widths."""
 
+    beside = 1.0
+    """0..1, how much of the shorter side, GPU or device, is over while the longer one runs: all of it (prices.py)."""
+
     def __post_init__(self) -> None:
         if self.group_size == 0:
             object.__setattr__(
@@ -192,10 +195,18 @@ class Costs:
         times: NDArray[np.float64] = self.cpu_experts_ps(counts, weight_bytes).sum(axis=1) + np.array(hop, np.float64)
         return times
 
+    def message_ps(self, rows: int, pairs: int) -> float:
+        """A command of the device without its experts."""
+        return self.link_ps(rows, pairs) + self.device_fill_ps
+
+    def hot_ps(self, rows: int) -> float:
+        """One more hot expert with so many rows; 0 rows: a layer with any, beside its experts."""
+        return float(self.gpu_expert_ps(rows) if rows else self.launch_ps())
+
     @property
     def openings(self) -> dict[str, float]:
         """Picoseconds that leaving the GPU with one row costs, by tier at the other end."""
-        return {"host": float(self.hop_ps(1)), "device": float(self.link_ps(1, 1)) + self.device_fill_ps}
+        return {"host": float(self.hop_ps(1)), "device": self.message_ps(1, 1)}
 
     @_once
     def links_ps(self, max_rows: int) -> NDArray[np.float64]:
@@ -228,9 +239,8 @@ class Costs:
         """A layer's experts in GPU memory, `touched` of them, serving `pairs` rows in all."""
         return self.gpu.experts_ps(touched, pairs, touched * self.slot_bytes)
 
-    @_once
     def streamed_ps(self, touched: int, pairs: int) -> int:
-        """`touched` experts that come over the link to be computed at once."""
+        """`touched` experts that come over the link to be computed at once; never less for more."""
         return self.gpu.prefill_stream_ps(touched, pairs)
 
     def fetch_ps(self, num_bytes: int | None = None) -> int:

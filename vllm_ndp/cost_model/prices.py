@@ -4,8 +4,9 @@
     streamed   an expert of a prompt that passes through GPU memory           copied    one on its way to stay there
 
 Prices decide who runs where. They never become part of a simulated time: the step clock and the device's model know
-their own. Measured ones are whole picoseconds of the wall clock, taken once at start-up (integration/price_probe.py)
-and recorded with a run, so a replay decides alike.
+their own. Those of the simulated hardware are methods of Costs, of the same names. Measured ones are whole picoseconds
+of the wall clock, taken once at start-up (integration/price_probe.py) and recorded with a run, so a replay decides
+alike.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.work import PS_PER_S
@@ -23,25 +23,6 @@ from vllm_ndp.cost_model.costs import Costs
 def together_ps(one: float, other: float, beside: float) -> float:
     """Time of two sides that begin at once; the longer one hides the share `beside` of the shorter one."""
     return max(one, other) + (1 - beside) * min(one, other)
-
-
-class SimulatedPrices:
-    """Prices of the modelled hardware, each asked for once."""
-
-    beside = 1.0
-    """0..1, how much of the shorter side, GPU or device, is over while the longer one runs."""
-
-    def __init__(self, costs: Costs) -> None:
-        """hot_ps of 0 rows: of a layer with any hot expert, beside its experts."""
-        self.device_ps = lru_cache(4096)(costs.device_expert_ps)
-        self.hot_ps = lru_cache(4096)(lambda rows: float(costs.gpu_expert_ps(rows) if rows else costs.launch_ps()))
-        self.shared_ps = lru_cache(4096)(lambda rows: float(costs.shared_ps(rows)))
-        self.message_ps = lru_cache(4096)(lambda rows, pairs: costs.link_ps(rows, pairs) + costs.device_fill_ps)
-        self._costs = costs
-
-    def streamed_ps(self, experts: int, pairs: int) -> int:
-        """So many experts of a prompt, with so many rows in all, through GPU memory; never less for more."""
-        return self._costs.gpu.prefill_stream_ps(experts, pairs)
 
 
 @dataclass(frozen=True)
@@ -85,7 +66,7 @@ class MeasuredPrices:
             )
         return _at(self.rows, known, rows)
 
-    def device_ps(self, bits: int, rows: int) -> float:
+    def device_expert_ps(self, bits: int, rows: int) -> float:
         return self.expert_ps("device", bits, rows)
 
     def hot_ps(self, rows: int) -> float:
@@ -110,7 +91,7 @@ class MeasuredPrices:
         return self.expert_bytes * PS_PER_S / self.copied
 
 
-Prices = SimulatedPrices | MeasuredPrices
+Prices = Costs | MeasuredPrices
 
 
 def _at(rows: Sequence[int], prices: Sequence[int], wanted: int) -> float:

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.cost_model.prices import Prices, SimulatedPrices, together_ps
+from vllm_ndp.cost_model.prices import Prices, together_ps
 
 
 @dataclass(frozen=True)
@@ -71,13 +70,13 @@ class Balancer:
 
     def device_ps(self, bits: int, rows: int) -> float:
         """Time that an expert with so many rows adds to the device's command, and to those of the other hosts."""
-        return self.hosts * self.known.device_ps(bits, rows)
+        return self.hosts * self.known.device_expert_ps(bits, rows)
 
     def message_ps(self, rows: int, pairs: int) -> float:
         """Time of a message without its experts; it waits for those of the other hosts."""
         return self.hosts * self.known.message_ps(rows, pairs)
 
-    @cached_property
+    @property
     def known(self) -> Prices:
         """Prices that the rule goes by. `hot_ps(0)` is a layer's on the GPU beside its experts."""
-        return self.prices or SimulatedPrices(self.costs)
+        return self.prices or self.costs

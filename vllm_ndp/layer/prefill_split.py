@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.work import PAIR_BYTES
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.cost_model.prices import Prices, SimulatedPrices, together_ps
+from vllm_ndp.cost_model.prices import Prices, together_ps
 
 _MOST_ROWS, _MOST_BYTES = 8192, 64 << 20
 """Largest message that the protocol allows."""
@@ -119,13 +119,13 @@ class PrefillSplit:
         prices = np.array([self._known(bits, count) if count else 0 for count in distinct.tolist()], np.int64)
         return prices[places]
 
-    @cached_property
+    @property
     def _prices(self) -> Prices:
-        return self.prices or SimulatedPrices(self.costs)
+        return self.prices or self.costs
 
     @cached_property
     def _known(self) -> Callable[[int, int], int]:
-        return lru_cache(4096)(lambda bits, rows: round(self._prices.device_ps(bits, rows)))
+        return lru_cache(4096)(lambda bits, rows: round(self._prices.device_expert_ps(bits, rows)))
 
     @cached_property
     def _pair_ps(self) -> int:

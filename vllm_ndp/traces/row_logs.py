@@ -6,6 +6,8 @@
     by_name           rows name their request
     by_pass           a pass of the model is one prompt's part or one decoded token; a prompt after decode is a request
     by_folder         a folder a position: row r of each is of request r
+
+Rows come as engines write them.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from balance_yardstick import offloaded
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.cost_model.prices import MeasuredPrices, SimulatedPrices
+from vllm_ndp.cost_model.prices import MeasuredPrices
 from vllm_ndp.layer.balance import Balancer, LayerLoad
 from vllm_ndp.layer.joint_rule import JointRule
 from vllm_ndp.layer.prefill_split import PrefillSplit
@@ -64,13 +64,10 @@ def test_recorded_prices_that_are_none_cost_one_sentence(change: dict[str, objec
     assert read() == prices()
 
 
-def test_simulated_prices_are_the_costs_that_balancing_had_before_there_were_others():
-    simulated = SimulatedPrices(COSTS)
+def test_simulated_prices_of_a_hot_expert_and_a_launch_are_those_of_a_layer():
     for rows in (1, 3, 17):
-        assert simulated.device_ps(3, rows) == COSTS.device_expert_ps(3, rows)
-        assert simulated.hot_ps(0) + simulated.hot_ps(rows) == COSTS.resident_ps(1, rows)
-        assert simulated.message_ps(rows, 2 * rows) == COSTS.link_ps(rows, 2 * rows) + COSTS.device_fill_ps
-        assert simulated.streamed_ps(2, rows) == COSTS.gpu.prefill_stream_ps(2, rows)
+        assert COSTS.hot_ps(0) + COSTS.hot_ps(rows) == COSTS.resident_ps(1, rows)
+        assert COSTS.message_ps(rows, 2 * rows) == COSTS.link_ps(rows, 2 * rows) + COSTS.device_fill_ps
 
 
 def test_balancing_follows_the_prices_it_is_given():

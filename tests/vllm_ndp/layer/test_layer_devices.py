@@ -2,6 +2,8 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,6 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.cost_model.prices import SimulatedPrices
 from vllm_ndp.layer.balance import Balancer, LayerLoad
 from vllm_ndp.layer.devices import NO_COPY, DeviceRules, Devices, HeldExperts, assign_copies, route, slowest, work_of
 
@@ -97,13 +98,13 @@ def test_the_lightest_hot_experts_leave_and_no_other_number_of_them_is_faster(da
 
 def test_a_message_to_one_of_the_devices_holds_no_more_rows_than_the_step_has() -> None:
     """A GPU expert takes 100, one on the device 10, a row in a message 45: both hot experts of one row leave."""
-    prices = SimulatedPrices(MIXTRAL)
-    for name, price in {
-        "hot_ps": lambda rows: 100.0 * rows,
-        "device_ps": lambda bits, rows: 10.0 * rows,
-        "message_ps": lambda rows, pairs: 45.0 * rows,
-    }.items():
-        setattr(prices, name, price)
+    prices: Any = SimpleNamespace(
+        hot_ps=lambda rows: 100.0 * rows,
+        device_expert_ps=lambda bits, rows: 10.0 * rows,
+        message_ps=lambda rows, pairs: 45.0 * rows,
+        shared_ps=lambda rows: 0.0,
+        beside=1.0,
+    )
     load = LayerLoad({0: (1, 0.1), 1: (1, 0.2)}, {(2, 3): 1}, (0, 0), 1)
     balancer = mixtral_on(1, 1).balancer(Balancer(MIXTRAL, 3, prices=prices), 0, lambda: (True,))
     assert balancer.offloaded(load) == {0, 1}

@@ -15,7 +15,6 @@ from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.gpu_timing import GpuModel, StepClock
-from vllm_ndp.cost_model.prices import SimulatedPrices
 from vllm_ndp.layer import _split, tiers
 from vllm_ndp.layer.balance import Balancer
 from vllm_ndp.layer.devices import DeviceRules, Devices, DevicesBalancer
@@ -33,15 +32,16 @@ DENORMAL = 1e-45
 WEIGHTS = st.sampled_from([0.0, -0.0, DENORMAL, 0.1, 0.25, 0.3, 0.5, 1.0]) | st.floats(0, 4, width=32)
 
 
-class DrawnPrices(SimulatedPrices):
+def drawn_prices(costs: Costs, device: list[float], gpu: float, link: float, beside: float) -> Any:
     """Any prices will do; exact sums in floats are not to be expected."""
-
-    def __init__(self, costs: Costs, device: list[float], gpu: float, link: float, beside: float) -> None:
-        super().__init__(costs)
-        self._device, self._gpu, self._link, self.beside = device, gpu, link, beside
-        self.device_ps = lambda bits, rows: self._device[bits % len(self._device)] * (1 + (rows - 1) // 4)  # type: ignore[assignment]
-        self.hot_ps = lambda rows: self._gpu + 0.1 * rows  # type: ignore[assignment]
-        self.message_ps = lambda rows, pairs: self._link + 0.3 * rows + 0.7 * pairs  # type: ignore[assignment]
+    return SimpleNamespace(
+        device_expert_ps=lambda bits, rows: device[bits % len(device)] * (1 + (rows - 1) // 4),
+        hot_ps=lambda rows: gpu + 0.1 * rows,
+        message_ps=lambda rows, pairs: link + 0.3 * rows + 0.7 * pairs,
+        shared_ps=costs.shared_ps,
+        streamed_ps=costs.streamed_ps,
+        beside=beside,
+    )
 
 
 @dataclass
@@ -91,7 +91,7 @@ def cases(draw: st.DrawFn) -> Case:
     costs = Costs(HARDWARE, shape)
     some, much, little = st.floats(0.1, 10), st.floats(0.1, 100), st.floats(0, 3)  # so that offloading often pays
     beside = draw(st.sampled_from([1.0, 1.0, 0.3]))
-    prices = DrawnPrices(costs, draw(st.lists(some, min_size=1, max_size=5)), draw(much), draw(little), beside)
+    prices = drawn_prices(costs, draw(st.lists(some, min_size=1, max_size=5)), draw(much), draw(little), beside)
     rule = Balancer(costs, draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 1, 2, 5])), prices)
     balancers: list[Balancer | DevicesBalancer] = [rule] * LAYERS
     kind = draw(st.sampled_from(["none", "one", "one", "several"]))
@@ -335,16 +335,12 @@ def test_rows_outside_the_cache_or_without_a_plan_are_refused() -> None:
 
 
 def test_an_error_while_a_price_is_asked_reaches_the_caller_and_the_next_step_is_sound() -> None:
-    class Unknown(SimulatedPrices):
-        def __init__(self, costs: Costs) -> None:
-            super().__init__(costs)
-            self.device_ps = self.fail  # type: ignore[assignment]
-
-        def fail(self, bits: int, rows: int) -> float:
+    class Unknown(Costs):
+        def device_expert_ps(self, bits: int, tokens: int) -> float:
             raise LookupError("no price")
 
-    costs = Costs(HARDWARE, MIXTRAL)
-    splitter, ids, weights = small(Balancer(costs, 3, prices=Unknown(costs)))
+    costs = Unknown(HARDWARE, MIXTRAL)
+    splitter, ids, weights = small(Balancer(costs, 3))
     begin(splitter)
     with pytest.raises(LookupError, match="no price"):
         splitter.split(0, ids.ctypes.data, weights.ctypes.data, with_device=True)
