@@ -136,7 +136,7 @@ class Devices:
     def __init__(self, costs: Costs, rules: DeviceRules, expert_bytes: Mapping[int, int]) -> None:
         """expert_bytes: what one read of an expert moves, by width."""
         self.rules = rules
-        self._bytes = dict(expert_bytes)
+        self.expert_bytes = dict(expert_bytes)
         self._rows_per_pass = costs.hardware.array.rows
         if rules.most_held(costs) > (room := rules.room(costs)):
             raise ConfigError(
@@ -148,11 +148,6 @@ class Devices:
         self._of_parts: tuple[Balancer, Balancer] | None = None  # a rule, and the same for what one device has
         if rules.splits_experts:  # which fit, as one copy of each does
             self.held = np.ones_like(self.held)
-
-    @property
-    def expert_bytes(self) -> dict[int, int]:
-        """Bytes that one read of an expert moves, by width."""
-        return self._bytes
 
     @property
     def num_parts(self) -> int:
@@ -185,7 +180,7 @@ class Devices:
     ) -> dict[tuple[int, int], int]:
         """The same for (expert, bits) -> rows."""
         work = {
-            (expert, bits): self._bytes[bits] * ceil_div(rows, self._rows_per_pass)
+            (expert, bits): self.expert_bytes[bits] * ceil_div(rows, self._rows_per_pass)
             for (expert, bits), rows in groups.items()
         }
         return route(self.held[layer], alive, work)

@@ -201,7 +201,6 @@ POLICIES: dict[str, PolicyMaker] = {
 def load_policy(name: str, settings: PolicySettings | None = None, own: Mapping[str, Any] | None = None) -> Policy:
     """A policy of ours or of another package, by name. own: options that only this policy has."""
     make = _maker(name)
-    _refuse_unknown(name, own or {}, own_options(name))
     try:
         policy = make(settings or PolicySettings(), **(own or {}))
     except (TypeError, ValueError) as error:
