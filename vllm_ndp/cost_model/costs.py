@@ -203,10 +203,21 @@ class Costs:
         """One more hot expert with so many rows; 0 rows: a layer with any, beside its experts."""
         return float(self.gpu_expert_ps(rows) if rows else self.launch_ps())
 
-    @property
-    def openings(self) -> dict[str, float]:
-        """Picoseconds that leaving the GPU with one row costs, by tier at the other end."""
-        return {"host": float(self.hop_ps(1)), "device": self.message_ps(1, 1)}
+    def expert_ps(self, tier: str, bits: int, rows: int) -> float:
+        """One more expert of this width with so many rows, in a tier."""
+        if tier == "device":
+            return self.device_expert_ps(bits, rows)
+        num_bytes = self.replica_bytes(bits)
+        if tier == "gpu":
+            return float(self.gpu_expert_ps(rows, num_bytes))
+        return float(self.cpu_experts_ps(np.array(rows), num_bytes))
+
+    def opening_ps(self, tier: str, bits: int = FULL_PRECISION_BITS) -> float:
+        """What a layer with any expert of this width in a tier takes beside its experts: a launch on the GPU, elsewhere
+        the way of one row there and back."""
+        if tier == "gpu":
+            return float(self.launch_ps(self.replica_bytes(bits)))
+        return float(self.hop_ps(1)) if tier == "host" else self.message_ps(1, 1)
 
     @_once
     def links_ps(self, max_rows: int) -> NDArray[np.float64]:

@@ -66,8 +66,9 @@ class MeasuredPrices:
             )
         return _at(self.rows, known, rows)
 
-    def device_expert_ps(self, bits: int, rows: int) -> float:
-        return self.expert_ps("device", bits, rows)
+    def opening_ps(self, tier: str, bits: int) -> float:
+        """The CPU's own experts need neither a launch nor a message."""
+        return self.message_ps(1, 1) if tier == "device" else 0.0
 
     def hot_ps(self, rows: int) -> float:
         return self.expert_ps("gpu", self.slot_bits, rows) if rows else 0.0

@@ -70,7 +70,7 @@ class Balancer:
 
     def device_ps(self, bits: int, rows: int) -> float:
         """Time that an expert with so many rows adds to the device's command, and to those of the other hosts."""
-        return self.hosts * self.known.device_expert_ps(bits, rows)
+        return self.hosts * self.known.expert_ps("device", bits, rows)
 
     def message_ps(self, rows: int, pairs: int) -> float:
         """Time of a message without its experts; it waits for those of the other hosts."""

@@ -75,20 +75,8 @@ class Menu:
     @cached_property
     def ps(self) -> NDArray[np.float64]:
         """[C, rows], one expert's time on its side."""
-        if (prices := self.prices) is not None:
-            rows = range(1, self.max_rows + 1)
-            return np.array([[0.0, *(prices.expert_ps(c.tier, c.bits, n) for n in rows)] for c in self.choices])
-        costs = self.costs
-        device = costs.device_experts_ps(self.max_rows)
-        table = np.zeros((len(self.choices), self.max_rows + 1))
-        for c, choice in enumerate(self.choices):
-            if choice.tier == "gpu":
-                table[c] = costs.gpu_experts_ps(self.max_rows, choice.held_bytes)
-            elif choice.tier == "host":
-                table[c] = costs.cpu_experts_ps(np.arange(self.max_rows + 1), choice.held_bytes)
-            else:
-                table[c] = device[choice.bits]
-        return table
+        prices, rows = self.prices or self.costs, range(1, self.max_rows + 1)
+        return np.array([[0.0, *(prices.expert_ps(c.tier, c.bits, n) for n in rows)] for c in self.choices])
 
     @cached_property
     def moved_bytes(self) -> NDArray[np.float64]:
@@ -120,16 +108,9 @@ class Menu:
 
     @cached_property
     def openings(self) -> NDArray[np.float64]:
-        """[C], picoseconds that a layer takes beside its experts if it has any of a choice: a message, on the GPU a
-        launch. With prices of this machine the CPU's own experts need neither."""
-        costs, message = self.costs, None if self.prices is None else self.prices.message_ps(1, 1)
-
-        def opening(choice: Choice) -> float:
-            if message is not None:
-                return message if choice.tier == "device" else 0.0
-            return costs.launch_ps(choice.held_bytes) if choice.tier == "gpu" else costs.openings[choice.tier]
-
-        return np.array([opening(choice) for choice in self.choices], np.float64)
+        """[C], picoseconds that a layer takes beside its experts if it has any of a choice."""
+        prices = self.prices or self.costs
+        return np.array([prices.opening_ps(choice.tier, choice.bits) for choice in self.choices], np.float64)
 
     @cached_property
     def _expected(self) -> NDArray[np.float64]:

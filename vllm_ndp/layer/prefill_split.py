@@ -125,7 +125,7 @@ class PrefillSplit:
 
     @cached_property
     def _known(self) -> Callable[[int, int], int]:
-        return lru_cache(4096)(lambda bits, rows: round(self._prices.device_expert_ps(bits, rows)))
+        return lru_cache(4096)(lambda bits, rows: round(self._prices.expert_ps("device", bits, rows)))
 
     @cached_property
     def _pair_ps(self) -> int:

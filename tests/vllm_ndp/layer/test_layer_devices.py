@@ -100,7 +100,7 @@ def test_a_message_to_one_of_the_devices_holds_no_more_rows_than_the_step_has() 
     """A GPU expert takes 100, one on the device 10, a row in a message 45: both hot experts of one row leave."""
     prices: Any = SimpleNamespace(
         hot_ps=lambda rows: 100.0 * rows,
-        device_expert_ps=lambda bits, rows: 10.0 * rows,
+        expert_ps=lambda tier, bits, rows: 10.0 * rows,
         message_ps=lambda rows, pairs: 45.0 * rows,
         shared_ps=lambda rows: 0.0,
         beside=1.0,

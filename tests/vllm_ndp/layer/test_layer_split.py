@@ -35,7 +35,7 @@ WEIGHTS = st.sampled_from([0.0, -0.0, DENORMAL, 0.1, 0.25, 0.3, 0.5, 1.0]) | st.
 def drawn_prices(costs: Costs, device: list[float], gpu: float, link: float, beside: float) -> Any:
     """Any prices will do; exact sums in floats are not to be expected."""
     return SimpleNamespace(
-        device_expert_ps=lambda bits, rows: device[bits % len(device)] * (1 + (rows - 1) // 4),
+        expert_ps=lambda tier, bits, rows: device[bits % len(device)] * (1 + (rows - 1) // 4),
         hot_ps=lambda rows: gpu + 0.1 * rows,
         message_ps=lambda rows, pairs: link + 0.3 * rows + 0.7 * pairs,
         shared_ps=costs.shared_ps,
@@ -336,7 +336,7 @@ def test_rows_outside_the_cache_or_without_a_plan_are_refused() -> None:
 
 def test_an_error_while_a_price_is_asked_reaches_the_caller_and_the_next_step_is_sound() -> None:
     class Unknown(Costs):
-        def device_expert_ps(self, bits: int, tokens: int) -> float:
+        def expert_ps(self, tier: str, bits: int, rows: int) -> float:
             raise LookupError("no price")
 
     costs = Unknown(HARDWARE, MIXTRAL)

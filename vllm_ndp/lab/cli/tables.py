@@ -97,8 +97,9 @@ def print_comparison(result: Comparison, settings: CompareSettings, routing: str
                 f"{100 * done.over_least:.0f} % longer than the fastest one, by a relaxation"
             )
     costs = Costs(load_hardware(settings.hardware, **settings.overrides), model_named(settings.model))
-    for side, ps in costs.openings.items():
-        print(f"  one row to the {side} and back takes {ps / 1e6:.2f} us before any expert is read")
+    for side in ("host", "device"):
+        us = costs.opening_ps(side) / 1e6
+        print(f"  one row to the {side} and back takes {us:.2f} us before any expert is read")
     for name in settings.systems:
         for assumption in SYSTEMS[name].assumptions:
             print(f"  {name}: {assumption}")
