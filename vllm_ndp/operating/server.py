@@ -87,14 +87,6 @@ class ScoringServer:
 
     def score(self, tokens: Sequence[int], decode_from: int, scored_from: int) -> Scored:
         """Log-probabilities of tokens[scored_from:], those before decode_from being the prompt."""
-        if not 0 < decode_from < len(tokens):
-            raise ConfigError(f"a prompt of {decode_from} of {len(tokens)} tokens leaves nothing before or after it")
-        if not 0 < scored_from < len(tokens):
-            raise ConfigError(f"nothing can be scored from token {scored_from} of {len(tokens)} on")
-        if len(tokens) > self.max_length:
-            raise ConfigError(
-                f"{len(tokens)} tokens are more than the {self.max_length} that {self.name} takes at most"
-            )
         prompt, forced = list(tokens[:decode_from]), list(tokens[decode_from:])
         body: dict[str, Any] = {
             "model": self.model,

@@ -90,32 +90,11 @@ class LossTable:
     """Those of widths 1..4 that the replicas have, rising: plans use no others."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mse", frozen_array(self.mse, np.float64))
-        if self.mse.ndim != 3 or self.mse.shape[2] != len(WIDTHS):
-            raise ConfigError(
-                f"a loss table must be [layers, experts, {len(WIDTHS)}] for widths {list(WIDTHS)}, "
-                f"got {list(self.mse.shape)}"
-            )
+        weights = np.ones(len(self.mse)) if self.layer_weights is None else self.layer_weights
+        for name, values in (("mse", self.mse), ("layer_weights", weights), ("at_8", self.at_8)):
+            object.__setattr__(self, name, None if values is None else frozen_array(values, np.float64))
         if not np.isfinite(self.mse).all() or (self.mse < 0).any():
             raise ConfigError("a loss table must hold finite losses >= 0: build the replicas again")
-        if (np.diff(self.mse, axis=2) > 0).any():
-            layer, expert, width = (int(i) for i in np.argwhere(np.diff(self.mse, axis=2) > 0)[0])
-            raise ConfigError(
-                f"losses must not rise with bits, but layer {layer} expert {expert} loses more at "
-                f"{width + 2} bits than at {width + 1}: calibrate on more text or use LossTable.from_measured"
-            )
-
-        weights = np.ones(len(self.mse)) if self.layer_weights is None else self.layer_weights
-        object.__setattr__(self, "layer_weights", frozen_array(weights, np.float64))
-        if self.layer_weights.shape != self.mse.shape[:1] or not (self.layer_weights >= 0).all():
-            raise ConfigError(
-                f"layer weights must be {len(self.mse)} numbers >= 0, got {self.layer_weights.tolist()}: weigh the "
-                "replicas again"
-            )
-        if self.at_8 is not None:
-            object.__setattr__(self, "at_8", frozen_array(self.at_8, np.float64))
-            if self.at_8.shape != self.mse.shape[:2] or not (self.at_8 >= 0).all():
-                raise ConfigError("losses at 8 bits must be one >= 0 for each expert: build the replicas again")
 
     @classmethod
     def from_measured(

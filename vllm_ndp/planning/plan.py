@@ -195,8 +195,6 @@ class Plan:
     bits: BitwidthPlan
 
     def __post_init__(self) -> None:
-        if self.epoch < 0:
-            raise ValueError(f"epoch must be >= 0, got {self.epoch}")
         if self.placement.hot.shape != self.bits.bits.shape:
             raise ValueError(
                 f"placement and bits must have one shape, got {list(self.placement.hot.shape)} "
