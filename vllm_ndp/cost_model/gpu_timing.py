@@ -359,7 +359,6 @@ class StepClock:
     _shared_ps: int = 0
     _layer: tuple[int, int] = (0, 0)  # that runs: when it began, and what passes before its experts
     _layers: list[LayerTime] = field(default_factory=list)
-    _known_of: GpuModel | None = None
     _known: dict[tuple[object, ...], int] = field(default_factory=dict)
 
     def begin_step(
@@ -396,7 +395,7 @@ class StepClock:
         """
         (start_ps, attention_ps), shared_ps = self._layer, self._shared_ps
         hot_ps = self._once((*hot, hot_bytes), lambda: self.model.hot_ps(hot, hot_bytes))
-        stream_ps = self.model.prefill_stream_ps(streamed_experts, streamed_pairs) if streamed_experts else 0
+        stream_ps = self.model.prefill_stream_ps(streamed_experts, streamed_pairs)
         overhead_ps = self.model.hardware.gpu.layer_overhead_ps
         layer = LayerTime(start_ps, attention_ps, shared_ps, hot_ps, stream_ps, device_ps, overhead_ps, host_ps)
         self.now_ps = start_ps + layer.total_ps
@@ -405,8 +404,8 @@ class StepClock:
 
     def _once(self, key: tuple[object, ...], price: Callable[[], int]) -> int:
         """A time that the model says once: decode steps bring the same few loads and rows again and again."""
-        if self._known_of is not self.model or len(self._known) > _MOST_KNOWN:
-            self._known_of, self._known = self.model, {}
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()
         if (found := self._known.get(key)) is None:
             found = self._known[key] = price()
         return found
@@ -415,8 +414,7 @@ class StepClock:
         rows = self._rows
         head = self._once(("head", head_rows, rows), lambda: self.model.head_ps(head_rows, rows))
         self.now_ps += head
-        step = StepTime(self._step_start_ps, self.now_ps, head, tuple(self._layers))
-        return step
+        return StepTime(self._step_start_ps, self.now_ps, head, tuple(self._layers))
 
     def migrate(self, num_experts: int, num_bytes: int | None = None) -> int:
         """The hot set moves between two steps; returns what it took. num_bytes: where experts have their own widths."""
