@@ -214,9 +214,7 @@ def total(values: NDArray[np.float64], chosen: NDArray[np.int64]) -> float:
 
 
 def at(values: NDArray[np.float64], chosen: NDArray[np.int64]) -> NDArray[np.float64]:
-    """values [C, L, E] or [C, 1, 1] of each expert's choice [..., L, E]."""
-    if values.shape[1:] == (1, 1):
-        return np.asarray(values[:, 0, 0][chosen])
+    """values [C, L, E] of each expert's choice [..., L, E]."""
     size = values[0].size
     return np.asarray(values.take(chosen * size + np.arange(size).reshape(values.shape[1:])))
 

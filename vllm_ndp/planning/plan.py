@@ -195,11 +195,6 @@ class Plan:
     bits: BitwidthPlan
 
     def __post_init__(self) -> None:
-        if self.placement.hot.shape != self.bits.bits.shape:
-            raise ValueError(
-                f"placement and bits must have one shape, got {list(self.placement.hot.shape)} "
-                f"and {list(self.bits.bits.shape)}"
-            )
         if ((self.bits.bits == 0) != self.placement.hot).any():
             raise ValueError("bits must be 0 exactly where an expert is hot")
         if (self.bits.bits[self.placement.warm] != FULL_PRECISION_BITS).any():

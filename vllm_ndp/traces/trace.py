@@ -84,11 +84,6 @@ class Trace:
 
     def __post_init__(self) -> None:
         p, rows, requests = self.provenance, len(self.step), len(self.prompt_len)
-        for name in ("request", "position", "phase", "ids"):
-            if len(getattr(self, name)) != rows:
-                raise TraceError(f"column {name!r} must have {rows} rows, got {len(getattr(self, name))}")
-        if not len(self.arrival_s) == len(self.request_ids) == len(self.labels) == requests:
-            raise TraceError(f"every request column must have {requests} entries")
         if rows and not 0 <= int(self.request.min()) <= int(self.request.max()) < requests:
             raise TraceError(f"a routing row names request {int(self.request.max())} but the trace has {requests}")
         if rows and int(self.phase.max()) >= len(PHASES):
