@@ -211,6 +211,10 @@ REFUSED: dict[str, str] = {
     "vllm-ndp compare {trace} --hardware h100-ndp513": "did you mean",
     "vllm-ndp compare {trace} --set gpu.hbm_efficiency_percent=200": "hbm_efficiency_percent",
     "vllm-ndp compare {trace} --batch one": "whole numbers",
+    "vllm-ndp compare {trace} --option speed=9": "unknown option 'speed'",
+    "vllm-ndp compare {trace} --model olmoe": "name a model of the trace's routing shape",
+    "vllm-ndp compare {trace} --systems cxl_expert --set host.cxl_capacity_bytes=1": "expander memory lacks",
+    "vllm-ndp compare {trace} --set host.cxl_bytes_per_s=0": "host.cxl_bytes_per_s must be",
     "vllm-ndp compare {trace} --hot-experts -1": "hot experts per layer must be at least 0, got -1",
     "vllm-ndp compare {trace} --set dram.capacity_bytes=1 --set gpu.hbm_capacity_bytes=1": (
         "context_aware with K 4 at batch 1 does not fit, gpu memory lacks 49079648255 bytes"

@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,8 +87,7 @@ class Comparison:
 def split_requests(trace: Trace) -> tuple[Trace, Trace]:
     """(held out for the prior, replayed): every PRIOR_EVERY-th request, which takes some of every domain."""
     every = range(len(trace.prompt_len))
-    known = [r for r in every if r % PRIOR_EVERY == 0]
-    return trace.select(known), trace.select([r for r in every if r % PRIOR_EVERY])
+    return trace.select(every[::PRIOR_EVERY]), trace.select([r for r in every if r % PRIOR_EVERY])
 
 
 def popularity(trace: Trace) -> ImportanceScore:
@@ -156,21 +156,13 @@ class Replays:
         if settings.fit and settings.num_hot is None:
             num_hot = p.num_experts
         self._budget = Budget(num_hot, settings.avg_bits)
-        told = {
-            "bit_rule": usual_bit_rule(NdpSettings.bits_for),
-            "prior": workload.prior,
-            **settings.policy_options,
-        }
+        told = {"bit_rule": usual_bit_rule(NdpSettings.bits_for), "prior": workload.prior} | settings.policy_options
         names = {"prefill" if name == ORACLE else name for name in settings.policies} | {"prefill"}
         self._policies = policies_with(sorted(names), told)
         self.num_requests = len(workload.trace.prompt_len)
-        sizes = list(dict.fromkeys(settings.batches))
-        self.skipped = [
-            f"batch {batch}: only {self.num_requests} requests to replay"
-            for batch in sizes
-            if batch > self.num_requests
-        ]
-        planned = [one for batch in sizes if batch <= self.num_requests for one in self._plans(batch)]
+        sizes, most = list(dict.fromkeys(settings.batches)), self.num_requests
+        self.skipped = [f"batch {batch}: only {most} requests to replay" for batch in sizes if batch > most]
+        planned = [one for batch in sizes if batch <= most for one in self._plans(batch)]
         if not planned:
             raise TraceError(self.skipped[0])
         self.planned, refused = fitted(planned, self.costs, fit=settings.fit)
@@ -181,22 +173,17 @@ class Replays:
         for system in map(system_named, settings.systems):
             variants = [{**variant, **settings.options} for variant in VARIANTS.get(system.name, ({},))]
             distinct = [v for i, v in enumerate(variants) if v not in variants[:i]]
-            for policy in settings.policies if system.follows_policy else (None,):
-                for own in distinct:
-                    yield Planned(system, self._workload.batches(batch), self._options(policy, own))
-
-    def _options(self, policy: str | None, own: dict[str, float | str]) -> ReplayOptions:
-        """policy: None where the system follows none."""
-        settings = self._settings
-        return ReplayOptions(
-            policy=self._policies["prefill" if policy in (None, ORACLE) else policy],
-            budget=self._budget,
-            loss=self._loss,
-            prior=self._workload.prior,
-            clairvoyant=policy == ORACLE,
-            predictor=self._workload.predictor if settings.prefetch == "measured" else None,
-            own=own,
-        )
+            for policy, own in product(settings.policies if system.follows_policy else ("prefill",), distinct):
+                options = ReplayOptions(
+                    policy=self._policies["prefill" if policy == ORACLE else policy],
+                    budget=self._budget,
+                    loss=self._loss,
+                    prior=self._workload.prior,
+                    clairvoyant=policy == ORACLE,
+                    predictor=self._workload.predictor if settings.prefetch == "measured" else None,
+                    own=own,
+                )
+                yield Planned(system, self._workload.batches(batch), options)
 
     def replay(self, one: Planned) -> Replayed:
         """Find one row."""
@@ -251,15 +238,12 @@ def paired(own: NDArray[np.float64], other: NDArray[np.float64]) -> Difference:
 
 def beside_fastest(replayed: Sequence[Replayed]) -> list[Difference | None]:
     """Decode time of each row from that of the fastest at its batch size, paired by group; None of a single group."""
-    fastest: dict[int, Replayed] = {}
+    found: list[Difference | None] = []
     for done in replayed:
-        known = fastest.setdefault(done.row.batch, done)
-        if done.decode_ps.sum() < known.decode_ps.sum():
-            fastest[done.row.batch] = done
-    return [
-        paired(done.decode_ps, fastest[done.row.batch].decode_ps) if len(done.decode_ps) > 1 else None
-        for done in replayed
-    ]
+        alike = [other.decode_ps for other in replayed if other.row.batch == done.row.batch]
+        fastest = min(alike, key=np.sum)
+        found.append(paired(done.decode_ps, fastest) if len(fastest) > 1 else None)
+    return found
 
 
 # -- what fits into the modelled memories ------------------------------------------------------------------------------
@@ -330,20 +314,20 @@ def _largest(one: Planned, costs: Costs) -> Planned:
     """
     wanted = one.options
     smallest: DoesNotFit | None = None
-    for widest in reversed(WIDTHS):
-        for num_hot in range(min(wanted.budget.num_hot, costs.shape.num_experts), -1, -1):
-            budget = Budget(num_hot, min(wanted.budget.avg_bits, widest))
-            options = replace(wanted, budget=budget, widest=widest)
-            try:
-                found = _require(one._replace(options=options), costs, "nothing of it fits, take another hardware")
-            except DoesNotFit as reason:
-                smallest = reason
-                continue
-            if not one.system.fills_memory:
-                return found
-            held = _footprint(found, costs)
-            free = costs.hardware.gpu.hbm_capacity_bytes - (held.gpu - held.experts.gpu)
-            return found._replace(options=replace(options, gpu_bytes=free))
+    most = min(wanted.budget.num_hot, costs.shape.num_experts)
+    for widest, num_hot in product(reversed(WIDTHS), range(most, -1, -1)):
+        budget = Budget(num_hot, min(wanted.budget.avg_bits, widest))
+        options = replace(wanted, budget=budget, widest=widest)
+        try:
+            found = _require(one._replace(options=options), costs, "nothing of it fits, take another hardware")
+        except DoesNotFit as reason:
+            smallest = reason
+            continue
+        if not one.system.fills_memory:
+            return found
+        held = _footprint(found, costs)
+        free = costs.hardware.gpu.hbm_capacity_bytes - (held.gpu - held.experts.gpu)
+        return found._replace(options=replace(options, gpu_bytes=free))
     assert smallest is not None
     raise smallest
 
@@ -360,8 +344,15 @@ class Compared:
 
     points: list[tuple[CompareSettings, Comparison]]
     refused: list[tuple[CompareSettings, str]]
-    skipped: list[str]
-    loss: LossTable | None = None
+    loss: LossTable | None
+
+    @property
+    def skipped(self) -> list[str]:
+        """Rows that are missing and why; with their point where not every point lacks them."""
+        notes = [(at, note) for at, comparison in self.points for note in comparison.skipped]
+        everywhere = set.intersection(*(set(comparison.skipped) for _, comparison in self.points))
+        common = [note for note in self.points[0][1].skipped if note in everywhere]
+        return common + [f"{named(at)}: {note}" for at, note in notes if note not in everywhere]
 
     def rows(self) -> list[dict[str, Any]]:
         """Every row, with its point in the first columns."""
@@ -443,7 +434,7 @@ def compare_all(
     if not any(done):
         raise ConfigError(next(why for _, why in refused))
     there = [(at, _comparison(own, every)) for at, own, every in zip(points, done, prepared, strict=True) if own]
-    return Compared(there, [(points[place], why) for place, why in refused], _skipped(there), loss)
+    return Compared(there, [(points[place], why) for place, why in refused], loss)
 
 
 def compare(trace: Trace, settings: CompareSettings) -> Comparison:
@@ -492,15 +483,6 @@ def _comparison(rows: Sequence[Replayed], prepared: Sequence[Replays]) -> Compar
     skipped = list(dict.fromkeys(note for of in prepared for note in of.skipped))
     in_order = side_by_side(sorted(rows, key=lambda done: done.row.batch))
     return Comparison(in_order, skipped, prepared[0].costs.hardware.config_hash, prepared[0].num_requests)
-
-
-def _skipped(points: Sequence[tuple[CompareSettings, Comparison]]) -> list[str]:
-    """Rows that are missing and why; with their point where not every point lacks them."""
-    everywhere = set.intersection(*(set(comparison.skipped) for _, comparison in points))
-    common = [note for note in points[0][1].skipped if note in everywhere]
-    return common + [
-        f"{named(at)}: {note}" for at, comparison in points for note in comparison.skipped if note not in everywhere
-    ]
 
 
 def named(at: CompareSettings) -> str:

@@ -106,24 +106,6 @@ def test_a_trace_is_synthesised_analysed_and_its_prior_used(tmp_path):
     assert used["num_requests"] == 8
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["compare", "--option", "speed=9"], "unknown option 'speed'"),
-        (["compare", "--columns", "speed"], "No such option"),
-        (["compare", "--model", "olmoe"], "name a model of the trace's routing shape"),
-        (["compare", "--systems", "cxl_expert", "--set", "host.cxl_capacity_bytes=1"], "expander memory lacks"),
-        (["compare", "--set", "host.cxl_bytes_per_s=0"], "host.cxl_bytes_per_s must be"),
-        (["arrivals", "--process", "poison"], "process must be one of"),
-    ],
-)
-def test_bad_input_writes_nothing(arguments, says, tmp_path):
-    command, *rest = arguments
-    done = run(command, TRACE, *rest, "--out", str(tmp_path / "t.csv"), code=2)
-    assert says in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
 REPLICAS = ROOT / "models" / "tiny-mixtral-replicas"
 
 

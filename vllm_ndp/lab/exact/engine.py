@@ -158,16 +158,7 @@ class Engine:
         """
         if self.devices is not None:
             self._alive = self.devices.all_alive if alive is None else alive
-        epoch, self._timings = self.planner.epoch, []
-        moved, migration_ps = yield from self.replan()
-        time, decode_only = yield from self._run_rows(rows)
-        self._end_prefills()
-        timings = tuple(self._timings)
-        return StepRun(time, timings, moved, migration_ps, decode_only, self.planner.epoch != epoch)
-
-    def replan(self) -> Asks[tuple[int, int]]:
-        """Before a step: new plans where they are due. (experts that moved, the time that passed)."""
-        before = self.clock.now_ps
+        epoch, before_ps, self._timings = self.planner.epoch, self.clock.now_ps, []
         replanned = self.run.replan(self._there)
         if replanned.moves_slots:
             self._activate()
@@ -175,7 +166,11 @@ class Engine:
             whole = moved * self.costs.slot_bytes
             num_bytes = whole if replanned.moved_bytes is None else replanned.moved_bytes
             self.clock.wait_until((yield ReplayedMigration(num_bytes, self.clock.now_ps)))
-        return moved, self.clock.now_ps - before
+        migration_ps = self.clock.now_ps - before_ps
+        time, decode_only = yield from self._run_rows(rows)
+        self._end_prefills()
+        timings = tuple(self._timings)
+        return StepRun(time, timings, moved, migration_ps, decode_only, self.planner.epoch != epoch)
 
     def finish(self, request: int) -> None:
         """A request has had its last step: from the next one on it is gone."""
@@ -241,10 +236,16 @@ class Engine:
             split = self.run.split(layer, *addresses, with_device=with_device)
             if self.watch is not None:
                 self.watch(layer, split)
-            yield from self._run_layer(layer, split)
+            self.run.begin_layer()
+            timing, pairs = None, split.device
+            if pairs:
+                timing = yield from self._ask(layer, pairs.rows, pairs.experts, pairs.bits)
+            self._timings.append(timing)
+            # None: the host stands in
+            self.run.end_layer(layer, split, 0 if not pairs else None if timing is None else timing.total_ps)
             if alone is not None:
                 here = self._decode_splitter.split(layer, *addresses_alone[layer], with_device=True)
-                self._end_alone(alone, here, self._timings[-1], with_prompts=not decode[split.device.rows].all())
+                self._end_alone(alone, here, timing, with_prompts=not decode[pairs.rows].all())
         rejected = Counter(trace.request[rows[trace.phase[rows] == REJECTED]].tolist()) if self._rejects else Counter()
         yielding = alone_yielding = 0  # rows whose end makes a token: of all, and of decode rows
         for r, end in ends.items():
@@ -257,15 +258,6 @@ class Engine:
                 request.prefilled = True
                 self._ending.append(r)
         return self.run.end_step(yielding), None if alone is None else alone.end_step(alone_yielding)
-
-    def _run_layer(self, layer: int, split: Split) -> Asks[None]:
-        self.run.begin_layer()
-        timing, pairs = None, split.device
-        if pairs:
-            timing = yield from self._ask(layer, pairs.rows, pairs.experts, pairs.bits)
-        self._timings.append(timing)
-        # None: the host stands in
-        self.run.end_layer(layer, split, 0 if not pairs else None if timing is None else timing.total_ps)
 
     def _end_alone(self, alone: StepClock, split: Split, timing: Timing | None, *, with_prompts: bool) -> None:
         """The same layer for its decode rows alone. with_prompts: whether the device's message had pairs of others."""

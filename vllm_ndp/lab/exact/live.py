@@ -127,11 +127,8 @@ class RecordedRun:
         ordered = executed[np.argsort(trace.step[executed], kind="stable")]
         bounds = np.flatnonzero(np.diff(trace.step[ordered])) + 1
         self._rows = dict(zip(self.steps.tolist(), np.split(ordered, bounds), strict=True))
-        last = np.full(len(trace.prompt_len), -1, np.int64)
-        np.maximum.at(last, trace.request[executed], trace.step[executed])
-        self._finished: dict[int, list[int]] = {}
-        for request, step in enumerate(last.tolist()):
-            self._finished.setdefault(step, []).append(request)
+        self._last_step = np.full(len(trace.prompt_len), -1, np.int64)
+        np.maximum.at(self._last_step, trace.request[executed], trace.step[executed])
 
     def _idle_devices(self, count: int) -> list[DeviceModel]:
         return [DeviceModel(self.engine.hardware) for _ in range(count)]
@@ -150,7 +147,7 @@ class RecordedRun:
         down = self._down.get(step, set())
         alive = tuple(device not in down for device in range(len(self._devices)))
         run = alone(self.engine.step(self._rows[step], alive), *self._devices)
-        for request in self._finished.get(step, ()):
+        for request in np.flatnonzero(self._last_step == step).tolist():
             self.engine.finish(request)
         if step in self.changed:  # every device has answered or is gone by then
             self.engine.clock.resume_at(self._ended_ps[step])

@@ -42,35 +42,38 @@ APART = "; apart: "
 _ONE = 1 << 16
 
 
-def held_out(of: Kernel, alike: Callable[[tuple[int, ...]], object]) -> NDArray[np.float64]:
-    """Relative errors of every row; rows whose shapes are alike are held out together. Empty where nothing is left."""
+Alike = Callable[[tuple[int, ...]], object]
+"""Shapes of which it says the same are held out together."""
+
+
+def _errors(of: Kernel, alike: Alike, foretold: Callable[[int, NDArray[np.bool_]], float]) -> NDArray[np.float64]:
+    """Relative, of every row, by all rows that are not alike. Empty where nothing is left."""
     kinds = [alike(shape) for shape in of.groups]
-    errors = []
-    for row, kind in enumerate(kinds):
-        among = np.array([other != kind for other in kinds])
-        if among.any():
-            foretold = of.ratio(tuple(of.sizes[row].tolist()), among) * of.base_ps[row] / _ONE
-            errors.append(abs(foretold / of.took_ps[row] - 1))
-    return np.array(errors, np.float64)
+    among = [np.array([other != kind for other in kinds]) for kind in kinds]
+    took = of.took_ps.tolist()
+    return np.array([abs(foretold(row, there) / took[row] - 1) for row, there in enumerate(among) if there.any()])
 
 
-def layers_held_out(card: str, name: str, alike: Callable[[tuple[int, ...]], object]) -> NDArray[np.float64]:
+def held_out(of: Kernel, alike: Alike) -> NDArray[np.float64]:
+    return _errors(
+        of, alike, lambda row, among: of.ratio(tuple(of.sizes[row].tolist()), among) * int(of.base_ps[row]) / _ONE
+    )
+
+
+def layers_held_out(card: str, name: str, alike: Alike) -> NDArray[np.float64]:
     """The same of MoE layers, by what is fitted to them."""
     of, gpu = kernel(card, name), load_hardware(CARDS[card][0]).gpu
-    kinds = [alike(shape) for shape in of.groups]
     fits: dict[tuple[int, ...], Layer] = {}
-    errors = []
-    for shape, kind, at, took in zip(of.groups, kinds, of.places, of.took_ps.tolist(), strict=True):
-        among = np.array([other != kind for other in kinds])
-        if not among.any():
-            continue
+
+    def foretold(row: int, among: NDArray[np.bool_]) -> float:
+        shape = of.groups[row]
         if shape not in fits:
             fits[shape] = fitted(of, shape, BITS[name], (gpu.hbm_bytes_per_s, gpu.flops_per_s), among)
-        layer, pairs = fits[shape], shape[2] << at
+        layer, pairs = fits[shape], shape[2] << of.places[row]
         touched = min(pairs, shape[3])
-        foretold = layer.fixed_ps + layer.growing_ps(touched, pairs, touched * layer.expert_bytes)
-        errors.append(abs(foretold / took - 1))
-    return np.array(errors, np.float64)
+        return layer.fixed_ps + layer.growing_ps(touched, pairs, touched * layer.expert_bytes)
+
+    return _errors(of, alike, foretold)
 
 
 def _rows(card: str, name: str, what: str, errors: NDArray[np.float64]) -> list[Row]:
