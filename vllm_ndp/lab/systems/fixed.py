@@ -137,10 +137,6 @@ def whole_layers(costs: Costs, options: ReplayOptions, expert_bytes: int) -> Mem
     return Memory(gpu=resident * layer_bytes, host=(shape.num_layers - resident) * layer_bytes)
 
 
-def llama_cpp_memory(costs: Costs, options: ReplayOptions) -> Memory:
-    return whole_layers(costs, options, costs.replica_bytes(options.choice("gguf_bits", WEIGHT_BITS)))
-
-
 def llama_cpp(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """llama.cpp with `--n-cpu-moe N`: the experts of N layers are computed by the CPU, those of the others by the GPU.
 
@@ -186,7 +182,7 @@ LLAMA_CPP = System(
         "widths are those of our replicas, scales included; GGUF's own mixtures differ by some tenths of a bit",
     ),
     llama_cpp,
-    llama_cpp_memory,
+    lambda costs, options: whole_layers(costs, options, costs.replica_bytes(options.choice("gguf_bits", WEIGHT_BITS))),
     options=("gguf_bits",),
 )
 

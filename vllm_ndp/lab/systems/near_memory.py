@@ -27,11 +27,6 @@ from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, layer_factor
 ROUNDINGS = ("floor", "ceil", "cost")
 
 
-def monde_memory(costs: Costs, options: ReplayOptions) -> Memory:
-    """Every expert beside the device's memory; the GPU holds the ones that pass through."""
-    return Memory(gpu=slots_bytes(costs.shape, 0), device=all_experts_bytes(costs.shape))
-
-
 def monde(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """MoNDE (arXiv 2405.18832): experts near memory in fp16; per layer the H most loaded ones move to the GPU.
 
@@ -39,7 +34,7 @@ def monde(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     a third-party simulator), or cost, the H that makes the layer shortest.
     """
     rounding = options.choice("h_rounding", ROUNDINGS, "cost")
-    g, b = batches.shape[:2]
+    b = batches.shape[1]
     link, memory = costs.hardware.link.bulk_bytes_per_s, costs.hardware.dram.peak_bytes_per_s
     share = link / (link + memory)  # with the peak rates of the public re-implementation 32 / (32 + 512)
     device_expert_ps = partial(costs.device_expert_ps, FULL_PRECISION_BITS)
@@ -78,7 +73,6 @@ def monde(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         moe_ps=np.maximum(device_ps, gpu_ps + shared_ps(batches, costs)),
         device_ps=device_ps,
         prefill_ps=prompts_ps(batches, costs, layers_ps),
-        migration_ps=np.zeros(g),
         migrated_bytes=moved_bytes * layer_factor(batches, costs),
         hot_pairs=int(loads.rows.sum()) - on_device,
         cold=Cold(float(FULL_PRECISION_BITS * on_device), on_device),
@@ -94,13 +88,9 @@ MONDE = System(
         "prompts follow the same rule as decode (ours: MoNDE's own prefill rule is not public)",
     ),
     monde,
-    monde_memory,
+    lambda costs, _: Memory(gpu=slots_bytes(costs.shape, 0), device=all_experts_bytes(costs.shape)),
     options=("h_rounding",),
 )
-
-
-def pimoe_memory(costs: Costs, options: ReplayOptions) -> Memory:
-    return Memory(options.gpu_memory(costs), device=all_experts_bytes(costs.shape))
 
 
 def pimoe(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
@@ -109,7 +99,7 @@ def pimoe(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     The published system balances an NPU and PIM units. Duplex (arXiv 2409.01141) decides per expert by a table of both
     times, which is the same choice.
     """
-    g, b = batches.shape[:2]
+    b = batches.shape[1]
     resident, loads = options.popular(options.budget.num_hot), batches.loads
     device, gpu = costs.device_experts_ps(b)[FULL_PRECISION_BITS], costs.gpu_experts_ps(b)
     here = np.where(loads.look_up(resident), loads.rows, 0)
@@ -129,8 +119,6 @@ def pimoe(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         moe_ps=split.moe_ps,
         device_ps=split.device_ps,
         prefill_ps=prompts_ps(batches, costs, resident),
-        migration_ps=np.zeros(g),
-        migrated_bytes=0.0,
         hot_pairs=int(loads.rows[moved].sum()),
         cold=cold_at(batches, widths, options.loss),
         traffic=split.traffic,
@@ -145,5 +133,5 @@ PIMOE = System(
         "full precision on both sides; prompts stream what the GPU does not hold",
     ),
     pimoe,
-    pimoe_memory,
+    lambda costs, options: Memory(options.gpu_memory(costs), device=all_experts_bytes(costs.shape)),
 )

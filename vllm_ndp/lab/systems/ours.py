@@ -65,7 +65,7 @@ class Groups:
         """Where decode pairs ran: 0 on the GPU, else the bits on the device."""
         moe_ps, device_ps = np.zeros((2, g, d, layers))
         self._found = Outcome(
-            options.policy_name, moe_ps, device_ps, np.zeros((g, b)), np.zeros(g), 0.0, 0, Cold(), Traffic()
+            options.policy_name, moe_ps, device_ps, np.zeros((g, b)), 0, Cold(), Traffic(), 0.0, np.zeros(g)
         )
         """Prompts' times include what moved before them."""
 

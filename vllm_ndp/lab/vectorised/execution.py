@@ -177,7 +177,6 @@ def without_device(
         moe_ps=moe_ps + shared_ps(batches, costs),
         device_ps=np.zeros((g, d, layers)),
         prefill_ps=prompts_ps(batches, costs, prompts),
-        migration_ps=np.zeros(g),
         migrated_bytes=fetched * layer_factor(batches, costs) * shape.expert_bytes,
         hot_pairs=found if isinstance(found, int) else int(loads.rows[found].sum()),
         cold=cold,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -43,11 +43,12 @@ class Outcome:
     moe_ps: NDArray[np.float64]  # [G, D, L], experts of a layer, wherever they ran
     device_ps: NDArray[np.float64]  # [G, D, L], the device's part of it (0 where there is no device)
     prefill_ps: NDArray[np.float64]  # [G, B], of the whole model
-    migration_ps: NDArray[np.float64]  # [G], of the whole model, before the first decode step
-    migrated_bytes: float  # of the whole model, weights moved to the GPU after or during decode; prefill apart
     hot_pairs: int  # decode pairs found in GPU memory
     cold: Cold
     traffic: Traffic
+    migrated_bytes: float = 0.0  # of the whole model, weights moved to the GPU after or during decode; prefill apart
+    migration_ps: NDArray[np.float64] = field(default_factory=lambda: np.zeros(1))
+    """[G], of the whole model, before the first decode step; or one for all."""
     over_least: float = float("nan")  # of the last joint plan, how much longer it takes than any must
 
 
