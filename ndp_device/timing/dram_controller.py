@@ -12,118 +12,95 @@ Time jumps from command to command.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ndp_device.timing.spec import DramSpec
 
-LONG_AGO = -(1 << 60)
+LONG_AGO, _FOREVER = -(1 << 60), 1 << 60
+ACTIVATE, READ, PRECHARGE, PRECHARGE_ALL, REFRESH = range(5)
+_BANK, _GROUP, _RANK, _OTHER_RANKS = range(4)
+
+
+def gaps(dram: DramSpec) -> Iterator[tuple[int, int, int, int]]:
+    """(command, scope, next command there, least cycles between them), by the standard's parameters.
+
+    A command that takes two bus cycles acts in its second; the standard's gaps run from act to act.
+    """
+    late_act, late_read = dram.act_cycles - 1, dram.read_cycles - 1
+    yield ACTIVATE, _BANK, READ, dram.rcd + late_act - late_read
+    yield ACTIVATE, _BANK, ACTIVATE, dram.rc
+    yield ACTIVATE, _BANK, PRECHARGE, dram.ras + late_act
+    yield ACTIVATE, _GROUP, ACTIVATE, dram.rrd_l
+    yield ACTIVATE, _RANK, ACTIVATE, dram.rrd_s
+    yield ACTIVATE, _RANK, PRECHARGE_ALL, dram.ras + late_act
+    yield ACTIVATE, _RANK, REFRESH, dram.rc + late_act
+    yield READ, _BANK, PRECHARGE, dram.rtp + late_read
+    yield READ, _GROUP, READ, dram.ccd_l
+    yield READ, _RANK, READ, dram.ccd_s
+    yield READ, _RANK, PRECHARGE_ALL, dram.rtp + late_read
+    yield READ, _OTHER_RANKS, READ, dram.burst + dram.rank_switch
+    yield PRECHARGE, _BANK, ACTIVATE, dram.rp - late_act
+    yield PRECHARGE_ALL, _RANK, ACTIVATE, dram.rp_ab - late_act
+    for precharge in (PRECHARGE, PRECHARGE_ALL):
+        yield precharge, _RANK, PRECHARGE, dram.ppd
+        yield precharge, _RANK, PRECHARGE_ALL, dram.ppd
+        yield precharge, _RANK, REFRESH, dram.rp
+    yield REFRESH, _RANK, ACTIVATE, dram.rfc - late_act
 
 
 class Channel:
-    """The timing state of one channel: which command may be issued when, by the standard's parameters.
-
-        ACT -> tRCD -> RD -> tCL + burst -> data;  RD -> tRTP -> PRE -> tRP -> ACT
-        all rows closed -> REF -> tRFC -> ACT
-
-    Every array is named after a command, and holds the earliest cycle at which that command may be issued. Banks are
-    counted over all ranks; a bank's open row is None when it is closed.
-    """
+    """The timing state of one channel. Banks are counted over all ranks; a command to a rank names its first bank."""
 
     def __init__(self, dram: DramSpec) -> None:
         self.dram = dram
-        banks, groups = dram.ranks * dram.banks, dram.ranks * dram.bank_groups
-        self.rank_of = [bank // dram.banks for bank in range(banks)]
-        self.group_of = [bank // dram.banks_per_group for bank in range(banks)]
-        # A command that takes two bus cycles acts in its second; the standard's gaps run from act to act.
-        late_act, late_read = dram.act_cycles - 1, dram.read_cycles - 1
-        self.act_to_read = dram.rcd + late_act - late_read
-        self.act_to_pre = dram.ras + late_act
-        self.act_to_refresh = dram.rc + late_act
-        self.read_to_pre = dram.rtp + late_read
-        self.pre_to_act = dram.rp - late_act
-        self.pre_all_to_act = dram.rp_ab - late_act
-        self.refresh_to_act = dram.rfc - late_act
+        ranks, banks = range(dram.ranks), range(dram.ranks * dram.banks)
+        self.rank_of = [bank // dram.banks for bank in banks]
+        others = [tuple(other for other in ranks if other != rank) for rank in ranks]
+        self._places = [
+            ((bank,), (bank // dram.banks_per_group,), (rank,), others[rank]) for bank, rank in enumerate(self.rank_of)
+        ]
+        # by command: the earliest cycle for it in each bank, bank group and rank
+        self._earliest = [[[LONG_AGO] * len(banks) for _ in range(3)] for _ in range(5)]
+        self._gaps: list[list[tuple[int, list[int], int]]] = [[] for _ in range(5)]
+        for command, scope, following, cycles in gaps(dram):
+            self._gaps[command].append((scope, self._earliest[following][min(scope, _RANK)], cycles))
+        self._bus_cycles = {ACTIVATE: dram.act_cycles, READ: dram.read_cycles}
         self.read_to_data = dram.cl + dram.burst
-
-        self.open_rows: list[int | None] = [None] * banks
-        self.bank_act = [LONG_AGO] * banks
-        self.bank_read = [LONG_AGO] * banks
-        self.bank_pre = [LONG_AGO] * banks
-        self.group_act = [LONG_AGO] * groups
-        self.group_read = [LONG_AGO] * groups
-        self.rank_act = [LONG_AGO] * dram.ranks
-        self.rank_read = [LONG_AGO] * dram.ranks
-        self.rank_pre = [LONG_AGO] * dram.ranks
-        self.rank_pre_all = [LONG_AGO] * dram.ranks
-        self.rank_refresh = [LONG_AGO] * dram.ranks
-        self.recent_acts = [deque([LONG_AGO] * 4, maxlen=4) for _ in range(dram.ranks)]
+        self.open_rows: list[int | None] = [None] * len(banks)
+        self.recent_acts = [deque([LONG_AGO] * 4, maxlen=4) for _ in ranks]
         self.bus_free = LONG_AGO  # command bus
         self.data_clock_until = LONG_AGO  # LPDDR5: the data clock is in sync before this cycle
         self.activations = 0
 
-    def read(self, bank: int, now: int) -> None:
-        dram = self.dram
-        rank = self.rank_of[bank]
-        for other in range(dram.ranks):
-            gap = dram.ccd_s if other == rank else dram.burst + dram.rank_switch
-            self.rank_read[other] = max(self.rank_read[other], now + gap)
-        self.group_read[self.group_of[bank]] = now + dram.ccd_l
-        close = now + self.read_to_pre
-        if close > self.bank_pre[bank]:
-            self.bank_pre[bank] = close
-        if close > self.rank_pre_all[rank]:
-            self.rank_pre_all[rank] = close
-        self.data_clock_until = now + self.read_to_data + dram.wck_sync
-        self.bus_free = now + dram.read_cycles
+    def ready(self, command: int, bank: int) -> int:
+        """The earliest cycle for this command, the bus aside."""
+        by_bank, by_group, by_rank = self._earliest[command]
+        (_,), (group,), (rank,), _ = self._places[bank]
+        return max(by_bank[bank], by_group[group], by_rank[rank])
 
-    def activate(self, bank: int, row: int, now: int) -> None:
-        dram = self.dram
-        rank = self.rank_of[bank]
-        recent = self.recent_acts[rank]
-        recent.append(now)
-        self.open_rows[bank] = row
-        self.bank_read[bank] = now + self.act_to_read
-        self.bank_act[bank] = now + dram.rc
-        self.bank_pre[bank] = now + self.act_to_pre
-        self.group_act[self.group_of[bank]] = now + dram.rrd_l
-        self.rank_act[rank] = max(self.rank_act[rank], now + dram.rrd_s, recent[0] + dram.faw)
-        self.rank_pre_all[rank] = max(self.rank_pre_all[rank], now + self.act_to_pre)
-        self.rank_refresh[rank] = max(self.rank_refresh[rank], now + self.act_to_refresh)
-        self.activations += 1
-        self.bus_free = now + dram.act_cycles
-
-    def precharge(self, bank: int, now: int) -> None:
-        rank = self.rank_of[bank]
-        self.open_rows[bank] = None
-        self.bank_act[bank] = max(self.bank_act[bank], now + self.pre_to_act)
-        self._after_precharge(rank, now)
-
-    def precharge_all(self, rank: int, now: int) -> None:
-        for bank in self.banks_of(rank):
-            self.open_rows[bank] = None
-        self.rank_act[rank] = max(self.rank_act[rank], now + self.pre_all_to_act)
-        self._after_precharge(rank, now)
-
-    def _after_precharge(self, rank: int, now: int) -> None:
-        ppd = now + self.dram.ppd
-        self.rank_pre[rank] = max(self.rank_pre[rank], ppd)
-        self.rank_pre_all[rank] = max(self.rank_pre_all[rank], ppd)
-        self.rank_refresh[rank] = max(self.rank_refresh[rank], now + self.dram.rp)
-        self.bus_free = now + 1
-
-    def refresh_all(self, rank: int, now: int) -> None:
-        self.rank_act[rank] = max(self.rank_act[rank], now + self.refresh_to_act)
-        self.bus_free = now + 1
-
-    def banks_of(self, rank: int) -> range:
-        return range(rank * self.dram.banks, (rank + 1) * self.dram.banks)
+    def issue(self, command: int, bank: int, now: int, row: int | None = None) -> None:
+        """row: that an activate opens."""
+        places, rank, dram = self._places[bank], self.rank_of[bank], self.dram
+        for scope, earliest, cycles in self._gaps[command]:
+            for place in places[scope]:
+                earliest[place] = max(earliest[place], now + cycles)
+        self.bus_free = now + self._bus_cycles.get(command, 1)
+        if command == READ:
+            self.data_clock_until = now + self.read_to_data + dram.wck_sync
+        elif command == ACTIVATE:
+            self.recent_acts[rank].append(now)
+            acts = self._earliest[ACTIVATE][_RANK]
+            acts[rank] = max(acts[rank], self.recent_acts[rank][0] + dram.faw)
+            self.activations += 1
+        if command in (ACTIVATE, PRECHARGE):
+            self.open_rows[bank] = row
+        elif command == PRECHARGE_ALL:
+            self.open_rows[bank : bank + dram.banks] = [None] * dram.banks
 
     def all_closed(self, rank: int) -> bool:
-        return all(self.open_rows[bank] is None for bank in self.banks_of(rank))
-
-
-_FOREVER = 1 << 60
-_READ, _ACTIVATE, _PRECHARGE = range(3)
+        first = rank * self.dram.banks
+        return all(row is None for row in self.open_rows[first : first + self.dram.banks])
 
 
 @dataclass(frozen=True)
@@ -177,8 +154,6 @@ class Controller:
             self._step()
         return self.last_return - self.start
 
-    # -- offering ------------------------------------------------------------------------------------------------
-
     def _refill(self) -> None:
         if self.now < self.start:
             return
@@ -188,29 +163,19 @@ class Controller:
                 self.returns.popleft()
             room = min(room, self.in_flight_limit - self.queued - len(self.active) - len(self.returns))
         for _ in range(room):
-            self._enqueue(self.offered)
+            bank, row = self.lines.at(self.offered)
+            self.queue.setdefault(bank, {}).setdefault(row, deque()).append(self.offered)
+            self.queued += 1
             self.offered += 1
-
-    def _enqueue(self, number: int) -> None:
-        bank, row = self.lines.at(number)
-        self.queue.setdefault(bank, {}).setdefault(row, deque()).append(number)
-        self.queued += 1
-
-    # -- one command ---------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         """Issue the next command, or move to the moment at which a refresh falls due or lines return."""
         self.now = max(self.now, self.channel.bus_free)
         self._refill()
         while self.next_refresh <= self.now:
-            self._refresh_falls_due()
-        active_at, active_bank = self._next_active()
-        refresh_at = queue_at = _FOREVER
-        if self.refresh_due:
-            refresh_at = self._refresh_ready()
-        else:
-            queue_at, bank, row, kind = self._next_queued()
-        at = min(active_at, refresh_at, queue_at)
+            self.refresh_due.extend(range(self.dram.ranks))
+            self.next_refresh += self.dram.refi
+        at, _, number, command, bank = min(self._possible(), default=(_FOREVER, 0, 0, READ, 0))
         if self.second_activate_by != _FOREVER and (at > self.now or self.second_activate_by <= self.now):
             self._activate_second()
             return
@@ -221,86 +186,58 @@ class Controller:
             self.now = wake
             return
         self.now = at
-        if active_at == at:
-            if self._read(active_bank):
-                del self.active[active_bank]
-        elif refresh_at == at:
-            self._advance_refresh()
-        elif kind == _READ:
-            if self._read(bank):
-                self._take(bank, row)
-        elif kind == _ACTIVATE:
-            self.active[bank] = self._take(bank, row)
-            self.channel.activate(bank, row, at)
+        if command == READ:
+            if self._read(bank) and self.active.pop(bank, None) is None:
+                self._take(number)
+        elif command == ACTIVATE:
+            self.active[bank] = number
+            self.channel.issue(ACTIVATE, bank, at, self._take(number))
             if self.dram.aad:
                 self.second_activate_by = at + self.dram.aad
         else:
-            self.channel.precharge(bank, at)
+            self.channel.issue(command, bank, at)
+            if command == REFRESH:
+                self.refresh_due.popleft()
+                self.refreshes += 1
+
+    def _possible(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """(cycle, turn among those of one cycle, request, command, bank) of each command that may come next."""
+        channel, now = self.channel, self.now
+        for bank, number in self.active.items():
+            yield max(now, channel.ready(READ, bank)), 0, number, READ, bank
+        if self.refresh_due:
+            rank = self.refresh_due[0]
+            first = rank * self.dram.banks
+            if channel.all_closed(rank):
+                yield max(now, channel.ready(REFRESH, first)), 1, 0, REFRESH, first
+            elif not any(channel.rank_of[bank] == rank for bank in self.active):  # else after these reads
+                yield max(now, channel.ready(PRECHARGE_ALL, first)), 1, 0, PRECHARGE_ALL, first
+            return
+        for bank, rows in self.queue.items():
+            open_row = channel.open_rows[bank]
+            for row, numbers in rows.items():
+                command = READ if row == open_row else ACTIVATE if open_row is None else PRECHARGE
+                if command == ACTIVATE and self.second_activate_by != _FOREVER:
+                    continue
+                if command == PRECHARGE and bank in self.active:
+                    continue
+                yield max(now, channel.ready(command, bank)), 2, numbers[0], command, bank
 
     def _activate_second(self) -> None:
         self.channel.bus_free = self.now + 1
         self.second_activate_by = _FOREVER
 
-    def _next_active(self) -> tuple[int, int]:
-        channel = self.channel
-        best, oldest, chosen = _FOREVER, _FOREVER, -1
-        for bank, number in self.active.items():
-            ready = max(
-                self.now,
-                channel.bank_read[bank],
-                channel.group_read[channel.group_of[bank]],
-                channel.rank_read[channel.rank_of[bank]],
-            )
-            if ready < best or (ready == best and number < oldest):
-                best, oldest, chosen = ready, number, bank
-        return best, chosen
-
-    def _next_queued(self) -> tuple[int, int, int, int]:
-        """(cycle, bank, row, kind) of the earliest ready command; the oldest request among equals."""
-        channel, now = self.channel, self.now
-        may_activate = self.second_activate_by == _FOREVER
-        best, oldest = _FOREVER, _FOREVER
-        chosen = (-1, -1, _READ)
-        for bank, rows in self.queue.items():
-            open_row = channel.open_rows[bank]
-            for row, numbers in rows.items():
-                if row == open_row:
-                    kind = _READ
-                    ready = channel.bank_read[bank]
-                    other = channel.group_read[channel.group_of[bank]]
-                    last = channel.rank_read[channel.rank_of[bank]]
-                elif open_row is None:
-                    if not may_activate:
-                        continue
-                    kind = _ACTIVATE
-                    ready = channel.bank_act[bank]
-                    other = channel.group_act[channel.group_of[bank]]
-                    last = channel.rank_act[channel.rank_of[bank]]
-                elif bank in self.active:
-                    continue
-                else:
-                    kind = _PRECHARGE
-                    ready = channel.bank_pre[bank]
-                    other = last = channel.rank_pre[channel.rank_of[bank]]
-                if other > ready:
-                    ready = other
-                if last > ready:
-                    ready = last
-                if now > ready:
-                    ready = now
-                if ready < best or (ready == best and numbers[0] < oldest):
-                    best, oldest, chosen = ready, numbers[0], (bank, row, kind)
-        return (best, *chosen)
-
-    def _take(self, bank: int, row: int) -> int:
+    def _take(self, number: int) -> int:
+        """Take the oldest request for its row out of the queue; which row that is."""
+        bank, row = self.lines.at(number)
         rows = self.queue[bank]
-        number = rows[row].popleft()
+        rows[row].popleft()
         if not rows[row]:
             del rows[row]
             if not rows:
                 del self.queue[bank]
         self.queued -= 1
-        return number
+        return row
 
     def _read(self, bank: int) -> bool:
         """Read a line. A stopped data clock starts in this cycle, and the read follows in the next. False if even that
@@ -311,32 +248,8 @@ class Controller:
                 self._activate_second()
                 return False
             self.now += 1
-        channel.read(bank, self.now)
+        channel.issue(READ, bank, self.now)
         self.last_return = self.now + channel.read_to_data
         if self.in_flight_limit:
             self.returns.append(self.last_return)
         return True
-
-    # -- refresh -------------------------------------------------------------------------------------------------
-
-    def _refresh_falls_due(self) -> None:
-        self.refresh_due.extend(range(self.dram.ranks))
-        self.next_refresh += self.dram.refi
-
-    def _refresh_ready(self) -> int:
-        """When the next command towards the first refresh due may be issued."""
-        channel, rank = self.channel, self.refresh_due[0]
-        if channel.all_closed(rank):
-            return max(self.now, channel.rank_refresh[rank])
-        if any(channel.rank_of[bank] == rank for bank in self.active):
-            return _FOREVER  # after the read, which is an event of its own
-        return max(self.now, channel.rank_pre_all[rank])
-
-    def _advance_refresh(self) -> None:
-        channel, rank = self.channel, self.refresh_due[0]
-        if not channel.all_closed(rank):
-            channel.precharge_all(rank, self.now)
-            return
-        channel.refresh_all(rank, self.now)
-        self.refresh_due.popleft()
-        self.refreshes += 1
