@@ -11,7 +11,7 @@ import os
 import sys
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError, DeviceError, NdpError, RemoteProtocolError, ReplicaError
-from ndp_device.common.widths import FLAG_OF_BITS
+from ndp_device.common.widths import FLAG_OF_BITS, WIDTHS
 from ndp_device.experts.expert import WHOLE, Part
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.session import ServedPlan, Session, check_hello, listed
+from ndp_device.replicas import format as replica_format
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.shard_stores import ShardStore, ShardStores
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import Hardware, load_hardware
 from ndp_device.timing.work import execute_bytes
@@ -49,16 +49,39 @@ small, high enough to be rare."""
 _PREPARED_BESIDE_OTHERS = 4
 """Experts, by a plan, while another host computes and waits meanwhile. The others are prepared when first asked for."""
 
+MAX_PARTS = 8
+"""Most different parts at a time: each of n parts takes 1/n of the memory of whole experts."""
+
 _FOREIGN_MODULES = ("torch", "transformers", "vllm")
-_DONE = object()
 _log = logging.getLogger(__name__)
+
+
+def served_by(store: ExpertStore) -> msg.Served:
+    """Description of a device with these experts in the handshake."""
+    shape, files = store.shape, store.replicas
+    absent = [bits for bits in WIDTHS if bits not in store.widths]
+    return msg.Served(
+        num_layers=shape.num_layers,
+        num_experts=shape.num_experts,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        widths=tuple(msg.ServedWidth(bits, store.expert_bytes(0, 0, bits)) for bits in sorted(store.widths)),
+        group_size=store.group_size,
+        container="" if files is None else files.manifest.container,
+        format="" if files is None else f"{replica_format.FORMAT} {replica_format.VERSION}",
+        replica_digest="" if files is None else files.manifest.digest,
+        loss_digest="" if files is None else files.loss_digest,
+        missing=shape.num_layers * shape.num_experts * len(absent),
+        first_missing=(0, 0, absent[0]) if absent else None,
+        part=msgspec.UNSET if store.part == WHOLE else (store.part.index, store.part.count),
+    )
 
 
 @dataclass
 class _Client:
     session: Session
     model: DeviceModel | None  # None: nothing is simulated
-    shard: ShardStore
+    store: ExpertStore  # of whole experts, or of a part of each
 
 
 class Handler:
@@ -72,8 +95,8 @@ class Handler:
     ) -> None:
         """hardware: that simulated times are of; None: the kernel is real hardware, and answers have none."""
         self._kernel, self._hardware = kernel, hardware
-        self._shards = ShardStores(store)
-        self._files = self._shards.files
+        self._files, self._served = store.of_part(WHOLE), served_by(store)  # nothing is prepared in the first
+        self._stores = {WHOLE: store}
         self._said_masked = False
         self.offer_memory: Callable[[bytes], msg.SlotOffer | None] = lambda client: None  # the server knows better
         self.others_compute: Callable[[bytes], bool] = lambda client: False  # and this
@@ -159,16 +182,16 @@ class Handler:
             case msg.Describe():
                 return self._describe(request), None
             case msg.Hello():
-                shard = self._greet(name, request)
-                _log.info("%s connected, for %s", request.client, shard.store.part)
+                store = self._greet(name, request)
+                _log.info("%s connected, for %s", request.client, store.part)
                 slots = self.offer_memory(name) if request.wants_slots else None
-                return self._welcome(request, shard.served, slots), None
+                return self._welcome(request, served_by(store), slots), None
             case msg.InstallPlan():
                 installing = self._client(name)
                 session = installing.session
                 session.check_install(request, tensors["replicas"])
                 waits = self.others_compute(name)
-                missing = self._prepare(installing.shard, tensors["replicas"], others_wait=waits)
+                missing = self._prepare(installing.store, tensors["replicas"], others_wait=waits)
                 session.install(ServedPlan(request.epoch, tensors["replicas"] & ~missing))
                 installed = msg.PlanInstalled(request.id, incarnation=self.incarnation, epoch=request.epoch)
                 return installed, {"missing": missing}
@@ -183,34 +206,47 @@ class Handler:
         self._clients.move_to_end(name)
         return client
 
-    def _greet(self, name: bytes, hello: msg.Hello) -> ShardStore:
+    def _greet(self, name: bytes, hello: msg.Hello) -> ExpertStore:
         """Begin a session: nothing but Hello does, so that nothing else can cost another host its own."""
         shape = self._files.shape
         check_hello(hello, self._files.model_digest)
-        others = {client.shard.store.part for other, client in self._clients.items() if other != name}
+        others = {client.store.part for other, client in self._clients.items() if other != name}
         try:
-            shard = self._shards.take(WHOLE if hello.part is msgspec.UNSET else Part(*hello.part), others)
+            store = self.store_of(WHOLE if hello.part is msgspec.UNSET else Part(*hello.part), others)
         except ConfigError as error:
             raise DeviceError("bad_request", str(error)) from None
         self._clients.pop(name, None)
         while len(self._clients) >= MAX_SESSIONS:
             self._clients.popitem(last=False)
         session = Session(shape.num_layers, shape.num_experts, shape.hidden_size)
-        self._clients[name] = _Client(session, self._new_model(), shard)
-        return shard
+        self._clients[name] = _Client(session, None if self._hardware is None else DeviceModel(self._hardware), store)
+        return store
 
-    def _new_model(self) -> DeviceModel | None:
-        return None if self._hardware is None else DeviceModel(self._hardware)
+    def store_of(self, part: Part, in_use: Collection[Part]) -> ExpertStore:
+        """The experts for a session about this part; in_use: the parts of the other sessions. Raises ConfigError where
+        experts cannot be cut so, DeviceError where there are too many parts.
 
-    def _prepare(self, shard: ShardStore, replicas: NDArray[np.uint8], *, others_wait: bool) -> NDArray[np.uint8]:
+        Those of a session that ends stay until a session asks for another part: a host that lost its connection finds
+        its experts still prepared.
+        """
+        if part not in self._stores:
+            if len(wanted := {part, *in_use}) > MAX_PARTS:
+                raise DeviceError(
+                    "busy", f"{len(wanted)} different parts of experts are more than the {MAX_PARTS} served"
+                )
+            made = self._files.of_part(part)
+            self._stores = {one: store for one, store in self._stores.items() if one in in_use} | {part: made}
+        return self._stores[part]
+
+    def _prepare(self, store: ExpertStore, replicas: NDArray[np.uint8], *, others_wait: bool) -> NDArray[np.uint8]:
         """Load what the plan will use, so that no Execute waits for a file; returns the flags that cannot be served.
 
         The store may forget replicas that no client's plan uses. others_wait: load little, since another client's
         Execute waits.
         """
-        store, in_use = shard.store, replicas.copy()
+        in_use = replicas.copy()
         for client in self._clients.values():
-            for plan in client.session.plans if client.shard is shard else ():
+            for plan in client.session.plans if client.store is store else ():
                 in_use |= plan.flags
         used = {bits: (in_use & FLAG_OF_BITS[bits]) != 0 for bits in store.widths}
         prepared = self._flags(store.prepared)
@@ -239,7 +275,7 @@ class Handler:
 
     def prepare_ahead(self) -> bool:
         """One step of what plans are likely to ask for, some milliseconds; False: all is done."""
-        return any(next(shard.ahead, _DONE) is not _DONE for shard in self._shards)
+        return any(store.prepare_ahead() for store in self._stores.values())
 
     def _flags(self, served: Callable[[int], NDArray[np.bool_]]) -> NDArray[np.uint8]:
         """served(bits) [L, E] of every width the store has, as a plan's flags."""
@@ -252,7 +288,7 @@ class Handler:
         self, client: _Client, request: msg.Execute, tensors: codec.Tensors, waited_us: int
     ) -> tuple[msg.Result, codec.Tensors]:
         x, rows, experts, bits, gates = tensors.values()
-        store = client.shard.store
+        store = client.store
         pairs = client.session.check_execute(request, x.shape, rows, experts, bits, gates)
         if waited_us > request.ttl_us:
             raise DeviceError("deadline", f"the request waited {waited_us} us, longer than its {request.ttl_us} us")
@@ -319,12 +355,12 @@ class Handler:
             num_layers=shape.num_layers,
             num_experts=shape.num_experts,
             hidden_size=shape.hidden_size,
-            resident_bytes=sum(shard.store.resident_bytes for shard in self._shards),
+            resident_bytes=sum(store.resident_bytes for store in self._stores.values()),
             num_executed=self.num_executed,
             num_refused=self.num_refused,
             num_sessions=len(self._clients),
             foreign_modules=tuple(name for name in _FOREIGN_MODULES if name in sys.modules),
-            served=self._shards.served,
+            served=self._served,
         )
 
 

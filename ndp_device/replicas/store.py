@@ -15,6 +15,7 @@ One array per width tells which experts are prepared, to compare a plan over tho
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -31,10 +32,13 @@ from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
 
+FIRST_BITS = 3
+"""Before any plan. With nested replicas its components are {2} and {1}: 2 bits need nothing else, 4 bits half of it."""
 _AHEAD = 1  # prepared but never asked for: forgotten before everything else
 _MASKS = ((3, (4,)), (1, (2, 3, 4)))
 """(masked width, wider widths that hold its bits), in the order of masking. Every expert then takes at most its packed
 size."""
+_log = logging.getLogger(__name__)
 
 
 class ExpertStore:
@@ -63,6 +67,7 @@ class ExpertStore:
         self._holders: Counter[int] = Counter()  # experts that keep a part, by the part's identity
         self._held_bytes = 0
         self._now = _AHEAD
+        self._ahead = 0  # number of the next expert that `prepare_ahead` looks at
         everywhere = (self.shape.num_layers, self.shape.num_experts)
         self._used = {bits: np.zeros(everywhere, np.int64) for bits in self._bits}  # when last asked for; 0: not here
         self._masked = {bits: np.zeros(everywhere, np.bool_) for bits in self._bits}
@@ -156,14 +161,29 @@ class ExpertStore:
         self._now += 1
         self._used[bits][experts] = self._now
 
-    def prepare_ahead(self, layer: int, expert: int, bits: int) -> None:
-        """Prepare an expert that no call needs yet: it is forgotten before everything else."""
-        self.get(layer, expert, bits)
-        self._used[bits][layer, expert] = _AHEAD
+    def prepare_ahead(self) -> bool:
+        """Prepare one expert that no plan has asked for yet: all at FIRST_BITS, until the next one has no room. False:
+        nothing is left to do.
 
-    def has_room(self, layer: int, expert: int, bits: int) -> bool:
-        """Whether this expert could be kept beside all that is, even if it shared nothing."""
-        return self._held_bytes + self.expert_bytes(layer, expert, bits) <= self.resident_bytes
+        Nobody asked for this work, so nobody may lose the device by it.
+        """
+        widths = sorted(self._bits - {FULL_PRECISION_BITS})
+        bits = max((width for width in widths if width <= FIRST_BITS), default=min(widths, default=0))
+        while widths and self._ahead < self.shape.num_layers * self.shape.num_experts:
+            layer, expert = divmod(self._ahead, self.shape.num_experts)
+            if self._used[bits][layer, expert]:
+                self._ahead += 1
+                continue
+            try:
+                if self._held_bytes + self.expert_bytes(layer, expert, bits) > self.resident_bytes:
+                    return False
+                self.get(layer, expert, bits)
+                self._used[bits][layer, expert] = _AHEAD
+            except Exception as error:
+                _log.warning("expert %d of layer %d cannot be prepared at %d bits: %s", expert, layer, bits, error)
+            self._ahead += 1
+            return True
+        return False
 
     def trim(self, in_use: Mapping[int, NDArray[np.bool_]]) -> int:
         """Drop least recently used experts until at most `resident_bytes` are held; returns how many were dropped.

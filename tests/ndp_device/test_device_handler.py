@@ -14,12 +14,11 @@ from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_small_
 
 from ndp_device.common.errors import ConfigError, DeviceError, ReplicaError
 from ndp_device.common.widths import PLAN_BITS
-from ndp_device.experts.expert import Part
-from ndp_device.handler import MAX_SESSIONS, Handler
+from ndp_device.experts.expert import WHOLE, Part
+from ndp_device.handler import MAX_PARTS, MAX_SESSIONS, Handler
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.shard_stores import MAX_PARTS, ShardStores
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work
@@ -69,7 +68,7 @@ def test_while_others_compute_a_plan_prepares_little_and_the_rest_when_it_is_ask
     """A plan with everything in it kept every other host waiting until all of it was prepared."""
     handler.others_compute = lambda client: True
     caller = Caller(handler).ready()
-    assert sum(int(next(iter(handler._shards)).store.prepared(bits).sum()) for bits in PLAN_BITS) <= 4
+    assert sum(int(handler.store_of(WHOLE, ()).prepared(bits).sum()) for bits in PLAN_BITS) <= 4
     tensors = pairs([0] * EXPERTS, list(range(EXPERTS)), [2] * EXPERTS)
     store = ExpertStore(model_dir, replicas_dir, kernel=REFERENCE)
     np.testing.assert_allclose(caller.execute(tensors)[1], expected(store, 0, tensors), rtol=1e-5, atol=1e-5)
@@ -366,8 +365,8 @@ def test_parts_that_cannot_be_are_refused_and_what_nobody_asks_for_makes_room(di
 
 
 def test_more_parts_at_a_time_than_memory_is_meant_for_are_refused(model_dir: Path) -> None:
-    shards = ShardStores(ExpertStore(model_dir, None, kernel=REFERENCE))
+    handler = Handler(ExpertStore(model_dir, None, kernel=REFERENCE), REFERENCE, None)
     others = [Part(index, 9) for index in range(MAX_PARTS)]
     with pytest.raises(DeviceError, match=f"{MAX_PARTS + 1} different parts of experts are more than the {MAX_PARTS}"):
-        shards.take(Part(0, 3), others)
-    assert shards.take(Part(0, 3), others[:-1]).store.part == Part(0, 3)
+        handler.store_of(Part(0, 3), others)
+    assert handler.store_of(Part(0, 3), others[:-1]).part == Part(0, 3)

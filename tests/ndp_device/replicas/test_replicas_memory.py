@@ -16,7 +16,6 @@ from ndp_device.handler import Handler
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.mapped import MappedFile
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.shard_stores import prepared_ahead
 from ndp_device.timing.spec import load_hardware
 
 
@@ -180,7 +179,8 @@ def test_whatever_plans_come_and_go_the_bytes_are_counted_and_within_the_packed_
         store.trim(in_use)
         assert store.held_bytes == bytes_of_parts(store) <= store.resident_bytes
         assert all((store.prepared(bits) >= used).all() for bits, used in in_use.items())
-        for _ in prepared_ahead(store):
+        store._ahead = 0
+        while store.prepare_ahead():
             assert store.held_bytes == bytes_of_parts(store) <= store.resident_bytes
         assert all((store.masked(bits) <= store.prepared(bits)).all() for bits in ALL_WIDTHS)
 
