@@ -9,6 +9,7 @@ same time; tests/ndp_device/calibration/test_calibration_streamed.py holds a rea
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 
 from ndp_device.calibration import calibrated, gptq
@@ -85,12 +86,8 @@ def peak_memory(
     """
     shape, layout, tensors = checkpoint.shape, checkpoint.layout, checkpoint.tensors
     hidden, inner = shape.hidden_size, shape.intermediate_size
-    of_experts = {source.name for layer in layout.layers for source in layer.weights.values()}
-    beside = sum(
-        _size(info.shape)
-        for name, info in tensors.items()
-        if name not in of_experts and not any(_is_one_of(name, template) for template in of_experts if "{}" in template)
-    )
+    of_experts = {name for layer in layout.layers for name in layer.tensors(shape.num_experts)}
+    beside = sum(math.prod(info.shape) for name, info in tensors.items() if name not in of_experts)
     matrices = ((2 * inner, hidden), (hidden, inner))
     square = _FLOAT * max(columns for _, columns in matrices) ** 2
     routed = min(num_tokens, 2 * num_tokens * shape.top_k // shape.num_experts)  # to one expert: twice an even share
@@ -114,18 +111,6 @@ def peak_memory(
         solver=max(solving, moments, losing) + 2 * item * hidden * routed,  # what it answers, joined
         weighing=_PROGRAMS + _FLOAT * (beside + 2 * shape.weights_per_expert) + sequences(_FLOAT),
     )
-
-
-def _is_one_of(name: str, template: str) -> bool:
-    before, after = template.split("{}")
-    return name.startswith(before) and name.endswith(after) and name[len(before) : len(name) - len(after)].isdigit()
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 def _gb(num_bytes: int) -> str:

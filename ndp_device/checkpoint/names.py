@@ -79,6 +79,11 @@ class CheckpointLayer:
     """The norm whose output the experts read; None where the residual reaches them as it is."""
     activation: Activation = SILU
 
+    def tensors(self, num_experts: int, biases: bool = False) -> set[str]:
+        """The tensors in which the weights of all experts lie, and the biases."""
+        sources = [*self.weights.values(), *(self.biases.values() if biases else ())]
+        return {source.tensor(expert) for source in sources for expert in range(num_experts)}
+
 
 @dataclass(frozen=True)
 class ExpertLayout:
@@ -488,12 +493,7 @@ def _top_k(config: Mapping[str, Any], num_experts: int, name: str) -> int:
 
 
 def _dtype(tensors: Mapping[str, TensorInfo], layers: list[CheckpointLayer], num_experts: int, name: str) -> str:
-    dtypes = {
-        tensors[tensor].dtype: tensor
-        for layer in layers
-        for source in layer.weights.values()
-        for tensor in {source.tensor(expert) for expert in range(num_experts)}
-    }
+    dtypes = {tensors[tensor].dtype: tensor for layer in layers for tensor in layer.tensors(num_experts)}
     for dtype, example in dtypes.items():
         if dtype not in DTYPES:
             raise ConfigError(

@@ -108,13 +108,11 @@ class CheckpointExperts:
     @cached_property
     def stored_form(self) -> StoredForm | None:
         """How all experts seem to be stored where `as_stored` gives them; else None."""
-        names = {
-            found.weights[part].tensor(expert)
+        forms = {
+            self.packed[name].stored_form if name in self.packed else None
             for found in self.layout.layers
-            for part in found.weights
-            for expert in range(self.shape.num_experts)
+            for name in found.tensors(self.shape.num_experts)
         }
-        forms = {self.packed[name].stored_form if name in self.packed else None for name in names}
         return forms.pop() if len(forms) == 1 and self.as_stored(0, 0) is not None else None
 
     @property
@@ -172,10 +170,9 @@ class CheckpointExperts:
         """Whether a kernel reads experts where they lie: row by row and unquantized. Others are copied for it."""
         first = self.expert(0, 0)
         dtypes = {
-            DTYPES[self.tensors[source.tensor(expert)].dtype]
+            DTYPES[self.tensors[name].dtype]
             for found in self.layout.layers
-            for source in found.weights.values()
-            for expert in range(self.shape.num_experts)
+            for name in found.tensors(self.shape.num_experts)
         }
         return (
             not self.packed
@@ -205,8 +202,7 @@ class CheckpointExperts:
 
     @cache  # noqa: B019  # one entry per layer, for as long as the checkpoint is used
     def _files_of(self, layer: int) -> tuple[MappedFile, ...]:
-        sources = [*self.layout.layers[layer].weights.values(), *self.layout.layers[layer].biases.values()]
-        names = {source.tensor(expert) for source in sources for expert in range(self.shape.num_experts)}
+        names = self.layout.layers[layer].tensors(self.shape.num_experts, biases=True)
         parts = {part for name in names & self.packed.keys() for part in self.packed[name].parts.values()}
         stored = parts | (names - self.packed.keys())
         return tuple(file for _, file in sorted(self._files.items()) if any(name in file for name in stored))

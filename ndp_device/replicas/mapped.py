@@ -33,13 +33,13 @@ _WITHOUT_NAME = 0
 """Replaced or removed: nobody can open it to write any more."""
 
 
-class MappedBytes:
-    """A plain file's bytes, uint8 [N]; nothing is read before its values are used. remedy: what restores the file."""
+class MappedFile:
+    """A plain file of tensors: `tensor(name)` is a view of its mapped bytes, read when its values are used."""
 
-    def __init__(self, path: Path, remedy: str = "restore it") -> None:
+    def __init__(self, path: Path) -> None:
         if path.is_symlink() or not path.is_file():
             raise ReplicaError(f"{path} must be a plain file, not missing, a directory or a symbolic link")
-        self.path, self._remedy = path, remedy
+        self.path = path
         try:
             self._file = _mapping.File(str(path))
         except OSError as error:
@@ -47,6 +47,9 @@ class MappedBytes:
         self._stamp, self.bytes = self._file.stamp(), self._file.bytes()
         if self._stamp[0] != self.bytes.size:
             raise ReplicaError(f"{path} changes its size while it is opened")
+        self._header, self._start = tensor_header(path)
+        self._header.pop("__metadata__", None)
+        self._refuse_other_places(has_gaps=bytes(self.bytes[: len(MAGIC)]) == MAGIC)
 
     def release(self) -> None:
         """Give back the pages read so far: they stay in the page cache, and a later read maps them again."""
@@ -59,18 +62,8 @@ class MappedBytes:
         if self._file.faults or has_changed:
             raise ReplicaError(
                 f"{self.path} was cut short or rewritten while it was in use, or got another owner, mode or name: "
-                f"{self._remedy}, and start again what uses it"
+                "restore it, and start again what uses it"
             )
-
-
-class MappedFile(MappedBytes):
-    """`tensor(name)` is a view of the mapped bytes."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._header, self._start = tensor_header(path)
-        self._header.pop("__metadata__", None)
-        self._refuse_other_places(has_gaps=bytes(self.bytes[: len(MAGIC)]) == MAGIC)
 
     def __contains__(self, name: str) -> bool:
         return name in self._header
