@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError, DeviceError, NdpError, RemoteProtocolError, ReplicaError
 from ndp_device.common.widths import FLAG_OF_BITS, WIDTHS
-from ndp_device.experts.expert import WHOLE, Part
+from ndp_device.experts.expert import WHOLE, Part, to_float32
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
@@ -292,9 +292,10 @@ class Handler:
         pairs = client.session.check_execute(request, x.shape, rows, experts, bits, gates)
         if waited_us > request.ttl_us:
             raise DeviceError("deadline", f"the request waited {waited_us} us, longer than its {request.ttl_us} us")
+        values = to_float32(x, "bfloat16" if x.dtype == np.uint16 else "float32")
         try:
             prepared, sizes = store.get_all(request.layer, pairs.experts, pairs.bits)
-            y = self._kernel.execute(_as_float32(x), prepared, pairs.rows, pairs.places, gates)
+            y = self._kernel.execute(values, prepared, pairs.rows, pairs.places, gates)
             store.check_used(request.layer, pairs.bits)
         except ReplicaError as error:  # its file was cut short or rewritten since the plan was installed
             raise DeviceError("not_loaded", str(error)) from None
@@ -367,10 +368,3 @@ class Handler:
 def _id_of(frames: codec.Frames) -> int:
     """Id of a refused request, from its first frame (0: none); a served request is decoded with its id."""
     return codec.peek_id(frames[0]) if frames else 0
-
-
-def _as_float32(x: NDArray[Any]) -> NDArray[np.float32]:
-    """bfloat16 arrives as uint16: the upper half of a float32."""
-    if x.dtype == np.uint16:
-        return (x.astype(np.uint32) << 16).view(np.float32)
-    return x.astype(np.float32, copy=False)

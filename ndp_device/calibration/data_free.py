@@ -35,8 +35,6 @@ from ndp_device.replicas.format import LayerReplicas
 
 Isa = Literal["auto", "avx2", "portable"]
 Float32 = NDArray[np.float32]
-Fitted = tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]
-"""Planes [bits, N, C // 8] of the widest track; scale and offset [tracks, N, groups]."""
 
 _ROOM_BYTES, _COPIES = 2 << 30, 6
 """Memory for experts made at once, and what one takes: two copies of its values, and a probe in float32."""
@@ -74,7 +72,8 @@ def quantize_layer(
         checkpoint.refuse_large(layer, expert, full)
         by_width = []
         for weights in (np.concatenate([full.w1, full.w3]), np.ascontiguousarray(full.w2)):
-            by_width.append(quantize_nested(weights, group_size, track_weights, full.dtype, cores // at_once))
+            nested = quantize_nested(weights, group_size, track_weights, full.dtype, cores // at_once)
+            by_width.append(nested.by_width())
             if with_bytes:
                 by_width[-1][BYTE_BITS] = round_to_bytes(to_float32(weights, full.dtype), group_size)
         w13s, w2s = by_width
@@ -100,26 +99,13 @@ def quantize_nested(
     track_weights: Mapping[int, float],
     dtype: str = "float32",
     threads: int | None = None,
-) -> dict[int, QuantizedMatrix]:
+    isa: Isa = "auto",
+) -> NestedMatrix:
     """W [N, C] -> the matrix at every width in track_weights; the narrower ones share the widest one's planes.
 
-    dtype is "float32", "float16" or "bfloat16" (as uint16). threads: None = all cores.
+    dtype is "float32", "float16" or "bfloat16" (as uint16). threads: None = all cores of the affinity; any number of
+    them gives the same bytes.
     """
-    bits = tuple(sorted(track_weights))
-    planes, scale, offset = fit(weights, dtype, group_size, track_weights, threads=threads)
-    return NestedMatrix(bits, planes, scale, offset, group_size).by_width()
-
-
-def fit(
-    weights: NDArray[Any],
-    dtype: str,
-    group_size: int,
-    track_weights: Mapping[int, float],
-    *,
-    threads: int | None = None,
-    isa: Isa = "auto",
-) -> Fitted:
-    """The fit, on all cores of the affinity unless told; any number of threads gives the same bytes."""
     bits = sorted(track_weights)
     rows, columns = weights.shape
     planes = np.empty((bits[-1], rows, columns // 8), np.uint8)
@@ -137,7 +123,7 @@ def fit(
         threads or len(os.sched_getaffinity(0)),
         isa,
     )
-    return planes, scale, offset
+    return NestedMatrix(tuple(bits), planes, scale, offset, group_size)
 
 
 def probe_losses(

@@ -214,7 +214,7 @@ def quantize(weight: torch.Tensor, bits: int, cores: int = 1) -> QuantizedMatrix
         if bits == BYTE_BITS:
             made = round_to_bytes(values, GROUP_SIZE)
         else:
-            made = quantize_nested(values, GROUP_SIZE, {bits: 1.0})[bits]
+            made = quantize_nested(values, GROUP_SIZE, {bits: 1.0}).at(bits)
         planes[:, some], scale[some], offset[some] = made.planes, made.scale, made.offset
 
     with ThreadPoolExecutor(cores) as threads:

@@ -265,7 +265,8 @@ def test_experts_that_no_token_reaches_and_groups_that_do_not_divide_lose_less_t
     made, answers = calibrated.quantize_expert(weights, 1, inputs, held_out, solve)
     assert (made.calibration_tokens.tolist(), len(answers)) == ([0], 0)
     w13s, w2s = (
-        quantize_nested(weights, group_size, TRACK_WEIGHTS) for weights in (np.concatenate([full.w1, full.w3]), full.w2)
+        quantize_nested(weights, group_size, TRACK_WEIGHTS).by_width()
+        for weights in (np.concatenate([full.w1, full.w3]), full.w2)
     )
     alone = {bits: QuantizedExpert(bits, w13s[bits], w2s[bits]) for bits in w13s}
     assert (made.loss[0] < expert_losses(held_out.hidden.numpy(), full, alone)[0])[1:].all()

@@ -21,7 +21,7 @@ from small_checkpoint import write_small_checkpoint
 
 from ndp_device.calibration import build, data_free
 from ndp_device.calibration.build import build_data_free
-from ndp_device.calibration.data_free import Fitted, Float32, expert_losses, fit, round_to_bytes
+from ndp_device.calibration.data_free import Float32, expert_losses, round_to_bytes
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import REPLICA_WIDTHS, WIDTHS
 from ndp_device.experts.expert import FullExpert, QuantizedExpert, QuantizedMatrix, pack, to_float32, unpack
@@ -30,6 +30,15 @@ from ndp_device.replicas.format import ReplicaFiles, load_loss_table, read_manif
 from ndp_device.replicas.store import ExpertStore
 
 ALL_WIDTHS = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
+Fitted = tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]
+
+
+def fit(
+    weights: NDArray[Any], dtype: str, group_size: int, track_weights: dict[int, float], **how: Any
+) -> Fitted:
+    """Planes, scale and offset."""
+    made = data_free.quantize_nested(weights, group_size, track_weights, dtype, **how)
+    return made.planes, made.scale, made.offset
 
 
 def stored(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
@@ -201,7 +210,7 @@ def test_any_number_of_threads_and_any_instruction_set_gives_the_same_bytes() ->
 @pytest.mark.parametrize(("columns", "group_size"), [(256, 128), (200, 64), (72, 8), (104, 24)])
 def test_the_probe_reads_every_width_as_the_reference_kernel_does(columns: int, group_size: int, isa: str) -> None:
     weights = random_weights(11, 24, columns)
-    for matrix in data_free.quantize_nested(weights, group_size, ALL_WIDTHS).values():
+    for matrix in data_free.quantize_nested(weights, group_size, ALL_WIDTHS).by_width().values():
         assert data_free.dequantize(matrix, isa).tobytes() == dequantize(matrix).tobytes()
 
 
@@ -262,8 +271,8 @@ def test_an_expert_whose_rows_fill_no_whole_bytes_is_refused_before_anything_is_
 def random_expert(seed: int, hidden: int, intermediate: int) -> tuple[FullExpert, dict[int, QuantizedExpert]]:
     w1, w3 = (random_weights(seed + n, intermediate, hidden) for n in (0, 1))
     w2 = random_weights(seed + 2, hidden, intermediate)
-    w13s = data_free.quantize_nested(np.concatenate([w1, w3]), 64, ALL_WIDTHS)
-    w2s = data_free.quantize_nested(w2, 64, ALL_WIDTHS)
+    w13s = data_free.quantize_nested(np.concatenate([w1, w3]), 64, ALL_WIDTHS).by_width()
+    w2s = data_free.quantize_nested(w2, 64, ALL_WIDTHS).by_width()
     return FullExpert("float32", w1, w3, w2), {b: QuantizedExpert(b, w13s[b], w2s[b]) for b in ALL_WIDTHS}
 
 

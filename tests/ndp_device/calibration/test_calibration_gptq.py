@@ -235,7 +235,7 @@ def test_constant_weights_and_silent_inputs_stay_finite() -> None:
 
 def test_without_data_the_nested_fit_is_close_to_the_best_uniform_grid_of_each_width() -> None:
     weights = np.random.default_rng(8).normal(size=(64, 128)).astype(np.float32)
-    matrices = data_free.quantize_nested(weights, 64, NESTED)
+    matrices = data_free.quantize_nested(weights, 64, NESTED).by_width()
     # quantization of a unit normal: optimal (Lloyd-Max) distortion at 1, 2, 3, 4 bits
     for bits, best in {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497}.items():
         error = np.mean((dequantize(matrices[bits]) - weights) ** 2)
