@@ -164,17 +164,13 @@ def _unknown(parts: Parts, settings: Settings) -> ConfigError:
 # -- one code and one scale per block ----------------------------------------------------------------------------------
 
 
-def _describe_blocks(row: Format, parts: Parts, settings: Settings) -> Packed:
-    *outer, groups, half = parts.shape("blocks", row.stored, 4)
-    parts.agree(half == 16 and parts.shape("scales", row.scaled, 3) == (*outer, groups))
-    _stated_of(row, parts, settings)
-    names = parts.named(codes="blocks", scale="scales")
-    return Packed(values.scaled, (*outer, groups * 2 * half), "BF16", names, "fp4", "U8", block=(1, 32))
-
-
 def _describe_scaled(row: Format, parts: Parts, settings: Settings) -> Packed:
     name = row.scale_of(parts) or ""
-    stored = parts.shape(row.codes, row.stored, 2, 3)
+    if row.codes == "blocks":  # a dimension of its own for the codes under one scale
+        *outer, groups, half = parts.shape(row.codes, row.stored, 4)
+        stored: tuple[int, ...] = (*outer, groups * half)
+    else:
+        stored = parts.shape(row.codes, row.stored, 2, 3)
     shape = (*stored[:-1], stored[-1] * 2) if row.elements == "fp4" else stored
     scale = parts.shape(name, row.scaled, *range(len(shape) + 3))
     for part in (row.more[role] for role in ("divisor", "factor") if role in row.more):
@@ -197,7 +193,7 @@ _NUMBERS_OF = {"fp4": ("float", range(4, 5)), "e4m3": ("float", range(8, 9)), "i
 
 def _stated_of(row: Format, parts: Parts, settings: Settings) -> list[Weights]:
     """What is stated of this tensor, where it can be meant; refuses other types, widths and fixed groups."""
-    kind, widths = _NUMBERS_OF.get(row.elements or "fp4", ("", range(0)))
+    kind, widths = _NUMBERS_OF.get(row.elements, ("", range(0)))
     stated = settings.of(parts.module)
     meant = [
         one
@@ -393,7 +389,7 @@ _OF_WORDS = {"zero": "qzeros", "group_of": "g_idx"}
 _OF_PACKED = {"shape": "weight_shape", "zero": "weight_zero_point", "group_of": "weight_g_idx"}
 
 FORMATS = (
-    Format("MXFP4", "blocks", ("U8",), ("scales",), ("U8",), _describe_blocks),
+    Format("MXFP4", "blocks", ("U8",), ("scales",), ("U8",), _describe_scaled, "fp4", 32),
     Format("MXFP4", "weight_packed", ("U8",), ("weight_scale",), _E8M0, _describe_scaled, "fp4", 32),
     Format("MXFP4", "weight", ("U8", "I8"), _SCALE_NAMES, _E8M0, _describe_scaled, "fp4", 32),
     Format("NVFP4", "weight_packed", ("U8",), ("weight_scale",), ("F8_E4M3",), _describe_scaled, "fp4", 16,

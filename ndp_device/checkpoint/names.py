@@ -329,20 +329,14 @@ class _Layer:
 
     def _find_biases(self, interleaved: bool, fused: bool) -> None:
         _, hidden, intermediate = self.size
-        if fused:
-            name = self._one("gate_up", is_bias=True)
-            for part, rows in _rows(intermediate, interleaved).items():
-                self.biases[part] = Source(name, rows=rows)
-            wanted = {name: 2 * intermediate}
-        else:
-            self.biases["gate"], self.biases["up"] = self._source("gate", True), self._source("up", True)
-            wanted = {self.biases[part].name: intermediate for part in ("gate", "up")}
+        for part, rows in _rows(intermediate, interleaved).items():
+            self.biases[part] = Source(self._one("gate_up", True), rows=rows) if fused else self._source(part, True)
         self.biases["down"] = Source(self._one("down", True)) if fused else self._source("down", True)
-        wanted[self.biases["down"].name] = hidden
-        for name, size in wanted.items():
-            shape = self._tensors[name.format(0)].shape
+        for part, source in self.biases.items():
+            size = hidden if part == "down" else 2 * intermediate if fused else intermediate
+            shape = self._tensors[source.tensor(0)].shape
             if shape[-1:] != (size,):
-                raise ReplicaError(f"{self._where}: the bias {name.format(0)} must be {size} long, got {list(shape)}")
+                raise ReplicaError(f"{self._where}: the bias {source.tensor(0)} must be {size} long, got {list(shape)}")
 
     @property
     def _num_experts(self) -> int:

@@ -47,21 +47,6 @@ class DistinctPairs(NamedTuple):
     counts: list[int]  # [D], pairs of each
 
 
-def distinct(
-    rows: NDArray[np.int32],
-    experts: NDArray[np.int32],
-    bits: NDArray[np.uint8],
-    flags: NDArray[np.uint8],
-    num_rows: int,
-) -> DistinctPairs | None:
-    """flags [E]: the widths that each expert of this layer is served at.
-
-    None unless every pair points at one of num_rows rows and at an expert that is served at its bits.
-    """
-    grouped = _commands.distinct(rows, experts, bits, flags, _FLAG_OF_BITS, num_rows)
-    return None if grouped is None else DistinctPairs._make(grouped)
-
-
 def check_hello(hello: Hello, model_digest: str) -> None:
     """Raise DeviceError unless host and device speak one protocol about one model."""
     lowest, highest = hello.versions
@@ -151,11 +136,11 @@ class Session:
             raise DeviceError("bad_request", f"the pair tensors must have one length, got {lengths}")
         if len(pair_rows) > MAX_PAIRS:
             raise DeviceError("bad_request", f"an Execute may have {MAX_PAIRS} pairs, got {len(pair_rows)}")
-        flags = self.active.flags[request.layer]
-        pairs = distinct(pair_rows, pair_experts, pair_bits, flags, rows)
+        flags = self.active.flags[request.layer]  # [E]: the widths that each expert of this layer is served at
+        pairs = _commands.distinct(pair_rows, pair_experts, pair_bits, flags, _FLAG_OF_BITS, rows)
         if pairs is None:
             raise self._refused_pair(request, rows, pair_rows, pair_experts, pair_bits, flags)
-        return pairs
+        return DistinctPairs._make(pairs)
 
     def _refused_pair(
         self,

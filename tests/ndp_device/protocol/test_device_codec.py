@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import DATA
 
+from ndp_device import _commands
 from ndp_device.common.errors import LocalProtocolError, RemoteProtocolError
 from ndp_device.common.widths import FLAG_OF_BITS, LIMBS, PLAN_BITS, REPLICA_WIDTHS
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.protocol.session import DistinctPairs, distinct
+from ndp_device.protocol.session import DistinctPairs
 from ndp_device.timing.work import Timing, execute_bytes
 from ndp_device.transport.base import require_intact, write_checksum
 
@@ -377,6 +378,11 @@ def columns(pairs: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray, 
     return rows.astype(np.int32), experts.astype(np.int32), bits.astype(np.uint8)
 
 
+def distinct(rows: Any, experts: Any, bits: Any, flags: Any) -> DistinctPairs | None:
+    found = _commands.distinct(rows, experts, bits, flags, np.frombuffer(FLAG_OF_BITS, np.uint8), ROWS)
+    return None if found is None else DistinctPairs._make(found)
+
+
 def python(pairs: list[tuple[int, int, int]], flags: np.ndarray) -> DistinctPairs | None:
     if any(not 0 <= row < ROWS for row, _, _ in pairs):
         return None
@@ -398,7 +404,7 @@ def test_each_expert_and_width_comes_once_and_in_order_as_in_python(
     pairs: list[tuple[int, int, int]], flags: list[int]
 ) -> None:
     for allowed in (EVERYTHING, np.array(flags, np.uint8)):
-        ours, theirs = distinct(*columns(pairs), allowed, ROWS), python(pairs, allowed)
+        ours, theirs = distinct(*columns(pairs), allowed), python(pairs, allowed)
         assert (ours is None) == (theirs is None)
         if ours is not None and theirs is not None:
             assert ours[2:] == theirs[2:]
@@ -408,12 +414,12 @@ def test_each_expert_and_width_comes_once_and_in_order_as_in_python(
 
 @pytest.mark.parametrize("wrong", [(-1, 0, 4), (ROWS, 0, 4), (0, -1, 4), (0, EXPERTS, 4), (0, 0, 0), (0, 0, 5)])
 def test_a_pair_that_points_nowhere_is_none(wrong: tuple[int, int, int]) -> None:
-    assert distinct(*columns([(0, 0, 4), wrong]), EVERYTHING, ROWS) is None
+    assert distinct(*columns([(0, 0, 4), wrong]), EVERYTHING) is None
 
 
 def test_the_rows_are_a_copy_that_a_later_write_does_not_reach() -> None:
     rows, experts, bits = columns([(0, 0, 4), (1, 1, 4)])
-    found = distinct(rows, experts, bits, EVERYTHING, ROWS)
+    found = distinct(rows, experts, bits, EVERYTHING)
     rows[:] = 99
     assert found is not None
     assert found.rows.tolist() == [0, 1]
