@@ -227,17 +227,9 @@ class DeviceModel:
 
     def execute(self, work: Work, submit_ps: int) -> Timing:
         """Serve one command submitted at absolute simulated time submit_ps; commands are served in call order."""
-        experts = work.experts
-        return self.execute_experts(
-            work.hidden_size,
-            work.intermediate_size,
-            work.bytes_in,
-            work.bytes_out,
-            [expert.bits for expert in experts],
-            [expert.tokens for expert in experts],
-            [expert.dram_bytes for expert in experts],
-            submit_ps,
-        )
+        sizes = work.hidden_size, work.intermediate_size, work.bytes_in, work.bytes_out
+        bits, tokens, dram_bytes = zip(*work.experts, strict=True) if work.experts else ((), (), ())
+        return self.execute_experts(*sizes, bits, tokens, dram_bytes, submit_ps)
 
     def execute_experts(
         self,

@@ -46,15 +46,6 @@ def execute_bytes(tokens: int, pairs: int, hidden_size: int, activation_bytes: i
 
 
 @dataclass(frozen=True)
-class ExpertWork:
-    """One expert of one Execute: how many rows it serves and how many bytes its weights cost the DRAM."""
-
-    bits: int
-    tokens: int
-    dram_bytes: int  # packed weights with scales and offsets
-
-
-@dataclass(frozen=True)
 class Work:
     """Sizes of one Execute of H x I experts: what goes in, what comes out, and its experts in reading order."""
 
@@ -62,7 +53,8 @@ class Work:
     intermediate_size: int
     bytes_in: int
     bytes_out: int
-    experts: tuple[ExpertWork, ...]
+    experts: tuple[tuple[int, int, int], ...]
+    """Bits, rows that it serves, bytes that its packed weights, scales and offsets cost the DRAM."""
 
 
 def expert_bytes(hidden: int, intermediate: int, bits: int, group_size: int, *, scales: bool = True) -> int:
@@ -86,7 +78,7 @@ def single_expert_work(shape: ModelShape, bits: int, tokens: int, group_size: in
         intermediate_size=shape.intermediate_size,
         bytes_in=2 * shape.hidden_size * tokens,
         bytes_out=4 * shape.hidden_size * tokens,
-        experts=(ExpertWork(bits, tokens, num_bytes),),
+        experts=((bits, tokens, num_bytes),),
     )
 
 

@@ -21,7 +21,7 @@ from ndp_device.protocol import messages as msg
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
-from ndp_device.timing.work import ExpertWork, Work
+from ndp_device.timing.work import Work
 
 
 @pytest.fixture
@@ -94,8 +94,8 @@ def test_simulated_time_is_what_the_device_model_says_for_the_works_in_order(
             bytes_in=2 * HIDDEN * 4 + 3 * 13,
             bytes_out=2 * HIDDEN * 4,
             experts=(
-                ExpertWork(3, 2, store.expert_bytes(1, 2, 3)),
-                ExpertWork(1, 1, store.expert_bytes(1, 0, 1)),
+                (3, 2, store.expert_bytes(1, 2, 3)),
+                (1, 1, store.expert_bytes(1, 0, 1)),
             ),
         )
         assert result.timing == model.execute(work, submit_ps)
@@ -344,7 +344,7 @@ def test_sessions_about_parts_add_up_to_one_about_whole_experts_each_with_times_
         bytes_in=2 * HIDDEN * 4 + 3 * 13,
         bytes_out=2 * HIDDEN * 4,
         experts=tuple(
-            ExpertWork(bits, 1, welcomes[0].served.expert_bytes[bits]) for expert, bits in ((0, 4), (1, 16), (2, 2))
+            (bits, 1, welcomes[0].served.expert_bytes[bits]) for expert, bits in ((0, 4), (1, 16), (2, 2))
         ),
     )
     assert [result.timing for result, _ in answers] == [DeviceModel(load_hardware("h100-ndp512")).execute(work, 0)] * 3

@@ -29,7 +29,7 @@ from ndp_device.model_config import whole_model
 from ndp_device.timing.model import CommandEnergy, DeviceModel, bulk_ps, hop_in, hop_out, wire_bytes
 from ndp_device.timing.public_models import SHAPES, public_shape
 from ndp_device.timing.spec import Hardware
-from ndp_device.timing.work import PS_PER_S, ExpertWork, Work, ceil_div, execute_bytes, expert_bytes, transfer_ps
+from ndp_device.timing.work import PS_PER_S, Work, ceil_div, execute_bytes, expert_bytes, transfer_ps
 from vllm_ndp.cost_model.gpu_timing import GpuModel
 
 _REFRESH_PHASES = 16
@@ -335,7 +335,7 @@ def _equal_experts(costs: Costs, bits: int, tokens: int, num_experts: int) -> Wo
         intermediate_size=shape.intermediate_size,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
-        experts=(ExpertWork(bits, tokens, costs.replica_bytes(bits)),) * num_experts,
+        experts=((bits, tokens, costs.replica_bytes(bits)),) * num_experts,
     )
 
 

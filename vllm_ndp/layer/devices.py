@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
-from ndp_device.timing.work import ExpertWork, Timing, Work, ceil_div, execute_bytes
+from ndp_device.timing.work import Timing, Work, ceil_div, execute_bytes
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.memory import CAPACITY_OF
 from vllm_ndp.layer.balance import Balancer, LayerLoad
@@ -297,7 +297,7 @@ def work_of(
         intermediate_size=shape.intermediate_size // held.num_parts,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
-        experts=tuple(ExpertWork(width, count, held.expert_bytes[width]) for (_, width), count in tokens.items()),
+        experts=tuple((width, count, held.expert_bytes[width]) for (_, width), count in tokens.items()),
     )
 
 

@@ -31,7 +31,6 @@ from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.spec import PE_MODES, Hardware, field_types, load_hardware
 from ndp_device.timing.work import (
     BOUNDS,
-    ExpertWork,
     Timing,
     Work,
     expert_bytes,
@@ -53,7 +52,7 @@ def work_of(*experts: tuple[int, int], hidden: int = 1024, intermediate: int = 2
         bytes_in=2 * hidden * tokens,
         bytes_out=4 * hidden * tokens,
         experts=tuple(
-            ExpertWork(bits, count, expert_bytes(hidden, intermediate, bits, 128, scales=scales))
+            (bits, count, expert_bytes(hidden, intermediate, bits, 128, scales=scales))
             for bits, count in experts
         ),
     )
@@ -252,7 +251,7 @@ def test_bulk_copies_reach_the_effective_rate() -> None:
 
 def test_energy_counts_events_once() -> None:
     """32 bytes of weights: a DRAM access (11.9 pJ a bit), two of scratchpads (2 x 0.113 nJ), 20 rows opened (1.8)."""
-    work = Work(1, 1, 0, 0, (ExpertWork(4, 1, 32),))
+    work = Work(1, 1, 0, 0, ((4, 1, 32),))
     assert run(HARDWARE, work).energy_pj == int(32 * 8 * 11.9 + 226 + 20 * 1800)
 
 
@@ -295,7 +294,7 @@ def drawn_command(random: np.random.Generator) -> Work:
         return int(random.integers(0, 1 << random.integers(1, most_bits)))
 
     hidden, intermediate = (int(size) for size in random.choice([1, 100, 1000, 8192], 2))
-    experts = tuple(ExpertWork(int(random.choice(PLAN_BITS)), below(14), below(29)) for _ in range(below(4)))
+    experts = tuple((int(random.choice(PLAN_BITS)), below(14), below(29)) for _ in range(below(4)))
     return Work(hidden, 2 * intermediate, below(25), below(25), experts)
 
 
@@ -327,7 +326,7 @@ def test_drawn_commands_take_what_they_took(name: str) -> None:
 
 def test_times_beyond_64_bits_are_computed_all_the_same() -> None:
     """The last one queues behind a command that ends after 2^63 ps, and takes there what the first one took."""
-    work = Work(4096, 14336, 8192, 8192, (ExpertWork(16, 1, 352_000_000),))
+    work = Work(4096, 14336, 8192, 8192, ((16, 1, 352_000_000),))
     model = DeviceModel(PIPELINES["no-refresh"])
     first, *_, last = (model.execute(work, at) for at in (0, (1 << 61) - 1, 1 << 61, (1 << 63) - 1, 5))
     assert last.start_ps > 1 << 63

@@ -10,7 +10,7 @@ from paths import DATA
 from ndp_device.common.errors import TraceError
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
-from ndp_device.timing.work import ExpertWork, Work
+from ndp_device.timing.work import Work
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.exact.engine import Asks, ReplayedCommand, ReplayedMigration, modelled_host, together
 from vllm_ndp.lab.exact.live import RecordedRun
@@ -41,7 +41,7 @@ WORK = Work(
     intermediate_size=1024,
     bytes_in=6400,  # 100 ns
     bytes_out=12800,  # 200 ns
-    experts=(ExpertWork(16, 1, 5_120_000),),  # 10 000 ns
+    experts=((16, 1, 5_120_000),),  # 10 000 ns
 )
 TAIL = 316
 """ps: the last tile in the arrays, after the last byte."""

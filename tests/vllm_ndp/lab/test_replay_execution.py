@@ -11,7 +11,7 @@ from ndp_device.common.errors import TraceError
 from ndp_device.common.widths import PLAN_BITS
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
-from ndp_device.timing.work import ExpertWork, Work, execute_bytes
+from ndp_device.timing.work import Work, execute_bytes
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.compare import popularity
 from vllm_ndp.lab.exact.live import RecordedRun
@@ -36,7 +36,7 @@ def device_ps(costs: Costs, experts: list[tuple[int, int]], rows: int) -> float:
     """The device model itself on one message of (bits, tokens) experts, mean over submit times."""
     pairs = sum(tokens for _, tokens in experts)
     bytes_in, bytes_out = execute_bytes(rows, pairs, costs.shape.hidden_size, costs.shape.dtype_bytes)
-    parts = tuple(ExpertWork(bits, tokens, costs.replica_bytes(bits)) for bits, tokens in experts)
+    parts = tuple((bits, tokens, costs.replica_bytes(bits)) for bits, tokens in experts)
     work = Work(costs.shape.hidden_size, costs.shape.intermediate_size, bytes_in, bytes_out, parts)
     return float(np.mean([DeviceModel(costs.hardware).execute(work, 244_140 * i).total_ps for i in range(16)]))
 
@@ -134,7 +134,7 @@ def test_energy_of_pairs_is_that_of_the_device_model_and_of_bytes_over_the_wire(
         for layer in range(4):
             _, rows = np.unique(batches.ids[0, :, step, layer], return_counts=True)
             sizes = execute_bytes(2, 4, shape.hidden_size, shape.dtype_bytes)
-            experts = tuple(ExpertWork(2, int(n), COSTS.replica_bytes(2)) for n in rows)
+            experts = tuple((2, int(n), COSTS.replica_bytes(2)) for n in rows)
             work = Work(shape.hidden_size, shape.intermediate_size, *sizes, experts)
             total += DeviceModel(COSTS.hardware).execute(work, 0).energy_pj
     link_pj = cold.link_bytes * 8 * COSTS.hardware.energy.link_bit_fj / 1e3

@@ -14,7 +14,7 @@ from paths import MODEL
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
-from ndp_device.timing.work import ExpertWork, Work
+from ndp_device.timing.work import Work
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.layer.balance import Balancer, LayerLoad
 from vllm_ndp.layer.devices import NO_COPY, DeviceRules, Devices, HeldExperts, assign_copies, route, slowest, work_of
@@ -122,7 +122,7 @@ def test_a_layer_takes_what_its_slowest_device_takes_and_spends_what_all_spend()
     shape = MIXTRAL.shape
 
     def work(bits: int) -> Work:
-        expert = ExpertWork(bits, 1, BYTES[bits])
+        expert = (bits, 1, BYTES[bits])
         return Work(shape.hidden_size, shape.intermediate_size, 100, 60, (expert,))
 
     timings = [DeviceModel(MIXTRAL.hardware).execute(work(bits), 0) for bits in (2, 4, 3)]
@@ -190,7 +190,7 @@ def test_work_of_many_pairs_is_that_of_a_loop_over_them() -> None:
         work, counted = work_of(MIXTRAL.shape, held, rows, experts, bits), dict[tuple[int, int], int]()
         for pair in zip(experts.tolist(), bits.tolist(), strict=True):
             counted[pair] = counted.get(pair, 0) + 1
-        assert [(one.bits, one.tokens) for one in work.experts] == [(b, n) for (_, b), n in counted.items()]
+        assert [(bits, tokens) for bits, tokens, _ in work.experts] == [(b, n) for (_, b), n in counted.items()]
         assert work.bytes_out == len(set(rows.tolist())) * MIXTRAL.shape.hidden_size * 2
 
 

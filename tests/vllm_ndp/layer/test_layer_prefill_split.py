@@ -11,7 +11,7 @@ from ndp_device.protocol.messages import MAX_BODY_BYTES, MAX_TOKENS
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.spec import load_hardware
-from ndp_device.timing.work import PAIR_BYTES, ExpertWork, Work, execute_bytes
+from ndp_device.timing.work import PAIR_BYTES, Work, execute_bytes
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.layer.prefill_split import PrefillSplit, num_streamed
 
@@ -62,7 +62,7 @@ def simulated_ps(costs: Costs, experts: np.ndarray, on_device: np.ndarray) -> in
     if not there.any():
         return stream_ps
     _, rows = np.unique(experts[there], return_counts=True)
-    works = tuple(ExpertWork(16, int(n), costs.replica_bytes(16)) for n in rows)
+    works = tuple((16, int(n), costs.replica_bytes(16)) for n in rows)
     sizes = execute_bytes(int(there.sum()), int(there.sum()), shape.hidden_size, shape.dtype_bytes)
     work = Work(shape.hidden_size, shape.intermediate_size, *sizes, works)
     return max(stream_ps, DeviceModel(costs.hardware).execute(work, 0).total_ps)
