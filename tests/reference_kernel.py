@@ -26,10 +26,17 @@ from ndp_device.experts.expert import (
     QuantizedMatrix,
     StoredExpert,
     to_float32,
-    unpack,
 )
 
 Float32 = NDArray[np.float32]
+
+
+def unpack(planes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Planes [bits, N, C // 8] -> codes [N, C]."""
+    codes = np.zeros((planes.shape[1], planes.shape[2] * 8), dtype=np.uint8)
+    for plane in planes:
+        codes = (codes << 1) | np.unpackbits(plane, axis=-1, bitorder="little")
+    return codes
 
 
 @dataclass(frozen=True)

@@ -35,14 +35,6 @@ def pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     return np.packbits((codes >> shifts[:, None, None]) & 1, axis=-1, bitorder="little")
 
 
-def unpack(planes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Planes [bits, N, C // 8] -> codes [N, C]."""
-    codes = np.zeros((planes.shape[1], planes.shape[2] * 8), dtype=np.uint8)
-    for plane in planes:
-        codes = (codes << 1) | np.unpackbits(plane, axis=-1, bitorder="little")
-    return codes
-
-
 @dataclass(frozen=True)
 class Biases:
     """Biases that an expert adds to its three products, float32: gate and up [I], down [H]. Never quantized."""
@@ -306,10 +298,7 @@ class ByteExpert:
     bits: int = BYTE_BITS
 
     def __post_init__(self) -> None:
-        (inner, hidden), (out, columns) = self.w1.shape, self.w2.shape
-        if self.w3.shape != (inner, hidden) or (out, columns) != (hidden, inner):
-            raise ValueError(f"w1, w3, w2 must be [I, H], [I, H], [H, I], got {self.w1.shape}, {self.w3.shape}, {out}")
-        _check_biases(self.biases, inner, hidden)
+        _check_three(self)
 
 
 StoredExpert = Fp4Expert | ByteExpert
@@ -332,13 +321,7 @@ class FullExpert:
     activation: Activation = SILU
 
     def __post_init__(self) -> None:
-        intermediate, hidden = self.w1.shape
-        if self.w3.shape != (intermediate, hidden) or self.w2.shape != (hidden, intermediate):
-            raise ValueError(
-                f"w1, w3, w2 must be [I, H], [I, H], [H, I], "
-                f"got {list(self.w1.shape)}, {list(self.w3.shape)}, {list(self.w2.shape)}"
-            )
-        _check_biases(self.biases, intermediate, hidden)
+        _check_three(self)
 
     @property
     def nbytes(self) -> int:
@@ -425,6 +408,14 @@ def _check_shapes(expert: QuantizedExpert | Fp4Expert) -> None:
     (rows, hidden), (out, intermediate) = expert.w13.shape, expert.w2.shape
     if rows != 2 * intermediate or out != hidden:
         raise ValueError(f"w13 {[rows, hidden]} and w2 {[out, intermediate]} must be [2I, H] and [H, I]")
+    _check_biases(expert.biases, intermediate, hidden)
+
+
+def _check_three(expert: FullExpert | ByteExpert) -> None:
+    intermediate, hidden = expert.w1.shape
+    if expert.w3.shape != (intermediate, hidden) or expert.w2.shape != (hidden, intermediate):
+        shapes = ", ".join(str(list(matrix.shape)) for matrix in (expert.w1, expert.w3, expert.w2))
+        raise ValueError(f"w1, w3, w2 must be [I, H], [I, H], [H, I], got {shapes}")
     _check_biases(expert.biases, intermediate, hidden)
 
 

@@ -237,12 +237,9 @@ class ReplicaFiles:
         loss, relative = file.tensor("loss"), file.tensor("relative_loss")
         if loss.shape != table or relative.shape != table:
             raise ReplicaError(f"{file.path} is damaged: its loss tables must be {list(table)}")
-        loss, relative = (
-            loss.astype(np.float64),
-            relative.astype(np.float64),
-        )
-        file.check()  # of the files, of which these are copies
-        return loss, relative
+        copies = loss.astype(np.float64), relative.astype(np.float64)
+        file.check()
+        return copies
 
     def calibration_tokens(self, layer: int) -> NDArray[np.int64]:
         """Of each expert, as in LayerReplicas."""
@@ -389,7 +386,7 @@ def layer_parts(layer: int, replicas: LayerReplicas, manifest: Manifest) -> Iter
             raise ValueError(f"expert {expert} must come at {list(manifest.bits)} bits, got {list(by_bits)}")
         for name in ("w13", "w2"):
             if nested := [getattr(by_bits[bits], name) for bits in manifest.nested_bits]:
-                tensors |= _tensors(f"{expert}.{name}", _nested(f"{expert}.{name}", nested))
+                tensors |= _tensors(f"{expert}.{name}", NestedMatrix.of(nested))
             for bits in manifest.bits[len(manifest.nested_bits) :]:  # which are the narrowest
                 tensors |= _tensors(f"{manifest.prefix(expert, bits)}.{name}", getattr(by_bits[bits], name))
         tensors |= _bias_tensors(layer, expert, by_bits, manifest)
@@ -443,13 +440,6 @@ def _tensors(prefix: str, matrix: QuantizedMatrix | NestedMatrix) -> dict[str, N
     return tensors if matrix.perm is None else tensors | {f"{prefix}.perm": matrix.perm}
 
 
-def _nested(prefix: str, matrices: list[QuantizedMatrix]) -> NestedMatrix:
-    try:
-        return NestedMatrix.of(matrices)
-    except ValueError as error:
-        raise ValueError(f"{prefix}: {error}") from None
-
-
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
@@ -478,22 +468,18 @@ def write_whole(path: Path, parts: Iterable[Part]) -> None:
         raise ConfigError(f"cannot write {path}: {why_unwritable(error)}") from None
 
 
-def load_layer_weights(replicas_dir: Path) -> tuple[NDArray[np.float64] | None, float | None]:
-    """Effect of the same relative loss in each layer on the answer [L], mean 1, and the nats a token that 1 stands for.
-
-    None where it was not measured.
-    """
-    manifest = read_manifest(replicas_dir)
-    return np.array(manifest.layer_weights) if manifest.layer_weights else None, manifest.nats_per_loss
-
-
 def load_losses(replicas_dir: Path, kind: str) -> tuple[NDArray[np.float64], NDArray[np.float64] | None, float | None]:
     """(losses [L, E, columns], weights of layers [L], nats of a weight of 1) of one kind, relative or absolute.
 
-    Weights are measured over relative losses: absolute ones have none.
+    Weights say what the same relative loss in each layer does to the answer, mean 1. None where that was not measured,
+    and for absolute losses.
     """
     absolute, relative = load_loss_table(replicas_dir)
-    return (relative, *load_layer_weights(replicas_dir)) if kind == "relative" else (absolute, None, None)
+    if kind != "relative":
+        return absolute, None, None
+    manifest = read_manifest(replicas_dir)
+    weights = np.array(manifest.layer_weights) if manifest.layer_weights else None
+    return relative, weights, manifest.nats_per_loss
 
 
 def load_loss_table(replicas_dir: Path) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

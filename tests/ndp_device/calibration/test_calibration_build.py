@@ -16,7 +16,7 @@ import torch
 import transformers
 from in_memory import captured_in_memory
 from paths import MODEL
-from reference_kernel import REFERENCE, dequantize
+from reference_kernel import REFERENCE, dequantize, unpack
 
 from ndp_device.calibration import auto_gptq, calibrated, gptq
 from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated
@@ -25,7 +25,7 @@ from ndp_device.calibration.gptq import second_moment
 from ndp_device.calibration.text import CalibrationText, file_digest
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
-from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix, to_float32, unpack
+from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix, to_float32
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles, load_loss_table
 

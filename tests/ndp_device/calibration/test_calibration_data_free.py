@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from processors import settings as processors
-from reference_kernel import REFERENCE, dequantize
+from reference_kernel import REFERENCE, dequantize, unpack
 from small_checkpoint import write_small_checkpoint
 
 from ndp_device.calibration import build, data_free
@@ -24,7 +24,7 @@ from ndp_device.calibration.build import build_data_free
 from ndp_device.calibration.data_free import Float32, expert_losses, round_to_bytes
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import REPLICA_WIDTHS, WIDTHS
-from ndp_device.experts.expert import FullExpert, QuantizedExpert, QuantizedMatrix, pack, to_float32, unpack
+from ndp_device.experts.expert import FullExpert, QuantizedExpert, QuantizedMatrix, pack, to_float32
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles, load_loss_table, read_manifest
 from ndp_device.replicas.store import ExpertStore

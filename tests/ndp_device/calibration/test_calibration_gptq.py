@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from reference_kernel import dequantize
+from reference_kernel import dequantize, unpack
 from torch import Tensor
 
 from ndp_device.calibration import _fits, data_free, gptq
 from ndp_device.calibration.gptq import blend, own_weight, second_moment, unit_factor
-from ndp_device.experts.expert import pack, unpack
+from ndp_device.experts.expert import pack
 
 NESTED = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
 ABLE = torch.cpu.get_capabilities()

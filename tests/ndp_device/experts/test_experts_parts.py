@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from paths import MODEL, ROOT
-from reference_kernel import REFERENCE
+from reference_kernel import REFERENCE, unpack
 
 from ndp_device.calibration.data_free import round_to_bytes
 from ndp_device.common.activation import GPT_OSS
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import PLAN_BITS
-from ndp_device.experts.expert import WHOLE, Biases, Expert, FullExpert, Part, QuantizedExpert, pack, to_float32, unpack
+from ndp_device.experts.expert import WHOLE, Biases, Expert, FullExpert, Part, QuantizedExpert, pack, to_float32
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.store import ExpertStore
 

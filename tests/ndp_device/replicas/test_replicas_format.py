@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from paths import ROOT
-from reference_kernel import REFERENCE
+from reference_kernel import REFERENCE, unpack
 from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_safetensors, write_small_checkpoint
 
 from ndp_device.calibration.build import build_data_free
@@ -24,7 +24,6 @@ from ndp_device.common.activation import GPT_OSS, SILU, Activation
 from ndp_device.common.errors import ConfigError, NdpError, ReplicaError, why_unwritable
 from ndp_device.common.kept import default_cache_dir
 from ndp_device.common.widths import default_group_size
-from ndp_device.experts.expert import unpack
 from ndp_device.replicas import format
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import (
