@@ -82,17 +82,28 @@ nb::object Distinct(Column<int32_t> rows, Column<int32_t> experts, Column<uint8_
 
 // -- DRAM and arrays of one command --------------------------------------------------------------------------------
 
-struct Phase {  // as _Phase in model.py
-  int64_t num_bytes, lines, compute_ps, dequant_ps, vector_ps, fp16_macs, array_ps, tile_bytes, beyond_bytes, tile_ps,
-      buffer_ps;
-};
-using PhaseFields = std::array<int64_t, 11>;
-
-Phase PhaseOf(const PhaseFields& f) { return {f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10]}; }
-
+// The part of the duration of of_bytes that num_bytes of them take.
 int64_t SharePs(int64_t whole_ps, int64_t num_bytes, int64_t of_bytes) {
   return of_bytes ? CeilDiv(Wide(whole_ps) * num_bytes, of_bytes) : 0;
 }
+
+using PhaseSizes = std::array<int64_t, 6>;  // as DeviceModel._phases says in model.py
+
+// One weight stream. Weights are handed over to the arrays a tile at a time; no more than a buffer lies ahead of them.
+struct Phase {
+  int64_t num_bytes, lines, compute_ps, dequant_ps, vector_ps, fp16_macs;
+  int64_t array_ps;  // the unpacking unit feeds the arrays: the slower one counts
+  int64_t tile_bytes, beyond_bytes, tile_ps, buffer_ps;
+
+  Phase() = default;
+  Phase(const PhaseSizes& of, int64_t tile, int64_t buffer)
+      : num_bytes(of[0]), lines(of[1]), compute_ps(of[2]), dequant_ps(of[3]), vector_ps(of[4]), fp16_macs(of[5]),
+        array_ps(std::max(compute_ps, dequant_ps)),
+        tile_bytes(std::min(tile, num_bytes)),
+        beyond_bytes(std::max<int64_t>(num_bytes - buffer, 0)),
+        tile_ps(SharePs(array_ps, tile_bytes, num_bytes)),
+        buffer_ps(SharePs(array_ps, num_bytes - beyond_bytes, num_bytes)) {}
+};
 
 struct Stream {  // as dram.Stream
   int64_t total_ps = 0, refresh_stall_ps = 0, activations = 0;
@@ -228,11 +239,12 @@ struct HashOfSize {
 
 class Commands {
  public:
-  Commands(Dram dram, bool double_buffered) : dram_(std::move(dram)), double_buffered_(double_buffered) {}
+  Commands(Dram dram, bool double_buffered, int64_t tile_bytes, int64_t buffer_bytes)
+      : dram_(std::move(dram)), double_buffered_(double_buffered), tile_bytes_(tile_bytes), buffer_bytes_(buffer_bytes) {}
 
-  void Add(const Size& expert, const PhaseFields& gate_up, const PhaseFields& down) {
+  void Add(const Size& expert, const PhaseSizes& gate_up, const PhaseSizes& down) {
     if (known_.size() >= kMostKnown) known_.clear();
-    known_[expert] = {PhaseOf(gate_up), PhaseOf(down)};
+    known_[expert] = {Phase(gate_up, tile_bytes_, buffer_bytes_), Phase(down, tile_bytes_, buffer_bytes_)};
   }
 
   // The place of the first expert whose phases are not known, or (end, DRAM time, refresh stall, rows opened, compute,
@@ -267,6 +279,7 @@ class Commands {
 
   const Dram dram_;
   const bool double_buffered_;
+  const int64_t tile_bytes_, buffer_bytes_;
   std::unordered_map<Size, std::array<Phase, 2>, HashOfSize> known_;
 };
 
@@ -296,7 +309,8 @@ NB_MODULE(_commands, m) {
         return std::make_tuple(read.total_ps, read.refresh_stall_ps, read.activations);
       });
   nb::class_<Commands>(m, "Commands")
-      .def(nb::init<Dram, bool>(), nb::arg("dram"), nb::arg("double_buffered"))
+      .def(nb::init<Dram, bool, int64_t, int64_t>(), nb::arg("dram"), nb::arg("double_buffered"), nb::arg("tile_bytes"),
+           nb::arg("buffer_bytes"))
       .def("add", &Commands::Add, nb::arg("expert"), nb::arg("gate_up"), nb::arg("down"))
       .def("run", &Commands::Run);
 }

@@ -26,17 +26,6 @@ from ndp_device.timing.work import FS_PER_PS, PS_PER_S, Timing, Work, ceil_div, 
 _FP16_BITS = 16
 
 
-@dataclass(frozen=True)
-class MatrixTime:
-    compute_ps: int
-    dequant_ps: int
-
-    @property
-    def ps(self) -> int:
-        """The unpacking unit feeds the arrays: the slower one counts."""
-        return max(self.compute_ps, self.dequant_ps)
-
-
 def multiplier_bits(pe_mode: str, bits: int) -> int:
     """Width of the multipliers that a weight of `bits` bits occupies."""
     if pe_mode == "fp16_dequant":
@@ -48,17 +37,18 @@ def multiplier_bits(pe_mode: str, bits: int) -> int:
     return bits
 
 
-def matrix_time(array: ArraySpec, inputs: int, outputs: int, tokens: int, bits: int) -> MatrixTime:
-    """`tokens` rows of `inputs` elements times a matrix [inputs, outputs] of `bits`-bit weights."""
+def matrix_ps(array: ArraySpec, inputs: int, outputs: int, tokens: int, bits: int) -> tuple[int, int]:
+    """`tokens` rows of `inputs` elements times a matrix [inputs, outputs] of `bits`-bit weights: how long in the arrays,
+    and how long in the unit that unpacks weights for them."""
     if tokens == 0:
-        return MatrixTime(0, 0)
+        return 0, 0
     passes = ceil_div(tokens, array.rows) * ceil_div(outputs, array.units * array.cols)
     depth = ceil_div(inputs * multiplier_bits(array.pe_mode, bits), _FP16_BITS)
     compute = passes * depth + array.fill_cycles
     dequant = 0
     if array.pe_mode == "fp16_dequant" and bits < _FP16_BITS:
         dequant = ceil_div(inputs * outputs, array.units * array.dequant_weights_per_cycle)
-    return MatrixTime(cycles_ps(compute, array.clock_hz), cycles_ps(dequant, array.clock_hz))
+    return cycles_ps(compute, array.clock_hz), cycles_ps(dequant, array.clock_hz)
 
 
 def swiglu_ps(array: ArraySpec, intermediate: int, tokens: int) -> int:
@@ -152,50 +142,6 @@ class CommandEnergy(NamedTuple):
         return self.link_fj + self.dram_fj + self.arrays_fj
 
 
-class _Phase(NamedTuple):
-    """One weight stream with nothing between its bytes: gate and up of an expert, or its down projection."""
-
-    num_bytes: int
-    lines: int
-    compute_ps: int
-    dequant_ps: int
-    vector_ps: int  # after the phase, before the next may compute
-    fp16_macs: int  # useful multiply-accumulates, each weighed by the part of an fp16 multiplier it occupies
-    array_ps: int  # the unpacking unit feeds the arrays: the slower one counts
-    tile_bytes: int  # of it, handed over to the arrays at a time
-    beyond_bytes: int  # of it, that cannot lie ahead of the arrays
-    tile_ps: int  # of array_ps, for a tile
-    buffer_ps: int  # of array_ps, for what may lie ahead
-
-    @classmethod
-    def of(
-        cls, array: ArraySpec, num_bytes: int, lines: int, time: MatrixTime, vector_ps: int, fp16_macs: int
-    ) -> _Phase:
-        tile = min(array.tile_bytes * array.units, num_bytes)
-        buffer = min(array.scratchpad_bytes // 2 * array.units, num_bytes)
-        return cls(
-            num_bytes,
-            lines,
-            time.compute_ps,
-            time.dequant_ps,
-            vector_ps,
-            fp16_macs,
-            time.ps,
-            tile,
-            num_bytes - buffer,
-            _share_ps(time.ps, tile, num_bytes),
-            _share_ps(time.ps, buffer, num_bytes),
-        )
-
-
-class _Hops(NamedTuple):
-    """The link's part of a command, which depends on its two sizes only."""
-
-    inbound: Hop
-    outbound: Hop
-    wire_bytes: int
-
-
 class _Bulk(NamedTuple):
     """A migration under way: until when, and which part of the DRAM's time it takes."""
 
@@ -210,11 +156,12 @@ class DeviceModel:
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         dram = closed_form(hardware.dram)
-        self._native = _commands.Commands(dram, hardware.array.double_buffered)
+        array = hardware.array
+        tile_bytes, buffer_bytes = array.tile_bytes * array.units, array.scratchpad_bytes // 2 * array.units
+        self._native = _commands.Commands(dram, array.double_buffered, tile_bytes, buffer_bytes)
         refresh_fs = dram.refresh_interval * hardware.dram.tck_fs or FS_PER_PS
         self._repeats_ps = math.lcm(refresh_fs, FS_PER_PS) // FS_PER_PS  # whole refresh intervals
-        self._phases = lru_cache(maxsize=4096)(self._new_phases)  # a model has few sizes of experts,
-        self._hops = lru_cache(maxsize=4096)(self._new_hops)  # and decoding few sizes of messages
+        self._hops = lru_cache(maxsize=4096)(self._new_hops)  # decoding has few sizes of messages
         self._macs_per_s = hardware.array.macs_per_s
         self._peak_bytes_per_s = hardware.dram.peak_bytes_per_s
         self._config_hash = hardware.config_hash
@@ -354,34 +301,34 @@ class DeviceModel:
             native.add(size, *self._phases(*size))
         return before + run[0], *run[1:]
 
-    def _new_hops(self, bytes_in: int, bytes_out: int) -> _Hops:
+    def _new_hops(self, bytes_in: int, bytes_out: int) -> tuple[Hop, Hop, int]:
+        """A message's way, that of its answer, and bytes of both on the wire."""
         link = self.hardware.link
         on_the_wire = wire_bytes(link, bytes_in) + wire_bytes(link, bytes_out)
-        return _Hops(hop_in(link, bytes_in), hop_out(link, bytes_out), on_the_wire)
+        return hop_in(link, bytes_in), hop_out(link, bytes_out), on_the_wire
 
-    def _new_phases(
+    def _phases(
         self, hidden: int, intermediate: int, bits: int, tokens: int, dram_bytes: int
-    ) -> tuple[_Phase, _Phase]:
-        """Gate and up, then down, of one expert for `tokens` rows."""
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Gate and up, then down, of one expert for `tokens` rows: weight streams with nothing between their bytes.
+
+        Of each: bytes, lines, time in the arrays and in the unpacking unit, time after it before the next may compute,
+        and useful multiply-accumulates, each weighed by the part of an fp16 multiplier it occupies.
+        """
         array, dram = self.hardware.array, self.hardware.dram
         num_bytes = dram_bytes * weight_passes(array, hidden, intermediate, tokens)
         down_bytes = num_bytes // 3
         lines = channel_lines(dram, num_bytes)
         down_lines = channel_lines(dram, down_bytes)
-        gate_up = matrix_time(array, hidden, 2 * intermediate, tokens, bits)
-        down = matrix_time(array, intermediate, hidden, tokens, bits)
+        gate_up = matrix_ps(array, hidden, 2 * intermediate, tokens, bits)
+        down = matrix_ps(array, intermediate, hidden, tokens, bits)
         width = multiplier_bits(array.pe_mode, bits)
         macs = hidden * intermediate * tokens * width // FULL_PRECISION_BITS
         swiglu = swiglu_ps(array, intermediate, tokens)
         return (
-            _Phase.of(array, num_bytes - down_bytes, lines - down_lines, gate_up, swiglu, 2 * macs),
-            _Phase.of(array, down_bytes, down_lines, down, 0, macs),
+            (num_bytes - down_bytes, lines - down_lines, *gate_up, swiglu, 2 * macs),
+            (down_bytes, down_lines, *down, 0, macs),
         )
-
-
-def _share_ps(whole_ps: int, num_bytes: int, of_bytes: int) -> int:
-    """The part of the duration of of_bytes that num_bytes of them take."""
-    return -(-whole_ps * num_bytes // of_bytes) if of_bytes else 0
 
 
 def _ratio(numerator: int, denominator: int) -> float:

@@ -21,7 +21,7 @@ from ndp_device.timing.model import (
     bulk_ps,
     hop_in,
     hop_out,
-    matrix_time,
+    matrix_ps,
     swiglu_ps,
     weight_passes,
     wire_bytes,
@@ -164,11 +164,11 @@ def test_weights_are_read_again_when_the_activations_do_not_fit() -> None:
 def test_partial_passes_of_the_arrays_cost_whole_ones() -> None:
     """4 rows and 256 columns a pass: 5 tokens or 257 columns need a second one; three of 16 bits round up."""
     array = HARDWARE.array
-    assert matrix_time(array, 100, 256, 4, 16).compute_ps == (100 + 10) * 1000
-    assert matrix_time(array, 100, 257, 4, 16).compute_ps == (200 + 10) * 1000
-    assert matrix_time(array, 100, 256, 5, 16).compute_ps == (200 + 10) * 1000
-    assert matrix_time(array, 100, 256, 4, 3).compute_ps == (19 + 10) * 1000
-    assert matrix_time(array, 100, 256, 0, 3).compute_ps == 0
+    assert matrix_ps(array, 100, 256, 4, 16)[0] == (100 + 10) * 1000
+    assert matrix_ps(array, 100, 257, 4, 16)[0] == (200 + 10) * 1000
+    assert matrix_ps(array, 100, 256, 5, 16)[0] == (200 + 10) * 1000
+    assert matrix_ps(array, 100, 256, 4, 3)[0] == (19 + 10) * 1000
+    assert matrix_ps(array, 100, 256, 0, 3)[0] == 0
     assert swiglu_ps(array, 256, 1) == 1000
     assert swiglu_ps(array, 257, 1) == 2000
 
