@@ -102,6 +102,16 @@ class Handler:
         self.others_compute: Callable[[bytes], bool] = lambda client: False  # and this
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
         self.incarnation = uuid.uuid4().hex
+        shape = store.shape
+        self._facts: dict[str, Any] = {  # of both who greet and who ask
+            "model_digest": store.model_digest,
+            "replicas": store.replica_source,
+            "hardware": NO_HARDWARE if hardware is None else hardware.preset,
+            "config_hash": "" if hardware is None else hardware.config_hash,
+            "num_layers": shape.num_layers,
+            "num_experts": shape.num_experts,
+            "hidden_size": shape.hidden_size,
+        }
         self.queue_depth = 0  # kept by the server
         self.num_executed = 0
         self.num_refused = 0
@@ -314,54 +324,26 @@ class Handler:
         result = msg.Result(request.id, incarnation=self.incarnation, epoch=request.epoch, timing=timing)
         return result, {"y": y}
 
-    @property
-    def _hardware_name(self) -> str:
-        return NO_HARDWARE if self._hardware is None else self._hardware.preset
-
-    @property
-    def _config_hash(self) -> str:
-        return "" if self._hardware is None else self._hardware.config_hash
-
     def _welcome(self, request: msg.Hello, served: msg.Served, slots: msg.SlotOffer | None) -> msg.Welcome:
-        shape = self._files.shape
-        return msg.Welcome(
-            request.id,
-            incarnation=self.incarnation,
-            version=msg.VERSION,
-            model_digest=self._files.model_digest,
-            replicas=self._files.replica_source,
-            hardware=self._hardware_name,
-            config_hash=self._config_hash,
-            num_layers=shape.num_layers,
-            num_experts=shape.num_experts,
-            hidden_size=shape.hidden_size,
-            slots=slots,
-            served=served,
-        )
+        who = self._facts | {"incarnation": self.incarnation}
+        return msg.Welcome(request.id, version=msg.VERSION, slots=slots, served=served, **who)
 
     def _describe(self, request: msg.Describe) -> msg.Description:
-        shape = self._files.shape
         return msg.Description(
             request.id,
             incarnation=self.incarnation,
             protocol=f"{msg.MAJOR}.{msg.MINOR}",
             pid=os.getpid(),
-            model=shape.name,
-            model_digest=self._files.model_digest,
-            replicas=self._files.replica_source,
-            hardware=self._hardware_name,
-            config_hash=self._config_hash,
+            model=self._files.shape.name,
             pe_mode="" if self._hardware is None else self._hardware.array.pe_mode,
             kernel=self._kernel.name,
-            num_layers=shape.num_layers,
-            num_experts=shape.num_experts,
-            hidden_size=shape.hidden_size,
             resident_bytes=sum(store.resident_bytes for store in self._stores.values()),
             num_executed=self.num_executed,
             num_refused=self.num_refused,
             num_sessions=len(self._clients),
             foreign_modules=tuple(name for name in _FOREIGN_MODULES if name in sys.modules),
             served=self._served,
+            **self._facts,
         )
 
 
