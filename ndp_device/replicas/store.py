@@ -49,15 +49,16 @@ class ExpertStore:
             raise ConfigError("a device needs experts: give a model, --replicas, or both")
         digest = None if model_dir is None else model_digest(model_dir)
         self._checkpoint = None if model_dir is None else CheckpointExperts(model_dir)
-        self._replicas = None if replicas_dir is None else ReplicaFiles(replicas_dir, model_digest=digest, once=True)
+        self.replicas = None if replicas_dir is None else ReplicaFiles(replicas_dir, model_digest=digest, once=True)
         self._kernel = kernel
         if self._checkpoint is not None and digest is not None:
             self.shape, self.model_digest = self._checkpoint.shape, digest
-        elif self._replicas is not None:
-            self.shape, self.model_digest = self._replicas.manifest.model, self._replicas.manifest.model_digest
-        self._bits = frozenset(self._replicas.manifest.bits if self._replicas else ()) | (
+        elif self.replicas is not None:
+            self.shape, self.model_digest = self.replicas.manifest.model, self.replicas.manifest.model_digest
+        self.widths = frozenset(self.replicas.manifest.bits if self.replicas else ()) | (
             {FULL_PRECISION_BITS} if self._checkpoint else frozenset()
         )
+        """That every expert can be had at."""
         self._begin(WHOLE)
 
     def _begin(self, part: Part) -> None:
@@ -65,12 +66,13 @@ class ExpertStore:
         self._bytes: dict[tuple[int, int, int], int] = {}
         self._prepared: dict[tuple[int, int, int], Any] = {}
         self._holders: Counter[int] = Counter()  # experts that keep a part, by the part's identity
-        self._held_bytes = 0
+        self.held_bytes = 0
+        """Of the experts prepared so far, parts that widths share counted once."""
         self._now = _AHEAD
         self._ahead = 0  # number of the next expert that `prepare_ahead` looks at
         everywhere = (self.shape.num_layers, self.shape.num_experts)
-        self._used = {bits: np.zeros(everywhere, np.int64) for bits in self._bits}  # when last asked for; 0: not here
-        self._masked = {bits: np.zeros(everywhere, np.bool_) for bits in self._bits}
+        self._used = {bits: np.zeros(everywhere, np.int64) for bits in self.widths}  # when last asked for; 0: not here
+        self._masked = {bits: np.zeros(everywhere, np.bool_) for bits in self.widths}
 
     def of_part(self, part: Part) -> ExpertStore:
         """The same files, of whose experts this part is served; nothing is prepared. Raises ConfigError where they
@@ -81,34 +83,19 @@ class ExpertStore:
         return other
 
     @property
-    def replicas(self) -> ReplicaFiles | None:
-        """The replica directory; None where only full-precision experts are served."""
-        return self._replicas
-
-    @property
     def replica_source(self) -> str:
         """ "calibrated", "data-free", or "none" where only full-precision experts are served."""
-        return "none" if self._replicas is None else self._replicas.manifest.source
+        return "none" if self.replicas is None else self.replicas.manifest.source
 
     @property
     def group_size(self) -> int:
         """Weights that share one scale; 1 where no replicas are served."""
-        return 1 if self._replicas is None else self._replicas.manifest.group_size
+        return 1 if self.replicas is None else self.replicas.manifest.group_size
 
     @property
     def resident_bytes(self) -> int:
         """Bytes of all replicas, packed: what the device's DRAM holds. The checkpoint stays a map of the pool."""
-        return 0 if self._replicas is None else -(-self._replicas.num_bytes // self.part.count)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the experts prepared so far, parts that widths share counted once."""
-        return self._held_bytes
-
-    @property
-    def widths(self) -> frozenset[int]:
-        """The widths that every expert can be had at."""
-        return self._bits
+        return 0 if self.replicas is None else -(-self.replicas.num_bytes // self.part.count)
 
     def prepared(self, bits: int) -> NDArray[np.bool_]:
         """[L, E]: which experts are ready at this width."""
@@ -152,7 +139,7 @@ class ExpertStore:
             self._check_source(layer, FULL_PRECISION_BITS)
 
     def _check_source(self, layer: int, bits: int) -> None:
-        source = self._checkpoint if bits == FULL_PRECISION_BITS else self._replicas
+        source = self._checkpoint if bits == FULL_PRECISION_BITS else self.replicas
         if source is not None:
             source.check(layer)
 
@@ -167,7 +154,7 @@ class ExpertStore:
 
         Nobody asked for this work, so nobody may lose the device by it.
         """
-        widths = sorted(self._bits - {FULL_PRECISION_BITS})
+        widths = sorted(self.widths - {FULL_PRECISION_BITS})
         bits = max((width for width in widths if width <= FIRST_BITS), default=min(widths, default=0))
         while widths and self._ahead < self.shape.num_layers * self.shape.num_experts:
             layer, expert = divmod(self._ahead, self.shape.num_experts)
@@ -175,7 +162,7 @@ class ExpertStore:
                 self._ahead += 1
                 continue
             try:
-                if self._held_bytes + self.expert_bytes(layer, expert, bits) > self.resident_bytes:
+                if self.held_bytes + self.expert_bytes(layer, expert, bits) > self.resident_bytes:
                     return False
                 self.get(layer, expert, bits)
                 self._used[bits][layer, expert] = _AHEAD
@@ -198,11 +185,11 @@ class ExpertStore:
                 count += 1
         count += self._forget_idle(in_use)
         for bits, wide in _MASKS:
-            self._mask(bits, [width for width in wide if width in self._bits])
+            self._mask(bits, [width for width in wide if width in self.widths])
         return count
 
     def _forget_idle(self, in_use: Mapping[int, NDArray[np.bool_]]) -> int:
-        if self._held_bytes <= self.resident_bytes:
+        if self.held_bytes <= self.resident_bytes:
             return 0
         widths = sorted(self._used)
         used = np.stack([self._used[bits] for bits in widths], axis=2)  # [L, E, widths]
@@ -210,7 +197,7 @@ class ExpertStore:
         idle = np.flatnonzero((used > 0) & ~stays)
         idle = idle[np.argsort(used.flat[idle], kind="stable")]  # of one moment: by layer, expert and width
         for count, place in enumerate(idle):
-            if self._held_bytes <= self.resident_bytes:
+            if self.held_bytes <= self.resident_bytes:
                 return count
             layer, expert, width = np.unravel_index(place, used.shape)
             self._forget((int(layer), int(expert), widths[int(width)]))
@@ -218,12 +205,12 @@ class ExpertStore:
 
     def _mask(self, bits: int, wide: Sequence[int]) -> None:
         """Experts at this width, those asked for longest ago first, as long as there is too much."""
-        if self._held_bytes <= self.resident_bytes or bits not in self._bits:
+        if self.held_bytes <= self.resident_bytes or bits not in self.widths:
             return
         used = self._used[bits]
         whole = np.flatnonzero((used > 0) & ~self._masked[bits])
         for place in whole[np.argsort(used.flat[whole], kind="stable")]:
-            if self._held_bytes <= self.resident_bytes:
+            if self.held_bytes <= self.resident_bytes:
                 return
             layer, expert = np.unravel_index(place, used.shape)
             at = int(layer), int(expert)
@@ -240,8 +227,8 @@ class ExpertStore:
         self._prepared[key] = prepared
         self._hold(prepared)
         layer, _, bits = key
-        if self._replicas is not None and bits != FULL_PRECISION_BITS:
-            self._replicas.release(layer)
+        if self.replicas is not None and bits != FULL_PRECISION_BITS:
+            self.replicas.release(layer)
 
     def _forget(self, key: tuple[int, int, int]) -> None:
         layer, expert, bits = key
@@ -251,7 +238,7 @@ class ExpertStore:
 
     def _hold(self, prepared: Any) -> None:
         for part, num_bytes in self._kernel.parts(prepared):
-            self._held_bytes += 0 if self._holders[part] else num_bytes
+            self.held_bytes += 0 if self._holders[part] else num_bytes
             self._holders[part] += 1
 
     def _drop(self, prepared: Any) -> None:
@@ -259,19 +246,19 @@ class ExpertStore:
             self._holders[part] -= 1
             if not self._holders[part]:
                 del self._holders[part]
-                self._held_bytes -= num_bytes
+                self.held_bytes -= num_bytes
 
     def expert(self, layer: int, expert: int, bits: int) -> Expert:
         """The expert, or the part of it that is served, as it lies on disk."""
         exists = 0 <= layer < self.shape.num_layers and 0 <= expert < self.shape.num_experts
-        if exists and bits in self._bits:
+        if exists and bits in self.widths:
             if bits == FULL_PRECISION_BITS and self._checkpoint is not None:
                 return self.part.of(self._checkpoint.expert(layer, expert))
-            if self._replicas is not None:
-                return self.part.of(self._replicas.expert(layer, expert, bits))
+            if self.replicas is not None:
+                return self.part.of(self.replicas.expert(layer, expert, bits))
         raise ReplicaError(
             f"expert {expert} of layer {layer} cannot be had at {bits} bits: this device serves "
-            f"{self.shape.num_layers} layers of {self.shape.num_experts} experts at {sorted(self._bits)} bits"
+            f"{self.shape.num_layers} layers of {self.shape.num_experts} experts at {sorted(self.widths)} bits"
         )
 
     def expert_bytes(self, layer: int, expert: int, bits: int) -> int:

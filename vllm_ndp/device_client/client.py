@@ -149,7 +149,7 @@ class DeviceClient:
             if self._clock.monotonic() < self._retry_at_s:
                 return False
             try:
-                self._connection = Connection(self._make_transport(), self.counters, self._clock)
+                self._connection = Connection(self._make_transport(), self.counters)
                 self._greet_at_s = 0.0
             except (DeviceUnavailable, ConfigError) as error:  # no descriptor is left, a file of keys is gone
                 self._fail(error)
@@ -162,7 +162,8 @@ class DeviceClient:
         for _ in range(_LOOKS_AT_ONCE):  # a device that talks without an end does not keep us
             if self._connection is None or not self._receive(0.0) or self._up:
                 break
-        if self._connection is not None and not self._up and self._connection.is_overdue():
+        asked = None if self._connection is None or self._up else self._connection.control
+        if asked is not None and self._clock.monotonic() > asked.deadline_s:
             self._fail(DeviceUnavailable("the device is connected but does not answer"))
         return self._up
 
@@ -325,14 +326,14 @@ class DeviceClient:
 
     def _greet(self, connection: Connection) -> bool:
         """Say Hello as soon as there is a connection to say it on."""
-        if not connection.is_ready:
+        if not connection.transport.is_ready:
             return False
         hello = msg.Hello(
             self._next_id(),
             versions=(msg.VERSION, msg.VERSION),
             client=self.name,
             model_digest=self.expected_digest,
-            wants_slots=self._shares_memory and connection.can_share_memory and not self._doubts_memory,
+            wants_slots=self._shares_memory and connection.transport.can_share_memory and not self._doubts_memory,
             part=msgspec.UNSET if self.part == WHOLE else (self.part.index, self.part.count),
         )
         if connection.ask(hello, self._clock.monotonic() + GREETING_S) is None:

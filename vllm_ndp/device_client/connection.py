@@ -22,7 +22,6 @@ from ndp_device.common.errors import DeviceError, DeviceUnavailable, RemoteProto
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.timing.work import BOUNDS, Timing
-from ndp_device.transport.base import Clock
 from ndp_device.transport.sender_thread import Order, SendOutcome
 from ndp_device.transport.shm import Sound
 
@@ -105,7 +104,7 @@ class ConnectionStage(enum.Enum):
 class Connection:
     """Made for one transport; whatever breaks it, the next one is another object."""
 
-    def __init__(self, transport: ZmqTransport, counters: Counters, clock: Clock) -> None:
+    def __init__(self, transport: ZmqTransport, counters: Counters) -> None:
         self.stage = ConnectionStage.CONNECTING
         self.handles: dict[int, ExecuteHandle] = {}
         self.control: ControlCall | None = None  # the one request other than Execute that waits for its answer
@@ -113,22 +112,13 @@ class Connection:
         self.active: AnnouncedPlan | None = None
         self.incarnation = ""
         self.uses_shared_memory = False
-        self._transport, self._counters, self._clock = transport, counters, clock
+        self.transport, self._counters = transport, counters
         self._config_hash = ""
         self._last_id = 0
 
     @property
     def is_up(self) -> bool:
         return self.stage is ConnectionStage.UP
-
-    @property
-    def is_ready(self) -> bool:
-        """Something may be asked."""
-        return self._transport.is_ready
-
-    @property
-    def can_share_memory(self) -> bool:
-        return self._transport.can_share_memory
 
     def ask(self, request: msg.Message, deadline_s: float, plan: AnnouncedPlan | None = None) -> ControlCall | None:
         """Send a control request; None: there is no connection to send it on yet, or its queue is full."""
@@ -144,7 +134,7 @@ class Connection:
         """Send an Execute: its fields, and its tensors. Raises DeviceUnavailable if the device takes no more."""
         self.handles[handle.id] = handle
         self._last_id = max(self._last_id, handle.id)
-        if self._transport.send_execute(asked, tensors):
+        if self.transport.send_execute(asked, tensors):
             return
         if not self._send(msg.Execute(*asked), dict(zip(msg.TENSORS[msg.Execute], tensors, strict=True))):
             raise DeviceUnavailable("the device takes no more requests")
@@ -152,12 +142,12 @@ class Connection:
     def execute_ahead(self, order: Order, asked: Sequence[int]) -> bool:
         """Have an Execute sent when its packet is there. False: the transport cannot."""
         self._last_id = max(self._last_id, asked[0])
-        return self._transport.send_ahead(order, asked)
+        return self.transport.send_ahead(order, asked)
 
     def executed_ahead(self, handle: ExecuteHandle, outcome: SendOutcome, y: NDArray[np.float32] | None) -> None:
         """It has left, and perhaps its answer is here: then y are the sums."""
         self.handles[handle.id] = handle
-        self._transport.sent_ahead(outcome)
+        self.transport.sent_ahead(outcome)
         if outcome.reply is not None:
             assert y is not None
             self._handle(outcome.reply, {"y": y}, is_sound=True)
@@ -165,11 +155,11 @@ class Connection:
     def welcomed(self, welcome: msg.Welcome) -> None:
         """Use what the device offers."""
         self._config_hash = welcome.config_hash
-        self.uses_shared_memory = welcome.slots is not None and self._transport.attach(welcome.slots)
+        self.uses_shared_memory = welcome.slots is not None and self.transport.attach(welcome.slots)
 
     def receive(self, timeout_s: float) -> bool:
         """Handle one message at most. False: none came. The connection is of no use after any error."""
-        received = self._transport.receive(timeout_s)
+        received = self.transport.receive(timeout_s)
         if received is None:
             return False
         reply: msg.AnyReply
@@ -195,13 +185,9 @@ class Connection:
                 f"the device answered request {reply.id}, which was never made, by {named(reply)}"
             )
 
-    def is_overdue(self) -> bool:
-        """A control request waits longer than it may."""
-        return self.control is not None and self._clock.monotonic() > self.control.deadline_s
-
     def close(self, failure: DeviceUnavailable) -> None:
         """End it, and every call on it."""
-        self._transport.close()
+        self.transport.close()
         self.abandon(failure)
 
     def abandon(self, failure: DeviceUnavailable) -> None:
@@ -214,7 +200,7 @@ class Connection:
 
     def _send(self, request: msg.Message, tensors: codec.Tensors | None) -> bool:
         self._last_id = max(self._last_id, request.id)
-        return self._transport.send(codec.encode(request, tensors))
+        return self.transport.send(codec.encode(request, tensors))
 
     def _settle(self, handle: ExecuteHandle, reply: msg.AnyReply, tensors: codec.Tensors, *, is_sound: bool) -> None:
         """is_sound: the sums are known to be finite, and lie in memory of their own."""
