@@ -127,7 +127,7 @@ def build_calibrated(
         import transformers.modeling_utils
 
         from ndp_device.calibration import auto_gptq, calibrated, gptq, memory, streamed
-        from ndp_device.calibration.text import HELD_OUT_EVERY, load_config
+        from ndp_device.calibration.text import HELD_OUT_EVERY, CalibrationText, load_config, load_tokenizer
 
         transformers.AutoModelForCausalLM  # noqa: B018  # imports the most
 
@@ -138,7 +138,9 @@ def build_calibrated(
         if not set(bits) <= set(auto_gptq.BITS):
             raise ConfigError(f"auto-gptq makes replicas of {list(auto_gptq.BITS)} bits, got {list(bits)}: use nested")
         auto_gptq.load_gptq_class()
-    device = _torch_device(device_name)
+    if device_name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("torch sees no CUDA device on this machine: drop --device cuda, or say --device cpu")
+    device = torch.device("cpu" if device_name == "cpu" or not torch.cuda.is_available() else "cuda")
     products = gptq.products_on(device)
     checkpoint = CheckpointExperts(model_dir)
     shape = checkpoint.shape
@@ -152,7 +154,15 @@ def build_calibrated(
     solve = calibrated.load_solver(
         solver, group_size, track_weights, sweeps, shrink=shrink, has_bytes=BYTE_BITS in bits
     )
-    text = _drawn_text(checkpoint, model_dir, calibration_file, num_sequences, sequence_length, seed)
+    _refuse_quantized_beside(checkpoint)
+    config = load_config(model_dir)  # before hours of work: torch can run what stands beside the experts
+    text = CalibrationText.draw(
+        calibration_file,
+        load_tokenizer(model_dir),
+        num_sequences=num_sequences,
+        sequence_length=sequence_length,
+        seed=seed,
+    )
     num_sequences, sequence_length = text.token_ids.shape
     _refuse_few_tokens(num_sequences - text.num_held_out, sequence_length, shape)
     manifest = Manifest(
@@ -184,7 +194,7 @@ def build_calibrated(
     peak = memory.peak_memory(
         checkpoint,
         num_tokens=num_sequences * sequence_length,
-        between_layers=streamed.bytes_between_layers(load_config(model_dir), shape.hidden_size, sequence_length),
+        between_layers=streamed.bytes_between_layers(config, shape.hidden_size, sequence_length),
         group_size=group_size,
         num_widths=len(bits),
         num_tracks=len(track_weights) if solver == "nested" else 1,
@@ -318,36 +328,6 @@ def weigh(model_dir: Path, replicas_dir: Path, text: CalibrationText, device: to
     )
     write_manifest(replicas_dir, manifest)
     return manifest
-
-
-def _drawn_text(
-    checkpoint: CheckpointExperts,
-    model_dir: Path,
-    calibration_file: Path,
-    num_sequences: int,
-    sequence_length: int,
-    seed: int,
-) -> CalibrationText:
-    """The text, once it is known that torch can run what stands beside the experts: before hours of work."""
-    from ndp_device.calibration.text import CalibrationText, load_config, load_tokenizer
-
-    _refuse_quantized_beside(checkpoint)
-    load_config(model_dir)
-    return CalibrationText.draw(
-        calibration_file,
-        load_tokenizer(model_dir),
-        num_sequences=num_sequences,
-        sequence_length=sequence_length,
-        seed=seed,
-    )
-
-
-def _torch_device(name: DeviceName) -> torch.device:
-    import torch
-
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("torch sees no CUDA device on this machine: drop --device cuda, or say --device cpu")
-    return torch.device("cpu" if name == "cpu" or not torch.cuda.is_available() else "cuda")
 
 
 def _refuse_quantized_beside(checkpoint: CheckpointExperts) -> None:

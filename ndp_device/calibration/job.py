@@ -190,11 +190,6 @@ class JobProgress:
             self._made += 1
         self.did(1.0 if self._in_units else 0.0)
 
-    @property
-    def share(self) -> float:
-        """Of the work that is done."""
-        return self._work / self._total
-
     def did(self, work: float) -> None:
         with self._lock:
             self._work += work
@@ -202,7 +197,7 @@ class JobProgress:
             if not self._work:
                 return
             left = in_words((now - self._started) * max(self._total / self._work - 1, 0.0)) + " left"
-            part, made = min(self.share, 1.0), f"{self._made}/{self._num_experts}"
+            part, made = min(self._work / self._total, 1.0), f"{self._made}/{self._num_experts}"
             self._bar.update(self._task, completed=part, made=made, left=left)
             if self._in_log and now - self._said >= _SAID_EVERY_S:  # which shows no bar
                 self._said = now

@@ -276,12 +276,12 @@ def expert_modules(model: Any) -> list[Any]:
 
     transformers marks those that its kernels compute; others (LongCat's) take the same arguments. Llama-4's take none.
     """
-    return [module for module in model.modules() if _holds_experts(module)]
 
+    def holds_experts(module: Any) -> bool:
+        marked = hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+        return marked or {"top_k_index", "top_k_weights"} <= inspect.signature(type(module).forward).parameters.keys()
 
-def _holds_experts(module: Any) -> bool:
-    marked = hasattr(module, "is_transposed") and hasattr(module, "has_gate")
-    return marked or {"top_k_index", "top_k_weights"} <= inspect.signature(type(module).forward).parameters.keys()
+    return [module for module in model.modules() if holds_experts(module)]
 
 
 def load_without_experts(model_dir: Path, device: torch.device, products: torch.dtype = torch.float32) -> Any:
