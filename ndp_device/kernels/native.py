@@ -120,17 +120,11 @@ class NativeKernel:
             return self._prepare_fp4(expert)
         if isinstance(expert, FullExpert):
             return _prepare_full(expert)
-        packed: list[_native.PackedMatrix] = []
-        components: list[Component] = []
-        for matrix, halves in ((expert.w13, 2), (expert.w2, 1)):
-            group, cut = _kernel_group(matrix), itertools.accumulate(_component_bits(expert.w13, expert.w2), initial=0)
-            parts = [self._component(matrix, range(*ends), halves, group) for ends in itertools.pairwise(cut)]
-            packed.append(self._assemble(matrix, parts, halves, group))
-            components += parts
-        w13, w2 = packed
+        cuts = _component_bits(expert.w13, expert.w2)
+        (w13, of_w13), (w2, of_w2) = self._packed(expert.w13, 2, cuts), self._packed(expert.w2, 1, cuts)
         native = _with_activation(_native.quantized_expert(w13, w2, self.limbs[expert.bits]), expert)
         bias_bytes = 0 if expert.biases is None else expert.biases.nbytes
-        return NativeExpert(native, tuple(components), w13.meta_nbytes + w2.meta_nbytes + bias_bytes)
+        return NativeExpert(native, (*of_w13, *of_w2), w13.meta_nbytes + w2.meta_nbytes + bias_bytes)
 
     def _prepare_fp4(self, expert: Fp4Expert) -> NativeExpert:
         w13, w2 = (
@@ -207,9 +201,7 @@ class NativeKernel:
         return y
 
     def prepare_matrix(self, matrix: QuantizedMatrix) -> NativeMatrix:
-        group, cut = _kernel_group(matrix), itertools.accumulate(_component_bits(matrix), initial=0)
-        parts = [self._component(matrix, range(*ends), 1, group) for ends in itertools.pairwise(cut)]
-        packed = self._assemble(matrix, parts, 1, group)
+        packed, parts = self._packed(matrix, 1, _component_bits(matrix))
         return NativeMatrix(packed, matrix.shape, packed.meta_nbytes + sum(part.nbytes for part in parts))
 
     def read_stream(self, data: NDArray[np.uint8], *, streams: int, prefetch_bytes: int) -> int:
@@ -217,14 +209,14 @@ class NativeKernel:
         total: int = self._engine.read_stream(data, streams, prefetch_bytes)
         return total
 
-    def _assemble(
-        self, matrix: QuantizedMatrix, components: Sequence[Component], halves: int, group: int
-    ) -> _native.PackedMatrix:
-        rows, cols = matrix.shape
-        return self._engine.assemble(
-            [component.native for component in components],
-            rows,
-            cols,
+    def _packed(
+        self, matrix: QuantizedMatrix, halves: int, component_bits: Sequence[int]
+    ) -> tuple[_native.PackedMatrix, list[Component]]:
+        group, cut = _kernel_group(matrix), itertools.accumulate(component_bits, initial=0)
+        parts = [self._component(matrix, range(*ends), halves, group) for ends in itertools.pairwise(cut)]
+        packed = self._engine.assemble(
+            [component.native for component in parts],
+            *matrix.shape,
             halves,
             group,
             np.require(matrix.scale, requirements=["C", "A"]).view(np.uint16),
@@ -232,6 +224,7 @@ class NativeKernel:
             matrix.group_size,
             _IDENTITY if matrix.perm is None else np.require(matrix.perm, np.int32, ["C", "A"]),
         )
+        return packed, parts
 
     def _component(self, matrix: QuantizedMatrix, planes: range, halves: int, group: int) -> Component:
         # The component keeps its source alive, so no other one can have its id while the entry exists.
@@ -292,7 +285,8 @@ def _prepare_full(expert: FullExpert) -> NativeExpert:
         raise ReplicaError(
             f"full-precision weights must be {' | '.join(_DTYPES)}, got {expert.dtype!r} as {[w.dtype for w in arrays]}"
         )
-    copied = _copied(arrays, (expert.w1, expert.w3, expert.w2))
+    originals = (expert.w1, expert.w3, expert.w2)  # what did not lie row by row in the checkpoint is ours to count
+    copied = sum(a.nbytes for a, w in zip(arrays, originals, strict=True) if not np.shares_memory(a, w))
     w1, w3, w2 = arrays
     native = _native.full_expert(code, w1, w3, w2, _NO_SCALES, _NO_SCALES, _NO_SCALES, 0, 0)
     return NativeExpert(_with_activation(native, expert), (), copied)
@@ -307,11 +301,6 @@ def _in_blocks(matrix: ByteMatrix, rows: int, columns: int) -> NDArray[np.float3
             raise ReplicaError(f"blocks of {of} and {least} under one scale, in one expert, do not fit into each other")
         scale = scale.take(np.arange(0, size, least) // of, axis)
     return np.ascontiguousarray(scale)
-
-
-def _copied(arrays: Sequence[NDArray[Any]], originals: Sequence[NDArray[Any]]) -> int:
-    """Bytes of the matrices that did not lie row by row in the checkpoint: these are ours to count."""
-    return sum(a.nbytes for a, w in zip(arrays, originals, strict=True) if not np.shares_memory(a, w))
 
 
 def _with_activation(native: _native.PreparedExpert, expert: Expert | StoredExpert) -> _native.PreparedExpert:

@@ -42,13 +42,10 @@ _BRIEFLY_NS = 20_000
 _BRIEF_SPINS = 31  # after a whole spin in vain: where answers take longer, spinning costs as much as before
 DEVICE_SPIN_US = 5000  # outlasts the gap between two steps of a small model: an idle device wakes in half a millisecond
 MAX_CHANNELS = 16
-MAX_CHECKED_BODY_BYTES = 64 << 10
+MAX_CHECKED_BODY_BYTES: int = _shm.MAX_CHECKED_BODY_BYTES
 CALM_FIRST_NS, CALM_LAST_NS = 10_000_000, 6_400_000_000
 _KEPT_NS = 2_000_000
-_DOORBELLS, _DOORBELLS_MARK = (
-    struct.Struct("<4sii"),
-    b"BELL",
-)  # after the token, with file numbers: device, host
+_DOORBELLS, _DOORBELLS_MARK = struct.Struct("<4sii"), b"BELL"  # after the token, with file numbers: device, host
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -253,8 +250,12 @@ class Spinner:
         seen: int = _shm.spin([channel.ring for channel in channels], timeout_ns)
         if not seen & 1:
             self.fail(timeout_ns)
-        if seen & 2 or self._calm_ns:
-            self._note(time.monotonic_ns(), began_ns, lost=bool(seen & 2))
+        if seen & 2:
+            self.lose()
+        elif self._calm_ns:
+            self._kept_ns += time.monotonic_ns() - began_ns
+            if self._kept_ns > _KEPT_NS:
+                self._calm_ns = 0
         return bool(seen & 1)
 
     def next_ns(self) -> int:
@@ -275,14 +276,6 @@ class Spinner:
         """Somebody else had the core during a spin."""
         self._calm_ns = min(2 * self._calm_ns or CALM_FIRST_NS, CALM_LAST_NS)
         self._calm_until_ns, self._kept_ns = time.monotonic_ns() + self._calm_ns, 0
-
-    def _note(self, now_ns: int, began_ns: int, *, lost: bool) -> None:
-        if lost:
-            self.lose()
-            return
-        self._kept_ns += now_ns - began_ns
-        if self._kept_ns > _KEPT_NS:
-            self._calm_ns = 0
 
     @property
     def is_calm(self) -> bool:
