@@ -11,7 +11,7 @@ import gc
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -231,6 +231,9 @@ def build_calibrated(
     def make_layer(layer: int, progress: JobProgress) -> LayerReplicas:
         nonlocal passing
 
+        def did(amount: Callable[[Work], float]) -> None:
+            progress.did(amount(work))
+
         def answers_of(weights: calibrated.FloatExpert, expert: int) -> torch.Tensor:
             answers = torch.cat([weights.answers(part, expert) for part in (inputs, held_out)])
             progress.did(len(answers) * work.answers)
@@ -255,7 +258,7 @@ def build_calibrated(
             weights = float_expert(layer, expert)
             if (already := kept.of(layer, expert)) is not None:
                 return already, answers_of(weights, expert)
-            new, answers = calibrated.quantize_expert(weights, expert, inputs, held_out, solve, work, progress.did)
+            new, answers = calibrated.quantize_expert(weights, expert, inputs, held_out, solve, did)
             checkpoint.check(layer)
             progress.made()
             return kept.keep(layer, expert, new), answers

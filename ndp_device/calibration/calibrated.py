@@ -23,7 +23,7 @@ from torch import Tensor
 from ndp_device.calibration import auto_gptq, gptq
 from ndp_device.calibration.data_free import expert_losses, round_to_bytes
 from ndp_device.calibration.gptq import Moment, blend, own_weight, second_moment
-from ndp_device.calibration.job import Told, Work
+from ndp_device.calibration.job import Work
 from ndp_device.common.activation import SILU, Activation
 from ndp_device.common.widths import BYTE_BITS
 from ndp_device.experts.expert import Biases, FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
@@ -104,10 +104,6 @@ class FloatExpert:
         """What down multiplies [n, I] -> the expert's outputs [n, H]."""
         out = between @ self.w2.T
         return out + self._biases[2] if self._biases else out
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Rows [n, H] -> the expert's outputs [n, H], in the rows' dtype."""
-        return self.down(self.between(hidden.to(self.w2))).to(hidden.dtype)
 
     def answers(
         self, inputs: RoutedInputs, expert: int, seen: Callable[[Tensor, Tensor], None] | None = None
@@ -201,17 +197,11 @@ def quantize_expert(
     inputs: RoutedInputs,
     held_out: RoutedInputs,
     solver: Solver,
-    work: Work | None = None,
-    told: Told | None = None,
+    did: Callable[[Callable[[Work], float]], object] = lambda amount: None,
 ) -> tuple[LayerReplicas, Tensor]:
     """One expert, solved, with what each width loses on what the solver did not see; and its outputs in full precision
-    for the rows that were routed to it, those of the solver first, [n, H]. Tells the work done.
+    for the rows that were routed to it, those of the solver first, [n, H]. `did` is told each part of the work.
     """
-
-    def did(amount: Callable[[Work], float]) -> None:
-        if work is not None and told is not None:
-            told(amount(work))
-
     device, full = weights.w2.device, weights.full
     num_tokens = len(inputs.rows_of(expert))
     share = own_weight(num_tokens)

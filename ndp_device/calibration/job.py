@@ -154,9 +154,6 @@ class KeptExperts:
 _SAID_EVERY_S = 30
 """How often a log is told, at least."""
 
-Told = Callable[[float], None]
-"""Called with work that was just done."""
-
 
 class JobProgress:
     """What is made of a job's experts, from any thread."""
