@@ -153,7 +153,8 @@ class Server:
         self._served_ns = clock.monotonic_ns()
         self._preparing = False
         self._queue = FairQueue()
-        handler.offer_memory, handler.others_compute = transport.offer_memory, self._others_compute
+        handler.offer_memory = transport.offer_memory
+        handler.others_compute = lambda client: self._queue.others_compute(client, clock.monotonic_ns())
         transport.on_gone = self._forget
         self._stopping = False
 
@@ -163,7 +164,7 @@ class Server:
             signal.signal(number, self._stop)
         announce()
         failed = 0
-        while not (self._stopping or self._orphaned()):
+        while not (self._stopping or (self._parent is not None and self._parent.is_gone)):
             try:
                 received = self._wait()
                 failed = 0
@@ -213,15 +214,9 @@ class Server:
         now_ns = self._served_ns = self._clock.monotonic_ns()
         self._queue.served(client, now_ns - start_ns, now_ns, computed=handler.num_executed > executed)
 
-    def _others_compute(self, client: bytes) -> bool:
-        return self._queue.others_compute(client, self._clock.monotonic_ns())
-
     def _forget(self, client: bytes) -> None:
         self._queue.forget(client)
         self._handler.forget(client)
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
         self._stopping = True
-
-    def _orphaned(self) -> bool:
-        return self._parent is not None and self._parent.is_gone

@@ -98,8 +98,11 @@ def unpacked(
     groups = _groups(tensors, _OF_EXPERTS) | {
         prefix: parts
         for prefix, parts in _groups(tensors, _OF_OTHERS).items()
-        if prefix.split(".")[-2] in spellings.ROLES and any(_is_of_all(tensors[name]) for name in parts.values())
-    }  # Granite's tensors of all experts do not say that they are of experts
+        if prefix.split(".")[-2] in spellings.ROLES
+        and any(
+            len(tensors[name].shape) == 3 and not tensors[name].dtype.startswith(QUANTIZED) for name in parts.values()
+        )
+    }  # Granite's tensors of all experts do not say that they are of experts; `_of_gguf` reads those of GGUF files
     hidden = {tensor for parts in groups.values() for tensor in parts.values()}
     shown = {tensor: info for tensor, info in tensors.items() if tensor not in hidden}
     packed = _of_gguf(tensors, name)
@@ -115,11 +118,6 @@ def unpacked(
     for shown_name, one in packed.items():
         shown[shown_name] = TensorInfo(one.dtype, one.shape, tensors[one.parts["codes"]].file)
     return shown, packed
-
-
-def _is_of_all(info: TensorInfo) -> bool:
-    """Whether a safetensors file holds it for all experts; `_of_gguf` reads the others' types."""
-    return len(info.shape) == 3 and not info.dtype.startswith(QUANTIZED)
 
 
 class PackedLinears:

@@ -135,12 +135,15 @@ class Packed:
             perm = np.argsort(whole.group_of, kind="stable").astype(np.int32)
             if not np.array_equal(whole.group_of[perm], in_order):  # groups of several sizes
                 return None
-            words = _words_of_nibbles(_unpack_stream(words, CODE_BITS)[:, perm])
+            nibbles = _unpack_stream(words, CODE_BITS)[:, perm]
+            words = np.ascontiguousarray(nibbles[:, ::2] | nibbles[:, 1::2] << 4).view("<i4")
         with np.errstate(over="ignore"):
             halves, offset = scale.astype(np.float16), (-zero * scale).astype(np.float16)
         if not (np.array_equal(halves, scale) and np.isfinite(offset).all()):
             return None
-        return QuantizedMatrix(CODE_BITS, _planes(words), halves, offset, max(one.block), perm)
+        planes = np.empty((CODE_BITS, *words.shape), np.uint8)
+        _values.planes_of_nibbles(words.view(np.uint32), planes)
+        return QuantizedMatrix(CODE_BITS, planes, halves, offset, max(one.block), perm)
 
     def _fp4_codes(self, part: Read, form: StoredForm) -> Fp4Matrix | None:
         codes, scales = (part(role).view(np.uint8).reshape(self.shape[0], -1) for role in ("codes", "scale"))
@@ -303,14 +306,11 @@ def _gptq_zeros(packed: Packed, stored: NDArray[Any]) -> Floats:
     return _unpack_stream(words.view(np.int32), bits).astype(np.float32)
 
 
-def _awq_in_order(stored: NDArray[Any]) -> NDArray[np.uint8]:
-    """Words [C, N / 8], eight neighbours of a row in AWQ's order -> codes [C, N]."""
-    nibbles = _unpack_stream(stored, 4).reshape(len(stored), -1, 8)
-    return nibbles[:, :, list(_AWQ_ORDER)].reshape(len(stored), -1)
-
-
 def awq(packed: Packed, part: Read) -> Whole:
-    zero = _awq_in_order(part("zero")).astype(np.float32)
+    """Words [C, N / 8], eight neighbours of a row in AWQ's order; zero points alike."""
+    stored = part("zero")
+    nibbles = _unpack_stream(stored, 4).reshape(len(stored), -1, 8)
+    zero = nibbles[:, :, list(_AWQ_ORDER)].reshape(len(stored), -1).astype(np.float32)
     _refuse_zeros_of_symmetric(packed, zero, 8)
     return Whole(_awq_words(part("codes")), _float(part("scale")).T, zero.T, None)
 
@@ -326,21 +326,7 @@ def _awq_words(stored: NDArray[Any]) -> NDArray[np.int32]:
     return words.view("<i4")
 
 
-def _words_of_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.int32]:
-    """Codes of 4 bits [N, C] -> words [N, C / 8], the first in the lowest bits."""
-    octets = codes[:, ::2] | codes[:, 1::2] << 4
-    words: NDArray[np.int32] = np.ascontiguousarray(octets).view("<i4")
-    return words
-
-
 _OF_INTEGERS = (words, gptq, awq)
-
-
-def _planes(words: NDArray[Any]) -> NDArray[np.uint8]:
-    """int32 [N, C / 8] of 4-bit codes -> planes [4, N, C / 8], see experts/expert.py."""
-    planes = np.empty((4, *words.shape), np.uint8)
-    _values.planes_of_nibbles(words.view(np.uint32), planes)
-    return planes
 
 
 def _refuse_zeros_of_symmetric(packed: Packed, zero: NDArray[Any], middle: int) -> None:
@@ -447,7 +433,13 @@ def _by_block(operate: np.ufunc, values: Floats, by: NDArray[Any], block: tuple[
 
 
 def _unpacked(packed: Packed, stored: NDArray[Any]) -> NDArray[np.uint8]:
-    return (_unpack_stream if packed.is_dense else _unpack_words)(stored, packed.bits)
+    """int32 [N, words] -> codes [N, words * (32 // bits)] where no code crosses a word; else as a stream."""
+    bits = packed.bits
+    if packed.is_dense or 32 % bits == 0:
+        return _unpack_stream(stored, bits)
+    each = np.ascontiguousarray(stored).view(np.uint32)[..., None] >> (np.arange(32 // bits, dtype=np.uint32) * bits)
+    codes: NDArray[np.uint8] = (each & ((1 << bits) - 1)).astype(np.uint8).reshape(len(stored), -1)
+    return codes
 
 
 def _unpack_stream(stored: NDArray[Any], bits: int) -> NDArray[np.uint8]:
@@ -460,15 +452,6 @@ def _unpack_stream(stored: NDArray[Any], bits: int) -> NDArray[np.uint8]:
     stream = np.unpackbits(octets, axis=1, bitorder="little")
     stream = stream[:, : stream.shape[1] // bits * bits].reshape(len(octets), -1, bits)
     codes: NDArray[np.uint8] = (stream << np.arange(bits, dtype=np.uint8)).sum(-1, dtype=np.uint8)
-    return codes
-
-
-def _unpack_words(stored: NDArray[Any], bits: int) -> NDArray[np.uint8]:
-    """int32 [N, words] -> codes [N, words * (32 // bits)]: no code crosses a word."""
-    if 32 % bits == 0:
-        return _unpack_stream(stored, bits)
-    each = np.ascontiguousarray(stored).view(np.uint32)[..., None] >> (np.arange(32 // bits, dtype=np.uint32) * bits)
-    codes: NDArray[np.uint8] = (each & ((1 << bits) - 1)).astype(np.uint8).reshape(len(stored), -1)
     return codes
 
 

@@ -38,8 +38,8 @@ def multiplier_bits(pe_mode: str, bits: int) -> int:
 
 
 def matrix_ps(array: ArraySpec, inputs: int, outputs: int, tokens: int, bits: int) -> tuple[int, int]:
-    """`tokens` rows of `inputs` elements times a matrix [inputs, outputs] of `bits`-bit weights: how long in the arrays,
-    and how long in the unit that unpacks weights for them."""
+    """`tokens` rows of `inputs` elements times a matrix [inputs, outputs] of `bits`-bit weights: how long in the
+    arrays, and in the unit that unpacks weights for them."""
     if tokens == 0:
         return 0, 0
     passes = ceil_div(tokens, array.rows) * ceil_div(outputs, array.units * array.cols)

@@ -148,7 +148,9 @@ class ZmqTransport:
         if frames is None and self._given_up:
             raise DeviceUnavailable("the device has given up the shared memory")
         if frames is None and slept_s == _DOORBELL_LOST_S and self._waits_for_memory:
-            self._ask_whether_memory_is_well(channel)
+            if not channel.is_intact():
+                raise RemoteProtocolError("the shared memory was damaged: somebody wrote over this host's counters")
+            self._to_socket(sockets.DOORBELL)  # so that the device looks: its doorbell or our request may be damaged
         return frames
 
     def close(self) -> None:
@@ -189,12 +191,6 @@ class ZmqTransport:
             require_intact(header, shm.checked_part(body))
         return header, body
 
-    def _ask_whether_memory_is_well(self, channel: ShmChannel) -> None:
-        """Ring, so that the device looks too: damage to the segment may have hit its doorbell or our request."""
-        if not channel.is_intact():
-            raise RemoteProtocolError("the shared memory was damaged: somebody wrote over this host's counters")
-        self._to_socket(sockets.DOORBELL)
-
     def _from_socket(self, timeout_s: float) -> Frames | None:
         frames = self._receive_now()
         if frames is None and timeout_s > 0:
@@ -203,16 +199,11 @@ class ZmqTransport:
         if frames is None:
             self._watch()
             frames = self._receive_now() if self._lost else None  # what arrived before it broke still counts
-        if frames is None:
-            self._require_connection()
-            return None
-        return self._checked(frames)
-
-    def _require_connection(self) -> None:
-        if self._lost:
+        if frames is None and self._lost:
             raise DeviceUnavailable("the connection to the device was lost")
-        if self._refusal and not self._connected:
+        if frames is None and self._refusal and not self._connected:
             raise DeviceUnavailable(self._refusal)
+        return None if frames is None else self._checked(frames)
 
     def _wait(self, timeout_s: float) -> None:
         ready = dict(zmq.zmq_poll(self._polled, max(round(timeout_s * 1e3), 1)))

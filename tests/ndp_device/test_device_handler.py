@@ -343,9 +343,7 @@ def test_sessions_about_parts_add_up_to_one_about_whole_experts_each_with_times_
         intermediate_size=INTERMEDIATE // 3,
         bytes_in=2 * HIDDEN * 4 + 3 * 13,
         bytes_out=2 * HIDDEN * 4,
-        experts=tuple(
-            (bits, 1, welcomes[0].served.expert_bytes[bits]) for expert, bits in ((0, 4), (1, 16), (2, 2))
-        ),
+        experts=tuple((bits, 1, welcomes[0].served.expert_bytes[bits]) for expert, bits in ((0, 4), (1, 16), (2, 2))),
     )
     assert [result.timing for result, _ in answers] == [DeviceModel(load_hardware("h100-ndp512")).execute(work, 0)] * 3
 

@@ -170,7 +170,11 @@ class DeviceProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=_environment(),
+                env={
+                    name: value
+                    for name, value in os.environ.items()
+                    if name in _ENVIRONMENT or name.startswith(_ENVIRONMENT_PREFIXES)
+                },
                 start_new_session=True,  # Ctrl-C is for the host, which then ends its device in order
             )
 
@@ -199,14 +203,6 @@ def _claim(directory: Path) -> int:
     fcntl.flock(lock, fcntl.LOCK_EX)
     unnamed.rename(directory / _OWNER)  # nobody ever sees it unlocked
     return lock
-
-
-def _environment() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in _ENVIRONMENT or name.startswith(_ENVIRONMENT_PREFIXES)
-    }
 
 
 def remove_abandoned() -> None:

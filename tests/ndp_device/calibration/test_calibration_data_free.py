@@ -33,9 +33,7 @@ ALL_WIDTHS = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
 Fitted = tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]
 
 
-def fit(
-    weights: NDArray[Any], dtype: str, group_size: int, track_weights: dict[int, float], **how: Any
-) -> Fitted:
+def fit(weights: NDArray[Any], dtype: str, group_size: int, track_weights: dict[int, float], **how: Any) -> Fitted:
     """Planes, scale and offset."""
     made = data_free.quantize_nested(weights, group_size, track_weights, dtype, **how)
     return made.planes, made.scale, made.offset

@@ -52,8 +52,7 @@ def work_of(*experts: tuple[int, int], hidden: int = 1024, intermediate: int = 2
         bytes_in=2 * hidden * tokens,
         bytes_out=4 * hidden * tokens,
         experts=tuple(
-            (bits, count, expert_bytes(hidden, intermediate, bits, 128, scales=scales))
-            for bits, count in experts
+            (bits, count, expert_bytes(hidden, intermediate, bits, 128, scales=scales)) for bits, count in experts
         ),
     )
 
