@@ -83,7 +83,6 @@ class Engine {
     Engine(const std::string& isa, int threads);  // throws std::invalid_argument for a path not run here
 
     const KernelTable& kernels() const { return kernels_; }
-    int threads() const { return threads_; }
 
     // The pool, for packing; calls that use it take turns.
     template <class Work>

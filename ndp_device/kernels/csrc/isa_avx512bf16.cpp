@@ -148,21 +148,13 @@ void multiply_bfloats(const FullView& w, const Rows& x, int tokens, bool rests, 
     const uint16_t* rows[kUnitRows + 4];  // and the first ones of the next unit
     for (int unit = first; unit < last; ++unit) {
         float* to = y + (unit - first) * kUnitRows;
-        bool is_past[kUnitRows];
-        for (int r = 0; r < kUnitRows; ++r) {  // past the end: any row will do, its result is cleared below
-            const void* matrix = w.second && r >= kBlockRows ? w.second : w.first;
-            const int row = w.second ? unit * kBlockRows + r % kBlockRows : unit * kUnitRows + r;
-            is_past[r] = row >= w.num_rows;
-            rows[r] = static_cast<const uint16_t*>(matrix) + static_cast<ptrdiff_t>(is_past[r] ? w.num_rows - 1 : row) * w.cols;
-        }
+        for (int r = 0; r < kUnitRows; ++r) rows[r] = static_cast<const uint16_t*>(row_of_unit(w, unit, r));
         const int next = (unit + 1) * (w.second ? kBlockRows : kUnitRows);
         for (int r = 0; r < 4; ++r)
             rows[kUnitRows + r] = static_cast<const uint16_t*>(w.first) +
                                   static_cast<ptrdiff_t>(next + r < w.num_rows ? next + r : w.num_rows - 1) * w.cols;
         (rests ? unit_rows<2> : unit_rows<1>)(rows, w.cols, x, tokens, to, y_stride);
-        for (int r = 0; r < kUnitRows; ++r)
-            if (is_past[r])
-                for (int t = 0; t < tokens; ++t) to[t * y_stride + r] = 0.0f;
+        clear_past(w, unit, tokens, to, y_stride);
     }
 }
 

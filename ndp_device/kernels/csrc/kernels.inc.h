@@ -732,27 +732,17 @@ void full_unit(const void* const* rows, int cols, const float* x, ptrdiff_t x_st
 template <DType DTYPE>
 void full_matrix(const FullView& w, const float* x, ptrdiff_t x_stride, int tokens, int first, int last, float* y,
                  ptrdiff_t y_stride) {
-    constexpr int kItem = bytes_of(DTYPE);
     const int cols_at_once = tokens <= kFullTokens ? w.cols : kFullCols;
     for (int unit = first; unit < last; ++unit) {
         float* to = y + (unit - first) * kUnitRows;
         const void* rows[kUnitRows];
-        bool is_past[kUnitRows];
-        for (int r = 0; r < kUnitRows; ++r) {  // past the end: any row will do, its result is cleared below
-            const void* matrix = w.second && r >= kBlockRows ? w.second : w.first;
-            const int row = w.second ? unit * kBlockRows + r % kBlockRows : unit * kUnitRows + r;
-            is_past[r] = row >= w.num_rows;
-            const int held = is_past[r] ? w.num_rows - 1 : row;
-            rows[r] = static_cast<const char*>(matrix) + static_cast<ptrdiff_t>(held) * w.cols * kItem;
-        }
+        for (int r = 0; r < kUnitRows; ++r) rows[r] = row_of_unit(w, unit, r);
         for (int t = 0; t < tokens; t += kFullTokens) {
             const int count = tokens - t < kFullTokens ? tokens - t : kFullTokens;
             full_unit<DTYPE, kFullTokens>(rows, w.cols, x + t * x_stride, x_stride, count, cols_at_once, to + t * y_stride,
                                           y_stride);
         }
-        for (int r = 0; r < kUnitRows; ++r)
-            if (is_past[r])
-                for (int t = 0; t < tokens; ++t) to[t * y_stride + r] = 0.0f;
+        clear_past(w, unit, tokens, to, y_stride);
     }
 }
 

@@ -176,8 +176,6 @@ NB_MODULE(_native, m) {
 
     nb::class_<Engine>(m, "Engine")
         .def(nb::init<const std::string&, int>(), nb::arg("isa"), nb::arg("threads"))
-        .def_prop_ro("isa", [](const Engine& e) { return std::string(e.kernels().name); })
-        .def_prop_ro("threads", &Engine::threads)
         .def(
             "stay_awake",
             [](Engine& engine, bool awake) { engine.with_pool([&](ThreadPool& pool) { pool.stay_awake(awake); }); },

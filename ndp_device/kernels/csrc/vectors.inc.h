@@ -203,4 +203,21 @@ NDP_INLINE void add_dot(f32x16 dot, float scale, float sum, const f32x16* meta, 
     store(y, out);
 }
 
+// Which row of its matrix row `r` of a unit is.
+NDP_INLINE int place_in_unit(const FullView& w, int unit, int r) {
+    return w.second ? unit * kBlockRows + r % kBlockRows : unit * kUnitRows + r;
+}
+
+// Where it lies; past the end any row will do, whose result `clear_past` clears.
+NDP_INLINE const void* row_of_unit(const FullView& w, int unit, int r) {
+    const int row = place_in_unit(w, unit, r), held = row < w.num_rows ? row : w.num_rows - 1;
+    const void* matrix = w.second && r >= kBlockRows ? w.second : w.first;
+    return static_cast<const char*>(matrix) + static_cast<ptrdiff_t>(held) * w.cols * bytes_of(w.dtype);
+}
+
+NDP_INLINE void clear_past(const FullView& w, int unit, int tokens, float* y, ptrdiff_t stride) {
+    for (int r = 0; r < kUnitRows; ++r)
+        for (int t = 0; t < tokens && place_in_unit(w, unit, r) >= w.num_rows; ++t) y[t * stride + r] = 0.0f;
+}
+
 }  // namespace

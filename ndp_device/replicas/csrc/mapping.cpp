@@ -129,33 +129,20 @@ void install() {
     sigaction(SIGBUS, &ours, nullptr);
 }
 
-class Watch {
-  public:
-    Watch(uintptr_t address, size_t length) {
-        std::lock_guard<std::mutex> lock(registering);
-        install();
-        for (index_ = 0; index_ < kRegions && regions[index_].end.load() != 0; ++index_) {
-        }
-        if (index_ == kRegions) throw std::runtime_error("too many mapped files");
-        const uintptr_t page = page_bytes();
-        regions[index_].faults.store(0);
-        regions[index_].begin.store(address);
-        regions[index_].end.store((address + length + page - 1) & ~(page - 1));
-        if (index_ >= used.load()) used.store(index_ + 1, std::memory_order_release);
-    }
-    ~Watch() {
-        std::lock_guard<std::mutex> lock(registering);
-        regions[index_].begin.store(~uintptr_t{0});
-        regions[index_].end.store(0);
-    }
-    Watch(const Watch&) = delete;
-    Watch& operator=(const Watch&) = delete;
-
-    uint64_t faults() const { return regions[index_].faults.load(); }
-
-  private:
-    size_t index_;
-};
+// An entry for a map, until its `end` is 0 again.
+Region* watch(uintptr_t address, size_t length) {
+    std::lock_guard<std::mutex> lock(registering);
+    install();
+    size_t index = 0;
+    while (index < kRegions && regions[index].end.load() != 0) ++index;
+    if (index == kRegions) throw std::runtime_error("too many mapped files");
+    const uintptr_t page = page_bytes();
+    regions[index].faults.store(0);
+    regions[index].begin.store(address);
+    regions[index].end.store((address + length + page - 1) & ~(page - 1));
+    if (index >= used.load()) used.store(index + 1, std::memory_order_release);
+    return &regions[index];
+}
 
 class File {
   public:
@@ -174,7 +161,7 @@ class File {
             address_ = nullptr;
             fail(path);
         }
-        watch_ = new Watch(reinterpret_cast<uintptr_t>(address_), length_);
+        region_ = watch(reinterpret_cast<uintptr_t>(address_), length_);
     }
     ~File() { close_all(); }
     File(const File&) = delete;
@@ -182,7 +169,7 @@ class File {
 
     void* address() const { return address_; }
     size_t length() const { return length_; }
-    uint64_t faults() const { return watch_ ? watch_->faults() : 0; }
+    uint64_t faults() const { return region_ ? region_->faults.load() : 0; }
 
     // Size, time of the last write, and time of the last change, of the file as it is now. Whoever writes may put the
     // second back, nobody the third. It is 0 of a file without a name: that it lost its name was a change as well.
@@ -201,9 +188,13 @@ class File {
   private:
     void close_all() {
         if (address_) munmap(address_, length_);
-        delete watch_;
+        if (region_) {
+            std::lock_guard<std::mutex> lock(registering);
+            region_->begin.store(~uintptr_t{0});
+            region_->end.store(0);
+        }
         if (descriptor_ >= 0) close(descriptor_);
-        address_ = nullptr, watch_ = nullptr, descriptor_ = -1;
+        address_ = nullptr, region_ = nullptr, descriptor_ = -1;
     }
     [[noreturn]] void fail(const std::string& path) {
         const int reason = errno;
@@ -216,7 +207,7 @@ class File {
     int descriptor_;
     void* address_ = nullptr;
     size_t length_ = 0;
-    Watch* watch_ = nullptr;
+    Region* region_ = nullptr;
 };
 
 }  // namespace
