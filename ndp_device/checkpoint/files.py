@@ -198,16 +198,6 @@ def open_file(path: Path) -> BinaryIO:
         raise ReplicaError(f"{path} cannot be read: {error}") from None
 
 
-def read_tensor(path: Path, first: int, last: int) -> bytes:
-    """A small tensor's bytes, of which the headers say where they lie. Raises ReplicaError where they are not there."""
-    with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if not 0 <= first <= last <= size:
-            raise ReplicaError(f"{path.name} is damaged or truncated: a tensor lies at {first}..{last} of {size} bytes")
-        file.seek(first)
-        return file.read(last - first)
-
-
 # -- config.json, and the digest that names a model --------------------------------------------------------------------
 
 

@@ -13,13 +13,11 @@ refused by the names of its tensors.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.checkpoint import values
@@ -411,13 +409,3 @@ FORMATS = (
 _NOT_OF_WEIGHTS = ("input_scale", "input_global_scale", "weight_format")
 PARTS = tuple(dict.fromkeys(chain(*((row.codes, *row.scale, *row.more.values()) for row in FORMATS), _NOT_OF_WEIGHTS)))
 """Every name behind a tensor's prefix that belongs to a quantized one."""
-
-
-def small_values(stored: bytes, info: TensorInfo) -> NDArray[Any]:
-    """A small tensor from its bytes."""
-    dtype = {"U8": "u1", "I32": "<i4", "I64": "<i8"}[info.dtype]
-    if len(stored) != np.dtype(dtype).itemsize * math.prod(info.shape):
-        raise ReplicaError(
-            f"{info.file.name} is damaged: {len(stored)} bytes are read of a tensor {info.dtype} {list(info.shape)}"
-        )
-    return np.frombuffer(stored, dtype)

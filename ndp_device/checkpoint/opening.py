@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.checkpoint import spellings, values
-from ndp_device.checkpoint.files import TensorInfo, has_weights, read_config, read_headers, read_json, read_tensor
-from ndp_device.checkpoint.formats import PARTS, Parts, describe, small_values
+from ndp_device.checkpoint.files import TensorInfo, has_weights, open_file, read_config, read_headers, read_json
+from ndp_device.checkpoint.formats import PARTS, Parts, describe
 from ndp_device.checkpoint.gguf_files import QUANTIZED, logical_shape
 from ndp_device.checkpoint.names import ExpertLayout, resolve
 from ndp_device.checkpoint.spellings import keys_about_experts, text_config
@@ -83,8 +85,16 @@ _PLAIN = ("F64", "F32", "F16", "BF16")
 
 
 def read_small(info: TensorInfo) -> NDArray[Any]:
-    """A tensor of at most 4 KiB, from its file; of a larger one the first bytes, which its reader refuses."""
-    return small_values(read_tensor(info.file, info.first, min(info.last, info.first + _MAX_SMALL)), info)
+    """A tensor of at most 4 KiB, from its file. Raises ReplicaError where its bytes are not there."""
+    dtype = np.dtype({"U8": "u1", "I32": "<i4", "I64": "<i8"}[info.dtype])
+    with open_file(info.file) as file:
+        file.seek(info.first)
+        stored = file.read(min(max(info.last - info.first, 0), _MAX_SMALL))
+    if len(stored) != dtype.itemsize * math.prod(info.shape):
+        raise ReplicaError(
+            f"{info.file.name} is damaged: {len(stored)} bytes are read of a tensor {info.dtype} {list(info.shape)}"
+        )
+    return np.frombuffer(stored, dtype)
 
 
 def unpacked(
