@@ -9,20 +9,15 @@ import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from ndp_device.common.command_line import HardwareOption, SetOption, assignments, command, print_json, program
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing import dram as dram_timing
 from ndp_device.timing.model import DeviceModel
-from ndp_device.timing.presets import PRESETS
 from ndp_device.timing.public_models import SHAPES, public_shape
-from ndp_device.timing.spec import (
-    PE_MODES,
-    Hardware,
-    load_hardware,
-    preset_table,
-)
+from ndp_device.timing.spec import PE_MODES, PRESETS, Hardware, load_hardware, preset_table
 from ndp_device.timing.work import PS_PER_NS, PS_PER_US, Timing, single_expert_work
 
 if TYPE_CHECKING:
@@ -111,7 +106,7 @@ def expert(
             "model": model,
             "bits": bits,
             "tokens": tokens,
-            **timing.as_dict(),
+            **msgspec.structs.asdict(timing),
             "total_ps_by_pe_mode": {mode: other.total_ps for mode, other in beside.items()},
         },
         shown=True,

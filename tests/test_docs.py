@@ -14,7 +14,7 @@ from paths import ROOT
 from typer.main import get_command
 
 from ndp_device.__main__ import app as ndp_device
-from ndp_device.timing.presets import PRESETS
+from ndp_device.timing.spec import PRESETS
 from vllm_ndp.app import app as vllm_ndp
 from vllm_ndp.config import DEBUG, TOP, NdpSettings
 from vllm_ndp.lab.systems import SYSTEMS

@@ -251,7 +251,7 @@ def _ungrouped(function: Function, shows: bool) -> Function:
         for name, group in groups.items():
             given = {field: values.pop(field) for field in fields[name]}
             read = {field: written.read for field, written in fields[name].items() if written is not None}
-            values[name] = group(**{field: read.get(field, _as_it_is)(value) for field, value in given.items()})
+            values[name] = group(**{field: read[field](one) if field in read else one for field, one in given.items()})
         try:
             with _only_json(shows and values.pop("as_json")):
                 function(**values)
@@ -263,10 +263,6 @@ def _ungrouped(function: Function, shows: bool) -> Function:
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def _output(annotation: Any) -> Output | None:

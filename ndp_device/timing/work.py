@@ -6,7 +6,6 @@ Knows no hardware and no clock: `model.py` turns a Work into a Timing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -113,6 +112,3 @@ class Timing(msgspec.Struct, frozen=True):
     energy_pj: int  # indicative: DRAM, link and scratchpad events only
     pe_mode: str
     config_hash: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return msgspec.structs.asdict(self)

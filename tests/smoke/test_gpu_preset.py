@@ -11,7 +11,7 @@ import pytest
 from paths import ROOT
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.timing import presets
+from ndp_device.timing import spec
 from ndp_device.timing.spec import load_hardware
 
 MADE_UP: dict[str, Any] = {
@@ -33,14 +33,14 @@ WHERE = {"gpu": "NVIDIA H100 80GB HBM3", "machine": "made up for a test", "date"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(presets, "FOLDER", tmp_path)
+    monkeypatch.setattr(spec, "FOLDER", tmp_path)
     return tmp_path
 
 
 def made(folder: Path, **changed: Any) -> str:
     name, preset = gpu_preset.preset_of({**MADE_UP, **changed}, **WHERE)
     (folder / f"{name}.json").write_text(json.dumps(preset))
-    presets.measured_presets.cache_clear()
+    spec.measured_presets.cache_clear()
     return name
 
 
@@ -68,7 +68,7 @@ def test_measured_values_replace_those_of_link_gpu_and_host_and_no_others(folder
 
 def test_every_measured_value_says_how_on_what_and_when(folder: Path) -> None:
     made(folder)
-    table = presets.known_presets()["h100-host"]
+    table = spec.known_presets()["h100-host"]
     sources = {key: table[key].source for key in table if table[key].source.startswith("[M]")}
     assert len(sources) == 11
     assert all(source.endswith("; made up for a test, 2000-01-01") for source in sources.values())
@@ -96,7 +96,7 @@ def test_a_damaged_preset_is_refused_in_one_sentence(folder: Path, change: Any, 
     _, content = gpu_preset.preset_of(MADE_UP, **WHERE)
     change(content)
     (folder / "h100-host.json").write_text(json.dumps(content))
-    presets.measured_presets.cache_clear()
+    spec.measured_presets.cache_clear()
     with pytest.raises(ConfigError, match=message):
         load_hardware("h100-host")
     load_hardware("h100-ndp512")  # those that were not measured are there all the same

@@ -185,7 +185,14 @@ def test_the_checksum_finds_every_flipped_bit_and_every_further_byte(header: byt
 
 def test_the_msgpack_package_can_speak_to_us() -> None:
     body = X.tobytes() + bytes(40)
-    fields = {"type": "result", "id": 1, "incarnation": "i", "epoch": 2, "timing": TIMING.as_dict(), "ndp": 512}
+    fields = {
+        "type": "result",
+        "id": 1,
+        "incarnation": "i",
+        "epoch": 2,
+        "timing": msgspec.structs.asdict(TIMING),
+        "ndp": 512,
+    }
     header = with_checksum({**fields, "tensors": [["y", "float32", [2, 3], 0]]}, body)
     message, tensors = decode_reply(header, body)
     assert isinstance(message, msg.Result)

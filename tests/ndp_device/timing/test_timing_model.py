@@ -26,9 +26,8 @@ from ndp_device.timing.model import (
     weight_passes,
     wire_bytes,
 )
-from ndp_device.timing.presets import PRESETS
 from ndp_device.timing.public_models import public_shape
-from ndp_device.timing.spec import PE_MODES, Hardware, field_types, load_hardware
+from ndp_device.timing.spec import PE_MODES, PRESETS, Hardware, field_types, load_hardware
 from ndp_device.timing.work import (
     BOUNDS,
     Timing,
