@@ -79,13 +79,12 @@ class QuantizedMatrix:
     """Stands for this matrix where its arrays need not live."""
 
     def __post_init__(self) -> None:
-        if self.bits not in REPLICA_WIDTHS or self.planes.dtype != np.uint8 or self.planes.shape[:1] != (self.bits,):
+        are_planes = self.planes.dtype == np.uint8 and self.planes.ndim == 3 and len(self.planes) == self.bits
+        if self.bits not in REPLICA_WIDTHS or not are_planes or self.group_size < 1:
             raise ValueError(
-                f"{self.bits}-bit planes must be uint8 [{self.bits}, N, C // 8], "
+                f"{self.bits}-bit planes must be uint8 [{self.bits}, N, C // 8] in groups of 1 or more, "
                 f"got {self.planes.dtype}{list(self.planes.shape)}"
             )
-        if self.planes.ndim != 3 or self.group_size < 1:
-            raise ValueError(f"planes must be [bits, N, C // 8] in groups of 1 or more, got {list(self.planes.shape)}")
         rows, columns = self.shape
         groups = (rows, -(-columns // self.group_size))
         for name, values in (("scale", self.scale), ("offset", self.offset)):
