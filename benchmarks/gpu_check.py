@@ -18,9 +18,12 @@ import argparse
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
+import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -31,7 +34,6 @@ import gpu_speed as speed
 from gpu_plan import CALLS
 from measured import ROOT, Measurement, machine
 from pieces import Piece, Pieces
-from results_archive import Archive
 
 KEPT = ROOT / "docs" / "measured"
 
@@ -100,6 +102,35 @@ def make_wide_beside(out: Path) -> None:
     command = [sys.executable, __file__, "--pieces", "wide", "--again", "--out", str(out)]
     with (out / "gpu_wide.out").open("a") as said:
         subprocess.Popen(command, stdout=said, stderr=said, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+@contextmanager
+def archived(folder: Path, file: Path) -> Iterator[None]:
+    """Meanwhile `file` holds the folder's results, renewed every ten seconds and at the end, whole or not at all: a
+    machine that is lent gives few files back, and what a killed call had found is in it."""
+    ended = threading.Event()
+
+    def write() -> None:
+        aside = file.with_suffix(".part")
+        with tarfile.open(aside, "w:gz") as archive:
+            for path in sorted(folder.glob("gpu_*")):
+                if path.suffix != ".part":
+                    archive.add(path, path.name)
+        aside.replace(file)
+
+    def renew() -> None:
+        write()
+        while not ended.wait(10):
+            write()
+
+    thread = threading.Thread(target=renew, name="archive", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        write()
 
 
 def is_outdated(piece: str, folders: list[Path]) -> bool:
@@ -193,7 +224,7 @@ def main() -> int:
         make_wide_beside(out.resolve())
     folders, became, end_s = [out, *([] if kept is None else [kept])], dict[str, str](), time.time() + 60 * minutes
     pieces = Pieces(Path(__file__), PIECES, gpu_name)
-    with nullcontext() if arguments.archive is None else Archive(out, arguments.archive):
+    with nullcontext() if arguments.archive is None else archived(out, arguments.archive):
         for name in names:
             again = arguments.again or (call is not None and is_outdated(name, folders))
             left = (end_s - time.time()) / 60

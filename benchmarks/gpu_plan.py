@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_plan.py          size of tree and kit, and the calls
 
-Knows the lender's limits and the pieces' names; not how a piece runs.
+Knows the pieces' names; not how a piece runs.
 """
 
 from __future__ import annotations
@@ -14,16 +14,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PART = ROOT / ".gpu/part1"
-MOST_BYTES = 64 << 20
-"""Of a working tree and what it carries, per call."""
 ROOM_BYTES = 60 << 20
 """What tree and kit may take, so that a week's work still fits."""
 KIT_BYTES = 26 << 20
 """The most that the kit may have."""
-DEVICE_MINUTES, CALL_MINUTES, LEAST_MINUTES = 30.0, 10.0, 4.0
-"""Of a session; of a command; that a fresh machine is started with. They count from the asking, idle or busy."""
-START_MINUTES, BETWEEN_MINUTES = 2.0, 1.0
-"""Before the first command of a machine; transfers, and the time to read an answer and to type."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +40,6 @@ CALLS = {
     ),
 }
 """The first finds out whether it serves, as far as which rung; the second how fast; the third what else is asked."""
-
-
-def left_minutes(used: float) -> float:
-    """For call 3, after so many minutes since the machine was asked for."""
-    return min(DEVICE_MINUTES - used - BETWEEN_MINUTES, CALL_MINUTES - 0.5)
 
 
 def tree_bytes() -> int:
