@@ -158,8 +158,10 @@ def test_8_bits_as_stored_match_fp64_and_a_row_gets_the_same_bits_in_any_batch(
 def check_rows(
     kernel: NativeKernel, drawn: Sequence[Any], same: Sequence[Expert], drawn_x: NDArray, top_k: int, limit: float
 ) -> None:
-    """Against fp64 in batches of several sizes, and each row alone has the same bits."""
+    """Against fp64 in batches of several sizes, and each row alone, on one thread, has the same bits."""
     prepared, rng = [kernel.prepare(expert) for expert in drawn], np.random.default_rng(len(drawn_x))
+    one = NativeKernel(kernel.limbs, isa=kernel.isa, threads=1)
+    by_one = [one.prepare(expert) for expert in drawn]
     for tokens in (1, 2, 3, 4, 5, 8, 17, len(drawn_x)):
         x = drawn_x[:tokens].astype(np.float32)
         rows, chosen, gates = random_pairs(rng, tokens, len(drawn), top_k)
@@ -167,7 +169,7 @@ def check_rows(
         assert relative_error(y, exact(x, same, (rows, chosen, gates))) < limit
         for row in range(tokens):
             own = rows == row
-            alone = kernel.execute(x[row : row + 1], prepared, np.zeros_like(rows[own]), chosen[own], gates[own])
+            alone = one.execute(x[row : row + 1], by_one, np.zeros_like(rows[own]), chosen[own], gates[own])
             np.testing.assert_array_equal(alone[0], y[row])
 
 
@@ -268,36 +270,35 @@ def test_experts_with_one_limb_and_with_two_give_in_one_call_what_they_give_alon
         NativeKernel({4: 3}).prepare(experts[3])
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize(("hidden", "intermediate"), [(64, 96), (41, 23), (7, 130)])
-def test_full_precision_experts_are_exact_to_float32(isa: str, dtype: str, hidden: int, intermediate: int) -> None:
-    """On avx512bf16 and AMX rows that meet bfloat16 weights keep 16 bits of mantissa, of which the weights have 8."""
-    rng = np.random.default_rng(hidden)
-    limit = 1e-5 if isa in ("avx512bf16", "amx") and dtype == "bfloat16" else 2e-6
-    expert = full_expert(rng, hidden, intermediate, dtype)
-    kernel = NativeKernel(isa=isa, threads=2)
-    for tokens in (1, 6):
-        x = rng.standard_normal((tokens, hidden)).astype(np.float32)
-        pairs = random_pairs(rng, tokens, 1, 1)
-        assert relative_error(kernel.execute(x, [kernel.prepare(expert)], *pairs), exact(x, [expert], pairs)) < limit
-
-
+FEW = [(64, 96), (41, 23), (7, 130)]
 MANY = [(1100, 520, 40), (520, 1100, 97), (72, 56, 530), *((72, 5000, tokens) for tokens in (1, 7, 8, 9, 31, 100))]
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("hidden", "intermediate", "tokens"), MANY)
-def test_full_precision_is_exact_for_more_tokens_and_columns_than_are_worked_on_at_once(
-    isa: str, hidden: int, intermediate: int, tokens: int
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "intermediate", "tokens"),
+    [
+        *(
+            (dtype, *sizes, tokens)
+            for dtype in ("float32", "float16", "bfloat16")
+            for sizes in FEW
+            for tokens in (1, 6)
+        ),
+        *(("bfloat16", *sizes) for sizes in MANY),
+    ],
+)
+def test_full_precision_experts_are_exact_to_float32(
+    isa: str, dtype: str, hidden: int, intermediate: int, tokens: int
 ) -> None:
-    """5000 columns: five ranges, the last one uneven; 100 rows of 20 KB: more than one pass, cut unevenly."""
-    rng = np.random.default_rng(tokens)
-    expert = full_expert(rng, hidden, intermediate, "bfloat16")
+    """On avx512bf16 and AMX rows that meet bfloat16 weights keep 16 bits of mantissa, of which the weights have 8. 5000
+    columns: five ranges, the last one uneven; 100 rows of 20 KB: more than one pass, cut unevenly."""
+    rng = np.random.default_rng([hidden, tokens])
+    limit = 1e-5 if isa in ("avx512bf16", "amx") and dtype == "bfloat16" else 2e-6
+    expert = full_expert(rng, hidden, intermediate, dtype)
     kernel = NativeKernel(isa=isa, threads=2)
     x = rng.standard_normal((tokens, hidden)).astype(np.float32)
     pairs = random_pairs(rng, tokens, 1, 1)
-    assert relative_error(kernel.execute(x, [kernel.prepare(expert)], *pairs), exact(x, [expert], pairs)) < 1e-5
+    assert relative_error(kernel.execute(x, [kernel.prepare(expert)], *pairs), exact(x, [expert], pairs)) < limit
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -359,28 +360,14 @@ def test_no_rows_no_pairs_and_rows_without_pairs_give_zeros(isa: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", [1, 2, 3, 4, 8, "bfloat16"])
 def test_a_row_gets_the_same_bits_in_any_batch_on_any_threads(isa: str, kind: int | str) -> None:
+    """A few rows have a way of their own, up to four."""
     rng = np.random.default_rng(5)
     if isinstance(kind, int):
         experts: list[Expert] = [random_expert(rng, 320, 544, kind, 64 if kind == 1 else 128) for _ in range(2)]
     else:
         experts = [full_expert(rng, 320, 544, kind) for _ in range(2)]
-    one, three = NativeKernel(isa=isa, threads=1), NativeKernel(isa=isa, threads=3)
-    x = rng.standard_normal((19, 320)).astype(np.float32)
-    rows, indices, gates = random_pairs(rng, 19, 2, 2)
-    order = np.argsort(indices, kind="stable")
-    rows, indices, gates = rows[order], indices[order], gates[order]
-    together = three.execute(x, [three.prepare(expert) for expert in experts], rows, indices, gates)
-    alone = [one.prepare(expert) for expert in experts]
-    for row in range(19):
-        mine = rows == row
-        zeros = np.zeros(int(mine.sum()), np.int32)
-        np.testing.assert_array_equal(
-            one.execute(x[row : row + 1], alone, zeros, indices[mine], gates[mine])[0], together[row]
-        )
-    for size in (2, 3, 4, 5):  # a few rows have a way of their own, up to four
-        mine = rows < size
-        few = one.execute(x[:size], alone, rows[mine], indices[mine], gates[mine])
-        np.testing.assert_array_equal(few, together[:size])
+    limit = LIMIT[LIMBS[kind]] if isinstance(kind, int) else 1e-5
+    check_rows(NativeKernel(isa=isa, threads=3), experts, experts, rng.standard_normal((19, 320)), 2, limit)
 
 
 @pytest.mark.skipif("avx512bf16" not in ISAS, reason="this processor multiplies no bfloat16")
@@ -522,27 +509,6 @@ sys.exit(0 if same and os.waitpid(pid, 0)[1] == 0 else 1)
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("rows", "cols", "group"), [(256, 128, 128), (40, 24, 32), (33, 136, 64), (320, 384, 1024)])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_linear_layer_is_within_fp64_and_a_row_does_not_depend_on_the_others(
-    isa: str, rows: int, cols: int, group: int, bits: int
-) -> None:
-    rng = np.random.default_rng(rows)
-    matrix = random_matrix(rng, rows, cols, bits, group)
-    kernel = NativeKernel(isa=isa, threads=2)
-    prepared = kernel.prepare_matrix(matrix)
-    x = rng.standard_normal((19, cols)).astype(np.float32)
-    wanted = x.astype(np.float64) @ dequantize(matrix).astype(np.float64).T
-    y = kernel.multiply(x, prepared)
-    assert np.linalg.norm(y - wanted) <= LIMIT[1] * np.linalg.norm(wanted)
-    alone = [kernel.multiply(x[row : row + 1], prepared)[0] for row in range(len(x))]
-    np.testing.assert_array_equal(y, alone)
-    reference = REFERENCE
-    by_reference = reference.multiply(x, reference.prepare_matrix(matrix))
-    assert np.linalg.norm(by_reference - wanted) <= 1e-5 * np.linalg.norm(wanted)
-
-
 def test_a_linear_layer_refuses_rows_that_do_not_fit() -> None:
     kernel = NativeKernel(threads=1)
     prepared = kernel.prepare_matrix(random_matrix(np.random.default_rng(0), 32, 64, 4, 32))
@@ -555,11 +521,15 @@ def test_a_linear_layer_refuses_rows_that_do_not_fit() -> None:
 @settings(max_examples=20)
 @given(st.integers(1, 140), st.integers(1, 150), st.integers(1, 40), st.integers(0, 2**32 - 1))
 @example(1, 33, 33, 1396005)
-def test_a_matrix_of_any_shape_and_groups_is_read_as_it_was_packed(
+@example(256, 16, 16, 0)
+@example(320, 48, 128, 0)
+def test_a_linear_layer_of_any_shape_and_groups_is_within_fp64_and_no_row_depends_on_the_others(
     isa: str, bits: int, rows: int, cols: int, group: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    check_linear(NativeKernel(TWO, isa=isa, threads=2), rng, random_matrix(rng, rows, 8 * cols, bits, 8 * group))
+    for limbs, tokens in ((LIMBS, 19), (TWO, 3)):
+        matrix = random_matrix(rng, rows, 8 * cols, bits, 8 * group)
+        check_linear(NativeKernel(limbs, isa=isa, threads=2), rng, matrix, tokens)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -568,9 +538,10 @@ def test_what_takes_more_than_two_huge_pages_has_tasks_of_many_units(isa: str) -
     check_linear(NativeKernel(TWO, isa=isa, threads=3), rng, random_matrix(rng, 2304, 2048, 8, 128))
 
 
-def check_linear(kernel: NativeKernel, rng: np.random.Generator, matrix: QuantizedMatrix) -> None:
-    x = rng.standard_normal((3, matrix.shape[1])).astype(np.float32)
-    y = kernel.multiply(x, kernel.prepare_matrix(matrix))
+def check_linear(kernel: NativeKernel, rng: np.random.Generator, matrix: QuantizedMatrix, tokens: int = 3) -> None:
+    x, prepared = rng.standard_normal((tokens, matrix.shape[1])).astype(np.float32), kernel.prepare_matrix(matrix)
+    y = kernel.multiply(x, prepared)
+    np.testing.assert_array_equal(y, [kernel.multiply(x[row : row + 1], prepared)[0] for row in range(tokens)])
     weights = dequantize(matrix).astype(np.float64)
     # Over the size that a product of these operands has on average: the products of one row can cancel to nearly zero.
     size = np.linalg.norm(x) * np.linalg.norm(weights) / np.sqrt(weights.shape[1])
