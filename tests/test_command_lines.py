@@ -248,6 +248,7 @@ REFUSED: dict[str, str] = {
     "ndp-device time expert --bits 3 --tokens 0": "--tokens",
     "ndp-device time expert gpt --bits 3": "a model is a checkpoint",
     "ndp-device serve --address ipc://{tmp}/device --replicas docs": "docs holds no replicas",
+    "ndp-device serve {model} --address tcp://127.0.0.1:0": "tcp needs keys",
     "ndp-device describe ipc://{tmp}/nobody --timeout-s 0.3": "nobody",
     "ndp-device verify": "--replicas",
 }

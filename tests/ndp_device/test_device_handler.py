@@ -242,6 +242,7 @@ def test_nothing_but_questions_before_hello(handler: Handler) -> None:
     ):
         with pytest.raises(DeviceError, match="no_session"):
             refused()
+    assert caller.ask(msg.Describe).num_sessions == 0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,13 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from caller import pairs_of
 from paths import MODEL, ROOT
-from small_checkpoint import EXPERTS, HIDDEN, LAYERS
+from small_checkpoint import LAYERS
 from until import until
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.probe import Probe
-from ndp_device.protocol import codec
-from ndp_device.protocol import messages as msg
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.transport import connect, listen
 from ndp_device.transport.address import Address
@@ -64,11 +61,9 @@ def refused(*arguments: str) -> str:
 
 
 @contextmanager
-def serving(
-    address: str, *arguments: str, program: Sequence[str] = PROGRAM
-) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+def serving(address: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     process = subprocess.Popen(
-        [*program, "serve", "--address", address, *arguments],
+        [*PROGRAM, "serve", "--address", address, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -237,35 +232,6 @@ def test_a_message_of_one_or_three_frames_is_refused_and_the_next_one_served(add
             transport.close()
         with Probe(address, timeout_s=60) as probe:
             assert probe.hello().num_layers == LAYERS
-
-
-def test_a_request_that_waited_behind_others_too_long_is_dropped(address: str, model_dir: Path) -> None:
-    """Each reply is held back for 200 ms, so the last of four requests lies in the queue for 400 or more of its 300."""
-    slow = [sys.executable, "-P", str(ROOT / "tests" / "failpoints.py")]
-    with serving(address, str(model_dir), "--failpoint", "delay=1:200", program=slow):
-        transport = connect(address, None)
-        requests: list[tuple[msg.Message, codec.Tensors]] = [
-            (msg.Hello(1, versions=(msg.VERSION, msg.VERSION), client="test"), {}),
-            (msg.InstallPlan(2, epoch=1, expected_epoch=0), {"replicas": np.full((LAYERS, EXPERTS), 16, np.uint8)}),
-            (msg.ActivatePlan(3, epoch=1), {}),
-        ]
-        nothing = pairs_of(np.zeros((1, HIDDEN), np.float32), [], [], [], [])
-        for number in range(4, 8):
-            ttl_us = 60_000_000 if number == 4 else 300_000
-            execute = msg.Execute(number, epoch=1, layer=0, step=0, submit_ps=0, ttl_us=ttl_us)
-            requests.append((execute, nothing))
-        outcomes = []
-        until(lambda: transport.send(codec.encode(*requests[0])))
-        for request, tensors in requests[1:]:
-            assert transport.send(codec.encode(request, tensors))
-        while len(outcomes) < len(requests):
-            frames = transport.receive(60.0)
-            if frames is not None:
-                reply, _ = codec.decode_reply(frames[0], frames[1])
-                outcomes.append(reply.code if isinstance(reply, msg.Refusal) else type(reply).__name__)
-        assert outcomes[:4] == ["Welcome", "PlanInstalled", "PlanActivated", "Result"]
-        assert outcomes[-1] == "deadline"
-        transport.close()
 
 
 def test_a_host_in_pyzmq_and_msgpack_alone_computes_on_a_device(address: str) -> None:

@@ -1,6 +1,8 @@
 """Whose request is next: hosts that compute are charged alike, newcomers together like one of them."""
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -120,3 +122,23 @@ def test_a_host_is_told_of_others_that_computed_lately_and_not_of_itself() -> No
     assert not waiting.others_compute(b"a", 5 * server.GOES_ON_NS)
     assert waiting.others_compute(b"b", 5 * server.GOES_ON_NS)
     assert not waiting.others_compute(b"b", 7 * server.GOES_ON_NS)
+
+
+def test_how_long_a_request_lay_behind_others_is_told_with_it() -> None:
+    """Each answer takes 200 µs, and the handler drops what waited longer than its host waits for it."""
+    told: list[int] = []
+    clock, arrives = SimpleNamespace(now_ns=0), [[request(b"a"), request(b"b"), request(b"a")]]
+
+    def reply(client: bytes, frames: Any, damage: Any, waited_us: int) -> tuple[bytes, bytes]:
+        told.append(waited_us)
+        clock.now_ns += 200_000
+        return b"", b""
+
+    transport = SimpleNamespace(
+        receive=lambda timeout_ms: arrives.pop() if arrives else [], send=lambda client, reply: None, offer_memory=None
+    )
+    clock.monotonic_ns = lambda: clock.now_ns
+    serving = server.Server(transport, SimpleNamespace(num_executed=0, reply=reply), clock=clock)  # type: ignore[arg-type]
+    while (received := serving.next_request(0)) is not None:
+        serving.serve(received)
+    assert told == [0, 200, 400]

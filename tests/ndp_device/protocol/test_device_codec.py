@@ -287,33 +287,23 @@ def test_a_header_may_have_4096_bytes_and_not_one_more() -> None:
         decode_request(with_checksum({"pad": "x" * (room + 1), **fields}), b"")
 
 
-@pytest.mark.parametrize(
-    "bomb",
-    [
-        b"\xdd\xff\xff\xff\xff",
-        b"\xdf\xff\xff\xff\xff",
-        b"\xc6\xff\xff\xff\xff",
-        b"\x91" * 4000,
-        b"\x81\xa4type" * 600,
-        b"\xdc\x01\x01" + b"\xc0" * 257,
-        b"\xc7\x01\x05x",
-        b"\xc1" * 16,
-        b"",
-    ],
-    ids=[
-        "array of 4 G",
-        "map of 4 G",
-        "bytes of 4 G",
-        "nested arrays",
-        "nested maps",
-        "an array of 257",
-        "an extension",
-        "never used",
-        "nothing",
-    ],
-)
+BOMBS = {
+    "array of 4 G": b"\xdd\xff\xff\xff\xff",
+    "map of 4 G": b"\xdf\xff\xff\xff\xff",
+    "bytes of 4 G": b"\xc6\xff\xff\xff\xff",
+    "nested arrays": b"\x91" * 4000,
+    "nested maps": b"\x81\xa4type" * 600,
+    "an array of 257": b"\xdc\x01\x01" + b"\xc0" * 257,
+    "an extension": b"\xc7\x01\x05x",
+    "never used": b"\xc1" * 16,
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("what", BOMBS)
 @pytest.mark.parametrize("intact", [True, False])
-def test_a_bomb_is_one_error(bomb: bytes, intact: bool) -> None:
+def test_a_bomb_is_one_error(what: str, intact: bool) -> None:
+    bomb = BOMBS[what]
     header = bomb + zlib.crc32(bomb).to_bytes(4, "little") if intact else bomb
     for decoder in (decode_request, decode_reply):
         with pytest.raises(RemoteProtocolError):

@@ -14,7 +14,6 @@ from ndp_device.timing.spec import DramSpec, load_hardware
 
 DDR5 = load_hardware("h100-ndp512").dram
 LPDDR5 = load_hardware("h100-ndp512-lpddr5").dram
-MIB = 2**20
 
 
 def exact(dram: DramSpec, lines: int, to_refresh: int) -> int:

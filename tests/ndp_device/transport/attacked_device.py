@@ -81,18 +81,6 @@ def request(asked: msg.Message, tensors: codec.Tensors | None = None) -> bytes:
     return message(write_checksum(header, body), bytes(body))
 
 
-def is_ended(send: Callable[[], object], tries: int) -> bool:
-    """Whether the device ends a connection on which this is sent again and again."""
-    for _ in range(tries):
-        try:
-            send()
-        except BlockingIOError:
-            continue
-        except OSError:
-            return True
-    return False
-
-
 def assert_serves(device: Device) -> None:
     with device.host() as client:
         execute(client)

@@ -29,8 +29,8 @@ class HandServer(ZmqServer):
             self._arrived.extend(self.receive(timeout_ms))
         return self._arrived.popleft() if self._arrived else None
 
-    def until_one(self, seconds: float = PATIENCE_S) -> Received:
-        return until(lambda: self.one(50), seconds, pause_s=0)
+    def until_one(self) -> Received:
+        return until(lambda: self.one(50), PATIENCE_S, pause_s=0)
 
     def until(self, number: int) -> None:
         """Until so many peers are known."""

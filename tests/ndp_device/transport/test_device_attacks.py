@@ -4,7 +4,6 @@ The wrong peers are plain sockets, the honest host is the plugin's own client.
 """
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -19,12 +18,11 @@ from types import SimpleNamespace
 
 import msgpack
 import numpy as np
-import psutil
 import pytest
-from attacked_device import PATIENCE_S, PROGRAM, Device, assert_serves, execute, is_ended, request
+from attacked_device import PATIENCE_S, Device, assert_serves, execute, request
 from caller import pairs_of
 from raw_zmtp import GREETING, READY, WITHOUT_HANDSHAKE, connected, greeted, message
-from server_by_hand import LOOPBACK, HandServer, answer, ask, host_of, serving
+from server_by_hand import HandServer, answer, ask, host_of, serving
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS
 from until import until
 
@@ -55,42 +53,6 @@ def test_a_refusal_that_would_be_too_long_to_send_does_not_end_the_device(device
         answer += part
     connection.close()
     assert_serves(device)
-
-
-def test_peers_that_only_ping_do_not_cost_a_silent_host_its_session(device: Device) -> None:
-    with device.host(shared_memory=False) as client:
-        execute(client)
-        pingers = []
-        for _ in range(100):
-            connection = device.raw()
-            connection.sendall(request(msg.Ping(1)))
-            pingers.append(connection)
-            time.sleep(0.002)
-        execute(client)
-        assert (client.counters.lost, client.counters.refused) == (0, 0)
-        with Probe(device.address, timeout_s=PATIENCE_S) as probe:
-            assert probe.describe().num_sessions == 1
-        for connection in pingers:
-            connection.close()
-
-
-def test_peers_that_ask_for_shared_memory_and_go_silent_do_not_keep_it(
-    device: Device,
-) -> None:
-    hello = msg.Hello(1, versions=(msg.VERSION, msg.VERSION), client="keeper", wants_slots=True)
-    keepers = [device.raw() for _ in range(shm.MAX_CHANNELS)]
-    for connection in keepers:
-        connection.sendall(request(hello))
-        connection.settimeout(PATIENCE_S)
-        answer = b""
-        while b"welcome" not in answer:
-            answer += connection.recv(65536)
-    time.sleep(zmq_server._KEEP_MEMORY_NS / 1e9)
-    with device.host() as client:
-        assert client.uses_shared_memory
-        execute(client)
-    for connection in keepers:
-        connection.close()
 
 
 def until_none_waits(device: Device) -> None:
@@ -159,20 +121,6 @@ def test_memory_of_hosts_that_have_gone_is_the_systems_again(device: Device) -> 
     for connection in crowd:
         connection.close()
     until(lambda: device.resident() < before + (16 << 20), pause_s=0.1)
-
-
-def test_more_connections_than_there_may_be_end_the_one_that_was_silent_longest(device: Device) -> None:
-    crowd = [connected(device.address) for _ in range(zmq_server.MAX_CONNECTIONS + 20)]
-    assert_serves(device)
-    for connection in crowd[:10]:
-        connection.settimeout(PATIENCE_S)
-        with contextlib.suppress(ConnectionError):
-            while connection.recv(4096):
-                pass
-    assert len(psutil.Process(device.process.pid).net_connections("unix")) < zmq_server.MAX_CONNECTIONS + 20
-    for connection in crowd:
-        connection.close()
-    assert_serves(device)
 
 
 def test_room_is_made_by_who_never_spoke_then_by_who_was_silent_longest(
@@ -419,7 +367,14 @@ def test_a_host_that_floods_is_sent_away(device: Device) -> None:
         peer = device.raw()
         peer.settimeout(PATIENCE_S)
         flood = request(msg.Ping(1)) * 500
-        assert is_ended(lambda: (peer.sendall(flood), execute(client)), tries=200)
+
+        def attack() -> None:
+            for _ in range(200):
+                peer.sendall(flood)
+                execute(client)
+
+        with pytest.raises(ConnectionError):
+            attack()
         assert client.counters.lost == 0
     assert_serves(device)
 
@@ -556,25 +511,6 @@ def test_a_device_listens_in_no_directory_of_another_user_nor_behind_a_link(tmp_
     (tmp_path / "private").symlink_to(tmp_path / "own")
     with pytest.raises(ConfigError, match="must belong to you alone"):
         serving(tmp_path)
-
-
-def test_tcp_without_keys_has_to_be_asked_for_on_both_sides(model_dir: Path) -> None:
-    command = [*PROGRAM, "serve", str(model_dir), "--address", "tcp://127.0.0.1:0"]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert refused.returncode == 2
-    assert "tcp needs keys" in refused.stderr
-    process = subprocess.Popen([*command, "--insecure-loopback"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        address = json.loads(process.stdout.readline())["address"]
-        with pytest.raises(ConfigError, match="tcp needs keys"):
-            DeviceClient(address).connect(5)
-        client = DeviceClient(address, keys=LOOPBACK)
-        client.connect(PATIENCE_S)
-        client.close()
-    finally:
-        process.terminate()
-        process.communicate()
 
 
 def test_a_file_in_the_place_of_the_socket_is_not_replaced(tmp_path: Path) -> None:

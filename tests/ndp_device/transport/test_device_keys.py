@@ -23,6 +23,7 @@ from ndp_device.protocol import messages as msg
 from ndp_device.transport.address import Address
 from ndp_device.transport.keys import AllowList, DeviceKeys, HostKeys, make_keys
 from ndp_device.transport.zmq_client import ZmqTransport
+from vllm_ndp.device_client.client import DeviceClient
 
 PATIENCE_S = 60.0
 PROGRAM = [sys.executable, "-P", "-m", "ndp_device"]
@@ -233,6 +234,8 @@ def test_what_may_be_listened_on() -> None:
                 Address.parse(address, has_keys=has_keys)
     with pytest.raises(ConfigError, match="no effect"):
         Address.parse("ipc:///run/x/ndp", has_keys=True)
+    with pytest.raises(ConfigError, match="tcp needs keys"):  # on the host's side, too
+        DeviceClient("tcp://127.0.0.1:5").connect(5)
 
 
 @pytest.mark.slow

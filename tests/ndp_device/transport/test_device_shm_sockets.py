@@ -1,8 +1,8 @@
 """Shared memory beside a real socket: who speaks where, what memory cannot take, and how either end gives it up."""
 
-import json
 import mmap
 import random
+import resource
 import subprocess
 import sys
 import threading
@@ -10,18 +10,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
+from attacked_device import Device, execute
 from failpoints import with_checksum
 from server_by_hand import PATIENCE_S, HandServer, host_of, serving
-from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
 
 from ndp_device.common.errors import DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol.messages import VERSION, Ping
 from ndp_device.transport import shm
 from ndp_device.transport.zmq_client import ZmqTransport
-from vllm_ndp.device_client.client import DeviceClient
 
 
 @pytest.fixture
@@ -235,45 +233,16 @@ def test_two_threads_exchange_a_thousand_messages_whoever_sleeps(sockets: tuple[
         thread.join()
 
 
-@pytest.mark.parametrize(
-    ("limits", "spin_us", "shares"),
-    [("", None, True), ("", "0", True), ("ulimit -f 1000; ", None, False)],
-    ids=["spinning", "never spinning", "no shared memory to be had"],
-)
-def test_a_real_device_serves_the_same_numbers_with_or_without_shared_memory(
-    tmp_path: Path, limits: str, spin_us: str | None, shares: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`ulimit -f` limits what a file, and so a memfd, may grow to."""
-    if spin_us is not None:
-        monkeypatch.setenv("NDP_SPIN_US", spin_us)
-    model_dir = write_small_checkpoint(tmp_path / "model")
-    address = f"ipc://{tmp_path}/private/device"
-    program = f"{limits}exec {sys.executable} -P -m ndp_device serve {model_dir} --address {address}"
-    process = subprocess.Popen(["bash", "-c", f"{program}"], stdout=subprocess.PIPE, text=True)
+def test_where_no_shared_memory_can_be_had_the_socket_serves(model_dir: Path, tmp_path: Path) -> None:
+    """Under a limit of what a file, and so a memfd, may grow to. The same numbers: test_device_client_faults.py."""
+    device = Device(model_dir, tmp_path, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000 << 10, 1000 << 10)))
     try:
-        assert process.stdout is not None
-        assert json.loads(process.stdout.readline())["ready"]
-        answers = []
-        for memory in (True, False):
-            client = DeviceClient(address, shared_memory=memory, deadline_ms=20_000)
-            client.connect(30)
-            assert client.uses_shared_memory == (memory and shares)
-            client.install_plan(1, np.full((LAYERS, EXPERTS), 16, np.uint8))
-            client.activate_plan(1)
-            x = np.random.default_rng(0).standard_normal((2, HIDDEN), np.float32)
-            rows, experts = np.array([0, 1], np.int32), np.array([1, 2], np.int32)
-            bits, gates = np.full(2, 16, np.uint8), np.ones(2, np.float32)
-            results = [
-                client.finish_execute(client.begin_execute(0, step, step, x, rows, experts, bits, gates))
-                for step in range(20)
-            ]
-            answers.append(np.stack([result.y for result in results]))
-            assert client.counters.executed == 20
-            client.close()
-        np.testing.assert_array_equal(*answers)
+        with device.host() as client:
+            assert not client.uses_shared_memory
+            execute(client)
     finally:
-        process.kill()
-        process.communicate()
+        device.process.kill()
+        device.process.communicate()
 
 
 BOTH_ENDS = """
