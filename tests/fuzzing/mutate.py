@@ -7,11 +7,11 @@ from typing import Any
 
 NUMBERS: tuple[Any, ...] = (
     0, -1, 1, 2, 255, 256, 65_535, 65_536, 2**31 - 1, 2**31, 2**32, 2**53, 2**62, 2**63, 2**64, 10**9, 10**30, 10**400,
-    0.5, -0.0, 1e308, 1e-320,
+    0.5, -0.0, 1e308, 1e-320, float("nan"), float("inf"),
 )  # fmt: skip
 OTHERS: tuple[Any, ...] = (
     None, True, False, "", "x", "nan", "\x00", "\n", "a" * 5000, "é\U0001f600", [], {}, [[]], [None], ["x"], [1, "x"],
-    {"x": 1}, [2**62, 2**62], [-1], [0.5],
+    {"x": 1}, [2**62, 2**62], [-1], [0.5], "result", "refusal",
 )  # fmt: skip
 RAW = (b"\xff", b"\x00", b"\n", b"\\ud800", b"NaN", b"Infinity", b"1e999", b"[", b"{", b'"', b",", b"\xc3", b"}", b"]")
 
@@ -69,6 +69,8 @@ def with_one_change(rng: random.Random, value: Any) -> Any:
 
 
 def _hostile(rng: random.Random, value: Any) -> Any:
+    if isinstance(value, int) and rng.random() < 0.3:
+        return value + rng.choice((-1, 1, 2**31, -(2**31)))
     kind = rng.randrange(6)
     if kind < 3:
         return rng.choice(NUMBERS)

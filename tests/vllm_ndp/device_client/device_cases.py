@@ -26,17 +26,17 @@ def make_calls(count: int = 16) -> list[Call]:
     return random_calls(ExpertStore(MODEL, None, kernel=kernel), kernel, count, seed=7)
 
 
-def make_handler(model_dir: Path = MODEL) -> Handler:
-    return Handler.of_files(model_dir)
+def make_handler() -> Handler:
+    return Handler.of_files(MODEL)
 
 
-def full_plan(layers: int = 4, experts: int = 8) -> NDArray[np.uint8]:
+def full_plan() -> NDArray[np.uint8]:
     """Every expert in full precision: bit 4 of a plan's mask."""
-    return np.full((layers, experts), 1 << 4, np.uint8)
+    return np.full((4, 8), 1 << 4, np.uint8)
 
 
-def failing(kind: str, milliseconds: int = 0) -> Failpoints:
-    return Failpoints([Failpoint(kind, 1.0, milliseconds)], seed=0)
+def failing(kind: str) -> Failpoints:
+    return Failpoints([Failpoint(kind, 1.0, 0)], seed=0)
 
 
 def honest(reply: Frames) -> tuple[Frames, ...]:

@@ -36,8 +36,8 @@ def client(device: FaultyDevice) -> DeviceClient:
     return client
 
 
-def until_up(client: DeviceClient, seconds: float = 10.0) -> None:
-    until(client.poll, seconds, told=lambda: client.reason, pause_s=0)
+def until_up(client: DeviceClient) -> None:
+    until(client.poll, told=lambda: client.reason, pause_s=0)
 
 
 def assert_serves(client: DeviceClient) -> None:

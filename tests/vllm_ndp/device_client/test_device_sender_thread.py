@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,12 +63,12 @@ def packet_of(rng: np.random.Generator, num_rows: int) -> Packet:
     return Packet(np.zeros(4, np.uint32), ids, rng.random((num_rows, TOP_K), np.float32), x, sums)
 
 
-def splitter_of(num_rows: int, *, place: int = -1, bits: int = 3) -> Splitter:
+def splitter_of(num_rows: int, *, place: int = -1) -> Splitter:
     """Experts 0 to 3 are hot, the others lie at `place`."""
     tiers = Tiers(LAYERS, EXPERTS)
     tiers.where[:] = [0, 1, 2, 3, *[place] * 4]
     splitter = Splitter(tiers, TOP_K, SplitRules(), aliases=False)
-    plan = BitwidthPlan(np.full((LAYERS, EXPERTS), bits, np.uint8))
+    plan = BitwidthPlan(np.full((LAYERS, EXPERTS), 3, np.uint8))
     splitter.begin_step(np.zeros(num_rows, np.int32), np.ones(num_rows, np.bool_), [plan])
     return splitter
 
@@ -247,11 +248,17 @@ def test_it_sleeps_when_no_layer_comes_and_wakes_for_the_next(
         assert time.process_time() - before < 0.02
 
 
-@pytest.fixture
-def device() -> Iterator[DeviceProcess]:
+@contextmanager
+def spawned() -> Iterator[DeviceProcess]:
     process = DeviceProcess.spawn(MODEL, ROOT / "models/tiny-mixtral-replicas")
     yield process
     process.terminate()
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[DeviceProcess]:
+    with spawned() as process:
+        yield process
 
 
 def client_of(device: DeviceProcess, **settings: Any) -> DeviceClient:
@@ -303,10 +310,11 @@ def test_a_real_device_gives_the_sums_and_times_that_it_gives_without_the_thread
         client.close()
 
 
-def test_a_device_killed_while_the_packet_is_on_its_way_is_lost_as_ever(device: DeviceProcess) -> None:
-    client, sender = client_of(device), SenderThread()
-    with pytest.raises(DeviceUnavailable) as failed:
-        ask_ahead(client, sender, cold(), lambda: os.kill(device.pid, signal.SIGKILL))
+def test_a_device_killed_while_the_packet_is_on_its_way_is_lost_as_ever() -> None:
+    with spawned() as device:
+        client, sender = client_of(device), SenderThread()
+        with pytest.raises(DeviceUnavailable) as failed:
+            ask_ahead(client, sender, cold(), lambda: os.kill(device.pid, signal.SIGKILL))
     assert failed.value.cause == "lost"
     assert client.state == "down"
     assert client.execute_ahead(cold().order(sender, splitter_of(1), 0), 0, 1, 0, cold().x) is None

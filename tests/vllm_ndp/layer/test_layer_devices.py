@@ -209,8 +209,8 @@ def best_makespan(amounts: list[int], allowed: list[list[int]], num_devices: int
 
 
 @st.composite
-def loads(draw, max_experts: int = 7):  # type: ignore[no-untyped-def]
-    num_layers, num_experts = draw(st.integers(1, 3)), draw(st.integers(1, max_experts))
+def loads(draw):  # type: ignore[no-untyped-def]
+    num_layers, num_experts = draw(st.integers(1, 3)), draw(st.integers(1, 7))
     cells = st.lists(st.integers(0, 9), min_size=num_experts, max_size=num_experts)
     return np.array([draw(cells) for _ in range(num_layers)], np.float64)
 

@@ -22,8 +22,8 @@ COSTS = Costs(load_hardware("h100-ndp512"), SHAPE)
 LOSS = LossTable.nominal(LAYERS, EXPERTS)
 
 
-def replanner(num_hot: int, tiers: str = "gpu+device", costs: Costs = COSTS) -> Replanner:
-    joint = JointRule.live(costs, tiers, LOSS, num_hot)
+def replanner(num_hot: int, tiers: str = "gpu+device") -> Replanner:
+    joint = JointRule.live(COSTS, tiers, LOSS, num_hot)
     rules = PlannerRules(load_policy("prefill"), Budget(num_hot, 3.0), LOSS, keeps_streamed=False, joint=joint.plan)
     return Replanner(rules, LAYERS, EXPERTS)
 
