@@ -55,13 +55,9 @@ class Browser:
         """The document behind a local server's address, once its scripts have run for so long."""
         return self._run("--dump-dom", f"--virtual-time-budget={settle_ms}", address)
 
-    def screenshot(
-        self, page: Path | str, out: Path, *, width: int = 1120, height: int = 2600, settle_ms: int = 0
-    ) -> Path:
-        """Write a PNG of the page, or of what a local server shows, into `out`. `settle_ms`: as for `served`."""
-        address = page if isinstance(page, str) else page.as_uri()
-        settle = [f"--virtual-time-budget={settle_ms}"] if settle_ms else []
-        self._run(f"--screenshot={out}", f"--window-size={width},{height}", *settle, address)
+    def screenshot(self, page: Path, out: Path) -> Path:
+        """Write a PNG of the page into `out`."""
+        self._run(f"--screenshot={out}", "--window-size=1120,2600", page.as_uri())
         return out
 
     def _run(self, *arguments: str) -> str:

@@ -41,16 +41,6 @@ def mxfp4(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
     return {f"{name}_blocks": blocks, f"{name}_scales": scales}, convert_moe_packed_tensors(blocks, scales)
 
 
-def fp8(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
-    """DeepSeek's: one float32 scale for each block of 32 x 32."""
-    rows, columns = weight.shape
-    blocks = weight.float().reshape(rows // GROUP, GROUP, columns // GROUP, GROUP)
-    scale = blocks.abs().amax((1, 3)) / 448
-    stored = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-    values = (stored.float() * scale[:, None, :, None]).reshape(weight.shape).to(torch.bfloat16)
-    return {name: stored.reshape(weight.shape), f"{name}_scale_inv": scale}, values
-
-
 def compressed(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
     """compressed-tensors: 4 bits, symmetric, groups of 32."""
     from compressed_tensors.compressors import pack_to_int32
@@ -151,8 +141,8 @@ _NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_ty
 FORMATS: Mapping[str, tuple[str, Quantize, dict[str, Any]]] = MappingProxyType(
     {
         "gpt_oss-mxfp4": ("gpt_oss", mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": _PLAIN}),
-        "mixtral-fp8": ("mixtral", fp8, _FP8 | {"modules_to_not_convert": _PLAIN}),
-        "qwen3_moe-fp8-all": ("qwen3_moe", fp8, _FP8),
+        "mixtral-fp8": ("mixtral", writers.fp8_blocks(powers=False), _FP8 | {"modules_to_not_convert": _PLAIN}),
+        "qwen3_moe-fp8-all": ("qwen3_moe", writers.fp8_blocks(powers=False), _FP8),
         "mixtral-compressed": ("mixtral", compressed, _CT),
         "qwen3_moe-compressed-all": ("qwen3_moe", compressed, _CT | {"ignore": ["lm_head", "re:.*mlp.gate$"]}),
         "mixtral-gptq": (
@@ -190,7 +180,7 @@ FORMATS: Mapping[str, tuple[str, Quantize, dict[str, Any]]] = MappingProxyType(
             _compressed("int-quantized", num_bits=8, type="int", strategy="channel", inputs=_INT8_INPUTS),
         ),
         "mixtral-deepseek-mxfp4": ("mixtral", writers.deepseek_mxfp4, _DEEPSEEK),
-        "mixtral-deepseek-fp8": ("mixtral", writers.deepseek_fp8, _DEEPSEEK),
+        "mixtral-deepseek-fp8": ("mixtral", writers.fp8_blocks(powers=True), _DEEPSEEK),
         "mixtral-auto_round": (
             "mixtral",
             writers.auto_round(4, less_one=True),

@@ -93,15 +93,22 @@ def deepseek_mxfp4(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
     return {name: codes.view(torch.int8), f"{name.removesuffix('weight')}scale": scale}, values
 
 
-def deepseek_fp8(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
-    """DeepSeek-V4: FP8 in blocks (here of 32 x 32) under powers of two."""
-    rows, columns = weight.shape
-    blocks = weight.float().reshape(rows // GROUP, GROUP, columns // GROUP, GROUP)
-    scale = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax((1, 3)) / 448))).to(torch.float8_e8m0fnu)
-    spread = scale.float()[:, None, :, None]
-    stored = (blocks / spread).to(torch.float8_e4m3fn)
-    tensors = {name: stored.reshape(weight.shape), f"{name.removesuffix('weight')}scale": scale}
-    return tensors, (stored.float() * spread).reshape(weight.shape).bfloat16()
+def fp8_blocks(*, powers: bool) -> Quantize:
+    """DeepSeek's: one scale for each block (here of 32 x 32), in float32, or in V4 a power of two."""
+
+    def quantize(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        rows, columns = weight.shape
+        blocks = weight.float().reshape(rows // GROUP, GROUP, columns // GROUP, GROUP)
+        scale, of_scale = blocks.abs().amax((1, 3)) / 448, f"{name}_scale_inv"
+        if powers:
+            scale = torch.exp2(torch.ceil(torch.log2(scale))).to(torch.float8_e8m0fnu)
+            of_scale = f"{name.removesuffix('weight')}scale"
+        spread = scale.float()[:, None, :, None]
+        stored = (blocks / spread).to(torch.float8_e4m3fn)
+        values = (stored.float() * spread).reshape(weight.shape).bfloat16()
+        return {name: stored.reshape(weight.shape), of_scale: scale}, values
+
+    return quantize
 
 
 def modelopt_fp8(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
