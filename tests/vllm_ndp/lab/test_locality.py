@@ -82,11 +82,6 @@ def test_the_prompts_own_set_is_what_they_used_most():
     assert found.hits["prompt"][0, 1:3].tolist() == [1 / 3, 2 / 3]
 
 
-def test_the_static_set_is_that_of_the_other_requests():
-    found = locality(trace_of([[[0], [0]], [[1], [1]], [[1], [0]]], 2))
-    assert found.hits["static"][0, 1] == pytest.approx((0 + 0 + 1) / 6)  # of a tie, 0
-
-
 def test_coverage_is_the_share_of_choices_by_hand():
     """The prompts used 0 and 1 most. Decode chose 0 in one of two, and 1 in both tokens."""
     trace = trace_of([[[0], [2], [0]], [[1], [1], [1]]], 3, prompt=1)
