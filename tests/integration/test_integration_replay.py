@@ -14,9 +14,8 @@ from vllm_ndp.cost_model.memory import DoesNotFit, beside_device_memory
 from vllm_ndp.lab.cli.recorded import losses_of_run
 from vllm_ndp.lab.exact.engine import alone
 from vllm_ndp.lab.exact.live import RecordedRun, recorded_rules, require_capacity
-from vllm_ndp.lab.load.host import Host, ServedRequest
 from vllm_ndp.lab.load.latency import tokens_of
-from vllm_ndp.lab.load.run import of_steps, serve_again
+from vllm_ndp.lab.load.run import Host, ServedRequest, of_steps, serve_again
 from vllm_ndp.traces.format import CACHED
 from vllm_ndp.traces.trace import Trace
 

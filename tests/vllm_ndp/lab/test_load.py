@@ -11,9 +11,8 @@ from ndp_device.common.errors import ConfigError, NdpError, TraceError
 from vllm_ndp.cost_model.gpu_timing import LayerTime, StepTime
 from vllm_ndp.lab.exact.engine import StepRun
 from vllm_ndp.lab.load import run as load_run
-from vllm_ndp.lab.load.host import ServedRequest, ServedStep
 from vllm_ndp.lab.load.latency import CAUSES, Tokens, as_bench_serve, percentiles, tokens_of
-from vllm_ndp.lab.load.run import drawn, of_steps, recorded, serve
+from vllm_ndp.lab.load.run import ServedRequest, ServedStep, drawn, of_steps, recorded, serve
 from vllm_ndp.lab.load.scheduler import Request, ScheduledSpan, Scheduler
 from vllm_ndp.lab.load.workload import Lengths, Workload, read_mooncake
 from vllm_ndp.lab.options import LoadSettings

@@ -28,8 +28,8 @@ from vllm_ndp.lab.options import (
 )
 
 if TYPE_CHECKING:
-    from vllm_ndp.lab.load.host import ServedRequest
     from vllm_ndp.lab.load.latency import Tokens
+    from vllm_ndp.lab.load.run import ServedRequest
     from vllm_ndp.lab.reproduce import Reproduction
     from vllm_ndp.planning.bitwidths import LossTable
     from vllm_ndp.traces.trace import Trace

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.lab.exact.engine import StepRun
-from vllm_ndp.lab.load.host import ServedRequest
+from vllm_ndp.lab.load.run import ServedRequest
 
 CAUSES = ("queue", "migration", "prefill", "prefill of others", "device", "other hosts", "gpu")
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)

@@ -134,18 +134,14 @@ COPIES_ALONE, HYBRID = 14.896, 12.753
 """Tokens/s of pull 232, with 6.913 misses a layer and with 1.07 copied and 3.19 computed ones."""
 
 
-def divided(host: float, link: float, misses: int) -> int:
-    """How many are copied by the rule of `expert_cache` at these rates; the GPU's part costs nothing."""
-    prices = Prices([0.0, 0.0], [0.0, 1 / host], [0.0, 0.0], 0.0, 1 / link, 0.0)
-    return prices.divided([1] * misses, 0.0, 0.0, 0.0, 0.0)[1]
-
-
 def freetoken() -> Reproduction:
     """FreeToken (arXiv 2608.16157) with contended prices, from the threads of its repository named in the rows."""
     rows = []
     for box, (host, link, host_at_once, link_at_once, share) in BOXES.items():
         text = f"host and link at once: {host_at_once:g} and {link_at_once:g} GB/s; alone {host:g} and {link:g}"
-        copied = divided(host_at_once, link_at_once, 10_000) / 100
+        # the rule of `expert_cache` for 10 000 misses at these rates; the GPU's part costs nothing
+        prices = Prices([0.0, 0.0], [0.0, 1 / host_at_once], [0.0, 0.0], 0.0, 1 / link_at_once, 0.0)
+        copied = prices.divided([1] * 10_000, 0.0, 0.0, 0.0, 0.0)[1] / 100
         rows.append(Row(box, "misses that are copied", "%", share, copied, text))
         slower = 100 * (1 - (host_at_once + link_at_once) / (host + link))
         rows.append(Row(box, "both at once below the sum of both alone", "%", None, slower, text))
@@ -153,9 +149,9 @@ def freetoken() -> Reproduction:
     token = 48 * EXPERT_GB
     rest = 1 / COPIES_ALONE - 6.913 * token / link
     text = "all but the misses as with copies alone"
-    for prices, h, c in (("contended", host_at_once, link_at_once), ("alone", host, link)):
+    for kind, h, c in (("contended", host_at_once, link_at_once), ("alone", host, link)):
         gain = 1 / (rest + token * max(3.19 / h, 1.07 / c)) / COPIES_ALONE
-        rows.append(Row("pull 232", f"hybrid over copies alone, {prices}", "x", HYBRID / COPIES_ALONE, gain, text))
+        rows.append(Row("pull 232", f"hybrid over copies alone, {kind}", "x", HYBRID / COPIES_ALONE, gain, text))
     missing = 1 / HYBRID - rest - token * max(3.19 / host_at_once, 1.07 / link_at_once)
     rows.append(
         Row("pull 232", "implied: a layer on the host takes beside its reads", "ms", None, 1e3 * missing / 48, text)
