@@ -17,9 +17,9 @@ from vllm_ndp.lab.systems.system import WEIGHT_BITS, ReplayOptions, System, TooF
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
 from vllm_ndp.lab.vectorised.execution import (
     cold_at,
+    here_ps,
     launched,
     on_gpu_ps,
-    resident_ps,
     streamed_ps,
     without_device,
 )
@@ -49,7 +49,7 @@ def quantized(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome
     """The usual alternative: every expert in GPU memory, all at one width."""
     bits = chosen_bits(costs, options)
     rows, expert_bytes = batches.loads.rows, costs.replica_bytes(bits)
-    moe, prompts = resident_ps(batches, costs, rows, expert_bytes), partial(on_gpu_ps, costs, expert_bytes)
+    moe, prompts = here_ps(batches, costs, rows, expert_bytes), partial(on_gpu_ps, costs, expert_bytes)
     return without_device(f"{bits} bits", batches, costs, options.loss, moe, found=rows > 0, prompts=prompts, bits=bits)
 
 
@@ -162,7 +162,7 @@ def llama_cpp(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome
         batches,
         costs,
         options.loss,
-        (1 - away) * resident_ps(batches, costs, rows, expert_bytes) + away * on_cpu,
+        (1 - away) * here_ps(batches, costs, rows, expert_bytes) + away * on_cpu,
         found=round((1 - away) * pairs),
         prompts=layers_ps,
         cold=cold,
@@ -210,7 +210,7 @@ def vllm_offload(batches: Batches, costs: Costs, options: ReplayOptions) -> Outc
     backend = options.choice("offload_backend", BACKENDS)
     shape, rows = costs.shape, batches.loads.rows
     away = 1 - options.held(costs, shape.expert_bytes) // shape.num_experts / shape.num_layers
-    compute, touched = resident_ps(batches, costs, rows), add_up(rows > 0)
+    compute, touched = here_ps(batches, costs, rows), add_up(rows > 0)
     layer_fetch = costs.fetch_ps(shape.num_experts * shape.expert_bytes)
     if backend == "uva":
         moe = (1 - away) * compute + away * np.maximum(touched * costs.fetch_ps(), compute)

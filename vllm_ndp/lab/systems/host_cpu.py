@@ -15,8 +15,8 @@ from vllm_ndp.lab.vectorised.batches import Batches, add_up
 from vllm_ndp.lab.vectorised.execution import (
     LOSS_OF_SKIPPING,
     each_ps,
+    here_ps,
     on_gpu_ps,
-    resident_ps,
     with_copies,
     without_device,
 )
@@ -85,7 +85,7 @@ def daop(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """
     hot, loads = highest(batches.prompt_counts, options.budget.num_hot), batches.loads
     here = loads.look_up(hot)
-    on_gpu = resident_ps(batches, costs, np.where(here, loads.rows, 0))
+    on_gpu = here_ps(batches, costs, np.where(here, loads.rows, 0))
     cold = np.where(here, 0, loads.rows)
     hops = np.where(add_up(cold) > 0, costs.hops_ps(batches.shape[1])[batches.rows][..., None], 0)
     busy = ACCURACY * (add_up(costs.cpu_experts_ps(cold, costs.shape.expert_bytes)) + hops)
@@ -163,7 +163,7 @@ def ktransformers(batches: Batches, costs: Costs, options: ReplayOptions) -> Out
         batches,
         costs,
         options.loss,
-        np.maximum(resident_ps(batches, costs, np.where(here, rows, 0), hot_bytes), on_cpu),
+        np.maximum(here_ps(batches, costs, np.where(here, rows, 0), hot_bytes), on_cpu),
         found=here,
         prompts=layers_ps,
         bits=np.where(here, gpu_bits, bits),

@@ -79,7 +79,7 @@ def launched(compute_ps: NDArray[np.float64], costs: Costs, expert_bytes: int | 
     return times
 
 
-def resident_ps(
+def here_ps(
     batches: Batches, costs: Costs, rows: NDArray[np.int64], expert_bytes: int | None = None
 ) -> NDArray[np.float64]:
     """[G, D, L]: what experts of so many rows [G, D, L, S] take in GPU memory, each of that size."""
