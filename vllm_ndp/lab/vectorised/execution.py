@@ -164,7 +164,7 @@ def without_device(
     loads, shape, on_host = batches.loads, costs.shape, np.broadcast_to(on_host, batches.loads.rows.shape)
     if cold is None:
         widths = np.where(on_host, bits, np.asarray(bits) % FULL_PRECISION_BITS)
-        cold = cold_at(batches, loads.of_pairs(widths), loss)
+        cold = cold_at(batches, loads.of_pairs(widths), loss) if widths.any() else Cold()
     if traffic is None:
         read = np.where(loads.rows > 0, costs.bytes_of_width[bits], 0)
         traffic = Traffic(
