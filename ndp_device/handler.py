@@ -1,6 +1,5 @@
 """Request -> reply: the experts that are asked for, computed, and how long the modelled hardware would have taken.
 
-Knows sessions, store, kernel and timing. Knows no socket and no clock: what a request waited is told to it.
 Each client has its own simulated device time, because the clocks that clients submit with have nothing in common.
 """
 

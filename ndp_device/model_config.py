@@ -4,7 +4,7 @@
     public_model    everything from config.json: for published models that are not here (timing/public_models.py)
 
 The keys are those that transformers and vLLM read; a family that spells a size in a new way adds its spelling to
-checkpoint/spellings.py. Knows keys of config.json. Does not know tensors or files.
+checkpoint/spellings.py.
 """
 
 from __future__ import annotations

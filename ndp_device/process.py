@@ -1,4 +1,4 @@
-"""What a device process is to Linux: rights it gives up, the parent it ends with, its log. Knows nothing of devices.
+"""What a device process is to Linux: rights it gives up, the parent it ends with, its log.
 
 The log has one line per event, whatever a peer's text holds, and no more than a disk can bear.
 """

@@ -1,4 +1,4 @@
-"""Receive, hand over, reply: one loop, exactly one reply per request. Knows no message.
+"""Receive, hand over, reply: one loop, exactly one reply per request.
 
 The loop that computes is the loop that answers Ping, so a device that answers is a device that works.
 """

@@ -1,4 +1,4 @@
-"""One expert quantized against the inputs that calibration text sends it. Knows experts and solvers.
+"""One expert quantized against the inputs that calibration text sends it.
 
 gate and up read the same input, so they are one matrix with one Hessian and one column order. The column order of down
 costs nothing at run time: it becomes the row order of gate and up. An expert that few tokens reached borrows from its

@@ -1,4 +1,4 @@
-"""GPTQ for one matrix, at one or several widths at once. Knows a matrix and a Hessian, not experts, layers or files.
+"""GPTQ for one matrix, at one or several widths at once.
 
 A code of B bits serves every narrower width by its first bits. Each width ("track") maps its prefix of the code to a
 level scale * prefix + offset of its own. Every weight gets the one code whose prefixes suit all widths best.

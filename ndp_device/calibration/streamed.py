@@ -1,5 +1,4 @@
-"""A forward pass over calibration text in which somebody else computes the experts, one at a time. Knows no weights of
-experts, no files of replicas and no solver.
+"""A forward pass over calibration text in which somebody else computes the experts, one at a time.
 
 The model is loaded without its experts. All sequences go through one decoder layer before any goes through the next, so
 a pass needs every expert once. Run each sequence up to the layer's experts, and hand over the inputs of all sequences.

@@ -8,7 +8,6 @@ More sequences pass with replicas in every layer. The text loses something else 
 layers spoil together, and text is not the model's own answer. All weights are in proportion to what the text loses.
 
 The model is never in memory (streamed.py). As many sequences branch as keep all passes within what calibration holds.
-Knows replicas that are complete. Does not know how they were made, nor manifests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A checkpoint directory -> its experts' layout and sizes. Knows config.json and headers; reads no weight."""
+"""A checkpoint directory -> its experts' layout and sizes."""
 
 from __future__ import annotations
 

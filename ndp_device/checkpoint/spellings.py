@@ -1,7 +1,7 @@
 """How families spell what we look for: keys of config.json, words of tensor names, activations.
 
-One table. A family with odd names adds words to it. The first key that is present counts. Does not know
-tensors, shapes or files. In what order gate and up lie in tensors says nothing of the activation (names.py).
+One table. A family with odd names adds words to it. The first key that is present counts. In what order gate and up lie
+in tensors says nothing of the activation (names.py).
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A decoder takes how one matrix is stored (`Packed`) and a reader of its parts, and returns what gives some of its rows,
 float32 [n, C]. The order of its operations is that of the format's own library, so each value is the same to the last
-bit. Rows are decoded some at a time, as many as a core's cache holds: MXFP4 6 times as fast as all at once. Knows no
-file and no name of a tensor.
+bit. Rows are decoded some at a time, as many as a core's cache holds: MXFP4 6 times as fast as all at once.
 """
 
 from __future__ import annotations

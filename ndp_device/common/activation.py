@@ -1,7 +1,5 @@
 """The function between an expert's products, as four numbers: one formula for every family.
 
-Knows names too, since configurations and vLLM have those. Does not know arrays, files or how rows lie.
-
     y = (clamp(up, -limit, limit) + up_bias) * g * sigmoid(linear * g + cubic * g^3),  g = min(gate, limit)
 """
 

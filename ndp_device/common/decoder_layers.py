@@ -8,8 +8,7 @@
     Convolution    a gated short convolution (LFM2)
 
 Every form gives the same figures: its projections, its cache per token, its state per request, and the FLOPs on top of
-the projections. Norms, biases and rotary embeddings are left out: below a thousandth of a layer. Knows sizes. Does not
-know configuration files (model_config.py), files or time.
+the projections. Norms, biases and rotary embeddings are left out: below a thousandth of a layer.
 """
 
 from __future__ import annotations

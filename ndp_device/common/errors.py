@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose, in one tree. Knows no other file.
+"""Every error this package raises on purpose, in one tree.
 
     NdpError
     ├── ConfigError            a setting is impossible; says which, what came, what is allowed

@@ -2,7 +2,7 @@
 
 A file's contents are on disk after its own fsync, its name after that of its directory: one without the other leaves an
 empty file under the name, or none. The digest of a sealed JSON object is its field `manifest_digest`, BLAKE2b over the
-text in which it is written as zeros: a bit that flips anywhere is noticed. Knows no file's meaning.
+text in which it is written as zeros: a bit that flips anywhere is noticed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Control groups are nested. A limit of any group above the process holds for it, so every group from the process's own to
 the root of the mount counts, in versions 2 (`memory.max`, `memory.high`) and 1 (`memory.limit_in_bytes`). That is where
-systemd, Slurm and containers put theirs. Knows Linux's files. Does not know models.
+systemd, Slurm and containers put theirs.
 """
 
 from __future__ import annotations

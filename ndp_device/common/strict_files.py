@@ -2,8 +2,8 @@
 
 msgspec reads JSON: UTF-8, numbers that a program can hold, no NaN. numpy reads its own files: numbers and strings, no
 pickles. It allocates what a header says, and touches none of it before the bytes are there: a promise of 8 TB is
-refused. A member of an .npz of 5 MB may unfold into gigabytes. Does not know the meaning of a file, nor its reader's
-error. A reader turns `Refused` into its own sentence, which names the file.
+refused. A member of an .npz of 5 MB may unfold into gigabytes. A reader turns `Refused` into its own sentence, which
+names the file.
 """
 
 from __future__ import annotations

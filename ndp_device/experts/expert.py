@@ -1,7 +1,4 @@
-"""One expert in memory: quantized at one bit width, or the checkpoint's own weights.
-
-Knows shapes and dtypes. Does not know files (replicas/) or arithmetic (kernels/).
-"""
+"""One expert in memory: quantized at one bit width, or the checkpoint's own weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fast kernel: experts streamed at their bit width by the C++ engine in csrc/. Knows layouts and settings.
+"""The fast kernel: experts streamed at their bit width by the C++ engine in csrc/.
 
 An expert is converted once, when prepared: its bit planes become components of 2, 1 or 8 bits (csrc/kernel_table.h).
 Replicas cut from one nested container share components: 2, 3 and 4 bits read the same top component. 1 and 3 bits have

@@ -3,8 +3,8 @@
     DIR/manifest.json                what the replicas are of, how they were made, a digest per layer file
     DIR/experts-00000.safetensors    bit planes, scales and offsets of every expert of layer 0, and its loss table
 
-Knows files and digests, not kernels or solvers. A name holds a whole file or nothing (kept.py). The manifest grows
-by one entry per layer, so a reader can name what is missing.
+A name holds a whole file or nothing (kept.py). The manifest grows by one entry per layer, so a reader can name what is
+missing.
 """
 
 from __future__ import annotations

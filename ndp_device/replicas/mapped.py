@@ -1,4 +1,4 @@
-"""One file of tensors as a read-only memory map. Knows the format of files, not what the tensors mean. No torch.
+"""One file of tensors as a read-only memory map. No torch.
 
 A mapped file that is cut short or rewritten does not end the process (csrc/mapping.cpp). Nor does the change go
 unnoticed: a reader of its values calls `check` before it uses its results.

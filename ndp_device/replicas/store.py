@@ -1,4 +1,4 @@
-"""(layer, expert, bits) -> expert prepared for one kernel. Knows the two places experts come from, not who asks.
+"""(layer, expert, bits) -> expert prepared for one kernel.
 
 Widths 1 to 4 come from a replica directory, FULL_PRECISION_BITS from the checkpoint itself. The store prepares an
 expert at the first request, and keeps it while all experts together take no more than the packed replicas. An expert

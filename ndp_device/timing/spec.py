@@ -2,7 +2,6 @@
 
 `load_hardware` turns a preset and overrides into a Hardware. presets.toml has the presets that were written by hand,
 every number with its unit and source.
-Knows units and limits, not how time passes.
 """
 
 from __future__ import annotations

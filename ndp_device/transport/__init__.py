@@ -1,7 +1,7 @@
 """One way to a transport: `connect` and `listen` by an address.
 
-ipc:// and tcp:// are carried by libzmq, with shared memory beside it where both ends are on one machine. Knows no
-socket: what carries an address is imported when it is first asked for.
+ipc:// and tcp:// are carried by libzmq, with shared memory beside it where both ends are on one machine. What
+carries an address is imported when it is first asked for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a device listens, and who may go there: names, files, owners and modes. Knows no socket."""
+"""Where a device listens, and who may go there: names, files, owners and modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both ends of a transport share: a clock, a request as it arrived, the checksum of messages. Knows no socket."""
+"""What both ends of a transport share: a clock, a request as it arrived, the checksum of messages."""
 
 from __future__ import annotations
 

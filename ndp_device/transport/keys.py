@@ -7,7 +7,7 @@
 
 Files with a secret have mode 0600 and are never replaced; wider ones are refused. So is a public key that others could
 replace, as by sshd's StrictModes: it, its directory and all above belong to this user or to root. Keys are 40
-characters of Z85, as libzmq takes them. Knows files; CURVE is libzmq's.
+characters of Z85, as libzmq takes them.
 """
 
 from __future__ import annotations

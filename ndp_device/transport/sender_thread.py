@@ -4,7 +4,7 @@
     thread          | packet there? find pairs, send, answer there? take it
 
 The thread stops where it cannot go on by itself, and the caller goes on from there (`State`). Between begin and end the
-shared memory is the thread's. Knows csrc/sender_thread.h; does not know how pairs are found.
+shared memory is the thread's.
 """
 
 from __future__ import annotations

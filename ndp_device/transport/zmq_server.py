@@ -4,8 +4,6 @@ Between processes of one machine the frames may lie in shared memory instead. Th
 wakes a sleeper, and every message the memory cannot take. Connections, handshakes, queues, sizes and CURVE are
 libzmq's. This file does the rest: it knows a peer by the descriptor of its messages, to end the connection and to
 notice its end.
-
-Does not know whose request is next.
 """
 
 from __future__ import annotations

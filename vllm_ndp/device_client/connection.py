@@ -3,8 +3,7 @@
     CONNECTING -> GREETING -> REPLAYING -> UP        any of them -> CLOSED, for good
 
 The client uses a result only if its id, incarnation, epoch, shape, dtype, checksum and simulated time are possible. The
-result must also be finite if its input was. Knows the protocol and a transport; when to connect and what to ask is
-the client's.
+result must also be finite if its input was.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""An embedded device: a child process on a private ipc path that ends with us. Knows how to start and restart it.
-
-Knows nothing of the protocol: client.py speaks to it as to any other device.
-"""
+"""An embedded device: a child process on a private ipc path that ends with us."""
 
 from __future__ import annotations
 
