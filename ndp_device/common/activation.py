@@ -1,6 +1,6 @@
 """The function between an expert's products, as four numbers: one formula for every family.
 
-    y = (clamp(up, -limit, limit) + up_bias) * g * sigmoid(linear * g + cubic * g^3),  g = min(gate, limit)
+y = (clamp(up, -limit, limit) + up_bias) * g * sigmoid(linear * g + cubic * g^3),  g = min(gate, limit)
 """
 
 from __future__ import annotations

@@ -232,23 +232,22 @@ class ReplicaFiles:
 
     def layer_losses(self, layer: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """(loss, relative loss), each float64 [E, columns]: one for each of widths.loss_columns."""
-        file = self._files[layer]
-        table = (self.manifest.model.num_experts, len(loss_columns(self.manifest.bits)))
-        loss, relative = file.tensor("loss"), file.tensor("relative_loss")
-        if loss.shape != table or relative.shape != table:
-            raise ReplicaError(f"{file.path} is damaged: its loss tables must be {list(table)}")
-        copies = loss.astype(np.float64), relative.astype(np.float64)
-        file.check()
-        return copies
+        columns = len(loss_columns(self.manifest.bits))
+        loss, relative = (self._table(layer, name, columns) for name in ("loss", "relative_loss"))
+        return loss.astype(np.float64), relative.astype(np.float64)
 
     def calibration_tokens(self, layer: int) -> NDArray[np.int64]:
         """Of each expert, as in LayerReplicas."""
-        file = self._files[layer]
-        tokens = file.tensor("calibration_tokens").astype(np.int64)
-        if tokens.shape != (self.manifest.model.num_experts,):
-            raise ReplicaError(f"{file.path} is damaged: its calibration_tokens are {list(tokens.shape)}")
+        return self._table(layer, "calibration_tokens").astype(np.int64)
+
+    def _table(self, layer: int, name: str, *columns: int) -> NDArray[Any]:
+        """A copy of a table [E, columns]."""
+        file, shape = self._files[layer], (self.manifest.model.num_experts, *columns)
+        table = file.tensor(name).copy()
+        if table.shape != shape:
+            raise ReplicaError(f"{file.path} is damaged: its table {name} must be {list(shape)}")
         file.check()
-        return tokens
+        return table
 
     @cached_property
     def loss_digest(self) -> str:

@@ -1,7 +1,6 @@
 """The device's end: a ROUTER of libzmq, and shared memory beside it (shm.py) for hosts of this machine.
 
-Between processes of one machine the frames may lie in shared memory instead. Then the socket carries the doorbell that
-wakes a sleeper, and every message the memory cannot take. Connections, handshakes, queues, sizes and CURVE are
+Connections, handshakes, queues, sizes and CURVE are
 libzmq's. This file does the rest: it knows a peer by the descriptor of its messages, to end the connection and to
 notice its end.
 """
