@@ -257,29 +257,22 @@ class DevicesBalancer:
         return experts_ps + (self.on_device.message_ps(min(pairs, rows), pairs) if pairs else 0.0)
 
 
-@dataclass(frozen=True)
-class HeldExperts:
-    """Sizes of experts and rows on a device that holds a part of every expert."""
-
-    expert_bytes: Mapping[int, int]
-    """Bytes of the device's part of an expert, by width."""
-    activation_bytes: int
-    num_parts: int = 1
-    """Parts of an expert; the device has one."""
-
-
 _FEW_PAIRS = 48
 """Up to which a loop is faster than arrays."""
 
 
 def work_of(
     shape: WholeModel,
-    held: HeldExperts,
+    expert_bytes: Mapping[int, int],
+    activation_bytes: int,
     rows: NDArray[np.int64],
     experts: NDArray[np.integer],
     bits: NDArray[np.integer],
 ) -> Work:
-    """Work of one device in a layer: the pairs (row, expert, bits), experts in the order of their first."""
+    """Work of one device in a layer: the pairs (row, expert, bits), experts in the order of their first.
+
+    shape and expert_bytes, by width: of what the device has of an expert.
+    """
     tokens: dict[tuple[int, int], int] = {}
     if len(rows) <= _FEW_PAIRS:
         for pair in zip(experts.tolist(), bits.tolist(), strict=True):
@@ -291,20 +284,18 @@ def work_of(
             (name >> 8, name & 255): n for name, n in zip(names[order].tolist(), counts[order].tolist(), strict=True)
         }
     num_rows = int(np.count_nonzero(np.bincount(rows)))
-    bytes_in, bytes_out = execute_bytes(num_rows, len(rows), shape.hidden_size, held.activation_bytes)
+    bytes_in, bytes_out = execute_bytes(num_rows, len(rows), shape.hidden_size, activation_bytes)
     return Work(
         hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size // held.num_parts,
+        intermediate_size=shape.intermediate_size,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
-        experts=tuple((width, count, held.expert_bytes[width]) for (_, width), count in tokens.items()),
+        experts=tuple((width, count, expert_bytes[width]) for (_, width), count in tokens.items()),
     )
 
 
 def slowest(timings: Sequence[Timing]) -> Timing:
     """Times of the last of the devices that worked on one layer at once, with what all of them read and spent."""
-    if not timings:
-        raise ConfigError("a layer that no device worked on has no timing")
     last = max(timings, key=lambda timing: timing.total_ps)
     if len(timings) == 1:
         return last

@@ -25,7 +25,7 @@ from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import Timing, Work
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.gpu_timing import StepClock, StepTime
-from vllm_ndp.layer.devices import Alive, DeviceRules, HeldExperts, of_part, slowest, work_of
+from vllm_ndp.layer.devices import Alive, DeviceRules, of_part, slowest, work_of
 from vllm_ndp.layer.run import Run, end_layer
 from vllm_ndp.layer.setup import Setup
 from vllm_ndp.layer.split import Split, SplitRules
@@ -128,8 +128,7 @@ class Engine:
             costs = setup.costs_of(WholeModel.of_recorded(setup.host_dims, trace.provenance.model))
         self.trace, self.setup, self.hardware, self.costs = trace, setup, costs.hardware, costs
         self.devices = setup.devices_of(costs, full_precision=rules.full_precision)
-        num_parts = 1 if self.devices is None else self.devices.num_parts
-        self._held = HeldExperts(setup.expert_bytes, setup.activation_bytes, num_parts)
+        self._on_device = of_part(costs, 1 if self.devices is None else self.devices.num_parts).shape
         self._alive: Alive = () if self.devices is None else self.devices.all_alive
         shape = trace.provenance.num_layers, trace.provenance.num_experts
         self._owners = Owners(setup.num_gpus, *shape) if setup.whole_experts and setup.num_gpus else None
@@ -288,7 +287,8 @@ class Engine:
         return slowest(timings) if is_served.all() else None
 
     def _work(self, rows: NDArray[np.int64], experts: NDArray[np.integer], bits: NDArray[np.uint8]) -> Work:
-        return work_of(self.clock.model.shape, self._held, rows, experts, bits)
+        held = self.setup.expert_bytes, self.setup.activation_bytes
+        return work_of(self._on_device, *held, rows, experts, bits)
 
     def _bits_of(self, request: int) -> BitwidthPlan:
         plan = self.requests[request].plan
