@@ -110,15 +110,9 @@ def _print(proposal: Proposal) -> None:
         title=f"ways that fit; times for batch {sizing.batch}, {sizing.context} tokens each",
         title_justify="left",
     )
-    for name in (
-        "replicas up to\n(read on average)",
-        "hot experts\nper layer",
-        "KV tokens\nleft",
-        "checkpoint\nin memory",
-    ):
-        ways.add_column(name, justify="right")
+    memory = ("replicas up to\n(read on average)", "hot experts\nper layer", "KV tokens\nleft", "checkpoint\nin memory")
     times = ("simulated\nTPOT us", "simulated\ntokens/s", "simulated\nTTFT ms")
-    for name in times if proposal.measured is None else (*times, "expected here\nTPOT ms, at best"):
+    for name in (*memory, *times, *(["expected here\nTPOT ms, at best"] if proposal.measured else [])):
         ways.add_column(name, justify="right")
     for way in proposal.ways:
         option, step_s = way.option, way.measured_decode_step_s

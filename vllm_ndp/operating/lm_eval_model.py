@@ -124,12 +124,9 @@ class NdpServer(TemplateLM):  # type: ignore[misc]
             raise ConfigError(
                 "a perplexity over whole documents needs a beginning that counts as the prompt: give --decode-from"
             )
-        found = []
-        for text, parts in zip(
-            [request.args[0] for request in requests],
-            self._each(partial(self._score_document, self.decode_from), [request.args[0] for request in requests]),
-            strict=True,
-        ):
+        found, texts = [], [request.args[0] for request in requests]
+        scored_by_text = self._each(partial(self._score_document, self.decode_from), texts)
+        for text, parts in zip(texts, scored_by_text, strict=True):
             for scored in parts:
                 self._count(scored)
             total = math.fsum(value for scored in parts for value in scored.logprobs)

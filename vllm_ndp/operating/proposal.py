@@ -147,11 +147,10 @@ def propose(
     for option in options:
         of_slots = replace(costs, slot_bits=option.slot_bits)
         speed = simulated(of_slots, option.num_hot, option.avg_bits, sizing.batch, sizing.context)
-        known = measured is not None and sizing.gpu_bytes is None and round(option.avg_bits) == measured.bits
-        step_s = first_s = None
-        if known and measured is not None:
-            step_s, first_s = forecast(sizing, measured)
-        ways.append(Way(option, speed, step_s, first_s))
+        expected: tuple[float | None, float | None] = None, None
+        if measured is not None and sizing.gpu_bytes is None and round(option.avg_bits) == measured.bits:
+            expected = forecast(sizing, measured)
+        ways.append(Way(option, speed, *expected))
     return Proposal(source, sizing, costs.hardware.preset, ways, measured)
 
 
