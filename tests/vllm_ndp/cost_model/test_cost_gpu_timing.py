@@ -117,13 +117,9 @@ def test_a_window_s_tokens_are_those_that_some_row_sees(
     context = Context(rows, len(spans), kv_tokens, kv_tokens, positions)
     assert context.within(window, chunked=chunked) == (seen, pairs)
     assert context.within(0, chunked=False) == (kv_tokens, kv_tokens)
-
-
-def test_decode_without_positions_counts_one_context_per_row() -> None:
-    """Three rows with 300 tokens in all and a window of 50 read 150; with one of 200 all 300."""
-    context = Context(3, 3, 300, 300)
-    assert context.within(50, chunked=False) == (150, 150)
-    assert context.within(200, chunked=False) == (300, 300)
+    decode = Context(3, 3, 300, 300)  # without positions: one context per row
+    assert decode.within(50, chunked=False) == (150, 150)
+    assert decode.within(200, chunked=False) == (300, 300)
 
 
 def test_a_window_bounds_what_a_long_context_costs_and_a_state_costs_the_same_at_any() -> None:
@@ -214,21 +210,15 @@ def test_the_head_reads_its_weights_once() -> None:
 # -- several GPUs that split each layer
 
 
-def test_one_gpu_tells_nobody_anything():
-    assert all_reduce_ps(1, 1 << 20) == gather_ps(1, 1 << 20) == 0
-
-
-def test_an_all_reduce_of_two_sends_its_bytes_once_each_way():
+def test_an_all_reduce_of_two_sends_its_bytes_once_each_way_and_one_gpu_tells_nobody_anything():
     """370 kB at 370 GB/s is 1 us; an all-reduce of n = 2 moves 2 (n - 1) / n = 1 times its bytes, a gather half."""
+    assert all_reduce_ps(1, 1 << 20) == gather_ps(1, 1 << 20) == 0
     assert all_reduce_ps(2, 370_000) == COLLECTIVE_PS + 1_000_000
     assert gather_ps(2, 370_000) == COLLECTIVE_PS + 500_000
 
 
-def test_two_gpus_read_their_halves_of_an_expert_at_once():
+def test_two_gpus_read_their_halves_of_an_expert_at_once_and_share_the_one_devices_link():
     assert TWO.hot_ps([(2, 4)]) == pytest.approx(ONE.hot_ps([(2, 4)]) / 2, abs=1)
-
-
-def test_experts_that_come_over_the_one_devices_link_take_as_long_for_two_gpus():
     assert TWO.prefill_stream_ps(1, 1) == ONE.prefill_stream_ps(1, 1)
     assert TWO.migration_ps(3) == ONE.migration_ps(3)
 
@@ -278,13 +268,10 @@ def test_two_batches_fill_both_stages():
     assert clock.run([10, 10], ["a"]) == (20, 40)
 
 
-def test_chunks_of_a_prompt_need_no_token_and_follow_at_once():
+def test_chunks_of_a_prompt_need_no_token_and_a_request_that_ended_holds_nobody_up():
     clock = PipelineClock(2)
     assert clock.run([10, 30], ["a"]) == (0, 40)
     assert clock.run([10, 30], ["a"]) == (10, 70)  # stage 1 is busy until 40
-
-
-def test_a_request_that_ended_holds_nobody_up():
     clock = PipelineClock(1)
     assert clock.run([10], ["a"]) == (0, 10)
     clock.note_token("a", 1000)

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from ndp_device.common.errors import TraceError
@@ -263,12 +261,3 @@ def test_requests_of_one_token_stay_requests_of_their_own(tmp_path: Path) -> Non
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     trace = import_trace(tmp_path / "rows.jsonl", "lattice")
     assert trace.ids[:, 0, 0].tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize("name", ["token_idx", "layer_idx", "selected_experts"])
-def test_columns_of_fractions_are_refused(tmp_path: Path, name: str) -> None:
-    columns = {"prompt_id": [0], "token_idx": [0], "layer_idx": [0], "selected_experts": [[0, 1]]}
-    fractions = [[0.5, 1.5]] if name == "selected_experts" else [0.5]
-    pq.write_table(pa.table(columns | {name: fractions}), tmp_path / "a.parquet")
-    with pytest.raises(TraceError, match=f"{name} must be whole numbers, got float64"):
-        import_trace(tmp_path / "a.parquet", "policylang")

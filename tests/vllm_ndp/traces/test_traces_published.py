@@ -92,6 +92,8 @@ def test_a_recording_of_moe_policylangs_is_read_with_its_prompts_and_scores():
         ({"selected_experts": [[0, 1], None]}, "has rows without selected_experts"),
         ({"router_scores": [[0.5], [0.5]]}, "must have a weight for each expert, got 1 a row"),
         ({"token_idx": [0, 2]}, "request '0' has no row of token 1"),
+        ({"token_idx": [0.5, 1]}, "token_idx must be whole numbers, got float64"),
+        ({"selected_experts": [[0.5, 1.5]] * 2}, "selected_experts must be whole numbers, got float64"),
     ],
 )
 def test_a_table_that_lacks_something_is_refused(tmp_path, change, says):
