@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ndp_device.common import kept
-from ndp_device.common.errors import TraceError
+from ndp_device.common.errors import NdpError, TraceError
 from ndp_device.common.model_shape import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_LAYERS
 from ndp_device.common.strict_files import Refused, open_plain
 from vllm_ndp.layer.setup import Setup
@@ -239,7 +239,7 @@ def read_manifest(directory: Path) -> TraceManifest:
         manifest = kept.read_sealed(path, TraceManifest)
     except OSError:
         raise TraceError(f"{directory} is not a trace: it has no readable {MANIFEST}") from None
-    except (Refused, TraceError) as error:
+    except (Refused, NdpError) as error:
         raise TraceError(f"{path} is damaged or not a trace manifest: {error}") from None
     if manifest.format != FORMAT or manifest.version != VERSION:
         raise TraceError(
