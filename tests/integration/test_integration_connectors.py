@@ -67,19 +67,32 @@ def test_a_fresh_engine_on_a_filled_store_plans_by_the_rows_that_it_computes(
             assert (tokens, report["cached"], report["loaded_tokens"]) == (computed[0], stored, loaded)
 
 
-def test_a_prompt_in_blocks_that_others_had_before_is_not_planned_by_their_routing(tmp_path: Path) -> None:
-    """Within one process it was, in silence: the same prompt then had a plan of its own after each of the others."""
+def test_a_prompt_in_blocks_that_others_had_before_is_planned_without_their_routing_and_replays(tmp_path: Path) -> None:
+    """Within one process it was, in silence: the same prompt then had a plan of its own after each of the others.
+
+    A recorded run has no row of what was loaded: its replay makes the same plans from the others alone.
+    """
     found = []
     for other in (STORED, OTHERS[0]):
-        with engine(settings=SETTINGS, kv_transfer_config=example(tmp_path / "kv")) as llm:
-            ask(llm, other)
+        directory = tmp_path / f"trace-{len(found)}"
+        settings = SETTINGS | {"record": str(directory)}
+        with engine(settings=settings, kv_transfer_config=example(tmp_path / "kv")) as llm:
+            _, first = ask(llm, other)
             llm.reset_prefix_cache()
             _, report = ask(llm)
             assert report["loaded_tokens"] == report["cached"] > 0
             found.append(importance(llm))
+            ask(llm)  # in blocks of vLLM's own prefix cache now
             ask(llm, OTHERS[3])
             llm.reset_prefix_cache()
             assert ask(llm, OTHERS[3])[1]["loaded_tokens"] > 0
+        trace, loaded = trace_of(directory), set(range(report["loaded_tokens"]))
+        prompts = [set(range(one["prompt_tokens"])) for one in (first, report, report)]
+        rows = [set(trace.position[trace.request == request].tolist()) for request in range(3)]
+        assert [prompt - there for prompt, there in zip(prompts, rows, strict=True)] == [set(), loaded, loaded]
+        replayed = replay_of(trace)
+        assert replayed.plan_mismatches == 0
+        assert replayed.identical
     assert found[0] == found[1]
 
 
@@ -122,24 +135,6 @@ def test_a_load_that_fails_in_the_step_that_ends_a_prompt_leaves_no_plan_behind(
         assert report["prompt_rows"] > report["prompt_tokens"]  # its last ones twice
         assert importance(llm) == of_whole
         assert (token_ids([output])[0], report["loaded_tokens"]) == (computed[0], 0)
-
-
-def test_a_recorded_run_with_loads_has_none_of_their_rows_and_is_planned_anew_alike(tmp_path: Path) -> None:
-    """The replay makes its plans from the recorded rows alone: it makes the same ones."""
-    settings = SETTINGS | {"record": str(tmp_path / "trace")}
-    with engine(settings=settings, kv_transfer_config=example(tmp_path / "kv")) as llm:
-        ask(llm)
-        ask(llm, OTHERS[0])
-        llm.reset_prefix_cache()
-        _, report = ask(llm)
-        ask(llm)
-    trace = trace_of(tmp_path / "trace")
-    prompt = set(range(report["prompt_tokens"]))
-    lacking = [prompt - set(trace.position[trace.request == request].tolist()) for request in (0, 2, 3)]
-    assert lacking == [set(), set(range(report["loaded_tokens"])), set(range(report["loaded_tokens"]))]
-    replayed = replay_of(trace)
-    assert replayed.plan_mismatches == 0
-    assert replayed.identical
 
 
 def test_ours_and_theirs_find_their_own_words_in_the_answer_and_metrics_count(tmp_path: Path) -> None:

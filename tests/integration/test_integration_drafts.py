@@ -60,9 +60,7 @@ def test_tokens_that_one_step_yields_share_its_end(drafted: dict[str, Any]):
         assert zeros == report.get("accepted_drafts", 0)
 
 
-def test_a_trace_marks_rejected_rows_which_are_no_tokens_of_their_request(
-    drafted: dict[str, Any], stock_tokens: list[list[int]]
-):
+def test_a_trace_marks_rejected_rows_which_are_no_tokens_of_their_request(drafted: dict[str, Any]):
     trace = drafted["trace"]
     assert 0 < (trace.phase == REJECTED).sum() < (trace.phase == DECODE).sum()
     accepted = trace.phase == DECODE

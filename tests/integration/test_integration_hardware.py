@@ -33,14 +33,13 @@ def stock_tokens() -> list[list[int]]:
     return stock_tokens_of(PROMPTS, TOKENS)
 
 
-@pytest.fixture(scope="module", params=["one device", "one of two"])
-def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Said]:
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Said]:
+    """One of two devices: a layer has no time where one of them has none (test_device_group.py)."""
     real = DeviceProcess.spawn(MODEL, None, hardware="none")
     simulating = DeviceProcess.spawn(MODEL, None)
-    addresses = [real.address] if request.param == "one device" else [simulating.address, real.address]
     trace = tmp_path_factory.mktemp("hardware") / "trace"
-    devices = addresses[0] if len(addresses) == 1 else addresses
-    settings = FULL | {"devices": devices, "record": str(trace)}
+    settings = FULL | {"devices": [simulating.address, real.address], "record": str(trace)}
     counted, add_step = NdpStats(), NdpStats.add_step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NdpStats, "add_step", lambda self, step: (add_step(self, step), add_step(counted, step)))

@@ -244,9 +244,9 @@ BALANCED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         FEW,
         ("hot", "spilled", "warm", "cold"),
     ),
-    "slots narrower than what is offloaded": (
-        {"hot_experts": 5, "slot_bits": 4, "debug": {"offload_bits": 1}, "prefill": "streamed"}
-        | {"hardware_overrides": NARROW},
+    "slots narrower than what is offloaded, to two devices with halves": (
+        {"hot_experts": 5, "slot_bits": 4, "devices": 2, "prefill": "streamed", "hardware_overrides": NARROW}
+        | {"debug": {"offload_bits": 1, "device_experts": "split"}},
         FEW,
         ("hot", "spilled", "cold"),
     ),
