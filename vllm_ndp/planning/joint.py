@@ -134,15 +134,11 @@ class JointProblem:
         reads = np.maximum(self.used.sum(axis=1, keepdims=True) / 2, 1.0)
         return np.asarray(self.ps + self.moving + self.openings[:, None, None] * (self.used / reads))
 
-    def layers_ps(self, chosen: NDArray[np.int64]) -> NDArray[np.float64]:
-        """[L], in one step."""
-        times = np.empty((1, len(chosen)))
-        self.native.times(chosen.reshape(1, -1), times)
-        return np.asarray(times[0] + at(self.moving, chosen).sum(axis=1))
-
     def time_ps(self, chosen: NDArray[np.int64]) -> float:
         """Time of all layers, in one step."""
-        return float(self.layers_ps(chosen).sum())
+        times = np.empty((1, len(chosen)))
+        self.native.times(chosen.reshape(1, -1), times)
+        return float((times[0] + at(self.moving, chosen).sum(axis=1)).sum())
 
     def lost(self, chosen: NDArray[np.int64]) -> float:
         return total(self.loss, chosen)
@@ -164,12 +160,6 @@ class JointPlan:
     chosen: NDArray[np.int64]  # [L, E], index into the problem's choices
     time_ps: float
     loss: float
-
-    @property
-    def bits(self) -> NDArray[np.uint8]:
-        """[L, E]."""
-        widths: NDArray[np.uint8] = np.array([c.bits for c in self.problem.choices], np.uint8)[self.chosen]
-        return widths
 
     @cached_property
     def least_ps(self) -> float:
