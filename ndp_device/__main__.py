@@ -79,7 +79,10 @@ def serve(
     if parent is not None:
         parent.follow()
     if cores:
-        _run_on(cores)
+        try:  # before any thread starts, so that all of them inherit it
+            os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"--cores must list cores of this machine, such as 0,1, got {cores!r}: {error}") from None
     if keys is not None and insecure_loopback:
         raise ConfigError("--keys and --insecure-loopback exclude each other: give one of them")
     transport = listen(address, Path(INSECURE_LOOPBACK) if insecure_loopback else keys)
@@ -161,14 +164,6 @@ def keygen(
 
 def main() -> None:
     run(app, "ndp-device")
-
-
-def _run_on(cores: str) -> None:
-    """Before any thread starts, so that all of them inherit it."""
-    try:
-        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"--cores must list cores of this machine, such as 0,1, got {cores!r}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -194,7 +194,9 @@ class Handler:
                 store = self._greet(name, request)
                 _log.info("%s connected, for %s", request.client, store.part)
                 slots = self.offer_memory(name) if request.wants_slots else None
-                return self._welcome(request, served_by(store), slots), None
+                who = self._facts | {"incarnation": self.incarnation}
+                welcome = msg.Welcome(request.id, version=msg.VERSION, slots=slots, served=served_by(store), **who)
+                return welcome, None
             case msg.InstallPlan():
                 installing = self._client(name)
                 session = installing.session
@@ -322,10 +324,6 @@ class Handler:
         self.num_executed += 1
         result = msg.Result(request.id, incarnation=self.incarnation, epoch=request.epoch, timing=timing)
         return result, {"y": y}
-
-    def _welcome(self, request: msg.Hello, served: msg.Served, slots: msg.SlotOffer | None) -> msg.Welcome:
-        who = self._facts | {"incarnation": self.incarnation}
-        return msg.Welcome(request.id, version=msg.VERSION, slots=slots, served=served, **who)
 
     def _describe(self, request: msg.Describe) -> msg.Description:
         return msg.Description(

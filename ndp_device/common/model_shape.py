@@ -29,13 +29,8 @@ def _check_sizes(model: ModelShape, *names: str) -> None:
         value, largest = getattr(model, name), _LARGEST.get(name, MAX_WIDTH)
         if type(value) is not int or not 1 <= value <= largest:
             raise ConfigError(
-                f"model {model.name!r}: {name} must be at least 1 and at most {largest}, got {_shortened(value)}"
+                f"model {model.name!r}: {name} must be at least 1 and at most {largest}, got {value!r:.80}"
             )
-
-
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 @dataclass(frozen=True)

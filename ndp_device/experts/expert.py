@@ -87,7 +87,9 @@ class QuantizedMatrix:
         for name, values in (("scale", self.scale), ("offset", self.offset)):
             if values.dtype != np.float16 or values.shape != groups:
                 raise ValueError(f"{name} must be float16 {list(groups)}, got {values.dtype}{list(values.shape)}")
-        if self.perm is not None and (self.perm.dtype != np.int32 or not _is_permutation(self.perm, columns)):
+        if self.perm is not None and (
+            self.perm.dtype != np.int32 or not np.array_equal(np.sort(self.perm), np.arange(columns))
+        ):
             raise ValueError(f"perm must be int32 and hold each of 0..{columns - 1} once")
 
     @property
@@ -420,10 +422,6 @@ def _check_biases(biases: Biases | None, intermediate: int, hidden: int) -> None
         raise ValueError(
             f"biases must be [{intermediate}] and [{hidden}] long, got {biases.gate.shape}, {biases.down.shape}"
         )
-
-
-def _is_permutation(perm: NDArray[np.int32], columns: int) -> bool:
-    return perm.shape == (columns,) and bool((np.sort(perm) == np.arange(columns)).all())
 
 
 def to_float32(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:

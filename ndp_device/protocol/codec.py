@@ -185,15 +185,11 @@ def _headed(header: Buffer) -> Execute | Result:
         if header[0] == _HEAD_KINDS[1]:
             return described_result(found)
         version, *asked, form, rows, hidden, pairs = found
-        layout = _execute_layout(_DTYPE_BY_FORMAT.get(form, form), rows, hidden, pairs)
+        of_pairs = ((name, kinds[0], (pairs,)) for name, (kinds, rank) in TENSORS[Execute].items() if rank == 1)
+        layout = _layout(Execute, (("x", _DTYPE_BY_FORMAT.get(form, form), (rows, hidden)), *of_pairs))
         return Execute(*asked, ndp=version, tensors=layout.specs)
     except ValueError as error:
         raise RemoteProtocolError(str(error)) from None
-
-
-def _execute_layout(dtype: str, rows: int, hidden: int, pairs: int) -> _Layout:
-    of_pairs = ((name, kinds[0], (pairs,)) for name, (kinds, rank) in TENSORS[Execute].items() if rank == 1)
-    return _layout(Execute, (("x", dtype, (rows, hidden)), *of_pairs))
 
 
 def _require_our_major(version: object) -> None:

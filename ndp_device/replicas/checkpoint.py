@@ -82,13 +82,12 @@ class CheckpointExperts:
             for source in {source.name: source for source in sources}.values()  # gate and up may be one
             if (name := source.tensor(expert)) in self.packed
         }
-        w1, w3, w2 = (
-            self._in_one_dtype(
-                source.of(dequantized[source.name]) if source.name in dequantized else self._values(source, expert),
-                source.tensor(expert),
-            )
-            for source in sources
-        )
+        weights = []
+        for source in sources:
+            dtype, found_here = DTYPES[self.tensors[source.tensor(expert)].dtype], source.name in dequantized
+            values = source.of(dequantized[source.name]) if found_here else self._values(source, expert)
+            weights.append(values if dtype == self.layout.dtype else to_float32(values, dtype))
+        w1, w3, w2 = weights
         biases = self._biases(layer, expert)
         full = FullExpert(self.layout.dtype, w1, w3, w2, biases=biases, activation=found.activation)
         if not self._is_usable[layer, expert]:  # once: the files are checked for changes
@@ -160,10 +159,6 @@ class CheckpointExperts:
 
     def _named(self, layer: int, expert: int) -> str:
         return f"{self.shape.name}: expert {expert} of layer {self.layout.layers[layer].decoder_layer}"
-
-    def _in_one_dtype(self, values: NDArray[Any], tensor: str) -> NDArray[Any]:
-        dtype = DTYPES[self.tensors[tensor].dtype]
-        return values if dtype == self.layout.dtype else to_float32(values, dtype)
 
     @property
     def lies_in_place(self) -> bool:

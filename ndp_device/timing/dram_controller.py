@@ -98,10 +98,6 @@ class Channel:
         elif command == PRECHARGE_ALL:
             self.open_rows[bank : bank + dram.banks] = [None] * dram.banks
 
-    def all_closed(self, rank: int) -> bool:
-        first = rank * self.dram.banks
-        return all(row is None for row in self.open_rows[first : first + self.dram.banks])
-
 
 @dataclass(frozen=True)
 class StreamMap:
@@ -208,7 +204,7 @@ class Controller:
         if self.refresh_due:
             rank = self.refresh_due[0]
             first = rank * self.dram.banks
-            if channel.all_closed(rank):
+            if all(row is None for row in channel.open_rows[first : first + self.dram.banks]):
                 yield max(now, channel.ready(REFRESH, first)), 1, 0, REFRESH, first
             elif not any(channel.rank_of[bank] == rank for bank in self.active):  # else after these reads
                 yield max(now, channel.ready(PRECHARGE_ALL, first)), 1, 0, PRECHARGE_ALL, first

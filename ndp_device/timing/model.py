@@ -137,10 +137,6 @@ class CommandEnergy(NamedTuple):
             lines * 2 * energy.scratchpad_access_fj,
         )
 
-    @property
-    def total_fj(self) -> int:
-        return self.link_fj + self.dram_fj + self.arrays_fj
-
 
 class _Bulk(NamedTuple):
     """A migration under way: until when, and which part of the DRAM's time it takes."""
@@ -244,7 +240,7 @@ class DeviceModel:
             refresh_stall_ps=refresh_stall,
             array_utilisation=_ratio(fp16_macs * PS_PER_S, self._macs_per_s * span),
             dram_efficiency=_ratio(weight_bytes * PS_PER_S, self._peak_bytes_per_s * dram_ps),
-            energy_pj=energy.total_fj // 1000,
+            energy_pj=sum(energy) // 1000,
             pe_mode=array.pe_mode,
             config_hash=self._config_hash,
         )

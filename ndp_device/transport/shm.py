@@ -173,18 +173,9 @@ class ShmChannel:
         if not self._closed:
             self.ring.release()
 
-    def prepare_sleep(self) -> bool:
-        """True: the other side will ring from now on. False: something has arrived meanwhile."""
-        ready: bool = self.ring.prepare_sleep()
-        return ready
-
     def awake(self) -> None:
         if not self._closed:
             self.ring.awake()
-
-    def is_intact(self) -> bool:
-        """Whether the counters that this side alone writes are what it wrote."""
-        return bool(self.ring.is_intact())
 
     def close(self) -> None:
         self._closed = True

@@ -139,7 +139,7 @@ class ZmqTransport:
         channel.release()
         if timeout_s <= 0:
             return self._from_memory(channel) or self._from_socket(0.0)
-        if channel.ring.readable() or self._spinner.spin((channel,)) or not channel.prepare_sleep():
+        if channel.ring.readable() or self._spinner.spin((channel,)) or not channel.ring.prepare_sleep():
             return self._from_memory(channel)
         slept_s = min(timeout_s, _DOORBELL_LOST_S)
         frames: Frames | Sound | None = self._from_socket(slept_s)
@@ -148,7 +148,7 @@ class ZmqTransport:
         if frames is None and self._given_up:
             raise DeviceUnavailable("the device has given up the shared memory")
         if frames is None and slept_s == _DOORBELL_LOST_S and self._waits_for_memory:
-            if not channel.is_intact():
+            if not channel.ring.is_intact():
                 raise RemoteProtocolError("the shared memory was damaged: somebody wrote over this host's counters")
             self._to_socket(sockets.DOORBELL)  # so that the device looks: its doorbell or our request may be damaged
         return frames
@@ -203,7 +203,12 @@ class ZmqTransport:
             raise DeviceUnavailable("the connection to the device was lost")
         if frames is None and self._refusal and not self._connected:
             raise DeviceUnavailable(self._refusal)
-        return None if frames is None else self._checked(frames)
+        if frames is None or frames == sockets.DOORBELL:
+            return None
+        if len(frames) != 2:
+            raise RemoteProtocolError(f"a message has two frames, the device sent {len(frames)}")
+        require_intact(frames[0], frames[1])
+        return frames
 
     def _wait(self, timeout_s: float) -> None:
         ready = dict(zmq.zmq_poll(self._polled, max(round(timeout_s * 1e3), 1)))
@@ -216,14 +221,6 @@ class ZmqTransport:
         frames: list[codec.Buffer] = [self._socket.recv(zmq.NOBLOCK)]  # a header: to copy it is cheaper than to hold it
         while self._socket.getsockopt(zmq.RCVMORE):
             frames.append(sockets.content(self._socket.recv(copy=False)))
-        return frames
-
-    def _checked(self, frames: Frames) -> Frames | None:
-        if len(frames) != 2:
-            if frames == sockets.DOORBELL:
-                return None
-            raise RemoteProtocolError(f"a message has two frames, the device sent {len(frames)}")
-        require_intact(frames[0], frames[1])
         return frames
 
     # -- the connection --------------------------------------------------------------------------------------------

@@ -100,7 +100,10 @@ class ZmqServer:
         self._is_bound = False
         self._allowed = None if keys is None else AllowList(keys, _log.warning)
         sockets.allow_many_descriptors()
-        _make_names_unknown()
+        with contextlib.suppress(
+            AttributeError
+        ):  # libzmq counts connections' names up from a rand() that nobody seeds,
+            ctypes.CDLL(None).srand(secrets.randbits(32))  # and a name twice ends the process
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(_IO_THREADS)
         self._socket = self._context.socket(zmq.ROUTER)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
@@ -176,7 +179,7 @@ class ZmqServer:
 
     def _message(self, peer: _Peer, frames: Frames, now_ns: int) -> Received | None:
         if frames == sockets.DOORBELL and peer.channel is not None:
-            if not peer.channel.is_intact():
+            if not peer.channel.ring.is_intact():
                 self._end(peer, "its shared memory was written over")
             return None
         damage = damage_of(frames[0], frames[1]) if len(frames) == 2 else None
@@ -229,7 +232,7 @@ class ZmqServer:
         channels = [peer.channel for peer in self._peers.values() if peer.channel is not None]
         polled: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._monitor, zmq.POLLIN)]
         polled += [(channel.doorbell, zmq.POLLIN) for channel in channels]
-        are_empty = [channel.prepare_sleep() for channel in channels]  # all of them are to ring
+        are_empty = [channel.ring.prepare_sleep() for channel in channels]  # all of them are to ring
         if all(are_empty):
             zmq.zmq_poll(polled, timeout_ms)
         for channel in channels:
@@ -383,11 +386,11 @@ class ZmqServer:
     def _make_room_for_segment(self) -> bool:
         """False: every segment is used, or was given away a moment ago. A host that loses one notices and may ask
         again."""
-        owners = [peer for peer in self._peers.values() if peer.channel is not None]
+        owners = [(peer, peer.channel.has_spoken) for peer in self._peers.values() if peer.channel is not None]
         if len(owners) < shm.MAX_CHANNELS:
             return True
         now = time.monotonic_ns()
-        idle = [peer for peer in owners if now - peer.used_ns > (_ASLEEP_NS if _has_spoken(peer) else _KEEP_MEMORY_NS)]
+        idle = [peer for peer, spoke in owners if now - peer.used_ns > (_ASLEEP_NS if spoke else _KEEP_MEMORY_NS)]
         if idle:
             self._end(min(idle, key=lambda peer: peer.used_ns), "others want its shared memory, which it does not use")
         return bool(idle)
@@ -461,21 +464,11 @@ def _unread_bytes(peer: _Peer) -> int:
     return sum(size for _, size in peer.unread)
 
 
-def _has_spoken(peer: _Peer) -> bool:
-    return peer.channel is not None and peer.channel.has_spoken
-
-
 def _close_channel(peer: _Peer) -> None:
     if peer.channel is not None:
         peer.channel.close()
         peer.channel = None
         peer.is_lent = False
-
-
-def _make_names_unknown() -> None:
-    """libzmq counts the names of connections up from a rand() that nobody seeds; a name twice ends the process."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).srand(secrets.randbits(32))
 
 
 def _end_sockets(

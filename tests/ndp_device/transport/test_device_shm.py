@@ -118,18 +118,18 @@ def test_a_sleeper_is_rung_for_once_and_nobody_falls_asleep_beside_a_message(
     channels: tuple[ShmChannel, ShmChannel],
 ) -> None:
     for writer, sleeper in (channels, channels[::-1]):
-        assert sleeper.prepare_sleep()
+        assert sleeper.ring.prepare_sleep()
         assert not is_rung(sleeper)
         assert writer.put((b"h", b"")) is Put.DONE
         assert is_rung(sleeper)
         sleeper.awake()
         assert not is_rung(sleeper)
         assert writer.put((b"h", b"")) is Put.DONE
-        assert not sleeper.prepare_sleep()
+        assert not sleeper.ring.prepare_sleep()
         assert not is_rung(sleeper)
         sleeper.take()
         sleeper.take()
-        assert sleeper.prepare_sleep()
+        assert sleeper.ring.prepare_sleep()
         sleeper.awake()
         sleeper.release()
         assert writer.put((b"h", b"")) is Put.DONE
@@ -144,7 +144,7 @@ def test_a_bell_that_nobody_hears_never_blocks_who_rings(channels: tuple[ShmChan
     """A hostile reader asks to be rung and does not read its pipe of 64 KiB."""
     host, device = channels
     for _ in range(70_000):
-        assert host.prepare_sleep()
+        assert host.ring.prepare_sleep()
         assert device.put((b"h", b"")) is Put.DONE
         assert host.take() is not None
         host.release()
@@ -153,7 +153,7 @@ def test_a_bell_that_nobody_hears_never_blocks_who_rings(channels: tuple[ShmChan
 
 def test_a_host_that_went_away_is_left_to_the_socket(channels: tuple[ShmChannel, ShmChannel]) -> None:
     host, device = channels
-    assert host.prepare_sleep()
+    assert host.ring.prepare_sleep()
     for fd in host._fds[1:]:
         os.close(fd)
     del host._fds[1:]
@@ -171,7 +171,7 @@ def test_peers_without_pipes_are_rung_for_through_the_socket(side: str) -> None:
         assert host is not None
         assert host.doorbell == -1
         writer, sleeper = (device, host) if side == "host" else (host, device)
-        assert sleeper.prepare_sleep()
+        assert sleeper.ring.prepare_sleep()
         assert writer.put((b"h", b"")) is Put.DOORBELL
         host.close()
         device.close()
