@@ -303,9 +303,11 @@ def test_garbage_gets_exactly_one_typed_refusal(frames: list[bytes]) -> None:
     assert handler.num_refused == 1
 
 
-def test_a_failure_inside_the_device_is_a_refusal_without_its_text(handler: Handler) -> None:
+def test_a_failure_inside_the_device_is_a_refusal_without_its_text(
+    handler: Handler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caller = Caller(handler).ready()
-    handler._kernel.execute = None  # type: ignore[assignment, method-assign]
+    monkeypatch.setattr(handler._kernel, "execute", None)
     with pytest.raises(DeviceError, match="internal: the device failed on this request"):
         caller.execute(pairs([0], [0], [4]))
 
