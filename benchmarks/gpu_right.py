@@ -64,6 +64,7 @@ def routing(run: Run) -> dict[str, Any]:
     import torch
 
     from vllm_ndp.integration.cuda import kernels, packet
+    from vllm_ndp.integration.routing_sidecar import Routed
 
     torch.manual_seed(0)
     rows_found = []
@@ -75,6 +76,7 @@ def routing(run: Run) -> dict[str, Any]:
         )
         ids = torch.rand(rows, experts, device="cuda").topk(top_k).indices.to(torch.int32)
         weights = torch.rand(rows, top_k, device="cuda")
+        routed = Routed(x, weights, ids)
         form = packet.RowForm(top_k, 4096, x.dtype)
         here, there = packet.packet_bytes(rows, form)
         both = []
@@ -82,8 +84,8 @@ def routing(run: Run) -> dict[str, Any]:
             memory = torch.zeros(here, dtype=torch.uint8, device="cuda")
             pinned = torch.zeros(there, dtype=torch.uint8, pin_memory=True)
             into = packet.lay_out(memory, pinned, rows, form)
-            split(expert_map, ids, weights, x, into, slots)
-            both.append((into, microseconds(partial(split, expert_map, ids, weights, x, into, slots))))
+            split(expert_map, routed, into, slots)
+            both.append((into, microseconds(partial(split, expert_map, routed, into, slots))))
         (mine, kernel_us), (theirs, operators_us) = both
         torch.cuda.synchronize()
         if not int(mine.word[0]):

@@ -18,7 +18,7 @@ from paths import ROOT
 
 from ndp_device.__main__ import app as ndp_device
 from vllm_ndp.config import NdpSettings
-from vllm_ndp.integration.report import PAIR_KINDS, PROMPT_KINDS
+from vllm_ndp.layer.split import PAIR_KINDS, PROMPT_KINDS
 
 DEPLOY = ROOT / "deploy"
 BIN = Path(sys.executable).parent

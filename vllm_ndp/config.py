@@ -30,7 +30,7 @@ from ndp_device.common.widths import (
 from vllm_ndp.layer.setup import Planning
 from vllm_ndp.planning.bitwidths import BY_BITS_READ, OF_PAIRS, OVER_LAYERS
 from vllm_ndp.planning.importance import BITS_FOR
-from vllm_ndp.planning.policies import Policy, PolicySettings, policy_with, usual_bit_rule
+from vllm_ndp.planning.policies import PolicySettings, policy_with, usual_bit_rule
 
 MAX_DEADLINE_MS = 3_600_000.0
 DEFAULT_OFFLOAD_BITS = 3
@@ -339,13 +339,9 @@ class NdpSettings:
         default = max((bits for bits in there if bits <= usual), default=there[0])
         return (self.offload_bits or default) if possible and self.execution != "paper" else 0
 
-    def make_policy(self) -> Policy:
-        """The placement policy these settings name. Raises ConfigError for options it does not have."""
-        return self._policy[0]
-
     @property
     def bit_rule_in_force(self) -> str:
-        return self._policy[1].bit_rule
+        return self._policy.bit_rule
 
     @property
     def gives_pairs_widths(self) -> bool:
@@ -355,13 +351,13 @@ class NdpSettings:
     @property
     def losses(self) -> str:
         """Which losses of replicas bits are chosen by."""
-        return self._policy[1].losses
+        return self._policy.losses
 
     @cached_property
-    def _policy(self) -> tuple[Policy, PolicySettings]:
-        """The policy, and which of its options are common ones."""
+    def _policy(self) -> PolicySettings:
+        """The options of every policy, as they are in force."""
         usual = {"bit_rule": usual_bit_rule(self.bits_for) if self.gives_pairs_widths else OVER_LAYERS}
-        return policy_with(self.policy, usual | dict(self.policy_options))
+        return policy_with(self.policy, usual | dict(self.policy_options))[1]
 
     def require_use_of_prices(self, num_experts: int) -> None:
         """Raises ConfigError where prices are to be measured and nothing is decided by any."""
@@ -373,8 +369,7 @@ class NdpSettings:
 
     def planning(self, num_experts: int) -> Planning:
         """How plans are made under these settings, for a model of E experts."""
-        told = self._policy[1]
-        options = {"bit_rule": told.bit_rule, "losses": told.losses}
+        options = {"bit_rule": self.bit_rule_in_force, "losses": self.losses}
         return Planning(
             policy=self.policy,
             options={**self.policy_options, **options},

@@ -146,7 +146,6 @@ def _read_settings(path: Path) -> object:
     except (ValueError, RecursionError):
         return None  # vLLM reads the text of settings
     settings = NdpSettings.from_mapping(given)
-    settings.make_policy()
     load_hardware(settings.preset, **settings.hardware_overrides)
     return settings.resolve_offload_bits(8)
 

@@ -34,7 +34,7 @@ from vllm_ndp.integration.device_link import DeviceLink, DeviceView, Gather
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
 from vllm_ndp.integration.moe_layer import HotViews, LayerParts, MoELayer
-from vllm_ndp.integration.routing_sidecar import RoutingSidecar
+from vllm_ndp.integration.routing_sidecar import Routed, RoutingSidecar
 from vllm_ndp.integration.step import Step, StepParts
 from vllm_ndp.layer.run import Run
 from vllm_ndp.layer.setup import Planning
@@ -317,7 +317,7 @@ def _run_whole(
 
     def launch(index: int, rows: torch.Tensor) -> torch.Tensor:
         weights, ids = routed[index]
-        return aside[index].launch(rows, weights, ids, sidecar.note(index, padded), object, asks=asks)
+        return aside[index].launch(Routed(rows, weights, ids), sidecar.note(index, padded), object, asks=asks)
 
     if graph is not None:
         with torch.cuda.graph(graph):
@@ -355,8 +355,8 @@ def device_link(client: Client, num_layers: int, dtype: torch.dtype) -> Any:
     link.client = link._only = client
     link._gather = Gather(HIDDEN, dtype)
     link._layers, link._installing, link._local = range(num_layers), None, None
-    link._round_trips_s = deque()
-    link._fallbacks = Counter()
+    link.round_trips_s = deque()
+    link.fallbacks = Counter()
     return link
 
 
@@ -372,7 +372,7 @@ def spans_of(setup: Setup) -> list[Span]:
 def slots_of(gpu: Gpu, kernel: CudaSlotKernel, setup: Setup, layer: int, every: SlotWeights) -> HotSlots:
     shapes = [(setup.num_slots, *part.shape[1:]) for part in (every.w13, every.w2)]
     held = SlotWeights(*(gpu.tensor(torch.full(shape, float("nan"), dtype=setup.dtype)) for shape in shapes))
-    slots = HotSlots(kernel, held, setup.maps.shape[1])
+    slots = HotSlots(kernel, held, Tiers(1, setup.maps.shape[1]))
     if setup.slot_bits < 16:
         return low_bit_slots_of(gpu, kernel, setup, layer, every)
     for number, slot in enumerate(setup.maps[layer].tolist()):
@@ -392,7 +392,7 @@ def slots_of(gpu: Gpu, kernel: CudaSlotKernel, setup: Setup, layer: int, every: 
 def low_bit_slots_of(gpu: Gpu, kernel: CudaSlotKernel, setup: Setup, layer: int, every: SlotWeights) -> LowBitSlots:
     form = Fp8Rows(encode_fp8_rows, dict) if setup.slot_bits == 8 else Int4Groups(16, setup.dtype, dict)
     held = SlotWeights(*(gpu.tensor(part[:0]) for part in every[:2]))
-    slots = LowBitSlots(kernel, held, setup.maps.shape[1], setup.num_slots, form)
+    slots = LowBitSlots(kernel, held, Tiers(1, setup.maps.shape[1]), 0, setup.num_slots, form)
     for part in slots.codes:
         if part is not None:
             part.view(torch.uint8).zero_()
@@ -400,7 +400,7 @@ def low_bit_slots_of(gpu: Gpu, kernel: CudaSlotKernel, setup: Setup, layer: int,
         if slot >= 0:
             w1, w3 = every.w13[number].chunk(2)
             weights = ExpertWeights(w1, w3, every.w2[number])
-            slots.migrate(slot, number, lambda to, at, weights=weights: slots.load(at, weights))
+            slots.migrate(slot, number, lambda to, at, weights=weights: slots.low.load(slots.codes, at, weights))
     return slots
 
 

@@ -111,7 +111,7 @@ def check_pairs_of_engine(llm: Any) -> None:
 
 def check_pairs(counts: Mapping[str, Any], pairs_per_row: int) -> None:
     """Of a report, of totals, or of what /metrics grew by: the kinds of each phase add up to its rows' pairs."""
-    from vllm_ndp.integration.report import DECODE_KINDS, PROMPT_KINDS  # a program without the plugin imports this file
+    from vllm_ndp.layer.split import DECODE_KINDS, PROMPT_KINDS  # a program without the plugin imports this file
 
     for phase, kinds in (("decode", DECODE_KINDS), ("prompt", PROMPT_KINDS)):
         pairs = {kind: counts[f"{kind}_pairs"] for kind in kinds}

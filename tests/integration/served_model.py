@@ -19,7 +19,8 @@ import psutil
 from engines import PATIENCE_S, VLLM_PROGRAM, check_pairs
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_ndp.integration.report import PAIR_KINDS, PHASES
+from vllm_ndp.integration.report import PHASES
+from vllm_ndp.layer.split import PAIR_KINDS
 
 NAME = "tiny-mixtral"
 KEY = "a key of this server"

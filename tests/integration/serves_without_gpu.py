@@ -31,9 +31,9 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm_ndp.config import GPU_RUNGS  # noqa: E402
 from vllm_ndp.integration import batch, moe_layer  # noqa: E402
 from vllm_ndp.integration.cuda.streams import LateCheck  # noqa: E402
+from vllm_ndp.integration.linear_layers import WholeLinearMethod  # noqa: E402
 from vllm_ndp.integration.moe_method import NdpMoEMethod  # noqa: E402
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar  # noqa: E402
-from vllm_ndp.integration.whole_weights import WholeLinearMethod  # noqa: E402
 
 MODEL = Path(__file__).resolve().parents[2] / "models/tiny-mixtral"
 IN_ONE = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0}}

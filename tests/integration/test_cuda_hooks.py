@@ -232,9 +232,7 @@ def test_memory_for_what_the_plugin_allocates_is_left_unless_a_size_was_asked_fo
         allocated[0] += 5536
         return SimpleNamespace(facts=made)
 
-    making = SimpleNamespace(
-        finish=finish, facts=SimpleNamespace(linears=None, stored_linears=None), has_every_layer=False
-    )
+    making = SimpleNamespace(finish=finish, linears=None, stored_linears=None, has_every_layer=False)
     monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     monkeypatch.setattr(worker.torch.cuda, "memory_allocated", lambda: allocated[0])
     monkeypatch.setattr(worker.Assembly, "begin", lambda config, opened: making)

@@ -17,7 +17,7 @@ from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.cuda.packet import RowForm
 from vllm_ndp.integration.cuda.streams import pinned_for
 from vllm_ndp.integration.hot_slots import CudaSlotKernel
-from vllm_ndp.layer.split import SplitRules, Splitter
+from vllm_ndp.layer.split import Splitter
 from vllm_ndp.layer.tiers import Tiers
 
 LAYERS = 3
@@ -187,5 +187,5 @@ def test_a_thread_sends_only_where_host_and_device_leave_it_a_core(monkeypatch: 
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     cpu = torch.device("cpu")
     messenger = Messenger(pinned_for(cpu), cpu, RowForm(2, 16, torch.float32), packet, SenderThread())
-    splitter = Splitter(Tiers(1, 4), 2, SplitRules(), weighs_input=False, aliases=False)
+    splitter = Splitter(Tiers(1, 4), 2, weighs_input=False, aliases=False)
     assert (messenger.packet(1).order(splitter, 0) is not None) is (cores == 3)

@@ -30,6 +30,7 @@ from vllm_ndp.integration.cuda.low_bit_slots import (
 from vllm_ndp.integration.cuda.streams import CopiesByThread, PinnedCopies
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, SlotPairs, SlotWeights
+from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.plan import Placement
 
 HIDDEN, INTERMEDIATE, SLOTS = 64, 32, 3
@@ -95,8 +96,8 @@ def test_slots_of_a_layer_run_at_their_width_and_stream_in_full_precision(bits: 
 
     plain = CudaSlotKernel("silu", 8, fused, lambda *key: nullcontext())
     held = SlotWeights(torch.empty(0, 2 * INTERMEDIATE, HIDDEN), torch.empty(0, HIDDEN, INTERMEDIATE))
-    slots = LowBitSlots(plain, held, 8, SLOTS, form_of(bits))
-    slots.migrate(1, 5, lambda to, slot: slots.load(slot, expert()))
+    slots = LowBitSlots(plain, held, Tiers(1, 8), 0, SLOTS, form_of(bits))
+    slots.migrate(1, 5, lambda to, slot: slots.low.load(slots.codes, slot, expert()))
     assert (slots.expert_in.tolist(), slots.expert_map.tolist()[5]) == ([-1, 5, -1], 1)
     assert slots.num_bytes == slots.codes.num_bytes > held.num_bytes == 0
     x, ids = torch.zeros(2, HIDDEN), torch.tensor([[5, 2], [7, 5]])
@@ -117,7 +118,6 @@ def test_a_worker_s_hot_experts_are_quantized_from_the_checkpoint(
     from vllm_ndp.integration import hot_experts
     from vllm_ndp.integration.experts_pool import ExpertsPool
     from vllm_ndp.integration.hot_experts import StagingStreamer
-    from vllm_ndp.layer.tiers import Tiers
 
     pool = ExpertsPool(MODEL)
     plain = CudaSlotKernel("silu", 8, None, lambda *key: nullcontext())  # type: ignore[arg-type]
@@ -142,9 +142,9 @@ def test_a_worker_s_hot_experts_are_quantized_from_the_checkpoint(
     slots = hot.layers[2]
     assert isinstance(slots, LowBitSlots)
     assert sorted(slots.expert_in.tolist()) == [3, 6, 7]
-    again = LowBitSlots(plain, slots.held, 8, 3, form)
+    again = LowBitSlots(plain, slots.held, Tiers(1, 8), 0, 3, form)
     for slot, number in enumerate(slots.expert_in.tolist()):
-        again.load(slot, pool.expert(2, number))
+        again.low.load(again.codes, slot, pool.expert(2, number))
     assert all(torch.equal(a, b) for a, b in zip(bits_of(slots.codes), bits_of(again.codes), strict=True))
     assert slots.kernel_name == name
     assert hot.num_bytes == 4 * slots.codes.num_bytes

@@ -20,6 +20,7 @@ from vllm_ndp.integration.batch import KvGroup, RowLocator, Span, TrackedRequest
 from vllm_ndp.integration.cuda import packet
 from vllm_ndp.integration.cuda.packet import Fields, HostFields, RowForm
 from vllm_ndp.integration.cuda.streams import LateCheck
+from vllm_ndp.integration.routing_sidecar import Routed
 from vllm_ndp.layer.tiers import DEVICE, ELSEWHERE, WARM
 
 HIDDEN = 24
@@ -56,7 +57,7 @@ def test_the_packet_holds_what_a_loop_finds(
     expert_map, ids, weights, x, num_slots = case
     elsewhere = num_slots if elsewhere is None else elsewhere
     into = fields(len(ids), ids.shape[1], x.dtype)
-    packet.split(expert_map, ids, weights, x, into, elsewhere)
+    packet.split(expert_map, Routed(x, weights, ids), into, elsewhere)
     found = HostFields(into)
     assert found.addresses == (into.ids.data_ptr(), into.weights.data_ptr())
     assert found.x.nbytes == into.x.nbytes
@@ -105,7 +106,7 @@ sys.path.insert(0, sys.argv[1])
 import torch, numpy as np
 from vllm_ndp.integration.cuda import kernels, packet
 from test_cuda_routing import HIDDEN, fields
-from vllm_ndp.integration.routing_sidecar import Note
+from vllm_ndp.integration.routing_sidecar import Note, Routed
 
 random = np.random.default_rng(0)
 for case in range(20):
@@ -120,15 +121,15 @@ for case in range(20):
     entries = torch.from_numpy(random.permutation(32)[:rows])
     notes = [Note(entries, torch.full((32, k), -1, dtype=torch.int16), torch.zeros(32, k)) for _ in range(2)]
     silent = fields(rows, k, x.dtype)
-    kernels.split(expert_map, ids, gates, x, silent, slots, notes[0], tells=False)
+    kernels.split(expert_map, Routed(x, gates, ids), silent, slots, notes[0], tells=False)
     assert silent.word[0] == silent.ids[0, 0] == -1  # as they were
-    packet.split(expert_map, ids, gates, x, theirs, slots, notes[1], tells=False)
+    packet.split(expert_map, Routed(x, gates, ids), theirs, slots, notes[1], tells=False)
     assert all(torch.equal(a, b) for a, b in zip(*notes))
     for name in ("slots", "x_here", "weights_here"):
         assert torch.equal(getattr(silent, name), getattr(theirs, name)), (case, name)
     assert torch.equal(theirs.x_here, x) and torch.equal(theirs.weights_here, gates)
-    kernels.split(expert_map, ids, gates, x, mine, slots, notes[0] if case % 2 else None)
-    packet.split(expert_map, ids, gates, x, theirs, slots)
+    kernels.split(expert_map, Routed(x, gates, ids), mine, slots, notes[0] if case % 2 else None)
+    packet.split(expert_map, Routed(x, gates, ids), theirs, slots)
     pairs, sent = theirs.head[:2].tolist()
     assert mine.head[:2].tolist() == [pairs, sent]
     assert mine.word[0] == theirs.word[0] == 1
@@ -142,7 +143,7 @@ for case in range(20):
         packet.add_rows(other, partial, theirs.sent_rows[:sent])
         assert torch.equal(out, other)
     live, answer = torch.tensor([int(random.integers(0, rows + 1))], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    given, notes = (expert_map, ids, gates, x), [Note(entries.clone(), *(part.clone() for part in notes[0][1:])) for _ in range(2)]
+    given, notes = (expert_map, Routed(x, gates, ids)), [Note(entries.clone(), *(part.clone() for part in notes[0][1:])) for _ in range(2)]
     for note in notes:
         note.entries[int(live):] = -1  # as vLLM pads
     mine, theirs = fields(rows, k, x.dtype, 0), fields(rows, k, x.dtype, 0)
@@ -178,6 +179,7 @@ from launches import launch_without_gpu
 driver = launch_without_gpu()
 import torch
 from vllm_ndp.integration.cuda import kernels, packet
+from vllm_ndp.integration.routing_sidecar import Routed
 from test_cuda_routing import HIDDEN, fields
 
 torch.manual_seed(0)
@@ -189,8 +191,8 @@ for case in range(12):
     ids, gates = torch.randperm(8)[None, :top_k].to(torch.int64 if case % 3 else torch.int32), torch.rand(1, top_k)
     mine, theirs = fields(1, top_k, x.dtype, 0), fields(1, top_k, x.dtype, 0)
     driver.launches_set(top_k, ids.element_size(), x.element_size())
-    kernels.split(expert_map, ids, gates, x, mine, 7)
-    packet.split(expert_map, ids, gates, x, theirs, 7)
+    kernels.split(expert_map, Routed(x, gates, ids), mine, 7)
+    packet.split(expert_map, Routed(x, gates, ids), theirs, 7)
     sent = int(theirs.head[1])
     for name in ("head", "slots", "word", "ids", "weights"):
         assert torch.equal(getattr(mine, name), getattr(theirs, name)), (case, name)

@@ -15,13 +15,13 @@ from pretend_gpu import PretendGpu, peek
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import GPU_RUNGS, NdpSettings
-from vllm_ndp.integration import assembly, compat, startup_table
+from vllm_ndp.integration import assembly, compat
 from vllm_ndp.integration.assembly import Assembly
 from vllm_ndp.integration.cuda import limits, messenger
 from vllm_ndp.integration.cuda.limits import PASSED, Rung
-from vllm_ndp.integration.facts import WorkerFacts
 from vllm_ndp.integration.hot_experts import HotExperts, Migrator
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
+from vllm_ndp.integration.serving import status
 from vllm_ndp.layer.tiers import Tiers
 
 pytestmark = pytest.mark.vllm
@@ -39,15 +39,16 @@ ADDS = {
 def assembly_on_gpu(gpu: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Assembly:
     """Of two layers whose slots are on a GPU, as far as its parts can tell."""
     monkeypatch.setattr(compat, "on_cpu", lambda: False)
-    facts = WorkerFacts.__new__(WorkerFacts)
-    facts.settings = NdpSettings(gpu=gpu, execution="paper", **settings)
+    made = Assembly.__new__(Assembly)
+    made.slots, made.operators = {}, {}
+    made.settings = NdpSettings(gpu=gpu, execution="paper", **settings)
     shape = SimpleNamespace(num_layers=2, num_experts=8, top_k=2, hidden_size=16)
     layout = SimpleNamespace(activations=(), moe_index=None)
-    facts.pool = SimpleNamespace(shape=shape, model=shape, layout=layout, activation_of=lambda layer: None)  # type: ignore[assignment]
-    facts.ranks, facts.layers = SimpleNamespace(share=None), range(2)  # type: ignore[assignment]
-    facts.tiers = SimpleNamespace(where=np.zeros((2, 8)), without_slot=np.zeros((2, 8)))  # type: ignore[assignment]
-    facts.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=32))  # type: ignore[assignment]
-    return Assembly(facts)
+    made.pool = SimpleNamespace(shape=shape, model=shape, layout=layout, activation_of=lambda layer: None)  # type: ignore[assignment]
+    made.ranks, made.layers = SimpleNamespace(share=None), range(2)  # type: ignore[assignment]
+    made.tiers = SimpleNamespace(where=np.zeros((2, 8)), without_slot=np.zeros((2, 8)))  # type: ignore[assignment]
+    made.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=32))  # type: ignore[assignment]
+    return made
 
 
 def has(made: Assembly, monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -74,9 +75,7 @@ def has(made: Assembly, monkeypatch: pytest.MonkeyPatch) -> set[str]:
         found |= {"kernels"} if sends.routing.split.__module__.endswith("kernels") else set()
         found |= {"thread"} if sends.has_thread else set()
         found |= {"graphs"} if sends.graphs is not None else set()
-        assert ("a thread sends" if sends.has_thread else "the host sends") in startup_table._decode_layers(
-            made.facts.rung, sends
-        )
+        assert ("a thread sends" if sends.has_thread else "the host sends") in status._decode_layers(made.rung, sends)
     return found
 
 
@@ -118,7 +117,7 @@ def test_a_plan_waits_for_the_gpu_once_however_many_layers_there_are() -> None:
     with torch.no_grad(), gpu:
         held = SlotWeights(gpu.tensor(torch.zeros(2, 4, 4)), gpu.tensor(torch.zeros(2, 4, 2)))
         kernel = CudaSlotKernel("silu", 8, lambda *of, **more: torch.empty(0), lambda *key: nullcontext())
-        slots = {layer: HotSlots(kernel, held, 8, tiers.where[layer], tiers.without_slot[layer]) for layer in range(3)}
+        slots = {layer: HotSlots(kernel, held, tiers, layer) for layer in range(3)}
         streamer: Any = SimpleNamespace(fill=lambda *of: None)
         hot = HotExperts(None, tiers, slots, streamer, {0}, beside=False)  # type: ignore[arg-type]
         chosen = np.zeros((3, 8), np.bool_)

@@ -19,6 +19,7 @@ from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_experts import StagingStreamer
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
 from vllm_ndp.layer.split import Pairs
+from vllm_ndp.layer.tiers import Tiers
 
 HIDDEN, INTERMEDIATE, EXPERTS, SLOTS = 16, 12, 6, 3
 WEIGHT_BYTES = 3 * HIDDEN * INTERMEDIATE * 4
@@ -139,7 +140,7 @@ def streamer_of(setup: Setup, copies: CopiesByThread | None, device: torch.devic
     shapes = (SLOTS, 2 * part, HIDDEN), (SLOTS, HIDDEN, part)
     held = SlotWeights(*(torch.zeros(shape, dtype=setup.dtype, device=device) for shape in shapes))
     streamer = StagingStreamer(Pool(setup.seed), kernel, held)  # type: ignore[arg-type]
-    return streamer, HotSlots(kernel, held, EXPERTS)
+    return streamer, HotSlots(kernel, held, Tiers(1, EXPERTS))
 
 
 def calls(setup: Setup, streamer: StagingStreamer, slots: HotSlots, x: torch.Tensor, before: Any = list) -> Any:

@@ -36,7 +36,7 @@ from engines import (
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.cost_model.gpu_timing import PipelineClock
 from vllm_ndp.device_client.process import DeviceProcess
-from vllm_ndp.integration.report import DECODE_KINDS
+from vllm_ndp.layer.split import DECODE_KINDS
 from vllm_ndp.traces.trace import Trace
 
 pytestmark = pytest.mark.vllm
@@ -412,13 +412,13 @@ import sys
 from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.config import VllmConfig, set_current_vllm_config
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.integration.ranks import Ranks
+from vllm_ndp.integration.facts import Ranks
 
 rank, port = int(sys.argv[1]), sys.argv[2]
 with set_current_vllm_config(VllmConfig()):
     init_distributed_environment(2, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
     ensure_model_parallel_initialized(2, 1)
-ranks = Ranks.of_this_worker(holds_whole_experts=False)
+ranks = Ranks(holds_whole_experts=False)
 print("cores", sorted(ranks.merge({rank, 5})))
 print("told", ranks.from_leader(f"by {rank}"))
 ranks.require_equal({"settings": "A", "replicas with digest": "B"})

@@ -64,7 +64,7 @@ def assert_slots_hold_what_they_name() -> None:
     ours = controller.current_controller().worker
     for layer in range(ours.facts.pool.shape.num_layers):
         slots = ours.parts.hot.layers[layer]
-        assert sorted(slots.expert_in) == np.flatnonzero(ours.parts.planner.replanner.placement.hot[layer]).tolist()
+        assert sorted(slots.expert_in) == np.flatnonzero(ours.run.planner.placement.hot[layer]).tolist()
         for slot, expert in enumerate(slots.expert_in):
             anew = slots.held.empty_like(1)
             slots.kernel.load(anew, 0, ours.facts.pool.expert(layer, expert))

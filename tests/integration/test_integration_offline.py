@@ -10,7 +10,7 @@ from engines import MODEL, PROMPTS, device_processes, engine, greedy
 from ndp_device.checkpoint.files import model_digest
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.host_replicas import find_replicas
-from vllm_ndp.integration.report import DECODE_KINDS
+from vllm_ndp.layer.split import DECODE_KINDS
 
 pytestmark = pytest.mark.vllm
 

@@ -12,6 +12,7 @@ from ndp_device.calibration.build import build_data_free
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import REPLICA_WIDTHS
 from ndp_device.experts.expert import WHOLE
+from vllm_ndp.layer.tiers import Tiers
 
 pytestmark = pytest.mark.vllm
 torch = pytest.importorskip("torch")
@@ -37,7 +38,7 @@ def parts():  # type: ignore[no-untyped-def]
         def slots_for(hot):  # type: ignore[no-untyped-def]
             w13 = torch.empty(len(hot), 2 * INTERMEDIATE, HIDDEN, dtype=dtype)
             w2 = torch.empty(len(hot), HIDDEN, INTERMEDIATE, dtype=dtype)
-            slots = HotSlots(kernel, SlotWeights(w13, w2), EXPERTS)
+            slots = HotSlots(kernel, SlotWeights(w13, w2), Tiers(1, EXPERTS))
             for slot, expert in enumerate(hot):
                 slots.migrate(slot, expert, fill_with(kernel, experts[expert]))
             return slots
@@ -62,12 +63,11 @@ def hot_pairs(slots, weights, ids, *, aliases=True):  # type: ignore[no-untyped-
     import numpy as np
 
     from vllm_ndp.integration.moe_layer import HotViews
-    from vllm_ndp.layer.split import SplitRules, Splitter
-    from vllm_ndp.layer.tiers import Tiers
+    from vllm_ndp.layer.split import Splitter
 
     tiers = Tiers(1, EXPERTS)
     tiers.where[0] = slots.where
-    splitter = Splitter(tiers, TOP_K, SplitRules(), aliases=aliases)
+    splitter = Splitter(tiers, TOP_K, aliases=aliases)
     splitter.begin_step(np.zeros(len(ids), np.int32), np.ones(len(ids), np.bool_), [None])
     split = splitter.split(0, ids.data_ptr(), weights.data_ptr(), with_device=False)
     return HotViews(splitter, ids.device).of(split, slots, ids, weights)
@@ -195,7 +195,7 @@ def test_experts_that_stay_where_they_pass_give_the_same_bits(dtype) -> None:  #
     rows, experts = np.array([0, 0, 1, 4, 4, 8]), np.array([1, 7, 7, 0, 3, 1])
     pairs = Pairs.of(rows, experts, np.array([0.5, 0.25, 1.0, 0.1, 0.9, 0.7], dtype=np.float32))
     for layer in range(pool.shape.num_layers):
-        slots = HotSlots(kernel, SlotWeights(w13.clone(), w2.clone()), pool.shape.num_experts)
+        slots = HotSlots(kernel, SlotWeights(w13.clone(), w2.clone()), Tiers(1, pool.shape.num_experts))
         nothing = staged.run(layer, x, NO_PAIRS, slots, {}, [WHOLE])  # a rank whose part of them is none
         assert nothing.shape == x.shape
         assert not nothing.any()

@@ -97,7 +97,7 @@ def test_a_run_that_differs_in_one_fact_has_prices_of_its_own(name: str, monkeyp
 def test_the_experts_of_a_stage_are_checked_in_their_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, asked = ExpertsPool(write_small_checkpoint(tmp_path / "model")), list[int]()
     pool.restrict(range(1, 2))
-    monkeypatch.setattr(pool._checkpoint, "check", asked.append)
+    monkeypatch.setattr(pool.checkpoint, "check", asked.append)
     pool.check(0)
     assert asked == [1]
 
@@ -105,7 +105,7 @@ def test_the_experts_of_a_stage_are_checked_in_their_own_files(tmp_path: Path, m
 def test_values_that_are_decoded_are_stored_otherwise(tmp_path: Path) -> None:
     plain, of_gptq = (ExpertsPool(write_small_checkpoint(tmp_path / name)) for name in ("plain", "gptq"))
     packed: Any = SimpleNamespace(parts={"codes": "", "zero": ""}, elements="", bits=4)
-    of_gptq._checkpoint.packed = {"w1": packed}
+    of_gptq.checkpoint.packed = {"w1": packed}
     assert (plain.stored_as, of_gptq.stored_as) == (["torch.float32"], ["codes zero  4", "torch.float32"])
 
 

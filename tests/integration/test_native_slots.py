@@ -114,6 +114,7 @@ def test_streamed_experts_have_their_own_layers_activation(tmp_path: Path) -> No
     from vllm_ndp.integration.hot_experts import StagingStreamer
     from vllm_ndp.integration.hot_slots import HotSlots, SlotWeights
     from vllm_ndp.layer.split import Pairs
+    from vllm_ndp.layer.tiers import Tiers
 
     limits = [0.0, 0.5, 0.5]
     pool = ExpertsPool(write_small_checkpoint(tmp_path / "model", swiglu_limits=limits))
@@ -122,7 +123,7 @@ def test_streamed_experts_have_their_own_layers_activation(tmp_path: Path) -> No
     hidden, intermediate = pool.shape.hidden_size, pool.shape.intermediate_size
     held = SlotWeights(torch.zeros(1, 2 * intermediate, hidden), torch.zeros(1, hidden, intermediate))
     slots = [
-        HotSlots(kernel_for(activation, [*activations], torch.float32), held, pool.shape.num_experts)
+        HotSlots(kernel_for(activation, [*activations], torch.float32), held, Tiers(1, pool.shape.num_experts))
         for activation in activations
     ]
     streamer = StagingStreamer(pool, slots[0].kernel, held)
@@ -131,5 +132,5 @@ def test_streamed_experts_have_their_own_layers_activation(tmp_path: Path) -> No
     pairs = Pairs.of(np.arange(3), ids.flatten().numpy(), gates.flatten().numpy())
     for layer in range(2):
         got = streamer.run(layer, x, pairs, slots[layer], {}, [WHOLE]).numpy()
-        experts = [pool._checkpoint.expert(layer, expert) for expert in range(2)]
+        experts = [pool.checkpoint.expert(layer, expert) for expert in range(2)]
         np.testing.assert_allclose(got, yardstick(experts, x, gates, ids), rtol=1e-4, atol=1e-4)

@@ -162,7 +162,7 @@ def test_prompts_of_mixtral_prolong_the_deadline_by_the_cap_at_most() -> None:
 
 def test_a_round_trip_is_told_once() -> None:
     link = link_of(None, MIXTRAL)
-    link._round_trips_s.append(0.5)
+    link.round_trips_s.append(0.5)
     assert (link.take_round_trips(), link.take_round_trips()) == ([0.5], [])
 
 

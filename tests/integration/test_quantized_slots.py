@@ -1,6 +1,5 @@
 """Slots that hold replicas: what they hold, what they compute, and that every other slot's rule holds for them."""
 
-from functools import partial
 from pathlib import Path
 
 import make_quantized_models
@@ -12,8 +11,9 @@ from paths import resident_bytes_of
 
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.store import ExpertStore
-from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotPairs, SlotWeights
-from vllm_ndp.integration.quantized_slots import QuantizedSlots, ReplicaFill
+from vllm_ndp.integration.host_replicas import QuantizedSlots, ReplicaFill
+from vllm_ndp.integration.hot_slots import CpuSlotKernel, SlotPairs, SlotWeights
+from vllm_ndp.layer.tiers import Tiers
 
 pytestmark = pytest.mark.vllm
 
@@ -25,16 +25,22 @@ def kernel():
     return NativeKernel()
 
 
-def filled(kernel, bits: int, experts: list[int]) -> QuantizedSlots:
-    slots: dict = {}
-    fill = ReplicaFill(MODEL, REPLICAS, bits, kernel, range(4), slots)
+def empty(num_slots: int) -> QuantizedSlots:
     held = SlotWeights(torch.empty(0, 2 * INTERMEDIATE, HIDDEN), torch.empty(0, HIDDEN, INTERMEDIATE))
-    slots[LAYER] = QuantizedSlots(
-        CpuSlotKernel(torch.float32, HIDDEN, INTERMEDIATE, "silu"), held, EXPERTS, len(experts)
+    return QuantizedSlots(
+        CpuSlotKernel(torch.float32, HIDDEN, INTERMEDIATE, "silu"), held, Tiers(1, EXPERTS), 0, num_slots
     )
+
+
+def put(slots: QuantizedSlots, fill: ReplicaFill, slot: int, expert: int) -> None:
+    slots.migrate(slot, expert, lambda to, at: slots.put(at, fill.kernel, fill.prepared(LAYER, expert)))
+
+
+def filled(kernel, bits: int, experts: list[int]) -> QuantizedSlots:
+    fill, slots = ReplicaFill(MODEL, REPLICAS, bits, kernel, range(4)), empty(len(experts))
     for slot, expert in enumerate(experts):
-        slots[LAYER].migrate(slot, expert, partial(fill.fill, LAYER, expert))
-    return slots[LAYER]
+        put(slots, fill, slot, expert)
+    return slots
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
@@ -59,8 +65,7 @@ def test_an_expert_that_leaves_its_slot_takes_its_bytes_along(kernel):
     two, wide = filled(kernel, 2, [0, 1]), filled(kernel, 4, [0, 1])
     assert two.num_bytes < 0.6 * wide.num_bytes
     before = two.num_bytes
-    fill = ReplicaFill(MODEL, REPLICAS, 2, kernel, range(4), {LAYER: two})
-    two.migrate(1, 7, partial(fill.fill, LAYER, 7))
+    put(two, ReplicaFill(MODEL, REPLICAS, 2, kernel, range(4)), 1, 7)
     assert two.num_bytes == before
     assert two.expert_map.tolist() == [0, -1, -1, -1, -1, -1, -1, 1]
 
@@ -68,21 +73,17 @@ def test_an_expert_that_leaves_its_slot_takes_its_bytes_along(kernel):
 def test_a_checkpoint_whose_codes_were_copied_takes_no_memory_beside_its_slots(kernel, tmp_path: Path):
     """Else the pages of its files are this process's: gpt-oss-20b was held at 1.2 times what was promised."""
     path = make_quantized_models.make("mixtral-mxfp4", tmp_path)
-    slots: dict[int, HotSlots] = {}
-    fill = ReplicaFill(path, None, 4, kernel, range(4), slots)
-    held = SlotWeights(torch.empty(0, 2 * INTERMEDIATE, HIDDEN), torch.empty(0, HIDDEN, INTERMEDIATE))
+    fill = ReplicaFill(path, None, 4, kernel, range(4))
     for expert in range(EXPERTS):
-        slots[LAYER] = QuantizedSlots(CpuSlotKernel(torch.float32, HIDDEN, INTERMEDIATE, "silu"), held, EXPERTS, 1)
-        slots[LAYER].migrate(0, expert, partial(fill.fill, LAYER, expert))
+        put(empty(1), fill, 0, expert)
         assert (resident_bytes_of(path / "model.safetensors") == 0) == (expert == EXPERTS - 1)
 
 
 def test_before_the_first_placement_a_profile_run_gives_nothing(kernel):
-    held = SlotWeights(torch.empty(0, 2 * INTERMEDIATE, HIDDEN), torch.empty(0, HIDDEN, INTERMEDIATE))
-    empty = QuantizedSlots(CpuSlotKernel(torch.float32, HIDDEN, INTERMEDIATE, "silu"), held, EXPERTS, 3)
+    slots = empty(3)
     x, ids = torch.ones(2, HIDDEN), torch.zeros(2, 2, dtype=torch.int32)
-    assert (empty.run_anything(x, torch.ones(2, 2), ids) == 0).all()
-    assert empty.num_bytes == 0
+    assert (slots.run_anything(x, torch.ones(2, 2), ids) == 0).all()
+    assert slots.num_bytes == 0
 
 
 def test_a_profile_run_computes_some_rows_only(kernel):

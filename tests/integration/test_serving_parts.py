@@ -19,15 +19,15 @@ from vllm_ndp.integration.refusals import sentence_of, serves_ndp
 from vllm_ndp.integration.report import (
     _SUMMED,
     DEVICE_STAGES,
-    PAIR_KINDS,
     RequestReport,
     StepReport,
     counts_of,
     of_all_stages,
 )
-from vllm_ndp.integration.serving.live import FinishedRequests, made_of
 from vllm_ndp.integration.serving.metrics import COUNTERS, HISTOGRAMS
 from vllm_ndp.integration.serving.routes import NdpRoutes
+from vllm_ndp.integration.serving.status import FinishedRequests, made_of
+from vllm_ndp.layer.split import PAIR_KINDS
 
 pytestmark = pytest.mark.vllm
 
@@ -152,7 +152,7 @@ def test_the_report_of_a_pipeline_is_the_sum_of_its_stages_each_by_its_layers():
 def test_the_startup_table_gives_the_true_reason_where_no_loss_is_predicted(
     settings: dict[str, Any], nats: float | None, said: str
 ):
-    from vllm_ndp.integration.startup_table import _predicted_loss
+    from vllm_ndp.integration.serving.status import _predicted_loss
 
     row = _predicted_loss(NdpSettings.from_mapping(settings), 8, nats)
     assert row.startswith(said) if said else row == ""

@@ -95,7 +95,7 @@ def test_each_way_of_touching_one_is_seen(line: str) -> None:
 
 def test_every_function_has_a_test_and_every_name_is_in_the_installed_source() -> None:
     tree = ast.parse(OWN.read_text())
-    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)} - {"touches"}
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)} - {"touches", "_replaced"}
     tests = {node.name for node in ast.parse(Path(__file__).read_text()).body if isinstance(node, ast.FunctionDef)}
     assert {f"test_{name}" for name in functions} <= tests
     _, read = vllm_hooks.of_installed()

@@ -323,7 +323,6 @@ IMPOSSIBLE: list[tuple[Any, str]] = [
 def checked(raw: Any) -> None:
     """As a start checks settings, of a model of 8 experts a layer."""
     settings = NdpSettings.from_mapping(raw)
-    settings.make_policy()
     settings.resolve_hot_experts(8)
     settings.resolve_offload_bits(8)
 

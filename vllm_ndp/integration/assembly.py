@@ -27,13 +27,12 @@ from vllm_ndp.integration.cuda.messenger import HotGraphs, Messenger
 from vllm_ndp.integration.cuda.packet import RowForm
 from vllm_ndp.integration.cuda.streams import LateCheck, make_stream, pinned_for
 from vllm_ndp.integration.facts import WorkerFacts, agree_on_replicas, measure_prices, open_device
-from vllm_ndp.integration.host_replicas import HostExperts
+from vllm_ndp.integration.host_replicas import HostExperts, ReplicaFill
 from vllm_ndp.integration.hot_experts import HotExperts, StagingStreamer, slots_of_module
 from vllm_ndp.integration.hot_slots import HotSlots, SlotWeights, make_slot_kernel
 from vllm_ndp.integration.moe_layer import LAYERS, HotViews, LayerParts, MoELayer
 from vllm_ndp.integration.planner import PlanRunner
 from vllm_ndp.integration.price_probe import Shared
-from vllm_ndp.integration.quantized_slots import ReplicaFill
 from vllm_ndp.integration.report import DEVICE_TIME
 from vllm_ndp.integration.waiting import StepThreads
 from vllm_ndp.layer.run import Run
@@ -45,15 +44,6 @@ if TYPE_CHECKING:
 
 _current: Assembly | None = None
 _numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class AttachedLayer:
-    """A MoE layer whose weights would be ready, as it has handed itself over."""
-
-    operator: str  # the name that its operator is called by
-    slots: HotSlots
-    weighs_input: bool
 
 
 @dataclass(frozen=True)
@@ -74,82 +64,81 @@ class LoadedWorker:
         """Work that runs here and is in no simulated clock; empty where there is none."""
         link = self.parts.device.link
         of_device = DEVICE_TIME if link is not None and not link.members.simulate else ""
-        return self.facts.unsimulated or of_device
+        return compat.unsimulated(self.facts.vllm_config) or of_device
 
 
-class Assembly:
-    def __init__(self, facts: WorkerFacts) -> None:
-        self.facts = facts
-        self.attached: dict[int, AttachedLayer] = {}
+class Assembly(WorkerFacts):
+    def __init__(self, vllm_config: VllmConfig, opened: ExitStack) -> None:
+        super().__init__(vllm_config, opened)
+        self.slots: dict[int, HotSlots] = {}
+        """Of the MoE layers whose weights would be ready, as each has handed itself over."""
+        self.operators: dict[int, str] = {}
+        """The names that compiled graphs call these layers by."""
+        self.weighs_input = False
 
     @classmethod
     def begin(cls, vllm_config: VllmConfig, opened: ExitStack) -> Assembly:
         """Layers attach themselves to this one from now on. opened: see WorkerFacts."""
         global _current
-        _current = cls(WorkerFacts(vllm_config, opened))
+        _current = cls(vllm_config, opened)
         return _current
 
     # -- while the model loads ------------------------------------------------------------------------------------
 
     def attach(self, module: Any) -> str:
         """Take vLLM's module of a MoE layer whose weights would be ready; the name that its operator is called by."""
-        facts = self.facts
-        settings, num_experts = facts.settings, facts.pool.shape.num_experts
-        index = compat.moe_index(module, facts.pool.layout, facts.ranks.share) - facts.layers.start
+        settings, num_experts = self.settings, self.pool.shape.num_experts
+        index = compat.moe_index(module, self.pool.layout, self.ranks.share) - self.layers.start
         num_quantized = settings.resolve_hot_experts(num_experts) if settings.has_quantized_slots else 0
         if settings.is_joint:
             num_quantized = num_experts
         bits = settings.slot_bits
-        pool, load_kernel = facts.pool, lambda: facts.kernel
-        activations = pool.layout.activations
-        kernel = make_slot_kernel(module, pool.activation_of(index), activations, load_kernel, facts.copies)
-        slots = slots_of_module(module, kernel, facts.tiers, index, num_quantized=num_quantized, slot_bits=bits)
+        activation, all_of_them = self.pool.activation_of(index), self.pool.layout.activations
+        kernel = make_slot_kernel(module, activation, all_of_them, lambda: self.kernel, self.copies)
+        slots = slots_of_module(module, kernel, self.tiers, index, num_quantized=num_quantized, slot_bits=bits)
         name = f"{next(_numbers)}:{module.layer_name}"
-        self.attached[index] = AttachedLayer(name, slots, bool(module.apply_router_weight_on_input))
+        self.slots[index], self.operators[index] = slots, name
+        self.weighs_input = bool(module.apply_router_weight_on_input)
         return name
-
-    @property
-    def operators(self) -> frozenset[str]:
-        """Names that compiled graphs call our layers by."""
-        linears = () if self.facts.linears is None else self.facts.linears.names
-        return frozenset([*(attached.operator for attached in self.attached.values()), *linears])
 
     @property
     def has_every_layer(self) -> bool:
         """Whether all MoE layers of the model are attached: those that vLLM makes later belong to a draft model."""
-        return len(self.attached) == self.facts.pool.shape.num_layers
+        return len(self.slots) == self.pool.shape.num_layers
 
     # -- once it is loaded ----------------------------------------------------------------------------------------
 
     def finish(self, runner: Any) -> LoadedWorker:
         """Find the device, make the first placement, connect the layers. Raises ConfigError, also where the model has
         not attached all its layers."""
-        facts = self.facts
-        shape, opened = facts.pool.shape, facts.opened
+        shape, opened = self.pool.shape, self.opened
         if not self.has_every_layer:
             raise ConfigError(
-                f"quantization 'ndp' was asked for but only {len(self.attached)} of {shape.num_layers} "
+                f"quantization 'ndp' was asked for but only {len(self.slots)} of {shape.num_layers} "
                 "MoE layers were attached: this model's layers do not go through vLLM's RoutedExperts"
             )
-        replicas, planned = agree_on_replicas(facts)
-        setup, costs, device = open_device(facts, self._held.w13.dtype, replicas, planned)
+        replicas, planned = agree_on_replicas(self)
+        setup, costs, device = open_device(self, self._held.w13.dtype, replicas, planned)
         hot = self.open_pool(replicas)
         opened.callback(hot.close)
         late_check = self.make_late_check()
-        losses, shared = self.load_losses(replicas), compat.shared_experts(runner.model)
-        prices = measure_prices(facts, hot, device, replicas, next(iter(shared.values()), None))
-        setup, first, requests = msgspec.structs.replace(setup, prices=prices), self.attached[0], RequestTracker()
+        losses = LossTable.nominal(shape.num_layers, shape.num_experts)
+        if replicas is not None:
+            losses = host_replicas.load_losses(replicas, self.layers, self.settings)
+        shared = compat.shared_experts(runner.model)
+        prices = measure_prices(self, hot, device, replicas, next(iter(shared.values()), None))
+        setup, requests = msgspec.structs.replace(setup, prices=prices), RequestTracker()
         run = Run[str](
             setup,
-            facts.planning.rules(losses),
+            self.planning.rules(losses),
             costs,
             device.devices,
-            facts.tiers,
+            self.tiers,
             shape.top_k,
             device.counted_on,
-            weighs_input=first.weighs_input,
-            aliases=first.slots.aliases,
-            gathers_prompts=facts.gathers_prompts,
+            weighs_input=self.weighs_input,
+            aliases=self.slots[0].aliases,
+            gathers_prompts=self.gathers_prompts,
         )
         planner = PlanRunner(run, requests, hot, device)
         planner.start()
@@ -157,16 +146,16 @@ class Assembly:
             hot=hot,
             device=device,
             planner=planner,
-            running=RunningStep(captures_whole_steps=limits.captures_whole_steps(facts.vllm_config)),
+            running=RunningStep(captures_whole_steps=limits.captures_whole_steps(self.vllm_config)),
             views=HotViews(run.splitter, self._held.w13.device),
             host=self.make_host(),
             messenger=self.make_messenger(),
-            weighs_input=first.weighs_input,
+            weighs_input=self.weighs_input,
         )
         layers = self._connect_layers(parts, shared)
         opened.callback(layers.clear)
         return LoadedWorker(
-            facts=facts,
+            facts=self,
             parts=parts,
             layers=layers,
             runner=runner,
@@ -179,91 +168,79 @@ class Assembly:
     def _only_kernel(self) -> NativeKernel | None:
         """The kernel that computes all matrices of every step but the router's, in this process; None where others
         compute some."""
-        facts = self.facts
-        num_experts, settings = facts.pool.shape.num_experts, facts.settings
-        is_alone = compat.on_cpu() and facts.ranks.size == 1 and not facts.stored_linears.kept
+        num_experts, settings = self.pool.shape.num_experts, self.settings
+        is_alone = compat.on_cpu() and self.ranks.size == 1 and not self.stored_linears.kept
         has_all = settings.has_quantized_slots and settings.resolve_hot_experts(num_experts) == num_experts
-        if not (is_alone and has_all and facts.linears is not None):
+        if not (is_alone and has_all and self.linears is not None):
             return None
-        return facts.kernel
+        return self.kernel
 
     def _connect_layers(self, parts: LayerParts, shared: dict[str, Shared]) -> list[MoELayer]:
         """shared: the shared experts of a layer by the name of its module, where they are ours to run."""
-        if rows := limits.rows_in_graphs(self.facts.vllm_config):
+        if rows := limits.rows_in_graphs(self.vllm_config):
             limits.refuse_shared_experts_in_pieces(shared)
         layers = []
-        for index, attached in self.attached.items():
+        for index, operator in self.operators.items():
             fixed = FixedOutput(rows, self._held.w13) if rows else None
-            layer = MoELayer(index, parts, shared=shared.get(attached.operator.partition(":")[2]), fixed=fixed)
+            layer = MoELayer(index, parts, shared=shared.get(operator.partition(":")[2]), fixed=fixed)
             layers.append(layer)
-            LAYERS[attached.operator] = layer
+            LAYERS[operator] = layer
         return layers
 
     @property
     def _held(self) -> SlotWeights:
         """Slot weights of any layer, for dtype and place."""
-        return self.attached[0].slots.held
-
-    def load_losses(self, replicas: Path | None) -> LossTable:
-        facts = self.facts
-        if replicas is None:
-            return LossTable.nominal(facts.pool.shape.num_layers, facts.pool.shape.num_experts)
-        return host_replicas.load_losses(replicas, facts.layers, facts.settings)
+        return self.slots[0].held
 
     def open_pool(self, replicas: Path | None) -> HotExperts:
         """The hot slots of all layers, and where they are filled from."""
-        facts = self.facts
-        layers = {index: attached.slots for index, attached in self.attached.items()}
-        streamer = StagingStreamer(facts.pool, layers[0].kernel, self._held)
-        fill = self._make_replica_fill(replicas, layers)
-        beside = facts.rung >= Rung.STREAMS or compat.on_cpu()
-        return HotExperts(facts.pool, facts.tiers, layers, streamer, compat.engine_cores(), fill, beside=beside)
+        streamer = StagingStreamer(self.pool, self.slots[0].kernel, self._held)
+        fill = self._make_replica_fill(replicas)
+        beside = self.rung >= Rung.STREAMS or compat.on_cpu()
+        return HotExperts(self.pool, self.tiers, self.slots, streamer, compat.engine_cores(), fill, beside=beside)
 
-    def _make_replica_fill(self, replicas: Path | None, slots: dict[int, HotSlots]) -> ReplicaFill | None:
+    def _make_replica_fill(self, replicas: Path | None) -> ReplicaFill | None:
         """Make the object that fills hot slots with replicas; None where the checkpoint fills them."""
-        facts = self.facts
-        if not (facts.settings.has_quantized_slots and compat.on_cpu()):
+        if not (self.settings.has_quantized_slots and compat.on_cpu()):
             return None
-        if replicas is None and not facts.serves_its_codes:
+        if replicas is None and not self.serves_its_codes:
             raise ConfigError(
-                f"ndp setting 'slot_bits' is {facts.settings.slot_bits}, which needs the replicas in this process too: "
+                f"ndp setting 'slot_bits' is {self.settings.slot_bits}, which needs the replicas in this process too: "
                 "name their directory in 'replicas'"
             )
-        return ReplicaFill(facts.model_dir, replicas, facts.settings.slot_bits, facts.kernel, facts.layers, slots)
+        return ReplicaFill(self.model_dir, replicas, self.settings.slot_bits, self.kernel, self.layers)
 
     def make_host(self) -> HostExperts | None:
         """None where this rank's CPU computes no experts: of several ranks the leader's computes them, whole. Raises
         ConfigError where it would keep copies of them."""
-        facts = self.facts
-        settings = facts.settings
+        settings = self.settings
         if not settings.has_warm_experts:
             return None
-        if not facts.pool.lies_in_place:
+        if not self.pool.checkpoint.lies_in_place:
             raise ConfigError(
                 "ndp setting 'warm_experts' needs experts that the CPU can compute where they lie, but in this "
                 "checkpoint they do not lie row by row, so that it would keep copies of them: use 'warm_experts': 0"
             )
-        if not facts.ranks.leads:
+        if not self.ranks.leads:
             return None
-        return HostExperts(facts.model_dir, None, facts.kernel, facts.layers)
+        return HostExperts(self.model_dir, None, self.kernel, self.layers)
 
     def make_messenger(self) -> Messenger | None:
         """Where decode layers do not wait for the GPU: their way to the device and back."""
-        facts = self.facts
-        if facts.rung < Rung.ASYNCHRONOUS:
+        if self.rung < Rung.ASYNCHRONOUS:
             return None
-        device, shape, dtype = self._held.w13.device, facts.pool.shape, self._held.w13.dtype
+        device, shape, dtype = self._held.w13.device, self.pool.shape, self._held.w13.dtype
         form = RowForm(shape.top_k, shape.hidden_size, dtype)
-        routing = packet if facts.rung < Rung.KERNELS or device.type == "cpu" else _kernels()
-        sender = SenderThread() if facts.rung >= Rung.THREAD else None
-        graphs = HotGraphs(device) if facts.rung >= Rung.GRAPHS and device.type != "cpu" else None
+        routing = packet if self.rung < Rung.KERNELS or device.type == "cpu" else _kernels()
+        sender = SenderThread() if self.rung >= Rung.THREAD else None
+        graphs = HotGraphs(device) if self.rung >= Rung.GRAPHS and device.type != "cpu" else None
         return Messenger(pinned_for(device), device, form, routing, sender, graphs)
 
     def make_late_check(self) -> LateCheck | None:
         device = self._held.w13.device
-        if self.facts.rung < Rung.STREAMS or device.type == "cpu":
+        if self.rung < Rung.STREAMS or device.type == "cpu":
             return None
-        most_rows = self.facts.vllm_config.scheduler_config.max_num_batched_tokens
+        most_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
         return LateCheck(make_stream(device), pinned_for(device), device, most_rows)
 
 

@@ -183,16 +183,6 @@ class BatchRows:
         """[R], the positions [start, end) that each request computes."""
         return [(span.start, span.start + span.num_tokens) for span in self.spans]
 
-    @property
-    def kv_tokens(self) -> int:
-        """KV entries that attention reads when each request's are read once."""
-        return sum(span.start + span.num_tokens for span in self.spans)
-
-    @property
-    def attended(self) -> int:
-        """(row, KV entry) pairs: each row attends to its own position and all before it."""
-        return sum(s.num_tokens * s.start + s.num_tokens * (s.num_tokens + 1) // 2 for s in self.spans)
-
     def expected_slot_mapping(self, block_size: int) -> NDArray[np.int64]:
         """The KV entry that each row must write if we know its request and position correctly [T]."""
         parts = [

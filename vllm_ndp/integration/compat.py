@@ -105,6 +105,7 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     asked = partial(_nested, vllm_config)
     moe_backend = asked("kernel_config.moe_backend", "auto")
     load_format = str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format))
+    quantized = f"'plan' {settings.plan!r}" if settings.is_joint else f"'slot_bits' {settings.slot_bits}"
     refusals: list[tuple[bool, str]] = [
         (parallel.data_parallel_size > 1 and parallel.enable_expert_parallel,
          "expert parallelism over data-parallel ranks, which would bring rows of other engines' requests: "
@@ -113,7 +114,7 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
          "a prior of the whole model beside pipeline parallelism, where each stage plans for its own layers: drop "
          "'prior' from 'policy'"),
         (settings.has_quantized_slots and parallel.tensor_parallel_size > 1,
-         f"{_quantized_slots(settings)} beside tensor or expert parallelism, since replicas are not cut for ranks: "
+         f"{quantized} beside tensor or expert parallelism, since replicas are not cut for ranks: "
          "drop --tensor-parallel-size, or that setting"),
         (settings.is_joint and not on_cpu(),
          f"'plan' {settings.plan!r} on CUDA, where vLLM's kernels run all slots of a layer at one width: drop it, or "
@@ -169,7 +170,9 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     for refused, what in refusals:
         if refused:
             raise ConfigError(f"quantization 'ndp' does not work together with {what}")
-    _refuse_broken_on_cpu(vllm_config)
+    for architecture in vllm_config.model_config.architectures:
+        if on_cpu() and (reason := BROKEN_ON_CPU.get(architecture)):
+            raise ConfigError(f"{architecture} cannot be served on a CPU: {reason}; on CUDA it is accepted")
     directory = model_dir(vllm_config)
     shape = open_checkpoint(directory).shape
     if not any(directory.glob("*.safetensors")):
@@ -183,16 +186,14 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     settings.resolve_offload_bits(shape.num_experts)
     settings.require_use_of_prices(shape.num_experts)
     hardware_of(settings)
-    settings.make_policy()
-    _refuse_ineffective_bit_rule(settings)
+    if settings.cold_precision == "full" and "bit_rule" in settings.policy_options:
+        raise ConfigError(
+            "ndp setting 'policy' holds 'bit_rule', which has no effect with cold_precision 'full': drop one of the two"
+        )
     if settings.replicas is not None and settings.needs_replicas(shape.num_experts, in_slots=on_cpu()):
         # sizes and headers only; the device reads and hashes every byte when it starts
         ReplicaFiles(Path(settings.replicas), model_digest=model_digest(directory), check_contents=False)
     return settings
-
-
-def _quantized_slots(settings: NdpSettings) -> str:
-    return f"'plan' {settings.plan!r}" if settings.is_joint else f"'slot_bits' {settings.slot_bits}"
 
 
 def _refuse_uneven_shares(shape: ModelShape, num_ranks: int, *, whole: bool) -> None:
@@ -205,12 +206,6 @@ def _refuse_uneven_shares(shape: ModelShape, num_ranks: int, *, whole: bool) -> 
             f"--tensor-parallel-size {num_ranks} cuts experts of intermediate size {shape.intermediate_size} into "
             f"parts that are no multiple of {unit}: choose a size that divides it"
         )
-
-
-def _refuse_broken_on_cpu(vllm_config: VllmConfig) -> None:
-    for architecture in vllm_config.model_config.architectures:
-        if on_cpu() and (reason := BROKEN_ON_CPU.get(architecture)):
-            raise ConfigError(f"{architecture} cannot be served on a CPU: {reason}; on CUDA it is accepted")
 
 
 def layers_of_stage(vllm_config: VllmConfig, layout: ExpertLayout, stage: Part) -> tuple[range, range]:
@@ -310,15 +305,6 @@ def full_attention_group(kv_cache_config: Any, max_model_len: int) -> KvGroup:
     if reaches:
         why = f"every layer forgets what lies {max(reaches)} tokens back: use --max-model-len {max(reaches)} or less"
     raise ConfigError(f"quantization 'ndp' keeps a prompt's routing beside its KV cache, but {why}")
-
-
-def _refuse_ineffective_bit_rule(settings: NdpSettings) -> None:
-    asked = {"bits", "bit_rule"} & set(settings.policy_options)
-    if settings.cold_precision == "full" and asked:
-        raise ConfigError(
-            f"ndp setting 'policy' holds {asked.pop()!r}, which has no effect with cold_precision 'full': "
-            "drop one of the two"
-        )
 
 
 def refuse_mixed_settings(arguments: Sequence[str]) -> None:
@@ -475,13 +461,15 @@ def _refusals_of_drafts(vllm_config: VllmConfig, settings: NdpSettings) -> list[
     """
     proposer, speculative = _proposer(vllm_config), vllm_config.speculative_config
     quantization = getattr(speculative, "quantization", None)
+    ahead = vllm_config.scheduler_config.async_scheduling
+    schedules_ahead = not on_cpu() if ahead is None else bool(ahead)  # before the step before has ended
     known = ("", *MODEL_FREE, *WITH_LAYERS)
     return [
         (proposer not in known, f"drafts by {proposer!r}, which nobody has compared with stock here: use one of "
          f"{', '.join(known[1:])} in --speculative-config"),
         (proposer != "mtp" and quantization == "ndp",
          "itself for a draft, whose layers are vLLM's: drop 'quantization' from --speculative-config"),
-        (_has_layers(vllm_config) and _schedules_ahead(vllm_config), "drafts with layers of their own "
+        (_has_layers(vllm_config) and schedules_ahead, "drafts with layers of their own "
          "under asynchronous scheduling, where the host learns too late which were accepted: add "
          "--no-async-scheduling"),
         (on_cpu() and bool(proposer) and bool(vllm_config.model_config.is_hybrid)
@@ -513,9 +501,3 @@ def _proposer(vllm_config: VllmConfig) -> str:
 
 def _has_layers(vllm_config: VllmConfig) -> bool:
     return _proposer(vllm_config) in WITH_LAYERS
-
-
-def _schedules_ahead(vllm_config: VllmConfig) -> bool:
-    """Whether a step is scheduled before the one before has ended: on a GPU, where nobody has said so."""
-    asked = vllm_config.scheduler_config.async_scheduling
-    return not on_cpu() if asked is None else bool(asked)

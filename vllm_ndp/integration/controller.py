@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -20,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
+from ndp_device.common.machine_memory import process_memory
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from vllm_ndp.integration import compat, startup_table, vllm_private
+from vllm_ndp.integration import compat, vllm_private
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.batch import RowLocator, TrackedRequest
 from vllm_ndp.integration.cuda import limits
@@ -30,13 +32,13 @@ from vllm_ndp.integration.cuda.streams import Arrival, make_stream, pinned_for
 from vllm_ndp.integration.device_link import DeviceView
 from vllm_ndp.integration.host_replicas import HostExperts
 from vllm_ndp.integration.recording import RunRecorder, run_provenance
-from vllm_ndp.integration.report import DEVICE_TIME, PAIR_KINDS, PHASES, StepReport, counts_of
+from vllm_ndp.integration.report import DEVICE_TIME, PHASES, StepReport, counts_of
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
-from vllm_ndp.integration.serving import live
-from vllm_ndp.integration.serving.live import FinishedRequests, made_of
+from vllm_ndp.integration.serving import status
+from vllm_ndp.integration.serving.status import FinishedRequests
 from vllm_ndp.integration.step import Step, StepParts
 from vllm_ndp.layer.setup import Scheduling
-from vllm_ndp.layer.split import Pairs
+from vllm_ndp.layer.split import PAIR_KINDS, Pairs
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -71,11 +73,11 @@ class NdpController:
             parts.running.whole = self._make_whole_step()
         self.log = StepLog(worker, self._open_recorder(num_blocks, group.block_size))
         self.log.note_plan(0)
-        self._last_planned: list[TrackedRequest] = []  # under the plan in force; they may have ended
+        self.last_planned: list[TrackedRequest] = []  # under the plan in force; they may have ended
         _current = self
         facts.opened.callback(self._close)
         if facts.ranks.leads:
-            startup_table.show(self.status())
+            status.show(self.status())
 
     def _open_recorder(self, num_blocks: int, block_size: int) -> RunRecorder | None:
         facts = self.worker.facts
@@ -177,7 +179,8 @@ class NdpController:
         planned = parts.planner.replan()
         plan_s = time.perf_counter() - began_s if planned else None
         plans = self._describe(planned)
-        self._agree_among_ranks()
+        if (ranks := self.worker.facts.ranks).size > 1:
+            self.device.agreed = ranks.agree(devices_up=self.device.up, plans=parts.planner.checksum)
         step = parts.running.step = Step(log.steps, spans, self.steps, began_s, plan_s, plans, log.settle)
         try:
             with self.worker.threads.of(spans.values()):
@@ -190,11 +193,6 @@ class NdpController:
         finally:
             parts.running.step = None
 
-    def _agree_among_ranks(self) -> None:
-        ranks, device = self.worker.facts.ranks, self.device
-        if ranks.size > 1:
-            device.agreed = ranks.agree(devices_up=device.up, plans=self.worker.parts.planner.checksum)
-
     def take_report(self) -> StepReport | LateReport | None:
         """Return the report of the running step, or of the last one, once, as the leader tells it."""
         running = self.worker.parts.running.step
@@ -204,11 +202,11 @@ class NdpController:
         """New plans for the report and the recording, by request."""
         if not planned:
             return {}
-        self._last_planned = list(planned.values())
+        self.last_planned = list(planned.values())
         self.log.note_plan(self.log.steps)
-        replanner, slot_bits = self.worker.parts.planner.replanner, self.worker.facts.settings.slot_bits
+        replanner, slot_bits = self.worker.run.planner, self.worker.facts.settings.slot_bits
         placement = replanner.placement
-        num_hot, num_warm = live.per_layer(placement.hot), live.per_layer(placement.warm)
+        num_hot, num_warm = status.per_layer(placement.hot), status.per_layer(placement.warm)
         return {
             name: {
                 "epoch": request.plan.epoch,
@@ -228,11 +226,16 @@ class NdpController:
     # -- what is effective ----------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        return startup_table.status(self.worker, self.steps.sidecar, self._kv_cache_bytes)
+        return status.status(self.worker, self.steps.sidecar, self._kv_cache_bytes)
 
     def totals_dict(self) -> dict[str, Any]:
-        self.log.settle()
-        planner, locator, is_simulated = self.worker.parts.planner, self.steps.locator, not self.log.unsimulated
+        """Sums since the start."""
+        planner, locator, log = self.worker.parts.planner, self.steps.locator, self.log
+        log.settle()
+
+        def labelled(key: str) -> dict[str, float]:
+            return {name.partition(":")[2]: count for name, count in log.sums.items() if name.startswith(f"{key}:")}
+
         return {
             "prefills": planner.prefills,
             "migrated_experts": planner.migrated_experts,
@@ -240,38 +243,29 @@ class NdpController:
             "row_checks": locator.row_checks,
             "sidecar_mismatches": locator.mismatches,
             "device_state": self.device.state,
-            "simulated_ps": self.worker.run.clock.now_ps if is_simulated else None,
-            **self.log.totals(),
+            "simulated_ps": None if log.unsimulated else self.worker.run.clock.now_ps,
+            "steps": log.steps,
+            "preempted": log.preempted,
+            **{f"{phase}_rows": log.sums[f"rows:{phase}"] for phase in PHASES},
+            **{f"{kind}_pairs": log.sums[f"pairs:{kind}"] for kind in PAIR_KINDS},
+            "fallback_causes": labelled("why"),
+            "simulated_device": labelled("device") if log.has_device_times else None,
+            "simulated_device_bound": labelled("bound"),
         }
 
-    def live(self) -> dict[str, Any] | None:
-        """Return what goes on now, for a status page; None where another rank tells."""
+    def live(self, latest: int) -> dict[str, Any] | None:
+        """Return what goes on now, and the reports of requests that ended last; None where another rank tells."""
         if (link := self.device.link) is None:
             return None
         return {
             "effective": self.status(),
             "totals": self.totals_dict(),
             "device": link.members.look(link.state),
-            "memory": live.memory(link.members.pids),
-            "plan": live.plan_in_force(self.worker.parts.planner.replanner, self._last_planned),
-            "running": live.running(self.worker.requests),
+            "memory": {"engine": process_memory([os.getpid()]), "device": process_memory(link.members.pids)},
+            "plan": status.plan_in_force(self.worker.run.planner, self.last_planned),
+            "running": status.running(self.worker.requests),
+            "finished": self.log.finished.latest(latest),
         }
-
-    def requests_of(self, client_id: str) -> dict[str, Any]:
-        """Reports of what was made of a client's request, and which of it the scheduler has not taken back yet."""
-        return {
-            "finished": self.log.finished.find(client_id),
-            "running": made_of(client_id, self.worker.requests.requests),
-        }
-
-    def experts(self) -> dict[str, Any] | None:
-        """Return which experts are hot where, for each layer of this worker; None where another rank tells."""
-        facts = self.worker.facts
-        return (
-            live.experts(self.worker.parts.planner.replanner, self._last_planned, facts.layers)
-            if facts.ranks.leads
-            else None
-        )
 
 
 # -- the log of steps --------------------------------------------------------------------------------------------------
@@ -301,8 +295,8 @@ class StepLog:
         self.finished = FinishedRequests()
         self.steps = 0  # that have begun
         self.preempted = 0  # requests that came back after a preemption
-        self._sums: defaultdict[str, float] = defaultdict(int)  # counts_of
-        self._has_device_times = True  # every answer of the device so far had one
+        self.sums: defaultdict[str, float] = defaultdict(int)  # counts_of
+        self.has_device_times = True  # every answer of the device so far had one
         self.unsimulated = worker.unsimulated  # what ran so far and is in no simulated clock
         self._late = deque[LateReport]()  # in the order of their steps
         self._left: StepReport | LateReport | None = None  # of the step that has ended, if nobody has asked for it yet
@@ -347,31 +341,15 @@ class StepLog:
             self.unsimulated = self.unsimulated or DEVICE_TIME
         report.unsimulated = self.unsimulated
         if self.recorder is not None:
-            device, epoch = self._worker.parts.device, self._worker.parts.planner.replanner.epoch
+            device, epoch = self._worker.parts.device, self._worker.run.planner.epoch
             assert device.link is not None  # the leader's
             took_s = time.perf_counter() - step.began_s
             simulated = None if self.unsimulated else time_of_step
             self.recorder.note_step(step, epoch, simulated, took_s, device.link.take_availability())
         for key, count in counts_of(report).items():
-            self._sums[key] += count
-        self._has_device_times &= report.device is not None
+            self.sums[key] += count
+        self.has_device_times &= report.device is not None
         return report if ranks.leads else None
-
-    def totals(self) -> dict[str, Any]:
-        """Sums since the start."""
-
-        def labelled(key: str) -> dict[str, float]:
-            return {name.partition(":")[2]: count for name, count in self._sums.items() if name.startswith(f"{key}:")}
-
-        return {
-            "steps": self.steps,
-            "preempted": self.preempted,
-            **{f"{phase}_rows": self._sums[f"rows:{phase}"] for phase in PHASES},
-            **{f"{kind}_pairs": self._sums[f"pairs:{kind}"] for kind in PAIR_KINDS},
-            "fallback_causes": labelled("why"),
-            "simulated_device": labelled("device") if self._has_device_times else None,
-            "simulated_device_bound": labelled("bound"),
-        }
 
     def leave(self, step: Step) -> None:
         """The step has ended, whether or not somebody asked for its report: model runner V2 asks when it samples."""
@@ -394,7 +372,7 @@ class StepLog:
     def note_plan(self, step: int) -> None:
         """A plan is in force from this step on."""
         if self.recorder is not None:
-            replanner, requests = self._worker.parts.planner.replanner, self._worker.requests.requests
+            replanner, requests = self._worker.run.planner, self._worker.requests.requests
             plans = {name: request.plan for name, request in requests.items() if request.plan is not None}
             self.recorder.note_plan(step, replanner.epoch, replanner.placement, plans)
 

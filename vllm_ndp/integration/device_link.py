@@ -114,25 +114,23 @@ class DeviceCall:
     """One layer's call under way."""
 
     pairs: Pairs
-    _client: DeviceClient | DeviceGroup
-    _handle: Any  # None: the device was away, and nothing was sent
-    _sent_s: float
-    _round_trips_s: deque[float]  # where the time that this one took goes
-    _fallbacks: Counter[str]  # where its pairs go by cause, if they are not answered
+    _link: DeviceLink
+    _handle: Any = None  # None: the device was away, and nothing was sent
+    _sent_s: float = 0.0
     answer: ExecuteResult | None = None
     """Once there is one."""
 
     def result(self) -> ExecuteResult | None:
         """Wait for the answer, at most until the deadline; None if no valid one came."""
         if self._handle is None:
-            self._fallbacks["down"] += len(self.pairs.experts)
+            self._link.fallbacks["down"] += len(self.pairs.experts)
             return None
         try:
-            answer = self._client.finish_execute(self._handle)
+            answer = self._link.client.finish_execute(self._handle)
         except DeviceUnavailable as error:
-            self._fallbacks[error.cause] += len(self.pairs.experts)
+            self._link.fallbacks[error.cause] += len(self.pairs.experts)
             return None
-        self._round_trips_s.append(time.perf_counter() - self._sent_s)
+        self._link.round_trips_s.append(time.perf_counter() - self._sent_s)
         self.answer = answer
         return answer
 
@@ -147,7 +145,7 @@ class DeviceCall:
         """The step is lost: take the answer all the same, so that it does not count as under way any longer."""
         if self._handle is not None:
             with contextlib.suppress(DeviceUnavailable):
-                self._client.finish_execute(self._handle)
+                self._link.client.finish_execute(self._handle)
 
 
 class DeviceLink:
@@ -171,14 +169,14 @@ class DeviceLink:
         self._only = members.clients[0] if devices is None else None
         self.client: DeviceClient | DeviceGroup = members.clients[0]
         if devices is not None:
-            copies, deadline_ms = devices.rules.num_copies, members.deadline_ms
+            copies, deadline_ms = devices.num_copies, members.deadline_ms
             how = self._route, self._holds, slowest
             self.client = DeviceGroup(members.clients, *how, num_copies=copies, deadline_ms=deadline_ms)
         self._setup, self._devices, self._shape, self._layers, self._local = setup, devices, shape, layers, local
         self._gather = Gather(shape.hidden_size, dtype)
         self._installing: int | None = None  # epoch whose plan is on its way
-        self._round_trips_s: deque[float] = deque(maxlen=_MOST_ROUND_TRIPS)
-        self._fallbacks = Counter[str]()
+        self.round_trips_s: deque[float] = deque(maxlen=_MOST_ROUND_TRIPS)
+        self.fallbacks = Counter[str]()
 
     def _route(
         self, layer: int, experts: NDArray[np.int32], bits: NDArray[np.uint8], usable: Sequence[bool]
@@ -248,7 +246,7 @@ class DeviceLink:
         """Send the rows of x [T, H] that the pairs need; waits for nothing but a new plan, and never fails."""
         self.wait_installed()
         if self._only is not None and self._only.refuses():
-            return DeviceCall(pairs, self.client, None, 0.0, self._round_trips_s, self._fallbacks)
+            return DeviceCall(pairs, self)
         rows = self._gather.rows(x, pairs.sent_rows)
         now_ps, more_s = step.parts.run.clock.now_ps, self._prompts_s(step, pairs)
         return self.send_rows(step, layer, now_ps, rows, pairs, more_s=more_s)
@@ -278,7 +276,7 @@ class DeviceLink:
             handle = self._only.begin_execute(*asked, deadline_s=deadline_s)
         else:
             handle = self.client.begin_execute(*asked)
-        return DeviceCall(pairs, self.client, handle, sent_s, self._round_trips_s, self._fallbacks)
+        return DeviceCall(pairs, self, handle, sent_s)
 
     def send_ahead(self, step: Step, layer: int, order: Order, x: NDArray[Any]) -> Any:
         """The same by a thread, for pairs that it will find: a handle for `sent_ahead`. x [T, H]: rows that may leave.
@@ -294,7 +292,7 @@ class DeviceLink:
         """The message has left; y: the sums, if the answer is here."""
         assert self._only is not None
         self._only.executed_ahead(handle, outcome, rows, y)
-        return DeviceCall(pairs, self.client, handle, outcome.sent_s, self._round_trips_s, self._fallbacks)
+        return DeviceCall(pairs, self, handle, outcome.sent_s)
 
     def _prompts_s(self, step: Step, pairs: Pairs) -> float:
         """Seconds by which the deadline, which is meant for decode rows, is longer for these pairs."""
@@ -305,14 +303,14 @@ class DeviceLink:
 
     def take_round_trips(self) -> list[float]:
         """How long each answered message took since the last time, in seconds on the wall: until the host has it."""
-        taken = list(self._round_trips_s)
-        self._round_trips_s.clear()
+        taken = list(self.round_trips_s)
+        self.round_trips_s.clear()
         return taken
 
     def take_fallbacks(self) -> dict[str, int]:
         """Pairs that no answer came for since the last time, by cause (ndp_device.common.errors.UNAVAILABLE)."""
-        taken = dict(self._fallbacks)
-        self._fallbacks.clear()
+        taken = dict(self.fallbacks)
+        self.fallbacks.clear()
         return taken
 
     def stand_in(self, layer: int, x: NDArray[np.float32], pairs: Pairs) -> NDArray[np.float32] | None:

@@ -123,9 +123,8 @@ class DeviceMembers:
         try:
             welcome = member.client.connect()
         except DeviceError as error:  # what a device says does not name it
-            said = f"at {member.address}: {error.message}" if others or len(self.each) > 1 else error.message
+            said = f"at {member.address}: {error.message}" if len(self.each) > 1 else error.message
             raise DeviceError(error.code, said, retryable=error.retryable) from None
-        served = welcome.served
         with Probe(member.address, keys=member.keys) as probe:
             member.description = probe.describe()
         for other in others:
@@ -135,15 +134,12 @@ class DeviceMembers:
                     f"{other.address} and {member.address} are one device: name each device once in ndp setting "
                     "'devices'"
                 )
-        first = others[0].client.welcome if others else welcome
-        assert first is not None
-        assert first.served is not None
-        if served.widths != first.served.widths:
-            raise ConfigError(
-                f"the device at {member.address} serves the widths {sorted(served.expert_bytes)}, the one at "
-                f"{others[0].address} serves {sorted(first.served.expert_bytes)}: start them alike"
-            )
-        return served
+            if (theirs := other.client.welcome.served).widths != welcome.served.widths:
+                raise ConfigError(
+                    f"the device at {member.address} serves the widths {sorted(welcome.served.expert_bytes)}, the one "
+                    f"at {other.address} serves {sorted(theirs.expert_bytes)}: start them alike"
+                )
+        return welcome.served
 
     @contextmanager
     def beside_the_run(self, deadline_ms: float) -> Iterator[DeviceClient]:

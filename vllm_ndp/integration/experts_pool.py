@@ -5,7 +5,6 @@ Reads pages only when an expert is migrated or streamed, so resident memory does
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -37,11 +36,11 @@ class ExpertsPool:
 
     def __init__(self, model_dir: Path, share: Part = WHOLE) -> None:
         """share: which part of each expert is read unless another one is asked for."""
-        self._checkpoint = CheckpointExperts(model_dir)
+        self.checkpoint = CheckpointExperts(model_dir)
         self.share = share
-        self.shape, self.layout = self._checkpoint.shape, self._checkpoint.layout
+        self.shape, self.layout = self.checkpoint.shape, self.checkpoint.layout
         self.model, self._first_layer = self.shape, 0
-        self.dtype = _TORCH[self._checkpoint.expert(0, 0).dtype]
+        self.dtype = _TORCH[self.checkpoint.expert(0, 0).dtype]
 
     def restrict(self, layers: range) -> None:
         """Restrict the pool to the MoE layers of a pipeline stage."""
@@ -53,14 +52,9 @@ class ExpertsPool:
         return self.shape.num_layers * self.shape.num_experts * self.expert_bytes
 
     @property
-    def quantized(self) -> Collection[str]:
-        """Names of the experts' weights that the checkpoint stores quantized."""
-        return self._checkpoint.packed
-
-    @property
     def stored_as(self) -> list[str]:
         """Kinds of tensors that values are read from: how long that takes depends on them."""
-        packed = self._checkpoint.packed.values()
+        packed = self.checkpoint.packed.values()
         return sorted({str(self.dtype), *(" ".join([*one.parts, one.elements, str(one.bits)]) for one in packed)})
 
     @property
@@ -68,14 +62,9 @@ class ExpertsPool:
         return self.shape.weights_per_expert * self.dtype.itemsize
 
     @property
-    def lies_in_place(self) -> bool:
-        """Whether the device, which maps the same files, can compute experts without a copy of them."""
-        return self._checkpoint.lies_in_place
-
-    @property
     def code_bits(self) -> int | None:
         """Width of slots that may hold experts as they are stored; None: they may not."""
-        form = self._checkpoint.stored_form
+        form = self.checkpoint.stored_form
         return None if form is None else form.bits
 
     @property
@@ -88,7 +77,7 @@ class ExpertsPool:
 
     def expert(self, layer: int, expert: int, share: Part | None = None) -> ExpertWeights:
         """Weights of one expert, or the part of it that `share` names; default: this worker's own part."""
-        part = (share or self.share).of(self._checkpoint.expert(self._first_layer + layer, expert))
+        part = (share or self.share).of(self.checkpoint.expert(self._first_layer + layer, expert))
         assert isinstance(part, FullExpert)
         # a copy of what lies transposed or interleaved
         w1, w3, w2 = (tensor_over(np.ascontiguousarray(a), self.dtype) for a in (part.w1, part.w3, part.w2))
@@ -99,7 +88,7 @@ class ExpertsPool:
 
     def check(self, layer: int) -> None:
         """After using experts of a layer: raise ReplicaError where what was read of them is no longer in their file."""
-        self._checkpoint.check(self._first_layer + layer)
+        self.checkpoint.check(self._first_layer + layer)
 
 
 def tensor_over(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:

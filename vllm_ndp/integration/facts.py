@@ -3,24 +3,32 @@
 And what follows from them alone. Nothing here changes afterwards. Then what the ranks of an engine agree on before they
 plan: replicas, the device, the setup of the run, measured prices. The leader finds out, and the other ranks hear it, so
 that all of them plan alike.
+
+Tensor parallelism splits each layer over the ranks of a group; with expert parallelism each of them holds some of the
+hot experts whole. Rank 0, the leader, speaks to the device and sends rows for whole experts. The leader adds what comes
+back to its own partial sum, before vLLM's all-reduce adds up the ranks. Every rank makes the same plans by itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
+import torch.distributed as dist
 import vllm
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import WholeModel
 from ndp_device.common.widths import FULL_PRECISION_BITS, REPLICA_WIDTHS
+from ndp_device.experts.expert import WHOLE, Part
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.model_config import whole_model
 from ndp_device.protocol.messages import Served
@@ -40,8 +48,7 @@ from vllm_ndp.integration.host_replicas import HostExperts, load_engine_kernel
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.linear_layers import LinearLayers, StoredLinears
 from vllm_ndp.integration.price_probe import PriceProbe, Shared, WantedPrices, find_or_measure
-from vllm_ndp.integration.ranks import Ranks
-from vllm_ndp.layer.devices import DeviceRules
+from vllm_ndp.layer.devices import copies_that_fit
 from vllm_ndp.layer.joint_rule import LIVE_WIDTHS
 from vllm_ndp.layer.setup import Planning, Setup
 from vllm_ndp.layer.tiers import Owners, Tiers
@@ -50,13 +57,97 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+T = TypeVar("T")
+_MOST_CORES = 8192  # of one host
+
+
+class Ranks:
+    """The group of ranks that split each layer, seen from one of them; and those of the same part in other stages."""
+
+    def __init__(self, *, holds_whole_experts: bool) -> None:
+        """holds_whole_experts: each rank has some of the hot experts, and not a part of each (expert parallelism)."""
+        self._group, self._stages = group, stages = get_tp_group(), get_pp_group()
+        self.holds_whole_experts = holds_whole_experts and group.world_size > 1
+        self.rank: int = group.rank_in_group
+        self.size: int = group.world_size
+        self.stage = Part(stages.rank_in_group, stages.world_size)
+        """Of the model's layers, in a pipeline."""
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def share(self) -> Part:
+        """Of each expert that this rank holds."""
+        return WHOLE if self.holds_whole_experts else Part(self.rank, self.size)
+
+    @property
+    def description(self) -> str:
+        stage = f"stage {self.stage.index} of {self.stage.count}: " if self.stage.count > 1 else ""
+        if self.size == 1:
+            return stage + ("a device, plan and clock of its own" if stage else "one: the whole model")
+        each = f"1/{self.size} of the hot experts" if self.holds_whole_experts else f"1/{self.size} of every hot expert"
+        return f"{stage}{self.size}, each {each}; rank 0 sends whole cold experts' rows to the device"
+
+    def from_leader(self, value: Any = None) -> Any:
+        """Return the leader's value; every rank of the group must ask."""
+        return value if self.size == 1 else self._group.broadcast_object(value if self.leads else None)
+
+    def after_the_first(self, act: Callable[[], T]) -> T:
+        """Have the first rank of all act, and then the others, so that nothing is made twice at once."""
+        is_first = self.leads and self.stage.index == 0
+        made = [act()] if is_first else []
+        for group in self._groups:
+            group.broadcast_object(True if group.rank_in_group == 0 else None)
+        return made[0] if made else act()
+
+    def merge(self, cores: set[int]) -> set[int]:
+        """The cores that any of the ranks names; every rank must ask."""
+        named = torch.zeros(_MOST_CORES, dtype=torch.uint8)
+        named[sorted(cores)] = 1
+        for group in self._groups:
+            dist.all_reduce(named, dist.ReduceOp.MAX, group=group.cpu_group)
+        return set(named.nonzero().flatten().tolist())
+
+    @property
+    def _groups(self) -> list[Any]:
+        """Groups with other ranks in them. A message through both groups reaches every rank."""
+        return [group for group in (self._group, self._stages) if group.world_size > 1]
+
+    def require_equal(self, seen: dict[str, str]) -> None:
+        """Compare what this rank was started with with the first one's. Raises ConfigError on the rank that differs."""
+        for group in self._groups:
+            rank, theirs = group.rank_in_group, group.broadcast_object(seen if group.rank_in_group == 0 else None)
+            for what, mine in seen.items():
+                if mine != theirs[what]:
+                    raise ConfigError(
+                        f"rank {rank} has {what} {mine}, rank 0 has {theirs[what]}: "
+                        "start every rank with the same settings, checkpoint and replicas"
+                    )
+
+    def agree(self, *, devices_up: tuple[bool, ...], plans: int) -> tuple[bool, ...]:
+        """Before a step of several ranks: which of the leader's devices are up, which every rank then goes by.
+
+        `plans`: checksum of the plans in force, which must be the same on every rank. Another plan on one rank would
+        leave pairs out or count them twice, in silence.
+        """
+        leaders_up, leaders = self.from_leader((devices_up, plans))
+        if plans != leaders:
+            raise RuntimeError(
+                f"rank {self.rank} planned otherwise than rank 0 (checksums {plans:08x} and {leaders:08x}): "
+                "the router did not choose the same experts on both; nothing that follows would be right"
+            )
+        return tuple(leaders_up)
+
+
 class WorkerFacts:
     def __init__(self, vllm_config: VllmConfig, opened: ExitStack) -> None:
         """opened: what is closed with the worker, the last first, whether or not it comes to start."""
         self.settings, self.model_dir = compat.check(vllm_config), compat.model_dir(vllm_config)
         self.vllm_config, self.opened = vllm_config, opened
         whole_experts = vllm_config.parallel_config.enable_expert_parallel
-        self.ranks = ranks = Ranks.of_this_worker(holds_whole_experts=whole_experts)
+        self.ranks = ranks = Ranks(holds_whole_experts=whole_experts)
         self.pool = ExpertsPool(self.model_dir, ranks.share)
         decoder, self.layers = compat.layers_of_stage(vllm_config, self.pool.layout, ranks.stage)
         self.pool.restrict(self.layers)
@@ -66,7 +157,7 @@ class WorkerFacts:
         owners = Owners(ranks.size, *sizes) if ranks.holds_whole_experts else None
         self.tiers = Tiers(*sizes, owners=owners, rank=ranks.rank if owners else None)
         self.linears = self._make_linears()
-        self.stored_linears = StoredLinears(self.model_dir, self.pool.quantized)
+        self.stored_linears = StoredLinears(self.model_dir, self.pool.checkpoint.packed)
 
     def _make_linears(self) -> LinearLayers | None:
         """Linear layers to quantize; None where they stay as they are."""
@@ -77,11 +168,6 @@ class WorkerFacts:
         )
         self.opened.callback(linears.close)
         return linears
-
-    @property
-    def unsimulated(self) -> str:
-        """Work that runs here and is in no simulated clock."""
-        return compat.unsimulated(self.vllm_config)
 
     @cached_property
     def digest(self) -> str:
@@ -119,7 +205,7 @@ class WorkerFacts:
             reason = "every expert is hot"
         elif settings.num_devices > 1:
             reason = "several devices do not share the experts of prompts"
-        elif not self.pool.lies_in_place:
+        elif not self.pool.checkpoint.lies_in_place:
             reason = "experts do not lie row by row in this checkpoint, so the device would keep copies of them"
         if settings.prefill == "split" and reason:
             raise ConfigError(f"ndp setting 'prefill' is 'split', but {reason}: use 'auto' or 'streamed'")
@@ -236,14 +322,14 @@ def _make_setup(worker: WorkerFacts, served: Served, *, wants_prompts: bool) -> 
     )
     if setup.num_devices == 1:
         return setup
-    rules = DeviceRules.that_fit(
+    copies = copies_that_fit(
         setup.costs_of(worker.shape),
         setup.num_devices,
         settings.device_copies,
         full_precision=worker.planning.full_precision,
         splits_experts=setup.splits_experts,
     )
-    return msgspec.structs.replace(setup, device_copies=rules.num_copies)
+    return msgspec.structs.replace(setup, device_copies=copies)
 
 
 def measure_prices(

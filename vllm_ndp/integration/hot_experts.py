@@ -23,8 +23,8 @@ from ndp_device.experts.expert import Part
 from vllm_ndp.integration.cuda.low_bit_slots import LowBitSlots, form_of_vllm
 from vllm_ndp.integration.cuda.streams import CudaEvent, Event, own_stream
 from vllm_ndp.integration.experts_pool import ExpertsPool
+from vllm_ndp.integration.host_replicas import QuantizedSlots, ReplicaFill
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotWeights
-from vllm_ndp.integration.quantized_slots import QuantizedSlots, ReplicaFill
 from vllm_ndp.layer.split import Pairs
 from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.plan import Placement
@@ -107,14 +107,13 @@ def slots_of_module(
     """Slots that vLLM's module of a layer has allocated, for this kernel. `num_quantized`: slots per layer that are
     narrower than the checkpoint's, as `slot_bits` says on a GPU."""
     held = SlotWeights.of_layer(module)
-    num_experts, own = tiers.where.shape[1], (tiers.where[index], tiers.without_slot[index])
     if not num_quantized:
-        return HotSlots(kernel, held, num_experts, *own)
+        return HotSlots(kernel, held, tiers, index)
     if not isinstance(kernel, CudaSlotKernel):
-        return QuantizedSlots(kernel, held, num_experts, num_quantized, *own)
+        return QuantizedSlots(kernel, held, tiers, index, num_quantized)
     hidden, intermediate = held.w2.shape[1:]
     form = form_of_vllm(slot_bits, hidden, intermediate, held.w13.dtype)
-    return LowBitSlots(kernel, held, num_experts, num_quantized, form, *own)
+    return LowBitSlots(kernel, held, tiers, index, num_quantized, form)
 
 
 class StagingStreamer:
@@ -209,7 +208,7 @@ class StagingStreamer:
         return None if self._copies is None else self._copies.of_this_thread(device).record_main()
 
 
-class HotExperts:
+class HotExperts(Migrator):
     def __init__(
         self,
         pool: ExpertsPool,
@@ -224,22 +223,25 @@ class HotExperts:
         """layers: all of them. cores: where the copying thread may run. replicas: what fills quantized slots. beside:
         whether experts move beside the step."""
         self.pool, self.tiers, self.layers, self.streamer = pool, tiers, layers, streamer
-        self._fill = streamer.fill if replicas is None else replicas.fill
-        if isinstance(layers[0], LowBitSlots):
-            self._fill = self._quantize
+        self._replicas = replicas
         only_at_start = replicas is not None and len(layers[0].expert_in) == tiers.where.shape[1]  # later, steps run
-        self._migrator = Migrator(cores if beside else (), threads=max(len(cores), 1) if only_at_start else 1)
+        super().__init__(cores if beside else (), threads=max(len(cores), 1) if only_at_start else 1)
         self._maps: torch.Tensor | None = None  # [L, E] on a GPU: each layer's is a row, so that one copy brings all
         if layers[0].expert_map.device.type != "cpu":
             self._maps = torch.stack([layers[layer].expert_map for layer in range(len(layers))])
             for layer, slots in layers.items():
                 slots.expert_map = self._maps[layer]
 
-    def _quantize(self, layer: int, expert: int, to: SlotWeights, slot: int) -> None:
+    def _fill(self, layer: int, expert: int, to: SlotWeights, slot: int) -> None:
         slots = self.layers[layer]
-        assert isinstance(slots, LowBitSlots)
-        slots.load(slot, self.pool.expert(layer, expert))
-        self.pool.check(layer)
+        if isinstance(slots, QuantizedSlots):
+            assert self._replicas is not None
+            slots.put(slot, self._replicas.kernel, self._replicas.prepared(layer, expert, slots.bits_of(expert)))
+        elif isinstance(slots, LowBitSlots):
+            slots.low.load(slots.codes, slot, self.pool.expert(layer, expert))
+            self.pool.check(layer)
+        else:
+            self.streamer.fill(layer, expert, to, slot)
 
     @property
     def num_bytes(self) -> int:
@@ -247,33 +249,24 @@ class HotExperts:
 
     def place(self, placement: Placement) -> None:
         """A plan takes effect: begin to copy experts that became hot into the slots of those that no longer are."""
-        self._migrator.wait_for_all()
+        self.wait_for_all()
         self.tiers.activate(placement.hot, placement.warm, placement.widths)
         for layer, own in enumerate(self.tiers.own):
             self.layers[layer].retier(own)
         if self._maps is not None:
             self._maps.copy_(torch.from_numpy(self.tiers.where))
         for layer, own in enumerate(self.tiers.own):
-            slots, fill, widths = self.layers[layer], self._fill, placement.widths[layer]
-            if isinstance(slots, QuantizedSlots):
-                moves = slots.exchange_at(own, widths if placement.widths.any() else None)
-            else:
-                moves = slots.exchange(own)
-            self._migrator.begin(
-                layer, [partial(slots.migrate, slot, expert, partial(fill, layer, expert)) for slot, expert in moves]
+            slots = self.layers[layer]
+            moves = slots.exchange(own, placement.widths[layer])
+            self.begin(
+                layer,
+                [partial(slots.migrate, slot, expert, partial(self._fill, layer, expert)) for slot, expert in moves],
             )
 
     def _own(self, layer: int, hot: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which of the experts [E] that are hot from now on this rank holds."""
         owners = self.tiers.owners
         return hot if owners is None else owners.place(layer, hot) == self.tiers.rank
-
-    def wait(self, layer: int) -> None:
-        """Return when the slots of a layer hold what they are to hold. Raises what went wrong on the way."""
-        self._migrator.wait(layer)
-
-    def wait_for_all(self) -> None:
-        self._migrator.wait_for_all()
 
     def slots_to_keep(self, layer: int, hot: NDArray[np.bool_], resident: NDArray[np.bool_]) -> dict[int, int]:
         """Expert -> slot for those that are about to pass through and shall stay: resident [E] and not hot [E]."""
@@ -293,6 +286,3 @@ class HotExperts:
     def stream_whole(self, layer: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor:
         """The same of whole experts, for pairs that no other rank computes: one share after the other."""
         return self.streamer.run(layer, x, pairs, self.layers[layer], {}, self.pool.shares)
-
-    def close(self) -> None:
-        self._migrator.close()

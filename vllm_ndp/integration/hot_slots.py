@@ -26,7 +26,7 @@ from ndp_device.kernels.native import NativeKernel
 from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.cuda.streams import CopiesByThread, Event
 from vllm_ndp.integration.experts_pool import ExpertWeights
-from vllm_ndp.layer.tiers import DEVICE
+from vllm_ndp.layer.tiers import DEVICE, Tiers
 
 PAGE_BYTES = 2 << 20
 _KERNEL_ELEMENTS = 2**31
@@ -335,27 +335,25 @@ class HotSlots:
         self,
         kernel: CpuSlotKernel | CudaSlotKernel,
         held: SlotWeights,
-        num_experts: int,
-        where: NDArray[np.int32] | None = None,
-        without_slot: NDArray[np.int32] | None = None,
+        tiers: Tiers,
+        layer: int = 0,
+        num_slots: int | None = None,
     ) -> None:
-        """where and without_slot [E]: this layer's rows of a worker's tiers (layer/tiers.py), None: rows of its own."""
-        num_slots, most = held.w13.shape[0], kernel.most_slots
-        if most is not None and num_slots > most:
+        """tiers: the worker's. num_slots: None = as many as `held` has."""
+        num_held, most = held.w13.shape[0], kernel.most_slots
+        if most is not None and num_held > most:
             raise ConfigError(
-                f"{num_slots} experts in one call do not fit vLLM's CPU kernel (32-bit offsets): at most {most} for "
+                f"{num_held} experts in one call do not fit vLLM's CPU kernel (32-bit offsets): at most {most} for "
                 "this model"
             )
         self.kernel = kernel
         self.held = held
-        self.expert_in: NDArray[np.int64] = np.full(held.w13.shape[0], -1)  # [slots], -1: empty
-        cold = np.full(num_experts, DEVICE, np.int32)
-        self.where = cold if where is None else where
-        self._without_slot = cold.copy() if without_slot is None else without_slot
+        self.expert_in: NDArray[np.int64] = np.full(num_held if num_slots is None else num_slots, -1)  # -1: empty
+        self.where, self._without_slot = tiers.where[layer], tiers.without_slot[layer]
         self.expert_map = torch.from_numpy(self.where)
         """The same where the slots are."""
         if held.w13.device.type != "cpu":
-            self.expert_map = torch.full((num_experts,), DEVICE, dtype=torch.int32, device=held.w13.device)
+            self.expert_map = torch.full((len(self.where),), DEVICE, dtype=torch.int32, device=held.w13.device)
 
     @property
     def num_bytes(self) -> int:
@@ -404,8 +402,9 @@ class HotSlots:
         slot = int(self.where[expert])
         return slot if slot >= 0 else None
 
-    def exchange(self, wanted: NDArray[np.bool_]) -> list[tuple[int, int]]:
-        """(slot, expert) for the wanted experts [E] that are in no slot: into empty ones and those of the unwanted."""
+    def exchange(self, wanted: NDArray[np.bool_], widths: NDArray[np.uint8]) -> list[tuple[int, int]]:
+        """(slot, expert) for the wanted experts [E] that are in no slot: into empty ones and those of the unwanted.
+        widths [E]: where each has its own, else 0."""
         held = self.expert_in >= 0
         missing = wanted.copy()
         missing[self.expert_in[held]] = False

@@ -3,6 +3,10 @@
 On CPU they run in the engine's process, by the device's kernel. Each is quantized where vLLM would pack its weights,
 from the checkpoint's values, which are then freed; codes of 4 bits are taken as the checkpoint holds them. Routers stay
 as they are: their choices decide which experts run.
+
+Every parameter of vLLM's model must come out of the checkpoint. vLLM asks that of unquantized models only, and not of
+linear layers and embeddings. Here a linear layer's weights are no numbers until the checkpoint gives them, so that a
+fused one may lack no part. Experts are checked where they are read (ndp_device/checkpoint).
 """
 
 from __future__ import annotations
@@ -10,8 +14,10 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -19,9 +25,13 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 from torch.library import Library
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ndp_device.calibration.data_free import quantize_nested, round_to_bytes
@@ -33,7 +43,6 @@ from ndp_device.experts.expert import QuantizedMatrix
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.checkpoint import StoredTensors
 from vllm_ndp.integration import vllm_private
-from vllm_ndp.integration.whole_weights import WholeLinearMethod
 
 GROUP_SIZE = 128
 _AT_ONCE = 1 << 22
@@ -69,12 +78,6 @@ class LinearLayers:
         self._load_kernel, self._cores, self._num_experts = load_kernel, cores, num_experts
         self.names: list[str] = []
         self._has_head = False
-
-    def method_of(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """A method of ours; None where the layer stays as it is."""
-        if isinstance(layer, ParallelLMHead):
-            return _Head(self, prefix)
-        return _Linear(self, prefix) if self.may_take(layer) else None
 
     def may_take(self, layer: torch.nn.Module) -> TypeGuard[LinearBase]:
         """Whether it is a linear layer, and no router."""
@@ -136,46 +139,46 @@ class LinearLayers:
         return f"{stored}{len(self.names) - self.num_stored} at {self.bits} bits, {sizes}"
 
 
-class _Linear(WholeLinearMethod):
-    supports_pre_processed_weights = False
+class WholeLinearMethod(UnquantizedLinearMethod):
+    """A linear layer, maybe fused of several."""
 
-    def __init__(self, layers: LinearLayers, prefix: str) -> None:
-        super().__init__(prefix)
-        self._layers = layers
+    def __init__(self, prefix: str, layers: LinearLayers | None = None) -> None:
+        """layers: where it is to be quantized."""
+        super().__init__()
+        self._prefix, self._layers = prefix, layers
+        self.supports_pre_processed_weights = layers is None
+
+    def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().create_weights(layer, *args, **kwargs)
+        layer.weight.data.fill_(torch.nan)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.require_whole(layer)
-        if not self._layers.take(layer, self._prefix):
+        if self._layers is None or not self._layers.take(layer, self._prefix):
             super().process_weights_after_loading(layer)
 
+    def require_whole(self, layer: torch.nn.Module) -> None:
+        if bool(layer.weight.isnan().any()):
+            raise _lacking([f"{self._prefix}.weight, or a part of it"])
 
-class _Coded(_Linear):
+
+class _Coded(WholeLinearMethod):
     """Its matrix is the checkpoint's, of one part or of several fused ones. vLLM's loader gets nothing of it."""
 
     def __init__(self, layers: LinearLayers, prefix: str, parts: Sequence[Packed], read: Read) -> None:
-        super().__init__(layers, prefix)
-        self._parts, self._read = parts, read
+        super().__init__(prefix, layers)
+        self._serve, self._parts, self._read = layers.serve, parts, read
 
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        self._dtype = params_dtype
+    def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None: ...
 
     def process_weights_after_loading(self, layer: Any) -> None:
         skipped = vllm_private.reads_its_weights_itself(layer)
         if skipped or (matrix := matrix_of([part.codes(self._read, None) for part in self._parts])) is None:
             values = [_tensor(part.values(self._read, None), part.dtype) for part in self._parts]
-            layer.weight = torch.nn.Parameter(torch.cat(values).to(self._dtype), requires_grad=False)
+            layer.weight = torch.nn.Parameter(torch.cat(values).to(layer.params_dtype), requires_grad=False)
             super().process_weights_after_loading(layer)
         else:
-            self._layers.serve(layer, self._prefix, matrix, self._dtype, is_stored=True)
+            self._serve(layer, self._prefix, matrix, layer.params_dtype, is_stored=True)
 
 
 def matrix_of(parts: Sequence[object]) -> QuantizedMatrix | None:
@@ -188,7 +191,7 @@ def matrix_of(parts: Sequence[object]) -> QuantizedMatrix | None:
     return both if isinstance(both, QuantizedMatrix) else None
 
 
-class _Head(UnquantizedEmbeddingMethod):
+class QuantizedHead(UnquantizedEmbeddingMethod):
     supports_pre_processed_weights = False
 
     def __init__(self, layers: LinearLayers, prefix: str) -> None:
@@ -309,3 +312,47 @@ class StoredLinears:
 def _tensor(values: Any, dtype: str) -> torch.Tensor:
     made = torch.from_numpy(np.ascontiguousarray(values))
     return made.view(torch.bfloat16) if dtype == "BF16" else made
+
+
+# -- whether the checkpoint is whole -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def checked_as_unquantized(of_draft: Callable[[], bool]) -> Iterator[None]:
+    """Let vLLM's loader compare names as for a model without our method, and say what lacks in one sentence.
+
+    For a quantized model it would also ask for parameters that a module holds under a second name. While a draft loads
+    (`of_draft`), its embeddings may lack: it takes the model's.
+    """
+
+    def as_unquantized(
+        stock: Callable[..., None], loader: Any, model: torch.nn.Module, loaded: set[str] | None
+    ) -> None:
+        if loaded is not None and not of_draft() and (lacking := _embeddings(model) - loaded):
+            raise _lacking(list(lacking))
+        try:
+            stock(loader, model, loaded)
+        except ValueError as error:
+            raise _lacking(re.findall(r"'([^']+)'", str(error))) from None
+
+    with vllm_private.weights_tracked_by(as_unquantized):
+        yield
+
+
+_SHOWN = 4
+"""Names in a message."""
+
+
+def _embeddings(model: torch.nn.Module) -> set[str]:
+    """Names of words' weights, one of each tensor: a head may share the embedding's."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    holders = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    return {names[id(parameter)] for module in holders for parameter in module.parameters()}
+
+
+def _lacking(names: list[str]) -> ConfigError:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ConfigError(
+        f"the checkpoint lacks {', '.join(sorted(names)[:_SHOWN])}{more} (vLLM's names): it is incomplete, take the "
+        "missing tensors from where it comes from"
+    )

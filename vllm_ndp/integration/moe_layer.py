@@ -21,6 +21,8 @@ from vllm_ndp.integration.host_replicas import HostExperts
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.hot_slots import HotSlots, SlotPairs
 from vllm_ndp.integration.planner import PlanRunner
+from vllm_ndp.integration.price_probe import Shared
+from vllm_ndp.integration.routing_sidecar import Routed
 from vllm_ndp.integration.step import Step
 from vllm_ndp.layer.split import HotArrays, Pairs, Split, Splitter
 
@@ -66,9 +68,6 @@ class HotViews:
         return known
 
 
-Shared = Callable[[torch.Tensor], torch.Tensor]
-"""Shared experts: [T, H] -> [T, H], a fresh tensor."""
-
 LAYERS: WeakValueDictionary[str, MoELayer] = WeakValueDictionary()
 """An operator takes strings, not objects: layers by name, the engine's number in front."""
 
@@ -111,17 +110,20 @@ class MoELayer:
         beside: is called once, when the message has left, and may take as long as the device does.
         """
         step = self._parts.running.step
+        if self._parts.weighs_input:
+            x = x * topk_weights.to(x.dtype)
+        routed = Routed(x, topk_weights, topk_ids)
         if step is None:
             whole = self._parts.running.whole
             if whole is not None and self.aside is not None and whole.takes(len(x)):
-                return whole.launch(self.aside, x, topk_weights, topk_ids, beside)
+                return whole.launch(self.aside, routed, beside)
             if not self._parts.running.captures_whole_steps or whole is not None:
                 refuse_capture(self.index, x)
             beside()
-            out = self._slots.run_anything(self._weighed(x, topk_weights), self._applied(topk_weights), topk_ids)
+            out = self._slots.run_anything(x, self._applied(topk_weights), topk_ids)
         else:
             try:
-                out = self._run_in(step, x, topk_weights, topk_ids, beside)
+                out = self._run_in(step, routed, beside)
             except BaseException:
                 step.abandon()  # whoever asks for the step's report now must not hide the cause
                 raise
@@ -136,49 +138,31 @@ class MoELayer:
         routed = self.run(x, topk_weights, topk_ids, lambda: outputs.append(shared(shared_input)))
         return routed, outputs[0]
 
-    def _run_in(
-        self,
-        step: Step,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        beside: Callable[[], object],
-    ) -> torch.Tensor:
+    def _run_in(self, step: Step, routed: Routed, beside: Callable[[], object]) -> torch.Tensor:
         self._parts.hot.wait(self.index)
         if not step.started:
             step.start()
         num_rows = step.rows.num_rows
-        x = self._weighed(x, topk_weights)
-        if num_rows == x.shape[0]:
-            return self._run_rows(step, x, topk_weights, topk_ids, beside)
-        out = torch.zeros_like(x)  # rows past the scheduled ones are padding of a captured graph
-        out[:num_rows] = self._run_rows(step, x[:num_rows], topk_weights[:num_rows], topk_ids[:num_rows], beside)
+        if num_rows == routed.x.shape[0]:
+            return self._run_rows(step, routed, beside)
+        out = torch.zeros_like(routed.x)  # rows past the scheduled ones are padding of a captured graph
+        out[:num_rows] = self._run_rows(step, Routed(*(each[:num_rows] for each in routed)), beside)
         return out
-
-    def _weighed(self, x: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        """The input of the experts, weighed where that is how the model does it."""
-        return x * topk_weights.to(x.dtype) if self._parts.weighs_input else x
 
     def _applied(self, topk_weights: torch.Tensor) -> torch.Tensor:
         """Weights for the outputs: 1 where the input was weighed. Planning and balancing see the router's weights."""
         return torch.ones_like(topk_weights) if self._parts.weighs_input else topk_weights
 
-    def _run_rows(
-        self,
-        step: Step,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        beside: Callable[[], object],
-    ) -> torch.Tensor:
+    def _run_rows(self, step: Step, routed: Routed, beside: Callable[[], object]) -> torch.Tensor:
         """Split, start what runs beside, compute the hot pairs, collect, account."""
+        x, topk_weights, topk_ids = routed
         parts, note = self._parts, step.note_of(self.index)
         aside = self.aside if self.aside is not None and self.aside.takes(step) else None
         if note is not None and (aside is None or parts.weighs_input):
-            note.write(topk_ids, topk_weights)
+            note.write(routed)
             note = None
         if aside is not None:
-            return aside.run(step, x, self._applied(topk_weights), topk_ids, note, beside)
+            return aside.run(step, Routed(x, self._applied(topk_weights), topk_ids), note, beside)
         run, (ids, weights) = step.take(), _on_host(topk_ids, topk_weights)
         run.begin_layer()
         split = run.split(self.index, ids.data_ptr(), weights.data_ptr(), with_device=self._device.takes_pairs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.library import Library
@@ -20,10 +20,6 @@ from vllm_ndp.integration.assembly import current_assembly
 from vllm_ndp.integration.hot_slots import ask_for_huge_pages
 from vllm_ndp.integration.moe_layer import LAYERS
 from vllm_ndp.layer.tiers import slots_per_gpu
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 
 _LIBRARY = Library("vllm_ndp", "FRAGMENT")  # operators live as long as this object
 
@@ -64,15 +60,14 @@ direct_register_custom_op("moe_shared", _moe_shared, fake_impl=_moe_shared_fake,
 class NdpMoEMethod(FusedMoEMethodBase):
     """One per layer. `moe_kernel` stays None, so vLLM routes first and hands us (x, weights, ids)."""
 
-    def __init__(self, moe: FusedMoEConfig, vllm_config: VllmConfig, stored_beside: Sequence[str] = ()) -> None:
+    def __init__(self, moe: FusedMoEConfig, stored_beside: Sequence[str] = ()) -> None:
         """`stored_beside`: what a quantized checkpoint holds of a matrix beside its weight, by vLLM's names."""
         super().__init__(moe)
         self._stored_beside = [f"{matrix}_{part}" for matrix in ("w13", "w2") for part in stored_beside]
-        settings = compat.settings_of(vllm_config)
         self._worker = current_assembly()  # this engine's: another one in the process may come later
-        num_hot = settings.resolve_hot_experts(moe.num_experts)
-        if settings.has_quantized_slots:
-            num_hot = 0  # of tensors of vLLM's: replicas are the device's kernel's
+        settings = self._worker.settings
+        # with quantized slots none of vLLM's tensors: replicas are the device's kernel's
+        num_hot = 0 if settings.has_quantized_slots else settings.resolve_hot_experts(moe.num_experts)
         self.ndp_layer_name: str | None = None  # once its layer is attached
         self.num_slots = slots_per_gpu(num_hot, moe.moe_parallel_config.ep_size)
 

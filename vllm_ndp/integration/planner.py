@@ -10,7 +10,7 @@ import zlib
 
 import numpy as np
 
-from vllm_ndp.integration.batch import RequestTracker, TrackedRequest, slot_mapping
+from vllm_ndp.integration.batch import RequestTracker, TrackedRequest
 from vllm_ndp.integration.device_link import DeviceView
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
@@ -18,7 +18,7 @@ from vllm_ndp.integration.step import Step
 from vllm_ndp.layer.run import Run
 from vllm_ndp.layer.split import Pairs
 from vllm_ndp.planning.plan import union_of_widths
-from vllm_ndp.planning.replanner import PlanChange, Replanner
+from vllm_ndp.planning.replanner import PlanChange
 from vllm_ndp.planning.stats import RoutingStats
 
 
@@ -32,17 +32,13 @@ class PlanRunner:
         self.migrated_experts = 0
         self.kept_experts = 0
 
-    @property
-    def replanner(self) -> Replanner:
-        return self.run.planner
-
     def start(self) -> None:
         """Fill the slots with the first placement; whatever cannot be read is said at start-up."""
-        hot = self.replanner.placement.hot
-        self._hot.place(self.replanner.placement)
+        hot = self.run.planner.placement.hot
+        self._hot.place(self.run.planner.placement)
         self._hot.wait_for_all()
         if (link := self._device.link) is not None and self._device.setup.splits_prefill:
-            link.begin_install(self.replanner.epoch, np.zeros(hot.shape, np.uint8), hot)  # prompts come before a plan
+            link.begin_install(self.run.planner.epoch, np.zeros(hot.shape, np.uint8), hot)  # prompts come before a plan
 
     def replan(self) -> dict[str, TrackedRequest]:
         """Make new plans if a prefill has ended whose request is still there. Returns the requests that got one.
@@ -54,7 +50,7 @@ class PlanRunner:
         if (change := replanned.change) is not None:
             self._announce(change)
         if replanned.moves_slots:
-            self._hot.place(self.replanner.placement)
+            self._hot.place(self.run.planner.placement)
         self.run.clock.migrate(replanned.num_moved, replanned.moved_bytes)
         self.migrated_experts += replanned.num_moved
         if change is None:
@@ -86,18 +82,15 @@ class PlanRunner:
     def slots_to_keep(self, step: Step, layer: int, pairs: Pairs) -> dict[int, int]:
         """Slots for the prefill pairs that are about to be streamed: expert -> slot for those that will be hot."""
         ending = step.ending
-        if not (ending and self.replanner.rules.keeps_streamed):
+        if not (ending and self.run.planner.rules.keeps_streamed):
             return {}
         stats = [self._stats(request, step.parts.sidecar, layer) for request in ending]
         scores = [request.score for request in self._requests.requests.values() if request.score is not None]
-        resident = self.replanner.predict_resident(layer, scores, stats, np.unique(pairs.experts).tolist())
-        return self._hot.slots_to_keep(layer, self.replanner.placement.hot[layer], resident)
+        resident = self.run.planner.predict_resident(layer, scores, stats, np.unique(pairs.experts).tolist())
+        return self._hot.slots_to_keep(layer, self.run.planner.placement.hot[layer], resident)
 
     def _stats(self, request: TrackedRequest, sidecar: RoutingSidecar, layer: int | None = None) -> RoutingStats:
         """The prompt's routing, of one layer if one is named, even where another request wrote it; without tokens
         whose KV came without routing."""
-        entries = slot_mapping(request.blocks, np.arange(request.prompt_len), sidecar.block_size)
-        if (noted := sidecar.noted(entries)) is not None:
-            entries = entries[noted]
-        ids, weights = sidecar.read(entries, layer)
-        return RoutingStats.from_choices(ids, weights, self.replanner.placement.hot.shape[1])
+        ids, weights = sidecar.read(sidecar.noted(request.blocks, request.prompt_len)[1], layer)
+        return RoutingStats.from_choices(ids, weights, self.run.planner.placement.hot.shape[1])

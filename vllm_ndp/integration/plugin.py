@@ -41,7 +41,7 @@ def configure(vllm_config: VllmConfig) -> None:
     waiting.restore()
     if vllm_config.model_config.quantization != METHOD:
         return
-    from vllm_ndp.integration import compat, paced_scheduler, self_sizing, whole_weights
+    from vllm_ndp.integration import compat, paced_scheduler, self_sizing
     from vllm_ndp.integration.waiting import own_engines
     from vllm_ndp.traces.recorder import require_writable
 
@@ -62,7 +62,8 @@ def configure(vllm_config: VllmConfig) -> None:
     compat.bind_ranks(vllm_config)
     paced_scheduler.schedule_by_time(vllm_config, settings)
     waiting.configure(vllm_config)
-    whole_weights.track(vllm_config.load_config)
+    if isinstance(given := vllm_config.load_config.model_loader_extra_config, dict):  # else vLLM refuses it
+        vllm_config.load_config.model_loader_extra_config = {"enable_weights_track": True} | given
     vllm_config.kv_transfer_config = _with_connectors(vllm_config.kv_transfer_config)
 
 

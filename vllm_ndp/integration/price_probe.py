@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,6 +57,7 @@ _ISA_VARIABLES = ("NDP_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_N
 
 P = TypeVar("P")
 Shared = Callable[[torch.Tensor], torch.Tensor]
+"""Shared experts: [T, H] -> [T, H], a fresh tensor."""
 ReachDevice = Callable[[float], AbstractContextManager[DeviceClient]]
 """A connected client of the device, for a deadline in ms, as long as its context lasts."""
 
@@ -95,6 +97,7 @@ class PriceProbe:
     @torch.inference_mode()
     def measure(self, asked: WantedPrices, reach_device: ReachDevice) -> MeasuredPrices:
         """Raises ConfigError where a price that is asked for cannot be had."""
+        shared = self._shared
         for slot in range(_EXPERTS):
             self._hot.streamer.fill(0, self._next(), self._two, slot)
         experts: dict[str, tuple[int, ...]] = {}
@@ -105,7 +108,14 @@ class PriceProbe:
                 experts |= {f"{tier}:{bits}": prices for tier in asked.tiers}
         if asked.slot_bits == FULL_PRECISION_BITS and "gpu:16" not in experts:
             experts["gpu:16"] = _rising(max(_least_ps(self._slots_of_two(rows)) // 2, 1) for rows in ROWS)
-        messages, on_device, beside = self._on_device(asked.device_widths, reach_device)
+        try:
+            with reach_device(_PATIENCE_MS) as client:
+                messages, on_device, beside = self._asked_about(client, asked.device_widths)
+        except (DeviceError, DeviceUnavailable) as error:
+            raise ConfigError(
+                f"prices are to be measured, but the device gave none ({error}): use 'prices': 'simulated', or look at "
+                "the device's own words above"
+            ) from error
         streamed = self._streamed()
         self._hot.streamer.release()
         return MeasuredPrices(
@@ -117,7 +127,7 @@ class PriceProbe:
             copied=_least_ps(lambda: self._hot.streamer.fill(0, self._next(), self._two, 0)),
             expert_bytes=self._hot.pool.expert_bytes,
             beside=beside,
-            shared=() if self._shared is None else tuple(self._of_shared(self._shared, rows) for rows in ROWS),
+            shared=() if shared is None else tuple(_least_ps(partial(shared, self._many[:rows])) for rows in ROWS),
         )
 
     def _next(self) -> int:
@@ -157,26 +167,11 @@ class PriceProbe:
 
         return _least_ps(run)
 
-    def _of_shared(self, shared: Shared, rows: int) -> int:
-        return _least_ps(lambda: shared(self._many[:rows]))
-
-    def _on_device(
-        self, widths: Sequence[int], reach_device: ReachDevice
-    ) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]], float]:
-        """Return (command times by rows, `device:bits` -> times of one expert more, how much of the shorter side runs
-        beside the longer one)."""
-        try:
-            with reach_device(_PATIENCE_MS) as client:
-                return self._asked_about(client, widths)
-        except (DeviceError, DeviceUnavailable) as error:
-            raise ConfigError(
-                f"prices are to be measured, but the device gave none ({error}): use 'prices': 'simulated', or look at "
-                "the device's own words above"
-            ) from error
-
     def _asked_about(
         self, client: DeviceClient, widths: Sequence[int]
     ) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]], float]:
+        """Return (command times by rows, `device:bits` -> times of one expert more, how much of the shorter side runs
+        beside the longer one)."""
         num_asked, num_there = (min(count, self._shape.num_experts) for count in (_EXPERTS, _ON_DEVICE))
         asked = np.zeros((self._hot.pool.model.num_layers, self._shape.num_experts), np.uint8)
         for bits in widths:

@@ -9,7 +9,7 @@ vLLM's methods.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -17,12 +17,16 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.compat import say
-from vllm_ndp.integration.whole_weights import WholeLinearMethod
+from vllm_ndp.integration.linear_layers import QuantizedHead, WholeLinearMethod
+
+if TYPE_CHECKING:
+    from vllm_ndp.integration.assembly import Assembly
 
 STORED_BESIDE: Mapping[str, tuple[str, ...]] = {
     "mxfp4": ("weight_scale",),
@@ -108,73 +112,70 @@ class NdpConfig(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         from vllm_ndp.integration.assembly import current_assembly
 
-        if isinstance(layer, RoutedExperts) and not current_assembly().has_every_layer:
+        assembly = current_assembly()
+        if isinstance(layer, RoutedExperts) and not assembly.has_every_layer:
             from vllm_ndp.integration.moe_method import NdpMoEMethod
 
             stored_beside = STORED_BESIDE[self._method] if self._method is not None else ()
-            return NdpMoEMethod(layer.moe_config, get_current_vllm_config(), stored_beside)
+            return NdpMoEMethod(layer.moe_config, stored_beside)
         if self._inner is None:
-            return self._plain_method(layer, prefix)
+            return self._plain_method(assembly, layer, prefix)
         self._inner.packed_modules_mapping = self.packed_modules_mapping
-        if (coded := self._method_of_codes(layer, prefix)) is not None:
+        if (coded := self._method_of_codes(assembly, layer, prefix)) is not None:
             return coded
         try:
             method = self._inner.get_quant_method(layer, prefix)
         except _NO_KERNEL as error:
-            return self._dequantized(layer, prefix, error)
+            return self._dequantized(assembly, layer, prefix, error)
         if method is None or isinstance(method, UnquantizedLinearMethod):
-            return self._plain_method(layer, prefix)
+            return self._plain_method(assembly, layer, prefix)
         if not isinstance(layer, LinearBase):
             return method
         dtype = get_current_vllm_config().model_config.dtype
         if dtype not in (computes_in := self._inner.get_supported_act_dtypes()):
             types = " or ".join(str(one).removeprefix("torch.") for one in computes_in)
             why = f"it computes in {types}, not in {str(dtype).removeprefix('torch.')}: set --dtype bfloat16"
-            return self._dequantized(layer, prefix, ValueError(why))
-        self._dequantize_without_kernel(method, layer, prefix)
+            return self._dequantized(assembly, layer, prefix, ValueError(why))
+        self._dequantize_without_kernel(assembly, method, layer, prefix)
         return method
 
-    def _method_of_codes(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+    def _method_of_codes(self, assembly: Assembly, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Ours for codes of 4 bits, where linear layers are ours: of few rows faster than vLLM's kernels."""
-        from vllm_ndp.integration.assembly import current_assembly
-
-        assembly = current_assembly()
-        facts = assembly.facts
         if (
             assembly.has_every_layer
-            or facts.ranks.size > 1
-            or facts.linears is None
-            or not facts.linears.may_take(layer)
+            or assembly.ranks.size > 1
+            or assembly.linears is None
+            or not assembly.linears.may_take(layer)
         ):
             return None
         if self._names is not None:
-            facts.stored_linears.vllms_name = self._names.map_name
-        return facts.stored_linears.method_of_codes(facts.linears, layer, prefix, self.packed_modules_mapping)
+            assembly.stored_linears.vllms_name = self._names.map_name
+        return assembly.stored_linears.method_of_codes(assembly.linears, layer, prefix, self.packed_modules_mapping)
 
-    def _plain_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+    def _plain_method(self, assembly: Assembly, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of a layer that the checkpoint does not store quantized."""
-        from vllm_ndp.integration.assembly import current_assembly
+        linears = None if assembly.has_every_layer else assembly.linears
+        if linears is not None and isinstance(layer, ParallelLMHead):
+            return QuantizedHead(linears, prefix)
+        if not isinstance(layer, LinearBase):
+            return None
+        return WholeLinearMethod(prefix, linears if linears is not None and linears.may_take(layer) else None)
 
-        assembly = current_assembly()
-        linears = None if assembly.has_every_layer else assembly.facts.linears
-        ours = None if linears is None else linears.method_of(layer, prefix)
-        return ours or (WholeLinearMethod(prefix) if isinstance(layer, LinearBase) else None)
-
-    def _dequantized(self, layer: torch.nn.Module, prefix: str, error: Exception) -> QuantizeMethodBase:
+    def _dequantized(
+        self, assembly: Assembly, layer: torch.nn.Module, prefix: str, error: Exception
+    ) -> QuantizeMethodBase:
         """The method of a layer for whose format vLLM has no kernel here: as if the checkpoint stored it plainly.
 
         vLLM's many lines about the kernel become one sentence where it cannot be.
         """
-        from vllm_ndp.integration.assembly import current_assembly
-
-        assembly, plain = current_assembly(), self._plain_method(layer, prefix)
+        plain = self._plain_method(assembly, layer, prefix)
         reason = (str(error).strip().splitlines() or [repr(error)])[0]
         if plain is None or assembly.has_every_layer or not current_platform.is_cpu():
             raise ConfigError(
                 f"vLLM has no kernel on this machine for {prefix}, which the checkpoint stores as {self._method}: "
                 f"serve it where there is one, or give its linear layers in bfloat16 ({reason})"
             ) from error
-        stored = assembly.facts.stored_linears
+        stored = assembly.stored_linears
         if not stored.names:
             say(
                 f"vLLM has no kernel here for linear layers stored as {self._method}: they are dequantized as they "
@@ -185,20 +186,18 @@ class NdpConfig(QuantizationConfig):
         stored.names.add(prefix)
         return plain
 
-    def _dequantize_without_kernel(self, method: Any, layer: Any, prefix: str) -> None:
+    def _dequantize_without_kernel(self, assembly: Assembly, method: Any, layer: Any, prefix: str) -> None:
         """Some formats look for their kernel only when the weights are made."""
-        from vllm_ndp.integration.assembly import current_assembly
-
         create_weights = method.create_weights
 
         def made(*args: Any, **kwargs: Any) -> None:
-            before, assembly = set(layer._parameters), current_assembly()
+            before = set(layer._parameters)
             try:
                 create_weights(*args, **kwargs)
                 _refuse_missing_operator(method, layer)
-                assembly.facts.stored_linears.kept.add(prefix)
+                assembly.stored_linears.kept.add(prefix)
             except _NO_KERNEL as error:
-                layer.quant_method = self._dequantized(layer, prefix, error)
+                layer.quant_method = self._dequantized(assembly, layer, prefix, error)
                 for name in set(layer._parameters) - before:
                     del layer._parameters[name]
                 layer.quant_method.create_weights(*args, **kwargs)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Concatenate, ParamSpec
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from ndp_device.common.errors import TraceError
 from vllm_ndp.cost_model.gpu_timing import StepTime
 from vllm_ndp.integration.assembly import LoadedWorker
-from vllm_ndp.integration.batch import BatchRows, Span, slot_mapping
+from vllm_ndp.integration.batch import BatchRows, Span
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import Step
@@ -36,6 +37,8 @@ from vllm_ndp.traces.format import (
 )
 from vllm_ndp.traces.recorder import TraceWriter
 
+P = ParamSpec("P")
+
 
 @dataclass(frozen=True)
 class _Drafted:
@@ -49,9 +52,24 @@ class _Drafted:
     weights: NDArray[np.float32]
 
 
+def _until_it_fails(note: Callable[Concatenate[RunRecorder, P], None]) -> Callable[Concatenate[RunRecorder, P], None]:
+    """What can no longer be written is said once, and ends the recording."""
+
+    def noted(self: RunRecorder, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.has_failed:
+            return
+        try:
+            note(self, *args, **kwargs)
+        except TraceError as error:
+            self.has_failed = True
+            say(f"{error}; what was written before is whole, and requests go on without a trace")
+
+    return noted
+
+
 class RunRecorder:
     def __init__(self, directory: Path, provenance: Provenance, sidecar: RoutingSidecar) -> None:
-        self._writer: TraceWriter | None = TraceWriter(directory, provenance)
+        self._writer, self.has_failed = TraceWriter(directory, provenance), False
         self._sidecar = sidecar
         self._start_s = time.time()
         self._indices: dict[str, int] = {}  # of requests that have not ended
@@ -59,16 +77,7 @@ class RunRecorder:
         self._num_requests = 0
         self._drafted: _Drafted | None = None
 
-    def _write(self, act: Callable[[TraceWriter], None]) -> None:
-        """Nothing once the writer has failed, which is said once and ends the recording."""
-        if self._writer is None:
-            return
-        try:
-            act(self._writer)
-        except TraceError as error:
-            self._writer = None
-            say(f"{error}; what was written before is whole, and requests go on without a trace")
-
+    @_until_it_fails
     def note_requests(self, step: int, spans: Mapping[str, Span], known: Collection[str]) -> None:
         """First sight of a request: who it is, and the routing that the prefix cache already holds for it. known: the
         requests that have not ended.
@@ -77,30 +86,26 @@ class RunRecorder:
         """
         for ended in self._indices.keys() - known:
             del self._indices[ended], self._prompt_lens[ended]
-        self._write(lambda writer: self._note_requests(writer, step, spans))
-
-    def _note_requests(self, writer: TraceWriter, step: int, spans: Mapping[str, Span]) -> None:
         for request_id, span in spans.items():
             if self._prompt_lens.get(request_id) == span.request.prompt_len:
                 continue
             index = self._indices[request_id] = self._num_requests
             self._prompt_lens[request_id] = span.request.prompt_len
             self._num_requests += 1
-            writer.add_request(index, request_id, span.request.prompt_len, time.time() - self._start_s)
+            self._writer.add_request(index, request_id, span.request.prompt_len, time.time() - self._start_s)
             if span.start:
-                positions = np.arange(span.start)
-                entries = slot_mapping(span.request.blocks, positions, self._sidecar.block_size)
-                if (noted := self._sidecar.noted(entries)) is not None:
-                    positions, entries = positions[noted], entries[noted]
+                positions, entries = self._sidecar.noted(span.request.blocks, span.start)
                 ids, weights = self._sidecar.read(entries)
                 owner, phases = np.full(len(positions), index), np.full(len(positions), CACHED)
-                writer.append_step(step, owner, positions, phases, ids, weights)
+                self._writer.append_step(step, owner, positions, phases, ids, weights)
 
+    @_until_it_fails
     def note_plan(self, step: int, epoch: int, placement: Placement, plans: Mapping[str, Plan]) -> None:
         """The placement and every running request's plan, in force from this step on."""
         bits = {self._indices[name]: plan.bits.bits for name, plan in plans.items() if name in self._indices}
-        self._write(lambda writer: writer.append_plan(step, epoch, placement.tiers, bits))
+        self._writer.append_plan(step, epoch, placement.tiers, bits)
 
+    @_until_it_fails
     def note_step(
         self,
         step: Step,
@@ -112,36 +117,26 @@ class RunRecorder:
         """simulated: None where no simulated clock holds all that ran. devices_up: of DeviceLink.take_availability."""
         down = {-1: CHANGED} if devices_up is None else {}
         down |= {device: DOWN for device, is_up in enumerate(devices_up or ()) if not is_up}
-        self._write(lambda writer: self._note_step(writer, step, epoch, simulated, measured_s, down))
-
-    def _note_step(
-        self,
-        writer: TraceWriter,
-        step: Step,
-        epoch: int,
-        simulated: StepTime | None,
-        measured_s: float,
-        down: dict[int, int],
-    ) -> None:
-        writer.append_devices(step.number, down)
+        self._writer.append_devices(step.number, down)
         rows = step.rows
         indices = np.array([self._indices[span.request.request_id] for span in rows.spans])
         ids, weights = self._sidecar.read(rows.expected_slot_mapping(self._sidecar.block_size))
         phases = np.where(rows.decode, DECODE, PREFILL)
-        self._write_drafted(writer, {})
+        self._write_drafted({})
         self._drafted = _Drafted(step.number, rows, indices[rows.owner], phases, ids, weights)
         if not any(span.num_drafts for span in rows.spans):
-            self._write_drafted(writer, {})
+            self._write_drafted({})
         here = ("fallback", "prefill_fallback")
         fallback = sum(pairs[kind] for pairs in step.pairs_by_request().values() for kind in here)
         start_ps, step_ps = (None, None) if simulated is None else (simulated.start_ps, simulated.total_ps)
-        writer.append_event(step.number, epoch, start_ps, step_ps, measured_s, fallback)
+        self._writer.append_event(step.number, epoch, start_ps, step_ps, measured_s, fallback)
 
+    @_until_it_fails
     def note_sampled(self, num_tokens: Mapping[str, int]) -> None:
         """How many tokens each request got from the step: which of its drafts were accepted."""
-        self._write(lambda writer: self._write_drafted(writer, num_tokens))
+        self._write_drafted(num_tokens)
 
-    def _write_drafted(self, writer: TraceWriter, num_tokens: Mapping[str, int]) -> None:
+    def _write_drafted(self, num_tokens: Mapping[str, int]) -> None:
         """Write the rows that waited for this, if any do."""
         if (drafted := self._drafted) is None:
             return
@@ -153,11 +148,12 @@ class RunRecorder:
                 end = first + span.num_tokens
                 drafted.phases[end - (span.num_drafts - accepted) : end] = REJECTED
         columns = drafted.requests, rows.positions, drafted.phases, drafted.ids, drafted.weights
-        writer.append_step(drafted.step, *columns)
+        self._writer.append_step(drafted.step, *columns)
 
+    @_until_it_fails
     def close(self) -> None:
-        self._write(lambda writer: self._write_drafted(writer, {}))
-        self._write(TraceWriter.close)
+        self._write_drafted({})
+        self._writer.close()
 
 
 def run_provenance(worker: LoadedWorker, scheduling: Scheduling) -> Provenance:

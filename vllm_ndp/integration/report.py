@@ -15,16 +15,10 @@ from typing import Any
 
 from ndp_device.timing.work import Timing
 from vllm_ndp.cost_model.gpu_timing import PipelineClock
+from vllm_ndp.layer.split import PAIR_KINDS
 from vllm_ndp.planning.bitwidths import trusted
 
 PS_PER_US = 1_000_000
-DECODE_KINDS = ("hot", "spilled", "warm", "cold", "fallback")
-"""Kinds of pairs of decode rows. `hot`: in hot slots. `spilled`: of hot experts, on the device to save time. `warm`: on
-the host's CPU. `cold`: on the device. `fallback`: computed here because the device did not answer."""
-PROMPT_KINDS = ("prefill", "prefill_device", "prefill_fallback")
-"""Pairs of prompt rows: here, on the device, and here because the device did not answer."""
-PAIR_KINDS = DECODE_KINDS + PROMPT_KINDS
-"""Each pair is of one kind, so the kinds of a phase add up to its rows x top-k x layers."""
 DEVICE_PAIR_KINDS = ("spilled", "cold", "prefill_device")
 PHASES = ("decode", "prompt")
 
@@ -124,15 +118,6 @@ def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> Ste
     )
 
 
-def added(total: Counter[str] | None, more: Mapping[str, int] | None) -> Counter[str] | None:
-    """Sums over the device's simulated times; None if one of its answers has no time."""
-    if total is None or more is None:
-        return None
-    if more:
-        total.update(more)
-    return total
-
-
 def _sum(counts: Iterable[Mapping[str, Any]]) -> Counter[str]:
     total = Counter[str]()
     for each in counts:
@@ -160,6 +145,7 @@ class RequestReport:
     rejected: int = 0
     pairs_per_row: int = 0
     device: Counter[str] | None = field(default_factory=Counter)
+    """Sums over the device's simulated times; None if one of its answers has no time."""
     device_bounds: Counter[str] = field(default_factory=Counter)
 
     def add(self, request_id: str, step: StepReport, output_tokens: int, now_s: float) -> int:
@@ -177,7 +163,10 @@ class RequestReport:
         for phase, rows in zip(PHASES, step.rows.get(request_id, ()), strict=False):
             self.rows[phase] += rows
         if any(pairs.get(kind, 0) for kind in DEVICE_PAIR_KINDS):
-            self.device = added(self.device, step.device)
+            if self.device is None or step.device is None:
+                self.device = None
+            else:
+                self.device.update(step.device)
             self.device_bounds.update(step.device_bounds)
         self.unsimulated = step.unsimulated or self.unsimulated
         made = output_tokens - len(self.token_ps)

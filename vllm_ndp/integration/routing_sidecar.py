@@ -14,10 +14,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_ndp.integration.batch import slot_mapping
+
 
 def bytes_per_entry(num_layers: int, top_k: int) -> int:
     """Bytes of one KV entry in a sidecar."""
     return num_layers * top_k * (torch.int16.itemsize + torch.float32.itemsize)
+
+
+class Routed(NamedTuple):
+    """The rows of a layer, and what its router chose for them."""
+
+    x: torch.Tensor  # [T, H]
+    topk_weights: torch.Tensor  # [T, k]
+    topk_ids: torch.Tensor  # [T, k], global expert ids
 
 
 class Note(NamedTuple):
@@ -27,10 +37,9 @@ class Note(NamedTuple):
     ids: torch.Tensor  # i16 [all entries, k]
     weights: torch.Tensor  # f32 [all entries, k]
 
-    def write(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-        """[T, k] global expert ids, [T, k] of the router."""
-        self.ids.index_copy_(0, self.entries, topk_ids.to(torch.int16))
-        self.weights.index_copy_(0, self.entries, topk_weights.to(torch.float32))
+    def write(self, routed: Routed) -> None:
+        self.ids.index_copy_(0, self.entries, routed.topk_ids.to(torch.int16))
+        self.weights.index_copy_(0, self.entries, routed.topk_weights.to(torch.float32))
 
 
 class RoutingSidecar:
@@ -75,12 +84,14 @@ class RoutingSidecar:
         if self._lacks is not None:
             self._lacks[entries] = False
 
-    def noted(self, entries: NDArray[np.int64]) -> NDArray[np.bool_] | None:
-        """Which of these entries have routing; None: all."""
+    def noted(self, blocks: Sequence[int], num_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of a request's first tokens those that have routing: their positions and their entries."""
+        positions = np.arange(num_tokens)
+        entries = slot_mapping(blocks, positions, self.block_size)
         if self._lacks is None:
-            return None
-        noted: NDArray[np.bool_] = ~self._lacks[entries]
-        return noted
+            return positions, entries
+        noted = ~self._lacks[entries]
+        return positions[noted], entries[noted]
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """vLLM copies the KV of blocks (from, to), which some requests begin with: their routing goes along."""

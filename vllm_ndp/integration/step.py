@@ -22,22 +22,10 @@ from vllm_ndp.cost_model.gpu_timing import StepTime
 from vllm_ndp.device_client.connection import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, RowLocator, Span, TrackedRequest
 from vllm_ndp.integration.cuda.streams import Arrival
-from vllm_ndp.integration.report import PAIR_KINDS, StepReport, device_sums
+from vllm_ndp.integration.report import StepReport, device_sums
 from vllm_ndp.integration.routing_sidecar import Note, RoutingSidecar
 from vllm_ndp.layer.run import Run
-from vllm_ndp.layer.split import COUNTED, Split
-
-_REPORTED = {
-    "hot": ("hot",),
-    "spilled": ("offloaded",),
-    "warm": ("warm",),
-    "cold": ("cold",),
-    "fallback": ("fallback",),
-    "prefill": ("prompt_hot", "prompt_streamed"),
-    "prefill_device": ("prompt_device",),
-    "prefill_fallback": ("prompt_fallback",),
-}
-"""Kinds of pairs in reports, by what layers count."""
+from vllm_ndp.layer.split import PAIR_KINDS, Split
 
 
 @dataclass(frozen=True)
@@ -70,8 +58,8 @@ class Step:
     """Whether a layer has run: vLLM may schedule a step that needs no forward pass."""
     answers: list[Timing | None] = field(default_factory=list, init=False)
     """Simulated times of the device's answers so far; None: without one."""
-    counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, len(COUNTED)), np.int64), init=False)
-    """[R, kinds], pairs of each request over all layers so far, as split.COUNTED names them."""
+    counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, len(PAIR_KINDS)), np.int64), init=False)
+    """[R, kinds], pairs of each request over all layers so far, as split.PAIR_KINDS names them."""
     _begun: bool = field(default=False, init=False)
     _reported: bool = field(default=False, init=False)
     _later: list[tuple[int, Callable[[NDArray[np.int32]], None]]] = field(default_factory=list, init=False)
@@ -118,10 +106,8 @@ class Step:
             rows.owner,
             rows.decode,
             plans,
-            kv_tokens=rows.kv_tokens,
-            attended=rows.attended,
-            spans=rows.positions_by_request,
-            entries=entries,
+            rows.positions_by_request,
+            entries,
         )
 
     def note_of(self, layer: int) -> Note | None:
@@ -194,9 +180,8 @@ class Step:
 
     def pairs_by_request(self) -> dict[str, dict[str, int]]:
         """How many (row, expert) pairs of each request ran where, over all layers."""
-        place = {kind: at for at, kind in enumerate(COUNTED)}
         return {
-            span.request.request_id: {kind: sum(counts[place[part]] for part in _REPORTED[kind]) for kind in PAIR_KINDS}
+            span.request.request_id: dict(zip(PAIR_KINDS, counts, strict=True))
             for span, counts in zip(self.rows.spans, self.counts.tolist(), strict=True)
         }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
@@ -150,11 +150,20 @@ def reads_its_weights_itself(layer: Any) -> bool:
     return bool(getattr(layer, "_cpu_skip_gemm_dispatch", False))
 
 
-@touches("model_executor/model_loader/default_loader.py", "DefaultModelLoader.track_weights_loading")
 @contextmanager
+def _replaced(owner: type, name: str, ours: Callable[..., Any]) -> Iterator[None]:
+    stock = getattr(owner, name)
+    setattr(owner, name, ours)
+    try:
+        yield
+    finally:
+        setattr(owner, name, stock)
+
+
+@touches("model_executor/model_loader/default_loader.py", "DefaultModelLoader.track_weights_loading")
 def weights_tracked_by(
     track: Callable[[Callable[..., None], Any, torch.nn.Module, set[str] | None], None],
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Within: vLLM's loader compares the names that it has loaded by track(stock, loader, model, names)."""
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -163,18 +172,13 @@ def weights_tracked_by(
     def ours(self: Any, model: torch.nn.Module, loaded: set[str] | None, quantized: bool = False) -> None:
         track(stock, self, model, loaded)
 
-    DefaultModelLoader.track_weights_loading = ours
-    try:
-        yield
-    finally:
-        DefaultModelLoader.track_weights_loading = stock
+    return _replaced(DefaultModelLoader, "track_weights_loading", ours)
 
 
 @touches("model_executor/model_loader/default_loader.py", "DefaultModelLoader.get_all_weights")
-@contextmanager
 def weights_passed_through(
     change: Callable[[Iterator[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]],
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Within: vLLM's loader gives a model what change() makes of the checkpoint's tensors, name and tensor."""
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -183,18 +187,13 @@ def weights_passed_through(
     def ours(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return change(stock(self, *args, **kwargs))
 
-    DefaultModelLoader.get_all_weights = ours
-    try:
-        yield
-    finally:
-        DefaultModelLoader.get_all_weights = stock
+    return _replaced(DefaultModelLoader, "get_all_weights", ours)
 
 
 @touches(
     "model_executor/layers/vocab_parallel_embedding.py", "UnquantizedEmbeddingMethod.process_weights_after_loading"
 )
-@contextmanager
-def plain_heads_offered_to(take: Callable[[Any], bool]) -> Iterator[None]:
+def plain_heads_offered_to(take: Callable[[Any], bool]) -> AbstractContextManager[None]:
     """Within: an output matrix that its model makes without asking for a method is offered to take(layer) first. On a
     CPU a table of embeddings is laid out as a matrix once it is used as one, which few models do: a second copy."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
@@ -213,11 +212,7 @@ def plain_heads_offered_to(take: Callable[[Any], bool]) -> Iterator[None]:
         elif not (plain and is_head and take(layer)):
             stock(self, layer)
 
-    UnquantizedEmbeddingMethod.process_weights_after_loading = ours
-    try:
-        yield
-    finally:
-        UnquantizedEmbeddingMethod.process_weights_after_loading = stock
+    return _replaced(UnquantizedEmbeddingMethod, "process_weights_after_loading", ours)
 
 
 # -- operators -----------------------------------------------------------------------------------------------------

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from ndp_device.common.errors import NdpError
+from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.common.machine_memory import give_memory_back
 from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.assembly import Assembly, LoadedWorker
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.controller import NdpController
 from vllm_ndp.integration.cuda import limits
+from vllm_ndp.integration.linear_layers import checked_as_unquantized
 from vllm_ndp.integration.routing_sidecar import bytes_per_entry
+from vllm_ndp.integration.serving import status
 from vllm_ndp.integration.waiting import follow_owner
-from vllm_ndp.integration.whole_weights import FixedWeights, checked_as_unquantized
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Base
@@ -27,7 +29,7 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as _Base
 
 
-class NdpWorker(FixedWeights, _Base):
+class NdpWorker(_Base):
     _warms_up = False
 
     _loaded: LoadedWorker
@@ -43,7 +45,7 @@ class NdpWorker(FixedWeights, _Base):
             vllm_private.sleep_between_looks()
         try:
             making = Assembly.begin(self.vllm_config, self._opened)  # layers attach themselves while the model loads
-            linears, stored = making.facts.linears, making.facts.stored_linears
+            linears, stored = making.linears, making.stored_linears
             with (
                 checked_as_unquantized(of_draft=lambda: making.has_every_layer),
                 vllm_private.weights_passed_through(
@@ -55,7 +57,8 @@ class NdpWorker(FixedWeights, _Base):
             before = _allocated_bytes()
             self._loaded = making.finish(self.model_runner)
             if current_platform.is_cpu():
-                vllm_private.load_saved_graphs(making.operators)
+                linear_names = () if linears is None else linears.names
+                vllm_private.load_saved_graphs(frozenset([*making.operators.values(), *linear_names]))
             if beside := _allocated_bytes() - before:  # subtracted as weights, or as all that is no longer free (0.32)
                 self.model_runner.model_memory_usage += beside
             _make_room_for_the_stage_before(self.model_runner)
@@ -116,17 +119,43 @@ class NdpWorker(FixedWeights, _Base):
         return self.ndp.totals_dict()
 
     def ndp_live(self, latest: int = 50) -> dict[str, Any] | None:
-        """Return what goes on now, and the reports of requests that ended last; None where another rank tells."""
-        live = self.ndp.live()
-        return None if live is None else live | {"finished": self.ndp.log.finished.latest(latest)}
+        return self.ndp.live(latest)
 
     def ndp_experts(self) -> dict[str, Any] | None:
-        """Return which experts are hot where; None where another rank tells."""
-        return self.ndp.experts()
+        """Return which experts are hot where, for each layer of this worker; None where another rank tells."""
+        facts, run = self._loaded.facts, self._loaded.run
+        return status.experts(run.planner, self.ndp.last_planned, facts.layers) if facts.ranks.leads else None
 
     def ndp_requests(self, client_id: str) -> dict[str, Any]:
         """Return the reports of one request of a client, by vLLM's ids, and which of its parts still run here."""
-        return self.ndp.requests_of(client_id)
+        running = status.made_of(client_id, self._loaded.requests.requests)
+        return {"finished": self.ndp.log.finished.find(client_id), "running": running}
+
+
+_CHANGED = (
+    "pool, replicas and device would keep the old checkpoint beside new weights: start a new server on the new one"
+)
+_SAVED = "vLLM holds only the hot experts, and would save them as if they were all: copy the checkpoint"
+_REFUSED = {
+    **dict.fromkeys(("reload_weights", "start_weight_update", "update_weights", "reset_weights"), _CHANGED),
+    **dict.fromkeys(("save_sharded_state", "save_tensorized_model"), _SAVED),
+    "compute_weight_checksums": "the experts that vLLM holds change with every prompt: compare the files of checkpoint "
+    "and replicas (ndp-device verify)",
+    "update_config": "the plugin has planned and built its layers by the configuration: start a new server",
+}
+"""Calls of vLLM's workers that would change weights, and why they cannot be. Callers get the sentence, and the engine
+goes on."""
+
+
+def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError(f"quantization 'ndp' does not work together with {name}: {why}")
+
+    return refuse
+
+
+for _name, _why in _REFUSED.items():
+    setattr(NdpWorker, _name, _refusing(_name, _why))
 
 
 class SleepingMultiprocExecutor(MultiprocExecutor):

@@ -30,51 +30,25 @@ Alive = Sequence[bool]
 """[D], which devices may be asked."""
 
 
-@dataclass(frozen=True)
-class DeviceRules:
-    """How several devices are used in one run, live or replayed."""
+def copies_that_fit(
+    costs: Costs, num_devices: int, asked: int | None, *, full_precision: bool, splits_experts: bool = False
+) -> int:
+    """Copies of each expert, on different devices. asked: None = 2 where they fit, else 1; `Devices` says the rest."""
+    if splits_experts:
+        return 1
+    if asked is not None:
+        return asked
+    usual = min(DEFAULT_COPIES, num_devices)
+    held = assign_copies(costs.shape.num_layers, costs.shape.num_experts, num_devices, usual)
+    return usual if held.sum(axis=(0, 1)).max() <= _room(costs, num_devices, full_precision=full_precision) else 1
 
-    num_devices: int
-    num_copies: int
-    """Copies of each expert, on different devices."""
-    full_precision: bool = False
-    """Cold experts are computed from the checkpoint's own weights, which then are what is copied."""
-    splits_experts: bool = False
-    """Each device has 1/num_devices of every expert, once."""
 
-    @classmethod
-    def that_fit(
-        cls,
-        costs: Costs,
-        num_devices: int,
-        num_copies: int | None,
-        *,
-        full_precision: bool,
-        splits_experts: bool = False,
-    ) -> DeviceRules:
-        """num_copies: None = 2 where they fit, else 1. Raises ConfigError where what is asked for does not fit."""
-        if splits_experts:
-            return cls(num_devices, 1, full_precision, splits_experts=True)
-        wanted = min(DEFAULT_COPIES, num_devices) if num_copies is None else num_copies
-        rules = cls(num_devices, wanted, full_precision)
-        if num_copies is None and rules.most_held(costs) > rules.room(costs):
-            return cls(num_devices, 1, full_precision)
-        return rules
-
-    def held(self, costs: Costs) -> NDArray[np.bool_]:
-        """[L, E, D], copies of whole experts."""
-        return assign_copies(costs.shape.num_layers, costs.shape.num_experts, self.num_devices, self.num_copies)
-
-    def most_held(self, costs: Costs) -> int:
-        """Copies on the device that has most of them."""
-        return int(self.held(costs).sum(axis=(0, 1)).max())
-
-    def room(self, costs: Costs) -> int:
-        """Copies that fit beside a device's part of all experts in full precision, for prompts and migrations."""
-        shape, capacity = costs.shape, int(costs.hardware.values()[CAPACITY_OF["device"]])
-        all_bytes = shape.num_layers * shape.num_experts * shape.expert_bytes
-        pool = 0 if self.full_precision else ceil_div(all_bytes, self.num_devices)
-        return max(capacity - pool, 0) // (shape.expert_bytes if self.full_precision else costs.stored_replica_bytes())
+def _room(costs: Costs, num_devices: int, *, full_precision: bool) -> int:
+    """Copies that fit on a device beside its part of all experts in full precision, for prompts and migrations."""
+    shape, capacity = costs.shape, int(costs.hardware.values()[CAPACITY_OF["device"]])
+    all_bytes = shape.num_layers * shape.num_experts * shape.expert_bytes
+    pool = 0 if full_precision else ceil_div(all_bytes, num_devices)
+    return max(capacity - pool, 0) // (shape.expert_bytes if full_precision else costs.stored_replica_bytes())
 
 
 def assign_copies(num_layers: int, num_experts: int, num_devices: int, num_copies: int) -> NDArray[np.bool_]:
@@ -133,35 +107,46 @@ def route(
 class Devices:
     """Copies as they are now, and every choice that follows from them."""
 
-    def __init__(self, costs: Costs, rules: DeviceRules, expert_bytes: Mapping[int, int]) -> None:
-        """expert_bytes: what one read of an expert moves, by width."""
-        self.rules = rules
+    def __init__(
+        self,
+        costs: Costs,
+        expert_bytes: Mapping[int, int],
+        num_devices: int,
+        num_copies: int = 1,
+        *,
+        full_precision: bool = False,
+        splits_experts: bool = False,
+    ) -> None:
+        """expert_bytes: what one read of an expert moves, by width. num_copies: of each expert, on different devices.
+        full_precision: cold experts are computed from the checkpoint's own weights, which then are what is copied.
+        splits_experts: each device has 1/num_devices of every expert, once."""
+        self.num_devices, self.num_copies, self.splits_experts = num_devices, num_copies, splits_experts
         self.expert_bytes = dict(expert_bytes)
         self._rows_per_pass = costs.hardware.array.rows
-        if rules.most_held(costs) > (room := rules.room(costs)):
+        self.held = assign_copies(costs.shape.num_layers, costs.shape.num_experts, num_devices, num_copies)
+        room = _room(costs, num_devices, full_precision=full_precision)
+        if self.held.sum(axis=(0, 1)).max() > room:
             raise ConfigError(
-                f"{rules.num_copies} copies of {costs.shape.num_layers * costs.shape.num_experts} experts do not fit "
-                f"{rules.num_devices} devices with room for {room} of them each: use more devices, larger ones or "
+                f"{num_copies} copies of {costs.shape.num_layers * costs.shape.num_experts} experts do not fit "
+                f"{num_devices} devices with room for {room} of them each: use more devices, larger ones or "
                 "fewer copies"
             )
-        self.held = rules.held(costs)
-        self._of_parts: tuple[Balancer, Balancer] | None = None  # a rule, and the same for what one device has
-        if rules.splits_experts:  # which fit, as one copy of each does
+        if splits_experts:  # which fit, as one copy of each does
             self.held = np.ones_like(self.held)
 
     @property
     def num_parts(self) -> int:
         """Number of parts of an expert, one of which a device has."""
-        return self.rules.num_devices if self.rules.splits_experts else 1
+        return self.num_devices if self.splits_experts else 1
 
     def serves(self, layer: int, expert: int, alive: Alive) -> bool:
         """Whether devices that are up can compute the expert."""
         there = np.logical_and(self.held[layer, expert], alive)
-        return bool(there.all() if self.rules.splits_experts else there.any())
+        return bool(there.all() if self.splits_experts else there.any())
 
     @property
     def all_alive(self) -> Alive:
-        return (True,) * self.rules.num_devices
+        return (True,) * self.num_devices
 
     def route_pairs(
         self, layer: int, experts: NDArray[np.integer], bits: NDArray[np.uint8], alive: Alive
@@ -189,18 +174,15 @@ class Devices:
         self, layer: int, experts: NDArray[np.integer], bits: NDArray[np.uint8], alive: Alive
     ) -> list[tuple[int, NDArray[np.int64]]]:
         """Return the devices that a layer's pairs [P] go to, and which pairs each gets. No device serves the others."""
-        if self.rules.splits_experts:
+        if self.splits_experts:
             return [(device, np.arange(len(experts))) for device in range(len(alive))] if all(alive) else []
         found = self.route_pairs(layer, experts, bits, alive)
         return [(device, np.flatnonzero(found == device)) for device in np.unique(found[found != NO_COPY]).tolist()]
 
-    def balancer(self, rule: Balancer, layer: int, alive: Callable[[], Alive]) -> DevicesBalancer:
-        """The balancing rule for one layer on these devices. alive: says which are up; called at each use."""
-        if self.num_parts == 1:
-            return DevicesBalancer(rule, rule, self, layer, alive)
-        if self._of_parts is None or self._of_parts[0] is not rule:
-            self._of_parts = rule, replace(rule, costs=of_part(rule.costs, self.num_parts))
-        return DevicesBalancer(*self._of_parts, self, layer, alive)
+    def balancers(self, rule: Balancer, alive: Callable[[], Alive]) -> list[DevicesBalancer]:
+        """[L], the balancing rule for each layer on these devices. alive: says which are up; called at each use."""
+        on_device = rule if self.num_parts == 1 else replace(rule, costs=of_part(rule.costs, self.num_parts))
+        return [DevicesBalancer(rule, on_device, self, layer, alive) for layer in range(len(self.held))]
 
 
 def of_part(costs: Costs, num_parts: int) -> Costs:
@@ -235,7 +217,7 @@ class DevicesBalancer:
 
     def _device_ps(self, groups: Mapping[tuple[int, int], int], rows: int, alive: Alive) -> float:
         """The busiest device's. A message is taken to hold as many rows as it has pairs, or all."""
-        if self.devices.rules.splits_experts:
+        if self.devices.splits_experts:
             return self._parts_ps(groups, rows) if all(alive) else 0.0
         experts_ps = [0.0] * len(alive)
         pairs = [0] * len(alive)

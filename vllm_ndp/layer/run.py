@@ -26,7 +26,7 @@ from vllm_ndp.layer.devices import Alive, Devices, DevicesBalancer
 from vllm_ndp.layer.joint_rule import JointRule
 from vllm_ndp.layer.prefill_split import PrefillSplit
 from vllm_ndp.layer.setup import Setup
-from vllm_ndp.layer.split import Split, SplitRules, Splitter
+from vllm_ndp.layer.split import Split, Splitter
 from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import BitwidthPlan, Plan
@@ -87,22 +87,20 @@ class Run(Generic[K]):
             replace(costs.gpu, stage=setup.stage, num_stages=setup.num_stages, whole_experts=setup.whole_experts)
         )
         balancer = Balancer(costs, setup.spill_bits, setup.device_hosts, prices) if setup.spill_bits else None
-        each: list[Balancer | DevicesBalancer] | None = None
+        each: Sequence[Balancer | DevicesBalancer] | None = None
         if balancer is not None:
-            each = [balancer] * len(tiers.where)
-            if devices is not None:
-                each = [devices.balancer(balancer, layer, counted_on) for layer in range(len(tiers.where))]
+            each = [balancer] * len(tiers.where) if devices is None else devices.balancers(balancer, counted_on)
         prompts = PrefillSplit(costs, prices) if setup.splits_prefill else None
-        self.splitter = self.make_splitter(top_k, SplitRules(each, prompts), **layout)
+        self.splitter = self.make_splitter(top_k, balancers=each, prompts=prompts, **layout)
         self.streamed: NDArray[np.bool_] = np.zeros(tiers.where.shape, np.bool_)
         """Experts that the prefill rows of the running step streamed [L, E]."""
         self._ended: list[tuple[K, Planned]] = []  # their prefill ended in the step before
 
-    def make_splitter(self, top_k: int, rules: SplitRules, **layout: Any) -> Splitter:
-        """A splitter over the same tiers and the prices of the host's CPU."""
+    def make_splitter(self, top_k: int, **rules: Any) -> Splitter:
+        """A splitter over the same tiers and the prices of the host's CPU. rules: as Splitter takes them."""
         host = self.costs if self.setup.has_warm_experts else None
         widths = self.costs.bytes_of_width if self.setup.joint_tiers else None
-        return Splitter(self.tiers, top_k, replace(rules, host=host), bytes_of_width=widths, **layout)
+        return Splitter(self.tiers, top_k, host=host, bytes_of_width=widths, **rules)
 
     # -- between steps --------------------------------------------------------------------------------------------
 
@@ -144,15 +142,13 @@ class Run(Generic[K]):
         owner: NDArray[np.int32],
         decode: NDArray[np.bool_],
         plans: Sequence[BitwidthPlan | None],
-        *,
-        kv_tokens: int,
-        attended: int,
         spans: Sequence[tuple[int, int]],
         entries: NDArray[np.int64] | None = None,
     ) -> NDArray[np.int64]:
         """owner [T]: the request of each row, decode [T]; plans and spans [R]: of each request, its bits and the
-        positions that run; kv_tokens and attended: as GpuModel.before_experts_ps. Returns counts as Splitter does."""
-        self.clock.begin_step(len(owner), kv_tokens, attended, spans)
+        positions that run. Returns counts as Splitter does."""
+        attended = sum((end - start) * (start + end + 1) // 2 for start, end in spans)  # by each row itself and before
+        self.clock.begin_step(len(owner), sum(end for _, end in spans), attended, spans)
         self.streamed[:] = False
         return self.splitter.begin_step(owner, decode, plans, entries)
 

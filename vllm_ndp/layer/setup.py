@@ -15,7 +15,7 @@ from ndp_device.common.widths import BYTE_BITS
 from ndp_device.timing.spec import Hardware, load_hardware
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.prices import MeasuredPrices
-from vllm_ndp.layer.devices import DeviceRules, Devices
+from vllm_ndp.layer.devices import Devices
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import policy_with
@@ -134,5 +134,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Who of several devices holds what at the start; None where there is one. full_precision: of cold experts."""
         if self.num_devices == 1:
             return None
-        rules = DeviceRules(self.num_devices, self.device_copies, full_precision, splits_experts=self.splits_experts)
-        return Devices(costs, rules, self.expert_bytes)
+        return Devices(
+            costs,
+            self.expert_bytes,
+            self.num_devices,
+            self.device_copies,
+            full_precision=full_precision,
+            splits_experts=self.splits_experts,
+        )

@@ -9,7 +9,6 @@ The plugin's layers and the exact replay make the same calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,11 +23,14 @@ from vllm_ndp.layer.prefill_split import PrefillSplit
 from vllm_ndp.layer.tiers import DEVICE, STREAM, WARM, Tiers
 from vllm_ndp.planning.plan import BitwidthPlan
 
-COUNTED = (
-    *("hot", "offloaded", "cold", "warm", "fallback"),
-    *("prompt_hot", "prompt_device", "prompt_streamed", "prompt_fallback"),
-)
-"""Kinds of pairs: first of decode rows, then of prompt rows. csrc/split.cpp has the same order."""
+DECODE_KINDS = ("hot", "spilled", "warm", "cold", "fallback")
+"""Kinds of pairs of decode rows. `hot`: in hot slots. `spilled`: of hot experts, on the device to save time. `warm`: on
+the host's CPU. `cold`: on the device. `fallback`: computed here because the device did not answer."""
+PROMPT_KINDS = ("prefill", "prefill_device", "prefill_fallback")
+"""Pairs of prompt rows: here, on the device, and here because the device did not answer."""
+PAIR_KINDS = DECODE_KINDS + PROMPT_KINDS
+"""Each pair is of one kind, so the kinds of a phase add up to its rows x top-k x layers. csrc/split.cpp has the same
+order."""
 _LEAST_PAIRS = 128
 _MOST_VIEWS = 4096
 """Number of cut lists of pairs that are kept: cutting takes longer than splitting few rows."""
@@ -97,19 +99,6 @@ class HotArrays(NamedTuple):
     rows: NDArray[np.int64]  # [P], of each hot pair where pairs are listed
 
 
-@dataclass(frozen=True)
-class SplitRules:
-    """Decisions made layer by layer, and the prices for them."""
-
-    balancers: Sequence[Balancer | DevicesBalancer] | None = None
-    """[L]; None: hot experts never leave the GPU."""
-    prompts: PrefillSplit | None = None
-    """None: the device computes nothing of prompts. A rule with prices of this machine chooses among all experts, hot
-    ones too: the prompt alone decides what the device computes, and not what earlier requests have left in slots."""
-    host: Costs | None = None
-    """Costs of warm experts; None: no expert is warm."""
-
-
 class Splitter:
     """One per worker. Per step `begin_step`, per layer `split`."""
 
@@ -117,29 +106,35 @@ class Splitter:
         self,
         tiers: Tiers,
         top_k: int,
-        rules: SplitRules,
         *,
+        balancers: Sequence[Balancer | DevicesBalancer] | None = None,
+        prompts: PrefillSplit | None = None,
+        host: Costs | None = None,
         bytes_of_width: NDArray[np.int64] | None = None,
         weighs_input: bool = False,
         aliases: bool = True,
         gathers_prompts: bool = False,
     ) -> None:
-        """`bytes_of_width` [256]: bytes of a hot expert by width, if widths differ. `weighs_input`: inputs are weighed,
-        so outputs are not. `aliases`: few hot pairs form a table with one line per row. Short lines are filled up with
-        slots of weight 0. Else hot pairs are listed one after the other. `gathers_prompts`: a prompt's pairs of experts
-        in slots are counted as hot, and listed in `stream` beside the others, so that one sum in one order has all."""
+        """`balancers` [L]; None: hot experts never leave the GPU. `prompts`: None: the device computes none of prompts.
+        A rule with prices of this machine chooses among all experts, hot ones too: the prompt alone decides what the
+        device computes, and not what earlier requests have left in slots. `host`: costs of warm experts; None: no
+        expert is warm. `bytes_of_width` [256]: bytes of a hot expert by width, if widths differ. `weighs_input`: inputs
+        are weighed, so outputs are not. `aliases`: few hot pairs form a table with one line per row. Short lines are
+        filled up with slots of weight 0. Else hot pairs are listed one after the other. `gathers_prompts`: a prompt's
+        pairs of experts in slots are counted as hot, and listed in `stream` beside the others, so that one sum in one
+        order has all."""
         self.top_k = top_k
         self.notes = False
         self._no_bits: NDArray[np.uint8] = np.zeros(tiers.where.shape, np.uint8)
         gpus = [] if tiers.gpus is None else list(tiers.gpus)
-        anywhere = rules.prompts is not None and rules.prompts.prices is not None
+        anywhere = prompts is not None and prompts.prices is not None
         widths = ([], []) if bytes_of_width is None else (list(tiers.hot_bits), bytes_of_width.tolist())
         self.native = _split.Splitter(
             list(tiers.where), top_k, aliases, weighs_input, gathers_prompts, anywhere, gpus, *widths
         )
-        none, balancers, host = [False] * len(tiers.where), rules.balancers, rules.host
+        none = [False] * len(tiers.where)
         self._rules = none if balancers is None else [self._rule(each) for each in balancers]
-        self._prompts = None if rules.prompts is None else _on_device(rules.prompts)
+        self._prompts = None if prompts is None else _on_device(prompts)
         if host is not None:
             self.native.price_host(host.hop_ps, host.cpu_expert_ps)
         self.finder = self.native.finder()
@@ -183,10 +178,10 @@ class Splitter:
     ) -> NDArray[np.int64]:
         """owners [T]: the request of each row; plans [R], None before a request's first; entries [T]: of the KV cache.
 
-        Returns counts [R, kinds] of pairs, by request, to which every layer adds; COUNTED names the kinds.
+        Returns counts [R, kinds] of pairs, by request, to which every layer adds; PAIR_KINDS names the kinds.
         """
         self._make_room(len(owners) * self.top_k)
-        counts = np.zeros((len(plans), len(COUNTED)), np.int64)
+        counts = np.zeros((len(plans), len(PAIR_KINDS)), np.int64)
         decode = is_decode.view(np.uint8)
         bits = [self._no_bits if plan is None else plan.bits for plan in plans]
         from_weights = [None if plan is None else plan.from_weight for plan in plans]

@@ -4,7 +4,7 @@
     host     programs + the device's replicas; what is left caches the checkpoint that experts are streamed from
     no GPU   everything in host memory
 
-Every part counts as the plugin allocates it; integration/startup_table.py prints the same parts of a running engine.
+Every part counts as the plugin allocates it; integration/serving/status.py prints the same parts of a running engine.
 The programs' own memory is measured; on a GPU it is a guess, marked so.
 """
 

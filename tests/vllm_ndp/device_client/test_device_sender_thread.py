@@ -26,7 +26,7 @@ from ndp_device.transport.shm import NUM_RING_SLOTS, ShmChannel
 from vllm_ndp.device_client.client import DeviceClient
 from vllm_ndp.device_client.connection import ExecuteResult
 from vllm_ndp.device_client.process import DeviceProcess
-from vllm_ndp.layer.split import Split, SplitRules, Splitter
+from vllm_ndp.layer.split import Split, Splitter
 from vllm_ndp.layer.tiers import WARM, Tiers
 from vllm_ndp.planning.plan import BitwidthPlan
 
@@ -67,7 +67,7 @@ def splitter_of(num_rows: int, *, place: int = -1) -> Splitter:
     """Experts 0 to 3 are hot, the others lie at `place`."""
     tiers = Tiers(LAYERS, EXPERTS)
     tiers.where[:] = [0, 1, 2, 3, *[place] * 4]
-    splitter = Splitter(tiers, TOP_K, SplitRules(), aliases=False)
+    splitter = Splitter(tiers, TOP_K, aliases=False)
     plan = BitwidthPlan(np.full((LAYERS, EXPERTS), 3, np.uint8))
     splitter.begin_step(np.zeros(num_rows, np.int32), np.ones(num_rows, np.bool_), [plan])
     return splitter

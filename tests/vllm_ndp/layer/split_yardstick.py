@@ -10,7 +10,7 @@ from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.layer.balance import Balancer
 from vllm_ndp.layer.devices import DevicesBalancer
 from vllm_ndp.layer.prefill_split import PrefillSplit
-from vllm_ndp.layer.split import COUNTED, Pairs
+from vllm_ndp.layer.split import PAIR_KINDS, Pairs
 from vllm_ndp.layer.tiers import DEVICE, ELSEWHERE, STREAM, WARM
 
 
@@ -118,14 +118,13 @@ def _counts(
     decode = np.broadcast_to(layer.decode[:, None], where.shape)
     kinds = {
         "hot": hot & decode,
-        "offloaded": (where == DEVICE) & decode & moved,
+        "spilled": (where == DEVICE) & decode & moved,
         "cold": (where == DEVICE) & decode & ~moved,
         "warm": where == WARM,
-        "prompt_hot": hot & ~decode,
-        "prompt_device": (where == DEVICE) & ~decode,
-        "prompt_streamed": where == STREAM,
+        "prefill": (hot & ~decode) | (where == STREAM),
+        "prefill_device": (where == DEVICE) & ~decode,
     }
-    counts = np.zeros((len(layer.bits), len(COUNTED)), np.int64)
+    counts = np.zeros((len(layer.bits), len(PAIR_KINDS)), np.int64)
     for kind, chosen in kinds.items():
-        np.add.at(counts[:, COUNTED.index(kind)], layer.owner, chosen.sum(axis=1))
+        np.add.at(counts[:, PAIR_KINDS.index(kind)], layer.owner, chosen.sum(axis=1))
     return counts

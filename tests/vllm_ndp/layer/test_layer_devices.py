@@ -17,7 +17,7 @@ from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import Work
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.layer.balance import Balancer, LayerLoad
-from vllm_ndp.layer.devices import NO_COPY, DeviceRules, Devices, assign_copies, route, slowest, work_of
+from vllm_ndp.layer.devices import NO_COPY, Devices, assign_copies, copies_that_fit, route, slowest, work_of
 
 SHAPE = model_named(str(MODEL))
 MIXTRAL = Costs(load_hardware("h100-ndp512"), model_named("mixtral-8x7b"))
@@ -30,7 +30,7 @@ def with_capacity(capacity: int) -> Costs:
 
 
 def mixtral_on(num_devices: int, num_copies: int) -> Devices:
-    return Devices(MIXTRAL, DeviceRules(num_devices, num_copies), BYTES)
+    return Devices(MIXTRAL, BYTES, num_devices, num_copies)
 
 
 def test_two_copies_become_one_where_they_do_not_fit_and_one_that_does_not_fit_is_refused() -> None:
@@ -40,21 +40,18 @@ def test_two_copies_become_one_where_they_do_not_fit_and_one_that_does_not_fit_i
     half = 16 * 196_608
     ample, tight, small = (with_capacity(half + count * REPLICA) for count in (32, 31, 15))
 
-    def rules(costs: Costs) -> DeviceRules:
-        return DeviceRules.that_fit(costs, 2, None, full_precision=False)
-
-    assert [rules(costs).num_copies for costs in (ample, tight, small)] == [2, 1, 1]
-    assert Devices(ample, rules(ample), {3: 1}).held.sum(axis=(0, 1)).tolist() == [32, 32]
-    assert Devices(tight, rules(tight), {3: 1}).held.sum(axis=(0, 1)).tolist() == [16, 16]
+    copies = [copies_that_fit(costs, 2, None, full_precision=False) for costs in (ample, tight, small)]
+    assert copies == [2, 1, 1]
+    assert Devices(ample, {3: 1}, 2, 2).held.sum(axis=(0, 1)).tolist() == [32, 32]
+    assert Devices(tight, {3: 1}, 2, 1).held.sum(axis=(0, 1)).tolist() == [16, 16]
     with pytest.raises(ConfigError, match="1 copies of 32 experts do not fit 2 devices with room for"):
-        Devices(small, rules(small), {3: 1})
+        Devices(small, {3: 1}, 2, 1)
     with pytest.raises(ConfigError, match="2 copies of 32 experts do not fit"):
-        Devices(tight, DeviceRules.that_fit(tight, 2, 2, full_precision=False), {3: 1})
+        Devices(tight, {3: 1}, 2, copies_that_fit(tight, 2, 2, full_precision=False))
 
 
 def test_experts_in_full_precision_are_copied_as_they_are() -> None:
-    rules = DeviceRules.that_fit(with_capacity(32 * 196_608 - 1), 2, None, full_precision=True)
-    assert rules.num_copies == 1
+    assert copies_that_fit(with_capacity(32 * 196_608 - 1), 2, None, full_precision=True) == 1
 
 
 def test_pairs_of_one_layer_go_to_the_copies_whose_devices_have_least_to_do() -> None:
@@ -81,7 +78,7 @@ def test_the_lightest_hot_experts_leave_and_no_other_number_of_them_is_faster(da
     hot = {expert: (1, data.draw(st.integers(1, 9)) / 10) for expert in experts[:cut]}
     cold = {(expert, data.draw(st.sampled_from([2, 3, 4]))): 1 for expert in experts[cut:]}
     rule, devices = Balancer(MIXTRAL, 3), mixtral_on(2, 2)
-    found = devices.balancer(rule, 0, lambda: (True, True)).offloaded(LayerLoad(hot, cold, (0, 0), 6))
+    found = devices.balancers(rule, lambda: (True, True))[0].offloaded(LayerLoad(hot, cold, (0, 0), 6))
     order = sorted(hot, key=lambda expert: (hot[expert][1], expert))
     assert found == set(order[: len(found)])
 
@@ -106,7 +103,7 @@ def test_a_message_to_one_of_the_devices_holds_no_more_rows_than_the_step_has() 
         beside=1.0,
     )
     load = LayerLoad({0: (1, 0.1), 1: (1, 0.2)}, {(2, 3): 1}, (0, 0), 1)
-    balancer = mixtral_on(1, 1).balancer(Balancer(MIXTRAL, 3, prices=prices), 0, lambda: (True,))
+    balancer, *_ = mixtral_on(1, 1).balancers(Balancer(MIXTRAL, 3, prices=prices), lambda: (True,))
     assert balancer.offloaded(load) == {0, 1}
 
 
@@ -114,8 +111,8 @@ def test_a_hot_expert_whose_copies_are_down_stays_on_the_gpu() -> None:
     load = LayerLoad({0: (1, 0.1), 1: (1, 0.2)}, {}, (0, 0), 2)
     devices = mixtral_on(4, 1)
     alive = [not held for held in devices.held[0, 0]]
-    assert 0 in devices.balancer(Balancer(MIXTRAL, 3), 0, lambda: (True,) * 4).offloaded(load)
-    assert devices.balancer(Balancer(MIXTRAL, 3), 0, lambda: alive).offloaded(load) == frozenset()
+    assert 0 in devices.balancers(Balancer(MIXTRAL, 3), lambda: (True,) * 4)[0].offloaded(load)
+    assert devices.balancers(Balancer(MIXTRAL, 3), lambda: alive)[0].offloaded(load) == frozenset()
 
 
 def test_a_layer_takes_what_its_slowest_device_takes_and_spends_what_all_spend() -> None:
@@ -136,8 +133,8 @@ def test_a_layer_takes_what_its_slowest_device_takes_and_spends_what_all_spend()
 
 def split_mixtral(num_devices: int) -> Devices:
     of_part = {bits: size // num_devices for bits, size in BYTES.items()}
-    rules = DeviceRules.that_fit(MIXTRAL, num_devices, None, full_precision=False, splits_experts=True)
-    return Devices(MIXTRAL, rules, of_part)
+    copies = copies_that_fit(MIXTRAL, num_devices, None, full_precision=False, splits_experts=True)
+    return Devices(MIXTRAL, of_part, num_devices, copies, splits_experts=True)
 
 
 def test_every_device_of_those_with_parts_is_sent_every_pair_and_none_where_one_is_down() -> None:
@@ -147,27 +144,23 @@ def test_every_device_of_those_with_parts_is_sent_every_pair_and_none_where_one_
         (device, [0, 1, 2]) for device in range(3)
     ]
     assert devices.messages(0, pairs, bits, (True, False, True)) == []
-    assert devices.rules.num_copies == 1
+    assert devices.num_copies == 1
 
 
 def test_experts_in_parts_fit_where_one_copy_of_each_does() -> None:
     half = 16 * 196_608
     fits, small = (with_capacity(half + count * REPLICA) for count in (16, 15))
 
-    def made(costs: Costs) -> Devices:
-        rules = DeviceRules.that_fit(costs, 2, None, full_precision=False, splits_experts=True)
-        return Devices(costs, rules, {3: 1})
-
-    assert made(fits).num_parts == 2
+    assert Devices(fits, {3: 1}, 2, splits_experts=True).num_parts == 2
     with pytest.raises(ConfigError, match="1 copies of 32 experts do not fit"):
-        made(small)
+        Devices(small, {3: 1}, 2, splits_experts=True)
 
 
 def test_hot_experts_leave_for_devices_with_parts_as_their_own_times_make_best_and_stay_where_one_is_down() -> None:
     """The device's time is that of a half of each expert and a whole message."""
     load = LayerLoad({0: (1, 0.1), 1: (1, 0.2), 2: (1, 0.3), 3: (1, 0.4)}, {(4, 3): 1, (5, 3): 1}, (1, 2), 1)
     rule, devices = Balancer(MIXTRAL, 3), split_mixtral(2)
-    found = devices.balancer(rule, 0, lambda: (True, True)).offloaded(load)
+    found = devices.balancers(rule, lambda: (True, True))[0].offloaded(load)
     half = replace(MIXTRAL, shape=replace(MIXTRAL.shape, intermediate_size=MIXTRAL.shape.intermediate_size // 2))
     of_half = Balancer(half, 3)
     took = [
@@ -178,7 +171,7 @@ def test_hot_experts_leave_for_devices_with_parts_as_their_own_times_make_best_a
         for count in range(5)
     ]
     assert len(found) == int(np.argmin(took)) > 0
-    assert devices.balancer(rule, 0, lambda: (True, False)).offloaded(load) == frozenset()
+    assert devices.balancers(rule, lambda: (True, False))[0].offloaded(load) == frozenset()
 
 
 def test_work_of_many_pairs_is_that_of_a_loop_over_them() -> None:

@@ -17,10 +17,10 @@ from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.gpu_timing import GpuModel, StepClock
 from vllm_ndp.layer import _split, tiers
 from vllm_ndp.layer.balance import Balancer
-from vllm_ndp.layer.devices import DeviceRules, Devices, DevicesBalancer
+from vllm_ndp.layer.devices import Devices, DevicesBalancer
 from vllm_ndp.layer.prefill_split import PrefillSplit
 from vllm_ndp.layer.run import end_layer
-from vllm_ndp.layer.split import COUNTED, Pairs, Split, SplitRules, Splitter
+from vllm_ndp.layer.split import PAIR_KINDS, Pairs, Split, Splitter
 from vllm_ndp.layer.tiers import DEVICE, ELSEWHERE, STREAM, WARM, Owners, Tiers
 from vllm_ndp.planning.plan import BitwidthPlan
 
@@ -96,9 +96,9 @@ def cases(draw: st.DrawFn) -> Case:
     balancers: list[Balancer | DevicesBalancer] = [rule] * LAYERS
     kind = draw(st.sampled_from(["none", "one", "one", "several"]))
     if kind == "several":
-        devices = Devices(costs, DeviceRules(2, draw(st.integers(1, 2))), BYTES)
+        devices = Devices(costs, BYTES, 2, draw(st.integers(1, 2)))
         alive = draw(st.sampled_from([(True, True), (True, False)]))
-        balancers = [devices.balancer(rule, layer, lambda: alive) for layer in range(LAYERS)]
+        balancers = devices.balancers(rule, lambda: alive)[:LAYERS]
     num_gpus = draw(st.sampled_from([0, 0, 1, 2, 3]))
     return Case(
         top_k,
@@ -144,7 +144,9 @@ def splitter_of(case: Case, table: Tiers) -> Splitter:
     return Splitter(
         table,
         case.top_k,
-        SplitRules(case.balancers, case.prompts, case.costs),
+        balancers=case.balancers,
+        prompts=case.prompts,
+        host=case.costs,
         bytes_of_width=np.arange(256) * 7,
         weighs_input=case.weighs_input,
         aliases=case.aliases,
@@ -262,10 +264,10 @@ def account_of(expected: Found, known: Layer, *, answered: bool) -> NDArray[np.i
     """Without an answer, what was meant for the device counts as computed here."""
     counts = expected.counts.copy()
     if not answered:
-        at = {kind: COUNTED.index(kind) for kind in COUNTED}
-        counts[:, at["fallback"]] = counts[:, at["cold"]] + counts[:, at["offloaded"]]
-        counts[:, at["prompt_fallback"]] = counts[:, at["prompt_device"]]
-        counts[:, [at["cold"], at["offloaded"], at["prompt_device"]]] = 0
+        at = {kind: PAIR_KINDS.index(kind) for kind in PAIR_KINDS}
+        counts[:, at["fallback"]] = counts[:, at["cold"]] + counts[:, at["spilled"]]
+        counts[:, at["prefill_fallback"]] = counts[:, at["prefill_device"]]
+        counts[:, [at["cold"], at["spilled"], at["prefill_device"]]] = 0
     return counts
 
 
@@ -283,7 +285,7 @@ def end_by_hand(clock: StepClock, expected: Found, *, answered: bool) -> None:
 
 def test_places_kinds_and_the_number_of_aliased_pairs_are_the_same_in_both_languages() -> None:
     assert (DEVICE, WARM, ELSEWHERE, STREAM) == _split.PLACES
-    assert len(COUNTED) == _split.NUM_KINDS
+    assert len(PAIR_KINDS) == _split.NUM_KINDS
     assert tiers.DEVICE == -1  # which the GPU's kernels test for
 
 
@@ -292,7 +294,7 @@ def small(balancer: Balancer | None = None) -> tuple[Splitter, NDArray[np.int32]
     table = Tiers(1, 2)
     table.activate(np.array([[True, False]]))
     table.name_all()
-    found = Splitter(table, 1, SplitRules(None if balancer is None else [balancer]))
+    found = Splitter(table, 1, balancers=None if balancer is None else [balancer])
     return found, np.array([[0], [1]], np.int32), np.ones((2, 1), np.float32)
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from vllm_ndp.integration.cuda.packet import Fields
-from vllm_ndp.integration.routing_sidecar import Note
+from vllm_ndp.integration.routing_sidecar import Note, Routed
 from vllm_ndp.layer.tiers import ELSEWHERE
 
 BLOCK = 1024
@@ -140,9 +140,7 @@ def wait_for(word, BY_EXCHANGE: tl.constexpr):
 
 def split(
     expert_map: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    x: torch.Tensor,
+    routed: Routed,
     into: Fields,
     elsewhere: int,
     note: Note | None = None,
@@ -150,9 +148,10 @@ def split(
     live: torch.Tensor | None = None,
 ) -> None:
     """As packet.split."""
+    x, topk_weights, topk_ids = routed
     num_rows, top_k = topk_ids.shape
     hidden, stride = x.shape[1], x.stride(0)
-    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.to(torch.float32).contiguous()
     is_so = note is not None, tells, live is not None
     noted = Note(into.sent_rows, into.slots, into.weights_here) if note is None else note  # of the same types
     _launch(

@@ -23,7 +23,7 @@ from vllm_ndp.integration.cuda.packet import Fields, HostFields
 from vllm_ndp.integration.device_link import DeviceCall, DeviceLink, as_float32
 from vllm_ndp.integration.host_replicas import HostExperts
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots
-from vllm_ndp.integration.routing_sidecar import Note
+from vllm_ndp.integration.routing_sidecar import Note, Routed
 from vllm_ndp.integration.step import Step
 from vllm_ndp.layer.split import Pairs, Split
 
@@ -61,28 +61,20 @@ class AsideLayer:
     def holds_everything(self) -> bool:
         return self._num_slots == self._num_experts and bool((self._slots.expert_in >= 0).all())
 
-    def run(
-        self,
-        step: Step,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        note: Note | None,
-        beside: Callable[[], object],
-    ) -> torch.Tensor:
-        """x [T, H], topk_weights [T, k] as outputs are weighed, topk_ids [T, k] -> a fresh tensor [T, H]. note: where
-        the routing is to be noted, if it is not yet."""
+    def run(self, step: Step, routed: Routed, note: Note | None, beside: Callable[[], object]) -> torch.Tensor:
+        """A fresh tensor [T, H]. routed: with weights as outputs are weighed. note: where the routing is to be noted,
+        if it is not yet."""
         if self.holds_everything:
-            out = self._launch(x, topk_weights, topk_ids, note, beside, asks=False)
+            out = self._launch(routed, note, beside, asks=False)
             self.note_later(step)
             return out
-        topk_weights = topk_weights.to(torch.float32)
+        x = routed.x
         step.take().begin_layer()
         packet = self._messenger.packet(len(x))
         here, asked = packet.here, None
         ahead = self._send_ahead(step, packet)
         try:
-            self._routing.split(self._slots.expert_map, topk_ids, topk_weights, x, here, self._elsewhere, note, True)
+            self._routing.split(self._slots.expert_map, routed, here, self._elsewhere, note)
             if ahead is None:
                 asked = self._ask(step, packet)
             beside()
@@ -108,30 +100,19 @@ class AsideLayer:
 
     # -- in a graph of the whole step -----------------------------------------------------------------------------
 
-    def launch(
-        self,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        note: Note,
-        beside: Callable[[], object],
-        *,
-        asks: bool,
-    ) -> torch.Tensor:
+    def launch(self, routed: Routed, note: Note, beside: Callable[[], object], *, asks: bool) -> torch.Tensor:
         """All of a layer by the GPU alone, for a graph: it asks the host, if it does, and waits for the answer there.
         The arguments are those of `run`, with padding behind the rows that count."""
-        messenger = self._messenger
-        out = self._launch(x, topk_weights, topk_ids, note, beside, asks=asks, live=messenger.live)
+        messenger, num_rows = self._messenger, len(routed.x)
+        out = self._launch(routed, note, beside, asks=asks, live=messenger.live)
         if asks:
-            here = messenger.packet(len(x)).here
-            self._routing.take_answer(messenger.answer, out, messenger.host_sums[: len(x)], here)
+            here = messenger.packet(num_rows).here
+            self._routing.take_answer(messenger.answer, out, messenger.host_sums[:num_rows], here)
         return out
 
     def _launch(
         self,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
+        routed: Routed,
         note: Note | None,
         beside: Callable[[], object],
         *,
@@ -139,9 +120,8 @@ class AsideLayer:
         live: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """asks: whether some rows may leave. live: of a graph, how many rows are no padding."""
-        here, elsewhere = self._messenger.packet(len(x)).here, self._elsewhere if asks else -1
-        weights = topk_weights.to(torch.float32)
-        self._routing.split(self._slots.expert_map, topk_ids, weights, x, here, elsewhere, note, asks, live)
+        here, elsewhere = self._messenger.packet(len(routed.x)).here, self._elsewhere if asks else -1
+        self._routing.split(self._slots.expert_map, routed, here, elsewhere, note, asks, live)
         beside()
         are_named = elsewhere >= 0 if asks else isinstance(self._kernel, CudaSlotKernel)
         return self._run_hot(here, are_named=are_named, in_graph=live is not None)
@@ -354,23 +334,16 @@ class WholeStep:
 
     # -- capture --------------------------------------------------------------------------------------------------
 
-    def launch(
-        self,
-        layer: AsideLayer,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        beside: Callable[[], object],
-    ) -> torch.Tensor:
+    def launch(self, layer: AsideLayer, routed: Routed, beside: Callable[[], object]) -> torch.Tensor:
         """A layer as a graph has it: in a capture, or in the run before it, which compiles what the capture needs."""
-        messenger = self._messenger
+        messenger, x = self._messenger, routed.x
         asks = self._asks.setdefault(len(x), not all(each.holds_everything for each in self._layers))
         captures = x.is_cuda and torch.cuda.is_current_stream_capturing()
         if not captures:  # nobody's rows: all of them are padding, and the answer is there
             self._wait_for_moves()  # a capture fails where another thread asks CUDA for memory
             messenger.live.zero_()
             messenger.answer[0] = int(asks)
-        out = layer.launch(x, topk_weights, topk_ids, self._note_of(layer.index), beside, asks=asks)
+        out = layer.launch(routed, self._note_of(layer.index), beside, asks=asks)
         if not captures:
             if x.is_cuda:
                 torch.cuda.current_stream().synchronize()

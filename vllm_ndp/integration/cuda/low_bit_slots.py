@@ -13,15 +13,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.cuda.streams import Event
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotWeights
+from vllm_ndp.layer.tiers import Tiers
 
 GROUPS = (128, 64, 32)
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
@@ -159,16 +158,15 @@ class LowBitSlots(HotSlots):
         self,
         plain: CudaSlotKernel,
         held: SlotWeights,
-        num_experts: int,
+        tiers: Tiers,
+        layer: int,
         num_slots: int,
         form: Form,
-        *tiers: NDArray[np.int32],
     ) -> None:
-        super().__init__(plain, held, num_experts, *tiers)
+        super().__init__(plain, held, tiers, layer, num_slots)
         self.low = LowBitSlotKernel(plain, form)
         hidden, intermediate = held.w2.shape[1:]
         self.codes = form.allocate(num_slots, hidden, intermediate, held.w13)
-        self.expert_in = np.full(num_slots, -1)
 
     @property
     def kernel_name(self) -> str:
@@ -183,9 +181,6 @@ class LowBitSlots(HotSlots):
 
     def running(self) -> tuple[CpuSlotKernel | CudaSlotKernel, Any]:
         return self.low, self.codes
-
-    def load(self, slot: int, expert: ExpertWeights) -> None:
-        self.low.load(self.codes, slot, expert)
 
 
 def form_of_vllm(bits: int, hidden: int, intermediate: int, dtype: torch.dtype) -> Form:

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from ndp_device.transport.sender_thread import Places
-from vllm_ndp.integration.routing_sidecar import Note
+from vllm_ndp.integration.routing_sidecar import Note, Routed
 from vllm_ndp.layer.tiers import ELSEWHERE
 
 _ALIGNED = 16
@@ -116,27 +116,26 @@ class HostFields:
 
 def split(
     expert_map: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    x: torch.Tensor,
+    routed: Routed,
     into: Fields,
     elsewhere: int,
     note: Note | None = None,
     tells: bool = True,
     live: torch.Tensor | None = None,
 ) -> None:
-    """Fill a packet. expert_map i32 [E]: slot or a place of tiers.py; ids, weights [T, k]; x [T, H].
+    """Fill a packet. expert_map i32 [E]: slot or a place of tiers.py.
 
     elsewhere: a slot that is none. note: where the routing is written, too. tells: the host waits for the word. live:
     i32 [1] on the GPU, how many rows are no padding of a captured graph; None: all. Padding is neither noted nor sent.
     """
+    x, topk_weights, topk_ids = routed
     num_rows, top_k = topk_ids.shape
     if live is not None:
         padding = torch.arange(num_rows, device=x.device) >= live
         topk_ids = topk_ids.masked_fill(padding.unsqueeze(1), 0)
     if note is not None:
         count = num_rows if live is None else int(live)
-        Note(note.entries[:count], *note[1:]).write(topk_ids[:count], topk_weights[:count])
+        Note(note.entries[:count], *note[1:]).write(Routed(x, topk_weights[:count], topk_ids[:count]))
     where = expert_map.index_select(0, topk_ids.reshape(-1).long()).view(num_rows, top_k)
     if live is not None:
         where = where.masked_fill(padding.unsqueeze(1), max(elsewhere, 0))

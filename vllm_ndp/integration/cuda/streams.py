@@ -138,32 +138,24 @@ class LateCheck:
     """In turns: `begin` once per step, `settle` before the next."""
 
     def __init__(self, stream: Stream, pinned: Pinned, device: torch.device, most_rows: int) -> None:
-        self._stream = stream
+        self._stream, self._pinned = stream, pinned
         self._expected = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self._host_expected = pinned(most_rows, dtype=torch.int64)
-        self._differ = torch.zeros(1, dtype=torch.bool, device=device)
-        self._host_differ = pinned(1, dtype=torch.bool)
-        self._arrived: Event | None = None
+        self._differ: Arrival | None = None
 
     def begin(self, entries: torch.Tensor, expected: NDArray[np.int64]) -> None:
         """entries i64 [T] on the GPU, expected [T]."""
-        if self._arrived is not None:
+        if self._differ is not None:
             raise RuntimeError("the check before this one was not settled")
         count = len(expected)
         self._host_expected.numpy()[:count] = expected
         self._expected[:count].copy_(self._host_expected[:count], non_blocking=True)
-        self._differ.copy_((entries != self._expected[:count]).any().view(1))
-        self._stream.wait_for_main()
-        self._stream.copy(self._host_differ, self._differ)
-        self._arrived = self._stream.record_event()
+        self._differ = Arrival(self._stream, self._pinned, (entries != self._expected[:count]).any())
 
     def settle(self) -> bool:
         """Whether they were the expected ones; True where nothing was begun."""
-        arrived, self._arrived = self._arrived, None
-        if arrived is None:
-            return True
-        arrived.synchronize()
-        return not self._host_differ.numpy()[0]
+        differ, self._differ = self._differ, None
+        return differ is None or not differ.values()
 
 
 # -- weights on their way into GPU memory ------------------------------------------------------------------------------
@@ -245,38 +237,36 @@ class PinnedCopies:
             self._stream.wait_for_main()  # the memory may be what the stream is reading now
         for first in range(0, len(source), step):
             part = source[first : first + step]
-            turn, self._next = self._next, (self._next + 1) % len(self._buffers)
-            if (emptied := self._emptied[turn]) is not None:
-                emptied.synchronize()
+            turn, buffer = self._fill_next(part.reshape(-1), part.dtype)
             if (taken := self._taken[turn]) is not None:
                 self._stream.wait_event(taken)
-            size = part.numel() * part.element_size()
-            self._fill(self._buffers[turn][:size].view(part.dtype), part.reshape(-1))
-            self._stream.copy(self._landing[turn][:size], self._buffers[turn][:size])
+            landing = self._landing[turn][: buffer.nbytes].view(part.dtype)
+            self._stream.copy(landing, buffer)
             self._emptied[turn] = arrived = self._stream.record_event()
             arrived.wait_on_main()
-            take(first, self._landing[turn][:size].view(part.dtype).view(part.shape))
+            take(first, landing.view(part.shape))
             self._taken[turn] = self._stream.record_main()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         step = len(self._buffers[0]) // target.element_size()
         for start in range(0, len(target), step):
-            part = target[start : start + step]
-            turn, self._next = self._next, (self._next + 1) % len(self._buffers)
-            if (emptied := self._emptied[turn]) is not None:
-                emptied.synchronize()
-            buffer = self._buffers[turn][: part.numel() * part.element_size()].view(part.dtype)
-            self._fill(buffer, source[start : start + step])
-            self._stream.copy(part, buffer)
+            turn, buffer = self._fill_next(source[start : start + step], target.dtype)
+            self._stream.copy(target[start : start + step], buffer)
             self._emptied[turn] = self._stream.record_event()
 
-    def _fill(self, buffer: torch.Tensor, source: torch.Tensor) -> None:
-        """Both flat, in the host's memory; dtypes may differ. Raises what a thread raises."""
+    def _fill_next(self, source: torch.Tensor, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
+        """The buffer whose turn it is and that holds these values now, flat; its number first. Raises what a thread
+        raises."""
+        turn, self._next = self._next, (self._next + 1) % len(self._buffers)
+        if (emptied := self._emptied[turn]) is not None:
+            emptied.synchronize()
+        buffer = self._buffers[turn][: source.numel() * dtype.itemsize].view(dtype)
         parts = min(FILLERS, buffer.nbytes // LEAST_FILLED)
         if parts < 2:
             buffer.copy_(source)
         else:
             list(self._fillers.map(_copy_part, buffer.chunk(parts), source.chunk(parts)))
+        return turn, buffer
 
 
 @torch.inference_mode()  # which holds for a thread: vLLM's buffers may have been made in it

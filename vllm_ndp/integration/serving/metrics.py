@@ -18,7 +18,8 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from ndp_device.common.errors import UNAVAILABLE
 from ndp_device.timing.work import BOUNDS
 from vllm_ndp.integration import vllm_private
-from vllm_ndp.integration.report import DEVICE_STAGES, PAIR_KINDS, PHASES, StepReport, counts_of
+from vllm_ndp.integration.report import DEVICE_STAGES, PHASES, StepReport, counts_of
+from vllm_ndp.layer.split import PAIR_KINDS
 
 _FINE = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _COARSE = (*_FINE[3:], 10.0, 20.0, 60.0)

@@ -152,11 +152,15 @@ async def _experts(request: Request) -> Response:
 
 async def _request(request: Request) -> Response:
     request_id = request.path_params["request_id"]
-    finished, running = await _find(request.app, request_id)
+    finished: dict[str, Any] = {}
+    running = set[str]()  # the same on every rank, different with data parallelism
+    for told in await _ask(request.app, "ndp_requests", request_id):
+        finished |= told["finished"]
+        running |= set(told["running"])
     if not finished and not running:
         error = f"no request {request_id!r} runs or is among the last that ended"
         return _refusal(404, error)
-    return JSONResponse({"id": request_id, "finished": finished, "running": running})
+    return JSONResponse({"id": request_id, "finished": finished, "running": sorted(running)})
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
@@ -170,16 +174,6 @@ def _refusal(status: int, message: str, headers: dict[str, str] | None = None) -
     """Answer in vLLM's own form of an error."""
     error = {"message": message, "type": HTTPStatus(status).phrase, "param": None, "code": status}
     return JSONResponse({"error": error}, status_code=status, headers=headers)
-
-
-async def _find(app: Any, request_id: str) -> tuple[dict[str, Any], list[str]]:
-    """Reports of what has ended, ids of what runs; the same on every rank, different with data parallelism."""
-    finished: dict[str, Any] = {}
-    running: list[str] = []
-    for answer in await _ask(app, "ndp_requests", request_id):
-        finished |= answer["finished"]
-        running += answer["running"]
-    return finished, sorted(set(running))
 
 
 async def _ask(app: Any, method: str, *arguments: Any) -> list[Any]:

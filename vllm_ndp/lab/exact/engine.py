@@ -25,10 +25,10 @@ from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import Timing, Work
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.gpu_timing import StepClock, StepTime
-from vllm_ndp.layer.devices import Alive, DeviceRules, of_part, slowest, work_of
+from vllm_ndp.layer.devices import Alive, of_part, slowest, work_of
 from vllm_ndp.layer.run import Run, end_layer
 from vllm_ndp.layer.setup import Setup
-from vllm_ndp.layer.split import Split, SplitRules
+from vllm_ndp.layer.split import Split
 from vllm_ndp.layer.tiers import Owners, Tiers
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import BitwidthPlan, Plan
@@ -96,11 +96,12 @@ def modelled_host(
     offload_bits: int = 0,
     device_hosts: int = 1,
     splits_prefill: bool = False,
-    devices: DeviceRules | None = None,
+    num_devices: int = 1,
+    device_copies: int = 1,
+    splits_experts: bool = False,
 ) -> Setup:
-    """The Setup that a live run with these rules writes into its trace. devices: None = one, which holds everything."""
-    devices = devices or DeviceRules(1, 1)
-    own = of_part(costs, devices.num_devices if devices.splits_experts else 1)
+    """The Setup that a live run with these rules writes into its trace."""
+    own = of_part(costs, num_devices if splits_experts else 1)
     usual = load_hardware(costs.hardware.preset).values()
     return Setup(
         preset=costs.hardware.preset,
@@ -113,9 +114,9 @@ def modelled_host(
         device_hosts=device_hosts,
         splits_prefill=splits_prefill,
         num_gpus=costs.num_gpus,
-        num_devices=devices.num_devices,
-        device_copies=devices.num_copies,
-        splits_experts=devices.splits_experts,
+        num_devices=num_devices,
+        device_copies=device_copies,
+        splits_experts=splits_experts,
     )
 
 
@@ -136,7 +137,7 @@ class Engine:
         self.run = Run[int](setup, rules, costs, self.devices, self._tiers, top_k, self._counted_on)
         self.clock, self.planner = self.run.clock, self.run.planner
         self._idle_device = DeviceModel(self.hardware)  # for what decode rows alone would have taken there
-        self._decode_splitter = self.run.make_splitter(top_k, SplitRules())  # of decode rows alone
+        self._decode_splitter = self.run.make_splitter(top_k)  # of decode rows alone
         self._activate()
         self._rejects = bool((trace.phase == REJECTED).any())
         self._ending: list[int] = []  # their prefill ended in the running step
@@ -210,11 +211,8 @@ class Engine:
         decodes = np.zeros(len(numbers), np.bool_)
         decodes[request_of[decode]] = True
         plans = [self._bits_of(r) if has else None for r, has in zip(ends, decodes.tolist(), strict=True)]
-        attended = int(positions.sum()) + len(rows)
         of_requests = list(spans.values())
-        self.run.begin_step(
-            request_of, decode, plans, kv_tokens=sum(ends.values()), attended=attended, spans=of_requests
-        )
+        self.run.begin_step(request_of, decode, plans, of_requests)
         alone = None
         if decode.any() and not decode.all():
             kept = [span for span, has in zip(of_requests, decodes.tolist(), strict=True) if has]

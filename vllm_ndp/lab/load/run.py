@@ -27,7 +27,7 @@ from vllm_ndp.lab.exact.live import recorded_rules
 from vllm_ndp.lab.load.scheduler import Request, ScheduledSpan, Scheduler
 from vllm_ndp.lab.load.workload import Workload, read_mooncake
 from vllm_ndp.lab.options import LoadSettings
-from vllm_ndp.layer.devices import DeviceRules
+from vllm_ndp.layer.devices import copies_that_fit
 from vllm_ndp.layer.setup import Scheduling, Setup
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
@@ -193,7 +193,9 @@ def _host(trace: Trace, settings: LoadSettings, number: int, loss: LossTable | N
         rules,
         offload_bits=DEFAULT_OFFLOAD_BITS if settings.execution == "balanced" and num_hot else 0,
         device_hosts=device_hosts,
-        devices=_devices(costs, settings),
+        num_devices=settings.devices,
+        device_copies=_copies(costs, settings),
+        splits_experts=settings.split,
     )
     kv_tokens = settings.kv_tokens
     if kv_tokens is None:
@@ -212,13 +214,13 @@ def _host(trace: Trace, settings: LoadSettings, number: int, loss: LossTable | N
     return Host(requests, setup, rules, at_ps, scheduling)
 
 
-def _devices(costs: Costs, settings: LoadSettings) -> DeviceRules | None:
-    """Copies of each expert on several devices, or a part on each. Raises ConfigError where they cannot have them."""
+def _copies(costs: Costs, settings: LoadSettings) -> int:
+    """Of each expert on several devices. Raises ConfigError where they cannot have parts of it."""
     if settings.devices == 1:
-        return None
+        return 1
     if settings.split:
         Part(0, settings.devices).check(costs.shape.intermediate_size, costs.group_size)
-    return DeviceRules.that_fit(costs, settings.devices, None, full_precision=False, splits_experts=settings.split)
+    return copies_that_fit(costs, settings.devices, None, full_precision=False, splits_experts=settings.split)
 
 
 def with_layers(trace: Trace, loss: LossTable, num_layers: int) -> tuple[Trace, LossTable]:

@@ -31,8 +31,8 @@ constexpr int64_t kAliasPairs = 32;    // with more, hot pairs are listed, not a
 constexpr int64_t kWidths = 32;        // bits of a pair lie below
 constexpr uint8_t kFullPrecision = 16;  // of prompts
 constexpr uint8_t kNested = 4;           // widest replica whose first planes are the narrower ones
-// What pairs are counted as, as split.COUNTED: of decode rows, then of prompt rows.
-enum Kind { kHot, kOffloaded, kCold, kByHost, kFallback, kPromptHot, kPromptDevice, kStreamed, kPromptFallback, kKinds };
+// What pairs are counted as, as split.PAIR_KINDS: of decode rows, then of prompt rows.
+enum Kind { kHot, kSpilled, kByHost, kCold, kFallback, kPrompt, kPromptDevice, kPromptFallback, kKinds };
 
 float widened(uint16_t bfloat16) {
     const uint32_t bits = static_cast<uint32_t>(bfloat16) << 16;
@@ -143,7 +143,7 @@ class Splitter {
     // where [L] of i32 [E]: a slot of this worker, or kDevice, kWarm, kElsewhere; read in every call, whoever writes it.
     // owners [L] of i64 [E]: the GPU that holds each hot expert whole, -1 where none does; empty: each has a part of all.
     // hot_bits [L] of u8 [E] and bytes_of_width [256]: of hot experts where each has a width of its own; empty: all have
-    // one. gathers_prompts and prompts_anywhere: see split.Splitter and split.SplitRules.
+    // one. gathers_prompts and prompts_anywhere: see split.Splitter.
     Splitter(std::vector<In<int32_t, 1>> where, int64_t top_k, bool aliases, bool weighs_input, bool gathers_prompts,
              bool prompts_anywhere, std::vector<In<int64_t, 1>> owners, std::vector<In<uint8_t, 1>> hot_bits,
              std::vector<int64_t> bytes_of_width)
@@ -239,7 +239,7 @@ class Splitter {
                            from->shape(2) == kNested - 1),
                  "weights from which pairs are wider must be [L, E, 3]");
         want(counts.shape(0) == bits.size() && counts.shape(1) == static_cast<size_t>(kKinds),
-             "counts must be [R, 9]");
+             "counts must be [R, kinds]");
         entries_ = std::move(entries);
         owners_.emplace(std::move(owners));
         is_decode_.emplace(std::move(is_decode));
@@ -306,7 +306,7 @@ class Splitter {
             const int32_t expert = device_.experts->data()[i];
             int64_t* counts = counts_->data() + owners_->data()[row] * kKinds;
             const bool decode = is_decode_->data()[row];
-            --counts[!decode ? kPromptDevice : offloaded_[expert] ? kOffloaded : kCold];
+            --counts[!decode ? kPromptDevice : offloaded_[expert] ? kSpilled : kCold];
             ++counts[decode ? kFallback : kPromptFallback];
         }
         ++stamp_;
@@ -401,7 +401,7 @@ class Splitter {
 
     bool is_hot(int32_t expert) const { return table_[expert] >= 0 || table_[expert] == kElsewhere; }
 
-    // LayerLoad and Balancer.offloaded: the same additions in the same order.
+    // LayerLoad and Balancer.fewest: the same additions in the same order.
     void decide(const int32_t* ids, const float* weights, nb::handle rule) {
         hot_.clear();
         cold_.clear();
@@ -540,7 +540,7 @@ class Splitter {
                 switch (place) {
                     case kDevice:
                         device_.add(row, expert, width_of(row, expert, decode, weights[i]), weight);
-                        ++counts[!decode ? kPromptDevice : offloaded_[expert] ? kOffloaded : kCold];
+                        ++counts[!decode ? kPromptDevice : offloaded_[expert] ? kSpilled : kCold];
                         break;
                     case kWarm:
                         warm_.add(row, expert, kFullPrecision, weight);
@@ -550,11 +550,11 @@ class Splitter {
                         stream_.add(row, expert, kFullPrecision, weight);
                         num_stream_experts_ += first_time(expert);
                         ++num_stream_pairs_;
-                        ++counts[kStreamed];
+                        ++counts[kPrompt];
                         break;
                     default:
                         count_hot(expert);
-                        ++counts[decode ? kHot : kPromptHot];
+                        ++counts[decode ? kHot : kPrompt];
                         if (gathers_prompts_ && !decode && place >= 0) {
                             stream_.add(row, expert, kFullPrecision, weight);
                             where[i] = kStream;

@@ -1,14 +1,22 @@
-"""What is effective and where every byte lives, as data; at start-up a table for its reader, in nine rows at most.
+"""State of a worker as plain values: what is effective, its plan, its requests, who is hot where. Only reads.
 
-Which experts are where, what that takes and costs, and who computes it. Asked for but not effective cannot hide.
+At start-up what is effective is a table for its reader, in nine rows at most: which experts are where, what that takes
+and costs, and who computes it. Asked for but not effective cannot hide.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -16,6 +24,7 @@ from ndp_device.common.widths import BYTE_BITS
 from vllm_ndp.config import GPU_RUNGS, NdpSettings
 from vllm_ndp.integration import compat, paced_scheduler
 from vllm_ndp.integration.assembly import LoadedWorker
+from vllm_ndp.integration.batch import RequestTracker, TrackedRequest
 from vllm_ndp.integration.cuda.limits import Rung
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.device_link import DeviceLink, DeviceView
@@ -23,6 +32,7 @@ from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.operating.sizing import human
 from vllm_ndp.planning.bitwidths import OF_PAIRS, verdict_on, verdict_on_loss
+from vllm_ndp.planning.replanner import Replanner
 
 _OWN_CODES = "none: experts keep the checkpoint's codes of {} bits"
 
@@ -31,7 +41,7 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar, kv_cache_bytes: int) -
     """Return what is effective, as data."""
     facts, parts = worker.facts, worker.parts
     settings, shape, hot, device = facts.settings, facts.pool.shape, parts.hot, parts.device
-    num_hot, rules = settings.resolve_hot_experts(shape.num_experts), parts.planner.replanner.rules
+    num_hot, rules = settings.resolve_hot_experts(shape.num_experts), worker.run.planner.rules
     avg_bits = settings.avg_bits if settings.avg_bits == BYTE_BITS else min(settings.avg_bits, rules.loss.dealt[-1])
     return {
         "plugin_active": True,
@@ -63,7 +73,7 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar, kv_cache_bytes: int) -
         "avg_bits": avg_bits,
         "max_loss": settings.max_loss,
         "predicted_loss": _predicted_loss(
-            settings, shape.num_experts, parts.planner.replanner.predicted_nats(settings.slot_bits)
+            settings, shape.num_experts, worker.run.planner.predicted_nats(settings.slot_bits)
         ),
         "too_few_bits": verdict_on(avg_bits) if settings.needs_replicas(shape.num_experts) else "",
         "bits_for": settings.bits_for,
@@ -111,7 +121,7 @@ def _of_device(link: DeviceLink, device: DeviceView, settings: NdpSettings) -> d
         "device_address": link.members.address,
         "carrier": _carrier(link.members),
         "device_bytes": sum(one.resident_bytes for one in link.members.descriptions),
-        "device_copies": 1 if device.devices is None else device.devices.rules.num_copies,
+        "device_copies": 1 if device.devices is None else device.devices.num_copies,
         "device_parts": 1 if device.devices is None else device.devices.num_parts,
         "kernel": description.kernel,
         "replicas": f"{description.replicas} in {link.members.replicas}" if link.members.replicas else "none needed",
@@ -193,3 +203,92 @@ def show(status: dict[str, Any]) -> None:
     for row in rows(status):
         table.add_row(*row)
     Console(file=sys.stderr, width=100).print(table)
+
+
+# -- what goes on now --------------------------------------------------------------------------------------------------
+
+
+def plan_in_force(replanner: Replanner, planned: Sequence[TrackedRequest]) -> dict[str, Any]:
+    """planned: the requests that were planned last. Averages are over them."""
+    known = [(one.plan, one.score) for one in planned if one.plan is not None and one.score is not None]
+    bits = [plan.bits_read(score.values, score.weights) for plan, score in known]
+    average = float(np.mean(bits)) if bits else math.nan  # where every expert is hot, too
+    return {
+        "epoch": replanner.epoch,
+        "hot_experts": per_layer(replanner.placement.hot),
+        "warm_experts": per_layer(replanner.placement.warm),
+        "avg_bits": None if math.isnan(average) else round(average, 3),
+    }
+
+
+def per_layer(experts: NDArray[np.bool_]) -> int | float:
+    """How many of the marked experts [L, E] a layer has, on average where layers differ."""
+    mean = float(experts.sum(axis=1).mean())
+    return int(mean) if mean.is_integer() else round(mean, 3)
+
+
+def running(requests: RequestTracker) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": request.request_id,
+            "prompt_tokens": request.prompt_len,
+            "output_tokens": request.num_output_tokens,
+            "phase": "decode" if request.prefilled else "prefill",
+        }
+        for request in requests.requests.values()
+    ]
+
+
+def experts(replanner: Replanner, planned: Sequence[TrackedRequest], layers: range) -> dict[str, Any]:
+    """Per layer and expert: hot, warm or neither, and average bits of the requests planned last (0 where hot). Also
+    their importance, and widths of hot experts where each has its own (else 0).
+
+    Importance is a share: a layer adds up to 1. Before the first prompt nothing is known of either.
+    """
+    plans = [request.plan for request in planned if request.plan is not None]
+    scores = [request.score for request in planned if request.score is not None]
+    importance = bits = None
+    if scores:
+        importance = np.mean([score.values for score in scores], axis=0).round(4).tolist()
+    if plans:
+        bits = np.mean([plan.bits.bits for plan in plans], axis=0).round(2).tolist()
+    return {
+        "epoch": replanner.epoch,
+        "layers": list(layers),
+        "hot": replanner.placement.hot.astype(int).tolist(),
+        "warm": replanner.placement.warm.astype(int).tolist(),
+        "widths": replanner.placement.widths.astype(int).tolist(),
+        "bits": bits,
+        "importance": importance,
+    }
+
+
+class FinishedRequests:
+    """By vLLM's own ids. Client's X: `cmpl-X-0-1a2b3c4d` of its first prompt, `1_cmpl-X-0-1a2b3c4d` the second of n,
+    `cmpl-X-0-1a2b3c4d5e6f7a8b-beam-1-1a2b3c4d` the second beam of one token of a beam search."""
+
+    def __init__(self, kept: int = 1024) -> None:
+        self._kept = kept
+        self._reports: OrderedDict[str, dict[str, Any]] = OrderedDict()
+
+    def note(self, reports: Mapping[str, dict[str, Any]]) -> None:
+        for request_id, report in reports.items():
+            self._reports[request_id] = report
+        while len(self._reports) > self._kept:
+            self._reports.popitem(last=False)
+
+    def find(self, client_id: str) -> dict[str, dict[str, Any]]:
+        """Every request that vLLM made of the client's: an answer of n choices or of several prompts has several."""
+        return {name: self._reports[name] for name in made_of(client_id, self._reports)}
+
+    def latest(self, count: int) -> list[tuple[str, dict[str, Any]]]:
+        """The last reports, newest first, without their lists of single tokens."""
+        newest = islice(reversed(self._reports.items()), count)
+        return [(name, {key: value for key, value in of.items() if not isinstance(value, list)}) for name, of in newest]
+
+
+def made_of(client_id: str, names: Iterable[str]) -> list[str]:
+    """Ids that vLLM made from the client's id."""
+    of_beam = r"-[0-9a-f]{16,32}-beam-\d+"
+    pattern = re.compile(rf"(\d+_)?([a-z]+-)?{re.escape(client_id)}([-_]\d+)?({of_beam})?(-[0-9a-f]{{8}})?")
+    return [name for name in names if pattern.fullmatch(name)]
