@@ -43,11 +43,10 @@ HARDWARE = load_hardware(
 )
 
 
-def machine(num_layers: int = 1, num_experts: int = 4, top_k: int = 2) -> Costs:
+def machine(num_layers: int = 1, top_k: int = 2) -> Costs:
     layer = DecoderLayer(attention=GroupedQuery(num_heads=1, num_kv_heads=1, head_dim=1))
-    sizes = num_layers, num_experts, top_k, 1000, 1000
-    shape = WholeModel("by hand", *sizes, vocab_size=1, decoder=(layer,) * num_layers)
-    return Costs(HARDWARE, shape)
+    sizes = num_layers, 4, top_k, 1000, 1000
+    return Costs(HARDWARE, WholeModel("by hand", *sizes, vocab_size=1, decoder=(layer,) * num_layers))
 
 
 def chosen(*steps: list[list[int]]) -> np.ndarray:
@@ -74,12 +73,9 @@ def _equal(ids: np.ndarray) -> np.ndarray:
     return np.full(ids.shape, 1 / ids.shape[2], np.float32)
 
 
-def trace(
-    prompt: np.ndarray, decode: np.ndarray, num_experts: int = 4, weights: np.ndarray | None = None, requests: int = 1
-) -> Batches:
-    """The same request so many times, all of them in one batch; gate weights are equal unless given."""
-    own = None if weights is None else [weights] * requests
-    return Batches.of(requests_of([(prompt, decode)] * requests, num_experts, own), requests)
+def trace(prompt: np.ndarray, decode: np.ndarray, weights: np.ndarray | None = None) -> Batches:
+    """One request of a model with four experts; gate weights are equal unless given."""
+    return Batches.of(requests_of([(prompt, decode)], 4, None if weights is None else [weights]))
 
 
 def options_of(

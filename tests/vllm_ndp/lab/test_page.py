@@ -16,16 +16,14 @@ pytestmark = pytest.mark.slow  # together
 
 
 class Page(HTMLParser):
-    """Headings, and whatever would load something from outside."""
+    """Whatever would load something from outside."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.tags: list[str] = []
         self.sources: list[str] = []
         self.feed(html)
 
     def handle_starttag(self, tag, attrs) -> None:
-        self.tags.append(tag)
         self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
 
 

@@ -336,7 +336,7 @@ def test_a_guess_follows_the_choices_of_the_layer_before_and_the_first_layer_pop
     """0 is always followed by 1, 3 by 2; 0 is the more popular. Decode: 0 then 1 (both guessed), 3 then 2 (the second
     guessed, the first not), 0 then 2 (the first guessed): 4 of 6."""
     predictor = learned(np.array([[[0], [1]]] * 3 + [[[3], [2]]] * 2))
-    batches = trace(chosen([[0], [1]]), chosen([[0], [1]], [[3], [2]], [[0], [2]]), num_experts=4)
+    batches = trace(chosen([[0], [1]]), chosen([[0], [1]], [[3], [2]], [[0], [2]]))
     assert predictor.accuracy(batches) == pytest.approx(4 / 6)
 
 
