@@ -31,12 +31,10 @@ DEADLINE_MS = 60_000.0
 """A busy machine may miss the default deadline, and the fallback computes in full precision: a flattered result."""
 
 
-def served_nll(
-    sequences: Tensor, settings: dict[str, Any], model_dir: Path = MODEL
-) -> tuple[NDArray[np.float64], dict[str, Any]]:
+def served_nll(sequences: Tensor, settings: dict[str, Any]) -> tuple[NDArray[np.float64], dict[str, Any]]:
     """Mean decode nll of each sequence [N, T] when the plugin serves it, and the plugin's totals."""
     llm = LLM(
-        str(model_dir),
+        str(MODEL),
         dtype="float32",
         quantization="ndp",
         additional_config={"ndp": {"deadline_ms": DEADLINE_MS, "hardware": DEFAULT_HARDWARE, **settings}},

@@ -74,8 +74,8 @@ def test_drafts_beside_the_end_of_a_prompt_are_prefill_until_there_is_a_plan() -
     assert BatchRows((span,)).decode.tolist() == [False, True, True]
 
 
-def new_request(name: str, prompt: int, blocks: list[int], computed: int = 0) -> NewRequestData:
-    return NewRequestData(name, list(range(prompt)), [], None, None, (blocks,), computed, None)
+def new_request(name: str, prompt: int, blocks: list[int]) -> NewRequestData:
+    return NewRequestData(name, list(range(prompt)), [], None, None, (blocks,), 0, None)
 
 
 def message(new: list[NewRequestData], finished: set[str] = frozenset(), **scheduled: int) -> SchedulerOutput:

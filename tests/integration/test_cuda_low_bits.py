@@ -73,8 +73,8 @@ def form_of(bits: int) -> Form:
     return Fp8Rows(encode_fp8_rows, dict) if bits == 8 else Int4Groups(32, torch.bfloat16, dict)
 
 
-def kernel_of(bits: int, copies: CopiesByThread | None = None, fused: Any = None) -> LowBitSlotKernel:
-    return LowBitSlotKernel(CudaSlotKernel("silu", 8, fused, lambda *key: nullcontext(), copies), form_of(bits))
+def kernel_of(bits: int, copies: CopiesByThread | None = None) -> LowBitSlotKernel:
+    return LowBitSlotKernel(CudaSlotKernel("silu", 8, None, lambda *key: nullcontext(), copies), form_of(bits))
 
 
 def allocated(bits: int, device: Any = "cpu") -> Any:

@@ -122,12 +122,11 @@ def starts_a_device(run: Run) -> bool:
     return any(what_is(process) == "device" for process in run.below())
 
 
+@pytest.mark.programs  # a device alone: test_integration_cli.py
 @pytest.mark.parametrize(
     ("number", "moment", "settings"),
     [
-        pytest.param(  # the engine has a process of its own
-            *(signal.SIGTERM, quantizes, {}), id="quantizes", marks=pytest.mark.programs
-        ),
+        pytest.param(signal.SIGTERM, quantizes, {}, id="quantizes"),  # the engine has a process of its own
         pytest.param(  # and here it is the script
             *(signal.SIGKILL, starts_a_device, {"replicas": str(REPLICAS)}), id="starts a device"
         ),

@@ -58,7 +58,11 @@ def measured(replicas: Path, settings: dict[str, Any]) -> Any:
         held_out = quality.held_out_sequences(MODEL, 1)
         sequences = torch.cat([held_out["german"], held_out["python"]])
         model = quality.MixedModel(MODEL, ExpertStore(MODEL, replicas, kernel=NativeKernel()))
-        harness = served.harness_nll(model, sequences, quality.Cell(1.5, 2, "pairs", "prefill"), replicas)
+        harness, by_expert = (
+            served.harness_nll(model, sequences, quality.Cell(1.5, 2, rule, "prefill"), replicas)
+            for rule in ("pairs", "layers")
+        )
+        assert (np.abs(by_expert - harness) > 1e-2).all()  # widths by pair are felt as well
         full = model.decode(None)
         assert (harness - full > 0.05).all()  # the bits are felt, so a plan that was not followed would show
         through_engine, totals = served.served_nll(sequences, settings)
@@ -86,34 +90,10 @@ def server(settings: dict[str, Any], log: Path) -> Iterator[scoring.ScoringServe
 
 @pytest.mark.quality
 def test_served_decode_nll_is_the_quality_benchmarks(measured: Any) -> None:
-    """Forced tokens through the real engine and device process, two sequences at their own plans.
-
-    Beside float32 the device rounds activations to 8 bits, .003 nats here; another rule for bits is .2 nats away.
-    """
+    """Forced tokens through the real engine and device process, two sequences at their own plans, in which pairs have
+    widths of their own router weight. Beside float32 the device rounds activations to 8 bits, .003 nats here."""
     _, harness, through_engine, _ = measured
     np.testing.assert_allclose(through_engine, harness, atol=5e-3)
-
-
-@pytest.mark.quality
-def test_pairs_at_widths_of_their_own_router_weight_lose_what_the_benchmark_computes_at_those_widths(
-    replicas: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Half of the experts are hot. Other widths would show: with one width for each expert another loss comes."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    quality, served = importlib.import_module("quality"), importlib.import_module("quality_served")
-    sequences = quality.held_out_sequences(MODEL, 1)["german"]
-    model = quality.MixedModel(MODEL, ExpertStore(MODEL, replicas, kernel=NativeKernel()))
-    by_pair, by_expert = (
-        served.harness_nll(model, sequences, quality.Cell(1.5, 4, rule, "prefill"), replicas)
-        for rule in ("pairs", "layers")
-    )
-    told = settings | {"hot_experts": 4, "policy": {"bit_rule": "pairs"}, "execution": "paper"}
-    through_engine, totals = served.served_nll(sequences, told)
-    assert totals["cold_pairs"] > 0
-    assert totals["fallback_pairs"] == 0
-    np.testing.assert_allclose(through_engine, by_pair, atol=5e-3)
-    assert (np.abs(by_expert - by_pair) > 1e-2).all()
 
 
 @pytest.mark.quality

@@ -89,13 +89,6 @@ def test_start_up_prints_what_is_effective(server: Server):
     assert "Triton" not in log  # vLLM warns of it before it has a log to filter
 
 
-def test_the_device_is_a_process_of_its_own_behind_a_private_directory(server: Server):
-    (private,) = [path for path in server.runtime_dir.iterdir() if path.name.startswith("ndp-")]
-    assert private.stat().st_mode & 0o777 == 0o700
-    assert (private / "device").is_socket()
-    assert server.device.pid != server.process.pid
-
-
 def test_a_streamed_completion_is_the_same_text(server: Server):
     """vLLM sends kv_transfer_params only in responses that do not stream."""
     complete(server, PROMPTS[1])  # its prompt is in the prefix cache of both, so that the same rows are rounded alike
@@ -106,12 +99,15 @@ def test_a_streamed_completion_is_the_same_text(server: Server):
     check_report(report_of(whole), TOKENS)
 
 
-def test_a_chat_answer_carries_both_clocks_and_streams_the_same_text(server: Server):
+def test_a_chat_answer_carries_both_clocks_and_streams_the_same_text_whose_report_is_found_by_its_id(server: Server):
     response = chat(server, "Write a sentence about the sea.")
     check_report(report_of(response), TOKENS)
     chunks = list(chat(server, "Write a sentence about the sea.", stream=True))
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert streamed == response.choices[0].message.content
+    (report,) = reports_of(server, chunks[0].id).values()
+    check_report(report, TOKENS)
+    assert not any("ndp" in (chunk.model_extra or {}) for chunk in chunks)
 
 
 # -- reports by every way ------------------------------------------------------------------------------------------
@@ -128,13 +124,6 @@ def reports_of(server: Server, answer_id: str) -> dict[str, dict[str, Any]]:
 
     until(has_ended, PATIENCE_S)
     return dict(found["finished"])
-
-
-def test_a_streamed_chat_is_found_by_its_id(server: Server):
-    chunks = list(chat(server, "Write a sentence about the sea.", stream=True))
-    (report,) = reports_of(server, chunks[0].id).values()
-    check_report(report, TOKENS)
-    assert not any("ndp" in (chunk.model_extra or {}) for chunk in chunks)
 
 
 def test_a_stop_string_costs_no_report(server: Server):

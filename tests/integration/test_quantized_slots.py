@@ -79,7 +79,7 @@ def test_a_checkpoint_whose_codes_were_copied_takes_no_memory_beside_its_slots(k
         assert (resident_bytes_of(path / "model.safetensors") == 0) == (expert == EXPERTS - 1)
 
 
-def test_before_the_first_placement_a_profile_run_gives_nothing(kernel):
+def test_before_the_first_placement_a_profile_run_gives_nothing():
     slots = empty(3)
     x, ids = torch.ones(2, HIDDEN), torch.zeros(2, 2, dtype=torch.int32)
     assert (slots.run_anything(x, torch.ones(2, 2), ids) == 0).all()

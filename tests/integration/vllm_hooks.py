@@ -154,9 +154,9 @@ def look_up(read: Read, hook: Hook) -> str:
     return ABSENT
 
 
-def imported_names(package: Path = ROOT / "vllm_ndp") -> Iterator[tuple[str, str]]:
+def imported_names() -> Iterator[tuple[str, str]]:
     """(module, name) of everything that the plugin imports from vLLM, wherever the import stands."""
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted((ROOT / "vllm_ndp").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             module = node.module if isinstance(node, ast.ImportFrom) and not node.level else None
             if module and (module == "vllm" or module.startswith("vllm.")) and module not in ON_CPU_ONLY:
