@@ -7,10 +7,8 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
 #include <new>
 #include <stdexcept>
-#include <utility>
 
 namespace ndp {
 namespace {
@@ -18,56 +16,23 @@ namespace {
 constexpr size_t kSlack = 4096;  // beyond the furthest vector load; prefetches may go anywhere
 constexpr size_t kPage = 4096;
 constexpr size_t kHugePage = size_t{2} << 20;
-constexpr size_t kShared = 64 << 10;         // from here on a buffer lies in a chunk
-constexpr size_t kChunk = 32 * kHugePage;
+constexpr size_t kMapped = 2 * kHugePage;  // from here on a buffer is a mapping of its own: huge pages, and given
+                                           // back to the system when it is freed
 constexpr size_t kTaskBytes = kHugePage;   // of packed weights: two threads rarely meet in one huge page
 
 size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
-// A mapping of huge pages that buffers share: with one each, their ends, up to a third, would lie on small pages.
-class Chunk {
-   public:
-    explicit Chunk(size_t bytes) : bytes_(round_up(bytes, kHugePage)) {
-        const size_t room = bytes_ + kHugePage - kPage;
-        void* mapped = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (mapped == MAP_FAILED) throw std::bad_alloc();
-        const auto start = reinterpret_cast<uintptr_t>(mapped), first = round_up(start, kHugePage);
-        data_ = reinterpret_cast<uint8_t*>(first);
-        if (first > start) munmap(mapped, first - start);
-        if (start + room > first + bytes_) munmap(data_ + bytes_, start + room - first - bytes_);
-        madvise(data_, bytes_, MADV_HUGEPAGE);  // refused: small pages, twice the time to clear them
-    }
-    ~Chunk() { munmap(data_, bytes_); }
-    Chunk(const Chunk&) = delete;
-    Chunk& operator=(const Chunk&) = delete;
-
-    uint8_t* take(size_t bytes) {  // whole pages; null: it is full
-        if (bytes > bytes_ - used_) return nullptr;
-        return data_ + std::exchange(used_, used_ + bytes);
-    }
-
-   private:
-    size_t bytes_, used_ = 0;
-    uint8_t* data_;
-};
-
-std::shared_ptr<uint8_t> allocate(size_t bytes) {
-    if (bytes < kShared) {
-        auto* data = static_cast<uint8_t*>(std::aligned_alloc(64, round_up(bytes, 64)));
-        if (!data) throw std::bad_alloc();
-        return {data, std::free};
-    }
-    static std::mutex mutex;
-    static std::weak_ptr<Chunk> latest;
+uint8_t* allocate(size_t bytes) {
+    if (bytes < kMapped) return static_cast<uint8_t*>(std::aligned_alloc(64, round_up(bytes, 64)));
+    const size_t room = round_up(bytes, kPage) + kHugePage - kPage;
+    void* mapped = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) return nullptr;
+    const auto start = reinterpret_cast<uintptr_t>(mapped), first = round_up(start, kHugePage);
     const size_t used = round_up(bytes, kPage);
-    const std::lock_guard lock(mutex);
-    std::shared_ptr<Chunk> chunk = latest.lock();
-    uint8_t* data = chunk ? chunk->take(used) : nullptr;
-    if (!data) {
-        latest = chunk = std::make_shared<Chunk>(std::max(used, kChunk));
-        data = chunk->take(used);
-    }
-    return {data, [chunk, used](uint8_t* freed) { madvise(freed, used, MADV_DONTNEED); }};  // back to the system, now
+    if (first > start) munmap(mapped, first - start);
+    if (start + room > first + used) munmap(reinterpret_cast<void*>(first + used), start + room - first - used);
+    madvise(reinterpret_cast<void*>(first), used, MADV_HUGEPAGE);  // refused: small pages, twice the time to clear them
+    return reinterpret_cast<uint8_t*>(first);
 }
 
 // `count` <= 32 bits of a row of packed bits, starting at any bit.
@@ -217,7 +182,14 @@ Packed pack_scaled(ThreadPool& pool, Geometry& geometry, const uint8_t* codes, c
 
 }  // namespace
 
-Buffer::Buffer(size_t bytes) : bytes_(bytes), data_(allocate(bytes + kSlack)) {}
+Buffer::Buffer(size_t bytes) : bytes_(bytes), data_(allocate(bytes + kSlack), {bytes + kSlack}) {
+    if (!data_) throw std::bad_alloc();
+}
+
+void Buffer::Free::operator()(uint8_t* p) const {
+    if (bytes < kMapped) std::free(p);
+    else munmap(p, round_up(bytes, kPage));
+}
 
 int Geometry::source_row(int unit, int r) const {
     const int half = halves == 2 ? r / kBlockRows : 0;

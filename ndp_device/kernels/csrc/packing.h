@@ -20,8 +20,12 @@ class Buffer {
     size_t bytes() const { return bytes_; }
 
    private:
+    struct Free {
+        size_t bytes;
+        void operator()(uint8_t* p) const;
+    };
     size_t bytes_;
-    std::shared_ptr<uint8_t> data_;
+    std::unique_ptr<uint8_t, Free> data_;
 };
 
 // Sizes of a packed matrix. Rows are `halves` equal parts (2: gate and up, interleaved by blocks of 16).
