@@ -1,8 +1,7 @@
 """The device's end: a ROUTER of libzmq, and shared memory beside it (shm.py) for hosts of this machine.
 
-Connections, handshakes, queues, sizes and CURVE are
-libzmq's. This file does the rest: it knows a peer by the descriptor of its messages, to end the connection and to
-notice its end.
+Connections, handshakes, queues, sizes and CURVE are libzmq's. This file does the rest: it knows a peer by the
+descriptor of its messages, to end the connection and to notice its end.
 """
 
 from __future__ import annotations
@@ -100,10 +99,9 @@ class ZmqServer:
         self._is_bound = False
         self._allowed = None if keys is None else AllowList(keys, _log.warning)
         sockets.allow_many_descriptors()
-        with contextlib.suppress(
-            AttributeError
-        ):  # libzmq counts connections' names up from a rand() that nobody seeds,
-            ctypes.CDLL(None).srand(secrets.randbits(32))  # and a name twice ends the process
+        # libzmq counts connections' names up from a rand() that nobody seeds, and a name twice ends the process
+        with contextlib.suppress(AttributeError):
+            ctypes.CDLL(None).srand(secrets.randbits(32))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(_IO_THREADS)
         self._socket = self._context.socket(zmq.ROUTER)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)

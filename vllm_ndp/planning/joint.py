@@ -43,7 +43,7 @@ from vllm_ndp.planning import _joint
 from vllm_ndp.planning.stats import frozen_array
 
 _FOLDED = ("device", "host", "gpu")
-"""Sides of a layer, those that are waited for most first: the GPU is folded in last."""
+"""Sides of a layer."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,13 @@ class JointProblem:
     def __post_init__(self) -> None:
         for name in ("ps", "loss", "used", "openings", "moved"):
             object.__setattr__(self, name, frozen_array(getattr(self, name), np.float64))
+        for what, values in (("price", self.ps), ("loss", self.loss)):
+            bad = (~np.isfinite(values) | (values < 0)).any(axis=(1, 2))
+            if bad.any():
+                named = self.choices[int(bad.argmax())]
+                raise ConfigError(f"{named} has no {what} for some experts: measure it first, or leave it out")
         for name, budget in self.budgets.items():
-            if budget < 0:
+            if not budget >= 0:
                 raise ConfigError(f"the budget of {name} bytes must be at least 0, got {budget}")
 
     @property

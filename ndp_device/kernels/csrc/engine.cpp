@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <iterator>
 #include <map>
 #include <numeric>
 #include <stdexcept>
@@ -60,9 +59,12 @@ size_t PackedMatrix::nbytes() const {
 }
 
 void PackedMatrix::check() const {
-    int code = fp4 * 1000 + dropped, place = 100;
-    for (const Component& component : components) code += component.width * place, place /= 10;
-    if (std::find(std::begin(kStreamed), std::end(kStreamed), code) == std::end(kStreamed))
+    std::vector<int> widths;
+    for (const Component& component : components) widths.push_back(component.width);
+    const bool may_drop = widths == std::vector<int>{2} || widths == std::vector<int>{2, 2};
+    const bool is_known = may_drop || widths == std::vector<int>{1} || widths == std::vector<int>{2, 1} ||
+                          widths == std::vector<int>{4} || widths == std::vector<int>{8};
+    if ((fp4 && widths != std::vector<int>{4}) || !is_known || dropped < 0 || dropped > (may_drop ? 1 : 0))
         throw std::invalid_argument("no kernel streams these components without their " + std::to_string(dropped) +
                                     " lowest bits");
     const size_t chunks = static_cast<size_t>(geometry.units()) * geometry.unit_chunks();

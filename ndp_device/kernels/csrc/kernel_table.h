@@ -57,9 +57,6 @@ constexpr int kTopLimb = 127;  // the largest code of the only, or the higher, l
 constexpr uint8_t kFp4Levels[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 constexpr uint8_t kFp4Halves[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};  // the same as int8, from 0
 
-// What kernels stream: columns under one FP4 scale * 1000 + width of each component, as digits, + dropped bits.
-constexpr int kStreamed[] = {100, 200, 201, 210, 220, 221, 400, kMxfp4 * 1000 + 400, kNvfp4 * 1000 + 400, 800};
-
 // Quantized inputs of T tokens: x ~ scale * (128 * high + low) with two limbs, scale * code with one.
 //   codes [groups][T * limbs][padded_group], scale and sum (of the values the codes stand for) [groups][T]
 //   Beside FP4: zeros [groups][T * limbs][scales], what takes from the sums under a scale that its levels begin at kFp4Zero, for

@@ -129,6 +129,10 @@ def test_only_what_one_bit_more_of_the_same_planes_holds_can_be_masked() -> None
     assert kernel.masked(full, prepared[4]) is None
     with pytest.raises(ValueError, match="no kernel streams these components without their 1 lowest bits"):
         prepared[1].native.masked(*[[part.native] for part in prepared[1].components])
+    two, one = (prepared[bits].components[0].native for bits in (2, 1))
+    scale = np.zeros((192, 2), np.uint16)
+    with pytest.raises(ValueError, match="no kernel streams these components"):
+        kernel._engine.assemble([two, two, one], 192, 64, 2, 32, scale, scale, 32, np.zeros(0, np.int32))
     with pytest.raises(ValueError, match="another matrix's size"):
         prepared[1].native.masked(*[[part.native] for part in reversed(prepared[2].components)])
 

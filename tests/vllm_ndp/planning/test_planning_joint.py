@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -342,3 +343,11 @@ def test_a_limit_that_no_plan_keeps_is_refused_with_the_least_there_is():
     given = problem(4, 8, 8, 0.05, tuple(c for c in MENU if c.bits <= 4))
     with pytest.raises(ConfigError, match="loss of at most 1e-06: the least found is"):
         least_time(given, 1e-6)
+
+
+def test_a_width_without_a_price_is_refused_by_its_name():
+    given = problem(5, 2, 2, 1.0)
+    ps = given.ps.copy()
+    ps[4] = np.nan
+    with pytest.raises(ConfigError, match="16 bits on the host has no price"):
+        replace(given, ps=ps)

@@ -732,7 +732,7 @@ class Problem {
         const double ps = ps_[choice * cells() + cell], lean = ps * idle_[cell];
         return {ps, lean * ps / busy_[cell], lean, {}};
     }
-    // The sums of each side of a layer, in the order in which they are folded.
+    // The sums of each side of a layer.
     std::array<Side, 3> sides(const Plan& plan, size_t layer) const {
         std::array<Side, 3> sides;
         std::array<Floats, 3> each;
