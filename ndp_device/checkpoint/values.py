@@ -29,7 +29,7 @@ Read = Callable[[str], NDArray[Any]]
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the k-th value of a word lies among its nibbles: AWQ packs them in the order 0 2 4 6 1 3 5 7."""
-_FP4 = np.array(FP4, np.float32)
+_FP4, _INTEGERS = np.array(FP4, np.float32), np.arange(16, dtype=np.float32)
 _ONE_127TH = np.float32(7.874015718698502e-3)
 """As bitsandbytes writes it."""
 _AT_ONCE = 1 << 18
@@ -129,10 +129,10 @@ class Packed:
         whole = self.decode(one, part)
         assert isinstance(whole, Whole)
         scale, zero, words = whole.scale, whole.zero, whole.words[:, : one.shape[1] // 8]
-        perm, in_order = None, np.arange(one.shape[1]) // max(one.block)
-        if whole.group_of is not None and not np.array_equal(whole.group_of, in_order):
+        perm = None
+        if whole.group_of is not None:
             perm = np.argsort(whole.group_of, kind="stable").astype(np.int32)
-            if not np.array_equal(whole.group_of[perm], in_order):  # groups of several sizes
+            if not np.array_equal(whole.group_of[perm], np.arange(one.shape[1]) // max(one.block)):  # of several sizes
                 return None
             nibbles = _unpack_stream(words, CODE_BITS)[:, perm]
             words = np.ascontiguousarray(nibbles[:, ::2] | nibbles[:, 1::2] << 4).view("<i4")
@@ -208,11 +208,6 @@ def scaled(packed: Packed, part: Read) -> Rows:
         zero = part("zero").view(np.int8).astype(np.float32)
         _refuse_zeros_of_symmetric(packed, zero, 0)
 
-    def bfloat16_rows(first: int, last: int) -> NDArray[np.uint16]:
-        values, of_rows = np.empty((last - first, columns), np.uint16), slice(first, last)
-        _values.fp4_to_bfloat16(codes[of_rows], scale.reshape(num_rows, -1)[of_rows], values)
-        return values
-
     def rows(first: int, last: int) -> Floats:
         values = values_of(codes[first:last]).reshape(last - first, columns)
         if zero is not None:
@@ -222,10 +217,25 @@ def scaled(packed: Packed, part: Read) -> Rows:
             values *= _ONE_127TH
         return values
 
-    has_whole_blocks = block[0] == 1 and columns % block[1] == 0
-    if (packed.elements, packed.dtype) == ("fp4", "BF16") and zero is None and has_whole_blocks:
-        codes, scale = np.ascontiguousarray(codes).view(np.uint8), np.ascontiguousarray(scale)
-        return bfloat16_rows
+    if packed.elements == "fp4" and zero is None and block[0] == 1 and block[1] % 8 == 0:
+        words = np.ascontiguousarray(codes).view(np.uint8).view(np.uint32)
+        return _of_nibbles(packed, words, _FP4, scale, np.zeros_like(scale)) or rows
+    return rows
+
+
+def _of_nibbles(packed: Packed, words: NDArray[np.uint32], levels: Floats, scale: Floats, zero: Floats) -> Rows | None:
+    """words [N, C / 8], scale and zero [N, groups]; None where values are not of 16 bits, or a group of whole words."""
+    columns, group = packed.shape[1], max(packed.block)
+    scale, zero = (np.ascontiguousarray(of_groups).reshape(packed.shape[0], -1) for of_groups in (scale, zero))
+    if packed.dtype not in ("BF16", "F16") or group % 8 or scale.shape[1] * group != columns:
+        return None
+
+    def rows(first: int, last: int) -> NDArray[Any]:
+        is_bfloat16, of_rows = packed.dtype == "BF16", slice(first, last)
+        values = np.empty((last - first, columns), np.uint16)
+        _values.values_of_nibbles(words[of_rows], levels, scale[of_rows], zero[of_rows], values, is_bfloat16)
+        return values if is_bfloat16 else values.view(np.float16)
+
     return rows
 
 
@@ -254,6 +264,9 @@ class Whole(NamedTuple):
                 _by_block(np.multiply, values, self.scale, block, first)
             return values
 
+        if packed.bits == CODE_BITS and self.group_of is None:
+            codes = self.words[:, : packed.shape[1] // 8].view(np.uint32)
+            return _of_nibbles(packed, codes, _INTEGERS, self.scale, self.zero) or rows
         return rows
 
 
@@ -337,7 +350,7 @@ def _refuse_zeros_of_symmetric(packed: Packed, zero: NDArray[Any], middle: int) 
 
 
 def _group_of_columns(packed: Packed, part: Read, count: int) -> NDArray[np.int64] | None:
-    """Group of each column where it is stored and not that of the column's place; None: that."""
+    """Group of each column where it is stored and not that of the column's place; else None."""
     if "group_of" not in packed.parts:
         return None
     group_of, name = part("group_of").astype(np.int64), packed.parts["group_of"]
@@ -350,7 +363,9 @@ def _group_of_columns(packed: Packed, part: Read, count: int) -> NDArray[np.int6
         raise ReplicaError(
             f"{name} puts {most} columns under one scale, and config.json states {size}: take both from one checkpoint"
         )
-    if packed.is_in_order and not np.array_equal(group_of, np.arange(len(group_of)) // size):
+    if np.array_equal(group_of, np.arange(len(group_of)) // size):
+        return None
+    if packed.is_in_order:
         raise ReplicaError(
             f"{name} puts columns into another order, and config.json states that there is none (desc_act or "
             "actorder): take both from one checkpoint"

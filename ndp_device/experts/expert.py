@@ -108,6 +108,13 @@ class QuantizedMatrix:
         """Some of its rows, in this order."""
         return replace(self, planes=self.planes[:, rows], scale=self.scale[rows], offset=self.offset[rows])
 
+    def in_groups_of(self, columns: int) -> QuantizedMatrix:
+        """The same values; columns: what divides the size of its groups."""
+        if columns == self.group_size:
+            return self
+        scale, offset = (np.repeat(values, self.group_size // columns, 1) for values in (self.scale, self.offset))
+        return replace(self, scale=scale, offset=offset, group_size=columns)
+
     def above(self, other: QuantizedMatrix) -> QuantizedMatrix | None:
         """Both as one matrix; None where they differ in groups or in the order of their columns."""
         same_order = self.perm is other.perm or np.array_equal(self.perm, other.perm)  # type: ignore[arg-type]
@@ -297,6 +304,11 @@ class ByteExpert:
 
     def __post_init__(self) -> None:
         _check_three(self)
+
+    @property
+    def nbytes(self) -> int:
+        weights = self.w1.nbytes + self.w3.nbytes + self.w2.nbytes
+        return weights + (0 if self.biases is None else self.biases.nbytes)
 
 
 StoredExpert = Fp4Expert | ByteExpert

@@ -107,12 +107,19 @@ class CheckpointExperts:
     @cached_property
     def stored_form(self) -> StoredForm | None:
         """How all experts seem to be stored where `as_stored` gives them; else None."""
+        return self._common_form if self._common_form is not None and self.as_stored(0, 0) is not None else None
+
+    @cached_property
+    def _common_form(self) -> StoredForm | None:
+        """Integers in groups of several sizes, such as whole rows, have the groups that divide all of them."""
         forms = {
             self.packed[name].stored_form if name in self.packed else None
             for found in self.layout.layers
             for name in found.tensors(self.shape.num_experts)
         }
-        return forms.pop() if len(forms) == 1 and self.as_stored(0, 0) is not None else None
+        if all(form is not None and form.numbers == "int4" for form in forms):
+            return StoredForm("int4", math.gcd(*(form.group for form in forms if form is not None)))
+        return forms.pop() if len(forms) == 1 else None
 
     @property
     def group_of_codes(self) -> int | None:
@@ -145,6 +152,9 @@ class CheckpointExperts:
             case [ByteMatrix() as gate, ByteMatrix() as up, ByteMatrix() as down]:
                 return ByteExpert(gate, up, down, biases, activation)
             case [QuantizedMatrix() as gate, QuantizedMatrix() as up, QuantizedMatrix() as down]:
+                if self._common_form is None:
+                    return None
+                gate, up, down = (one.in_groups_of(self._common_form.group) for one in (gate, up, down))
                 w13 = gate.above(up)
                 return None if w13 is None else QuantizedExpert(CODE_BITS, w13, down, biases, activation)
         return None

@@ -2,7 +2,7 @@
 
     python tests/checkpoints/make_real_size.py MODEL DIRECTORY [LAYERS] [VOCABULARY]
 
-MODEL: gpt-oss-20b (MXFP4) or qwen3-30b-a3b (GPTQ-Int4).
+MODEL: gpt-oss-20b (MXFP4), qwen3-30b-a3b (GPTQ-Int4) or mixtral-8x7b (GPTQ, four bits with one scale a row).
 Tensor by tensor, so the writer needs the memory of some million values.
 """
 
@@ -77,6 +77,27 @@ OWN: dict[str, dict[str, Any]] = {
             "damp_percent": 0.01,
         },
     },
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "bos_token_id": 1,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "quantization_config": {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": -1,
+            "sym": True,
+            "desc_act": True,
+            "true_sequential": True,
+            "damp_percent": 0.1,
+            "modules_in_block_to_quantize": [["self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj"]]
+            + [["self_attn.o_proj"]]
+            + [[f"block_sparse_moe.experts.{expert}.{name}" for expert in range(8)] for name in ("w1", "w3", "w2")],
+        },
+    },
 }
 """What config.json says beside the sizes."""
 
@@ -120,7 +141,8 @@ def _ends(config: dict[str, Any]) -> Tensors:
 
 def _attention(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """Rows and columns of the four projections."""
-    width, head = config["hidden_size"], config["head_dim"]
+    width = config["hidden_size"]
+    head = config.get("head_dim", width // config["num_attention_heads"])
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     return {"q": (queries, width), "k": (keys, width), "v": (keys, width), "o": (width, queries)}
 
@@ -140,14 +162,29 @@ def _qwen3_tensors(config: dict[str, Any]) -> Tensors:
                 yield from _gptq(of + f"mlp.experts.{expert}.{name}_proj", *shape)
 
 
-def _gptq(name: str, rows: int, columns: int) -> Tensors:
+def _mixtral_tensors(config: dict[str, Any]) -> Tensors:
+    width, inner, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    yield from _ends(config)
+    for layer in range(config["num_hidden_layers"]):
+        of = f"model.layers.{layer}."
+        for name, shape in _attention(config).items():
+            yield from _gptq(of + f"self_attn.{name}_proj", *shape, groups=1)
+        yield of + "block_sparse_moe.gate.weight", "BF16", (experts, width)
+        for expert in range(experts):
+            for name, shape in {"w1": (inner, width), "w3": (inner, width), "w2": (width, inner)}.items():
+                yield from _gptq(of + f"block_sparse_moe.experts.{expert}.{name}", *shape, groups=1)
+
+
+def _gptq(name: str, rows: int, columns: int, groups: int | None = None) -> Tensors:
+    """groups: of 128 columns if not given."""
+    groups = groups or columns // 128
     yield f"{name}.qweight", "I32", (columns // 8, rows)
-    yield f"{name}.qzeros", "I32", (columns // 128, rows // 8)
-    yield f"{name}.scales", "F16", (columns // 128, rows)
+    yield f"{name}.qzeros", "I32", (groups, rows // 8)
+    yield f"{name}.scales", "F16", (groups, rows)
     yield f"{name}.g_idx", "I32", (columns,)
 
 
-TENSORS = {"gpt_oss": _gptoss_tensors, "qwen3_moe": _qwen3_tensors}
+TENSORS = {"gpt_oss": _gptoss_tensors, "mixtral": _mixtral_tensors, "qwen3_moe": _qwen3_tensors}
 
 
 def write(model: str, directory: Path, layers: int | None = None, vocabulary: int | None = None) -> None:
@@ -166,7 +203,10 @@ def write(model: str, directory: Path, layers: int | None = None, vocabulary: in
     with (directory / "model.safetensors").open("wb") as file:
         file.write(len(listing).to_bytes(8, "little") + listing)
         for name, dtype, shape in tensors(config):
-            _write_values(file, name, dtype, prod(shape), rng)
+            if name.endswith("g_idx") and config["quantization_config"]["group_size"] == -1:
+                file.write(bytes(prod(shape) * ITEM_BYTES[dtype]))
+            else:
+                _write_values(file, name, dtype, prod(shape), rng)
 
 
 def _write_values(file: IO[bytes], name: str, dtype: str, count: int, rng: np.random.Generator) -> None:

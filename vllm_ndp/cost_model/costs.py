@@ -78,6 +78,8 @@ class Costs:
     """GPUs that split each layer; they share the device."""
     slot_bits: int = FULL_PRECISION_BITS
     """Bits of hot experts in GPU memory."""
+    slot_stored_bytes: int | None = None
+    """Bytes of a hot expert in the checkpoint's own codes; None: it is a replica or in full precision."""
     has_bytes: bool = False
     """Whether replicas have 8 bits beside the nested widths."""
 
@@ -102,7 +104,7 @@ class Costs:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a hot expert in GPU memory."""
-        return self.replica_bytes(self.slot_bits)
+        return self.replica_bytes(self.slot_bits) if self.slot_stored_bytes is None else self.slot_stored_bytes
 
     def replica_bytes(self, bits: int) -> int:
         """Bytes that one read of an expert moves in the device's DRAM."""

@@ -68,6 +68,13 @@ class ExpertsPool:
         return None if form is None else form.bits
 
     @property
+    def stored_expert_bytes(self) -> int:
+        """Of an expert as it is stored, for which there must be a slot."""
+        stored = self.checkpoint.as_stored(0, 0)
+        assert stored is not None
+        return stored.nbytes
+
+    @property
     def shares(self) -> list[Part]:
         """All parts of an expert, whose results add up to the expert's."""
         return [Part(index, self.share.count) for index in range(self.share.count)]

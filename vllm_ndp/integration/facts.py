@@ -273,17 +273,19 @@ def open_device(
     cores, members, setup = worker.ranks.merge(compat.bound_cores()), None, None
     if worker.ranks.leads:
         settings = worker.settings
+        # a device of our own that nobody asks would hold every replica a second time: it prepares them ahead
+        on_device = None if settings.only_width(worker.pool.model.num_experts) and not settings.running else replicas
         requirements = Requirements(
             worker.pool.model,
             worker.hardware,
             full_precision=settings.cold_precision == "full" or settings.prefill == "split",
-            quantized=worker.is_quantized,
+            quantized=worker.is_quantized and on_device == replicas,
             replicas=planned,
         )
         wants_prompts = worker.splits_prefill()
-        members = DeviceMembers(settings, requirements, worker.model_dir, worker.digest, replicas, cores)
+        members = DeviceMembers(settings, requirements, worker.model_dir, worker.digest, on_device, cores)
         worker.opened.callback(members.close)
-        setup = _make_setup(worker, members.served, wants_prompts=wants_prompts)
+        setup = _make_setup(worker, members.served, planned, wants_prompts=wants_prompts)
     setup = worker.ranks.from_leader(setup)
     costs = setup.costs_of(worker.shape)
     devices = setup.devices_of(costs, full_precision=worker.planning.full_precision)
@@ -294,7 +296,7 @@ def open_device(
     return setup, costs, DeviceView(setup, devices, link)
 
 
-def _make_setup(worker: WorkerFacts, served: Served, *, wants_prompts: bool) -> Setup:
+def _make_setup(worker: WorkerFacts, served: Served, planned: PlannedReplicas | None, *, wants_prompts: bool) -> Setup:
     """What the run's decisions and times depend on, without measured prices. wants_prompts: whether the device is to
     compute for prompts, if it holds the checkpoint. Raises ConfigError where copies on several devices do not fit."""
     settings, ranks, stage = worker.settings, worker.ranks, worker.ranks.stage
@@ -304,7 +306,7 @@ def _make_setup(worker: WorkerFacts, served: Served, *, wants_prompts: bool) -> 
         host_dims=worker.shape.recorded(),
         planning=worker.planning,
         expert_bytes=served.expert_bytes,
-        group_size=served.group_size,
+        group_size=served.group_size if planned is None else planned.group_size,
         activation_bytes=worker.vllm_config.model_config.dtype.itemsize,
         spill_bits=settings.resolve_offload_bits(worker.pool.model.num_experts, served.expert_bytes),
         device_hosts=settings.device_hosts,
@@ -318,6 +320,7 @@ def _make_setup(worker: WorkerFacts, served: Served, *, wants_prompts: bool) -> 
         num_devices=settings.num_devices,
         splits_experts=settings.splits_experts,
         slot_bits=settings.slot_bits,
+        slot_stored_bytes=worker.pool.stored_expert_bytes if worker.serves_its_codes else None,
         joint_tiers=settings.joint_tiers,
     )
     if setup.num_devices == 1:

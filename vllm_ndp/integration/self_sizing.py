@@ -29,7 +29,7 @@ from vllm_ndp.integration.host_replicas import cached_replicas
 from vllm_ndp.integration.price_probe import find_or_measure
 from vllm_ndp.operating import speed
 from vllm_ndp.operating.proposal import OwnSize, kv_cache_bytes, own_size
-from vllm_ndp.operating.sizing import Sizing
+from vllm_ndp.operating.sizing import LINEAR_BITS, Sizing
 from vllm_ndp.operating.sources import source_named
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def choose(vllm_config: VllmConfig, settings: NdpSettings) -> None:
     raw = vllm_config.additional_config.get("ndp") or {}
     try:
         form = CheckpointExperts(model_dir(vllm_config)).stored_form
-        size = _own_size(vllm_config, form)
-        chosen = {**raw, **size.settings, **({"linear_bits": raw["linear_bits"]} if "linear_bits" in raw else {})}
+        size = _own_size(vllm_config, form, settings.linear_bits if "linear_bits" in raw else LINEAR_BITS)
+        chosen = {**raw, **size.settings}
         NdpSettings.from_mapping(chosen).require_use_of_prices(size.sizing.model.num_experts)
     except ConfigError as error:
         compat.say(f"not sized to this machine: {error}")
@@ -95,7 +95,9 @@ def _size_kv_cache(vllm_config: VllmConfig, settings: NdpSettings) -> None:
     vllm_config.cache_config.kv_cache_memory_bytes = max(drafts * size, _LEAST_KV_BYTES)
 
 
-def _one_request(vllm_config: VllmConfig, stored_bits: int | None = None) -> Sizing:
+def _one_request(
+    vllm_config: VllmConfig, stored_bits: int | None = None, linear_bits: int | None = LINEAR_BITS
+) -> Sizing:
     source = source_named(str(model_dir(vllm_config)))
     return Sizing(
         source.model,
@@ -104,15 +106,16 @@ def _one_request(vllm_config: VllmConfig, stored_bits: int | None = None) -> Siz
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         stored_bytes=source.stored_bytes,
         stored_bits=stored_bits,
+        linear_bits=linear_bits,
     )
 
 
-def _own_size(vllm_config: VllmConfig, form: StoredForm | None) -> OwnSize:
+def _own_size(vllm_config: VllmConfig, form: StoredForm | None, linear_bits: int | None) -> OwnSize:
     """form: how the checkpoint stores its experts, where they may be served so.
 
     Raises ConfigError where not even one request fits.
     """
-    scheduler, sizing = vllm_config.scheduler_config, _one_request(vllm_config, form and form.bits)
+    scheduler, sizing = vllm_config.scheduler_config, _one_request(vllm_config, form and form.bits, linear_bits)
     model = sizing.model
     sizes = [model.hidden_size, model.intermediate_size, model.num_experts, model.top_k]
     cores = len(os.sched_getaffinity(0))

@@ -105,6 +105,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Whether pairs are given to devices as if all were up: the host computes the same of them (`fallback`)."""
     slot_bits: int = 16
     """Bits of hot experts in GPU memory."""
+    slot_stored_bytes: int | None = None
+    """Bytes of one of them where slots hold the checkpoint's own codes; else None."""
     joint_tiers: str = ""
     """Tiers among which a joint plan chooses (layer/joint_rule.py), with + between; empty: plans are fixed."""
     prices: MeasuredPrices | None = None
@@ -127,6 +129,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             group_size=self.group_size,
             num_gpus=self.num_gpus,
             slot_bits=self.slot_bits,
+            slot_stored_bytes=self.slot_stored_bytes,
             has_bytes=BYTE_BITS in self.expert_bytes,
         )
 

@@ -6,8 +6,7 @@ And the size that `vllm serve MODEL --quantization ndp` gives itself on a machin
 
 Prompts are computed as decode is, by the same kernel from the same replicas. Experts that are left to the device would
 be read from the checkpoint for every prompt, which takes minutes at a real size.
-Linear layers are held at 8 bits, too: bf16 ones take longer to read, and text does not show the loss
-(docs/measured/quality_linear.json). The KV cache, up to the most tokens that the server may need at once, gets half of
+Linear layers have 8 bits. The KV cache, up to the most tokens that the server may need at once, gets half of
 the remaining memory; files the rest.
 
 Puts sizing.py and speed.py together.
@@ -75,7 +74,7 @@ class Proposal:
         num_experts = sizing.model.num_experts
         settings: dict[str, Any] = {"replicas": REPLICAS, "hot_experts": option.num_hot, "avg_bits": option.avg_bits}
         if sizing.gpu_bytes is None:
-            settings |= settings_of(option)
+            settings |= settings_of(sizing, option)
         if 0 < option.num_hot < num_experts and option.widest < DEFAULT_OFFLOAD_BITS:
             settings["debug"] = {"offload_bits": option.widest}
         words = ["--quantization", "ndp", "--dtype", sizing.model.dtype]
@@ -159,7 +158,6 @@ def propose(
 
 _KV_SHARE = 2
 """One part in so many of the memory that is left goes to the KV cache: a guess, half for it and half for files."""
-_LINEAR_BITS = 8
 
 
 @dataclass(frozen=True)
@@ -172,7 +170,7 @@ class OwnSize:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return settings_of(self.option)
+        return settings_of(self.sizing, self.option)
 
     def words(self, *, with_kv: bool) -> list[str]:
         """Options that set the same size by hand. with_kv: add the KV cache's size, which the user did not give."""
@@ -189,9 +187,10 @@ class OwnSize:
         kept = f", KV cache {human(self.kv_cache_bytes)}" if with_kv else ""
         mapped = human(self.sizing.stored_bytes or self.sizing.checkpoint_bytes)
         experts = f"all {model.num_experts} experts of a layer at {option.slot_bits} bits, for prompts and decode"
+        linear = f"linear layers at {self.sizing.linear_bits or 8 * model.dtype_bytes}"
         return [
-            f"sized to {human(self.sizing.host_bytes)} of memory: {experts}, linear layers at "
-            f"{_LINEAR_BITS}{kept}; held {human(self._held)}; the checkpoint's {mapped} are read at the start only",
+            f"sized to {human(self.sizing.host_bytes)} of memory: {experts}, {linear}{kept}; held {human(self._held)}; "
+            f"the checkpoint's {mapped} are read at the start only",
             f"expected: {self._speed}; loss {lost}{self._without_loss}",
             f"by hand: {shlex.join(self.words(with_kv=with_kv))}",
         ]
@@ -216,26 +215,19 @@ class OwnSize:
 
     @property
     def _held(self) -> int:
-        held = sum(self.option.host.values()) - self.sizing.kv_cache + self.kv_cache_bytes
-        model = self.sizing.model
-        return held - self.sizing.other_weights + linear_bytes(self.sizing) + model.dtype_bytes * model.head_weights
-
-
-def linear_bytes(sizing: Sizing) -> int:
-    """Bytes that a token reads beside quantized experts, at the server's width. The embedding stays as it is."""
-    return (sizing.model.beside_weights + sizing.model.head_weights) * _LINEAR_BITS // 8
+        return sum(self.option.host.values()) - self.sizing.kv_cache + self.kv_cache_bytes
 
 
 def forecast(sizing: Sizing, measured: Measured) -> tuple[float, float]:
     """Seconds of a decode step of one request, and to the first token of a prompt of PROMPT tokens."""
-    linear = linear_bytes(sizing)
+    linear = sizing.linear_bytes
     return measured.decode_step_s(sizing.model, linear), measured.prompt_s(sizing.model, linear)
 
 
-def settings_of(option: Option) -> dict[str, Any]:
+def settings_of(sizing: Sizing, option: Option) -> dict[str, Any]:
     """The settings that make an option on a machine without a GPU: nothing is left to the device, not even where it
     would be faster."""
-    slots = {"slot_bits": option.slot_bits, "execution": "paper", "linear_bits": _LINEAR_BITS}
+    slots = {"slot_bits": option.slot_bits, "execution": "paper", "linear_bits": sizing.linear_bits}
     return {"hot_experts": option.num_hot, "avg_bits": option.avg_bits} | slots
 
 

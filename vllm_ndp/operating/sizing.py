@@ -40,6 +40,9 @@ CPU_KERNEL_UNIT = 32
 """Hidden and intermediate sizes are multiples of it in vLLM's CPU kernel."""
 KV_BLOCK = 32
 """Tokens: what vLLM's CPU attention needs, and two blocks of its CUDA default."""
+LINEAR_BITS = 8
+"""Of the server's linear layers beside experts in slots: bf16 ones take longer to read, and text does not show the loss
+(docs/measured/quality_linear.json)."""
 _PLAIN_SHARE = 0.9
 """Files with less of the bytes that the model has as served store a quantized format: FP8 has half and more."""
 
@@ -104,6 +107,8 @@ class Sizing:
     """Of the checkpoint's files; None where there are none."""
     stored_bits: int | None = None
     """Of experts that may be served as the checkpoint stores them; None where they may not."""
+    linear_bits: int | None = LINEAR_BITS
+    """Of linear layers beside experts in slots; None: they stay as they are."""
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -111,6 +116,12 @@ class Sizing:
     def other_weights(self) -> int:
         """All that is not a routed expert: attention, routers, dense layers, shared experts, embeddings."""
         return self.model.dtype_bytes * self.model.other_weights
+
+    @property
+    def linear_bytes(self) -> int:
+        """Bytes that a token reads beside experts in slots. The embedding stays as it is."""
+        bits = self.linear_bits or 8 * self.model.dtype_bytes
+        return (self.model.beside_weights + self.model.head_weights) * bits // 8
 
     @property
     def all_experts(self) -> int:
@@ -188,6 +199,10 @@ class Sizing:
         }
 
     @property
+    def _beside_slots(self) -> int:
+        return self.linear_bytes + self.model.dtype_bytes * self.model.head_weights
+
+    @property
     def _room(self) -> int:
         """Where the model runs."""
         return self.host_bytes if self.gpu_bytes is None else int(self.gpu_bytes * GPU_SHARE)
@@ -206,6 +221,8 @@ class Sizing:
         self, num_hot: int, widest: int, slot_bits: int, slots: Mapping[str, int], on_device: int
     ) -> Option | None:
         engine = {**slots, **self._engine}
+        if slot_bits != FULL_PRECISION_BITS:
+            engine["other weights"] = self._beside_slots
         host = {"server": SERVER_BYTES, "worker": ENGINE_BYTES, "device": DEVICE_BYTES + on_device}
         gpu = {} if self.gpu_bytes is None else {"program": GPU_PROGRAM_BYTES, **engine}
         if not gpu:
@@ -261,7 +278,7 @@ class Sizing:
         narrow = DEVICE_BYTES + self.replicas(WIDTHS[0], (WIDTHS[0],))
         programs = SERVER_BYTES + ENGINE_BYTES
         if self.gpu_bytes is None:
-            needs = [("host", fixed + narrow + programs, self._room)]
+            needs = [("host", fixed - self.other_weights + self._beside_slots + narrow + programs, self._room)]
         else:
             needs = [
                 ("GPU", fixed + GPU_PROGRAM_BYTES, self._room),

@@ -1,4 +1,4 @@
-// FP4 codes as bfloat16, and codes of 4 bits as planes, without the GIL: checkpoint/values.py defines and uses them.
+// Codes of 4 bits as numbers of 16 and as planes, without the GIL: checkpoint/values.py defines and uses them.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -13,8 +13,6 @@ namespace {
 template <class T>
 using Matrix = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-constexpr float kFp4[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
-
 // The nearest bfloat16, ties to even.
 uint16_t bfloat16(float value) {
     uint32_t bits;
@@ -22,22 +20,58 @@ uint16_t bfloat16(float value) {
     return uint16_t((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-// codes [N, C / 2], the low nibble first; scale [N, blocks]; values [N, C].
-void fp4_to_bfloat16(Matrix<const uint8_t> codes, Matrix<const float> scale, Matrix<uint16_t> values) {
-    const size_t rows = codes.shape(0), bytes = codes.shape(1), blocks = scale.shape(1);
-    if (scale.shape(0) != rows || values.shape(0) != rows || values.shape(1) != 2 * bytes || !blocks || bytes % blocks)
-        throw std::invalid_argument("wanted codes [N, C / 2], scale [N, blocks] of whole bytes, and values [N, C]");
-    const size_t block_bytes = bytes / blocks;
-    const uint8_t* code = codes.data();
-    const float* factor = scale.data();
+// The nearest float16, ties to even; infinite from 65520 on.
+uint16_t float16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    const uint32_t sign = bits >> 16 & 0x8000u;
+    bits &= 0x7fffffffu;
+    if (bits > 0x7f800000u) return uint16_t(sign | 0x7e00u);
+    if (bits >= 0x477ff000u) return uint16_t(sign | 0x7c00u);
+    if (bits < 0x38800000u) {  // less than 2^-14: beside 0.5 a float has steps of 2^-24, and rounds to them
+        float steps;
+        memcpy(&steps, &bits, 4);
+        steps += 0.5f;
+        memcpy(&bits, &steps, 4);
+        return uint16_t(sign | (bits - 0x3f000000u));
+    }
+    return uint16_t(sign | (bits - 0x38000000u + 0xfffu + (bits >> 13 & 1u)) >> 13);
+}
+
+// Of a transposed matrix: four lines of its words.
+constexpr size_t kRows = 64;
+
+using Words = nb::ndarray<const uint32_t, nb::ndim<2>, nb::device::cpu>;
+
+// words [N, C / 8] in any strides: eight codes each, the first in the lowest bits; levels [16]; scale, zero [N, groups];
+// values [N, C] = (levels[code] - zero) * scale, rounded to bfloat16 or float16.
+void values_of_nibbles(Words words, nb::ndarray<const float, nb::shape<16>, nb::c_contig, nb::device::cpu> levels,
+                       Matrix<const float> scale, Matrix<const float> zero, Matrix<uint16_t> values, bool is_bfloat16) {
+    const size_t rows = words.shape(0), columns = words.shape(1), groups = scale.shape(1);
+    if (scale.shape(0) != rows || zero.shape(0) != rows || zero.shape(1) != groups || values.shape(0) != rows ||
+        values.shape(1) != 8 * columns || !groups || columns % groups)
+        throw std::invalid_argument("wanted words [N, C / 8], scale and zero [N, groups] of whole words, values [N, C]");
+    const size_t group_words = columns / groups;
+    const int64_t down = words.stride(0), right = words.stride(1);
+    const uint32_t* word = words.data();
     uint16_t* value = values.data();
     nb::gil_scoped_release release;
-    for (size_t block = 0; block < rows * blocks; ++block, code += block_bytes, value += 2 * block_bytes) {
-        uint16_t table[16];
-        for (int i = 0; i < 16; ++i) table[i] = bfloat16(kFp4[i] * factor[block]);
-        for (size_t i = 0; i < block_bytes; ++i) {
-            value[2 * i] = table[code[i] & 15];
-            value[2 * i + 1] = table[code[i] >> 4];
+    for (size_t first = 0; first < rows; first += kRows) {
+        const size_t last = first + kRows < rows ? first + kRows : rows;
+        for (size_t group = 0; group < groups; ++group) {
+            uint16_t table[kRows][16];
+            for (size_t row = first; row < last; ++row)
+                for (int i = 0; i < 16; ++i) {
+                    const size_t of = row * groups + group;
+                    const float exact = (levels.data()[i] - zero.data()[of]) * scale.data()[of];
+                    table[row - first][i] = is_bfloat16 ? bfloat16(exact) : float16(exact);
+                }
+            for (size_t column = group * group_words; column < (group + 1) * group_words; ++column)
+                for (size_t row = first; row < last; ++row) {
+                    uint32_t codes = word[int64_t(row) * down + int64_t(column) * right];
+                    uint16_t* to = value + 8 * (row * columns + column);
+                    for (int i = 0; i < 8; ++i, codes >>= 4) to[i] = table[row - first][codes & 15];
+                }
         }
     }
 }
@@ -56,7 +90,7 @@ uint32_t bytes_of_bits(uint32_t codes) {
 }
 
 // words [N, C / 8] in any strides: eight codes each, the first in the lowest bits; planes [4, N, C / 8], top bits first.
-void planes_of_nibbles(nb::ndarray<const uint32_t, nb::ndim<2>, nb::device::cpu> words,
+void planes_of_nibbles(Words words,
                        nb::ndarray<uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu> planes) {
     const size_t rows = words.shape(0), columns = words.shape(1);
     if (planes.shape(0) != 4 || planes.shape(1) != rows || planes.shape(2) != columns)
@@ -65,7 +99,6 @@ void planes_of_nibbles(nb::ndarray<const uint32_t, nb::ndim<2>, nb::device::cpu>
     const int64_t down = words.stride(0), right = words.stride(1);
     uint8_t* plane = planes.data();
     nb::gil_scoped_release release;
-    constexpr size_t kRows = 64;  // of a transposed matrix: four lines of its words
     for (size_t first = 0; first < rows; first += kRows) {
         const size_t last = first + kRows < rows ? first + kRows : rows;
         for (size_t column = 0; column < columns; ++column)
@@ -87,7 +120,8 @@ bool holds_nan_of_e4m3(nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb:
 }  // namespace
 
 NB_MODULE(_values, m) {
-    m.def("fp4_to_bfloat16", &fp4_to_bfloat16, nb::arg("codes"), nb::arg("scale"), nb::arg("values"));
     m.def("holds_nan_of_e4m3", &holds_nan_of_e4m3, nb::arg("codes"));
     m.def("planes_of_nibbles", &planes_of_nibbles, nb::arg("words"), nb::arg("planes"));
+    m.def("values_of_nibbles", &values_of_nibbles, nb::arg("words"), nb::arg("levels"), nb::arg("scale"),
+          nb::arg("zero"), nb::arg("values"), nb::arg("is_bfloat16"));
 }

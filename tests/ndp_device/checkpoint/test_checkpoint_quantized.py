@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import re
 import shutil
 import sys
@@ -238,6 +239,60 @@ def test_columns_in_the_order_of_their_loss_are_served_as_they_are_stored(models
         np.testing.assert_allclose(
             reference_kernel.dequantize(mine), wanted, rtol=2e-3, atol=2e-3 * np.abs(wanted).max()
         )
+
+
+def test_matrices_with_one_scale_a_row_are_served_in_the_groups_that_divide_the_rows_of_all(
+    models: Path, tmp_path: Path
+) -> None:
+    """GPTQ with group_size -1, as Mixtral-8x7B-Instruct's is: gate and up have another length of rows than down."""
+    directory = tmp_path / "one-a-row"
+    shutil.copytree(quantized.make("mixtral-gptq", models), directory)
+    tensors = load_file(directory / "model.safetensors")
+    for name, value in tensors.items():
+        if name.endswith((".scales", ".qzeros")):
+            tensors[name] = value[:1].contiguous()
+        elif name.endswith(".g_idx"):
+            tensors[name] = torch.zeros_like(value)
+    save_file(tensors, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] |= {"desc_act": True, "group_size": -1}
+    (directory / "config.json").write_text(json.dumps(config))
+    checkpoint = CheckpointExperts(directory)
+    full, stored = checkpoint.expert(1, 2), checkpoint.as_stored(1, 2)
+    inner, hidden = full.w1.shape
+    assert inner != hidden
+    group = math.gcd(inner, hidden)
+    assert (checkpoint.stored_form, checkpoint.group_of_codes) == (decoders.StoredForm("int4", group), group)
+    assert isinstance(stored, QuantizedExpert)
+    for mine, theirs in ((stored.w13, np.concatenate([full.w1, full.w3])), (stored.w2, full.w2)):
+        wanted = to_float32(np.ascontiguousarray(theirs), full.dtype)
+        assert mine.group_size == group
+        np.testing.assert_allclose(
+            reference_kernel.dequantize(mine), wanted, rtol=2e-3, atol=2e-3 * np.abs(wanted).max()
+        )
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+@pytest.mark.parametrize("block", [32, 160])
+def test_integers_of_4_bits_become_numbers_of_16_as_numpy_computes_them(dtype: str, block: int) -> None:
+    """Also those that the type holds as subnormal, zero, infinite or no number; words by rows and by columns."""
+    rng, (rows, columns) = np.random.default_rng(0), (130, 480 if block == 160 else 320)
+    codes = rng.integers(-(1 << 31), 1 << 31, (columns // 8, rows), np.int32)
+    scale = (rng.standard_normal((rows, columns // block)) * 10.0 ** rng.integers(-12, 6, (rows, 1))).astype(np.float32)
+    scale[7, 0] = np.nan
+    zero = rng.integers(0, 16, scale.shape).astype(np.float32)
+    packed = Packed(decoders.gptq, (rows, columns), dtype, {}, block=(1, block))
+    for words in (codes.T, np.ascontiguousarray(codes.T)):
+        whole = decoders.Whole(words, scale, zero, None)
+        with np.errstate(over="ignore", invalid="ignore"):
+            wanted = decoders._as_stored(whole.rows_of(replace(packed, dtype="F32"))(0, rows), dtype)
+        got = whole.rows_of(packed)(0, rows)
+        as_float = to_float32(wanted, {"BF16": "bfloat16", "F16": "float16"}[dtype])
+        assert np.isnan(as_float).sum() == block
+        is_number = ~np.isnan(as_float)
+        assert got.dtype == wanted.dtype
+        np.testing.assert_array_equal(got.view(np.uint16)[is_number], wanted.view(np.uint16)[is_number])
+        assert np.isnan(to_float32(got, {"BF16": "bfloat16", "F16": "float16"}[dtype])[~is_number]).all()
 
 
 def _is_experts(name: str) -> bool:

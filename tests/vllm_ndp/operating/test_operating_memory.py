@@ -210,6 +210,18 @@ def test_a_small_machine_gets_narrower_replicas_and_a_smaller_one_a_sentence() -
         size_of(6 * GB)
 
 
+def test_linear_layers_count_as_they_are_held() -> None:
+    """Mixtral-8x7B fits 24 GB at 3 bits since they are counted at 8: 18.3 GB of experts and 1.74 beside them."""
+    size = size_of(int(23.8 * GB))
+    assert size.option.widest == 3
+    embedding = 2 * MODEL.head_weights  # in 16 bits
+    assert size.option.host["other weights"] == MODEL.beside_weights + MODEL.head_weights + embedding
+    plain = own_size(Sizing(MODEL, int(23.8 * GB), context=4096, linear_bits=None), 4, SLOW_READS)
+    assert (plain.option.widest, plain.settings["linear_bits"]) == (2, None)
+    assert plain.option.host["other weights"] == pytest.approx(plain.sizing.other_weights, rel=0.01)
+    assert "linear layers at 16" in plain.said(None, with_kv=False)[0]
+
+
 def test_the_kv_cache_grows_to_what_may_be_asked_at_once_and_leaves_half_of_the_rest_to_files() -> None:
     """One request of 4096 tokens is 4096 x 131072 bytes; a block of 32 is spare."""
     one = 4096 * 131072
@@ -223,7 +235,7 @@ def test_the_kv_cache_grows_to_what_may_be_asked_at_once_and_leaves_half_of_the_
 
 def test_what_is_said_holds_the_line_that_says_it_by_hand() -> None:
     size = size_of(64 * GB, stored_bytes=93_405_585_408)
-    linear = MODEL.beside_weights + MODEL.head_weights  # a byte each; the embedding stays in 16 bits
+    linear = MODEL.beside_weights + MODEL.head_weights  # a byte each
     chosen, expected, by_hand = size.said(0.03, with_kv=True)
     words = shlex.split(by_hand.removeprefix("by hand: "))
     settings = NdpSettings.from_mapping(given_by(words))
@@ -232,7 +244,7 @@ def test_what_is_said_holds_the_line_that_says_it_by_hand() -> None:
     assert words[words.index("--kv-cache-memory-bytes") + 1] == str(size.kv_cache_bytes)
     assert "all 8 experts of a layer at 4 bits, for prompts and decode, linear layers at 8" in chosen
     assert "the checkpoint's 93.4 GB are read at the start only" in chosen
-    held = sum(size.option.host.values()) - size.sizing.kv_cache + size.kv_cache_bytes - linear
+    held = sum(size.option.host.values()) - size.sizing.kv_cache + size.kv_cache_bytes
     assert f"held {human(held)};" in chosen
     assert "loss 3.0% of an expert" in expected
     step_s = 64 * 6e-3 + linear / 16e9 + 32 * 1e-3  # 32 layers, 2 of 8 experts each
