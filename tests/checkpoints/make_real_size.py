@@ -2,15 +2,18 @@
 
     python tests/checkpoints/make_real_size.py MODEL DIRECTORY [LAYERS] [VOCABULARY]
 
-MODEL: gpt-oss-20b (MXFP4), qwen3-30b-a3b (GPTQ-Int4) or mixtral-8x7b (GPTQ, four bits with one scale a row).
+MODEL: gpt-oss-20b (MXFP4), qwen3-30b-a3b (GPTQ-Int4), qwen3-30b-a3b-fp8 (blocks of 128 x 128) or mixtral-8x7b (GPTQ of
+4 bits, one scale a row).
 Tensor by tensor, so the writer needs the memory of some million values.
 """
 
 import json
 import sys
 from collections.abc import Iterator
+from functools import cache
 from math import prod
 from pathlib import Path
+from statistics import NormalDist
 from typing import IO, Any
 
 import numpy as np
@@ -20,11 +23,13 @@ from ndp_device.timing.public_models import PUBLIC_MODELS
 
 PART = 1 << 24
 """Values that are drawn at once."""
-ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "U8": 1}
+ITEM_BYTES = {"BF16": 2, "F8_E4M3": 1, "F16": 2, "F32": 4, "I32": 4, "U8": 1}
 
 EMBEDDING = 4.0
 """Standard deviation of embeddings. With that of the other matrices all tokens come to be alike within two layers, and
 choose the same experts, which no trained router does: a prompt and a batch would be far too fast."""
+E4M3_DEVIATION = 150.0
+"""Of codes: three deviations are the largest value of the type."""
 CODES_AROUND_8 = np.array([(byte & 15 or 8) | (byte >> 4 or 8) << 4 for byte in range(256)], np.uint8)
 """Bytes of two codes from 1 to 15, whose mean is their zero. With another mean all tokens come to be alike, too."""
 
@@ -100,10 +105,19 @@ OWN: dict[str, dict[str, Any]] = {
     },
 }
 """What config.json says beside the sizes."""
+OWN["qwen3-30b-a3b-fp8"] = OWN["qwen3-30b-a3b"] | {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"] + [f"model.layers.{layer}.mlp.gate" for layer in range(48)],
+    },
+}
 
 
 def _config(model: str, layers: int | None, vocabulary: int | None) -> dict[str, Any]:
-    config = PUBLIC_MODELS[model].config | COMMON | OWN[model]
+    config = PUBLIC_MODELS[model.removesuffix("-fp8")].config | COMMON | OWN[model]
     if layers:
         config |= {"num_hidden_layers": layers}
         config |= {"layer_types": config["layer_types"][:layers]} if "layer_types" in config else {}
@@ -155,11 +169,11 @@ def _qwen3_tensors(config: dict[str, Any]) -> Tensors:
         for norm in ("q_norm", "k_norm"):
             yield of + f"self_attn.{norm}.weight", "BF16", (head,)
         for name, shape in _attention(config).items():
-            yield from _gptq(of + f"self_attn.{name}_proj", *shape)
+            yield from _matrix(config, of + f"self_attn.{name}_proj", *shape)
         yield of + "mlp.gate.weight", "BF16", (config["num_experts"], width)
         for expert in range(config["num_experts"]):
             for name, shape in {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}.items():
-                yield from _gptq(of + f"mlp.experts.{expert}.{name}_proj", *shape)
+                yield from _matrix(config, of + f"mlp.experts.{expert}.{name}_proj", *shape)
 
 
 def _mixtral_tensors(config: dict[str, Any]) -> Tensors:
@@ -168,16 +182,20 @@ def _mixtral_tensors(config: dict[str, Any]) -> Tensors:
     for layer in range(config["num_hidden_layers"]):
         of = f"model.layers.{layer}."
         for name, shape in _attention(config).items():
-            yield from _gptq(of + f"self_attn.{name}_proj", *shape, groups=1)
+            yield from _matrix(config, of + f"self_attn.{name}_proj", *shape)
         yield of + "block_sparse_moe.gate.weight", "BF16", (experts, width)
         for expert in range(experts):
             for name, shape in {"w1": (inner, width), "w3": (inner, width), "w2": (width, inner)}.items():
-                yield from _gptq(of + f"block_sparse_moe.experts.{expert}.{name}", *shape, groups=1)
+                yield from _matrix(config, of + f"block_sparse_moe.experts.{expert}.{name}", *shape)
 
 
-def _gptq(name: str, rows: int, columns: int, groups: int | None = None) -> Tensors:
-    """groups: of 128 columns if not given."""
-    groups = groups or columns // 128
+def _matrix(config: dict[str, Any], name: str, rows: int, columns: int) -> Tensors:
+    stored = config["quantization_config"]
+    if stored["quant_method"] == "fp8":
+        yield f"{name}.weight", "F8_E4M3", (rows, columns)
+        yield f"{name}.weight_scale_inv", "BF16", (rows // 128, columns // 128)
+        return
+    groups = 1 if stored["group_size"] == -1 else columns // stored["group_size"]
     yield f"{name}.qweight", "I32", (columns // 8, rows)
     yield f"{name}.qzeros", "I32", (groups, rows // 8)
     yield f"{name}.scales", "F16", (groups, rows)
@@ -219,6 +237,8 @@ def _values(name: str, dtype: str, count: int, rng: np.random.Generator) -> byte
         return rng.bytes(count * ITEM_BYTES[dtype])
     if name.endswith("qweight"):
         return CODES_AROUND_8[np.frombuffer(rng.bytes(count * ITEM_BYTES[dtype]), np.uint8)].tobytes()
+    if dtype == "F8_E4M3":
+        return _e4m3_of_normal()[np.frombuffer(rng.bytes(count), np.uint8)].tobytes()
     if name.endswith("_scales"):  # of MXFP4: powers of two around 2^-8, as near each other as those of normal weights
         return rng.integers(118, 121, count, np.uint8).tobytes()
     if name.endswith("qzeros"):  # one less than the zero of 8
@@ -227,10 +247,22 @@ def _values(name: str, dtype: str, count: int, rng: np.random.Generator) -> byte
         return (np.arange(count, dtype=np.int32) // 128).tobytes()
     if name.endswith("scales"):  # of 4 bits: values of about 0.02
         return (0.004 + 0.001 * rng.random(count)).astype(np.float16).tobytes()
+    if name.endswith("scale_inv"):
+        return _bfloat16(np.float32(0.02 / E4M3_DEVIATION) * (0.8 + 0.4 * rng.random(count, np.float32)))
     deviation = EMBEDDING if name.endswith("embed_tokens.weight") else 0.02
     return _bfloat16(
         np.ones(count, np.float32) if "norm" in name else deviation * rng.standard_normal(count, np.float32)
     )
+
+
+@cache
+def _e4m3_of_normal() -> NDArray[np.uint8]:
+    """Codes of 256 values that are normal together."""
+    import torch
+
+    values = [E4M3_DEVIATION * NormalDist().inv_cdf((one + 0.5) / 256) for one in range(256)]
+    codes: NDArray[np.uint8] = torch.tensor(values).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    return codes
 
 
 def _bfloat16(values: NDArray[np.float32]) -> bytes:
