@@ -217,7 +217,7 @@ def scaled(packed: Packed, part: Read) -> Rows:
             values *= _ONE_127TH
         return values
 
-    if packed.elements == "fp4" and zero is None and block[0] == 1 and block[1] % 8 == 0:
+    if packed.elements == "fp4" and zero is None and block[0] == 1 and block[1] % 8 == columns % block[1] == 0:
         words = np.ascontiguousarray(codes).view(np.uint8).view(np.uint32)
         return _of_nibbles(packed, words, _FP4, scale, np.zeros_like(scale)) or rows
     return rows
@@ -363,7 +363,7 @@ def _group_of_columns(packed: Packed, part: Read, count: int) -> NDArray[np.int6
         raise ReplicaError(
             f"{name} puts {most} columns under one scale, and config.json states {size}: take both from one checkpoint"
         )
-    if np.array_equal(group_of, np.arange(len(group_of)) // size):
+    if count == -(-len(group_of) // size) and np.array_equal(group_of, np.arange(len(group_of)) // size):
         return None
     if packed.is_in_order:
         raise ReplicaError(

@@ -25,6 +25,9 @@ PART = 1 << 24
 """Values that are drawn at once."""
 ITEM_BYTES = {"BF16": 2, "F8_E4M3": 1, "F16": 2, "F32": 4, "I32": 4, "U8": 1}
 
+FILE_BYTES = 5_000_000_000
+"""Of one file at most, as hubs have them: who maps a file larger than the memory is refused by the kernel."""
+
 EMBEDDING = 4.0
 """Standard deviation of embeddings. With that of the other matrices all tokens come to be alike within two layers, and
 choose the same experts, which no trained router does: a prompt and a batch would be far too fast."""
@@ -211,17 +214,36 @@ def write(model: str, directory: Path, layers: int | None = None, vocabulary: in
     tensors = TENSORS[config["model_type"]]
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
+    files: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
+    held = 0
+    for tensor in tensors(config):
+        _, dtype, shape = tensor
+        if held + (num_bytes := prod(shape) * ITEM_BYTES[dtype]) > FILE_BYTES:
+            files.append([])
+            held = 0
+        files[-1].append(tensor)
+        held += num_bytes
+    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    of_tensor = {tensor[0]: name for name, listed in zip(names, files, strict=True) for tensor in listed}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": of_tensor}))
+    rng, has_one_group = np.random.default_rng(0), config["quantization_config"].get("group_size") == -1
+    for name, listed in zip(names, files, strict=True):
+        _write_file(directory / name, listed, rng, has_one_group)
+
+
+def _write_file(
+    path: Path, tensors: list[tuple[str, str, tuple[int, ...]]], rng: np.random.Generator, has_one_group: bool
+) -> None:
     header, end = {}, 0
-    for name, dtype, shape in tensors(config):
+    for name, dtype, shape in tensors:
         begin, end = end, end + prod(shape) * ITEM_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
     listing = json.dumps(header).encode()
     listing += b" " * (-len(listing) % 8)
-    rng = np.random.default_rng(0)
-    with (directory / "model.safetensors").open("wb") as file:
+    with path.open("wb") as file:
         file.write(len(listing).to_bytes(8, "little") + listing)
-        for name, dtype, shape in tensors(config):
-            if name.endswith("g_idx") and config["quantization_config"]["group_size"] == -1:
+        for name, dtype, shape in tensors:
+            if name.endswith("g_idx") and has_one_group:
                 file.write(bytes(prod(shape) * ITEM_BYTES[dtype]))
             else:
                 _write_values(file, name, dtype, prod(shape), rng)

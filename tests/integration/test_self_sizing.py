@@ -8,13 +8,14 @@ from typing import Any
 
 import make_quantized_models
 import pytest
-from engines import PROMPTS, REPLICAS, ROOT, engine, greedy, run_program
+from engines import PROMPTS, REPLICAS, ROOT, engine, greedy, replay_of, run_program, trace_of
 from given_options import given_by
 from test_integration_refusals import configure
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.integration import self_sizing
 from vllm_ndp.integration.experts_pool import ExpertsPool, ExpertWeights
+from vllm_ndp.lab.cli.recorded import losses_of_run
 from vllm_ndp.operating import speed
 from vllm_ndp.operating.sizing import KV_BLOCK
 
@@ -92,6 +93,17 @@ def test_linear_bits_that_were_given_are_kept() -> None:
         assert config.additional_config["ndp"]["linear_bits"] == bits
 
 
+def test_the_kv_cache_leaves_room_for_the_widths_that_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers stay in 16 bits for whoever says what is held, and does not say them."""
+    seen: list[tuple[int | None, int]] = []
+    monkeypatch.setattr(
+        self_sizing, "kv_cache_bytes", lambda sizing, option, _: seen.append((sizing.linear_bits, option.widest)) or 1
+    )
+    for given in ({"slot_bits": 2}, {"slot_bits": 4, "linear_bits": 8}):
+        configure(additional_config={"ndp": TOLD | given})
+    assert seen == [(None, 2), (8, 4)]
+
+
 def test_a_kv_cache_that_was_given_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
     config = configure(additional_config={"ndp": TOLD}, kv_cache_memory_bytes=1 << 20)
     assert config.cache_config.kv_cache_memory_bytes == 1 << 20
@@ -130,17 +142,22 @@ def test_a_prompt_of_a_server_that_sized_itself_reads_no_expert_of_the_checkpoin
     read: list[tuple[int, int]] = []
     take = CheckpointExperts.expert
     monkeypatch.setattr(CheckpointExperts, "expert", lambda self, *which: read.append(which) or take(self, *which))
-    with engine(tmp_path / "mixtral-compressed8", settings={"hardware": None}, dtype="bfloat16") as llm:
+    settings = {"hardware": None, "record": str(tmp_path / "trace")}
+    with engine(tmp_path / "mixtral-compressed8", settings=settings, dtype="bfloat16") as llm:
         status = llm.collective_rpc("ndp_status")[0]
         assert status["slot_bits"] == status["avg_bits"] == 4
         assert status["cold_experts"] == 0
         assert status["device_bytes"] == 0  # it would hold all of them a second time
+        assert status["replicas"].startswith(f"data-free in {tmp_path / 'cache'}")
         assert read  # the replicas were made of them
         read.clear()
         greedy(llm, [PROMPTS[0] * 4, PROMPTS[1]], 8)
         assert read == []
     (replicas,) = (tmp_path / "cache" / "replicas").iterdir()
     assert read_manifest(replicas).bits == (4,)
+    trace = trace_of(tmp_path / "trace", tmp_path / "mixtral-compressed8")
+    assert set(losses_of_run(trace, None).widths) == {4}  # a replay plans with what this run planned with
+    assert replay_of(trace).identical
 
 
 # -- Two layers of gpt-oss-20b at full width, served with nothing set: its MXFP4 as it is, no file, no decoded expe ----

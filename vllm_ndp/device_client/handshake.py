@@ -21,6 +21,9 @@ class PlannedReplicas:
     """The replica directory whose loss table the host plans with."""
 
     directory: Path
+    source: str
+    """ "calibrated" or "data-free"."""
+    widths: tuple[int, ...]
     group_size: int
     digest: str
     loss_digest: str
@@ -29,7 +32,9 @@ class PlannedReplicas:
     def of(cls, directory: Path) -> PlannedReplicas:
         """Read the manifest and the loss tables; the device vouches for the rest, since it hashes every byte."""
         files = ReplicaFiles(directory, check_contents=False)
-        return cls(directory, files.manifest.group_size, files.manifest.digest, files.loss_digest)
+        manifest = files.manifest
+        widths = tuple(manifest.bits)
+        return cls(directory, manifest.source, widths, manifest.group_size, manifest.digest, files.loss_digest)
 
 
 @dataclass(frozen=True)

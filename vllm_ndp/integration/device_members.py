@@ -16,7 +16,7 @@ from ndp_device.probe import Probe
 from ndp_device.protocol import messages as msg
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.device_client.client import DeviceClient
-from vllm_ndp.device_client.handshake import Requirements
+from vllm_ndp.device_client.handshake import PlannedReplicas, Requirements
 from vllm_ndp.device_client.process import DeviceProcess
 from vllm_ndp.integration import compat
 
@@ -83,6 +83,11 @@ class DeviceMembers:
         except BaseException:
             self.close()  # nothing else knows the processes that were started
             raise
+
+    @property
+    def planned(self) -> PlannedReplicas | None:
+        """Whose losses this host plans with."""
+        return self._requirements.replicas
 
     @property
     def deadline_ms(self) -> float:

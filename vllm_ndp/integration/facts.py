@@ -32,6 +32,7 @@ from ndp_device.experts.expert import WHOLE, Part
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.model_config import whole_model
 from ndp_device.protocol.messages import Served
+from ndp_device.timing.work import expert_bytes
 from vllm_ndp import __version__
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.prices import MeasuredPrices
@@ -300,15 +301,19 @@ def _make_setup(worker: WorkerFacts, served: Served, planned: PlannedReplicas | 
     """What the run's decisions and times depend on, without measured prices. wants_prompts: whether the device is to
     compute for prompts, if it holds the checkpoint. Raises ConfigError where copies on several devices do not fit."""
     settings, ranks, stage = worker.settings, worker.ranks, worker.ranks.stage
+    widths, group_size = served.expert_bytes, served.group_size
+    if planned is not None:  # also where the device has none, since slots hold every expert
+        sizes, group_size = (worker.pool.model.hidden_size, worker.pool.model.intermediate_size), planned.group_size
+        widths = {bits: expert_bytes(*sizes, bits, group_size) for bits in planned.widths} | widths
     setup = Setup(
         preset=settings.preset,
         overrides=dict(settings.hardware_overrides),
         host_dims=worker.shape.recorded(),
         planning=worker.planning,
-        expert_bytes=served.expert_bytes,
-        group_size=served.group_size if planned is None else planned.group_size,
+        expert_bytes=widths,
+        group_size=group_size,
         activation_bytes=worker.vllm_config.model_config.dtype.itemsize,
-        spill_bits=settings.resolve_offload_bits(worker.pool.model.num_experts, served.expert_bytes),
+        spill_bits=settings.resolve_offload_bits(worker.pool.model.num_experts, widths),
         device_hosts=settings.device_hosts,
         splits_prefill=wants_prompts and FULL_PRECISION_BITS in served.expert_bytes,
         same_without=settings.fallback == "same",

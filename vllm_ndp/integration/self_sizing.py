@@ -84,11 +84,12 @@ def _size_kv_cache(vllm_config: VllmConfig, settings: NdpSettings) -> None:
     if not _has_no_kv_cache(vllm_config):
         return
     try:
-        sizing = _one_request(vllm_config)
+        sizing = _one_request(vllm_config, linear_bits=settings.linear_bits)
     except ConfigError:  # sizes that config.json does not give
         return
     num_hot = settings.resolve_hot_experts(sizing.model.num_experts)
-    option = sizing.option(num_hot, _WIDEST) if settings.slot_bits == FULL_PRECISION_BITS else sizing.in_slots(_WIDEST)
+    is_full = settings.slot_bits == FULL_PRECISION_BITS
+    option = sizing.option(num_hot, _WIDEST) if is_full else sizing.in_slots(settings.slot_bits)
     workers = vllm_config.parallel_config.world_size_across_dp
     size = kv_cache_bytes(sizing, option, max(vllm_config.scheduler_config.max_num_seqs // workers, 1))
     drafts = 1 if vllm_config.speculative_config is None else 2

@@ -200,7 +200,10 @@ class Sizing:
 
     @property
     def _beside_slots(self) -> int:
-        return self.linear_bytes + self.model.dtype_bytes * self.model.head_weights
+        if self.linear_bits is None:
+            return self.other_weights
+        scales = self.linear_bytes // 32  # of 4 bytes for 128 columns
+        return self.linear_bytes + scales + self.model.dtype_bytes * self.model.head_weights
 
     @property
     def _room(self) -> int:

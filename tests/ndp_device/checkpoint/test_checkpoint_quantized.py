@@ -295,6 +295,30 @@ def test_integers_of_4_bits_become_numbers_of_16_as_numpy_computes_them(dtype: s
         assert np.isnan(to_float32(got, {"BF16": "bfloat16", "F16": "float16"}[dtype])[~is_number]).all()
 
 
+def test_columns_that_are_no_whole_words_or_groups_are_decoded_all_the_same() -> None:
+    """36 columns of FP4 in groups of 16; and a group of 48 that nobody states, whose columns all name the first."""
+    rng, codes = np.random.default_rng(0), np.random.default_rng(1).integers(0, 256, (4, 18), np.uint8)
+    stored: dict[str, Any] = {"codes": codes, "scale": rng.integers(0, 120, (4, 3), np.uint8)}
+    packed = Packed(decoders.scaled, (4, 36), "BF16", {role: role for role in stored}, "fp4", "F8_E4M3", block=(1, 16))
+    wanted = decoders._as_stored(replace(packed, dtype="F32").values(stored.__getitem__, None), "BF16")
+    np.testing.assert_array_equal(packed.values(stored.__getitem__, None), wanted)
+
+    stored = {
+        "codes": rng.integers(-(1 << 31), 1 << 31, (6, 8), np.int32),
+        "scale": rng.random((2, 8)).astype(np.float16),
+        "zero": np.full((2, 1), 0x77777777, np.int32),
+        "group_of": np.zeros(48, np.int32),
+    }
+    packed = Packed(
+        decoders.gptq, (8, 48), "F16", {role: role for role in stored}, block=(1, 48), zero_is_less_one=True
+    )
+    numbers = decoders._unpack_stream(np.ascontiguousarray(stored["codes"].T), 4).astype(np.float32)
+    of_first = stored["scale"][0].astype(np.float32)[:, None]
+    np.testing.assert_array_equal(
+        packed.values(stored.__getitem__, None), ((numbers - 8) * of_first).astype(np.float16)
+    )
+
+
 def _is_experts(name: str) -> bool:
     return ".experts." in name and name.endswith("_proj")
 

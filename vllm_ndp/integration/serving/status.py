@@ -113,7 +113,7 @@ def _predicted_loss(settings: NdpSettings, num_experts: int, nats: float | None)
 
 
 def _of_device(link: DeviceLink, device: DeviceView, settings: NdpSettings) -> dict[str, Any]:
-    description = link.members.description
+    description, planned = link.members.description, link.members.planned
     return {
         "device_pid": link.members.pids[0],
         "device_pids": link.members.pids,
@@ -124,7 +124,7 @@ def _of_device(link: DeviceLink, device: DeviceView, settings: NdpSettings) -> d
         "device_copies": 1 if device.devices is None else device.devices.num_copies,
         "device_parts": 1 if device.devices is None else device.devices.num_parts,
         "kernel": description.kernel,
-        "replicas": f"{description.replicas} in {link.members.replicas}" if link.members.replicas else "none needed",
+        "replicas": "none needed" if planned is None else f"{planned.source} in {planned.directory}",
         "hardware": description.hardware,
         "planned_hardware": settings.hardware,
         "pe_mode": description.pe_mode,
