@@ -2,19 +2,20 @@
 
     python tests/checkpoints/make_real_size.py MODEL DIRECTORY [LAYERS] [VOCABULARY]
 
-MODEL: gpt-oss-20b (MXFP4), qwen3-30b-a3b (GPTQ-Int4), qwen3-30b-a3b-fp8 (blocks of 128 x 128) or mixtral-8x7b (GPTQ of
-4 bits, one scale a row).
+MODEL: gpt-oss-20b (MXFP4), qwen3-30b-a3b (GPTQ-Int4), its -fp8 (blocks of 128 x 128), -awq and -nvfp4
+(compressed-tensors), or mixtral-8x7b (GPTQ of 4 bits, one scale a row).
 Tensor by tensor, so the writer needs the memory of some million values.
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
 from math import prod
 from pathlib import Path
 from statistics import NormalDist
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,8 @@ EMBEDDING = 4.0
 choose the same experts, which no trained router does: a prompt and a batch would be far too fast."""
 E4M3_DEVIATION = 150.0
 """Of codes: three deviations are the largest value of the type."""
+E2M1_GLOBAL_SCALE = 38000.0
+"""Divides the scales of NVFP4: values of about 0.02."""
 CODES_AROUND_8 = np.array([(byte & 15 or 8) | (byte >> 4 or 8) << 4 for byte in range(256)], np.uint8)
 """Bytes of two codes from 1 to 15, whose mean is their zero. With another mean all tokens come to be alike, too."""
 
@@ -117,10 +120,39 @@ OWN["qwen3-30b-a3b-fp8"] = OWN["qwen3-30b-a3b"] | {
         "modules_to_not_convert": ["lm_head"] + [f"model.layers.{layer}.mlp.gate" for layer in range(48)],
     },
 }
+OWN["qwen3-30b-a3b-awq"] = OWN["qwen3-30b-a3b"] | {
+    "quantization_config": {
+        "quant_method": "awq",
+        "version": "gemm",
+        "bits": 4,
+        "group_size": 128,
+        "zero_point": True,
+        "modules_to_not_convert": ["mlp.gate"],
+    },
+}
+OWN["qwen3-30b-a3b-nvfp4"] = OWN["qwen3-30b-a3b"] | {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+                | {"symmetric": True, "dynamic": False, "actorder": None, "observer": "minmax"},
+                "input_activations": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+                | {"symmetric": True, "dynamic": "local", "actorder": None, "observer": "minmax"},
+                "output_activations": None,
+            }
+        },
+        "ignore": [f"model.layers.{layer}.mlp.gate" for layer in range(48)] + ["lm_head"],
+    },
+}
 
 
 def _config(model: str, layers: int | None, vocabulary: int | None) -> dict[str, Any]:
-    config = PUBLIC_MODELS[model.removesuffix("-fp8")].config | COMMON | OWN[model]
+    config = PUBLIC_MODELS[re.sub("-(fp8|awq|nvfp4)$", "", model)].config | COMMON | OWN[model]
     if layers:
         config |= {"num_hidden_layers": layers}
         config |= {"layer_types": config["layer_types"][:layers]} if "layer_types" in config else {}
@@ -198,6 +230,17 @@ def _matrix(config: dict[str, Any], name: str, rows: int, columns: int) -> Tenso
         yield f"{name}.weight", "F8_E4M3", (rows, columns)
         yield f"{name}.weight_scale_inv", "BF16", (rows // 128, columns // 128)
         return
+    if stored["quant_method"] == "compressed-tensors":
+        yield f"{name}.weight_packed", "U8", (rows, columns // 2)
+        yield f"{name}.weight_scale", "F8_E4M3", (rows, columns // 16)
+        yield f"{name}.weight_global_scale", "F32", (1,)
+        yield f"{name}.input_global_scale", "F32", (1,)
+        return
+    if stored["quant_method"] == "awq":
+        yield f"{name}.qweight", "I32", (columns, rows // 8)
+        yield f"{name}.qzeros", "I32", (columns // 128, rows // 8)
+        yield f"{name}.scales", "F16", (columns // 128, rows)
+        return
     groups = 1 if stored["group_size"] == -1 else columns // stored["group_size"]
     yield f"{name}.qweight", "I32", (columns // 8, rows)
     yield f"{name}.qzeros", "I32", (groups, rows // 8)
@@ -226,13 +269,13 @@ def write(model: str, directory: Path, layers: int | None = None, vocabulary: in
     names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
     of_tensor = {tensor[0]: name for name, listed in zip(names, files, strict=True) for tensor in listed}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": of_tensor}))
-    rng, has_one_group = np.random.default_rng(0), config["quantization_config"].get("group_size") == -1
+    rng = np.random.default_rng(0)
     for name, listed in zip(names, files, strict=True):
-        _write_file(directory / name, listed, rng, has_one_group)
+        _write_file(directory / name, listed, rng, config["quantization_config"])
 
 
 def _write_file(
-    path: Path, tensors: list[tuple[str, str, tuple[int, ...]]], rng: np.random.Generator, has_one_group: bool
+    path: Path, tensors: list[tuple[str, str, tuple[int, ...]]], rng: np.random.Generator, stored: dict[str, Any]
 ) -> None:
     header, end = {}, 0
     for name, dtype, shape in tensors:
@@ -243,28 +286,29 @@ def _write_file(
     with path.open("wb") as file:
         file.write(len(listing).to_bytes(8, "little") + listing)
         for name, dtype, shape in tensors:
-            if name.endswith("g_idx") and has_one_group:
+            if name.endswith("g_idx") and stored["group_size"] == -1:
                 file.write(bytes(prod(shape) * ITEM_BYTES[dtype]))
+            elif name.endswith("qzeros"):  # 8; of GPTQ one less
+                zero = b"\x88" if stored["quant_method"] == "awq" else b"\x77"
+                file.write(zero * (prod(shape) * ITEM_BYTES[dtype]))
             else:
-                _write_values(file, name, dtype, prod(shape), rng)
-
-
-def _write_values(file: IO[bytes], name: str, dtype: str, count: int, rng: np.random.Generator) -> None:
-    for begin in range(0, count, PART):
-        file.write(_values(name, dtype, min(PART, count - begin), rng))
+                for begin in range(0, prod(shape), PART):
+                    file.write(_values(name, dtype, min(PART, prod(shape) - begin), rng))
 
 
 def _values(name: str, dtype: str, count: int, rng: np.random.Generator) -> bytes:
-    if name.endswith("_blocks"):
+    if name.endswith(("_blocks", "weight_packed")):
         return rng.bytes(count * ITEM_BYTES[dtype])
     if name.endswith("qweight"):
         return CODES_AROUND_8[np.frombuffer(rng.bytes(count * ITEM_BYTES[dtype]), np.uint8)].tobytes()
+    if name.endswith("global_scale"):
+        return np.full(count, E2M1_GLOBAL_SCALE, np.float32).tobytes()
+    if name.endswith("weight_scale"):  # of NVFP4: 240, 256 or 288
+        return rng.integers(0x77, 0x7A, count, np.uint8).tobytes()
     if dtype == "F8_E4M3":
         return _e4m3_of_normal()[np.frombuffer(rng.bytes(count), np.uint8)].tobytes()
     if name.endswith("_scales"):  # of MXFP4: powers of two around 2^-8, as near each other as those of normal weights
         return rng.integers(118, 121, count, np.uint8).tobytes()
-    if name.endswith("qzeros"):  # one less than the zero of 8
-        return np.full(count, 0x77777777, np.int32).tobytes()
     if name.endswith("g_idx"):
         return (np.arange(count, dtype=np.int32) // 128).tobytes()
     if name.endswith("scales"):  # of 4 bits: values of about 0.02
