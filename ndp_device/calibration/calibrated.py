@@ -89,8 +89,7 @@ class FloatExpert:
             torch.from_numpy(part).view(dtype).to(device)
             for part in (gate_and_up, np.array(values(full.w2), order="C"))
         )
-        biases = () if full.biases is None else (full.biases.gate, full.biases.up, full.biases.down)
-        self._biases = tuple(torch.tensor(value, device=device) for value in biases)
+        self._biases = tuple(torch.tensor(value, device=device) for value in full.biases or ())
 
     def between(self, hidden: Tensor) -> Tensor:
         """Rows [n, H] -> what down multiplies, [n, I]."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,13 +41,11 @@ class Biases:
     down: NDArray[np.float32]
 
     def __post_init__(self) -> None:
-        values = (self.gate, self.up, self.down)
-        if any(v.ndim != 1 or v.dtype != np.float32 for v in values) or self.gate.shape != self.up.shape:
-            raise ValueError(f"biases must be float32 [I], [I], [H], got {[(v.dtype, v.shape) for v in values]}")
+        if any(v.ndim != 1 or v.dtype != np.float32 for v in self) or self.gate.shape != self.up.shape:
+            raise ValueError(f"biases must be float32 [I], [I], [H], got {[(v.dtype, v.shape) for v in self]}")
 
-    @property
-    def nbytes(self) -> int:
-        return self.gate.nbytes + self.up.nbytes + self.down.nbytes
+    def __iter__(self) -> Iterator[NDArray[np.float32]]:
+        return iter((self.gate, self.up, self.down))
 
     def reordered(self, units: NDArray[Any]) -> Biases:
         """Reorder to these intermediate units, which may be a part of all."""
@@ -174,14 +172,43 @@ class NestedMatrix:
         return {bits: self.at(bits) for bits in self.bits}
 
 
+class _Expert:
+    """What all forms of one SwiGLU expert share. The biases lie in the order of the rows."""
+
+    names: ClassVar[tuple[str, ...]] = ("w1", "w3", "w2")
+    """Of its matrices: gate and up [I, H] each, or w13 [2I, H], gate rows first; then down [H, I]."""
+    biases: Biases | None
+
+    def __post_init__(self) -> None:
+        shapes = [matrix.shape for matrix in self.matrices]
+        hidden, intermediate = shapes[-1]
+        wanted = [(2 * intermediate, hidden)] if len(shapes) == 2 else [(intermediate, hidden)] * 2
+        if shapes[:-1] != wanted:
+            got = " and ".join(f"{name} {list(shape)}" for name, shape in zip(self.names, shapes, strict=True))
+            raise ValueError(f"{got} must be {'[2I, H]' if len(shapes) == 2 else '[I, H] and [I, H]'} and [H, I]")
+        if self.biases is not None and (self.biases.gate.shape, self.biases.down.shape) != ((intermediate,), (hidden,)):
+            raise ValueError(
+                f"biases must be [{intermediate}] and [{hidden}] long, got {self.biases.gate.shape}, "
+                f"{self.biases.down.shape}"
+            )
+
+    @property
+    def matrices(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in self.names)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (*self.matrices, *(self.biases or ())))
+
+
 @dataclass(frozen=True)
-class QuantizedExpert:
+class QuantizedExpert(_Expert):
     """One SwiGLU expert at `bits` bits: w13 [2I, H] (gate rows first, then up), w2 [H, I].
 
-    w2's act-order permutation is folded into the row order of w13, so w2.perm is None in files we write. Biases lie in
-    the order of the rows.
+    w2's act-order permutation is folded into the row order of w13, so w2.perm is None in files we write.
     """
 
+    names = ("w13", "w2")
     bits: int
     w13: QuantizedMatrix
     w2: QuantizedMatrix
@@ -189,13 +216,9 @@ class QuantizedExpert:
     activation: Activation = SILU
 
     def __post_init__(self) -> None:
-        _check_shapes(self)
+        super().__post_init__()
         if (self.w13.bits, self.w2.bits) != (self.bits, self.bits):
             raise ValueError(f"w13 and w2 must both have {self.bits} bits, got {self.w13.bits} and {self.w2.bits}")
-
-    @property
-    def nbytes(self) -> int:
-        return self.w13.nbytes + self.w2.nbytes + (0 if self.biases is None else self.biases.nbytes)
 
 
 @dataclass(frozen=True)
@@ -241,21 +264,15 @@ class Fp4Matrix:
 
 
 @dataclass(frozen=True)
-class Fp4Expert:
+class Fp4Expert(_Expert):
     """One SwiGLU expert in MXFP4 or NVFP4: w13 [2I, H] (gate rows first, then up), w2 [H, I]."""
 
+    names = ("w13", "w2")
     w13: Fp4Matrix
     w2: Fp4Matrix
     biases: Biases | None = None
     activation: Activation = SILU
     bits: int = FP4_BITS
-
-    def __post_init__(self) -> None:
-        _check_shapes(self)
-
-    @property
-    def nbytes(self) -> int:
-        return self.w13.nbytes + self.w2.nbytes + (0 if self.biases is None else self.biases.nbytes)
 
 
 @dataclass(frozen=True)
@@ -292,7 +309,7 @@ class ByteMatrix:
 
 
 @dataclass(frozen=True)
-class ByteExpert:
+class ByteExpert(_Expert):
     """One SwiGLU expert in 8 bits as stored: w1 (gate) and w3 (up) [I, H], w2 (down) [H, I]."""
 
     w1: ByteMatrix
@@ -302,21 +319,13 @@ class ByteExpert:
     activation: Activation = SILU
     bits: int = BYTE_BITS
 
-    def __post_init__(self) -> None:
-        _check_three(self)
-
-    @property
-    def nbytes(self) -> int:
-        weights = self.w1.nbytes + self.w3.nbytes + self.w2.nbytes
-        return weights + (0 if self.biases is None else self.biases.nbytes)
-
 
 StoredExpert = Fp4Expert | ByteExpert
 """What only a checkpoint holds: no replica."""
 
 
 @dataclass(frozen=True)
-class FullExpert:
+class FullExpert(_Expert):
     """One SwiGLU expert as the checkpoint holds it: w1 (gate) and w3 (up) [I, H], w2 (down) [H, I].
 
     dtype is "float32", "float16" or "bfloat16"; bfloat16 arrays are uint16 views of the file's bytes.
@@ -329,13 +338,6 @@ class FullExpert:
     bits: int = FULL_PRECISION_BITS
     biases: Biases | None = None
     activation: Activation = SILU
-
-    def __post_init__(self) -> None:
-        _check_three(self)
-
-    @property
-    def nbytes(self) -> int:
-        return self.w1.nbytes + self.w3.nbytes + self.w2.nbytes + (0 if self.biases is None else self.biases.nbytes)
 
 
 Expert = QuantizedExpert | FullExpert
@@ -412,28 +414,6 @@ def _columns(matrix: QuantizedMatrix, first: int, last: int) -> QuantizedMatrix:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-def _check_shapes(expert: QuantizedExpert | Fp4Expert) -> None:
-    (rows, hidden), (out, intermediate) = expert.w13.shape, expert.w2.shape
-    if rows != 2 * intermediate or out != hidden:
-        raise ValueError(f"w13 {[rows, hidden]} and w2 {[out, intermediate]} must be [2I, H] and [H, I]")
-    _check_biases(expert.biases, intermediate, hidden)
-
-
-def _check_three(expert: FullExpert | ByteExpert) -> None:
-    intermediate, hidden = expert.w1.shape
-    if expert.w3.shape != (intermediate, hidden) or expert.w2.shape != (hidden, intermediate):
-        shapes = ", ".join(str(list(matrix.shape)) for matrix in (expert.w1, expert.w3, expert.w2))
-        raise ValueError(f"w1, w3, w2 must be [I, H], [I, H], [H, I], got {shapes}")
-    _check_biases(expert.biases, intermediate, hidden)
-
-
-def _check_biases(biases: Biases | None, intermediate: int, hidden: int) -> None:
-    if biases is not None and (biases.gate.shape, biases.down.shape) != ((intermediate,), (hidden,)):
-        raise ValueError(
-            f"biases must be [{intermediate}] and [{hidden}] long, got {biases.gate.shape}, {biases.down.shape}"
-        )
 
 
 def to_float32(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:

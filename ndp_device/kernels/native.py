@@ -28,6 +28,7 @@ from ndp_device.experts.expert import (
     Expert,
     Fp4Expert,
     FullExpert,
+    QuantizedExpert,
     QuantizedMatrix,
     StoredExpert,
 )
@@ -113,19 +114,20 @@ class NativeKernel:
         self._shared: weakref.WeakValueDictionary[tuple[int, ...], Component] = weakref.WeakValueDictionary()
 
     def prepare(self, expert: Expert | StoredExpert) -> NativeExpert:
-        if isinstance(expert, ByteExpert):
-            return self._prepare_bytes(expert)
-        if isinstance(expert, Fp4Expert):
-            return self._prepare_fp4(expert)
         if isinstance(expert, FullExpert):
-            return _prepare_full(expert)
+            native, copied = _full(expert)
+            return NativeExpert(_with_activation(native, expert), (), copied)
+        if not isinstance(expert, QuantizedExpert):
+            stored = self._bytes(expert) if isinstance(expert, ByteExpert) else self._fp4(expert)
+            native = _with_activation(stored, expert)
+            return NativeExpert(native, (), native.nbytes)
         cuts = _component_bits(expert.w13, expert.w2)
         (w13, of_w13), (w2, of_w2) = self._packed(expert.w13, 2, cuts), self._packed(expert.w2, 1, cuts)
         native = _with_activation(_native.quantized_expert(w13, w2, self.limbs[expert.bits]), expert)
-        bias_bytes = 0 if expert.biases is None else expert.biases.nbytes
+        bias_bytes = sum(bias.nbytes for bias in expert.biases or ())
         return NativeExpert(native, (*of_w13, *of_w2), w13.meta_nbytes + w2.meta_nbytes + bias_bytes)
 
-    def _prepare_fp4(self, expert: Fp4Expert) -> NativeExpert:
+    def _fp4(self, expert: Fp4Expert) -> _native.PreparedExpert:
         w13, w2 = (
             self._engine.fp4_matrix(
                 np.ascontiguousarray(m.codes),
@@ -135,19 +137,17 @@ class NativeKernel:
             )
             for m, halves in ((expert.w13, 2), (expert.w2, 1))
         )
-        native = _with_activation(_native.quantized_expert(w13, w2, self.limbs[expert.bits]), expert)
-        return NativeExpert(native, (), native.nbytes)
+        return _native.quantized_expert(w13, w2, self.limbs[expert.bits])
 
-    def _prepare_bytes(self, expert: ByteExpert) -> NativeExpert:
-        matrices = (expert.w1, expert.w3, expert.w2)
+    def _bytes(self, expert: ByteExpert) -> _native.PreparedExpert:
+        matrices = expert.matrices
         rows, columns = (min(m.block[axis] for m in matrices) for axis in (0, 1))
         if len({m.numbers for m in matrices}) != 1:
             raise ReplicaError("gate, up and down must be one kind of numbers")
-        w1, w3, w2 = (np.ascontiguousarray(m.codes) for m in matrices)
-        s1, s3, s2 = (_in_blocks(m, rows, columns) for m in matrices)
-        source = _native.full_expert(_BYTES[expert.w1.numbers], w1, w3, w2, s1, s3, s2, rows, columns)
-        native = _with_activation(self._engine.pack_bytes(source, self.limbs[expert.bits]), expert)
-        return NativeExpert(native, (), native.nbytes)
+        codes = (np.ascontiguousarray(m.codes) for m in matrices)
+        scales = (_in_blocks(m, rows, columns) for m in matrices)
+        source = _native.full_expert(_BYTES[expert.w1.numbers], *codes, *scales, rows, columns)
+        return self._engine.pack_bytes(source, self.limbs[expert.bits])
 
     def masked(self, narrow: NativeExpert, wide: NativeExpert) -> NativeExpert | None:
         """`narrow` with nothing of its own where `wide`, the same expert at more bits, holds it as well; else None.
@@ -277,18 +277,16 @@ def _threads_from_environment() -> int:
     return int(value)
 
 
-def _prepare_full(expert: FullExpert) -> NativeExpert:
+def _full(expert: FullExpert) -> tuple[_native.PreparedExpert, int]:
+    """The expert where it lies, and bytes of what did not lie row by row in the checkpoint, which is ours."""
     code, item_bytes = _DTYPES.get(expert.dtype, (-1, 0))
-    arrays = [np.ascontiguousarray(w) for w in (expert.w1, expert.w3, expert.w2)]
+    arrays = [np.ascontiguousarray(w) for w in expert.matrices]
     if any(w.dtype.itemsize != item_bytes for w in arrays):
         raise ReplicaError(
             f"full-precision weights must be {' | '.join(_DTYPES)}, got {expert.dtype!r} as {[w.dtype for w in arrays]}"
         )
-    originals = (expert.w1, expert.w3, expert.w2)  # what did not lie row by row in the checkpoint is ours to count
-    copied = sum(a.nbytes for a, w in zip(arrays, originals, strict=True) if not np.shares_memory(a, w))
-    w1, w3, w2 = arrays
-    native = _native.full_expert(code, w1, w3, w2, _NO_SCALES, _NO_SCALES, _NO_SCALES, 0, 0)
-    return NativeExpert(_with_activation(native, expert), (), copied)
+    copied = sum(a.nbytes for a, w in zip(arrays, expert.matrices, strict=True) if not np.shares_memory(a, w))
+    return _native.full_expert(code, *arrays, *(_NO_SCALES,) * 3, 0, 0), copied
 
 
 def _in_blocks(matrix: ByteMatrix, rows: int, columns: int) -> NDArray[np.float32]:
@@ -306,7 +304,5 @@ def _with_activation(native: _native.PreparedExpert, expert: Expert | StoredExpe
     act = expert.activation
     if expert.biases is None and act == SILU:
         return native
-    none = np.empty(0, np.float32)
-    biases = (none,) * 3 if expert.biases is None else (expert.biases.gate, expert.biases.up, expert.biases.down)
-    rows = (np.ascontiguousarray(bias) for bias in biases)
-    return native.with_activation(act.linear, act.cubic, act.up_bias, act.largest, *rows)
+    biases = (np.ascontiguousarray(bias) for bias in expert.biases or (_NO_ROWS,) * 3)
+    return native.with_activation(act.linear, act.cubic, act.up_bias, act.largest, *biases)

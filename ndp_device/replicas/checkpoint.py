@@ -179,11 +179,7 @@ class CheckpointExperts:
             for found in self.layout.layers
             for name in found.tensors(self.shape.num_experts)
         }
-        return (
-            not self.packed
-            and dtypes == {self.layout.dtype}
-            and all(w.flags.c_contiguous for w in (first.w1, first.w3, first.w2))
-        )
+        return not self.packed and dtypes == {self.layout.dtype} and all(w.flags.c_contiguous for w in first.matrices)
 
     def check(self, layer: int) -> None:
         """Raise ReplicaError where a file that this layer's experts lie in has changed since it was opened."""
@@ -223,10 +219,9 @@ class CheckpointExperts:
 
 def largest_magnitude(expert: FullExpert) -> float:
     """The largest magnitude among an expert's weights and biases; infinity where one is infinite or no number."""
-    biases = () if expert.biases is None else (expert.biases.gate, expert.biases.up, expert.biases.down)
     return max(
-        *(_magnitude(weights, expert.dtype) for weights in (expert.w1, expert.w3, expert.w2)),
-        *(_magnitude(bias, "float32") for bias in biases),
+        *(_magnitude(weights, expert.dtype) for weights in expert.matrices),
+        *(_magnitude(bias, "float32") for bias in expert.biases or ()),
     )
 
 
