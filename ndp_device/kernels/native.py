@@ -144,9 +144,9 @@ class NativeKernel:
         rows, columns = (min(m.block[axis] for m in matrices) for axis in (0, 1))
         if len({m.numbers for m in matrices}) != 1:
             raise ReplicaError("gate, up and down must be one kind of numbers")
-        codes = (np.ascontiguousarray(m.codes) for m in matrices)
-        scales = (_in_blocks(m, rows, columns) for m in matrices)
-        source = _native.full_expert(_BYTES[expert.w1.numbers], *codes, *scales, rows, columns)
+        w1, w3, w2 = (np.ascontiguousarray(m.codes) for m in matrices)
+        s1, s3, s2 = (_in_blocks(m, rows, columns) for m in matrices)
+        source = _native.full_expert(_BYTES[expert.w1.numbers], w1, w3, w2, s1, s3, s2, rows, columns)
         return self._engine.pack_bytes(source, self.limbs[expert.bits])
 
     def masked(self, narrow: NativeExpert, wide: NativeExpert) -> NativeExpert | None:
@@ -286,7 +286,8 @@ def _full(expert: FullExpert) -> tuple[_native.PreparedExpert, int]:
             f"full-precision weights must be {' | '.join(_DTYPES)}, got {expert.dtype!r} as {[w.dtype for w in arrays]}"
         )
     copied = sum(a.nbytes for a, w in zip(arrays, expert.matrices, strict=True) if not np.shares_memory(a, w))
-    return _native.full_expert(code, *arrays, *(_NO_SCALES,) * 3, 0, 0), copied
+    w1, w3, w2 = arrays
+    return _native.full_expert(code, w1, w3, w2, _NO_SCALES, _NO_SCALES, _NO_SCALES, 0, 0), copied
 
 
 def _in_blocks(matrix: ByteMatrix, rows: int, columns: int) -> NDArray[np.float32]:
