@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from processors import settings as processors
 from reference_kernel import REFERENCE, dequantize, unpack
-from small_checkpoint import write_small_checkpoint
+from small_checkpoint import as_stored, write_small_checkpoint
 
 from ndp_device.calibration import build, data_free
 from ndp_device.calibration.build import build_data_free
@@ -37,13 +37,6 @@ def fit(weights: NDArray[Any], dtype: str, group_size: int, track_weights: dict[
     """Planes, scale and offset."""
     made = data_free.quantize_nested(weights, group_size, track_weights, dtype, **how)
     return made.planes, made.scale, made.offset
-
-
-def stored(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    """As a checkpoint of that dtype holds them."""
-    if dtype == "bfloat16":
-        return (values.view(np.uint32) >> 16).astype(np.uint16)
-    return values.astype(dtype)
 
 
 def random_weights(seed: int, rows: int, columns: int) -> NDArray[np.float32]:
@@ -157,7 +150,7 @@ def test_the_native_fit_chooses_the_codes_of_the_numpy_fit(
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_checkpoint_of_any_dtype_is_read_as_it_lies(dtype: str) -> None:
-    weights = stored(random_weights(1, 32, 192), dtype)
+    weights = as_stored(random_weights(1, 32, 192), dtype)
     exact = to_float32(weights, dtype)
     got = fit(weights, dtype, 64, ALL_WIDTHS)
     assert as_bytes(got) == as_bytes(fit(exact, "float32", 64, ALL_WIDTHS))

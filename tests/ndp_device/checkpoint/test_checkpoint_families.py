@@ -22,7 +22,6 @@ from ndp_device.calibration.streamed import expert_modules  # noqa: E402
 from ndp_device.checkpoint.files import read_config  # noqa: E402
 from ndp_device.checkpoint.opening import open_checkpoint  # noqa: E402
 from ndp_device.checkpoint.spellings import text_config  # noqa: E402
-from ndp_device.common.errors import ReplicaError  # noqa: E402
 from ndp_device.model_config import public_model, whole_model  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
@@ -251,13 +250,3 @@ def test_a_checkpoint_of_a_family_never_seen_in_odd_shards_costs_no_code(
         ours, theirs = brought.expert(layer, expert), known.expert(layer, expert)
         for matrix in ("w1", "w3", "w2"):
             np.testing.assert_array_equal(getattr(ours, matrix), getattr(theirs, matrix))
-
-
-def test_shards_of_two_checkpoints_in_one_directory_are_refused(models: Path, tmp_path: Path) -> None:
-    """Without an index every file counts, and one of another family brings a second set of experts."""
-    directory = _brought(tmp_path / "two", make_family_models.make("qwen3_moe", models), lambda name: name)
-    (directory / "model.safetensors.index.json").unlink()
-    other = make_family_models.make("olmoe", models) / "model.safetensors"
-    (directory / "old.safetensors").write_bytes(other.read_bytes())
-    with pytest.raises(ReplicaError, match=r"is in old\.safetensors and in weights\.part\d\.safetensors: delete"):
-        CheckpointExperts(directory)

@@ -64,17 +64,6 @@ def test_asking_again_for_many_at_once_is_asking_for_each(store: ExpertStore) ->
     assert sum(before[key].nbytes for key in kept) == store.held_bytes <= store.resident_bytes
 
 
-def test_the_native_kernel_counts_components_that_widths_share_once(model_dir: Path, built: Path) -> None:
-    store = native_store((model_dir, built))
-    two, three, four = (store.get(0, 0, bits) for bits in (2, 3, 4))
-    shared = sum(component.nbytes for component in two.components)
-    assert store.held_bytes == two.nbytes + three.nbytes + four.nbytes - 2 * shared
-    store.get(0, 0, 16)
-    assert store.held_bytes == two.nbytes + three.nbytes + four.nbytes - 2 * shared
-    store._forget((0, 0, 2))
-    assert store.held_bytes == three.nbytes + four.nbytes - shared
-
-
 # -- masked widths: of the native kernel, over shapes that it stores without padding --------------------------------
 
 ALL_WIDTHS = (1, 2, 3, 4)

@@ -8,7 +8,7 @@ import pytest
 from paths import DATA
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.timing.dram import channel_lines, constants_of, idle_ps, stream, transfer
+from ndp_device.timing.dram import channel_lines, idle_ps, stream, transfer
 from ndp_device.timing.dram_controller import Controller, StreamMap
 from ndp_device.timing.spec import DramSpec, load_hardware
 
@@ -122,34 +122,6 @@ def test_a_refresh_opens_again_as_many_rows_as_the_simulation_opens(
     assert refreshed - undisturbed == rows
     begun = dram.cycles_to_ps(dram.refi - to_refresh)
     assert stream(dram, lines, begun).activations - stream(still, lines, begun).activations == rows * dram.channels
-
-
-CONSTANTS = {
-    "first lines": ((0, 101, 117, 133), (0, 36, 39, 43)),  # 1 + 46 + 46 + 8, then twice the burst; 1 + 15 + 1 + 17 + 2
-    "pace": ((32_770, 4096), (2048, 1024)),  # 8 cycles a line, and 2 in a rank for the change to the next; 2 cycles
-    "loss": ((8496, 8), (2096, 8)),  # 1062 = tRFC 946 + 116 for closing and opening; 262 = tRFC 224 + 38
-    "data_cycles": (46 + 8, 17 + 2),
-    "refresh_interval": (12_500, 3125),
-    "blocked": (1 + 946 - 1, 224 - 1 + 1),  # ranks one after the other; an activate acts in its last cycle
-    "rows_reopened": (8, 4),
-}
-"""What `stream` is made of, for DDR5 and for LPDDR5."""
-
-
-@pytest.mark.parametrize(("which", "dram"), [(0, DDR5), (1, LPDDR5)])
-def test_the_constants_of_the_closed_form_are_these(which: int, dram: DramSpec) -> None:
-    found = constants_of(dram)._asdict()
-    found["first lines"] = found["ramp"][:4]
-    assert {name: found[name] for name in CONSTANTS} == {name: both[which] for name, both in CONSTANTS.items()}
-    assert len(found["ramp"]) == 33
-    assert found["first_pass"] > 10**12, "rows are always opened in closed banks: a refresh has closed them"
-
-
-def test_the_constants_without_refresh_are_these() -> None:
-    """The second pass over the rows finds them open."""
-    off = constants_of(replace(LPDDR5, refresh="off"))._asdict()
-    assert (off["first_pass"], off["later_pace"], off["refresh_interval"]) == (1024, (2048, 1024), 0)
-    assert constants_of(replace(DDR5, refresh="off")).later_pace == (65_548, 8192)
 
 
 def test_an_ideal_dram_reads_at_its_rate() -> None:

@@ -168,9 +168,14 @@ def test_no_head_is_a_sound_result_that_the_codec_refuses_or_reads_otherwise(
     assert min(fates["refused"], fates["read"]) > 1000
 
 
-def test_random_executes_are_read_or_refused_and_never_past_their_body() -> None:
-    rng = random.Random(8)
-    right = execute_head(np.random.default_rng(8))
+def test_random_executes_are_read_or_refused_and_never_past_their_body(
+    channels: tuple[ShmChannel, ShmChannel],
+) -> None:
+    rng, drawn = random.Random(8), np.random.default_rng(8)
+    assert channels[0].put_execute(asked_of(drawn), list(tensors_of(drawn, 1, 8, 2, "float32").values())) is Put.DONE
+    taken = channels[1].take()
+    assert taken is not None
+    right = taken[0]
     for _ in range(5000):
         head = bytearray(rng.randbytes(88) if rng.random() < 0.2 else right)
         head[0] = rng.choice((1, 1, 1, 2, head[0]))
@@ -183,22 +188,6 @@ def test_random_executes_are_read_or_refused_and_never_past_their_body() -> None
             continue
         assert isinstance(request, msg.Execute)
         assert sum(array.nbytes for array in arrays.values()) <= len(body)
-
-
-def execute_head(rng: np.random.Generator) -> bytes:
-    """As the extension writes it."""
-    device = ShmChannel.create()
-    assert device is not None
-    host = ShmChannel.attach(device.offer)
-    assert host is not None
-    try:
-        assert host.put_execute(asked_of(rng), list(tensors_of(rng, 1, 8, 2, "float32").values())) is Put.DONE
-        taken = device.take()
-        assert taken is not None
-        return taken[0]
-    finally:
-        host.close()
-        device.close()
 
 
 def test_the_heads_have_the_fields_of_the_messages() -> None:

@@ -113,35 +113,6 @@ def connect(rig: Rig) -> None:
     rig.client.activate_plan(1)
 
 
-def kill_loop(rig: Rig, times: int) -> None:
-    for round_ in range(times):
-        for step in range(round_ % 5 + 1):
-            rig.until_served(step)
-        process = psutil.Process(rig.process.pid)
-        before = rig.client.counters.lost
-        served = rig.call(round_, between=process.kill)  # the answer may have been on its way already
-        process.wait(60)
-        if served:
-            assert not rig.call(round_)
-        assert rig.client.counters.lost > before
-        rig.until_served(round_)
-    assert rig.process.num_spawned == times + 1
-
-
-def stop_loop(rig: Rig, times: int) -> None:
-    pid = rig.process.pid
-    for round_ in range(times):
-        rig.until_served(round_)
-        os.kill(pid, signal.SIGSTOP)
-        for step in range(20):  # only the first call after the stop may wait, and only for its deadline
-            rig.call(step)
-        assert rig.client.state == "down"
-        os.kill(pid, signal.SIGCONT)
-        rig.until_served(round_)
-    assert rig.process.pid == pid
-    assert rig.client.counters.lost >= times
-
-
 def test_a_device_that_stops_over_a_plan_costs_a_call_s_deadline_and_follows_on_the_same_connection(
     rig: Rig, way: str
 ) -> None:
@@ -166,14 +137,35 @@ def test_a_device_that_stops_over_a_plan_costs_a_call_s_deadline_and_follows_on_
 def test_kill_9_in_mid_call_costs_no_deadline_and_the_next_device_is_used(rig: Rig, way: str) -> None:
     assert rig.client.uses_shared_memory == (way == "memory")
     descriptors = psutil.Process().num_fds()
-    kill_loop(rig, 4)
+    for round_ in range(4):
+        for step in range(round_ % 5 + 1):
+            rig.until_served(step)
+        process = psutil.Process(rig.process.pid)
+        before = rig.client.counters.lost
+        served = rig.call(round_, between=process.kill)  # the answer may have been on its way already
+        process.wait(60)
+        if served:
+            assert not rig.call(round_)
+        assert rig.client.counters.lost > before
+        rig.until_served(round_)
+    assert rig.process.num_spawned == 5
     assert psutil.Process().num_fds() <= descriptors + 2
     assert rig.client.counters.broken == 0
 
 
 def test_a_stopped_device_costs_one_deadline_in_all_and_is_used_again_when_it_goes_on(rig: Rig, way: str) -> None:
     assert rig.client.uses_shared_memory == (way == "memory")
-    stop_loop(rig, 4)
+    pid = rig.process.pid
+    for round_ in range(4):
+        rig.until_served(round_)
+        os.kill(pid, signal.SIGSTOP)
+        for step in range(20):  # only the first call after the stop may wait, and only for its deadline
+            rig.call(step)
+        assert rig.client.state == "down"
+        os.kill(pid, signal.SIGCONT)
+        rig.until_served(round_)
+    assert rig.process.pid == pid
+    assert rig.client.counters.lost >= 4
 
 
 @pytest.mark.parametrize("rig", [("hang=0.05:1000",)], indirect=True)
@@ -194,10 +186,11 @@ MIXED = tuple(
 )
 
 
-def chaos(rig: Rig, calls: int) -> None:
-    """Goes on until that many calls were served; those that were not are the host's to compute."""
+@pytest.mark.parametrize("rig", [(*MIXED, "hang=0.001:600", "exit=0.002")], indirect=True)
+def test_a_device_with_eighteen_kinds_of_fault_never_gives_a_wrong_number(rig: Rig) -> None:
+    """By shared memory; tests/simulation has the same kinds without it."""
     step = 0
-    while rig.served < calls:
+    while rig.served < 1000:
         step += 1
         if not rig.call(step):
             rig.revive()
@@ -205,12 +198,6 @@ def chaos(rig: Rig, calls: int) -> None:
     assert rig.served + rig.unserved == step
     assert rig.client.counters.executed == rig.served
     rig.until_served(0)
-
-
-@pytest.mark.parametrize("rig", [(*MIXED, "hang=0.001:600", "exit=0.002")], indirect=True)
-def test_a_device_with_eighteen_kinds_of_fault_never_gives_a_wrong_number(rig: Rig) -> None:
-    """By shared memory; tests/simulation has the same kinds without it."""
-    chaos(rig, 1000)
     assert rig.client.counters.broken > 10
     assert rig.client.counters.nonfinite > 0
 
