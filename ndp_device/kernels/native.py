@@ -27,6 +27,7 @@ from ndp_device.experts.expert import (
     ByteMatrix,
     Expert,
     Fp4Expert,
+    Fp4Matrix,
     FullExpert,
     QuantizedExpert,
     QuantizedMatrix,
@@ -128,16 +129,13 @@ class NativeKernel:
         return NativeExpert(native, (*of_w13, *of_w2), w13.meta_nbytes + w2.meta_nbytes + bias_bytes)
 
     def _fp4(self, expert: Fp4Expert) -> _native.PreparedExpert:
-        w13, w2 = (
-            self._engine.fp4_matrix(
-                np.ascontiguousarray(m.codes),
-                np.ascontiguousarray(m.scales),
-                _NO_ROWS if m.of_rows is None else np.ascontiguousarray(m.of_rows),
-                halves,
-            )
-            for m, halves in ((expert.w13, 2), (expert.w2, 1))
-        )
+        w13, w2 = self._fp4_matrix(expert.w13, 2), self._fp4_matrix(expert.w2, 1)
         return _native.quantized_expert(w13, w2, self.limbs[expert.bits])
+
+    def _fp4_matrix(self, matrix: Fp4Matrix, halves: int) -> _native.PackedMatrix:
+        of_rows = _NO_ROWS if matrix.of_rows is None else np.ascontiguousarray(matrix.of_rows)
+        codes, scales = np.ascontiguousarray(matrix.codes), np.ascontiguousarray(matrix.scales)
+        return self._engine.fp4_matrix(codes, scales, of_rows, halves)
 
     def _bytes(self, expert: ByteExpert) -> _native.PreparedExpert:
         matrices = expert.matrices
@@ -199,7 +197,10 @@ class NativeKernel:
         self._engine.multiply(np.ascontiguousarray(x, np.float32), prepared.native, LINEAR_LIMBS, y)
         return y
 
-    def prepare_matrix(self, matrix: QuantizedMatrix) -> NativeMatrix:
+    def prepare_matrix(self, matrix: QuantizedMatrix | Fp4Matrix) -> NativeMatrix:
+        if isinstance(matrix, Fp4Matrix):
+            codes = self._fp4_matrix(matrix, 1)
+            return NativeMatrix(codes, matrix.shape, codes.nbytes)
         packed, parts = self._packed(matrix, 1, _component_bits(matrix))
         return NativeMatrix(packed, matrix.shape, packed.meta_nbytes + sum(part.nbytes for part in parts))
 

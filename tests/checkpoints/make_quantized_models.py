@@ -133,6 +133,7 @@ def _compressed(form: str, inputs: dict[str, Any] | None = None, **weights: Any)
 
 
 _CT = _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP)
+_NVFP4 = _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16)
 _MODELOPT = {"quant_method": "modelopt", "ignore": ["*self_attn*", "*gate", "lm_head"], "kv_cache_quant_algo": None}
 _DEEPSEEK = {"quant_method": "fp8", "weight_block_size": [GROUP, GROUP], "scale_fmt": "ue8m0"}
 _AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": False, "data_type": "int"}
@@ -152,11 +153,8 @@ FORMATS: Mapping[str, tuple[str, Quantize, dict[str, Any]]] = MappingProxyType(
         ),
         "mixtral-awq": ("mixtral", awq, _AWQ | {"modules_to_not_convert": _PLAIN}),
         "mixtral-awq-all": ("mixtral", awq, _AWQ | {"modules_to_not_convert": ["block_sparse_moe.gate"]}),
-        "mixtral-nvfp4": (
-            "mixtral",
-            writers.NVFP4,
-            _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
-        ),
+        "mixtral-nvfp4": ("mixtral", writers.NVFP4, _NVFP4),
+        "mixtral-nvfp4-all": ("mixtral", writers.NVFP4, _NVFP4 | {"ignore": ["re:.*gate$", "lm_head"]}),
         "mixtral-nvfp4-modelopt": (
             "mixtral",
             writers.modelopt_nvfp4,

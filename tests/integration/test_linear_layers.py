@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from engines import MODEL, PROMPTS, engine
-from reference_kernel import dequantize
+from reference_kernel import dequantize, from_fp4
 from safetensors.torch import load_file, save_file
 
 from ndp_device.checkpoint.opening import PackedLinears
-from ndp_device.experts.expert import QuantizedMatrix, to_float32
+from ndp_device.experts.expert import Fp4Matrix, QuantizedMatrix, to_float32
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.checkpoint import StoredTensors
 from vllm_ndp.integration.batch import Span, TrackedRequest
@@ -203,7 +203,7 @@ def test_a_head_whose_model_asks_for_no_method_is_taken_too(tmp_path: Path) -> N
     assert f"{2 * layers + 1} at 8 bits" in status["linear_layers"]
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe-compressed-all", "mixtral-awq-all"])
+@pytest.fixture(scope="module", params=["qwen3_moe-compressed-all", "mixtral-awq-all", "mixtral-nvfp4-all"])
 def coded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint whose linear layers are codes of 4 bits."""
     return make_quantized_models.make(request.param, tmp_path_factory.mktemp("coded"))
@@ -218,7 +218,8 @@ def test_codes_of_linear_layers_stand_for_the_checkpoints_values(coded: Path) ->
         matrix = matrix_of([one.codes(read, None)])
         assert matrix is not None
         values = to_float32(one.values(read, None), dtypes[one.dtype])
-        assert np.abs(dequantize(matrix) - values).max() < 1e-3 * np.abs(values).max()  # offsets are float16
+        ours = from_fp4(matrix) if isinstance(matrix, Fp4Matrix) else dequantize(matrix)
+        assert np.abs(ours - values).max() <= 2**-8 * np.abs(values).max()  # values may be bfloat16
 
 
 def test_layers_stored_as_codes_are_served_by_them(coded: Path) -> None:

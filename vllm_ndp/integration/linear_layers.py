@@ -39,7 +39,7 @@ from ndp_device.checkpoint.opening import PackedLinears
 from ndp_device.checkpoint.values import CODE_BITS, Packed, Read
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import BYTE_BITS
-from ndp_device.experts.expert import QuantizedMatrix
+from ndp_device.experts.expert import Fp4Matrix, QuantizedMatrix
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.checkpoint import StoredTensors
 from vllm_ndp.integration import vllm_private
@@ -48,6 +48,7 @@ GROUP_SIZE = 128
 _AT_ONCE = 1 << 22
 """Weights that one thread quantizes at once: float32 copies of a whole output matrix would double a start's memory."""
 
+Codes = QuantizedMatrix | Fp4Matrix
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 _LAYERS: dict[str, Multiply] = {}
 """Layers by the name that the operator is called with."""
@@ -99,9 +100,7 @@ class LinearLayers:
         self.serve(layer, prefix, matrix, weight.dtype)
         return True
 
-    def serve(
-        self, layer: Any, prefix: str, matrix: QuantizedMatrix, dtype: torch.dtype, *, is_stored: bool = False
-    ) -> None:
+    def serve(self, layer: Any, prefix: str, matrix: Codes, dtype: torch.dtype, *, is_stored: bool = False) -> None:
         """Have a layer of vLLM's compute by this matrix, the checkpoint's if is_stored; dtype: of its inputs."""
         self.num_stored += is_stored
         kernel = self._load_kernel()
@@ -181,14 +180,14 @@ class _Coded(WholeLinearMethod):
             self._serve(layer, self._prefix, matrix, layer.params_dtype, is_stored=True)
 
 
-def matrix_of(parts: Sequence[object]) -> QuantizedMatrix | None:
+def matrix_of(parts: Sequence[object]) -> Codes | None:
     """The codes of one matrix, or of several that lie one above the other; None where they are not of one kind."""
     both, *others = parts
     for other in others:
-        if not (isinstance(both, QuantizedMatrix) and isinstance(other, QuantizedMatrix)):
+        if type(both) is not type(other) or not isinstance(both, Codes):
             return None
-        both = both.above(other)
-    return both if isinstance(both, QuantizedMatrix) else None
+        both = both.above(other)  # type: ignore[arg-type]
+    return both if isinstance(both, Codes) else None
 
 
 class QuantizedHead(UnquantizedEmbeddingMethod):
@@ -256,7 +255,7 @@ class StoredLinears:
             return None
         forms, shapes = {part.stored_form for part in parts}, [part.shape for part in parts]
         form, sizes = forms.pop(), (sum(rows for rows, _ in shapes), shapes[0][1])
-        if forms or form is None or form.numbers != "int4" or sizes != (layer.output_size, layer.input_size):
+        if forms or form is None or form.bits != CODE_BITS or sizes != (layer.output_size, layer.input_size):
             return None
         self._coded += [f"{self._by_vllms_name[each]}." for each in names]
         return _Coded(layers, prefix, parts, self._tensors.tensor)
