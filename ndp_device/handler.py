@@ -30,7 +30,7 @@ from ndp_device.replicas import format as replica_format
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import Hardware, load_hardware
-from ndp_device.timing.work import execute_bytes
+from ndp_device.timing.work import Work, execute_bytes
 
 NO_HARDWARE = "none"
 """Word in place of a preset for a device that is real hardware, whose answers have no simulated time."""
@@ -312,15 +312,13 @@ class Handler:
             raise DeviceError("not_loaded", str(error)) from None
         shape, timing = self._files.shape, None
         if client.model is not None:
-            timing = client.model.execute_experts(
+            work = Work(
                 shape.hidden_size,
                 shape.intermediate_size // store.part.count,
                 *execute_bytes(len(x), len(pairs.rows), shape.hidden_size, x.itemsize),
-                pairs.bits,
-                pairs.counts,
-                sizes,
-                request.submit_ps,
+                tuple(zip(pairs.bits, pairs.counts, sizes, strict=True)),
             )
+            timing = client.model.execute(work, request.submit_ps)
         self.num_executed += 1
         result = msg.Result(request.id, incarnation=self.incarnation, epoch=request.epoch, timing=timing)
         return result, {"y": y}

@@ -151,7 +151,7 @@ def probe_losses(
             full.activation,
         )
 
-    biases = None if full.biases is None else full.biases.reordered(units)
+    biases = full.biases and full.biases.reordered(units)
     probed = FullExpert(
         full.dtype, full.w1[units], full.w3[units], full.w2.take(units, 1), biases=biases, activation=full.activation
     )

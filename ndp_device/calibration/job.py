@@ -19,7 +19,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 from rich.console import Console
@@ -66,8 +65,9 @@ def run_job(out_dir: Path, manifest: Manifest, make_layer: MakeLayer, *, show_pr
         KeptExperts(out_dir, manifest).remove_old()
         return manifest
 
+    progress = JobProgress(name, total, already, show=show_progress)
     with (
-        JobProgress(name, total, already, show=show_progress) as progress,
+        progress.bar,
         ThreadPoolExecutor(1) as beside,  # a layer is written while the next one is made
     ):
         for layer in range(shape.num_layers):
@@ -160,22 +160,15 @@ class JobProgress:
 
     def __init__(self, name: str, num_experts: int, already: int, *, show: bool) -> None:
         self._lock = threading.Lock()
-        self._num_experts, self._made, self._started_at = num_experts, already, already
+        self._num_experts, self._made = num_experts, already
         self._total, self._work = float(num_experts - already), 0.0
         self._in_units = True
         self._started = self._said = time.monotonic()
         console = Console(stderr=True)
         self._in_log = show and not console.is_terminal
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[made]}"), TimeElapsedColumn()
-        self._bar = Progress(*columns, TextColumn("{task.fields[left]}"), console=console, disable=not show)
-        self._task = self._bar.add_task(name, total=1.0, made=f"{already}/{num_experts}", left="")
-
-    def __enter__(self) -> JobProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._bar.stop()
+        self.bar = Progress(*columns, TextColumn("{task.fields[left]}"), console=console, disable=not show)
+        self._task = self.bar.add_task(name, total=1.0, made=f"{already}/{num_experts}", left="")
 
     def expect(self, total: float) -> None:
         """The job's work from now on, in units of `did`; without it, each expert is one."""
@@ -195,7 +188,7 @@ class JobProgress:
                 return
             left = in_words((now - self._started) * max(self._total / self._work - 1, 0.0)) + " left"
             part, made = min(self._work / self._total, 1.0), f"{self._made}/{self._num_experts}"
-            self._bar.update(self._task, completed=part, made=made, left=left)
+            self.bar.update(self._task, completed=part, made=made, left=left)
             if self._in_log and now - self._said >= _SAID_EVERY_S:  # which shows no bar
                 self._said = now
                 passed = in_words(now - self._started)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,8 +25,7 @@ from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.model_shape import ModelShape
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """Facts about a checkpoint, known before a weight is read."""
 
     shape: ModelShape

@@ -153,7 +153,7 @@ class Settings(msgspec.Struct):
             size = self.group_size if isinstance(self.group_size, int) and self.group_size > 0 else None
             return [self._of_algorithm(module, Layer(self.quant_algo, size))]
         if not groups:
-            return [self._of_all(self._entry(module))]
+            return [self._of_all(next(self._entries(module), Entry()))]
         targets = {target: group.weights for group in groups for target in group.targets if group.weights is not None}
         patterns = sorted(target for target in targets if target.startswith("re:"))
         named = next((one for one in patterns if _matches(one[3:], module)), "Linear")  # as its package orders them
@@ -202,9 +202,6 @@ class Settings(msgspec.Struct):
         if stated.block_structure is not None:
             return msgspec.structs.replace(stated, block_structure=(layer.group_size, layer.group_size))
         return msgspec.structs.replace(stated, group_size=layer.group_size)
-
-    def _entry(self, module: str) -> Entry:
-        return next(self._entries(module), Entry())
 
     def _entries(self, module: str) -> Iterator[Entry]:
         for pattern, entry in (self.dynamic or {}).items():

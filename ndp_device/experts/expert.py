@@ -384,16 +384,14 @@ class Part:
         intermediate = expert.w2.shape[1]
         length = intermediate // self.count
         first, last = self.index * length, (self.index + 1) * length
-        biases = None if expert.biases is None else self._biases(expert.biases, first, last)
+        biases = expert.biases and expert.biases.reordered(np.arange(first, last))
+        if biases is not None and self.index:
+            biases = replace(biases, down=np.zeros_like(biases.down))
         if isinstance(expert, FullExpert):
             w1, w3, w2 = expert.w1[first:last], expert.w3[first:last], expert.w2[:, first:last]
             return replace(expert, w1=w1, w3=w3, w2=w2, biases=biases)
         rows = np.r_[first:last, intermediate + first : intermediate + last]
         return replace(expert, w13=expert.w13.at_rows(rows), w2=_columns(expert.w2, first, last), biases=biases)
-
-    def _biases(self, biases: Biases, first: int, last: int) -> Biases:
-        part = biases.reordered(np.arange(first, last))
-        return part if self.index == 0 else replace(part, down=np.zeros_like(part.down))
 
 
 WHOLE = Part()

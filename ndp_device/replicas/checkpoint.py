@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ndp_device.checkpoint.files import weight_files
 from ndp_device.checkpoint.names import DTYPES, Source
-from ndp_device.checkpoint.opening import Checkpoint, open_checkpoint
+from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.checkpoint.values import CODE_BITS, StoredForm, StoredMatrix
 from ndp_device.common.errors import ReplicaError
 from ndp_device.experts.expert import (
@@ -60,9 +60,8 @@ class CheckpointExperts:
     """
 
     def __init__(self, model_dir: Path) -> None:
-        opened: Checkpoint = open_checkpoint(model_dir)
-        self.shape, self.layout, self.tensors = opened.shape, opened.layout, opened.tensors
-        self.packed = opened.packed
+        opened = open_checkpoint(model_dir)
+        self.shape, self.layout, self.tensors, self.packed = opened
         self._is_usable = np.zeros((self.shape.num_layers, self.shape.num_experts), np.bool_)
         stored = StoredTensors(model_dir)
         self._files, self._stored = stored.files, stored.tensor
@@ -124,8 +123,7 @@ class CheckpointExperts:
     @property
     def group_of_codes(self) -> int | None:
         """Columns under one scale where all experts seem to be stored as replicas of 4 bits hold them; else None."""
-        form = self.stored_form
-        return form.group if form is not None and self.as_replica(0, 0) is not None else None
+        return None if self._common_form is None or self.as_replica(0, 0) is None else self._common_form.group
 
     def as_replica(self, layer: int, expert: int) -> QuantizedExpert | None:
         """`as_stored` where files of replicas hold it: integers, and columns in the order of the input."""
@@ -193,7 +191,7 @@ class CheckpointExperts:
             return np.ones(self.shape.hidden_size, np.float32)
         if (dtype := self.tensors[name].dtype) not in DTYPES:
             raise ReplicaError(f"{name} of {self.shape.name} is {dtype}, which is not read")
-        weight = to_float32(self._tensor(name), DTYPES[dtype])
+        weight = to_float32(self._stored(name), DTYPES[dtype])
         return weight + np.float32(self.layout.norm_offset) if self.layout.norm_offset else weight
 
     def release(self) -> None:
@@ -208,11 +206,8 @@ class CheckpointExperts:
         stored = parts | (names - self.packed.keys())
         return tuple(file for _, file in sorted(self._files.items()) if any(name in file for name in stored))
 
-    def _tensor(self, name: str) -> NDArray[Any]:
-        return self._files[self.tensors[name].file].tensor(name)
-
     def _values(self, source: Source, expert: int) -> NDArray[Any]:
-        values, index = self._tensor(source.tensor(expert)), source.index(expert)
+        values, index = self._stored(source.tensor(expert)), source.index(expert)
         part: NDArray[Any] = source.of(values if index is None else values[index])
         return part
 

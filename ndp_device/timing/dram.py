@@ -94,25 +94,20 @@ def transfer(dram: DramSpec, num_bytes: int) -> Transfer:
         times = [stream(dram, lines, 0).total_ps]
     elif lines <= _EXACT_LINES:
         count = max(8, min(_SIMULATED_LINES // lines, 1024))
-        starts = _moments(dram, count)
+        # the simulation begins at the last refresh that falls due before the start
+        starts = [0] if dram.refresh == "off" else _middles(dram.refi, count)
         times = [dram.cycles_to_ps(_exact_cycles(dram, StreamMap(dram), lines, start=start)) for start in starts]
     else:
         interval, count = closed_form(dram).refresh_interval, 256
-        since = [dram.cycles_to_ps((2 * part + 1) * interval // (2 * count)) for part in range(count)]
-        times = [stream(dram, lines, start_ps).total_ps for start_ps in since]
+        times = [stream(dram, lines, dram.cycles_to_ps(start)).total_ps for start in _middles(interval, count)]
     mean = ceil_div(sum(times), len(times))
     rate = num_bytes * PS_PER_S / mean
     return Transfer(mean, min(times), max(times), rate / 1e9, rate / dram.peak_bytes_per_s)
 
 
-def _moments(dram: DramSpec, count: int) -> list[int]:
-    """An idle device that refreshes itself is offered lines in the middles of `count` equal parts of an interval.
-
-    The simulation begins at the last refresh that falls due before the start.
-    """
-    if dram.refresh == "off":
-        return [0]
-    return [(2 * part + 1) * dram.refi // (2 * count) for part in range(count)]
+def _middles(interval: int, count: int) -> list[int]:
+    """Of equal parts of an interval."""
+    return [(2 * part + 1) * interval // (2 * count) for part in range(count)]
 
 
 def _exact_cycles(dram: DramSpec, lines: StreamMap, end: int, *, to_refresh: int = 0, start: int = 0) -> int:

@@ -12,7 +12,6 @@ mode that splits its multipliers passes 16 / width narrow weights in the same cy
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -170,32 +169,14 @@ class DeviceModel:
 
     def execute(self, work: Work, submit_ps: int) -> Timing:
         """Serve one command submitted at absolute simulated time submit_ps; commands are served in call order."""
-        sizes = work.hidden_size, work.intermediate_size, work.bytes_in, work.bytes_out
-        bits, tokens, dram_bytes = zip(*work.experts, strict=True) if work.experts else ((), (), ())
-        return self.execute_experts(*sizes, bits, tokens, dram_bytes, submit_ps)
-
-    def execute_experts(
-        self,
-        hidden: int,
-        intermediate: int,
-        bytes_in: int,
-        bytes_out: int,
-        bits: Sequence[int],
-        tokens: Sequence[int],
-        dram_bytes: Sequence[int],
-        submit_ps: int,
-    ) -> Timing:
-        """The same, for sizes known to be possible: bits, rows and DRAM bytes of each expert, in reading order."""
         array = self.hardware.array
-        inbound, outbound, wire_num_bytes = self._hops(bytes_in, bytes_out)
+        inbound, outbound, wire_num_bytes = self._hops(work.bytes_in, work.bytes_out)
         ready = submit_ps + inbound.launch_ps
         wire_start = max(ready, self._link_in_free_ps)
         arrived = wire_start + inbound.wire_ps + array.command_ps
 
         start = max(arrived, self._device_free_ps)
-        end, dram_ps, refresh_stall, rows, compute, dequant, vector, weight_bytes, fp16_macs = self._run(
-            hidden, intermediate, bits, tokens, dram_bytes, start
-        )
+        end, dram_ps, refresh_stall, rows, compute, dequant, vector, weight_bytes, fp16_macs = self._run(work, start)
         self._link_in_free_ps = wire_start + inbound.serial_ps
         self._device_free_ps = end
 
@@ -234,8 +215,8 @@ class DeviceModel:
             total_ps=done - submit_ps,
             bound=max(shares, key=shares.__getitem__),
             weight_bytes=weight_bytes,
-            bytes_in=bytes_in,
-            bytes_out=bytes_out,
+            bytes_in=work.bytes_in,
+            bytes_out=work.bytes_out,
             row_activations=rows,
             refresh_stall_ps=refresh_stall,
             array_utilisation=_ratio(fp16_macs * PS_PER_S, self._macs_per_s * span),
@@ -275,25 +256,18 @@ class DeviceModel:
                 self._migration_ends[number] = end + serial_ps
         self._bulk = self._bulk._replace(until_ps=self._bulk.until_ps + serial_ps)
 
-    def _run(
-        self,
-        hidden: int,
-        intermediate: int,
-        bits: Sequence[int],
-        tokens: Sequence[int],
-        dram_bytes: Sequence[int],
-        start_ps: int,
-    ) -> tuple[int, ...]:
+    def _run(self, work: Work, start_ps: int) -> tuple[int, ...]:
         """The experts of one command through DRAM and arrays, from start_ps on (csrc/commands.cpp).
 
         Counted from a moment at which DRAM and refresh stand as at 0, so that no time is too large for 64 bits.
         """
         native, bulk = self._native, self._bulk
         before = start_ps - start_ps % self._repeats_ps
-        sizes = (hidden, intermediate, bits, tokens, dram_bytes)
+        bits, tokens, dram_bytes = zip(*work.experts, strict=True) if work.experts else ((), (), ())
+        sizes = (work.hidden_size, work.intermediate_size, bits, tokens, dram_bytes)
         times = (start_ps - before, max(bulk.until_ps - before, 0), bulk.dram_ps, bulk.total_ps)
         while isinstance(run := native.run(*sizes, *times), int):  # the place of an expert it has not seen
-            size = (hidden, intermediate, bits[run], tokens[run], dram_bytes[run])
+            size = (work.hidden_size, work.intermediate_size, *work.experts[run])
             native.add(size, *self._phases(*size))
         return before + run[0], *run[1:]
 

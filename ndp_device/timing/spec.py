@@ -331,11 +331,6 @@ MEASURABLE = ("link.", "gpu.", "host.")
 """Sections of a machine that exists. The device is simulated whatever the machine."""
 
 
-def known_presets() -> Mapping[str, Table]:
-    """All presets by name: the written ones, and those that were measured."""
-    return {**measured_presets(FOLDER), **PRESETS}
-
-
 @cache
 def measured_presets(folder: Path) -> Mapping[str, Table]:
     """Raises ConfigError for a file that cannot be a preset."""
@@ -394,10 +389,11 @@ def load_hardware(preset: str = "h100-ndp512", /, **overrides: Any) -> Hardware:
     return Hardware(preset=preset, **sections)
 
 
-def preset_table(preset: str) -> Mapping[str, Quantity]:
+def preset_table(preset: str) -> Table:
+    """Of a preset that was written, or measured."""
     if preset in PRESETS:
         return PRESETS[preset]
-    known = known_presets()
+    known = {**measured_presets(FOLDER), **PRESETS}
     if preset not in known:
         raise ConfigError(f"hardware must be one of {', '.join(known)}, got {preset!r}{nearest(preset, known)}")
     return known[preset]

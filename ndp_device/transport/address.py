@@ -41,11 +41,12 @@ class Address:
             return cls(text, Path(rest))
         if separator and scheme == "tcp":
             host, _, port = rest.rpartition(":")
-            if _is_everywhere(host):
+            ip = _ip(host)
+            if host in ("", "*") or (ip is not None and ip.is_unspecified):
                 raise ConfigError(f"{text}: name the one address that hosts come to, such as 127.0.0.1 on loopback")
             if not (port.isdecimal() and int(port) < 65536) and port != "*":
                 raise ConfigError(f"{text}: the port must be 0..65535, got {port!r}")
-            if insecure_loopback and not _is_loopback(host):
+            if insecure_loopback and host != "localhost" and not (ip is not None and ip.is_loopback):
                 raise ConfigError(f"{text}: {INSECURE_LOOPBACK} is for loopback only, such as 127.0.0.1; use keys here")
             if not has_keys and not insecure_loopback:
                 raise ConfigError(
@@ -56,20 +57,12 @@ class Address:
         raise ConfigError(f"an address must look like ipc:///path or tcp://127.0.0.1:port, got {text!r}")
 
 
-def _is_loopback(host: str) -> bool:
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None of a name."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host.strip("[]"))
     except ValueError:
-        return False
-
-
-def _is_everywhere(host: str) -> bool:
-    if host in ("", "*"):
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_unspecified
-    except ValueError:
-        return False
+        return None
 
 
 def make_private(directory: Path) -> None:

@@ -68,7 +68,7 @@ def test_measured_values_replace_those_of_link_gpu_and_host_and_no_others(folder
 
 def test_every_measured_value_says_how_on_what_and_when(folder: Path) -> None:
     made(folder)
-    table = spec.known_presets()["h100-host"]
+    table = spec.preset_table("h100-host")
     sources = {key: table[key].source for key in table if table[key].source.startswith("[M]")}
     assert len(sources) == 11
     assert all(source.endswith("; made up for a test, 2000-01-01") for source in sources.values())
