@@ -10,6 +10,7 @@ The live plugin and replay use the same object, so that replay makes the same ch
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -148,22 +149,13 @@ class Devices:
     def all_alive(self) -> Alive:
         return (True,) * self.num_devices
 
-    def route_pairs(
-        self, layer: int, experts: NDArray[np.integer], bits: NDArray[np.uint8], alive: Alive
-    ) -> NDArray[np.int64]:
-        """The device of each pair [P] of a layer; NO_COPY where none of its expert's is alive."""
-        keys = (experts.astype(np.int64) << 8) | bits
-        distinct, place, counts = np.unique(keys, return_inverse=True, return_counts=True)
-        groups = {(key >> 8, key & 255): rows for key, rows in zip(distinct.tolist(), counts.tolist(), strict=True)}
-        found = self.route_groups(layer, groups, alive)
-        devices = np.array([found[key >> 8, key & 255] for key in distinct.tolist()], np.int64)
-        of_pairs: NDArray[np.int64] = devices[place.reshape(-1)]
-        return of_pairs
-
     def route_groups(
         self, layer: int, groups: Mapping[tuple[int, int], int], alive: Alive
     ) -> dict[tuple[int, int], int]:
-        """The same for (expert, bits) -> rows."""
+        """The device of each (expert, bits) -> rows of a layer; NO_COPY where none of the expert's is alive. Where each
+        has a part of every expert, the first stands for all."""
+        if self.splits_experts:
+            return dict.fromkeys(groups, 0)
         work = {
             (expert, bits): self.expert_bytes[bits] * ceil_div(rows, self._rows_per_pass)
             for (expert, bits), rows in groups.items()
@@ -176,8 +168,10 @@ class Devices:
         """Return the devices that a layer's pairs [P] go to, and which pairs each gets. No device serves the others."""
         if self.splits_experts:
             return [(device, np.arange(len(experts))) for device in range(len(alive))] if all(alive) else []
-        found = self.route_pairs(layer, experts, bits, alive)
-        return [(device, np.flatnonzero(found == device)) for device in np.unique(found[found != NO_COPY]).tolist()]
+        pairs = list(zip(experts.tolist(), bits.tolist(), strict=True))
+        found = self.route_groups(layer, Counter(pairs), alive)
+        devices = np.array([found[pair] for pair in pairs], np.int64)
+        return [(device, np.flatnonzero(devices == device)) for device in sorted({*found.values()} - {NO_COPY})]
 
     def balancers(self, rule: Balancer, alive: Callable[[], Alive]) -> list[DevicesBalancer]:
         """[L], the balancing rule for each layer on these devices. alive: says which are up; called at each use."""
@@ -217,30 +211,16 @@ class DevicesBalancer:
 
     def _device_ps(self, groups: Mapping[tuple[int, int], int], rows: int, alive: Alive) -> float:
         """The busiest device's. A message is taken to hold as many rows as it has pairs, or all."""
-        if self.devices.splits_experts:
-            return self._parts_ps(groups, rows) if all(alive) else 0.0
         experts_ps = [0.0] * len(alive)
         pairs = [0] * len(alive)
         for (expert, bits), device in self.devices.route_groups(self.layer, groups, alive).items():
             if device != NO_COPY:
-                experts_ps[device] += self.rule.device_ps(bits, groups[expert, bits])
+                experts_ps[device] += self.on_device.device_ps(bits, groups[expert, bits])
                 pairs[device] += groups[expert, bits]
         return max(
-            took + (self.rule.message_ps(min(count, rows), count) if count else 0.0)
+            took + (self.on_device.message_ps(min(count, rows), count) if count else 0.0)
             for took, count in zip(experts_ps, pairs, strict=True)
         )
-
-    def _parts_ps(self, groups: Mapping[tuple[int, int], int], rows: int) -> float:
-        """Any device's, of those that all compute a part of everything."""
-        experts_ps, pairs = 0.0, 0
-        for (_, bits), count in groups.items():
-            experts_ps += self.on_device.device_ps(bits, count)
-            pairs += count
-        return experts_ps + (self.on_device.message_ps(min(pairs, rows), pairs) if pairs else 0.0)
-
-
-_FEW_PAIRS = 48
-"""Up to which a loop is faster than arrays."""
 
 
 def work_of(
@@ -255,16 +235,7 @@ def work_of(
 
     shape and expert_bytes, by width: of what the device has of an expert.
     """
-    tokens: dict[tuple[int, int], int] = {}
-    if len(rows) <= _FEW_PAIRS:
-        for pair in zip(experts.tolist(), bits.tolist(), strict=True):
-            tokens[pair] = tokens.get(pair, 0) + 1
-    else:
-        names, first, counts = np.unique((experts.astype(np.int64) << 8) | bits, return_index=True, return_counts=True)
-        order = np.argsort(first)
-        tokens = {
-            (name >> 8, name & 255): n for name, n in zip(names[order].tolist(), counts[order].tolist(), strict=True)
-        }
+    tokens = Counter(((experts.astype(np.int64) << 8) | bits).tolist())  # whole numbers are counted faster than pairs
     num_rows = int(np.count_nonzero(np.bincount(rows)))
     bytes_in, bytes_out = execute_bytes(num_rows, len(rows), shape.hidden_size, activation_bytes)
     return Work(
@@ -272,17 +243,14 @@ def work_of(
         intermediate_size=shape.intermediate_size,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
-        experts=tuple((width, count, expert_bytes[width]) for (_, width), count in tokens.items()),
+        experts=tuple((name & 255, count, expert_bytes[name & 255]) for name, count in tokens.items()),
     )
 
 
 def slowest(timings: Sequence[Timing]) -> Timing:
     """Times of the last of the devices that worked on one layer at once, with what all of them read and spent."""
-    last = max(timings, key=lambda timing: timing.total_ps)
-    if len(timings) == 1:
-        return last
     return msgspec.structs.replace(
-        last,
+        max(timings, key=lambda timing: timing.total_ps),
         weight_bytes=sum(timing.weight_bytes for timing in timings),
         bytes_in=sum(timing.bytes_in for timing in timings),
         bytes_out=sum(timing.bytes_out for timing in timings),
