@@ -64,6 +64,7 @@ def routing(run: Run) -> dict[str, Any]:
     import torch
 
     from vllm_ndp.integration.cuda import kernels, packet
+    from vllm_ndp.integration.cuda.streams import pinned_for
     from vllm_ndp.integration.routing_sidecar import Routed
 
     torch.manual_seed(0)
@@ -78,12 +79,10 @@ def routing(run: Run) -> dict[str, Any]:
         weights = torch.rand(rows, top_k, device="cuda")
         routed = Routed(x, weights, ids)
         form = packet.RowForm(top_k, 4096, x.dtype)
-        here, there = packet.packet_bytes(rows, form)
+        cuda = torch.device("cuda")
         both = []
         for split in (kernels.split, packet.split):
-            memory = torch.zeros(here, dtype=torch.uint8, device="cuda")
-            pinned = torch.zeros(there, dtype=torch.uint8, pin_memory=True)
-            into = packet.lay_out(memory, pinned, rows, form)
+            into = packet.Fields.allocate(rows, form, pinned_for(cuda), cuda)
             split(expert_map, routed, into, slots)
             both.append((into, microseconds(partial(split, expert_map, routed, into, slots))))
         (mine, kernel_us), (theirs, operators_us) = both

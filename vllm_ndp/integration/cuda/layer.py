@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from ndp_device.transport.sender_thread import Order, State
-from vllm_ndp.integration.cuda.messenger import Messenger, Packet
+from vllm_ndp.integration.cuda.messenger import MOST_ROWS, Messenger, Packet
 from vllm_ndp.integration.cuda.packet import Fields, HostFields
 from vllm_ndp.integration.device_link import DeviceCall, DeviceLink, as_float32
 from vllm_ndp.integration.host_replicas import HostExperts
@@ -55,7 +55,7 @@ class AsideLayer:
 
     def takes(self, step: Step) -> bool:
         """Whether a step's layers go this way: decode rows that fit the buffers."""
-        return step.rows.num_rows <= self._messenger.most_rows and step.rows.all_decode
+        return step.rows.num_rows <= MOST_ROWS and step.rows.all_decode
 
     @property
     def holds_everything(self) -> bool:
@@ -330,7 +330,7 @@ class WholeStep:
 
     def takes(self, num_rows: int) -> bool:
         """Whether layers of so many rows fit."""
-        return num_rows <= self._messenger.most_rows
+        return num_rows <= MOST_ROWS
 
     # -- capture --------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from ndp_device.transport.sender_thread import Order, Places, SenderThread
-from vllm_ndp.integration.cuda.packet import Fields, HostFields, RowForm, lay_out, packet_bytes
+from vllm_ndp.integration.cuda.packet import Fields, HostFields, RowForm
 from vllm_ndp.integration.cuda.streams import Pinned, own_stream
 from vllm_ndp.layer.split import Splitter
 
@@ -153,20 +153,15 @@ class Messenger:
         routing: ModuleType,
         sender: SenderThread | None = None,
         graphs: HotGraphs | None = None,
-        *,
-        most_rows: int = MOST_ROWS,
     ) -> None:
         """routing: packet.py or kernels.py, which write packets and add sums. sender: of a thread that sends; the host
         does where None. graphs: of hot experts; each kernel is launched where None."""
-        self.most_rows, self.routing, self.graphs = most_rows, routing, graphs
-        self._form = form
+        self.routing, self.graphs = routing, graphs
         self._sender = sender if len(os.sched_getaffinity(0)) >= CORES else None
-        here, there = packet_bytes(most_rows, form)
-        self._memory = torch.zeros(here, dtype=torch.uint8, device=device)
-        self._host_memory = pinned(there, dtype=torch.uint8)
+        self._fields = Fields.allocate(MOST_ROWS, form, pinned, device)
         self._seen = pinned(4, dtype=torch.int32)
-        self._sums = torch.zeros(most_rows, form.hidden, dtype=torch.float32, device=device)
-        self.host_sums = pinned(most_rows, form.hidden, dtype=torch.float32)
+        self._sums = torch.zeros(MOST_ROWS, form.hidden, dtype=torch.float32, device=device)
+        self.host_sums = pinned(MOST_ROWS, form.hidden, dtype=torch.float32)
         self.live = torch.zeros(1, dtype=torch.int32, device=device)
         """Rows of a captured step that are no padding."""
         self.answer = pinned(16, dtype=torch.int32)
@@ -182,7 +177,7 @@ class Messenger:
     def packet(self, num_rows: int) -> Packet:
         """For so many rows: the main stream writes into it."""
         if (known := self._by_rows.get(num_rows)) is None:
-            fields = lay_out(self._memory, self._host_memory, num_rows, self._form)
+            fields = self._fields.of_rows(num_rows)
             arrays = HostFields(fields)
             known = Packet(fields, arrays, arrays.places(self.host_sums), self._sender, self._seen)
             self._by_rows[num_rows] = known

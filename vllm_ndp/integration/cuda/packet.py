@@ -11,10 +11,8 @@ Triton kernel each; tests hold the two equal.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,10 +20,9 @@ import torch
 from numpy.typing import NDArray
 
 from ndp_device.transport.sender_thread import Places
+from vllm_ndp.integration.cuda.streams import Pinned
 from vllm_ndp.integration.routing_sidecar import Note, Routed
 from vllm_ndp.layer.tiers import ELSEWHERE
-
-_ALIGNED = 16
 
 
 class RowForm(NamedTuple):
@@ -36,9 +33,8 @@ class RowForm(NamedTuple):
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class Fields:
-    """The parts of a packet for T rows of k pairs, as tensors over its memory."""
+class Fields(NamedTuple):
+    """The parts of a packet for T rows of k pairs."""
 
     # on the GPU
     head: torch.Tensor  # i32 [4]: pairs that leave, rows that leave, programs that have written (0 between two layers)
@@ -52,45 +48,26 @@ class Fields:
     weights: torch.Tensor  # f32 [T, k]
     x: torch.Tensor  # [T, H]: the rows that leave
 
+    @classmethod
+    def allocate(cls, num_rows: int, form: RowForm, pinned: Pinned, device: torch.device) -> Fields:
+        """Memory for up to so many rows, zeroed."""
+        here, pairs, rows = partial(torch.zeros, device=device), (num_rows, form.top_k), (num_rows, form.hidden)
+        return cls(
+            head=here(4, dtype=torch.int32),
+            sent_rows=here(num_rows, dtype=torch.int64),
+            slots=here(pairs, dtype=torch.int32),
+            x_here=here(rows, dtype=form.dtype),
+            weights_here=here(pairs, dtype=torch.float32),
+            word=pinned(4, dtype=torch.int32),
+            ids=pinned(*pairs, dtype=torch.int32),
+            weights=pinned(*pairs, dtype=torch.float32),
+            x=pinned(*rows, dtype=form.dtype),
+        )
 
-def lay_out(here: torch.Tensor, there: torch.Tensor, num_rows: int, form: RowForm) -> Fields:
-    """Cut flat u8 buffers of the GPU and of the host."""
-    return Fields(*_cut(here, _here(num_rows, form)), *_cut(there, _there(num_rows, form)))
-
-
-def packet_bytes(num_rows: int, form: RowForm) -> tuple[int, int]:
-    """Size of the memory for so many rows, on the GPU and on the host, rounded up part by part."""
-    here, there = (
-        sum(_aligned(kind.itemsize * math.prod(shape)) for kind, shape in parts)
-        for parts in (_here(num_rows, form), _there(num_rows, form))
-    )
-    return here, there
-
-
-_Parts = list[tuple[torch.dtype, tuple[int, ...]]]
-
-
-def _here(num_rows: int, form: RowForm) -> _Parts:
-    pairs = num_rows, form.top_k
-    rows = form.dtype, (num_rows, form.hidden)
-    return [(torch.int32, (4,)), (torch.int64, (num_rows,)), (torch.int32, pairs), rows, (torch.float32, pairs)]
-
-
-def _there(num_rows: int, form: RowForm) -> _Parts:
-    pairs = num_rows, form.top_k
-    return [(torch.int32, (4,)), (torch.int32, pairs), (torch.float32, pairs), (form.dtype, (num_rows, form.hidden))]
-
-
-def _cut(memory: torch.Tensor, parts: _Parts) -> Iterator[torch.Tensor]:
-    at = 0
-    for kind, shape in parts:
-        count = kind.itemsize * math.prod(shape)
-        yield memory[at : at + count].view(kind).view(shape)
-        at += _aligned(count)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+    def of_rows(self, num_rows: int) -> Fields:
+        """A packet of fewer rows in the same memory."""
+        of_step = {name: part[:num_rows] for name, part in self._asdict().items() if name not in ("head", "word")}
+        return self._replace(**of_step)
 
 
 class HostFields:

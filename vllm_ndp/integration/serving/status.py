@@ -26,7 +26,7 @@ from vllm_ndp.integration import compat, paced_scheduler
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.batch import RequestTracker, TrackedRequest
 from vllm_ndp.integration.cuda.limits import Rung
-from vllm_ndp.integration.cuda.messenger import Messenger
+from vllm_ndp.integration.cuda.messenger import MOST_ROWS, Messenger
 from vllm_ndp.integration.device_link import DeviceLink, DeviceView
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
@@ -97,7 +97,7 @@ def _decode_layers(rung: Rung, messenger: Messenger | None) -> str:
     if messenger is None:
         return name
     sends = "a thread sends" if messenger.has_thread else "the host sends"
-    return f"{name}, asynchronous up to {messenger.most_rows} rows, {sends}"
+    return f"{name}, asynchronous up to {MOST_ROWS} rows, {sends}"
 
 
 def _predicted_loss(settings: NdpSettings, num_experts: int, nats: float | None) -> str:
