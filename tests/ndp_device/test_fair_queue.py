@@ -15,6 +15,14 @@ def request(client: bytes, size: int = 0) -> Received:
     return Received(client, (b"header", bytes(size)), None, 0)
 
 
+def served(waiting: FairQueue, cost_ns: int = 10, *, computed: bool = True) -> bytes:
+    """Whose request was next; it cost so much."""
+    received = waiting.next()
+    assert received is not None
+    waiting.served(received.client, cost_ns, 0, computed=computed)
+    return received.client
+
+
 def charged(waiting: FairQueue, cost_ns: dict[bytes, int], count: int, computed: set[bytes]) -> Counter[bytes]:
     """What each was charged after so many requests; who was served asks again at once."""
     spent = Counter[bytes]()
@@ -43,16 +51,12 @@ def test_a_flood_of_one_host_lets_the_request_of_another_pass_at_once() -> None:
     waiting = FairQueue()
     for client in (b"flood", b"honest"):
         waiting.add(request(client))
-        waiting.next()
-        waiting.served(client, 10, 0, computed=True)
+        served(waiting)
     for _ in range(50):
         waiting.add(request(b"flood"))
-    waiting.next()
-    waiting.served(b"flood", 10, 0, computed=True)
+    served(waiting)
     waiting.add(request(b"honest"))
-    received = waiting.next()
-    assert received is not None
-    assert received.client == b"honest"
+    assert served(waiting) == b"honest"
 
 
 def test_newcomers_together_cost_a_host_what_one_of_them_would() -> None:
@@ -71,12 +75,11 @@ def test_a_host_that_paused_has_no_credit_and_no_debt() -> None:
         waiting.add(request(client))
     charged(waiting, cost_ns, 10, set(cost_ns))
     waiting.forget(b"none")
-    while (received := waiting.next()) is not None:
-        waiting.served(received.client, 10, 0, computed=True)
+    while waiting.num_waiting:
+        served(waiting)
     for _ in range(40):
         waiting.add(request(b"a"))
-        waiting.next()
-        waiting.served(b"a", 10, 0, computed=True)
+        served(waiting)
     for client in cost_ns:
         waiting.add(request(client))
     spent = charged(waiting, cost_ns, 100, set(cost_ns))
@@ -102,16 +105,12 @@ def test_what_a_client_that_is_gone_had_asked_is_not_served(computed: bool) -> N
     for client in (b"gone", b"here"):
         waiting.add(request(client))
     for _ in range(2):
-        received = waiting.next()
-        assert received is not None
-        waiting.served(received.client, 1, 0, computed=computed)
+        served(waiting, computed=computed)
     for client in (b"gone", b"here", b"gone"):
         waiting.add(request(client, 100))
     waiting.forget(b"gone")
     assert waiting.num_waiting == 1
-    received = waiting.next()
-    assert received is not None
-    assert received.client == b"here"
+    assert served(waiting, computed=computed) == b"here"
     assert waiting.next() is None
     assert (waiting.num_waiting, waiting._bytes) == (0, 0)
 

@@ -402,11 +402,6 @@ def test_each_expert_and_width_comes_once_and_in_order_as_in_python(
                 np.testing.assert_array_equal(mine, wanted, strict=True)
 
 
-@pytest.mark.parametrize("wrong", [(-1, 0, 4), (ROWS, 0, 4), (0, -1, 4), (0, EXPERTS, 4), (0, 0, 0), (0, 0, 5)])
-def test_a_pair_that_points_nowhere_is_none(wrong: tuple[int, int, int]) -> None:
-    assert distinct(*columns([(0, 0, 4), wrong]), EVERYTHING) is None
-
-
 def test_the_rows_are_a_copy_that_a_later_write_does_not_reach() -> None:
     rows, experts, bits = columns([(0, 0, 4), (1, 1, 4)])
     found = distinct(rows, experts, bits, EVERYTHING)

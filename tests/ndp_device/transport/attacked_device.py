@@ -3,6 +3,8 @@
 The attackers are plain sockets, the honest host is the plugin's own client.
 """
 
+from __future__ import annotations
+
 import json
 import socket
 import subprocess
@@ -51,6 +53,13 @@ class Device:
         assert self.process.stdout is not None
         self.address: str = json.loads(self.process.stdout.readline())["address"]
 
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
     def resident(self) -> int:
         return int(psutil.Process(self.process.pid).memory_info().rss)
 
@@ -68,6 +77,15 @@ class Device:
             yield client
         finally:
             client.close()
+
+    @contextmanager
+    def honest_host(self) -> Iterator[DeviceClient]:
+        """One by the socket, whom nothing that others do meanwhile may cost a call."""
+        with self.host(shared_memory=False) as client:
+            execute(client)
+            yield client
+            execute(client)
+            assert (client.counters.lost, client.counters.unavailable) == (0, 0)
 
 
 def execute(client: DeviceClient) -> None:

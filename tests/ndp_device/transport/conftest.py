@@ -10,12 +10,8 @@ from server_by_hand import HandServer, serving
 
 @pytest.fixture
 def device(model_dir: Path, tmp_path: Path) -> Iterator[Device]:
-    device = Device(model_dir, tmp_path)
-    try:
+    with Device(model_dir, tmp_path) as device:
         yield device
-    finally:
-        device.process.kill()
-        device.process.communicate()
 
 
 @pytest.fixture

@@ -235,14 +235,13 @@ def test_two_threads_exchange_a_thousand_messages_whoever_sleeps(sockets: tuple[
 
 def test_where_no_shared_memory_can_be_had_the_socket_serves(model_dir: Path, tmp_path: Path) -> None:
     """Under a limit of what a file, and so a memfd, may grow to. The same numbers: test_device_client_faults.py."""
-    device = Device(model_dir, tmp_path, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000 << 10, 1000 << 10)))
-    try:
-        with device.host() as client:
-            assert not client.uses_shared_memory
-            execute(client)
-    finally:
-        device.process.kill()
-        device.process.communicate()
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000 << 10, 1000 << 10))
+
+    with Device(model_dir, tmp_path, limit) as device, device.host() as client:
+        assert not client.uses_shared_memory
+        execute(client)
 
 
 BOTH_ENDS = """

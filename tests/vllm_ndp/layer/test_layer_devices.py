@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from paths import MODEL
 
 from ndp_device.common.errors import ConfigError
-from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
-from ndp_device.timing.work import Work
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.layer.balance import Balancer, LayerLoad
-from vllm_ndp.layer.devices import NO_COPY, Devices, assign_copies, copies_that_fit, route, slowest, work_of
+from vllm_ndp.layer.devices import NO_COPY, Devices, assign_copies, copies_that_fit, route, work_of
 
 SHAPE = model_named(str(MODEL))
 MIXTRAL = Costs(load_hardware("h100-ndp512"), model_named("mixtral-8x7b"))
@@ -116,22 +114,6 @@ def test_a_hot_expert_whose_copies_are_down_stays_on_the_gpu() -> None:
     alive = [not held for held in devices.held[0, 0]]
     assert 0 in devices.balancers(Balancer(MIXTRAL, 3), lambda: (True,) * 4)[0].offloaded(load)
     assert devices.balancers(Balancer(MIXTRAL, 3), lambda: alive)[0].offloaded(load) == frozenset()
-
-
-def test_a_layer_takes_what_its_slowest_device_takes_and_spends_what_all_spend() -> None:
-    shape = MIXTRAL.shape
-
-    def work(bits: int) -> Work:
-        expert = (bits, 1, BYTES[bits])
-        return Work(shape.hidden_size, shape.intermediate_size, 100, 60, (expert,))
-
-    timings = [DeviceModel(MIXTRAL.hardware).execute(work(bits), 0) for bits in (2, 4, 3)]
-    together = slowest(timings)
-    assert together.total_ps == timings[1].total_ps == max(timing.total_ps for timing in timings)
-    assert together.weight_bytes == BYTES[2] + BYTES[3] + BYTES[4]
-    assert (together.bytes_in, together.bytes_out) == (300, 180)
-    assert together.energy_pj == sum(timing.energy_pj for timing in timings)
-    assert slowest(timings[:1]) == timings[0]
 
 
 def split_mixtral(num_devices: int) -> Devices:

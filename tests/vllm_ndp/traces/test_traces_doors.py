@@ -45,19 +45,20 @@ def with_column(value: int) -> Any:
     return lambda ids: np.concatenate([ids, np.full((*ids.shape[:2], 1), value)], axis=2)
 
 
-@pytest.mark.parametrize("value", [0, -1, 65535])
-def test_dense_layers_are_left_out_and_counted(tmp_path: Path, value: int) -> None:
-    trace = vllm(tmp_path, filled((slice(None), [0, 3]), value))
-    assert trace.provenance.settings["left_out"] == {"layers without experts": 2}
-    assert np.array_equal(trace.ids[:TOKENS], chosen()[:, [1, 2, 4]])
+@pytest.mark.parametrize(
+    ("k", "value", "dense", "others"),
+    [
+        *((K, value, [0, 3], [1, 2, 4]) for value in (0, -1, 65535)),
+        *((1, value, [0, 2, 4], [1, 3]) for value in (0, -1)),  # a model that chooses one expert
+    ],
+)
+def test_dense_layers_are_left_out_and_counted(
+    tmp_path: Path, k: int, value: int, dense: list[int], others: list[int]
+) -> None:
+    trace = vllm(tmp_path, filled((slice(None), dense), value), k=k)
+    assert trace.provenance.settings["left_out"] == {"layers without experts": len(dense)}
+    assert np.array_equal(trace.ids[:TOKENS], chosen(k=k)[:, others])
     locality(trace)
-
-
-@pytest.mark.parametrize("value", [0, -1])
-def test_dense_layers_of_a_model_that_chooses_one_expert_are_left_out(tmp_path: Path, value: int) -> None:
-    trace = vllm(tmp_path, filled((slice(None), [0, 2, 4]), value), k=1)
-    assert trace.provenance.settings["left_out"] == {"layers without experts": 3}
-    assert np.array_equal(trace.ids[:TOKENS], chosen(k=1)[:, [1, 3]])
 
 
 @pytest.mark.parametrize("value", [0, -1, E])
