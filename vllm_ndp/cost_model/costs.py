@@ -165,10 +165,6 @@ class Costs:
         A hop is a hop."""
         return self.link_ps(rows, 0)
 
-    def hops_ps(self, max_rows: int) -> NDArray[np.float64]:
-        """[rows]: the same of so many rows."""
-        return np.array([self.hop_ps(n) for n in range(max_rows + 1)], np.float64)
-
     @property
     def host_bytes_per_s(self) -> int:
         """At which the CPU reads experts from host memory."""
@@ -222,25 +218,9 @@ class Costs:
         return float(self.hop_ps(1)) if tier == "host" else self.message_ps(1, 1)
 
     @_once
-    def links_ps(self, max_rows: int) -> NDArray[np.float64]:
-        """Table [rows, pairs] of link_ps, with up to top_k pairs per row."""
-        pairs = range(max_rows * self.shape.top_k + 1)
-        return np.array([[self.link_ps(r, p) for p in pairs] for r in range(max_rows + 1)], np.float64)
-
-    def messages_ps(self, rows: NDArray[np.int64], pairs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """link_ps of many messages; each distinct one is asked for once."""
-        most = int(pairs.max(initial=0)) + 1
-        distinct, inverse = np.unique(rows * most + pairs, return_inverse=True)
-        times = [self.link_ps(*divmod(case, most)) for case in distinct.tolist()]
-        return np.array(times, np.int64)[inverse].reshape(rows.shape)
-
-    def gpu_experts_ps(self, max_tokens: int, num_bytes: int | None = None) -> NDArray[np.float64]:
-        """[tokens]: what one more expert in GPU memory with that many rows adds to a layer, at that size."""
-        return np.array([0, *(self.gpu_expert_ps(n, num_bytes) for n in range(1, max_tokens + 1))], np.float64)
-
-    @_once
     def gpu_expert_ps(self, tokens: int, num_bytes: int | None = None) -> int:
-        """num_bytes: of the expert; None: those of a hot one."""
+        """What one more expert in GPU memory with that many rows adds to a layer. num_bytes: of the expert; None: those
+        of a hot one."""
         return self.gpu.growing_ps(1, tokens, self.slot_bytes if num_bytes is None else num_bytes)
 
     def launch_ps(self, num_bytes: int | None = None) -> int:
@@ -292,23 +272,15 @@ class Costs:
         dram, arrays = many.dram_fj - one.dram_fj, many.arrays_fj - one.arrays_fj
         return dram / _REPEATS / 1000, arrays / _REPEATS / 1000
 
-    @_once
-    def message_wire_bytes(self, max_rows: int) -> NDArray[np.float64]:
-        """[rows, pairs]: both ways of one message, headers and flit overhead included."""
-        link, shape = self.hardware.link, self.shape
-        table = np.zeros((max_rows + 1, max_rows * shape.top_k + 1))
-        for rows in range(1, max_rows + 1):
-            for pairs in range(table.shape[1]):
-                sizes = execute_bytes(rows, pairs, shape.hidden_size, shape.dtype_bytes)
-                table[rows, pairs] = sum(wire_bytes(link, size) for size in sizes)
-        return table
+    def message_wire_bytes(self, rows: int, pairs: int) -> int:
+        """Both ways of one message, headers and flit overhead included."""
+        sizes = execute_bytes(rows, pairs, self.shape.hidden_size, self.shape.dtype_bytes)
+        return sum(wire_bytes(self.hardware.link, size) for size in sizes) if rows else 0
 
-    def attention_ps(self, rows: int, kv_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Time of attention before one MoE layer of a decode step with `rows` rows: mean over layers, for each total
-        context in kv_tokens."""
-        values, inverse = np.unique(kv_tokens, return_inverse=True)
-        sums = [sum(self.gpu.before_experts_ps(rows, int(tokens))) for tokens in values]
-        return (np.array(sums, np.float64) / self.shape.num_layers)[inverse].reshape(kv_tokens.shape)
+    def attention_ps(self, rows: int, kv_tokens: int) -> float:
+        """Time of attention before one MoE layer of a decode step with so many rows and so much context in all: mean
+        over layers."""
+        return sum(self.gpu.before_experts_ps(rows, kv_tokens)) / self.shape.num_layers
 
     @_once
     def shared_ps(self, rows: int) -> int:
@@ -326,6 +298,25 @@ class Costs:
                 f"the trace has {num_experts} experts top-{top_k}, the model {self.shape.num_experts} "
                 f"top-{self.shape.top_k}: name a model of the trace's routing shape"
             )
+
+
+def each_ps(counts: NDArray[np.int64], one_ps: Callable[[int], float]) -> NDArray[np.float64]:
+    """one_ps of every count, asked once for each that occurs; 0 for 0."""
+    table = np.zeros(int(counts.max(initial=0)) + 1)
+    for rows in np.flatnonzero(np.bincount(counts.ravel())).tolist():
+        table[rows] = one_ps(rows) if rows else 0.0
+    times: NDArray[np.float64] = table[counts]
+    return times
+
+
+def each_case(
+    first: NDArray[np.int64], second: NDArray[np.int64], one: Callable[[int, int], float]
+) -> NDArray[np.float64]:
+    """one(first, second) of every case, asked once for each that occurs."""
+    most = int(second.max(initial=0)) + 1
+    distinct, inverse = np.unique(first * most + second, return_inverse=True)
+    found = [one(*divmod(case, most)) for case in distinct.tolist()]
+    return np.array(found, np.float64)[inverse].reshape(first.shape)
 
 
 def _equal_experts(costs: Costs, bits: int, tokens: int, num_experts: int) -> Work:

@@ -25,9 +25,9 @@ picosecond.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -359,7 +359,11 @@ class StepClock:
     _shared_ps: int = 0
     _layer: tuple[int, int] = (0, 0)  # that runs: when it began, and what passes before its experts
     _layers: list[LayerTime] = field(default_factory=list)
-    _known: dict[tuple[object, ...], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        once = lru_cache(_MOST_KNOWN)  # decode steps bring the same few loads and rows again and again
+        self._hot_once, self._shared_once = once(self.model.hot_ps), once(self.model.shared_ps)
+        self._head_once = once(self.model.head_ps)
 
     def begin_step(
         self, rows: int, kv_tokens: int, attended: int | None = None, spans: Sequence[tuple[int, int]] | None = None
@@ -367,7 +371,7 @@ class StepClock:
         """Arguments as for GpuModel.before_experts_ps; they hold for every layer of the step."""
         self._step_start_ps, self._rows = self.now_ps, rows
         self._before_ps = self.model.before_experts_ps(rows, kv_tokens, attended, spans)
-        self._shared_ps = self._once(("shared", rows), lambda: self.model.shared_ps(rows))
+        self._shared_ps = self._shared_once(rows)
         self._layers = []
 
     def begin_layer(self) -> int:
@@ -394,7 +398,7 @@ class StepClock:
         experts.
         """
         (start_ps, attention_ps), shared_ps = self._layer, self._shared_ps
-        hot_ps = self._once((*hot, hot_bytes), lambda: self.model.hot_ps(hot, hot_bytes))
+        hot_ps = self._hot_once(tuple(hot), hot_bytes)
         stream_ps = self.model.prefill_stream_ps(streamed_experts, streamed_pairs)
         overhead_ps = self.model.hardware.gpu.layer_overhead_ps
         layer = LayerTime(start_ps, attention_ps, shared_ps, hot_ps, stream_ps, device_ps, overhead_ps, host_ps)
@@ -402,17 +406,8 @@ class StepClock:
         self._layers.append(layer)
         return layer
 
-    def _once(self, key: tuple[object, ...], price: Callable[[], int]) -> int:
-        """A time that the model says once: decode steps bring the same few loads and rows again and again."""
-        if len(self._known) > _MOST_KNOWN:
-            self._known.clear()
-        if (found := self._known.get(key)) is None:
-            found = self._known[key] = price()
-        return found
-
     def end_step(self, head_rows: int) -> StepTime:
-        rows = self._rows
-        head = self._once(("head", head_rows, rows), lambda: self.model.head_ps(head_rows, rows))
+        head = self._head_once(head_rows, self._rows)
         self.now_ps += head
         return StepTime(self._step_start_ps, self.now_ps, head, tuple(self._layers))
 
@@ -421,10 +416,6 @@ class StepClock:
         took = self.model.migration_ps(num_experts, num_bytes)
         self.now_ps += took
         return took
-
-    def resume_at(self, now_ps: int) -> None:
-        """The step before ended then, whatever was made of it here."""
-        self.now_ps = now_ps
 
     def wait_until(self, now_ps: int) -> None:
         """Nothing runs before then: a migration of this host beside others, or no request."""

@@ -131,9 +131,6 @@ class Kernel:
         weights = 10**9 // apart[nearest]
         return int((weights * ratios[nearest]).sum()) // int(weights.sum())
 
-    def __hash__(self) -> int:
-        return id(self)
-
     def ps(self, load: Load, rates: Rates, among: NDArray[np.bool_] | None = None) -> int:
         ratio = _ratio(self, load.sizes) if among is None else self.ratio(load.sizes, among)
         return ceil_div((self.fastest_ps + base_ps(load, *rates)) * ratio, _ONE)

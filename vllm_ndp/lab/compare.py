@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -112,7 +112,8 @@ class Workload:
             prior = popularity(known)
         self.trace, self.prior = trace, prior
         self._known = known
-        self._batches: dict[int, Batches] = {}
+        self.batches = cache(partial(Batches.of, trace))
+        """The trace arranged for one batch size, once."""
 
     @cached_property
     def predictor(self) -> NextLayer:
@@ -126,12 +127,6 @@ class Workload:
         """Name of the routing that a synthetic trace resembles; empty for other traces."""
         known = self.trace.provenance
         return str(known.settings.get("routing", "fitted to nothing")) if known.source == "synthetic" else ""
-
-    def batches(self, batch: int) -> Batches:
-        """The trace arranged for one batch size, once."""
-        if batch not in self._batches:
-            self._batches[batch] = Batches.of(self.trace, batch)
-        return self._batches[batch]
 
 
 @lru_cache(maxsize=1)

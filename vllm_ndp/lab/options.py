@@ -59,10 +59,6 @@ def _listed(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
-def _batches(text: str) -> tuple[int, ...]:
-    return integers(text, "--batch")
-
-
 def _require(record: Any, **words: tuple[str, ...]) -> None:
     for name, known in words.items():
         if getattr(record, name) not in known:
@@ -109,7 +105,7 @@ class CompareSettings:
     batches: Annotated[
         tuple[int, ...],
         typer.Option("--batch", help="Batch sizes with commas between them."),
-        Written(_batches, "1"),
+        Written(partial(integers, option="--batch"), "1"),
     ] = (1,)
     prefetch: Annotated[
         str, typer.Option(help="How well systems prefetch: measured on the trace, or published by their authors.")

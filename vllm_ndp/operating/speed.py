@@ -110,7 +110,7 @@ def simulated(costs: Costs, num_hot: int, avg_bits: float, batch: int, context: 
     for _ in range(max(_LAYERS_DRAWN // batch, 16)):
         chosen = np.argsort(rng.random((batch, model.num_experts)), axis=1)[:, : model.top_k]
         layers.append(_layer(costs, chosen, num_hot, avg_bits))
-    attention = float(costs.attention_ps(batch, np.array([batch * context]))[0])
+    attention = costs.attention_ps(batch, batch * context)
     step = model.num_layers * (attention + float(np.mean(layers)) + costs.overhead_ps) + costs.gpu.head_ps(batch)
     return Simulated(
         decode_step_ps=round(step),

@@ -112,9 +112,9 @@ def repeats(stats: RoutingStats, prior: ImportanceScore) -> float | None:
     prompt's own, and |a - b|^2 / 4 the error of the mean of both. The share of the first in the sum is the weight of
     the prompt that predicts best. None: of one token, or tokens whose order is not known, there are no halves.
     """
-    if stats.late_counts is None or stats.num_tokens < 2:
+    if (halves := _halves(stats)) is None:
         return None
-    first, second = (half - prior.values for half in _halves(stats, stats.late_counts))
+    first, second = (half - prior.values for half in halves)
     own = max(float((first * second).sum()), 0.0)
     error = float(((first - second) ** 2).sum()) / 4
     return own / (own + error) if own else 0.0
@@ -127,9 +127,9 @@ def calibrated(score: ImportanceScore, stats: RoutingStats, prior: ImportanceSco
     3.5 times as often as it says, and they get the fewest bits. Plans lost up to 1.5 times their promise. So the
     halves of the prompt guess each other's shares. The mean share behind guesses of each size corrects the score.
     """
-    if stats.late_counts is None or stats.num_tokens < 2:
+    if (halves := _halves(stats)) is None:
         return score
-    halves, half_weight = _halves(stats, stats.late_counts), weight / (2 - weight)  # half the tokens, twice the error
+    half_weight = weight / (2 - weight)  # half the tokens, twice the error
     guesses = np.concatenate([(half_weight * half + (1 - half_weight) * prior.values).ravel() for half in halves])
     shares = np.concatenate([half.ravel() for half in reversed(halves)])
     sizes = np.array_split(np.argsort(guesses, kind="stable"), max(min(_SIZES, len(guesses) // _GUESSES), 1))
@@ -141,9 +141,11 @@ def calibrated(score: ImportanceScore, stats: RoutingStats, prior: ImportanceSco
     return replace(score, values=_normalised(values))
 
 
-def _halves(stats: RoutingStats, late_counts: NDArray[np.integer]) -> list[NDArray[np.float64]]:
-    """Shares [L, E] of the choices in the first and in the later half of a prompt."""
-    late = late_counts.astype(np.float64)
+def _halves(stats: RoutingStats) -> list[NDArray[np.float64]] | None:
+    """Shares [L, E] of the choices in the first and in the later half of a prompt; None where it has no halves."""
+    if stats.late_counts is None or stats.num_tokens < 2:
+        return None
+    late = stats.late_counts.astype(np.float64)
     return [_normalised(half) for half in (stats.counts - late, late)]
 
 

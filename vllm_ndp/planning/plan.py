@@ -9,7 +9,7 @@ so that the same scores always give the same placement.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import BYTE_BITS, FLAG_OF_BITS, FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
-from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.stats import frozen_array
 
 _ALLOWED_BITS = (0, *PLAN_BITS)
@@ -232,8 +231,3 @@ def with_warm(placement: Placement, importance: NDArray[np.float64], num_warm: i
     have become hot and was not allowed to move is warm first.
     """
     return Placement(placement.hot, top_experts(np.where(placement.hot, -np.inf, importance), num_warm).hot)
-
-
-def by_sum(scores: Sequence[ImportanceScore], num_hot: int) -> Placement:
-    """Every request counts the same: top-K of the sum of normalised importances."""
-    return top_experts(np.sum([score.values for score in scores], axis=0), num_hot)

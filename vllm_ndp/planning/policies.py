@@ -34,7 +34,7 @@ from vllm_ndp.planning.bitwidths import (
     uniform_bitwidths,
 )
 from vllm_ndp.planning.importance import PAPER_ALPHA, ImportanceScore, calibrated, importance, repeats
-from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, by_sum
+from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, top_experts
 from vllm_ndp.planning.stats import RoutingStats
 
 _MOST_PRIOR_TOKENS = 1 << 32
@@ -128,7 +128,8 @@ class ScoredPolicy:
         return replace(score, weights=stats.weights) if deals_bits and self.settings.bit_rule == OF_PAIRS else score
 
     def place(self, scores: Sequence[ImportanceScore], current: Placement | None, budget: Budget) -> Placement:
-        return by_sum(scores, budget.num_hot)
+        """Every request counts the same."""
+        return top_experts(np.sum([score.values for score in scores], axis=0), budget.num_hot)
 
     def assign(self, score: ImportanceScore, placement: Placement, loss: LossTable, budget: Budget) -> BitwidthPlan:
         if budget.avg_bits == BYTE_BITS:

@@ -14,7 +14,8 @@ from vllm_ndp.layer.prefill_split import PrefillSplit
 from vllm_ndp.planning.bitwidths import LossTable, bits_over_layers, select_bitwidths
 from vllm_ndp.planning.importance import importance, repeats
 from vllm_ndp.planning.joint import Choice, JointProblem, least_time
-from vllm_ndp.planning.plan import Budget, by_sum, top_experts
+from vllm_ndp.planning.plan import Budget, top_experts
+from vllm_ndp.planning.policies import load_policy
 from vllm_ndp.planning.stats import RoutingStats
 
 LAYERS, EXPERTS, TOP = 6, 16, 2
@@ -62,7 +63,7 @@ def decisions() -> dict[str, str]:
     return {
         "scores": digest(*[score.values for score in scores]),
         "repeats": digest([repeats(each, scores[0]) for each in stats]),
-        "hot": digest(by_sum(scores, 5).hot),
+        "hot": digest(load_policy("prefill").place(scores, None, Budget(5, 3.0)).hot),
         "bits": digest(select_bitwidths(scores[0], hot, loss, budget).bits),
         "bits over layers": digest(bits_over_layers(scores[0], hot, loss, budget).bits),
         "menu": digest(whole.ps, whole.used),

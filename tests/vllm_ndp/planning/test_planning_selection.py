@@ -23,8 +23,8 @@ from vllm_ndp.planning.bitwidths import (
     verdict_on_loss,
 )
 from vllm_ndp.planning.importance import ImportanceScore, importance
-from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan, by_sum, top_experts
-from vllm_ndp.planning.policies import PolicySettings, ScoredPolicy
+from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan, top_experts
+from vllm_ndp.planning.policies import PolicySettings, ScoredPolicy, load_policy
 from vllm_ndp.planning.stats import RoutingStats
 
 
@@ -55,7 +55,7 @@ def test_plans_use_the_widths_that_the_replicas_have(widths: tuple[int, ...], ru
         if average < widths[0]:
             continue
         budget = Budget(2, average)
-        placement = by_sum([score], 2)
+        placement = top_experts(score.values, 2)
         policy = ScoredPolicy("prefill", lambda stats, told: score, PolicySettings(bit_rule=rule))
         plan = policy.assign(score, placement, loss, budget)
         assert set(plan.bits[placement.cold].tolist()) <= set(widths)
@@ -103,15 +103,16 @@ def test_equal_importance_goes_to_the_lower_id():
 def test_the_hot_set_of_a_batch_has_the_largest_sums():
     """Two requests agree mildly on expert 0 (.4 + .4); sums .8, .6, .7, .9. With one request it is its own top K."""
     scores = [ImportanceScore(np.array([row])) for row in ([0.4, 0.6, 0, 0], [0.4, 0, 0, 0.6], [0, 0, 0.7, 0.3])]
-    assert np.flatnonzero(by_sum(scores, 2).hot[0]).tolist() == [0, 3]
-    assert np.flatnonzero(by_sum(scores[:1], 2).hot[0]).tolist() == [0, 1]
+    place, budget = load_policy("prefill").place, Budget(2, 3.0)
+    assert np.flatnonzero(place(scores, None, budget).hot[0]).tolist() == [0, 3]
+    assert np.flatnonzero(place(scores[:1], None, budget).hot[0]).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("num_hot", [-1, 9])
 def test_more_hot_experts_than_the_model_has_are_refused(num_hot):
     score, _ = random_model(0, 2, 8)
     with pytest.raises(ConfigError, match=r"0\.\.8"):
-        by_sum([score], num_hot)
+        top_experts(score.values, num_hot)
 
 
 def test_a_measured_loss_that_rises_with_bits_counts_as_that_of_the_narrower_width():

@@ -150,7 +150,7 @@ class RecordedRun:
         for request in np.flatnonzero(self._last_step == step).tolist():
             self.engine.finish(request)
         if step in self.changed:  # every device has answered or is gone by then
-            self.engine.clock.resume_at(self._ended_ps[step])
+            self.engine.clock.now_ps = self._ended_ps[step]
             self._devices = self._idle_devices(len(self._devices))
         return run
 

@@ -10,7 +10,7 @@ tests/integration/test_integration_replay.py holds it to vLLM's own steps.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,7 +63,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.preemptions = 0
         self._free_blocks = rules.kv_blocks
-        self._batch = _Batch()
+        self._places: list[int | None] = []  # of the runner's batch
         self._scheduled: dict[int, tuple[Request, ScheduledSpan]] = {}
 
     @property
@@ -105,8 +105,7 @@ class Scheduler:
             request.computed = request.cached
             self.running.append(self.waiting.popleft())
             tokens -= self._take(request, num)
-        order = self._batch.update(self._scheduled)
-        return [self._scheduled[number][1] for number in order]
+        return [self._scheduled[number][1] for number in self._in_places(self._scheduled)]
 
     def end_step(self) -> tuple[list[int], list[int]]:
         """(requests that got a token, those that are done) of the step just scheduled."""
@@ -153,16 +152,9 @@ class Scheduler:
         self._free_blocks += request.blocks
         request.blocks = 0
 
-
-class _Batch:
-    """Which place of the runner's batch each request has: newcomers fill gaps first, then the last ones move down."""
-
-    def __init__(self) -> None:
-        self._places: list[int | None] = []
-
-    def update(self, scheduled: Iterable[int]) -> list[int]:
-        """The requests of a step in the order of their places. scheduled: in the scheduler's order."""
-        wanted = dict.fromkeys(scheduled)
+    def _in_places(self, wanted: Collection[int]) -> list[int]:
+        """The requests of a step, given in the scheduler's order, in that of their places in the runner's batch:
+        newcomers fill gaps first, then the last ones move down."""
         places = [number if number in wanted else None for number in self._places]
         here = set(places)
         for number in wanted:

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.costs import Costs, each_ps
 from vllm_ndp.cost_model.memory import Memory, slots_bytes
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, Loads, add_up, sums_after
-from vllm_ndp.lab.vectorised.execution import cold_at, copied_in_order, each_ps, without_device
+from vllm_ndp.lab.vectorised.execution import cold_at, copied_in_order, without_device
 from vllm_ndp.lab.vectorised.outcome import PS_PER_S, Outcome, Traffic
 
 HOT, WARM, COLD = 0, 1, 2

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.work import PS_PER_S
-from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.costs import Costs, each_ps
 from vllm_ndp.cost_model.memory import Memory
 from vllm_ndp.lab.systems.system import WEIGHT_BITS, ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
@@ -48,10 +49,11 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     loads, experts, expert_bytes = batches.loads, batches.num_experts, costs.replica_bytes(bits)
     lanes = 1 if scope == "all" else layers
     held = options.held(costs, expert_bytes)
+    counts = np.arange(b + 1)
     prices = Prices(
-        costs.gpu_experts_ps(b, expert_bytes).tolist(),
-        costs.cpu_experts_ps(np.arange(b + 1), expert_bytes).tolist(),
-        costs.hops_ps(b).tolist(),
+        each_ps(counts, partial(costs.gpu_expert_ps, num_bytes=expert_bytes)).tolist(),
+        costs.cpu_experts_ps(counts, expert_bytes).tolist(),
+        each_ps(counts, costs.hop_ps).tolist(),
         float(costs.copy_opening_ps),
         expert_bytes * PS_PER_S / costs.hardware.link.bulk_bytes_per_s,
         float(costs.launch_ps(expert_bytes)),

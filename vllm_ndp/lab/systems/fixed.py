@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.costs import Costs, each_case, each_ps
 from vllm_ndp.cost_model.memory import Memory
 from vllm_ndp.lab.systems.system import WEIGHT_BITS, ReplayOptions, System, TooFewPlaces
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
@@ -49,7 +49,7 @@ def quantized(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome
     """The usual alternative: every expert in GPU memory, all at one width."""
     bits = chosen_bits(costs, options)
     rows, expert_bytes = batches.loads.rows, costs.replica_bytes(bits)
-    moe, prompts = here_ps(batches, costs, rows, expert_bytes), partial(on_gpu_ps, costs, expert_bytes)
+    moe, prompts = here_ps(costs, rows, expert_bytes), partial(on_gpu_ps, costs, expert_bytes)
     return without_device(f"{bits} bits", batches, costs, options.loss, moe, found=rows > 0, prompts=prompts, bits=bits)
 
 
@@ -97,11 +97,11 @@ def dynaexq(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     The closest rival of context-aware bits on a device: the same idea inside GPU memory.
     """
     high, low, num_high = dynaexq_widths(costs, options)
-    g, b, _, layers, k = batches.shape
+    g, _, _, layers, k = batches.shape
     heat = batches.prompt_counts + PRIOR_TOKENS * k * options.prior.values
     rows, is_wide = batches.loads.rows, batches.loads.look_up(highest(heat, num_high))
     high_bytes, low_bytes = costs.replica_bytes(high), costs.replica_bytes(low)
-    wide, narrow = (costs.gpu_experts_ps(b, size)[rows] for size in (high_bytes, low_bytes))
+    wide, narrow = (each_ps(rows, partial(costs.gpu_expert_ps, num_bytes=size)) for size in (high_bytes, low_bytes))
     return without_device(
         f"{high} over {low} bits, {num_high} high",
         batches,
@@ -146,7 +146,7 @@ def llama_cpp(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome
     expert_bytes = costs.replica_bytes(bits)
     away = 1 - options.held(costs, expert_bytes) // shape.num_experts / shape.num_layers
     on_cpu = add_up(costs.cpu_experts_ps(rows, expert_bytes))
-    on_cpu += costs.hops_ps(batches.shape[1])[batches.rows][:, :, None]
+    on_cpu += each_ps(batches.rows, costs.hop_ps)[:, :, None]
 
     def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
         copied, computed = streamed_ps(costs, expert_bytes, counts), costs.cpu_layers_ps(counts, expert_bytes)
@@ -162,7 +162,7 @@ def llama_cpp(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome
         batches,
         costs,
         options.loss,
-        (1 - away) * here_ps(batches, costs, rows, expert_bytes) + away * on_cpu,
+        (1 - away) * here_ps(costs, rows, expert_bytes) + away * on_cpu,
         found=round((1 - away) * pairs),
         prompts=layers_ps,
         cold=cold,
@@ -210,13 +210,13 @@ def vllm_offload(batches: Batches, costs: Costs, options: ReplayOptions) -> Outc
     backend = options.choice("offload_backend", BACKENDS)
     shape, rows = costs.shape, batches.loads.rows
     away = 1 - options.held(costs, shape.expert_bytes) // shape.num_experts / shape.num_layers
-    compute, touched = here_ps(batches, costs, rows), add_up(rows > 0)
+    compute, touched = here_ps(costs, rows), add_up(rows > 0)
     layer_fetch = costs.fetch_ps(shape.num_experts * shape.expert_bytes)
     if backend == "uva":
         moe = (1 - away) * compute + away * np.maximum(touched * costs.fetch_ps(), compute)
         fetched = away * float(touched.sum())
     else:  # the copy of a layer hides behind everything since the copy before it
-        attention = costs.attention_ps(1, batches.kv_tokens)[:, :, None]
+        attention = each_case(np.ones_like(batches.rows), batches.kv_tokens, costs.attention_ps)[:, :, None]
         moe = np.maximum(compute, away * layer_fetch - attention)
         fetched = away * shape.num_experts * batches.shape[3] * int(batches.rows.astype(bool).sum())
 

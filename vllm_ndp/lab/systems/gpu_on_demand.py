@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.costs import Costs, each_ps
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, slots_bytes
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
@@ -38,7 +38,7 @@ def gpu_on_demand(batches: Batches, costs: Costs, options: ReplayOptions) -> Out
     start, rows = options.popular(capacity), batches.loads.rows
     hit = visits(batches.loads, start, capacity, CACHES.get(kind, lru)).hit
     missing = (rows > 0) & ~hit
-    moe = with_copies(costs.gpu_experts_ps(batches.shape[1])[rows], missing, costs)
+    moe = with_copies(each_ps(rows, costs.gpu_expert_ps), missing, costs)
     policy, fetched = "no cache" if kind == "none" else kind, int(missing.sum())
     return without_device(policy, batches, costs, options.loss, moe, found=hit, prompts=start, fetched=fetched)
 
@@ -75,7 +75,7 @@ def moe_infinity(batches: Batches, costs: Costs, options: ReplayOptions) -> Outc
         predict=k * b,
     )
     rows = batches.loads.rows
-    compute = costs.gpu_experts_ps(b)[rows]
+    compute = each_ps(rows, costs.gpu_expert_ps)
     missing, early = (rows > 0) & ~hit, add_up(predicted)
     lightest = np.where(predicted, compute, np.inf).min(axis=3)
     # The link begins with what was predicted while the layer before runs, and goes on with what was not.
@@ -153,7 +153,7 @@ def _ahead(
     share: float = 1.0,
 ) -> Outcome:
     """here: slots whose expert, or a share of it, needs no copy."""
-    each = costs.gpu_experts_ps(batches.shape[1])[batches.loads.rows]
+    each = each_ps(batches.loads.rows, costs.gpu_expert_ps)
     ready = share * add_up(np.where(here, each, 0.0))
     moe, fetched = pipelined_ps(batches, costs, copies, ready, add_up(each) - ready), float(np.sum(copies))
     return without_device(policy, batches, costs, options.loss, moe, found=here, prompts=prompts, fetched=fetched)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.timing.work import ceil_div
-from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.costs import Costs, each_ps
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up, sums_before
@@ -130,7 +130,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     hit, low_slot = visits(cells, need, *starts)
     rows, late = high + low, (need > 0) & ~hit
     share = np.where(low_slot, LOW_BITS / FULL_PRECISION_BITS, 1.0)
-    per_expert = costs.gpu_experts_ps(batches.shape[1])[rows] * share
+    per_expert = each_ps(rows, costs.gpu_expert_ps) * share
     late_ps = np.where(late, costs.copy_ps * share, 0.0)
     compute, crossed = add_up(per_expert), add_up(late_ps)
     accuracy, wrong_ps, prefetch, orders = PREFETCH_ACCURACY, np.zeros(crossed.shape), "published", True
@@ -138,7 +138,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     if options.predictor is not None:
         accuracy = options.predictor.accuracy(batches)
         # A right copy gains the part that the layer before hides; a wrong one that has begun goes on beyond that layer.
-        usual = float(costs.attention_ps(1, np.array([batches.kv_tokens.max()]))[0])
+        usual = costs.attention_ps(1, int(batches.kv_tokens.max()))
         usual += batches.shape[4] * float(costs.resident_ps(1, 1))
         orders = accuracy * usual > (1 - accuracy) * max(costs.copy_ps - usual, 0.0)
         prefetch = f"measured, {'on' if orders else 'off'}"

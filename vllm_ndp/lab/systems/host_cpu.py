@@ -8,13 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.costs import Costs, each_ps
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up
 from vllm_ndp.lab.vectorised.execution import (
     LOSS_OF_SKIPPING,
-    each_ps,
     here_ps,
     on_gpu_ps,
     with_copies,
@@ -85,9 +84,9 @@ def daop(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     """
     hot, loads = highest(batches.prompt_counts, options.budget.num_hot), batches.loads
     here = loads.look_up(hot)
-    on_gpu = here_ps(batches, costs, np.where(here, loads.rows, 0))
+    on_gpu = here_ps(costs, np.where(here, loads.rows, 0))
     cold = np.where(here, 0, loads.rows)
-    hops = np.where(add_up(cold) > 0, costs.hops_ps(batches.shape[1])[batches.rows][..., None], 0)
+    hops = np.where(add_up(cold) > 0, each_ps(batches.rows, costs.hop_ps)[..., None], 0)
     busy = ACCURACY * (add_up(costs.cpu_experts_ps(cold, costs.shape.expert_bytes)) + hops)
     late = np.maximum(busy - time_before(on_gpu, batches, costs), 0.0)
     cold_pairs = int(cold.sum())
@@ -152,7 +151,7 @@ def ktransformers(batches: Batches, costs: Costs, options: ReplayOptions) -> Out
     rows, here = batches.loads.rows, batches.loads.look_up(hot)
     cold = np.where(here, 0, rows)
     crossing = np.minimum(add_up(cold), batches.rows[:, :, None])  # activations of a row cross once
-    on_cpu = add_up(costs.cpu_experts_ps(cold, cold_bytes)) + costs.hops_ps(batches.shape[1])[crossing]
+    on_cpu = add_up(costs.cpu_experts_ps(cold, cold_bytes)) + each_ps(crossing, costs.hop_ps)
 
     def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
         resident = on_gpu_ps(costs, hot_bytes, np.where(hot, counts, 0))
@@ -163,7 +162,7 @@ def ktransformers(batches: Batches, costs: Costs, options: ReplayOptions) -> Out
         batches,
         costs,
         options.loss,
-        np.maximum(here_ps(batches, costs, np.where(here, rows, 0), hot_bytes), on_cpu),
+        np.maximum(here_ps(costs, np.where(here, rows, 0), hot_bytes), on_cpu),
         found=here,
         prompts=layers_ps,
         bits=np.where(here, gpu_bits, bits),

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, WIDTHS
-from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.costs import Costs, each_case, each_ps
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, beside_device_memory
 from vllm_ndp.lab.systems.host_cpu import CPU_BITS
 from vllm_ndp.lab.systems.system import ReplayOptions, System
@@ -96,8 +96,8 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     gpu, host, device = (add_up(np.where(here[slots], times, 0.0)) for here in (on_gpu, on_host, on_device))
     away, aside = (add_up(loads.of_pairs(here[slots]) & batches.pairs) for here in (on_device, on_host))
     pairs, rows = away.sum(axis=1), (away > 0).sum(axis=1)
-    device += np.where(rows > 0, costs.links_ps(b)[rows, pairs] + costs.device_fill_ps, 0.0)
-    host += costs.hops_ps(b)[(aside > 0).sum(axis=1)]
+    device += np.where(rows > 0, each_case(rows, pairs, costs.link_ps) + costs.device_fill_ps, 0.0)
+    host += each_ps((aside > 0).sum(axis=1), costs.hop_ps)
     gpu += np.where(on_gpu[slots] & used, menu.openings[slots], 0.0).max(axis=-1) + shared_ps(batches, costs)
     read = np.where(used, costs.bytes_of_width[bits], 0)
     energy = np.where(on_device[slots], costs.device_energy(b)[:, bits, loads.rows], 0.0)
@@ -116,7 +116,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         traffic=Traffic(
             hbm_bytes=float(read[on_gpu[slots]].sum()),
             host_bytes=float(read[on_host[slots]].sum()),
-            link_bytes=float(costs.message_wire_bytes(b)[rows, pairs].sum()),
+            link_bytes=float(each_case(rows, pairs, costs.message_wire_bytes).sum()),
             device_dram_pj=float(dram_pj),
             device_arrays_pj=float(arrays_pj),
         ),

@@ -9,14 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.costs import Costs, each_case, each_ps
 from vllm_ndp.cost_model.memory import Memory, all_experts_bytes, slots_bytes
 from vllm_ndp.lab.systems.system import ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches, add_up, sums_after, sums_before
 from vllm_ndp.lab.vectorised.execution import (
     cold_at,
     copied_in_order,
-    each_ps,
     launched,
     prompts_ps,
     run_pairs,
@@ -45,7 +44,7 @@ def monde(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         ranked = -np.sort(-counts, axis=-1)  # most loaded first
         rest, left = sums_after(each_ps(ranked, device_expert_ps)), sums_after(ranked)
         sent = np.minimum(left, rows)
-        device_ps = np.where(rest > 0, rest + costs.device_fill_ps + costs.messages_ps(sent, left), 0.0)
+        device_ps = np.where(rest > 0, rest + costs.device_fill_ps + each_case(sent, left, costs.link_ps), 0.0)
         gpu_ps = copied_in_order(each_ps(ranked, costs.gpu_expert_ps), np.zeros((*ranked.shape[:-1], 1)), costs)
         if rounding == "cost":
             chosen = np.maximum(gpu_ps, device_ps).argmin(axis=-1)
@@ -67,7 +66,7 @@ def monde(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     reads = np.bincount(ranked[np.arange(ranked.shape[3]) >= chosen[..., None]], minlength=b + 1)
     moved_bytes, on_device = int(chosen.sum()) * costs.shape.expert_bytes, int(after.sum())
     dram_pj, arrays_pj = costs.device_energy(b)[:, FULL_PRECISION_BITS] @ reads
-    link_bytes = float(costs.message_wire_bytes(b)[sent, after].sum())
+    link_bytes = float(each_case(sent, after, costs.message_wire_bytes).sum())
     return Outcome(
         policy=f"H {rounding}",
         moe_ps=np.maximum(device_ps, gpu_ps + shared_ps(batches, costs)),
@@ -99,29 +98,29 @@ def pimoe(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     The published system balances an NPU and PIM units. Duplex (arXiv 2409.01141) decides per expert by a table of both
     times, which is the same choice.
     """
-    b = batches.shape[1]
     resident, loads = options.popular(options.budget.num_hot), batches.loads
-    device, gpu = costs.device_experts_ps(b)[FULL_PRECISION_BITS], costs.gpu_experts_ps(b)
+    device_ps = partial(costs.device_expert_ps, FULL_PRECISION_BITS)
     here = np.where(loads.look_up(resident), loads.rows, 0)
     order = np.argsort(-here, axis=3, kind="stable")
     movable = np.take_along_axis(here, order, axis=3)  # longest first
-    left = add_up(device[loads.rows])[..., None] - sums_before(device[movable])
-    message = costs.device_fill_ps + costs.links_ps(b)[1, 1]
+    left = add_up(each_ps(loads.rows, device_ps))[..., None] - sums_before(each_ps(movable, device_ps))
+    message = costs.message_ps(1, 1)
     shared = shared_ps(batches, costs)[..., None]
-    both = np.maximum(launched(sums_before(gpu[movable]), costs) + shared, np.where(left > 1.0, left + message, 0.0))
+    gpu_ps = launched(sums_before(each_ps(movable, costs.gpu_expert_ps)), costs) + shared
+    both = np.maximum(gpu_ps, np.where(left > 1.0, left + message, 0.0))
     moved = np.zeros(here.shape, np.bool_)
     np.put_along_axis(moved, order, np.arange(here.shape[3]) < both.argmin(axis=3)[..., None], axis=3)
     moved &= here > 0
     widths = np.where(loads.of_pairs(moved), 0, FULL_PRECISION_BITS).astype(np.uint8)
-    split = run_pairs(batches, widths, costs)
+    on_gpu_ps, on_device_ps, traffic = run_pairs(batches, widths, costs)
     return Outcome(
         policy="longest to the GPU",
-        moe_ps=split.moe_ps,
-        device_ps=split.device_ps,
+        moe_ps=np.maximum(on_gpu_ps, on_device_ps),
+        device_ps=on_device_ps,
         prefill_ps=prompts_ps(batches, costs, resident),
         hot_pairs=int(loads.rows[moved].sum()),
         cold=cold_at(batches, widths, options.loss),
-        traffic=split.traffic,
+        traffic=traffic,
     )
 
 

@@ -76,7 +76,7 @@ class Groups:
             self._decode(group)
         found.hot_pairs = int((batches.pairs & (self.widths == 0)).sum())
         found.cold = cold_at(batches, self.widths, self._options.loss)
-        found.traffic = run_pairs(batches, self.widths, self._costs).traffic
+        found.traffic = run_pairs(batches, self.widths, self._costs)[2]
         return found
 
     def _prompts(self, group: int) -> None:
@@ -172,10 +172,6 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
     return beside_device_memory(costs, options.budget.num_hot, options.widest)
 
 
-def papers(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    return Groups(batches, costs, options).run()
-
-
 def plugins(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     bits = min(options.choice("spill_bits", WIDTHS, DEFAULT_OFFLOAD_BITS), options.widest)
     outcome = Groups(batches, costs, options, bits).run()
@@ -192,7 +188,7 @@ CONTEXT_AWARE = System(
         "prompts run in full precision: resident experts on the GPU, the others streamed over the link; with prefill "
         "'split' the device computes some of these, so that both end together",
     ),
-    papers,
+    lambda batches, costs, options: Groups(batches, costs, options).run(),
     memory,
     follows_policy=True,
     options=("prefill",),

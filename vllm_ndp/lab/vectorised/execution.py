@@ -7,13 +7,13 @@ counted): nothing computes the pair.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.common.widths import FULL_PRECISION_BITS, REPLICA_WIDTHS
-from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.costs import Costs, each_case, each_ps
 from vllm_ndp.lab.vectorised.batches import Batches, add_up, sums_before
 from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, layer_factor
 from vllm_ndp.layer.joint_rule import OF_ONE_BIT, losses_by_width
@@ -31,23 +31,16 @@ _LOSS_COLUMN[[*REPLICA_WIDTHS, SKIPPED]] = 1, 2, 3, 4, 5, 6
 """Column of a width in gate_loss's table; column 0 loses nothing."""
 
 
-class PairCounts(NamedTuple):
-    gpu_ps: NDArray[np.float64]  # [G, D, L]
-    device_ps: NDArray[np.float64]  # [G, D, L]
-    traffic: Traffic
+def run_pairs(
+    batches: Batches, widths: NDArray[np.uint8], costs: Costs
+) -> tuple[NDArray[np.float64], NDArray[np.float64], Traffic]:
+    """(GPU's time, device's time, both [G, D, L], and what moves). widths [G, B, D, L, k]: where each pair runs.
 
-    @property
-    def moe_ps(self) -> NDArray[np.float64]:
-        """GPU and device run at the same time; the slower one counts."""
-        return np.maximum(self.gpu_ps, self.device_ps)
-
-
-def run_pairs(batches: Batches, widths: NDArray[np.uint8], costs: Costs) -> PairCounts:
-    """widths [G, B, D, L, k]: where each pair runs. Experts of one side run one after the other."""
+    Experts of one side run one after the other."""
     g, b, d, layers, _ = batches.shape
     exist = np.broadcast_to(batches.pairs, widths.shape)
     by_width = np.nan_to_num(costs.device_experts_ps(b))
-    by_width[0] = costs.gpu_experts_ps(b)
+    by_width[0] = each_ps(np.arange(b + 1), costs.gpu_expert_ps)
     # rows that chose the same expert at the same width share one read of it
     cell = np.arange(g * d * layers).reshape(g, 1, d, layers, 1)
     keys = ((cell * batches.num_experts + batches.ids) << 8) + widths
@@ -61,16 +54,16 @@ def run_pairs(batches: Batches, widths: NDArray[np.uint8], costs: Costs) -> Pair
     )
     per_row = add_up((widths > 0) & exist)
     pairs, rows = per_row.sum(axis=1), (per_row > 0).sum(axis=1)
-    dev += np.where(rows > 0, costs.links_ps(b)[rows, pairs] + costs.device_fill_ps, 0.0)
+    dev += np.where(rows > 0, each_case(rows, pairs, costs.link_ps) + costs.device_fill_ps, 0.0)
     reads = np.bincount(width * (b + 1) + counts, minlength=by_width.size).reshape(by_width.shape)
     dram_pj, arrays_pj = (costs.device_energy(b) * reads).sum(axis=(1, 2))
     traffic = Traffic(
         hbm_bytes=float(reads[0].sum()) * costs.shape.expert_bytes,
-        link_bytes=float(costs.message_wire_bytes(b)[rows, pairs].sum()),
+        link_bytes=float(each_case(rows, pairs, costs.message_wire_bytes).sum()),
         device_dram_pj=float(dram_pj),
         device_arrays_pj=float(arrays_pj),
     )
-    return PairCounts(launched(gpu, costs) + shared_ps(batches, costs), dev, traffic)
+    return launched(gpu, costs) + shared_ps(batches, costs), dev, traffic
 
 
 def launched(compute_ps: NDArray[np.float64], costs: Costs, expert_bytes: int | None = None) -> NDArray[np.float64]:
@@ -79,16 +72,15 @@ def launched(compute_ps: NDArray[np.float64], costs: Costs, expert_bytes: int | 
     return times
 
 
-def here_ps(
-    batches: Batches, costs: Costs, rows: NDArray[np.int64], expert_bytes: int | None = None
-) -> NDArray[np.float64]:
+def here_ps(costs: Costs, rows: NDArray[np.int64], expert_bytes: int | None = None) -> NDArray[np.float64]:
     """[G, D, L]: what experts of so many rows [G, D, L, S] take in GPU memory, each of that size."""
-    return launched(add_up(costs.gpu_experts_ps(batches.shape[1], expert_bytes)[rows]), costs, expert_bytes)
+    each = each_ps(rows, partial(costs.gpu_expert_ps, num_bytes=expert_bytes))
+    return launched(add_up(each), costs, expert_bytes)
 
 
 def shared_ps(batches: Batches, costs: Costs) -> NDArray[np.float64]:
     """Time of the shared experts of one layer in each step [G, D, 1]."""
-    return np.array([costs.shared_ps(rows) for rows in range(batches.shape[1] + 1)], np.float64)[batches.rows, None]
+    return each_ps(batches.rows, costs.shared_ps)[:, :, None]
 
 
 def with_copies(
@@ -219,11 +211,9 @@ def prompts_ps(batches: Batches, costs: Costs, prompts: Prompts) -> NDArray[np.f
         if isinstance(prompts, np.ndarray):
             here = prompts if prompts.ndim == 2 else prompts[group]
             hot, cold = np.where(here, counts, 0), np.where(here, 0, counts)
-            sizes = ((hot > 0).sum(axis=1), hot.sum(axis=1), (cold > 0).sum(axis=1), cold.sum(axis=1))
-            experts: float = sum(
-                max(shared + costs.resident_ps(h, hot_pairs), costs.streamed_ps(c, cold_pairs))
-                for h, hot_pairs, c, cold_pairs in zip(*(size.tolist() for size in sizes), strict=True)
-            )
+            resident = each_case((hot > 0).sum(axis=1), hot.sum(axis=1), costs.resident_ps)
+            streamed = each_case((cold > 0).sum(axis=1), cold.sum(axis=1), costs.streamed_ps)
+            experts = np.maximum(shared + resident, streamed).sum()
         else:
             experts = prompts(counts).sum() + layers * shared
         before = costs.gpu.before_experts_ps(rows, rows, rows * (rows + 1) // 2, [(0, rows)])
@@ -232,23 +222,10 @@ def prompts_ps(batches: Batches, costs: Costs, prompts: Prompts) -> NDArray[np.f
     return out
 
 
-def each_ps(counts: NDArray[np.int64], one_ps: Callable[[int], float]) -> NDArray[np.float64]:
-    """one_ps of every count, asked once for each that occurs; 0 for 0."""
-    table = np.zeros(int(counts.max(initial=0)) + 1)
-    for rows in np.flatnonzero(np.bincount(counts.ravel())).tolist():
-        table[rows] = one_ps(rows) if rows else 0.0
-    times: NDArray[np.float64] = table[counts]
-    return times
-
-
 def on_gpu_ps(costs: Costs, expert_bytes: int, counts: NDArray[np.int64]) -> NDArray[np.float64]:
     """[...], the experts of counts [..., E] in GPU memory, each used one read once at that size."""
     touched, pairs = (counts > 0).sum(axis=-1), counts.sum(axis=-1)
-    times = [
-        costs.gpu.experts_ps(n, p, n * expert_bytes)
-        for n, p in zip(touched.ravel().tolist(), pairs.ravel().tolist(), strict=True)
-    ]
-    return np.array(times, np.float64).reshape(touched.shape)
+    return each_case(touched, pairs, lambda n, rows: costs.gpu.experts_ps(n, rows, n * expert_bytes))
 
 
 def streamed_ps(costs: Costs, expert_bytes: int, counts: NDArray[np.int64]) -> NDArray[np.float64]:

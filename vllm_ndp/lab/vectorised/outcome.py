@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.costs import Costs, each_case, each_ps
 from vllm_ndp.lab.vectorised.batches import Batches
 
 PS_PER_S = 1e12
@@ -150,19 +150,14 @@ def layer_factor(batches: Batches, costs: Costs) -> float:
 
 def time_before(compute_ps: NDArray[np.float64], batches: Batches, costs: Costs) -> NDArray[np.float64]:
     """[G, D, L]: how long a copy that starts with the layer before may take unnoticed, from experts' times alike."""
-    attention = float(costs.attention_ps(1, np.array([batches.kv_tokens.max()]))[0])
-    before: NDArray[np.float64] = np.full(compute_ps.shape, attention)
+    before: NDArray[np.float64] = np.full(compute_ps.shape, costs.attention_ps(1, int(batches.kv_tokens.max())))
     before[:, :, 1:] += compute_ps[:, :, :-1]
     return before
 
 
 def attention_ps(batches: Batches, costs: Costs) -> NDArray[np.float64]:
     """[G, D], attention of one layer; 0 where no request decodes any more."""
-    rows = batches.rows
-    attention = np.zeros(rows.shape)
-    for count in np.unique(rows[rows > 0]).tolist():
-        attention[rows == count] = costs.attention_ps(count, batches.kv_tokens[rows == count])
-    return attention
+    return each_case(batches.rows, batches.kv_tokens, costs.attention_ps)
 
 
 def step_times(outcome: Outcome, batches: Batches, costs: Costs) -> NDArray[np.float64]:
@@ -172,7 +167,7 @@ def step_times(outcome: Outcome, batches: Batches, costs: Costs) -> NDArray[np.f
     the second token, not the first.
     """
     rows = batches.rows
-    head = np.array([costs.gpu.head_ps(count) for count in range(batches.shape[1] + 1)], np.float64)[rows]
+    head = each_ps(rows, costs.gpu.head_ps)
     layers = costs.shape.num_layers * (attention_ps(batches, costs) + costs.overhead_ps)
     total = layers + layer_factor(batches, costs) * outcome.moe_ps.sum(axis=2) + head
     total[:, 0] += outcome.migration_ps
