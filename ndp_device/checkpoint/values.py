@@ -329,12 +329,8 @@ def awq(packed: Packed, part: Read) -> Whole:
 
 def _awq_words(stored: NDArray[Any]) -> NDArray[np.int32]:
     """Words [C, N / 8] -> words [N, C / 8] of eight columns, the first in the lowest bits; behind C are zeros."""
-    octets = np.ascontiguousarray(stored).view(np.uint8).reshape(len(stored), -1, 4)
-    octets = np.pad(octets, ((0, -len(octets) % 8), (0, 0), (0, 0)))
-    words = np.empty((octets.shape[1] * 8, len(octets) // 2), np.uint8)
-    for row, nibble in enumerate(_AWQ_ORDER):
-        codes = octets[:, :, nibble // 2] >> (nibble % 2 * 4) & 15
-        words[row::8] = (codes[::2] | codes[1::2] << 4).T
+    words = np.empty((stored.shape[1] * 8, -(-len(stored) // 8)), np.uint32)
+    _values.words_of_awq(stored.view(np.uint32), words)
     return words.view("<i4")
 
 

@@ -89,6 +89,9 @@ uint32_t bytes_of_bits(uint32_t codes) {
     return codes;
 }
 
+// Of four planes, whose lines a first cache holds together even where rows and planes are powers of two apart.
+constexpr size_t kPlaneRows = 32;
+
 // words [N, C / 8] in any strides: eight codes each, the first in the lowest bits; planes [4, N, C / 8], top bits first.
 void planes_of_nibbles(Words words,
                        nb::ndarray<uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu> planes) {
@@ -99,8 +102,8 @@ void planes_of_nibbles(Words words,
     const int64_t down = words.stride(0), right = words.stride(1);
     uint8_t* plane = planes.data();
     nb::gil_scoped_release release;
-    for (size_t first = 0; first < rows; first += kRows) {
-        const size_t last = first + kRows < rows ? first + kRows : rows;
+    for (size_t first = 0; first < rows; first += kPlaneRows) {
+        const size_t last = first + kPlaneRows < rows ? first + kPlaneRows : rows;
         for (size_t column = 0; column < columns; ++column)
             for (size_t row = first; row < last; ++row) {
                 const uint32_t bits = bytes_of_bits(word[int64_t(row) * down + int64_t(column) * right]);
@@ -108,6 +111,33 @@ void planes_of_nibbles(Words words,
                 for (int bit = 3; bit >= 0; --bit, to += rows * columns) *to = uint8_t(bits >> 8 * bit);
             }
     }
+}
+
+// stored [C, N / 8]: the codes of eight rows, in AWQ's order; words [N, C / 8 rounded up] of eight columns, behind C zeros.
+void words_of_awq(Words stored, Matrix<uint32_t> words) {
+    constexpr int kOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+    const size_t columns = stored.shape(0), octets = stored.shape(1), width = words.shape(1);
+    if (words.shape(0) != 8 * octets || width != (columns + 7) / 8)
+        throw std::invalid_argument("wanted stored [C, N / 8] and words [N, C / 8]");
+    const uint32_t* from = stored.data();
+    const int64_t down = stored.stride(0), right = stored.stride(1);
+    uint32_t* to = words.data();
+    nb::gil_scoped_release release;
+    for (size_t octet = 0; octet < octets; ++octet)
+        for (size_t column = 0; column < width; ++column) {
+            uint32_t eight[8] = {};
+            for (size_t i = 0; i < 8 && 8 * column + i < columns; ++i)
+                eight[i] = from[int64_t(8 * column + i) * down + int64_t(octet) * right];
+            const auto exchange = [&](int at, int apart, uint32_t lower) {  // codes that lie `apart` words and codes apart
+                const uint32_t other = (eight[at] >> 4 * apart ^ eight[at + apart]) & lower;
+                eight[at + apart] ^= other;
+                eight[at] ^= other << 4 * apart;
+            };
+            for (int at : {0, 1, 2, 3}) exchange(at, 4, 0x0000ffffu);
+            for (int at : {0, 1, 4, 5}) exchange(at, 2, 0x00ff00ffu);
+            for (int at : {0, 2, 4, 6}) exchange(at, 1, 0x0f0f0f0fu);
+            for (int row = 0; row < 8; ++row) to[(8 * octet + row) * width + column] = eight[kOrder[row]];
+        }
 }
 
 bool holds_nan_of_e4m3(nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> codes) {
@@ -122,6 +152,7 @@ bool holds_nan_of_e4m3(nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb:
 NB_MODULE(_values, m) {
     m.def("holds_nan_of_e4m3", &holds_nan_of_e4m3, nb::arg("codes"));
     m.def("planes_of_nibbles", &planes_of_nibbles, nb::arg("words"), nb::arg("planes"));
+    m.def("words_of_awq", &words_of_awq, nb::arg("stored"), nb::arg("words"));
     m.def("values_of_nibbles", &values_of_nibbles, nb::arg("words"), nb::arg("levels"), nb::arg("scale"),
           nb::arg("zero"), nb::arg("values"), nb::arg("is_bfloat16"));
 }
