@@ -16,12 +16,12 @@ from engines import MODEL, PROMPTS, engine
 from reference_kernel import dequantize, from_fp4
 from safetensors.torch import load_file, save_file
 
-from ndp_device.checkpoint.opening import PackedLinears
+from ndp_device.checkpoint.opening import PackedLinears, open_checkpoint
 from ndp_device.experts.expert import Fp4Matrix, QuantizedMatrix, to_float32
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.checkpoint import StoredTensors
 from vllm_ndp.integration.batch import Span, TrackedRequest
-from vllm_ndp.integration.linear_layers import LinearLayers, matrix_of, quantize
+from vllm_ndp.integration.linear_layers import LinearLayers, StoredLinears, matrix_of, quantize
 from vllm_ndp.integration.vllm_private import use_threads
 from vllm_ndp.integration.waiting import StepThreads
 
@@ -128,6 +128,22 @@ def test_one_thread_is_left_to_vllm_in_a_small_step_of_one_kernel_only() -> None
         assert torch.get_num_threads() == 2
     finally:
         use_threads(usual)
+
+
+def test_vllms_loader_gets_everything_but_the_experts_and_what_is_stored_with_them() -> None:
+    stored, opened = StoredLinears(MODEL), open_checkpoint(MODEL)
+    experts = set().union(*(layer.tensors(opened.layout.num_experts) for layer in opened.layout.layers))
+    scales = {f"{name}_scale_inv" for name in experts}
+    beside = {f"{min(experts).partition('.experts.')[0]}.experts.e_score_correction_bias"}  # Laguna's, of its router
+
+    every = opened.tensors.keys() | scales | beside
+
+    def given() -> set[str]:
+        return {name for name, _ in stored.values_in((name, torch.empty(0)) for name in every)}
+
+    assert given() == every, "where no layer is ours"
+    stored.leave_out(opened.layout)
+    assert given() == every - experts - scales
 
 
 @pytest.fixture(scope="module", params=[8, 4])

@@ -117,8 +117,9 @@ class Assembly(WorkerFacts):
                 f"quantization 'ndp' was asked for but only {len(self.slots)} of {shape.num_layers} "
                 "MoE layers were attached: this model's layers do not go through vLLM's RoutedExperts"
             )
-        replicas, planned = agree_on_replicas(self)
-        setup, costs, device = open_device(self, self._held.w13.dtype, replicas, planned)
+        planned = agree_on_replicas(self)
+        replicas = None if planned is None else planned.directory
+        setup, costs, device = open_device(self, self._held.w13.dtype, planned)
         hot = self.open_pool(replicas)
         opened.callback(hot.close)
         late_check = self.make_late_check()
@@ -231,7 +232,11 @@ class Assembly(WorkerFacts):
             return None
         device, shape, dtype = self._held.w13.device, self.pool.shape, self._held.w13.dtype
         form = RowForm(shape.top_k, shape.hidden_size, dtype)
-        routing = packet if self.rung < Rung.KERNELS or device.type == "cpu" else _kernels()
+        routing: ModuleType = packet
+        if self.rung >= Rung.KERNELS and device.type != "cpu":  # packet.py's steps as kernels of Triton
+            from vllm_ndp.integration.cuda import kernels
+
+            routing = kernels
         sender = SenderThread() if self.rung >= Rung.THREAD else None
         graphs = HotGraphs(device) if self.rung >= Rung.GRAPHS and device.type != "cpu" else None
         return Messenger(pinned_for(device), device, form, routing, sender, graphs)
@@ -242,13 +247,6 @@ class Assembly(WorkerFacts):
             return None
         most_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
         return LateCheck(make_stream(device), pinned_for(device), device, most_rows)
-
-
-def _kernels() -> ModuleType:
-    """packet.py's steps as kernels of Triton, which is imported on a GPU only."""
-    from vllm_ndp.integration.cuda import kernels
-
-    return kernels
 
 
 def current_assembly() -> Assembly:

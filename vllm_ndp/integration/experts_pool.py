@@ -5,6 +5,7 @@ Reads pages only when an expert is migrated or streamed, so resident memory does
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -98,15 +99,9 @@ class ExpertsPool:
         self.checkpoint.check(self._first_layer + layer)
 
 
+warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes into a map
+
+
 def tensor_over(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous, read-only array as a tensor: torch has none of those, and nobody writes into a map."""
-    writable = np.ndarray(array.shape, np.dtype(f"i{array.itemsize}"), _address(array), strides=array.strides)
-    return torch.from_numpy(writable).view(dtype)
-
-
-def _address(array: np.ndarray) -> memoryview:
-    import ctypes
-
-    base = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
-    base._keep = array  # type: ignore[attr-defined]  # the map lives as long as a tensor over it does
-    return memoryview(base)
+    """A contiguous, read-only array as a tensor, which keeps the map alive."""
+    return torch.from_numpy(array.view(f"i{array.itemsize}")).view(dtype)

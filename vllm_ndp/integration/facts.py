@@ -158,7 +158,7 @@ class WorkerFacts:
         owners = Owners(ranks.size, *sizes) if ranks.holds_whole_experts else None
         self.tiers = Tiers(*sizes, owners=owners, rank=ranks.rank if owners else None)
         self.linears = self._make_linears()
-        self.stored_linears = StoredLinears(self.model_dir, self.pool.checkpoint.packed)
+        self.stored_linears = StoredLinears(self.model_dir)
 
     def _make_linears(self) -> LinearLayers | None:
         """Linear layers to quantize; None where they stay as they are."""
@@ -245,17 +245,17 @@ def _model_of_stage(vllm_config: VllmConfig, pool: ExpertsPool, decoder: range) 
 # -- what ranks agree on -----------------------------------------------------------------------------------------------
 
 
-def agree_on_replicas(worker: WorkerFacts) -> tuple[Path | None, PlannedReplicas | None]:
+def agree_on_replicas(worker: WorkerFacts) -> PlannedReplicas | None:
     """Find or build them, the first rank before the others; settings, checkpoint and replicas are equal on all.
 
     Raises ConfigError on the rank that differs from the leader.
     """
-    replicas = None
+    planned = None
     if worker.is_quantized:
         num_experts = worker.pool.shape.num_experts
         find = partial(host_replicas.find_replicas, worker.settings, worker.model_dir, worker.digest, num_experts)
-        replicas = worker.ranks.after_the_first(find)
-    planned = None if replicas is None else PlannedReplicas.of(replicas)
+        if (replicas := worker.ranks.after_the_first(find)) is not None:
+            planned = PlannedReplicas.of(replicas)
     said = "none" if planned is None else f"{planned.digest}, losses {planned.loss_digest}"
     worker.ranks.require_equal(
         {
@@ -264,14 +264,15 @@ def agree_on_replicas(worker: WorkerFacts) -> tuple[Path | None, PlannedReplicas
             "replicas with digest": said,
         }
     )
-    return replicas, planned
+    return planned
 
 
 def open_device(
-    worker: WorkerFacts, dtype: torch.dtype, replicas: Path | None, planned: PlannedReplicas | None
+    worker: WorkerFacts, dtype: torch.dtype, planned: PlannedReplicas | None
 ) -> tuple[Setup, Costs, DeviceView]:
     """The leader finds or starts the device; the others hear from it what they need to plan alike."""
     cores, members, setup = worker.ranks.merge(compat.bound_cores()), None, None
+    replicas = None if planned is None else planned.directory
     if worker.ranks.leads:
         settings = worker.settings
         # a device of our own that nobody asks would hold every replica a second time: it prepares them ahead

@@ -38,7 +38,7 @@ class Migrator:
         there is no thread, and moves are carried out as they are begun, on the caller's stream. `threads`: layers moved
         at once."""
         self._cores = frozenset(cores)
-        self._thread = ThreadPoolExecutor(threads, "ndp-migration", self._start)
+        self._thread = ThreadPoolExecutor(threads, "ndp-migration", os.sched_setaffinity, (0, self._cores))
         self._pending: dict[int, Future[Event | None]] = {}  # layer -> its moves: at most one entry per layer
         self._stream: torch.cuda.Stream | None = None  # of all moves, whatever their layer
 
@@ -65,9 +65,6 @@ class Migrator:
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
-
-    def _start(self) -> None:
-        os.sched_setaffinity(0, self._cores)  # 0: this thread
 
     def _after(self) -> torch.cuda.Event | None:
         """On a GPU: what the step before may still be reading, which moves come after."""

@@ -35,6 +35,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ndp_device.calibration.data_free import quantize_nested, round_to_bytes
+from ndp_device.checkpoint.names import ExpertLayout
 from ndp_device.checkpoint.opening import PackedLinears
 from ndp_device.checkpoint.values import CODE_BITS, Packed, Read
 from ndp_device.common.errors import ConfigError
@@ -231,10 +232,9 @@ class StoredLinears:
     one. Names of layers are vLLM's; the checkpoint has others where several are fused.
     """
 
-    def __init__(self, model_dir: Path, quantized_experts: Iterable[str] = ()) -> None:
-        """quantized_experts: their weights' names."""
+    def __init__(self, model_dir: Path) -> None:
         self._model_dir = model_dir
-        self._unknown = tuple(name.removesuffix("weight") for name in quantized_experts if ".experts." not in name)
+        self._of_experts = re.compile("(?!)")  # how the names of their tensors begin; at first of none
         self.names: set[str] = set()
         """Of the layers without a kernel."""
         self.kept: set[str] = set()
@@ -272,16 +272,19 @@ class StoredLinears:
     def _by_vllms_name(self) -> dict[str, str]:
         return {self.vllms_name(module) or "": module for module in self._packed}
 
-    def values_in(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The checkpoint's tensors as vLLM reads them; those of these layers as one weight each.
+    def leave_out(self, experts: ExpertLayout) -> None:
+        """Give vLLM's loader nothing of the experts, which are read from the pool when a plan asks for them."""
+        sources = [source for layer in experts.layers for source in (*layer.weights.values(), *layer.biases.values())]
+        names = {re.escape(source.name.removesuffix("weight")).replace(r"\{\}", r"\d+") for source in sources}
+        self._of_experts = re.compile("|".join(names))
 
-        Quantized experts that are not called so (Granite's) are left out: vLLM's models do not know their parts.
-        """
-        unknown, coded = self._unknown, tuple(self._coded)
+    def values_in(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The checkpoint's tensors as vLLM reads them, but the experts; those of these layers as one weight each."""
+        coded = tuple(self._coded)
         stream = (
             (name, tensor)
             for name, tensor in stream
-            if not name.startswith(unknown) and (name.endswith(".bias") or not name.startswith(coded))
+            if not self._of_experts.match(name) and (name.endswith(".bias") or not name.startswith(coded))
         )
         if not self.names:
             yield from stream

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch.library import Library
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
@@ -60,11 +57,10 @@ direct_register_custom_op("moe_shared", _moe_shared, fake_impl=_moe_shared_fake,
 class NdpMoEMethod(FusedMoEMethodBase):
     """One per layer. `moe_kernel` stays None, so vLLM routes first and hands us (x, weights, ids)."""
 
-    def __init__(self, moe: FusedMoEConfig, stored_beside: Sequence[str] = ()) -> None:
-        """`stored_beside`: what a quantized checkpoint holds of a matrix beside its weight, by vLLM's names."""
+    def __init__(self, moe: FusedMoEConfig) -> None:
         super().__init__(moe)
-        self._stored_beside = [f"{matrix}_{part}" for matrix in ("w13", "w2") for part in stored_beside]
         self._worker = current_assembly()  # this engine's: another one in the process may come later
+        self._worker.stored_linears.leave_out(self._worker.pool.layout)
         settings = self._worker.settings
         # with quantized slots none of vLLM's tensors: replicas are the device's kernel's
         num_hot = 0 if settings.has_quantized_slots else settings.resolve_hot_experts(moe.num_experts)
@@ -112,20 +108,8 @@ class NdpMoEMethod(FusedMoEMethodBase):
             parameter = torch.nn.Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
             ask_for_huge_pages(parameter.data)
             layer.register_parameter(name, parameter)
-            set_weight_attrs(parameter, {**extra_weight_attrs, "weight_loader": _leave_in_pool})
-            # gpt-oss's loader does not call the loader: it copies all experts at once
-            parameter.copy_ = partial(_leave_in_pool, return_success=True)
-        self._parameters = tuple(shapes)
-        for name in self._stored_beside:
-            parameter = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-            layer.register_parameter(name, parameter)
-            set_weight_attrs(parameter, {"weight_loader": _leave_in_pool})
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        for name in self._parameters:
-            del getattr(layer, name).copy_
-        for name in self._stored_beside:
-            delattr(layer, name)
         self.ndp_layer_name = self._worker.attach(layer)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
@@ -144,26 +128,15 @@ class NdpMoEMethod(FusedMoEMethodBase):
         name = self.ndp_layer_name
         assert name is not None
         runs_shared = shared_experts is not None and vllm_private.leaves_shared_experts_to_us(shared_experts, x)
+        # eager layers are called: an operator's dispatch costs 10 us
+        run, run_with_shared = _moe, _moe_shared
         if torch.compiler.is_compiling():
-            if not runs_shared:
-                return torch.ops.vllm_ndp.moe(x, topk_weights, topk_ids, name)
-            routed, shared = torch.ops.vllm_ndp.moe_shared(x, topk_weights, topk_ids, shared_experts_input, name)
-            vllm_private.put_output_of_shared_experts(shared_experts, shared)
-            return routed
-        layer = LAYERS[name]  # an operator's dispatch costs 10 us
+            run, run_with_shared = torch.ops.vllm_ndp.moe, torch.ops.vllm_ndp.moe_shared
         if not runs_shared:
-            return layer.run(x, topk_weights, topk_ids)
-        return layer.run(
-            x, topk_weights, topk_ids, partial(vllm_private.run_shared_experts, shared_experts, shared_experts_input)
-        )
-
-
-def _leave_in_pool(*args: Any, return_success: bool = False, **kwargs: Any) -> bool | None:
-    """Weight loader of the slots: experts are read from the pool when a plan asks for them, not at load."""
-    return True if return_success else None
-
-
-_leave_in_pool.supports_moe_loading = True  # type: ignore[attr-defined]  # vLLM's loaders look for it
+            return run(x, topk_weights, topk_ids, name)
+        routed, shared = run_with_shared(x, topk_weights, topk_ids, shared_experts_input, name)
+        vllm_private.put_output_of_shared_experts(shared_experts, shared)
+        return routed
 
 
 def _refuse_unsupported(layer: Any, moe: FusedMoEConfig) -> None:

@@ -155,17 +155,14 @@ class PriceProbe:
 
     def _streamed(self) -> tuple[int, ...]:
         """Rows of a prompt through an expert that has no slot: the fewest and the most, in between a straight line."""
-        few, many = self._through(ROWS[0]), self._through(ROWS[-1])
+
+        def run(rows: int) -> None:
+            ones = np.ones(rows, np.float32)
+            pairs = Pairs.of(np.arange(rows, dtype=np.int64), np.full(rows, self._next()), ones)
+            self._hot.stream(0, self._many[:rows], pairs, {})
+
+        few, many = (_least_ps(partial(run, rows)) for rows in (ROWS[0], ROWS[-1]))
         return tuple(few + (many - few) * (rows - ROWS[0]) // (ROWS[-1] - ROWS[0]) for rows in ROWS)
-
-    def _through(self, rows: int) -> int:
-        x, owner = self._many[:rows], np.arange(rows, dtype=np.int64)
-        weights = np.ones(rows, np.float32)
-
-        def run() -> None:
-            self._hot.stream(0, x, Pairs.of(owner, np.full(rows, self._next()), weights), {})
-
-        return _least_ps(run)
 
     def _asked_about(
         self, client: DeviceClient, widths: Sequence[int]

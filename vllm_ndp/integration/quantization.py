@@ -28,20 +28,8 @@ from vllm_ndp.integration.linear_layers import QuantizedHead, WholeLinearMethod
 if TYPE_CHECKING:
     from vllm_ndp.integration.assembly import Assembly
 
-STORED_BESIDE: Mapping[str, tuple[str, ...]] = {
-    "mxfp4": ("weight_scale",),
-    "gpt_oss_mxfp4": ("weight_scale",),
-    "fp8": ("weight_scale_inv", "weight_scale", "scale", "input_scale"),
-    "compressed-tensors": (
-        "weight_packed", "weight_scale", "weight_global_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
-        "input_scale", "input_global_scale",
-    ),
-    "gptq": ("qweight", "scales", "qzeros", "g_idx"),
-    "awq": ("qweight", "scales", "qzeros"),
-    "modelopt": ("weight_scale", "weight_scale_2", "input_scale"),
-    "auto-round": ("qweight", "scales", "qzeros", "g_idx"),
-}  # fmt: skip
-"""quant_method of a checkpoint that we serve -> what its experts have besides a weight, by vLLM's names."""
+_SERVED = ("mxfp4", "fp8", "compressed-tensors", "gptq", "awq", "modelopt", "auto-round")
+"""quant_method of a checkpoint that we serve."""
 _VLLM_SAYS: Mapping[str, tuple[str, ...]] = {
     "modelopt": ("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"),
     "auto-round": ("inc",),
@@ -80,10 +68,10 @@ class NdpConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> NdpConfig:
         method = str(config.get("quant_method", "unknown method"))
-        if method not in STORED_BESIDE:
+        if method not in (*_SERVED, "gpt_oss_mxfp4"):  # vLLM's name of gpt-oss's
             raise ConfigError(
                 f"the checkpoint is quantized by {method}, which is not served: give it in bfloat16, or in "
-                f"one of {', '.join(name for name in STORED_BESIDE if name != 'gpt_oss_mxfp4')}"
+                f"one of {', '.join(_SERVED)}"
             )
         known = _vllms_own(method, config)
         try:
@@ -116,8 +104,7 @@ class NdpConfig(QuantizationConfig):
         if isinstance(layer, RoutedExperts) and not assembly.has_every_layer:
             from vllm_ndp.integration.moe_method import NdpMoEMethod
 
-            stored_beside = STORED_BESIDE[self._method] if self._method is not None else ()
-            return NdpMoEMethod(layer.moe_config, stored_beside)
+            return NdpMoEMethod(layer.moe_config)
         if self._inner is None:
             return self._plain_method(assembly, layer, prefix)
         self._inner.packed_modules_mapping = self.packed_modules_mapping
@@ -191,15 +178,15 @@ class NdpConfig(QuantizationConfig):
         create_weights = method.create_weights
 
         def made(*args: Any, **kwargs: Any) -> None:
-            before = set(layer._parameters)
+            before = dict(layer.named_parameters(recurse=False))
             try:
                 create_weights(*args, **kwargs)
                 _refuse_missing_operator(method, layer)
                 assembly.stored_linears.kept.add(prefix)
             except _NO_KERNEL as error:
                 layer.quant_method = self._dequantized(assembly, layer, prefix, error)
-                for name in set(layer._parameters) - before:
-                    del layer._parameters[name]
+                for name in dict(layer.named_parameters(recurse=False)).keys() - before:
+                    delattr(layer, name)
                 layer.quant_method.create_weights(*args, **kwargs)
 
         method.create_weights = made

@@ -128,14 +128,6 @@ def leaves_shared_experts_to_us(shared_experts: Any, x: torch.Tensor) -> bool:
     return bool(order == SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
 
 
-@touches(_SHARED, "SharedExperts.forward")
-def run_shared_experts(shared_experts: Any, x: torch.Tensor) -> None:
-    """Run those that are left to us, with vLLM's bookkeeping."""
-    from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
-
-    shared_experts(x, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
-
-
 @touches(_SHARED, "SharedExperts._output_idx")
 def put_output_of_shared_experts(shared_experts: Any, output: torch.Tensor) -> None:
     """Leave what they gave where their own forward would have."""
