@@ -145,29 +145,29 @@ class Handler:
             request, tensors = codec.decode_request(frames[0], frames[1])
             message, answer = self._answer(client, request, tensors, waited_us)
             return codec.encode(message, answer, fixed_head=codec.has_fixed_head(frames[0]))
-        except DeviceError as error:
-            refusal = self._refusal(_id_of(frames), error.code, error.message, retryable=error.retryable)
-        except codec.VersionMismatch as error:
-            refusal = self._refusal(_id_of(frames), "version", str(error))
-        except RemoteProtocolError as error:
-            refusal = self._refusal(_id_of(frames), "bad_request", str(error), retryable=True)
-        except MemoryError:
-            refusal = self._refusal(
-                _id_of(frames), "out_of_memory", "not enough memory for this request", retryable=True
-            )
-        except NdpError as error:
-            refusal = self._refusal(_id_of(frames), "internal", str(error))
-        except Exception:
-            _log.exception("request %d failed", _id_of(frames))
-            refusal = self._refusal(_id_of(frames), "internal", "the device failed on this request; its log says why")
-        return codec.encode(refusal)
+        except Exception as error:
+            return codec.encode(self._refusal(codec.peek_id(frames[0]) if frames else 0, error))
 
     def forget(self, client: bytes) -> None:
         """Its connection is gone."""
         self._clients.pop(client, None)
 
-    def _refusal(self, request_id: int, code: str, message: str, *, retryable: bool = False) -> msg.Refusal:
+    def _refusal(self, request_id: int, error: Exception) -> msg.Refusal:
+        """request_id: from the first frame, 0 where it shows none."""
         self.num_refused += 1
+        code, message, retryable = "internal", str(error), False
+        match error:
+            case DeviceError():
+                code, message, retryable = error.code, error.message, error.retryable
+            case codec.VersionMismatch():
+                code = "version"
+            case RemoteProtocolError():
+                code, retryable = "bad_request", True
+            case MemoryError():
+                code, message, retryable = "out_of_memory", "not enough memory for this request", True
+            case _ if not isinstance(error, NdpError):
+                _log.error("request %d failed", request_id, exc_info=error)
+                message = "the device failed on this request; its log says why"
         # In bytes: what a peer sent may be quoted, and a header that is too long could not be sent.
         text = message[:1024].encode(errors="replace")[:_MAX_REFUSAL_BYTES].decode(errors="ignore")
         return msg.Refusal(request_id, incarnation=self.incarnation, code=code, message=text, retryable=retryable)
@@ -340,8 +340,3 @@ class Handler:
             served=self._served,
             **self._facts,
         )
-
-
-def _id_of(frames: codec.Frames) -> int:
-    """Id of a refused request, from its first frame (0: none); a served request is decoded with its id."""
-    return codec.peek_id(frames[0]) if frames else 0

@@ -1,8 +1,5 @@
 """Sizes of a model in its config.json: decoder layers, shared and routed experts, vocabulary.
 
-    whole_model     a checkpoint whose experts were found among its tensors, and the rest from its config.json
-    public_model    everything from config.json: for published models that are not here (timing/public_models.py)
-
 The keys are those that transformers and vLLM read; a family that spells a size in a new way adds its spelling to
 checkpoint/spellings.py.
 """
@@ -73,7 +70,7 @@ def whole_model(
 
 
 def public_model(name: str, config: Mapping[str, Any]) -> WholeModel:
-    """The model of a config.json alone, in bfloat16."""
+    """The model of a config.json alone, in bfloat16: one that is published and not here (timing/public_models.py)."""
     read = _Config(name, config)
     moe_layers = read.moe_layers()
     if not moe_layers:

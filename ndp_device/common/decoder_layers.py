@@ -1,12 +1,5 @@
 """GPU work in one decoder layer beside its routed experts, by sizes: attention of each form, a dense FFN.
 
-    GroupedQuery   keys and values of every token are cached, all of them or those of a window or chunk
-    Latent         multi-head latent attention: one compressed vector per token is cached (DeepSeek, Kimi)
-    GatedDelta     linear attention: a state of fixed size per request instead of a cache (Qwen3-Next)
-    StateSpace     Mamba-2, the same for state-space models (Granite hybrid)
-    SelectiveScan  Mamba-1 (Jamba)
-    Convolution    a gated short convolution (LFM2)
-
 Every form gives the same figures: its projections, its cache per token, its state per request, and the FLOPs on top of
 the projections. Norms, biases and rotary embeddings are left out: below a thousandth of a layer.
 """
@@ -101,7 +94,9 @@ class GroupedQuery(_Form, frozen=True, kw_only=True):
 
 
 class Latent(_Form, frozen=True, kw_only=True):
-    """Multi-head latent attention. query_rank 0: queries are not compressed.
+    """Multi-head latent attention (DeepSeek, Kimi): one compressed vector per token is cached.
+
+    query_rank 0: queries are not compressed.
 
     With an indexer (DeepSeek-V3.2) a row attends to `index_reach` tokens that a small attention finds, and 0 means all.
     A layer without index_heads attends to what the layer before has found.
@@ -158,7 +153,7 @@ class Latent(_Form, frozen=True, kw_only=True):
 
 
 class GatedDelta(_Form, frozen=True, kw_only=True):
-    """Gated delta rule: a key_dim x value_dim matrix per value head, behind a short convolution."""
+    """Gated delta rule (Qwen3-Next): a key_dim x value_dim matrix per value head, behind a short convolution."""
 
     num_key_heads: int
     num_value_heads: int
@@ -193,7 +188,7 @@ class GatedDelta(_Form, frozen=True, kw_only=True):
 
 
 class StateSpace(_Form, frozen=True, kw_only=True):
-    """Mamba-2: a head_dim x state matrix per head, behind a short convolution."""
+    """Mamba-2 (Granite hybrid): a head_dim x state matrix per head, behind a short convolution."""
 
     num_heads: int
     head_dim: int
@@ -224,7 +219,7 @@ class StateSpace(_Form, frozen=True, kw_only=True):
 
 
 class SelectiveScan(_Form, frozen=True, kw_only=True):
-    """Mamba-1: `state` numbers per inner channel, behind a short convolution."""
+    """Mamba-1 (Jamba): `state` numbers per inner channel, behind a short convolution."""
 
     inner: int
     state: int
@@ -250,7 +245,7 @@ class SelectiveScan(_Form, frozen=True, kw_only=True):
 
 
 class Convolution(_Form, frozen=True, kw_only=True):
-    """A short convolution over `inner` channels, gated before and after."""
+    """A short convolution over `inner` channels, gated before and after (LFM2)."""
 
     inner: int
     kernel: int

@@ -1,15 +1,5 @@
 """Every error this package raises on purpose, in one tree.
 
-    NdpError
-    ├── ConfigError            a setting is impossible; says which, what came, what is allowed
-    ├── ReplicaError           a replica or checkpoint file is damaged, foreign or incomplete; names the file
-    ├── ProtocolError          the rules of the wire were broken
-    │   ├── LocalProtocolError     … by us
-    │   └── RemoteProtocolError    … by the peer
-    ├── DeviceError            the device answered with a typed error (code, retryable)
-    ├── DeviceUnavailable      no valid answer within the deadline
-    └── TraceError             a trace is damaged or belongs to another model
-
 Messages are one sentence: what was wanted, what came, what to change.
 """
 

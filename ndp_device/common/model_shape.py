@@ -1,8 +1,4 @@
-"""Sizes of a Mixture-of-Experts model. Values only: no file, no torch, no time.
-
-- ModelShape: the routed experts, all that a device, a plan and a replica directory know of a model
-- WholeModel: also the GPU's work beside them: decoder layers (decoder_layers.py), shared experts, output projection
-"""
+"""Sizes of a Mixture-of-Experts model. Values only: no file, no torch, no time."""
 
 from __future__ import annotations
 
@@ -35,7 +31,8 @@ def _check_sizes(model: ModelShape, *names: str) -> None:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of one Mixture-of-Experts model: L layers, E experts, top_k of them per token, H x I weights."""
+    """The routed experts, all that a device, a plan and a replica directory know of a model: L layers, E experts, top_k
+    of them per token, H x I weights."""
 
     name: str
     num_layers: int

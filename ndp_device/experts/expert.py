@@ -250,8 +250,7 @@ class Fp4Matrix:
 
     def at_rows(self, rows: slice) -> Fp4Matrix:
         """Some of its rows, in this order."""
-        of_rows = None if self.of_rows is None else self.of_rows[rows]
-        return Fp4Matrix(self.codes[rows], self.scales[rows], of_rows)
+        return Fp4Matrix(self.codes[rows], self.scales[rows], None if self.of_rows is None else self.of_rows[rows])
 
     def above(self, other: Fp4Matrix) -> Fp4Matrix | None:
         """Both as one matrix; None where they have scales of two kinds."""

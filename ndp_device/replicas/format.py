@@ -470,28 +470,17 @@ def write_whole(path: Path, parts: Iterable[Part]) -> None:
 def load_losses(replicas_dir: Path, kind: str) -> tuple[NDArray[np.float64], NDArray[np.float64] | None, float | None]:
     """(losses [L, E, columns], weights of layers [L], nats of a weight of 1) of one kind, relative or absolute.
 
+    One column for each of widths.loss_columns, NaN for an absent width. Never rising with bits: where few held-out
+    tokens made a wider replica look worse, it counts as its narrower one.
+
     Weights say what the same relative loss in each layer does to the answer, mean 1. None where that was not measured,
     and for absolute losses.
     """
-    absolute, relative = load_loss_table(replicas_dir)
-    if kind != "relative":
-        return absolute, None, None
-    manifest = read_manifest(replicas_dir)
-    weights = np.array(manifest.layer_weights) if manifest.layer_weights else None
-    return relative, weights, manifest.nats_per_loss
-
-
-def load_loss_table(replicas_dir: Path) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(loss, relative loss) of a replica directory, each [L, E, columns], one for each of widths.loss_columns, NaN for
-    an absent width.
-
-    Never rising with bits: where few held-out tokens made a wider replica look worse, it counts as its narrower one.
-    """
     files = ReplicaFiles(replicas_dir, check_contents=False)
-    losses = [files.layer_losses(layer) for layer in range(files.manifest.model.num_layers)]
-    loss, relative = (np.stack(tables) for tables in zip(*losses, strict=True))
-    absent = np.isnan(loss)
-    for table in (loss, relative):
-        table[:] = np.fmin.accumulate(table, axis=-1)
-        table[absent] = np.nan
-    return loss, relative
+    both = [files.layer_losses(layer) for layer in range(files.manifest.model.num_layers)]
+    losses = np.stack([relative if kind == "relative" else loss for loss, relative in both])
+    losses = np.where(np.isnan(losses), np.nan, np.fmin.accumulate(losses, axis=-1))
+    if kind != "relative":
+        return losses, None, None
+    weights = np.array(files.manifest.layer_weights) if files.manifest.layer_weights else None
+    return losses, weights, files.manifest.nats_per_loss

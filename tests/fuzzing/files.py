@@ -28,7 +28,7 @@ from ndp_device.checkpoint.files import INDEX, model_digest, read_config
 from ndp_device.checkpoint.spellings import text_config
 from ndp_device.model_config import whole_model
 from ndp_device.replicas.checkpoint import CheckpointExperts
-from ndp_device.replicas.format import MANIFEST, ReplicaFiles, load_loss_table
+from ndp_device.replicas.format import MANIFEST, ReplicaFiles, load_losses
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import field_types, load_hardware
 from vllm_ndp.config import NdpSettings
@@ -122,7 +122,7 @@ def _read_replicas(path: Path) -> object:
 
 
 def _read_replicas_unchecked(path: Path) -> object:
-    return _every_expert(ReplicaFiles(path, check_contents=False)), load_loss_table(path)
+    return _every_expert(ReplicaFiles(path, check_contents=False)), load_losses(path, "relative")
 
 
 def _every_expert(files: ReplicaFiles) -> object:

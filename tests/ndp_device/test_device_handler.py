@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from reference_kernel import REFERENCE
 from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS
 
-from ndp_device.common.errors import ConfigError, DeviceError
+from ndp_device.common.errors import ConfigError, DeviceError, NdpError
 from ndp_device.common.widths import PLAN_BITS
 from ndp_device.experts.expert import WHOLE, Part
 from ndp_device.handler import MAX_PARTS, MAX_SESSIONS, Handler
@@ -293,17 +294,28 @@ def test_garbage_gets_exactly_one_typed_refusal(frames: list[bytes]) -> None:
     handler.incarnation, handler.num_refused = "i", 0
     reply, _ = codec.decode_reply(*handler.reply(b"x", frames, frames[-1] if frames else b""))
     assert isinstance(reply, msg.Refusal)
-    assert reply.code == "bad_request"
+    assert (reply.code, reply.retryable) == ("bad_request", True)
     assert handler.num_refused == 1
 
 
-def test_a_failure_inside_the_device_is_a_refusal_without_its_text(
-    handler: Handler, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "said", "again"),
+    [
+        (TypeError("secret"), "internal: the device failed on this request; its log says why", False),
+        (NdpError("said"), "internal: said", False),
+        (MemoryError("secret"), "out_of_memory: not enough memory for this request", True),
+        (codec.VersionMismatch("said"), "version: said", False),
+        (DeviceError("busy", "said", retryable=True), "busy: said", True),
+    ],
+)
+def test_a_failure_inside_the_device_is_a_refusal_without_the_text_of_others(
+    handler: Handler, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str, again: bool
 ) -> None:
     caller = Caller(handler).ready()
-    monkeypatch.setattr(handler._kernel, "execute", None)
-    with pytest.raises(DeviceError, match="internal: the device failed on this request"):
+    monkeypatch.setattr(handler._kernel, "execute", Mock(side_effect=error))
+    with pytest.raises(DeviceError, match=f"^{said}$") as refused:
         caller.execute(pairs([0], [0], [4]))
+    assert refused.value.retryable == again
 
 
 def test_impossible_settings_are_one_sentence() -> None:

@@ -142,12 +142,12 @@ def _print_summary(manifest: Manifest, out: Path, started: float) -> None:
     from rich.table import Table
 
     from ndp_device.common.widths import REPLICA_WIDTHS
-    from ndp_device.replicas.format import load_loss_table
+    from ndp_device.replicas.format import load_losses
     from vllm_ndp.operating.sizing import human
 
     seconds, size = time.monotonic() - started, sum(file.num_bytes for file in manifest.layers.values())
     experts = manifest.model.num_layers * manifest.model.num_experts
-    _, relative = load_loss_table(out)
+    relative, _, _ = load_losses(out, "relative")
     lost = {bits: float(np.mean(relative[..., REPLICA_WIDTHS.index(bits)])) for bits in manifest.bits}
     print(f"{experts} experts, {manifest.source}, {human(size)} in {out}, {seconds:.1f} s")
     table = Table()

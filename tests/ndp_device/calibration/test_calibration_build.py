@@ -27,7 +27,7 @@ from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix, to_float32
 from ndp_device.replicas.checkpoint import CheckpointExperts
-from ndp_device.replicas.format import ReplicaFiles, load_loss_table
+from ndp_device.replicas.format import ReplicaFiles, load_losses
 
 SHIPPED = MODEL.with_name("tiny-mixtral-replicas")
 SEQUENCES, LENGTH = 16, 64
@@ -216,8 +216,8 @@ def test_independent_codes_are_written_read_and_lose_no_more_than_nested_ones(
     build: Callable[..., Any], built: Path, tmp_path: Path
 ) -> None:
     build(tmp_path / "out", solver="independent", bits=(2, 4))
-    _, independent = load_loss_table(tmp_path / "out")
-    _, nested = load_loss_table(built)
+    independent, _, _ = load_losses(tmp_path / "out", "relative")
+    nested, _, _ = load_losses(built, "relative")
     assert np.isnan(independent[..., [0, 2]]).all()
     for bits in (2, 4):
         assert independent[..., bits - 1].mean() < nested[..., bits - 1].mean()
@@ -343,7 +343,7 @@ def test_the_shipped_replicas_are_of_the_shipped_model_and_lose_what_they_say() 
     text = MODEL / "calibration.txt"
     assert files.manifest.source == "calibrated"
     assert files.manifest.calibration["blake2b"] == file_digest(text.read_bytes())
-    _, relative = load_loss_table(SHIPPED)
+    relative, _, _ = load_losses(SHIPPED, "relative")
     assert relative.shape == (4, 8, 4)
     assert (np.diff(relative, axis=-1) < 0).all()
     # 1, 2, 3, 4 bits; docs/replica-format.md has the measured means

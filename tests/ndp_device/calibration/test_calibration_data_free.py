@@ -26,7 +26,7 @@ from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import REPLICA_WIDTHS, WIDTHS
 from ndp_device.experts.expert import FullExpert, QuantizedExpert, QuantizedMatrix, pack, to_float32
 from ndp_device.replicas.checkpoint import CheckpointExperts
-from ndp_device.replicas.format import ReplicaFiles, load_loss_table, read_manifest
+from ndp_device.replicas.format import ReplicaFiles, load_losses, read_manifest
 from ndp_device.replicas.store import ExpertStore
 
 ALL_WIDTHS = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
@@ -339,12 +339,11 @@ def test_8_bits_stand_beside_nested_widths_that_stay_what_they_were(
 
 
 def test_the_loss_at_8_bits_is_measured_and_a_hundredth_of_that_at_4(replicas_dir: Path, narrow: Path) -> None:
-    loss, relative = load_loss_table(replicas_dir)
+    loss, relative = (load_losses(replicas_dir, kind)[0] for kind in ("absolute", "relative"))
     assert loss.shape[2] == relative.shape[2] == 5
     assert (relative[..., 4] < relative[..., 3] / 50).all()
     assert (relative[..., 4] > 0).all()
-    assert load_loss_table(narrow)[1].shape[2] == 4
-    assert np.array_equal(load_loss_table(narrow)[1], relative[..., :4])
+    assert np.array_equal(load_losses(narrow, "relative")[0], relative[..., :4])
 
 
 def test_replicas_without_8_bits_refuse_them_in_one_sentence(narrow: Path, model_dir: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from ndp_device.replicas.format import (
     LayerReplicas,
     ReplicaFiles,
     layer_file_name,
-    load_loss_table,
+    load_losses,
     read_manifest,
     safetensors_parts,
     write_layer,
@@ -59,8 +59,9 @@ def test_every_width_is_a_prefix_of_the_widest(built: Path) -> None:
 
 
 def test_a_wider_replica_is_never_further_from_the_weights(built: Path) -> None:
-    loss, relative = load_loss_table(built)
+    loss, relative = (load_losses(built, kind)[0] for kind in ("absolute", "relative"))
     assert loss.shape == relative.shape == (LAYERS, EXPERTS, 4)
+    assert (loss != relative).all()
     assert (loss > 0).all()
     assert (np.diff(loss, axis=-1) < 0).all()
     assert relative[..., 3].max() < 0.05 < relative[..., 0].min() < 1
@@ -124,7 +125,7 @@ def test_a_build_of_some_widths_offers_those_only(model_dir: Path, tmp_path: Pat
     build_data_free(model_dir, tmp_path / "out", bits=(3, 2), group_size=8, show_progress=False)
     store = ExpertStore(None, tmp_path / "out", kernel=REFERENCE)
     assert store.widths == {2, 3}
-    loss, _ = load_loss_table(tmp_path / "out")
+    loss, _, _ = load_losses(tmp_path / "out", "absolute")
     assert np.isnan(loss[..., [0, 3]]).all()
     assert np.isfinite(loss[..., [1, 2]]).all()
     with pytest.raises(ReplicaError, match="cannot be had at 4 bits"):
@@ -339,7 +340,7 @@ def test_biases_and_activation_travel_with_the_replicas(clamped: tuple[Path, Pat
             np.testing.assert_array_equal(getattr(replica.biases, part), getattr(full.biases, part))
         errors.append(np.linalg.norm(kernel.execute(x, [kernel.prepare(replica)], *pair) - wanted))
     assert errors[3] < errors[2] < errors[0]
-    loss, _ = load_loss_table(out)
+    loss, _, _ = load_losses(out, "absolute")
     assert (np.diff(loss, axis=-1) < 0).all()
 
 
