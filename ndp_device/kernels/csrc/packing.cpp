@@ -153,27 +153,27 @@ Packed pack_scaled(ThreadPool& pool, Geometry& geometry, const uint8_t* codes, c
         std::atomic<bool> fits{true};
         pool.run(geometry.units(), [&](int unit, int) {
             std::memset(packed.meta->data() + unit * meta_bytes, 0, meta_bytes);
-            for (int r = 0; r < kUnitRows && fits; ++r) {
-                const int row = geometry.source_row(unit, r);
-                for (int g = 0; g < groups && row >= 0; ++g) {
+            int row_of[kUnitRows];
+            for (int r = 0; r < kUnitRows; ++r) row_of[r] = geometry.source_row(unit, r);
+            for (int g = 0; g < groups && fits; ++g)  // all rows of a group: their words lie side by side
+                for (int r = 0; r < kUnitRows; ++r) {
+                    const int row = row_of[r], words = std::min(of_group, chunks - g * of_group) * 4;
                     const ptrdiff_t first = row * per_row + g * (group / COLUMNS);
                     const int count = std::min<int>(group, geometry.cols - g * group) / COLUMNS;
                     uint8_t* block = packed.meta->data() + unit * meta_bytes + (g * kUnitBlocks + r / kBlockRows) * kBlockBytes;
-                    if (!write_scales<COLUMNS>(codes + first * (COLUMNS / 2), scales + first, count, group,
-                                               of_rows ? of_rows[row] : 1.0f, block, r % kBlockRows))
+                    if (row >= 0 && !write_scales<COLUMNS>(codes + first * (COLUMNS / 2), scales + first, count, group,
+                                                           of_rows ? of_rows[row] : 1.0f, block, r % kBlockRows))
                         fits = false;
+                    uint8_t* to = packed.codes->data() + unit * code_bytes + r / kBlockRows * 64 + r % kBlockRows * 4 +
+                                  static_cast<ptrdiff_t>(g) * of_group * 4 * kUnitBlocks * 64;
+                    for (int i = 0; i < words; ++i, to += kUnitBlocks * 64) {  // words of 8 columns, two steps each
+                        uint32_t word = 0;
+                        if (row >= 0 && i * 8 < group && scales[first + i * 8 / COLUMNS] >= kFp4Least<COLUMNS>)
+                            std::memcpy(&word, codes + first * (COLUMNS / 2) + i * 4, 4);
+                        word = spread(word & 0xffffu) | spread(word >> 16) << 4;
+                        std::memcpy(to, &word, 4);
+                    }
                 }
-                uint8_t* to = packed.codes->data() + unit * code_bytes + r / kBlockRows * 64 + r % kBlockRows * 4;
-                for (int i = 0; i < chunks * 4; ++i, to += kUnitBlocks * 64) {  // words of 8 columns, two steps each
-                    const int in_group = i % (of_group * 4) * 8;
-                    const ptrdiff_t col = static_cast<ptrdiff_t>(i / (of_group * 4)) * group + in_group;
-                    uint32_t word = 0;
-                    if (row >= 0 && in_group < group && scales[row * per_row + col / COLUMNS] >= kFp4Least<COLUMNS>)
-                        std::memcpy(&word, codes + (static_cast<ptrdiff_t>(row) * geometry.cols + col) / 2, 4);
-                    word = spread(word & 0xffffu) | spread(word >> 16) << 4;
-                    std::memcpy(to, &word, 4);
-                }
-            }
         });
         if (fits) return packed;
     }
