@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ndp_device import _commands
 from ndp_device.common.errors import ConfigError
-from ndp_device.timing.dram_controller import Controller, StreamMap
+from ndp_device.timing.dram_controller import Controller
 from ndp_device.timing.spec import DramSpec
 from ndp_device.timing.work import PS_PER_S, ceil_div
 
@@ -77,9 +77,8 @@ def idle_ps(dram: DramSpec, case: str) -> int:
         raise ConfigError(f"idle case must be one of {', '.join(IDLE_CASES)}, got {case!r}")
     if dram.kind == "ideal":
         return stream(dram, 1, 0).total_ps
-    lines = StreamMap(dram)
-    controller = Controller(replace(dram, refresh="off"), lines, 1)
-    bank, row = lines.at(0)
+    controller = Controller(replace(dram, refresh="off"), 1)
+    bank, row = dram.place(0)
     if case != "closed":
         controller.channel.open_rows[bank] = row if case == "hit" else row + 1
     return dram.cycles_to_ps(controller.run() + _OFFER_CYCLES)
@@ -96,7 +95,7 @@ def transfer(dram: DramSpec, num_bytes: int) -> Transfer:
         count = max(8, min(_SIMULATED_LINES // lines, 1024))
         # the simulation begins at the last refresh that falls due before the start
         starts = [0] if dram.refresh == "off" else _middles(dram.refi, count)
-        times = [dram.cycles_to_ps(_exact_cycles(dram, StreamMap(dram), lines, start=start)) for start in starts]
+        times = [dram.cycles_to_ps(_exact_cycles(dram, lines, start=start)) for start in starts]
     else:
         interval, count = closed_form(dram).refresh_interval, 256
         times = [stream(dram, lines, dram.cycles_to_ps(start)).total_ps for start in _middles(interval, count)]
@@ -110,8 +109,8 @@ def _middles(interval: int, count: int) -> list[int]:
     return [(2 * part + 1) * interval // (2 * count) for part in range(count)]
 
 
-def _exact_cycles(dram: DramSpec, lines: StreamMap, end: int, *, to_refresh: int = 0, start: int = 0) -> int:
-    return Controller(dram, lines, end, to_refresh=to_refresh, start=start).run() + _OFFER_CYCLES
+def _exact_cycles(dram: DramSpec, end: int, *, to_refresh: int = 0, start: int = 0) -> int:
+    return Controller(dram, end, to_refresh=to_refresh, start=start).run() + _OFFER_CYCLES
 
 
 # -- the closed form ---------------------------------------------------------------------------------------------------
@@ -133,23 +132,23 @@ class _Constants(NamedTuple):
 
 def constants_of(dram: DramSpec) -> _Constants:
     """Those of banks, not of an ideal DRAM."""
-    still, lines = replace(dram, refresh="off"), StreamMap(dram)
-    ramp = tuple(_exact_cycles(still, lines, end) if end else 0 for end in range(_RAMP_LINES + 1))
-    rank_lines = lines.row_span // dram.ranks
-    after_rank = _exact_cycles(still, lines, _RAMP_LINES + rank_lines)
+    still = replace(dram, refresh="off")
+    ramp = tuple(_exact_cycles(still, end) if end else 0 for end in range(_RAMP_LINES + 1))
+    rank_lines = dram.row_span // dram.ranks
+    after_rank = _exact_cycles(still, _RAMP_LINES + rank_lines)
     pace, data_cycles = (after_rank - ramp[-1], rank_lines), dram.cl + dram.burst
     if dram.refresh == "off":
-        first_pass = max(lines.row_span, _RAMP_LINES)
-        once, twice = (_exact_cycles(still, lines, passes * first_pass) for passes in (1, 2))
+        first_pass = max(dram.row_span, _RAMP_LINES)
+        once, twice = (_exact_cycles(still, passes * first_pass) for passes in (1, 2))
         return _Constants(ramp, pace, first_pass, (twice - once, first_pass), (0, 1), data_cycles, 0, 0, 0)
-    loss = _refresh_loss(dram, lines)
+    loss = _refresh_loss(dram)
     blocked = dram.ranks - 1 + dram.rfc - (dram.act_cycles - 1)
     return _Constants(ramp, pace, _NEVER, pace, loss, data_cycles, dram.refi, blocked, rows_reopened=dram.bank_groups)
 
 
-def _refresh_loss(dram: DramSpec, lines: StreamMap) -> tuple[int, int]:
+def _refresh_loss(dram: DramSpec) -> tuple[int, int]:
     """One all-bank refresh in the middle of a stream: the mean over moments that meet every phase of the burst."""
     end = 8 * _RAMP_LINES
-    alone = _exact_cycles(replace(dram, refresh="off"), lines, end)
+    alone = _exact_cycles(replace(dram, refresh="off"), end)
     moments = [alone // 2 + sample * (dram.burst + 1) for sample in range(_LOSS_SAMPLES)]
-    return sum(_exact_cycles(dram, lines, end, to_refresh=due) - alone for due in moments), _LOSS_SAMPLES
+    return sum(_exact_cycles(dram, end, to_refresh=due) - alone for due in moments), _LOSS_SAMPLES

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ndp_device.timing.spec import DramSpec
 
@@ -99,38 +98,14 @@ class Channel:
             self.open_rows[bank : bank + dram.banks] = [None] * dram.banks
 
 
-@dataclass(frozen=True)
-class StreamMap:
-    """Bank and row of every line of one sequential stream from the beginning of a channel.
-
-    Lowest bits first: bank group, column, bank, rank, row.
-    """
-
-    dram: DramSpec
-
-    @property
-    def row_span(self) -> int:
-        """Lines of one row of every bank."""
-        return self.dram.ranks * self.dram.banks * self.dram.lines_per_row
-
-    def at(self, position: int) -> tuple[int, int]:
-        dram = self.dram
-        rest, group = divmod(position, dram.bank_groups)
-        rest, bank = divmod(rest // dram.lines_per_row, dram.banks_per_group)
-        row, rank = divmod(rest, dram.ranks)
-        return (rank * dram.bank_groups + group) * dram.banks_per_group + bank, row
-
-
 class Controller:
     """Serves lines [0, end) on a channel with every row closed."""
 
-    def __init__(self, dram: DramSpec, lines: StreamMap, end: int, *, to_refresh: int = 0, start: int = 0) -> None:
+    def __init__(self, dram: DramSpec, end: int, *, to_refresh: int = 0, start: int = 0) -> None:
         """Cycles until the next refresh falls due, and until the scheduler sees the first line."""
         self.dram = dram
         self.channel = Channel(dram)
-        self.lines = lines
         self.end = end
-        self.in_flight_limit = dram.outstanding
         self.now = 0
         self.start = start
         self.offered = 0
@@ -154,12 +129,12 @@ class Controller:
         if self.now < self.start:
             return
         room = min(self.dram.queue_entries - self.queued, self.end - self.offered)
-        if self.in_flight_limit:
+        if self.dram.outstanding:
             while self.returns and self.returns[0] < self.now:
                 self.returns.popleft()
-            room = min(room, self.in_flight_limit - self.queued - len(self.active) - len(self.returns))
+            room = min(room, self.dram.outstanding - self.queued - len(self.active) - len(self.returns))
         for _ in range(room):
-            bank, row = self.lines.at(self.offered)
+            bank, row = self.dram.place(self.offered)
             self.queue.setdefault(bank, {}).setdefault(row, deque()).append(self.offered)
             self.queued += 1
             self.offered += 1
@@ -176,7 +151,7 @@ class Controller:
             self._activate_second()
             return
         wake = self.next_refresh if self.now >= self.start else min(self.next_refresh, self.start)
-        if self.in_flight_limit and self.returns:
+        if self.dram.outstanding and self.returns:
             wake = min(wake, self.returns[0] + 1)
         if wake <= at:
             self.now = wake
@@ -225,7 +200,7 @@ class Controller:
 
     def _take(self, number: int) -> int:
         """Take the oldest request for its row out of the queue; which row that is."""
-        bank, row = self.lines.at(number)
+        bank, row = self.dram.place(number)
         rows = self.queue[bank]
         rows[row].popleft()
         if not rows[row]:
@@ -246,6 +221,6 @@ class Controller:
             self.now += 1
         channel.issue(READ, bank, self.now)
         self.last_return = self.now + channel.read_to_data
-        if self.in_flight_limit:
+        if self.dram.outstanding:
             self.returns.append(self.last_return)
         return True

@@ -118,10 +118,10 @@ class DramSpec(_Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ranks * self.banks * self.lines_per_row > MAX_ROW_SPAN:
+        if self.row_span > MAX_ROW_SPAN:
             raise ConfigError(
                 f"dram.ranks x bank_groups x banks_per_group x lines_per_row must be at most {MAX_ROW_SPAN}, got "
-                f"{self.ranks * self.banks * self.lines_per_row}"
+                f"{self.row_span}"
             )
         if self.stripe_bytes % self.line_bytes:
             raise ConfigError(
@@ -142,6 +142,21 @@ class DramSpec(_Section):
     def banks(self) -> int:
         """Banks of one rank."""
         return self.bank_groups * self.banks_per_group
+
+    @property
+    def row_span(self) -> int:
+        """Lines of one row of every bank."""
+        return self.ranks * self.banks * self.lines_per_row
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Bank and row of a line of one sequential stream from the beginning of a channel.
+
+        Lowest bits first: bank group, column, bank, rank, row.
+        """
+        rest, group = divmod(position, self.bank_groups)
+        rest, bank = divmod(rest // self.lines_per_row, self.banks_per_group)
+        row, rank = divmod(rest, self.ranks)
+        return (rank * self.bank_groups + group) * self.banks_per_group + bank, row
 
     @property
     def peak_bytes_per_s(self) -> int:

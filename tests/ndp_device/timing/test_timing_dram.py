@@ -1,7 +1,7 @@
 """The DRAM model against arithmetic, against the cycles of a public simulator, and against itself."""
 
 import csv
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from paths import DATA
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.dram import channel_lines, idle_ps, stream, transfer
-from ndp_device.timing.dram_controller import Controller, StreamMap
+from ndp_device.timing.dram_controller import Controller
 from ndp_device.timing.spec import DramSpec, load_hardware
 
 DDR5 = load_hardware("h100-ndp512").dram
@@ -17,7 +17,7 @@ LPDDR5 = load_hardware("h100-ndp512-lpddr5").dram
 
 
 def exact(dram: DramSpec, lines: int, to_refresh: int) -> int:
-    return Controller(dram, StreamMap(dram), lines, to_refresh=to_refresh).run()
+    return Controller(dram, lines, to_refresh=to_refresh).run()
 
 
 def efficiency(num_bytes: int, dram: DramSpec) -> float:
@@ -62,7 +62,7 @@ def test_refresh_costs_its_own_time_and_reopening_the_rows() -> None:
 
 def test_the_map_puts_bank_group_lowest_then_column_bank_rank_row() -> None:
     """Eight bank groups, 128 lines, four banks, two ranks: the bank changes after 1024 lines, the rank after 4096."""
-    where = StreamMap(DDR5).at
+    where = DDR5.place
     assert where(0) == (0, 0)
     assert where(1) == (4, 0)  # the next bank group
     assert where(8) == (0, 0)  # the same row again
@@ -77,22 +77,18 @@ def test_lines_of_the_most_loaded_channel(num_bytes: int, lines: int) -> None:
     assert channel_lines(DDR5, num_bytes) == lines
 
 
-@dataclass(frozen=True)
-class LastRank:
-    """A stream that begins in the rank which is refreshed last."""
+class LastRank(DramSpec):
+    """Whose stream begins in the rank which is refreshed last."""
 
-    dram: DramSpec
-
-    def at(self, position: int) -> tuple[int, int]:
-        lines = StreamMap(self.dram)
-        return lines.at(position + lines.row_span // self.dram.ranks * (self.dram.ranks - 1))
+    def place(self, position: int) -> tuple[int, int]:
+        return super().place(position + self.row_span // self.ranks * (self.ranks - 1))
 
 
 @pytest.mark.parametrize("dram", [DDR5, replace(DDR5, rfc=1315), LPDDR5])
 def test_a_start_in_a_refresh_takes_what_the_simulation_says_to_the_cycle(dram: DramSpec) -> None:
     """Every start until the refresh is over everywhere, those just after, and some until the next falls due."""
     for start in [*range(dram.rfc + 10), *range(dram.rfc, dram.refi - 200, 97)]:
-        simulated = Controller(dram, LastRank(dram), 4, start=start).run() + 1
+        simulated = Controller(LastRank(**asdict(dram)), 4, start=start).run() + 1
         read = stream(dram, 4, -(-start * dram.tck_fs // 1000))
         assert (start, read.total_ps) == (start, dram.cycles_to_ps(simulated))
 
@@ -102,7 +98,7 @@ def test_a_stream_that_waits_for_one_refresh_may_meet_the_next_for_it(dram: Dram
     """Without the wait, these lines would have been read before the next falls due."""
     lines = (dram.refi - dram.rfc // 2) // dram.burst
     still = stream(replace(dram, refresh="off"), lines, 0).total_ps
-    simulated = Controller(dram, StreamMap(dram), lines)
+    simulated = Controller(dram, lines)
     cycles = simulated.run()
     assert simulated.refreshes == 2 * dram.ranks
     assert still < dram.cycles_to_ps(dram.refi)
@@ -115,7 +111,7 @@ def test_a_refresh_opens_again_as_many_rows_as_the_simulation_opens(
 ) -> None:
     """One of each bank group. Here it comes in the middle of them, so that no row would have been opened anyway."""
     still = replace(dram, refresh="off")
-    both = [Controller(one, StreamMap(one), lines, to_refresh=to_refresh) for one in (dram, still)]
+    both = [Controller(one, lines, to_refresh=to_refresh) for one in (dram, still)]
     for one in both:
         one.run()
     refreshed, undisturbed = (one.channel.activations for one in both)
@@ -174,5 +170,5 @@ def test_the_controller_takes_the_cycles_of_the_public_simulator(row: dict[str, 
         "dram.outstanding": row["outstanding"],
     }
     dram = load_hardware(row["preset"], **options).dram
-    cycles = Controller(dram, StreamMap(dram), int(row["lines"]), start=int(row["start_cycle"])).run()
+    cycles = Controller(dram, int(row["lines"]), start=int(row["start_cycle"])).run()
     assert cycles + 1 == int(row["cycles"])  # the scheduler sees a line in the cycle after the offer
