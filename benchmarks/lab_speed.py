@@ -100,7 +100,7 @@ def main() -> None:
     known, rest = split_requests(trace)
     prior, batches = popularity(known), Batches.of(rest)
     costs = Costs(load_hardware("h100-ndp512"), model_named(arguments.model))
-    costs.device_experts_ps(1)  # not part of any replay: asked once per model and hardware
+    costs.device_expert_ps(2, 1)  # not part of any replay: asked once per model and hardware
     options = ReplayOptions(
         policy=load_policy("prefill", PolicySettings(prior=prior)),
         budget=Budget(settings.num_experts // 2, 2.0),

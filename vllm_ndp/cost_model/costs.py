@@ -36,7 +36,6 @@ _REFRESH_PHASES = 16
 _LONG = 200
 """A command this many refresh intervals long meets one refresh more or less, which is below half a percent."""
 _REPEATS = 8
-_TABLE_BITS = FULL_PRECISION_BITS + 1
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -125,15 +124,6 @@ class Costs:
         at_8 = self.replica_bytes(BYTE_BITS) if self.has_bytes else 0
         scales = self.replica_bytes(widest) - ceil_div(self.shape.weights_per_expert * widest, 8)
         return self.replica_bytes(widest) + (widest - WIDTHS[0]) * scales + at_8
-
-    @_once
-    def device_experts_ps(self, max_tokens: int) -> NDArray[np.float64]:
-        """[bits, tokens]: what one more expert with that many rows adds to a command of the device."""
-        table = np.full((_TABLE_BITS, max_tokens + 1), np.nan)
-        table[:, 0] = 0.0
-        for bits in PLAN_BITS:
-            table[bits, 1:] = [self.device_expert_ps(bits, tokens) for tokens in range(1, max_tokens + 1)]
-        return table
 
     def device_expert_ps(self, bits: int, tokens: int) -> float:
         """Time that one more expert with `tokens` rows adds to a command of the device."""
@@ -253,7 +243,7 @@ class Costs:
     @_once
     def device_energy(self, max_tokens: int) -> NDArray[np.float64]:
         """[2, bits, tokens]: picojoules of DRAM and of scratchpads that one more expert with that many rows takes."""
-        table, rows = np.zeros((2, _TABLE_BITS, max_tokens + 1)), self.hardware.array.rows
+        table, rows = np.zeros((2, FULL_PRECISION_BITS + 1, max_tokens + 1)), self.hardware.array.rows
         for bits in PLAN_BITS:
             for tokens in range(1, max_tokens + 1):
                 table[:, bits, tokens] = self._expert_energy(bits, ceil_div(tokens, rows) * rows)

@@ -32,7 +32,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -272,16 +271,28 @@ def _line(at: Sequence[int], took: Sequence[int], least: int) -> tuple[int, int]
 @cache
 def kernel(card: str, *names: str) -> Kernel:
     """One kernel of a card; with several names, the rows of all."""
-    parts = [_read(card, name) for name in names]
-    return Kernel(
-        min(part.fastest_ps for part in parts),
-        sum((part.groups for part in parts), ()),
-        sum((part.places for part in parts), ()),
-        np.concatenate([part.sizes for part in parts]),
-        np.concatenate([part.base_ps for part in parts]),
-        np.concatenate([part.took_ps for part in parts]),
-        sum(part.num_left_out for part in parts),
-    )
+    preset, cache_bytes = CARDS[card]
+    gpu, best, there = load_hardware(preset).gpu, [], 0
+    groups, places, sizes, bases, took = [], [], [], [], []
+    for name in names:
+        series = _lines()[card, name]
+        fastest = min(ps for _, times in series for ps in times if ps)
+        best.append(fastest)
+        for shape, times in series:
+            there += sum(map(bool, times))
+            for at, ps in enumerate(times):
+                load = _measured(name, shape, at)
+                read = ceil_div(load.num_bytes * PS_PER_S, gpu.hbm_bytes_per_s)
+                warm = ps < read or (load.num_bytes <= cache_bytes and 4 * read > fastest)
+                if ps == 0 or warm or _disturbed(ps, times[at + 1 :]):
+                    continue
+                groups.append(shape)
+                places.append(at)
+                sizes.append(load.sizes)
+                bases.append(fastest + base_ps(load, gpu.hbm_bytes_per_s, gpu.flops_per_s))
+                took.append(ps)
+    arrays = [np.array(values, np.int64) for values in (sizes, bases, took)]
+    return Kernel(min(best), tuple(groups), tuple(places), arrays[0], arrays[1], arrays[2], there - len(groups))
 
 
 @cache
@@ -293,28 +304,6 @@ def _lines() -> dict[tuple[str, str], list[tuple[tuple[int, ...], list[int]]]]:
             ps = [0 if at == "-" else 1000 * int(at) for at in times.split()]
             found.setdefault((card, name), []).append((tuple(map(int, shape.split("x"))), ps))
     return found
-
-
-def _read(card: str, name: str) -> Kernel:
-    preset, cache_bytes = CARDS[card]
-    gpu, series = load_hardware(preset).gpu, _lines()[card, name]
-    fastest = min(ps for _, times in series for ps in times if ps)
-    groups, places, sizes, bases, took = [], [], [], [], []
-    for shape, times in series:
-        for at, ps in enumerate(times):
-            load = _measured(name, shape, at)
-            read = ceil_div(load.num_bytes * PS_PER_S, gpu.hbm_bytes_per_s)
-            warm = ps < read or (load.num_bytes <= cache_bytes and 4 * read > fastest)
-            if ps == 0 or warm or _disturbed(ps, times[at + 1 :]):
-                continue
-            groups.append(shape)
-            places.append(at)
-            sizes.append(load.sizes)
-            bases.append(fastest + base_ps(load, gpu.hbm_bytes_per_s, gpu.flops_per_s))
-            took.append(ps)
-    there = sum(map(bool, chain(*(times for _, times in series))))
-    arrays = [np.array(values, np.int64) for values in (sizes, bases, took)]
-    return Kernel(fastest, tuple(groups), tuple(places), arrays[0], arrays[1], arrays[2], there - len(groups))
 
 
 def _disturbed(ps: int, later: Sequence[int]) -> bool:

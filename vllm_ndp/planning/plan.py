@@ -96,12 +96,6 @@ class Placement:
         return np.where(own, np.uint8(32) + self.widths, self.hot.astype(np.uint8) + np.uint8(2) * self.warm)
 
     @property
-    def num_hot(self) -> NDArray[np.int64]:
-        """Hot experts of each layer, [L]."""
-        num_hot: NDArray[np.int64] = self.hot.sum(axis=1, dtype=np.int64)
-        return num_hot
-
-    @property
     def num_cold(self) -> NDArray[np.int64]:
         """Cold experts of each layer, [L]."""
         num_cold: NDArray[np.int64] = self.cold.sum(axis=1, dtype=np.int64)

@@ -46,9 +46,8 @@ def device_ps(costs: Costs, experts: list[tuple[int, int]], rows: int) -> float:
 def test_the_sum_over_experts_is_the_device_model_within_two_percent(model, experts):
     costs = Costs(load_hardware("h100-ndp512"), model_named(model))
     rows = max(tokens for _, tokens in experts)
-    table = costs.device_experts_ps(8)
     ours = costs.link_ps(rows, sum(t for _, t in experts)) + costs.device_fill_ps
-    ours += sum(table[bits, tokens] for bits, tokens in experts)
+    ours += sum(costs.device_expert_ps(bits, tokens) for bits, tokens in experts)
     assert ours == pytest.approx(device_ps(costs, experts, rows), rel=0.02)
 
 

@@ -69,7 +69,7 @@ def test_mondes_rounding_of_half_an_expert_decides_between_the_device_and_a_copy
     11 us, beside one on the device: 11.7 us of multiplying 3 M weights at 256 a ns, and its message. Of a single one,
     half is nothing or all: the device's 12.7 us or F + C = 11 us; cost takes the shorter."""
     costs, alone = machine(), machine(top_k=1)
-    device = costs.device_experts_ps(1)[16, 1] + costs.device_fill_ps + costs.link_ps(1, 1)
+    device = costs.device_expert_ps(16, 1) + costs.device_fill_ps + costs.link_ps(1, 1)
     assert 12 * US < device < 13 * US
     two = run("monde", trace(PROMPT, chosen([[0, 1]])), costs, 2, h_rounding="floor")
     assert two.moe_ps.ravel() == near([device])
@@ -84,11 +84,11 @@ def test_the_papers_layer_is_the_slower_of_its_hot_experts_and_the_device():
     batches = trace(PROMPT, chosen([[0, 1]], [[0, 2]], [[2, 3]]))
     costs = machine()
     outcome = run("context_aware", batches, costs, 2)
-    cold = costs.device_experts_ps(1)
+    cold = costs.device_expert_ps(2, 1)
     assert outcome.cold.bits == 2 * outcome.cold.pairs  # two cold experts that the prompt never used: equal
     message = costs.link_ps(1, 1) + costs.device_fill_ps
     two = costs.link_ps(1, 2) + costs.device_fill_ps
-    assert outcome.moe_ps.ravel() == near([2 * C, max(C, message + cold[2, 1]), two + 2 * cold[2, 1]])
+    assert outcome.moe_ps.ravel() == near([2 * C, max(C, message + cold), two + 2 * cold])
     assert (outcome.hot_pairs, outcome.cold.pairs) == (3, 3)
 
 
@@ -225,7 +225,7 @@ def test_daop_computes_predicted_cold_experts_a_layer_ahead():
 def test_pimoe_moves_the_longest_experts_to_the_gpu_while_that_shortens_the_layer():
     """0 and 1 on both sides. [0, 1]: on this machine both move, 2 C. [0, 2]: C beside 2 on the device."""
     costs = machine()
-    device = costs.device_experts_ps(1)[16, 1] + costs.device_fill_ps + costs.link_ps(1, 1)
+    device = costs.device_expert_ps(16, 1) + costs.device_fill_ps + costs.link_ps(1, 1)
     outcome = run("pimoe", trace(PROMPT, chosen([[0, 1]], [[0, 2]])), costs, 2)
     assert outcome.moe_ps.ravel() == near([2 * C, device])
     assert (outcome.hot_pairs, outcome.cold.pairs) == (3, 1)

@@ -46,7 +46,7 @@ def test_every_policy_makes_the_same_plan_twice_and_it_fits(name, bits):
 
     first, second = plans(), plans()
     for score, one, other in zip(scores, first, second, strict=True):
-        assert (one.placement.num_hot == 3).all()
+        assert (one.placement.hot.sum(axis=1) == 3).all()
         cold = one.bits.bits[one.placement.cold]
         spent = one.bits_read(score.values, score.weights) if bits in BY_BITS_READ else cold.mean()
         assert spent <= 1.5 + 1e-8

@@ -132,11 +132,11 @@ def as_bench_serve(tokens: Tokens, served: ServedRequest, goodput: Mapping[str, 
     return found
 
 
-def percentiles(tokens: Tokens, wanted: tuple[float, ...] = PERCENTILES) -> Iterator[Percentile]:
+def percentiles(tokens: Tokens) -> Iterator[Percentile]:
     """By nearest rank; none where there are no tokens."""
     latency = tokens.latency_ps
     order = np.argsort(latency, kind="stable")
-    for percent in wanted if len(order) else ():
+    for percent in PERCENTILES if len(order) else ():
         rank = max(-(-round(10 * percent) * len(order) // 1000), 1) - 1  # in whole numbers: 0.999 * 1000 is not 999
         token = int(order[rank])
         by_cause = dict(zip(CAUSES, tokens.causes_ps[token].tolist(), strict=True))

@@ -122,13 +122,12 @@ class _Rows:
         self._counts = np.diff(np.append(starts, len(order)))
         self._times = np.zeros(len(starts), np.int64)
         self._begin = np.searchsorted(request[starts], np.arange(len(trace.prompt_len) + 1))
-        first, last = position[starts], position[starts]
+        at = position[starts]
         self.cached: list[int] = []
         self.num_rows: list[int] = []
         for number, prompt_len in enumerate(trace.prompt_len.tolist()):
             here = slice(int(self._begin[number]), int(self._begin[number + 1]))
-            low = int(first[here].min(initial=prompt_len))
-            high = int(last[here].max(initial=-1)) + 1
+            low, high = int(at[here].min(initial=prompt_len)), int(at[here].max(initial=-1)) + 1
             if high - low != here.stop - here.start or high < prompt_len or prompt_len < 1:
                 raise TraceError(
                     f"request {number} has rows for {here.stop - here.start} of its positions "
@@ -247,14 +246,12 @@ def kv_room(costs: Costs, num_hot: int, requests: int, num_devices: int = 1) -> 
     """
     experts = beside_device_memory(costs, num_hot)
     one = Footprint.of(experts, costs.shape, 1, requests)
-    capacity = {place: int(costs.hardware.values()[CAPACITY_OF[place]]) for place in ("gpu", "device")}
-    capacity = {"gpu": capacity["gpu"] * costs.num_gpus, "device": capacity["device"] * num_devices}
-    changed = {CAPACITY_OF[place]: num_bytes for place, num_bytes in capacity.items()}
-    hardware = load_hardware(costs.hardware.preset, **costs.hardware.values() | changed)
+    known, (gpu, device) = costs.hardware.values(), (CAPACITY_OF[place] for place in ("gpu", "device"))
+    capacity = {gpu: int(known[gpu]) * costs.num_gpus, device: int(known[device]) * num_devices}
+    hardware = load_hardware(costs.hardware.preset, **known | capacity)
     one.require(hardware, f"{costs.shape.name} with K {num_hot}", "give fewer --hot-experts")
     held = Footprint.of(experts, costs.shape, 0, requests)
-    left = capacity["gpu"] - held.gpu
-    return left // (one.gpu - held.gpu)
+    return (capacity[gpu] - held.gpu) // (one.gpu - held.gpu)
 
 
 def _arrivals(trace: Trace, settings: LoadSettings, number: int, count: int) -> NDArray[np.int64]:

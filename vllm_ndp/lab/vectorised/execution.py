@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.common.widths import FULL_PRECISION_BITS, REPLICA_WIDTHS
+from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.cost_model.costs import Costs, each_case, each_ps
 from vllm_ndp.lab.vectorised.batches import Batches, add_up, sums_before
 from vllm_ndp.lab.vectorised.outcome import Cold, Outcome, Traffic, layer_factor
@@ -22,13 +22,10 @@ from vllm_ndp.planning.bitwidths import LossTable
 Prompts = NDArray[np.bool_] | Callable[[NDArray[np.int64]], NDArray[np.float64]]
 """Experts, [L, E] or [G, L, E], that the GPU holds while prompts stream the others; or counts [L, E] of a prompt ->
 [L], what the experts of each layer take."""
-SKIPPED = 254
+SKIPPED = FULL_PRECISION_BITS + 1
 LOSS_OF_SKIPPING = 1 / (1 - 2 / np.pi)
 """Loss of an expert that is not computed at all, in units of its loss at 1 bit, if only that is known. The best one-bit
 quantizer of a normal variable leaves 1 - 2 / pi of its energy (Max 1960); skipping leaves all of it."""
-_LOSS_COLUMN = np.zeros(256, np.int64)
-_LOSS_COLUMN[[*REPLICA_WIDTHS, SKIPPED]] = 1, 2, 3, 4, 5, 6
-"""Column of a width in gate_loss's table; column 0 loses nothing."""
 
 
 def run_pairs(
@@ -39,15 +36,17 @@ def run_pairs(
     Experts of one side run one after the other."""
     g, b, d, layers, _ = batches.shape
     exist = np.broadcast_to(batches.pairs, widths.shape)
-    by_width = np.nan_to_num(costs.device_experts_ps(b))
-    by_width[0] = each_ps(np.arange(b + 1), costs.gpu_expert_ps)
     # rows that chose the same expert at the same width share one read of it
     cell = np.arange(g * d * layers).reshape(g, 1, d, layers, 1)
     keys = ((cell * batches.num_experts + batches.ids) << 8) + widths
     distinct, counts = np.unique(keys[exist], return_counts=True)
     width = distinct & 255
     where = (distinct >> 8) // batches.num_experts
-    cost = by_width[width, counts]
+
+    def expert_ps(bits: int, tokens: int) -> float:
+        return costs.device_expert_ps(bits, tokens) if bits else costs.gpu_expert_ps(tokens)
+
+    cost, energy = each_case(width, counts, expert_ps), costs.device_energy(b)
     gpu, dev = (
         np.bincount(where, weights=cost * side, minlength=cell.size).astype(np.float64).reshape(g, d, layers)
         for side in (width == 0, width > 0)
@@ -55,8 +54,8 @@ def run_pairs(
     per_row = add_up((widths > 0) & exist)
     pairs, rows = per_row.sum(axis=1), (per_row > 0).sum(axis=1)
     dev += np.where(rows > 0, each_case(rows, pairs, costs.link_ps) + costs.device_fill_ps, 0.0)
-    reads = np.bincount(width * (b + 1) + counts, minlength=by_width.size).reshape(by_width.shape)
-    dram_pj, arrays_pj = (costs.device_energy(b) * reads).sum(axis=(1, 2))
+    reads = np.bincount(width * (b + 1) + counts, minlength=energy[0].size).reshape(energy[0].shape)
+    dram_pj, arrays_pj = (energy * reads).sum(axis=(1, 2))
     traffic = Traffic(
         hbm_bytes=float(reads[0].sum()) * costs.shape.expert_bytes,
         link_bytes=float(each_case(rows, pairs, costs.message_wire_bytes).sum()),
@@ -189,14 +188,13 @@ def gate_loss(batches: Batches, widths: NDArray[np.integer], known: LossTable) -
     In its own units because output energies of experts differ by many orders. An expert that serves only the first
     token of a text can outweigh all others together. 0 in full precision.
     """
-    columns, (layers, experts) = _LOSS_COLUMN.take(widths), known.mse.shape[:2]
-    if not columns.any():
+    if not (widths % FULL_PRECISION_BITS).any():
         return 0.0
-    table = np.zeros((layers, experts, 8))  # small enough to stay in the processor's cache
-    table[:, :, 1:6] = losses_by_width(known, OF_ONE_BIT)[:, :, REPLICA_WIDTHS]
-    table[:, :, 6] = LOSS_OF_SKIPPING
-    rows = (np.arange(layers)[:, None] * experts + batches.ids) << 3
-    lost = table.ravel().take(rows + columns) * batches.weights
+    by_width = losses_by_width(known, OF_ONE_BIT)
+    table = np.insert(by_width, SKIPPED, LOSS_OF_SKIPPING, axis=2)
+    layers, experts, columns = table.shape
+    rows = (np.arange(layers)[:, None] * experts + batches.ids) * columns
+    lost = table.ravel().take(rows + widths) * batches.weights
     return float((lost * batches.pairs).sum() / (batches.valid.sum() * layers))
 
 
