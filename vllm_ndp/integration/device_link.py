@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,29 +168,27 @@ class DeviceLink:
         self._only = members.clients[0] if devices is None else None
         self.client: DeviceClient | DeviceGroup = members.clients[0]
         if devices is not None:
+
+            def messages(layer: int, *call: Any) -> list[tuple[int, NDArray[np.int64]]]:
+                return devices.messages(layer - layers.start, *call)
+
+            def holds(device: int) -> NDArray[np.bool_]:
+                return self._of_model(devices.held[:, :, device])
+
             copies, deadline_ms = devices.num_copies, members.deadline_ms
-            how = self._route, self._holds, slowest
+            how = messages, holds, slowest
             self.client = DeviceGroup(members.clients, *how, num_copies=copies, deadline_ms=deadline_ms)
-        self._setup, self._devices, self._shape, self._layers, self._local = setup, devices, shape, layers, local
+        self._setup, self._shape, self._layers, self._local = setup, shape, layers, local
         self._gather = Gather(shape.hidden_size, dtype)
         self._installing: int | None = None  # epoch whose plan is on its way
         self.round_trips_s: deque[float] = deque(maxlen=_MOST_ROUND_TRIPS)
         self.fallbacks = Counter[str]()
 
-    def _route(
-        self, layer: int, experts: NDArray[np.int32], bits: NDArray[np.uint8], usable: Sequence[bool]
-    ) -> list[tuple[int, NDArray[np.int64]]]:
-        """layer: of the model."""
-        assert self._devices is not None
-        return self._devices.messages(layer - self._layers.start, experts, bits, usable)
-
-    def _holds(self, device: int) -> NDArray[np.bool_]:
-        """[L, E] of the model."""
-        assert self._devices is not None
-        of_stage = self._devices.held[:, :, device]
-        held = np.zeros((self._shape.num_layers, of_stage.shape[1]), np.bool_)
-        held[self._layers.start : self._layers.stop] = of_stage
-        return held
+    def _of_model(self, of_stage: NDArray[Any]) -> NDArray[Any]:
+        """[L, E] of the worker's layers -> of the model's, 0 in the others."""
+        values = np.zeros((self._shape.num_layers, of_stage.shape[1]), of_stage.dtype)
+        values[self._layers.start : self._layers.stop] = of_stage
+        return values
 
     def note_availability(self, alive: tuple[bool, ...]) -> tuple[bool, ...]:
         """[D], which devices a choice of this step was made by."""
@@ -220,10 +217,8 @@ class DeviceLink:
         if self._setup.splits_prefill:  # of hot experts, too: the rule may look at rows alone
             widths |= FLAG_OF_BITS[FULL_PRECISION_BITS]
         self._installing = epoch = epoch + 1  # nothing is installed in a device's epoch 0
-        of_model = np.zeros((self._shape.num_layers, widths.shape[1]), np.uint8)
-        of_model[self._layers.start : self._layers.stop] = widths
         with contextlib.suppress(DeviceUnavailable, DeviceError):  # the client installs it when the device is back
-            self.client.begin_install_plan(epoch, of_model)
+            self.client.begin_install_plan(epoch, self._of_model(widths))
 
     def wait_installed(self) -> None:
         """Before the first message under a plan: wait until the device has prepared what the plan names."""

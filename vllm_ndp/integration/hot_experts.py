@@ -138,11 +138,7 @@ class StagingStreamer:
         self, layer: int, expert: int, share: Part | None, after: Event | None, to: SlotWeights, slot: int
     ) -> None:
         """after: where on the stream the slot has been read, if that was noted."""
-        weights = self._pool.expert(layer, expert, share)
-        if isinstance(self._kernel, CudaSlotKernel):
-            self._kernel.load(to, slot, weights, after)
-        else:
-            self._kernel.load(to, slot, weights)
+        self._kernel.load(to, slot, self._pool.expert(layer, expert, share), after)
         self._pool.check(layer)
 
     def run(
@@ -260,14 +256,11 @@ class HotExperts(Migrator):
                 [partial(slots.migrate, slot, expert, partial(self._fill, layer, expert)) for slot, expert in moves],
             )
 
-    def _own(self, layer: int, hot: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which of the experts [E] that are hot from now on this rank holds."""
-        owners = self.tiers.owners
-        return hot if owners is None else owners.place(layer, hot) == self.tiers.rank
-
     def slots_to_keep(self, layer: int, hot: NDArray[np.bool_], resident: NDArray[np.bool_]) -> dict[int, int]:
         """Expert -> slot for those that are about to pass through and shall stay: resident [E] and not hot [E]."""
-        own = self._own(layer, resident)
+        own = resident
+        if (owners := self.tiers.owners) is not None:
+            own = owners.place(layer, resident) == self.tiers.rank
         return self.layers[layer].slots_to_keep(own & ~hot, own)
 
     def stream(self, layer: int, x: torch.Tensor, pairs: Pairs, keep: Mapping[int, int]) -> torch.Tensor:

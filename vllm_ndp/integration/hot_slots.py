@@ -93,7 +93,8 @@ class CpuSlotKernel:
         self._interleaved = activation == "swigluoai"  # the operator wants gate and up rows in turn for it
         self.most_slots: int | None = (_KERNEL_ELEMENTS - 1) // (2 * intermediate_size * hidden_size)
 
-    def load(self, to: SlotWeights, slot: int, expert: ExpertWeights) -> None:
+    def load(self, to: SlotWeights, slot: int, expert: ExpertWeights, after: Event | None = None) -> None:
+        """after: None on a CPU, which copies at once."""
         w13, half = to.w13[slot : slot + 1], to.w13.shape[1] // 2
         if self._interleaved:
             gate_and_up = [(_interleave(expert.w1, expert.w3), w13)]
@@ -143,7 +144,7 @@ class NativeSlotKernel(CpuSlotKernel):
         self._kernel, self._activation = kernel, activation
         self._in_place: dict[tuple[int, int], Any] = {}  # prepared, by address and slot; keeps the memory
 
-    def load(self, to: SlotWeights, slot: int, expert: ExpertWeights) -> None:
+    def load(self, to: SlotWeights, slot: int, expert: ExpertWeights, after: Event | None = None) -> None:
         gate, up = to.w13[slot].chunk(2)
         for target, source in ((gate, expert.w1), (up, expert.w3), (to.w2[slot], expert.w2)):
             target.copy_(source)
