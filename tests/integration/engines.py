@@ -8,11 +8,12 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -118,12 +119,13 @@ def check_pairs(counts: Mapping[str, Any], pairs_per_row: int) -> None:
         assert sum(pairs.values()) == counts[f"{phase}_rows"] * pairs_per_row, (phase, pairs, counts)
 
 
-def greedy(llm: Any, prompts: Sequence[Any], tokens: int, **params: Any) -> list[Any]:
-    """RequestOutputs of `tokens` greedy tokens per prompt, whatever the model thinks of ending."""
+def greedy(llm: Any, prompts: Sequence[Any], tokens: int | Sequence[int], lora: Any = None, **params: Any) -> list[Any]:
+    """RequestOutputs of so many greedy tokens per prompt, whatever the model thinks of ending."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **params)
-    return list(llm.generate(list(prompts), sampling, use_tqdm=False))
+    counts = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
+    sampling = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **params) for count in counts]
+    return list(llm.generate(list(prompts), sampling, use_tqdm=False, lora_request=lora))
 
 
 LONG_PROMPTS = tuple(prompt * 4 for prompt in PROMPTS)
@@ -164,6 +166,21 @@ def kill_in_the_middle(llm: Any, prompts: Sequence[str], tokens: int, pid: int) 
 
 def token_ids(outputs: Sequence[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def altered(
+    out: Path, model: Path = MODEL, *, change: Callable[[dict[str, Any]], object] | None = None, **config: Any
+) -> Path:
+    """A copy of a model: `change` alters its tensors by name, `config` replaces entries of config.json."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, out, ignore=shutil.ignore_patterns("eval", "traces", "licences"))
+    if change is not None:
+        change(tensors := load_file(out / "model.safetensors"))
+        save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    path = out / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return out
 
 
 def trace_of(directory: Path, model: Path = MODEL) -> Trace:

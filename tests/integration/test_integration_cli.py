@@ -4,14 +4,12 @@ That the installed programs end as the functions called here is held by test_com
 """
 
 import io
-import json
-import shutil
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from engines import MODEL, run_program
+from engines import MODEL, altered, run_program
 from in_this_process import run_here
 from until import until
 
@@ -59,17 +57,13 @@ def test_vllm_ndp_refuses_in_one_line(arguments: list[str], wanted: str):
 
 def _model(directory: Path, kind: str) -> Path:
     """The bundled model, with a type that nobody knows, with code of its own, or without tokenizer."""
-    shutil.copytree(MODEL, directory, ignore=shutil.ignore_patterns("eval", "traces", "*.txt"))
-    config = json.loads((directory / "config.json").read_text())
     if kind == "no tokenizer":
-        for path in directory.glob("tokenizer*"):
+        for path in altered(directory).glob("tokenizer*"):
             path.unlink()
-    else:
-        config |= {"model_type": "my_moe", "architectures": ["MyMoeForCausalLM"]}
-    if kind == "its own code":
-        config["auto_map"] = {"AutoConfig": "configuration_my.MyConfig"}
-        (directory / "configuration_my.py").write_text("raise SystemExit('the code of the model ran')\n")
-    (directory / "config.json").write_text(json.dumps(config))
+        return directory
+    own = {"auto_map": {"AutoConfig": "configuration_my.MyConfig"}} if kind == "its own code" else {}
+    altered(directory, model_type="my_moe", architectures=["MyMoeForCausalLM"], **own)
+    (directory / "configuration_my.py").write_text("raise SystemExit('the code of the model ran')\n")
     return directory
 
 

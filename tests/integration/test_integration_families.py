@@ -7,18 +7,14 @@ test here fails when vLLM gets it right.
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import runpy
-import subprocess
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import user_environment
+from engines import run_program
 from family_tokens import PROMPT_COUNT, TOKENS, said
 from paths import ROOT
 
@@ -27,9 +23,7 @@ import make_family_models  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
-MAKER = ROOT / "tests" / "checkpoints" / "make_family_models.py"
 MODELS_AT_ONCE = 6
-FEW = 4
 TRAINED = ROOT / "models" / "tiny-qwen3-moe"
 
 DENSE = (
@@ -81,20 +75,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ran(request: pytest.FixtureRequest, models: Path) -> Runs:
-    """What each family that this run has a test of says, and the trained model where it has that one's."""
-    families = made(models, *selected(request, test_every_token_is_stocks, "family"))
-    return Runs(families | {TRAINED.name: TRAINED} if has_test_of_trained(request) else families)
-
-
-def has_test_of_trained(request: pytest.FixtureRequest) -> bool:
-    test = test_the_second_trained_model_gives_stocks_tokens_and_reports_both_clocks_at_3_bits
-    return any(getattr(item, "function", None) is test for item in request.session.items)
+    """What each family that this run has a test of says."""
+    names = selected(request, test_every_token_is_stocks, "family")
+    return Runs({name: make_family_models.make(name, models) for name in names})
 
 
 @pytest.fixture(scope="module")
 def refusals(request: pytest.FixtureRequest, models: Path) -> Runs:
-    families = selected(request, test_what_cannot_be_served_here_is_refused_by_name, "family")
-    return Runs(made(models, *families), "ndp")
+    names = selected(request, test_what_cannot_be_served_here_is_refused_by_name, "family")
+    return Runs({name: make_family_models.make(name, models) for name in names}, "ndp")
 
 
 class Runs:
@@ -115,7 +104,10 @@ class Runs:
                 self._said[name] = said(self._models[name], *self._words)
                 return self._said[name]
             stand_ins = {"PYTHONPATH": str(ROOT / "tests" / "integration" / "stand_ins")} if alone else {}
-            entries = program("family_tokens.py", *(self._models[one] for one in some), *self._words, **stand_ins)
+            words = ["family_tokens.py", *(self._models[one] for one in some), *self._words]
+            done = run_program(sys.executable, *words, timeout_s=1800, cwd=Path(__file__).parent, **stand_ins)
+            assert done.returncode == 0, done.stderr[-2000:]
+            entries = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
             self._said |= dict(zip(some, entries, strict=True))
         return self._said[name]
 
@@ -124,31 +116,6 @@ def selected(request: pytest.FixtureRequest, test: Any, parameter: str) -> list[
     """The values of a parameter for which this run has the test."""
     items = [item for item in request.session.items if getattr(item, "function", None) is test]
     return [item.callspec.params[parameter] for item in items]
-
-
-def program(*arguments: object, timeout_s: float = 1800, **environment: str) -> list[Any]:
-    """The JSON lines it prints."""
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env=user_environment() | environment,
-        cwd=ROOT / "tests" / "integration",
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def made(models: Path, *names: str, maker: Path = MAKER) -> dict[str, Path]:
-    """Made in this process, which has the libraries of the models of a short run."""
-    words, out = [str(maker), str(models), *names], io.StringIO()
-    if len(names) > FEW:
-        return {name: Path(path) for name, path in program(*words)[-1].items()}
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
-        patch.setattr(sys, "argv", words)
-        runpy.run_path(str(maker), run_name="__main__")
-    return {name: Path(path) for name, path in json.loads(out.getvalue().splitlines()[-1]).items()}
 
 
 def note(family: str, entry: dict[str, Any]) -> None:
@@ -188,30 +155,30 @@ def noted(name: str, ours: dict[str, Any], stock: dict[str, Any], dtype: str) ->
 @pytest.mark.parametrize("family", _families())
 def test_every_token_is_stocks(ran: Runs, family: str) -> None:
     """3 prompts x 32 tokens, twice: in chunks of 64 tokens, and out of the prefix cache where the model allows one."""
-    said = ran[family]
-    stock, ours = said["stock"], said["ndp"]
+    told = ran[family]
+    stock, ours = told["stock"], told["ndp"]
     assert "error" not in stock, stock
     assert "error" not in ours, ours
-    identical, total, totals = noted(family, ours, stock, said["dtype"])
+    identical, total, totals = noted(family, ours, stock, told["dtype"])
     assert total == 2 * PROMPT_COUNT * TOKENS
     assert all(len(set(tokens)) > TOKENS // 2 for one in stock["passes"] for tokens in one), "text too dull to tell"
     assert totals["cold_pairs"] > 50, "the device must have computed something"
     assert totals["row_checks"] > 0 == totals["sidecar_mismatches"] == totals["fallback_pairs"], ours["warnings"]
-    if said["dtype"] == "float32":
+    if told["dtype"] == "float32":
         assert identical == total
     else:  # experts in two places round differently in bfloat16, so tokens must be stock's with all of them in one
-        assert said["hot"]["passes"] == stock["passes"]
-        assert said["hot"]["totals"]["cold_pairs"] == 0
+        assert told["hot"]["passes"] == stock["passes"]
+        assert told["hot"]["totals"]["cold_pairs"] == 0
         assert all(mine[0] == theirs[0] for mine, theirs in zip(ours["passes"][0], stock["passes"][0], strict=True))
 
 
 @pytest.mark.families
-def test_the_second_trained_model_gives_stocks_tokens_and_reports_both_clocks_at_3_bits(ran: Runs) -> None:
+def test_the_second_trained_model_gives_stocks_tokens_and_reports_both_clocks_at_3_bits() -> None:
     """At full precision every token; quantized, what prefill gives, which is not: the first of each prompt."""
-    said = ran[TRAINED.name]
-    stock, ours, quantized = said["stock"], said["ndp"], said["quantized"]
+    told = said(TRAINED)
+    stock, ours, quantized = told["stock"], told["ndp"], told["quantized"]
     assert "error" not in quantized, quantized
-    identical, total, totals = noted(TRAINED.name, ours, stock, said["dtype"])
+    identical, total, totals = noted(TRAINED.name, ours, stock, told["dtype"])
     assert identical == total == 2 * PROMPT_COUNT * TOKENS
     assert totals["cold_pairs"] > 50
     assert totals["row_checks"] > 0 == totals["sidecar_mismatches"] == totals["fallback_pairs"], ours["warnings"]

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import runpy
 import shlex
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from engines import MODEL, PROMPTS, REPLICAS, ROOT, engine, greedy, parser, token_ids
+from engines import MODEL, PROMPTS, REPLICAS, ROOT, altered, engine, greedy, parser, token_ids
 from safetensors.torch import load_file, save_file
 from serve_options import NOT_OURS, REFUSED, WORKS
+from test_deploy import resolved
+from vllm import EngineArgs
+from vllm.config import CompilationMode
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import FrontendArgs
+from vllm.lora.request import LoRARequest
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
@@ -31,9 +36,6 @@ IDENTITY = {"hot_experts": 3, "cold_precision": "full"}
 
 
 def test_every_option_of_vllm_serve_has_one_answer():
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import FrontendArgs
-
     offered = {field.name for options in (AsyncEngineArgs, FrontendArgs) for field in dataclasses.fields(options)}
     answered = [name for answers in (WORKS, REFUSED, NOT_OURS) for names in answers.values() for name in names.split()]
     assert len(answered) == len(set(answered)), sorted(name for name in answered if answered.count(name) > 1)
@@ -41,8 +43,6 @@ def test_every_option_of_vllm_serve_has_one_answer():
 
 
 def test_settings_in_two_ways_are_refused_because_vllm_drops_one(monkeypatch: pytest.MonkeyPatch):
-    from vllm import EngineArgs
-
     given = ["--model", str(MODEL), "--quantization", "ndp", "--max-model-len", "128"]
     given += ["--additional-config", '{"ndp": {"hot_experts": 4, "avg_bits": 2}}']
     given += ["--additional-config.ndp.hot_experts", "2"]
@@ -70,9 +70,6 @@ def test_settings_in_two_ways_are_refused_because_vllm_drops_one(monkeypatch: py
 def test_a_server_on_a_cpu_compiles_only_if_asked(
     command: str, words: list[str], eager: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    from vllm import EngineArgs
-    from vllm.config import CompilationMode
-
     given = ["--model", str(MODEL), "--quantization", "ndp", "--max-model-len", "128", *words]
     monkeypatch.setattr(sys, "argv", ["vllm", command, *given])
     parsed = copy.deepcopy(parser().parse_args(given))
@@ -83,9 +80,6 @@ def test_a_server_on_a_cpu_compiles_only_if_asked(
 
 def test_a_level_of_optimization_from_a_file_is_obeyed(monkeypatch: pytest.MonkeyPatch):
     """It stands in no word of the command line."""
-    from vllm import EngineArgs
-    from vllm.config import CompilationMode
-
     monkeypatch.setattr(sys, "argv", ["vllm", "serve", "--config", "file.yaml"])
     config = EngineArgs(str(MODEL), quantization="ndp", max_model_len=128, optimization_level=1).create_engine_config()
     assert config.compilation_config.mode != CompilationMode.NONE
@@ -132,25 +126,17 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     save_file(parts, directory / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(ADAPTED), "bias": "none"}
     (directory / "adapter_config.json").write_text(json.dumps(config))
-    shutil.copytree(MODEL, merged, ignore=shutil.ignore_patterns("eval", "traces", "*.safetensors"))
-    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
-    return directory, merged
+    return directory, altered(merged, change=lambda tensors: tensors.update(weights))
 
 
 def test_an_attention_adapter_gives_the_tokens_of_a_checkpoint_with_it_merged_in(adapter: tuple[Path, Path]):
-    from vllm.lora.request import LoRARequest
-
     directory, merged = adapter
     with engine(merged) as llm:
         wanted = token_ids(greedy(llm, PROMPTS, TOKENS))
     options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": list(ADAPTED)}
     with engine(settings=IDENTITY, **options) as llm:
         plain = token_ids(greedy(llm, PROMPTS, TOKENS))
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-        request = LoRARequest("attention", 1, str(directory))
-        adapted = token_ids(llm.generate(list(PROMPTS), sampling, use_tqdm=False, lora_request=request))
+        adapted = token_ids(greedy(llm, PROMPTS, TOKENS, LoRARequest("attention", 1, str(directory))))
     assert adapted == wanted
     assert plain != wanted
 
@@ -179,8 +165,6 @@ def test_vllm_reads_the_line_that_plan_proposes(model: str, gpu: int | None) -> 
 
 def test_vllm_reads_the_command_of_the_compose_file() -> None:
     """With compose's own defaults; the first word is the model, which `vllm serve` takes by itself."""
-    from test_deploy import resolved
-
     services = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
     model, *words = (resolved(word) for word in services["server"]["command"])
     assert model == "/models/model"

@@ -5,22 +5,21 @@ plain twin. gpt-oss in MXFP4 by default; `make test-families` runs all and notes
 """
 
 import importlib.util
-import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import make_quantized_models
 import numpy as np
 import pytest
 import torch
-from engines import PROMPTS, engine, greedy, replay_of, token_ids, trace_of
+from engines import PROMPTS, altered, engine, greedy, replay_of, token_ids, trace_of
 from family_tokens import PENALTIES, PROMPT_COUNT, TOKENS
-from paths import ROOT
-from safetensors.torch import load_file, save_file
-from test_integration_families import Runs, made, models, noted, selected
+from safetensors.torch import load_file
+from test_integration_families import Runs, models, noted, selected
 
 __all__ = ["models"]
 pytestmark = pytest.mark.vllm
-MAKER = ROOT / "tests" / "checkpoints" / "make_quantized_models.py"
 SERVED = {
     "gpt_oss-mxfp4": "torch", "mixtral-fp8": "torch", "mixtral-compressed": "torch", "mixtral-gptq": "auto_gptq",
     "mixtral-awq": "torch", "mixtral-nvfp4": "torch", "mixtral-nvfp4-modelopt": "torch", "mixtral-mxfp4": "torch",
@@ -43,9 +42,13 @@ def _is_writable(name: str) -> bool:
 def ran(request: pytest.FixtureRequest, models: Path) -> tuple[Runs, Runs]:
     """The plugin on each checkpoint that this run has a test of, and stock on its dequantized twin."""
     names = selected(request, test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin, "name")
-    paths = made(models, *filter(_is_writable, names), maker=MAKER)
+    return runs_of(models, filter(_is_writable, names))
+
+
+def runs_of(models: Path, names: Iterable[str], *words: str) -> tuple[Runs, Runs]:
+    paths = {name: make_quantized_models.make(name, models) for name in names}
     twins = {name: path.with_name(f"{path.name}-dequantized") for name, path in paths.items()}
-    return Runs(paths, "ndp"), Runs(twins, "stock")
+    return Runs(paths, "ndp", *words), Runs(twins, "stock", *words)
 
 
 @pytest.mark.parametrize("name", [_marked(name) for name in SERVED])
@@ -67,7 +70,7 @@ def test_a_quantized_checkpoint_is_served_by_its_own_codes(
 ) -> None:
     """Nothing is written, and the run is replayed. Fitted again, its experts gave 1 to 9 of 16 tokens of a prompt."""
     monkeypatch.setenv("NDP_CACHE_DIR", str(models / "cache"))
-    (path,) = made(models, name, maker=MAKER).values()
+    path = make_quantized_models.make(name, models)
     record = models / f"trace-{name}"
     slots = {"hot_experts": 8, "slot_bits": bits, "avg_bits": 4.0, "execution": "paper", "record": str(record)}
     twin = path.with_name(f"{path.name}-dequantized")
@@ -90,9 +93,7 @@ def _unrounded(quantized: Path, dequantized: Path) -> Path:
 
     from ndp_device.experts.expert import Fp4Matrix
 
-    tensors, out = load_file(quantized / "model.safetensors"), dequantized.with_name(f"{dequantized.name}-unrounded")
-    shutil.copytree(dequantized, out)
-    plain = load_file(dequantized / "model.safetensors")
+    tensors, plain = load_file(quantized / "model.safetensors"), dict[str, torch.Tensor]()
     for name, scale in tensors.items():
         if name.endswith("weight_scale_inv"):
             codes = tensors[name.removesuffix("_scale_inv")].float()
@@ -103,15 +104,16 @@ def _unrounded(quantized: Path, dequantized: Path) -> Path:
             codes, of_blocks = tensors[f"{module}_packed"], tensors[f"{module}_scale"].view(torch.uint8)
             of_rows = np.full(len(codes), 1 / scale.item(), np.float32)
             plain[module] = torch.from_numpy(from_fp4(Fp4Matrix(codes.numpy(), of_blocks.numpy(), of_rows)))
-    save_file(plain, out / "model.safetensors", {"format": "pt"})
-    return out
+    return altered(
+        dequantized.with_name(f"{dequantized.name}-unrounded"), dequantized, change=lambda to: to.update(plain)
+    )
 
 
 def test_linear_layers_for_which_vllm_has_no_kernel_here_are_served_by_their_values(
     models: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """FP8 linear layers need AMX on a CPU, and stock vLLM ends. Fused layers, a bias-free model, blocks of scales."""
-    (path,) = made(models, "qwen3_moe-fp8-all", maker=MAKER).values()
+    path = make_quantized_models.make("qwen3_moe-fp8-all", models)
     found = {}
     for side, settings in (("stock", None), ("ours", {"cold_precision": "full"})):
         model = path if settings else path.with_name(f"{path.name}-dequantized")
@@ -125,8 +127,6 @@ def test_linear_layers_for_which_vllm_has_no_kernel_here_are_served_by_their_val
 def test_4_bit_linear_layers_are_served_on_a_processor_without_avx512(models: Path) -> None:
     """vLLM's kernel is chosen there and lacks its operator: it ended in an AttributeError once weights were loaded."""
     name = "qwen3_moe-compressed-all"
-    paths = made(models, name, maker=MAKER)
-    twins = {name: path.with_name(f"{path.name}-dequantized") for name, path in paths.items()}
-    ours, stock = Runs(paths, "ndp", "bfloat16", "avx2")[name]["ndp"], Runs(twins, "stock", "bfloat16", "avx2")
-    identical, total, _ = noted(name, ours, stock[name]["stock"], "bfloat16")
+    ours, stock = runs_of(models, [name], "bfloat16", "avx2")
+    identical, total, _ = noted(name, ours[name]["ndp"], stock[name]["stock"], "bfloat16")
     assert identical / total > 0.5  # bfloat16: experts are summed in another order

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MODEL, REPLICAS, VLLM_PROGRAM, engine, run_program, sentence
+from engines import MODEL, REPLICAS, VLLM_PROGRAM, altered, engine, run_program, sentence
 from fuzzing.packed import make_gguf
+from vllm import EngineArgs
 
 from ndp_device.common.errors import ConfigError, DeviceUnavailable, NdpError
 from vllm_ndp.device_client.process import DeviceProcess
+from vllm_ndp.integration import compat
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_device_is_left_behind")]
 
@@ -21,8 +23,6 @@ DRAFT = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens":
 
 def configure(model: Path = MODEL, *, additional_config: dict[str, Any] | None = None, **options: Any) -> Any:
     """What `LLM(...)` and `vllm serve` do before anything is loaded: the options become a checked configuration."""
-    from vllm import EngineArgs
-
     return EngineArgs(
         model=str(model), quantization="ndp", max_model_len=128, additional_config=additional_config or {}, **options
     ).create_engine_config()
@@ -55,8 +55,6 @@ def test_settings_that_would_be_ignored_are_refused(misplaced: dict[str, Any]):
 
 def test_drafts_are_refused_where_steps_are_scheduled_before_it_is_known_which_were_accepted():
     """As on a GPU, unless it is turned off; on a CPU vLLM turns it off."""
-    from vllm_ndp.integration import compat
-
     config = configure(speculative_config=DRAFT)
     object.__setattr__(config.scheduler_config, "async_scheduling", True)
     with pytest.raises(ConfigError, match="drafts with layers of their own under asynchronous scheduling") as error:
@@ -130,8 +128,6 @@ def test_features_that_cannot_work_together_are_refused_with_the_option_to_drop(
 )
 def test_features_this_platform_does_not_even_offer_would_be_refused_too(section: str, option: str, fix: str):
     """vLLM's CPU build refuses them itself when asked, so they are set in a configuration that is already made."""
-    from vllm_ndp.integration import compat
-
     config = configure()
     object.__setattr__(getattr(config, section), option, "s3://bucket/model" if option == "model_weights" else True)
     with pytest.raises(ConfigError, match="'ndp' does not work together with") as error:
@@ -139,61 +135,51 @@ def test_features_this_platform_does_not_even_offer_would_be_refused_too(section
     assert fix in sentence(error)
 
 
-def _expert(number: int, matrix: str) -> str:
-    return f"model.layers.1.block_sparse_moe.experts.{number}.{matrix}.weight"
+LAYER_1 = "model.layers.1"
 
 
-def _without_an_expert(tensors: dict[str, Any], config: dict[str, Any]) -> None:
-    del tensors[_expert(6, "w3")]
+def without(name: str) -> Callable[[dict[str, Any]], object]:
+    return lambda tensors: tensors.pop(f"{LAYER_1}.{name}.weight")
 
 
-def _a_shape_no_kernel_runs(tensors: dict[str, Any], config: dict[str, Any]) -> None:
-    config["intermediate_size"] = 248
+def cut_to_248_units(tensors: dict[str, Any]) -> None:
     for name, values in tensors.items():
         if ".experts." in name:
             tensors[name] = (values[:, :248] if name.endswith("w2.weight") else values[:248]).contiguous()
 
 
 @pytest.mark.parametrize(
-    ("damage", "wanted", "fix"),
+    ("damage", "units", "wanted", "fix"),
     [
-        (_without_an_expert, "layer 1 lacks the up projection of expert 6", "the checkpoint is incomplete"),
-        (_a_shape_no_kernel_runs, "multiples of 32, damaged has 128 and 248", "serve it on a GPU"),
+        (
+            without("block_sparse_moe.experts.6.w3"),
+            256,
+            "layer 1 lacks the up projection of expert 6",
+            "the checkpoint is incomplete",
+        ),
+        (cut_to_248_units, 248, "multiples of 32, damaged has 128 and 248", "serve it on a GPU"),
     ],
 )
 def test_a_checkpoint_that_does_not_add_up_is_refused_before_loading(
-    tmp_path: Path, damage: Callable[[dict[str, Any], dict[str, Any]], None], wanted: str, fix: str
+    tmp_path: Path, damage: Callable[[dict[str, Any]], object], units: int, wanted: str, fix: str
 ):
     """Whatever is read of it; all that may be wrong with it: test_checkpoint_names.py."""
-    from safetensors.torch import load_file, save_file
-
-    directory = tmp_path / "damaged"
-    directory.mkdir()
-    tensors, config = load_file(MODEL / "model.safetensors"), json.loads((MODEL / "config.json").read_text())
-    damage(tensors, config)
-    save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(MODEL / name, directory / name)
     with pytest.raises(NdpError) as error:
-        configure(directory)
+        configure(altered(tmp_path / "damaged", change=damage, intermediate_size=units))
     assert wanted in sentence(error)
     assert fix in sentence(error)
 
 
 def test_a_gguf_file_and_bitsandbytes_are_refused_before_loading(tmp_path: Path):
     """Their experts are read; vLLM has no way to load the rest of such a model."""
-    config = json.loads((MODEL / "config.json").read_text())
-    make_gguf(tmp_path / "gguf", config)
-    copied = Path(shutil.copytree(MODEL, tmp_path / "nf4", ignore=shutil.ignore_patterns("eval", "traces")))
-    settings = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-    (copied / "config.json").write_text(json.dumps(config | settings))
+    make_gguf(tmp_path / "gguf", json.loads((MODEL / "config.json").read_text()))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(MODEL / file, tmp_path / "gguf" / file)
+    altered(tmp_path / "nf4", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     for name, wanted in (
         ("gguf", "is a GGUF file, of which vLLM loads"),
         ("nf4", "by bitsandbytes, which is not served"),
     ):
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copyfile(MODEL / file, tmp_path / name / file)
         with pytest.raises(ConfigError) as error:
             configure(tmp_path / name)
         assert wanted in sentence(error)
@@ -269,35 +255,19 @@ def test_an_address_where_nobody_listens_is_named(tmp_path: Path):
 
 # -- a checkpoint that lacks a tensor, or a part of a fused one --------------------------------------------------------
 
-NORM = "model.layers.1.post_attention_layernorm.weight"
-FULL = {"cold_precision": "full"}
 
-
-def without(out: Path, *names: str) -> Path:
-    """The bundled model without these tensors."""
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(MODEL, out)
-    (file,) = out.glob("*.safetensors")
-    tensors = load_file(file)
-    for name in names:
-        del tensors[name]
-    save_file(tensors, file, metadata={"format": "pt"})
-    return out
-
-
-@pytest.mark.parametrize("name", [NORM, "model.embed_tokens.weight"])
-def test_a_missing_tensor_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
-    model = without(tmp_path / "model", name)
-    with pytest.raises(ConfigError) as refused, engine(model, settings=FULL):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model.layers.1.post_attention_layernorm.weight", "the checkpoint lacks {name}"),
+        ("model.embed_tokens.weight", "the checkpoint lacks {name}"),
+        ("model.layers.1.self_attn.k_proj.weight", "self_attn.qkv_proj.weight, or a part of it"),  # stock serves it
+    ],
+)
+def test_a_missing_tensor_and_a_missing_part_of_a_fused_one_are_refused_by_name(
+    tmp_path: Path, name: str, said: str
+) -> None:
+    model = altered(tmp_path / "model", change=lambda tensors: tensors.pop(name))
+    with pytest.raises(ConfigError) as refused, engine(model, settings={"cold_precision": "full"}):
         pass
-    assert f"the checkpoint lacks {name}" in str(refused.value)
-
-
-def test_a_fused_projection_that_lacks_a_part_is_refused_though_stock_serves_it(tmp_path: Path) -> None:
-    model = without(tmp_path / "model", "model.layers.1.self_attn.k_proj.weight")
-    with (
-        pytest.raises(ConfigError, match=r"self_attn\.qkv_proj\.weight, or a part of it"),
-        engine(model, settings=FULL),
-    ):
-        pass
+    assert said.format(name=name) in str(refused.value)

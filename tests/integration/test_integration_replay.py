@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from engines import PROMPTS, ROOT, engine, replay_of, trace_of
+from engines import PROMPTS, ROOT, engine, greedy, replay_of, trace_of
 
 from ndp_device.replicas.format import read_manifest, write_manifest
 from ndp_device.timing.model import DeviceModel
@@ -33,14 +33,11 @@ FAST_LINK = {"link.dma_launch_ps": 0, "link.dma_latency_ps": 0} | dict.fromkeys(
 
 def record(directory: Path, settings: dict, **options) -> tuple[Trace, int]:
     """A trace of a few batches and the energy counted. Hot experts run on the device where the settings let them."""
-    from vllm import SamplingParams
-
     with engine(settings={**settings, "record": str(directory)}, **options) as llm:
-        lengths = [SamplingParams(temperature=0.0, max_tokens=4 + 3 * i, ignore_eos=True) for i in range(len(PROMPTS))]
-        llm.generate(list(PROMPTS), lengths)
-        llm.generate([PROMPTS[0] * 4, PROMPTS[0]], lengths[:2])  # a longer prompt, and one the prefix cache knows
-        llm.generate(PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=1))  # ends with its prefill
-        llm.generate(PROMPTS[2], lengths[0])
+        greedy(llm, PROMPTS, [4, 7, 10, 13])
+        greedy(llm, [PROMPTS[0] * 4, PROMPTS[0]], [4, 7])  # a longer prompt, and one the prefix cache knows
+        greedy(llm, PROMPTS[1:2], 1)  # ends with its prefill
+        greedy(llm, PROMPTS[2:3], 4)
         totals = llm.collective_rpc("ndp_totals")[0]
     has_kept = settings["hot_experts"] > 0
     assert (totals["kept_experts"] > 0) == has_kept

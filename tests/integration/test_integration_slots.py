@@ -1,30 +1,32 @@
 """The hot slots against arithmetic in fp64, and bit for bit against vLLM's own call over all experts."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from engines import LONG_PROMPTS, MODEL, PROMPTS, engine, greedy, sentence, stock_tokens_of, token_ids
+import torch
+from engines import LONG_PROMPTS, MODEL, PROMPTS, altered, engine, greedy, sentence, stock_tokens_of, token_ids
+from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
 
 from ndp_device.calibration.build import build_data_free
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import REPLICA_WIDTHS
 from ndp_device.experts.expert import WHOLE
+from vllm_ndp.integration.experts_pool import ExpertsPool, ExpertWeights
+from vllm_ndp.integration.hot_experts import StagingStreamer
+from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotWeights
+from vllm_ndp.integration.moe_layer import HotViews
+from vllm_ndp.layer.split import NO_PAIRS, Pairs, Splitter
 from vllm_ndp.layer.tiers import Tiers
 
 pytestmark = pytest.mark.vllm
-torch = pytest.importorskip("torch")
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 64, 96, 8, 2
 
 
 @pytest.fixture(scope="module")
 def parts():  # type: ignore[no-untyped-def]
-    from vllm_ndp.integration.experts_pool import ExpertWeights
-    from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotWeights
-
     generator = torch.Generator().manual_seed(0)
 
     def make(dtype):  # type: ignore[no-untyped-def]
@@ -60,11 +62,6 @@ def route(num_rows, generator):  # type: ignore[no-untyped-def]
 
 def hot_pairs(slots, weights, ids, *, aliases=True):  # type: ignore[no-untyped-def]
     """The pairs of these rows that lie in the slots, as a layer gives them."""
-    import numpy as np
-
-    from vllm_ndp.integration.moe_layer import HotViews
-    from vllm_ndp.layer.split import Splitter
-
     tiers = Tiers(1, EXPERTS)
     tiers.where[0] = slots.where
     splitter = Splitter(tiers, TOP_K, aliases=aliases)
@@ -106,8 +103,6 @@ def test_hot_slots_give_the_gate_weighted_sum_of_hot_pairs_only(parts, dtype, nu
 
 
 def test_all_hot_is_bit_equal_to_vllms_call_over_all_experts(parts) -> None:  # type: ignore[no-untyped-def]
-    from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
-
     experts, slots_for = parts(torch.bfloat16)
     slots = slots_for([3, 1, 7, 5, 0, 2, 6, 4])
     w13 = torch.stack([torch.cat([e.w1, e.w3]) for e in experts])
@@ -146,11 +141,6 @@ def test_migration_replaces_an_expert_and_forgets_the_old_one(parts) -> None:  #
 
 def test_what_a_staging_slot_was_filled_with_is_given_back() -> None:
     """Prices were measured through it: an engine kept 336 MiB that no later prompt used."""
-    from engines import MODEL
-
-    from vllm_ndp.integration.experts_pool import ExpertsPool
-    from vllm_ndp.integration.hot_experts import StagingStreamer
-    from vllm_ndp.integration.hot_slots import CpuSlotKernel, SlotWeights
 
     def held() -> int:
         found = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
@@ -169,14 +159,6 @@ def test_what_a_staging_slot_was_filled_with_is_given_back() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_experts_that_stay_where_they_pass_give_the_same_bits(dtype) -> None:  # type: ignore[no-untyped-def]
     """The bundled model: through the staging slot, through slots that keep them, and filled by themselves."""
-    import numpy as np
-    from engines import MODEL
-
-    from vllm_ndp.integration.experts_pool import ExpertsPool
-    from vllm_ndp.integration.hot_experts import StagingStreamer
-    from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotWeights
-    from vllm_ndp.layer.split import NO_PAIRS, Pairs
-
     pool = ExpertsPool(MODEL)
     hidden, intermediate = pool.shape.hidden_size, pool.shape.intermediate_size
     kernel = CpuSlotKernel(dtype, hidden, intermediate, "silu")
@@ -292,17 +274,10 @@ def test_8_bits_serve_and_the_report_tells_them(replicas_of_bytes: str, settings
 SETTINGS = {"cold_precision": "full", "hot_experts": 4}
 
 
-def windowed(tmp_path: Path, window: int) -> Path:
-    copy = tmp_path / f"window-{window}"
-    shutil.copytree(MODEL, copy, ignore=shutil.ignore_patterns("eval", "traces", "licences"))
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"sliding_window": window}))
-    return copy
-
-
 def test_a_window_that_no_request_outgrows_gives_the_tokens_of_none(tmp_path: Path) -> None:
     """Chunks and the prefix cache read the routing of positions that a shorter window would have forgotten."""
-    with engine(windowed(tmp_path, 512), settings=SETTINGS, max_model_len=512, max_num_batched_tokens=64) as llm:
+    model = altered(tmp_path / "model", sliding_window=512)
+    with engine(model, settings=SETTINGS, max_model_len=512, max_num_batched_tokens=64) as llm:
         found = [token_ids(greedy(llm, LONG_PROMPTS, 16)) for _ in range(2)]
         (totals,) = llm.collective_rpc("ndp_totals")
     assert totals["sidecar_mismatches"] == 0
@@ -310,6 +285,7 @@ def test_a_window_that_no_request_outgrows_gives_the_tokens_of_none(tmp_path: Pa
 
 
 def test_a_shorter_window_is_refused_with_the_length_that_it_allows(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as error, engine(windowed(tmp_path, 256), settings=SETTINGS, max_model_len=512):
+    model = altered(tmp_path / "model", sliding_window=256)
+    with pytest.raises(ConfigError) as error, engine(model, settings=SETTINGS, max_model_len=512):
         pass
     assert "use --max-model-len 256 or less" in sentence(error)

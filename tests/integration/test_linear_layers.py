@@ -2,7 +2,6 @@
 with dequantized weights."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ import make_quantized_models
 import numpy as np
 import pytest
 import torch
-from engines import MODEL, PROMPTS, engine
+from engines import MODEL, PROMPTS, altered, engine, greedy
 from reference_kernel import dequantize, from_fp4
-from safetensors.torch import load_file, save_file
 
 from ndp_device.checkpoint.opening import PackedLinears, open_checkpoint
 from ndp_device.experts.expert import Fp4Matrix, QuantizedMatrix, to_float32
@@ -162,36 +160,28 @@ def served(bits: int) -> tuple[list[list[float]], dict[str, Any], dict[str, int]
 
 def logprobs(llm: Any) -> list[list[float]]:
     """Of every token of the prompts but the first of each."""
-    from vllm import SamplingParams
-
-    outputs = llm.generate(
-        list(PROMPTS), SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0), use_tqdm=False
-    )
     return [
         [
             step[token].logprob
             for token, step in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
         ]
-        for output in outputs
+        for output in greedy(llm, PROMPTS, 1, prompt_logprobs=0)
     ]
 
 
 def test_served_logprobs_are_those_of_the_dequantized_model(
     served: tuple[list[list[float]], dict[str, Any], dict[str, int]], bits: int, tmp_path: Path
 ) -> None:
-    twin = tmp_path / "dequantized"
-    shutil.copytree(MODEL, twin, ignore=shutil.ignore_patterns("*.safetensors*", "eval"))
-    tensors: dict[str, torch.Tensor] = {}
-    for file in MODEL.glob("*.safetensors"):
-        tensors |= load_file(file)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # of which only the output matrix is quantized
-    found = {name for name in tensors if name.endswith(QUANTIZED)}
     config = json.loads((MODEL / "config.json").read_text())
     assert config["tie_word_embeddings"]
-    assert len(found) == 4 * config["num_hidden_layers"] + 1
-    (twin / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    save_file({n: values_of(t, bits) if n in found else t for n, t in tensors.items()}, twin / "model.safetensors")
-    with engine(twin) as llm:
+
+    def dequantize_all(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # of which only the output matrix is quantized
+        found = {name: values_of(tensor, bits) for name, tensor in tensors.items() if name.endswith(QUANTIZED)}
+        assert len(found) == 4 * config["num_hidden_layers"] + 1
+        tensors |= found
+
+    with engine(altered(tmp_path / "dequantized", change=dequantize_all, tie_word_embeddings=False)) as llm:
         wanted = logprobs(llm)
     worst = max(
         abs(a - b) for ours, theirs in zip(served[0], wanted, strict=True) for a, b in zip(ours, theirs, strict=True)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from reference_kernel import REFERENCE
 from small_checkpoint import write_small_checkpoint
@@ -12,9 +13,13 @@ from small_checkpoint import write_small_checkpoint
 from ndp_device.common.activation import GELU_TANH, GPT_OSS, SILU, Activation
 from ndp_device.experts.expert import WHOLE, Biases, FullExpert
 from ndp_device.kernels.native import NativeKernel
+from vllm_ndp.integration.experts_pool import ExpertsPool, ExpertWeights
+from vllm_ndp.integration.hot_experts import StagingStreamer
+from vllm_ndp.integration.hot_slots import HotSlots, SlotWeights, make_slot_kernel
+from vllm_ndp.layer.split import Pairs
+from vllm_ndp.layer.tiers import Tiers
 
 pytestmark = pytest.mark.vllm
-torch = pytest.importorskip("torch")
 
 HIDDEN, INTERMEDIATE, EXPERTS = 64, 96, 4
 CLAMPED = Activation(limit=1.5)
@@ -46,8 +51,6 @@ def yardstick(experts: list[FullExpert], x, weights, ids) -> NDArray[np.float32]
 
 
 def weights_of(full: FullExpert):  # type: ignore[no-untyped-def]
-    from vllm_ndp.integration.experts_pool import ExpertWeights
-
     w1, w3, w2 = map(torch.from_numpy, (full.w1, full.w3, full.w2))
     if full.biases is None:
         return ExpertWeights(w1, w3, w2)
@@ -56,8 +59,6 @@ def weights_of(full: FullExpert):  # type: ignore[no-untyped-def]
 
 
 def kernel_for(activation, of_model, dtype):  # type: ignore[no-untyped-def]
-    from vllm_ndp.integration.hot_slots import make_slot_kernel
-
     layer = SimpleNamespace(
         w13_weight=torch.empty(0, dtype=dtype), hidden_size=HIDDEN, intermediate_size_per_partition=INTERMEDIATE
     )
@@ -79,8 +80,6 @@ def kernel_for(activation, of_model, dtype):  # type: ignore[no-untyped-def]
 def test_slots_of_every_activation_match_the_yardstick(
     activation: Activation, of_model: list[Activation], isa: str, biased: bool, dtype: str
 ) -> None:
-    from vllm_ndp.integration.hot_slots import SlotWeights
-
     kind, experts = getattr(torch, dtype), drawn(activation, biased=biased)
     kernel = kernel_for(activation, of_model, kind)
     assert kernel.isa == isa or (kernel.isa == "amx" and isa == "vec")
@@ -110,12 +109,6 @@ def test_slots_of_every_activation_match_the_yardstick(
 
 def test_streamed_experts_have_their_own_layers_activation(tmp_path: Path) -> None:
     """Two layers, of which the second clamps, as EXAONE's `swiglu_limits` say."""
-    from vllm_ndp.integration.experts_pool import ExpertsPool
-    from vllm_ndp.integration.hot_experts import StagingStreamer
-    from vllm_ndp.integration.hot_slots import HotSlots, SlotWeights
-    from vllm_ndp.layer.split import Pairs
-    from vllm_ndp.layer.tiers import Tiers
-
     limits = [0.0, 0.5, 0.5]
     pool = ExpertsPool(write_small_checkpoint(tmp_path / "model", swiglu_limits=limits))
     activations = pool.layout.activations
