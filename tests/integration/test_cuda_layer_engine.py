@@ -29,17 +29,12 @@ def outcome(llm: Any) -> tuple[str, Any]:
     return layers, (token_ids(outputs), kept, llm.collective_rpc("ndp_totals")[0])
 
 
-@pytest.fixture(scope="module")
-def plain() -> tuple[str, Any, list[list[int]]]:
-    """Of an engine whose layers wait; who runs beside a request decides with it what is hot, so two alone as well."""
-    with engine(settings={**PAPER, "debug": PAPER["debug"] | {"gpu": "plain"}}) as llm:
-        return *outcome(llm), token_ids(greedy(llm, PROMPTS[:2], 8))
-
-
 def test_an_engine_gives_the_same_tokens_counts_and_simulated_times_whichever_way_its_layers_run(
-    plain: tuple[str, Any, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    eager, wanted, of_two = plain
+    """Who runs beside a request decides with it what is hot: so two alone as well."""
+    with engine(settings={**PAPER, "debug": PAPER["debug"] | {"gpu": "plain"}}) as llm:  # its layers wait
+        (eager, wanted), of_two = outcome(llm), token_ids(greedy(llm, PROMPTS[:2], 8))
     monkeypatch.setattr(messenger, "CORES", 1)  # so that the thread sends here, too
     with engine(settings={**PAPER, "debug": PAPER["debug"] | {"gpu": "thread"}}) as llm:
         layers, found = outcome(llm)

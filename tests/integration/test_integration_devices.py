@@ -1,6 +1,5 @@
 """Two devices behind one engine: stock vLLM's tokens with one of them killed, live times that replay gives again."""
 
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from engines import (
     trace_of,
 )
 from small_checkpoint import write_small_checkpoint
+from until import until
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.opening import open_checkpoint
@@ -35,15 +35,6 @@ TOKENS = 24
 TWO = {"hot_experts": 3, "cold_precision": "full", "devices": 2, "deadline_ms": 10_000}
 
 
-def totals(llm: Any) -> dict[str, Any]:
-    return dict(llm.collective_rpc("ndp_totals")[0])
-
-
-@pytest.fixture(scope="module")
-def stock_tokens() -> list[list[int]]:
-    return stock_tokens_of(LONG_PROMPTS, TOKENS)
-
-
 @dataclass
 class Told:
     """What one engine with two devices did: undisturbed, with one killed in mid-run, and afterwards."""
@@ -58,12 +49,7 @@ class Told:
         self.pids.append(llm.collective_rpc("ndp_status")[0]["device_pids"])
         self.tokens.append(tokens)
         self.executed.append(executed(llm))
-        self.totals.append(totals(llm))
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    return killed_and_back(tmp_path_factory.mktemp("trace") / "two-devices", TWO)
+        self.totals.append(llm.collective_rpc("ndp_totals")[0])
 
 
 def killed_and_back(directory: Path, settings: dict[str, Any]) -> Told:
@@ -71,7 +57,8 @@ def killed_and_back(directory: Path, settings: dict[str, Any]) -> Told:
     with engine(settings=settings | {"record": str(directory)}, max_num_batched_tokens=64) as llm:
         made.note(llm, token_ids(greedy(llm, LONG_PROMPTS, TOKENS)))
         made.note(llm, kill_in_the_middle(llm, LONG_PROMPTS, TOKENS, made.pids[0][0]))
-        wait_until_it_serves_again(llm)
+        before = executed(llm)[0]
+        until(lambda: greedy(llm, LONG_PROMPTS[:1], 4) and executed(llm)[0] > before)  # it serves again
         made.note(llm, token_ids(greedy(llm, LONG_PROMPTS, TOKENS)))
     return made
 
@@ -83,42 +70,23 @@ def executed(llm: Any) -> list[int]:
     return [client.counters.executed for client in current_controller().device.link.client.clients]  # type: ignore[union-attr]
 
 
-def wait_until_it_serves_again(llm: Any) -> None:
-    before, end = executed(llm)[0], time.monotonic() + 60
-    while executed(llm)[0] == before:
-        assert time.monotonic() < end, "the device that was killed does not serve again"
-        greedy(llm, LONG_PROMPTS[:1], 4)
-
-
-def test_two_devices_give_the_tokens_of_stock_vllm_and_both_of_them_compute(stock_tokens, told: Told):  # type: ignore[no-untyped-def]
-    assert told.tokens[0] == stock_tokens
-    assert told.totals[0]["fallback_pairs"] == 0
+def test_two_devices_give_the_tokens_of_stock_vllm_also_while_one_is_killed_and_started_again_and_a_run_replays(
+    tmp_path: Path,
+) -> None:
+    """Each expert has a copy on the other device, so that no pair is left to the engine. The trace says which device
+    was down in which step. Of the few in which that changed it says so, and their time is the recorded one."""
+    told = killed_and_back(tmp_path / "trace", TWO)
+    assert told.tokens == [stock_tokens_of(LONG_PROMPTS, TOKENS)] * 3
+    assert [totals["fallback_pairs"] for totals in told.totals] == [0, 0, 0]
     assert told.totals[0]["cold_pairs"] > 0
     assert len(set(told.pids[0])) == 2
-    assert min(told.executed[0]) > 0
-
-
-def test_a_device_killed_in_mid_generation_changes_no_token_and_leaves_no_pair_to_the_engine(stock_tokens, told: Told):  # type: ignore[no-untyped-def]
-    """Each expert has a copy on the other one."""
-    assert told.tokens[1] == stock_tokens
-    assert told.totals[1]["fallback_pairs"] == 0
+    assert min(told.executed[0]) > 0  # both of them compute
     assert told.totals[1]["device_state"] == "up"
     assert told.executed[1][1] > told.executed[0][1]
-
-
-def test_the_device_that_was_killed_is_started_again_and_serves_without_a_restart_of_the_engine(
-    stock_tokens, told: Told
-):  # type: ignore[no-untyped-def]
-    assert told.tokens[2] == stock_tokens
-    assert told.pids[2][0] != told.pids[0][0]
+    assert told.pids[2][0] != told.pids[0][0]  # without a restart of the engine
     assert told.pids[2][1] == told.pids[0][1]
     assert told.executed[2][0] > told.executed[1][0]
-    assert told.totals[2]["fallback_pairs"] == 0
 
-
-def test_a_run_replays_to_the_picosecond_with_a_device_lost_and_back(told: Told):
-    """The trace says which device was down in which step. Of the few in which that changed it says so, and their time
-    is the recorded one."""
     trace = trace_of(told.directory)
     live, num_steps = trace.provenance.live, told.totals[0]["steps"]
     assert live is not None
@@ -136,26 +104,15 @@ def test_a_run_replays_to_the_picosecond_with_a_device_lost_and_back(told: Told)
     assert without.step_ps[:num_steps].tolist() == without.recorded_step_ps[:num_steps].tolist()
 
 
-# -- each device with a part of every expert -------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    directory = tmp_path_factory.mktemp("trace") / "halves"
-    return killed_and_back(directory, TWO | {"debug": {"device_experts": "split"}})
-
-
-def test_without_one_half_the_engine_computes_whole_experts_and_counts_no_unit_twice(stock_tokens, split: Told):  # type: ignore[no-untyped-def]
+def test_without_one_half_the_engine_computes_whole_experts_counts_no_unit_twice_and_its_run_replays(
+    tmp_path: Path,
+) -> None:
     """There is no other copy: what the other half answers is not used until both are there again."""
-    assert split.tokens[0] == stock_tokens
+    split = killed_and_back(tmp_path / "trace", TWO | {"debug": {"device_experts": "split"}})
+    assert split.tokens == [stock_tokens_of(LONG_PROMPTS, TOKENS)] * 3
     assert split.executed[0][0] == split.executed[0][1] > 0
-    assert split.tokens[1] == stock_tokens
     assert split.totals[1]["fallback_pairs"] > 0
-    assert split.tokens[2] == stock_tokens
     assert split.executed[2][0] > split.executed[1][0]
-
-
-def test_a_run_on_halves_replays_to_the_picosecond_with_one_lost_and_back(split: Told):
     trace = trace_of(split.directory)
     live = trace.provenance.live
     assert live is not None

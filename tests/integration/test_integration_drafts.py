@@ -2,7 +2,6 @@
 
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import one_engine
@@ -20,72 +19,44 @@ TOKENS = 24
 LAYERS, TOP_K = 4, 2
 
 
-@pytest.fixture(scope="module")
-def stock_tokens() -> list[list[int]]:
-    return stock_tokens_of(LONG_PROMPTS, TOKENS)
-
-
-@pytest.fixture(scope="module")
-def drafted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A recorded run in identity mode, its hot set changing from prompt to prompt; the second pass hits the cache."""
-    directory = tmp_path_factory.mktemp("trace") / "drafts"
-    settings = {"hot_experts": 3, "cold_precision": "full", "record": str(directory)}
+def test_drafts_change_no_token_and_are_told_by_reports_clocks_and_a_trace_that_replays(tmp_path: Path) -> None:
+    """In identity mode, its hot set changing from prompt to prompt; the second pass hits the cache."""
+    settings = {"hot_experts": 3, "cold_precision": "full", "record": str(tmp_path / "trace")}
     said = one_engine.run(settings, LONG_PROMPTS, TOKENS, passes=2, speculative_config=NGRAM)
-    said["trace"] = trace_of(directory)
-    return said
-
-
-def test_drafts_change_no_token(drafted: dict[str, Any], stock_tokens: list[list[int]]):
-    assert drafted["tokens"] == [stock_tokens, stock_tokens]
-    (totals,) = drafted["totals"]
+    assert said["tokens"] == [stock_tokens_of(LONG_PROMPTS, TOKENS)] * 2
+    (totals,) = said["totals"]
     assert totals["sidecar_mismatches"] == totals["fallback_pairs"] == 0
 
-
-def test_a_report_counts_accepted_tokens_and_not_steps(drafted: dict[str, Any]):
-    reports = list(chain(*drafted["reports"]))
+    reports = list(chain(*said["reports"]))
     assert sum(report.get("accepted_drafts", 0) for report in reports) > 0
     for report in reports:
         assert len(report["simulated_token_us"]) == len(report["measured_token_ms"]) == TOKENS - 1
-        assert 0 <= report.get("accepted_drafts", 0) <= report.get("drafted_tokens", 0)
-        rejected = report.get("drafted_tokens", 0) - report.get("accepted_drafts", 0)
-        assert report.get("rejected_pairs", 0) == rejected * LAYERS * TOP_K
+        accepted, drafted = report.get("accepted_drafts", 0), report.get("drafted_tokens", 0)
+        assert 0 <= accepted <= drafted
+        assert report.get("rejected_pairs", 0) == (drafted - accepted) * LAYERS * TOP_K
         decode = sum(report[f"{kind}_pairs"] for kind in ("hot", "spilled", "cold", "fallback"))
         assert decode >= report.get("rejected_pairs", 0) + (TOKENS - 5) * LAYERS * TOP_K
+        # tokens that one step yields share its end: an accepted draft costs no time, and all add up to the request's
+        assert report["simulated_token_us"].count(0.0) == accepted
 
-
-def test_tokens_that_one_step_yields_share_its_end(drafted: dict[str, Any]):
-    """An accepted draft costs no time of its own, so some intervals are 0, and all add up to the request's time."""
-    for report in chain(*drafted["reports"]):
-        zeros = report["simulated_token_us"].count(0.0)
-        assert zeros == report.get("accepted_drafts", 0)
-
-
-def test_a_trace_marks_rejected_rows_which_are_no_tokens_of_their_request(drafted: dict[str, Any]):
-    trace = drafted["trace"]
+    trace = trace_of(tmp_path / "trace")
     assert 0 < (trace.phase == REJECTED).sum() < (trace.phase == DECODE).sum()
-    accepted = trace.phase == DECODE
-    for request in range(len(trace.prompt_len)):
-        rows = accepted & (trace.request == request)
-        positions = trace.position[rows]
+    for request in range(len(trace.prompt_len)):  # rejected rows are no tokens of their request
+        positions = trace.position[(trace.phase == DECODE) & (trace.request == request)]
         assert np.array_equal(positions, np.arange(positions[0], positions[0] + len(positions)))  # each once, in order
         assert TOKENS - 1 <= len(positions) < TOKENS - 1 + NGRAM["num_speculative_tokens"] + 1
         assert len(trace.sequences[request].decode_ids) == len(positions)
-
-
-def test_a_drafted_run_replays_to_the_picosecond(drafted: dict[str, Any]):
-    replay = replay_of(drafted["trace"])
-    assert len(replay.steps) == drafted["totals"][0]["steps"]
+    replay = replay_of(trace)
+    assert len(replay.steps) == totals["steps"]
     assert replay.identical
 
 
-def test_a_draft_model_changes_no_token_and_its_reports_hold_no_simulated_time_of_a_token(
-    stock_tokens: list[list[int]],
-):
+def test_a_draft_model_changes_no_token_and_its_reports_hold_no_simulated_time_of_a_token():
     """The draft is the model itself, unquantized, so that nearly every guess is right."""
     with engine(settings={"hot_experts": 3, "cold_precision": "full"}, speculative_config=DRAFT) as llm:
         outputs = greedy(llm, LONG_PROMPTS, TOKENS)
         (totals,) = llm.collective_rpc("ndp_totals")
-    assert token_ids(outputs) == stock_tokens
+    assert token_ids(outputs) == stock_tokens_of(LONG_PROMPTS, TOKENS)
     assert totals["sidecar_mismatches"] == totals["fallback_pairs"] == 0
     assert totals["simulated_ps"] is None
     for report in (output.kv_transfer_params["ndp"] for output in outputs):
