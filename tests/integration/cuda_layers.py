@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fp8_rows import encode_fp8_rows
+from fp8_rows import decoded, encode_fp8_rows
 from numpy.typing import NDArray
 from pretend_gpu import Gpu, address, gpu_of, peek
 
@@ -66,7 +66,10 @@ def fused(
     expert_map: torch.Tensor | None,
     quant_config: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """What vLLM's fused_experts computes, whose contract is checked: no id may lie outside of the experts it names."""
+    """What vLLM's fused_experts computes, whose contract is checked: no id may lie outside of the experts it names.
+    It reads the slots that are named and no others. Triton compiles its kernel, for seconds, once for addresses that
+    are multiples of 16 and again for others."""
+    assert all(address(part) % 16 == 0 for part in (x, w13, w2, topk_weights, topk_ids))
     if quant_config is not None:
         w13, w2 = (
             decoded(w, quant_config[f"w{n}_scale"], quant_config.get(f"w{n}_zp")) for n, w in ((1, w13), (2, w2))
@@ -75,22 +78,12 @@ def fused(
     assert int(ids.min()) >= 0
     assert int(ids.max()) < global_num_experts
     assert topk_ids.is_contiguous()
-    assert all(address(part) % 16 == 0 for part in (x, topk_weights, topk_ids))  # else Triton compiles anew
     slots = topk_ids if expert_map is None else expert_map[topk_ids]
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for slot in range(len(w13)):
+    for slot in sorted(set(peek(slots).flatten().tolist()) & set(range(len(w13)))):
         weight = torch.where(slots == slot, topk_weights, 0.0).sum(dim=1, keepdim=True)
         out += weight * expert(SlotWeights(w13, w2), slot, x)
     return out.to(x.dtype)
-
-
-def decoded(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
-    """What slots of fewer bits stand for, in fp32."""
-    if zeros is None:
-        return codes.float() * scales
-    columns = torch.stack([codes & 15, codes >> 4], dim=3).flatten(2).float().unflatten(2, (scales.shape[2], -1))
-    rows = torch.stack([zeros & 15, zeros >> 4], dim=2).flatten(1, 2).float()
-    return ((columns - rows.unsqueeze(3)) * scales.float().unsqueeze(3)).flatten(2)
 
 
 @dataclass
@@ -383,7 +376,7 @@ def slots_of(gpu: Gpu, kernel: CudaSlotKernel, setup: Setup, layer: int, every: 
                 to.w2[at] = gpu.tensor(every.w2[number])
 
             slots.migrate(slot, number, fill)
-    for part in held:  # a slot that holds nothing is read by our arithmetic, not by vLLM's kernel
+    for part in held:  # where there are as many slots as experts, one that holds nothing may be named, with weight 0
         if part is not None:
             part.nan_to_num_(0.0)
     return slots

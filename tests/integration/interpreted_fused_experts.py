@@ -19,7 +19,7 @@ backends["nvidia"].driver.is_active = staticmethod(lambda: True)  # else vLLM le
 backends["cpu"] = backends["nvidia"]  # in its CPU build anyway
 
 import vllm._custom_ops as ops
-from fp8_rows import encode_fp8_rows
+from fp8_rows import decoded, encode_fp8_rows
 from vllm.model_executor.layers.fused_moe import fused_moe
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import (
@@ -108,17 +108,6 @@ def fused(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Te
     )  # fmt: skip
 
 
-def decoded(form: Any, codes: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None) -> torch.Tensor:
-    """What a slot's matrix stands for, by the docstrings of the two forms."""
-    if scales is None:
-        return codes.double()
-    if zeros is None:
-        return codes.double() * scales.double()
-    columns = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1).double().unflatten(1, (-1, form.group))
-    rows = torch.stack([zeros & 15, zeros >> 4], dim=1).flatten(0, 1).double()
-    return ((columns - rows.unsqueeze(2)) * scales.double().unsqueeze(2)).flatten(1)
-
-
 def worst(form: Any, dtype: torch.dtype, num_rows: int, sizes: Sizes = FEW) -> tuple[float, float]:
     """Largest error of a call, relative to its largest result: against what the slots hold, and against the experts."""
     generator = torch.Generator().manual_seed(num_rows)
@@ -142,14 +131,11 @@ def worst(form: Any, dtype: torch.dtype, num_rows: int, sizes: Sizes = FEW) -> t
     slots = torch.where(slots < sizes.slots, slots, -1)
     gates = torch.rand(num_rows, sizes.top_k, generator=generator)
     got = kernel.run(x, held, gates, slots).double()
-    beside = [[getattr(held, name, None) for name in names] for names in (("s13", "z13"), ("s2", "z2"))]
-    every = [
-        tuple(
-            decoded(form, codes[slot], *(None if part is None else part[slot] for part in parts))
-            for codes, parts in zip((held.w13, held.w2), beside, strict=True)
-        )
-        for slot in range(sizes.slots)
-    ]
+    if form is None:
+        every = [(w13.double(), w2.double()) for w13, w2 in zip(held.w13, held.w2, strict=True)]
+    else:
+        matrices = decoded(held.w13, held.s13, held.z13), decoded(held.w2, held.s2, held.z2)
+        every = [(w13.double(), w2.double()) for w13, w2 in zip(*matrices, strict=True)]
     exact = [(torch.cat([e.w1, e.w3]).double(), e.w2.double()) for e in experts]
     codes = (
         (lambda t: (lambda q, s: q.double() * s.double())(*encode_fp8_rows(t)))

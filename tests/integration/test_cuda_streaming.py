@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_layers import expert
+from cuda_layers import fused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pretend_gpu import GPU, KINDS, PretendGpu, WatchedStream, gpu_of, peek
@@ -23,27 +23,6 @@ from vllm_ndp.layer.tiers import Tiers
 
 HIDDEN, INTERMEDIATE, EXPERTS, SLOTS = 16, 12, 6, 3
 WEIGHT_BYTES = 3 * HIDDEN * INTERMEDIATE * 4
-
-
-def fused(
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    *,
-    activation: Any,
-    global_num_experts: int,
-    expert_map: torch.Tensor | None,
-) -> torch.Tensor:
-    """vLLM's fused_experts: it reads the slots that are named and no others. Triton compiles its kernel, for seconds,
-    once for addresses that are multiples of 16 and again for others."""
-    assert all(peek(part).data_ptr() % 16 == 0 for part in (x, w13, w2, topk_weights, topk_ids))
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for slot in sorted(set(peek(topk_ids).flatten().tolist()) & set(range(len(w13)))):
-        weight = torch.where(topk_ids == slot, topk_weights, 0.0).sum(dim=1, keepdim=True)
-        out += weight * expert(SlotWeights(w13, w2), slot, x)
-    return out.to(x.dtype)
 
 
 class Pool:

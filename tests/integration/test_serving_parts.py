@@ -1,6 +1,5 @@
 """Parts of what a server tells, without a server: which requests are meant by an id, a bounded memory, refusals."""
 
-import asyncio
 import dataclasses
 import errno
 import json
@@ -9,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from paths import ROOT
+from starlette.testclient import TestClient
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import NdpSettings
@@ -24,9 +25,9 @@ from vllm_ndp.integration.report import (
     counts_of,
     of_all_stages,
 )
-from vllm_ndp.integration.serving.metrics import COUNTERS, HISTOGRAMS
-from vllm_ndp.integration.serving.routes import NdpRoutes
-from vllm_ndp.integration.serving.status import FinishedRequests, made_of
+from vllm_ndp.integration.serving.metrics import COUNTERS, DEVICE_UP, HISTOGRAMS, NdpStats
+from vllm_ndp.integration.serving.routes import NdpEndpoints, addresses
+from vllm_ndp.integration.serving.status import FinishedRequests, _predicted_loss, made_of
 from vllm_ndp.layer.split import PAIR_KINDS
 
 pytestmark = pytest.mark.vllm
@@ -152,82 +153,44 @@ def test_the_report_of_a_pipeline_is_the_sum_of_its_stages_each_by_its_layers():
 def test_the_startup_table_gives_the_true_reason_where_no_loss_is_predicted(
     settings: dict[str, Any], nats: float | None, said: str
 ):
-    from vllm_ndp.integration.serving.status import _predicted_loss
-
     row = _predicted_loss(NdpSettings.from_mapping(settings), 8, nats)
     assert row.startswith(said) if said else row == ""
 
 
-class Served:
-    """The routes in a server whose engine is pretended."""
-
-    def __init__(self, keys: list[str], collective_rpc: Any = None, quantization: str = "ndp") -> None:
-        self.keys, self.sent, self.messages = keys, list[dict[str, Any]](), list[dict[str, Any]]()
-        config = SimpleNamespace(model_config=SimpleNamespace(quantization=quantization))
-        engine = SimpleNamespace(vllm_config=config, engine_core=SimpleNamespace(), collective_rpc=collective_rpc)
-        state = SimpleNamespace(engine_client=engine, args=SimpleNamespace(api_key=keys))
-        self.scope: dict[str, Any] = {"app": SimpleNamespace(state=state)}
-        self.routes = NdpRoutes(self._not_ours)
-
-    async def ask(self, method: str, path: str, *parts: bytes) -> None:
-        headers = [(b"host", b"here"), *[(b"authorization", f"Bearer {key}".encode()) for key in self.keys]]
-        asked = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b""}
-        more = [{"body": part, "more_body": True} for part in parts[:-1]]
-        self.messages = [{"type": "http.request", **one} for one in (*more, {"body": parts[-1], "more_body": False})]
-        await self.routes(self.scope | asked, self._receive, self._send)
-
-    async def _receive(self) -> dict[str, Any]:
-        return self.messages.pop(0) if len(self.messages) > 1 else self.messages[0]
-
-    async def _send(self, message: Any) -> None:
-        self.sent.append(message)
-
-    async def _not_ours(self, scope: Any, receive: Any, send: Any) -> None:
-        raise AssertionError("the path is ours")
-
-
-@pytest.mark.parametrize(("method", "status"), [("ndp", 200), ("fp8", 404)])
-def test_an_endpoint_plugin_adds_the_routes_to_servers_of_this_plugin_only(method: str, status: int):
-    from fastapi import FastAPI
-    from starlette.testclient import TestClient
-
-    from vllm_ndp.integration.serving.routes import NdpEndpoints
+@pytest.mark.parametrize(
+    ("quantization", "method", "path", "status", "kind"),
+    [
+        ("ndp", "GET", "/v1/ndp/experts", 200, ""),
+        ("fp8", "GET", "/v1/ndp/experts", 404, ""),
+        ("ndp", "GET", "/v1/ndp/nothing", 404, "Not Found"),
+        ("ndp", "GET", "/v1/ndp/requests", 404, "Not Found"),
+        ("ndp", "POST", "/v1/ndp/status", 405, "Method Not Allowed"),
+    ],
+)
+def test_an_endpoint_plugin_adds_the_routes_to_servers_of_this_plugin_only_and_refuses_the_rest_in_vllms_own_form(
+    quantization: str, method: str, path: str, status: int, kind: str
+):
+    """With a server's `app` in the scope, where a router of Starlette raises and leaves the answer to the server."""
 
     async def collective_rpc(name: str, args: tuple[str, ...]) -> list[Any]:
         return []
 
-    config = SimpleNamespace(model_config=SimpleNamespace(quantization=method))
-    app = FastAPI()
+    config, app = SimpleNamespace(model_config=SimpleNamespace(quantization=quantization)), FastAPI()
     app.state.engine_client = SimpleNamespace(
         vllm_config=config, engine_core=SimpleNamespace(), collective_rpc=collective_rpc
     )
-    app.state.args = SimpleNamespace(api_key=[], uds="a socket")
+    app.state.args = SimpleNamespace(api_key=["secret"], uds="a socket")
     NdpEndpoints().attach_router(app)
     with TestClient(app) as client:
-        assert client.get("/v1/ndp/experts").status_code == status
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status", "kind"),
-    [
-        ("GET", "/v1/ndp/nothing", 404, "Not Found"),
-        ("GET", "/v1/ndp/requests", 404, "Not Found"),
-        ("POST", "/v1/ndp/status", 405, "Method Not Allowed"),
-    ],
-)
-def test_an_unknown_path_or_method_is_refused_in_vllms_own_form(method: str, path: str, status: int, kind: str):
-    """With a server's `app` in the scope, where a router of Starlette raises and leaves the answer to the server."""
-    served = Served(["secret"])
-    asyncio.run(served.ask(method, path, b""))
-    assert served.sent[0]["status"] == status
-    error = json.loads(served.sent[1]["body"])["error"]
-    assert error == {"message": f"{kind}: {method} {path}", "type": kind, "param": None, "code": status}
+        answer = client.request(method, path, headers={"Authorization": "Bearer secret"})
+    assert answer.status_code == status
+    if kind:
+        error = {"message": f"{kind}: {method} {path}", "type": kind, "param": None, "code": status}
+        assert answer.json()["error"] == error
 
 
 def test_a_request_without_a_time_is_in_no_histogram():
     """As one of a single token, which has no time between two."""
-    from vllm_ndp.integration.serving.metrics import NdpStats
-
     stats = NdpStats()
     stats.add_request({"finish": "aborted", "measured_ttft_ms": 5.0, "measured_tpot_ms": None})
     assert stats.data == {"finish:aborted": 1, "ndp_measured_ttft_seconds": [0.005]}
@@ -262,8 +225,6 @@ def test_every_counter_shows_its_own_sum_in_its_own_unit():
 
 
 def test_sums_of_two_steps_add_up_and_the_last_state_of_the_device_counts():
-    from vllm_ndp.integration.serving.metrics import DEVICE_UP, NdpStats
-
     first = NdpStats({"steps": 1, "ndp_measured_plan_seconds": [0.1], DEVICE_UP: 1})
     both = first.aggregate(NdpStats({"steps": 2, "pairs:hot": 3, "ndp_measured_plan_seconds": [0.2], DEVICE_UP: 0}))
     assert both.data == {"steps": 3, "pairs:hot": 3, "ndp_measured_plan_seconds": [0.1, 0.2], DEVICE_UP: 0}
@@ -286,8 +247,6 @@ def test_every_metric_stands_on_its_page() -> None:
     ],
 )
 def test_a_server_says_where_it_answers_and_a_line_that_asks_it(given: dict[str, Any], where: str, key: bool) -> None:
-    from vllm_ndp.integration.serving.routes import addresses
-
     usual = {"port": 8000, "root_path": "", "ssl_certfile": None, "uds": None, "served_model_name": None, "model": "m"}
     places, line = addresses(SimpleNamespace(**(usual | {"api_key": None} | given)))
     assert places == f"live page {where}/ndp/, metrics {where}/metrics, all settings {where}/v1/ndp/status"
