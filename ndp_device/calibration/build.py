@@ -68,6 +68,13 @@ def build_data_free(
     track_weights = {width: TRACK_WEIGHTS[width] for width in bits if width in WIDTHS}
     stored = checkpoint.group_of_codes if tuple(bits) == (CODE_BITS,) else None
     group_size = _checked_group_size(group_size or stored, checkpoint.shape)
+    probe: dict[str, str | int | float] = {
+        "inputs": "unit normal times the norm's weight",
+        "rows": data_free.PROBE_ROWS,
+    }
+    units = data_free.num_probe_units(checkpoint.shape.intermediate_size, group_size)
+    if units < checkpoint.shape.intermediate_size:
+        probe["units"] = units
     manifest = Manifest(
         activation=checkpoint.layout.activations,
         biases=checkpoint.layout.has_bias,
@@ -81,7 +88,7 @@ def build_data_free(
             "name": "as stored" if stored == group_size else "least-squares",
             "track_weights": list(track_weights.values()),
         },
-        calibration=_probe_settings(checkpoint.shape, group_size),
+        calibration=probe,
     )
 
     def make_layer(layer: int, progress: JobProgress) -> LayerReplicas:
@@ -351,15 +358,6 @@ def _refuse_few_tokens(num_sequences: int, sequence_length: int, shape: ModelSha
             f"layer {each:.0f} tokens on average, and fewer than {_TOKENS_PER_EXPERT} tell nothing of it: "
             f"give --samples {-(-wanted * 8 // 7)} or more, or no --calibration"
         )
-
-
-def _probe_settings(shape: ModelShape, group_size: int) -> dict[str, str | int | float]:
-    settings: dict[str, str | int | float] = {
-        "inputs": "unit normal times the norm's weight",
-        "rows": data_free.PROBE_ROWS,
-    }
-    units = data_free.num_probe_units(shape.intermediate_size, group_size)
-    return settings if units == shape.intermediate_size else settings | {"units": units}
 
 
 def _checked_bits(bits: Sequence[int]) -> tuple[int, ...]:

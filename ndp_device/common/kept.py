@@ -103,13 +103,9 @@ _SEAL = re.compile(rb'"%s": "([0-9a-f]{%d})"' % (_FIELD.encode(), 2 * _SIZE))
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
-def encode_sealed(value: msgspec.Struct) -> bytes:
-    """Its text, sealed."""
-    return seal(msgspec.json.decode(msgspec.json.encode(value)))
-
-
-def seal(fields: Mapping[str, Any]) -> bytes:
-    """The text of these fields and of a digest, which replaces the one that they hold."""
+def seal(value: msgspec.Struct | Mapping[str, Any]) -> bytes:
+    """The text of its fields and of a digest, which replaces the one that they hold."""
+    fields = msgspec.json.decode(msgspec.json.encode(value))
     text = msgspec.json.format(msgspec.json.encode({**fields, _FIELD: _ZEROS.decode()}), indent=1) + b"\n"
     return _with_digest(text, _digest(text))
 

@@ -427,7 +427,7 @@ def _bias_tensors(
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    write_whole(directory / MANIFEST, [kept.encode_sealed(manifest)])
+    write_whole(directory / MANIFEST, [kept.seal(manifest)])
 
 
 def _tensors(prefix: str, matrix: QuantizedMatrix | NestedMatrix) -> dict[str, NDArray[Any]]:

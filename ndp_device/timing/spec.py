@@ -15,6 +15,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, get_origin, get_type_hints
 
+from msgspec import Meta
+
 from ndp_device.common.errors import ConfigError, nearest
 from ndp_device.timing.work import FS_PER_PS, PS_PER_S, ceil_div
 
@@ -33,28 +35,21 @@ MAX_ROW_SPAN = 1 << 16
 """Lines in one row of every bank, 8 times DDR5's: so many are simulated once per device."""
 
 
-class Within(NamedTuple):
-    """Limits of a whole number; None: MAX_VALUE, as of all that is given."""
-
-    least: int
-    most: int | None = None
-
-
-NotNegative = Annotated[int, Within(0)]
-Positive = Annotated[int, Within(1)]
-Bytes = Annotated[int, Within(1, 2**50)]
-Banks = Annotated[int, Within(1, 64)]
-InRow = Annotated[int, Within(1, MAX_ROW_SPAN)]
-Cycles = Annotated[int, Within(1, MAX_CYCLES)]
-CyclesOrNone = Annotated[int, Within(0, MAX_CYCLES)]
-RefreshCycles = Annotated[int, Within(1, 1 << 24)]
+NotNegative = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Bytes = Annotated[int, Meta(ge=1, le=2**50)]
+Banks = Annotated[int, Meta(ge=1, le=64)]
+InRow = Annotated[int, Meta(ge=1, le=MAX_ROW_SPAN)]
+Cycles = Annotated[int, Meta(ge=1, le=MAX_CYCLES)]
+CyclesOrNone = Annotated[int, Meta(ge=0, le=MAX_CYCLES)]
+RefreshCycles = Annotated[int, Meta(ge=1, le=1 << 24)]
 
 
 class _Section:
     """Values of one part of the hardware. Each field's annotation says what it may be: limits, or words."""
 
     section: ClassVar[str]
-    _allowed: ClassVar[Mapping[str, Within | tuple[str, ...]]]
+    _allowed: ClassVar[Mapping[str, Meta | tuple[str, ...]]]
 
     def __init_subclass__(cls) -> None:
         hints = get_type_hints(cls, include_extras=True)
@@ -63,14 +58,14 @@ class _Section:
     def __post_init__(self) -> None:
         for name, allowed in self._allowed.items():
             key, value = f"{self.section}.{name}", getattr(self, name)
-            if not isinstance(allowed, Within):
+            if not isinstance(allowed, Meta):
                 if value not in allowed:
                     raise ConfigError(f"{key} must be one of {', '.join(allowed)}, got {value!r}")
-            elif allowed.most is None:
-                if value < allowed.least:
-                    raise ConfigError(f"{key} must be at least {allowed.least}, got {value}")
-            elif not allowed.least <= value <= allowed.most:
-                raise ConfigError(f"{key} must lie in {allowed.least}..{allowed.most}, got {value}")
+            elif allowed.le is None:  # MAX_VALUE, as of all that is given
+                if value < allowed.ge:
+                    raise ConfigError(f"{key} must be at least {allowed.ge}, got {value}")
+            elif not allowed.ge <= value <= allowed.le:
+                raise ConfigError(f"{key} must lie in {allowed.ge}..{allowed.le}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,7 @@ class DramSpec(_Section):
     standard: str
     capacity_bytes: Bytes
     ideal_bytes_per_s: Positive  # used by kind "ideal" only
-    channels: Annotated[int, Within(1, 1 << 24)]
+    channels: Annotated[int, Meta(ge=1, le=1 << 24)]
     ranks: Banks
     bank_groups: Banks
     banks_per_group: Banks
@@ -241,7 +236,7 @@ class GpuSpec(_Section):
     times: Annotated[str, GPU_TIMES]
     flops_per_s: Positive  # dense 16-bit
     hbm_bytes_per_s: Positive
-    hbm_efficiency_percent: Annotated[int, Within(1, 100)]
+    hbm_efficiency_percent: Annotated[int, Meta(ge=1, le=100)]
     hbm_capacity_bytes: Bytes
     layer_overhead_ps: NotNegative  # launches and synchronisation of one layer
 
@@ -254,7 +249,7 @@ class HostSpec(_Section):
 
     cpu_flops_per_s: Positive  # dense 16-bit
     memory_bytes_per_s: Positive
-    memory_efficiency_percent: Annotated[int, Within(1, 100)]  # of that rate, where the CPU reads experts
+    memory_efficiency_percent: Annotated[int, Meta(ge=1, le=100)]  # of that rate, where the CPU reads experts
     memory_capacity_bytes: Bytes
     cxl_flops_per_s: Positive  # of an expander that multiplies
     cxl_bytes_per_s: Positive

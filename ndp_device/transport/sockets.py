@@ -26,19 +26,10 @@ import zmq.utils.garbage  # registers its end of the process first, so that it c
 
 from ndp_device.common.machine_memory import give_memory_back
 from ndp_device.protocol.codec import Buffer
+from ndp_device.protocol.messages import MAX_BODY_BYTES
 
 DOORBELL: list[Buffer] = [b""]
 """The message that only says: look into the shared memory."""
-
-HANDSHAKE_MS = 500
-KEEPALIVE = (
-    (zmq.TCP_KEEPALIVE, 1),
-    (zmq.TCP_KEEPALIVE_IDLE, 60),
-    (zmq.TCP_KEEPALIVE_INTVL, 10),
-    (zmq.TCP_KEEPALIVE_CNT, 3),
-    (zmq.TCP_MAXRT, 90_000),
-)
-"""A machine that lost its power says no goodbye: without these its connection would stay for ever."""
 
 _ZERO_COPY_BYTES = 256 << 10  # copying is cheaper below 64 KB, dearer above 1 MB
 _DESCRIPTORS = 65_536
@@ -53,6 +44,25 @@ def context() -> zmq.Context[zmq.Socket[bytes]]:
     if pid not in _contexts:
         _contexts[pid] = zmq.Context()
     return _contexts[pid]
+
+
+def configure(socket: zmq.Socket[bytes], address: str, *, sent: int, received: int) -> None:
+    """Options of either end; most messages that libzmq holds, each way."""
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.SNDHWM, sent),
+        (zmq.RCVHWM, received),
+        (zmq.MAXMSGSIZE, MAX_BODY_BYTES),
+        (zmq.HANDSHAKE_IVL, 500),
+        (zmq.IPV6, int("[" in address)),
+        # a machine that lost its power says no goodbye: without these its connection would stay for ever
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, 60),
+        (zmq.TCP_KEEPALIVE_INTVL, 10),
+        (zmq.TCP_KEEPALIVE_CNT, 3),
+        (zmq.TCP_MAXRT, 90_000),
+    ):
+        socket.setsockopt(option, value)
 
 
 def send(socket: zmq.Socket[bytes], frames: Sequence[Buffer | zmq.Frame]) -> None:

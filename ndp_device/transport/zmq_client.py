@@ -23,7 +23,7 @@ from zmq.utils.monitor import parse_monitor_message
 from ndp_device.common.errors import DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
-from ndp_device.protocol.messages import MAX_BODY_BYTES, SlotOffer
+from ndp_device.protocol.messages import SlotOffer
 from ndp_device.transport import shm, sockets
 from ndp_device.transport.address import Address, is_foreign, is_foreign_at
 from ndp_device.transport.base import require_intact, write_checksum
@@ -226,19 +226,10 @@ class ZmqTransport:
     # -- the connection --------------------------------------------------------------------------------------------
 
     def _connect(self, keys: HostKeys | None) -> None:
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.SNDHWM, _QUEUE),
-            (zmq.RCVHWM, _QUEUE),
-            (zmq.MAXMSGSIZE, MAX_BODY_BYTES),
-            (zmq.HANDSHAKE_IVL, sockets.HANDSHAKE_MS),
-            (zmq.CONNECT_TIMEOUT, _CONNECT_MS),
-            (zmq.RECONNECT_IVL, _RECONNECT_MS),
-            (zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS),
-            (zmq.IPV6, int("[" in self._address.text)),
-            *sockets.KEEPALIVE,
-        ):
-            self._socket.setsockopt(option, value)
+        sockets.configure(self._socket, self._address.text, sent=_QUEUE, received=_QUEUE)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         if keys is not None:
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
             self._socket.curve_serverkey = keys.device

@@ -26,7 +26,7 @@ from ndp_device.common.errors import ConfigError, RemoteProtocolError
 from ndp_device.common.machine_memory import give_memory_back
 from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
-from ndp_device.protocol.messages import MAX_BODY_BYTES, SlotOffer
+from ndp_device.protocol.messages import SlotOffer
 from ndp_device.transport import shm, sockets
 from ndp_device.transport.address import Address, make_private, require_private, take
 from ndp_device.transport.base import Received, damage_of, write_checksum
@@ -396,20 +396,12 @@ class ZmqServer:
     # -- the listening socket ------------------------------------------------------------------------------------
 
     def _bind(self, address: Address, keys: DeviceKeys | None) -> None:
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.SNDHWM, _SEND_QUEUE),
-            (zmq.RCVHWM, _RECEIVE_QUEUE),
-            (zmq.MAXMSGSIZE, MAX_BODY_BYTES),
-            (zmq.HANDSHAKE_IVL, sockets.HANDSHAKE_MS),
-            (zmq.BACKLOG, MAX_CONNECTIONS),
-            (zmq.ROUTER_MANDATORY, 1),
-            *(() if keys is not None else ((zmq.ZAP_DOMAIN, _DOMAIN),)),  # with keys they do not come in anyway
-            (zmq.IPV6, int("[" in address.text)),
-            *sockets.KEEPALIVE,
-        ):
-            self._socket.setsockopt(option, value)
-        if keys is not None and self._authenticator is not None:
+        sockets.configure(self._socket, address.text, sent=_SEND_QUEUE, received=_RECEIVE_QUEUE)
+        self._socket.setsockopt(zmq.BACKLOG, MAX_CONNECTIONS)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if keys is None:  # with keys they do not come in anyway
+            self._socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        elif self._authenticator is not None:
             self._authenticate(self._authenticator, keys)
         if self._path is not None:
             self._take_path(self._path)

@@ -229,7 +229,7 @@ def write_manifest(directory: Path, provenance: Provenance, chunks: dict[str, in
     manifest = TraceManifest(format=FORMAT, version=VERSION, provenance=provenance, chunks=chunks)
     path = directory / MANIFEST
     with kept.written(path, aside=directory / (MANIFEST + ".tmp"), mode=PRIVATE_FILE) as file:
-        file.write(kept.encode_sealed(manifest))
+        file.write(kept.seal(manifest))
 
 
 def read_manifest(directory: Path) -> TraceManifest:
