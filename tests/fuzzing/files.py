@@ -81,22 +81,13 @@ def kinds() -> list[Kind]:
         Kind("trace-rows", _make_trace, _in_table, _read_trace),
         Kind("trace-bytes", _make_trace, _in_bytes("routing-00000.parquet"), _read_trace),
         Kind("prior", _make_prior, _changed("", _damaged_array), read_prior),
-        Kind("import-npz", _make_npz, _in_archive, lambda path: import_trace(path, "npz", SETTINGS)),
-        Kind("import-npz-bytes", _make_npz, _in_bytes(""), lambda path: import_trace(path, "npz", SETTINGS)),
-        Kind("import-vllm", _make_vllm, _changed("", _other_line), lambda path: import_trace(path, "vllm", SETTINGS)),
-        Kind(
-            "import-routelog",
-            _make_routelog,
-            _changed("", _other_line),
-            lambda path: import_trace(path, "routelog", SETTINGS),
-        ),
-        Kind(
-            "import-moe-trace", _make_moe_trace, _in_bytes(""), lambda path: import_trace(path, "moe-trace", SETTINGS)
-        ),
-        Kind(
-            "import-selection", _make_selection, _in_json(""), lambda p: import_trace(p, "expert-selection", SETTINGS)
-        ),
-        Kind("import-dynande", _make_dynande, _in_bytes(""), lambda path: import_trace(path, "dynande", SETTINGS)),
+        Kind("import-npz", _make_npz, _in_archive, _import("npz")),
+        Kind("import-npz-bytes", _make_npz, _in_bytes(""), _import("npz")),
+        Kind("import-vllm", _make_vllm, _changed("", _other_line), _import("vllm")),
+        Kind("import-routelog", _make_routelog, _changed("", _other_line), _import("routelog")),
+        Kind("import-moe-trace", _make_moe_trace, _in_bytes(""), _import("moe-trace")),
+        Kind("import-selection", _make_selection, _in_json(""), _import("expert-selection")),
+        Kind("import-dynande", _make_dynande, _in_bytes(""), _import("dynande")),
         Kind("settings", _make_settings, _in_json(""), _read_settings),
         Kind("hardware", _make_hardware, _in_hardware, _read_hardware),
     ]
@@ -138,6 +129,10 @@ def _every_expert(files: ReplicaFiles) -> object:
 def _read_trace(path: Path) -> object:
     trace = Trace.load(path)
     return [trace.stats(sequence) for sequence in trace.sequences if len(sequence.prompt_ids)]
+
+
+def _import(kind: str) -> Read:
+    return lambda path: import_trace(path, kind, SETTINGS)
 
 
 def _read_settings(path: Path) -> object:

@@ -59,8 +59,7 @@ def fused(layer: int) -> Shapes:
 
 
 def transposed(layer: int) -> Shapes:
-    prefix = f"language_model.model.layers.{layer}.feed_forward.experts"
-    return {f"{prefix}.gate_up_proj": (E, H, 2 * I), f"{prefix}.down_proj": (E, I, H)}
+    return transposed_as(f"language_model.model.layers.{layer}.feed_forward.experts")
 
 
 def granite(layer: int) -> Shapes:

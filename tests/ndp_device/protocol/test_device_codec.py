@@ -263,15 +263,6 @@ def test_a_lie_in_a_header_is_refused(changes: dict[str, Any], words: str) -> No
         decode_request(*execute_with(**changes))
 
 
-@pytest.mark.parametrize("body", [b"", b"\0"], ids=["no body", "a body where none belongs"])
-def test_a_body_of_the_wrong_size_is_refused(body: bytes) -> None:
-    message = EXECUTE if not body else msg.Ping(1)
-    header, _ = encode(message, {"x": X, **PAIRS} if not body else None)
-    fields = msgpack.unpackb(header)
-    with pytest.raises(RemoteProtocolError):
-        decode_request(with_checksum(fields, body), body)
-
-
 def test_a_header_may_have_4096_bytes_and_not_one_more() -> None:
     fields = {"type": "ping", "id": 1, "ndp": msg.VERSION, "tensors": []}
     room = msg.MAX_HEADER_BYTES - len(with_checksum({**fields, "pad": ""})) - 2  # a str16 has two more bytes of length
