@@ -43,19 +43,18 @@ def dram(
 
     Mean, fastest and slowest of start times that are spread across one refresh interval.
     """
+    from rich.table import Table
+
     chosen = _hardware(hardware, set_)
     size = _parse_size(num_bytes)
     transfer = dram_timing.transfer(chosen.dram, size)
     lines = dram_timing.channel_lines(chosen.dram, size)
-    _table(
-        f"{size} bytes from {chosen.dram.standard}, {chosen.dram.channels} channels",
-        {
-            "mean": f"{transfer.mean_ps / PS_PER_NS:,.1f} ns",
-            "fastest": f"{transfer.min_ps / PS_PER_NS:,.1f} ns",
-            "slowest": f"{transfer.max_ps / PS_PER_NS:,.1f} ns",
-            "rate": f"{transfer.gb_per_s:,.1f} GB/s, {transfer.efficiency:.1%} of peak",
-        },
-    )
+    table = Table("simulated", "", title=f"{size} bytes from {chosen.dram.standard}, {chosen.dram.channels} channels")
+    table.add_row("mean", f"{transfer.mean_ps / PS_PER_NS:,.1f} ns")
+    table.add_row("fastest", f"{transfer.min_ps / PS_PER_NS:,.1f} ns")
+    table.add_row("slowest", f"{transfer.max_ps / PS_PER_NS:,.1f} ns")
+    table.add_row("rate", f"{transfer.gb_per_s:,.1f} GB/s, {transfer.efficiency:.1%} of peak")
+    _show(table)
     print_json(
         {**asdict(transfer), "bytes": size, "channel_lines": lines, "config_hash": chosen.config_hash}, shown=True
     )
@@ -160,15 +159,6 @@ def _stage_table(title: str, timings: dict[str, Timing]) -> None:
     table.add_row("bound", *(timing.bound for timing in timings.values()))
     table.add_row("arrays busy", *(f"{timing.array_utilisation:.1%}" for timing in timings.values()))
     table.add_row("energy (indicative)", *(f"{timing.energy_pj / 1e6:,.1f} uJ" for timing in timings.values()))
-    _show(table)
-
-
-def _table(title: str, rows: dict[str, str]) -> None:
-    from rich.table import Table
-
-    table = Table("simulated", "", title=title)
-    for name, value in rows.items():
-        table.add_row(name, value)
     _show(table)
 
 

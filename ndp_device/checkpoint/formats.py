@@ -1,11 +1,5 @@
 """The quantized formats that are read, as one table: names and dtypes of their tensors, and who makes values of them.
 
-    X_blocks, X_scales                               MXFP4 of gpt-oss: 32 values of 4 bits under one power of two
-    X.weight_packed or X.weight, and a scale         MXFP4, NVFP4, MXFP8, FP8, int8: by the dtypes of the two
-    X.weight_packed, X.weight_scale, X.weight_shape  compressed-tensors, pack-quantized
-    X.qweight, X.scales, X.qzeros, X.g_idx           GPTQ, AWQ and auto-round, which writes either
-    X.weight, X.weight.absmax, X.weight.quant_map    bitsandbytes, nf4 and fp4; X.SCB: its int8
-
 The tensors decide; config.json's quantization_config (stated.py) adds what they do not show. Where it contradicts them,
 the checkpoint is refused. Knows shapes and dtypes; values are made in values.py. A format that is missing here is
 refused by the names of its tensors.

@@ -96,11 +96,6 @@ def decode_json(raw: bytes, kind: Any = Any, *, max_values: int | None = None, c
         raise Refused("it is nested too deep") from None
 
 
-def read_array(path: Path, at_most: int = MAX_ARRAY_BYTES) -> NDArray[Any]:
-    """The array of a .npy file. Raises Refused or OSError."""
-    return decode_array(read_bytes(path, at_most))
-
-
 def decode_array(contents: bytes) -> NDArray[Any]:
     """An array from the bytes of a .npy file. Raises Refused."""
     try:

@@ -19,7 +19,7 @@ import numpy as np
 
 from ndp_device.common.errors import ConfigError, nearest
 from ndp_device.common.model_shape import MAX_EXPERTS_IN_ALL
-from ndp_device.common.strict_files import Refused, read_array
+from ndp_device.common.strict_files import Refused, decode_array, read_bytes
 from ndp_device.common.widths import BYTE_BITS
 from vllm_ndp.planning.bitwidths import (
     GAINS,
@@ -268,7 +268,7 @@ def _foreign() -> dict[str, EntryPoint]:
 def read_prior(path: Path) -> ImportanceScore:
     """A popularity prior from a .npy file of counts, scores or shares [layers, experts]."""
     try:
-        array = read_array(path, _MAX_PRIOR_BYTES)
+        array = decode_array(read_bytes(path, _MAX_PRIOR_BYTES))
     except (OSError, Refused) as error:
         raise ConfigError(f"the prior {path} must be a .npy array [layers, experts]: {error}") from None
     if array.dtype.kind not in "iuf" or not array.size:
