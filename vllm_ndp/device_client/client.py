@@ -123,10 +123,9 @@ class DeviceClient:
         deadline = self._clock.monotonic() + timeout_s
         while not self._up:
             self.poll()
-            if isinstance(self._reason, DeviceError) and not self._reason.retryable:
-                raise self._reason
-            if isinstance(self._reason, ConfigError):
-                raise self._reason
+            reason = self._reason
+            if isinstance(reason, ConfigError) or (isinstance(reason, DeviceError) and not reason.retryable):
+                raise reason
             if isinstance(self._reason, codec.VersionMismatch):
                 raise codec.VersionMismatch(f"the device at {self.address} cannot be used: {self._reason}")
             remaining = deadline - self._clock.monotonic()

@@ -164,8 +164,9 @@ class MoELayer:
         if aside is not None:
             return aside.run(step, Routed(x, self._applied(topk_weights), topk_ids), note, beside)
         run, (ids, weights) = step.take(), _on_host(topk_ids, topk_weights)
-        run.begin_layer()
-        split = run.split(self.index, ids.data_ptr(), weights.data_ptr(), with_device=self._device.takes_pairs)
+        run.clock.begin_layer()
+        chosen = ids.data_ptr(), weights.data_ptr()
+        split = run.splitter.split(self.index, *chosen, with_device=self._device.takes_pairs)
         hot = parts.views.of(split, self._slots, topk_ids, self._applied(topk_weights))
         call, answered = None, True
         if split.device and self._link is not None:  # of several ranks the leader alone sends

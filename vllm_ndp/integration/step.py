@@ -165,7 +165,7 @@ class Step:
         self._reported = True
         run, per_row = self.take(), self.parts.pairs_per_row
         num_sampled, drafts = self._sampled
-        time = run.end_step(num_sampled)
+        time = run.clock.end_step(num_sampled)
         pairs = self.pairs_by_request()
         report = StepReport(
             *(time.start_ps, time.end_ps, pairs, self.plans, drafts, per_row, self._rows_by_request()),

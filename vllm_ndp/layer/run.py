@@ -5,8 +5,8 @@ modelled answers. Both call these methods and decide nothing themselves. In the 
 
     replan          plans for prompts that ended in the step before
     begin_step      whose rows run
-    begin_layer, split, end_layer     of each layer
-    end_step        the simulated time
+    clock.begin_layer, splitter.split, end_layer     of each layer
+    clock.end_step  the simulated time
     end_prefills    scores of the prompts that ended in the step
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.cost_model.gpu_timing import LayerTime, StepClock, StepTime
+from vllm_ndp.cost_model.gpu_timing import LayerTime, StepClock
 from vllm_ndp.layer.balance import Balancer
 from vllm_ndp.layer.devices import Alive, Devices, DevicesBalancer
 from vllm_ndp.layer.joint_rule import JointRule
@@ -152,23 +152,11 @@ class Run(Generic[K]):
         self.streamed[:] = False
         return self.splitter.begin_step(owner, decode, plans, entries)
 
-    def begin_layer(self) -> int:
-        """The simulated time at which the layer's experts begin."""
-        return self.clock.begin_layer()
-
-    def split(self, layer: int, topk_ids: int, topk_weights: int, *, with_device: bool) -> Split:
-        """As Splitter.split."""
-        return self.splitter.split(layer, topk_ids, topk_weights, with_device=with_device)
-
     def end_layer(self, layer: int, split: Split, device_ps: int | None) -> LayerTime:
         """As the function end_layer."""
         if split.stream:
             self.streamed[layer, split.stream.experts] = True
         return end_layer(self.clock, self.splitter, split, device_ps)
-
-    def end_step(self, num_sampled: int) -> StepTime:
-        """num_sampled: rows whose logits are wanted."""
-        return self.clock.end_step(num_sampled)
 
 
 def end_layer(clock: StepClock, splitter: Splitter, split: Split, device_ps: int | None) -> LayerTime:

@@ -69,7 +69,7 @@ class AsideLayer:
             self.note_later(step)
             return out
         x = routed.x
-        step.take().begin_layer()
+        step.take().clock.begin_layer()
         packet = self._messenger.packet(len(x))
         here, asked = packet.here, None
         ahead = self._send_ahead(step, packet)
@@ -128,7 +128,7 @@ class AsideLayer:
 
     def serve(self, step: Step, packet: Packet, watch: Callable[[], object], stand_in: StandIn) -> None:
         """The host's side of `launch`: what the GPU asks, it gets. watch: raises where no question will come."""
-        step.take().begin_layer()
+        step.take().clock.begin_layer()
         asked, ahead = None, self._send_ahead(step, packet)
         try:
             if ahead is None:
@@ -159,7 +159,7 @@ class AsideLayer:
 
     def _counted(self, step: Step) -> Callable[[NDArray[np.int32]], None]:
         def end(found: NDArray[np.int32]) -> None:
-            step.take().begin_layer()
+            step.take().clock.begin_layer()
             weights = np.ones(found.shape, np.float32)  # nothing leaves with them
             step.end_layer(self.index, self._split(step, found.ctypes.data, weights.ctypes.data), None)
 
@@ -183,7 +183,7 @@ class AsideLayer:
 
     def _split(self, step: Step, topk_ids: int, topk_weights: int) -> Split:
         """The same as on the GPU: the pairs of a message, and what counts. Addresses of i32 and f32 [T, k]."""
-        return step.parts.run.split(self.index, topk_ids, topk_weights, with_device=False)
+        return step.parts.run.splitter.split(self.index, topk_ids, topk_weights, with_device=False)
 
     def _ask(self, step: Step, packet: Packet) -> _Asked:
         """Wait for the packet, and send."""

@@ -230,10 +230,10 @@ class Engine:
             )
             addresses_alone = _of_layers(own_ids, own_weight)
         for layer, addresses in enumerate(_of_layers(every_ids, every_weight)):
-            split = self.run.split(layer, *addresses, with_device=with_device)
+            split = self.run.splitter.split(layer, *addresses, with_device=with_device)
             if self.watch is not None:
                 self.watch(layer, split)
-            self.run.begin_layer()
+            self.clock.begin_layer()
             timing, pairs = None, split.device
             if pairs:
                 timing = yield from self._ask(layer, pairs.rows, pairs.experts, pairs.bits)
@@ -254,7 +254,7 @@ class Engine:
             if not request.prefilled and end >= request.prompt_len:
                 request.prefilled = True
                 self._ending.append(r)
-        return self.run.end_step(yielding), None if alone is None else alone.end_step(alone_yielding)
+        return self.clock.end_step(yielding), None if alone is None else alone.end_step(alone_yielding)
 
     def _end_alone(self, alone: StepClock, split: Split, timing: Timing | None, *, with_prompts: bool) -> None:
         """The same layer for its decode rows alone. with_prompts: whether the device's message had pairs of others."""
