@@ -186,14 +186,11 @@ class LazyStream:
         self._todo: deque[Callable[[], None]] = deque()
         self._on_wait = on_wait
 
-    def wait_for_main(self) -> None:
-        """What the main stream was given is done already."""
-
     def record_main(self) -> LazyEvent:
         return LazyEvent(self, [True])
 
     def wait_event(self, event: LazyEvent) -> None:
-        """As `wait_for_main`."""
+        """What the main stream was given is done already."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
 
@@ -234,9 +231,6 @@ class WatchedStream(LazyStream):
     def __init__(self, gpu: PretendGpu) -> None:
         super().__init__(gpu.waits.append)
         self._gpu, self._followed, self.ahead = gpu, 0, 0
-
-    def wait_for_main(self) -> None:
-        self._followed = self._gpu.operators
 
     def record_main(self) -> MainEvent:
         return MainEvent(self._gpu.operators)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.experts.expert import Part
 from vllm_ndp.integration.cuda.low_bit_slots import LowBitSlots, form_of_vllm
-from vllm_ndp.integration.cuda.streams import CudaEvent, Event, own_stream
+from vllm_ndp.integration.cuda.streams import CudaStream, Event
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.host_replicas import QuantizedSlots, ReplicaFill
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotWeights
@@ -40,7 +40,7 @@ class Migrator:
         self._cores = frozenset(cores)
         self._thread = ThreadPoolExecutor(threads, "ndp-migration", os.sched_setaffinity, (0, self._cores))
         self._pending: dict[int, Future[Event | None]] = {}  # layer -> its moves: at most one entry per layer
-        self._stream: torch.cuda.Stream | None = None  # of all moves, whatever their layer
+        self._stream: CudaStream | None = None  # of all moves, whatever their layer
 
     def begin(self, layer: int, moves: Sequence[Move]) -> None:
         """Carry out the moves of a layer that has none pending, in the order in which layers were begun."""
@@ -66,30 +66,26 @@ class Migrator:
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def _after(self) -> torch.cuda.Event | None:
+    def _after(self) -> Event | None:
         """On a GPU: what the step before may still be reading, which moves come after."""
         if not torch.cuda.is_initialized():
             return None
         if self._stream is None:
-            self._stream = own_stream(torch.device("cuda", torch.cuda.current_device()))  # of the worker's thread
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self._stream.device))
-        return ready
+            self._stream = CudaStream(torch.device("cuda", torch.cuda.current_device()))  # of the worker's thread
+        return self._stream.record_main()
 
     @torch.inference_mode()
-    def _carry_out(self, moves: Sequence[Move], after: torch.cuda.Event | None) -> Event | None:
+    def _carry_out(self, moves: Sequence[Move], after: Event | None) -> Event | None:
         """In the thread. The event is passed when they are done; None where they are when this returns."""
         if self._stream is None or after is None:
             for move in moves:
                 move()
             return None
-        done = torch.cuda.Event()
-        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+        with self._stream.current():
             self._stream.wait_event(after)
             for move in moves:
                 move()
-            done.record(self._stream)
-        return CudaEvent(done, self._stream.device)
+            return self._stream.record_event()
 
 
 def slots_of_module(

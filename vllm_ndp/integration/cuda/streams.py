@@ -11,8 +11,9 @@ the stream empties the other: vLLM leaves torch's own operators one thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -31,14 +32,10 @@ def own_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaStream:
-    """A stream of its own. `wait_for_main` and `wait_on_main` are for the thread that computes."""
+    """A stream of its own. `record_main` and `wait_on_main` are for the thread that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = own_stream(device)
-
-    def wait_for_main(self) -> None:
-        """Start the next work when the main stream has done what it was given so far."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def record_main(self) -> Event:
         """The point that the main stream reaches when it has done what it was given so far, for `wait_event`."""
@@ -61,6 +58,12 @@ class CudaStream:
         event.record(self._stream)
         return CudaEvent(event, self._stream.device)
 
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """What this thread launches within goes to this stream."""
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+            yield
+
 
 class CudaEvent:
     """A point on a stream, or on the main stream."""
@@ -79,8 +82,6 @@ class CudaEvent:
 
 class HostStream:
     """For tensors of the host: everything is done at once."""
-
-    def wait_for_main(self) -> None: ...
 
     def record_main(self) -> Event:
         return _PASSED
@@ -125,7 +126,7 @@ class Arrival:
     def __init__(self, stream: Stream, pinned: Pinned, source: torch.Tensor) -> None:
         """source: of the main stream, which has been told to write it; nobody may write it afterwards."""
         self._source, self._here = source, pinned(*source.shape, dtype=source.dtype)
-        stream.wait_for_main()
+        stream.wait_event(stream.record_main())
         stream.copy(self._here, source)
         self._event = stream.record_event()
 
@@ -193,10 +194,7 @@ class PinnedCopies:
         Work that the stream gets from now on comes after the copies. Work that it has got so far comes before: all,
         or up to the event `after`. The rest then runs beside the copies, and must not use their places.
         """
-        if after is None:
-            self._stream.wait_for_main()
-        else:
-            self._stream.wait_event(after)
+        self._stream.wait_event(after or self._stream.record_main())
         for target, source in copies:
             self._copy(target.view(-1), source.reshape(-1))
         self._stream.record_event().wait_on_main()
@@ -234,7 +232,7 @@ class PinnedCopies:
         step = len(self._buffers[0]) // (source.shape[1] * source.element_size()) // rows_at_once * rows_at_once
         if not self._landing:
             self._landing = [torch.empty(len(b), dtype=torch.uint8, device=device) for b in self._buffers]
-            self._stream.wait_for_main()  # the memory may be what the stream is reading now
+            self._stream.wait_event(self._stream.record_main())  # the memory may be what the stream is reading now
         for first in range(0, len(source), step):
             part = source[first : first + step]
             turn, buffer = self._fill_next(part.reshape(-1), part.dtype)
