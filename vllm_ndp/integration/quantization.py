@@ -108,6 +108,8 @@ class NdpConfig(QuantizationConfig):
         if self._inner is None:
             return self._plain_method(assembly, layer, prefix)
         self._inner.packed_modules_mapping = self.packed_modules_mapping
+        if self._names is not None:
+            assembly.stored_linears.vllms_name = self._names.map_name
         if (coded := self._method_of_codes(assembly, layer, prefix)) is not None:
             return coded
         try:
@@ -135,8 +137,6 @@ class NdpConfig(QuantizationConfig):
             or not assembly.linears.may_take(layer)
         ):
             return None
-        if self._names is not None:
-            assembly.stored_linears.vllms_name = self._names.map_name
         return assembly.stored_linears.method_of_codes(assembly.linears, layer, prefix, self.packed_modules_mapping)
 
     def _plain_method(self, assembly: Assembly, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
@@ -168,8 +168,6 @@ class NdpConfig(QuantizationConfig):
                 f"vLLM has no kernel here for linear layers stored as {self._method}: they are dequantized as they "
                 f"load ({prefix}: {reason})"
             )
-        if self._names is not None:
-            stored.vllms_name = self._names.map_name
         stored.names.add(prefix)
         return plain
 

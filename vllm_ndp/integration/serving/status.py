@@ -272,8 +272,7 @@ class FinishedRequests:
         self._reports: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
     def note(self, reports: Mapping[str, dict[str, Any]]) -> None:
-        for request_id, report in reports.items():
-            self._reports[request_id] = report
+        self._reports.update(reports)
         while len(self._reports) > self._kept:
             self._reports.popitem(last=False)
 
