@@ -16,7 +16,7 @@ from ndp_device.calibration import calibrated, gptq
 from ndp_device.calibration.data_free import ROWS_BYTES
 from ndp_device.calibration.text import HELD_OUT_EVERY
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.machine_memory import usable_bytes
+from ndp_device.common.machine_memory import required_memory
 from ndp_device.replicas.checkpoint import CheckpointExperts
 
 _PROGRAMS = 700 << 20
@@ -64,7 +64,7 @@ def side_by_side(peak: PeakMemory, most: int, stated: int | None = None) -> Peak
     """
     if stated is not None and stated < peak.total:
         raise ConfigError(f"--memory gives {_gb(stated)} GB, and calibration takes {peak}")
-    room = (int(_PART_OF_MACHINE * usable_bytes()) if stated is None else stated) - sum(peak.parts.values())
+    room = (int(_PART_OF_MACHINE * required_memory().usable) if stated is None else stated) - sum(peak.parts.values())
     return replace(peak, experts=max(1, min(most, 1 + room // (peak.expert + peak.solver))))
 
 

@@ -39,11 +39,12 @@ class FoundMemory:
 
     @property
     def usable(self) -> int:
-        """Of an idle machine."""
+        """That this process may have at most."""
         return self.total if self.limit is None else self.limit
 
     @property
     def room(self) -> int:
+        """That a server may take of this machine now."""
         return min(self.available, self.usable if self.left is None else max(self.left, 0))
 
 
@@ -83,21 +84,12 @@ def memory_found(read: Read = text_of) -> FoundMemory | None:
     return FoundMemory(total, sizes["MemAvailable"], sizes.get("Cached", 0), limit, left)
 
 
-def _required() -> FoundMemory:
+def required_memory() -> FoundMemory:
+    """The same. Raises ConfigError where the kernel does not say."""
     found = memory_found()
     if found is None:
         raise ConfigError("/proc/meminfo does not say how much memory there is: mount /proc, or give --host-memory")
     return found
-
-
-def usable_bytes() -> int:
-    """Bytes of memory that this process may have at most. Raises ConfigError where the kernel does not say."""
-    return _required().usable
-
-
-def room_bytes() -> int:
-    """Bytes that a server may take of this machine now. Raises ConfigError where the kernel does not say."""
-    return _required().room
 
 
 def process_memory(pids: Iterable[int | None]) -> dict[str, int]:

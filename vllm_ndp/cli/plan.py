@@ -59,7 +59,7 @@ def plan(
 
     Reads sizes only. Exit code 2 with one sentence where nothing fits.
     """
-    from ndp_device.common.machine_memory import room_bytes
+    from ndp_device.common.machine_memory import required_memory
     from ndp_device.timing.spec import load_hardware, nearest_card
     from vllm_ndp.cost_model.costs import Costs
     from vllm_ndp.operating.proposal import propose
@@ -71,7 +71,9 @@ def plan(
     form = source.stored_form
     sizing = Sizing(
         source.model,
-        host_bytes=room_bytes() if asked.host_memory is None else parse_bytes(asked.host_memory, "--host-memory"),
+        host_bytes=required_memory().room
+        if asked.host_memory is None
+        else parse_bytes(asked.host_memory, "--host-memory"),
         gpu_bytes=None if asked.gpu_memory is None else parse_bytes(asked.gpu_memory, "--gpu-memory"),
         context=min(asked.context, source.longest or asked.context),
         batch=asked.batch,

@@ -17,7 +17,7 @@ import numpy as np
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.values import StoredForm
 from ndp_device.common.errors import ConfigError, NdpError
-from ndp_device.common.machine_memory import room_bytes
+from ndp_device.common.machine_memory import required_memory
 from ndp_device.common.widths import FULL_PRECISION_BITS
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import load_losses
@@ -102,7 +102,7 @@ def _one_request(
     source = source_named(str(model_dir(vllm_config)))
     return Sizing(
         source.model,
-        room_bytes(),
+        required_memory().room,
         context=vllm_config.model_config.max_model_len,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         stored_bytes=source.stored_bytes,

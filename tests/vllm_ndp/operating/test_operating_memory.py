@@ -138,7 +138,7 @@ def test_limits_of_others_do_not_count(files: dict[str, str]) -> None:
 
 def test_plan_and_calibration_take_what_the_process_may_have() -> None:
     """In a process with an address space of 6 GiB, less than this machine's memory."""
-    code = "from ndp_device.common.machine_memory import room_bytes, usable_bytes;print(room_bytes(), usable_bytes())"
+    code = "from ndp_device.common.machine_memory import required_memory as read; print(read().room, read().usable)"
     least = min(6 * GIB, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - MIB)
     done = subprocess.run(
         [sys.executable, "-c", code],
