@@ -1,13 +1,13 @@
-"""What several commands share: options, and progress and fitted tables for a person at a terminal.
+"""What several commands share: options, and waiting and fitted tables for a person at a terminal.
 
-Imports nothing that takes time: rich when something is shown. A program behind a pipe sees no progress.
+Imports nothing that takes time: rich when something is shown. A program behind a pipe sees no waiting.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,19 +66,6 @@ def waiting(what: str) -> AbstractContextManager[object]:
     from rich.console import Console
 
     return Console(stderr=True).status(what)
-
-
-@contextmanager
-def progress(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr; what it yields is called with how many are done, of how many."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(unit, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def print_table(table: Table, *, width: int, expendable: Sequence[str] = (), elsewhere: str = "") -> None:

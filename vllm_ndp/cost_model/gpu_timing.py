@@ -318,7 +318,6 @@ class GpuModel:
 class LayerTime(NamedTuple):
     """One layer of one step; total = attention + max(shared + hot, stream, device, host) + overhead."""
 
-    start_ps: int
     attention_ps: int
     shared_ps: int
     hot_ps: int
@@ -335,11 +334,10 @@ class LayerTime(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTime:
-    """One forward pass: its layers in order and the head."""
+    """One forward pass and its layers in order."""
 
     start_ps: int
     end_ps: int
-    head_ps: int
     layers: tuple[LayerTime, ...]
 
     @property
@@ -401,15 +399,14 @@ class StepClock:
         hot_ps = self._hot_once(tuple(hot), hot_bytes)
         stream_ps = self.model.prefill_stream_ps(streamed_experts, streamed_pairs)
         overhead_ps = self.model.hardware.gpu.layer_overhead_ps
-        layer = LayerTime(start_ps, attention_ps, shared_ps, hot_ps, stream_ps, device_ps, overhead_ps, host_ps)
+        layer = LayerTime(attention_ps, shared_ps, hot_ps, stream_ps, device_ps, overhead_ps, host_ps)
         self.now_ps = start_ps + layer.total_ps
         self._layers.append(layer)
         return layer
 
     def end_step(self, head_rows: int) -> StepTime:
-        head = self._head_once(head_rows, self._rows)
-        self.now_ps += head
-        return StepTime(self._step_start_ps, self.now_ps, head, tuple(self._layers))
+        self.now_ps += self._head_once(head_rows, self._rows)
+        return StepTime(self._step_start_ps, self.now_ps, tuple(self._layers))
 
     def migrate(self, num_experts: int, num_bytes: int | None = None) -> int:
         """The hot set moves between two steps; returns what it took. num_bytes: where experts have their own widths."""

@@ -65,15 +65,10 @@ class Selected:
     def uses(self) -> NDArray[np.int64]:
         """[R, L, E], how often each request chose each expert."""
         shape = len(self.ends) - 1, self.ids.shape[1], self.num_experts
-        return np.bincount(self._cells.ravel(), minlength=math.prod(shape)).reshape(shape)
-
-    @property
-    def _cells(self) -> NDArray[np.int64]:
-        """[T, L, k], of each choice: (request, layer, expert) as one number."""
         requests = np.repeat(np.arange(len(self.ends) - 1), np.diff(self.ends))
         lanes = requests[:, None] * self.ids.shape[1] + np.arange(self.ids.shape[1])
-        cells: NDArray[np.int64] = lanes[:, :, None] * self.num_experts + self.ids[self.rows]
-        return cells
+        cells = lanes[:, :, None] * self.num_experts + self.ids[self.rows]  # (request, layer, expert) as one number
+        return np.bincount(cells.ravel(), minlength=math.prod(shape)).reshape(shape)
 
     def repeats(self) -> NDArray[np.float64]:
         """[L], of the choices of all tokens but each request's first."""

@@ -118,7 +118,7 @@ def _cut(stream: Logged, settings: ImportSettings) -> Iterator[Sequence]:
 def _sequence(one: Logged, part: slice, prompt_len: int) -> Sequence:
     ids = one.ids[part]
     weights = np.full(ids.shape, 1.0 / ids.shape[-1], np.float32) if one.weights is None else one.weights[part]
-    return Sequence.of(0, one.name, ids, weights, prompt_len)
+    return Sequence.of(one.name, ids, weights, prompt_len)
 
 
 # -- containers: a file -> (where, contents) of its parts -------------------------------------------------------------

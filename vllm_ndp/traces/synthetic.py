@@ -99,11 +99,11 @@ def synthetic_trace(settings: SyntheticSettings, model: str = "synthetic") -> Tr
     generator = np.random.default_rng(s.seed)
     popularity = np.log(generator.dirichlet(np.full(s.num_experts, s.concentration), size=s.num_layers) + 1e-9)
     sequences = []
-    for request in range(s.num_requests):
+    for _ in range(s.num_requests):
         taste, noise = _taste_and_noise(s, generator)
         ids, weights = _chosen(_strength(s) * (popularity + s.signal * taste) + noise, s.top_k)
         label = "null" if s.signal == s.persistence == 0 else "synthetic"
-        sequences.append(Sequence.of(request, label, ids, weights, s.prompt_len))
+        sequences.append(Sequence.of(label, ids, weights, s.prompt_len))
     provenance = Provenance(
         model=model,
         num_layers=s.num_layers,
@@ -127,15 +127,15 @@ def _taste_and_noise(
     tokens = s.prompt_len + s.decode_len
     # The turn from one taste to another keeps its variance: cos^2 + sin^2 = 1.
     angle = np.linspace(0.0, np.pi / 2 * s.drift, tokens)[:, None, None]
-    first, second = _tastes(s, generator, 2)
+    first, second = _two_tastes(s, generator)
     shape = (tokens, s.num_layers, s.num_experts)
     noise = _remembered(s, generator, shape) if s.persistence else generator.gumbel(size=shape)
     return np.cos(angle) * first + np.sin(angle) * second, noise
 
 
-def _tastes(s: SyntheticSettings, generator: np.random.Generator, count: int) -> NDArray[np.float64]:
-    """[count, L, E], normal, and lower where they are beyond the request's reach."""
-    tastes = generator.standard_normal((count, s.num_layers, s.num_experts))
+def _two_tastes(s: SyntheticSettings, generator: np.random.Generator) -> NDArray[np.float64]:
+    """[2, L, E], normal, and lower where they are beyond the request's reach."""
+    tastes = generator.standard_normal((2, s.num_layers, s.num_experts))
     if s.reach == 1:
         return tastes
     ranks = np.argsort(np.argsort(-tastes, axis=2), axis=2)

@@ -41,7 +41,6 @@ ROUTING = ("step", "request", "position", "phase", "ids", "weights")
 class Sequence:
     """One request: P prompt tokens and D decoded ones, each routed once."""
 
-    request: int
     label: str
     arrival_s: float
     prompt_ids: NDArray[Any]  # [P, L, k]
@@ -51,11 +50,11 @@ class Sequence:
 
     @classmethod
     def of(
-        cls, request: int, label: str, ids: NDArray[Any], weights: NDArray[Any], prompt_len: int, arrival_s: float = 0.0
+        cls, label: str, ids: NDArray[Any], weights: NDArray[Any], prompt_len: int, arrival_s: float = 0.0
     ) -> Sequence:
         """Of all its tokens [P + D, L, k]."""
         prompt, decode = slice(prompt_len), slice(prompt_len, None)
-        return cls(request, label, arrival_s, ids[prompt], weights[prompt], ids[decode], weights[decode])
+        return cls(label, arrival_s, ids[prompt], weights[prompt], ids[decode], weights[decode])
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ class Trace:
         for index, (start, end) in enumerate(itertools.pairwise(ends.tolist())):
             rows, prompt_len = order[start:end], int(splits[index]) - start
             told = self.ids[rows], self.weights[rows], prompt_len, float(self.arrival_s[index])
-            out.append(Sequence.of(index, self.labels[index], *told))
+            out.append(Sequence.of(self.labels[index], *told))
         return out
 
     def simulated_steps(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -61,7 +61,7 @@ def requests_of(
     requests = [(np.asarray(prompt), np.asarray(decode)) for prompt, decode in requests]
     gates = [_equal(decode) for _, decode in requests] if weights is None else list(weights)
     sequences = [
-        Sequence(r, "", 0.0, prompt, _equal(prompt), decode, gates[r].astype(np.float32))
+        Sequence("", 0.0, prompt, _equal(prompt), decode, gates[r].astype(np.float32))
         for r, (prompt, decode) in enumerate(requests)
     ]
     layers, top_k = requests[0][0].shape[1:]

@@ -168,8 +168,8 @@ def step(
     """layers: (hot, device) of each; attention 10, overhead 0, head 0. alone: the layers without prefill rows."""
 
     def time(of: list[tuple[int, int]]) -> StepTime:
-        made = tuple(LayerTime(0, 10, 0, hot, 0, device, 0) for hot, device in of)
-        return StepTime(start, start + sum(layer.total_ps for layer in made), 0, made)
+        made = tuple(LayerTime(10, 0, hot, 0, device, 0) for hot, device in of)
+        return StepTime(start, start + sum(layer.total_ps for layer in made), made)
 
     decode_only = None if alone is None else time(alone)
     run = StepRun(time(layers), (None,) * len(layers), 0, start - decided, decode_only, False)
@@ -319,9 +319,7 @@ def test_hosts_that_know_of_each_other_are_no_slower_balanced_than_by_the_papers
 
 def test_a_trace_is_taken_round_and_round_for_more_requests():
     trace = short(3, 4, 2)
-    written = from_sequences(
-        trace.provenance, [dataclasses.replace(trace.sequences[n % 3], request=n) for n in range(7)]
-    )
+    written = from_sequences(trace.provenance, [trace.sequences[n % 3] for n in range(7)])
     theirs, mine = serve([written], settings())[0], serve([trace], settings(requests=7))[0]
     assert tokens_of(mine).causes_ps.tolist() == tokens_of(theirs).causes_ps.tolist()
     assert [step.run.device for step in mine.steps] == [step.run.device for step in theirs.steps]
@@ -339,7 +337,7 @@ def test_a_recording_with_holes_is_refused():
 
 def test_a_request_of_its_prompt_alone_gives_one_token():
     one = BUNDLED.sequences[0]
-    nothing = Sequence.of(0, "", one.prompt_ids[:5], one.prompt_weights[:5], 5)
+    nothing = Sequence.of("", one.prompt_ids[:5], one.prompt_weights[:5], 5)
     (served,) = serve([from_sequences(BUNDLED.provenance, [nothing])], settings())
     assert [len(step.spans) for step in served.steps] == [1]
     assert tokens_of(served).index.tolist() == [0]

@@ -172,10 +172,10 @@ def require_capacity(engine: Engine, trace: Trace, num_hot: int) -> None:
 def _recorded_plans(trace: Trace) -> dict[int, dict[int, NDArray[np.uint8]]]:
     """epoch -> {-1: tiers, request: bits}."""
     out: dict[int, dict[int, NDArray[np.uint8]]] = {}
-    if trace.plans:
-        columns = (trace.plans[name] for name in ("epoch", "request", "cells"))
-        for epoch, request, cells in zip(*columns, strict=True):
-            out.setdefault(int(epoch), {})[int(request)] = cells
+    for epoch, request, cells in zip(
+        *(trace.plans.get(name, ()) for name in ("epoch", "request", "cells")), strict=True
+    ):
+        out.setdefault(int(epoch), {})[int(request)] = cells
     return out
 
 
