@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.prices import Prices, together_ps
 
 
@@ -44,19 +43,18 @@ class LayerLoad:
 class Balancer:
     """The rule for one model on one hardware; csrc/split.cpp is what decides by it where there is one device."""
 
-    costs: Costs
+    prices: Prices
+    """Of this machine, or of the simulated hardware. `hot_ps(0)` is a layer's on the GPU beside its experts."""
     offload_bits: int
     hosts: int = 1
     """Hosts that share the device, this one included."""
-    prices: Prices | None = None
-    """Prices of this machine; None: those of the simulated hardware."""
 
     def fewest(self, load: LayerLoad, device_ps: Iterable[float]) -> frozenset[int]:
         """The hot experts of least weight that make the layer shortest, the fewest of equally good ones.
 
         device_ps: the device's time with the first 0, 1, 2, ... of `load.lightest_first` on it; it may end early.
         """
-        order, prices = load.lightest_first, self.known
+        order, prices = load.lightest_first, self.prices
         gpu_ps = [prices.shared_ps(load.rows)]
         for expert in reversed(order):
             launch_ps = prices.hot_ps(0) if len(gpu_ps) == 1 else 0.0
@@ -70,13 +68,8 @@ class Balancer:
 
     def device_ps(self, bits: int, rows: int) -> float:
         """Time that an expert with so many rows adds to the device's command, and to those of the other hosts."""
-        return self.hosts * self.known.expert_ps("device", bits, rows)
+        return self.hosts * self.prices.expert_ps("device", bits, rows)
 
     def message_ps(self, rows: int, pairs: int) -> float:
         """Time of a message without its experts; it waits for those of the other hosts."""
-        return self.hosts * self.known.message_ps(rows, pairs)
-
-    @property
-    def known(self) -> Prices:
-        """Prices that the rule goes by. `hot_ps(0)` is a layer's on the GPU beside its experts."""
-        return self.prices or self.costs
+        return self.hosts * self.prices.message_ps(rows, pairs)

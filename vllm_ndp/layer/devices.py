@@ -175,7 +175,9 @@ class Devices:
 
     def balancers(self, rule: Balancer, alive: Callable[[], Alive]) -> list[DevicesBalancer]:
         """[L], the balancing rule for each layer on these devices. alive: says which are up; called at each use."""
-        on_device = rule if self.num_parts == 1 else replace(rule, costs=of_part(rule.costs, self.num_parts))
+        on_device = rule
+        if self.splits_experts and isinstance(rule.prices, Costs):  # measured ones are of a part already
+            on_device = replace(rule, prices=of_part(rule.prices, self.num_parts))
         return [DevicesBalancer(rule, on_device, self, layer, alive) for layer in range(len(self.held))]
 
 

@@ -86,7 +86,7 @@ class Run(Generic[K]):
         self.clock = StepClock(
             replace(costs.gpu, stage=setup.stage, num_stages=setup.num_stages, whole_experts=setup.whole_experts)
         )
-        balancer = Balancer(costs, setup.spill_bits, setup.device_hosts, prices) if setup.spill_bits else None
+        balancer = Balancer(prices or costs, setup.spill_bits, setup.device_hosts) if setup.spill_bits else None
         each: Sequence[Balancer | DevicesBalancer] | None = None
         if balancer is not None:
             each = [balancer] * len(tiers.where) if devices is None else devices.balancers(balancer, counted_on)

@@ -152,7 +152,7 @@ class Splitter:
     def _rule(self, balancer: Balancer | DevicesBalancer) -> bool | Callable[..., frozenset[int]]:
         """True: natively."""
         rule = balancer if isinstance(balancer, Balancer) else balancer.rule
-        prices, of_device = rule.known, (rule.message_ps, rule.device_ps)
+        prices, of_device = rule.prices, (rule.message_ps, rule.device_ps)
         self.native.price(rule.offload_bits, prices.beside, prices.hot_ps, *of_device, prices.shared_ps)
         return True if isinstance(balancer, Balancer) else _asked(balancer)
 

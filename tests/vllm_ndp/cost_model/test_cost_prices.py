@@ -73,17 +73,17 @@ def test_simulated_prices_of_a_hot_expert_and_a_launch_are_those_of_a_layer():
 def test_balancing_follows_the_prices_it_is_given():
     """Two hot experts of one row: 20 on the GPU, or 10 beside message and device."""
     load = LayerLoad({1: (1, 0.2), 5: (1, 0.8)}, {}, (0, 0), 1)
-    assert offloaded(Balancer(COSTS, 2, prices=prices(gpu=10, device=10, message=5)), load) == {1}
-    assert offloaded(Balancer(COSTS, 2, prices=prices(gpu=10, device=16, message=5)), load) == frozenset()
-    assert offloaded(Balancer(COSTS, 2, prices=prices(gpu=10, device=10, message=11)), load) == frozenset()
+    assert offloaded(Balancer(prices(gpu=10, device=10, message=5), 2), load) == {1}
+    assert offloaded(Balancer(prices(gpu=10, device=16, message=5), 2), load) == frozenset()
+    assert offloaded(Balancer(prices(gpu=10, device=10, message=11), 2), load) == frozenset()
 
 
 def test_sides_that_share_their_cores_are_balanced_by_what_both_take():
     """Two experts of 10 on the GPU; one of 8 and a message of 5 on the device is longer where nothing overlaps."""
     load = LayerLoad({1: (1, 0.2), 5: (1, 0.8)}, {}, (0, 0), 1)
-    assert offloaded(Balancer(COSTS, 2, prices=prices(device=8, message=5)), load) == {1}
-    assert offloaded(Balancer(COSTS, 2, prices=prices(device=8, message=5, beside=0.0)), load) == frozenset()
-    assert offloaded(Balancer(COSTS, 2, prices=prices(device=2, message=5, beside=0.0)), load) == {1, 5}
+    assert offloaded(Balancer(prices(device=8, message=5), 2), load) == {1}
+    assert offloaded(Balancer(prices(device=8, message=5, beside=0.0), 2), load) == frozenset()
+    assert offloaded(Balancer(prices(device=2, message=5, beside=0.0), 2), load) == {1, 5}
     experts = np.repeat(np.arange(4), 2)
     alike = {"device": 10, "streamed": 60, "message": 1}
     assert 0 < len(PrefillSplit(COSTS, prices(**alike)).of_counts(*np.unique(experts, return_counts=True))) < 4

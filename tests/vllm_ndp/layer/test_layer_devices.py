@@ -88,8 +88,8 @@ def test_the_lightest_hot_experts_leave_and_no_other_number_of_them_is_faster(da
         at = devices.route_groups(0, groups, (True, True))
         each = [[bits for (expert, bits), device in at.items() if device == number] for number in range(2)]
         took = [sum(rule.device_ps(bits, 1) for bits in of) + rule.message_ps(len(of), len(of)) for of in each if of]
-        launch = rule.known.hot_ps(0) if order[count:] else 0.0
-        return max(sum((rule.known.hot_ps(1) for _ in order[count:]), launch), *took, 0.0)
+        launch = rule.prices.hot_ps(0) if order[count:] else 0.0
+        return max(sum((rule.prices.hot_ps(1) for _ in order[count:]), launch), *took, 0.0)
 
     assert layer_ps(len(found)) == pytest.approx(min(layer_ps(count) for count in range(len(order) + 1)), rel=1e-12)
 
@@ -104,7 +104,7 @@ def test_a_message_to_one_of_the_devices_holds_no_more_rows_than_the_step_has() 
         beside=1.0,
     )
     load = LayerLoad({0: (1, 0.1), 1: (1, 0.2)}, {(2, 3): 1}, (0, 0), 1)
-    balancer, *_ = mixtral_on(1, 1).balancers(Balancer(MIXTRAL, 3, prices=prices), lambda: (True,))
+    balancer, *_ = mixtral_on(1, 1).balancers(Balancer(prices, 3), lambda: (True,))
     assert balancer.offloaded(load) == {0, 1}
 
 
@@ -150,7 +150,7 @@ def test_hot_experts_leave_for_devices_with_parts_as_their_own_times_make_best_a
     of_half = Balancer(half, 3)
     took = [
         max(
-            rule.known.shared_ps(1) + (4 - count) * rule.known.hot_ps(1),
+            rule.prices.shared_ps(1) + (4 - count) * rule.prices.hot_ps(1),
             (2 + count) * of_half.device_ps(3, 1) + of_half.message_ps(1, 2 + count),
         )
         for count in range(5)

@@ -92,7 +92,7 @@ def cases(draw: st.DrawFn) -> Case:
     some, much, little = st.floats(0.1, 10), st.floats(0.1, 100), st.floats(0, 3)  # so that offloading often pays
     beside = draw(st.sampled_from([1.0, 1.0, 0.3]))
     prices = drawn_prices(costs, draw(st.lists(some, min_size=1, max_size=5)), draw(much), draw(little), beside)
-    rule = Balancer(costs, draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 1, 2, 5])), prices)
+    rule = Balancer(prices or costs, draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 1, 2, 5])))
     balancers: list[Balancer | DevicesBalancer] = [rule] * LAYERS
     kind = draw(st.sampled_from(["none", "one", "one", "several"]))
     if kind == "several":
