@@ -168,9 +168,11 @@ class Devices:
         """Return the devices that a layer's pairs [P] go to, and which pairs each gets. No device serves the others."""
         if self.splits_experts:
             return [(device, np.arange(len(experts))) for device in range(len(alive))] if all(alive) else []
-        pairs = list(zip(experts.tolist(), bits.tolist(), strict=True))
-        found = self.route_groups(layer, Counter(pairs), alive)
-        devices = np.array([found[pair] for pair in pairs], np.int64)
+        keys = (experts.astype(np.int64) << 8) | bits
+        distinct, place, counts = np.unique(keys, return_inverse=True, return_counts=True)
+        groups = [(key >> 8, key & 255) for key in distinct.tolist()]
+        found = self.route_groups(layer, dict(zip(groups, counts.tolist(), strict=True)), alive)
+        devices = np.array([found[group] for group in groups], np.int64)[place.reshape(-1)]
         return [(device, np.flatnonzero(devices == device)) for device in sorted({*found.values()} - {NO_COPY})]
 
     def balancers(self, rule: Balancer, alive: Callable[[], Alive]) -> list[DevicesBalancer]:
