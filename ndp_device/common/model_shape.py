@@ -158,6 +158,11 @@ class WholeModel(ModelShape):
         """All but norms and biases."""
         return self.other_weights + self.num_layers * self.num_experts * self.weights_per_expert
 
+    @property
+    def num_active_parameters(self) -> int:
+        """Weights that one token is multiplied with, the output projection included; an embedding is only looked up."""
+        return self.beside_weights + self.num_layers * self.top_k * self.weights_per_expert + self.head_weights
+
     @classmethod
     def of_experts(cls, experts: ModelShape, **beside: Any) -> WholeModel:
         """The same experts; `beside`: the other fields, and any of the experts' that a run changes, such as dtype."""

@@ -223,8 +223,7 @@ def test_a_public_shape_has_the_parameters_that_its_card_says(name: str) -> None
     model, (total, active) = SHAPES[name], PUBLIC_MODELS[name].published
     assert model.num_parameters / BILLION == pytest.approx(total, rel=0.015, abs=0.05)
     digit = 1.0 if active == math.floor(active) else 0.1
-    experts = model.num_layers * model.top_k * model.weights_per_expert
-    own = (model.beside_weights + experts + model.head_weights) / BILLION  # an embedding is only looked up
+    own = model.num_active_parameters / BILLION
     least, most = own - model.head_weights / BILLION, own + model.head_weights / BILLION
     assert least - digit <= active <= most + digit / 2
 
