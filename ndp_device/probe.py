@@ -17,7 +17,7 @@ from ndp_device.transport.shm import Sound
 
 
 class Probe:
-    """A connection that never says Hello."""
+    """A connection that says Hello only when asked to."""
 
     def __init__(self, address: str, *, timeout_s: float = 5.0, keys: Path | None = None) -> None:
         """keys: the file that keygen made for this host, for a device that wants one."""
@@ -52,6 +52,12 @@ class Probe:
                 raise DeviceError(message.code, message.message, retryable=message.retryable)
             if message.id == request.id:
                 return message, answer
+
+    def hello(self) -> msg.Welcome:
+        reply, _ = self.ask(msg.Hello(self.next_id(), versions=(msg.VERSION, msg.VERSION), client="ndp-device"))
+        if not isinstance(reply, msg.Welcome):
+            raise RemoteProtocolError(f"Hello must be answered by Welcome, got {type(reply).__name__}")
+        return reply
 
     def describe(self) -> msg.Description:
         reply, _ = self.ask(msg.Describe(self.next_id()))

@@ -231,7 +231,7 @@ def test_a_message_of_one_or_three_frames_is_refused_and_the_next_one_served(add
             assert b"bad_request" in bytes(reply[0])
             transport.close()
         with Probe(address, timeout_s=60) as probe:
-            assert probe.describe().num_layers == LAYERS
+            assert probe.hello().num_layers == LAYERS
 
 
 def test_a_host_in_pyzmq_and_msgpack_alone_computes_on_a_device(address: str) -> None:

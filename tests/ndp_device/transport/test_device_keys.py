@@ -252,7 +252,7 @@ def test_the_programs_serve_and_ask_with_keys(model_dir: Path, tmp_path: Path) -
         assert process.stdout is not None
         address = json.loads(process.stdout.readline())["address"]
         with Probe(address, timeout_s=PATIENCE_S, keys=tmp_path / "keys" / "me.key_secret") as probe:
-            assert probe.describe().num_layers == 2
+            assert probe.hello().num_layers == 2
         done = subprocess.run([*PROGRAM, "ping", address, "--key", "insecure-loopback"], capture_output=True, text=True)
         assert done.returncode == 2
         assert re.fullmatch(r"ndp-device: the device wants keys: .*\n", done.stderr)
