@@ -5,7 +5,6 @@ Knows how to start and to end a server; which options it has is its test's. Know
 
 import json
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +15,9 @@ from typing import Any
 
 import openai
 import psutil
-from engines import PATIENCE_S, VLLM_PROGRAM, check_pairs
+from engines import MODEL, PATIENCE_S, VLLM_PROGRAM, check_pairs
 from prometheus_client.parser import text_string_to_metric_families
+from until import until
 
 from vllm_ndp.integration.report import PHASES
 from vllm_ndp.layer.split import PAIR_KINDS
@@ -40,10 +40,15 @@ class Server:
 
 @contextmanager
 def serving(
-    model: Path, options: Sequence[Any], port: int, environment: Mapping[str, str], log: Path
+    settings: Mapping[str, Any], options: Sequence[Any], port: int, environment: Mapping[str, str], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The server once it is healthy; it is ended by SIGTERM unless it has ended before."""
-    command = [VLLM_PROGRAM, "serve", model, *options, "--host", "127.0.0.1", "--port", str(port)]
+    """One of the bundled model once it is healthy; it is ended by SIGTERM unless it has ended before.
+
+    In float32: an answer in bfloat16 depends on which side computed a prompt, hence on what the slots hold.
+    """
+    command = [VLLM_PROGRAM, "serve", MODEL, "--quantization", "ndp", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--additional-config", json.dumps({"ndp": settings}), "--dtype", "float32", "--enforce-eager"]
+    command += ["--kv-cache-memory-bytes", str(64 << 20), *options]
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
     try:
@@ -59,15 +64,18 @@ def serving(
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text(errors="replace")[-3000:]
+    def told() -> str:
+        return log.read_text(errors="replace")[-3000:]
+
+    def is_healthy() -> bool:
+        assert process.poll() is None, told()
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                return
+                return True
         except (urllib.error.URLError, TimeoutError, ConnectionError):
-            time.sleep(0.5)
-    raise AssertionError(f"not healthy within {PATIENCE_S} s: {log.read_text(errors='replace')[-3000:]}")
+            return False
+
+    until(is_healthy, PATIENCE_S, told=told, pause_s=0.5)
 
 
 def complete(server: Server, prompt: str, *, ignore_eos: bool = True, **options: Any) -> Any:

@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 import pytest
 from engines import IN_PROCESS, MODEL, PATIENCE_S, REPLICAS
+from until import until
 
 pytestmark = pytest.mark.vllm
 SCRIPT = """
@@ -83,11 +84,11 @@ class Run:
         return found
 
     def _wait_for(self, moment: Callable[[Run], bool]) -> None:
-        end = time.monotonic() + PATIENCE_S
-        while not moment(self):
+        def has_come() -> bool:
             assert self.script.poll() is None, self.said()[-3000:]
-            assert time.monotonic() < end, "the moment did not come"
-            time.sleep(0.01)
+            return moment(self)
+
+        until(has_come, PATIENCE_S)
 
     def _stop_and_signal(self, number: int) -> None:
         below = self.below()

@@ -6,12 +6,12 @@ Identity mode in fp32, so that what the device computes and what the engine comp
 import os
 import signal
 import threading
-import time
 from collections import Counter
 from typing import Any
 
 import pytest
-from engines import PROMPTS, check_pairs, engine, greedy, token_ids
+from engines import PATIENCE_S, PROMPTS, check_pairs, engine, greedy, token_ids
+from until import until
 
 from vllm_ndp.config import NdpSettings
 
@@ -58,8 +58,7 @@ def disturb_after(llm, num_steps: int, action) -> threading.Thread:  # type: ign
     def wait_then_act() -> None:
         from vllm_ndp.integration.controller import current_controller
 
-        while current_controller().log.steps < target:
-            time.sleep(0.001)
+        until(lambda: current_controller().log.steps >= target, PATIENCE_S, pause_s=0.001)
         action()
 
     thread = threading.Thread(target=wait_then_act)
@@ -68,15 +67,13 @@ def disturb_after(llm, num_steps: int, action) -> threading.Thread:  # type: ign
 
 
 def wait_until_used_again(llm) -> None:  # type: ignore[no-untyped-def]
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    def is_used() -> bool:
         before = totals(llm)
         greedy(llm, PROMPTS[:1], 4)
         after = totals(llm)
-        if after["cold_pairs"] > before["cold_pairs"] and after["fallback_pairs"] == before["fallback_pairs"]:
-            return
-        time.sleep(0.2)
-    raise AssertionError("the device was not used again within a minute")
+        return after["cold_pairs"] > before["cold_pairs"] and after["fallback_pairs"] == before["fallback_pairs"]
+
+    until(is_used, pause_s=0.2)
 
 
 def test_a_killed_device_costs_no_request_and_changes_no_token(llm, undisturbed) -> None:  # type: ignore[no-untyped-def]

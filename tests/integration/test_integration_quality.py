@@ -3,8 +3,6 @@
 One server; the engine that the benchmark starts in this process gives the figures to compare with.
 """
 
-import importlib
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import MODEL, NDP_PROGRAM, ROOT, free_port, last_json, run_program, user_environment
+from engines import (
+    MODEL,
+    NDP_PROGRAM,
+    ROOT,
+    engine,
+    free_port,
+    greedy,
+    last_json,
+    run_program,
+    token_ids,
+    user_environment,
+)
+from numpy.typing import NDArray
 from served_model import serving
 
 from ndp_device.calibration.build import build_data_free
@@ -20,6 +30,7 @@ from ndp_device.common.errors import ConfigError
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.store import ExpertStore
 from vllm_ndp.operating import server as scoring
+from vllm_ndp.planning.importance import ImportanceScore
 
 pytestmark = pytest.mark.vllm
 
@@ -50,25 +61,45 @@ def settings(replicas: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def measured(replicas: Path, settings: dict[str, Any]) -> Any:
     """Sequences, the benchmark's own forward of them, and what the engine in this process says: (tokens, nll, nll)."""
+    import quality
     import torch
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        quality, served = importlib.import_module("quality"), importlib.import_module("quality_served")
-        held_out = quality.held_out_sequences(MODEL, 1)
-        sequences = torch.cat([held_out["german"], held_out["python"]])
-        model = quality.MixedModel(MODEL, ExpertStore(MODEL, replicas, kernel=NativeKernel()))
-        harness, by_expert = (
-            served.harness_nll(model, sequences, quality.Cell(1.5, 2, rule, "prefill"), replicas)
-            for rule in ("pairs", "layers")
-        )
-        assert (np.abs(by_expert - harness) > 1e-2).all()  # widths by pair are felt as well
-        full = model.decode(None)
-        assert (harness - full > 0.05).all()  # the bits are felt, so a plan that was not followed would show
-        through_engine, totals = served.served_nll(sequences, settings)
+    held_out = quality.held_out_sequences(MODEL, 1)
+    sequences = torch.cat([held_out["german"], held_out["python"]])
+    model = quality.MixedModel(MODEL, ExpertStore(MODEL, replicas, kernel=NativeKernel()))
+    prompts, losses = model.prefill(sequences), quality.loss_tables(replicas)
+    nobody = ImportanceScore.from_weights(np.ones(prompts[0].counts.shape))
+    cells = (quality.Cell(1.5, 2, rule, "prefill") for rule in ("pairs", "layers"))
+    harness, by_expert = (
+        model.decode(*quality.stacked([quality.plan_of(cell, prompt, prompt, nobody, losses) for prompt in prompts]))
+        for cell in cells
+    )
+    assert (np.abs(by_expert - harness) > 1e-2).all()  # widths by pair are felt as well
+    full = model.decode(None)
+    assert (harness - full > 0.05).all()  # the bits are felt, so a plan that was not followed would show
+    return sequences.tolist(), harness, served_nll(sequences.tolist(), settings), full
+
+
+def served_nll(sequences: list[list[int]], settings: dict[str, Any]) -> NDArray[np.float64]:
+    """Mean nll of each sequence where its prompt is given and the rest is forced: every decode step runs the plugin's
+    own plan, its hot slots and the device, and vLLM's raw log-probabilities are decode's. One request at a time: with
+    several, they would share one hot set."""
+    from vllm_ndp.integration.forced_tokens import ForcedTokens
+
+    nll = []
+    options = {"logits_processors": [ForcedTokens], "async_scheduling": False, "max_num_seqs": 1, "max_model_len": 1024}
+    with engine(settings=settings, **options) as llm:
+        for tokens in sequences:
+            forced = tokens[PROMPT_TOKENS:]
+            extra = {"logprobs": 0, "extra_args": {scoring.FORCED: forced}}
+            (output,) = greedy(llm, [{"prompt_token_ids": tokens[:PROMPT_TOKENS]}], len(forced), **extra)
+            assert token_ids([output]) == [forced]
+            by_token = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, forced, strict=True)]
+            nll.append(-np.mean(by_token[1:]))  # the first generated token is the prefill's
+        (totals,) = llm.collective_rpc("ndp_totals")
     assert totals["cold_pairs"] > 0
     assert totals["fallback_pairs"] == 0
-    return sequences.tolist(), harness, through_engine, full
+    return np.array(nll)
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +110,8 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(settings: dict[str, Any], log: Path) -> Iterator[scoring.ScoringServer]:
     port = free_port()
-    options = [
-        *("--quantization", "ndp", "--dtype", "float32", "--enforce-eager", "--disable-log-stats", *PROCESSOR),
-        *("--additional-config", json.dumps({"ndp": settings}), "--max-model-len", "1024", "--max-num-seqs", "4"),
-        *("--kv-cache-memory-bytes", str(64 << 20)),
-    ]
-    with serving(MODEL, options, port, user_environment(OMP_NUM_THREADS="1"), log):
+    options = ["--disable-log-stats", *PROCESSOR, "--max-model-len", "1024", "--max-num-seqs", "4"]
+    with serving(settings, options, port, user_environment(OMP_NUM_THREADS="1"), log):
         yield scoring.ScoringServer(f"http://127.0.0.1:{port}")
 
 

@@ -10,7 +10,6 @@ import one_engine
 import openai
 import pytest
 from engines import (
-    MODEL,
     PATIENT_DEADLINE_MS,
     PROMPTS,
     free_port,
@@ -28,15 +27,14 @@ UNEVEN = (PROMPTS[:3], PROMPTS[3:])
 """Prompts of rank 0 and rank 1: one of them runs dry and then keeps step with the other without a request."""
 
 
-@pytest.fixture(scope="module")
 def stock_tokens() -> dict[str, list[int]]:
     """Of stock vLLM in one process; its CPU build cannot run experts in data-parallel ranks at all."""
     return dict(zip(PROMPTS, stock_tokens_of(PROMPTS, TOKENS), strict=True))
 
 
-@pytest.fixture(scope="module")
-def offline(device: DeviceProcess) -> list[dict[str, Any]]:
-    """What each of two ranks says of an offline run."""
+def test_two_replicas_on_one_device_give_the_tokens_of_stock_vllm_and_count_their_own_requests_only(
+    device: DeviceProcess,
+) -> None:
     settings = {"hot_experts": 3, "cold_precision": "full", "devices": device.address}
     group = {"VLLM_DP_SIZE": "2", "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(free_port())}
 
@@ -45,20 +43,11 @@ def offline(device: DeviceProcess) -> list[dict[str, Any]]:
         return one_engine.run(settings, UNEVEN[rank], TOKENS, environment=environment)
 
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(run, (0, 1)))
-
-
-def test_two_replicas_on_one_device_give_the_tokens_of_stock_vllm(
-    offline: list[dict[str, Any]], stock_tokens: dict[str, list[int]]
-):
-    for rank, said in enumerate(offline):
-        assert said["tokens"][0] == [stock_tokens[prompt] for prompt in UNEVEN[rank]]
-
-
-def test_a_replica_counts_its_own_requests_only(offline: list[dict[str, Any]]):
-    for rank, said in enumerate(offline):
+        offline, stock = list(pool.map(run, (0, 1))), stock_tokens()
+    for prompts, said in zip(UNEVEN, offline, strict=True):
+        assert said["tokens"][0] == [stock[prompt] for prompt in prompts]
         (totals,) = said["totals"]
-        assert totals["prefills"] == len(UNEVEN[rank])
+        assert totals["prefills"] == len(prompts)
         assert totals["cold_pairs"] > 0
         assert totals["fallback_pairs"] == totals["sidecar_mismatches"] == 0
         for report in said["reports"][0]:
@@ -68,22 +57,16 @@ def test_a_replica_counts_its_own_requests_only(offline: list[dict[str, Any]]):
             assert report["measured_tpot_ms"] > 0
 
 
-def test_a_server_of_two_replicas_gives_the_tokens_of_stock_vllm(
-    device: DeviceProcess, stock_tokens: dict[str, list[int]], tmp_path: Path
-):
-    port, log = free_port(), tmp_path / "log"
+def test_a_server_of_two_replicas_gives_the_tokens_of_stock_vllm(device: DeviceProcess, tmp_path: Path):
+    port, stock, log = free_port(), stock_tokens(), tmp_path / "log"
     settings = {
         "hot_experts": 3,
         "cold_precision": "full",
         "devices": device.address,
         "deadline_ms": PATIENT_DEADLINE_MS,
     }
-    options = [
-        *("--quantization", "ndp", "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
-        *("--additional-config", json.dumps({"ndp": settings}), "--data-parallel-size", "2"),
-        *("--max-model-len", "512", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20)),
-    ]
-    with serving(MODEL, options, port, user_environment(OMP_NUM_THREADS="1"), log):
+    options = ["--served-model-name", "tiny", "--data-parallel-size", "2", "--max-model-len", "512"]
+    with serving(settings, [*options, "--max-num-seqs", "8"], port, user_environment(OMP_NUM_THREADS="1"), log):
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300)
 
         def ask(prompt: str) -> Any:
@@ -94,7 +77,7 @@ def test_a_server_of_two_replicas_gives_the_tokens_of_stock_vllm(
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(ask, PROMPTS * 2))
         for prompt, answer in zip(PROMPTS * 2, answers, strict=True):
-            assert answer.choices[0].token_ids == stock_tokens[prompt]
+            assert answer.choices[0].token_ids == stock[prompt]
             assert answer.kv_transfer_params["ndp"]["simulated_tpot_us"] > 0
             assert answer.kv_transfer_params["ndp"]["fallback_pairs"] == 0
         assert log.read_text(errors="replace").count("what is effective") == 2

@@ -19,7 +19,6 @@ import psutil
 import pytest
 from browser import Browser
 from engines import (
-    MODEL,
     PATIENCE_S,
     PATIENT_DEADLINE_MS,
     PROMPTS,
@@ -60,19 +59,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     runtime_dir = Path(tempfile.mkdtemp(prefix="run-"))  # short: an ipc path may have 107 bytes
     port, log = free_port(), directory / "log"
     options = [
-        *("--quantization", "ndp", "--served-model-name", NAME, "--additional-config", json.dumps({"ndp": SETTINGS})),
-        *("--max-model-len", "512", "--max-num-seqs", "8"),
-        # An answer in bfloat16 depends on which side computed a prompt, hence on what the slots hold.
-        *("--dtype", "float32"),
-        *("--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager", "--api-key", KEY),
+        *("--served-model-name", NAME, "--max-model-len", "512", "--max-num-seqs", "8", "--api-key", KEY),
         *("--middleware", "vllm_ndp.integration.serving.routes.NdpRoutes"),
     ]
-    environment = user_environment(
-        XDG_RUNTIME_DIR=str(runtime_dir),
-        VLLM_LOGGING_LEVEL="WARNING",
-    )
+    environment = user_environment(XDG_RUNTIME_DIR=str(runtime_dir), VLLM_LOGGING_LEVEL="WARNING")
     try:
-        with serving(MODEL, options, port, environment, log) as process:
+        with serving(SETTINGS, options, port, environment, log) as process:
             (device,) = device_processes(process.pid)
             address = f"http://127.0.0.1:{port}"
             client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=120)
@@ -100,9 +92,9 @@ def test_a_streamed_completion_is_the_same_text(server: Server):
 
 
 def test_a_chat_answer_carries_both_clocks_and_streams_the_same_text_whose_report_is_found_by_its_id(server: Server):
-    response = chat(server, "Write a sentence about the sea.")
+    response = chat(server, MESSAGE)
     check_report(report_of(response), TOKENS)
-    chunks = list(chat(server, "Write a sentence about the sea.", stream=True))
+    chunks = list(chat(server, MESSAGE, stream=True))
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert streamed == response.choices[0].message.content
     (report,) = reports_of(server, chunks[0].id).values()
@@ -139,17 +131,22 @@ def test_a_stop_string_costs_no_report(server: Server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_each_of_n_answers_has_its_report(server: Server, stream: bool):
+def test_each_of_n_answers_and_of_several_prompts_has_its_report(server: Server, stream: bool):
     answer = complete(server, PROMPTS[1], stream=stream, n=3, temperature=1.0, seed=5)
     reports = reports_of(server, list(answer)[-1].id if stream else answer.id)
     assert sorted(name.partition("_")[0] for name in reports) == ["0", "1", "2"]
-    for report in reports.values():
+    of_prompts = reports_of(server, complete(server, list(PROMPTS[:2])).id)
+    assert len(of_prompts) == 2
+    for report in (*reports.values(), *of_prompts.values()):
         check_report(report, TOKENS)
+
+
+MESSAGE = "Write a sentence about the sea."
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_of_the_responses_api_is_found_by_its_id(server: Server, stream: bool):
-    asked = {"model": NAME, "input": "Write a sentence about the sea.", "max_output_tokens": TOKENS}
+    asked = {"model": NAME, "input": MESSAGE, "max_output_tokens": TOKENS}
     answer = server.client.responses.create(**asked, stream=stream)
     answer = list(answer)[-1].response if stream else answer
     (report,) = reports_of(server, answer.id).values()
@@ -157,8 +154,7 @@ def test_an_answer_of_the_responses_api_is_found_by_its_id(server: Server, strea
 
 
 def test_a_streamed_message_of_anthropics_is_found_by_its_id(server: Server):
-    messages = [{"role": "user", "content": "Write a sentence about the sea."}]
-    body = {"model": NAME, "messages": messages, "max_tokens": TOKENS, "stream": True}
+    body = {"model": NAME, "messages": [{"role": "user", "content": MESSAGE}], "max_tokens": TOKENS, "stream": True}
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{server.address}/v1/messages", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=120) as answer:
@@ -174,20 +170,12 @@ def test_short_paths_lead_to_the_page(server: Server):
 
 def test_each_request_that_a_beam_search_is_made_of_has_its_report(server: Server):
     """vLLM asks its engine for one token of each beam at a time: 1, 2 and 2 requests."""
-    reports = reports_of(
-        server, complete(server, PROMPTS[1], extra_body={"use_beam_search": True}, n=2, max_tokens=3).id
-    )
+    beams = complete(server, PROMPTS[1], extra_body={"use_beam_search": True}, n=2, max_tokens=3)
+    reports = reports_of(server, beams.id)
     assert sorted(name.partition("-beam-")[2][0] for name in reports) == ["0", "0", "0", "1", "1"]
     for report in reports.values():
         assert (report["output_tokens"], report["decode_rows"]) == (1, 0)
         check_pairs(report, PAIRS_PER_ROW)
-
-
-def test_each_prompt_of_one_call_has_its_report(server: Server):
-    reports = reports_of(server, complete(server, list(PROMPTS[:2])).id)
-    assert len(reports) == 2
-    for report in reports.values():
-        check_report(report, TOKENS)
 
 
 def test_a_request_is_found_by_the_clients_id_even_when_it_was_aborted(server: Server):

@@ -6,7 +6,7 @@ a KV cache too small for the batch, so that chunked prefill, prefix-cache hits a
 
 import numpy as np
 import pytest
-from engines import MODEL, engine
+from engines import MODEL, engine, greedy
 
 from vllm_ndp.planning.importance import ImportanceScore, importance
 from vllm_ndp.planning.policies import POLICIES, ScoredPolicy
@@ -72,11 +72,8 @@ def oracle():  # type: ignore[no-untyped-def]
 
 def run(llm, prompts, tokens=TOKENS):  # type: ignore[no-untyped-def]
     """Generate and return (outputs, stats in the order the prefills ended)."""
-    from vllm import SamplingParams
-
     SEEN.clear()
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    return llm.generate(prompts, params, use_tqdm=False), list(SEEN)
+    return greedy(llm, prompts, tokens), list(SEEN)
 
 
 def assert_same(stats, expected) -> None:  # type: ignore[no-untyped-def]

@@ -183,14 +183,11 @@ def test_a_prompt_computes_the_stored_codes_in_slots_and_decodes_no_expert(
     monkeypatch.setenv("NDP_CACHE_DIR", str(tmp_path / "cache"))
     options = {"dtype": "bfloat16", "skip_tokenizer_init": True, "max_num_seqs": 2}
     with engine(tmp_path / "model", quantization="ndp", **options) as llm:
-        from vllm import SamplingParams
-
         said = capfd.readouterr().err
         assert "all 32 experts of a layer at 4 bits, for prompts and decode, linear layers at 8" in said
         assert "expected: the first token of a prompt of 64 after " in said
         read.clear()
-        sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-        done = llm.generate([{"prompt_token_ids": list(range(10, 10 + PROMPT))}], sampling, use_tqdm=False)
+        done = greedy(llm, [{"prompt_token_ids": list(range(10, 10 + PROMPT))}], TOKENS, detokenize=False)
         totals, told = llm.collective_rpc("ndp_totals")[0], llm.collective_rpc("ndp_status")[0]
     assert read == []
     assert " tokens/s for one request" in said
