@@ -80,48 +80,36 @@ METHODS = [
 ]
 
 
-@pytest.fixture(scope="module", params=METHODS)
-def drafted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
-    return make_drafted(request.param, tmp_path_factory.mktemp("drafts"))
-
-
-@pytest.fixture(scope="module")
-def runs(drafted: Drafted) -> tuple[Run, Run]:
-    """Stock's and ours: half of the experts are cold, and nothing is quantized."""
-    return run(drafted, None), run(drafted, {"cold_precision": "full"})
-
-
-def test_tokens_and_accepted_drafts_are_stocks(runs: tuple[Run, Run]):
-    stock, ours = runs
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_and_accepted_drafts_are_stocks_reports_count_them_and_experts_of_the_draft_are_vllms(
+    method: str, tmp_path: Path
+):
+    """Half of the experts are cold, and nothing is quantized. Reports say that the drafts' time is in no clock."""
+    drafted = make_drafted(method, tmp_path)
+    stock, ours = run(drafted, None), run(drafted, {"cold_precision": "full"})
     assert ours.tokens == stock.tokens
     assert ours.counted == stock.counted
     num_drafted, num_accepted = ours.counted
     assert 0 < num_accepted < num_drafted
     assert ours.totals["cold_pairs"] > 0
     assert ours.totals["sidecar_mismatches"] == ours.totals["fallback_pairs"] == 0
+    assert ours.totals["simulated_ps"] is None
 
-
-def test_reports_count_the_drafts_and_say_that_their_time_is_in_no_clock(runs: tuple[Run, Run]):
-    reports, counted = runs[1].reports, runs[1].counted
-    assert sum(report["drafted_tokens"] for report in reports) == counted[0]
-    beyond_the_end = counted[1] - sum(report["accepted_drafts"] for report in reports)
-    assert 0 <= beyond_the_end <= GUESSED * len(reports)
-    for report in reports:
+    assert sum(report["drafted_tokens"] for report in ours.reports) == num_drafted
+    beyond_the_end = num_accepted - sum(report["accepted_drafts"] for report in ours.reports)
+    assert 0 <= beyond_the_end <= GUESSED * len(ours.reports)
+    for report in ours.reports:
         assert report["unsimulated"] == "the draft model's time"
         assert report["simulated_token_us"] is None
-    assert runs[1].totals["simulated_ps"] is None
 
-
-def test_a_drafts_experts_are_vllms_and_the_table_says_so(runs: tuple[Run, Run], drafted: Drafted):
-    stock, ours = runs
     shape = open_checkpoint(drafted.model).shape
     assert ours.status["moe_layers"] == shape.num_layers
     assert ours.draft_slots == stock.draft_slots
     assert set(ours.draft_slots) <= {shape.num_experts}
-    method = drafted.speculative_config["method"]
-    expected = f"{method}, up to {GUESSED} tokens a step; its layers are vLLM's, in full precision, and in no clock"
+    own = drafted.speculative_config["method"]
+    expected = f"{own}, up to {GUESSED} tokens a step; its layers are vLLM's, in full precision, and in no clock"
     assert ours.status["drafts"] == expected
-    assert bool(ours.draft_slots) == (method == "mtp")
+    assert bool(ours.draft_slots) == (own == "mtp")
 
 
 @pytest.mark.families

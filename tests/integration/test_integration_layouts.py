@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,11 +94,6 @@ def check_pairs_and_replays(ran: Ran) -> None:
         assert replayed.identical
 
 
-@pytest.fixture(scope="module")
-def stock_tokens() -> list[list[int]]:
-    return stock_tokens_of(LONG_PROMPTS, TOKENS)
-
-
 FEW = {"max_num_seqs": 3}
 WAITS_NOT: dict[str, Any] = {"debug": {"gpu": "thread"}}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -133,10 +129,10 @@ def identity(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ran]:
     [pytest.param(n, marks=[] if o in (RANKS, FEW) else pytest.mark.ranks) for n, (_, o) in LAYOUTS.items()],
 )
 def test_in_full_precision_a_layout_gives_the_tokens_of_stock_vllm_counts_each_pair_once_and_replays(
-    layout: str, identity: Callable[[str], Ran], stock_tokens: list[list[int]]
+    layout: str, identity: Callable[[str], Ran]
 ) -> None:
     settings, ran = IDENTITY | LAYOUTS[layout][0], identity(layout)
-    assert [token_ids(outputs) for outputs in ran.passes] == [stock_tokens, stock_tokens]
+    assert [token_ids(outputs) for outputs in ran.passes] == [stock_tokens_of(LONG_PROMPTS, TOKENS)] * 2
     check_pairs_and_replays(ran)
     warm = settings.get("warm_experts", 0)
     for totals in ran.totals:
@@ -220,14 +216,14 @@ def test_the_reports_clock_is_that_of_the_stages_one_after_the_other(identity: C
 
 
 @pytest.mark.ranks
-def test_a_lost_device_of_ranks_changes_no_token_in_full_precision(stock_tokens: list[list[int]]) -> None:
+def test_a_lost_device_of_ranks_changes_no_token_in_full_precision() -> None:
     """What rank 0 computes instead is whole experts: its own half of them and the other's."""
     with engine(settings=IDENTITY, max_num_batched_tokens=64, **RANKS) as llm:
         pid = llm.collective_rpc("ndp_status")[0]["device_pid"]
-        assert kill_in_the_middle(llm, LONG_PROMPTS, TOKENS, pid) == stock_tokens
+        tokens = kill_in_the_middle(llm, LONG_PROMPTS, TOKENS, pid)
         leader, other = llm.collective_rpc("ndp_totals")
-    assert leader["fallback_pairs"] > 0
-    assert other["fallback_pairs"] == 0
+    assert tokens == stock_tokens_of(LONG_PROMPTS, TOKENS)
+    assert leader["fallback_pairs"] > 0 == other["fallback_pairs"]
 
 
 NARROW = {"gpu.hbm_bytes_per_s": 50_000_000_000}
@@ -435,30 +431,17 @@ for tell in (
 """
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    """What rank 0 and rank 1 printed."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    script = tmp_path_factory.mktemp("ranks") / "told_apart.py"
-    script.write_text(TOLD_APART)
+@pytest.mark.ranks
+def test_ranks_hear_the_leader_know_each_others_cores_and_the_one_that_was_started_otherwise_says_so(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "told_apart.py").write_text(TOLD_APART)
     port = str(free_port())
     with ThreadPoolExecutor(2) as pool:
-        done = list(pool.map(lambda rank: run_program(sys.executable, script, rank, port), ("0", "1")))
-    for process in done:
-        assert process.returncode == 0, process.stderr
-    return [[line for line in process.stdout.splitlines() if line and line[0].islower()] for process in done]
-
-
-@pytest.mark.ranks
-def test_ranks_hear_the_leader_and_know_each_others_cores(two_processes: list[list[str]]):
-    for lines in two_processes:
-        assert lines[:3] == ["cores [0, 1, 5]", "told by 0", "up False True"]
-
-
-@pytest.mark.ranks
-def test_the_rank_that_was_started_with_something_else_says_so(two_processes: list[list[str]]):
-    leader, other = two_processes
+        done = list(pool.map(lambda rank: run_program(sys.executable, tmp_path / "told_apart.py", rank, port), "01"))
+    assert [process.returncode for process in done] == [0, 0], done[0].stderr + done[1].stderr
+    leader, other = ([line for line in one.stdout.splitlines() if line and line[0].islower()] for one in done)
+    assert leader[:3] == other[:3] == ["cores [0, 1, 5]", "told by 0", "up False True"]
     assert leader[3:] == ["equal", "equal"]
     assert other[3].startswith("differs: rank 1 has replicas with digest C, rank 0 has B: start every rank with the")
     assert other[4].startswith("differs: rank 1 planned otherwise than rank 0 (checksums 00000008 and 00000007)")

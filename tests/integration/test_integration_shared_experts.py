@@ -5,7 +5,7 @@ from typing import Any
 
 import make_family_models
 import pytest
-from engines import PROMPTS, engine, replay_of, trace_of
+from engines import PROMPTS, engine, greedy, replay_of, token_ids, trace_of
 
 pytestmark = pytest.mark.vllm
 
@@ -56,10 +56,7 @@ LONG = (PROMPTS[0] * 4, PROMPTS[1], PROMPTS[2] * 3)
 
 def generate(llm: Any) -> list[list[int]]:
     """Prompts in chunks beside decode rows, requests that end at different steps."""
-    from vllm import SamplingParams
-
-    lengths = [SamplingParams(temperature=0.0, max_tokens=4 + 3 * i, ignore_eos=True) for i in range(len(LONG))]
-    return [list(output.outputs[0].token_ids) for output in llm.generate(list(LONG), lengths)]
+    return token_ids(greedy(llm, LONG, [4, 7, 10]))
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +86,19 @@ def assert_replays(model: Path, recorded: Path) -> None:
     assert replayed.identical
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+COMPILED: dict[str, Any] = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}
+"""Traced and split as always."""
+
+
+@pytest.mark.parametrize(
+    ("family", "compiled"),
+    [*((family, {}) for family in FAMILIES), pytest.param(FAMILIES[0], COMPILED, marks=pytest.mark.families)],
+)
 def test_the_message_leaves_before_the_shared_expert_runs_tokens_are_stocks_and_replays_are_equal(
-    models: Path, stock_tokens: dict[str, list[list[int]]], tmp_path: Path, family: str
+    models: Path, stock_tokens: dict[str, list[list[int]]], tmp_path: Path, family: str, compiled: dict[str, Any]
 ) -> None:
     settings = {"cold_precision": "full", "record": str(tmp_path / "trace")}
-    with engine(models / family, settings=settings, **OPTIONS) as llm:
+    with engine(models / family, settings=settings, **compiled, **OPTIONS) as llm:
         events = watched(llm)
         tokens = generate(llm)
         totals = llm.collective_rpc("ndp_totals")[0]
@@ -107,22 +111,6 @@ def test_the_message_leaves_before_the_shared_expert_runs_tokens_are_stocks_and_
     assert_the_message_leaves_first(events, num_layers, totals["steps"])
     assert len(kinds) >= 2, "decoder layers of several kinds"
     assert_replays(models / family, tmp_path / "trace")
-
-
-@pytest.mark.families
-def test_the_message_leaves_before_the_shared_expert_runs_in_a_compiled_model_too(
-    models: Path, stock_tokens: dict[str, list[list[int]]]
-) -> None:
-    settings = {"cold_precision": "full"}
-    compiled = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}  # traced and split as always
-    with engine(models / FAMILIES[0], settings=settings, **compiled, **OPTIONS) as llm:
-        events = watched(llm)
-        tokens = generate(llm)
-        totals = llm.collective_rpc("ndp_totals")[0]
-        num_layers = len(llm.llm_engine.model_executor.driver_worker.worker.ndp.worker.parts.hot.layers)
-    assert tokens == stock_tokens[FAMILIES[0]]
-    assert totals["fallback_pairs"] == 0
-    assert_the_message_leaves_first(events, num_layers, totals["steps"])
 
 
 def test_layers_with_and_without_a_window_take_their_simulated_time_again_when_replayed(

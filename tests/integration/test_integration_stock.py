@@ -23,42 +23,20 @@ def generate(**environment: str) -> dict[str, Any]:
     return json.loads(first)
 
 
-@pytest.fixture(scope="module")
-def without() -> dict[str, Any]:
-    """No plugin is loaded at all."""
-    return generate(VLLM_PLUGINS="")
-
-
-@pytest.fixture(scope="module")
-def installed() -> dict[str, Any]:
-    """Every installed plugin is loaded, ours among them; nobody asks for it."""
-    return generate()
-
-
-def test_the_plugin_was_there_in_one_run_and_not_in_the_other(without: dict[str, Any], installed: dict[str, Any]):
+def test_a_plugin_that_nobody_asked_for_leaves_worker_methods_and_tokens_and_starts_nothing() -> None:
+    """Once no plugin is loaded at all, and once every installed one is, ours among them."""
+    without, installed = generate(VLLM_PLUGINS=""), generate()
     assert without["our_modules"] == []
     assert "vllm_ndp.integration.plugin" in installed["our_modules"]
-
-
-def test_an_engine_that_did_not_ask_keeps_vllms_own_worker_and_method(
-    without: dict[str, Any], installed: dict[str, Any]
-):
-    for name in ("worker", "moe_methods", "connector", "devices"):
+    for name in ("worker", "moe_methods", "connector", "devices", "tokens"):
         assert installed[name] == without[name]
     assert installed["worker"].startswith("vllm.")
     assert installed["moe_methods"]
     assert not any("Ndp" in method for method in installed["moe_methods"])
-
-
-def test_no_device_is_started_and_no_controller_is_even_imported(installed: dict[str, Any]):
     assert installed["devices"] == 0
     assert installed["connector"] is False
     assert "vllm_ndp.integration.controller" not in installed["our_modules"]
     assert "vllm_ndp.device_client.client" not in installed["our_modules"]
-
-
-def test_the_tokens_are_the_same(without: dict[str, Any], installed: dict[str, Any]):
-    assert installed["tokens"] == without["tokens"]
     assert all(len(tokens) == 16 for tokens in installed["tokens"])
 
 
