@@ -99,7 +99,9 @@ class ExpertsPool:
         self.checkpoint.check(self._first_layer + layer)
 
 
-warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes into a map
+with warnings.catch_warnings():  # torch says once per process that an array is not writable; nobody writes into a map
+    warnings.simplefilter("ignore")
+    torch.from_numpy(np.frombuffer(b"0", np.uint8))
 
 
 def tensor_over(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:

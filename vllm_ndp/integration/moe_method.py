@@ -8,6 +8,7 @@ import torch
 from torch.library import Library
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
@@ -108,6 +109,7 @@ class NdpMoEMethod(FusedMoEMethodBase):
             parameter = torch.nn.Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
             ask_for_huge_pages(parameter.data)
             layer.register_parameter(name, parameter)
+            set_weight_attrs(parameter, {"weight_loader": _leave_in_pool})
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.ndp_layer_name = self._worker.attach(layer)
@@ -137,6 +139,15 @@ class NdpMoEMethod(FusedMoEMethodBase):
         routed, shared = run_with_shared(x, topk_weights, topk_ids, shared_experts_input, name)
         vllm_private.put_output_of_shared_experts(shared_experts, shared)
         return routed
+
+
+def _leave_in_pool(*args: Any, return_success: bool = False, **kwargs: Any) -> bool | None:
+    """Weight loader of the slots, for experts that another set of files has under names of its own (`consolidated*`
+    beside the index): they are read from the pool when a plan asks for them, not at load."""
+    return True if return_success else None
+
+
+_leave_in_pool.supports_moe_loading = True  # type: ignore[attr-defined]  # vLLM's loaders look for it
 
 
 def _refuse_unsupported(layer: Any, moe: FusedMoEConfig) -> None:

@@ -156,12 +156,11 @@ class PriceProbe:
     def _streamed(self) -> tuple[int, ...]:
         """Rows of a prompt through an expert that has no slot: the fewest and the most, in between a straight line."""
 
-        def run(rows: int) -> None:
-            ones = np.ones(rows, np.float32)
-            pairs = Pairs.of(np.arange(rows, dtype=np.int64), np.full(rows, self._next()), ones)
-            self._hot.stream(0, self._many[:rows], pairs, {})
+        def least_ps(rows: int) -> int:
+            x, owner, ones = self._many[:rows], np.arange(rows, dtype=np.int64), np.ones(rows, np.float32)
+            return _least_ps(lambda: self._hot.stream(0, x, Pairs.of(owner, np.full(rows, self._next()), ones), {}))
 
-        few, many = (_least_ps(partial(run, rows)) for rows in (ROWS[0], ROWS[-1]))
+        few, many = least_ps(ROWS[0]), least_ps(ROWS[-1])
         return tuple(few + (many - few) * (rows - ROWS[0]) // (ROWS[-1] - ROWS[0]) for rows in ROWS)
 
     def _asked_about(

@@ -155,7 +155,7 @@ class Devices:
         """The device of each (expert, bits) -> rows of a layer; NO_COPY where none of the expert's is alive. Where each
         has a part of every expert, the first stands for all."""
         if self.splits_experts:
-            return dict.fromkeys(groups, 0)
+            return dict.fromkeys(groups, 0 if all(alive) else NO_COPY)
         work = {
             (expert, bits): self.expert_bytes[bits] * ceil_div(rows, self._rows_per_pass)
             for (expert, bits), rows in groups.items()
