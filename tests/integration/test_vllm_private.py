@@ -22,7 +22,7 @@ from vllm_ndp.integration import vllm_private
 pytestmark = pytest.mark.vllm
 FILES = sorted((ROOT / "vllm_ndp").rglob("*.py"))
 OWN = ROOT / "vllm_ndp/integration/vllm_private.py"
-NOT_VLLMS = {"_replace", "_exit"}
+NOT_VLLMS = {"_asdict", "_replace", "_exit"}
 """Of named tuples and of os."""
 
 
