@@ -27,8 +27,6 @@ Rows = Callable[[int, int], NDArray[Any]]
 Read = Callable[[str], NDArray[Any]]
 """Name of a stored tensor -> its values; bfloat16 as uint16, FP8 and E8M0 as their bytes."""
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where the k-th value of a word lies among its nibbles: AWQ packs them in the order 0 2 4 6 1 3 5 7."""
 _FP4, _INTEGERS = np.array(FP4, np.float32), np.arange(16, dtype=np.float32)
 _ONE_127TH = np.float32(7.874015718698502e-3)
 """As bitsandbytes writes it."""
@@ -321,10 +319,9 @@ def _gptq_zeros(packed: Packed, stored: NDArray[Any]) -> Floats:
 def awq(packed: Packed, part: Read) -> Whole:
     """Words [C, N / 8], eight neighbours of a row in AWQ's order; zero points alike."""
     stored = part("zero")
-    nibbles = _unpack_stream(stored, 4).reshape(len(stored), -1, 8)
-    zero = nibbles[:, :, list(_AWQ_ORDER)].reshape(len(stored), -1).astype(np.float32)
+    zero = _unpack_stream(_awq_words(stored), 4)[:, : len(stored)].astype(np.float32)
     _refuse_zeros_of_symmetric(packed, zero, 8)
-    return Whole(_awq_words(part("codes")), _float(part("scale")).T, zero.T, None)
+    return Whole(_awq_words(part("codes")), _float(part("scale")).T, zero, None)
 
 
 def _awq_words(stored: NDArray[Any]) -> NDArray[np.int32]:

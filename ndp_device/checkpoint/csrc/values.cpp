@@ -115,7 +115,7 @@ void planes_of_nibbles(Words words,
 
 // stored [C, N / 8]: the codes of eight rows, in AWQ's order; words [N, C / 8 rounded up] of eight columns, behind C zeros.
 void words_of_awq(Words stored, Matrix<uint32_t> words) {
-    constexpr int kOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+    constexpr int kOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // where the k-th value lies: packed in the order 0 2 4 6 1 3 5 7
     const size_t columns = stored.shape(0), octets = stored.shape(1), width = words.shape(1);
     if (words.shape(0) != 8 * octets || width != (columns + 7) / 8)
         throw std::invalid_argument("wanted stored [C, N / 8] and words [N, C / 8]");
