@@ -1,4 +1,4 @@
-"""Headless Chromium for tests of pages: what a page is once its scripts have run.
+"""Headless Chromium for tests of pages: what a page is once its scripts have run, and how it looks.
 
 Knows how to start the browser so that it works as root, without a network and beside other browsers. Knows no page.
 A test asks for the fixture `browser`; without Chromium it is skipped with the line that installs it.
@@ -54,6 +54,11 @@ class Browser:
     def served(self, address: str, *, settle_ms: int = 3000) -> str:
         """The document behind a local server's address, once its scripts have run for so long."""
         return self._run("--dump-dom", f"--virtual-time-budget={settle_ms}", address)
+
+    def screenshot(self, page: Path, out: Path) -> Path:
+        """Write a PNG of the page into `out`."""
+        self._run(f"--screenshot={out}", "--window-size=1120,2600", page.as_uri())
+        return out
 
     def _run(self, *arguments: str) -> str:
         with tempfile.TemporaryDirectory(prefix="browser-") as profile:
