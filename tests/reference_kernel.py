@@ -20,7 +20,6 @@ from ndp_device.experts.expert import (
     ByteExpert,
     ByteMatrix,
     Expert,
-    Fp4Expert,
     Fp4Matrix,
     FullExpert,
     QuantizedMatrix,
@@ -63,14 +62,12 @@ class ReferenceKernel:
 
     def prepare(self, expert: Expert | StoredExpert) -> ReferenceExpert:
         if isinstance(expert, ByteExpert):
-            w1, w3, w2 = map(from_bytes, (expert.w1, expert.w3, expert.w2))
+            w1, w3, w2 = map(weights_of, expert.matrices)
             return ReferenceExpert(np.concatenate([w1, w3]), w2, expert.biases, expert.activation)
         if isinstance(expert, FullExpert):
             w13 = to_float32(np.concatenate([expert.w1, expert.w3]), expert.dtype)
             return ReferenceExpert(w13, to_float32(expert.w2, expert.dtype), expert.biases, expert.activation)
-        if isinstance(expert, Fp4Expert):
-            return ReferenceExpert(from_fp4(expert.w13), from_fp4(expert.w2), expert.biases, expert.activation)
-        return ReferenceExpert(dequantize(expert.w13), dequantize(expert.w2), expert.biases, expert.activation)
+        return ReferenceExpert(weights_of(expert.w13), weights_of(expert.w2), expert.biases, expert.activation)
 
     def masked(self, narrow: ReferenceExpert, wide: ReferenceExpert) -> None:
         return None
@@ -78,8 +75,8 @@ class ReferenceKernel:
     def parts(self, prepared: ReferenceExpert) -> tuple[()]:
         return ()
 
-    def prepare_matrix(self, matrix: QuantizedMatrix) -> Float32:
-        return dequantize(matrix)
+    def prepare_matrix(self, matrix: QuantizedMatrix | Fp4Matrix | ByteMatrix) -> Float32:
+        return weights_of(matrix)
 
     def multiply(self, x: Float32, prepared: Float32) -> Float32:
         return np.stack([prepared @ row for row in x]) if len(x) else np.empty((0, len(prepared)), np.float32)
@@ -100,6 +97,13 @@ class ReferenceKernel:
 
 REFERENCE: Any = ReferenceKernel()
 """In place of the native one."""
+
+
+def weights_of(matrix: QuantizedMatrix | Fp4Matrix | ByteMatrix) -> Float32:
+    """The matrix as float32 [N, C]."""
+    if isinstance(matrix, ByteMatrix):
+        return from_bytes(matrix)
+    return from_fp4(matrix) if isinstance(matrix, Fp4Matrix) else dequantize(matrix)
 
 
 def dequantize(matrix: QuantizedMatrix) -> Float32:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import lcm
+from math import gcd, lcm
 from typing import Any, ClassVar
 
 import numpy as np
@@ -305,6 +305,15 @@ class ByteMatrix:
             return None
         places = slice(some.start // self.block[0], -(-some.stop // self.block[0]), some.step)
         return replace(self, codes=self.codes[rows], scale=self.scale[places])
+
+    def above(self, other: ByteMatrix) -> ByteMatrix | None:
+        """Both as one matrix; None where they are of two kinds or differ in columns under one scale."""
+        if (self.numbers, self.block[1]) != (other.numbers, other.block[1]):
+            return None
+        rows = gcd(len(self.codes), min(self.block[0], len(self.codes)), min(other.block[0], len(other.codes)))
+        scale = [one.scale[np.arange(0, len(one.codes), rows) // one.block[0]] for one in (self, other)]
+        codes = np.concatenate([self.codes, other.codes])
+        return ByteMatrix(self.numbers, codes, np.concatenate(scale), (rows, self.block[1]))
 
 
 @dataclass(frozen=True)

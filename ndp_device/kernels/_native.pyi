@@ -69,6 +69,9 @@ class Engine:
     def fp4_matrix(
         self, codes: NDArray[np.uint8], scales: NDArray[np.uint8], of_rows: NDArray[np.float32], halves: int
     ) -> PackedMatrix: ...
+    def bytes_matrix(
+        self, dtype: int, codes: NDArray[np.uint8], scales: NDArray[np.float32], block_rows: int, block_cols: int
+    ) -> PackedMatrix: ...
     def pack_bytes(self, source: PreparedExpert, limbs: int) -> PreparedExpert: ...
     def execute(
         self,

@@ -137,6 +137,10 @@ class NativeKernel:
         codes, scales = np.ascontiguousarray(matrix.codes), np.ascontiguousarray(matrix.scales)
         return self._engine.fp4_matrix(codes, scales, of_rows, halves)
 
+    def _byte_matrix(self, matrix: ByteMatrix) -> _native.PackedMatrix:
+        codes, scale = np.ascontiguousarray(matrix.codes), np.ascontiguousarray(matrix.scale)
+        return self._engine.bytes_matrix(_BYTES[matrix.numbers], codes, scale, *matrix.block)
+
     def _bytes(self, expert: ByteExpert) -> _native.PreparedExpert:
         matrices = expert.matrices
         rows, columns = (min(m.block[axis] for m in matrices) for axis in (0, 1))
@@ -197,10 +201,10 @@ class NativeKernel:
         self._engine.multiply(np.ascontiguousarray(x, np.float32), prepared.native, LINEAR_LIMBS, y)
         return y
 
-    def prepare_matrix(self, matrix: QuantizedMatrix | Fp4Matrix) -> NativeMatrix:
-        if isinstance(matrix, Fp4Matrix):
-            codes = self._fp4_matrix(matrix, 1)
-            return NativeMatrix(codes, matrix.shape, codes.nbytes)
+    def prepare_matrix(self, matrix: QuantizedMatrix | Fp4Matrix | ByteMatrix) -> NativeMatrix:
+        if not isinstance(matrix, QuantizedMatrix):
+            stored = self._byte_matrix(matrix) if isinstance(matrix, ByteMatrix) else self._fp4_matrix(matrix, 1)
+            return NativeMatrix(stored, matrix.shape, stored.nbytes)
         packed, parts = self._packed(matrix, 1, _component_bits(matrix))
         return NativeMatrix(packed, matrix.shape, packed.meta_nbytes + sum(part.nbytes for part in parts))
 

@@ -177,6 +177,12 @@ FORMATS: Mapping[str, tuple[str, Quantize, dict[str, Any]]] = MappingProxyType(
             writers.compressed_tensors("int-quantized", num_bits=8, symmetric=True, strategy="channel"),
             _compressed("int-quantized", num_bits=8, type="int", strategy="channel", inputs=_INT8_INPUTS),
         ),
+        "qwen3_moe-int8-all": (
+            "qwen3_moe",
+            writers.compressed_tensors("int-quantized", num_bits=8, symmetric=True, strategy="channel"),
+            _compressed("int-quantized", num_bits=8, type="int", strategy="channel", inputs=_INT8_INPUTS)
+            | {"ignore": ["lm_head", "re:.*mlp.gate$"]},
+        ),
         "mixtral-deepseek-mxfp4": ("mixtral", writers.deepseek_mxfp4, _DEEPSEEK),
         "mixtral-deepseek-fp8": ("mixtral", writers.fp8_blocks(powers=True), _DEEPSEEK),
         "mixtral-auto_round": (

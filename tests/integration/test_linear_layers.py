@@ -4,6 +4,7 @@ with dequantized weights."""
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import make_family_models
@@ -12,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from engines import MODEL, PROMPTS, altered, engine, greedy
-from reference_kernel import dequantize, from_fp4
+from reference_kernel import dequantize, weights_of
 
 from ndp_device.checkpoint.opening import PackedLinears, open_checkpoint
-from ndp_device.experts.expert import Fp4Matrix, QuantizedMatrix, to_float32
+from ndp_device.experts.expert import QuantizedMatrix, to_float32
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.checkpoint import StoredTensors
 from vllm_ndp.integration.batch import Span, TrackedRequest
@@ -91,7 +92,7 @@ def test_codes_are_multiplied_as_they_are_stored_and_fused_only_where_they_are_o
     assert all(one is not None for one in apart)
     np.testing.assert_array_equal(dequantize(fused), np.concatenate([dequantize(one) for one in apart if one]))
     layers, layer = LinearLayers(8, lambda: NativeKernel(), {0}, num_experts=8), Layer(96, 64)
-    layers.serve(layer, "qkv_proj", fused, torch.bfloat16, is_stored=True)
+    layers.serve(layer, "qkv_proj", fused, torch.bfloat16, stored_bits=4)
     x = torch.randn(3, 64).bfloat16()
     wanted = x.float() @ torch.from_numpy(dequantize(fused)).T
     assert (layer.cpu_linear(x, layer.weight, None).float() - wanted).norm() < 0.02 * wanted.norm()
@@ -209,9 +210,18 @@ def test_a_head_whose_model_asks_for_no_method_is_taken_too(tmp_path: Path) -> N
     assert f"{2 * layers + 1} at 8 bits" in status["linear_layers"]
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe-compressed-all", "mixtral-awq-all", "mixtral-nvfp4-all"])
+CODED = {
+    "qwen3_moe-compressed-all": 4,
+    "mixtral-awq-all": 4,
+    "mixtral-nvfp4-all": 4,
+    "qwen3_moe-fp8-all": 8,
+    "qwen3_moe-int8-all": 8,
+}
+"""Checkpoints whose linear layers are codes of so many bits."""
+
+
+@pytest.fixture(scope="module", params=CODED)
 def coded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose linear layers are codes of 4 bits."""
     return make_quantized_models.make(request.param, tmp_path_factory.mktemp("coded"))
 
 
@@ -224,8 +234,18 @@ def test_codes_of_linear_layers_stand_for_the_checkpoints_values(coded: Path) ->
         matrix = matrix_of([one.codes(read, None)])
         assert matrix is not None
         values = to_float32(one.values(read, None), dtypes[one.dtype])
-        ours = from_fp4(matrix) if isinstance(matrix, Fp4Matrix) else dequantize(matrix)
-        assert np.abs(ours - values).max() <= 2**-8 * np.abs(values).max()  # values may be bfloat16
+        assert np.abs(weights_of(matrix) - values).max() <= 2**-8 * np.abs(values).max()  # values may be bfloat16
+
+
+def test_vllms_loader_gets_the_scales_of_a_kv_cache_beside_codes(coded: Path) -> None:
+    layers, stored = LinearLayers(8, lambda: NativeKernel(), {0}, num_experts=8), StoredLinears(coded)
+    module = next(name for name in PackedLinears(coded) if name.endswith("k_proj"))
+    rows, columns = PackedLinears(coded)[module].shape
+    layer: Any = SimpleNamespace(output_size=rows, input_size=columns)
+    assert stored.method_of_codes(layers, layer, module, {}) is not None
+    kept = {f"{module}.k_scale", f"{module}.bias", "model.norm.weight"}
+    names = kept | {*PackedLinears(coded)[module].parts.values(), f"{module}.input_scale"}
+    assert {name for name, _ in stored.values_in((name, torch.empty(0)) for name in names)} == kept
 
 
 def test_layers_stored_as_codes_are_served_by_them(coded: Path) -> None:
@@ -234,6 +254,6 @@ def test_layers_stored_as_codes_are_served_by_them(coded: Path) -> None:
         ours, status = logprobs(llm), llm.collective_rpc("ndp_status")[0]
     with engine(coded.with_name(f"{coded.name}-dequantized"), **eager) as llm:
         wanted = logprobs(llm)
-    assert " at 4 bits as stored, 1 at 8 bits" in status["linear_layers"]
+    assert f" at {CODED[coded.name]} bits as stored, 1 at 8 bits" in status["linear_layers"]
     off = [abs(a - b) for mine, theirs in zip(ours, wanted, strict=True) for a, b in zip(mine, theirs, strict=True)]
     assert np.mean(off) <= TOLERANCE / 2

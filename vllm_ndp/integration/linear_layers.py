@@ -1,8 +1,8 @@
 """Linear layers beside the experts at 8 or 4 bits: attention projections, dense and shared MLPs, the output matrix.
 
 On CPU they run in the engine's process, by the device's kernel. Each is quantized where vLLM would pack its weights,
-from the checkpoint's values, which are then freed; codes of 4 bits are taken as the checkpoint holds them. Routers stay
-as they are: their choices decide which experts run.
+from the checkpoint's values, which are then freed; codes of 4 or 8 bits are taken as the checkpoint holds them. Routers
+stay as they are: their choices decide which experts run.
 
 Every parameter of vLLM's model must come out of the checkpoint. vLLM asks that of unquantized models only, and not of
 linear layers and embeddings. Here a linear layer's weights are no numbers until the checkpoint gives them, so that a
@@ -15,6 +15,7 @@ import itertools
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -37,10 +38,10 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from ndp_device.calibration.data_free import quantize_nested, round_to_bytes
 from ndp_device.checkpoint.names import ExpertLayout
 from ndp_device.checkpoint.opening import PackedLinears
-from ndp_device.checkpoint.values import CODE_BITS, Packed, Read
+from ndp_device.checkpoint.values import Packed, Read
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import BYTE_BITS
-from ndp_device.experts.expert import Fp4Matrix, QuantizedMatrix
+from ndp_device.experts.expert import ByteMatrix, Fp4Matrix, QuantizedMatrix
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.checkpoint import StoredTensors
 from vllm_ndp.integration import vllm_private
@@ -49,7 +50,7 @@ GROUP_SIZE = 128
 _AT_ONCE = 1 << 22
 """Weights that one thread quantizes at once: float32 copies of a whole output matrix would double a start's memory."""
 
-Codes = QuantizedMatrix | Fp4Matrix
+Codes = QuantizedMatrix | Fp4Matrix | ByteMatrix
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 _LAYERS: dict[str, Multiply] = {}
 """Layers by the name that the operator is called with."""
@@ -74,7 +75,7 @@ class LinearLayers:
 
     def __init__(self, bits: int, load_kernel: Callable[[], NativeKernel], cores: set[int], num_experts: int) -> None:
         """bits: 8 or 4. num_experts: a layer of no more outputs is a router or a gate."""
-        self.bits, self.num_stored = bits, 0
+        self.bits, self._stored = bits, Counter[int]()
         self.num_bytes = self.full_bytes = 0
         """Of all, as they are held and in full precision."""
         self._load_kernel, self._cores, self._num_experts = load_kernel, cores, num_experts
@@ -101,9 +102,12 @@ class LinearLayers:
         self.serve(layer, prefix, matrix, weight.dtype)
         return True
 
-    def serve(self, layer: Any, prefix: str, matrix: Codes, dtype: torch.dtype, *, is_stored: bool = False) -> None:
-        """Have a layer of vLLM's compute by this matrix, the checkpoint's if is_stored; dtype: of its inputs."""
-        self.num_stored += is_stored
+    def serve(
+        self, layer: Any, prefix: str, matrix: Codes, dtype: torch.dtype, *, stored_bits: int | None = None
+    ) -> None:
+        """Have a layer of vLLM's compute by this matrix, the checkpoint's own if it has bits; dtype: of its inputs."""
+        if stored_bits is not None:
+            self._stored[stored_bits] += 1
         kernel = self._load_kernel()
         prepared = kernel.prepare_matrix(matrix)
         self.num_bytes += prepared.nbytes
@@ -134,9 +138,9 @@ class LinearLayers:
     def description(self) -> str:
         if not self.names:
             return f"none fits {self.bits} bits"
-        stored = f"{self.num_stored} at {CODE_BITS} bits as stored, " if self.num_stored else ""
+        stored = "".join(f"{number} at {bits} bits as stored, " for bits, number in self._stored.items())
         sizes = f"{self.num_bytes / 2**20:.1f} MiB instead of {self.full_bytes / 2**20:.1f}"
-        return f"{stored}{len(self.names) - self.num_stored} at {self.bits} bits, {sizes}"
+        return f"{stored}{len(self.names) - self._stored.total()} at {self.bits} bits, {sizes}"
 
 
 class WholeLinearMethod(UnquantizedLinearMethod):
@@ -165,8 +169,9 @@ class WholeLinearMethod(UnquantizedLinearMethod):
 class _Coded(WholeLinearMethod):
     """Its matrix is the checkpoint's, of one part or of several fused ones. vLLM's loader gets nothing of it."""
 
-    def __init__(self, layers: LinearLayers, prefix: str, parts: Sequence[Packed], read: Read) -> None:
+    def __init__(self, layers: LinearLayers, prefix: str, parts: Sequence[Packed], read: Read, bits: int) -> None:
         super().__init__(prefix, layers)
+        self._bits = bits
         self._serve, self._parts, self._read = layers.serve, parts, read
 
     def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None: ...
@@ -178,7 +183,7 @@ class _Coded(WholeLinearMethod):
             layer.weight = torch.nn.Parameter(torch.cat(values).to(layer.params_dtype), requires_grad=False)
             super().process_weights_after_loading(layer)
         else:
-            self._serve(layer, self._prefix, matrix, layer.params_dtype, is_stored=True)
+            self._serve(layer, self._prefix, matrix, layer.params_dtype, stored_bits=self._bits)
 
 
 def matrix_of(parts: Sequence[object]) -> Codes | None:
@@ -225,6 +230,10 @@ def quantize(weight: torch.Tensor, bits: int, cores: int = 1) -> QuantizedMatrix
     return QuantizedMatrix(bits, planes, scale, offset, GROUP_SIZE)
 
 
+_OF_ATTENTION = (".bias", ".k_scale", ".v_scale", ".q_scale", ".kv_scale")
+"""Ends of names beside a layer's codes that are not of its matrix; the scales are of a KV cache in FP8."""
+
+
 class StoredLinears:
     """Linear layers of one worker that the checkpoint stores quantized, where vLLM has no kernel for them here.
 
@@ -245,8 +254,8 @@ class StoredLinears:
     def method_of_codes(
         self, layers: LinearLayers, layer: LinearBase, prefix: str, fused: Mapping[str, Sequence[str]]
     ) -> QuantizeMethodBase | None:
-        """For a whole layer that the checkpoint holds as codes of 4 bits; None for any other. fused: the layers that
-        vLLM makes one of, by its name."""
+        """For a whole layer that the checkpoint holds as codes that a kernel of ours takes; None for any other. fused:
+        the layers that vLLM makes one of, by its name."""
         module, _, name = prefix.rpartition(".")
         names = [f"{module}.{part}" for part in fused.get(name, [name])]
         try:
@@ -255,10 +264,10 @@ class StoredLinears:
             return None
         forms, shapes = {part.stored_form for part in parts}, [part.shape for part in parts]
         form, sizes = forms.pop(), (sum(rows for rows, _ in shapes), shapes[0][1])
-        if forms or form is None or form.bits != CODE_BITS or sizes != (layer.output_size, layer.input_size):
+        if forms or form is None or sizes != (layer.output_size, layer.input_size):
             return None
         self._coded += [f"{self._by_vllms_name[each]}." for each in names]
-        return _Coded(layers, prefix, parts, self._tensors.tensor)
+        return _Coded(layers, prefix, parts, self._tensors.tensor, form.bits)
 
     @cached_property
     def _packed(self) -> PackedLinears:
@@ -284,7 +293,7 @@ class StoredLinears:
         stream = (
             (name, tensor)
             for name, tensor in stream
-            if not self._of_experts.match(name) and (name.endswith(".bias") or not name.startswith(coded))
+            if not self._of_experts.match(name) and (name.endswith(_OF_ATTENTION) or not name.startswith(coded))
         )
         if not self.names:
             yield from stream
@@ -294,7 +303,7 @@ class StoredLinears:
         left_out = tuple({name.removesuffix("weight") for name in packed})
         for name, tensor in stream:
             if (whole := of_layer.get(name)) is None:
-                if not name.startswith(left_out) or name.endswith(".bias"):
+                if not name.startswith(left_out) or name.endswith(_OF_ATTENTION):
                     yield name, tensor
             elif name == packed[whole].parts["codes"]:
                 yield whole, _tensor(packed[whole].values(self._tensors.tensor, None), packed[whole].dtype)

@@ -129,7 +129,7 @@ class NdpConfig(QuantizationConfig):
         return method
 
     def _method_of_codes(self, assembly: Assembly, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Ours for codes of 4 bits, where linear layers are ours: of few rows faster than vLLM's kernels."""
+        """Ours for codes of 4 or 8 bits, where linear layers are ours: of few rows faster than vLLM's kernels."""
         if (
             assembly.has_every_layer
             or assembly.ranks.size > 1

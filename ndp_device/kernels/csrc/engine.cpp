@@ -174,31 +174,31 @@ void Engine::run(int tasks, const Work& work) {
     }
 }
 
+PackedMatrix Engine::pack_bytes(const FullView& source) {
+    PackedMatrix matrix;
+    const int halves = source.second ? 2 : 1;
+    matrix.geometry = {source.num_rows * halves, source.cols, halves, source.cols};
+    matrix.is_signed = true;
+    const Packed packed = with_pool([&](ThreadPool& pool) { return ndp::pack_bytes(pool, matrix.geometry, source); });
+    matrix.components = {{packed.codes, 8}};
+    matrix.meta = packed.meta;
+    if (source.dtype == DType::int8) return matrix;
+    matrix.full = source;
+    matrix.full.first = packed.codes->data();
+    matrix.full.scales = {reinterpret_cast<const float*>(packed.meta->data()), nullptr, 1, matrix.geometry.group,
+                          matrix.geometry.groups()};
+    return matrix;
+}
+
 PreparedExpert Engine::pack_bytes(const PreparedExpert& source, int limbs) {
     PreparedExpert expert = source;
-    const auto packed = [&](const FullView& view, int halves) {
-        PackedMatrix matrix;
-        matrix.geometry = {view.num_rows * halves, view.cols, halves, view.cols};
-        matrix.is_signed = true;
-        with_pool([&](ThreadPool& pool) {
-            const Packed found = ndp::pack_bytes(pool, matrix.geometry, view);
-            matrix.components = {{found.codes, 8}};
-            matrix.meta = found.meta;
-            return 0;
-        });
-        return matrix;
-    };
-    expert.w13 = packed(source.full_w13, 2);
-    expert.w2 = packed(source.full_w2, 1);
+    expert.w13 = pack_bytes(source.full_w13);
+    expert.w2 = pack_bytes(source.full_w2);
     expert.full = source.full_w13.dtype == DType::float8;
     expert.limbs = limbs;
     expert.owner.reset();
-    const auto view = [](const PackedMatrix& m, FullView& full) {
-        full.first = m.components[0].buffer->data();
-        full.scales = {reinterpret_cast<const float*>(m.meta->data()), nullptr, 1, m.geometry.group, m.geometry.groups()};
-    };
-    view(expert.w13, expert.full_w13);
-    view(expert.w2, expert.full_w2);
+    expert.full_w13 = expert.w13.full;
+    expert.full_w2 = expert.w2.full;
     return expert;
 }
 
@@ -253,10 +253,20 @@ QuantizeJob Engine::quantize_job(const float* row, const PackedMatrix& matrix, c
             matrix.fp4};
 }
 
-auto Engine::split_of(const PreparedExpert& expert) const -> decltype(KernelTable::split_row) {
-    if (!expert.full) return nullptr;
-    const DType dtype = expert.full_w13.dtype;
-    return dtype == DType::bfloat16 ? kernels_.split_row : dtype == DType::float8 ? kernels_.split_row_float8 : nullptr;
+auto Engine::split_of(const FullView& weights) const -> decltype(KernelTable::split_row) {
+    return weights.dtype == DType::bfloat16 ? kernels_.split_row : weights.dtype == DType::float8 ? kernels_.split_row_float8 : nullptr;
+}
+
+int Engine::split_rows(const FullView& weights, int tokens) const {
+    const int together = split_of(weights) ? kernels_.split_together : 1;
+    return (tokens + together - 1) / together * together;
+}
+
+bool Engine::put_row(const FullView& weights, const float* row, float* rows, ptrdiff_t stride, int at) const {
+    if (const auto split = split_of(weights)) return split(row, weights.cols, true, rows, stride, at);
+    std::memcpy(rows + at * stride, row, sizeof(float) * weights.cols);
+    rows[at * stride + weights.cols] = 0.0f;  // float8 meets pairs of columns
+    return false;
 }
 
 // Every row is quantized once for all experts that read it in one order, grouping and number of limbs, then copied to each.
@@ -287,12 +297,7 @@ void Engine::quantize_inputs(const float* x, int hidden, const Pairs& pairs, std
         if (first.expert->full) {
             for (const Destination& to : *destinations) {
                 Job& job = *to.job;
-                if (const auto split = split_of(*job.expert)) {
-                    job.rests[to.token] = split(row, hidden, true, job.x_rows, job.x_stride, to.token);
-                } else {
-                    std::memcpy(job.x_rows + to.token * job.x_stride, row, sizeof(float) * hidden);
-                    job.x_rows[to.token * job.x_stride + hidden] = 0.0f;  // float8 meets pairs of columns
-                }
+                job.rests[to.token] = put_row(job.expert->full_w13, row, job.x_rows, job.x_stride, to.token);
             }
             return;
         }
@@ -363,7 +368,7 @@ void Engine::quantize_hidden(std::vector<Job>& jobs) {
         const ptrdiff_t at = token * job->h_stride;
         if (job->expert->full) {
             bool& rest = job->rests[token];
-            rest = split_of(*job->expert)(job->hidden + at, job->expert->intermediate, rest, job->h_rows, job->h_stride, token);
+            rest = split_of(job->expert->full_w13)(job->hidden + at, job->expert->intermediate, rest, job->h_rows, job->h_stride, token);
         } else {
             kernels_.quantize(quantize_job(job->hidden + at, job->expert->w2, job->h, token));
         }
@@ -405,7 +410,7 @@ void Engine::multiply(const Job& job, bool down, int first, int last, float* y, 
                           thread_scratch_[thread]);
         return;
     }
-    const bool rests = job.rests && std::any_of(job.rests, job.rests + job.tokens, [](bool rest) { return rest; });
+    const bool rests = std::any_of(job.rests, job.rests + job.tokens, [](bool rest) { return rest; });
     if (down)
         kernels_.multiply_full(job.expert->full_w2, job.h_rows, job.h_stride, job.tokens, rests, first, last, y, stride);
     else
@@ -421,7 +426,11 @@ void Engine::multiply_matrix(const float* x, int tokens, const PackedMatrix& mat
     const QuantizedView view = matrix.view();
     double unit_bytes = 0;
     for (const Component& c : matrix.components) unit_bytes += kUnitRows * c.width / 8.0 * g.cols;
-    const Quantized q = take_quantized(view, tokens, limbs);
+    const FullView* full = matrix.full.first ? &matrix.full : nullptr;
+    const ptrdiff_t stride = g.cols + kBetweenRows;
+    float* x_rows = full ? arena_.take<float>(split_rows(*full, tokens) * stride) : nullptr;
+    bool* rests = arena_.take<bool>(tokens);
+    const Quantized q = full ? Quantized{} : take_quantized(view, tokens, limbs);
     const int step = units_per_task(g.units(), unit_bytes, tokens);
     inline_ = 1.0 * g.rows * g.cols * (1 + tokens / 4.0) < kInlineWork;
     thread_scratch_.assign(threads_, nullptr);
@@ -430,12 +439,16 @@ void Engine::multiply_matrix(const float* x, int tokens, const PackedMatrix& mat
     for (float*& r : rows) r = arena_.take<float>(static_cast<size_t>(tokens) * step * kUnitRows);
 
     run(tokens, [&](int t, int) {
-        kernels_.quantize(quantize_job(x + static_cast<ptrdiff_t>(t) * g.cols, matrix, q, t));
+        const float* row = x + static_cast<ptrdiff_t>(t) * g.cols;
+        if (full) rests[t] = put_row(*full, row, x_rows, stride, t);
+        else kernels_.quantize(quantize_job(row, matrix, q, t));
     });
+    const bool rest = full && std::any_of(rests, rests + tokens, [](bool left) { return left; });
     run((g.units() + step - 1) / step, [&](int task, int thread) {
         const int from = task * step, to = std::min(from + step, g.units());
         const int width = (to - from) * kUnitRows, count = std::min(width, g.rows - from * kUnitRows);
-        kernels_.multiply(view, q.view, from, to, rows[thread], width, thread_scratch_[thread]);
+        if (full) kernels_.multiply_full(*full, x_rows, stride, tokens, rest, from, to, rows[thread], width);
+        else kernels_.multiply(view, q.view, from, to, rows[thread], width, thread_scratch_[thread]);
         for (int t = 0; t < tokens; ++t)
             std::memcpy(y + static_cast<ptrdiff_t>(t) * g.rows + from * kUnitRows,
                         rows[thread] + static_cast<ptrdiff_t>(t) * width, sizeof(float) * count);
@@ -467,15 +480,10 @@ void Engine::execute(const float* x, int tokens, int hidden, const std::vector<c
         job.h_stride = job.padded + kBetweenRows;
         job.hidden = arena_.take<float>(job.tokens * job.h_stride);
         if (job.expert->full) {
-            const bool splits = split_of(*job.expert) != nullptr;
-            const int together = splits ? kernels_.split_together : 1;
-            const int rows = (job.tokens + together - 1) / together * together;
+            const int rows = split_rows(job.expert->full_w13, job.tokens);
             job.x_rows = arena_.take<float>(rows * job.x_stride);
-            job.h_rows = job.hidden;
-            if (splits) {
-                job.h_rows = arena_.take<float>(rows * job.h_stride);
-                job.rests = arena_.take<bool>(job.tokens);
-            }
+            job.h_rows = split_of(job.expert->full_w13) ? arena_.take<float>(rows * job.h_stride) : job.hidden;
+            job.rests = arena_.take<bool>(job.tokens);
         } else {
             job.w13 = job.expert->w13.view();
             job.w2 = job.expert->w2.view();

@@ -28,6 +28,7 @@ struct PackedMatrix {
     int dropped = 0;            // lowest bits of the components that are not this matrix's
     int fp4 = 0;                // see QuantizedView
     bool is_signed = false;
+    FullView full{};            // of float8: what its components and scales are to kernels
 
     size_t nbytes() const;
     void check() const;  // throws std::invalid_argument for components that no kernel streams
@@ -41,7 +42,7 @@ struct PreparedExpert {
     bool full = false;
     int limbs = 2;  // of its inputs and hidden units: 2 hold 15 bits of each, 1 holds 8
     PackedMatrix w13, w2;
-    FullView full_w13{}, full_w2{};  // of float8 what w13 and w2 hold
+    FullView full_w13{}, full_w2{};
     std::shared_ptr<void> owner;
     Activation activation;
     std::vector<float> b13;  // empty: no biases; in units of 16 gates and 16 ups, like the rows of w13
@@ -91,7 +92,10 @@ class Engine {
         return work(pool());
     }
 
-    // An expert of int8, with so many limbs, or of float8 out of weights as they lie in a checkpoint.
+    // A matrix of int8 or float8 out of weights as they lie in a checkpoint; `second`: of a gate and an up.
+    PackedMatrix pack_bytes(const FullView& source);
+
+    // An expert of such matrices; int8 with so many limbs.
     PreparedExpert pack_bytes(const PreparedExpert& source, int limbs);
 
     // out [tokens, hidden] is overwritten. Calls from several threads take turns.
@@ -109,7 +113,9 @@ class Engine {
     QuantizeJob quantize_job(const float* row, const PackedMatrix& matrix, const Quantized& to, int token) const;
     int units_per_task(int units, double unit_bytes, int tokens) const;
     void multiply(const Job& job, bool down, int first, int last, float* y, int stride, int thread) const;
-    auto split_of(const PreparedExpert& expert) const -> decltype(KernelTable::split_row);  // null: rows stay as they are
+    auto split_of(const FullView& weights) const -> decltype(KernelTable::split_row);  // null: rows stay as they are
+    int split_rows(const FullView& weights, int tokens) const;                         // how many there must be room for
+    bool put_row(const FullView& weights, const float* row, float* rows, ptrdiff_t stride, int at) const;  // see split_row
     void quantize_inputs(const float* x, int hidden, const Pairs& pairs, std::vector<Job>& jobs);
     void gate_and_up(std::vector<Job>& jobs);
     void quantize_hidden(std::vector<Job>& jobs);

@@ -54,6 +54,12 @@ PackedMatrix assemble(Engine& engine, const Components& components, int rows, in
     return matrix;
 }
 
+void require_blocks(size_t rows, size_t cols, const Matrix<float>& scales, int of_rows, int of_cols) {
+    if (of_rows < 1 || of_cols < 1 || scales.shape(0) != (rows + of_rows - 1) / of_rows ||
+        scales.shape(1) != (cols + of_cols - 1) / of_cols)
+        throw std::invalid_argument("wanted one scale for each block of rows and columns");
+}
+
 // codes [rows, cols / 2] and scales [rows, groups], of NVFP4 with one more of each row: packing.h.
 PackedMatrix fp4_matrix(Engine& engine, Matrix<uint8_t> codes, Matrix<uint8_t> scales, Vector<float> of_rows, int halves) {
     const int rows = static_cast<int>(codes.shape(0)), cols = static_cast<int>(codes.shape(1)) * 2;
@@ -76,6 +82,16 @@ PackedMatrix fp4_matrix(Engine& engine, Matrix<uint8_t> codes, Matrix<uint8_t> s
     return matrix;
 }
 
+// codes [rows, cols] of int8 or float8, and scales of blocks of `block_rows` x `block_cols`.
+PackedMatrix bytes_matrix(Engine& engine, int dtype, Matrix<uint8_t> codes, Matrix<float> scales, int block_rows,
+                          int block_cols) {
+    const int rows = static_cast<int>(codes.shape(0)), cols = static_cast<int>(codes.shape(1));
+    require_blocks(rows, cols, scales, block_rows, block_cols);
+    nb::gil_scoped_release release;
+    return engine.pack_bytes(FullView{static_cast<DType>(dtype), codes.data(), nullptr, rows, cols,
+                                      {scales.data(), nullptr, block_rows, block_cols, static_cast<int>(scales.shape(1))}});
+}
+
 std::shared_ptr<PreparedExpert> quantized_expert(const PackedMatrix& w13, const PackedMatrix& w2, int limbs) {
     if (limbs != 1 && limbs != 2) throw std::invalid_argument("limbs must be 1 or 2, got " + std::to_string(limbs));
     auto expert = std::make_shared<PreparedExpert>();
@@ -95,9 +111,7 @@ std::shared_ptr<PreparedExpert> full_expert(int dtype, Weights w1, Weights w3, W
     const auto scales = [&](const Weights& w, const Matrix<float>& s, const Matrix<float>* other) -> BlockScales {
         if (bytes_of(static_cast<DType>(dtype)) > 1) return {};
         for (const Matrix<float>* one : {&s, other})
-            if (one && (rows < 1 || cols < 1 || one->shape(0) != (w.shape(0) + rows - 1) / rows ||
-                        one->shape(1) != (w.shape(1) + cols - 1) / cols))
-                throw std::invalid_argument("wanted one scale for each block of rows and columns");
+            if (one) require_blocks(w.shape(0), w.shape(1), *one, rows, cols);
         return {s.data(), other ? other->data() : nullptr, rows, cols, static_cast<int>(s.shape(1))};
     };
     auto expert = std::make_shared<PreparedExpert>();
@@ -185,6 +199,8 @@ NB_MODULE(_native, m) {
              nb::arg("group"), nb::arg("scale"), nb::arg("offset"), nb::arg("group_size"), nb::arg("perm"))
         .def("fp4_matrix", fp4_matrix, nb::arg("codes"), nb::arg("scales"), nb::arg("of_rows"),
              nb::arg("halves"))
+        .def("bytes_matrix", bytes_matrix, nb::arg("dtype"), nb::arg("codes"), nb::arg("scales"), nb::arg("block_rows"),
+             nb::arg("block_cols"))
         .def(
             "pack_bytes",
             [](Engine& e, const PreparedExpert& source, int limbs) {

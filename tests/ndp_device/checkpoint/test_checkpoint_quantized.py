@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import reference_kernel
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytestmark = pytest.mark.slow
 torch = pytest.importorskip("torch")
@@ -177,6 +179,24 @@ def test_rows_of_8_bits_keep_their_scales_or_are_not_given() -> None:
         if found is not None:
             np.testing.assert_array_equal(found.codes, codes[rows])
             assert found.scale[:, 0].tolist() == wanted
+
+
+@given(*(st.integers(1, 12) for _ in range(4)))
+def test_matrices_of_8_bits_lie_one_above_the_other_whatever_rows_a_scale_has(
+    rows: int, of_rows: int, more: int, of_more: int
+) -> None:
+    def drawn(rows: int, of_rows: int) -> ByteMatrix:
+        codes, scale = rng.integers(0, 256, (rows, 8), np.uint8), rng.random((-(-rows // of_rows), 2), np.float32)
+        return ByteMatrix("int8", codes, scale, (of_rows, 4))
+
+    rng = np.random.default_rng(0)
+    above, below = drawn(rows, of_rows), drawn(more, of_more)
+    both = above.above(below)
+    assert both is not None
+    wanted = [reference_kernel.weights_of(one) for one in (above, below)]
+    np.testing.assert_array_equal(reference_kernel.weights_of(both), np.concatenate(wanted))
+    assert above.above(replace(below, numbers="float8")) is None
+    assert above.above(replace(below, block=(of_more, 8), scale=below.scale[:, :1])) is None
 
 
 def test_a_byte_that_is_no_number_is_refused_with_its_tensor(models: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from drawn_experts import (
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from reference_kernel import REFERENCE, dequantize, from_bytes, from_fp4
+from reference_kernel import REFERENCE, from_bytes, from_fp4, weights_of
 
 from ndp_device.common.activation import GPT_OSS, SILU
 from ndp_device.common.errors import ConfigError, ReplicaError
@@ -517,11 +517,34 @@ def test_what_takes_more_than_4_mb_has_memory_of_its_own_and_tasks_of_many_units
     check_linear(NativeKernel(TWO, isa=isa, threads=3), rng, random_matrix(rng, 2304, 2048, 8, 128))
 
 
-def check_linear(kernel: NativeKernel, rng: np.random.Generator, matrix: QuantizedMatrix, tokens: int = 3) -> None:
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("numbers", ["float8", "int8"])
+@settings(max_examples=20)
+@given(*(st.integers(1, 300) for _ in range(4)), st.integers(0, 2**32 - 1))
+@example(64, 128, 64, 128, 0)
+@example(33, 1, 33, 1, 0)
+def test_a_linear_layer_of_8_bits_as_stored_is_within_fp64_and_no_row_depends_on_the_others(
+    isa: str, numbers: str, rows: int, columns: int, of_rows: int, of_columns: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    matrix = _drawn_bytes(rng, numbers, rows, columns, (of_rows, of_columns))
+    for limbs, tokens in ((LIMBS, 19), (TWO, 3)):
+        check_linear(
+            NativeKernel(limbs, isa=isa, threads=2), rng, matrix, tokens, LIMIT[2 if numbers == "float8" else 1]
+        )
+
+
+def check_linear(
+    kernel: NativeKernel,
+    rng: np.random.Generator,
+    matrix: QuantizedMatrix | ByteMatrix,
+    tokens: int = 3,
+    limit: float = LIMIT[1],
+) -> None:
     x, prepared = rng.standard_normal((tokens, matrix.shape[1])).astype(np.float32), kernel.prepare_matrix(matrix)
     y = kernel.multiply(x, prepared)
     np.testing.assert_array_equal(y, [kernel.multiply(x[row : row + 1], prepared)[0] for row in range(tokens)])
-    weights = dequantize(matrix).astype(np.float64)
+    weights = weights_of(matrix).astype(np.float64)
     # Over the size that a product of these operands has on average: the products of one row can cancel to nearly zero.
     size = np.linalg.norm(x) * np.linalg.norm(weights) / np.sqrt(weights.shape[1])
-    assert np.linalg.norm(y - x.astype(np.float64) @ weights.T) < LIMIT[1] * size
+    assert np.linalg.norm(y - x.astype(np.float64) @ weights.T) <= limit * size
