@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +22,7 @@ from ndp_device.checkpoint.gguf_files import QUANTIZED, logical_shape
 from ndp_device.checkpoint.names import ExpertLayout, resolve
 from ndp_device.checkpoint.spellings import keys_about_experts, text_config
 from ndp_device.checkpoint.stated import Settings
-from ndp_device.checkpoint.values import Packed
+from ndp_device.checkpoint.values import Packed, StoredForm
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.model_shape import ModelShape
 
@@ -137,7 +139,8 @@ class PackedLinears:
         self._tensors = read_headers(model_dir)
         groups = _groups(self._tensors, _OF_OTHERS)
         self._groups = {prefix.rstrip("."): parts for prefix, parts in groups.items()}
-        self._settings = _settings(_with_settings(model_dir, config).get("quantization_config"), self._name)
+        stated = _with_settings(model_dir, config).get("quantization_config") if groups else None
+        self._settings = _settings(stated, self._name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._groups)
@@ -146,6 +149,16 @@ class PackedLinears:
         """Raises ConfigError for one that is not read."""
         parts = Parts(f"{module}.", self._groups[module], self._tensors, self._name, read_small)
         return describe(parts, self._settings)
+
+    @property
+    def weights_by_form(self) -> Counter[StoredForm | None]:
+        """How many weights are stored in which form; None: one that no kernel takes."""
+        weights = Counter[StoredForm | None]()
+        for module in self:
+            with suppress(ConfigError):
+                one = self[module]
+                weights[one.stored_form] += math.prod(one.shape)
+        return weights
 
 
 def _groups(tensors: Mapping[str, TensorInfo], part_of: re.Pattern[str]) -> dict[str, dict[str, str]]:

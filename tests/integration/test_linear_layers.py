@@ -23,6 +23,7 @@ from vllm_ndp.integration.batch import Span, TrackedRequest
 from vllm_ndp.integration.linear_layers import LinearLayers, StoredLinears, matrix_of, quantize
 from vllm_ndp.integration.vllm_private import use_threads
 from vllm_ndp.integration.waiting import StepThreads
+from vllm_ndp.operating.sources import source_named
 
 pytestmark = pytest.mark.vllm
 
@@ -229,6 +230,9 @@ def test_codes_of_linear_layers_stand_for_the_checkpoints_values(coded: Path) ->
     packed, read = PackedLinears(coded), StoredTensors(coded).tensor
     dtypes = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
     assert len(list(packed)) >= 16
+    form = source_named(str(coded)).linear_form
+    assert form is not None
+    assert form.bits == CODED[coded.name]
     for module in packed:
         one = packed[module]
         matrix = matrix_of([one.codes(read, None)])

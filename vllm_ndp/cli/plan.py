@@ -68,7 +68,7 @@ def plan(
     from vllm_ndp.operating.speed import measure
 
     source = source_named(model)
-    form = source.stored_form
+    form, linear_form = source.stored_form, source.linear_form
     sizing = Sizing(
         source.model,
         host_bytes=required_memory().room
@@ -79,10 +79,13 @@ def plan(
         batch=asked.batch,
         stored_bytes=source.stored_bytes,
         stored_bits=form and form.bits,
+        linear_form=linear_form,
     )
     costs = Costs(load_hardware(hardware or nearest_card(sizing.gpu_bytes), **hardware_values(set_)), source.model)
     with waiting("measuring this machine" if probe else "laying out the model"):
-        proposal = propose(source, sizing, costs, partial(measure, source.model, form=form) if probe else None)
+        proposal = propose(
+            source, sizing, costs, partial(measure, source.model, form=form, linear_form=linear_form) if probe else None
+        )
     _print(proposal)
     if sizing.context < asked.context:
         print(f"The context is {sizing.context} tokens, the model's longest, not {asked.context}.")

@@ -108,6 +108,7 @@ def _one_request(
         stored_bytes=source.stored_bytes,
         stored_bits=stored_bits,
         linear_bits=linear_bits,
+        linear_form=source.linear_form,
     )
 
 
@@ -121,8 +122,10 @@ def _own_size(vllm_config: VllmConfig, form: StoredForm | None, linear_bits: int
     sizes = [model.hidden_size, model.intermediate_size, model.num_experts, model.top_k]
     cores = len(os.sched_getaffinity(0))
     bits = max(_WIDEST, sizing.require()[0].widest)
-    facts = {"experts": sizes, "cores": cores, "bits": bits, "stored": form and [*form], "version": __version__}
-    measured, _ = find_or_measure(speed.Measured, facts, partial(speed.measure, model, bits, form))
+    linear_form = sizing.linear_form
+    facts = {"experts": sizes, "cores": cores, "bits": bits, "version": __version__}
+    facts |= {"stored": form and [*form], "linear": linear_form and [*linear_form]}
+    measured, _ = find_or_measure(speed.Measured, facts, partial(speed.measure, model, bits, form, linear_form))
     return own_size(sizing, scheduler.max_num_seqs, measured)
 
 

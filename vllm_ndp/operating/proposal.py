@@ -187,7 +187,9 @@ class OwnSize:
         kept = f", KV cache {human(self.kv_cache_bytes)}" if with_kv else ""
         mapped = human(self.sizing.stored_bytes or self.sizing.checkpoint_bytes)
         experts = f"all {model.num_experts} experts of a layer at {option.slot_bits} bits, for prompts and decode"
-        linear = f"linear layers at {self.sizing.linear_bits or 8 * model.dtype_bytes}"
+        linear, form = f"linear layers at {self.sizing.linear_bits or 8 * model.dtype_bytes}", self.sizing.linear_form
+        if self.sizing.linear_bits is not None and form is not None:
+            linear = f"linear layers at {form.bits} as stored, the output matrix at {self.sizing.linear_bits}"
         return [
             f"sized to {human(self.sizing.host_bytes)} of memory: {experts}, {linear}{kept}; held {human(self._held)}; "
             f"the checkpoint's {mapped} are read at the start only",
@@ -220,8 +222,8 @@ class OwnSize:
 
 def forecast(sizing: Sizing, measured: Measured) -> tuple[float, float]:
     """Seconds of a decode step of one request, and to the first token of a prompt of PROMPT tokens."""
-    linear = sizing.linear_bytes
-    return measured.decode_step_s(sizing.model, linear), measured.prompt_s(sizing.model, linear)
+    beside = sizing.linear_layers, sizing.head
+    return measured.decode_step_s(sizing.model, *beside), measured.prompt_s(sizing.model, *beside)
 
 
 def settings_of(sizing: Sizing, option: Option) -> dict[str, Any]:

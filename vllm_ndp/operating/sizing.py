@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ndp_device.checkpoint.values import StoredForm
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape, WholeModel
 from ndp_device.common.widths import BYTE_BITS, DEFAULT_AVG_BITS, FULL_PRECISION_BITS, WIDTHS, default_group_size
@@ -43,6 +44,8 @@ KV_BLOCK = 32
 LINEAR_BITS = 8
 """Of the server's linear layers beside experts in slots: bf16 ones take longer to read, and text does not show the loss
 (docs/measured/quality_linear.json)."""
+_LINEAR_GROUP = 128
+"""Columns under one scale of those that we quantize."""
 _PLAIN_SHARE = 0.9
 """Files with less of the bytes that the model has as served store a quantized format: FP8 has half and more."""
 
@@ -109,6 +112,8 @@ class Sizing:
     """Of experts that may be served as the checkpoint stores them; None where they may not."""
     linear_bits: int | None = LINEAR_BITS
     """Of linear layers beside experts in slots; None: they stay as they are."""
+    linear_form: StoredForm | None = None
+    """How the checkpoint stores most of them; None: as plain numbers."""
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -118,10 +123,20 @@ class Sizing:
         return self.model.dtype_bytes * self.model.other_weights
 
     @property
-    def linear_bytes(self) -> int:
-        """Bytes that a token reads beside experts in slots. The embedding stays as it is."""
-        bits = self.linear_bits or 8 * self.model.dtype_bytes
-        return (self.model.beside_weights + self.model.head_weights) * bits // 8
+    def linear_layers(self) -> int:
+        """Bytes that a token reads of those beside experts in slots, but for the output matrix."""
+        return self._linear(self.model.beside_weights, self.linear_form)
+
+    @property
+    def head(self) -> int:
+        return self._linear(self.model.head_weights, None)
+
+    def _linear(self, weights: int, form: StoredForm | None) -> int:
+        if self.linear_bits is None:
+            return self.model.dtype_bytes * weights
+        bits, columns = (self.linear_bits, 0) if form is None else (form.bits, form.group)
+        of_group = 1 if form is not None and form.numbers == "fp4" else 4  # a scale, or a scale and an offset
+        return weights * bits // 8 + of_group * weights // (columns or _LINEAR_GROUP)
 
     @property
     def all_experts(self) -> int:
@@ -202,8 +217,8 @@ class Sizing:
     def _beside_slots(self) -> int:
         if self.linear_bits is None:
             return self.other_weights
-        scales = self.linear_bytes // 32  # of 4 bytes for 128 columns
-        return self.linear_bytes + scales + self.model.dtype_bytes * self.model.head_weights
+        embedding = self.model.dtype_bytes * self.model.head_weights
+        return self.linear_layers + self.head + embedding
 
     @property
     def _room(self) -> int:

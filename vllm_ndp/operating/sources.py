@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ndp_device.checkpoint.files import INDEX, WHOLE, has_weights, indexed_files, read_config, read_json, weight_files
+from ndp_device.checkpoint.opening import PackedLinears
 from ndp_device.checkpoint.spellings import text_config
 from ndp_device.checkpoint.values import StoredForm
 from ndp_device.common.errors import ConfigError
@@ -57,6 +58,8 @@ class CheckpointSource:
     """Of its files; None where there are none."""
     stored_form: StoredForm | None = None
     """How its experts are stored where they may be served so."""
+    linear_form: StoredForm | None = None
+    """How most of its linear layers are stored where they may be served so."""
     longest: int | None = None
     """Most tokens of a request, by config.json; None where nobody has said."""
 
@@ -72,7 +75,8 @@ def source_named(name: str) -> CheckpointSource:
         stored = sum(file.stat().st_size for file in weight_files(path))
         read_from = "config.json and the headers of its tensors"
         form, longest = CheckpointExperts(path).stored_form, longest_context(read_config(path))
-        return CheckpointSource(_as_served(model_named(name)), name, read_from, stored, form, longest)
+        model = _as_served(model_named(name))
+        return CheckpointSource(model, name, read_from, stored, form, _linear_form(path, model), longest)
     if name.lower() in SHAPES:
         return CheckpointSource(SHAPES[name.lower()], PUBLIC_MODELS[name.lower()].source, "its published sizes")
     known = {model.source.lower(): shape for shape, model in PUBLIC_MODELS.items()}
@@ -83,6 +87,11 @@ def source_named(name: str) -> CheckpointSource:
             config = Path(hub.hf_hub_download(name, "config.json"))
         return _of_config(name, config, name, "config.json on the hub")
     return CheckpointSource(public_shape(name), name, "")  # raises, and names the nearest one
+
+
+def _linear_form(path: Path, model: WholeModel) -> StoredForm | None:
+    weights = PackedLinears(path).weights_by_form
+    return next((form for form, number in weights.items() if 2 * number > model.beside_weights), None)
 
 
 def longest_context(config: Mapping[str, Any]) -> int | None:

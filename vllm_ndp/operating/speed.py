@@ -73,7 +73,7 @@ class Measured:
     prompt_expert_s: float
     """For as many rows as a prompt of PROMPT tokens gives it."""
     linear_bytes_per_s: float
-    """Of a matrix at 8 bits, for one row."""
+    """Of a linear layer, for one row."""
     prompt_linear_bytes_per_s: float
     """For PROMPT rows."""
     layer_s: float
@@ -83,19 +83,18 @@ class Measured:
     bits: int
     isa: str
 
-    def decode_step_s(self, model: WholeModel, num_linear: int) -> float:
-        """One request at even routing on these cores: weights are read once, experts one after another. num_linear:
-        weights beside experts, at 8 bits."""
+    def decode_step_s(self, model: WholeModel, linear_layers: int, head: int) -> float:
+        """One request at even routing on these cores: weights are read once, experts one after another. linear_layers,
+        head: bytes beside experts."""
         experts_s = model.num_layers * model.top_k * self.expert_s
-        return experts_s + num_linear / self.linear_bytes_per_s + model.num_layers * self.layer_s
+        return experts_s + (linear_layers + head) / self.linear_bytes_per_s + model.num_layers * self.layer_s
 
-    def prompt_s(self, model: WholeModel, num_linear: int) -> float:
-        """First token of a prompt of PROMPT tokens at even routing, every expert at `bits` in this process and
-        num_linear weights beside experts at 8 bits. Only the last row meets the output matrix."""
-        in_layers = (num_linear - model.head_weights) / self.prompt_linear_bytes_per_s
-        head_s = model.head_weights / self.linear_bytes_per_s
+    def prompt_s(self, model: WholeModel, linear_layers: int, head: int) -> float:
+        """First token of a prompt of PROMPT tokens at even routing, every expert at `bits` in this process. Only the
+        last row meets the output matrix."""
+        beside_s = linear_layers / self.prompt_linear_bytes_per_s + head / self.linear_bytes_per_s
         layer_s = _touched(model) * self.prompt_expert_s + self.prompt_layer_s
-        return in_layers + head_s + model.num_layers * layer_s
+        return beside_s + model.num_layers * layer_s
 
 
 def _touched(model: WholeModel) -> float:
@@ -154,9 +153,11 @@ def _prefill_ps(costs: Costs, num_hot: int, rows: int) -> int:
     return before + model.num_layers * (experts + costs.overhead_ps) + costs.gpu.head_ps(1, rows)
 
 
-def measure(model: WholeModel, bits: int, form: StoredForm | None = None) -> Measured:
+def measure(
+    model: WholeModel, bits: int, form: StoredForm | None = None, linear_form: StoredForm | None = None
+) -> Measured:
     """Two seconds of reading and computing on the cores that this process may use. form: of experts that are served as
-    they are stored at its own width."""
+    they are stored at its own width; linear_form: of linear layers."""
     if form is not None and form.bits != bits:
         form = None
     kernel = NativeKernel()
@@ -165,9 +166,8 @@ def measure(model: WholeModel, bits: int, form: StoredForm | None = None) -> Mea
     experts = [kernel.prepare(copy.deepcopy(expert)) for _ in range(at_once)]
     prompt_rows = round(PROMPT * model.top_k / _touched(model))
     one, many = (_expert_s(kernel, experts, model.hidden_size, rows) for rows in (1, prompt_rows))
-    matrix = kernel.prepare_matrix(
-        _random(max(_LINEAR_BYTES // model.hidden_size, 32), model.hidden_size, BYTE_BITS, _BLOCK)
-    )
+    linear_rows = max(_LINEAR_BYTES // model.hidden_size, 32)
+    matrix = kernel.prepare_matrix(_random_stored(linear_rows, model.hidden_size, linear_form))
     linear, prompt_linear = (_linear_bytes_per_s(kernel, matrix, rows) for rows in (1, PROMPT))
     layer = LAYER_PASSES * layer_pass_s(model.hidden_size, 1)
     prompt_layer = PROMPT_LAYER_PASSES * layer_pass_s(model.hidden_size, PROMPT)
@@ -237,6 +237,14 @@ def _cold_s(run: Callable[[], object]) -> float:
         run()
         times.append(time.perf_counter() - start)
     return float(np.median(times))
+
+
+def _random_stored(rows: int, columns: int, form: StoredForm | None) -> QuantizedMatrix | Fp4Matrix | ByteMatrix:
+    if form is not None and form.bits == BYTE_BITS:
+        return _random_bytes(form, rows, columns)
+    if form is not None and form.numbers == "fp4":
+        return _random_fp4(form, rows, columns)
+    return _random(rows, columns, *((BYTE_BITS, _BLOCK) if form is None else (form.bits, form.group)))
 
 
 def _random_bytes(form: StoredForm, rows: int, columns: int) -> ByteMatrix:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from given_options import given_by
 
+from ndp_device.checkpoint.values import MXFP4, NVFP4, StoredForm
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.machine_memory import memory_found, process_memory
 from vllm_ndp.config import NdpSettings
@@ -220,6 +221,20 @@ def test_linear_layers_count_as_they_are_held() -> None:
     assert (plain.option.widest, plain.settings["linear_bits"]) == (2, None)
     assert plain.option.host["other weights"] == plain.sizing.other_weights
     assert "linear layers at 16" in plain.said(None, with_kv=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("form", "bytes_of_weight"),
+    [(StoredForm("int4", 32), 1 / 2 + 4 / 32), (MXFP4, 17 / 32), (NVFP4, 9 / 16), (StoredForm("float8", 0), 33 / 32)],
+)
+def test_linear_layers_that_are_stored_as_codes_count_as_these(form: StoredForm, bytes_of_weight: float) -> None:
+    """Qwen3-30B-A3B in GPTQ was said to hold half a gigabyte that it does not; its output matrix is plain."""
+    size = own_size(Sizing(MODEL, 64 * GB, linear_form=form), 4, SLOW_READS)
+    expected = MODEL.beside_weights * bytes_of_weight + MODEL.head_weights * (33 / 32 + 2)
+    assert size.option.host["other weights"] == pytest.approx(expected)
+    assert f"linear layers at {form.bits} as stored, the output matrix at 8;" in size.said(None, with_kv=False)[0]
+    bf16 = Sizing(MODEL, 64 * GB, linear_form=form, linear_bits=None)
+    assert bf16.linear_layers + bf16.head == 2 * (MODEL.beside_weights + MODEL.head_weights)
 
 
 def test_the_kv_cache_grows_to_what_may_be_asked_at_once_and_leaves_half_of_the_rest_to_files() -> None:
