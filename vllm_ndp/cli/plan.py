@@ -78,7 +78,7 @@ def plan(
         context=min(asked.context, source.longest or asked.context),
         batch=asked.batch,
         stored_bytes=source.stored_bytes,
-        stored_bits=form and form.bits,
+        stored_form=form,
         linear_form=linear_form,
     )
     costs = Costs(load_hardware(hardware or nearest_card(sizing.gpu_bytes), **hardware_values(set_)), source.model)

@@ -84,7 +84,8 @@ def _size_kv_cache(vllm_config: VllmConfig, settings: NdpSettings) -> None:
     if not _has_no_kv_cache(vllm_config):
         return
     try:
-        sizing = _one_request(vllm_config, linear_bits=settings.linear_bits)
+        form = None if settings.replicas else CheckpointExperts(model_dir(vllm_config)).stored_form
+        sizing = _one_request(vllm_config, form, settings.linear_bits)
     except ConfigError:  # sizes that config.json does not give
         return
     num_hot = settings.resolve_hot_experts(sizing.model.num_experts)
@@ -97,7 +98,7 @@ def _size_kv_cache(vllm_config: VllmConfig, settings: NdpSettings) -> None:
 
 
 def _one_request(
-    vllm_config: VllmConfig, stored_bits: int | None = None, linear_bits: int | None = LINEAR_BITS
+    vllm_config: VllmConfig, stored_form: StoredForm | None = None, linear_bits: int | None = LINEAR_BITS
 ) -> Sizing:
     source = source_named(str(model_dir(vllm_config)))
     return Sizing(
@@ -106,7 +107,7 @@ def _one_request(
         context=vllm_config.model_config.max_model_len,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         stored_bytes=source.stored_bytes,
-        stored_bits=stored_bits,
+        stored_form=stored_form,
         linear_bits=linear_bits,
         linear_form=source.linear_form,
     )
@@ -117,7 +118,7 @@ def _own_size(vllm_config: VllmConfig, form: StoredForm | None, linear_bits: int
 
     Raises ConfigError where not even one request fits.
     """
-    scheduler, sizing = vllm_config.scheduler_config, _one_request(vllm_config, form and form.bits, linear_bits)
+    scheduler, sizing = vllm_config.scheduler_config, _one_request(vllm_config, form, linear_bits)
     model = sizing.model
     sizes = [model.hidden_size, model.intermediate_size, model.num_experts, model.top_k]
     cores = len(os.sched_getaffinity(0))

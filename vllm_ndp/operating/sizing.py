@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ndp_device.checkpoint.values import StoredForm
+from ndp_device.checkpoint.values import MXFP4, NVFP4, StoredForm
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape, WholeModel
 from ndp_device.common.widths import BYTE_BITS, DEFAULT_AVG_BITS, FULL_PRECISION_BITS, WIDTHS, default_group_size
@@ -48,6 +48,17 @@ _LINEAR_GROUP = 128
 """Columns under one scale of those that we quantize."""
 _PLAIN_SHARE = 0.9
 """Files with less of the bytes that the model has as served store a quantized format: FP8 has half and more."""
+
+
+_SCALE_BYTES = {MXFP4: 1.0, NVFP4: 1.5}
+"""Of a group as the kernel packs it; of others a float, or a scale and an offset in 16 bits."""
+_BLOCK = 128
+"""Columns under one packed scale of 8 bits, whatever blocks the checkpoint has."""
+
+
+def bytes_as_stored(weights: int, form: StoredForm) -> int:
+    """What the kernel holds of so many weights of a checkpoint that are served as they are stored."""
+    return weights * form.bits // 8 + int(_SCALE_BYTES.get(form, 4) * weights / (form.group or _BLOCK))
 
 
 def parse_bytes(text: str, option: str) -> int:
@@ -108,7 +119,7 @@ class Sizing:
     """--max-num-batched-tokens: what one step works on, hence room for activations."""
     stored_bytes: int | None = None
     """Of the checkpoint's files; None where there are none."""
-    stored_bits: int | None = None
+    stored_form: StoredForm | None = None
     """Of experts that may be served as the checkpoint stores them; None where they may not."""
     linear_bits: int | None = LINEAR_BITS
     """Of linear layers beside experts in slots; None: they stay as they are."""
@@ -134,9 +145,9 @@ class Sizing:
     def _linear(self, weights: int, form: StoredForm | None) -> int:
         if self.linear_bits is None:
             return self.model.dtype_bytes * weights
-        bits, columns = (self.linear_bits, 0) if form is None else (form.bits, form.group)
-        of_group = 1 if form is not None and form.numbers == "fp4" else 4  # a scale, or a scale and an offset
-        return weights * bits // 8 + of_group * weights // (columns or _LINEAR_GROUP)
+        if form is None:
+            return weights * self.linear_bits // 8 + 4 * weights // _LINEAR_GROUP
+        return bytes_as_stored(weights, form)
 
     @property
     def all_experts(self) -> int:
@@ -232,8 +243,12 @@ class Sizing:
 
     def in_slots(self, bits: int) -> Option | None:
         """The parts of every expert at this width in slots, beside a device without work."""
-        num_experts = self.model.num_experts
-        return self._option(num_experts, bits, bits, {"experts in slots": self.replicas(bits, (bits,))}, 0)
+        num_experts, form = self.model.num_experts, self.stored_form
+        size = self.replicas(bits, (bits,))
+        if form is not None and form.bits == bits:
+            weights = self.model.num_layers * num_experts * self.model.weights_per_expert
+            size = bytes_as_stored(weights, form)
+        return self._option(num_experts, bits, bits, {"experts in slots": size}, 0)
 
     def _option(
         self, num_hot: int, widest: int, slot_bits: int, slots: Mapping[str, int], on_device: int
@@ -266,7 +281,7 @@ class Sizing:
         In slots prompts compute experts as decode does. Beside a device a prompt reads every cold expert's full
         precision from the checkpoint. What is stored in 8 bits is served so, without a loss, where it fits.
         """
-        has_bytes = self.gpu_bytes is None and self.stored_bits == BYTE_BITS
+        has_bytes = self.gpu_bytes is None and self.stored_form is not None and self.stored_form.bits == BYTE_BITS
         if has_bytes and (exact := self.in_slots(BYTE_BITS)) is not None:
             yield exact
         for widest in reversed(WIDTHS):

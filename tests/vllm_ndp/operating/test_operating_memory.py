@@ -15,11 +15,12 @@ from given_options import given_by
 from ndp_device.checkpoint.values import MXFP4, NVFP4, StoredForm
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.machine_memory import memory_found, process_memory
+from ndp_device.kernels.native import NativeKernel
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.operating.proposal import OwnSize, own_size
-from vllm_ndp.operating.sizing import GB, Sizing, human
+from vllm_ndp.operating.sizing import GB, Sizing, bytes_as_stored, human
 from vllm_ndp.operating.sources import source_named
-from vllm_ndp.operating.speed import Measured
+from vllm_ndp.operating.speed import Measured, random_expert
 
 MIB = 1 << 20
 
@@ -154,6 +155,7 @@ def test_plan_and_calibration_take_what_the_process_may_have() -> None:
 # -- The size that a server gives itself: every expert in slots at the widest width, KV from the rest ------------------
 
 
+FLOAT8 = StoredForm("float8", 0)
 MODEL = source_named("mixtral-8x7b").model
 SLOW_READS = Measured(
     20e9,
@@ -191,7 +193,7 @@ def test_what_is_mapped_is_no_more_than_the_files() -> None:
 def test_what_is_stored_in_8_bits_is_served_so_where_it_fits() -> None:
     """Mixtral's 45 billion weights of experts."""
     for gb, bits in ((64, 8), (40, 4)):
-        sizing = Sizing(MODEL, gb * GB, stored_bytes=46_900_000_000, stored_bits=8)
+        sizing = Sizing(MODEL, gb * GB, stored_bytes=46_900_000_000, stored_form=FLOAT8)
         size = own_size(sizing, 1, replace(SLOW_READS, bits=bits))
         assert size.settings == SLOTS | {"avg_bits": 4.0, "slot_bits": bits}
     assert size_of(64 * GB, stored_bytes=46_900_000_000).settings["slot_bits"] == 4
@@ -203,6 +205,18 @@ def test_where_full_precision_fits_a_server_that_loses_nothing_is_named() -> Non
     assert [gb for gb, line in said.items() if "Stock vLLM would lose nothing" in line] == [128]
     assert "GB fit, too (leave out --quantization ndp)" in said[128]
     assert "Stock" not in size_of(128 * GB, stored_bytes=24_000_000_000).said(0.03, with_kv=True)[1]
+
+
+@pytest.mark.parametrize("form", [*(StoredForm("int4", group) for group in (32, 64, 128)), MXFP4, NVFP4, FLOAT8])
+def test_experts_in_slots_count_as_the_kernel_holds_what_is_stored(form: StoredForm) -> None:
+    """Qwen3-30B-A3B in NVFP4 was said to hold 21.9 GB, and held 1.8 more: nothing was left for its programs."""
+    hidden, inner = 512, 768
+    held = NativeKernel().prepare(random_expert(hidden, inner, form.bits, form)).nbytes
+    assert bytes_as_stored(3 * hidden * inner, form) == pytest.approx(held, rel=1e-3)
+    option = Sizing(MODEL, 256 * GB, stored_form=form).in_slots(form.bits)
+    assert option is not None
+    experts = MODEL.num_layers * MODEL.num_experts * MODEL.weights_per_expert
+    assert option.host["experts in slots"] == pytest.approx(experts * held / (3 * hidden * inner), rel=1e-3)
 
 
 def test_a_small_machine_gets_narrower_replicas_and_a_smaller_one_a_sentence() -> None:
@@ -225,7 +239,7 @@ def test_linear_layers_count_as_they_are_held() -> None:
 
 @pytest.mark.parametrize(
     ("form", "bytes_of_weight"),
-    [(StoredForm("int4", 32), 1 / 2 + 4 / 32), (MXFP4, 17 / 32), (NVFP4, 9 / 16), (StoredForm("float8", 0), 33 / 32)],
+    [(StoredForm("int4", 32), 5 / 8), (MXFP4, 17 / 32), (NVFP4, 19 / 32), (FLOAT8, 33 / 32)],
 )
 def test_linear_layers_that_are_stored_as_codes_count_as_these(form: StoredForm, bytes_of_weight: float) -> None:
     """Qwen3-30B-A3B in GPTQ was said to hold half a gigabyte that it does not; its output matrix is plain."""
