@@ -1,7 +1,6 @@
 """Each function of vllm_private.py against the installed vLLM, and no such name in any other file."""
 
 import ast
-import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ from engines import ROOT
 pytest.importorskip("vllm")
 
 from vllm import _custom_ops
+from vllm.config import VllmConfig
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.integration import vllm_private
@@ -310,30 +310,26 @@ def test_seeds_kept_for_tokens() -> None:
 
 
 def test_load_saved_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph without the method that vLLM asks for gets one; one of other layers of the same modules is refused."""
+    """A graph without the method that vLLM asks for gets one; one that calls other layers of ours is not found: FP8
+    layers that vLLM computed before, and the plugin after it was updated, ended a start."""
 
     class Graph:
         pass
 
     loaded = SimpleNamespace(_artifacts=SimpleNamespace(compiled_fn=Graph()))
-    read: list[bytes] = []
+    monkeypatch.setattr(torch.compiler, "load_compiled_function", lambda *_, **__: loaded)
 
-    def load(file: Any, *, f_globals: Any) -> Any:
-        read.append(file.read())
-        return loaded
+    def key_of(*names: str) -> str:
+        config = VllmConfig(additional_config={"ndp": {}})
+        vllm_private.load_saved_graphs(config, names)
+        return config.compute_hash()
 
-    monkeypatch.setattr(torch.compiler, "load_compiled_function", load)
-    names = frozenset({"0:model.layers.0.experts", "10:model.layers.1.experts"})
-    for _ in range(2):  # of two engines, the second of which takes the place of the first
-        vllm_private.load_saved_graphs(names)
-    ours = b"moe('0:model.layers.0.experts') moe('10:model.layers.1.experts') other('7:lm_head')"
-    assert torch.compiler.load_compiled_function(io.BytesIO(ours), f_globals={}) is loaded
-    assert read == [ours]
+    experts = "0:model.layers.0.experts", "10:model.layers.1.experts"
+    assert key_of(*experts) == key_of(*experts[::-1])
+    assert key_of(*experts) != key_of(*experts, "2:model.layers.0.self_attn.qkv_proj")
+    assert key_of(*experts) != key_of("4:model.layers.0.experts", experts[1])
+    assert torch.compiler.load_compiled_function(f_globals={}) is loaded
     loaded._artifacts.compiled_fn.finalize_loading(None)
-    for strange in (b"'4:model.layers.0.experts'", b"'0:model.layers.1.experts'"):
-        with pytest.raises(ValueError, match="a layer of another engine"):
-            torch.compiler.load_compiled_function(io.BytesIO(ours + strange), f_globals={})
-    assert read == [ours]
 
 
 def test_sleep_between_looks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ Imports of vLLM stand inside the functions: the plugin's entry point imports thi
 
 from __future__ import annotations
 
-import re
+import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
@@ -290,29 +290,29 @@ def seeds_kept_for_tokens(runner: Any) -> Iterator[None]:
 
 
 @touches("compilation/decorators.py", "_try_load_aot_compiled_fn", on_cpu_only=True)
-def load_saved_graphs(names: frozenset[str]) -> None:
-    """Load what an earlier start has compiled. vLLM 0.32 saves graphs on CPU too, but asks each one that it loads for a
-    method that only graphs of its own back end have, so that every start compiles again (36 s for gpt-oss-20b).
+def load_saved_graphs(vllm_config: Any, names: Collection[str]) -> None:
+    """Load what an earlier start has compiled, if it calls the same layers of ours.
 
-    names: of this engine's operators, `number:module`. A graph that calls the same modules by other numbers is of an
-    engine that was not the first of its process: it is compiled again.
+    vLLM 0.32 saves graphs on CPU too, but asks each one that it loads for a method that only graphs of its own back end
+    have, so that every start compiles again (36 s for gpt-oss-20b). It finds them by the configuration; which layers
+    are ours also depends on the checkpoint and on this package, and their numbers on the engines before this one.
+
+    names: of this engine's operators, `number:module`.
     """
-    modules = {name.partition(":")[2] for name in names}
+    digest = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()
+    if isinstance(vllm_config.additional_config, dict):
+        vllm_config.additional_config = {**vllm_config.additional_config, "ndp_layers": digest}
     load = getattr(torch.compiler.load_compiled_function, "__wrapped__", torch.compiler.load_compiled_function)
 
     @wraps(load)
-    def load_own(file: Any, *args: Any, **kwargs: Any) -> Any:
-        called = {found.decode() for found in re.findall(rb"\d+:[\w.]+", file.read())}
-        if strange := sorted(name for name in called if name.partition(":")[2] in modules and name not in names):
-            raise ValueError(f"it calls {strange[0]}, a layer of another engine")
-        file.seek(0)
-        loaded = load(file, *args, **kwargs)
+    def load_whole(*args: Any, **kwargs: Any) -> Any:
+        loaded = load(*args, **kwargs)
         graph = loaded._artifacts.compiled_fn
         if not hasattr(graph, "finalize_loading"):
             graph.finalize_loading = lambda config: None
         return loaded
 
-    torch.compiler.load_compiled_function = load_own
+    torch.compiler.load_compiled_function = load_whole
 
 
 # -- processes -----------------------------------------------------------------------------------------------------
