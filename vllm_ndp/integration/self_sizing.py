@@ -8,6 +8,7 @@ Nothing is chosen for a user who gives one of LAYOUT, names a hardware or other 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.checkpoint.values import StoredForm
 from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.common.machine_memory import required_memory
 from ndp_device.common.widths import FULL_PRECISION_BITS
-from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import load_losses
 from vllm_ndp import __version__
 from vllm_ndp.config import NdpSettings
@@ -54,8 +53,7 @@ def choose(vllm_config: VllmConfig, settings: NdpSettings) -> None:
         return
     raw = vllm_config.additional_config.get("ndp") or {}
     try:
-        form = CheckpointExperts(model_dir(vllm_config)).stored_form
-        size = _own_size(vllm_config, form, settings.linear_bits if "linear_bits" in raw else LINEAR_BITS)
+        size = _own_size(vllm_config, settings.linear_bits if "linear_bits" in raw else LINEAR_BITS)
         chosen = {**raw, **size.settings}
         NdpSettings.from_mapping(chosen).require_use_of_prices(size.sizing.model.num_experts)
     except ConfigError as error:
@@ -65,7 +63,7 @@ def choose(vllm_config: VllmConfig, settings: NdpSettings) -> None:
     if keeps_kv := _has_no_kv_cache(vllm_config):
         vllm_config.cache_config.kv_cache_memory_bytes = size.kv_cache_bytes
     vllm_config.additional_config = {**vllm_config.additional_config, "ndp": chosen}
-    loss = _loss(NdpSettings.from_mapping(chosen), model_dir(vllm_config), size, form)
+    loss = _loss(NdpSettings.from_mapping(chosen), model_dir(vllm_config), size)
     for sentence in size.said(loss, with_kv=keeps_kv):
         compat.say(sentence)
 
@@ -84,10 +82,11 @@ def _size_kv_cache(vllm_config: VllmConfig, settings: NdpSettings) -> None:
     if not _has_no_kv_cache(vllm_config):
         return
     try:
-        form = None if settings.replicas else CheckpointExperts(model_dir(vllm_config)).stored_form
-        sizing = _one_request(vllm_config, form, settings.linear_bits)
+        sizing = _one_request(vllm_config, settings.linear_bits)
     except ConfigError:  # sizes that config.json does not give
         return
+    if settings.replicas is not None:
+        sizing = replace(sizing, stored_form=None)
     num_hot = settings.resolve_hot_experts(sizing.model.num_experts)
     is_full = settings.slot_bits == FULL_PRECISION_BITS
     option = sizing.option(num_hot, _WIDEST) if is_full else sizing.in_slots(settings.slot_bits)
@@ -97,9 +96,7 @@ def _size_kv_cache(vllm_config: VllmConfig, settings: NdpSettings) -> None:
     vllm_config.cache_config.kv_cache_memory_bytes = max(drafts * size, _LEAST_KV_BYTES)
 
 
-def _one_request(
-    vllm_config: VllmConfig, stored_form: StoredForm | None = None, linear_bits: int | None = LINEAR_BITS
-) -> Sizing:
+def _one_request(vllm_config: VllmConfig, linear_bits: int | None) -> Sizing:
     source = source_named(str(model_dir(vllm_config)))
     return Sizing(
         source.model,
@@ -107,32 +104,28 @@ def _one_request(
         context=vllm_config.model_config.max_model_len,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         stored_bytes=source.stored_bytes,
-        stored_form=stored_form,
+        stored_form=source.stored_form,
         linear_bits=linear_bits,
         linear_form=source.linear_form,
     )
 
 
-def _own_size(vllm_config: VllmConfig, form: StoredForm | None, linear_bits: int | None) -> OwnSize:
-    """form: how the checkpoint stores its experts, where they may be served so.
-
-    Raises ConfigError where not even one request fits.
-    """
-    scheduler, sizing = vllm_config.scheduler_config, _one_request(vllm_config, form, linear_bits)
-    model = sizing.model
+def _own_size(vllm_config: VllmConfig, linear_bits: int | None) -> OwnSize:
+    """Raises ConfigError where not even one request fits."""
+    scheduler, sizing = vllm_config.scheduler_config, _one_request(vllm_config, linear_bits)
+    model, form, linear_form = sizing.model, sizing.stored_form, sizing.linear_form
     sizes = [model.hidden_size, model.intermediate_size, model.num_experts, model.top_k]
     cores = len(os.sched_getaffinity(0))
     bits = max(_WIDEST, sizing.require()[0].widest)
-    linear_form = sizing.linear_form
     facts = {"experts": sizes, "cores": cores, "bits": bits, "version": __version__}
     facts |= {"stored": form and [*form], "linear": linear_form and [*linear_form]}
     measured, _ = find_or_measure(speed.Measured, facts, partial(speed.measure, model, bits, form, linear_form))
     return own_size(sizing, scheduler.max_num_seqs, measured)
 
 
-def _loss(settings: NdpSettings, model: Path, size: OwnSize, form: StoredForm | None) -> float | None:
+def _loss(settings: NdpSettings, model: Path, size: OwnSize) -> float | None:
     """Mean over the experts, relative to their outputs; None where there are no replicas yet."""
-    bits, num_experts = size.option.widest, size.sizing.model.num_experts
+    bits, num_experts, form = size.option.widest, size.sizing.model.num_experts, size.sizing.stored_form
     named = settings.replicas
     if form is not None and form.bits == bits == settings.only_width(num_experts) and not named:
         return 0.0
