@@ -152,12 +152,13 @@ class PackedLinears:
 
     @property
     def weights_by_form(self) -> Counter[StoredForm | None]:
-        """How many weights are stored in which form; None: one that no kernel takes."""
+        """How many weights of matrices are stored in which form; None: one that no kernel takes."""
         weights = Counter[StoredForm | None]()
         for module in self:
-            with suppress(ConfigError):
+            with suppress(ConfigError, ReplicaError):
                 one = self[module]
-                weights[one.stored_form] += math.prod(one.shape)
+                if len(one.shape) == 2:  # Granite's experts have names of others
+                    weights[one.stored_form] += math.prod(one.shape)
         return weights
 
 

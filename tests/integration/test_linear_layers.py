@@ -2,6 +2,7 @@
 with dequantized weights."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 import torch
 from engines import MODEL, PROMPTS, altered, engine, greedy
 from reference_kernel import dequantize, weights_of
+from safetensors.torch import load_file, save_file
 
 from ndp_device.checkpoint.opening import PackedLinears, open_checkpoint
 from ndp_device.experts.expert import QuantizedMatrix, to_float32
@@ -250,6 +252,33 @@ def test_vllms_loader_gets_the_scales_of_a_kv_cache_beside_codes(coded: Path) ->
     kept = {f"{module}.k_scale", f"{module}.bias", "model.norm.weight"}
     names = kept | {*PackedLinears(coded)[module].parts.values(), f"{module}.input_scale"}
     assert {name for name, _ in stored.values_in((name, torch.empty(0)) for name in names)} == kept
+
+
+def test_queries_and_keys_whose_rows_vllm_moves_stay_its_own(coded: Path, tmp_path: Path) -> None:
+    moved = Path(shutil.copytree(coded, tmp_path / "moved"))
+    config = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps(config | {"model_type": "llama4"}))
+    layers, stored = LinearLayers(8, lambda: NativeKernel(), {0}, num_experts=8), StoredLinears(moved)
+    taken = set()
+    for name in PackedLinears(moved):
+        if ".self_attn." in name:
+            rows, columns = PackedLinears(moved)[name].shape
+            layer: Any = SimpleNamespace(output_size=rows, input_size=columns)
+            if stored.method_of_codes(layers, layer, name, {}) is not None:
+                taken.add(name.rpartition(".")[2])
+    assert taken == {"v_proj", "o_proj"}
+
+
+def test_a_linear_layer_that_is_damaged_does_not_end_a_plan(coded: Path, tmp_path: Path) -> None:
+    """Of a part that vLLM never asks for, or of a GGUF file."""
+    damaged = Path(shutil.copytree(coded, tmp_path / "damaged"))
+    tensors = load_file(damaged / "model.safetensors")
+    lost = next(name for name in tensors if "o_proj." in name and "scale" in name)
+    del tensors[lost]
+    save_file(tensors, damaged / "model.safetensors")
+    form = source_named(str(damaged)).linear_form
+    assert form is not None
+    assert form.bits == CODED[coded.name]
 
 
 def test_layers_stored_as_codes_are_served_by_them(coded: Path) -> None:

@@ -1,6 +1,7 @@
 """Each function of vllm_private.py against the installed vLLM, and no such name in any other file."""
 
 import ast
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -321,7 +322,11 @@ def test_load_saved_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def key_of(*names: str) -> str:
         config = VllmConfig(additional_config={"ndp": {}})
-        vllm_private.load_saved_graphs(config, names)
+        model = torch.nn.Module()
+        model.language_model = torch.nn.Module()
+        model.language_model.vllm_config = copy.copy(config)  # a multimodal model's
+        vllm_private.load_saved_graphs(config, model, names)
+        assert model.language_model.vllm_config.compute_hash() == config.compute_hash()
         return config.compute_hash()
 
     experts = "0:model.layers.0.experts", "10:model.layers.1.experts"

@@ -60,6 +60,7 @@ def plan(
     Reads sizes only. Exit code 2 with one sentence where nothing fits.
     """
     from ndp_device.common.machine_memory import required_memory
+    from ndp_device.common.widths import BYTE_BITS
     from ndp_device.timing.spec import load_hardware, nearest_card
     from vllm_ndp.cost_model.costs import Costs
     from vllm_ndp.operating.proposal import propose
@@ -78,7 +79,7 @@ def plan(
         context=min(asked.context, source.longest or asked.context),
         batch=asked.batch,
         stored_bytes=source.stored_bytes,
-        stored_form=form,
+        stored_form=form if form is not None and form.bits == BYTE_BITS else None,  # its lines name replicas
         linear_form=linear_form,
     )
     costs = Costs(load_hardware(hardware or nearest_card(sizing.gpu_bytes), **hardware_values(set_)), source.model)

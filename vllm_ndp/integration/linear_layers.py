@@ -36,10 +36,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ndp_device.calibration.data_free import quantize_nested, round_to_bytes
+from ndp_device.checkpoint.files import read_config
 from ndp_device.checkpoint.names import ExpertLayout
 from ndp_device.checkpoint.opening import PackedLinears
 from ndp_device.checkpoint.values import Packed, Read
-from ndp_device.common.errors import ConfigError
+from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import BYTE_BITS
 from ndp_device.experts.expert import ByteMatrix, Fp4Matrix, QuantizedMatrix
 from ndp_device.kernels.native import NativeKernel
@@ -234,6 +235,9 @@ _OF_ATTENTION = (".bias", ".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 """Ends of names beside a layer's codes that are not of its matrix; the scales are of a KV cache in FP8."""
 
 
+_OF_QUERIES_AND_KEYS = frozenset({"q_proj", "k_proj", "qkv_proj", "qk_proj"})
+
+
 class StoredLinears:
     """Linear layers of one worker that the checkpoint stores quantized, where vLLM has no kernel for them here.
 
@@ -258,9 +262,11 @@ class StoredLinears:
         the layers that vLLM makes one of, by its name."""
         module, _, name = prefix.rpartition(".")
         names = [f"{module}.{part}" for part in fused.get(name, [name])]
+        if self._moves_rows and not _OF_QUERIES_AND_KEYS.isdisjoint(each.rpartition(".")[2] for each in names):
+            return None
         try:
             parts = [self._packed[self._by_vllms_name[each]] for each in names]
-        except (KeyError, ConfigError):  # vLLM's method says what is wrong
+        except (KeyError, ConfigError, ReplicaError):  # vLLM's method says what is wrong
             return None
         forms, shapes = {part.stored_form for part in parts}, [part.shape for part in parts]
         form, sizes = forms.pop(), (sum(rows for rows, _ in shapes), shapes[0][1])
@@ -268,6 +274,11 @@ class StoredLinears:
             return None
         self._coded += [f"{self._by_vllms_name[each]}." for each in names]
         return _Coded(layers, prefix, parts, self._tensors.tensor, form.bits)
+
+    @cached_property
+    def _moves_rows(self) -> bool:
+        """Whether vLLM puts rows of queries and keys into another order while it loads them."""
+        return str(read_config(self._model_dir).get("model_type")).startswith(("llama4", "k2_horizon"))
 
     @cached_property
     def _packed(self) -> PackedLinears:

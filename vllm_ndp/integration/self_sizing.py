@@ -8,7 +8,6 @@ Nothing is chosen for a user who gives one of LAYOUT, names a hardware or other 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +52,7 @@ def choose(vllm_config: VllmConfig, settings: NdpSettings) -> None:
         return
     raw = vllm_config.additional_config.get("ndp") or {}
     try:
-        size = _own_size(vllm_config, settings.linear_bits if "linear_bits" in raw else LINEAR_BITS)
+        size = _own_size(vllm_config, settings, settings.linear_bits if "linear_bits" in raw else LINEAR_BITS)
         chosen = {**raw, **size.settings}
         NdpSettings.from_mapping(chosen).require_use_of_prices(size.sizing.model.num_experts)
     except ConfigError as error:
@@ -82,11 +81,9 @@ def _size_kv_cache(vllm_config: VllmConfig, settings: NdpSettings) -> None:
     if not _has_no_kv_cache(vllm_config):
         return
     try:
-        sizing = _one_request(vllm_config, settings.linear_bits)
+        sizing = _one_request(vllm_config, settings, settings.linear_bits)
     except ConfigError:  # sizes that config.json does not give
         return
-    if settings.replicas is not None:
-        sizing = replace(sizing, stored_form=None)
     num_hot = settings.resolve_hot_experts(sizing.model.num_experts)
     is_full = settings.slot_bits == FULL_PRECISION_BITS
     option = sizing.option(num_hot, _WIDEST) if is_full else sizing.in_slots(settings.slot_bits)
@@ -96,7 +93,7 @@ def _size_kv_cache(vllm_config: VllmConfig, settings: NdpSettings) -> None:
     vllm_config.cache_config.kv_cache_memory_bytes = max(drafts * size, _LEAST_KV_BYTES)
 
 
-def _one_request(vllm_config: VllmConfig, linear_bits: int | None) -> Sizing:
+def _one_request(vllm_config: VllmConfig, settings: NdpSettings, linear_bits: int | None) -> Sizing:
     source = source_named(str(model_dir(vllm_config)))
     return Sizing(
         source.model,
@@ -104,15 +101,15 @@ def _one_request(vllm_config: VllmConfig, linear_bits: int | None) -> Sizing:
         context=vllm_config.model_config.max_model_len,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         stored_bytes=source.stored_bytes,
-        stored_form=source.stored_form,
+        stored_form=source.stored_form if settings.replicas is None else None,
         linear_bits=linear_bits,
         linear_form=source.linear_form,
     )
 
 
-def _own_size(vllm_config: VllmConfig, linear_bits: int | None) -> OwnSize:
+def _own_size(vllm_config: VllmConfig, settings: NdpSettings, linear_bits: int | None) -> OwnSize:
     """Raises ConfigError where not even one request fits."""
-    scheduler, sizing = vllm_config.scheduler_config, _one_request(vllm_config, linear_bits)
+    scheduler, sizing = vllm_config.scheduler_config, _one_request(vllm_config, settings, linear_bits)
     model, form, linear_form = sizing.model, sizing.stored_form, sizing.linear_form
     sizes = [model.hidden_size, model.intermediate_size, model.num_experts, model.top_k]
     cores = len(os.sched_getaffinity(0))

@@ -290,18 +290,19 @@ def seeds_kept_for_tokens(runner: Any) -> Iterator[None]:
 
 
 @touches("compilation/decorators.py", "_try_load_aot_compiled_fn", on_cpu_only=True)
-def load_saved_graphs(vllm_config: Any, names: Collection[str]) -> None:
+def load_saved_graphs(vllm_config: Any, model: torch.nn.Module, names: Collection[str]) -> None:
     """Load what an earlier start has compiled, if it calls the same layers of ours.
 
     vLLM 0.32 saves graphs on CPU too, but asks each one that it loads for a method that only graphs of its own back end
     have, so that every start compiles again (36 s for gpt-oss-20b). It finds them by the configuration; which layers
     are ours also depends on the checkpoint and on this package, and their numbers on the engines before this one.
 
-    names: of this engine's operators, `number:module`.
+    model: parts of it may have a configuration of their own. names: of this engine's operators, `number:module`.
     """
     digest = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()
-    if isinstance(vllm_config.additional_config, dict):
-        vllm_config.additional_config = {**vllm_config.additional_config, "ndp_layers": digest}
+    for config in (vllm_config, *(part.vllm_config for part in model.modules() if hasattr(part, "vllm_config"))):
+        if isinstance(config.additional_config, dict):
+            config.additional_config = {**config.additional_config, "ndp_layers": digest}
     load = getattr(torch.compiler.load_compiled_function, "__wrapped__", torch.compiler.load_compiled_function)
 
     @wraps(load)

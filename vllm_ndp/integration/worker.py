@@ -58,7 +58,9 @@ class NdpWorker(_Base):
             self._loaded = making.finish(self.model_runner)
             if current_platform.is_cpu():
                 linear_names = () if linears is None else linears.names
-                vllm_private.load_saved_graphs(self.vllm_config, [*making.operators.values(), *linear_names])
+                vllm_private.load_saved_graphs(
+                    self.vllm_config, self.model_runner.get_model(), [*making.operators.values(), *linear_names]
+                )
             if beside := _allocated_bytes() - before:  # subtracted as weights, or as all that is no longer free (0.32)
                 self.model_runner.model_memory_usage += beside
             _make_room_for_the_stage_before(self.model_runner)

@@ -53,12 +53,12 @@ _PLAIN_SHARE = 0.9
 _SCALE_BYTES = {MXFP4: 1.0, NVFP4: 1.5}
 """Of a group as the kernel packs it; of others a float, or a scale and an offset in 16 bits."""
 _BLOCK = 128
-"""Columns under one packed scale of 8 bits, whatever blocks the checkpoint has."""
+"""Most columns under one packed scale."""
 
 
 def bytes_as_stored(weights: int, form: StoredForm) -> int:
     """What the kernel holds of so many weights of a checkpoint that are served as they are stored."""
-    return weights * form.bits // 8 + int(_SCALE_BYTES.get(form, 4) * weights / (form.group or _BLOCK))
+    return weights * form.bits // 8 + int(_SCALE_BYTES.get(form, 4) * weights / min(form.group or _BLOCK, _BLOCK))
 
 
 def parse_bytes(text: str, option: str) -> int:

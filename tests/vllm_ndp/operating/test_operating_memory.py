@@ -207,7 +207,7 @@ def test_where_full_precision_fits_a_server_that_loses_nothing_is_named() -> Non
     assert "Stock" not in size_of(128 * GB, stored_bytes=24_000_000_000).said(0.03, with_kv=True)[1]
 
 
-@pytest.mark.parametrize("form", [*(StoredForm("int4", group) for group in (32, 64, 128)), MXFP4, NVFP4, FLOAT8])
+@pytest.mark.parametrize("form", [*(StoredForm("int4", group) for group in (32, 64, 128, 256)), MXFP4, NVFP4, FLOAT8])
 def test_experts_in_slots_count_as_the_kernel_holds_what_is_stored(form: StoredForm) -> None:
     """Qwen3-30B-A3B in NVFP4 was said to hold 21.9 GB, and held 1.8 more: nothing was left for its programs."""
     hidden, inner = 512, 768
