@@ -235,6 +235,8 @@ _OF_ATTENTION = (".bias", ".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 """Ends of names beside a layer's codes that are not of its matrix; the scales are of a KV cache in FP8."""
 
 
+_FUSED: Mapping[str, Sequence[str]] = {"gate_up_proj": ["gate_proj", "up_proj"]}
+"""Where a model of vLLM says so only once it is made, as Qwen3-MoE's with dense layers."""
 _OF_QUERIES_AND_KEYS = frozenset({"q_proj", "k_proj", "qkv_proj", "qk_proj"})
 
 
@@ -261,12 +263,13 @@ class StoredLinears:
         """For a whole layer that the checkpoint holds as codes that a kernel of ours takes; None for any other. fused:
         the layers that vLLM makes one of, by its name."""
         module, _, name = prefix.rpartition(".")
-        names = [f"{module}.{part}" for part in fused.get(name, [name])]
-        if self._moves_rows and not _OF_QUERIES_AND_KEYS.isdisjoint(each.rpartition(".")[2] for each in names):
-            return None
         try:
+            usual = {} if prefix in self._by_vllms_name else _FUSED
+            names = [f"{module}.{part}" for part in fused.get(name) or usual.get(name, [name])]
             parts = [self._packed[self._by_vllms_name[each]] for each in names]
         except (KeyError, ConfigError, ReplicaError):  # vLLM's method says what is wrong
+            return None
+        if self._moves_rows and not _OF_QUERIES_AND_KEYS.isdisjoint(each.rpartition(".")[2] for each in names):
             return None
         forms, shapes = {part.stored_form for part in parts}, [part.shape for part in parts]
         form, sizes = forms.pop(), (sum(rows for rows, _ in shapes), shapes[0][1])
