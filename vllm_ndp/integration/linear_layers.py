@@ -231,8 +231,8 @@ def quantize(weight: torch.Tensor, bits: int, cores: int = 1) -> QuantizedMatrix
     return QuantizedMatrix(bits, planes, scale, offset, GROUP_SIZE)
 
 
-_OF_ATTENTION = (".bias", ".k_scale", ".v_scale", ".q_scale", ".kv_scale")
-"""Ends of names beside a layer's codes that are not of its matrix; the scales are of a KV cache in FP8."""
+_BESIDE_CODES = (".bias", ".k_scale", ".v_scale", ".q_scale", ".kv_scale")
+"""Ends of names with a layer's prefix that are not of its matrix; the scales are of a KV cache in FP8."""
 
 
 _FUSED: Mapping[str, Sequence[str]] = {"gate_up_proj": ["gate_proj", "up_proj"]}
@@ -307,7 +307,7 @@ class StoredLinears:
         stream = (
             (name, tensor)
             for name, tensor in stream
-            if not self._of_experts.match(name) and (name.endswith(_OF_ATTENTION) or not name.startswith(coded))
+            if not self._of_experts.match(name) and (name.endswith(_BESIDE_CODES) or not name.startswith(coded))
         )
         if not self.names:
             yield from stream
@@ -317,7 +317,7 @@ class StoredLinears:
         left_out = tuple({name.removesuffix("weight") for name in packed})
         for name, tensor in stream:
             if (whole := of_layer.get(name)) is None:
-                if not name.startswith(left_out) or name.endswith(_OF_ATTENTION):
+                if not name.startswith(left_out) or name.endswith(_BESIDE_CODES):
                     yield name, tensor
             elif name == packed[whole].parts["codes"]:
                 yield whole, _tensor(packed[whole].values(self._tensors.tensor, None), packed[whole].dtype)

@@ -44,8 +44,6 @@ KV_BLOCK = 32
 LINEAR_BITS = 8
 """Of the server's linear layers beside experts in slots: bf16 ones take longer to read, and text does not show the loss
 (docs/measured/quality_linear.json)."""
-_LINEAR_GROUP = 128
-"""Columns under one scale of those that we quantize."""
 _PLAIN_SHARE = 0.9
 """Files with less of the bytes that the model has as served store a quantized format: FP8 has half and more."""
 
@@ -53,7 +51,7 @@ _PLAIN_SHARE = 0.9
 _SCALE_BYTES = {MXFP4: 1.0, NVFP4: 1.5}
 """Of a group as the kernel packs it; of others a float, or a scale and an offset in 16 bits."""
 _BLOCK = 128
-"""Most columns under one packed scale."""
+"""Most columns under one packed scale, and those of linear layers that we quantize."""
 
 
 def bytes_as_stored(weights: int, form: StoredForm) -> int:
@@ -146,7 +144,7 @@ class Sizing:
         if self.linear_bits is None:
             return self.model.dtype_bytes * weights
         if form is None:
-            return weights * self.linear_bits // 8 + 4 * weights // _LINEAR_GROUP
+            return weights * self.linear_bits // 8 + 4 * weights // _BLOCK
         return bytes_as_stored(weights, form)
 
     @property
