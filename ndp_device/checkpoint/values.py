@@ -44,7 +44,7 @@ CODE_BITS = 4
 
 class StoredForm(NamedTuple):
     """How codes are stored: as integers (int4, int8), E2M1 numbers (fp4) or E4M3 ones (float8), so many columns under
-    one scale; 0: whatever blocks 8 bits have."""
+    one scale; 0: 8 bits in rows, or in blocks of 128 columns and more."""
 
     numbers: str
     group: int
@@ -102,7 +102,7 @@ class Packed:
         """What a kernel may compute from as it is stored, integers and FP4 in whole groups of a row; else None."""
         columns, group = self.shape[-1], max(self.block)
         if self.decode is scaled and self.elements in _BYTES and self.parts.keys() == {"codes", "scale"}:
-            return StoredForm(_BYTES[self.elements], 0)
+            return StoredForm(_BYTES[self.elements], self.block[1] if self.block[1] < min(columns, 128) else 0)
         if columns % group:
             return None
         if self.decode in _OF_INTEGERS and self.bits == CODE_BITS and group % 8 == 0:

@@ -249,8 +249,9 @@ def _random_stored(rows: int, columns: int, form: StoredForm | None) -> Quantize
 
 def _random_bytes(form: StoredForm, rows: int, columns: int) -> ByteMatrix:
     codes = np.random.default_rng(0).integers(0, 127, (rows, columns), np.uint8)
-    grid = -(-rows // _BLOCK), -(-columns // _BLOCK)
-    return ByteMatrix(form.numbers, codes, np.full(grid, 1e-3, np.float32), (_BLOCK, _BLOCK))
+    block = form.group or _BLOCK
+    grid = -(-rows // block), -(-columns // block)
+    return ByteMatrix(form.numbers, codes, np.full(grid, 1e-3, np.float32), (block, block))
 
 
 def _random_fp4(form: StoredForm, rows: int, columns: int) -> Fp4Matrix:

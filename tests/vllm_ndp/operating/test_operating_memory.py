@@ -155,7 +155,7 @@ def test_plan_and_calibration_take_what_the_process_may_have() -> None:
 # -- The size that a server gives itself: every expert in slots at the widest width, KV from the rest ------------------
 
 
-FLOAT8 = StoredForm("float8", 0)
+FLOAT8, MXFP8 = StoredForm("float8", 0), StoredForm("float8", 32)
 MODEL = source_named("mixtral-8x7b").model
 SLOW_READS = Measured(
     20e9,
@@ -207,7 +207,9 @@ def test_where_full_precision_fits_a_server_that_loses_nothing_is_named() -> Non
     assert "Stock" not in size_of(128 * GB, stored_bytes=24_000_000_000).said(0.03, with_kv=True)[1]
 
 
-@pytest.mark.parametrize("form", [*(StoredForm("int4", group) for group in (32, 64, 128, 256)), MXFP4, NVFP4, FLOAT8])
+@pytest.mark.parametrize(
+    "form", [*(StoredForm("int4", group) for group in (32, 64, 128, 256)), MXFP4, NVFP4, FLOAT8, MXFP8]
+)
 def test_experts_in_slots_count_as_the_kernel_holds_what_is_stored(form: StoredForm) -> None:
     """Qwen3-30B-A3B in NVFP4 was said to hold 21.9 GB, and held 1.8 more: nothing was left for its programs."""
     hidden, inner = 512, 768
@@ -239,7 +241,7 @@ def test_linear_layers_count_as_they_are_held() -> None:
 
 @pytest.mark.parametrize(
     ("form", "bytes_of_weight"),
-    [(StoredForm("int4", 32), 5 / 8), (MXFP4, 17 / 32), (NVFP4, 19 / 32), (FLOAT8, 33 / 32)],
+    [(StoredForm("int4", 32), 5 / 8), (MXFP4, 17 / 32), (NVFP4, 19 / 32), (FLOAT8, 33 / 32), (MXFP8, 36 / 32)],
 )
 def test_linear_layers_that_are_stored_as_codes_count_as_these(form: StoredForm, bytes_of_weight: float) -> None:
     """Qwen3-30B-A3B in GPTQ was said to hold half a gigabyte that it does not; its output matrix is plain."""
