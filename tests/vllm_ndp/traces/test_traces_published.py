@@ -89,6 +89,7 @@ def test_a_recording_of_moe_policylangs_is_read_with_its_prompts_and_scores():
     [
         ({"prompt_id": None}, "must have columns prompt_id"),
         ({"selected_experts": [[0, 1], [1]]}, "as many selected_experts in every row"),
+        ({"selected_experts": [[0], [1, 2, 3]]}, "as many selected_experts in every row"),
         ({"selected_experts": [[0, 1], None]}, "has rows without selected_experts"),
         ({"router_scores": [[0.5], [0.5]]}, "must have a weight for each expert, got 1 a row"),
         ({"token_idx": [0, 2]}, "request '0' has no row of token 1"),
@@ -137,8 +138,9 @@ def read(path, lines: list[str], settings: ImportSettings | None = None) -> Trac
     return import_trace(path, "moe-trace", settings)
 
 
-def test_a_prompt_in_parts_and_its_decode_are_one_request(tmp_path):
-    trace = read(tmp_path / "run.csv", [line for each in passes() for line in kimi(*each)])
+@pytest.mark.parametrize("parts", [(4, 3), (3, 3, 1)])
+def test_a_prompt_in_parts_and_its_decode_are_one_request(tmp_path, parts):
+    trace = read(tmp_path / "run.csv", [line for each in passes(parts) for line in kimi(*each)])
     (request,) = trace.sequences
     assert request.prompt_ids.tolist() == [[choice(token, layer) for layer in LAYERS] for token in range(7)]
     assert request.decode_ids.tolist() == [[choice(token, layer) for layer in LAYERS] for token in (7, 8)]
@@ -225,9 +227,9 @@ def test_of_a_row_that_the_warm_up_told_too_the_last_counts(tmp_path):
     assert trace.sequences[0].prompt_ids[0].tolist() == [[0, 4], [0, 5]]
 
 
-def steps(sizes: list[int], layer: int = 0) -> list[dict]:
+def steps(sizes: list[int], layer: int = 0, **told: list[float]) -> list[dict]:
     """A logger's rows that knows no requests: row r of step s chooses expert r and 8 + s."""
-    return [route("r1", row, layer, [row, 8 + step]) for step, size in enumerate(sizes) for row in range(size)]
+    return [route("r1", row, layer, [row, 8 + step], **told) for step, size in enumerate(sizes) for row in range(size)]
 
 
 WARM_UP = [route("r1", row, 0, [5, 6]) for row in range(64)]
@@ -247,18 +249,37 @@ def test_rows_of_one_req_id_are_the_requests_that_share_a_batch_until_one_ends(t
     }
 
 
-def test_one_request_that_counts_on_loses_its_warm_up_only(tmp_path):
-    rows = [route("r0", token, 0, [token % 3, 3 + token % 2]) for token in range(64, 80)]
-    write(tmp_path / "log.jsonl", [*WARM_UP[:64], *({**row, "req_id": "r1"} for row in rows)])
+def test_a_batch_of_one_is_one_request_with_its_weights_also_where_a_row_is_like_the_warm_ups(tmp_path):
+    """Row 0 of step 2 chooses what each row of the warm-up chose."""
+    warm_up = [{**row, "topk_ids": [0, 10], "topk_weights": [0.5, 0.5]} for row in WARM_UP]
+    write(tmp_path / "log.jsonl", [*warm_up, *steps([7, 1, 1, 1], weights=[0.75, 0.25])])
+    trace = import_trace(tmp_path / "log.jsonl", "routelog")
+    assert trace.ids[:, 0].tolist() == [[0, 9], [0, 10], [0, 11]]
+    assert trace.weights[:, 0].tolist() == [[0.75, 0.25]] * 3
+    assert trace.provenance.weights == "router"
+
+
+def test_weights_that_some_rows_do_not_tell_are_those_of_none(tmp_path):
+    write(tmp_path / "log.jsonl", [*ROWS[:-1], {**ROWS[-1], "topk_weights": None}])
+    trace = import_trace(tmp_path / "log.jsonl", "routelog")
+    assert trace.provenance.weights == "uniform"
+    assert (trace.weights == 0.5).all()
+
+
+@pytest.mark.parametrize(("alike", "warm_up"), [(15, 0), (16, 16), (64, 64)])
+def test_one_request_that_counts_on_loses_its_warm_up_only(tmp_path, alike, warm_up):
+    rows = [route("r1", alike + token, 0, [token % 3, 3 + token % 2]) for token in range(16)]
+    write(tmp_path / "log.jsonl", [*WARM_UP[:alike], *rows])
     trace = import_trace(tmp_path / "log.jsonl", "routelog")
     (sequence,) = trace.sequences
-    assert len(sequence.prompt_ids) + len(sequence.decode_ids) == 16
-    assert trace.provenance.settings["left_out"] == {"rows of warm-up": 64}
+    assert len(sequence.prompt_ids) + len(sequence.decode_ids) == alike - warm_up + 16
+    assert trace.provenance.settings.get("left_out", {"rows of warm-up": 0}) == {"rows of warm-up": warm_up}
 
 
-def test_few_rows_that_are_alike_are_no_warm_up(tmp_path):
-    write(tmp_path / "log.jsonl", [route("r0", token, 0, [1, 2]) for token in range(15)])
-    assert len(import_trace(tmp_path / "log.jsonl", "routelog").step) == 15
+@pytest.mark.parametrize(("names", "tokens"), [(("a",), 15), (("a", "b"), 20)])
+def test_rows_of_few_tokens_or_of_several_requests_that_are_alike_are_no_warm_up(tmp_path, names, tokens):
+    write(tmp_path / "log.jsonl", [route(name, token, 0, [1, 2]) for name in names for token in range(tokens)])
+    assert len(import_trace(tmp_path / "log.jsonl", "routelog").step) == len(names) * tokens
 
 
 NAMES, ONE = "layer_id,token_id,expert_0\n", "layer_id,token_id,expert_0\n0,0,"

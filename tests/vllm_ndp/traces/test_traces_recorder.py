@@ -6,6 +6,8 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,9 +20,21 @@ from until import until
 from ndp_device.common import kept
 from ndp_device.common.errors import ConfigError, TraceError
 from vllm_ndp.lab.load.run import of_steps
-from vllm_ndp.traces.format import CHANGED, DECODE, DOWN, PREFILL, UNTIMED, Provenance, read_manifest
+from vllm_ndp.traces.format import (
+    CHANGED,
+    DECODE,
+    DOWN,
+    PREFILL,
+    REJECTED,
+    TABLES,
+    UNTIMED,
+    Provenance,
+    read_manifest,
+    write_chunk,
+    write_manifest,
+)
 from vllm_ndp.traces.recorder import TraceWriter
-from vllm_ndp.traces.trace import Trace
+from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
 L, E, K = 3, 8, 2
 PROVENANCE = Provenance(model="tiny", num_layers=L, num_experts=E, top_k=K, model_digest="aa", source="recorded")
@@ -41,14 +55,18 @@ def record(directory: Path, steps: int = 4, **settings) -> list[tuple[np.ndarray
         for step in range(steps):
             rows = 10 if step == 0 else 2
             ids, weights = choices(rows, step)
-            requests = np.repeat([0, 1], rows // 2)
-            positions = np.tile(np.arange(5), 2) if step == 0 else np.full(2, 4 + step)
-            phases = np.full(rows, PREFILL if step == 0 else DECODE)
-            writer.append_step(step, requests, positions, phases, ids, weights)
-            writer.append_event(step, epoch=1, simulated_start_ps=step * 10, simulated_step_ps=10, measured_step_s=0.1)
+            requests = np.repeat(np.arange(2, dtype=np.int32), rows // 2)
+            positions = (np.tile(np.arange(5), 2) if step == 0 else np.full(2, 4 + step)).astype(np.int32)
+            phases = np.full(rows, PREFILL if step == 0 else DECODE, np.uint8)
             written.append((ids.copy(), weights.copy()))
-            ids[:] = 0  # the caller may use its arrays again
-        writer.append_plan(1, 1, np.eye(L, E, dtype=bool), {0: np.full((L, E), 2, np.uint8)})
+            ids = ids.astype(PROVENANCE.id_type)
+            writer.append_step(step, requests, positions, phases, ids, weights)
+            writer.append_event(step, 7, step * 10, 10 + step, measured_step_s=0.1, fallback_pairs=2 * step)
+            for array in (requests, positions, phases, ids, weights):
+                array[:] = 1  # the caller may use its arrays again
+        cells = np.full((L, E), 2, np.uint8)
+        writer.append_plan(2, 7, np.eye(L, E, dtype=bool), {0: cells})
+        cells[:] = 1
     return written
 
 
@@ -62,9 +80,16 @@ def test_what_was_recorded_is_loaded_bit_for_bit_and_saved_so(tmp_path):
         assert trace.step.tolist() == [0] * 10 + [1, 1, 2, 2, 3, 3]
         assert trace.request_ids == ["req-0", "req-1"]
         assert trace.arrival_s.tolist() == [0.0, 0.5]
-        assert trace.events["simulated_start_ps"].tolist() == [0, 10, 20, 30]
-        assert trace.plans["cells"].shape == (2, L, E)
-        assert trace.plans["request"].tolist() == [-1, 0]
+        assert {name: column.tolist() for name, column in trace.events.items()} == {
+            "step": [0, 1, 2, 3],
+            "epoch": [7] * 4,
+            "simulated_start_ps": [0, 10, 20, 30],
+            "simulated_step_ps": [10, 11, 12, 13],
+            "measured_step_s": [0.1] * 4,
+            "fallback_pairs": [0, 2, 4, 6],
+        }
+        assert [trace.plans[name].tolist() for name in ("step", "epoch", "request")] == [[2, 2], [7, 7], [-1, 0]]
+        assert (trace.plans["cells"] == [np.eye(L, E), np.full((L, E), 2)]).all()
         assert set(trace.labels) == {"prose"}
         assert trace.provenance == PROVENANCE
 
@@ -103,6 +128,53 @@ def test_a_position_that_ran_twice_counts_once_and_the_last_run_wins(tmp_path):
             writer.append_step(step, np.zeros(4), np.arange(4), np.zeros(4), ids, weights)
     (sequence,) = Trace.load(tmp_path / "trace").sequences
     assert (sequence.prompt_ids == choices(4, 1)[0]).all()
+
+
+def test_drafted_tokens_that_were_rejected_are_no_tokens_of_their_request(tmp_path):
+    ids, weights = choices(5, 0)
+    with TraceWriter(tmp_path / "trace", PROVENANCE) as writer:
+        writer.add_request(0, "drafted", prompt_len=1)
+        writer.append_step(0, [0], [0], [PREFILL], ids[:1], weights[:1])
+        writer.append_step(1, [0] * 3, [1, 2, 3], [DECODE, DECODE, REJECTED], ids[1:4], weights[1:4])
+        writer.append_step(2, [0], [4], [REJECTED], ids[4:], weights[4:])
+    (sequence,) = Trace.load(tmp_path / "trace").sequences
+    assert (sequence.decode_ids == ids[1:3]).all()
+
+
+def test_requests_that_were_told_out_of_order_keep_what_was_said_of_each(tmp_path):
+    with TraceWriter(tmp_path / "trace", PROVENANCE) as writer:
+        for request, name, length in ((1, "b", 2), (2, "c", 3), (0, "a", 1)):
+            writer.add_request(request, name, prompt_len=length, arrival_s=0.5 * length, label=name.upper())
+    trace = Trace.load(tmp_path / "trace")
+    assert (trace.request_ids, trace.labels) == (["a", "b", "c"], ["A", "B", "C"])
+    assert (trace.prompt_len.tolist(), trace.arrival_s.tolist()) == ([1, 2, 3], [0.5, 1.0, 1.5])
+
+
+@pytest.mark.parametrize("numbers", [(0, 0), (1, 2)])
+def test_requests_that_are_not_numbered_once_each_are_refused(tmp_path, numbers):
+    with TraceWriter(tmp_path / "trace", PROVENANCE) as writer:
+        for number in numbers:
+            writer.add_request(number, "r", prompt_len=1)
+    with pytest.raises(TraceError, match=r"requests must be numbered 0\.\.1, each once"):
+        Trace.load(tmp_path / "trace")
+
+
+def test_requests_one_after_the_other_take_a_step_for_the_prompt_and_one_for_each_token():
+    """And a selection of them is what those requests are, in the order that was asked for."""
+    sequences = [
+        Sequence.of(name, *choices(tokens, tokens), prompt, arrival_s=prompt / 4)
+        for name, tokens, prompt in (("a", 4, 2), ("b", 3, 1), ("c", 1, 1))
+    ]
+    trace = replace(from_sequences(PROVENANCE, sequences), complete=False)
+    assert trace.step.tolist() == [0, 0, 1, 2, 3, 4, 5, 6]
+    assert trace.phase.tolist() == [PREFILL] * 2 + [DECODE] * 2 + [PREFILL] + [DECODE] * 2 + [PREFILL]
+    chosen = trace.select([2, 0])
+    assert (chosen.labels, chosen.request_ids, chosen.complete) == (["c", "a"], ["2", "0"], False)
+    assert (chosen.prompt_len.tolist(), chosen.arrival_s.tolist()) == ([1, 2], [0.25, 0.5])
+    for own, of in zip(chosen.sequences, (sequences[2], sequences[0]), strict=True):
+        assert (own.label, own.arrival_s) == (of.label, of.arrival_s)
+        assert (own.prompt_ids == of.prompt_ids).all()
+        assert (own.decode_weights == of.decode_weights).all()
 
 
 def test_more_rows_than_a_buffer_holds_all_arrive_in_order(tmp_path, monkeypatch):
@@ -208,6 +280,46 @@ def test_a_trace_is_not_recorded_over_another(tmp_path):
         TraceWriter(tmp_path / "trace", PROVENANCE)
 
 
+@pytest.mark.parametrize("failure", [None, OSError(28, "No space left on device")], ids=["slow", "failing"])
+def test_a_disk_that_cannot_keep_up_holds_the_run_up_until_it_writes_or_fails(tmp_path, monkeypatch, failure):
+    """16 rows on their way to the disk, and 16 that wait; the next row waits for the disk."""
+    writes = threading.Event()
+
+    def slow(*arguments):
+        writes.wait()
+        if failure:
+            raise failure
+        write_chunk(*arguments)
+
+    monkeypatch.setattr("vllm_ndp.traces.recorder.write_chunk", slow)
+    monkeypatch.setattr("vllm_ndp.traces.recorder._BUFFER_TOKEN_LAYERS", 16 * L)
+    writer, appended, raised = TraceWriter(tmp_path / "trace", PROVENANCE), [], []
+
+    def run():
+        try:
+            for step in range(60):
+                writer.append_step(step, [0], [step], [0], *choices(1, step))
+                appended.append(step)
+        except TraceError as error:
+            raised.append(error)
+
+    writer.add_request(0, "r", prompt_len=60)
+    thread = threading.Thread(target=run)
+    thread.start()
+    until(lambda: len(appended) >= 16, told=lambda: "the recorder took too few rows")
+    thread.join(0.2)
+    assert thread.is_alive()
+    assert len(appended) <= 32
+    writes.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    if failure:
+        assert "No space left" in str(raised)
+    else:
+        writer.close()
+        assert Trace.load(tmp_path / "trace").position.tolist() == list(range(60))
+
+
 def test_a_disk_that_fails_is_told_to_the_caller_and_close(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -223,6 +335,7 @@ def test_a_disk_that_fails_is_told_to_the_caller_and_close(tmp_path, monkeypatch
     ("ids", "weights", "says"),
     [
         (np.zeros((1, L, 3), int), np.zeros((1, L, 3)), "must be"),
+        (np.zeros((1, L, K), int), np.zeros((1, L, 3)), "must be"),
         (np.full((1, L, K), E), np.zeros((1, L, K)), r"0\.\.7"),
     ],
 )
@@ -250,6 +363,7 @@ def flipped(raw: bytes) -> bytes:
         ("routing-00000.parquet", flipped, r"routing-00000\.parquet"),
         ("manifest.json", lambda raw: b'{"format": "vllm-ndp-trace"', r"manifest\.json is damaged"),
         ("manifest.json", lambda raw: kept.seal(json.loads(raw) | {"version": 99}), "version 99"),
+        ("manifest.json", lambda raw: kept.seal(json.loads(raw) | {"format": "theirs"}), "is a 'theirs' version 1"),
     ],
 )
 def test_a_damaged_trace_is_refused_by_name_in_one_sentence(tmp_path, name, damage, says):
@@ -259,6 +373,25 @@ def test_a_damaged_trace_is_refused_by_name_in_one_sentence(tmp_path, name, dama
     with pytest.raises(TraceError, match=says) as caught:
         Trace.load(tmp_path / "trace")
     assert "\n" not in str(caught.value)
+
+
+def test_chunks_together_claim_no_more_rows_than_their_files_can_hold(tmp_path, monkeypatch):
+    """A row has three numbers of 4 bytes and a phase, and 5 bytes for each choice."""
+    with TraceWriter(tmp_path, PROVENANCE) as writer:
+        writer.add_request(0, "r", prompt_len=200)
+    for chunk in (0, 1):
+        (ids, weights), rows = choices(100, chunk), 100 * chunk + np.arange(100)
+        columns = {"step": rows, "request": rows * 0, "position": rows, "phase": rows * 0}
+        told = columns | {"ids": ids.astype(np.uint8), "weights": weights}
+        write_chunk(tmp_path, "routing", chunk, told, PROVENANCE)
+    write_manifest(tmp_path, PROVENANCE, {"requests": 1, "routing": 2})
+    monkeypatch.setattr("vllm_ndp.traces.format._MAX_UNFOLDING", dict.fromkeys(TABLES, 0))
+    room = 200 * (3 * 4 + 1 + L * K * 5)
+    monkeypatch.setattr("vllm_ndp.traces.format._SMALL_BYTES", room)
+    assert len(Trace.load(tmp_path).step) == 200
+    monkeypatch.setattr("vllm_ndp.traces.format._SMALL_BYTES", room - 1)
+    with pytest.raises(TraceError, match=r"routing-00001\.parquet and the chunks before it claim more rows"):
+        Trace.load(tmp_path)
 
 
 def test_a_missing_file_and_one_under_anothers_name_are_refused(tmp_path):

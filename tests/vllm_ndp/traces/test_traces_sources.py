@@ -98,7 +98,7 @@ def as_npy(array: np.ndarray) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-@pytest.mark.parametrize(("usage", "ids"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("usage", "ids"), [(True, ""), (False, "choice"), (True, "choice"), (False, "response")])
 def test_vllm_responses_of_today_hold_prompt_and_output_in_one_array(tmp_path, usage, ids):
     """Two choices of a prompt of 5: 5 + 4 - 1 and 5 + 3 - 1 rows."""
     first, second = routed(8), routed(7, 1)
@@ -106,12 +106,11 @@ def test_vllm_responses_of_today_hold_prompt_and_output_in_one_array(tmp_path, u
     response: dict = {"id": "cmpl-1", "choices": choices}
     if usage:
         response["usage"] = {"prompt_tokens": 5, "completion_tokens": 7}
-    if ids:
-        for choice in choices:
-            choice["prompt_token_ids"] = [1, 2, 3, 4, 5]
+    for told in {"": [], "choice": choices, "response": [response]}[ids]:
+        told["prompt_token_ids"] = [1, 2, 3, 4, 5]
     (tmp_path / "r.jsonl").write_text(json.dumps(response))
     trace = import_trace(tmp_path / "r.jsonl", "vllm", ImportSettings(num_experts=E))
-    assert trace.prompt_len.tolist() == [5, 5]
+    assert (trace.labels, trace.prompt_len.tolist()) == (["cmpl-1"] * 2, [5, 5])
     assert (trace.sequences[0].prompt_ids == first[:5]).all()
     assert (trace.sequences[1].decode_ids == second[5:]).all()
     assert trace.provenance.weights == "uniform"
@@ -131,12 +130,40 @@ def test_vllm_responses_of_today_hold_prompt_and_output_in_one_array(tmp_path, u
         ),
         ({"choices": [{"routed_experts": None}], "usage": {}}, "--enable-return-routed-experts"),
         ({"choices": []}, "--enable-return-routed-experts"),
+        ({"choices": [{"routed_experts": as_npy(routed(8))}, {}]}, "--enable-return-routed-experts"),
     ],
 )
 def test_vllm_responses_whose_prompts_cannot_be_told_are_refused(tmp_path, response, says):
     (tmp_path / "r.jsonl").write_text(json.dumps(response))
     with pytest.raises(TraceError, match=says):
         import_trace(tmp_path / "r.jsonl", "vllm")
+
+
+def test_prime_rls_weights_are_read_though_one_of_them_is_zero(tmp_path):
+    """Half of the numbers are bits of weights, and 0 may be an id as well."""
+    ids, weights = routed(3), np.full((3, L, K), 0.5, np.float32)
+    weights[1, 2, 1] = 0
+    both = np.concatenate([ids.astype(np.int32), weights.view(np.int32)], axis=2)
+    data = {"dtype": "int32", "shape": both.shape, "data": base64.b64encode(both.tobytes()).decode()}
+    usage = {"prompt_tokens": 2, "completion_tokens": 2}
+    (tmp_path / "r.jsonl").write_text(json.dumps({"choices": [{"routed_experts": data}], "usage": usage}))
+    trace = import_trace(tmp_path / "r.jsonl", "vllm", ImportSettings(num_experts=E))
+    assert (trace.ids == ids).all()
+    assert (trace.weights == weights).all()
+
+
+@pytest.mark.parametrize(("told", "prompts"), [({}, [3, 3]), ({"prompt_len": np.array([6, 0])}, [6, 0])])
+def test_an_npz_may_tell_any_prompt_lengths_or_none(tmp_path, told, prompts):
+    ids = np.stack([routed(6, seed) for seed in range(2)])
+    np.savez(tmp_path / "t.npz", idx=ids, w=np.full(ids.shape, 0.5, np.float16), **told)
+    trace = import_trace(tmp_path / "t.npz", "npz", ImportSettings(num_experts=E))
+    assert ([len(s.prompt_ids) for s in trace.sequences], trace.labels) == (prompts, ["0", "0"])
+
+
+@pytest.mark.parametrize("prompt_len", [0, 9, 10])
+def test_sequences_that_are_cut_have_a_prompt_and_an_answer(prompt_len):
+    with pytest.raises(TraceError, match=rf"prompt_len must lie in 1\.\.8, got {prompt_len}"):
+        ImportSettings(sequence_len=9, prompt_len=prompt_len)
 
 
 def test_our_npz_keeps_domains_and_prompt_lengths(tmp_path):
