@@ -65,14 +65,14 @@ SETTINGS_BESIDE = "hf_quant_config.json"
 """modelopt's older place of what is stated; vLLM reads it where config.json states nothing."""
 
 
-def _with_settings(model_dir: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_settings(model_dir: Path | None, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Multimodal models say how they are quantized beside their language model's part, or in it; modelopt in a file."""
     for part in (config, text_config(config)):
         for key in ("quantization_config", "compression_config"):  # the second of older compressed-tensors
             if (given := part.get(key)) is not None:
                 return {"quantization_config": given}
-    path = model_dir / SETTINGS_BESIDE
-    return {"quantization_config": read_json(path)} if path.is_file() else {}
+    path = None if model_dir is None else model_dir / SETTINGS_BESIDE
+    return {"quantization_config": read_json(path)} if path is not None and path.is_file() else {}
 
 
 _MAX_SMALL = 4096
@@ -186,6 +186,16 @@ def _of_gguf(tensors: Mapping[str, TensorInfo], name: str) -> dict[str, Packed]:
         shape = logical_shape(info.dtype, info.shape)
         packed[tensor] = Packed(values.ggml, shape, "F32", {"codes": tensor}, info.dtype.removeprefix(QUANTIZED))
     return packed
+
+
+def stated_form(config: Mapping[str, Any], name: str) -> StoredForm | None:
+    """How config.json alone says that experts are stored, where a kernel takes them so."""
+    given: Any = _with_settings(None, config).get("quantization_config")
+    if given is None:
+        return None
+    if "fp4" in (given.get("expert_dtype"), text_config(config).get("expert_dtype")):  # DeepSeek-V4; the rest is of FP8
+        return values.MXFP4
+    return _settings(given, name).form_of("model.layers.0.mlp.experts.0.gate_proj")
 
 
 def _settings(given: object, name: str) -> Settings:

@@ -15,7 +15,9 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ndp_device.checkpoint.values import CODE_BITS, MXFP4, NVFP4, StoredForm
 from ndp_device.common.errors import ConfigError
+from ndp_device.common.widths import BYTE_BITS
 
 _Size = Annotated[int, msgspec.Meta(ge=1)]
 _Block = tuple[_Size, _Size]
@@ -159,6 +161,26 @@ class Settings(msgspec.Struct):
         named = next((one for one in patterns if _matches(one[3:], module)), "Linear")  # as its package orders them
         found = targets.get(module) or targets.get(named)
         return [group.weights for group in groups if group.weights is not None] if found is None else [found]
+
+    def form_of(self, module: str) -> StoredForm | None:
+        """How a kernel may take one module by what is stated alone; None where nothing says so."""
+        try:
+            one, *others = self.of(module)
+        except ConfigError:
+            return None
+        columns = 0 if one.block is None else one.block[1]
+        is_float = one.type == "float" or self.quant_algo is not None
+        if self.quant_method == "mxfp4":
+            return MXFP4
+        if self.quant_method == "fp8" or (one.num_bits == BYTE_BITS and is_float):
+            return StoredForm("float8", columns if columns < 128 else 0)
+        if one.num_bits == BYTE_BITS and self.format == "int-quantized":
+            return StoredForm("int8", 0)
+        if others or one.num_bits != CODE_BITS or one.block is None:
+            return None
+        if is_float:
+            return next((form for form in (MXFP4, NVFP4) if form.group == columns), None)
+        return StoredForm("int4", columns or 128)
 
     def turns(self, module: str) -> bool:
         """Whether the module's inputs or outputs are turned while it runs; what is turned in the file is done."""

@@ -183,7 +183,7 @@ FORMATS: Mapping[str, tuple[str, Quantize, dict[str, Any]]] = MappingProxyType(
             _compressed("int-quantized", num_bits=8, type="int", strategy="channel", inputs=_INT8_INPUTS)
             | {"ignore": ["lm_head", "re:.*mlp.gate$"]},
         ),
-        "mixtral-deepseek-mxfp4": ("mixtral", writers.deepseek_mxfp4, _DEEPSEEK),
+        "mixtral-deepseek-mxfp4": ("mixtral", writers.deepseek_mxfp4, _DEEPSEEK | {"expert_dtype": "fp4"}),
         "mixtral-deepseek-fp8": ("mixtral", writers.fp8_blocks(powers=True), _DEEPSEEK),
         "mixtral-auto_round": (
             "mixtral",

@@ -60,7 +60,6 @@ def plan(
     Reads sizes only. Exit code 2 with one sentence where nothing fits.
     """
     from ndp_device.common.machine_memory import required_memory
-    from ndp_device.common.widths import BYTE_BITS
     from ndp_device.timing.spec import load_hardware, nearest_card
     from vllm_ndp.cost_model.costs import Costs
     from vllm_ndp.operating.proposal import propose
@@ -79,7 +78,7 @@ def plan(
         context=min(asked.context, source.longest or asked.context),
         batch=asked.batch,
         stored_bytes=source.stored_bytes,
-        stored_form=form if form is not None and form.bits == BYTE_BITS else None,  # its lines name replicas
+        stored_form=form,
         linear_form=linear_form,
     )
     costs = Costs(load_hardware(hardware or nearest_card(sizing.gpu_bytes), **hardware_values(set_)), source.model)
@@ -116,7 +115,7 @@ def _print(proposal: Proposal) -> None:
         title=f"ways that fit; times for batch {sizing.batch}, {sizing.context} tokens each",
         title_justify="left",
     )
-    memory = ("replicas up to\n(read on average)", "hot experts\nper layer", "KV tokens\nleft", "checkpoint\nin memory")
+    memory = ("experts up to\n(read on average)", "hot experts\nper layer", "KV tokens\nleft", "checkpoint\nin memory")
     times = ("simulated\nTPOT us", "simulated\ntokens/s", "simulated\nTTFT ms")
     for name in (*memory, *times, *(["expected here\nTPOT ms, at best"] if proposal.measured else [])):
         ways.add_column(name, justify="right")
@@ -124,7 +123,7 @@ def _print(proposal: Proposal) -> None:
         option, step_s = way.option, way.measured_decode_step_s
         measured = () if step_s is None else (f"{1e3 * step_s:.2f}",)
         ways.add_row(
-            f"{option.widest} bit ({option.avg_bits:g})",
+            f"{option.widest} bit ({option.read_bits:g})",
             f"{option.num_hot} of {model.num_experts}" + (f" at {option.slot_bits}" if option.slot_bits < 16 else ""),
             str(option.kv_tokens_left),
             f"{100 * option.pool_cached:.0f} %",
@@ -134,15 +133,15 @@ def _print(proposal: Proposal) -> None:
             *measured,
         )
     console.print(ways)
-    if alike := [way.option.widest for way in proposal.ways if way.option.avg_bits == best.avg_bits][1:]:
+    if alike := [way.option.widest for way in proposal.ways if way.option.read_bits == best.read_bits][1:]:
         console.print(
-            f"Up to {best.widest} bits are read at {best.avg_bits:g} on average: experts that matter more get "
+            f"Up to {best.widest} bits are read at {best.read_bits:g} on average: experts that matter more get "
             f"{best.widest}, others fewer. At the same speed the predicted loss is at most that of up to {alike[0]}."
         )
     parts = Table(title="the first of them", title_justify="left")
     for name in ("where", "what", "size"):
         parts.add_column(name, justify="right" if name == "size" else "left")
-    mapped = {"checkpoint's experts": sizing.mapped_experts} if best.slot_bits == 16 else {}
+    mapped = {"checkpoint's experts": sizing.mapped_experts} if not best.is_in_slots else {}
     places = ("GPU", best.gpu), ("host", best.host), ("mapped, page cache", mapped), ("moves", sizing.moved(best))
     for where, held in places:
         for what, num_bytes in held.items():
@@ -150,8 +149,12 @@ def _print(proposal: Proposal) -> None:
     console.print(parts)
     console.print(
         f"Simulated: {proposal.hardware} with its CXL device, even routing (the worst case for a hot set), "
-        f"{best.avg_bits:g} bits on average (--hardware names another). No time of this machine."
+        f"{best.read_bits:g} bits on average (--hardware names another). No time of this machine."
     )
+    if proposal.is_as_stored:
+        console.print(
+            f"Experts are served at {best.slot_bits} bits as the checkpoint stores them: no replicas are needed."
+        )
     if proposal.measured is not None:
         probed = proposal.measured
         console.print(
@@ -165,7 +168,8 @@ def _print(proposal: Proposal) -> None:
     if sizing.advice:
         console.print(f"Consider: {sizing.advice}.")
     for line in (proposal.quantize_line(), proposal.serve_line()):
-        print(f"$ {line}")
+        if line is not None:
+            print(f"$ {line}")
 
 
 @command(

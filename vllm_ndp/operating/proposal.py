@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ndp_device.common.widths import FULL_PRECISION_BITS
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS, as_options
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.operating.sizing import ENGINE_BYTES, GPU_SHARE, SERVER_BYTES, Option, Sizing, human
@@ -56,12 +55,21 @@ class Proposal:
     @property
     def too_few_bits(self) -> str:
         """Warning against the recommended way where only its narrowest replicas fit; else empty."""
-        return verdict_on(self.ways[0].option.avg_bits)
+        return verdict_on(self.ways[0].option.read_bits)
 
-    def quantize_line(self) -> str:
-        """The replicas of the recommended way: nested, so that they serve narrower widths too; of slots, their own."""
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether the recommended way serves experts as the checkpoint stores them: no replicas are needed."""
+        form = self.sizing.stored_form
+        return form is not None and form.bits == self.ways[0].option.slot_bits
+
+    def quantize_line(self) -> str | None:
+        """The replicas of the recommended way: nested, so that they serve narrower widths too; of slots, their own.
+        None where experts are served as they are stored."""
+        if self.is_as_stored:
+            return None
         option = self.ways[0].option
-        narrowest = 1 if option.slot_bits == FULL_PRECISION_BITS else option.slot_bits
+        narrowest = option.slot_bits if option.is_in_slots else 1
         widths = ",".join(str(width) for width in range(narrowest, option.widest + 1))
         return shlex.join(["vllm-ndp", "quantize", self.source.served_as, "--out", REPLICAS, "--bits", widths])
 
@@ -72,7 +80,8 @@ class Proposal:
         """Options of `vllm serve` for the recommended way."""
         option, sizing = self.ways[0].option, self.sizing
         num_experts = sizing.model.num_experts
-        settings: dict[str, Any] = {"replicas": REPLICAS, "hot_experts": option.num_hot, "avg_bits": option.avg_bits}
+        settings: dict[str, Any] = {} if self.is_as_stored else {"replicas": REPLICAS}
+        settings |= {"hot_experts": option.num_hot, "avg_bits": option.avg_bits}
         if sizing.gpu_bytes is None:
             settings |= settings_of(sizing, option)
         if 0 < option.num_hot < num_experts and option.widest < DEFAULT_OFFLOAD_BITS:
@@ -122,7 +131,7 @@ class Proposal:
             "avg_bits": option.avg_bits,
             "gpu_bytes": dict(option.gpu),
             "host_bytes": dict(option.host),
-            "mapped_bytes": self.sizing.mapped_experts if option.slot_bits == FULL_PRECISION_BITS else 0,
+            "mapped_bytes": 0 if option.is_in_slots else self.sizing.mapped_experts,
             "kv_tokens_left": option.kv_tokens_left,
             "pool_cached": round(option.pool_cached, 3),
             "moved_bytes": self.sizing.moved(option),
@@ -141,13 +150,13 @@ def propose(
 ) -> Proposal:
     """measure: asked once, at the width that the recommended way uses on average. Raises ConfigError: nothing fits."""
     options = sizing.require()
-    measured = None if measure is None else measure(round(options[0].avg_bits))
+    measured = None if measure is None else measure(round(options[0].read_bits))
     ways = []
     for option in options:
         of_slots = replace(costs, slot_bits=option.slot_bits)
         speed = simulated(of_slots, option.num_hot, option.avg_bits, sizing.batch, sizing.context)
         expected: tuple[float | None, float | None] = None, None
-        if measured is not None and sizing.gpu_bytes is None and round(option.avg_bits) == measured.bits:
+        if measured is not None and sizing.gpu_bytes is None and round(option.read_bits) == measured.bits:
             expected = forecast(sizing, measured)
         ways.append(Way(option, speed, *expected))
     return Proposal(source, sizing, costs.hardware.preset, ways, measured)

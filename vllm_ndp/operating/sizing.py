@@ -101,6 +101,16 @@ class Option:
         memory holds it, its loss is least, and 4 bits take hardly longer than 3 (docs/performance.md)."""
         return min(DEFAULT_AVG_BITS if self.gpu else float(WIDTHS[-1]), float(self.widest))
 
+    @property
+    def is_in_slots(self) -> bool:
+        """Whether every expert is, at one width below full precision."""
+        return self.slot_bits != FULL_PRECISION_BITS
+
+    @property
+    def read_bits(self) -> float:
+        """What a step reads of a weight that is not in full precision, on average."""
+        return float(self.slot_bits) if self.is_in_slots else self.avg_bits
+
 
 @dataclass(frozen=True)
 class Sizing:
@@ -343,7 +353,7 @@ class Sizing:
     def moved(self, option: Option) -> dict[str, int]:
         """Bytes that cross from the checkpoint to where the model runs: at start-up, and for a new prompt at most."""
         model, cold = self.model, self.model.num_experts - option.num_hot
-        if option.slot_bits != FULL_PRECISION_BITS:
+        if option.is_in_slots:
             return {"read at start-up": self.other_weights + option.host["experts in slots"]}
         return {
             "read at start-up": self.other_weights + self.hot(option.num_hot),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ndp_device.checkpoint.files import INDEX, WHOLE, has_weights, indexed_files, read_config, read_json, weight_files
-from ndp_device.checkpoint.opening import PackedLinears
+from ndp_device.checkpoint.opening import PackedLinears, stated_form
 from ndp_device.checkpoint.spellings import text_config
 from ndp_device.checkpoint.values import StoredForm
 from ndp_device.common.errors import ConfigError
@@ -78,15 +78,20 @@ def source_named(name: str) -> CheckpointSource:
         model = _as_served(model_named(name))
         return CheckpointSource(model, name, read_from, stored, form, _linear_form(path, model), longest)
     if name.lower() in SHAPES:
-        return CheckpointSource(SHAPES[name.lower()], PUBLIC_MODELS[name.lower()].source, "its published sizes")
+        return _published(name.lower(), PUBLIC_MODELS[name.lower()].source)
     known = {model.source.lower(): shape for shape, model in PUBLIC_MODELS.items()}
     if shape := known.get(name.lower()):
-        return CheckpointSource(SHAPES[shape], name, "its published sizes")
+        return _published(shape, name)
     if is_repo(name):
         with asked_of_hub(f"there is no directory {name}, and its config.json") as hub:
             config = Path(hub.hf_hub_download(name, "config.json"))
         return _of_config(name, config, name, "config.json on the hub")
     return CheckpointSource(public_shape(name), name, "")  # raises, and names the nearest one
+
+
+def _published(shape: str, served_as: str) -> CheckpointSource:
+    form = stated_form(PUBLIC_MODELS[shape].config, shape)
+    return CheckpointSource(SHAPES[shape], served_as, "its published sizes", stored_form=form)
 
 
 def _linear_form(path: Path, model: WholeModel) -> StoredForm | None:
@@ -119,7 +124,8 @@ def _of_config(name: str, path: Path, served_as: str, read_from: str) -> Checkpo
     inner = text_config(config)
     dtype = next((str(one[key]) for one in (inner, config) for key in ("dtype", "torch_dtype") if one.get(key)), "")
     model = _as_served(replace(public_model(name, inner), dtype=dtype or "bfloat16"))
-    return CheckpointSource(model, served_as, read_from, longest=longest_context(config))
+    form, longest = stated_form(config, name), longest_context(config)
+    return CheckpointSource(model, served_as, read_from, stored_form=form, longest=longest)
 
 
 def _as_served(model: WholeModel) -> WholeModel:

@@ -27,9 +27,9 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from ndp_device.calibration.build import build_calibrated, build_data_free  # noqa: E402
 from ndp_device.calibration.data_free import dequantize  # noqa: E402
 from ndp_device.checkpoint import values as decoders  # noqa: E402
-from ndp_device.checkpoint.files import TensorInfo  # noqa: E402
+from ndp_device.checkpoint.files import TensorInfo, read_config  # noqa: E402
 from ndp_device.checkpoint.names import DTYPES  # noqa: E402
-from ndp_device.checkpoint.opening import unpacked  # noqa: E402
+from ndp_device.checkpoint.opening import stated_form, unpacked  # noqa: E402
 from ndp_device.checkpoint.values import Packed  # noqa: E402
 from ndp_device.common.errors import ConfigError, ReplicaError  # noqa: E402
 from ndp_device.common.widths import WIDTHS  # noqa: E402
@@ -70,6 +70,7 @@ def test_every_expert_has_the_values_that_the_formats_own_library_makes(models: 
             for matrix in ("w1", "w3", "w2"):
                 values = to_float32(getattr(mine, matrix), mine.dtype)
                 np.testing.assert_array_equal(values, to_float32(getattr(theirs, matrix), theirs.dtype))
+    assert stated_form(read_config(directory), name) == ours.stored_form  # before anything is downloaded
 
 
 @needs_auto_gptq

@@ -14,6 +14,7 @@ from given_options import given_by
 from in_this_process import run_here
 from paths import ROOT
 
+from ndp_device.checkpoint.values import StoredForm
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.public_models import PUBLIC_MODELS
 from ndp_device.timing.spec import load_hardware
@@ -21,7 +22,7 @@ from vllm_ndp.config import NdpSettings
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.compare import compare
 from vllm_ndp.lab.options import CompareSettings
-from vllm_ndp.operating.proposal import propose
+from vllm_ndp.operating.proposal import Proposal, propose
 from vllm_ndp.operating.sizing import GB, KV_BLOCK, Sizing, human, parse_bytes
 from vllm_ndp.operating.sources import CheckpointSource, longest_context, source_named
 from vllm_ndp.operating.speed import Measured, measure, simulated
@@ -228,7 +229,11 @@ def test_a_prompts_rows_meet_every_matrix_but_the_output_matrix() -> None:
 # -- the lines that start it -------------------------------------------------------------------------------------------
 
 
-def proposal(name: str, gpu: int | None, host: int, **demand: int):
+def measured(bits: int) -> Measured:
+    return Measured(1e10, 1e-5, 1e-5, 2e-5, 1e10, 1e-3, 1e-3, bits, "x")
+
+
+def proposal(name: str, gpu: int | None, host: int, **demand: Any) -> Proposal:
     source = source_named(name)
     sizing = Sizing(source.model, host, gpu, **demand)
     return propose(source, sizing, Costs(load_hardware(), source.model))
@@ -251,6 +256,31 @@ def test_the_serve_line_holds_settings_that_the_plugin_accepts(name: str, gpu: i
     assert f"--bits {','.join(map(str, widths))}" in proposed.quantize_line()
 
 
+@pytest.mark.parametrize(("name", "host", "bits"), [("gpt-oss-20b", 24 * GB, 4), ("deepseek-v3", 1000 * GB, 8)])
+def test_what_is_served_as_it_is_stored_needs_no_replicas(name: str, host: int, bits: int) -> None:
+    """gpt-oss-20b was to be quantized from its 4 bits to 4 bits first."""
+    proposed = proposal(name, None, host, stored_form=source_named(name).stored_form)
+    settings = NdpSettings.from_mapping(given_by(shlex.split(proposed.serve_line())))
+    assert (proposed.quantize_line(), settings.replicas, settings.slot_bits) == (None, None, bits)
+    narrower = proposal(name, None, host // 2, stored_form=source_named(name).stored_form)
+    assert "quantize" in str(narrower.quantize_line())
+    assert "REPLICAS" in narrower.serve_line()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_an_experts_time_is_measured_at_the_width_that_is_served(bits: int) -> None:
+    """Of 8 bits as stored that of 4 was printed."""
+    source, asked = source_named("mixtral-8x7b"), list[int]()
+
+    def asking(width: int) -> Measured:
+        asked.append(width)
+        return measured(width)
+
+    sizing = Sizing(source.model, 64 * GB, stored_form=StoredForm("float8", 0) if bits == 8 else None)
+    ways = propose(source, sizing, Costs(load_hardware(), source.model), asking).ways
+    assert asked == [bits] == [way.option.slot_bits for way in ways if way.measured_decode_step_s is not None]
+
+
 def test_on_a_cpu_the_kv_cache_is_the_demand_and_one_block() -> None:
     proposed = proposal(str(TINY), None, 8 * GB, context=2048, batch=3)
     per_token = 4 * 2 * 2 * 32 * 2
@@ -264,7 +294,7 @@ def test_the_two_clocks_of_a_proposal_have_names_of_their_own() -> None:
         source,
         sizing,
         Costs(load_hardware(), source.model),
-        lambda bits: Measured(1e10, 1e-5, 1e-5, 2e-5, 1e10, 1e-3, 1e-3, bits, "x"),
+        measured,
     )
     way = probed.as_dict()["ways"][0]
     assert way["measured_tpot_ms_at_best"] > 0 < way["simulated_tpot_us"]
