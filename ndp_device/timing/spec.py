@@ -415,8 +415,6 @@ def _full_key(key: str, types: Mapping[str, type[Any]]) -> str:
     matches = [full for full in types if full.endswith(f".{key}")]
     if len(matches) == 1:
         return matches[0]
-    if matches:
-        raise ConfigError(f"hardware value {key!r} is ambiguous: write one of {', '.join(matches)}")
     names = [*types, *(full.split(".")[1] for full in types)]
     raise ConfigError(f"unknown hardware value {key!r}{nearest(key, names)}")
 

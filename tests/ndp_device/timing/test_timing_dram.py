@@ -9,7 +9,7 @@ from paths import DATA
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.dram import channel_lines, idle_ps, stream, transfer
-from ndp_device.timing.dram_controller import Controller
+from ndp_device.timing.dram_controller import ACTIVATE, PRECHARGE, PRECHARGE_ALL, READ, REFRESH, Channel, Controller
 from ndp_device.timing.spec import DramSpec, load_hardware
 
 DDR5 = load_hardware("h100-ndp512").dram
@@ -118,6 +118,82 @@ def test_a_refresh_opens_again_as_many_rows_as_the_simulation_opens(
     assert refreshed - undisturbed == rows
     begun = dram.cycles_to_ps(dram.refi - to_refresh)
     assert stream(dram, lines, begun).activations - stream(still, lines, begun).activations == rows * dram.channels
+
+
+APART = replace(DDR5, rc=300, rp_ab=50, rrd_s=9, rrd_l=17, ppd=3, rank_switch=5)
+SAME, GROUP, RANK, OTHER_RANK = 0, 1, 4, 32
+"""Banks beside bank 0: itself, one of its group, one of another group, one of another rank."""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "bank", "cycles"),
+    [
+        (ACTIVATE, READ, SAME, 46),
+        (ACTIVATE, ACTIVATE, SAME, 300),
+        (ACTIVATE, ACTIVATE, GROUP, 17),
+        (ACTIVATE, ACTIVATE, RANK, 9),
+        (ACTIVATE, PRECHARGE, SAME, 103 + 1),
+        (ACTIVATE, PRECHARGE_ALL, RANK, 103 + 1),
+        (ACTIVATE, REFRESH, RANK, 300 + 1),
+        (READ, PRECHARGE, SAME, 24 + 1),
+        (READ, PRECHARGE_ALL, RANK, 24 + 1),
+        (READ, READ, GROUP, 16),
+        (READ, READ, RANK, 8),
+        (READ, READ, OTHER_RANK, 8 + 5),
+        (PRECHARGE, ACTIVATE, SAME, 46 - 1),
+        (PRECHARGE, PRECHARGE, RANK, 3),
+        (PRECHARGE, PRECHARGE_ALL, RANK, 3),
+        (PRECHARGE, REFRESH, RANK, 46),
+        (PRECHARGE_ALL, ACTIVATE, RANK, 50 - 1),
+        (PRECHARGE_ALL, PRECHARGE, RANK, 3),
+        (REFRESH, ACTIVATE, RANK, 946 - 1),
+    ],
+)
+def test_commands_keep_the_standard_s_distance_where_it_is_the_only_one(
+    first: int, second: int, bank: int, cycles: int
+) -> None:
+    """An activate or a read acts in the second of its two cycles. The presets' rc is ras + rp, which would hide it."""
+    channel = Channel(APART)
+    channel.issue(first, 0, 1000)
+    assert channel.ready(second, bank) == 1000 + cycles
+
+
+def test_a_fifth_activate_of_a_rank_waits_for_the_first_of_four() -> None:
+    channel = Channel(replace(APART, faw=100))
+    for number in range(4):
+        channel.issue(ACTIVATE, number * RANK, 20 * number)
+    assert channel.ready(ACTIVATE, 4 * RANK) == 100
+    assert channel.ready(ACTIVATE, OTHER_RANK) < 100
+
+
+class WatchedChannel(Channel):
+    """Whose reads say which row was open."""
+
+    def __init__(self, dram: DramSpec) -> None:
+        super().__init__(dram)
+        self.reads: list[tuple[int, int | None]] = []
+
+    def issue(self, command: int, bank: int, now: int, row: int | None = None) -> None:
+        if command == READ:
+            self.reads.append((bank, self.open_rows[bank]))
+        super().issue(command, bank, now, row)
+
+
+@pytest.mark.parametrize(("ras", "rc"), [(103, 149), (46, 92)])
+def test_every_line_is_read_once_from_its_own_open_row(ras: int, rc: int) -> None:
+    """Rows of one line are closed as soon as they may be, which a short ras allows before their read is due."""
+    dram = replace(DDR5, lines_per_row=1, ras=ras, rc=rc)
+    controller, channel = Controller(dram, 400, to_refresh=1000), WatchedChannel(dram)
+    controller.channel = channel
+    controller.run()
+    assert sorted(channel.reads, key=str) == sorted((dram.place(line) for line in range(400)), key=str)
+
+
+def test_half_of_the_channels_read_half_as_fast_with_the_same_efficiency() -> None:
+    half = transfer(replace(DDR5, channels=10), 10**7)
+    whole = transfer(DDR5, 2 * 10**7)
+    assert half.efficiency == pytest.approx(whole.efficiency, rel=1e-3)
+    assert half.gb_per_s == pytest.approx(whole.gb_per_s / 2, rel=1e-3)
 
 
 def test_an_ideal_dram_reads_at_its_rate() -> None:

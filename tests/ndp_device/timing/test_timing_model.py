@@ -22,16 +22,18 @@ from ndp_device.timing.model import (
     hop_in,
     hop_out,
     matrix_ps,
+    migration_ps,
     swiglu_ps,
     weight_passes,
     wire_bytes,
 )
 from ndp_device.timing.public_models import public_shape
-from ndp_device.timing.spec import PE_MODES, PRESETS, Hardware, field_types, load_hardware
+from ndp_device.timing.spec import PE_MODES, PRESETS, Hardware, field_types, load_hardware, nearest_card
 from ndp_device.timing.work import (
     BOUNDS,
     Timing,
     Work,
+    execute_bytes,
     expert_bytes,
     single_expert_work,
 )
@@ -124,20 +126,22 @@ def test_fp16_is_balanced_up_to_four_tokens_and_compute_doubles_at_five() -> Non
 
 
 @pytest.mark.parametrize(
-    ("mode", "scales", "gain3", "gain2"),
+    ("mode", "scales", "gain8", "gain3", "gain2"),
     [
-        ("bit_scalable", False, 16 / 3, 16 / 2),
-        ("bit_scalable", True, 16 / 3.25, 16 / 2.25),
-        ("bit_scalable_pow2", False, 16 / 4, 16 / 2),
-        ("fp16_dequant", False, 1.0, 1.0),
-        ("int8", False, 2.0, 2.0),
+        ("bit_scalable", False, 2.0, 16 / 3, 16 / 2),
+        ("bit_scalable", True, 16 / 8.25, 16 / 3.25, 16 / 2.25),
+        ("bit_scalable_pow2", False, 2.0, 16 / 4, 16 / 2),
+        ("fp16_dequant", False, 1.0, 1.0, 1.0),
+        ("int8", False, 2.0, 2.0, 2.0),
     ],
 )
-def test_what_few_bits_gain_depends_on_the_multipliers(mode: str, scales: bool, gain3: float, gain2: float) -> None:
+def test_what_few_bits_gain_depends_on_the_multipliers(
+    mode: str, scales: bool, gain8: float, gain3: float, gain2: float
+) -> None:
     """V3, ideal DRAM, one token: fp16 time / k-bit time. 0.25 bit per weight of scales and offsets at groups of 128."""
     hardware = load_hardware("h100-ndp512", pe_mode=mode, **{"dram.kind": "ideal"})
     full = device_ps(mixtral(16, 1, hardware))
-    for bits, gain in ((3, gain3), (2, gain2)):
+    for bits, gain in ((8, gain8), (3, gain3), (2, gain2)):
         assert full / device_ps(mixtral(bits, 1, hardware, scales=scales)) == pytest.approx(gain, rel=0.01)
 
 
@@ -228,6 +232,36 @@ def test_a_migration_slows_the_dram_by_its_share_and_leaves_no_trace_when_it_is_
     assert beside.migration_end_ps(beside.begin_migration(0, 5)) == 5
 
 
+def test_a_migration_takes_the_slower_of_dram_and_link_and_what_comes_before_it() -> None:
+    """512 MB at 512 GB/s, or at 25.6; a launch of 6 us and a latency of 0.5, and the first stripe of 256 bytes."""
+    fast = {"link.raw_bytes_per_s": 10**13, "link.bulk_bytes_per_s": 10**13}
+    by_dram = load_hardware("h100-ndp512", **{"dram.kind": "ideal"}, **fast)
+    assert migration_ps(by_dram, 512 * 10**6)[0] == pytest.approx(10**9 + 6_000_000, abs=10**4)
+    by_link = migration_ps(IDEAL_DRAM, 512 * 10**6)
+    assert by_link[0] == pytest.approx(20 * 10**9 + 6_500_000 + 500, abs=10**4)
+    assert by_link[1] == pytest.approx(10**9, abs=10**4)
+
+
+def test_results_hold_up_migrations_that_still_send_and_no_other() -> None:
+    """They leave as the first of two migrations ends."""
+    model = DeviceModel(HARDWARE)
+    first, second = (model.begin_migration(10**6, 0) for _ in range(2))
+    ends = [model.migration_end_ps(number) for number in (first, second)]
+    model.execute(Work(1024, 2048, 0, 6400, ()), ends[0] - 125_000 - 20_000)
+    sent = hop_out(HARDWARE.link, 6400).serial_ps
+    assert [model.migration_end_ps(number) for number in (first, second)] == [ends[0], ends[1] + sent]
+    model.begin_migration(1, ends[0])
+    assert model.migration_end_ps(first) == ends[0], "one that ends as this is asked is still known"
+
+
+def test_what_a_message_moves_is_activations_both_ways_and_the_pairs_inwards() -> None:
+    """3 rows of 10 values; a pair is a row, an expert and a weight of 4 bytes each, and a byte of bits."""
+    assert execute_bytes(3, 5, 10, 2) == (3 * 10 * 2 + 5 * 13, 3 * 10 * 2)
+    assert execute_bytes(3, 5, 10, 4) == (3 * 10 * 4 + 5 * 13, 3 * 10 * 4)
+    work = single_expert_work(MIXTRAL, 3, 5, 128)
+    assert (work.bytes_in, work.bytes_out) == (5 * 4096 * 2, 5 * 4096 * 4)
+
+
 def test_the_launch_path_is_an_option_with_a_price() -> None:
     """8 KiB in, 16 KiB out. CXL.mem: 85 wire bytes per 64 B line. DMA: two launches of 6 us, a poll of 1 us."""
     cxl, dma = load_hardware("h100-ndp512").link, load_hardware("h100-ndp512", launch="dma").link
@@ -258,12 +292,15 @@ def test_bytes_of_a_replica() -> None:
     assert expert_bytes(8, 16, 3, 16, scales=False) == 144
     assert expert_bytes(8, 16, 3, 16) == 144 + 4 * (32 + 8)
     assert expert_bytes(8, 16, 16, 16) == 768
+    assert expert_bytes(20, 24, 3, 16) == 540 + 4 * (48 * 2 + 20 * 2)  # a group that is not whole has a scale, too
+    assert expert_bytes(1, 1, 3, 16, scales=False) == 2  # 9 bits
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: public_shape("mixtral-8x7"), "did you mean 'mixtral-8x7b'"),
+        (lambda: public_shape("MIXTRAL-8X7"), "did you mean 'mixtral-8x7b'"),
         (lambda: expert_bytes(8, 8, 5, 8), "bits"),
         (lambda: expert_bytes(8, 8, 4, 0), "group size"),
     ],
@@ -365,10 +402,29 @@ def test_equal_values_have_equal_hashes_and_one_changed_value_another() -> None:
     assert plain.config_hash != load_hardware("h100-ndp512", rfc=947).config_hash
 
 
+def test_every_value_is_in_the_hash() -> None:
+    assert HARDWARE.values().keys() == field_types().keys()
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "card"),
+    [(None, "h100-ndp512"), (1, "rtx4060ti-8gb"), (23, "rtx4090"), (79, "h100-ndp512"), (999, "h200-gen5")],
+)
+def test_the_nearest_card_has_the_nearest_memory(gigabytes: int | None, card: str) -> None:
+    assert nearest_card(None if gigabytes is None else gigabytes * 10**9) == card
+
+
+def test_without_refresh_its_time_is_not_held_against_its_interval() -> None:
+    assert load_hardware("h100-ndp512", rfc=12_500, refresh="off").dram.rfc == 12_500
+
+
 def test_a_value_may_be_named_with_or_without_its_section_and_given_as_text() -> None:
     by_section = load_hardware("h100-ndp512", **{"dram.rfc": "1_315", "array.double_buffered": "off"})
     by_name = load_hardware("h100-ndp512", rfc=1315, double_buffered=False)
     assert by_section == by_name
+    assert load_hardware("h100-ndp512", capacity_bytes=10**9, double_buffered="True") == load_hardware(
+        "h100-ndp512", **{"dram.capacity_bytes": 10**9}
+    )
 
 
 @pytest.mark.parametrize(
@@ -386,8 +442,13 @@ def test_a_value_may_be_named_with_or_without_its_section_and_given_as_text() ->
         ("h100-ndp512", {"rfc": 12_500}, "no cycle is left"),
         ("h100-ndp512", {"rc": 102}, "must not be below dram.ras"),
         ("h100-ndp512", {"ccd_s": 7}, "burst <= ccd_s"),
+        ("h100-ndp512", {"ccd_l": 7}, "burst <= ccd_s <= ccd_l"),
+        ("h100-ndp512", {"rrd_l": 15}, "rrd_s <= rrd_l"),
+        ("h100-ndp512-lpddr5", {"aad": 15}, "dram.aad must be below dram.rcd 15: .*, got 15"),
+        ("h100-ndp512", {"lines_per_row": 2048}, "at most 65536, got 131072"),
         ("h100-ndp512", {"outstanding": -1}, "must lie in 0..2048, got -1"),
         ("h100-ndp512", {"clock_hz": 0}, "array.clock_hz"),
+        ("h100-ndp512", {"clock_hz": 2**60 + 1}, f"array.clock_hz must be at most {2**60}, got"),
         ("h100-ndp512", {"scratchpad_bytes": 4096}, "four tiles"),
         ("h100-ndp512", {"bulk_bytes_per_s": 10**12}, "must not exceed link.raw_bytes_per_s"),
         ("h100-ndp512", {"cxl_line_wire_bytes": 63}, "at least link.cxl_line_bytes"),

@@ -1,5 +1,7 @@
 """Memory: hand-added bytes of one model, and one sentence for what does not fit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from balance_yardstick import load_of, offloaded
@@ -7,7 +9,7 @@ from balance_yardstick import load_of, offloaded
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.cost_model.memory import CAPACITY_OF, DoesNotFit, Footprint, Memory, slots_bytes
+from vllm_ndp.cost_model.memory import CAPACITY_OF, DoesNotFit, Footprint, Memory, beside_device_memory, slots_bytes
 from vllm_ndp.layer.balance import Balancer
 
 SHAPE = model_named("mixtral-8x7b")
@@ -22,6 +24,28 @@ def test_a_footprint_is_the_sum_that_a_pencil_gives():
     assert held.by_place() == {"gpu": 5 + 2 * weights + 3 * 131072, "device": 7, "host": 0, "expander": 0}
     assert slots_bytes(SHAPE, 7) == (32 * 7 + 2) * EXPERT
     assert slots_bytes(SHAPE, 8) == slots_bytes(SHAPE, 9) == 32 * 8 * EXPERT
+
+
+def test_a_state_is_held_for_each_request_and_weights_in_the_model_s_own_numbers():
+    """Qwen3-Next's linear layers hold a state; in float32 other weights take twice as much."""
+    three, one = (Footprint.of(Memory(), model_named("qwen3-next"), 0, requests) for requests in (3, 1))
+    assert three.kv_cache == 3 * one.kv_cache > 0
+    wide = Footprint.of(Memory(), replace(SHAPE, dtype="float32"), 0, 1)
+    assert wide.other_weights == 2 * Footprint.of(Memory(), SHAPE, 0, 1).other_weights
+
+
+def test_narrow_slots_stand_beside_the_device_s_experts_and_replicas():
+    """7 of 8 experts in each of 32 layers are hot; two more of full precision come and go. The host holds all or none.
+    At one bit a replica has a bit of each weight, and 4 bytes for each group of 128 of them."""
+    narrow = replace(COSTS, slot_bits=4)
+    weights = 3 * 4096 * 14336
+    hot = 32 * 7 * (weights // 2 + 4 * weights // 128) + 2 * EXPERT
+    assert slots_bytes(SHAPE, 7, 1000) == 32 * 7 * 1000 + 2 * EXPERT
+    held = 32 * 8 * (EXPERT + weights // 8 + 4 * weights // 128)
+    assert beside_device_memory(narrow, 7, 1) == Memory(hot, held)
+    assert beside_device_memory(narrow, 7, 1, computes_on_host=True) == Memory(hot, held, host=32 * 8 * EXPERT)
+    wider = beside_device_memory(replace(narrow, has_bytes=True), 7, 1).device - held
+    assert wider == 32 * 8 * (weights + 4 * weights // 128)
 
 
 def test_a_nested_replica_keeps_the_planes_of_its_widest_width_and_every_widths_scales():

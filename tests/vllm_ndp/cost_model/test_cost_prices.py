@@ -8,7 +8,7 @@ from balance_yardstick import offloaded
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.cost_model.prices import MeasuredPrices
+from vllm_ndp.cost_model.prices import MeasuredPrices, together_ps
 from vllm_ndp.layer.balance import Balancer, LayerLoad
 from vllm_ndp.layer.joint_rule import JointRule
 from vllm_ndp.layer.prefill_split import PrefillSplit
@@ -46,6 +46,25 @@ def test_between_measured_numbers_of_rows_a_price_is_a_straight_line_and_goes_on
     assert measured.streamed_ps(2, 6) == 6 * 40 + 2  # an expert without its rows is never free
 
 
+def test_prices_that_do_not_begin_at_zero_are_lines_through_what_was_measured():
+    """100, 130 and 250 ps for a copied expert with 1, 4 and 16 rows: 10 a row, and 90 without any. A line that falls
+    ends at nothing."""
+    experts = {"gpu:16": [30, 20, 5]}
+    measured = read(experts=experts, messages=[5, 8, 20], streamed=[100, 130, 250], shared=[6, 9, 21])
+    assert measured.streamed_ps(2, 6) == 2 * 90 + 6 * 10
+    assert [measured.message_ps(rows, 0) for rows in (0, 1, 2, 10)] == [5, 5, 6, 14]
+    assert [measured.shared_ps(rows) for rows in (0, 1, 2)] == [0, 6, 7]
+    assert prices().shared_ps(2) == 0
+    assert [measured.hot_ps(rows) for rows in (0, 1, 16, 1000)] == [0, 30, 5, 0]
+    assert [measured.opening_ps(tier, 16) for tier in ("gpu", "host", "device")] == [0, 0, 5]
+    assert measured.bulk_bytes_per_s == COSTS.shape.expert_bytes * 10**12 / 1000
+
+
+@pytest.mark.parametrize(("beside", "took"), [(1.0, 10), (0.5, 12), (0.25, 13), (0.0, 14)])
+def test_the_longer_side_hides_its_share_of_the_shorter_one(beside: float, took: float):
+    assert together_ps(10, 4, beside) == together_ps(4, 10, beside) == took
+
+
 def read(**change: object) -> MeasuredPrices:
     """Prices that a trace has recorded, changed."""
     return msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(prices()) | change), type=MeasuredPrices)
@@ -55,7 +74,12 @@ def read(**change: object) -> MeasuredPrices:
     ("change", "complaint"),
     [
         ({"messages": [1, 2]}, "one for each of 3 numbers of rows"),
+        ({"shared": [1, 2]}, "one for each of 3 numbers of rows"),
+        ({"streamed": [1, 2, 0]}, "must be above 0"),
+        ({"rows": [1, 4, 4]}, "ascending numbers of rows from 1 on"),
+        ({"rows": [2, 4, 16]}, "ascending numbers of rows from 1 on"),
         ({"beside": 2.0}, "by a share in 0..1, got 2.0"),
+        ({"beside": -0.1}, "by a share in 0..1, got -0.1"),
     ],
 )
 def test_recorded_prices_that_are_none_cost_one_sentence(change: dict[str, object], complaint: str):
