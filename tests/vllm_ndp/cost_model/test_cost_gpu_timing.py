@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from ndp_device.common.decoder_layers import DecoderLayer, GatedDelta, GroupedQuery
 from ndp_device.common.model_shape import WholeModel
+from ndp_device.timing.model import migration_ps
 from ndp_device.timing.public_models import public_shape
 from ndp_device.timing.spec import load_hardware
+from vllm_ndp.cost_model import silicon
 from vllm_ndp.cost_model.gpu_timing import (
     COLLECTIVE_PS,
     Context,
@@ -176,6 +178,48 @@ def test_a_layer_waits_for_the_slowest_of_gpu_link_and_device() -> None:
         assert clock.now_ps == 1000 + layer.total_ps
 
 
+def test_a_layer_waits_for_the_host_and_hot_experts_may_have_widths_of_their_own() -> None:
+    clock = StepClock(ONE)
+    clock.begin_step(1, 0)
+    attention = clock.begin_layer()
+    by_host = clock.end_layer([(1, 1)], device_ps=10**12, host_ps=2 * 10**12)
+    assert by_host.total_ps == attention + 2 * 10**12
+    clock.begin_layer()
+    narrow = clock.end_layer([(2, 2)], hot_bytes=MIXTRAL.expert_bytes // 2)
+    assert narrow.hot_ps == ONE.roofline_ps(MIXTRAL.expert_bytes // 2, 0) < ONE.hot_ps([(2, 2)])
+    clock.begin_layer()
+    assert clock.end_layer([(2, 2)]).hot_ps == ONE.hot_ps([(2, 2)])
+    clock.begin_layer()
+    computed = clock.end_layer(streamed_experts=1, streamed_pairs=39_000)
+    assert computed.stream_ps == ONE.prefill_stream_ps(1, 39_000) > ONE.prefill_stream_ps(1, 1)
+
+
+def test_layers_beyond_the_model_s_begin_again_with_its_first() -> None:
+    """gpt-oss-120b's layers differ by turns: of 38 the last two are the first two."""
+    model = GpuModel(H100, public_shape("gpt-oss-120b"))
+    clock = StepClock(model)
+    clock.begin_step(1, 100_000)
+    took = []
+    for _ in range(38):
+        before = clock.now_ps
+        took.append(clock.begin_layer() - before)
+        clock.end_layer()
+    assert tuple(took[:36]) == model.before_experts_ps(1, 100_000)
+    assert took[36:] == took[:2]
+    assert took[0] != took[1]
+
+
+def test_a_clock_waits_for_what_is_later_and_never_goes_back() -> None:
+    """A migration is of the hot experts' own bytes, or of those it is told."""
+    model = replace(ONE, slot_bytes=10**8)
+    clock = StepClock(model, now_ps=1000)
+    clock.wait_until(5000)
+    clock.wait_until(10)
+    assert clock.now_ps == 5000
+    assert clock.migrate(3) == migration_ps(H100, 3 * 10**8)[0]
+    assert clock.migrate(3, 10**6) == migration_ps(H100, 10**6)[0]
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 500), st.integers(0, 10**7)), min_size=1, max_size=5),
     st.integers(0, 3),
@@ -219,6 +263,7 @@ def test_an_all_reduce_of_two_sends_its_bytes_once_each_way_and_one_gpu_tells_no
 
 def test_two_gpus_read_their_halves_of_an_expert_at_once_and_share_the_one_devices_link():
     assert TWO.hot_ps([(2, 4)]) == pytest.approx(ONE.hot_ps([(2, 4)]) / 2, abs=1)
+    assert TWO.hot_ps([(1, 10_000)]) == pytest.approx(ONE.hot_ps([(1, 10_000)]) / 2, abs=1)  # bound by arithmetic
     assert TWO.prefill_stream_ps(1, 1) == ONE.prefill_stream_ps(1, 1)
     assert TWO.migration_ps(3) == ONE.migration_ps(3)
 
@@ -238,6 +283,18 @@ def test_a_step_of_two_gpus_reduces_twice_per_layer_and_once_more_and_gathers_it
     overheads = MIXTRAL.num_layers * H100.gpu.layer_overhead_ps
     split = (step_ps(ONE) - overheads) / 2
     assert step_ps(TWO) == pytest.approx(split + overheads + collectives, abs=3 * MIXTRAL.num_layers)
+
+
+def test_of_gpus_that_hold_whole_experts_the_busiest_counts_and_each_reads_them_alone():
+    whole = replace(TWO, whole_experts=True)
+    assert whole.hot_ps([(1, 2), (3, 3), (0, 0)]) == ONE.hot_ps([(3, 3)])
+    assert whole.hot_ps([]) == whole.hot_ps([(0, 0), (0, 0)]) == 0
+
+
+def test_a_gather_takes_half_of_a_measured_all_reduce_and_nothing_takes_no_time():
+    """8 H100 reduce 128 KiB in 10.79 us."""
+    assert gather_ps(8, 1 << 18, "h100") == 10_790_000
+    assert all_reduce_ps(8, 0) == all_reduce_ps(8, 0, "h100") == gather_ps(8, 0, "h100") == send_ps(0) == 0
 
 
 # -- stages of a pipeline
@@ -285,8 +342,25 @@ def test_a_measured_card_prices_a_layer_as_it_was_measured_and_a_small_model_by_
     shape = public_shape("gpt-oss-120b")
     model, plain = GpuModel(measured, shape), GpuModel(H100, shape)
     four_bits = 4 * shape.weights_per_expert * 17 // 32
-    assert (model.card, plain.card, GpuModel(measured, SMALL).card) == ("h100", "", "")
+    wide = replace(shape, dtype="float32")
+    assert [GpuModel(measured, of).card for of in (shape, wide, SMALL)] == ["h100", "", ""]
+    assert plain.card == ""
     assert model.experts_ps(4, 4, four_bits) == pytest.approx(62.7e6, rel=0.06)
     assert plain.experts_ps(4, 4, four_bits) == pytest.approx(62.7e6 / 4, rel=0.02)
     assert GpuModel(measured, SMALL).before_experts_ps(2, 7) == GpuModel(H100, SMALL).before_experts_ps(2, 7)
     assert model.before_experts_ps(1, 300)[0] > plain.before_experts_ps(1, 300)[0]
+
+
+def test_a_part_of_a_prompt_is_priced_by_its_own_tokens_whatever_is_cached_before_it() -> None:
+    """512 tokens of Mixtral-8x7B alone and behind 3584: products are the same, and the kernel is asked for 512."""
+    hardware = load_hardware("h100-ndp512")
+    model, attention = GpuModel(hardware, MIXTRAL), MIXTRAL.decoder[0].attention
+    took, heads = [], []
+    for start in (0, 3584):
+        end = start + 512
+        pairs = sum(range(start + 1, end + 1))
+        took.append(model.before_experts_ps(512, end, pairs, [(start, end)])[0])
+        sizes = 2 * attention.values_read(512, end), attention.flops(512, end, pairs)
+        load = silicon.attention(1, 32, 2 * 8 * 128, *sizes, 512)
+        heads.append(silicon.kernel("h100", "prefill").ps(load, (3_350 * 10**9, 989_400 * 10**9)))
+    assert took[1] - took[0] == heads[1] - heads[0] > 0
