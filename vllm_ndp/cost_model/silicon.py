@@ -188,12 +188,13 @@ def fitted(
     touched = [min(each, num_experts) for each in pairs]
     loads = [experts(hidden, wide, t, p, t * expert_bytes) for t, p in zip(touched, pairs, strict=True)]
     took = never_falling([of.ps(load, rates, among) for load in loads])
-    few = sum(each < 5 * num_experts for each in pairs)
+    few, read = sum(each < 5 * num_experts for each in pairs), ceil_div(expert_bytes * PS_PER_S, rates[0])
     if touched[0] == touched[few - 1]:
         fixed = took[0] * of.fastest_ps // (of.fastest_ps + base_ps(loads[0], *rates))
-        one = (took[0] - fixed) // touched[0]
+        fixed = min(fixed, max(took[0] - touched[0] * read, 0))
+        one = max((took[0] - fixed) // touched[0], read)
     else:
-        fixed, one = _line(touched[:few], took[:few], ceil_div(expert_bytes * PS_PER_S, rates[0]))
+        fixed, one = _line(touched[:few], took[:few], read)
     rows, expert_ps = [_ONE], [one]
     for t, p, ps in zip(touched, pairs, took, strict=True):
         if p > t:
@@ -265,7 +266,7 @@ def _line(at: Sequence[int], took: Sequence[int], least: int) -> tuple[int, int]
     )
     slope = max((s * sty - st * sy) // (s * stt - st * st), least)
     start = (sy - slope * st) // s
-    return (start, slope) if start > 0 else (0, sty // stt)
+    return (start, slope) if start > 0 else (0, max(sty // stt, least))
 
 
 @cache

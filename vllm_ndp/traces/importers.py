@@ -287,7 +287,7 @@ def _prompt_lens(where: str, response: dict[str, Any], rows: list[int]) -> list[
     elif all(choice.get("token_ids") for choice in choices):
         source, wanted = "token_ids", least + sum(len(choice["token_ids"]) for choice in choices)
     else:
-        source, wanted = "prompt_token_ids", max(whole, sum(max(*both) for both in zip(rows, lengths, strict=True)))
+        source, wanted = "prompt_token_ids", sum(max(*both) for both in zip(rows, lengths, strict=True))
     if whole != wanted:
         raise TraceError(
             f"{where} has routing of {whole} tokens where {source} says {wanted}: ask for one prompt per request and "

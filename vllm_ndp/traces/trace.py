@@ -220,7 +220,7 @@ class Trace:
         )
 
     def save(self, directory: Path) -> None:
-        """Write the whole trace at once, one chunk per table."""
+        """Write the whole trace at once, one chunk per table. What was cut off stays known to be."""
         require_own_folder(directory)
         kept.make_directory(directory, PRIVATE_DIRECTORY)
         write_manifest(directory, self.provenance, None)
@@ -242,7 +242,8 @@ class Trace:
             if columns[table] and len(next(iter(columns[table].values()))):
                 write_chunk(directory, table, 0, columns[table], self.provenance)
                 chunks[table] = 1
-        write_manifest(directory, self.provenance, chunks)
+        if self.complete:
+            write_manifest(directory, self.provenance, chunks)
 
 
 def from_sequences(provenance: Provenance, sequences: Seq[Sequence]) -> Trace:

@@ -3,7 +3,7 @@
 from statistics import median
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ndp_device.timing.public_models import public_shape
@@ -15,6 +15,7 @@ from vllm_ndp.cost_model.silicon import (
     FILE,
     Layer,
     attention,
+    experts,
     kernel,
     layer,
     never_falling,
@@ -90,6 +91,37 @@ def test_experts_that_leave_the_gpu_take_no_fixed_time_with_them(of: Layer, here
     assert whole - 2 <= stays + left <= whole + 2
 
 
+@given(LAYERS, MANY, st.integers(1, 64))
+@example(layer("h100", 16, (2880, 128, 8, 8), H100), 1, 1)
+def test_an_expert_takes_what_reading_it_takes_and_with_twice_the_rows_at_most_twice_as_long(
+    of: Layer, rows: int, narrower: int
+) -> None:
+    """In full precision and of fewer bytes. Where every expert is always chosen, too."""
+    assert of.growing_ps(1, 1, of.expert_bytes) >= of.expert_bytes * 10**12 // H100[0]
+    size = of.expert_bytes // narrower
+    assert of.growing_ps(1, 2 * rows, size) <= 2 * of.growing_ps(1, rows, size) + 2
+    assert of.growing_ps(4, 2, 4 * size) == of.growing_ps(4, 4, 4 * size)  # each has a row
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_a_layer_whose_every_expert_is_always_chosen_has_a_fixed_time_too(card: str) -> None:
+    assert layer(card, 16, (4096, 1024, 8, 8), H100).fixed_ps > kernel(card, "bf16").fastest_ps // 3
+
+
+def test_a_line_that_would_begin_below_zero_begins_there() -> None:
+    """One without a fixed time is of least relative squares if its ratios to the times add up to their squares."""
+    hidden, wide, chosen, num_experts = shape = 4096, 14336, 4, 128
+    found, of = layer("l40s", 16, shape, H100), kernel("l40s", "bf16")
+    assert found.fixed_ps == 0
+    ratios = []
+    for tokens in (1 << at for at in range(15)):
+        if tokens * chosen < 5 * num_experts:
+            touched = min(tokens * chosen, num_experts)
+            load = experts(hidden, wide, touched, tokens * chosen, touched * found.expert_bytes)
+            ratios.append(found.expert_ps[0] * touched / of.ps(load, H100))
+    assert sum(ratios) == pytest.approx(sum(ratio**2 for ratio in ratios), rel=1e-3)
+
+
 @pytest.mark.parametrize("preset", [preset for preset, _ in CARDS.values()])
 def test_a_layer_without_experts_takes_no_time_and_one_expert_takes_the_launch(preset: str) -> None:
     model = GpuModel(load_hardware(preset), public_shape("qwen3-30b-a3b"))
@@ -126,6 +158,7 @@ def test_a_product_with_more_rows_or_slower_memory_is_never_faster(
     took = product_ps(card, columns, depth, rows, H100)
     assert took >= kernel(card, "gemm").fastest_ps // 3
     assert product_ps(card, columns, depth, rows + 1, H100) >= took
+    assert product_ps(card, columns, depth, 1 << 15, H100) == 2 * product_ps(card, columns, depth, 1 << 14, H100)
     assert product_ps(card, columns, depth, rows, (H100[0] * 2, H100[1] * 2)) <= took
 
 
@@ -135,6 +168,8 @@ def test_an_all_reduce_takes_what_was_measured_and_more_with_bytes_and_gpus() ->
     assert 13e6 < all_reduce_ps(8, 64 * 2880 * 2, "h100") < 14e6
     assert all_reduce_ps(3, 1 << 20, "h100") == all_reduce_ps(4, 1 << 20, "h100")
     assert all_reduce_ps(9, 1, "h100") == all_reduce_ps(9, 1)
+    assert all_reduce_ps(8, 1, "h100") == all_reduce_ps(8, 128, "h100")
+    assert all_reduce_ps(8, 1 << 28, "h100") == pytest.approx(2 * all_reduce_ps(8, 1 << 27, "h100"), abs=1)
     for card in CARDS:
         times = [[all_reduce_ps(gpus, size, card) for size in (1, 1000, 1 << 20, 1 << 28)] for gpus in (2, 4, 8)]
         assert all(row == sorted(row) for row in times)

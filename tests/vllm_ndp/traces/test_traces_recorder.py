@@ -177,6 +177,14 @@ def test_requests_one_after_the_other_take_a_step_for_the_prompt_and_one_for_eac
         assert (own.decode_weights == of.decode_weights).all()
 
 
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_recording_that_was_cut_off_is_still_known_to_be_when_it_is_saved(tmp_path, complete):
+    whole = from_sequences(PROVENANCE, [Sequence.of("a", *choices(4, 0), 2)])
+    replace(whole, complete=complete).save(tmp_path / "trace")
+    trace = Trace.load(tmp_path / "trace")
+    assert (len(trace.step), trace.complete) == (4, complete)
+
+
 def test_more_rows_than_a_buffer_holds_all_arrive_in_order(tmp_path, monkeypatch):
     monkeypatch.setattr("vllm_ndp.traces.recorder._BUFFER_TOKEN_LAYERS", 16 * L)
     with TraceWriter(tmp_path / "trace", PROVENANCE) as writer:
