@@ -265,7 +265,7 @@ class Costs:
     def message_wire_bytes(self, rows: int, pairs: int) -> int:
         """Both ways of one message, headers and flit overhead included."""
         sizes = execute_bytes(rows, pairs, self.shape.hidden_size, self.shape.dtype_bytes)
-        return sum(wire_bytes(self.hardware.link, size) for size in sizes) if rows else 0
+        return sum(wire_bytes(self.hardware.link, size) for size in sizes)
 
     def attention_ps(self, rows: int, kv_tokens: int) -> float:
         """Time of attention before one MoE layer of a decode step with so many rows and so much context in all: mean
