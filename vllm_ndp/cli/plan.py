@@ -166,7 +166,7 @@ def _print(proposal: Proposal) -> None:
     if proposal.too_few_bits:
         console.print(f"Too few bits: {proposal.too_few_bits}.")
     if sizing.advice:
-        console.print(f"Consider: {sizing.advice}.")
+        console.print(f"{sizing.advice}.")
     for line in (proposal.quantize_line(), proposal.serve_line()):
         if line is not None:
             print(f"$ {line}")

@@ -21,7 +21,7 @@ from typing import Any
 
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS, as_options
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.operating.sizing import ENGINE_BYTES, GPU_SHARE, SERVER_BYTES, Option, Sizing, human
+from vllm_ndp.operating.sizing import GPU_SHARE, Option, Sizing, human
 from vllm_ndp.operating.sources import CheckpointSource
 from vllm_ndp.operating.speed import PROMPT, Measured, Simulated, simulated
 from vllm_ndp.planning.bitwidths import verdict_on
@@ -194,6 +194,7 @@ class OwnSize:
         option, model = self.option, self.sizing.model
         lost = "unknown before the replicas are built" if loss is None else f"{loss:.1%} of an expert's output"
         kept = f", KV cache {human(self.kv_cache_bytes)}" if with_kv else ""
+        stock = self.sizing.without_plugin(self.kv_cache_bytes)
         mapped = human(self.sizing.stored_bytes or self.sizing.checkpoint_bytes)
         experts = f"all {model.num_experts} experts of a layer at {option.slot_bits} bits, for prompts and decode"
         linear, form = f"linear layers at {self.sizing.linear_bits or 8 * model.dtype_bytes}", self.sizing.linear_form
@@ -202,18 +203,9 @@ class OwnSize:
         return [
             f"sized to {human(self.sizing.host_bytes)} of memory: {experts}, {linear}{kept}; held {human(self._held)}; "
             f"the checkpoint's {mapped} are read at the start only",
-            f"expected: {self._speed}; loss {lost}{self._without_loss}",
+            f"expected: {self._speed}; loss {lost}{stock and f'. {stock}'}",
             f"by hand: {shlex.join(self.words(with_kv=with_kv))}",
         ]
-
-    @property
-    def _without_loss(self) -> str:
-        """What a server without the plugin would do here; empty where it has no room."""
-        sizing = self.sizing
-        whole = sizing.checkpoint_bytes + ENGINE_BYTES + SERVER_BYTES + self.kv_cache_bytes
-        if not sizing.is_plain or whole > sizing.host_bytes:
-            return ""
-        return f". Stock vLLM would lose nothing: its {human(whole)} fit, too (leave out --quantization ndp)"
 
     @property
     def _speed(self) -> str:

@@ -307,7 +307,16 @@ class Sizing:
     @property
     def is_plain(self) -> bool:
         """Whether the checkpoint's files hold the experts as they are served in full precision."""
-        return self.stored_bytes is None or self.stored_bytes > _PLAIN_SHARE * self.checkpoint_bytes
+        if self.stored_bytes is None:
+            return self.stored_form is None
+        return self.stored_bytes > _PLAIN_SHARE * self.checkpoint_bytes
+
+    def without_plugin(self, kv_cache_bytes: int) -> str:
+        """What stock vLLM would do on this machine without a GPU; empty where it has no room."""
+        whole = self.checkpoint_bytes + ENGINE_BYTES + SERVER_BYTES + kv_cache_bytes
+        if self.gpu_bytes is not None or not self.is_plain or whole > self.host_bytes:
+            return ""
+        return f"Stock vLLM would lose nothing: its {human(whole)} fit, too (leave out --quantization ndp)"
 
     def require(self) -> list[Option]:
         """`options`, at least one. Raises ConfigError with what is missing where there is none."""
@@ -336,18 +345,18 @@ class Sizing:
 
     @property
     def advice(self) -> str:
-        """Advice for a user with a GPU where no expert needs to be cold; empty where one does."""
+        """Advice for a user who does not need what is proposed; else empty."""
         if self.gpu_bytes is None:
-            return ""
+            return self.without_plugin(self.kv_cache)
         base = sum(self._engine.values()) - self.model.expert_bytes + GPU_PROGRAM_BYTES
         if base + self.all_experts <= self._room:
             return (
-                "everything fits into GPU memory in full precision: stock vLLM serves it without a device, and faster"
+                "Everything fits into GPU memory in full precision: stock vLLM serves it without a device, and faster"
             )
         hidden, inner = self.model.hidden_size, self.model.intermediate_size
         four = expert_bytes(hidden, inner, 4, default_group_size(hidden, inner))
         if base + self.model.num_layers * self.model.num_experts * four <= self._room:
-            return "all experts fit into GPU memory at 4 bits: a 4-bit checkpoint under stock vLLM is faster"
+            return "All experts fit into GPU memory at 4 bits: a 4-bit checkpoint under stock vLLM is faster"
         return ""
 
     def moved(self, option: Option) -> dict[str, int]:

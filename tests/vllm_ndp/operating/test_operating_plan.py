@@ -14,7 +14,7 @@ from given_options import given_by
 from in_this_process import run_here
 from paths import ROOT
 
-from ndp_device.checkpoint.values import StoredForm
+from ndp_device.checkpoint.values import MXFP4, StoredForm
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.public_models import PUBLIC_MODELS
 from ndp_device.timing.spec import load_hardware
@@ -119,6 +119,9 @@ def test_a_user_who_needs_no_device_is_told_so() -> None:
     assert "stock vLLM serves it" in sizing_of("mixtral-8x7b", gpu=141 * GB).advice
     assert "at 4 bits" in sizing_of("mixtral-8x7b", gpu=48 * GB).advice
     assert sizing_of("mixtral-8x7b", gpu=24 * GB).advice == ""
+    on_cpu = Sizing(source_named("mixtral-8x7b").model, 128 * GB)
+    assert on_cpu.advice.startswith("Stock vLLM would lose nothing")
+    assert (replace(on_cpu, host_bytes=64 * GB).advice, replace(on_cpu, stored_form=MXFP4).advice) == ("", "")
 
 
 @pytest.mark.parametrize(("text", "num_bytes"), [("24GB", 24 * GB), ("1.5 GiB", 3 << 29), ("512mb", 512_000_000)])
