@@ -13,9 +13,10 @@ from paths import DATA
 
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
+from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.lab.compare import Workload, compare
 from vllm_ndp.lab.options import CompareSettings
-from vllm_ndp.lab.systems import hobbit
+from vllm_ndp.lab.systems import SYSTEMS, hobbit
 from vllm_ndp.lab.systems.gpu_on_demand import split_at
 from vllm_ndp.lab.systems.system import TooFewPlaces
 from vllm_ndp.lab.vectorised.cache import NextLayer
@@ -310,6 +311,35 @@ def test_joints_losses_are_in_nats_where_the_replicas_say_what_they_do():
         "loss in nats",
         "loss in units of 1 bit",
     )
+
+
+SHARED = 20 * US
+
+
+def sharing(num_layers: int, top_k: int = 2) -> Costs:
+    """The machine, for a model whose shared experts are 60 M weights: 20 us on the GPU."""
+    costs = machine(num_layers, top_k)
+    return replace(costs, shape=replace(costs.shape, shared_weights=60_000_000))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_shared_experts_are_paid_once_a_layer_by_every_system(system: str) -> None:
+    """Two layers, places for all four experts. Beside shared experts MoNDE's device is no longer the slower side, 12.7
+    us, and PIMoE leaves it one expert, 12.7 us beside S + C. Without a cache prompts are streamed meanwhile."""
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [0, 1]], [[2, 3], [2, 3]]))
+    plain, shared = (run(system, batches, costs, 4) for costs in (machine(2), sharing(2)))
+    layer = {"monde": SHARED + F + C, "pimoe": SHARED + C}.get(system)
+    expected = plain.moe_ps + SHARED if layer is None else np.full(plain.moe_ps.shape, layer)
+    assert shared.moe_ps == near(expected)
+    prompts = 0.0 if system == "gpu_on_demand" else 2 * SHARED
+    assert shared.prefill_ps == near(plain.prefill_ps + prompts)
+
+
+def test_copies_for_the_next_layer_hide_behind_shared_experts_too() -> None:
+    """No places. Layer 0's shared experts and 2 C take longer than layer 1's two copies, which were ordered before."""
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [2, 3]]))
+    outcome = run("pregated", batches, sharing(2), 0)
+    assert outcome.moe_ps.ravel() == near([SHARED + 2 * F + 2 * C, SHARED + 2 * C])
 
 
 # -- what is guessed for the next layer --------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from paths import MODEL
 
 from ndp_device.common.errors import ConfigError
+from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.layer.balance import Balancer, LayerLoad
-from vllm_ndp.layer.devices import NO_COPY, Devices, assign_copies, copies_that_fit, route, work_of
+from vllm_ndp.layer.devices import NO_COPY, Devices, assign_copies, copies_that_fit, route, slowest, work_of
 
 SHAPE = model_named(str(MODEL))
 MIXTRAL = Costs(load_hardware("h100-ndp512"), model_named("mixtral-8x7b"))
@@ -50,6 +51,16 @@ def test_two_copies_become_one_where_they_do_not_fit_and_one_that_does_not_fit_i
 
 def test_experts_in_full_precision_are_copied_as_they_are() -> None:
     assert copies_that_fit(with_capacity(32 * 196_608 - 1), 2, None, full_precision=True) == 1
+
+
+def test_what_five_devices_hold_is_counted_to_the_byte() -> None:
+    """32 experts in full precision are 1 258 291.2 bytes for each of five, which are 1 258 292; of replicas two devices
+    have 7 each and three 6, because a device that got more of one layer gets fewer of the next."""
+    fits, small = (with_capacity(1_258_292 + 7 * REPLICA - missing) for missing in (0, 1))
+    assert sorted(Devices(fits, {3: 1}, 5).held.sum(axis=(0, 1)).tolist()) == [6, 6, 6, 7, 7]
+    with pytest.raises(ConfigError, match="with room for 6 of them each"):
+        Devices(small, {3: 1}, 5)
+    assert copies_that_fit(fits, 1, None, full_precision=False) == 1, "a lone device has nowhere for a second one"
 
 
 def test_pairs_of_one_layer_go_to_the_copies_whose_devices_have_least_to_do() -> None:
@@ -92,6 +103,74 @@ def test_the_lightest_hot_experts_leave_and_no_other_number_of_them_is_faster(da
         return max(sum((rule.prices.hot_ps(1) for _ in order[count:]), launch), *took, 0.0)
 
     assert layer_ps(len(found)) == pytest.approx(min(layer_ps(count) for count in range(len(order) + 1)), rel=1e-12)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_division_counts_shared_experts_other_hosts_rows_and_what_does_not_overlap(data) -> None:  # type: ignore[no-untyped-def]
+    """By prices that are no hardware's. A step of 5 rows; hot experts take 3 a row, cold ones as many as their bits."""
+    experts = data.draw(st.permutations(range(8)))
+    hosts, beside, shared = data.draw(st.tuples(st.integers(1, 3), st.sampled_from([1.0, 0.5]), st.integers(0, 20)))
+    hot = {expert: (data.draw(st.integers(1, 5)), expert / 10) for expert in experts[:4]}
+    cold = {(expert, 2): data.draw(st.integers(1, 5)) for expert in experts[4 : data.draw(st.integers(4, 8))]}
+    prices: Any = SimpleNamespace(
+        hot_ps=lambda rows: 3 * rows + 4,
+        expert_ps=lambda tier, bits, rows: bits * rows,
+        message_ps=lambda rows, pairs: 2 + rows + pairs,
+        shared_ps=lambda rows: shared * rows / 5,
+        beside=beside,
+    )
+    devices = mixtral_on(2, 1)
+    found = devices.balancers(Balancer(prices, 3, hosts), lambda: (True, True))[0].offloaded(
+        LayerLoad(hot, cold, (0, 0), 5)
+    )
+    order = sorted(hot)
+
+    def layer_ps(count: int) -> float:
+        there = cold | {(expert, 3): hot[expert][0] for expert in order[:count]}
+        sides = []
+        for device in range(2):
+            own = {group: rows for group, rows in there.items() if devices.held[0, group[0], device]}
+            pairs = sum(own.values())
+            work = sum(bits * rows for (_, bits), rows in own.items()) + (2 + min(pairs, 5) + pairs if own else 0)
+            sides.append(hosts * work)
+        gpu = shared + sum(3 * hot[expert][0] + 4 for expert in order[count:]) + (4 if order[count:] else 0)
+        return max(gpu, *sides) + (1 - beside) * min(gpu, max(sides))
+
+    times = [layer_ps(count) for count in range(5)]
+    assert found == set(order[: times.index(min(times))])
+
+
+def test_an_expert_whose_device_is_down_keeps_the_heavier_ones_on_the_gpu() -> None:
+    """The least of three is on the first device, which is down: all stay, though the others' is idle."""
+    prices: Any = SimpleNamespace(
+        hot_ps=lambda rows: 100.0 * rows,
+        expert_ps=lambda tier, bits, rows: 1.0,
+        message_ps=lambda rows, pairs: 0.0,
+        shared_ps=lambda rows: 0.0,
+        beside=1.0,
+    )
+    devices = mixtral_on(2, 1)
+    first, *others = (np.flatnonzero(devices.held[0, :, device]).tolist() for device in range(2))
+    load = LayerLoad({first[0]: (1, 0.1), others[0][0]: (1, 0.2), others[0][1]: (1, 0.3)}, {}, (0, 0), 1)
+    assert devices.balancers(Balancer(prices, 3), lambda: (False, True))[0].offloaded(load) == frozenset()
+    assert devices.balancers(Balancer(prices, 3), lambda: (True, False))[0].offloaded(load) == {first[0]}
+
+
+def test_prices_measured_on_devices_with_parts_are_of_a_part_already() -> None:
+    measured: Any = SimpleNamespace(expert_ps=lambda tier, bits, rows: 7.0, message_ps=lambda rows, pairs: 1.0)
+    balancer, *_ = split_mixtral(2).balancers(Balancer(measured, 3), lambda: (True, True))
+    assert balancer.on_device is balancer.rule
+
+
+def test_the_slowest_device_gives_a_layers_times_and_all_of_them_its_bytes_and_energy() -> None:
+    bits, rows = np.full(4, 3, np.uint8), np.arange(4)
+    works = [work_of(MIXTRAL.shape, BYTES, 2, rows[:n], rows[:n], bits[:n]) for n in (1, 3, 2)]
+    timings = [DeviceModel(MIXTRAL.hardware).execute(work, 0) for work in works]
+    found = slowest(timings)
+    assert (found.total_ps, found.done_ps) == (timings[1].total_ps, timings[1].done_ps)
+    for name in ("weight_bytes", "bytes_in", "bytes_out", "row_activations", "energy_pj"):
+        assert getattr(found, name) == pytest.approx(sum(getattr(timing, name) for timing in timings)), name
 
 
 def test_a_message_to_one_of_the_devices_holds_no_more_rows_than_the_step_has() -> None:

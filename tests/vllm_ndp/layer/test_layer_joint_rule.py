@@ -8,7 +8,8 @@ import pytest
 
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.layer.joint_rule import LIVE_WIDTHS, OF_ONE_BIT, JointRule, Menu, losses_by_width
+from vllm_ndp.cost_model.prices import MeasuredPrices
+from vllm_ndp.layer.joint_rule import LIVE_WIDTHS, NATS, OF_ONE_BIT, JointRule, Menu, losses_by_width, unit_of
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget, Placement
@@ -116,6 +117,42 @@ def test_a_menu_has_the_prices_of_the_device_and_of_gpu_memory():
     assert menu.ps[device[3], 1] == COSTS.device_expert_ps(3, 1)
     assert menu.ps[host[16], 1] == pytest.approx(SHAPE.expert_bytes / (0.85 * 307.2e9) * 1e12)
     assert device[16] == host[4] == -1
+
+
+def test_what_a_step_of_two_rows_takes_loses_and_opens_is_expected_by_the_chance_of_each_expert():
+    """All alike, top 2 of 8: a row chooses an expert with a chance of 1/4, so two rows with 3/8, 1/16 or not at all."""
+    menu = Menu(COSTS, {"gpu": (16, 4), "device": (3,)}, 2)
+    even, losses = np.full((LAYERS, EXPERTS), 1 / EXPERTS), losses_by_width(LOSS, OF_ONE_BIT)
+    problem = menu.problem(even, 2, losses, {}, np.zeros((3, LAYERS, EXPERTS)), 0.0)
+    for choice, ps, lost in zip(range(3), problem.ps, problem.loss, strict=True):
+        assert ps == pytest.approx(np.full(even.shape, 3 / 8 * menu.ps[choice, 1] + menu.ps[choice, 2] / 16))
+        assert lost == pytest.approx(losses[:, :, menu.bits[choice]] / EXPERTS / LAYERS)
+    assert problem.used == pytest.approx(np.full(even.shape, 7 / 16))
+    certain = np.zeros((LAYERS, EXPERTS)) + np.eye(EXPERTS)[0]
+    once = menu.problem(certain, 2, losses, {}, np.zeros((3, LAYERS, EXPERTS)), 0.0)
+    assert once.ps[:, 0, 0] == pytest.approx(menu.ps[:, 2]), "no chance is above 1"
+
+
+def test_nats_are_of_all_layers_by_their_weight_and_8_bits_are_extrapolated_from_4():
+    known = LossTable(LOSS.mse, np.array([3.0, 0.6, 0.2, 0.2]), nats=0.5)
+    in_nats, plain = losses_by_width(known, unit_of(known)), losses_by_width(known, OF_ONE_BIT)
+    assert in_nats[:, 0, 1] == pytest.approx([4 * 0.5 * weight for weight in (3.0, 0.6, 0.2, 0.2)])
+    assert plain[:, 0, 1].tolist() == [1.0] * 4
+    for table in (in_nats, plain):
+        assert table[:, :, 8] == pytest.approx(table[:, :, 4] / 4.4**4)
+    assert (unit_of(known), unit_of(LOSS)) == (NATS, OF_ONE_BIT)
+
+
+def test_moving_is_weighed_by_the_measured_rate_of_copies_and_memory_is_that_of_all_layers():
+    widths = {"gpu": (16, 4, 3, 2), "device": (4, 3, 2, 1)}
+    experts = {f"{tier}:{bits}": (1000, 2000) for tier, each in widths.items() for bits in each}
+    measured = MeasuredPrices((1, 2), experts, 16, (10, 20), (5, 6), copied=1024, expert_bytes=512)
+    fixed = Replanner(PlannerRules(load_policy("prefill"), Budget(2, 3.0), LOSS), LAYERS, EXPERTS)
+    paper = fixed.replan({"a": score(1)})
+    given = (score(1).values, 2, paper.placement, paper.plans["a"].bits)
+    problem = JointRule.live(COSTS, "gpu+device", LOSS, 2, measured).choose(*given).problem
+    assert problem.move_ps == pytest.approx(2 / 256)
+    assert problem.budgets == {"gpu": LAYERS * 2 * SHAPE.expert_bytes}
 
 
 def test_two_devices_share_an_expert_and_what_prompts_streamed_stays_at_8_bits_or_more_at_no_cost() -> None:

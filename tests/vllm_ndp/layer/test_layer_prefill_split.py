@@ -1,10 +1,12 @@
 """Cold experts of prompts: what is streamed and what the device computes, against every other way to share them."""
 
 from itertools import chain, combinations
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ndp_device.protocol.messages import MAX_BODY_BYTES, MAX_TOKENS
@@ -104,6 +106,51 @@ def test_what_one_message_holds_is_bounded() -> None:
     experts = np.repeat(np.arange(2, 8), 2 * rows // 5)
     there = split.of_counts(*np.unique(experts, return_counts=True))
     assert np.isin(experts, there).sum() <= rows
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_the_division_of_a_prompt_is_the_best_that_one_message_holds(data) -> None:  # type: ignore[no-untyped-def]
+    """By prices that are no hardware's, beside decode rows or alone, against every number of streamed experts."""
+    rows = np.array(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6)))
+    decode = data.draw(st.lists(st.tuples(st.integers(0, 5), st.sampled_from([2, 16])), max_size=6))
+    copy, opening, beside = data.draw(st.tuples(st.integers(1, 60), st.integers(0, 40), st.sampled_from([1.0, 0.5])))
+    most = data.draw(st.sampled_from([12, 20, 1000]))
+
+    def expert_ps(bits: int, count: int) -> int:
+        return bits + count if count else 0
+
+    prices: Any = SimpleNamespace(
+        expert_ps=lambda tier, bits, count: {"device": expert_ps(bits, count)}[tier],
+        message_ps=lambda rows, pairs: opening + 2 * pairs,
+        streamed_ps=lambda experts, pairs: copy * experts + pairs,
+        beside=beside,
+    )
+    hidden_size = ((64 << 20) // (most + 1) - PAIR_BYTES) // 4
+    costs: Any = SimpleNamespace(shape=SimpleNamespace(hidden_size=hidden_size))
+    split, ids = PrefillSplit(costs, prices), np.arange(len(rows))
+    assert split.most_pairs == most
+    of_decode = np.array([e for e, _ in decode], np.int64), np.array([bits for _, bits in decode], np.uint8)
+    there = split.of_counts(ids, rows, *of_decode)
+
+    groups = {group: decode.count(group) for group in decode}
+    full = [groups.get((expert, 16), 0) for expert in ids.tolist()]
+    added = [
+        expert_ps(16, int(n) + known) - expert_ps(16, known) + 2 * int(n) for n, known in zip(rows, full, strict=True)
+    ]
+    order = sorted(ids.tolist(), key=lambda expert: -added[expert])
+    message = opening + 2
+
+    def layer_ps(count: int) -> float:
+        streamed = copy * count + int(rows[order[:count]].sum()) if count else 0
+        device = sum(added[expert] for expert in order[count:]) + (message if decode or count < len(ids) else 0)
+        device += sum(expert_ps(bits, n) for (_, bits), n in groups.items()) + 2 * len(decode)
+        return max(streamed, device) + (1 - beside) * min(streamed, device)
+
+    allowed = [n for n in range(len(ids) + 1) if n == len(ids) or rows[order[n:]].sum() + len(decode) <= most]
+    best = min(layer_ps(count) for count in allowed)
+    chosen = max(count for count in allowed if layer_ps(count) == best)
+    assert there.tolist() == sorted(order[chosen:])
 
 
 def test_nothing_cold_is_nothing_to_send() -> None:
