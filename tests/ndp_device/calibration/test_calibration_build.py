@@ -24,8 +24,9 @@ from ndp_device.calibration.data_free import expert_losses, quantize_nested
 from ndp_device.calibration.gptq import second_moment
 from ndp_device.calibration.text import CalibrationText, file_digest
 from ndp_device.checkpoint.files import model_digest
+from ndp_device.common.activation import GPT_OSS
 from ndp_device.common.errors import ConfigError
-from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix, to_float32
+from ndp_device.experts.expert import Biases, FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles, load_losses
 
@@ -106,6 +107,20 @@ def test_captured_inputs_give_the_outputs_of_the_models_own_experts(model_dir: P
     expert = kernel.prepare(CheckpointExperts(model_dir).expert(0, 3))
     ours = kernel.execute(hidden.numpy(), [expert], rows, rows * 0, np.ones(8, np.float32))
     np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_an_expert_in_torch_answers_its_own_rows_with_its_biases_and_activation() -> None:
+    """Whichever of a row's choices it is; the rows of other experts are left out."""
+    rng = np.random.default_rng(0)
+    w1, w3 = rng.standard_normal((2, 16, 8), np.float32)
+    w2, hidden = rng.standard_normal((8, 16), np.float32), rng.standard_normal((5, 8), np.float32)
+    biases = Biases(*(rng.standard_normal(size, np.float32) for size in (16, 16, 8)))
+    full = FullExpert("float32", w1, w3, w2, biases=biases, activation=GPT_OSS)
+    inputs = calibrated.RoutedInputs(torch.from_numpy(hidden), torch.tensor([[3, 0], [0, 1], [1, 2], [2, 3], [1, 3]]))
+    got = calibrated.FloatExpert(full, torch.device("cpu")).answers(inputs, 3)
+    rows = np.array([0, 3, 4], np.int32)
+    wanted = REFERENCE.execute(hidden, [REFERENCE.prepare(full)], rows, rows * 0, np.ones(3, np.float32))
+    np.testing.assert_allclose(got, wanted[rows], rtol=1e-4, atol=1e-5)
 
 
 def test_the_manifest_says_of_what_and_how(model_dir: Path, text_file: Path, built: Path) -> None:
@@ -290,13 +305,14 @@ def test_folding_the_column_order_of_down_into_gate_and_up_changes_no_output(mod
     loud_last = torch.randn(99, 48, generator=generator) * torch.logspace(-1, 1, 48)
     matrix = solve(w2, second_moment([loud_last], 48), 0.01)[4]
     assert matrix.perm is not None
-    folded = calibrated.fold_order(4, w13, matrix)
+    biases = Biases(*(torch.randn(size, generator=generator).numpy() for size in (48, 48, 32)))
+    folded = calibrated.fold_order(4, w13, matrix, biases)
     assert folded.w2.perm is None
     kernel, zero = REFERENCE, np.zeros(1, np.int32)
     x = torch.randn(1, 32, generator=generator).numpy()
     outputs = [
         kernel.execute(x, [kernel.prepare(expert)], zero, zero, np.ones(1, np.float32))
-        for expert in (QuantizedExpert(4, w13, matrix), folded)
+        for expert in (QuantizedExpert(4, w13, matrix, biases), folded)
     ]
     np.testing.assert_allclose(outputs[0], outputs[1], rtol=1e-4, atol=1e-5)
 

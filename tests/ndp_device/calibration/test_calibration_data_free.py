@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from small_checkpoint import as_stored, write_small_checkpoint
 from ndp_device.calibration import build, data_free
 from ndp_device.calibration.build import build_data_free
 from ndp_device.calibration.data_free import Float32, expert_losses, round_to_bytes
+from ndp_device.common.activation import GELU_TANH, GPT_OSS, SILU, Activation
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.widths import REPLICA_WIDTHS, WIDTHS
-from ndp_device.experts.expert import FullExpert, QuantizedExpert, QuantizedMatrix, pack, to_float32
+from ndp_device.experts.expert import Biases, FullExpert, QuantizedExpert, QuantizedMatrix, pack, to_float32
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles, load_losses, read_manifest
 from ndp_device.replicas.store import ExpertStore
@@ -276,6 +278,50 @@ def test_part_of_a_large_expert_tells_the_loss_of_all_of_it() -> None:
     ):
         np.testing.assert_allclose(part, whole, rtol=0.25)
         assert not np.array_equal(part, whole)
+
+
+def biased(
+    groups: int, hidden: int, activation: Activation, down: float = 1.0
+) -> tuple[FullExpert, dict[int, QuantizedExpert]]:
+    """An expert of so many groups of 64 units, all alike, at 2 and 8 bits."""
+    rng = np.random.default_rng(12)
+    w1, w3, gate, up = (np.concatenate([part] * groups) for part in rng.standard_normal((4, 64, hidden), np.float32))
+    w2 = np.tile(rng.standard_normal((hidden, 64), np.float32), groups)
+    biases = Biases(gate[:, 0], up[:, 0], down * rng.standard_normal(hidden, np.float32))
+    weights = np.concatenate([w1, w3]), w2
+    made = [data_free.quantize_nested(one, 64, {2: 1.0}).by_width() | {8: round_to_bytes(one, 64)} for one in weights]
+    replicas = {bits: QuantizedExpert(bits, *(of[bits] for of in made), biases, activation) for bits in (2, 8)}
+    return FullExpert("float32", w1, w3, w2, biases=biases, activation=activation), replicas
+
+
+@pytest.mark.parametrize("activation", [SILU, GPT_OSS, GELU_TANH, Activation(limit=1.0)], ids=str)
+def test_losses_are_those_of_the_outputs_of_another_kernel(
+    activation: Activation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With biases, a column order, and rows that are taken seven at a time."""
+    full, replicas = biased(1, 72, activation)
+    order = np.random.default_rng(1).permutation(72)
+    ordered = round_to_bytes(np.concatenate([full.w1, full.w3])[:, order], 64)
+    replicas[8] = replace(replicas[8], w13=replace(ordered, perm=order.astype(np.int32)))
+    monkeypatch.setattr(data_free, "ROWS_BYTES", 7 * 128 * 4)
+    inputs = np.random.default_rng(2).standard_normal((40, 72), np.float32)
+    loss, relative = expert_losses(inputs, full, replicas)
+    rows = np.arange(40, dtype=np.int32)
+    wanted, at_2, at_8 = (
+        REFERENCE.execute(inputs, [REFERENCE.prepare(one)], rows, rows * 0, np.ones(40, np.float32))
+        for one in (full, replicas[2], replicas[8])
+    )
+    for column, got in ((1, at_2), (4, at_8)):
+        assert loss[column] == pytest.approx(((got - wanted) ** 2).mean(), rel=1e-3)
+        assert relative[column] == pytest.approx(loss[column] / (wanted**2).mean(), rel=1e-3)
+
+
+def test_the_probed_part_of_a_large_expert_has_its_own_biases_and_activation() -> None:
+    """Eight groups of units, all alike: four of them lose the same share of their output as all."""
+    full, replicas = biased(8, 64, GPT_OSS, down=0.0)
+    inputs = np.random.default_rng(3).standard_normal((16, 64), np.float32)
+    part, whole = data_free.probe_losses(inputs, full, replicas, 64)[1], expert_losses(inputs, full, replicas)[1]
+    np.testing.assert_allclose(part, whole, rtol=1e-4)
 
 
 def test_a_small_expert_is_probed_whole() -> None:

@@ -60,6 +60,25 @@ def test_the_second_moment_is_the_mean_outer_product() -> None:
     np.testing.assert_allclose(second_moment([rounded], 6), (rounded.double().T @ rounded.double()) / 5000, atol=3e-3)
 
 
+def test_squares_of_more_columns_than_a_strip_are_whole() -> None:
+    """1101 columns are three strips of 512, and the middle row has no partner to be exchanged with."""
+    inputs = torch.randn(1500, 1101, generator=torch.Generator().manual_seed(0))
+    moment = second_moment(inputs.split(700), 1101)
+    np.testing.assert_allclose(moment, inputs.T @ inputs / 1500, atol=1e-4)
+    mixing, importance = unit_factor(moment.clone, 0.01)
+    damped = moment + 0.01 * moment.diagonal().mean() * torch.eye(1101)
+    np.testing.assert_allclose((mixing * importance) @ mixing.T, damped, atol=1e-4)
+    assert (mixing == mixing.triu()).all()
+
+
+def test_rows_of_a_tall_matrix_are_solved_as_they_are_alone() -> None:
+    weights = torch.randn(1024 + 40, 16, generator=torch.Generator().manual_seed(0))
+    settings = {"group_size": 8, "track_weights": {2: 1.0, 4: 4.0}, "damp": 0.01}
+    whole, last = (gptq.quantize(some, torch.eye(16), **settings)[4] for some in (weights, weights[1024:]))  # type: ignore[arg-type]
+    for one, other in ((whole.scale[1024:], last.scale), (whole.planes[:, 1024:], last.planes)):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_an_expert_without_tokens_takes_its_layers_moment_and_many_tokens_its_own() -> None:
     """At 512 tokens both count the same, the layer's scaled to the expert's trace: (2 + 2) / 2 on the diagonal."""
     own, layer = 2 * torch.eye(3), 7 * torch.eye(3)

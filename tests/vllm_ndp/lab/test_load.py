@@ -3,21 +3,29 @@
 import dataclasses
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 from paths import DATA, ROOT
 
 from ndp_device.common.errors import ConfigError, NdpError, TraceError
+from ndp_device.timing.model import DeviceModel
+from ndp_device.timing.spec import load_hardware
+from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.cost_model.gpu_timing import LayerTime, StepTime
-from vllm_ndp.lab.exact.engine import StepRun
+from vllm_ndp.cost_model.memory import Footprint, beside_device_memory
+from vllm_ndp.lab.exact.engine import StepRun, alone, modelled_host
+from vllm_ndp.lab.exact.live import RecordedRun, replay_live
 from vllm_ndp.lab.load import run as load_run
 from vllm_ndp.lab.load.latency import CAUSES, Tokens, as_bench_serve, percentiles, tokens_of
-from vllm_ndp.lab.load.run import ServedRequest, ServedStep, drawn, of_steps, recorded, serve
+from vllm_ndp.lab.load.run import Host, ServedRequest, ServedStep, drawn, of_steps, recorded, serve, serve_again
 from vllm_ndp.lab.load.scheduler import Request, ScheduledSpan, Scheduler
 from vllm_ndp.lab.load.workload import Lengths, Workload, read_mooncake
 from vllm_ndp.lab.options import LoadSettings
-from vllm_ndp.layer.setup import Scheduling
+from vllm_ndp.layer.setup import Planning, Scheduling
+from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.replanner import PlannerRules
+from vllm_ndp.traces.format import ALL_REQUESTS
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
 BUNDLED = Trace.load(DATA / "tiny-mixtral-trace")
@@ -412,3 +420,97 @@ def test_figures_under_the_names_of_vllm_bench_serve_count_from_the_same_tokens(
     middle = float(np.median(last))
     good = as_bench_serve(tokens, served, {"e2el": middle, "ttft": 1e9})["request_goodput"]
     assert good == pytest.approx(sum(at <= middle for at in last) / (max(last) / 1e3))
+
+
+# -- a run that was written down ---------------------------------------------------------------------------------------
+
+NOMINAL = LossTable.nominal(4, 8)
+PLANNING = Planning(policy="prefill", options={}, hot_experts=4, avg_bits=3.0)
+
+
+@pytest.fixture(scope="module")
+def written() -> Trace:
+    """Three requests on two places, as a plugin would have recorded them."""
+    trace, rules = short(3, 8, 6), PLANNING.rules(NOMINAL)
+    scheduling = Scheduling(max_num_batched_tokens=12, max_num_seqs=2, block_size=16, kv_blocks=100)
+    host = modelled_host(Costs(load_hardware("h100-ndp512", **SLOW), model_named(TINY)), rules, offload_bits=3)
+    setup = msgspec.structs.replace(host, planning=PLANNING, scheduling=scheduling)
+    served = alone(Host(trace, setup, rules, np.zeros(3, np.int64), scheduling).whole(), DeviceModel(setup.hardware))
+    spans = [(number, span) for number, step in enumerate(served.steps) for span in step.spans]
+    rows = [(number, span.request, at) for number, span in spans for at in range(span.start, span.end)]
+    step, request, position = np.array(rows, np.int32).T
+    of = [np.flatnonzero((trace.request == r) & (trace.position == at))[0] for _, r, at in rows]
+    times = [step.run.time for step in served.steps]
+    events = {
+        "step": np.arange(len(times)),
+        "simulated_start_ps": np.array([time.start_ps for time in times]),
+        "simulated_step_ps": np.array([time.total_ps for time in times]),
+        "fallback_pairs": np.zeros(len(times), np.int64),
+    }
+    return dataclasses.replace(
+        trace,
+        provenance=msgspec.structs.replace(trace.provenance, live=setup),
+        step=step,
+        request=request,
+        position=position,
+        phase=trace.phase[of],
+        ids=trace.ids[of],
+        weights=trace.weights[of],
+        events=events,
+    )
+
+
+def with_events(trace: Trace, name: str, step: int, more: int) -> Trace:
+    values = trace.events[name].copy()
+    values[step] += more
+    return dataclasses.replace(trace, events=trace.events | {name: values})
+
+
+def test_a_run_is_replayed_and_served_again_to_the_picosecond(written):
+    found, served = replay_live(written, NOMINAL), serve_again(written, NOMINAL)
+    assert found.identical
+    assert (found.steps_identical, found.plan_mismatches, found.fallback_steps) == (len(written.events["step"]), 0, 0)
+    times = [(step.run.time.start_ps, step.run.time.total_ps) for step in served.steps]
+    assert times == list(zip(*(of.tolist() for of in written.simulated_steps()), strict=True))
+
+
+def test_a_step_that_began_or_took_otherwise_is_another_one(written):
+    num_steps = len(written.events["step"])
+    for name in ("simulated_start_ps", "simulated_step_ps"):
+        found = replay_live(with_events(written, name, 3, 1), NOMINAL)
+        assert (found.steps_identical, found.identical) == (num_steps - 1, False)
+    fell_back = with_events(with_events(written, "fallback_pairs", 2, 5), "fallback_pairs", 4, 1)
+    assert replay_live(fell_back, NOMINAL).fallback_steps == 2, "steps, not pairs"
+
+
+def test_a_plan_that_was_made_otherwise_is_counted(written):
+    engine = (again := RecordedRun(written, written.provenance.live, PLANNING.rules(NOMINAL))).engine
+    while not again.run(int(again.steps[engine.planner.epoch])).replanned:
+        pass
+    tiers, bits = engine.planner.placement.tiers, engine.requests[0].plan.bits.bits
+    for wrong in (None, 0, 1):
+        cells = np.stack([tiers, bits])
+        if wrong is not None:
+            cells[wrong, 0, 0] += 1
+        plans = {"epoch": np.full(2, engine.planner.epoch), "request": np.array([ALL_REQUESTS, 0]), "cells": cells}
+        found = replay_live(dataclasses.replace(written, plans=plans), NOMINAL)
+        assert (found.plan_mismatches, found.identical) == ((0, True) if wrong is None else (1, False))
+
+
+def test_a_run_that_the_modelled_memory_could_not_have_held_is_refused(written):
+    setup = written.provenance.live
+    room = Footprint.of(
+        beside_device_memory(setup.costs_of(model_named(TINY)), 4),
+        model_named(TINY),
+        14 + 13,  # of the first request at its end, and of the second, whose prompt ended a step later
+        2,
+    ).gpu
+    for capacity, fits in ((room, True), (room - 1, False)):
+        overrides = setup.overrides | {"gpu.hbm_capacity_bytes": capacity}
+        live = msgspec.structs.replace(setup, overrides=overrides)
+        trace = dataclasses.replace(written, provenance=msgspec.structs.replace(written.provenance, live=live))
+        if fits:
+            assert replay_live(trace, NOMINAL).identical
+        else:
+            with pytest.raises(NdpError, match="the run with K 4 does not fit, gpu memory lacks 1 bytes"):
+                replay_live(trace, NOMINAL)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.layer.balance import Balancer, LayerLoad
-from vllm_ndp.layer.tiers import NOBODY, Owners, slots_per_gpu
+from vllm_ndp.layer.tiers import DEVICE, ELSEWHERE, NOBODY, WARM, Owners, Tiers, slots_per_gpu
 
 COSTS = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), model_named("mixtral-8x7b"))
 ROWS, TOP_K, EXPERTS = 6, 2, 8
@@ -103,6 +103,20 @@ def test_an_expert_passes_through_where_it_is_to_stay_and_else_in_turn():
     owners = Owners(2, 1, 6)
     owners.place(0, hot(6, 1, 3))
     assert owners.streaming(0).tolist() == [0, 0, 0, 1, 0, 1]
+
+
+def test_a_hot_expert_without_a_slot_yet_runs_on_the_device_unless_another_gpu_has_it():
+    """0 and 2 are this GPU's, 1 the other's. A plan that follows leaves nothing behind of the one before."""
+    tiers = Tiers(1, 6, owners=Owners(2, 1, 6), rank=0)
+    tiers.activate(hot(6, 0, 1, 2)[None], hot(6, 4)[None], np.array([[16, 8, 4, 0, 0, 0]], np.uint8))
+    assert tiers.where.tolist() == [[DEVICE, ELSEWHERE, DEVICE, DEVICE, WARM, DEVICE]]
+    tiers.name_all()
+    assert tiers.where.tolist() == [[0, ELSEWHERE, 2, DEVICE, WARM, DEVICE]]
+    tiers.activate(hot(6, 1, 3)[None])
+    assert tiers.where.tolist() == [[DEVICE, ELSEWHERE, DEVICE, DEVICE, DEVICE, DEVICE]]
+    assert tiers.gpus is not None
+    assert tiers.gpus.tolist() == [[NOBODY, 1, NOBODY, 0, NOBODY, NOBODY]]
+    assert not tiers.hot_bits.any()
 
 
 @given(st.integers(1, 5), st.integers(0, 12), st.lists(st.randoms(use_true_random=False), max_size=8))

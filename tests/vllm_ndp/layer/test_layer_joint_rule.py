@@ -12,7 +12,7 @@ from vllm_ndp.cost_model.prices import MeasuredPrices
 from vllm_ndp.layer.joint_rule import LIVE_WIDTHS, NATS, OF_ONE_BIT, JointRule, Menu, losses_by_width, unit_of
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.plan import Budget, Placement
+from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.planning.replanner import PlanChange, PlannerRules, Replanner
 
@@ -73,6 +73,13 @@ def test_a_joint_plan_loses_no_more_nats_than_were_asked_for_whatever_its_layers
             assert known.predicted_nats(score(seed), widths) <= nats * (1 + 1e-6)
 
 
+def crossing(before: int, after: int) -> int:
+    """Bytes of an expert on its way to so many bits in GPU memory, where it has so many, or none: 0."""
+    whole = SHAPE.expert_bytes if after > 4 else COSTS.replica_bytes(int(after))
+    planes = int(min(before, after)) if before <= 4 and after <= 4 else 0
+    return whole - SHAPE.weights_per_expert * planes // 8
+
+
 def test_only_what_changes_tier_or_width_moves_and_the_same_prompt_again_moves_nothing():
     planner = replanner(2)
     first = planner.replan({"a": score(1)})
@@ -83,7 +90,9 @@ def test_only_what_changes_tier_or_width_moves_and_the_same_prompt_again_moves_n
     assert (other.moved == moved).all()
     assert other.num_moved > 0
     assert other.moved_bytes is not None
-    assert 0 < other.moved_bytes <= COSTS.bytes_of_width[other.placement.widths][moved].sum()
+    assert other.moved_bytes == sum(
+        crossing(*widths) for widths in zip(again.placement.widths[moved], other.placement.widths[moved], strict=True)
+    )
     assert first.epoch + 2 == other.epoch
 
 
@@ -153,6 +162,19 @@ def test_moving_is_weighed_by_the_measured_rate_of_copies_and_memory_is_that_of_
     problem = JointRule.live(COSTS, "gpu+device", LOSS, 2, measured).choose(*given).problem
     assert problem.move_ps == pytest.approx(2 / 256)
     assert problem.budgets == {"gpu": LAYERS * 2 * SHAPE.expert_bytes}
+
+
+def test_cold_experts_in_full_precision_count_as_the_widest_replica_and_many_requests_as_64():
+    fixed = Replanner(PlannerRules(load_policy("prefill"), Budget(2, 3.0), LOSS), LAYERS, EXPERTS)
+    placement = fixed.replan({"a": score(1)}).placement
+    full, four = (BitwidthPlan(np.where(placement.hot, 0, bits).astype(np.uint8)) for bits in (16, 4))
+    plans = [
+        JointRule.live(COSTS, "gpu+device", LOSS, 2).plan(score(1).values, rows, placement, bits)
+        for rows, bits in ((64, full), (64, four), (2000, four))
+    ]
+    for plan in plans[1:]:
+        assert plan.bits.bits.tobytes() == plans[0].bits.bits.tobytes()
+        assert plan.placement.tiers.tobytes() == plans[0].placement.tiers.tobytes()
 
 
 def test_two_devices_share_an_expert_and_what_prompts_streamed_stays_at_8_bits_or_more_at_no_cost() -> None:
