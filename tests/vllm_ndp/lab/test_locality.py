@@ -11,7 +11,7 @@ from paths import DATA
 
 from ndp_device.common.errors import TraceError
 from vllm_ndp.lab.compare import beside_fastest, compare, paired
-from vllm_ndp.lab.locality import RULES, locality
+from vllm_ndp.lab.locality import RULES, Interval, default_places, locality
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.vectorised.cache import found_ahead
 from vllm_ndp.traces.trace import Trace
@@ -88,6 +88,35 @@ def test_coverage_is_the_share_of_choices_by_hand():
     found = locality(trace, 1).coverage
     assert (found["prompt"].mean, found["static"].mean, found["oracle"].mean) == (0.75, 0.0, 0.75)
     assert (found["prompt"].low, found["prompt"].high) == (0.5, 1.0)
+    assert found["prompt - static"].mean == 0.75
+
+
+def test_misses_of_a_requests_first_64_tokens_and_of_its_later_ones_are_told_apart():
+    """0 and 1 in turn for 64 tokens, then 2 ten times. A cache of one expert misses all of the first and one of the
+    others, one of two 0 and 1 once each. 32, 32 and 10 of 74 choices fall on the most used."""
+    found = locality(trace_of([[[0], [1]] * 32 + [[2]] * 10], 4))
+    assert found.early_misses[0] == pytest.approx([1, 1, 1 / 32, 1 / 32, 1 / 32])
+    assert found.later_misses[0] == pytest.approx([1, 0.1, 0.1, 0.1, 0.1])
+    assert found.concentration[0] == pytest.approx([0, 32 / 74, 64 / 74, 1, 1])
+    told = found.as_dict((1, 2))
+    assert told["early_misses"] == pytest.approx({"1": 1, "2": 1 / 32})
+    assert told["concentration"] == pytest.approx({"1": 32 / 74, "2": 64 / 74})
+    assert (default_places(32), default_places(8)) == ((2, 4, 8, 16, 32), (1, 2, 4, 8))
+
+
+def test_a_requests_first_token_repeats_nothing_and_requests_without_tokens_concentrate_nothing():
+    """0 again, then 1; in another request 1 again: 2 of 3. Counts 2 and 1 of three, 2 of two, and none of none."""
+    found = locality(trace_of([[[3], [0], [0], [1]], [[3], [1], [1]], [[3]]], 4, prompt=1))
+    assert found.repeats[0] == pytest.approx(2 / 3)
+    assert found.concentration[0] == pytest.approx([0, (2 / 3 + 1) / 2, 1, 1, 1])
+    both = locality(trace_of([[[0, 1], [1, 0]]], 4))
+    assert (both.repeats[0], both.as_dict((1,))["chance"]) == (1, 0.5)
+
+
+def test_an_interval_holds_the_mean_95_times_of_100():
+    """Of 100 values with a deviation of 28.9: 1.96 of their mean's, 2.89, on either side."""
+    found = Interval.of(np.arange(100.0))
+    assert (found.mean, found.low, found.high) == pytest.approx((49.5, 49.5 - 5.66, 49.5 + 5.66), abs=0.4)
 
 
 def test_what_cannot_be_looked_at_is_refused():

@@ -328,6 +328,16 @@ def test_a_split_outside_of_a_step_is_refused() -> None:
         splitter.split(1, ids.ctypes.data, weights.ctypes.data, with_device=False)
 
 
+def test_pairs_are_cut_anew_once_a_larger_step_has_made_other_arrays() -> None:
+    splitter, ids, weights = small()
+    begin(splitter)
+    assert splitter.split(0, ids.ctypes.data, weights.ctypes.data, with_device=True).device.rows.tolist() == [1]
+    begin(splitter, owners=(0,) * 300)
+    begin(splitter)
+    turned = np.ascontiguousarray(ids[::-1])
+    assert splitter.split(0, turned.ctypes.data, weights.ctypes.data, with_device=True).device.rows.tolist() == [0]
+
+
 def test_rows_outside_the_cache_or_without_a_plan_are_refused() -> None:
     splitter, _, _ = small()
     splitter.note_into(np.zeros((1, 8, 1), np.int16), np.zeros((1, 8, 1), np.float32))
