@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -158,6 +159,33 @@ def test_a_full_kv_cache_sends_back_the_one_admitted_last_which_then_computes_al
     ]
 
 
+def test_who_was_sent_back_comes_before_those_that_wait_and_nobody_is_admitted_in_the_same_step():
+    """Three blocks of 2. In step 1 both running requests want a second block: 1 goes, and 2, which needs one and would
+    find it, waits behind 1."""
+    steps = steps_of([(0, 2, 4), (0, 2, 4), (1, 1, 1)], block_size=2, kv_blocks=3)
+    assert steps[:3] == [[(0, 0, 2), (1, 0, 2)], [(0, 2, 1)], [(0, 3, 1)]]
+    assert [[request for request, _, _ in step] for step in steps[3:]] == [[1, 2], [1]]
+
+
+def test_a_prompt_is_admitted_where_all_of_it_fits_and_its_cached_tokens_are_not_computed():
+    """Four tokens a step. Of a prompt of 8 the first 5 are cached, so its other 3 run at once. The next prompt of 6
+    needs three blocks of 2: it waits for them, though its first chunk would fit."""
+    scheduler = Scheduler(Scheduling(max_num_batched_tokens=4, max_num_seqs=9, block_size=2, kv_blocks=6))
+    scheduler.add(Request(0, 8, 9, cached=5))
+    scheduler.add(Request(1, 6, 6))
+    steps = []
+    while scheduler.busy:
+        steps.append([tuple(span) for span in scheduler.schedule()])
+        scheduler.end_step()
+    assert steps == [[(0, 5, 3)], [(0, 8, 1)], [(1, 0, 4)], [(1, 4, 2)]]
+
+
+def test_hosts_draw_arrivals_of_their_own():
+    one, other = serve([short(2, 4, 2)] * 2, settings(process="poisson", rate=50.0))
+    assert one.arrivals_ps.tolist() == drawn(2, 50.0, 0).tolist()
+    assert other.arrivals_ps.tolist() == drawn(2, 50.0, 1).tolist()
+
+
 def test_a_request_that_the_kv_cache_could_never_hold_is_refused():
     with pytest.raises(ConfigError, match="needs 3 blocks of KV cache for 5 tokens, there are 2"):
         steps_of([(0, 3, 5)], block_size=2, kv_blocks=2)
@@ -215,6 +243,61 @@ def test_each_picosecond_between_two_tokens_has_the_cause_that_a_pencil_gives():
     assert tokens.latency_ps.tolist() == [30, 86 - 30, 116 - 5, 146 - 86]
 
 
+def test_prefill_of_a_step_is_shared_out_by_the_rows_that_ran_of_each_prompt():
+    """Of 8 and 4 prompt rows 3 and 1 run in the first step, 100 long, and 5 and 3 in the second, 80 long."""
+    steps = [
+        step(0, 0, [ScheduledSpan(0, 0, 3), ScheduledSpan(1, 0, 1)], [(90, 0)], ()),
+        step(100, 100, [ScheduledSpan(0, 3, 5), ScheduledSpan(1, 1, 3)], [(70, 0)], (0, 1)),
+    ]
+    tokens = tokens_of(ServedRequest(np.array([0, 0]), np.array([8, 4]), steps, 0))
+    own, others = tokens.causes_ps[:, CAUSES.index("prefill")], tokens.causes_ps[:, CAUSES.index("prefill of others")]
+    assert (own.tolist(), others.tolist()) == ([75 + 50, 25 + 30], [25 + 30, 75 + 50])
+
+
+@pytest.mark.parametrize(("queue", "device", "hosts"), [(0, 10, 0), (4, 6, 4), (50, 0, 10)])
+def test_other_hosts_cause_no_more_than_the_device_took_longer_than_the_gpu(queue, device, hosts):
+    """The device 15, the GPU 5: a layer of 10 + 15."""
+    one = step(0, 0, [ScheduledSpan(0, 2, 1)], [(5, 15)], (0,))
+    run = dataclasses.replace(one.run, device=(SimpleNamespace(queue_ps=queue),))
+    tokens = tokens_of(ServedRequest(np.array([0]), np.array([2]), [dataclasses.replace(one, run=run)], 0))
+    found = dict(zip(CAUSES, tokens.causes_ps[0].tolist(), strict=True))
+    assert (found["device"], found["other hosts"], found["gpu"]) == (device, hosts, 15)
+
+
+def test_of_seven_tokens_the_fourth_is_the_middle_and_the_last_the_ninetieth():
+    causes = np.zeros((7, len(CAUSES)), np.int64)
+    causes[:, 0] = [3, 1, 7, 2, 6, 5, 4]
+    tokens = Tokens(np.zeros(7, int), np.ones(7, int), np.arange(7), causes)
+    assert [one.latency_ps for one in percentiles(tokens)] == [4, 7, 7, 7]
+
+
+def test_figures_of_two_requests_by_hand():
+    """One arrives at 1 s and answers after 2 s, then 100 and 300 ms; one arrives at 2 s and answers once, after 1 s."""
+    causes = np.zeros((4, len(CAUSES)), np.int64)
+    causes[:, -1] = np.array([2000, 1000, 100, 300]) * 10**9
+    at_ps = np.array([3000, 3000, 3100, 3400]) * 10**9
+    tokens = Tokens(np.array([0, 1, 0, 0]), np.array([0, 0, 1, 2]), at_ps, causes)
+    served = ServedRequest(np.array([1, 2]) * 10**12, np.array([7, 5]), [], 0)
+    found = as_bench_serve(tokens, served, {"ttft": 2000, "tpot": 200})
+    assert found == pytest.approx(
+        {
+            "completed": 2,
+            "total_input_tokens": 12,
+            "total_output_tokens": 4,
+            "request_throughput": 2 / 2.4,
+            "output_throughput": 4 / 2.4,
+            "total_token_throughput": 16 / 2.4,
+            **{"mean_ttft_ms": 1500, "median_ttft_ms": 1500, "p99_ttft_ms": 1990},
+            **{"mean_tpot_ms": 200, "median_tpot_ms": 200, "p99_tpot_ms": 200},
+            **{"mean_itl_ms": 200, "median_itl_ms": 200, "p99_itl_ms": 298},
+            **{"mean_e2el_ms": 1700, "median_e2el_ms": 1700, "p99_e2el_ms": 2386},
+            "request_goodput": 2 / 2.4,
+        }
+    )
+    for limits, good in (({"ttft": 1999, "tpot": 200}, 1), ({"tpot": 199}, 1), ({"e2el": 2400}, 2), ({"e2el": 999}, 0)):
+        assert as_bench_serve(tokens, served, limits)["request_goodput"] == pytest.approx(good / 2.4)
+
+
 def test_percentiles_are_tokens_by_nearest_rank():
     causes = np.zeros((1000, len(CAUSES)), np.int64)
     causes[:, -1] = np.arange(1000, 0, -1)
@@ -263,6 +346,9 @@ def test_causes_add_up_to_the_latency_of_every_token(process, execution, nothing
     mixed = [step.run for step in served.steps if step.run.decode_only is not None]
     assert mixed
     assert all(run.decode_only.total_ps <= run.time.total_ps for run in mixed)
+    for run in mixed:  # all prompts are streamed: what the device computes is of decode rows
+        took = [0 if timing is None else timing.total_ps for timing in run.device]
+        assert [layer.device_ps for layer in run.decode_only.layers] == took
 
 
 def test_a_request_that_meets_no_other_takes_what_it_takes_alone():
@@ -360,6 +446,7 @@ MOONCAKE = """{"timestamp": 0, "input_length": 20, "output_length": 4, "hash_ids
 def test_a_file_of_mooncakes_gives_times_lengths_and_prefixes_and_the_trace_its_routing_round_and_round(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text(MOONCAKE)
+    assert read_mooncake(file, 2).output_lens.tolist() == [4, 1]
     trace = short(2, 6, 3)
     (served,) = serve([trace], settings(process=str(file), speed=2.0))
     assert served.arrivals_ps.tolist() == [0, 5 * 10**9, 6_250_000_000]

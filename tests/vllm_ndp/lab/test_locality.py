@@ -148,7 +148,19 @@ def test_a_pair_is_judged_by_the_difference_of_each_request():
     one = paired(own, other)
     assert (one.mean, one.low, one.high) == pytest.approx((0.01, 0.01, 0.01))
     assert one.equal
-    assert not paired(other + 0.06 * other.mean(), other).equal
+    assert [paired(other + share * other.mean(), other).equal for share in (0.049, 0.051, -0.049, -0.051)] == [
+        True,
+        False,
+    ] * 2
+
+
+def test_two_are_equal_by_the_90_percent_interval():
+    """A mean that deviates by 2.75 %: 90 % of it lie within 4.5 %, 95 % within 5.4."""
+    noise = np.random.default_rng(0).normal(size=400)
+    noise = (noise - noise.mean()) / noise.std() * 0.0275 * np.sqrt(400)
+    one = paired(1 + noise, np.ones(400))
+    assert (one.low, one.high) == pytest.approx((-0.054, 0.054), abs=0.003)
+    assert one.equal
 
 
 def test_few_noisy_requests_are_not_shown_equal():

@@ -21,7 +21,7 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.planning.replanner import PlannerRules
-from vllm_ndp.traces.format import CHANGED
+from vllm_ndp.traces.format import CHANGED, DOWN
 from vllm_ndp.traces.trace import Trace
 
 NS = 1000
@@ -106,6 +106,41 @@ def test_a_step_whose_devices_changed_needs_its_recorded_time():
     setup = modelled_host(Costs(load_hardware(), model_named("mixtral-8x7b")), rules)
     with pytest.raises(TraceError, match="a device was lost in step 2, whose time the trace lacks"):
         RecordedRun(replace(trace, devices=devices), setup, rules)
+
+
+def cold_run(devices: dict[str, np.ndarray] | None = None, **how) -> RecordedRun:
+    """Five steps of Mixtral-8x7B with all experts cold, four layers of it, on a DRAM without refresh."""
+    trace = Trace.load(DATA / "tiny-mixtral-trace").select([0])
+    costs = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), model_named("mixtral-8x7b"))
+    costs = replace(costs, shape=replace(costs.shape, num_layers=4, decoder=costs.shape.decoder[:4]))
+    rules = PlannerRules(load_policy("prefill", PolicySettings()), Budget(0, 3.0), LossTable.nominal(4, 8))
+    return RecordedRun(replace(trace, devices=devices or {}), modelled_host(costs, rules, **how), rules)
+
+
+def test_a_layer_whose_experts_are_not_all_on_devices_that_are_up_has_no_timing():
+    """The second of two devices is down in one step. The host stands in where either of a row's experts was its own."""
+    down = cold_run({"step": np.array([2]), "device": np.array([1]), "change": np.array([DOWN])}, num_devices=2)
+    trace, held = down.engine.trace, down.engine.devices.held
+    for step in range(4):
+        run = down.run(step)
+        (row,) = np.flatnonzero(trace.step == step) if step else (0,)
+        there = [held[layer, trace.ids[row, layer], 0].all() for layer in range(4)]
+        if step == 2:
+            assert [timing is not None for timing in run.device] == there
+            assert 0 < sum(there) < 4
+            assert [layer.stream_ps > 0 for layer in run.time.layers] == [not served for served in there]
+        elif step:
+            assert None not in run.device
+
+
+def test_devices_with_half_of_each_expert_read_together_what_one_reads_in_half_the_time():
+    one, two = (cold_run(num_devices=count, splits_experts=count > 1) for count in (1, 2))
+    for step in range(3):
+        alone, halves = one.run(step), two.run(step)
+    for whole, half in zip(alone.device, halves.device, strict=True):
+        assert half.weight_bytes == pytest.approx(whole.weight_bytes, rel=0.01)
+        for part in ("dram_ps", "compute_ps"):
+            assert getattr(half, part) == pytest.approx(getattr(whole, part) / 2, rel=0.02), part
 
 
 def test_a_model_of_more_layers_takes_each_recorded_layer_as_often_as_it_must():
