@@ -12,14 +12,15 @@ from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cost_model.costs import Costs, model_named
 from vllm_ndp.lab.compare import compare, popularity, split_requests
 from vllm_ndp.lab.options import CompareSettings
-from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions, TooFewPlaces
+from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions, TooFewPlaces, joint
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import SKIPPED, gate_loss
 from vllm_ndp.lab.vectorised.outcome import Outcome, ratio_se
 from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
-from vllm_ndp.traces.trace import Trace
+from vllm_ndp.traces.trace import Trace, from_sequences
 
 WHOLE = Trace.load(DATA / "tiny-mixtral-trace")
 KNOWN, REST = split_requests(WHOLE)
@@ -67,10 +68,79 @@ def test_every_system_survives_no_gpu_memory_and_enough_for_all(system, hot):
             run(system, budget=Budget(hot, 2.0))
         return
     outcome = run(system, budget=Budget(hot, 2.0))
-    if system == "context_aware":
+    if system in ("context_aware", "balanced"):  # with all experts on the GPU the device holds none
         assert outcome.hot_pairs == hot / 8 * PAIRS
     if system in ("context_aware", "fiddler", "cxl_expert", "moe_infinity") and hot == 8:
         assert outcome.moe_ps == pytest.approx(np.full(outcome.moe_ps.shape, COSTS.resident_ps(2, 2)))
+
+
+def test_memory_that_a_system_may_use_is_counted_to_the_expert():
+    """Of 32 x 8 experts. Two places of any memory are for those that stream; more than all experts never stay."""
+    expert, options = COSTS.shape.expert_bytes, options_of(budget=Budget(3, 2.0))
+    assert (options.gpu_memory(COSTS), options.room(COSTS)) == ((32 * 3 + 2) * expert, 32 * 3 * expert)
+    assert [options.held(COSTS, size) for size in (expert, expert // 2, expert // 4)] == [96, 192, 256]
+    given = replace(options, gpu_bytes=10 * expert)
+    assert (given.gpu_memory(COSTS), given.room(COSTS), given.held(COSTS, expert)) == (10 * expert, 8 * expert, 8)
+    assert options_of(budget=Budget(9, 2.0)).room(COSTS) == 256 * expert
+
+
+def test_an_option_is_one_of_the_known_ones_as_it_is_known():
+    options = options_of(own={"bits": 4.0, "most": 1.5})
+    assert type(options.choice("bits", (16, 4))) is int
+    with pytest.raises(ConfigError, match=r"most must lie in 0\.\.1, got 1\.5"):
+        options.number("most", 0.0, 0.0, 1.0)
+
+
+def test_replicas_of_two_bits_give_plans_of_no_more_and_experts_that_leave_go_at_two():
+    for system, policy in (("context_aware", "prefill"), ("balanced", "prefill, spill 2")):
+        outcome = run(system, widest=2)
+        assert outcome.policy == policy
+        assert 1 <= outcome.cold.bits / outcome.cold.pairs <= 2
+        assert (outcome.device_ps > 0).any()
+
+
+def test_a_joint_plans_memory_and_widths_are_those_of_its_tiers():
+    everything = 256 * COSTS.shape.expert_bytes
+    for tiers, host, on_device in (
+        ("gpu+host+device", everything, True),
+        ("gpu+device", 0, True),
+        ("gpu", everything, False),
+    ):
+        held = joint.memory(COSTS, options_of(own={"tiers": tiers}))
+        assert (held.host, held.device > everything) == (host, on_device)
+    for has_bytes, widest, widths in ((True, 4, (16, 8, 4, 3, 2, 1)), (False, 2, (16, 2, 1))):
+        costs = replace(COSTS, has_bytes=has_bytes)
+        assert joint.widths_of(costs, options_of(widest=widest))["device"] == widths
+    even = ImportanceScore.from_weights(np.ones((4, 8)))
+    _, bits = joint.papers(options_of(widest=2, budget=Budget(2, 4.0)), [even], even.values)
+    assert bits.bits.max() == 2
+
+
+KEEP_STATE = ("context_aware", "balanced", "joint")
+"""What one group leaves in the slots, the next one finds."""
+
+
+@pytest.mark.parametrize("system", sorted(set(SYSTEMS) - {*KEEP_STATE, "moepic"}))
+def test_a_group_takes_what_it_takes_alone_whoever_decodes_longer(system):
+    """Two requests, of which the second ends after 40 of 150 tokens; MoEpic chooses one theta for all."""
+    sequences = [replace(s, decode_ids=s.decode_ids[:n], decode_weights=s.decode_weights[:n])
+                 for s, n in zip(TRACE.sequences, (150, 40), strict=False)]  # fmt: skip
+    both = Batches.of(from_sequences(TRACE.provenance, sequences))
+    own = {"gpu_on_demand": {"cache": "lru"}}.get(system, {})
+    found = SYSTEMS[system].replay(both, COSTS, options_of(own=own))
+    alone = [
+        SYSTEMS[system].replay(Batches.of(from_sequences(TRACE.provenance, [one])), COSTS, options_of(own=own))
+        for one in sequences
+    ]
+    for group, one in enumerate(alone):
+        steps = one.moe_ps.shape[1]
+        assert found.moe_ps[group, :steps] == pytest.approx(one.moe_ps[0], rel=1e-3)  # of the longest context
+        assert found.prefill_ps[group] == pytest.approx(one.prefill_ps[0])
+    for name in ("hot_pairs", "migrated_bytes"):
+        assert getattr(found, name) == pytest.approx(sum(getattr(one, name) for one in alone), rel=1e-6, abs=2), name
+    for name in ("hbm_bytes", "host_bytes", "link_bytes", "device_dram_pj", "device_arrays_pj"):
+        whole = sum(getattr(one.traffic, name) for one in alone)
+        assert getattr(found.traffic, name) == pytest.approx(whole, rel=1e-6), name
 
 
 def test_a_width_that_does_not_fit_is_said_beside_the_others_and_alone_refused():

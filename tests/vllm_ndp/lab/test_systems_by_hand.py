@@ -105,6 +105,18 @@ def test_quantized_reads_everything_at_a_width_that_fits():
     assert outcome.cold.loss == pytest.approx(4.4**-3)
     assert outcome.prefill_ps.ravel() == pytest.approx([0.564 * US], rel=0.01)
 
+    whole = run("quantized", batches, costs, 4, weight_bits=16)
+    assert whole.moe_ps.ravel() == near([2 * C]), "four places hold four experts, to the byte"
+
+
+def test_a_layer_that_prefetch_copies_needs_a_buffer_and_none_is_needed_where_all_fit():
+    costs, batches = machine(2), trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [2, 3]]))
+    held = [
+        SYSTEMS["vllm_offload"].memory(costs, options_of(batches, places, offload_backend=backend)).gpu / 6e6
+        for places, backend in ((2, "uva"), (2, "prefetch"), (4, "prefetch"))
+    ]
+    assert held == [4, 8, 8]
+
 
 def test_vllm_offload_reads_chosen_experts_of_half_of_its_layers_or_copies_all_of_them():
     """Two layers, two of four places: one layer stays. uva: 2 C there, 2 F in the other. prefetch: the other's four
@@ -212,6 +224,19 @@ def test_a_copy_waits_for_what_an_idle_link_has_begun():
     outcome = run("expert_cache", batches, replace(machine(), hardware=slow), 2, cache_bits=16)
     assert outcome.moe_ps.ravel() == near([CPU + HOP, CPU + HOP, 2 * C])
     assert outcome.hot_pairs == 4
+
+
+def test_an_idle_link_brings_what_missed_last_and_forgets_what_waits_too_long(monkeypatch):
+    """Two places for 0 and 1. Token 1 [2, 3] takes the host 40 us: at 30 us a copy the link has brought 3, not 2. Where
+    only one may wait, even a fast link brings but 3."""
+    slow = load_hardware("h100-ndp512", **{**HARDWARE.values(), "link.bulk_bytes_per_s": 200_000_000_000})
+    own: Any = {"cache_bits": 16, "misses_by": "host"}
+    for asked, found in ((2, 1), (3, 2)):  # and 0, which is there
+        batches = trace(PROMPT, chosen([[2, 3]], [[asked, 0]]))
+        assert run("expert_cache", batches, replace(machine(), hardware=slow), 2, **own).hot_pairs == found
+    monkeypatch.setattr("vllm_ndp.lab.systems.expert_cache.MOST_WAITING", 1)
+    outcome = run("expert_cache", trace(PROMPT, chosen([[2, 3]], [[2, 3]])), machine(), 2, **own)
+    assert outcome.hot_pairs == 1
 
 
 def test_daop_computes_predicted_cold_experts_a_layer_ahead():
