@@ -288,9 +288,11 @@ def biased(
     w1, w3, gate, up = (np.concatenate([part] * groups) for part in rng.standard_normal((4, 64, hidden), np.float32))
     w2 = np.tile(rng.standard_normal((hidden, 64), np.float32), groups)
     biases = Biases(gate[:, 0], up[:, 0], down * rng.standard_normal(hidden, np.float32))
-    weights = np.concatenate([w1, w3]), w2
-    made = [data_free.quantize_nested(one, 64, {2: 1.0}).by_width() | {8: round_to_bytes(one, 64)} for one in weights]
-    replicas = {bits: QuantizedExpert(bits, *(of[bits] for of in made), biases, activation) for bits in (2, 8)}
+    w13s, w2s = (
+        data_free.quantize_nested(weights, 64, {2: 1.0}).by_width() | {8: round_to_bytes(weights, 64)}
+        for weights in (np.concatenate([w1, w3]), w2)
+    )
+    replicas = {bits: QuantizedExpert(bits, w13s[bits], w2s[bits], biases, activation) for bits in (2, 8)}
     return FullExpert("float32", w1, w3, w2, biases=biases, activation=activation), replicas
 
 

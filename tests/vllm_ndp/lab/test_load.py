@@ -180,6 +180,12 @@ def test_a_prompt_is_admitted_where_all_of_it_fits_and_its_cached_tokens_are_not
     assert steps == [[(0, 5, 3)], [(0, 8, 1)], [(1, 0, 4)], [(1, 4, 2)]]
 
 
+def test_a_host_knows_how_many_share_its_device_and_has_whole_blocks_of_kv_cache():
+    host = load_run._host(short(2, 4, 2), settings(kv_tokens=7 * 16 + 5, block_size=16), 0, None, 3)
+    assert host.engine.setup.device_hosts == 3
+    assert host._scheduler.rules.kv_blocks == 7
+
+
 def test_hosts_draw_arrivals_of_their_own():
     one, other = serve([short(2, 4, 2)] * 2, settings(process="poisson", rate=50.0))
     assert one.arrivals_ps.tolist() == drawn(2, 50.0, 0).tolist()
