@@ -159,6 +159,18 @@ def test_a_full_kv_cache_sends_back_the_one_admitted_last_which_then_computes_al
     ]
 
 
+def test_a_request_that_sends_itself_back_is_counted():
+    scheduler = Scheduler(Scheduling(max_num_batched_tokens=9, max_num_seqs=9, block_size=2, kv_blocks=3))
+    for number in range(2):
+        scheduler.add(Request(number, 2, 4))
+    counts = []
+    while scheduler.busy:
+        scheduler.schedule()
+        scheduler.end_step()
+        counts.append(scheduler.preemptions)
+    assert counts == [0, 1, 1, 1, 1]
+
+
 def test_who_was_sent_back_comes_before_those_that_wait_and_nobody_is_admitted_in_the_same_step():
     """Three blocks of 2. In step 1 both running requests want a second block: 1 goes, and 2, which needs one and would
     find it, waits behind 1."""
@@ -184,6 +196,31 @@ def test_a_host_knows_how_many_share_its_device_and_has_whole_blocks_of_kv_cache
     host = load_run._host(short(2, 4, 2), settings(kv_tokens=7 * 16 + 5, block_size=16), 0, None, 3)
     assert host.engine.setup.device_hosts == 3
     assert host._scheduler.rules.kv_blocks == 7
+
+
+def test_what_the_weights_leave_of_gpu_memory_is_for_kv_cache():
+    """Mixtral-8x7B: 4 of 8 experts and two that pass through, 128 KiB a token. Two GPUs have the same weights once."""
+    for gpus in (1, 2):
+        costs = Costs(load_hardware("h100-ndp512"), model_named("mixtral-8x7b"), num_gpus=gpus)
+        shape = costs.shape
+        weights = 2 * (shape.beside_weights + 2 * shape.head_weights) + (32 * 4 + 2) * shape.expert_bytes
+        room = gpus * costs.hardware.gpu.hbm_capacity_bytes - weights
+        assert load_run.kv_room(costs, 4, 1) == room // 131_072
+
+
+def test_a_prefix_stays_only_where_the_kv_cache_has_room_for_it(tmp_path):
+    line = '{"timestamp": 1, "input_length": 1100, "output_length": 1, "hash_ids": [1, 2, 3]}\n'
+    (tmp_path / "a.jsonl").write_text(line * 2)
+    for room, cached in ((512, 512), (1 << 20, 1099)):
+        host = load_run._host(short(2, 4, 2), settings(process=str(tmp_path / "a.jsonl"), kv_tokens=room), 0, None, 1)
+        assert [request.cached for request in host._requests] == [0, cached]
+
+
+def test_a_position_that_ran_twice_gives_its_rows_in_turn_and_then_the_last_again():
+    trace, rows = short(1, 2, 1), [0, 1, 0, 1, 2]
+    columns = {name: getattr(trace, name)[rows] for name in ("request", "position", "phase", "ids", "weights")}
+    found = load_run._Rows(dataclasses.replace(trace, step=np.array([0, 0, 1, 1, 2], np.int32), **columns))
+    assert [found.of([ScheduledSpan(0, 0, 2)]).tolist() for _ in range(3)] == [[0, 1], [2, 3], [2, 3]]
 
 
 def test_hosts_draw_arrivals_of_their_own():
@@ -573,6 +610,8 @@ def test_a_run_is_replayed_and_served_again_to_the_picosecond(written):
     assert (found.steps_identical, found.plan_mismatches, found.fallback_steps) == (len(written.events["step"]), 0, 0)
     times = [(step.run.time.start_ps, step.run.time.total_ps) for step in served.steps]
     assert times == list(zip(*(of.tolist() for of in written.simulated_steps()), strict=True))
+    first = int(written.step[written.request == 2][0])
+    assert of_steps(written).tolist() == [0, 0, sum(times[first - 1])]
 
 
 def test_a_step_that_began_or_took_otherwise_is_another_one(written):

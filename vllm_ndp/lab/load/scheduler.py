@@ -130,7 +130,6 @@ class Scheduler:
         while not self._allocate(request, request.computed + num):
             last = self.running.pop()
             self._free(last)
-            last.computed = 0
             self.waiting.appendleft(last)
             self.preemptions += 1
             if last is request:
