@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -153,6 +154,11 @@ def test_dequantisation_counts_once_it_is_slower_than_the_arrays() -> None:
     )
     assert at4.total_ps == pytest.approx(688.1e6, rel=0.01)
     assert device_ps(at3) / device_ps(at4) == pytest.approx(4 / 3, rel=0.01)
+    fast = mixtral(
+        3, 1, load_hardware("h100-ndp512", pe_mode="fp16_dequant", dequant_weights_per_cycle=2, clock_hz=8 * 10**9)
+    )
+    assert fast.dequant_ps > fast.dram_ps > fast.compute_ps
+    assert fast.bound == "compute"
 
 
 def test_weights_are_read_again_when_the_activations_do_not_fit() -> None:
@@ -252,6 +258,15 @@ def test_results_hold_up_migrations_that_still_send_and_no_other() -> None:
     assert [model.migration_end_ps(number) for number in (first, second)] == [ends[0], ends[1] + sent]
     model.begin_migration(1, ends[0])
     assert model.migration_end_ps(first) == ends[0], "one that ends as this is asked is still known"
+
+
+def test_results_that_leave_after_a_migration_ended_keep_its_share_of_the_dram_from_nobody() -> None:
+    """By DMA: they are there 1 us before its end, and launched 5 us after it."""
+    hardware = load_hardware("h100-ndp512", launch="dma", **{"dram.kind": "ideal"})
+    model, work = DeviceModel(hardware), work_of((16, 1))
+    end = model.migration_end_ps(model.begin_migration(10**6, 0))
+    model.execute(Work(1024, 2048, 0, 25 * 10**6, ()), end - 1_000_000 - 6_000_000 - 500_000 - 20_000)
+    assert model.execute(work, end).dram_ps == run(hardware, work).dram_ps
 
 
 def test_what_a_message_moves_is_activations_both_ways_and_the_pairs_inwards() -> None:
@@ -478,6 +493,39 @@ def test_dram_prints_what_the_model_says() -> None:
     expected = transfer(load_hardware("h100-ndp512").dram, 2**20)
     assert line["mean_ps"] == expected.mean_ps
     assert {"mean_ps", "min_ps", "max_ps", "gb_per_s", "efficiency"} <= line.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("1_000", 1000), ("7B", 7), ("2KB", 2000), ("2KiB", 2048), ("3mb", 3 * 10**6), ("1 GB", 10**9)],
+)
+def test_sizes_may_be_given_with_units_of_either_kind(text: str, num_bytes: int) -> None:
+    assert last_line("dram", text)["bytes"] == num_bytes
+
+
+def shown(*arguments: str) -> str:
+    return CliRunner().invoke(app, ["time", *arguments], env={"COLUMNS": "300"}).output
+
+
+def test_tables_for_people_say_what_the_line_says() -> None:
+    """Nanoseconds of a read, microseconds of an expert, microjoules."""
+    read, expert = last_line("dram", "1MiB"), last_line("expert", "olmoe", "--bits", "3")
+    for word, stage in (("mean", "mean_ps"), ("fastest", "min_ps"), ("slowest", "max_ps")):
+        assert re.search(rf"{word}\W+{read[stage] / 1e3:,.1f} ns", shown("dram", "1MiB"))
+    for word, stage in (("dram", "dram_ps"), ("link_in", "link_in_ps"), ("total", "total_ps")):
+        assert re.search(rf"{word}\W+{expert[stage] / 1e6:,.3f}", shown("expert", "olmoe", "--bits", "3"))
+    assert f"{expert['energy_pj'] / 1e6:,.1f} uJ" in shown("expert", "olmoe", "--bits", "3")
+    values = shown("hardware", "--set", "dram.cl=50")
+    assert re.search(r"dram\.cl\W+50\b", values)
+    assert values.count("by hand") == 1
+
+
+def test_an_option_of_the_model_is_one_of_the_answer() -> None:
+    assert last_line("idle", "hit", "--set", "dram.cl=50")["ps"] - last_line("idle", "hit")["ps"] == 4 * 312.5
+    codes = last_line("expert", "olmoe", "--bits", "3", "--no-scales")["weight_bytes"]
+    assert codes == 3 * 2048 * 1024 * 3 // 8 < last_line("expert", "olmoe", "--bits", "3")["weight_bytes"]
+    refused = CliRunner().invoke(app, ["time", "expert", "olmoe", "--bits", "3", "--tokens", "0"])
+    assert "--tokens must be at least 1, got 0" in str(refused.exception) + refused.output
 
 
 def test_expert_prints_every_stage_and_the_other_modes_beside_it() -> None:

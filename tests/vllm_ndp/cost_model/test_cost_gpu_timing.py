@@ -194,6 +194,19 @@ def test_a_layer_waits_for_the_host_and_hot_experts_may_have_widths_of_their_own
     assert computed.stream_ps == ONE.prefill_stream_ps(1, 39_000) > ONE.prefill_stream_ps(1, 1)
 
 
+def test_a_clock_s_layers_are_those_of_the_context_that_it_was_told() -> None:
+    """gpt-oss-120b: 100 tokens behind 900 are of one request, and see 128 in a layer with a window. By arithmetic."""
+    cheap_reads = load_hardware("h100-ndp512", times="roofline", hbm_bytes_per_s=10**18)
+    model = GpuModel(cheap_reads, public_shape("gpt-oss-120b"))
+    told = 100, 1000, sum(range(901, 1001)), [(900, 1000)]
+    clock = StepClock(model)
+    clock.begin_step(*told)
+    assert clock.begin_layer() == model.before_experts_ps(*told)[0] != model.before_experts_ps(100, 1000)[0]
+    clock.end_layer()
+    before = clock.now_ps
+    assert clock.begin_layer() - before == model.before_experts_ps(*told)[1] != model.before_experts_ps(100, 1000)[1]
+
+
 def test_layers_beyond_the_model_s_begin_again_with_its_first() -> None:
     """gpt-oss-120b's layers differ by turns: of 38 the last two are the first two."""
     model = GpuModel(H100, public_shape("gpt-oss-120b"))
@@ -305,6 +318,8 @@ def test_a_stage_sends_activations_and_their_residual_and_the_first_one_reduces_
     reduced, sent = all_reduce_ps(2, 8 * 4096 * 2), send_ps(2 * 8 * 4096 * 2)
     assert first.head_ps(1, 8) == reduced + sent
     assert last.head_ps(1, 8) == TWO.head_ps(1, 8) - reduced
+    assert TWO.head_ps(0, 8) == reduced
+    assert last.head_ps(0, 8) == 0
 
 
 def test_one_request_waits_for_its_own_token():
