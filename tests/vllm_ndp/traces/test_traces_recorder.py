@@ -118,6 +118,8 @@ def test_sequences_split_prompt_and_decode_of_each_request(tmp_path):
     assert (len(first.prompt_ids), len(first.decode_ids)) == (5, 3)
     assert (second.decode_ids == trace.ids[[11, 13, 15]]).all()
     assert (trace.stats(first).counts.sum(axis=1) == 5 * K).all()
+    assert trace.stats(first).scores.sum(axis=1) == pytest.approx(first.prompt_weights.sum(axis=(0, 2)))
+    assert trace.stats(first, "decode").scores.sum(axis=1) == pytest.approx(first.decode_weights.sum(axis=(0, 2)))
 
 
 def test_a_position_that_ran_twice_counts_once_and_the_last_run_wins(tmp_path):

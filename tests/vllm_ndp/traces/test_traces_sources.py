@@ -14,7 +14,7 @@ from vllm_ndp.planning.plan import top_experts
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.traces.importers import FORMATS, ImportSettings, import_trace, trace_of
 from vllm_ndp.traces.rows import Logged
-from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
+from vllm_ndp.traces.synthetic import SyntheticSettings, read_routing, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
 L, E, K = 3, 16, 2
@@ -54,6 +54,68 @@ def test_drift_makes_the_prompt_worse_at_predicting_decode():
     assert coverage(drifting, "prefill") < coverage(still, "prefill") - 0.05
 
 
+def shared(trace: Trace, first: int, second: int) -> float:
+    """Mean share of choices that two tokens of a request have in common."""
+    pairs = [np.concatenate([s.prompt_ids, s.decode_ids])[[first, second]] for s in trace.sequences]
+    return float(np.mean([(a[..., None] == b[:, None]).any(axis=1) for a, b in pairs]))
+
+
+def test_a_taste_that_has_turned_is_as_strong_as_it_was_and_another_one():
+    """Without noise to speak of; chance is K of E."""
+    trace = synthetic(signal=1e6, drift=1.0, prompt_len=50, decode_len=50)
+    assert shared(trace, 0, 1) > 0.9
+    assert shared(trace, 98, 99) > 0.9
+    assert 0.4 * K / E < shared(trace, 0, 99) < 2 * K / E
+    half = synthetic(signal=1e6, drift=0.5, prompt_len=50, decode_len=50)
+    assert shared(half, 0, 99) == pytest.approx(shared(trace, 0, 50), abs=0.05)
+
+
+def test_a_layer_without_strength_is_all_noise():
+    """Neither popularity, which here has one favourite, nor taste."""
+    trace = synthetic(signal=1e6, concentration=0.01, strength=(0.0, 1.0, 1.0), persistence=0.9)
+    same = [(trace.ids[:-1, layer] == trace.ids[1:, layer]).mean() for layer in range(L)]
+    assert same[0] < 2 / E
+    assert min(same[1:]) > 0.9
+    assert np.bincount(trace.ids[:, 0].ravel()).max() < 1.1 * trace.ids[:, 0].size / E
+
+
+def test_taste_admits_its_share_of_experts_and_puts_the_others_three_deviations_lower():
+    """All 8 experts are chosen, so that logarithms of their weights are their logits, but for the noise."""
+    settings = SyntheticSettings(1, 8, 8, num_requests=8, prompt_len=2000, decode_len=0, concentration=1e9, reach=0.5)
+    for sequence in synthetic_trace(settings).sequences:
+        logs = np.log(np.maximum(sequence.prompt_weights, 1e-9))
+        of_expert = np.take_along_axis(logs, sequence.prompt_ids.argsort(axis=2), axis=2)
+        gaps = np.diff(np.sort(np.median(of_expert, axis=(0, 1))))
+        assert int(gaps.argmax()) == 3
+        assert gaps.max() > 2.7
+
+
+def test_noise_is_a_gumbels_whether_it_is_remembered_or_not():
+    """Its differences are logistic: variance pi^2 / 3. A token keeps `persistence` times `memory` of its Gaussian."""
+    flat = {"num_requests": 4, "prompt_len": 3000, "decode_len": 0, "concentration": 1e9, "signal": 0.0}
+    for persistence, memory in ((0.0, 0.0), (0.6, 0.5), (1.0, 0.9)):
+        settings = SyntheticSettings(2, 2, 2, persistence=persistence, memory=memory, **flat)
+        apart = []
+        for sequence in synthetic_trace(settings).sequences:
+            logs = np.take_along_axis(np.log(sequence.prompt_weights), sequence.prompt_ids.argsort(axis=2), axis=2)
+            apart.append(logs[..., 0] - logs[..., 1])
+        assert np.var(apart) == pytest.approx(np.pi**2 / 3, rel=0.08)
+        kept = np.mean([np.corrcoef(one[:-1, layer], one[1:, layer])[0, 1] for one in apart for layer in (0, 1)])
+        assert kept == pytest.approx(persistence * memory, abs=0.05)
+
+
+def test_only_a_trace_without_signal_and_persistence_is_called_null():
+    labels = [synthetic(signal=s, persistence=p).labels[0] for s, p in ((0.0, 0.0), (0.0, 0.5), (1.0, 0.0))]
+    assert labels == ["null", "synthetic", "synthetic"]
+
+
+def test_a_routing_that_is_named_is_taken_whatever_the_model_and_so_are_sizes():
+    names = [read_routing(name, "qwen3-30b-a3b").name for name in ("", "auto", "memoryless", "near-chance")]
+    assert names == ["memoryless", "qwen3-30b-a3b", "memoryless", "near-chance"]
+    given = read_routing("", "olmoe").settings("olmoe", num_experts=4, top_k=1)
+    assert (given.num_experts, given.top_k, given.num_layers) == (4, 1, 16)
+
+
 def test_smaller_concentration_is_more_skew():
     def largest(trace: Trace) -> float:
         counts = np.bincount(trace.ids.reshape(-1), minlength=E)
@@ -78,6 +140,11 @@ def test_router_weights_are_normalised_and_fall_with_rank():
     [
         ({"num_requests": 10**12}, r"tokens times layers must be at most 67108864, got"),
         ({"prompt_len": 10**21}, r"tokens times layers must be at most 67108864, got"),
+        ({"num_layers": 10**4}, r"tokens times layers must be at most 67108864, got 163840000"),
+        ({"strength": (1.0, 1.0)}, "for each of 3 layers"),
+        ({"strength": (1.0, -0.1, 1.0)}, "a number of at least 0 for each"),
+        ({"strength": (0.1, 3.0, 0.1), "persistence": 0.5}, "strength times persistence must not exceed 1, got 3.0"),
+        ({"memory": 1.0}, "memory must lie in"),
         ({"concentration": float("nan")}, "concentration must lie in"),
         ({"signal": float("inf")}, "signal must lie in"),
         ({"top_k": 20}, "top_k 20"),
