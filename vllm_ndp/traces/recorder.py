@@ -62,7 +62,7 @@ class TraceWriter:
         with _writing_to(directory):
             write_manifest(directory, provenance, None)
         self._flush_seconds = flush_seconds
-        self._most_rows = max(_BUFFER_TOKEN_LAYERS // provenance.num_layers, 1)
+        self._most_rows = _BUFFER_TOKEN_LAYERS // provenance.num_layers
         self._changed = threading.Condition()
         self._rows: dict[str, list[tuple[Any, ...]]] = {table: [] for table in TABLES}
         self._waiting = 0  # rows of routing; an item of its list holds those of a step
