@@ -488,6 +488,15 @@ def test_a_request_of_its_prompt_alone_gives_one_token():
     assert tokens_of(served).index.tolist() == [0]
 
 
+def test_routing_of_a_decode_is_needed_only_by_requests_that_decode():
+    one = BUNDLED.sequences[0]
+    nothing = Sequence.of("", one.prompt_ids[:5], one.prompt_weights[:5], 5)
+    trace, prompts = from_sequences(BUNDLED.provenance, [nothing]), np.array([9])
+    assert Workload(trace, prompts, np.array([1])).num_rows.tolist() == [9]
+    with pytest.raises(TraceError, match="request 0 of the trace has no prompt or no decode to take routing from"):
+        Workload(trace, prompts, np.array([2]))
+
+
 MOONCAKE = """{"timestamp": 0, "input_length": 20, "output_length": 4, "hash_ids": [1]}
 {"timestamp": 10, "input_length": 7, "output_length": 1, "hash_ids": [2]}
 {"timestamp": 12.5, "input_length": 3, "output_length": 9}

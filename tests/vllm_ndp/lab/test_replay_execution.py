@@ -19,7 +19,7 @@ from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions, ours
 from vllm_ndp.lab.systems.ours import Groups
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import copied_in_order, run_pairs, with_copies
-from vllm_ndp.lab.vectorised.outcome import Traffic, step_times, summarise
+from vllm_ndp.lab.vectorised.outcome import Summary, Traffic, step_times, summarise
 from vllm_ndp.layer.setup import Setup
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
@@ -155,6 +155,18 @@ def test_a_token_of_a_model_that_is_all_hot_costs_the_bits_it_reads():
     assert row.energy_gpu_mj == pytest.approx((2 * weights + cached) * 8 * 3.97e-9)
     assert row.energy_idle_mj == pytest.approx((70_000 + 100_000) / row.decode_tokens_per_s)  # no device computes
     assert row.energy_mj == row.energy_gpu_mj + row.energy_idle_mj
+
+
+def test_a_row_says_what_it_has_in_the_units_of_its_headings():
+    row = Summary(
+        "a", "b", 2, 12.3456, 0.5, 1234.5, 81, 90.123, 0.25, 0.5, -2345.6, 0.1234, np.nan, 0.01, 0.2, 0.011,
+        num_hot=4, gpu_gb=61.23, energy_link_mj=1, energy_dram_mj=2, energy_arrays_mj=3, energy_gpu_mj=4,
+        energy_idle_mj=5,
+    )  # fmt: skip
+    told = "a|b|2|4|12.35 ± 0.50|+20.0 ± 1.1|1,234|81|90.12|0.25|0.5|-2,346|12.3|15|61.2|-|0.01"
+    assert list(row.cells().values()) == told.split("|")
+    assert dataclasses.replace(row, over_paper=np.nan, decode_tokens_per_s=1e4).cells()["over the paper %"] == "-"
+    assert row.as_dict()["avg_bits"] is None
 
 
 def test_requests_of_different_lengths_decode_until_the_longest_is_done():
