@@ -2,17 +2,35 @@
 
 import dataclasses
 import os
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from paths import DATA
 
 from ndp_device.common.errors import ConfigError, NdpError
 from vllm_ndp.cost_model.costs import model_named
 from vllm_ndp.cost_model.memory import CAPACITY_OF, DoesNotFit
-from vllm_ndp.lab.compare import Replays, columns, compare, compare_all, processes
+from vllm_ndp.lab.compare import (
+    Compared,
+    Comparison,
+    Replayed,
+    Replays,
+    Workload,
+    _trace_of,
+    beside_fastest,
+    columns,
+    compare,
+    compare_all,
+    named,
+    processes,
+)
 from vllm_ndp.lab.options import CAPACITY, GB, CompareSettings
 from vllm_ndp.lab.systems import SYSTEMS
-from vllm_ndp.planning.bitwidths import nominal_loss
+from vllm_ndp.planning.bitwidths import LossTable, nominal_loss
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.traces.format import DECODE, REJECTED
 from vllm_ndp.traces.synthetic import read_routing, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
@@ -113,6 +131,76 @@ def test_the_fastest_is_looked_for_among_those_that_lose_no_more_than_the_points
     assert three.loss <= nominal_loss(3) < two.loss
 
 
+def row(system: str, speed: float, loss: float, policy: str = "static", batch: int = 1) -> Any:
+    return SimpleNamespace(system=system, decode_tokens_per_s=speed, loss=loss, policy=policy, batch=batch)
+
+
+def compared(*points: tuple[CompareSettings, list[Any], list[str]], loss: LossTable | None = None) -> Compared:
+    made = [(at, Comparison([SimpleNamespace(row=one) for one in of], notes, "", 1)) for at, of, notes in points]
+    return Compared(made, [], loss)
+
+
+def test_the_fastest_and_the_fastest_of_another_system_by_hand():
+    """Oracles take no part, though they are faster; of batch 4 nothing loses as little as 3 bits do, so all count."""
+    three = nominal_loss(3)
+    rows = [
+        row("fiddler", 1, 0),
+        row("balanced", 2, three),
+        row("balanced", 3, three / 2),
+        row("joint", 9, 0, "oracle, all"),
+        row("quantized", 8, 2 * three, "2 bits"),
+        row("monde", 5, 1, batch=4),
+        row("fiddler", 6, 1, batch=4),
+    ]
+    found = [(batch, best, other) for _, batch, best, other in compared((at(avg_bits=3.0), rows, [])).winners()]
+    assert found == [(1, rows[2], rows[0]), (4, rows[6], rows[5])]
+
+
+def test_what_the_points_bits_lose_is_a_rows_or_the_mean_of_the_table():
+    known = LossTable(LossTable.nominal(2, 2).mse * np.array([1.0, 3.0])[:, None])
+    found, rows = compared((at(), [], []), loss=known), [row("quantized", 1, 0.5, "3 bits")]
+    assert found._loss_at(3, []) == pytest.approx(2 * nominal_loss(3), rel=1e-5)
+    assert found._loss_at(8, []) == pytest.approx(2 * nominal_loss(4), rel=1e-5)
+    assert 0.5 < found._loss_at(3, rows) < 0.5001
+
+
+def test_a_note_of_some_points_names_them():
+    one, other = at(model="olmoe"), at()
+    found = compared((one, [], ["a", "b"]), (other, [], ["b"]))
+    assert found.skipped == ["b", f"{named(one)}: a"]
+
+
+def test_every_row_stands_beside_the_fastest_of_all_requests_of_its_batch():
+    """4 + 4 is less than 1 + 9; of a batch of 2 there is a single group."""
+    rows = [
+        Replayed(row("a", 1, 0, batch=b), np.array(of), 0.0) for b, of in ((1, [1, 9.0]), (1, [4, 4.0]), (2, [1.0]))
+    ]
+    first, second, alone = beside_fastest(rows)
+    assert (first.mean, second.mean, alone) == (0.25, 0, None)
+
+
+def test_a_model_takes_the_first_trace_that_chooses_as_many_of_as_many_experts():
+    one, two = (SimpleNamespace(provenance=SimpleNamespace(num_experts=8, top_k=k)) for k in (1, 2))
+    assert _trace_of("mixtral-8x7b", [one, two, two]) == 1
+
+
+def test_a_predictor_learns_from_no_rejected_draft_and_where_none_are_held_out_from_prompts_alone():
+    other = (TRACE.ids + 1) % 8
+    decoded = dataclasses.replace(TRACE, ids=np.where((TRACE.phase == DECODE)[:, None, None], other, TRACE.ids))
+    even = ImportanceScore.from_weights(np.ones((4, 8)))
+    chances = [Workload(trace, prior=even).predictor.chances for trace in (TRACE, decoded)]
+    assert np.array_equal(*chances)
+    twice = {name: np.repeat(getattr(TRACE, name), 2, axis=0) for name in ("step", "request", "position", "weights")}
+    drafts = np.arange(2 * len(TRACE.step)) % 2 == 0  # one before each row
+    drafted = dataclasses.replace(
+        TRACE,
+        **twice,
+        ids=np.where(drafts[:, None, None], np.repeat(other, 2, axis=0), np.repeat(TRACE.ids, 2, axis=0)),
+        phase=np.where(drafts, REJECTED, np.repeat(TRACE.phase, 2)).astype(np.uint8),
+    )
+    assert np.array_equal(Workload(drafted).predictor.chances, Workload(TRACE).predictor.chances)
+
+
 def test_a_worker_that_dies_ends_the_work_in_one_sentence(monkeypatch):
     monkeypatch.setattr(Replays, "replay", lambda *_: os._exit(9))
     with pytest.raises(NdpError, match="fewer --jobs"):
@@ -163,6 +251,19 @@ def test_a_row_says_what_it_holds():
     assert four.gpu_gb - one.gpu_gb == pytest.approx(3 * 512 * KV_TOKEN / 1e9)
     assert (one.num_hot, one.host_gb) == (4, 0)
     assert rows(("monde",))[0].num_hot == 0
+
+
+def test_a_system_that_fits_at_one_batch_size_alone_is_refused():
+    room = BESIDE + 128 * EXPERT + 512 * KV_TOKEN
+    assert rows(overrides={"gpu.hbm_capacity_bytes": room})[0].num_hot == 4
+    with pytest.raises(DoesNotFit, match="context_aware with K 4 at batch 4 does not fit"):
+        rows(batches=(1, 4), overrides={"gpu.hbm_capacity_bytes": room})
+
+
+def test_fit_gives_a_cache_of_any_size_all_that_is_left():
+    room = BESIDE + 5 * 32 * EXPERT + 512 * KV_TOKEN + 12_345
+    held = rows(("expert_cache",), fit=True, overrides={"gpu.hbm_capacity_bytes": room})[0]
+    assert held.gpu_gb * 1e9 == pytest.approx(room, abs=1)
 
 
 def test_fit_takes_the_most_hot_experts_that_fit_and_never_more_than_asked_for():
