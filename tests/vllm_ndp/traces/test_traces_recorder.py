@@ -11,7 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from stopped_disk import StoppedDisk
@@ -419,6 +421,31 @@ def test_a_trace_of_another_model_is_refused(tmp_path):
     record(tmp_path / "trace")
     with pytest.raises(TraceError, match="digest aa, this model has bb"):
         Trace.load(tmp_path / "trace", model_digest="bb")
+    TraceWriter(tmp_path / "unknown", msgspec.structs.replace(PROVENANCE, model_digest="")).close()
+    assert Trace.load(tmp_path / "unknown", model_digest="bb").provenance.model == "tiny"
+
+
+def test_names_of_requests_that_are_no_text_are_damage(tmp_path):
+    record(tmp_path)
+    file = tmp_path / "requests-00000.parquet"
+    table = pq.read_table(file)
+    names = pa.array([b"\xff\xfe", b"b"]).view(pa.string())
+    pq.write_table(table.set_column(1, table.schema.field("id"), names), file, write_page_checksum=True)
+    with pytest.raises(TraceError, match=r"requests-00000\.parquet is damaged: .*UTF8"):
+        Trace.load(tmp_path)
+
+
+@pytest.mark.parametrize("column", ["ids", "weights"])
+def test_a_choice_without_a_value_is_refused(tmp_path, column):
+    record(tmp_path)
+    file = tmp_path / "routing-00000.parquet"
+    table = pq.read_table(file)
+    at, values = table.column_names.index(column), table[column].combine_chunks()
+    flat = pa.array([None, *values.flatten().to_pylist()[1:]], type=values.type.value_type)
+    holed = pa.FixedSizeListArray.from_arrays(flat, type=values.type)
+    pq.write_table(table.set_column(at, table.schema.field(at), holed), file, write_page_checksum=True)
+    with pytest.raises(TraceError, match=f"column '{column}' of a trace must have a value in every row"):
+        Trace.load(tmp_path)
 
 
 def test_a_directory_without_manifest_is_not_a_trace(tmp_path):
