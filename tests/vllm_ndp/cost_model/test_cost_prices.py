@@ -52,6 +52,7 @@ def test_prices_that_do_not_begin_at_zero_are_lines_through_what_was_measured():
     experts = {"gpu:16": [30, 20, 5]}
     measured = read(experts=experts, messages=[5, 8, 20], streamed=[100, 130, 250], shared=[6, 9, 21])
     assert measured.streamed_ps(2, 6) == 2 * 90 + 6 * 10
+    assert read(streamed=[100, 90, 80]).streamed_ps(2, 6) == 2 * 100
     assert [measured.message_ps(rows, 0) for rows in (0, 1, 2, 10)] == [5, 5, 6, 14]
     assert [measured.shared_ps(rows) for rows in (0, 1, 2)] == [0, 6, 7]
     assert prices().shared_ps(2) == 0

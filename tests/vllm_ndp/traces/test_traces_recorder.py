@@ -53,7 +53,7 @@ def record(directory: Path, steps: int = 4, **settings) -> list[tuple[np.ndarray
     written = []
     with TraceWriter(directory, PROVENANCE, **settings) as writer:
         for request in (0, 1):
-            writer.add_request(request, f"req-{request}", prompt_len=5, arrival_s=0.5 * request, label="prose")
+            writer.add_request(request, f"req-{request}", prompt_len=5, arrival_s=0.1 * request, label="prose")
         for step in range(steps):
             rows = 10 if step == 0 else 2
             ids, weights = choices(rows, step)
@@ -81,7 +81,7 @@ def test_what_was_recorded_is_loaded_bit_for_bit_and_saved_so(tmp_path):
         assert (trace.weights == np.concatenate([weights for _, weights in written])).all()
         assert trace.step.tolist() == [0] * 10 + [1, 1, 2, 2, 3, 3]
         assert trace.request_ids == ["req-0", "req-1"]
-        assert trace.arrival_s.tolist() == [0.0, 0.5]
+        assert trace.arrival_s.tolist() == [0.0, 0.1]
         assert {name: column.tolist() for name, column in trace.events.items()} == {
             "step": [0, 1, 2, 3],
             "epoch": [7] * 4,
@@ -90,6 +90,7 @@ def test_what_was_recorded_is_loaded_bit_for_bit_and_saved_so(tmp_path):
             "measured_step_s": [0.1] * 4,
             "fallback_pairs": [0, 2, 4, 6],
         }
+        assert [of.tolist() for of in trace.simulated_steps()] == [[0, 10, 20, 30], [10, 11, 12, 13]]
         assert [trace.plans[name].tolist() for name in ("step", "epoch", "request")] == [[2, 2], [7, 7], [-1, 0]]
         assert (trace.plans["cells"] == [np.eye(L, E), np.full((L, E), 2)]).all()
         assert set(trace.labels) == {"prose"}
@@ -172,6 +173,8 @@ def test_requests_one_after_the_other_take_a_step_for_the_prompt_and_one_for_eac
     trace = replace(from_sequences(PROVENANCE, sequences), complete=False)
     assert trace.step.tolist() == [0, 0, 1, 2, 3, 4, 5, 6]
     assert trace.phase.tolist() == [PREFILL] * 2 + [DECODE] * 2 + [PREFILL] + [DECODE] * 2 + [PREFILL]
+    with pytest.raises(TraceError, match="holds no steps of a live run"):
+        trace.simulated_steps()
     chosen = trace.select([2, 0])
     assert (chosen.labels, chosen.request_ids, chosen.complete) == (["c", "a"], ["2", "0"], False)
     assert (chosen.prompt_len.tolist(), chosen.arrival_s.tolist()) == ([1, 2], [0.25, 0.5])
