@@ -159,7 +159,7 @@ def _trimmed(one: Logged, kept: NDArray[np.bool_], number: int) -> Logged:
             "needs every token"
         )
     if one.prompt_len is not None and len(there):
-        one = one._replace(prompt_len=min(max(one.prompt_len - int(there[0]), 0), len(there)))
+        one = one._replace(prompt_len=max(one.prompt_len - int(there[0]), 0))
     return _taken(one, 0, kept)
 
 

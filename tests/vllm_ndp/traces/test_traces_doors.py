@@ -35,7 +35,10 @@ def vllm(tmp_path: Path, change: Any, *, k: int = K, num_experts: int = E) -> Tr
     return import_trace(tmp_path / "log.jsonl", "vllm", ImportSettings(num_experts=num_experts))
 
 
-def filled(where: Any, value: int) -> Any:
+ZERO_OR_LESS = np.resize([0, -1], (TOKENS, 1, 1))
+
+
+def filled(where: Any, value: Any) -> Any:
     def change(ids: np.ndarray) -> np.ndarray:
         ids[where] = value
         return ids
@@ -51,11 +54,11 @@ def with_column(value: Any) -> Any:
     ("k", "value", "dense", "others"),
     [
         *((K, value, [0, 3], [1, 2, 4]) for value in (0, -1, 65535)),
-        *((1, value, [0, 2, 4], [1, 3]) for value in (0, -1, E)),  # a model that chooses one expert
+        *((1, value, [0, 2, 4], [1, 3]) for value in (0, -1, E, ZERO_OR_LESS)),  # a model that chooses one expert
     ],
 )
 def test_dense_layers_are_left_out_and_counted(
-    tmp_path: Path, k: int, value: int, dense: list[int], others: list[int]
+    tmp_path: Path, k: int, value: Any, dense: list[int], others: list[int]
 ) -> None:
     trace = vllm(tmp_path, filled((slice(None), dense), value), k=k)
     assert trace.provenance.settings["left_out"] == {"layers without experts": len(dense)}
@@ -133,6 +136,11 @@ def test_a_trace_with_some_weights_that_nobody_told_says_so() -> None:
     assert trace.weights[[0, TOKENS]].mean(axis=(1, 2)).tolist() == [1 / K, 1]
 
 
+def test_two_columns_of_one_expert_are_nobodys_shared_one(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="chooses an expert at most once"):
+        vllm(tmp_path, lambda ids: with_column(E)(with_column(E)(ids)), num_experts=0)
+
+
 def test_too_few_experts_are_refused_and_no_column_is_taken_for_a_shared_one(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=rf"0\.\.15, got 0\.\.{E - 1}: row 0, layer 0 has \["):
         vllm(tmp_path, lambda ids: ids, num_experts=16)
@@ -155,6 +163,7 @@ def test_a_request_without_any_choice_is_left_out(tmp_path: Path) -> None:
     ("change", "says"),
     [
         (filled((7, slice(None)), 0), "request 0 has no choice of token 7, but of tokens before and after it"),
+        (filled(([0, 1, 7], slice(None)), 0), "request 0 has no choice of token 7, but of tokens before and after it"),
         (filled((7, 2), 0), r"at most once: row 7, layer 2 has \[0, 0, 0, 0\]"),
         (filled((7, 2, 1), E), r"must lie in 0\.\.31, got 0\.\.32: row 7, layer 2 has \[\d+, 32, "),
         (filled((7, 2, 1), 256), r"must lie in 0\.\.31, got 0\.\.256: row 7, layer 2 has \[\d+, 256, "),
