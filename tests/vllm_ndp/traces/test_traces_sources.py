@@ -165,7 +165,10 @@ def as_npy(array: np.ndarray) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-@pytest.mark.parametrize(("usage", "ids"), [(True, ""), (False, "choice"), (True, "choice"), (False, "response")])
+@pytest.mark.parametrize(
+    ("usage", "ids"),
+    [(True, ""), (False, "choice"), (True, "choice"), (False, "response"), (True, "first"), (False, "one answer")],
+)
 def test_vllm_responses_of_today_hold_prompt_and_output_in_one_array(tmp_path, usage, ids):
     """Two choices of a prompt of 5: 5 + 4 - 1 and 5 + 3 - 1 rows."""
     first, second = routed(8), routed(7, 1)
@@ -173,8 +176,11 @@ def test_vllm_responses_of_today_hold_prompt_and_output_in_one_array(tmp_path, u
     response: dict = {"id": "cmpl-1", "choices": choices}
     if usage:
         response["usage"] = {"prompt_tokens": 5, "completion_tokens": 7}
-    for told in {"": [], "choice": choices, "response": [response]}[ids]:
+    where = {"": [], "first": choices[:1], "response": [response]}
+    for told in where.get(ids, choices):
         told["prompt_token_ids"] = [1, 2, 3, 4, 5]
+    if ids == "one answer":
+        choices[0]["token_ids"] = [6, 7, 8, 9]
     (tmp_path / "r.jsonl").write_text(json.dumps(response))
     trace = import_trace(tmp_path / "r.jsonl", "vllm", ImportSettings(num_experts=E))
     assert (trace.labels, trace.prompt_len.tolist()) == (["cmpl-1"] * 2, [5, 5])
