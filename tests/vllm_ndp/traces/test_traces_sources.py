@@ -240,18 +240,18 @@ def test_sequences_that_are_cut_have_a_prompt_and_an_answer(prompt_len):
 
 
 def test_our_npz_keeps_domains_and_prompt_lengths(tmp_path):
-    ids = np.stack([routed(6, seed) for seed in range(2)])
+    ids = np.stack([routed(6, seed) for seed in range(3)])
     np.savez(
         tmp_path / "t.npz",
         experts=ids,
         weights=np.full(ids.shape, 0.5, np.float16),
-        prompt_len=np.array([2, 4]),
-        domain=np.array([1, 0]),
-        domains=np.array(["c", "prose"]),
+        prompt_len=np.array([2, 4, 1]),
+        domain=np.array([1, 0, 2]),
+        domains=np.array(["c", "prose", ""]),
     )
     trace = import_trace(tmp_path / "t.npz", "npz", ImportSettings(num_experts=E))
-    assert trace.labels == ["prose", "c"]
-    assert [len(s.prompt_ids) for s in trace.sequences] == [2, 4]
+    assert trace.labels == ["prose", "c", "2"]
+    assert [len(s.prompt_ids) for s in trace.sequences] == [2, 4, 1]
 
 
 @pytest.mark.parametrize("kind", list(FORMATS))
