@@ -1,5 +1,6 @@
 """What tests of every room share: their order, which of them run, and fixtures that need more than Python."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -39,6 +40,25 @@ def browser() -> Browser:
 def pytest_configure(config: pytest.Config) -> None:
     for group in GROUPS:
         config.addinivalue_line("markers", f"{group}: a group of long tests (long_tests.py), run by `make test-long`")
+
+
+gc.disable()  # until all is imported
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
+    """No collection looks at what is imported by now: an engine's start and end ask for seven, of .35 s each.
+
+    vLLM freezes what there is itself, and thaws all of it.
+    """
+    freeze, thaw = gc.freeze, gc.unfreeze
+    gc.enable()
+    freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+    result = yield
+    gc.freeze, gc.unfreeze = freeze, thaw
+    thaw()
+    return result
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
