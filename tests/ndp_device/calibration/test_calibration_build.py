@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from paths import MODEL
 from reference_kernel import REFERENCE, dequantize, unpack
 
 from ndp_device.calibration import auto_gptq, calibrated, gptq
-from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated
+from ndp_device.calibration.build import TRACK_WEIGHTS, _refuse_few_tokens, build_calibrated
 from ndp_device.calibration.data_free import expert_losses, quantize_nested
 from ndp_device.calibration.gptq import second_moment
 from ndp_device.calibration.text import CalibrationText, file_digest
@@ -352,6 +353,22 @@ def test_settings_no_solver_can_follow_are_refused(build: Callable[..., Any], tm
             build(tmp_path / "out", device_name="cuda")
     with pytest.raises(ConfigError, match="auto-gptq makes replicas of"):
         build(tmp_path / "out", solver="auto-gptq", bits=(1, 2))
+
+
+@pytest.mark.parametrize(("num_experts", "top_k", "length"), [(8, 2, 64), (128, 8, 512), (60, 4, 33), (512, 10, 2048)])
+def test_the_samples_that_a_refusal_asks_for_are_enough_and_a_tenth_less_is_not(
+    num_experts: int, top_k: int, length: int
+) -> None:
+    """An eighth of them is held out; the others send each expert 32 tokens on average."""
+    shape: Any = SimpleNamespace(num_experts=num_experts, top_k=top_k)
+    with pytest.raises(ConfigError, match="give --samples") as refused:
+        _refuse_few_tokens(0, length, shape)
+    said = int(re.search(r"--samples (\d+) or more", str(refused.value))[1])  # type: ignore[index]
+    _refuse_few_tokens(said - said // 8, length, shape)
+    less = said - max(said // 10, 2)
+    if less > 8:
+        with pytest.raises(ConfigError):
+            _refuse_few_tokens(less - less // 8, length, shape)
 
 
 def test_the_shipped_replicas_are_of_the_shipped_model_and_lose_what_they_say() -> None:

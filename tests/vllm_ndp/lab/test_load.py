@@ -198,6 +198,14 @@ def test_a_host_knows_how_many_share_its_device_and_has_whole_blocks_of_kv_cache
     assert host._scheduler.rules.kv_blocks == 7
 
 
+def test_room_is_left_for_the_states_of_as_many_requests_as_run_at_once(monkeypatch):
+    seen = []
+    monkeypatch.setattr(load_run, "kv_room", lambda costs, num_hot, requests, devices: seen.append(requests) or 1024)
+    for most in (256, 1):
+        load_run._host(short(2, 4, 2), settings(max_num_seqs=most), 0, None, 1)
+    assert seen == [2, 1]
+
+
 def test_what_the_weights_leave_of_gpu_memory_is_for_kv_cache():
     """Mixtral-8x7B: 4 of 8 experts and two that pass through, 128 KiB a token. Two GPUs have the same weights once."""
     for gpus in (1, 2):
