@@ -36,6 +36,12 @@ def test_expert_selection_gives_a_request_a_file_and_its_first_pass_is_the_promp
     assert trace.provenance.weights == "uniform"
 
 
+def test_layers_of_a_pass_stand_in_the_order_of_their_numbers_whatever_the_files(tmp_path):
+    layers = {"10": [[1, 2]], "9": [[3, 4]], "0": None}
+    (tmp_path / "0.json").write_text(json.dumps([layers, dict(reversed(layers.items()))]))
+    assert import_trace(tmp_path, "expert-selection").ids.tolist() == [[[3, 4], [1, 2]]] * 2
+
+
 def write_scores(path, rows: list[tuple[int, int, dict[int, float]]], experts: int = 4) -> None:
     """Rows of (layer, token, scores by expert)."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,6 +66,9 @@ def test_dynande_rows_are_the_tokens_of_all_or_in_folders_of_positions_the_reque
         import_trace(tmp_path / "decoder", "dynande")
     (tmp_path / "decoder" / "10th").rename(tmp_path / "decoder" / "3rd")
     trace = import_trace(tmp_path / "decoder", "dynande")
+    write_scores(tmp_path / "decoder" / "x.csv", [(0, 0, {0: 1.0})])
+    with pytest.raises(TraceError, match="and others without: give one kind"):
+        import_trace(tmp_path / "decoder", "dynande")
     assert [s.decode_ids[:, 1, 0].tolist() for s in trace.sequences] == [[0, 1, 2], [1, 2, 3]]
 
 
@@ -168,6 +177,13 @@ def test_a_warm_up_and_a_last_layer_of_the_prompts_last_token_are_left_out_and_s
     }
 
 
+def test_every_warm_up_before_a_larger_prompt_is_counted(tmp_path):
+    runs = [("prefill", [0]), ("prefill", [0, 1]), *passes((4,))]
+    trace = read(tmp_path / "run.csv", [line for each in runs for line in kimi(*each)])
+    assert trace.provenance.settings["left_out"] == {"rows of warm-up": (1 + 2) * len(LAYERS)}
+    assert [len(s.prompt_ids) for s in trace.sequences] == [4]
+
+
 def test_decode_alone_is_cut_into_sequences(tmp_path):
     lines = [line for _, tokens in passes((), 6) for line in kimi("decode", tokens)]
     trace = read(tmp_path / "t.csv", lines, settings=ImportSettings(sequence_len=3, prompt_len=1))
@@ -199,14 +215,16 @@ def write(path, rows) -> None:
     path.write_text(jsonl(*rows))
 
 
-def test_rows_interleaved_by_request_become_requests_whatever_their_order(tmp_path):
-    shuffled = [{"type": "meta", "model": "m"}, {"type": "request", "req_id": "a", "prompt_len": 2}, *ROWS]
+@pytest.mark.parametrize(("told", "prompts"), [({"a": 2}, [2, 1]), ({"a": 2, "b": 3}, [2, 3])])
+def test_rows_interleaved_by_request_become_requests_whatever_their_order(tmp_path, told, prompts):
+    requests = [{"type": "request", "req_id": name, "prompt_len": length} for name, length in told.items()]
+    shuffled = [{"type": "meta", "model": "m"}, *requests, *ROWS]
     random.Random(0).shuffle(shuffled)
     write(tmp_path / "log.jsonl", shuffled)
     trace = import_trace(tmp_path / "log.jsonl", "routelog", ImportSettings(prompt_len=1, sequence_len=2))
     by_name = {s.label: s for s in trace.sequences}
     assert trace.provenance.weights == "router"
-    assert [len(by_name[name].prompt_ids) for name in ("a", "b")] == [2, 1]
+    assert [len(by_name[name].prompt_ids) for name in ("a", "b")] == prompts
     for name in ("a", "b"):
         ids = np.concatenate([by_name[name].prompt_ids, by_name[name].decode_ids])
         assert ids.tolist() == [[[t, 4], [t, 5]] for t in range(3)]
@@ -278,8 +296,9 @@ def test_one_request_that_counts_on_loses_its_warm_up_only(tmp_path, alike, warm
 
 @pytest.mark.parametrize(("names", "tokens"), [(("a",), 15), (("a", "b"), 20)])
 def test_rows_of_few_tokens_or_of_several_requests_that_are_alike_are_no_warm_up(tmp_path, names, tokens):
-    write(tmp_path / "log.jsonl", [route(name, token, 0, [1, 2]) for name in names for token in range(tokens)])
-    assert len(import_trace(tmp_path / "log.jsonl", "routelog").step) == len(names) * tokens
+    rows = [route(name, token, 0, [1, 2]) for name in names for token in range(tokens)]
+    write(tmp_path / "log.jsonl", [*rows, *(route(name, tokens, 0, [3, 4]) for name in names)])
+    assert len(import_trace(tmp_path / "log.jsonl", "routelog").step) == len(names) * (tokens + 1)
 
 
 NAMES, ONE = "layer_id,token_id,expert_0\n", "layer_id,token_id,expert_0\n0,0,"
@@ -302,6 +321,7 @@ LACKING: dict[str, list[tuple[str, str]]] = {
         (f"{ONE}nan\n", "without a gap"),
         (f"{ONE}inf\n", "finite scores"),
         (f"{ONE}-1\n", "at least 0"),
+        (f"{ONE}0\n", r"as many experts above 0 in every row, got 0\.\.0"),
         (
             "layer_id,token_id,expert_0,expert_1\n0,0,1,1\n0,1,1,0\n",
             r"as many experts above 0 in every row, got 1\.\.2",
