@@ -19,6 +19,7 @@ from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.systems import SYSTEMS, hobbit
 from vllm_ndp.lab.systems.gpu_on_demand import split_at
 from vllm_ndp.lab.systems.system import TooFewPlaces
+from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.cache import NextLayer
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
@@ -288,6 +289,13 @@ def test_cxl_experts_experts_change_tier_when_that_would_have_paid_for_the_copy(
     )
     assert seldom.moe_ps.ravel() == near([F + C] * 9 + [C] * 55 + [F + C, F + C, C])
     assert often.moe_ps.ravel() == near([F + C] * 64 + [copy + C, C, F + C])
+
+
+def test_experts_of_a_request_that_has_ended_change_tier_no_more():
+    """The first request goes on when the second, which used 2 in all of 64 steps, has ended: 64 loads and no move."""
+    steps = [(chosen([[0]]), chosen(*[[[0]]] * 66)), (chosen([[0]]), chosen(*[[[2]]] * 64))]
+    outcome = run("cxl_expert", Batches.of(requests_of(steps, 4)), machine(top_k=1), 1, [[8, 4, 2, 1]])
+    assert outcome.migrated_bytes == 64 * 6e6
 
 
 def test_hobbits_caches_are_shared_by_all_layers_and_keep_what_is_used_often(monkeypatch):

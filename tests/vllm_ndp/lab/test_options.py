@@ -1,0 +1,116 @@
+"""What the lab's commands are asked, as the lab is given it; and tables, as people read them."""
+
+import numpy as np
+import pytest
+
+from ndp_device.common.errors import ConfigError
+from vllm_ndp.lab.cli.tables import print_latencies, print_locality, print_winners, write_rows
+from vllm_ndp.lab.compare import Compared, Comparison, Replayed
+from vllm_ndp.lab.load.latency import CAUSES, Percentile
+from vllm_ndp.lab.locality import Interval, Locality
+from vllm_ndp.lab.options import (
+    CAPACITY,
+    CompareSettings,
+    GridOptions,
+    LoadSettings,
+    _limits,
+    _memory,
+    _values,
+    _widths,
+)
+from vllm_ndp.lab.vectorised.outcome import Summary
+
+
+def test_a_grid_has_every_combination_and_a_memory_in_gb_makes_hot_experts_fit() -> None:
+    asked = CompareSettings(systems=("monde",), policies=("prefill",))
+    grid = GridOptions(("a", "b"), ("h",), (24, 80), (2.0, 3.0), {"dram.kind": "ideal"})
+    points = grid.points(asked)
+    assert [(at.model, at.overrides[CAPACITY], at.avg_bits) for at in points] == [
+        (model, memory * 10**9, bits) for model in "ab" for memory in (24, 80) for bits in (2.0, 3.0)
+    ]
+    assert all(at.fit and at.overrides["dram.kind"] == "ideal" and at.systems == ("monde",) for at in points)
+    (plain,) = GridOptions(("a",), ("h",), (), (2.0,), {"dram.kind": "ideal"}).points(asked)
+    assert (plain.fit, plain.overrides) == (False, {"dram.kind": "ideal"})
+
+
+def test_words_of_a_command_are_numbers_where_they_are_written_so() -> None:
+    read = _values(["bits=4", "share=0.5", "kind=lru", "low=-1"], "--option")
+    assert read == {"bits": 4, "share": 0.5, "kind": "lru", "low": -1.0}
+    assert type(read["bits"]) is int
+    assert (_memory("24,80,24"), _memory(""), _widths("3,2.5,3")) == ((24, 80), (), (3.0, 2.5))
+    assert _limits(["ttft:500", "e2el:9e3"]) == {"ttft": 500, "e2el": 9000}
+    for wrong in ("tpot:0", "ttfb:1", "tpot:x", "tpot"):
+        with pytest.raises(ConfigError, match="--goodput must be ttft:MS, tpot:MS or e2el:MS"):
+            _limits([wrong])
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    for wrong, says in (
+        ({"batches": (1, 0)}, "at least 1"),
+        ({"batches": ()}, "at least 1"),
+        ({"num_hot": -1}, "at least 0"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            CompareSettings(**wrong)
+    assert CompareSettings(num_hot=0, batches=(1,)).num_hot == 0
+    assert LoadSettings(process="a.jsonl").file is not None
+    assert LoadSettings(process="steps").file is None
+
+
+def words(text: str) -> list[list[str]]:
+    return [line.replace("│", " ").replace("┃", " ").split() for line in text.splitlines()]
+
+
+def test_latencies_are_shown_in_milliseconds_by_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    causes = dict.fromkeys(CAUSES, 0) | {"queue": 1_500_000_000, "gpu": 1_000_000}
+    print_latencies([{"TTFT": []}, {"TPOT": [Percentile(99.9, 1_501_000_000, causes)]}], "title")
+    assert ["1", "TPOT", "p99.9", "1.501", "1.500", "-", "-", "-", "-", "-", "0.001"] in words(capsys.readouterr().out)
+
+
+def test_winners_stand_beside_the_next_system_where_they_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    def done(system: str, speed: float) -> Replayed:
+        row = Summary(system, "p", 1, speed, 0.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0, 0.0, 2.0, 0.001)
+        return Replayed(row, np.ones(1), 0.0)
+
+    points = [CompareSettings(model=model, systems=("monde",), policies=("prefill",)) for model in ("a", "b")]
+    here = [[done("monde", 4.0), done("fiddler", 1.0)], [done("monde", 3.0)]]
+    print_winners(
+        Compared(
+            [(at, Comparison(of, ["n"], "", 1)) for at, of in zip(points, here, strict=True)],
+            [(points[0], "why")],
+            None,
+        )
+    )
+    out = capsys.readouterr().out
+    assert ["a", "monde", "p", "4", "±", "0", "0.001", "fiddler", "0.25"] in words(out)
+    assert ["b", "monde", "p", "3", "±", "0", "0.001", "-", "-"] in words(out)
+    assert "preset" in out.splitlines()[1] or "memory GB preset" in out
+    assert "refused a, h100-ndp512, " in out
+    assert "  skipped n" in out
+
+
+def test_shares_are_shown_in_percent_at_each_size(capsys: pytest.CaptureFixture[str]) -> None:
+    curve = np.array([[0.0, 0.25, 1.0]])
+    found = Locality(
+        2, 1, 3, 4, np.array([0.4]), np.array([0.3]), {"lru": curve}, 1 - curve, (1 - curve) / 2, curve, 1,
+        {"prompt": Interval(0.5, 0.25, 0.75)},
+    )  # fmt: skip
+    print_locality(found, (1, 2))
+    out = capsys.readouterr().out
+    assert "40.0 % of choices repeat, 30.0 shuffled, 50.0 by chance" in " ".join(out.split())
+    shown = words(out)
+    assert ["lru", "25.0", "100.0"] in shown
+    assert ["lru", "misses,", "first", "64", "tokens", "75.0", "0.0"] in shown
+    assert ["later", "37.5", "0.0"] in shown
+    assert ["most", "used,", "share", "25.0", "100.0"] in shown
+    assert ["prompt", "50.00", "25.00", "to", "75.00"] in shown
+
+
+def test_rows_are_written_by_the_ending_of_their_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    rows = [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
+    write_rows(rows, tmp_path / "t.md")
+    assert (tmp_path / "t.md").read_text() == "| a | b |\n| --- | --- |\n| 1 | x |\n| 2 | y |\n"
+    write_rows(rows, tmp_path / "t.csv")
+    assert (tmp_path / "t.csv").read_text().splitlines() == ['"a","b"', '1,"x"', '2,"y"']
+    with pytest.raises(ConfigError, match=r"--out takes a \.parquet, \.csv or \.md file"):
+        write_rows(rows, tmp_path / "t.txt")
