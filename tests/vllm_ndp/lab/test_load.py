@@ -408,6 +408,12 @@ def test_causes_add_up_to_the_latency_of_every_token(process, execution, nothing
     for run in mixed:  # all prompts are streamed: what the device computes is of decode rows
         took = [0 if timing is None else timing.total_ps for timing in run.device]
         assert [layer.device_ps for layer in run.decode_only.layers] == took
+    head_ps, prefilled = Costs(load_hardware("h100-ndp512", **SLOW), model_named(TINY)).gpu.head_ps, set[int]()
+    for step in served.steps:
+        if (time := step.run.decode_only) is not None:  # without the head of prompts that end in it
+            head = time.total_ps - sum(layer.total_ps for layer in time.layers)
+            assert head == head_ps(len(prefilled.intersection(step.yielded)))
+        prefilled |= set(step.yielded)
 
 
 def test_a_request_that_meets_no_other_takes_what_it_takes_alone():

@@ -1,9 +1,17 @@
 """What the lab's commands are asked, as the lab is given it; and tables, as people read them."""
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
 import numpy as np
 import pytest
+from paths import DATA
 
+from ndp_device.common import kept
 from ndp_device.common.errors import ConfigError
+from vllm_ndp.lab.cli import recorded
 from vllm_ndp.lab.cli.tables import print_latencies, print_locality, print_winners, write_rows
 from vllm_ndp.lab.compare import Compared, Comparison, Replayed
 from vllm_ndp.lab.load.latency import CAUSES, Percentile
@@ -19,6 +27,9 @@ from vllm_ndp.lab.options import (
     _widths,
 )
 from vllm_ndp.lab.vectorised.outcome import Summary
+from vllm_ndp.layer.setup import Setup
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.traces.trace import Trace
 
 
 def test_a_grid_has_every_combination_and_a_memory_in_gb_makes_hot_experts_fit() -> None:
@@ -106,7 +117,7 @@ def test_shares_are_shown_in_percent_at_each_size(capsys: pytest.CaptureFixture[
     assert ["prompt", "50.00", "25.00", "to", "75.00"] in shown
 
 
-def test_rows_are_written_by_the_ending_of_their_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_rows_are_written_by_the_ending_of_their_file(tmp_path: Path) -> None:
     rows = [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
     write_rows(rows, tmp_path / "t.md")
     assert (tmp_path / "t.md").read_text() == "| a | b |\n| --- | --- |\n| 1 | x |\n| 2 | y |\n"
@@ -114,3 +125,36 @@ def test_rows_are_written_by_the_ending_of_their_file(tmp_path) -> None:  # type
     assert (tmp_path / "t.csv").read_text().splitlines() == ['"a","b"', '1,"x"', '2,"y"']
     with pytest.raises(ConfigError, match=r"--out takes a \.parquet, \.csv or \.md file"):
         write_rows(rows, tmp_path / "t.txt")
+
+
+def test_a_runs_losses_are_of_the_replicas_given_else_used_else_of_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those of a server with one width alone, 4 bits here, only where there are none of all widths."""
+    trace = Trace.load(DATA / "tiny-mixtral-trace")
+    monkeypatch.setattr(recorded, "losses", lambda trace, replicas, kind: (replicas.name, kind))
+    monkeypatch.setattr(kept, "default_cache_dir", lambda name: tmp_path / name)
+
+    def of(given: Path | None = None, expert_bytes: dict[int, int] | None = None, **settings: Any) -> Any:
+        live = Setup(
+            preset="h100-ndp512",
+            overrides={},
+            host_dims={},
+            expert_bytes=expert_bytes or {3: 1, 16: 1},
+            group_size=32,
+            activation_bytes=2,
+        )
+        own = {"policy_options": {"losses": "absolute"}, "slot_bits": 4} | settings
+        provenance = msgspec.structs.replace(trace.provenance, live=live, model_digest="d", settings=own)
+        return recorded.losses_of_run(replace(trace, provenance=provenance), given)
+
+    assert of(Path("given"), replicas="x/used") == ("given", "absolute")
+    assert of(replicas="x/used") == ("used", "absolute")
+    assert of() == ("d", "absolute")
+    (tmp_path / "d-4").mkdir()
+    assert of() == ("d-4", "absolute")
+    (tmp_path / "d").mkdir()
+    assert of() == ("d", "absolute")
+    for without in ({"cold_precision": "full"}, {"expert_bytes": {16: 1}}):
+        assert np.array_equal(of(**without).mse, LossTable.nominal(4, 8).mse)
+    assert np.array_equal(recorded.losses_of_run(trace, None).mse, LossTable.nominal(4, 8).mse)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from paths import DATA
@@ -21,7 +22,7 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.planning.replanner import PlannerRules
-from vllm_ndp.traces.format import CHANGED, DOWN
+from vllm_ndp.traces.format import CHANGED, DOWN, REJECTED
 from vllm_ndp.traces.trace import Trace
 
 NS = 1000
@@ -108,9 +109,11 @@ def test_a_step_whose_devices_changed_needs_its_recorded_time():
         RecordedRun(replace(trace, devices=devices), setup, rules)
 
 
-def cold_run(devices: dict[str, np.ndarray] | None = None, **how) -> RecordedRun:
-    """Five steps of Mixtral-8x7B with all experts cold, four layers of it, on a DRAM without refresh."""
-    trace = Trace.load(DATA / "tiny-mixtral-trace").select([0])
+ONE = Trace.load(DATA / "tiny-mixtral-trace").select([0])
+
+
+def cold_run(devices: dict[str, np.ndarray] | None = None, trace: Trace = ONE, **how) -> RecordedRun:
+    """Of Mixtral-8x7B with all experts cold, four layers of it, on a DRAM without refresh."""
     costs = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), model_named("mixtral-8x7b"))
     costs = replace(costs, shape=replace(costs.shape, num_layers=4, decoder=costs.shape.decoder[:4]))
     rules = PlannerRules(load_policy("prefill", PolicySettings()), Budget(0, 3.0), LossTable.nominal(4, 8))
@@ -131,6 +134,52 @@ def test_a_layer_whose_experts_are_not_all_on_devices_that_are_up_has_no_timing(
             assert [layer.stream_ps > 0 for layer in run.time.layers] == [not served for served in there]
         elif step:
             assert None not in run.device
+
+
+def test_every_drafted_token_goes_through_the_head_and_only_accepted_ones_count_afterwards():
+    """The first decode step has its token and two drafts, of which one is rejected; the next one has that position."""
+    first = int(ONE.prompt_len[0])
+    rows = [*range(first + 2), first + 2, *range(first + 2, len(ONE.step))]
+    columns = {name: getattr(ONE, name)[rows] for name in ("step", "position", "request", "phase", "ids", "weights")}
+    columns["step"] = columns["step"].copy()
+    columns["step"][first + 1 : first + 3] = 1
+    columns["step"][first + 3 :] -= 1
+    columns["phase"] = columns["phase"].copy()
+    columns["phase"][first + 2] = REJECTED
+    again = cold_run(trace=replace(ONE, **columns))
+    heads = []
+    for step in range(4):
+        time = again.run(step).time
+        heads.append(time.total_ps - sum(layer.total_ps for layer in time.layers))
+    head_ps = again.engine.costs.gpu.head_ps
+    assert heads == [head_ps(1), head_ps(3), head_ps(1), head_ps(1)]
+
+
+def test_replicas_of_a_joint_plan_move_as_the_bytes_that_they_are():
+    """The second request's prompt changes the plan: its steps wait for planes and scales, not for whole experts."""
+    first = cold_run()
+    setup = msgspec.structs.replace(first.engine.setup, joint_tiers="gpu+device")
+    rules = replace(first.engine.planner.rules, budget=Budget(2, 3.0), keeps_streamed=False)
+    again = RecordedRun(Trace.load(DATA / "tiny-mixtral-trace").select([0, 1]), setup, rules)
+    joint, costs, seen = again.engine.planner.rules.joint.__self__, again.engine.costs, 0
+    for step in again.steps.tolist():
+        before = joint.chosen
+        run = again.run(step)
+        if run.migrated_experts:
+            moved = joint._menu(1).moved_bytes[before, joint.chosen].sum()
+            assert run.migration_ps == pytest.approx(moved / costs.hardware.link.bulk_bytes_per_s * 1e12, rel=0.02)
+            seen += moved < 0.8 * run.migrated_experts * costs.shape.expert_bytes
+    assert seen
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_a_choice_counts_on_devices_that_are_up_unless_the_host_computes_the_same_without_them(same: bool):
+    first = cold_run(num_devices=2)
+    setup = msgspec.structs.replace(first.engine.setup, same_without=same)
+    devices = {"step": np.array([0]), "device": np.array([1]), "change": np.array([DOWN])}
+    again = RecordedRun(replace(ONE, devices=devices), setup, first.engine.planner.rules)
+    again.run(0)
+    assert again.engine._counted_on() == (True, same)
 
 
 def test_devices_with_half_of_each_expert_read_together_what_one_reads_in_half_the_time():
