@@ -92,8 +92,6 @@ def count_of(where: str, row: dict[str, Any], name: str, least: int = 0) -> int:
 
 def requests_of(source: object, rows: Rows, prompts: Mapping[str, int] | None = None) -> list[Logged]:
     """Requests in the order of the names. prompts: lengths that the source tells."""
-    if not len(rows):
-        raise TraceError(f"{source} holds no row of routing")
     cells, layers = rows.sorted_cells(), np.unique(rows.layer)
     ends = np.searchsorted(cells.request, np.arange(len(rows.names) + 1))
     return [

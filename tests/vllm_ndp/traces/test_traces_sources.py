@@ -104,6 +104,13 @@ def test_noise_is_a_gumbels_whether_it_is_remembered_or_not():
         assert kept == pytest.approx(persistence * memory, abs=0.05)
 
 
+def test_of_equal_logits_the_lower_expert_comes_first(monkeypatch):
+    monkeypatch.setattr("vllm_ndp.traces.synthetic._GRID", 2.0**-20)  # so coarse that all are equal
+    trace = synthetic(prompt_len=4, decode_len=0)
+    assert (trace.ids == np.arange(K)).all()
+    assert (trace.weights == 1 / K).all()
+
+
 def test_only_a_trace_without_signal_and_persistence_is_called_null():
     labels = [synthetic(signal=s, persistence=p).labels[0] for s, p in ((0.0, 0.0), (0.0, 0.5), (1.0, 0.0))]
     assert labels == ["null", "synthetic", "synthetic"]
