@@ -123,6 +123,19 @@ def test_many_tokens_that_choose_one_expert_chose_it_where_nothing_else_can_be(n
     assert trace_of([Logged("a", ids, None, 1)], ImportSettings("m", num_experts), "x").ids.tolist() == ids.tolist()
 
 
+@pytest.mark.parametrize("name", ["a", ""])
+def test_weights_stay_beside_the_choices_that_are_left(name: str) -> None:
+    """Of a request or a stream with padding in front, a dense layer and a shared expert."""
+    ids = with_column(E)(chosen())
+    ids[:4], ids[:, 3] = 0, 0
+    weights = np.random.default_rng(5).random(ids.shape, np.float32)
+    settings = ImportSettings("m", E, sequence_len=TOKENS - 4, prompt_len=3)
+    trace = trace_of([Logged(name, ids, weights, 7)], settings, "x")
+    assert np.array_equal(trace.ids, chosen()[4:, [0, 1, 2, 4]])
+    assert np.array_equal(trace.weights, weights[4:, [0, 1, 2, 4], :K])
+    assert trace.prompt_len.tolist() == [3]
+
+
 def test_padding_within_a_stream_whose_requests_nothing_tells_is_left_out() -> None:
     ids = filled((slice(5, 8), slice(None)), 0)(chosen())
     trace = trace_of([Logged("", ids, None)], ImportSettings("m", E, sequence_len=8, prompt_len=3), "x")
