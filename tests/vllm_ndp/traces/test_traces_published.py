@@ -303,6 +303,7 @@ def test_rows_of_few_tokens_or_of_several_requests_that_are_alike_are_no_warm_up
 
 NAMES, ONE = "layer_id,token_id,expert_0\n", "layer_id,token_id,expert_0\n0,0,"
 LACKING: dict[str, list[tuple[str, str]]] = {
+    **{kind: [(jsonl({"x": 1}), rf"cannot be read as a {kind} recording \(KeyError")] for kind in ("vllm", "lattice")},
     "expert-selection": [
         ("[]", "has none"),
         (json.dumps([forward([1]), {"0": None, "1": [[1, 2]]}]), "pass 1 has layers"),
