@@ -275,6 +275,7 @@ def test_an_unknown_format_is_answered_with_the_nearest():
         import_trace(Path("x"), "dynade")
 
 
-def test_too_few_tokens_for_one_sequence_say_how_many_are_needed(tmp_path):
-    with pytest.raises(TraceError, match="takes 512 tokens, the recording has only 5"):
-        trace_of([Logged("", routed(5), None)], ImportSettings(num_experts=E), "x")
+@pytest.mark.parametrize("tokens", [5, 511])
+def test_too_few_tokens_for_one_sequence_say_how_many_are_needed(tokens):
+    with pytest.raises(TraceError, match=f"takes 512 tokens, the recording has only {tokens}"):
+        trace_of([Logged("", routed(tokens), None)], ImportSettings(num_experts=E), "x")
