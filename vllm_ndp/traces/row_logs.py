@@ -112,7 +112,6 @@ def _without_warm_up(rows: Rows) -> Rows:
         alike = (rows.ids[np.concatenate(steps)] == rows.ids[steps[0][0]]).all(axis=1)
         in_front = np.concatenate(steps)[: int(np.argmin(np.append(alike, False)))]
         if len(in_front) >= _LEAST_ALIKE:
-            kept[in_front] = False
             again = [s for s in steps if len(s) >= _LEAST_ALIKE and (rows.ids[s] == rows.ids[steps[0][0]]).all()]
             kept[np.concatenate([in_front, *again])] = False
     if kept.all() or not kept.any():

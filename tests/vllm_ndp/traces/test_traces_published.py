@@ -72,6 +72,17 @@ def test_dynande_rows_are_the_tokens_of_all_or_in_folders_of_positions_the_reque
     assert [s.decode_ids[:, 1, 0].tolist() for s in trace.sequences] == [[0, 1, 2], [1, 2, 3]]
 
 
+def test_dynande_requests_keep_the_numbers_of_their_rows(tmp_path):
+    for position, name in enumerate(("1st", "2nd")):
+        write_scores(tmp_path / name / "x.csv", [(0, r, {r % 3: 1.0, 3: 0.5 + position / 4}) for r in (4, 9)])
+    trace = import_trace(tmp_path, "dynande")
+    assert [(s.label, s.decode_ids[:, 0].tolist()) for s in trace.sequences] == [
+        ("4", [[1, 3], [1, 3]]),
+        ("9", [[0, 3], [0, 3]]),
+    ]
+    assert trace.weights[:, 0].tolist() == [[1, 0.5], [1, 0.75]] * 2
+
+
 POLICYLANG = DATA / "policylang.parquet"
 """Written by moe-policylang 1.15.0 of the bundled model: record_trace of two prompts, six tokens each, record_phase."""
 
