@@ -101,9 +101,10 @@ def test_steps_without_a_simulated_time_stay_without_one_and_the_trace_says_so_i
     with TraceWriter(tmp_path / "trace", PROVENANCE) as writer:
         for step, time_ps in enumerate((7, None, None)):
             writer.append_event(step, 1, time_ps, time_ps, measured_step_s=0.1)
-    stored = pq.read_table(tmp_path / "trace" / "steps-00000.parquet")
-    assert stored["simulated_step_ps"].to_pylist() == [7, None, None], "null on disk, and no number that means it"
     Trace.load(tmp_path / "trace").save(tmp_path / "again")
+    for name in ("trace", "again"):
+        stored = pq.read_table(tmp_path / name / "steps-00000.parquet")
+        assert stored["simulated_step_ps"].to_pylist() == [7, None, None], "null on disk, and no number that means it"
     trace = Trace.load(tmp_path / "again")
     assert trace.events["simulated_step_ps"].tolist() == [7, UNTIMED, UNTIMED]
     sentence = "the trace has no simulated times of 2 of its 3 steps, because its device, real hardware, has none"
