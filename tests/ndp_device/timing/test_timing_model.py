@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,7 +30,16 @@ from ndp_device.timing.model import (
     wire_bytes,
 )
 from ndp_device.timing.public_models import public_shape
-from ndp_device.timing.spec import PE_MODES, PRESETS, Hardware, field_types, load_hardware, nearest_card
+from ndp_device.timing.spec import (
+    FOLDER,
+    PE_MODES,
+    PRESETS,
+    Hardware,
+    field_types,
+    load_hardware,
+    measured_presets,
+    nearest_card,
+)
 from ndp_device.timing.work import (
     BOUNDS,
     Timing,
@@ -419,6 +429,16 @@ def test_equal_values_have_equal_hashes_and_one_changed_value_another() -> None:
 
 def test_every_value_is_in_the_hash() -> None:
     assert HARDWARE.values().keys() == field_types().keys()
+
+
+def test_a_measured_preset_has_a_name_of_its_own(tmp_path: Path) -> None:
+    measured = (FOLDER / "h100-host.json").read_text()
+    (tmp_path / "mine.json").write_text(measured)
+    assert list(measured_presets(tmp_path)) == ["mine"]
+    measured_presets.cache_clear()
+    (tmp_path / "rtx4090.json").write_text(measured)
+    with pytest.raises(ConfigError, match=r"rtx4090\.json must be based on one of .* and have a name of its own"):
+        measured_presets(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -114,13 +114,34 @@ def test_several_gpus_split_what_is_resident() -> None:
     assert replace(COSTS, num_gpus=2).resident_ps(2, 2) == pytest.approx(COSTS.resident_ps(2, 2) / 2, abs=1)
 
 
-def test_a_replica_without_scales_is_its_codes() -> None:
+def test_a_replica_is_its_codes_and_a_scale_and_an_offset_of_each_group() -> None:
     weights = 3 * 4096 * 14336
     assert replace(COSTS, scales=False).replica_bytes(3) == weights * 3 // 8
     assert COSTS.replica_bytes(3) == weights * 3 // 8 + 4 * weights // 128
+    narrow = Costs(H100, public_shape("qwen3-30b-a3b"))  # 2048 and 768: the narrower side decides
+    assert (COSTS.group_size, narrow.group_size, replace(narrow, group_size=32).group_size) == (128, 64, 32)
     table = COSTS.bytes_of_width
     assert (len(table), np.flatnonzero(table).tolist()) == (256, [1, 2, 3, 4, 8, 16])
     assert (table[3], table[16]) == (COSTS.replica_bytes(3), 2 * weights)
+
+
+def test_a_model_of_wide_numbers_moves_as_many_bytes_as_they_have() -> None:
+    """In float32 a row of 4096 values is 256 lines of 64 bytes; a weight of an expert has 4 bytes."""
+    wide = Costs(H100, replace(MIXTRAL, dtype="float32"))
+    assert wide.message_wire_bytes(1, 1) == (257 + 256) * 85
+    alone = DeviceModel(H100).execute(Work(4096, 14336, *execute_bytes(3, 6, 4096, 4), ()), 0).total_ps
+    assert wide.link_ps(3, 6) == alone - H100.array.command_ps
+    assert wide.replica_bytes(16) == 4 * 3 * 4096 * 14336
+    assert wide.replica_bytes(4) == COSTS.replica_bytes(4)
+
+
+def test_costs_of_the_gpu_are_those_of_its_model_for_as_many_rows() -> None:
+    """By arithmetic: streamed pairs, and rows of shared experts. A layer's launches are what the preset says."""
+    hardware = load_hardware("h100-ndp512", times="roofline", layer_overhead_ps=30_000_000)
+    costs = Costs(hardware, public_shape("deepseek-v3"))
+    assert costs.streamed_ps(2, 80_000) == costs.gpu.prefill_stream_ps(2, 80_000) > costs.streamed_ps(2, 2)
+    assert costs.shared_ps(3000) == costs.gpu.shared_ps(3000) > costs.shared_ps(1)
+    assert costs.overhead_ps == 30_000_000
 
 
 def test_attention_is_the_mean_of_layers_that_differ() -> None:

@@ -98,6 +98,10 @@ def test_shared_experts_run_on_the_gpu_while_the_device_works() -> None:
         assert (layer.shared_ps, layer.hot_ps) == (shared, hot)
         assert layer.total_ps == attention + took
     assert model.shared_ps(0) == GpuModel(H100, SMALL).shared_ps(3) == 0
+    clock = StepClock(model)
+    clock.begin_step(3000, 3000)
+    clock.begin_layer()
+    assert clock.end_layer().shared_ps == model.shared_ps(3000) > shared
 
 
 @given(
@@ -130,6 +134,7 @@ def test_a_window_bounds_what_a_long_context_costs_and_a_state_costs_the_same_at
     near, far = (oss.before_experts_ps(1, n, spans=[(n - 1, n)]) for n in (1000, 100_000))
     assert near[0] == far[0]
     assert near[1] < far[1]
+    assert oss.attention_ps(1, 1000) == -(-sum(oss.before_experts_ps(1, 1000)) // 36)
     near, far = (next_.before_experts_ps(1, n, spans=[(n - 1, n)]) for n in (1000, 100_000))
     assert near[0] == far[0]
     assert near[3] < far[3]
@@ -262,6 +267,7 @@ def test_the_head_reads_its_weights_once() -> None:
     model = GpuModel(H100, SMALL)
     assert model.head_ps(1) == -(-(1600 + 16) * 10**12 // 3_350_000_000_000)
     assert model.head_ps(0) == 0
+    assert ONE.head_ps(1000) == -(-2 * 1000 * 4096 * 32000 * 10**12 // 989_400_000_000_000)  # by arithmetic
 
 
 # -- several GPUs that split each layer
@@ -347,8 +353,11 @@ def test_chunks_of_a_prompt_need_no_token_and_a_request_that_ended_holds_nobody_
     clock = PipelineClock(1)
     assert clock.run([10], ["a"]) == (0, 10)
     clock.note_token("a", 1000)
+    clock.note_token("b", 15)
+    clock.note_token("b", 100)
+    assert clock.run([10], ["b"]) == (100, 110)
     clock.forget("a")
-    assert clock.run([10], ["a"]) == (10, 20)
+    assert clock.run([10], ["a"]) == (110, 120)
 
 
 def test_a_measured_card_prices_a_layer_as_it_was_measured_and_a_small_model_by_rooflines() -> None:

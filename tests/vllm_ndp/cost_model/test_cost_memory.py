@@ -22,6 +22,7 @@ def test_a_footprint_is_the_sum_that_a_pencil_gives():
     weights = 32 * 4096 * (2 * 4096 + 2 * 1024 + 8) + 2 * 4096 * 32000
     held = Footprint.of(Memory(gpu=5, device=7), SHAPE, kv_tokens=3, requests=1)
     assert held.by_place() == {"gpu": 5 + 2 * weights + 3 * 131072, "device": 7, "host": 0, "expander": 0}
+    assert Footprint.of(Memory(), SHAPE, kv_tokens=3, requests=2).kv_cache == 3 * 131072  # of both together
     assert slots_bytes(SHAPE, 7) == (32 * 7 + 2) * EXPERT
     assert slots_bytes(SHAPE, 8) == slots_bytes(SHAPE, 9) == 32 * 8 * EXPERT
 
