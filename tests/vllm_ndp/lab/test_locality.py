@@ -126,6 +126,13 @@ def test_what_cannot_be_looked_at_is_refused():
     assert found_ahead(trace) == {}
 
 
+def test_what_is_found_ahead_is_learned_from_every_other_request_and_told_of_the_others():
+    """The first request knows 1 to follow 0. In the second one 2 does at first, and then 1: three of four are right."""
+    none = np.zeros((0, 2, 1), np.int64)
+    known, other = np.array([[[0], [1]]] * 4), np.array([[[0], [2]], [[0], [1]]])
+    assert found_ahead(requests_of([(none, known), (none, other)], 4)) == {"next_layer": 0.75, "chance": 0.25}
+
+
 def test_the_checked_in_trace_repeats_as_was_measured_by_others():
     """48.8 % of a step's choices, 46.1 shuffled: an independent reading of the same trace."""
     trace = Trace.load(DATA / "tiny-mixtral-trace")

@@ -22,7 +22,7 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.planning.replanner import PlannerRules
-from vllm_ndp.traces.format import CHANGED, DOWN, REJECTED
+from vllm_ndp.traces.format import CACHED, CHANGED, DOWN, REJECTED
 from vllm_ndp.traces.trace import Trace
 
 NS = 1000
@@ -180,6 +180,40 @@ def test_a_choice_counts_on_devices_that_are_up_unless_the_host_computes_the_sam
     again = RecordedRun(replace(ONE, devices=devices), setup, first.engine.planner.rules)
     again.run(0)
     assert again.engine._counted_on() == (True, same)
+
+
+def test_rows_that_the_prefix_cache_held_are_not_run():
+    cached = ONE.phase.copy()
+    cached[:3] = CACHED
+    again, whole = cold_run(trace=replace(ONE, phase=cached)), cold_run()
+    assert again.steps.tolist() == whole.steps.tolist()
+    attention = [run.run(0).time.layers[0].attention_ps for run in (again, whole)]
+    spans = [(3, int(ONE.prompt_len[0])), (0, int(ONE.prompt_len[0]))]
+    before = [
+        sum(
+            again.engine.costs.gpu.before_experts_ps(
+                end - start, end, (end - start) * (start + end + 1) // 2, [(start, end)]
+            )
+        )
+        for start, end in spans
+    ]
+    assert attention[0] < attention[1]
+    assert before[0] / before[1] == pytest.approx(attention[0] / attention[1], rel=1e-6)
+
+
+def test_a_step_in_which_devices_changed_ends_when_it_did_and_the_next_one_finds_them_idle():
+    """It is recorded as over long before its devices would have answered."""
+    devices = {"step": np.array([2]), "device": np.array([-1]), "change": np.array([CHANGED])}
+    steps = {
+        "step": np.arange(4),
+        "simulated_start_ps": np.array([0, 0, 70, 0]),
+        "simulated_step_ps": np.array([0, 0, 7, 0]),
+    }
+    again = cold_run(devices, replace(ONE, events=steps))
+    for step in range(3):
+        again.run(step)
+    assert again.engine.clock.now_ps == 77
+    assert [timing.queue_ps for timing in again.run(3).device] == [0] * 4
 
 
 def test_devices_with_half_of_each_expert_read_together_what_one_reads_in_half_the_time():
