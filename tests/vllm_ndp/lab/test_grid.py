@@ -164,6 +164,13 @@ def test_what_the_points_bits_lose_is_a_rows_or_the_mean_of_the_table():
     assert 0.5 < found._loss_at(3, rows) < 0.5001
 
 
+def test_replicas_with_8_bits_are_priced_with_them():
+    nominal = LossTable.nominal(4, 8)
+    for at_8 in (None, nominal.mse[:, :, 3] / 100):
+        replays = Replays(Workload(SIX), at(systems=("monde",), batches=(1,)), LossTable(nominal.mse, at_8=at_8))
+        assert replays.costs.has_bytes == (at_8 is not None)
+
+
 def test_a_note_of_some_points_names_them():
     one, other = at(model="olmoe"), at()
     found = compared((one, [], ["a", "b"]), (other, [], ["b"]))

@@ -17,7 +17,7 @@ from vllm_ndp.lab.exact.engine import Asks, ReplayedCommand, ReplayedMigration, 
 from vllm_ndp.lab.exact.live import RecordedRun
 from vllm_ndp.lab.load.run import with_layers
 from vllm_ndp.lab.vectorised.batches import Loads
-from vllm_ndp.lab.vectorised.cache import lfu, lru, visits
+from vllm_ndp.lab.vectorised.cache import lcp, lfu, lru, visits
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
@@ -262,6 +262,19 @@ def test_what_is_in_use_comes_first_and_ties_of_frequency_go_to_what_was_used_la
     assert visits(one_lane([[0], [0], [0], [1], [1]]), nothing, 1, lfu).hit[0, 4, 0, 0]
     found = [visits(one_lane([[0], [1], [2], [last]]), nothing, 2, lfu).hit[0, 3, 0, 0] for last in (0, 1)]
     assert found == [False, True]
+
+
+def test_what_was_never_used_leaves_before_what_was_and_counts_to_begin_with_stay_as_they_are():
+    """Two places hold 0 and 3. 3 is used, then 1 comes: 0 leaves, and 3 is found again."""
+    start, known = np.array([[True, False, False, True, False]]), np.zeros((1, 1, 5))
+    found = visits(one_lane([[3], [1], [3]]), start, 2, lru, frequency=known)
+    assert found.hit.ravel().tolist() == [True, False, True]
+    assert not known.any()
+
+
+def test_a_worth_fades_to_a_quarter_every_128_tokens():
+    worth = lcp(0.25, 128.0)(np.full((1, 4), 8.0), np.array([[0.0, 64.0, 128.0, 256.0]]), np.zeros(1, np.int64))
+    assert worth.ravel() == pytest.approx([8, 4, 2, 0.5], rel=1e-6)
 
 
 def test_the_cache_guesses_before_it_looks():
