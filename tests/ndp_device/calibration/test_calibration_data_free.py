@@ -386,6 +386,23 @@ def test_8_bits_stand_beside_nested_widths_that_stay_what_they_were(
     assert np.array_equal(at_8.w2.planes, round_to_bytes(np.asarray(full.w2, np.float32), 64).planes)
 
 
+def test_losses_are_of_inputs_as_large_as_the_norm_before_the_experts_makes_them(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm of zero leaves nothing to lose. One of 4 makes gate and up four times as large, and their product more."""
+    norm_weight, lost = CheckpointExperts.norm_weight, {}
+    for size in (0.0, 1.0, 4.0):
+        monkeypatch.setattr(
+            CheckpointExperts,
+            "norm_weight",
+            lambda self, layer, size=size: np.full_like(norm_weight(self, layer), size),
+        )
+        build_data_free(model_dir, tmp_path / str(size), bits=(2,), show_progress=False)
+        lost[size] = load_losses(tmp_path / str(size), "absolute")[0][..., 1]
+    assert (lost[0.0] == 0).all()
+    assert (lost[4.0] > 16 * lost[1.0]).all()
+
+
 def test_the_loss_at_8_bits_is_measured_and_a_hundredth_of_that_at_4(replicas_dir: Path, narrow: Path) -> None:
     loss, relative = (load_losses(replicas_dir, kind)[0] for kind in ("absolute", "relative"))
     assert loss.shape[2] == relative.shape[2] == 5

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ndp_device.calibration import _fits, data_free, gptq
 from ndp_device.calibration.gptq import blend, own_weight, second_moment, unit_factor
+from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import pack
 
 NESTED = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
@@ -84,6 +85,7 @@ def test_an_expert_without_tokens_takes_its_layers_moment_and_many_tokens_its_ow
     own, layer = 2 * torch.eye(3), 7 * torch.eye(3)
     assert own_weight(0) == 0
     assert (blend(own * 0, layer.clone(), own_weight(0)) == layer).all()
+    assert (blend(own * 0, layer.clone(), 0.5) == layer).all(), "rows of zeros tell nothing either"
     assert own_weight(512) == 0.5
     np.testing.assert_allclose(blend(own.clone(), layer, 0.5), own)
     assert own_weight(10**6) > 0.999
@@ -103,6 +105,16 @@ def test_a_hessian_that_is_definite_only_in_float64_or_with_more_damping_has_a_f
     loud = torch.ones(64, 1)
     for hessian in (1e9 * (loud @ loud.T) + torch.eye(64), loud @ loud.T - 0.5 * torch.eye(64)):
         assert all(part.isfinite().all() for part in unit_factor(hessian.clone, 1e-9))
+    # what the other columns leave of one is the damping, 1e-9 of 1e9, of which float64 needs no more
+    assert float(unit_factor((1e9 * (loud @ loud.T)).clone, 1e-9)[1].min()) == pytest.approx(1, rel=0.1)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_inputs_that_are_not_finite_are_refused(bad: float) -> None:
+    hessian = torch.eye(8)
+    hessian[3, 3] = bad
+    with pytest.raises(ConfigError, match="the Hessian is not finite"):
+        gptq.quantize(torch.ones(2, 8), hessian, group_size=8, track_weights={2: 1.0}, damp=0.01)
 
 
 def test_one_bit_codes_of_a_short_row_are_nearly_the_best_of_all_256() -> None:
