@@ -189,6 +189,15 @@ def test_every_line_is_read_once_from_its_own_open_row(ras: int, rc: int) -> Non
     assert sorted(channel.reads, key=str) == sorted((dram.place(line) for line in range(400)), key=str)
 
 
+@pytest.mark.parametrize("dram", [DDR5, LPDDR5])
+def test_a_long_transfer_meets_a_refresh_more_or_less_by_when_it_begins(dram: DramSpec) -> None:
+    """Its fastest start is just after one, its slowest just before."""
+    found = transfer(dram, 100 * 10**6)
+    one = dram.cycles_to_ps(dram.rfc)
+    assert found.min_ps < found.mean_ps < found.max_ps
+    assert one / 2 < found.max_ps - found.min_ps < 3 * one
+
+
 def test_half_of_the_channels_read_half_as_fast_with_the_same_efficiency() -> None:
     half = transfer(replace(DDR5, channels=10), 10**7)
     whole = transfer(DDR5, 2 * 10**7)
