@@ -18,13 +18,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ndp_device.common.errors import TraceError, nearest
 from ndp_device.common.strict_files import decode_array, decode_json, open_plain, read_arrays, read_bytes, read_lines
 from vllm_ndp.traces import row_logs
-from vllm_ndp.traces.format import Provenance
+from vllm_ndp.traces.format import Provenance, open_parquet
 from vllm_ndp.traces.rows import (
     MOST_BYTES,
     MOST_ROWS,
@@ -212,8 +211,7 @@ def _columns(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:
 
 def _table(path: Path, fields: Fields) -> Iterator[tuple[str, Any]]:
     """Columns of a Parquet file by what they mean; lists as a matrix, which all have one length. Phases are words."""
-    with open_plain(path) as file:
-        parquet = pq.ParquetFile(file)
+    with open_parquet(path) as parquet:
         rows, there = parquet.metadata.num_rows, set(parquet.schema_arrow.names)
         if not 0 < rows <= MOST_ROWS:
             raise TraceError(f"{path} must have 1 to {MOST_ROWS} rows, got {rows}")

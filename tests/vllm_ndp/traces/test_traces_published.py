@@ -125,6 +125,14 @@ def test_a_table_that_lacks_something_is_refused(tmp_path, change, says):
         import_trace(tmp_path / "a.parquet", "policylang")
 
 
+def test_a_table_that_unfolds_into_far_more_than_its_file_is_not_unfolded(tmp_path, monkeypatch):
+    monkeypatch.setattr("vllm_ndp.traces.format._SMALL_BYTES", 1000)
+    zeros = pa.table({name: np.zeros(100_000, np.int64) for name in ("prompt_id", "token_idx", "layer_idx")})
+    pq.write_table(zeros, tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
+    with pytest.raises(TraceError, match=r"cannot be read as a policylang recording \(Refused: .* unfold into 24"):
+        import_trace(tmp_path / "a.parquet", "policylang")
+
+
 # -- CSV that a fork of llama.cpp logs: its requests are found again; what no trace can hold is left out and said ------
 
 

@@ -408,6 +408,9 @@ def test_chunks_together_claim_no_more_rows_than_their_files_can_hold(tmp_path, 
     monkeypatch.setattr("vllm_ndp.traces.format._SMALL_BYTES", room - 1)
     with pytest.raises(TraceError, match=r"routing-00001\.parquet and the chunks before it claim more rows"):
         Trace.load(tmp_path)
+    monkeypatch.setattr("vllm_ndp.traces.format._SMALL_BYTES", 100)
+    with pytest.raises(TraceError, match=r"requests-00000\.parquet is damaged: its \d+ bytes unfold into"):
+        Trace.load(tmp_path)
 
 
 def test_a_missing_file_and_one_under_anothers_name_are_refused(tmp_path):
