@@ -124,6 +124,18 @@ def test_an_expert_in_torch_answers_its_own_rows_with_its_biases_and_activation(
     np.testing.assert_allclose(got, wanted[rows], rtol=1e-4, atol=1e-5)
 
 
+def test_a_layers_sample_is_of_all_its_rows_and_an_experts_own_are_tested_where_there_are_enough() -> None:
+    """At most 4096 rows, and at most 1024 that are tested; 31 own rows tell too little."""
+    for count in (1, 4096, 4097, 10_000):
+        sample = calibrated.RoutedInputs(torch.zeros(count, 1), torch.zeros(count, 1)).sample
+        step = -(-count // 4096)
+        assert sample.tolist() == list(range(0, count, step))
+    for own, wanted in ((31, range(0, 3000, 3)), (32, range(32)), (2000, range(0, 2000, 2))):
+        ids = (torch.arange(3000) >= own).long()[:, None]
+        held_out = calibrated.RoutedInputs(torch.arange(3000.0)[:, None], ids)
+        assert calibrated.test_rows(held_out, 0)[:, 0].tolist() == list(wanted)
+
+
 def test_the_manifest_says_of_what_and_how(model_dir: Path, text_file: Path, built: Path) -> None:
     manifest = ReplicaFiles(built, model_digest=model_digest(model_dir)).manifest
     assert (manifest.source, manifest.container, manifest.bits) == ("calibrated", "nested", (1, 2, 3, 4))
@@ -198,9 +210,11 @@ def test_an_interrupted_job_goes_on_at_the_next_expert_and_ends_with_the_same_by
     monkeypatch.setattr(
         calibrated, "quantize_expert", lambda *args: (solved.append(args[1]), quantize_expert(*args))[1]
     )
+    monkeypatch.setattr("ndp_device.calibration.job._SAID_EVERY_S", 0)
     build(tmp_path / "out", show_progress=True)
     assert solved == [0, 1, 2, 3, 0, 1, 2, 3]
     said = capsys.readouterr().err
+    assert set(re.findall(r"(\d) of 8 experts made", said)) == {"6", "7", "8"}
     assert f"{tmp_path / 'out'} goes on: 1 of 2 layers are whole, and 2 more experts are made" in said
     assert names() == sorted(file.name for file in built.iterdir())
     for file in built.iterdir():

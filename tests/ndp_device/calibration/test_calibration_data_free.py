@@ -336,6 +336,18 @@ def test_a_small_expert_is_probed_whole() -> None:
         np.testing.assert_array_equal(part, whole)
 
 
+def test_whole_groups_of_a_large_expert_are_probed_and_a_lone_group_is_never_short() -> None:
+    sizes = [(256, 64), (2080, 64), (400, 512), (1100, 512), (1100, 96)]
+    assert [data_free.num_probe_units(*size) for size in sizes] == [256, 256, 400, 512, 192]
+
+
+def test_the_levels_of_a_short_group_reach_from_its_least_weight_to_its_largest() -> None:
+    weights = np.linspace(10, 11, 72, dtype=np.float32)[None]
+    matrix = round_to_bytes(weights, 64)
+    assert matrix.offset[0].tolist() == pytest.approx([10, weights[0, 64]], rel=1e-3)
+    assert matrix.scale[0, 1] == pytest.approx((weights[0, 71] - matrix.offset[0, 1]) / 255, rel=1e-3)
+
+
 @given(
     seed=st.integers(0, 2**32 - 1),
     rows=st.integers(1, 9),
