@@ -110,13 +110,39 @@ def test_captured_inputs_give_the_outputs_of_the_models_own_experts(model_dir: P
     np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_an_expert_in_torch_answers_its_own_rows_with_its_biases_and_activation() -> None:
-    """Whichever of a row's choices it is; the rows of other experts are left out."""
+def biased() -> FullExpert:
+    """Of 8 hidden and 16 intermediate units."""
     rng = np.random.default_rng(0)
     w1, w3 = rng.standard_normal((2, 16, 8), np.float32)
-    w2, hidden = rng.standard_normal((8, 16), np.float32), rng.standard_normal((5, 8), np.float32)
     biases = Biases(*(rng.standard_normal(size, np.float32) for size in (16, 16, 8)))
-    full = FullExpert("float32", w1, w3, w2, biases=biases, activation=GPT_OSS)
+    return FullExpert("float32", w1, w3, rng.standard_normal((8, 16), np.float32), biases=biases, activation=GPT_OSS)
+
+
+def test_an_expert_is_solved_for_rows_of_its_own_and_its_layer_and_damped_more_where_they_are_few_for_a_matrix() -> (
+    None
+):
+    """12 of 50 rows: more than gate and up have columns, fewer than down has. Its own count 12 / 524, and the layer's
+    are scaled to their trace."""
+    weights, seen = calibrated.FloatExpert(biased(), torch.device("cpu")), []
+    hidden = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+    inputs = calibrated.RoutedInputs(hidden, (torch.arange(50) >= 12).long()[:, None])
+    solve = calibrated.load_solver("nested", 8, {2: 1.0})
+
+    def spied(matrix: torch.Tensor, hessian: torch.Tensor, damp: float) -> dict[int, QuantizedMatrix]:
+        seen.append((damp, hessian.clone()))
+        return solve(matrix, hessian, damp)
+
+    calibrated.quantize_expert(weights, 0, inputs, inputs, spied)
+    assert [damp for damp, _ in seen] == [calibrated.DAMP, calibrated.DAMP_FEW_TOKENS]
+    for (_, hessian), rows in zip(seen, (hidden, weights.between(hidden)), strict=True):
+        own, layer = rows[:12].T @ rows[:12] / 12, rows.T @ rows / 50
+        wanted = 12 / 524 * own + 512 / 524 * own.trace() / layer.trace() * layer
+        np.testing.assert_allclose(hessian, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_an_expert_in_torch_answers_its_own_rows_with_its_biases_and_activation() -> None:
+    """Whichever of a row's choices it is; the rows of other experts are left out."""
+    full, hidden = biased(), np.random.default_rng(1).standard_normal((5, 8), np.float32)
     inputs = calibrated.RoutedInputs(torch.from_numpy(hidden), torch.tensor([[3, 0], [0, 1], [1, 2], [2, 3], [1, 3]]))
     got = calibrated.FloatExpert(full, torch.device("cpu")).answers(inputs, 3)
     rows = np.array([0, 3, 4], np.int32)
