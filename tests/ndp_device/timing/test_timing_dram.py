@@ -167,15 +167,18 @@ def test_a_fifth_activate_of_a_rank_waits_for_the_first_of_four() -> None:
 
 
 class WatchedChannel(Channel):
-    """Whose reads say which row was open."""
+    """Whose reads say which row was open, and whose activates when they came."""
 
     def __init__(self, dram: DramSpec) -> None:
         super().__init__(dram)
         self.reads: list[tuple[int, int | None]] = []
+        self.acts: list[int] = []
 
     def issue(self, command: int, bank: int, now: int, row: int | None = None) -> None:
         if command == READ:
             self.reads.append((bank, self.open_rows[bank]))
+        elif command == ACTIVATE:
+            self.acts.append(now)
         super().issue(command, bank, now, row)
 
 
@@ -196,6 +199,41 @@ def test_a_long_transfer_meets_a_refresh_more_or_less_by_when_it_begins(dram: Dr
     one = dram.cycles_to_ps(dram.rfc)
     assert found.min_ps < found.mean_ps < found.max_ps
     assert one / 2 < found.max_ps - found.min_ps < 3 * one
+
+
+def test_a_data_clock_that_stays_in_sync_spares_each_read_its_start() -> None:
+    """Line after line, each offered when the one before it has returned: the clock stops in between, or does not."""
+    stops, stays = (replace(LPDDR5, outstanding=1, refresh="off", wck_sync=cycles) for cycles in (1, 100))
+    assert exact(stops, 10, 0) - exact(stays, 10, 0) == 9
+
+
+class WatchedHalves(Controller):
+    """Which says when the second halves of activates came."""
+
+    def __init__(self, dram: DramSpec, end: int) -> None:
+        super().__init__(dram, end)
+        self.halves: list[int] = []
+
+    def _activate_second(self) -> None:
+        self.halves.append(self.now)
+        super()._activate_second()
+
+
+@pytest.mark.parametrize("aad", [1, 2, 3, 8])
+@pytest.mark.parametrize("wck_sync", [1, 0])
+def test_an_activate_s_second_half_comes_in_time_and_before_any_other_activate(aad: int, wck_sync: int) -> None:
+    """Where reads take each cycle of the command bus, and rows of a few lines have to be opened beside them."""
+    fast = dict.fromkeys(("burst", "ccd_s", "ccd_l", "rrd_s", "rrd_l", "faw"), 1)
+    dram = replace(LPDDR5, lines_per_row=4, aad=aad, wck_sync=wck_sync, refresh="off", **fast)
+    controller, channel = WatchedHalves(dram, 600), WatchedChannel(dram)
+    controller.channel = channel
+    controller.run()
+    assert len(channel.reads) == 600
+    assert len(controller.halves) >= len(channel.acts) - 1
+    for first, second in zip(channel.acts, controller.halves, strict=False):
+        assert first < second <= first + aad
+    for second, first in zip(controller.halves, channel.acts[1:], strict=False):
+        assert second < first
 
 
 def test_half_of_the_channels_read_half_as_fast_with_the_same_efficiency() -> None:

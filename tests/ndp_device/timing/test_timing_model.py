@@ -176,6 +176,8 @@ def test_weights_are_read_again_when_the_activations_do_not_fit() -> None:
     array = HARDWARE.array
     assert weight_passes(array, 4096, 14336, 113) == 1
     assert weight_passes(array, 4096, 14336, 114) == 2
+    small = replace(array, units=1, scratchpad_bytes=8192)
+    assert weight_passes(small, 4096, 14336, 3) == 3  # not one token fits, and each is served
     assert mixtral(2, 114, HARDWARE).weight_bytes == 2 * mixtral(2, 113, HARDWARE).weight_bytes
 
 
