@@ -276,7 +276,8 @@ def test_the_head_reads_its_weights_once() -> None:
 def test_an_all_reduce_of_two_sends_its_bytes_once_each_way_and_one_gpu_tells_nobody_anything():
     """370 kB at 370 GB/s is 1 us; an all-reduce of n = 2 moves 2 (n - 1) / n = 1 times its bytes, a gather half."""
     assert all_reduce_ps(1, 1 << 20) == gather_ps(1, 1 << 20) == 0
-    assert all_reduce_ps(2, 370_000) == COLLECTIVE_PS + 1_000_000
+    assert all_reduce_ps(2, 370_000) == send_ps(370_000) == COLLECTIVE_PS + 1_000_000 == 7_000_000
+    assert all_reduce_ps(4, 370_000) == COLLECTIVE_PS + 1_500_000
     assert gather_ps(2, 370_000) == COLLECTIVE_PS + 500_000
 
 

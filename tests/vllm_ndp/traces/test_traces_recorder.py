@@ -294,6 +294,8 @@ def test_a_trace_is_not_recorded_over_another(tmp_path):
     record(tmp_path / "trace")
     with pytest.raises(ConfigError, match="not empty"):
         TraceWriter(tmp_path / "trace", PROVENANCE)
+    with pytest.raises(ConfigError, match="not empty"):
+        Trace.load(tmp_path / "trace").save(tmp_path / "trace")
 
 
 @pytest.mark.parametrize("failure", [None, OSError(28, "No space left on device")], ids=["slow", "failing"])

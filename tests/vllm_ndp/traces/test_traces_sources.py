@@ -111,6 +111,15 @@ def test_of_equal_logits_the_lower_expert_comes_first(monkeypatch):
     assert (trace.weights == 1 / K).all()
 
 
+def test_a_synthetic_trace_says_what_it_was_made_of():
+    trace = synthetic(signal=0.5, drift=0.25, prompt_len=7, decode_len=3, seed=9)
+    assert trace.provenance.source == "synthetic"
+    assert SyntheticSettings(**trace.provenance.settings) == SyntheticSettings(
+        L, E, K, num_requests=24, signal=0.5, drift=0.25, prompt_len=7, decode_len=3, seed=9
+    )
+    assert [(len(s.prompt_ids), len(s.decode_ids)) for s in trace.sequences] == [(7, 3)] * 24
+
+
 def test_only_a_trace_without_signal_and_persistence_is_called_null():
     labels = [synthetic(signal=s, persistence=p).labels[0] for s, p in ((0.0, 0.0), (0.0, 0.5), (1.0, 0.0))]
     assert labels == ["null", "synthetic", "synthetic"]
