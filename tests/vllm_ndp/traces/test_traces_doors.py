@@ -136,6 +136,14 @@ def test_weights_stay_beside_the_choices_that_are_left(name: str) -> None:
     assert trace.prompt_len.tolist() == [3]
 
 
+def test_the_only_column_is_no_shared_expert(tmp_path: Path) -> None:
+    """Nor are all of several where every id lies outside."""
+    ids = np.full((20, 1, 1), 5)
+    assert trace_of([Logged("a", ids, None, 1)], ImportSettings(), "x").ids.tolist() == ids.tolist()
+    with pytest.raises(TraceError, match=r"must lie in 0\.\.31, got 32\.\.63"):
+        vllm(tmp_path, lambda ids: ids + E)
+
+
 def test_padding_within_a_stream_whose_requests_nothing_tells_is_left_out() -> None:
     ids = filled((slice(5, 8), slice(None)), 0)(chosen())
     trace = trace_of([Logged("", ids, None)], ImportSettings("m", E, sequence_len=8, prompt_len=3), "x")
