@@ -13,7 +13,7 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import Work
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.lab.exact.engine import Asks, ReplayedCommand, ReplayedMigration, modelled_host, together
+from vllm_ndp.lab.exact.engine import Asks, ReplayedCommand, ReplayedMigration, StepRun, modelled_host, together
 from vllm_ndp.lab.exact.live import RecordedRun
 from vllm_ndp.lab.load.run import with_layers
 from vllm_ndp.lab.vectorised.batches import Loads
@@ -180,6 +180,34 @@ def test_a_choice_counts_on_devices_that_are_up_unless_the_host_computes_the_sam
     again = RecordedRun(replace(ONE, devices=devices), setup, first.engine.planner.rules)
     again.run(0)
     assert again.engine._counted_on() == (True, same)
+
+
+def answered(asks: Asks[StepRun], device: DeviceModel, queue_ps: int) -> StepRun:
+    """Each command as if another host's had been before it."""
+    answer = None
+    while True:
+        try:
+            ask = asks.send(answer)
+        except StopIteration as end:
+            return end.value
+        timing = device.execute(ask.work, ask.submit_ps)
+        answer = msgspec.structs.replace(timing, queue_ps=queue_ps, total_ps=timing.total_ps + queue_ps)
+
+
+def test_decode_rows_alone_would_have_waited_for_other_hosts_as_long():
+    """A prompt of another request shares their message, and would not have been there."""
+    found = []
+    for queue_ps in (0, 10**9):
+        again = cold_run(trace=Trace.load(DATA / "tiny-mixtral-trace").select([0, 1]), splits_prefill=True)
+        trace, device = again.engine.trace, DeviceModel(again.engine.hardware)
+        first, second = (np.flatnonzero(trace.request == request) for request in range(2))
+        length = int(trace.prompt_len[0])
+        answered(again.engine.step(first[:length]), device, 0)
+        rows = np.concatenate([first[length : length + 1], second[:4]])
+        run = answered(again.engine.step(rows), device, queue_ps)
+        assert run.decode_only is not None
+        found.append([layer.device_ps for layer in run.decode_only.layers])
+    assert [late - idle for idle, late in zip(*found, strict=True)] == [10**9] * 4
 
 
 def test_rows_that_the_prefix_cache_held_are_not_run():

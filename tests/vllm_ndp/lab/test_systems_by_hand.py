@@ -403,6 +403,15 @@ def test_a_guess_follows_the_choices_of_the_layer_before_and_the_first_layer_pop
     assert predictor.accuracy(batches) == pytest.approx(4 / 6)
 
 
+def test_a_guess_follows_the_heavier_choice():
+    """0 leads to 2 and 3, 1 to 0 and 1. At .9 and .1 of the gate 2 and 3 are right; of even weights 2 and 0."""
+    after = np.array([[0.1, 0.2, 0.4, 0.3], [0.4, 0.3, 0.2, 0.1], [0.25] * 4, [0.25] * 4])
+    predictor = NextLayer(np.stack([np.tile([0.4, 0.3, 0.2, 0.1], (4, 1)), after]))
+    gates = np.array([[[0.9, 0.1], [0.5, 0.5]]])
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [2, 3]]), weights=gates)
+    assert predictor.accuracy(batches) == 1
+
+
 def test_the_predictor_of_a_comparison_knows_no_request_that_is_replayed_and_beats_popularity():
     workload = Workload(TRACE)
     assert workload._known is not None
