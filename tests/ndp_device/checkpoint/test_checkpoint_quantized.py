@@ -129,6 +129,10 @@ def test_codes_of_4_bits_become_replicas_of_4_bits_as_they_are(models: Path, tmp
             np.testing.assert_allclose(mine, wanted, rtol=2e-3, atol=2e-3 * np.abs(wanted).max())
             step = np.abs(wanted).max() / 8
             assert np.abs(mine - wanted).max() < step / 50
+    other = build_data_free(directory, tmp_path / "other", bits=(4,), group_size=16, show_progress=False)
+    assert other.solver["name"] == "least-squares", "codes in other groups are no replica"
+    replicas = ReplicaFiles(tmp_path / "other")
+    assert (replicas.expert(0, 0, 4).w13.group_size, bool((replicas.layer_losses(0)[1][:, 3] > 0).all())) == (16, True)
 
 
 @pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "mixtral-mxfp4", "mixtral-nvfp4", "mixtral-nvfp4-modelopt"])

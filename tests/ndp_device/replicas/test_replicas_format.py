@@ -109,9 +109,12 @@ def test_an_interrupted_build_goes_on_with_the_layers_that_are_missing(
 
 def test_a_build_repairs_a_damaged_layer(model_dir: Path, built: Path, replicas: Path) -> None:
     _flip_last_byte(replicas / "experts-00001.safetensors")
+    left_behind = replicas / ".experts-00001.safetensors.999999999.unfinished"  # no process has that number
+    left_behind.touch()
     build_data_free(model_dir, replicas, group_size=8, show_progress=False)
     name = "experts-00001.safetensors"
     assert (replicas / name).read_bytes() == (built / name).read_bytes()
+    assert not left_behind.exists()
 
 
 def test_a_build_with_other_settings_leaves_what_is_there_alone(model_dir: Path, built: Path) -> None:
