@@ -92,6 +92,15 @@ def test_an_average_below_2_bits_is_called_of_no_use_on_stderr():
     assert "too few" not in enough.stderr
 
 
+def test_a_recording_that_was_cut_off_is_used_and_said_to_be(tmp_path):
+    whole = Trace.load(DATA / "tiny-mixtral-trace")
+    replace(whole, complete=False).save(tmp_path / "cut")
+    cut, done = (run("analyze", path, "--json") for path in (str(tmp_path / "cut"), TRACE))
+    assert last_json(cut) == last_json(done) | {"trace": str(tmp_path / "cut")}
+    assert f"was cut off; read are the {len(whole.prompt_len)} requests and {len(whole.step)} rows" in cut.stderr
+    assert "cut off" not in done.stderr
+
+
 def test_a_trace_is_synthesised_analysed_and_its_prior_used(tmp_path):
     trace, prior = str(tmp_path / "trace"), str(tmp_path / "prior.npy")
     made = last_json(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -38,6 +39,17 @@ app = typer.Typer()
 LATENCIES = ("TTFT", "TPOT")
 
 
+def load(path: Path) -> Trace:
+    """A trace from its directory. Says on stderr where its recording has not ended."""
+    from vllm_ndp.traces.trace import Trace
+
+    trace = Trace.load(path)
+    if not trace.complete:
+        known = f"the {len(trace.prompt_len)} requests and {len(trace.step)} rows that are on disk"
+        print(f"{path}: the recording has not ended, or was cut off; read are {known}", file=sys.stderr)
+    return trace
+
+
 @command(app, "replay", examples=("vllm-ndp replay recorded",))
 def replay(trace: TraceArgument, replicas: ReplicasOption = None) -> None:
     """Replay a recorded run and check its simulated times.
@@ -45,9 +57,8 @@ def replay(trace: TraceArgument, replicas: ReplicasOption = None) -> None:
     Under its own policy, to the picosecond. Exit code 1 if any step differs.
     """
     from vllm_ndp.lab.exact.live import replay_live
-    from vllm_ndp.traces.trace import Trace
 
-    recorded = Trace.load(trace)
+    recorded = load(trace)
     with waiting("replaying the recorded steps"):
         replayed = replay_live(recorded, losses_of_run(recorded, replicas))
     print_json(
@@ -99,12 +110,11 @@ def compare(
     from vllm_ndp.lab.cli.tables import print_comparison, print_winners, write_rows
     from vllm_ndp.lab.compare import beside_fastest, columns, compare_all, processes
     from vllm_ndp.planning.policies import read_prior
-    from vllm_ndp.traces.trace import Trace
 
     if replicas is not None and len(traces) > 1:
         raise ConfigError(f"--replicas belong to one trace, {len(traces)} were given: compare them one by one")
     workers, started = processes(jobs), time.perf_counter()
-    recorded = [Trace.load(path) for path in traces]
+    recorded = [load(path) for path in traces]
     kind = what.policy_options.get("losses")
     if replicas is None and kind is not None:
         raise ConfigError("--policy-option losses=... chooses among losses of replicas: give --replicas too")
@@ -166,11 +176,10 @@ def reproduce(
     """Print published figures beside ours, with assumptions."""
     from vllm_ndp.lab.cli.tables import print_reproduction
     from vllm_ndp.lab.reproduce import paper, rivals, silicon
-    from vllm_ndp.traces.trace import Trace
 
     if trace is not None and source != "hobbit":
         raise ConfigError(f"a trace belongs to hobbit, got one with {source!r}: leave it out")
-    recorded = None if trace is None else Trace.load(trace)
+    recorded = None if trace is None else load(trace)
     made = {"paper": paper.reproduce, "locality": rivals.routing, "silicon": silicon.reproduce}
     made |= {"cxl-expert": rivals.cxl_expert, "freetoken": rivals.freetoken}
     with waiting(f"computing the figures of {source}"):
@@ -209,9 +218,8 @@ def analyze(
     from vllm_ndp.lab.compare import popularity
     from vllm_ndp.lab.locality import default_places, locality
     from vllm_ndp.lab.vectorised.cache import found_ahead
-    from vllm_ndp.traces.trace import Trace
 
-    recorded = Trace.load(trace)
+    recorded = load(trace)
     p = recorded.provenance
     sizes = default_places(p.num_experts)
     with waiting(f"analysing {len(recorded.prompt_len)} requests"):
@@ -246,12 +254,11 @@ def arrivals(
     from vllm_ndp.lab.cli.tables import print_latencies, write_rows
     from vllm_ndp.lab.load.latency import as_bench_serve, percentiles, tokens_of
     from vllm_ndp.lab.load.run import serve, serve_again
-    from vllm_ndp.traces.trace import Trace
 
     if len(traces) > 1 and (asked.process == "steps" or replicas is not None):
         raise ConfigError(f"steps and --replicas belong to one trace, {len(traces)} were given")
     started = time.perf_counter()
-    recorded = [Trace.load(path) for path in traces]
+    recorded = [load(path) for path in traces]
     identical = None
     if asked.process == "steps":
         served = [serve_again(recorded[0], losses_of_run(recorded[0], replicas))]
