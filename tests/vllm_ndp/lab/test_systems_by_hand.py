@@ -335,6 +335,13 @@ def test_joint_keeps_all_four_experts_at_8_bits_where_three_fit_at_16():
     assert (outcome.hot_pairs, outcome.cold.loss) == (4, pytest.approx(4.4**-7, rel=1e-3))
 
 
+def test_a_joint_plan_of_one_recorded_layer_has_its_share_of_the_models_memory():
+    """Nothing may be lost: three places hold three experts at 16 bits, in one layer as in each of two."""
+    batches = trace(PROMPT, chosen([[0, 1]], [[2, 3]]))
+    found = [run("joint", batches, machine(layers), 3, max_gate_loss=0.0).hot_pairs for layers in (1, 2)]
+    assert found == [3, 3]
+
+
 def test_joints_losses_are_in_nats_where_the_replicas_say_what_they_do():
     """A loss of 1 in every layer does 2 nats: the same plan, twice the number. A limit by gate has its own."""
     batches, costs = trace(PROMPT, chosen([[0, 1]], [[2, 3]])), machine()
