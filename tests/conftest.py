@@ -55,10 +55,11 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
     gc.enable()
     freeze()
     gc.freeze = gc.unfreeze = lambda: None
-    result = yield
-    gc.freeze, gc.unfreeze = freeze, thaw
-    thaw()
-    return result
+    try:
+        return (yield)
+    finally:
+        gc.freeze, gc.unfreeze = freeze, thaw
+        thaw()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -188,14 +188,18 @@ def _of_gguf(tensors: Mapping[str, TensorInfo], name: str) -> dict[str, Packed]:
     return packed
 
 
-def stated_form(config: Mapping[str, Any], name: str) -> StoredForm | None:
-    """How config.json alone says that experts are stored, where a kernel takes them so."""
-    given: Any = _with_settings(None, config).get("quantization_config")
-    if given is None:
-        return None
-    if "fp4" in (given.get("expert_dtype"), text_config(config).get("expert_dtype")):  # DeepSeek-V4; the rest is of FP8
+def stated_form(model_dir: Path | None, config: Mapping[str, Any], *columns: int) -> StoredForm | None:
+    """How config.json, without a tensor, says that all experts are stored, where a kernel takes them so. model_dir:
+    where it lies; columns: of the experts' matrices."""
+    given = _with_settings(model_dir, config).get("quantization_config")
+    inner = text_config(config)
+    v4 = "fp4" if str(inner.get("model_type")).startswith("deepseek_v4") else None  # the rest of it is of FP8
+    if given is not None and inner.get("expert_dtype", v4) == "fp4":
         return values.MXFP4
-    return _settings(given, name).form_of("model.layers.0.mlp.experts.0.gate_proj")
+    try:
+        return None if given is None else _settings(given, "config.json").form_of_experts(*columns)
+    except ConfigError:  # said where it is served
+        return None
 
 
 def _settings(given: object, name: str) -> Settings:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from math import gcd
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -26,6 +27,14 @@ _OFF = (False, "weight", "static")
 _NUMBERED = re.compile(r"(\.experts)\.\d+\.")
 _OF_A_PATTERN = set(r"*+?^$()[]{}|\\")
 """auto-round takes a key with one of these characters for a pattern."""
+
+
+_EXPERTS = re.compile(r"(?<!shared_)experts")
+_METHODS = (
+    *("gptq", "awq", "auto-round", "intel/auto-round", "compressed-tensors"),
+    *("modelopt", "modelopt_fp4", "modelopt_mxfp8", "fp8", "mxfp4"),
+)
+"""Values of quant_method whose tensors formats.py reads."""
 
 
 class Weights(msgspec.Struct):
@@ -145,6 +154,10 @@ class Settings(msgspec.Struct):
     quant_algo: str | None = None  # modelopt
     quantized_layers: dict[str, Layer] | None = None  # modelopt: its algorithm MIXED_PRECISION
     bnb_4bit_quant_type: str | None = None  # bitsandbytes
+    ignore: Any = None  # these four, whatever the maker: modules that are left as they are
+    modules_to_not_convert: Any = None
+    ignored_layers: Any = None
+    exclude_modules: Any = None
 
     def of(self, module: str) -> list[Weights]:
         """What is stated of one module: one entry, or one for each group of which none names the module."""
@@ -162,25 +175,44 @@ class Settings(msgspec.Struct):
         found = targets.get(module) or targets.get(named)
         return [group.weights for group in groups if group.weights is not None] if found is None else [found]
 
-    def form_of(self, module: str) -> StoredForm | None:
-        """How a kernel may take one module by what is stated alone; None where nothing says so."""
+    def form_of_experts(self, *columns: int) -> StoredForm | None:
+        """How a kernel may take all experts, by what is stated alone; None where anything is said of some of them, or
+        of a way to store them that is not known here. columns: of their matrices."""
+        one = self._of_every_expert()
+        if one is None or self.quant_method not in _METHODS:
+            return None
+        _, group = one.block or (1, None)
+        if self.quant_method == "fp8" or (one.num_bits, one.type) == (BYTE_BITS, "float"):
+            return StoredForm("float8", group if group is not None and group < 128 else 0)
+        if (one.num_bits, self.format, one.symmetric) == (BYTE_BITS, "int-quantized", True):
+            return StoredForm("int8", 0)
+        if one.num_bits != CODE_BITS or group is None or any(some % (group or 1) for some in columns):
+            return None
+        if one.type == "float":
+            return next((form for form in (MXFP4, NVFP4) if form.group == group), None)
+        labels = {self.checkpoint_format, (self.version or "gemm").lower()}
+        is_known = labels <= {None, "gptq", "gptq_v2", "gemm"} and "llm_compressor" not in (self.packing_format or "")
+        size = group or gcd(*columns)
+        return StoredForm("int4", size) if is_known and size % 8 == 0 else None
+
+    def _of_every_expert(self) -> Weights | None:
+        groups = [group for group in (self.config_groups or {}).values() if group.weights is not None]
+        targets = [target for group in groups for target in group.targets]
+        named = [self.ignore, self.modules_to_not_convert, self.ignored_layers, self.exclude_modules]
+        named += [*(self.dynamic or ()), *(self.extra_config or ())]
+        is_of_some = self.quantized_layers is not None or len(groups) > 1 or _EXPERTS.search(str(named))
+        is_of_others = targets and "Linear" not in targets and not _EXPERTS.search(str(targets))
+        if is_of_some or is_of_others:
+            return None
+        if self.quant_method == "mxfp4":
+            return Weights(CODE_BITS, "float", None, group_size=MXFP4.group)
         try:
-            one, *others = self.of(module)
+            if self.quant_algo is not None:
+                return self._of_algorithm("", Layer(self.quant_algo))
+            (one,) = self.of("")
         except ConfigError:
             return None
-        columns = 0 if one.block is None else one.block[1]
-        is_float = one.type == "float" or self.quant_algo is not None
-        if self.quant_method == "mxfp4":
-            return MXFP4
-        if self.quant_method == "fp8" or (one.num_bits == BYTE_BITS and is_float):
-            return StoredForm("float8", columns if columns < 128 else 0)
-        if one.num_bits == BYTE_BITS and self.format == "int-quantized":
-            return StoredForm("int8", 0)
-        if others or one.num_bits != CODE_BITS or one.block is None:
-            return None
-        if is_float:
-            return next((form for form in (MXFP4, NVFP4) if form.group == columns), None)
-        return StoredForm("int4", columns or 128)
+        return None if self.turns("") else one
 
     def turns(self, module: str) -> bool:
         """Whether the module's inputs or outputs are turned while it runs; what is turned in the file is done."""

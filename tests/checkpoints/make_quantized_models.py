@@ -183,7 +183,7 @@ FORMATS: Mapping[str, tuple[str, Quantize, dict[str, Any]]] = MappingProxyType(
             _compressed("int-quantized", num_bits=8, type="int", strategy="channel", inputs=_INT8_INPUTS)
             | {"ignore": ["lm_head", "re:.*mlp.gate$"]},
         ),
-        "mixtral-deepseek-mxfp4": ("mixtral", writers.deepseek_mxfp4, _DEEPSEEK | {"expert_dtype": "fp4"}),
+        "mixtral-deepseek-mxfp4": ("mixtral", writers.deepseek_mxfp4, _DEEPSEEK),
         "mixtral-deepseek-fp8": ("mixtral", writers.fp8_blocks(powers=True), _DEEPSEEK),
         "mixtral-auto_round": (
             "mixtral",
@@ -239,6 +239,8 @@ def make(name: str, out: Path) -> Path:
             "modules_to_not_convert": [one for one in linears if ".experts." not in one] + ["lm_head"]
         }
     config = json.loads((source / "config.json").read_text()) | {"quantization_config": settings}
+    if name == "mixtral-deepseek-mxfp4":
+        config["expert_dtype"] = "fp4"  # as DeepSeek-V4
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     return directory
 

@@ -307,9 +307,7 @@ class Sizing:
     @property
     def is_plain(self) -> bool:
         """Whether the checkpoint's files hold the experts as they are served in full precision."""
-        if self.stored_bytes is None:
-            return self.stored_form is None
-        return self.stored_bytes > _PLAIN_SHARE * self.checkpoint_bytes
+        return self.stored_bytes is not None and self.stored_bytes > _PLAIN_SHARE * self.checkpoint_bytes
 
     def without_plugin(self, kv_cache_bytes: int) -> str:
         """What stock vLLM would do on this machine without a GPU; empty where it has no room."""

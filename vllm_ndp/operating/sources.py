@@ -90,8 +90,9 @@ def source_named(name: str) -> CheckpointSource:
 
 
 def _published(shape: str, served_as: str) -> CheckpointSource:
-    form = stated_form(PUBLIC_MODELS[shape].config, shape)
-    return CheckpointSource(SHAPES[shape], served_as, "its published sizes", stored_form=form)
+    model = SHAPES[shape]
+    form = stated_form(None, PUBLIC_MODELS[shape].config, model.hidden_size, model.intermediate_size)
+    return CheckpointSource(model, served_as, "its published sizes", stored_form=form)
 
 
 def _linear_form(path: Path, model: WholeModel) -> StoredForm | None:
@@ -124,8 +125,8 @@ def _of_config(name: str, path: Path, served_as: str, read_from: str) -> Checkpo
     inner = text_config(config)
     dtype = next((str(one[key]) for one in (inner, config) for key in ("dtype", "torch_dtype") if one.get(key)), "")
     model = _as_served(replace(public_model(name, inner), dtype=dtype or "bfloat16"))
-    form, longest = stated_form(config, name), longest_context(config)
-    return CheckpointSource(model, served_as, read_from, stored_form=form, longest=longest)
+    form = stated_form(path.parent, config, model.hidden_size, model.intermediate_size)
+    return CheckpointSource(model, served_as, read_from, stored_form=form, longest=longest_context(config))
 
 
 def _as_served(model: WholeModel) -> WholeModel:

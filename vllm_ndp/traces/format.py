@@ -292,7 +292,7 @@ def open_parquet(path: Path, table: str = "", **options: Any) -> pq.ParquetFile:
     stated = sum(opened.metadata.row_group(group).total_byte_size for group in range(opened.metadata.num_row_groups))
     if stated > _room(size, table):
         opened.close()
-        raise Refused(f"its {size} bytes unfold into {stated}")
+        raise Refused(f"its {size} bytes unfold into {stated}: write it with less compression")
     return opened
 
 

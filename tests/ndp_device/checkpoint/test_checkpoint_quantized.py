@@ -70,7 +70,56 @@ def test_every_expert_has_the_values_that_the_formats_own_library_makes(models: 
             for matrix in ("w1", "w3", "w2"):
                 values = to_float32(getattr(mine, matrix), mine.dtype)
                 np.testing.assert_array_equal(values, to_float32(getattr(theirs, matrix), theirs.dtype))
-    assert stated_form(read_config(directory), name) == ours.stored_form  # before anything is downloaded
+    sizes = ours.shape.hidden_size, ours.shape.intermediate_size
+    assert stated_form(directory, read_config(directory), *sizes) == ours.stored_form  # before a download
+
+
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+_OF_LAYERS = {"weights": {"num_bits": 8, "type": "float"}, "targets": ["Linear"]}
+_COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        *([], "fp8", False, {"bits": "4"}, {"bits": 4, "group_size": 64}, {"quant_method": "higgs", "bits": 4}),
+        *({"quant_method": "exl2", "bits": 4.25}, _GPTQ | {"bits": 8}, _GPTQ | {"group_size": 1024}),
+        *(_GPTQ | {"checkpoint_format": "marlin"}, _GPTQ | {"dynamic": {"-:.*experts.*": {}}}),
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
+        {"quant_method": "fp8", "modules_to_not_convert": ["mlp.experts"]},
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:llm_compressor"},
+        {"quant_method": "modelopt", "quant_algo": "W8A8_SQ"},
+        _COMPRESSED | {"config_groups": {"0": _OF_LAYERS | {"targets": ["re:.*self_attn.*"]}}},
+        _COMPRESSED | {"config_groups": {"0": _OF_LAYERS, "1": _OF_LAYERS | {"targets": ["re:.*experts.*"]}}},
+        _COMPRESSED | {"config_groups": {"0": _OF_LAYERS}, "ignore": ["re:.*experts.*"]},
+    ],
+)
+def test_without_tensors_no_form_is_claimed_that_is_not_stated_of_all_experts(stated: Any) -> None:
+    assert stated_form(None, {"quantization_config": stated}, 2048, 768) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "form"),
+    [
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "mxfp4",
+                    "modules_to_not_convert": [
+                        *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+                    ],
+                }
+            },
+            decoders.MXFP4,
+        ),
+        ({"quantization_config": _GPTQ | {"checkpoint_format": "gptq", "desc_act": False}}, ("int4", 128)),
+        ({"quantization_config": _GPTQ | {"group_size": -1}}, ("int4", 256)),
+        ({"quantization_config": _COMPRESSED | {"config_groups": {"0": _OF_LAYERS}}}, ("float8", 0)),
+        ({"model_type": "deepseek_v4", "quantization_config": {"quant_method": "fp8"}}, decoders.MXFP4),
+    ],
+)
+def test_the_form_that_is_stated_of_all_experts_is_known_without_tensors(config: dict[str, Any], form: Any) -> None:
+    assert stated_form(None, config, 2048, 768) == form
 
 
 @needs_auto_gptq

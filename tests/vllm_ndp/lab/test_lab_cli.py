@@ -97,7 +97,9 @@ def test_a_recording_that_was_cut_off_is_used_and_said_to_be(tmp_path):
     replace(whole, complete=False).save(tmp_path / "cut")
     cut, done = (run("analyze", path, "--json") for path in (str(tmp_path / "cut"), TRACE))
     assert last_json(cut) == last_json(done) | {"trace": str(tmp_path / "cut")}
-    assert f"was cut off; read are the {len(whole.prompt_len)} requests and {len(whole.step)} rows" in cut.stderr
+    assert (
+        f"was cut off; its {len(whole.prompt_len)} requests and {len(whole.step)} rows on disk are used" in cut.stderr
+    )
     assert "cut off" not in done.stderr
 
 

@@ -113,7 +113,7 @@ def test_a_requests_first_token_repeats_nothing_and_requests_without_tokens_conc
     assert (both.repeats[0], both.as_dict((1,))["chance"]) == (1, 0.5)
 
 
-def test_an_interval_holds_the_mean_95_times_of_100():
+def test_an_interval_is_two_standard_errors_of_the_mean_on_either_side():
     """Of 100 values with a deviation of 28.9: 1.96 of their mean's, 2.89, on either side."""
     found = Interval.of(np.arange(100.0))
     assert (found.mean, found.low, found.high) == pytest.approx((49.5, 49.5 - 5.66, 49.5 + 5.66), abs=0.4)

@@ -201,7 +201,7 @@ def test_what_is_stored_in_8_bits_is_served_so_where_it_fits() -> None:
 
 def test_where_full_precision_fits_a_server_that_loses_nothing_is_named() -> None:
     """93.4 GB of weights beside vLLM's programs; a checkpoint of 4 bits has nothing in full precision to lose."""
-    said = {gb: size_of(gb * GB).said(0.03, with_kv=True)[1] for gb in (64, 95, 128)}
+    said = {gb: size_of(gb * GB, stored_bytes=93_405_585_408).said(0.03, with_kv=True)[1] for gb in (64, 95, 128)}
     assert [gb for gb, line in said.items() if "Stock vLLM would lose nothing" in line] == [128]
     assert "GB fit, too (leave out --quantization ndp)" in said[128]
     assert "Stock" not in size_of(128 * GB, stored_bytes=24_000_000_000).said(0.03, with_kv=True)[1]

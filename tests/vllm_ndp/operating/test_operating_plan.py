@@ -14,7 +14,7 @@ from given_options import given_by
 from in_this_process import run_here
 from paths import ROOT
 
-from ndp_device.checkpoint.values import MXFP4, StoredForm
+from ndp_device.checkpoint.values import StoredForm
 from ndp_device.common.errors import ConfigError
 from ndp_device.timing.public_models import PUBLIC_MODELS
 from ndp_device.timing.spec import load_hardware
@@ -119,9 +119,10 @@ def test_a_user_who_needs_no_device_is_told_so() -> None:
     assert "stock vLLM serves it" in sizing_of("mixtral-8x7b", gpu=141 * GB).advice
     assert "at 4 bits" in sizing_of("mixtral-8x7b", gpu=48 * GB).advice
     assert sizing_of("mixtral-8x7b", gpu=24 * GB).advice == ""
-    on_cpu = Sizing(source_named("mixtral-8x7b").model, 128 * GB)
+    on_cpu = Sizing(source_named("mixtral-8x7b").model, 128 * GB, stored_bytes=93_405_585_408)
     assert on_cpu.advice.startswith("Stock vLLM would lose nothing")
-    assert (replace(on_cpu, host_bytes=64 * GB).advice, replace(on_cpu, stored_form=MXFP4).advice) == ("", "")
+    smaller, quantized, unknown = {"host_bytes": 64 * GB}, {"stored_bytes": 24 * GB}, {"stored_bytes": None}
+    assert {replace(on_cpu, **changed).advice for changed in (smaller, quantized, unknown)} == {""}
 
 
 @pytest.mark.parametrize(("text", "num_bytes"), [("24GB", 24 * GB), ("1.5 GiB", 3 << 29), ("512mb", 512_000_000)])
@@ -268,6 +269,14 @@ def test_what_is_served_as_it_is_stored_needs_no_replicas(name: str, host: int, 
     narrower = proposal(name, None, host // 2, stored_form=source_named(name).stored_form)
     assert "quantize" in str(narrower.quantize_line())
     assert "REPLICAS" in narrower.serve_line()
+
+
+def test_the_command_says_so_and_prints_one_line_to_start() -> None:
+    done = run_here("vllm-ndp", "plan", "gpt-oss-20b", "--host-memory", "24GB")
+    assert "served at 4 bits as the checkpoint stores them: no replicas are needed" in done.stdout
+    assert [line.split()[1:3] for line in done.stdout.splitlines() if line[0] == "$"] == [["vllm", "serve"]]
+    said = planned("gpt-oss-20b")
+    assert (said["as_stored"], said["quantize"], said["ways"][0]["read_bits"]) == (True, None, 4)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -324,7 +324,7 @@ def test_a_disk_that_cannot_keep_up_holds_the_run_up_until_it_writes_or_fails(tm
     writer.add_request(0, "r", prompt_len=60)
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    until(lambda: len(appended) >= 16, told=lambda: "the recorder took too few rows")
+    until(lambda: len(appended) >= 31, told=lambda: "the recorder took too few rows")
     thread.join(0.2)
     assert thread.is_alive()
     assert len(appended) <= 32

@@ -45,8 +45,8 @@ def load(path: Path) -> Trace:
 
     trace = Trace.load(path)
     if not trace.complete:
-        known = f"the {len(trace.prompt_len)} requests and {len(trace.step)} rows that are on disk"
-        print(f"{path}: the recording has not ended, or was cut off; read are {known}", file=sys.stderr)
+        found = f"{len(trace.prompt_len)} requests and {len(trace.step)} rows on disk are used"
+        print(f"vllm-ndp: the recording {path} has no end, it runs or was cut off; its {found}", file=sys.stderr)
     return trace
 
 
