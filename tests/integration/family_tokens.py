@@ -23,6 +23,7 @@ if "avx2" in sys.argv:
     import torch
 
     torch.cpu._is_avx512_supported = lambda: False  # by which vLLM chooses among its libraries
+    torch.cpu._is_amx_tile_supported = lambda: False  # its operators are not in that library
 
 from engines import PROMPTS, engine, greedy, token_ids
 

@@ -128,5 +128,7 @@ def test_4_bit_linear_layers_are_served_on_a_processor_without_avx512(models: Pa
     """vLLM's kernel is chosen there and lacks its operator: it ended in an AttributeError once weights were loaded."""
     name = "qwen3_moe-compressed-all"
     ours, stock = runs_of(models, [name], "bfloat16", "avx2")
-    identical, total, _ = noted(name, ours[name]["ndp"], stock[name]["stock"], "bfloat16")
-    assert identical / total > 0.5  # bfloat16: experts are summed in another order
+    mine, theirs = ours[name]["ndp"], stock[name]["stock"]
+    identical, total, _ = noted(name, mine, theirs, "bfloat16")
+    assert all(one[0] == other[0] for one, other in zip(mine["passes"][0], theirs["passes"][0], strict=True))
+    assert identical / total > 0.25  # bfloat16: experts are summed in another order, and one token changes the rest
