@@ -370,7 +370,8 @@ class Sizing:
 
 
 def human(num_bytes: float) -> str:
-    """Decimal units, as memory is sold by."""
+    """Decimal units, as memory is sold by; three digits."""
+    num_bytes = float(f"{num_bytes:.3g}")
     if num_bytes < 1000:
         return f"{num_bytes:.0f} B"
     exponent = min(int(math.log10(num_bytes) // 3), 4)
