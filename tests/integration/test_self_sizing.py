@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import make_family_models
 import make_quantized_models
 import pytest
 from engines import PROMPTS, REPLICAS, ROOT, engine, greedy, replay_of, run_program, trace_of
@@ -17,7 +18,8 @@ from vllm_ndp.integration import self_sizing
 from vllm_ndp.integration.experts_pool import ExpertsPool, ExpertWeights
 from vllm_ndp.lab.cli.recorded import losses_of_run
 from vllm_ndp.operating import speed
-from vllm_ndp.operating.sizing import KV_BLOCK
+from vllm_ndp.operating.sizing import GB, KV_BLOCK, Sizing
+from vllm_ndp.operating.sources import source_named
 
 pytestmark = pytest.mark.vllm
 
@@ -27,6 +29,18 @@ TOLD: dict[str, Any] = {"replicas": str(REPLICAS)}
 def said(capfd: pytest.CaptureFixture[str]) -> list[str]:
     lines = capfd.readouterr().err.splitlines()
     return [line.removeprefix("vllm-ndp: ") for line in lines if line.startswith("vllm-ndp: ")]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_the_kv_cache_of_a_plan_holds_a_request_of_the_whole_context(tmp_path: Path, family: str) -> None:
+    """vLLM refused the line that `plan` printed: its blocks on a CPU have 128 tokens, and one is its own."""
+    model, context, step = make_family_models.make(family, tmp_path), 384, 128
+    sizing = Sizing(source_named(str(model)).model, 8 * GB, context=context, step_tokens=step)
+    sizes = {"max_model_len": context, "max_num_batched_tokens": step, "max_num_seqs": 1, "block_size": KV_BLOCK}
+    kept = {"kv_cache_memory_bytes": sizing.kv_cache_with_spare, "dtype": "bfloat16"}
+    with engine(model, settings={"cold_precision": "full"}, **sizes, **kept) as llm:
+        (output,) = greedy(llm, [{"prompt_token_ids": [5] * (context - 4)}], 4)
+    assert len(output.outputs[0].token_ids) == 4
 
 
 def test_a_server_that_is_told_nothing_sizes_itself_and_says_the_line(capfd: pytest.CaptureFixture[str]) -> None:

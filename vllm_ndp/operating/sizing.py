@@ -39,8 +39,10 @@ SIDECAR_BYTES_PER_CHOICE = 6
 """An int16 id and a float32 weight: integration/routing_sidecar.py."""
 CPU_KERNEL_UNIT = 32
 """Hidden and intermediate sizes are multiples of it in vLLM's CPU kernel."""
-KV_BLOCK = 32
-"""Tokens: what vLLM's CPU attention needs, and two blocks of its CUDA default."""
+KV_BLOCK = 128
+"""Tokens: vLLM's default on a CPU; eight blocks of its CUDA default."""
+_STEPS_IN_FLIGHT = 2
+"""As vLLM schedules by default: a layer with a window keeps the tokens of each."""
 LINEAR_BITS = 8
 """Of the server's linear layers beside experts in slots: bf16 ones take longer to read, and text does not show the loss
 (docs/measured/quality_linear.json)."""
@@ -172,14 +174,15 @@ class Sizing:
 
     @cached_property
     def kv_per_request(self) -> int:
-        """Bytes of KV cache for `context` tokens. A layer with a window keeps it and a step's tokens, as vLLM does."""
-        tokens = ceil_div(self.context, KV_BLOCK) * KV_BLOCK
-        cached = 0
+        """Bytes of KV cache for `context` tokens, in whole blocks. A layer with a window keeps what vLLM's
+        SlidingWindowSpec does: the window, the steps in flight, and a block, since a window begins within one."""
+        blocks = 0
         for layer in self.model.decoder:
-            window = layer.attention.window
-            kept = min(tokens, window + self.step_tokens) if window else tokens
-            cached += layer.attention.kv_values * kept
-        return self.model.dtype_bytes * cached + self.model.state_bytes
+            kept, window = self.context, layer.attention.window
+            if window:
+                kept = min(kept, window - 1 + _STEPS_IN_FLIGHT * self.step_tokens) + KV_BLOCK
+            blocks += layer.attention.kv_values * ceil_div(kept, KV_BLOCK)
+        return self.model.dtype_bytes * KV_BLOCK * blocks + self.model.state_bytes
 
     @property
     def kv_cache(self) -> int:

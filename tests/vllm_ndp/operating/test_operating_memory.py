@@ -18,7 +18,7 @@ from ndp_device.common.machine_memory import memory_found, process_memory
 from ndp_device.kernels.native import NativeKernel
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.operating.proposal import OwnSize, own_size
-from vllm_ndp.operating.sizing import GB, Sizing, bytes_as_stored, human
+from vllm_ndp.operating.sizing import GB, KV_BLOCK, Sizing, bytes_as_stored, human
 from vllm_ndp.operating.sources import source_named
 from vllm_ndp.operating.speed import Measured, random_expert
 
@@ -254,9 +254,9 @@ def test_linear_layers_that_are_stored_as_codes_count_as_these(form: StoredForm,
 
 
 def test_the_kv_cache_grows_to_what_may_be_asked_at_once_and_leaves_half_of_the_rest_to_files() -> None:
-    """One request of 4096 tokens is 4096 x 131072 bytes; a block of 32 is spare."""
+    """One request of 4096 tokens is 4096 x 131072 bytes; a block is spare."""
     one = 4096 * 131072
-    spare = one * 32 // 4096
+    spare = one * KV_BLOCK // 4096
     assert size_of(256 * GB, batch=4).kv_cache_bytes == pytest.approx(4 * one + spare, abs=4)
     roomy = size_of(64 * GB, batch=1)
     left = 64 * GB - sum(roomy.option.host.values())
