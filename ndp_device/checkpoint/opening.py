@@ -194,7 +194,7 @@ def stated_form(model_dir: Path | None, config: Mapping[str, Any], *columns: int
     given = _with_settings(model_dir, config).get("quantization_config")
     inner = text_config(config)
     v4 = "fp4" if str(inner.get("model_type")).startswith("deepseek_v4") else None  # the rest of it is of FP8
-    if given is not None and inner.get("expert_dtype", v4) == "fp4":
+    if isinstance(given, Mapping) and inner.get("expert_dtype", given.get("expert_dtype", v4)) == "fp4":
         return values.MXFP4
     try:
         return None if given is None else _settings(given, "config.json").form_of_experts(*columns)

@@ -36,9 +36,10 @@ def test_the_kv_cache_of_a_plan_holds_a_request_of_the_whole_context(tmp_path: P
     """vLLM refused the line that `plan` printed: its blocks on a CPU have 128 tokens, and one is its own."""
     model, context, step = make_family_models.make(family, tmp_path), 384, 128
     sizing = Sizing(source_named(str(model)).model, 8 * GB, context=context, step_tokens=step)
-    sizes = {"max_model_len": context, "max_num_batched_tokens": step, "max_num_seqs": 1, "block_size": KV_BLOCK}
+    sizes = {"max_model_len": context, "max_num_batched_tokens": step, "max_num_seqs": 1, "block_size": None}
     kept = {"kv_cache_memory_bytes": sizing.kv_cache_with_spare, "dtype": "bfloat16"}
     with engine(model, settings={"cold_precision": "full"}, **sizes, **kept) as llm:
+        assert llm.llm_engine.vllm_config.cache_config.block_size == KV_BLOCK
         (output,) = greedy(llm, [{"prompt_token_ids": [5] * (context - 4)}], 4)
     assert len(output.outputs[0].token_ids) == 4
 

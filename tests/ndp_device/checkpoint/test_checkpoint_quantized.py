@@ -74,6 +74,7 @@ def test_every_expert_has_the_values_that_the_formats_own_library_makes(models: 
     assert stated_form(directory, read_config(directory), *sizes) == ours.stored_form  # before a download
 
 
+FLOAT8 = ("float8", 0)
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 _OF_LAYERS = {"weights": {"num_bits": 8, "type": "float"}, "targets": ["Linear"]}
 _COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
@@ -116,6 +117,7 @@ def test_without_tensors_no_form_is_claimed_that_is_not_stated_of_all_experts(st
         ({"quantization_config": _GPTQ | {"group_size": -1}}, ("int4", 256)),
         ({"quantization_config": _COMPRESSED | {"config_groups": {"0": _OF_LAYERS}}}, ("float8", 0)),
         ({"model_type": "deepseek_v4", "quantization_config": {"quant_method": "fp8"}}, decoders.MXFP4),
+        ({"model_type": "deepseek_v4", "quantization_config": {"quant_method": "fp8", "expert_dtype": "fp8"}}, FLOAT8),
     ],
 )
 def test_the_form_that_is_stated_of_all_experts_is_known_without_tensors(config: dict[str, Any], form: Any) -> None:
