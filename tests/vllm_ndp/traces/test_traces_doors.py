@@ -148,6 +148,8 @@ def test_padding_within_a_stream_whose_requests_nothing_tells_is_left_out() -> N
     ids = filled((slice(5, 8), slice(None)), 0)(chosen())
     trace = trace_of([Logged("", ids, None)], ImportSettings("m", E, sequence_len=8, prompt_len=3), "x")
     assert np.array_equal(trace.ids, np.delete(chosen(), slice(5, 8), axis=0)[:16])
+    left_out = {"rows of padding": 3, "tokens behind the last whole sequence": TOKENS - 3 - 16}
+    assert trace.provenance.settings["left_out"] == left_out
 
 
 def test_a_trace_with_some_weights_that_nobody_told_says_so() -> None:

@@ -300,10 +300,11 @@ def test_a_trace_is_not_recorded_over_another(tmp_path):
 
 @pytest.mark.parametrize("failure", [None, OSError(28, "No space left on device")], ids=["slow", "failing"])
 def test_a_disk_that_cannot_keep_up_holds_the_run_up_until_it_writes_or_fails(tmp_path, monkeypatch, failure):
-    """16 rows on their way to the disk, and 16 that wait; the next row waits for the disk."""
-    writes = threading.Event()
+    """16 rows wait behind the request that the disk does not take; the next row waits for the disk."""
+    is_writing, writes = threading.Event(), threading.Event()
 
     def slow(*arguments):
+        is_writing.set()
         writes.wait()
         if failure:
             raise failure
@@ -311,7 +312,7 @@ def test_a_disk_that_cannot_keep_up_holds_the_run_up_until_it_writes_or_fails(tm
 
     monkeypatch.setattr("vllm_ndp.traces.recorder.write_chunk", slow)
     monkeypatch.setattr("vllm_ndp.traces.recorder._BUFFER_TOKEN_LAYERS", 16 * L)
-    writer, appended, raised = TraceWriter(tmp_path / "trace", PROVENANCE), [], []
+    writer, appended, raised = TraceWriter(tmp_path / "trace", PROVENANCE, flush_seconds=0.01), [], []
 
     def run():
         try:
@@ -322,12 +323,13 @@ def test_a_disk_that_cannot_keep_up_holds_the_run_up_until_it_writes_or_fails(tm
             raised.append(error)
 
     writer.add_request(0, "r", prompt_len=60)
+    assert is_writing.wait(60)
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    until(lambda: len(appended) >= 31, told=lambda: "the recorder took too few rows")
+    until(lambda: len(appended) >= 16, told=lambda: "the recorder took too few rows")
     thread.join(0.2)
     assert thread.is_alive()
-    assert len(appended) <= 32
+    assert len(appended) == 16
     writes.set()
     thread.join(60)
     assert not thread.is_alive()
