@@ -21,7 +21,7 @@ from typing import Any
 
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS, as_options
 from vllm_ndp.cost_model.costs import Costs
-from vllm_ndp.operating.sizing import GPU_SHARE, Option, Sizing, human
+from vllm_ndp.operating.sizing import GPU_SHARE, Option, Sizing, bytes_as_stored, human
 from vllm_ndp.operating.sources import CheckpointSource
 from vllm_ndp.operating.speed import PROMPT, Measured, Simulated, simulated
 from vllm_ndp.planning.bitwidths import verdict_on
@@ -59,17 +59,23 @@ class Proposal:
 
     @property
     def is_as_stored(self) -> bool:
-        """Whether the recommended way serves experts as the checkpoint stores them: no replicas are needed."""
-        form = self.sizing.stored_form
-        return form is not None and form.bits == self.ways[0].option.slot_bits
+        """Whether the recommended way serves quantized experts by the codes that the checkpoint stores."""
+        option = self.ways[0].option
+        return option.keeps_codes and (option.is_in_slots or self.needs_replicas)
+
+    @property
+    def needs_replicas(self) -> bool:
+        """Not where slots take the codes, or hold every expert in full precision."""
+        option = self.ways[0].option
+        return not option.keeps_codes if option.is_in_slots else option.num_hot < self.sizing.model.num_experts
 
     def quantize_line(self) -> str | None:
-        """The replicas of the recommended way: nested, so that they serve narrower widths too; of slots, their own.
-        None where experts are served as they are stored."""
-        if self.is_as_stored:
+        """The replicas of the recommended way: nested, so that they serve narrower widths too; of slots and of stored
+        codes, their own. None where it needs none."""
+        if not self.needs_replicas:
             return None
         option = self.ways[0].option
-        narrowest = option.slot_bits if option.is_in_slots else 1
+        narrowest = option.widest if option.is_in_slots or option.keeps_codes else 1
         widths = ",".join(str(width) for width in range(narrowest, option.widest + 1))
         return shlex.join(["vllm-ndp", "quantize", self.source.served_as, "--out", REPLICAS, "--bits", widths])
 
@@ -80,7 +86,7 @@ class Proposal:
         """Options of `vllm serve` for the recommended way."""
         option, sizing = self.ways[0].option, self.sizing
         num_experts = sizing.model.num_experts
-        settings: dict[str, Any] = {} if self.is_as_stored else {"replicas": REPLICAS}
+        settings: dict[str, Any] = {"replicas": REPLICAS} if self.needs_replicas else {}
         settings |= {"hot_experts": option.num_hot, "avg_bits": option.avg_bits}
         if sizing.gpu_bytes is None:
             settings |= settings_of(sizing, option)
@@ -155,13 +161,23 @@ def propose(
     measured = None if measure is None else measure(round(options[0].read_bits))
     ways = []
     for option in options:
-        of_slots = replace(costs, slot_bits=option.slot_bits)
-        speed = simulated(of_slots, option.num_hot, option.avg_bits, sizing.batch, sizing.context)
+        speed = simulated(
+            _costs_of(costs, sizing, option), option.num_hot, option.avg_bits, sizing.batch, sizing.context
+        )
         expected: tuple[float | None, float | None] = None, None
         if measured is not None and sizing.gpu_bytes is None and round(option.read_bits) == measured.bits:
             expected = forecast(sizing, measured)
         ways.append(Way(option, speed, *expected))
     return Proposal(source, sizing, costs.hardware.preset, ways, measured)
+
+
+def _costs_of(costs: Costs, sizing: Sizing, option: Option) -> Costs:
+    if option.is_in_slots and option.keeps_codes and sizing.stored_form is not None:
+        one = bytes_as_stored(sizing.model.weights_per_expert, sizing.stored_form)
+        return replace(costs, slot_bits=option.slot_bits, slot_stored_bytes=one)
+    if option.keeps_codes and sizing.replica_form is not None:
+        return replace(costs, group_size=sizing.replica_form.group)
+    return replace(costs, slot_bits=option.slot_bits)
 
 
 # -- the size that a server gives itself -------------------------------------------------------------------------------

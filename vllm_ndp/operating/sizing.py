@@ -96,12 +96,16 @@ class Option:
     """Tokens that the KV cache could hold beyond the demand, in what is free where it lies."""
     pool_cached: float
     """0..1: how much of the checkpoint's experts the rest of the host's memory can keep at hand."""
+    keeps_codes: bool
+    """Whether experts below full precision are the checkpoint's own codes, without a loss."""
 
     @property
     def avg_bits(self) -> float:
-        """Beside a GPU: the plugin's default, or the widest width if that is less. On CPU: the widest width, because
-        memory holds it, its loss is least, and 4 bits take hardly longer than 3 (docs/performance.md)."""
-        return min(DEFAULT_AVG_BITS if self.gpu else float(WIDTHS[-1]), float(self.widest))
+        """Beside a GPU: the plugin's default, or the widest width if that is less or keeps the codes. On CPU: the
+        widest width, because memory holds it, its loss is least, and 4 bits take hardly longer than 3
+        (docs/performance.md)."""
+        usual = DEFAULT_AVG_BITS if self.gpu and not self.keeps_codes else float(WIDTHS[-1])
+        return min(usual, float(self.widest))
 
     @property
     def is_in_slots(self) -> bool:
@@ -131,6 +135,8 @@ class Sizing:
     """Of the checkpoint's files; None where there are none."""
     stored_form: StoredForm | None = None
     """Of experts that may be served as the checkpoint stores them; None where they may not."""
+    replica_form: StoredForm | None = None
+    """Of those whose codes replicas of that width alone keep."""
     linear_bits: int | None = LINEAR_BITS
     """Of linear layers beside experts in slots; None: they stay as they are."""
     linear_form: StoredForm | None = None
@@ -166,7 +172,8 @@ class Sizing:
     @property
     def mapped_experts(self) -> int:
         """At most, of the checkpoint's files: a quantized format has fewer bytes than what it is decoded to."""
-        return min(self.all_experts, self.stored_bytes or self.all_experts)
+        as_stored = self.all_experts if self.stored_form is None else self.codes(self.stored_form)
+        return min(self.all_experts, self.stored_bytes or as_stored)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -210,6 +217,10 @@ class Sizing:
         rows = tokens * (6 * model.hidden_size + model.top_k * (2 * model.intermediate_size + model.hidden_size))
         return rows * model.dtype_bytes + 2 * 4 * self.batch * model.vocab_size
 
+    def codes(self, form: StoredForm) -> int:
+        """Of all experts, as they are stored."""
+        return bytes_as_stored(self.model.num_layers * self.model.num_experts * self.model.weights_per_expert, form)
+
     def hot(self, num_hot: int) -> int:
         return self.model.num_layers * num_hot * self.model.expert_bytes
 
@@ -249,20 +260,27 @@ class Sizing:
 
     def option(self, num_hot: int, widest: int) -> Option | None:
         """The parts of this K in full precision and of replicas of this width, or None where they do not fit."""
-        hot = {"hot experts": self.hot(num_hot)}
-        return self._option(num_hot, widest, FULL_PRECISION_BITS, hot, self.replicas(widest))
+        hot, form = {"hot experts": self.hot(num_hot)}, None if self.gpu_bytes is None else self.replica_form
+        codes = None if form is None or form.bits != widest else self.codes(form)
+        on_device = self.replicas(widest) if codes is None else codes
+        return self._option(num_hot, widest, FULL_PRECISION_BITS, hot, on_device, keeps_codes=codes is not None)
 
     def in_slots(self, bits: int) -> Option | None:
         """The parts of every expert at this width in slots, beside a device without work."""
         num_experts, form = self.model.num_experts, self.stored_form
-        size = self.replicas(bits, (bits,))
-        if form is not None and form.bits == bits:
-            weights = self.model.num_layers * num_experts * self.model.weights_per_expert
-            size = bytes_as_stored(weights, form)
-        return self._option(num_experts, bits, bits, {"experts in slots": size}, 0)
+        codes = None if form is None or form.bits != bits else self.codes(form)
+        slots = {"experts in slots": self.replicas(bits, (bits,)) if codes is None else codes}
+        return self._option(num_experts, bits, bits, slots, 0, keeps_codes=codes is not None)
 
     def _option(
-        self, num_hot: int, widest: int, slot_bits: int, slots: Mapping[str, int], on_device: int
+        self,
+        num_hot: int,
+        widest: int,
+        slot_bits: int,
+        slots: Mapping[str, int],
+        on_device: int,
+        *,
+        keeps_codes: bool,
     ) -> Option | None:
         engine = {**slots, **self._engine}
         if slot_bits != FULL_PRECISION_BITS:
@@ -284,6 +302,7 @@ class Sizing:
             host=host,
             kv_tokens_left=free_here // max(per_token, 1),
             pool_cached=min(1.0, free_host / self.mapped_experts),
+            keeps_codes=keeps_codes,
         )
 
     def options(self) -> Iterator[Option]:
@@ -299,6 +318,8 @@ class Sizing:
             best = self.in_slots(widest) if self.gpu_bytes is None else self._hottest(widest)
             if best is not None:
                 yield best
+            if best is not None and not best.is_in_slots and best.num_hot == self.model.num_experts:
+                return  # no width is read
 
     def _hottest(self, widest: int) -> Option | None:
         smallest = self.option(0, widest)
@@ -338,8 +359,8 @@ class Sizing:
         place, need, room = next(one for one in needs if one[1] > one[2])
         raise ConfigError(
             f"{self.model.name} does not fit: with every expert at {WIDTHS[0]} bit it needs "
-            f"{need / GB:.1f} GB of {place} memory, of which {room / GB:.1f} GB may be used: take a smaller --context "
-            "or --batch, or more memory"
+            f"{human(need)} of {place} memory, of which {human(room)} may be used: take a smaller --context or "
+            "--batch, or more memory"
         )
 
     # -- what else would do -------------------------------------------------------------------------------------------
@@ -353,6 +374,10 @@ class Sizing:
         if base + self.all_experts <= self._room:
             return (
                 "Everything fits into GPU memory in full precision: stock vLLM serves it without a device, and faster"
+            )
+        if self.stored_form is not None and base + self.codes(self.stored_form) <= self._room:
+            return (
+                "The checkpoint fits into GPU memory as it is stored: stock vLLM serves it without a device, and faster"
             )
         hidden, inner = self.model.hidden_size, self.model.intermediate_size
         four = expert_bytes(hidden, inner, 4, default_group_size(hidden, inner))

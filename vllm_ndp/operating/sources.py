@@ -58,6 +58,8 @@ class CheckpointSource:
     """Of its files; None where there are none."""
     stored_form: StoredForm | None = None
     """How its experts are stored where they may be served so."""
+    replica_form: StoredForm | None = None
+    """The same where replicas of that width alone keep its codes."""
     linear_form: StoredForm | None = None
     """How most of its linear layers are stored where they may be served so."""
     longest: int | None = None
@@ -74,9 +76,10 @@ def source_named(name: str) -> CheckpointSource:
     if path.is_dir():
         stored = sum(file.stat().st_size for file in weight_files(path))
         read_from = "config.json and the headers of its tensors"
-        form, longest = CheckpointExperts(path).stored_form, longest_context(read_config(path))
-        model = _as_served(model_named(name))
-        return CheckpointSource(model, name, read_from, stored, form, _linear_form(path, model), longest)
+        experts, longest = CheckpointExperts(path), longest_context(read_config(path))
+        model, form = _as_served(model_named(name)), experts.stored_form
+        kept = None if experts.group_of_codes is None else form
+        return CheckpointSource(model, name, read_from, stored, form, kept, _linear_form(path, model), longest)
     if name.lower() in SHAPES:
         return _published(name.lower(), PUBLIC_MODELS[name.lower()].source)
     known = {model.source.lower(): shape for shape, model in PUBLIC_MODELS.items()}
@@ -125,8 +128,11 @@ def _of_config(name: str, path: Path, served_as: str, read_from: str) -> Checkpo
     inner = text_config(config)
     dtype = next((str(one[key]) for one in (inner, config) for key in ("dtype", "torch_dtype") if one.get(key)), "")
     model = _as_served(replace(public_model(name, inner), dtype=dtype or "bfloat16"))
-    form = stated_form(path.parent, config, model.hidden_size, model.intermediate_size)
-    return CheckpointSource(model, served_as, read_from, stored_form=form, longest=longest_context(config))
+    columns = model.hidden_size, model.intermediate_size
+    form, kept = (stated_form(path.parent, config, *columns, in_order=in_order) for in_order in (False, True))
+    kept = kept if kept is not None and kept.numbers == "int4" else None
+    longest = longest_context(config)
+    return CheckpointSource(model, served_as, read_from, stored_form=form, replica_form=kept, longest=longest)
 
 
 def _as_served(model: WholeModel) -> WholeModel:

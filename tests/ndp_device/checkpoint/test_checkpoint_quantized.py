@@ -72,6 +72,8 @@ def test_every_expert_has_the_values_that_the_formats_own_library_makes(models: 
                 np.testing.assert_array_equal(values, to_float32(getattr(theirs, matrix), theirs.dtype))
     sizes = ours.shape.hidden_size, ours.shape.intermediate_size
     assert stated_form(directory, read_config(directory), *sizes) == ours.stored_form  # before a download
+    kept = stated_form(directory, read_config(directory), *sizes, in_order=True)
+    assert kept is None or kept.numbers != "int4" or kept.group == ours.group_of_codes
 
 
 FLOAT8 = ("float8", 0)

@@ -101,10 +101,10 @@ def test_a_window_is_cached_up_to_what_two_steps_add_to_it() -> None:
 
 def test_what_does_not_fit_is_refused_with_the_place_and_the_bytes() -> None:
     with pytest.raises(
-        ConfigError, match=r"does not fit: .* needs 7\.0 GB of GPU memory, of which 3\.7 GB may be used"
+        ConfigError, match=r"does not fit: .* needs 7\.04 GB of GPU memory, of which 3\.68 GB may be used"
     ):
         sizing_of("mixtral-8x7b", gpu=4 * GB, context=16384).require()
-    with pytest.raises(ConfigError, match=r"does not fit: .* GB of host memory, of which 4\.0 GB may be used"):
+    with pytest.raises(ConfigError, match=r"does not fit: .* GB of host memory, of which 4 GB may be used"):
         sizing_of("mixtral-8x7b", host=4 * GB).require()
 
 
@@ -120,6 +120,8 @@ def test_a_user_who_needs_no_device_is_told_so() -> None:
     assert "stock vLLM serves it" in sizing_of("mixtral-8x7b", gpu=141 * GB).advice
     assert "at 4 bits" in sizing_of("mixtral-8x7b", gpu=48 * GB).advice
     assert sizing_of("mixtral-8x7b", gpu=24 * GB).advice == ""
+    stored = replace(sizing_of("gpt-oss-20b"), stored_form=source_named("gpt-oss-20b").stored_form)
+    assert stored.advice.startswith("The checkpoint fits into GPU memory as it is stored: stock vLLM serves it")
     on_cpu = Sizing(source_named("mixtral-8x7b").model, 128 * GB, stored_bytes=93_405_585_408)
     assert on_cpu.advice.startswith("Stock vLLM would lose nothing")
     smaller, quantized, unknown = {"host_bytes": 64 * GB}, {"stored_bytes": 24 * GB}, {"stored_bytes": None}
@@ -272,6 +274,41 @@ def test_what_is_served_as_it_is_stored_needs_no_replicas(name: str, host: int, 
     assert "REPLICAS" in narrower.serve_line()
 
 
+@pytest.mark.parametrize(
+    ("host", "desc_act", "bits"), [("64GB", False, "4"), ("64GB", True, "1,2,3,4"), ("24GB", False, "1,2,3")]
+)
+def test_beside_a_gpu_replicas_keep_codes_of_4_bits_where_they_fit(
+    tmp_path: Path, host: str, desc_act: bool, bits: str
+) -> None:
+    """They were to be fitted again, and read at 3 bits. Columns in another order may not be kept."""
+    stored = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": desc_act}
+    config = PUBLIC_MODELS["mixtral-8x7b"].config | {"quantization_config": stored}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = run_here("vllm-ndp", "plan", tmp_path, "--gpu-memory", "24GB", "--host-memory", host, "--json")
+    said = json.loads(done.stdout)
+    assert said["quantize"].endswith(f"--bits {bits}")
+    assert (said["as_stored"], said["ways"][0]["avg_bits"]) == ((True, 4.0) if bits == "4" else (False, 3.0))
+    settings = NdpSettings.from_mapping(given_by(shlex.split(said["serve"])))
+    assert (settings.avg_bits, settings.replicas) == (said["ways"][0]["avg_bits"], "REPLICAS")
+    if bits == "4":
+        codes = 32 * 8 * 3 * 4096 * 14336 * (1 / 2 + 4 / 32)
+        assert said["ways"][0]["host_bytes"]["device"] == pytest.approx(codes, rel=2e-3)
+        at_3 = said["ways"][1]
+        assert said["ways"][0]["simulated_tpot_us"] > at_3["simulated_tpot_us"] * (1 + (5 / 3.25 - 1) / 2)
+
+
+def test_no_replicas_are_asked_for_where_every_expert_is_hot() -> None:
+    proposed = proposal("mixtral-8x7b", 141 * GB, 64 * GB)
+    assert (proposed.quantize_line(), len(proposed.ways)) == (None, 1)
+    assert "replicas" not in proposed.serve_line()
+
+
+def test_a_config_that_says_how_experts_are_stored_is_mapped_at_that_size() -> None:
+    """DeepSeek-V3 has 654 GB of experts in FP8, not 1.3 TB."""
+    said = planned("deepseek-v3", "--gpu-memory", "80GB", "--host-memory", "600GB")
+    assert said["ways"][0]["mapped_bytes"] == pytest.approx(58 * 256 * 3 * 7168 * 2048 * 33 / 32, rel=1e-6)
+
+
 def test_the_command_says_so_and_prints_one_line_to_start() -> None:
     done = run_here("vllm-ndp", "plan", "gpt-oss-20b", "--host-memory", "24GB")
     assert "served at 4 bits as the checkpoint stores them: no replicas are needed" in done.stdout
@@ -316,7 +353,8 @@ def test_the_two_clocks_of_a_proposal_have_names_of_their_own() -> None:
 
 
 def planned(*words: str) -> dict[str, Any]:
-    done = run_here("vllm-ndp", "plan", *words, "--host-memory", "64GB", "--json")
+    host = () if "--host-memory" in words else ("--host-memory", "64GB")
+    done = run_here("vllm-ndp", "plan", *words, *host, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
