@@ -6,6 +6,7 @@ were still in memory. A trace is its owner's alone: it holds names of requests, 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -262,22 +263,30 @@ def read_table(directory: Path, table: str, manifest: TraceManifest) -> pa.Table
             raise TraceError(f"{path} is missing: the trace has {expected} chunks of {table!r}; restore it")
         try:
             with open_parquet(path, table, page_checksum_verification=True) as file:
-                if not file.schema_arrow.equals(wanted):
-                    raise TraceError(
-                        f"{path} does not have the columns of {table!r}: it belongs to another model or program"
-                    )
+                _require_columns(path, wanted, file.schema_arrow)
                 room -= file.metadata.num_rows * _row_bytes(wanted)
                 if room < 0:
                     raise TraceError(
                         f"{path} and the chunks before it claim more rows than files of their size can hold: "
                         "restore them or delete the trace"
                     )
-                part = file.read()
+                part = pa.Table.from_arrays(file.read().columns, schema=wanted)
             part.validate(full=True)
         except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: names that are not UTF-8, and Refused
             raise TraceError(f"{path} is damaged: {_one_line(error)}; restore it or delete the trace") from None
         parts.append(part)
     return pa.concat_tables(parts) if parts else wanted.empty_table()
+
+
+def _require_columns(path: Path, wanted: pa.Schema, came: pa.Schema) -> None:
+    """Names and types; that a column cannot lack a value is looked up in its values."""
+    columns = ([(column.name, column.type) for column in of] for of in (wanted, came))
+    for want, got in itertools.zip_longest(*columns, fillvalue=("no", "column")):
+        if want != got:
+            raise TraceError(
+                f"{path} does not have the columns of a trace of this model: wanted {want[0]} {want[1]}, "
+                f"got {got[0]} {got[1]}"
+            )
 
 
 def open_parquet(path: Path, table: str = "", **options: Any) -> pq.ParquetFile:

@@ -201,10 +201,17 @@ class Trace:
                 f"this model has {model_digest}: record a trace of this one"
             )
         tables = {table: read_table(directory, table, manifest) for table in TABLES}
+        try:
+            return cls._of_tables(p, tables, complete=manifest.chunks is not None)
+        except TraceError as error:
+            raise TraceError(f"{directory}: {error}") from None
+
+    @classmethod
+    def _of_tables(cls, p: Provenance, tables: dict[str, pa.Table], *, complete: bool) -> Trace:
         requests = _columns(tables["requests"], p)
         order = np.argsort(requests["request"], kind="stable")
         if not np.array_equal(requests["request"][order], np.arange(len(order))):
-            raise TraceError(f"{directory}: requests must be numbered 0..{len(order) - 1}, each once")
+            raise TraceError(f"requests must be numbered 0..{len(order) - 1}, each once")
         routing = _columns(tables["routing"], p)
         return cls(
             provenance=p,
@@ -216,7 +223,7 @@ class Trace:
             events=_columns(tables["steps"], p),
             plans=_columns(tables["plans"], p),
             devices=_columns(tables["devices"], p),
-            complete=manifest.chunks is not None,
+            complete=complete,
         )
 
     def save(self, directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -421,7 +422,7 @@ def test_a_missing_file_and_one_under_anothers_name_are_refused(tmp_path):
     record(tmp_path)
     routing = tmp_path / "routing-00000.parquet"
     routing.write_bytes((tmp_path / "requests-00000.parquet").read_bytes())
-    with pytest.raises(TraceError, match="does not have the columns"):
+    with pytest.raises(TraceError, match=r"does not have the columns .*: wanted step int32, got request int32"):
         Trace.load(tmp_path)
     routing.unlink()
     with pytest.raises(TraceError, match=r"routing-00000\.parquet is missing"):
@@ -456,6 +457,23 @@ def test_a_choice_without_a_value_is_refused(tmp_path, column):
     holed = pa.FixedSizeListArray.from_arrays(flat, type=values.type)
     pq.write_table(table.set_column(at, table.schema.field(at), holed), file, write_page_checksum=True)
     with pytest.raises(TraceError, match=f"column '{column}' of a trace must have a value in every row"):
+        Trace.load(tmp_path)
+
+
+def test_a_table_that_another_program_wrote_is_read(tmp_path):
+    """Programs that have nothing to say about it call every column nullable."""
+    record(tmp_path)
+    file = tmp_path / "routing-00000.parquet"
+    table, ids = pq.read_table(file), Trace.load(tmp_path).ids
+    columns = pa.schema([field.with_nullable(True) for field in table.schema])
+    pq.write_table(pa.Table.from_arrays(table.columns, schema=columns), file)
+    assert (Trace.load(tmp_path).ids == ids).all()
+
+
+def test_a_choice_that_cannot_be_is_refused_with_its_trace(tmp_path):
+    record(tmp_path)
+    write_manifest(tmp_path, msgspec.structs.replace(PROVENANCE, num_experts=K), {"requests": 1, "routing": 1})
+    with pytest.raises(TraceError, match=re.escape(f"{tmp_path}: expert ids must lie in 0..{K - 1}, got ")):
         Trace.load(tmp_path)
 
 
