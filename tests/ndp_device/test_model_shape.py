@@ -97,6 +97,8 @@ def test_sizes_that_no_model_has_are_refused() -> None:
         _ = dataclasses.replace(SMALL, dtype="int4").dtype_bytes
     with pytest.raises(ConfigError, match="must give vocab_size, of which there is none"):
         whole_model(SMALL, {"num_attention_heads": 2}, {0, 1})
+    with pytest.raises(ConfigError, match=r"vocab_size must be a whole number, got '9'$"):  # "there is none", it said
+        whole_model(SMALL, {"vocab_size": "9"}, {0, 1})
 
 
 def test_linear_attention_of_a_kind_that_is_not_known_is_not_taken_for_mambas() -> None:

@@ -136,8 +136,8 @@ def _of_config(name: str, path: Path, served_as: str, read_from: str) -> Checkpo
 
 
 def _as_served(model: WholeModel) -> WholeModel:
-    """Change the dtype to the one that vLLM takes by itself: 16 bits for a checkpoint of 32."""
-    return replace(model, dtype="bfloat16") if model.dtype == "float32" else model
+    """Change the dtype to the one that vLLM takes by itself: 16 bits for a checkpoint of 32, or of FP8."""
+    return replace(model, dtype="bfloat16") if model.dtype not in ("bfloat16", "float16") else model
 
 
 # -- a hub of models ---------------------------------------------------------------------------------------------------

@@ -158,8 +158,10 @@ def test_the_config_of_a_public_shape_gives_its_sizes(tmp_path: Path) -> None:
         assert replace(source_named(str(tmp_path)).model, name=name) == source_named(name).model
 
 
-def test_a_checkpoint_of_32_bits_is_planned_as_it_is_served(tmp_path: Path) -> None:
-    config = json.loads((TINY / "config.json").read_text()) | {"dtype": "float32", "torch_dtype": "float32"}
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def test_a_checkpoint_of_another_dtype_is_planned_as_it_is_served(tmp_path: Path, dtype: str) -> None:
+    """`vllm serve --dtype` takes no FP8."""
+    config = json.loads((TINY / "config.json").read_text()) | {"dtype": dtype, "torch_dtype": dtype}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert source_named(str(tmp_path)).model.dtype == "bfloat16"
 
