@@ -177,7 +177,7 @@ def test_a_gguf_file_and_bitsandbytes_are_refused_before_loading(tmp_path: Path)
         shutil.copyfile(MODEL / file, tmp_path / "gguf" / file)
     altered(tmp_path / "nf4", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     for name, wanted in (
-        ("gguf", "is a GGUF file, of which vLLM loads"),
+        ("gguf", "cannot be served: vLLM loads no dense layer of a GGUF file"),
         ("nf4", "by bitsandbytes, which is not served"),
     ):
         with pytest.raises(ConfigError) as error:

@@ -167,9 +167,9 @@ def _print(proposal: Proposal) -> None:
         console.print(f"Expected: the first token of a prompt of {PROMPT} after {first_s:.2g} s.")
     if proposal.too_few_bits:
         console.print(f"Too few bits: {proposal.too_few_bits}.")
-    if sizing.advice:
-        console.print(f"{sizing.advice}.")
-    for line in (proposal.quantize_line(), proposal.serve_line()):
+    if proposal.advice:
+        console.print(f"{proposal.advice}.")
+    for line in proposal.lines.values():
         if line is not None:
             print(f"$ {line}")
 

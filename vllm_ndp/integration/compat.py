@@ -29,7 +29,7 @@ from vllm_ndp.integration import vllm_private, waiting
 from vllm_ndp.integration.batch import KvGroup
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.operating.sizing import CPU_KERNEL_UNIT, require_cpu_kernel
-from vllm_ndp.operating.sources import asked_of_hub
+from vllm_ndp.operating.sources import asked_of_hub, why_unserved
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -175,11 +175,8 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
             raise ConfigError(f"{architecture} cannot be served on a CPU: {reason}; on CUDA it is accepted")
     directory = model_dir(vllm_config)
     shape = open_checkpoint(directory).shape
-    if not any(directory.glob("*.safetensors")):
-        raise ConfigError(
-            f"{directory.name} is a GGUF file, of which vLLM loads no dense layer: serve its safetensors; "
-            "vllm-ndp quantize, plan and a device of its own read GGUF"
-        )
+    if unserved := why_unserved(directory):
+        raise ConfigError(f"{directory.name} cannot be served: {unserved}")
     if on_cpu():
         require_cpu_kernel(shape)
     _refuse_uneven_shares(shape, parallel.tensor_parallel_size, whole=parallel.enable_expert_parallel)

@@ -79,6 +79,16 @@ class Proposal:
         widths = ",".join(str(width) for width in range(narrowest, option.widest + 1))
         return shlex.join(["vllm-ndp", "quantize", self.source.served_as, "--out", REPLICAS, "--bits", widths])
 
+    @property
+    def advice(self) -> str:
+        """Advice for a user who cannot serve what is proposed, or does not need it; else empty."""
+        return self.source.unserved or self.sizing.advice
+
+    @property
+    def lines(self) -> dict[str, str | None]:
+        """Commands that make the recommended way, by what they do; None where there is nothing to do."""
+        return {"quantize": self.quantize_line(), "serve": None if self.source.unserved else self.serve_line()}
+
     def serve_line(self) -> str:
         return shlex.join(["vllm", "serve", self.source.served_as, *self.serve_options()])
 
@@ -120,12 +130,11 @@ class Proposal:
             "gpu_memory_bytes": sizing.gpu_bytes,
             "host_memory_bytes": sizing.host_bytes,
             "hardware": self.hardware,
-            "advice": sizing.advice,
+            "advice": self.advice,
             "too_few_bits": self.too_few_bits,
             "ways": [self._way(way) for way in self.ways],
             "as_stored": self.is_as_stored,
-            "quantize": self.quantize_line(),
-            "serve": self.serve_line(),
+            **self.lines,
             "probe": None if self.measured is None else asdict(self.measured),
         }
 

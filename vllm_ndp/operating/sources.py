@@ -64,6 +64,8 @@ class CheckpointSource:
     """How most of its linear layers are stored where they may be served so."""
     longest: int | None = None
     """Most tokens of a request, by config.json; None where nobody has said."""
+    unserved: str = ""
+    """Why vLLM serves no such files, in a sentence; empty where it does."""
 
 
 def source_named(name: str) -> CheckpointSource:
@@ -79,7 +81,8 @@ def source_named(name: str) -> CheckpointSource:
         experts, longest = CheckpointExperts(path), longest_context(read_config(path))
         model, form = _as_served(model_named(name)), experts.stored_form
         kept = None if experts.group_of_codes is None else form
-        return CheckpointSource(model, name, read_from, stored, form, kept, _linear_form(path, model), longest)
+        linear_form, unserved = _linear_form(path, model), why_unserved(path)
+        return CheckpointSource(model, name, read_from, stored, form, kept, linear_form, longest, unserved)
     if name.lower() in SHAPES:
         return _published(name.lower(), PUBLIC_MODELS[name.lower()].source)
     known = {model.source.lower(): shape for shape, model in PUBLIC_MODELS.items()}
@@ -90,6 +93,13 @@ def source_named(name: str) -> CheckpointSource:
             config = Path(hub.hf_hub_download(name, "config.json"))
         return _of_config(name, config, name, "config.json on the hub")
     return CheckpointSource(public_shape(name), name, "")  # raises, and names the nearest one
+
+
+def why_unserved(directory: Path) -> str:
+    """Why vLLM serves none of a directory's weights; empty where it does."""
+    if any(directory.glob("*.safetensors")):
+        return ""
+    return "vLLM loads no dense layer of a GGUF file, so serve the model's safetensors"
 
 
 def _published(shape: str, served_as: str) -> CheckpointSource:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fuzzing.packed import make_gguf
 from given_options import given_by
 from in_this_process import run_here
 from paths import ROOT
@@ -297,6 +298,15 @@ def test_beside_a_gpu_replicas_keep_codes_of_4_bits_where_they_fit(
         assert said["ways"][0]["host_bytes"]["device"] == pytest.approx(codes, rel=2e-3)
         at_3 = said["ways"][1]
         assert said["ways"][0]["simulated_tpot_us"] > at_3["simulated_tpot_us"] * (1 + (5 / 3.25 - 1) / 2)
+
+
+def test_a_gguf_file_gets_replicas_and_no_line_that_serves_it(tmp_path: Path) -> None:
+    """The server refuses the file, and plan printed such a line, and that stock vLLM would do."""
+    make_gguf(tmp_path / "gguf", json.loads((TINY / "config.json").read_text()))
+    said = planned(str(tmp_path / "gguf"), "--host-memory", "8GB")
+    assert said["advice"] == "vLLM loads no dense layer of a GGUF file, so serve the model's safetensors"
+    assert said["serve"] is None
+    assert "quantize" in said["quantize"]
 
 
 def test_no_replicas_are_asked_for_where_every_expert_is_hot() -> None:
