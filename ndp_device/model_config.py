@@ -110,8 +110,8 @@ class _Config:
                 if not 0 <= value <= largest:
                     raise ConfigError(f"model {self._name!r}: {key} must lie in 0..{largest}, got {value}")
                 return value
-        if (key := next((key for key in keys if self._config.get(key) is not None), None)) is not None:
-            raise ConfigError(f"model {self._name!r}: {key} must be a whole number, got {self._config[key]!r:.80}")
+        if (given := next((key for key in keys if self._config.get(key) is not None), None)) is not None:
+            raise ConfigError(f"model {self._name!r}: {given} must be a whole number, got {self._config[given]!r:.80}")
         raise ConfigError(
             f"model {self._name!r}: its config.json must give {' or '.join(keys)}, of which there is none: "
             f"{keys_about(self._config, *{word for key in keys for word in key.split('_')[-1:]})}"
