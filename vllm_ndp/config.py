@@ -488,7 +488,7 @@ def _by_field(raw: Mapping[str, Any]) -> dict[str, Any]:
     if devices is not None and (not isinstance(devices, int) or isinstance(devices, bool)):
         listed = devices if isinstance(devices, list | tuple) else [devices]
         if not listed:
-            raise ConfigError("ndp setting 'devices' must name each device once, got []")
+            raise ConfigError("ndp setting 'devices' must name at least one device, got []")
         del values["devices"]
         values["running"] = tuple(map(_address, listed))
     return values

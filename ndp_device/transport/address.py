@@ -43,7 +43,9 @@ class Address:
             host, _, port = rest.rpartition(":")
             ip = _ip(host)
             if host in ("", "*") or (ip is not None and ip.is_unspecified):
-                raise ConfigError(f"{text}: name the one address that hosts come to, such as 127.0.0.1 on loopback")
+                raise ConfigError(
+                    f"{text}: name the one address that hosts come to, and a port, such as tcp://127.0.0.1:5555"
+                )
             if not (port.isdecimal() and int(port) < 65536) and port != "*":
                 raise ConfigError(f"{text}: the port must be 0..65535, got {port!r}")
             if insecure_loopback and host != "localhost" and not (ip is not None and ip.is_loopback):

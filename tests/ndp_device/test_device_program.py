@@ -156,7 +156,7 @@ def test_a_tcp_device_listens_on_loopback_only(model_dir: Path) -> None:
         ("ipc://relative/path", "absolute"),
         ("ipc://" + "/x" * 60, "107 bytes, got 120"),
         ("tcp://127.0.0.1:99999", "port must be"),
-        ("tcp://127.0.0.1", "name the one address"),
+        ("tcp://127.0.0.1", "name the one address that hosts come to, and a port"),
         ("udp://127.0.0.1:1", "ipc:///path or tcp"),
         ("nonsense", "ipc:///path or tcp"),
     ],

@@ -294,7 +294,8 @@ IMPOSSIBLE: list[tuple[Any, str]] = [
     ({"devices": [{"address": one, "keys": "k"} for one in (A, "ipc:///b")]}, "no effect on the device ipc:///b"),
     ({"devices": ["ipc:///a", "here"]}, "must be a number, or an ipc:// or tcp:// address, got 'here'"),
     ({"devices": 0}, "'devices' must be 1 or more, got 0"),
-    *(({"devices": devices}, "'devices' must name each device once") for devices in (["ipc:///a"] * 2, [])),
+    ({"devices": ["ipc:///a"] * 2}, "'devices' must name each device once"),
+    ({"devices": []}, "'devices' must name at least one device"),
     ({"devices": 2, "debug": {"prices": "measured"}}, "use 'prices': 'simulated', one embedded device, or addresses"),
     (
         {"devices": 2, "debug": {"device_experts": {"copies": 3}}},

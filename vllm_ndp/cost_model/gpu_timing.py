@@ -431,6 +431,11 @@ class PipelineClock:
         self._free_ps = [0] * num_stages
         self._token_ps: dict[str, int] = {}
 
+    @property
+    def ended_ps(self) -> int:
+        """When the last step left the last stage."""
+        return self._free_ps[-1]
+
     def run(self, took_ps: Sequence[int], requests: Iterable[str]) -> tuple[int, int]:
         """One step of these requests, which takes took_ps[s] in stage s; when it began and when it left the last."""
         at = start = max([self._free_ps[0], *(self._token_ps.get(name, 0) for name in requests)])

@@ -75,7 +75,7 @@ def counts_of(step: StepReport) -> dict[str, float]:
     counts |= {"steps": 1, "messages": len(step.round_trips_s), "prefills": step.prefills}
     counts |= {"migrated": step.migrated_experts, "kept": step.kept_experts}
     if not step.unsimulated:
-        counts["simulated_ps"] = step.end_ps - step.start_ps
+        counts["simulated_ps"] = step.end_ps - step.before_ps  # experts that moved between the two, too
     of_step = ("device", step.device or {}), ("bound", step.device_bounds), ("why", step.fallbacks)
     labelled: list[tuple[str, Mapping[str, float]]] = [("pairs", of) for of in step.pairs.values()]
     labelled += [("rows", dict(zip(PHASES, rows, strict=True))) for rows in step.rows.values()]
@@ -91,6 +91,7 @@ def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> Ste
         return reports[0]
     ordered = sorted(reports, key=lambda report: report.stage)
     first = ordered[0]
+    before = pipeline.ended_ps
     start, end = pipeline.run([report.end_ps - report.before_ps for report in ordered], first.pairs)
     pairs = {name: dict(_sum(report.pairs[name] for report in ordered)) for name in first.pairs}
     plans = {name: dict(plan) for name, plan in first.plans.items()}
@@ -103,6 +104,7 @@ def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> Ste
     has_times = all(report.device is not None for report in ordered)
     return StepReport(
         *(start, end, pairs, plans, first.drafts, per_row, first.rows),
+        before_ps=before,
         device=dict(_sum(report.device or {} for report in ordered)) if has_times else None,
         device_bounds=dict(_sum(report.device_bounds for report in ordered)),
         unsimulated=max((report.unsimulated for report in ordered), key=len),

@@ -35,6 +35,8 @@ from vllm_ndp.planning.bitwidths import OF_PAIRS, verdict_on, verdict_on_loss
 from vllm_ndp.planning.replanner import Replanner
 
 _OWN_CODES = "none: experts keep the checkpoint's codes of {} bits"
+_ROUNDED = 1.001
+"""Times a limit of loss that a plan within it may seem to lose."""
 
 
 def status(worker: LoadedWorker, sidecar: RoutingSidecar, kv_cache_bytes: int) -> dict[str, Any]:
@@ -109,7 +111,11 @@ def _predicted_loss(settings: NdpSettings, num_experts: int, nats: float | None)
     if settings.losses != "relative":
         return "unknown: only relative losses are known in nats, and 'losses' is 'absolute'"
     is_less = nats is not None and settings.bit_rule_in_force == OF_PAIRS
-    return verdict_on_loss(nats) + ("; less by single pairs, as each report says" if is_less else "")
+    said = verdict_on_loss(nats) + ("; less by single pairs, as each report says" if is_less else "")
+    most = settings.max_loss
+    if nats is None or most is None or nats <= _ROUNDED * most:
+        return said
+    return f"{said}; above the max_loss of {most:g}, which these replicas do not reach: set more hot_experts"
 
 
 def _of_device(link: DeviceLink, device: DeviceView, settings: NdpSettings) -> dict[str, Any]:
