@@ -239,6 +239,10 @@ REFUSED: dict[str, str] = {
     "vllm-ndp quantize {model} --out {tmp}/o --effort best": "add --calibration FILE",
     "vllm-ndp quantize {model} --out {tmp}/o --memory 6": "add --calibration FILE",
     "vllm-ndp quantize docs --out {tmp}/o": "no config.json in docs",
+    "vllm-ndp demo {model} --tokens 1": "--tokens",  # whose time per token there is none of
+    "vllm-ndp verify {model} --tokens 0": "--tokens",
+    "vllm-ndp record {model} --prompts x --out {tmp}/o --tokens 0": "--tokens",
+    "vllm-ndp record {model} --prompts x --out {tmp}/o --batch 0": "--batch",
     "ndp-device time": "Missing command (see ndp-device time --help)",
     "ndp-device time idle hit --set rfc": "--set needs section.field=value, got 'rfc'",
     "ndp-device time idle warm": "hit, closed, conflict",

@@ -31,7 +31,7 @@ def demo(
     ] = None,
     hot_experts: Annotated[int, typer.Option(help="Hot experts per layer.")] = 2,
     avg_bits: AvgBitsOption = DEFAULT_AVG_BITS,
-    tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 48,
+    tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens to generate per prompt.")] = 48,
 ) -> None:
     """Serve a few prompts and show both clocks.
 
@@ -44,7 +44,7 @@ def demo(
 def verify(
     model: CheckpointArgument,
     hot_experts: Annotated[int | None, typer.Option(help="Hot experts per layer; default: half of them.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 32,
+    tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to generate per prompt.")] = 32,
 ) -> None:
     """Compare with stock vLLM, token by token.
 
@@ -72,8 +72,8 @@ def record(
         int | None, typer.Option(help="Hot experts per layer; default: all, which records routing only.")
     ] = None,
     avg_bits: AvgBitsOption = DEFAULT_AVG_BITS,
-    tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 128,
-    batch: Annotated[int, typer.Option(help="Sequences that run at once.")] = 8,
+    tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to generate per prompt.")] = 128,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Sequences that run at once.")] = 8,
 ) -> None:
     """Run prompts through vLLM and keep their routing as a trace."""
     print_json(_commands().record(model, prompts, out, hot_experts, avg_bits, tokens, batch))

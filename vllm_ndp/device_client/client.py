@@ -416,7 +416,7 @@ class DeviceClient:
             _log.warning("NDP device at %s is down: %s", self.address, reason)
         elif type(reason) is not type(self._reason) and isinstance(reason, DeviceError):
             _log.warning("NDP device at %s refuses us: %s", self.address, reason)
-        elif type(reason) is not type(self._reason) and isinstance(reason, ConfigError):
+        elif isinstance(reason, ConfigError) and str(reason) != str(self._reason):
             _log.warning("the NDP device that answers now is not used: %s", reason)
         self._reason = reason
         cause = "broken" if isinstance(reason, RemoteProtocolError) else getattr(reason, "cause", "lost")

@@ -208,7 +208,11 @@ def test_a_device_that_comes_back_with_other_replicas_is_not_used_until_the_righ
             assert "the host plans with" in client.reason
             time.sleep(0.02)
         assert client.state == "down"
-        assert sum("is not used" in record.getMessage() for record in caplog.records) == 1
+        client._fail(ConfigError("it simulates other hardware"))  # each reason once
+        assert [record.getMessage()[:50] for record in caplog.records if "is not used" in record.getMessage()] == [
+            "the NDP device that answers now is not used: the d",
+            "the NDP device that answers now is not used: it si",
+        ]
         restart(REPLICAS)
         until(client.poll)
         assert executes()
