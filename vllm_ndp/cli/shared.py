@@ -42,7 +42,7 @@ AvgBitsOption = Annotated[float, typer.Option(help="Average bits of cold experts
 def hardware_values(pairs: list[str] | None) -> dict[str, str | int]:
     """Read the values of --set."""
     given = assignments(pairs, "--set", "section.field=value")
-    return {name: int(value) if value.lstrip("-").isdigit() else value for name, value in given.items()}
+    return {name: int(value) if value.removeprefix("-").isdecimal() else value for name, value in given.items()}
 
 
 def integers(text: str, option: str, *, least: int | None = None) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ def trace_import(
     out: OutOption,
     kind: Annotated[
         str,
-        typer.Option("--format", help="Who wrote it, as the list below has it."),
+        typer.Option("--format", help="Who wrote it, one of the formats above."),
     ],
     model: Annotated[str, typer.Option(help="Name of the model, kept with the trace.")] = "unknown",
     num_experts: Annotated[int, typer.Option(help="Experts per layer; 0: largest id seen plus one.")] = 0,
@@ -38,7 +38,8 @@ def trace_import(
 ) -> None:
     """Read routing that another program recorded into a trace.
 
-    vllm, sglang-answers, routelog, moe-trace, expert-selection, dynande, npz: docs/trace-format.md.
+    Formats: vllm, sglang-answers, routelog, lattice, ik_llama, moe-trace, expert-selection, dynande, policylang, npz
+    (docs/trace-format.md).
     """
     from vllm_ndp.traces.format import PHASES
     from vllm_ndp.traces.importers import ImportSettings, import_trace

@@ -210,7 +210,7 @@ def highest(ranking: NDArray[np.float64], num_hot: int) -> NDArray[np.bool_]:
     num_experts = ranking.shape[-1]
     if not 0 <= num_hot <= num_experts:
         raise ConfigError(
-            f"hot_experts must lie in 0..{num_experts} (the experts of this model), got {num_hot}: lower it"
+            f"hot_experts must lie in 0..{num_experts} (the experts of this model), got {num_hot}: give one of these"
         )
     hot = np.zeros(ranking.shape, np.bool_)
     order = np.argsort(-ranking, axis=-1, kind="stable")[..., :num_hot]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ndp_device.common.errors import ConfigError, TraceError
+from vllm_ndp.cli.traces import trace_import
 from vllm_ndp.planning.importance import importance
 from vllm_ndp.planning.plan import top_experts
 from vllm_ndp.planning.stats import RoutingStats
@@ -282,6 +283,7 @@ def test_a_file_of_another_kind_is_refused_in_one_sentence(tmp_path, kind):
 def test_an_unknown_format_is_answered_with_the_nearest():
     with pytest.raises(TraceError, match="did you mean 'dynande'"):
         import_trace(Path("x"), "dynade")
+    assert f"Formats: {', '.join(FORMATS)} (" in " ".join(str(trace_import.__doc__).split()), "the help has them all"
 
 
 @pytest.mark.parametrize("tokens", [5, 511])
