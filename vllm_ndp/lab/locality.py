@@ -33,14 +33,16 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over requests and its 95 % bootstrap interval."""
+    """A mean over requests and its 95 % bootstrap interval, which one request does not have."""
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
     @classmethod
     def of(cls, values: NDArray[np.float64]) -> Interval:
+        if len(values) < 2:
+            return cls(float(values.mean()), None, None)
         low, high = np.percentile(bootstrap_means(values), [2.5, 97.5])
         return cls(float(values.mean()), float(low), float(high))
 
@@ -77,8 +79,7 @@ class Selected:
         tokens = np.flatnonzero(later)
         now, before = self.ids[self.rows[tokens]], self.ids[self.rows[tokens - 1]]
         again = (now[..., None] == before[..., None, :]).any(axis=-1)  # [T, L, k]
-        shares: NDArray[np.float64] = again.sum(axis=(0, 2)) / max(len(tokens) * self.ids.shape[2], 1)
-        return shares
+        return _shares(again.sum(axis=(0, 2)), len(tokens) * self.ids.shape[2])
 
     def depths(self, rule: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Choices by the largest cache that does not hold them (E: no cache holds them), both [L, E + 1].
@@ -98,16 +99,16 @@ class Locality:
     top_k: int
     num_requests: int
     num_tokens: int
-    repeats: NDArray[np.float64]  # [L]
+    repeats: NDArray[np.float64]  # [L], NaN where no token has one before it
     shuffled: NDArray[np.float64]  # [L]
     hits: dict[str, NDArray[np.float64]]  # rule -> [L, E + 1], by size of the cache
     early_misses: NDArray[np.float64]  # [L, E + 1], under lru, of the first EARLY_TOKENS of a request
-    later_misses: NDArray[np.float64]  # [L, E + 1], of the others
+    later_misses: NDArray[np.float64]  # [L, E + 1], of the others; NaN where there are none
     concentration: NDArray[np.float64]  # [L, E + 1], share of a request's C most used experts, mean over requests
     num_hot: int
     coverage: dict[str, Interval]
     """Share of decode choices among num_hot experts per layer: `prompt`, what the request's prompt used most; `static`,
-    what the other requests' decode did; `oracle`, what its own did; and `prompt - static`, paired by request."""
+    what the decode of other requests did, if any; `oracle`, what its own did; and `prompt - static`, paired."""
 
     def mean_hits(self, rule: str, places: int) -> float:
         """Over all layers."""
@@ -145,8 +146,11 @@ def locality(trace: Trace, num_hot: int | None = None) -> Locality:
     hot = tokens.num_experts // 2 if num_hot is None else num_hot
     there = (used.sum(axis=(1, 2)) > 0) & (before.sum(axis=(1, 2)) > 0)
     known = {"prompt": before, "static": others, "oracle": used}
+    fixed = {"static": _fixed(used, others), "prompt": _fixed(used, before)}
+    if not others.any():
+        del known["static"], fixed["static"]
     shares = {name: _covered(used[there], of[there], hot) for name, of in known.items()} if there.any() else {}
-    if shares:
+    if "static" in shares:
         shares["prompt - static"] = shares["prompt"] - shares["static"]
     return Locality(
         num_experts=tokens.num_experts,
@@ -155,7 +159,7 @@ def locality(trace: Trace, num_hot: int | None = None) -> Locality:
         num_tokens=len(tokens.rows),
         repeats=tokens.repeats(),
         shuffled=tokens.shuffled().repeats(),
-        hits=hits | {"static": _fixed(used, others), "prompt": _fixed(used, before)},
+        hits=hits | fixed,
         early_misses=1 - _hits(early),
         later_misses=1 - _hits(counts - early),
         concentration=_mean_of_requests(own),
@@ -204,7 +208,7 @@ def _covered(used: NDArray[np.int64], known: NDArray[np.int64], num_hot: int) ->
 def _hits(depths: NDArray[np.int64]) -> NDArray[np.float64]:
     """[L, E + 1] by depth -> [L, E + 1] by size."""
     before = np.concatenate([np.zeros((len(depths), 1)), np.cumsum(depths[:, :-1], axis=1)], axis=1)
-    return np.asarray(before / np.maximum(depths.sum(axis=1, keepdims=True), 1))
+    return _shares(before, depths.sum(axis=1, keepdims=True))
 
 
 def _mean_of_requests(ranked: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -217,5 +221,11 @@ def _mean_of_requests(ranked: NDArray[np.int64]) -> NDArray[np.float64]:
     return curve
 
 
-def _mean(values: NDArray[np.float64]) -> float:
-    return float(values.mean())
+def _shares(part: NDArray[Any], whole: NDArray[np.int64] | int) -> NDArray[np.float64]:
+    """NaN of nothing."""
+    return np.asarray(part / np.where(whole == 0, np.nan, whole))
+
+
+def _mean(values: NDArray[np.float64]) -> float | None:
+    mean = float(values.mean())
+    return None if math.isnan(mean) else mean

@@ -30,8 +30,18 @@ PREFETCHES = ("measured", "published")
 ARRIVALS = ("poisson", "bursty", "recorded", "steps", "together")
 EXECUTIONS = ("balanced", "paper")
 
+
+def _table(path: Path | None) -> Path | None:
+    """Refuse another ending before anything is computed."""
+    if path is not None and path.suffix not in (".parquet", ".csv", ".md"):
+        raise ConfigError(f"--out takes a .parquet, .csv or .md file, got {path}")
+    return path
+
+
 TableOption = Annotated[
-    Path | None, A_NEW_FILE, typer.Option("--out", help="Write rows to this .parquet or .csv file.")
+    Path | None,
+    A_NEW_FILE,
+    typer.Option("--out", help="Write rows to this .parquet, .csv or .md file.", callback=_table),
 ]
 PageOption = Annotated[Path | None, A_NEW_FILE, typer.Option("--html", help="Draw one page of plots into this file.")]
 HotOption = Annotated[int | None, typer.Option("--hot-experts", help="Hot experts per layer; default: half of them.")]
@@ -39,7 +49,10 @@ PriorOption = Annotated[
     Path | None, typer.Option(help="Popularity of experts as .npy, layers x experts (see analyze --prior-out).")
 ]
 ReplicasOption = Annotated[
-    Path | None, typer.Option(help="Replica directory whose loss table is used; default: what the run used.")
+    Path | None,
+    typer.Option(
+        help="Replicas whose loss table is used; default: those of a run that is replayed, else usual losses."
+    ),
 ]
 
 
@@ -165,7 +178,7 @@ class GridOptions:
     ]
     memory: Annotated[
         tuple[int, ...],
-        typer.Option(help="GPU memory in GB, with commas; default: as the hardware has it."),
+        typer.Option(help="GPU memory in GB, with commas, filled as with --fit; default: as the hardware has it."),
         Written(_memory, ""),
     ]
     avg_bits: Annotated[
@@ -252,6 +265,8 @@ class LoadSettings:
             raise ConfigError(f"there must be at least 1 request, got {self.requests}")
         if self.split and self.devices == 1:
             raise ConfigError("--split gives each of several devices a part of every expert: give --devices, too")
+        if self.kv_tokens is not None and self.kv_tokens < self.block_size:
+            raise ConfigError(f"--kv-tokens must hold a block of {self.block_size}, got {self.kv_tokens}")
         if self.process == "steps" and (self.gpus, self.devices) != (1, 1):
             raise ConfigError(
                 "steps are those of the recorded run, on its own GPUs and devices: leave --gpus and --devices out"

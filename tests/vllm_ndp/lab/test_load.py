@@ -90,6 +90,8 @@ def test_arrivals_that_no_clock_could_give_are_refused(at, says):
         ({"process": "bursty", "burstiness": -1.0}, "--burstiness must be greater than 0"),
         ({"process": "recorded", "speed": float("nan")}, "--speed must be greater than 0"),
         ({"process": "recorded", "requests": 9}, "leave --requests out"),
+        ({"process": "recorded"}, "does not tell when its requests came: take another --process"),
+        ({"block_size": 16, "kv_tokens": 15}, "--kv-tokens must hold a block of 16, got 15"),
         ({"requests": 0}, "at least 1 request"),
         ({"execution": "fast"}, "execution must be one of"),
         ({"num_hot": 9}, "0..8"),

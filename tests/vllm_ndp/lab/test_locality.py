@@ -102,6 +102,9 @@ def test_misses_of_a_requests_first_64_tokens_and_of_its_later_ones_are_told_apa
     assert told["early_misses"] == pytest.approx({"1": 1, "2": 1 / 32})
     assert told["concentration"] == pytest.approx({"1": 32 / 74, "2": 64 / 74})
     assert (default_places(32), default_places(8)) == ((2, 4, 8, 16, 32), (1, 2, 4, 8))
+    one = locality(trace_of([[[0]]], 2)).as_dict((1,))
+    assert (one["repeats"], one["shuffled"], one["later_misses"]) == (None, None, {"1": None})
+    assert "static" not in one["hits"]
 
 
 def test_a_requests_first_token_repeats_nothing_and_requests_without_tokens_concentrate_nothing():
@@ -117,6 +120,8 @@ def test_an_interval_is_two_standard_errors_of_the_mean_on_either_side():
     """Of 100 values with a deviation of 28.9: 1.96 of their mean's, 2.89, on either side."""
     found = Interval.of(np.arange(100.0))
     assert (found.mean, found.low, found.high) == pytest.approx((49.5, 49.5 - 5.66, 49.5 + 5.66), abs=0.4)
+    alone = locality(trace_of([[[0], [1]]], 2, prompt=1), 1).coverage
+    assert alone == {"prompt": Interval(0.0, None, None), "oracle": Interval(1.0, None, None)}
 
 
 def test_what_cannot_be_looked_at_is_refused():

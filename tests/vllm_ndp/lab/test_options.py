@@ -11,8 +11,9 @@ from paths import DATA
 
 from ndp_device.common import kept
 from ndp_device.common.errors import ConfigError
+from vllm_ndp.cli.shared import hardware_values
 from vllm_ndp.lab.cli import recorded
-from vllm_ndp.lab.cli.tables import print_latencies, print_locality, print_winners, write_rows
+from vllm_ndp.lab.cli.tables import print_comparison, print_latencies, print_locality, print_winners, write_rows
 from vllm_ndp.lab.compare import Compared, Comparison, Replayed
 from vllm_ndp.lab.load.latency import CAUSES, Percentile
 from vllm_ndp.lab.locality import Interval, Locality
@@ -49,6 +50,8 @@ def test_words_of_a_command_are_numbers_where_they_are_written_so() -> None:
     assert read == {"bits": 4, "share": 0.5, "kind": "lru", "low": -1.0}
     assert type(read["bits"]) is int
     assert (_memory("24,80,24"), _memory(""), _widths("3,2.5,3")) == ((24, 80), (), (3.0, 2.5))
+    values = ["a.b=-5", "a.c=1e3", "a.d=--5", "a.e=\u00b2"]
+    assert hardware_values(values) == {"a.b": -5, "a.c": "1e3", "a.d": "--5", "a.e": "\u00b2"}
     assert _limits(["ttft:500", "e2el:9e3"]) == {"ttft": 500, "e2el": 9000}
     for wrong in ("tpot:0", "ttfb:1", "tpot:x", "tpot"):
         with pytest.raises(ConfigError, match="--goodput must be ttft:MS, tpot:MS or e2el:MS"):
@@ -98,6 +101,14 @@ def test_winners_stand_beside_the_next_system_where_they_differ(capsys: pytest.C
     assert "memory GB preset" in out
     assert "refused a, h100-ndp512, " in out
     assert "  skipped n" in out
+    rows = [done("context_aware", 1234.5), done("joint", 5.0)]
+    rows = [replace(one, row=replace(one.row, policy="long, " * 20, routing="memoryless, fitted")) for one in rows]
+    print_comparison(
+        Compared([(points[0], Comparison(rows, ["n"], "", 1))], [(points[0], "why")], None), "a", notes=False
+    )
+    out = capsys.readouterr().out
+    assert "…" not in out, "every number is whole"
+    assert "  refused a, h100-ndp512, 3.0: why\n  skipped n" in out
 
 
 def test_shares_are_shown_in_percent_at_each_size(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,6 +117,14 @@ def test_shares_are_shown_in_percent_at_each_size(capsys: pytest.CaptureFixture[
         2, 1, 3, 4, np.array([0.4]), np.array([0.3]), {"lru": curve}, 1 - curve, (1 - curve) / 2, curve, 1,
         {"prompt": Interval(0.5, 0.25, 0.75)},
     )  # fmt: skip
+    none = np.full((1, 3), np.nan)
+    print_locality(
+        replace(found, repeats=none[0], later_misses=none, coverage={"a": Interval(0.5, None, None)}), (1, 2)
+    )
+    out = capsys.readouterr().out
+    assert "4 decode tokens: - % of choices repeat" in out
+    assert ["later", "-", "-"] in words(out)
+    assert ["a", "50.00", "-"] in words(out)
     print_locality(found, (1, 2))
     out = capsys.readouterr().out
     assert "40.0 % of choices repeat, 30.0 shuffled, 50.0 by chance" in " ".join(out.split())
@@ -123,8 +142,6 @@ def test_rows_are_written_by_the_ending_of_their_file(tmp_path: Path) -> None:
     assert (tmp_path / "t.md").read_text() == "| a | b |\n| --- | --- |\n| 1 | x |\n| 2 | y |\n"
     write_rows(rows, tmp_path / "t.csv")
     assert (tmp_path / "t.csv").read_text().splitlines() == ['"a","b"', '1,"x"', '2,"y"']
-    with pytest.raises(ConfigError, match=r"--out takes a \.parquet, \.csv or \.md file"):
-        write_rows(rows, tmp_path / "t.txt")
 
 
 def test_a_runs_losses_are_of_the_replicas_given_else_used_else_of_the_cache(

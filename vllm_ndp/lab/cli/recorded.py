@@ -105,7 +105,7 @@ def compare(
     """Run systems and policies on one trace and one hardware.
 
     All times are simulated. Several models, hardware, memory sizes or widths: every combination, and its fastest
-    systems. docs/systems.md explains each column.
+    systems. docs/systems.md explains systems and policies.
     """
     from vllm_ndp.lab.cli.tables import print_comparison, print_winners, write_rows
     from vllm_ndp.lab.compare import beside_fastest, columns, compare_all, processes
@@ -124,7 +124,7 @@ def compare(
     with waiting(f"replaying {sum(len(one.prompt_len) for one in recorded)} requests"):
         found = compare_all(recorded, points, prior=known, loss=loss, jobs=workers)
     if len(points) == 1:
-        print_comparison(found.points[0][1], found.points[0][0], recorded[0].provenance.model, notes=notes)
+        print_comparison(found, recorded[0].provenance.model, notes=notes)
     else:
         print_winners(found)
     if out is not None:

@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 
-from ndp_device.common.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.cli.shared import print_table
 from vllm_ndp.cost_model.costs import Costs, model_named
-from vllm_ndp.lab.compare import MARGIN, Compared, Comparison, beside_fastest, columns, named
+from vllm_ndp.lab.compare import MARGIN, Compared, beside_fastest, columns, named
 from vllm_ndp.lab.load.latency import CAUSES, Percentile
 from vllm_ndp.lab.locality import Locality
-from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.lab.reproduce import Reproduction
 from vllm_ndp.lab.systems import SYSTEMS
 
@@ -42,7 +42,7 @@ WIDTH = 100
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """By the file's ending: Parquet, or CSV."""
+    """By the file's ending: Parquet, CSV, or else Markdown."""
     import pyarrow
     import pyarrow.csv
     import pyarrow.parquet
@@ -52,19 +52,18 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         pyarrow.parquet.write_table(table, path)
     elif path.suffix == ".csv":
         pyarrow.csv.write_csv(table, path)
-    elif path.suffix == ".md":
+    else:
         lines = [
             table.column_names,
             ["---"] * table.num_columns,
             *([str(cell) for cell in row.values()] for row in rows),
         ]
         path.write_text("".join(f"| {' | '.join(cells)} |\n" for cells in lines))
-    else:
-        raise ConfigError(f"--out takes a .parquet, .csv or .md file, got {path}")
 
 
-def print_comparison(result: Comparison, settings: CompareSettings, routing: str, *, notes: bool) -> None:
-    """routing: of which model. notes: what else there is to know of each row and system."""
+def print_comparison(found: Compared, routing: str, *, notes: bool) -> None:
+    """Of a single point. routing: of which model. notes: what else there is to know of each row and system."""
+    settings, result = found.points[0]
     where = f"{settings.model} on {settings.hardware}"
     routed = "" if routing == settings.model else f" with {routing}'s routing"
     table = Table(title=f"{where}{routed}, {result.num_requests} requests; simulated times", title_justify="left")
@@ -72,13 +71,12 @@ def print_comparison(result: Comparison, settings: CompareSettings, routing: str
         table.add_column(
             textwrap.fill(name, _HEADING, break_long_words=False),
             justify="left" if name in ("system", "policy") else "right",
-            no_wrap=True,
+            no_wrap=name not in ("policy", "routing"),
         )
     for row in result.rows:
         table.add_row(*row.cells().values())
     print_table(table, width=WIDTH, expendable=EXPENDABLE, elsewhere="--out FILE has all columns")
-    for note in result.skipped:
-        print(f"  skipped {note}")
+    _print_missing(found)
     if not notes:
         print("  --notes says what each system assumes; --systems all and --policies all show every one")
         return
@@ -129,6 +127,10 @@ def print_winners(result: Compared) -> None:
         where = itertools.compress(point, varies)
         table.add_row(*where, best.system, best.policy, cells["decode tokens/s"], cells["loss"], *other)
     print_table(table, width=200)
+    _print_missing(result)
+
+
+def _print_missing(result: Compared) -> None:
     for at, why in result.refused:
         print(f"  refused {named(at)}: {why}")
     for note in result.skipped:
@@ -165,8 +167,8 @@ def print_locality(found: Locality, places: tuple[int, ...]) -> None:
     """Means over layers, one row per rule."""
     chance = found.top_k / found.num_experts
     table = Table(
-        title=f"{found.num_tokens} decode tokens: {100 * found.repeats.mean():.1f} % of choices repeat, "
-        f"{100 * found.shuffled.mean():.1f} shuffled, {100 * chance:.1f} by chance"
+        title=f"{found.num_tokens} decode tokens: {_percent(found.repeats)} % of choices repeat, "
+        f"{_percent(found.shuffled)} shuffled, {100 * chance:.1f} by chance"
     )
     table.add_column("% of choices found in")
     for size in places:
@@ -174,13 +176,17 @@ def print_locality(found: Locality, places: tuple[int, ...]) -> None:
     for rule in found.hits:
         table.add_row(rule, *(f"{100 * found.mean_hits(rule, size):.1f}" for size in places))
     for name, curve in (("lru misses, first 64 tokens", found.early_misses), ("later", found.later_misses)):
-        table.add_row(name, *(f"{100 * curve[:, size].mean():.1f}" for size in places))
+        table.add_row(name, *(_percent(curve[:, size]) for size in places))
     table.add_row("most used, share", *(f"{100 * found.concentration[:, size].mean():.1f}" for size in places))
     print_table(table, width=120)
     coverage = Table(title=f"% of decode choices in {found.num_hot} hot experts per layer, over requests")
     for name in ("hot set from", "mean", "95 % interval"):
         coverage.add_column(name, justify="left" if name == "hot set from" else "right")
     for name, value in found.coverage.items():
-        mean, low, high = (f"{100 * part:.2f}" for part in (value.mean, value.low, value.high))
-        coverage.add_row(name, mean, f"{low} to {high}")
+        between = "-" if value.low is None or value.high is None else f"{100 * value.low:.2f} to {100 * value.high:.2f}"
+        coverage.add_row(name, f"{100 * value.mean:.2f}", between)
     print_table(coverage, width=120)
+
+
+def _percent(shares: NDArray[np.float64]) -> str:
+    return "-" if np.isnan(shares).any() else f"{100 * shares.mean():.1f}"

@@ -277,8 +277,10 @@ def drawn(count: int, rate_per_s: float, seed: int, burstiness: float = 1.0) -> 
 
 
 def recorded(trace: Trace, speed: float = 1.0) -> NDArray[np.int64]:
-    """arrival_s of the trace's requests, `speed` times as fast. Raises TraceError where they are out of order."""
+    """arrival_s of the trace's requests, `speed` times as fast. Raises TraceError where absent or out of order."""
     seconds = trace.arrival_s
+    if len(seconds) > 1 and not seconds.any():
+        raise TraceError("the trace does not tell when its requests came: take another --process, such as poisson")
     late = np.flatnonzero(np.diff(seconds) < 0)
     if len(late):
         first = int(late[0])
