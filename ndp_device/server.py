@@ -196,7 +196,9 @@ class Server:
         if not queue.is_full:
             for received in self._transport.receive(0 if queue.num_waiting else timeout_ms):
                 if not queue.add(received):
-                    self._transport.drop(received.client)
+                    self._transport.drop(
+                        received.client, f"{MAX_WAITING} requests of it wait here, and it sent another"
+                    )
         return queue.next()
 
     def serve(self, received: Received) -> None:
@@ -210,7 +212,7 @@ class Server:
             self._transport.send(client, reply)
         except Exception:  # a mistake of this program: one peer loses its connection, nobody loses the device
             _log.exception("a request could not even be refused")
-            self._transport.drop(client)
+            self._transport.drop(client, "what it asked could not be answered")
         now_ns = self._served_ns = self._clock.monotonic_ns()
         self._queue.served(client, now_ns - start_ns, now_ns, computed=handler.num_executed > executed)
 

@@ -371,7 +371,7 @@ class Part:
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
-            raise ConfigError(f"a part of an expert must be 0 to {self.count - 1} of {self.count}, got {self.index}")
+            raise ConfigError(f"a part of an expert must be [i, n] with 0 <= i < n, got [{self.index}, {self.count}]")
 
     def __str__(self) -> str:
         return "whole experts" if self.count == 1 else f"part {self.index + 1} of {self.count} of every expert"

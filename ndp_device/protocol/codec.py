@@ -159,7 +159,7 @@ def _decode(kinds: _Kinds, header: Buffer, body: Buffer) -> tuple[Any, Tensors]:
         try:
             message = msgspec.convert(fields, kinds[tag], builtin_types=(bytes,))
         except (msgspec.ValidationError, ValueError, OverflowError) as error:
-            raise RemoteProtocolError(f"a header is not a message of this protocol: {error}") from None
+            raise RemoteProtocolError(f"a header of type {tag!r} is not as this protocol has it: {error}") from None
     return message, _unpack(type(message), message.tensors, body)
 
 
@@ -272,7 +272,8 @@ def _unpack(kind: type[Message], specs: tuple[TensorSpec, ...], body: Buffer) ->
     layout = _claimed_layout(kind, specs)
     if layout.num_bytes != len(body):
         raise RemoteProtocolError(
-            f"the tensors of {kind.__name__} take {layout.num_bytes} bytes, but its body has {len(body)}"
+            f"the tensors of {kind.__name__} take {layout.num_bytes} bytes, each padded to {ALIGNMENT}, "
+            f"but its body has {len(body)}"
         )
     tensors: Tensors = {}
     for spec, count in zip(specs, layout.counts, strict=True):

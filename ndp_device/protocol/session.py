@@ -51,7 +51,11 @@ def check_hello(hello: Hello, model_digest: str) -> None:
     """Raise DeviceError unless host and device speak one protocol about one model."""
     lowest, highest = hello.versions
     if not lowest <= VERSION <= highest and VERSION >> 8 not in (lowest >> 8, highest >> 8):
-        raise DeviceError("version", f"this device speaks {_version(VERSION)}, the host {_version(highest)}")
+        raise DeviceError(
+            "version",
+            f"this device speaks {_version(VERSION)}, the host {_version(lowest)} to {_version(highest)}: install the "
+            "same major version on both",
+        )
     if hello.model_digest not in ("", model_digest):
         raise DeviceError(
             "digest",
@@ -86,12 +90,14 @@ class Session:
                 f"a plan for this model is [{self.num_layers}, {self.num_experts}], got {list(replicas.shape)}",
             )
         if (replicas >> len(PLAN_BITS)).any():
-            raise DeviceError("bad_request", f"a plan may use bits {list(PLAN_BITS)} only, got flags {replicas.max()}")
+            raise DeviceError(
+                "bad_request", f"flags of a plan must be below {1 << len(PLAN_BITS)}, got {replicas.max()}"
+            )
         if request.expected_epoch != self.active_epoch or request.epoch <= self.active_epoch:
             raise DeviceError(
                 "stale_epoch",
-                f"epoch {self.active_epoch} is active, the host expected {request.expected_epoch} "
-                f"and wants to install {request.epoch}",
+                f"epoch {self.active_epoch} is active: expect it and install a higher one, got expected_epoch "
+                f"{request.expected_epoch} and epoch {request.epoch}",
                 retryable=True,
             )
 
@@ -104,7 +110,9 @@ class Session:
             return  # asked twice
         plan = self.installed.pop(request.epoch, None)
         if plan is None:
-            raise DeviceError("stale_epoch", f"epoch {request.epoch} is not installed", retryable=True)
+            raise DeviceError(
+                "stale_epoch", f"epoch {request.epoch} is not installed: install it first", retryable=True
+            )
         self.active = plan
 
     def check_execute(
@@ -154,14 +162,14 @@ class Session:
         """Which pair it is that may not be computed."""
         for row, expert, bits in zip(pair_rows.tolist(), pair_experts.tolist(), pair_bits.tolist(), strict=True):
             if not 0 <= row < rows:
-                return DeviceError("bad_request", f"pair_rows must lie in 0..{rows - 1}, got {row}")
+                return DeviceError("bad_request", f"pair_rows must be one of the {rows} rows of x, got {row}")
             if not 0 <= expert < self.num_experts:
                 return DeviceError("bad_request", f"pair_experts must lie in 0..{self.num_experts - 1}, got {expert}")
             if not flags[expert] & FLAG_OF_BITS[bits]:
                 return DeviceError(
                     "not_loaded",
                     f"expert {expert} of layer {request.layer} at {bits} bits "
-                    f"is not in the plan of epoch {request.epoch}",
+                    f"is not in the plan of epoch {request.epoch}: install one that has it",
                 )
         return DeviceError("bad_request", "the pairs changed while they were checked")
 

@@ -31,7 +31,7 @@ class Received(NamedTuple):
     """The frames are not needed any more: their memory may be written again."""
 
 
-DAMAGE = "the checksum of a message does not fit its bytes; it was damaged on its way"
+DAMAGE = "the checksum of a message does not fit its bytes: it was damaged on its way, or `crc` is not its last field"
 
 
 def write_checksum(header: codec.Buffer, body: codec.Buffer) -> bytes:

@@ -301,10 +301,10 @@ class ZmqServer:
 
     # -- connections ---------------------------------------------------------------------------------------------
 
-    def drop(self, client: bytes) -> None:
+    def drop(self, client: bytes, reason: str) -> None:
         """End the connection: its host notices at once."""
         if peer := self._peers.get(client):
-            self._end(peer, "what it asked could not be answered")
+            self._end(peer, reason)
 
     def _meet(self, frame: zmq.Frame) -> _Peer | None:
         """The peer of a first message; None: its connection has ended."""

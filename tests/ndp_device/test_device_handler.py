@@ -154,7 +154,7 @@ def test_a_hello_that_is_refused_leaves_the_session_that_was_there(handler: Hand
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"pair_rows": [0, 2]}, "pair_rows must lie in 0..1"),
+        ({"pair_rows": [0, 2]}, "pair_rows must be one of the 2 rows of x, got 2"),
         ({"pair_rows": [0, -1]}, "pair_rows"),
         ({"pair_experts": [0, EXPERTS]}, "pair_experts must lie in 0..2"),
         ({"pair_experts": [-1, 0]}, "pair_experts"),
@@ -224,7 +224,7 @@ def test_epochs_only_rise_and_only_the_active_one_is_served(handler: Handler) ->
             refused()
     for epoch in (6, 7):  # the latest replaces one that was never activated
         caller.install(epoch, expected_epoch=5)
-    with pytest.raises(DeviceError, match="epoch 6 is not installed"):
+    with pytest.raises(DeviceError, match="epoch 6 is not installed: install it first"):
         caller.ask(msg.ActivatePlan, epoch=6)
     handler.queue_depth = 3
     assert caller.ask(msg.Ping).queue_depth == 3
@@ -262,7 +262,9 @@ def test_hosts_of_the_same_major_version_are_served(handler: Handler, versions: 
     if served:
         assert caller.hello(versions=versions).version == msg.VERSION
     else:
-        with pytest.raises(DeviceError, match=r"version: this device speaks protocol 2\.0, the host protocol"):
+        with pytest.raises(
+            DeviceError, match=r"version: this device speaks protocol 2\.0, the host .*: install the same major version"
+        ):
             caller.hello(versions=versions)
 
 
@@ -359,7 +361,7 @@ def test_parts_that_cannot_be_are_refused_and_what_nobody_asks_for_makes_room(di
     caller = Caller(divisible)
     with pytest.raises(DeviceError, match="cannot be cut into 2 equal parts"):
         caller.hello(part=(0, 2))
-    with pytest.raises(DeviceError, match="must be 0 to 2 of 3, got 3"):
+    with pytest.raises(DeviceError, match="0 <= i < n, got \\[3, 3\\]"):
         caller.hello(part=(3, 3))
     divisible.forget(b"a")
     held = Caller(divisible).ask(msg.Describe).resident_bytes

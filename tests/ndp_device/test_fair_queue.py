@@ -141,3 +141,13 @@ def test_how_long_a_request_lay_behind_others_is_told_with_it() -> None:
     while (received := serving.next_request(0)) is not None:
         serving.serve(received)
     assert told == [0, 200, 400]
+
+
+def test_a_host_that_asks_once_too_often_is_sent_away_with_the_reason() -> None:
+    dropped: list[tuple[bytes, str]] = []
+    arrives = [request(b"a")] * (server.MAX_WAITING + 1)
+    transport = SimpleNamespace(
+        receive=lambda timeout_ms: arrives, drop=lambda *who: dropped.append(who), offer_memory=None
+    )
+    server.Server(transport, SimpleNamespace()).next_request(0)  # type: ignore[arg-type]
+    assert dropped == [(b"a", "64 requests of it wait here, and it sent another")]

@@ -256,12 +256,12 @@ class SimServer:
         for outgoing in self.passing((write_checksum(*frames), frames[1])):
             link = self.links.get(client)
             if link is not None and link.is_open and not link.send(outgoing):
-                self.drop(client)
+                self.drop(client, "it reads too slowly")
 
     def offer_memory(self, client: bytes) -> SlotOffer | None:
         return None
 
-    def drop(self, client: bytes) -> None:
+    def drop(self, client: bytes, reason: str) -> None:
         if (link := self.links.get(client)) is not None:
             link.end()
 

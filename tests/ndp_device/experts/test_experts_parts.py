@@ -79,7 +79,7 @@ def test_a_border_within_a_scale_or_a_byte_is_refused(units: int, group: int, co
 
 @pytest.mark.parametrize(("index", "count"), [(2, 2), (0, 0), (-1, 2)])
 def test_a_part_that_is_none_of_them_is_refused(index: int, count: int) -> None:
-    with pytest.raises(ConfigError, match="a part of an expert must be"):
+    with pytest.raises(ConfigError, match=rf"must be \[i, n\] with 0 <= i < n, got \[{index}, {count}\]"):
         Part(index, count)
 
 

@@ -239,7 +239,7 @@ SPECS = [list(spec) for spec in msgpack.unpackb(encode(EXECUTE, {"x": X, **PAIRS
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"id": -1}, "id"),
+        ({"id": -1}, r"header of type 'execute' is not .*: Expected `int` >= 0 - at `\$.id`"),
         ({"epoch": 1.5}, "epoch"),
         ({"layer": None}, "layer"),
         ({"submit_ps": 1 << 63}, "submit_ps"),
@@ -253,8 +253,11 @@ SPECS = [list(spec) for spec in msgpack.unpackb(encode(EXECUTE, {"x": X, **PAIRS
         ({"tensors": [["x", "float32", [1 << 40, 1 << 40], 0], *SPECS[1:]]}, "at most"),
         ({"tensors": [["x", "float32", [2, 3], 64], *SPECS[1:]]}, r"must start at bytes \[0, 64"),
         ({"tensors": [["x", "float32", [2, 3], 4], *SPECS[1:]]}, r"must start at bytes \[0, 64"),
-        ({"tensors": [*SPECS[:4], ["gates", "float32", [64], 256]]}, "take 512 bytes, but its body has 320"),
-        ({"tensors": [*SPECS[:4], ["gates", "float32", [0], 256]]}, "take 256 bytes, but its body has 320"),
+        ({"tensors": [*SPECS[:4], ["gates", "float32", [64], 256]]}, "take 512 bytes, each padded to 64, but"),
+        (
+            {"tensors": [*SPECS[:4], ["gates", "float32", [0], 256]]},
+            "256 bytes, each padded to 64, but its body has 320",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
