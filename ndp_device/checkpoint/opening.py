@@ -204,6 +204,13 @@ def stated_form(
         return None
 
 
+def stated_method(model_dir: Path, config: Mapping[str, Any]) -> str:
+    """quant_method of config.json, or of what lies beside it; empty where nothing is stated, or nothing readable."""
+    given = _with_settings(model_dir, config).get("quantization_config")
+    method = given.get("quant_method") if isinstance(given, Mapping) else None
+    return method if isinstance(method, str) else ""
+
+
 def _settings(given: object, name: str) -> Settings:
     if isinstance(given, Mapping) and isinstance(inner := given.get("quantization"), Mapping):
         given = {"quant_method": "modelopt"} | dict(inner)  # modelopt's own form

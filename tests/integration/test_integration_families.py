@@ -230,7 +230,9 @@ def test_vllms_module_of_qwen3_5_still_imports_torchvision() -> None:
 def test_vllms_cpu_build_still_has_no_mamba_1() -> None:
     import vllm._custom_ops  # noqa: F401  # loads the operators
 
-    assert not hasattr(torch.ops._C, "selective_scan_fwd"), "Jamba can be tried again: BROKEN_ON_CPU in compat.py"
+    assert not hasattr(torch.ops._C, "selective_scan_fwd"), (
+        "Jamba can be tried again: BROKEN_ON_CPU in operating/sources.py"
+    )
 
 
 def test_vllms_cpu_build_still_rotates_three_dimensional_queries_wrongly() -> None:

@@ -178,7 +178,7 @@ def test_a_gguf_file_and_bitsandbytes_are_refused_before_loading(tmp_path: Path)
     altered(tmp_path / "nf4", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     for name, wanted in (
         ("gguf", "cannot be served: vLLM loads no dense layer of a GGUF file"),
-        ("nf4", "by bitsandbytes, which is not served"),
+        ("nf4", "bitsandbytes checkpoints are not served: give one in bfloat16"),
     ):
         with pytest.raises(ConfigError) as error:
             configure(tmp_path / name)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ndp_device.checkpoint.files import model_digest
+from ndp_device.checkpoint.files import model_digest, read_config
 from ndp_device.checkpoint.names import ExpertLayout
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.common.activation import GPT_OSS, Activation, activation_named
@@ -29,7 +29,7 @@ from vllm_ndp.integration import vllm_private, waiting
 from vllm_ndp.integration.batch import KvGroup
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.operating.sizing import CPU_KERNEL_UNIT, require_cpu_kernel
-from vllm_ndp.operating.sources import asked_of_hub, why_unserved
+from vllm_ndp.operating.sources import asked_of_hub, unserved_on_cpu, why_unserved
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,12 +48,6 @@ CONNECTOR_MODULE = "vllm_ndp.integration.connector"
 LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor")
 """Load formats that read `*.safetensors` of the model's directory and say which tensors it lacks. Others would read all
 but the experts from other files, or serve an incomplete model."""
-
-BROKEN_ON_CPU = {
-    "JambaForCausalLM": "vLLM's CPU build lacks the operator of its Mamba layers (selective_scan_fwd)",
-    "Glm4MoeLiteForCausalLM": "vLLM's CPU build rotates its keys wrongly, and its text is wrong without a word",
-}
-"""Limits of vLLM itself, found by running it without the plugin. A test fails once vLLM lifts one."""
 
 
 def model_dir(vllm_config: VllmConfig) -> Path:
@@ -170,12 +164,11 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     for refused, what in refusals:
         if refused:
             raise ConfigError(f"quantization 'ndp' does not work together with {what}")
-    for architecture in vllm_config.model_config.architectures:
-        if on_cpu() and (reason := BROKEN_ON_CPU.get(architecture)):
-            raise ConfigError(f"{architecture} cannot be served on a CPU: {reason}; on CUDA it is accepted")
+    if on_cpu() and (unserved := unserved_on_cpu(vllm_config.model_config.architectures)):
+        raise ConfigError(unserved)
     directory = model_dir(vllm_config)
     shape = open_checkpoint(directory).shape
-    if unserved := why_unserved(directory):
+    if unserved := why_unserved(directory, read_config(directory)):
         raise ConfigError(f"{directory.name} cannot be served: {unserved}")
     if on_cpu():
         require_cpu_kernel(shape)

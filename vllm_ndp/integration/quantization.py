@@ -24,12 +24,11 @@ from ndp_device.common.errors import ConfigError
 from vllm_ndp.integration import vllm_private
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.linear_layers import QuantizedHead, WholeLinearMethod
+from vllm_ndp.operating.sources import SERVED_METHODS, unserved_method
 
 if TYPE_CHECKING:
     from vllm_ndp.integration.assembly import Assembly
 
-_SERVED = ("mxfp4", "fp8", "compressed-tensors", "gptq", "awq", "modelopt", "auto-round")
-"""quant_method of a checkpoint that we serve."""
 _VLLM_SAYS: Mapping[str, tuple[str, ...]] = {
     "modelopt": ("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"),
     "auto-round": ("inc",),
@@ -68,11 +67,8 @@ class NdpConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> NdpConfig:
         method = str(config.get("quant_method", "unknown method"))
-        if method not in (*_SERVED, "gpt_oss_mxfp4"):  # vLLM's name of gpt-oss's
-            raise ConfigError(
-                f"the checkpoint is quantized by {method}, which is not served: give it in bfloat16, or in "
-                f"one of {', '.join(_SERVED)}"
-            )
+        if method not in (*SERVED_METHODS, "gpt_oss_mxfp4"):  # vLLM's name of gpt-oss's
+            raise ConfigError(unserved_method(method))
         known = _vllms_own(method, config)
         try:
             return cls(method, known.from_config(config))

@@ -82,12 +82,16 @@ class Proposal:
     @property
     def advice(self) -> str:
         """Advice for a user who cannot serve what is proposed, or does not need it; else empty."""
-        return self.source.unserved or self.sizing.advice
+        return self._unserved or self.sizing.advice
+
+    @property
+    def _unserved(self) -> str:
+        return self.source.unserved or (self.source.unserved_on_cpu if self.sizing.gpu_bytes is None else "")
 
     @property
     def lines(self) -> dict[str, str | None]:
         """Commands that make the recommended way, by what they do; None where there is nothing to do."""
-        return {"quantize": self.quantize_line(), "serve": None if self.source.unserved else self.serve_line()}
+        return {"quantize": self.quantize_line(), "serve": None if self._unserved else self.serve_line()}
 
     def serve_line(self) -> str:
         return shlex.join(["vllm", "serve", self.source.served_as, *self.serve_options()])

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ndp_device.checkpoint.files import INDEX, WHOLE, has_weights, indexed_files, read_config, read_json, weight_files
-from ndp_device.checkpoint.opening import PackedLinears, stated_form
+from ndp_device.checkpoint.opening import PackedLinears, stated_form, stated_method
 from ndp_device.checkpoint.spellings import text_config
 from ndp_device.checkpoint.values import StoredForm
 from ndp_device.common.errors import ConfigError
@@ -32,6 +32,14 @@ _LENGTHS = (
 )
 _SCALED_ALREADY = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Kinds of rotary embeddings whose factor the length contains, or which have none."""
+
+SERVED_METHODS = ("mxfp4", "fp8", "compressed-tensors", "gptq", "awq", "modelopt", "auto-round")
+"""quant_method of a checkpoint that we serve."""
+BROKEN_ON_CPU = {
+    "JambaForCausalLM": "vLLM's CPU build lacks the operator of its Mamba layers (selective_scan_fwd)",
+    "Glm4MoeLiteForCausalLM": "vLLM's CPU build rotates its keys wrongly, and its text is wrong without a word",
+}
+"""Limits of vLLM itself, found by running it without the plugin. A test fails once vLLM lifts one."""
 
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _BESIDE_WEIGHTS = [
@@ -65,7 +73,9 @@ class CheckpointSource:
     longest: int | None = None
     """Most tokens of a request, by config.json; None where nobody has said."""
     unserved: str = ""
-    """Why vLLM serves no such files, in a sentence; empty where it does."""
+    """Why no such checkpoint is served, in a sentence; empty where it is."""
+    unserved_on_cpu: str = ""
+    """The same of a machine without a GPU."""
 
 
 def source_named(name: str) -> CheckpointSource:
@@ -81,8 +91,8 @@ def source_named(name: str) -> CheckpointSource:
         experts, longest = CheckpointExperts(path), longest_context(read_config(path))
         model, form = _as_served(model_named(name)), experts.stored_form
         kept = None if experts.group_of_codes is None else form
-        linear_form, unserved = _linear_form(path, model), why_unserved(path)
-        return CheckpointSource(model, name, read_from, stored, form, kept, linear_form, longest, unserved)
+        source = CheckpointSource(model, name, read_from, stored, form, kept, _linear_form(path, model), longest)
+        return _with_limits(source, path, read_config(path))
     if name.lower() in SHAPES:
         return _published(name.lower(), PUBLIC_MODELS[name.lower()].source)
     known = {model.source.lower(): shape for shape, model in PUBLIC_MODELS.items()}
@@ -95,11 +105,36 @@ def source_named(name: str) -> CheckpointSource:
     return CheckpointSource(public_shape(name), name, "")  # raises, and names the nearest one
 
 
-def why_unserved(directory: Path) -> str:
-    """Why vLLM serves none of a directory's weights; empty where it does."""
-    if any(directory.glob("*.safetensors")):
-        return ""
-    return "vLLM loads no dense layer of a GGUF file, so serve the model's safetensors"
+def _with_limits(source: CheckpointSource, directory: Path, config: Mapping[str, Any]) -> CheckpointSource:
+    classes = config.get("architectures")
+    on_cpu = unserved_on_cpu(classes if isinstance(classes, list) else ())
+    return replace(source, unserved=why_unserved(directory, config), unserved_on_cpu=on_cpu)
+
+
+def why_unserved(directory: Path, config: Mapping[str, Any]) -> str:
+    """Why a checkpoint is not served, in a sentence; empty where it is."""
+    method = stated_method(directory, config)
+    if method and method not in SERVED_METHODS:
+        return unserved_method(method)
+    if has_weights(directory) and not any(directory.glob("*.safetensors")):
+        return "vLLM loads no dense layer of a GGUF file, so serve the model's safetensors"
+    return ""
+
+
+def unserved_method(method: str) -> str:
+    return f"{method} checkpoints are not served: give one in bfloat16, or in one of {', '.join(SERVED_METHODS)}"
+
+
+def unserved_on_cpu(architectures: Sequence[str]) -> str:
+    """Why a model of one of these classes is not served without a GPU, in a sentence; empty where it is."""
+    return next(
+        (
+            f"{one} cannot be served on a CPU: {BROKEN_ON_CPU[one]}; on CUDA it is accepted"
+            for one in architectures
+            if one in BROKEN_ON_CPU
+        ),
+        "",
+    )
 
 
 def _published(shape: str, served_as: str) -> CheckpointSource:
@@ -142,7 +177,8 @@ def _of_config(name: str, path: Path, served_as: str, read_from: str) -> Checkpo
     form, kept = (stated_form(path.parent, config, *columns, in_order=in_order) for in_order in (False, True))
     kept = kept if kept is not None and kept.numbers == "int4" else None
     longest = longest_context(config)
-    return CheckpointSource(model, served_as, read_from, stored_form=form, replica_form=kept, longest=longest)
+    source = CheckpointSource(model, served_as, read_from, stored_form=form, replica_form=kept, longest=longest)
+    return _with_limits(source, path.parent, config)
 
 
 def _as_served(model: WholeModel) -> WholeModel:

@@ -309,6 +309,23 @@ def test_a_gguf_file_gets_replicas_and_no_line_that_serves_it(tmp_path: Path) ->
     assert "quantize" in said["quantize"]
 
 
+@pytest.mark.parametrize(
+    ("changed", "words", "is_of_cpu"),
+    [
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes checkpoints are not served", False),
+        ({"architectures": ["JambaForCausalLM"]}, "JambaForCausalLM cannot be served on a CPU: ", True),
+    ],
+)
+def test_plan_prints_no_line_that_the_server_refuses(
+    tmp_path: Path, changed: dict[str, Any], words: str, is_of_cpu: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((TINY / "config.json").read_text()) | changed))
+    for gpu in ((), ("--gpu-memory", "24GB")):
+        said = planned(str(tmp_path), *gpu)
+        is_refused = not (gpu and is_of_cpu)
+        assert (said["serve"] is None, said["advice"].startswith(words)) == (is_refused, is_refused)
+
+
 def test_no_replicas_are_asked_for_where_every_expert_is_hot() -> None:
     proposed = proposal("mixtral-8x7b", 141 * GB, 64 * GB)
     assert (proposed.quantize_line(), len(proposed.ways)) == (None, 1)
