@@ -140,6 +140,14 @@ class NestedMatrix:
     group_size: int
     perm: NDArray[np.int32] | None = None
 
+    def __post_init__(self) -> None:
+        widths = (self.scale.shape[:1], self.offset.shape[:1])
+        if widths != ((len(self.bits),), (len(self.bits),)):
+            raise ValueError(
+                f"scale and offset must be of the {len(self.bits)} widths {list(self.bits)}, got "
+                f"{list(self.scale.shape)} and {list(self.offset.shape)}"
+            )
+
     @classmethod
     def of(cls, matrices: Sequence[QuantizedMatrix]) -> NestedMatrix:
         """The matrix that these widths, rising, are views of; refuses matrices with planes of their own that do not

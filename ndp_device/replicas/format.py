@@ -274,6 +274,9 @@ class ExpertsOfFile:
         prefix, file = self._manifest.prefix(expert, bits), self._file
         try:
             w13, w2 = self._matrix(f"{prefix}.w13", bits), self._matrix(f"{prefix}.w2", bits)
+            sizes = self._manifest.model.hidden_size, self._manifest.model.intermediate_size
+            if w2.shape != sizes:
+                raise ValueError(f"w2 must be {list(sizes)} as the manifest's model says, got {list(w2.shape)}")
             biases = None
             if self._manifest.biases:
                 gate, up = np.split(file.tensor(f"{prefix}.b13"), 2)

@@ -262,7 +262,7 @@ class ExpertStore:
         )
 
     def expert_bytes(self, layer: int, expert: int, bits: int) -> int:
-        """Bytes that one read of this expert moves: planes, scales, offsets and permutation, or the full weights."""
+        """Bytes that one read of this expert moves: planes, scales, offsets and biases, or the full weights."""
         key = (layer, expert, bits)
         if key not in self._bytes:
             self._bytes[key] = self.expert(layer, expert, bits).nbytes

@@ -209,6 +209,27 @@ def test_a_manifest_we_cannot_follow_is_refused(replicas: Path, edit: dict[str, 
         ReplicaFiles(replicas)
 
 
+@pytest.mark.parametrize(
+    ("edit", "complaint"),
+    [
+        ({"bits": [1, 2, 3]}, r"scale and offset must be of the 3 widths \[1, 2, 3\], got \[4, "),
+        (
+            {"hidden_size": 2 * HIDDEN},
+            rf"w2 must be \[{2 * HIDDEN}, {INTERMEDIATE}\] as the manifest's model says, got",
+        ),
+    ],
+)
+def test_experts_that_are_not_what_the_manifest_says_are_refused(
+    replicas: Path, edit: dict[str, Any], complaint: str
+) -> None:
+    path = replicas / "manifest.json"
+    told = json.loads(path.read_text())
+    (told if "bits" in edit else told["model"]).update(edit)
+    path.write_bytes(kept.seal(told))
+    with pytest.raises(ReplicaError, match=rf"experts-00000\.safetensors is damaged: .*{complaint}"):
+        ReplicaFiles(replicas).expert(0, 0, 2)
+
+
 def test_an_empty_directory_says_what_to_run(tmp_path: Path) -> None:
     with pytest.raises(ReplicaError, match="run vllm-ndp quantize"):
         ReplicaFiles(tmp_path)
