@@ -13,7 +13,14 @@ from ndp_device.common import kept
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.cli.shared import hardware_values
 from vllm_ndp.lab.cli import recorded
-from vllm_ndp.lab.cli.tables import print_comparison, print_latencies, print_locality, print_winners, write_rows
+from vllm_ndp.lab.cli.tables import (
+    print_comparison,
+    print_latencies,
+    print_locality,
+    print_reproduction,
+    print_winners,
+    write_rows,
+)
 from vllm_ndp.lab.compare import Compared, Comparison, Replayed
 from vllm_ndp.lab.load.latency import CAUSES, Percentile
 from vllm_ndp.lab.locality import Interval, Locality
@@ -27,6 +34,7 @@ from vllm_ndp.lab.options import (
     _values,
     _widths,
 )
+from vllm_ndp.lab.reproduce import Reproduction, Row
 from vllm_ndp.lab.vectorised.outcome import Summary
 from vllm_ndp.layer.setup import Setup
 from vllm_ndp.planning.bitwidths import LossTable
@@ -106,15 +114,47 @@ def test_winners_stand_beside_the_next_system_where_they_differ(capsys: pytest.C
     print_comparison(
         Compared([(points[0], Comparison(rows, ["n"], "", 1))], [(points[0], "why")], None), "a", notes=False
     )
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "…" not in out, "every number is whole"
     assert "  refused a, h100-ndp512, 3.0: why\n  skipped n" in out
+    assert "a on h100-ndp512, 1 requests" in out
+    assert "columns more do not fit: --out FILE has all columns" in err
+
+
+def test_notes_say_which_rows_are_equal_how_far_a_plan_may_be_off_and_what_systems_assume(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    at = CompareSettings(systems=("monde", "fiddler"), policies=("prefill",))
+    row = Summary("s", "p", 1, 2.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0, 0.0, 2.0, 0.001)
+    rows = [Replayed(row, np.full(2, took), over) for took, over in ((100.0, -1.0), (101.0, 0.25), (120.0, np.nan))]
+    print_comparison(Compared([(at, Comparison(rows, [], "hash", 1))], [], None), "tiny", notes=True)
+    out = capsys.readouterr().out
+    assert "mixtral-8x7b on h100-ndp512 with tiny's routing, 1 requests" in out
+    equal = "as fast as batch 1's fastest within 5 % (paired TOST at 5 %): s p, +1.0 % of time (+1.0 to +1.0)"
+    assert (out.count("as fast as batch"), out.count(equal)) == (1, 1)
+    assert (out.count("its last plan takes at most"), out.count("at most 25 % longer")) == (1, 1)
+    assert "one row to the host and back takes 1.07 us" in out
+    assert "  monde: no expert is cached on the GPU" in out
+    assert "  fiddler: CPU: " in out
+
+
+def test_published_figures_stand_beside_ours_with_how_far_these_are_off(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = Row("r", "q", "ms", 2.0, 3.0, "x"), Row("s", "q", "ms", 4.0, 3.0, "x"), Row("t", "q", "ms", None, 5.0, "x")
+    print_reproduction(Reproduction("source", rows, ("said",)))
+    out = capsys.readouterr().out
+    assert [line for line in words(out) if line[:1] and line[0] in "rst"] == [
+        ["r", "q", "2", "3", "ms", "+50.0", "%", "x"],
+        ["s", "q", "4", "3", "ms", "-25.0", "%", "x"],
+        ["t", "q", "5", "ms", "x"],
+    ]
+    assert "  note: said" in out
+    assert [row.as_dict()["deviation"] for row in rows] == [0.5, -0.25, None]
 
 
 def test_shares_are_shown_in_percent_at_each_size(capsys: pytest.CaptureFixture[str]) -> None:
-    curve = np.array([[0.0, 0.25, 1.0]])
+    curve = np.array([[0.0, 0.25, 1.0], [0.0, 0.35, 1.0]])
     found = Locality(
-        2, 1, 3, 4, np.array([0.4]), np.array([0.3]), {"lru": curve}, 1 - curve, (1 - curve) / 2, curve, 1,
+        2, 1, 3, 4, np.array([0.4]), np.array([0.3]), {"lru": curve}, 1 - curve, (1 - curve) / 2, curve, 2,
         {"prompt": Interval(0.5, 0.25, 0.75)},
     )  # fmt: skip
     none = np.full((1, 3), np.nan)
@@ -129,10 +169,11 @@ def test_shares_are_shown_in_percent_at_each_size(capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "40.0 % of choices repeat, 30.0 shuffled, 50.0 by chance" in " ".join(out.split())
     shown = words(out)
-    assert ["lru", "25.0", "100.0"] in shown
-    assert ["lru", "misses,", "first", "64", "tokens", "75.0", "0.0"] in shown
-    assert ["later", "37.5", "0.0"] in shown
-    assert ["most", "used,", "share", "25.0", "100.0"] in shown
+    assert "% of decode choices in 2 hot experts per layer" in " ".join(out.split())
+    assert ["lru", "30.0", "100.0"] in shown
+    assert ["lru", "misses,", "first", "64", "tokens", "70.0", "0.0"] in shown
+    assert ["later", "35.0", "0.0"] in shown
+    assert ["most", "used,", "share", "30.0", "100.0"] in shown
     assert ["prompt", "50.00", "25.00", "to", "75.00"] in shown
 
 
