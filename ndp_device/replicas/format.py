@@ -346,13 +346,12 @@ def _write_seen(directory: Path, seen: dict[int, _Stamp | None]) -> None:
 def check_layer_file(directory: Path, layer: int, manifest: Manifest, *, check_contents: bool) -> MappedFile:
     """The layer's file, mapped, after comparing it with what the manifest promises."""
     promised, path = manifest.layers[layer], directory / layer_file_name(layer)
-    file = MappedFile(path)
-    size = path.stat().st_size
-    if size != promised.num_bytes:
+    if path.is_file() and not path.is_symlink() and (size := path.stat().st_size) != promised.num_bytes:
         raise ReplicaError(
             f"{path} is truncated or half-written: {size} bytes instead of {promised.num_bytes}; "
             "run vllm-ndp quantize again"
         )
+    file = MappedFile(path)
     if check_contents and _digest(path) != promised.blake2b:
         raise ReplicaError(f"{path} is damaged: its digest is not the manifest's; run vllm-ndp quantize again")
     return file

@@ -50,7 +50,12 @@ COUNTERS: dict[str, tuple[str, str, Mapping[str, str], float]] = {
         _each("finish", ("stop", "length", "aborted", "error")),
         1,
     ),
-    "ndp_simulated_seconds": ("Simulated time of all steps and of experts that moved between them", "", {"": "simulated_ps"}, 1e-12),
+    "ndp_simulated_seconds": (
+        "Simulated time of all steps and of experts that moved between them",
+        "",
+        {"": "simulated_ps"},
+        1e-12,
+    ),
     "ndp_simulated_device_seconds": (
         "Simulated time of the device by stage",
         "stage",
