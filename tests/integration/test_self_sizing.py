@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,18 @@ def said(capfd: pytest.CaptureFixture[str]) -> list[str]:
     return [line.removeprefix("vllm-ndp: ") for line in lines if line.startswith("vllm-ndp: ")]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_the_kv_cache_of_a_plan_holds_a_request_of_the_whole_context(tmp_path: Path, family: str) -> None:
-    """vLLM refused the line that `plan` printed: its blocks on a CPU have 128 tokens, and one is its own."""
-    model, context, step = make_family_models.make(family, tmp_path), 384, 128
+@pytest.mark.parametrize(
+    ("family", "layers", "context", "step"), [("mixtral", 4, 384, 128), ("gpt_oss", 5, 1500, 1500)]
+)
+def test_the_kv_cache_of_a_plan_holds_a_request_of_the_whole_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, layers: int, context: int, step: int
+) -> None:
+    """vLLM refused the line that `plan` printed: its blocks on a CPU have 128 tokens, one is its own, and three layers
+    with a window beside two without are padded to four."""
+    tiny = make_family_models.FAMILIES[family]
+    tiny = replace(tiny, sizes={**tiny.sizes, "num_hidden_layers": layers})
+    monkeypatch.setattr(make_family_models, "FAMILIES", {family: tiny})
+    model = make_family_models.make(family, tmp_path)
     sizing = Sizing(source_named(str(model)).model, 8 * GB, context=context, step_tokens=step)
     sizes = {"max_model_len": context, "max_num_batched_tokens": step, "max_num_seqs": 1, "block_size": None}
     kept = {"kv_cache_memory_bytes": sizing.kv_cache_with_spare, "dtype": "bfloat16"}

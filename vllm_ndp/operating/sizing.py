@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,6 +44,10 @@ KV_BLOCK = 128
 """Tokens: vLLM's default on a CPU; eight blocks of its CUDA default."""
 _STEPS_IN_FLIGHT = 2
 """As vLLM schedules by default: a layer with a window keeps the tokens of each."""
+_NEARLY_ALIKE = 1.5
+"""Two kinds of layers whose numbers differ by less are padded to the larger one by vLLM, else in parts of the least."""
+_STATES, _STATE_ITEM_BYTES = 2, 4
+"""Of a layer with a state: vLLM keeps two of each request for its prefix cache, some families' in float32."""
 LINEAR_BITS = 8
 """Of the server's linear layers beside experts in slots: bf16 ones take longer to read, and text does not show the loss
 (docs/measured/quality_linear.json)."""
@@ -179,17 +184,42 @@ class Sizing:
     def checkpoint_bytes(self) -> int:
         return self.other_weights + self.all_experts
 
-    @cached_property
+    @property
     def kv_per_request(self) -> int:
-        """Bytes of KV cache for `context` tokens, in whole blocks. A layer with a window keeps what vLLM's
-        SlidingWindowSpec does: the window, the steps in flight, and a block, since a window begins within one."""
+        """Bytes of KV cache for `context` tokens."""
+        return math.prod(self._kv_blocks)
+
+    @cached_property
+    def _kv_blocks(self) -> tuple[int, int]:
+        """Bytes of a block of the KV cache, and blocks of a request, as vLLM lays them out.
+
+        Layers of one kind have a block for all. Of several kinds, layers come in groups of one size, some of them
+        padded, and every group has blocks of its own, as large as the largest: a state's, or so many tokens'.
+        """
+        attentions = [layer.attention for layer in self.model.decoder]
+        kinds = Counter((a.kv_values, a.state_values, a.window) for a in attentions if a.kv_values or a.state_values)
+        of_token = self.model.dtype_bytes * max(values for values, _, _ in kinds)
+        windows = {window for _, _, window in kinds}
+        if len(windows) == 1 and not self.model.state_bytes:
+            return KV_BLOCK * self.model.kv_bytes, self._blocks(KV_BLOCK, *windows)
+        state = _STATE_ITEM_BYTES * max(state for _, state, _ in kinds)
+        tokens = KV_BLOCK * max(1, ceil_div(state, of_token * KV_BLOCK))
+        group, most = min(kinds.values()), max(kinds.values())
+        group = most if most < _NEARLY_ALIKE * group else group
         blocks = 0
-        for layer in self.model.decoder:
-            kept, window = self.context, layer.attention.window
-            if window:
-                kept = min(kept, window - 1 + _STEPS_IN_FLIGHT * self.step_tokens) + KV_BLOCK
-            blocks += layer.attention.kv_values * ceil_div(kept, KV_BLOCK)
-        return self.model.dtype_bytes * KV_BLOCK * blocks + self.model.state_bytes
+        for (values, _, window), count in kinds.items():
+            wider, rest = divmod(of_token, self.model.dtype_bytes * values) if values else (1, 0)
+            own = self._blocks(tokens * (1 if rest else wider), window) if values else _STATES
+            blocks += ceil_div(count, group) * own
+        return of_token * tokens * group, blocks
+
+    def _blocks(self, tokens: int, window: int) -> int:
+        """Blocks of so many tokens for a request. A layer with a window keeps what vLLM's SlidingWindowSpec does: the
+        window, the steps in flight, and a block, since a window begins within one."""
+        kept = self.context
+        if window:
+            kept = min(kept, window - 1 + _STEPS_IN_FLIGHT * self.step_tokens) + tokens
+        return ceil_div(kept, tokens)
 
     @property
     def kv_cache(self) -> int:
@@ -198,7 +228,7 @@ class Sizing:
     @property
     def kv_cache_with_spare(self) -> int:
         """Bytes of KV cache for the demand, and one block more, which vLLM keeps for itself."""
-        return self.kv_cache + self.kv_per_request * KV_BLOCK // max(self.context, KV_BLOCK)
+        return self.kv_cache + self._kv_blocks[0]
 
     @property
     def sidecar(self) -> int:

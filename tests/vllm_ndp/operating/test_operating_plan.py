@@ -100,6 +100,20 @@ def test_a_window_is_cached_up_to_what_two_steps_add_to_it() -> None:
     assert sizing.kv_per_request == 12 * (16384 + 34 * 128) * 2 * 8 * 64 * 2
 
 
+def test_kinds_of_layers_in_unequal_numbers_are_padded_and_their_blocks_are_alike() -> None:
+    """Five layers: (2 x 13 + 12) blocks of two layers, and vLLM's own; the line for fewer did not start. Qwen3-Next:
+    blocks of 1152 tokens, as large as a state of 548864 numbers in float32, of 12 layers; 4 of 4096 tokens, and two
+    states each of three groups."""
+    oss = source_named("gpt-oss-20b").model
+    five = Sizing(replace(oss, num_layers=5, decoder=(oss.decoder * 2)[:5]), 64 * GB, context=1500)
+    page = 128 * 2 * 8 * 64 * 2
+    assert (five.kv_per_request, five.kv_cache_with_spare) == (38 * 2 * page, 39 * 2 * page)
+    seven = Sizing(replace(oss, num_layers=7, decoder=(oss.decoder * 2)[:7]), 64 * GB, context=1500)
+    assert seven.kv_per_request == (13 + 12) * 4 * page
+    states = sizing_of("qwen3-next")
+    assert states.kv_per_request == (4 + 3 * 2) * 12 * 1152 * 2 * 2 * 256 * 2
+
+
 def test_what_does_not_fit_is_refused_with_the_place_and_the_bytes() -> None:
     with pytest.raises(
         ConfigError, match=r"does not fit: .* needs 7\.04 GB of GPU memory, of which 3\.68 GB may be used"
