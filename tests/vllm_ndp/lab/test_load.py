@@ -99,6 +99,7 @@ def test_arrivals_that_no_clock_could_give_are_refused(at, says):
         ({"model": "mixtral-8x7b", "overrides": {}, "devices": 3, "split": True}, "cannot be cut into 3 equal parts"),
         ({"split": True}, "--split gives each of several devices a part of every expert: give --devices"),
         ({"process": "steps", "devices": 2}, "leave --gpus and --devices out"),
+        ({"process": "steps", "gpus": 2}, "leave --gpus and --devices out"),
         ({"overrides": {"gpu.hbm_capacity_bytes": 10**6}}, "gpu memory lacks"),
     ],
 )

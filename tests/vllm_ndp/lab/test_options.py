@@ -30,11 +30,13 @@ from vllm_ndp.lab.options import (
     GridOptions,
     LoadSettings,
     _limits,
+    _listed,
     _memory,
     _values,
     _widths,
 )
 from vllm_ndp.lab.reproduce import Reproduction, Row
+from vllm_ndp.lab.systems import SYSTEMS
 from vllm_ndp.lab.vectorised.outcome import Summary
 from vllm_ndp.layer.setup import Setup
 from vllm_ndp.planning.bitwidths import LossTable
@@ -51,6 +53,8 @@ def test_a_grid_has_every_combination_and_a_memory_in_gb_makes_hot_experts_fit()
     assert all(at.fit and at.overrides["dram.kind"] == "ideal" and at.systems == ("monde",) for at in points)
     (plain,) = GridOptions(("a",), ("h",), (), (2.0,), {"dram.kind": "ideal"}).points(asked)
     assert (plain.fit, plain.overrides) == (False, {"dram.kind": "ideal"})
+    (fitted,) = GridOptions(("a",), ("h",), (), (2.0,), {}).points(replace(asked, fit=True))
+    assert fitted.fit
 
 
 def test_words_of_a_command_are_numbers_where_they_are_written_so() -> None:
@@ -58,6 +62,9 @@ def test_words_of_a_command_are_numbers_where_they_are_written_so() -> None:
     assert read == {"bits": 4, "share": 0.5, "kind": "lru", "low": -1.0}
     assert type(read["bits"]) is int
     assert (_memory("24,80,24"), _memory(""), _widths("3,2.5,3")) == ((24, 80), (), (3.0, 2.5))
+    assert _listed("monde, fiddler,monde") == ("monde", "fiddler")
+    with pytest.raises(ConfigError, match="--memory must be at least 1, got 0"):
+        _memory("24,0")
     values = ["a.b=-5", "a.c=1e3", "a.d=--5", "a.e=\u00b2"]
     assert hardware_values(values) == {"a.b": -5, "a.c": "1e3", "a.d": "--5", "a.e": "\u00b2"}
     assert _limits(["ttft:500", "e2el:9e3"]) == {"ttft": 500, "e2el": 9000}
@@ -71,12 +78,16 @@ def test_what_cannot_be_compared_is_refused() -> None:
         ({"batches": (1, 0)}, "at least 1"),
         ({"batches": ()}, "at least 1"),
         ({"num_hot": -1}, "at least 0"),
+        ({"prefetch": "never"}, "prefetch must be one of measured, published, got 'never'"),
     ):
         with pytest.raises(ConfigError, match=says):
             CompareSettings(**wrong)
-    assert CompareSettings(num_hot=0, batches=(1,)).num_hot == 0
+    everything = CompareSettings(num_hot=0, batches=(1,))
+    assert (everything.num_hot, everything.policies[-1]) == (0, "oracle")
+    assert everything.systems == tuple(SYSTEMS)
     assert LoadSettings(process="a.jsonl").file is not None
-    assert LoadSettings(process="steps").file is None
+    usual = LoadSettings(process="steps", kv_tokens=16)  # as vLLM's own
+    assert (usual.file, usual.max_num_seqs, usual.max_num_batched_tokens, usual.block_size) == (None, 256, 2048, 16)
 
 
 def words(text: str) -> list[list[str]]:
