@@ -18,6 +18,7 @@ from ndp_device.common.errors import TraceError
 from ndp_device.common.outputs import require_own_folder
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.traces.format import (
+    ALL_REQUESTS,
     DECODE,
     MAY_LACK,
     PHASES,
@@ -83,8 +84,10 @@ class Trace:
 
     def __post_init__(self) -> None:
         p, rows, requests = self.provenance, len(self.step), len(self.prompt_len)
-        if rows and not 0 <= int(self.request.min()) <= int(self.request.max()) < requests:
-            raise TraceError(f"a routing row names request {int(self.request.max())} but the trace has {requests}")
+        planned = self.plans.get("request", self.request[:0])
+        for what, least, named in (("routing row", 0, self.request), ("plan", ALL_REQUESTS, planned)):
+            if len(wrong := named[(named < least) | (named >= requests)]):
+                raise TraceError(f"a {what} names request {wrong[0]} but the trace has {requests}: number them from 0")
         if rows and int(self.phase.max()) >= len(PHASES):
             raise TraceError(f"phases must be 0..{len(PHASES) - 1}, got {int(self.phase.max())}")
         require_choices(self.ids, self.weights, p)

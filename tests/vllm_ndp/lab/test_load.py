@@ -661,6 +661,8 @@ def test_a_plan_that_was_made_otherwise_is_counted(written):
         plans = {"epoch": np.full(2, engine.planner.epoch), "request": np.array([ALL_REQUESTS, 0]), "cells": cells}
         found = replay_live(dataclasses.replace(written, plans=plans), NOMINAL)
         assert (found.plan_mismatches, found.identical) == ((0, True) if wrong is None else (1, False))
+    without_placement = {name: column[1:] for name, column in plans.items()}
+    assert replay_live(dataclasses.replace(written, plans=without_placement), NOMINAL).plan_mismatches == 1
 
 
 def test_a_run_that_the_modelled_memory_could_not_have_held_is_refused(written):

@@ -264,6 +264,16 @@ def changed(name: str, at: Any, value: Any) -> dict[str, Any]:
     return {name: array}
 
 
+PLAN_OF_ANOTHER = {
+    "plans": {
+        "step": np.zeros(1, np.int32),
+        "epoch": np.zeros(1, np.int64),
+        "request": np.array([2], np.int32),
+        "cells": np.zeros((1, GOOD.provenance.num_layers, E), np.uint8),
+    }
+}
+
+
 @pytest.mark.parametrize(
     ("columns", "says"),
     [
@@ -278,7 +288,9 @@ def changed(name: str, at: Any, value: Any) -> dict[str, Any]:
         (changed("prompt_len", 1, -1), "'prompt_len' of a trace must hold numbers of at least 0, got -1"),
         (changed("arrival_s", 1, -0.5), "'arrival_s' of a trace must hold numbers of at least 0, got -0.5"),
         (changed("arrival_s", 1, np.inf), "arrivals of a trace must be finite"),
-        (changed("request", 3, 2), "names request 2 but the trace has 2"),
+        (changed("request", 3, 2), "a routing row names request 2 but the trace has 2"),
+        (changed("request", 3, -1), "a routing row names request -1 but the trace has 2"),
+        (PLAN_OF_ANOTHER, "a plan names request 2 but the trace has 2"),
         (changed("phase", 3, 4), r"phases must be 0\.\.3, got 4"),
         (changed("position", slice(TOKENS + 3, None), 3), None),
     ],

@@ -183,7 +183,7 @@ def _differs(engine: Engine, plan: dict[int, NDArray[np.uint8]] | None) -> int:
     """1 where a recorded plan of this epoch exists and is not the one just made."""
     if plan is None:
         return 0
-    same = np.array_equal(plan[ALL_REQUESTS], engine.planner.placement.tiers)
+    same = ALL_REQUESTS in plan and np.array_equal(plan[ALL_REQUESTS], engine.planner.placement.tiers)
     for request, cells in plan.items():
         if request != ALL_REQUESTS:
             ours = engine.requests[request].plan
