@@ -50,7 +50,9 @@ def test_the_kv_cache_of_a_plan_holds_a_request_of_the_whole_context(
     with engine(model, settings={"cold_precision": "full"}, **sizes, **kept) as llm:
         assert llm.llm_engine.vllm_config.cache_config.block_size == KV_BLOCK
         (output,) = greedy(llm, [{"prompt_token_ids": [5] * (context - 4)}], 4)
+        held = llm.collective_rpc("ndp_status")[0]["kv_cache_bytes"]
     assert len(output.outputs[0].token_ids) == 4
+    assert held == sizing.kv_cache_with_spare  # of one allocation for all groups, which was counted for each
 
 
 def test_a_server_that_is_told_nothing_sizes_itself_and_says_the_line(capfd: pytest.CaptureFixture[str]) -> None:

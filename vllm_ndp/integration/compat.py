@@ -269,6 +269,13 @@ def moe_index(layer: Any, layout: ExpertLayout, share: Part) -> int:
     return index
 
 
+def kv_cache_bytes(kv_cache_config: Any) -> int:
+    """All tensors lie in one allocation, whose size each names; in older versions of vLLM each has its own."""
+    tensors = kv_cache_config.kv_cache_tensors
+    sizes = [tensor.size for tensor in tensors]
+    return max(sizes, default=0) if all(hasattr(tensor, "offset") for tensor in tensors) else sum(sizes)
+
+
 def full_attention_group(kv_cache_config: Any, max_model_len: int) -> KvGroup:
     """Where positions of a request stay as long as it runs: others forget them, or keep a state and no positions.
 

@@ -65,7 +65,7 @@ class NdpController:
         send = None
         if parts.messenger is not None:
             send = partial(Arrival, make_stream(held.w13.device), pinned_for(held.w13.device))
-        self._kv_cache_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+        self._kv_cache_bytes = compat.kv_cache_bytes(kv_cache_config)
         self.steps = StepParts(shape.num_layers * shape.top_k, worker.run, locator, sidecar, send)
         if sidecar.on_host is not None and send is None:
             worker.run.splitter.note_into(*sidecar.on_host)
