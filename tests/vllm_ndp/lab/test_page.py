@@ -43,7 +43,9 @@ def drawn(tmp_path: Path, *words: object) -> Path:
 
 def plots_of(page: Path) -> dict[tuple[str, str], dict[str, list]]:
     """(title, axis) of each plot -> name of a series -> its columns."""
-    (told,) = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)
+    (told,) = re.findall(
+        r'<script type="application/json"[^>]*>(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL
+    )
     ((root,),) = [document["roots"] for document in json.loads(told).values()]
     found = {}
     for each in (plot for line in root["attributes"]["children"][1:] for plot in line["attributes"]["children"]):
