@@ -18,6 +18,7 @@ from vllm_ndp.lab.compare import (
     Replayed,
     Replays,
     Workload,
+    _comparison,
     _trace_of,
     beside_fastest,
     columns,
@@ -184,6 +185,10 @@ def test_every_row_stands_beside_the_fastest_of_all_requests_of_its_batch():
     ]
     first, second, alone = beside_fastest(rows)
     assert (first.mean, second.mean, alone) == (0.25, 0, None)
+    told: Any = SimpleNamespace(
+        skipped=[], num_requests=1, costs=SimpleNamespace(hardware=SimpleNamespace(config_hash=""))
+    )
+    assert _comparison(rows[::-1], [told]).replayed == [rows[1], rows[0], rows[2]], "by batch size, then as given"
 
 
 def test_a_model_takes_the_first_trace_that_chooses_as_many_of_as_many_experts():

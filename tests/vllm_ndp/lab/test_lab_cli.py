@@ -78,14 +78,24 @@ def test_several_values_of_an_option_are_a_grid_whose_rows_name_their_point(tmp_
 
 def test_arrivals_prints_latencies_whose_causes_add_up_and_every_token_as_csv(tmp_path):
     model = str(DATA.parent.parent / "models" / "tiny-mixtral")
-    hosts = told("arrivals", TRACE, TRACE, "--model", model, "--process", "bursty", "--rate", "500", "--requests", "3",
-                 "--out", str(tmp_path / "tokens.csv"))["hosts"]  # fmt: skip
+    hosts = told(
+        "arrivals", TRACE, TRACE, "--model", model, "--process", "bursty", "--rate", "500", "--requests", "3",
+        "--goodput", "ttft:500", "--out", str(tmp_path / "tokens.csv"),
+    )["hosts"]  # fmt: skip
     assert [host["tokens"] for host in hosts] == [3 * 257, 3 * 257]
-    for host in hosts:
+    with (tmp_path / "tokens.csv").open() as file:
+        rows = [{name: int(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    for number, host in enumerate(hosts):
+        of = [row for row in rows if row["host"] == number]
+        first = min(of, key=lambda row: row["simulated_at_ps"])
+        causes = [name for name in first if name.endswith("_ps") and "_at_" not in name]
+        came = first["simulated_at_ps"] - sum(first[name] for name in causes)
+        took = max(row["simulated_at_ps"] for row in of) - came
+        assert host["simulated_tokens_per_s"] == pytest.approx(len(of) / (took / 1e12))
         for latency in ("ttft_p50", "ttft_p99.9", "tpot_p90", "tpot_p99.9"):
             assert host[latency]["simulated_ps"] == sum(host[latency]["causes_ps"].values())
-    with (tmp_path / "tokens.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == 6 * 257
+    assert len(rows) == 6 * 257
+    assert "request_goodput" in hosts[0]["simulated_bench_serve"]
 
 
 def test_an_average_below_2_bits_is_called_of_no_use_on_stderr():
@@ -118,6 +128,26 @@ def test_a_trace_is_synthesised_analysed_and_its_prior_used(tmp_path):
     assert np.load(prior).shape == (32, 8)
     used = told("compare", trace, "--systems", "fiddler", "--prior", prior)
     assert used["num_requests"] == 8
+    assert told("analyze", trace, "--hot-experts", "8")["coverage"]["prompt"]["mean"] == 1
+
+
+def test_what_a_command_would_ignore_is_refused_and_what_one_system_refuses_is_told():
+    replicas = ("--replicas", str(REPLICAS))
+    for words, says in (
+        (("compare", TRACE, TRACE, *replicas), "--replicas belong to one trace, 2 were given"),
+        (("arrivals", TRACE, TRACE, *replicas), "--replicas belong to one trace, 2 were given"),
+        (("compare", TRACE, "--policy-option", "losses=absolute"), "give --replicas too"),
+        (("reproduce", "paper", TRACE), "a trace belongs to hobbit, got one with 'paper'"),
+    ):
+        assert says in run(*words, code=2).stderr
+    assert [row["name"] for row in told("reproduce", "hobbit", TRACE)["rows"]].count("mix") == 3
+    found = told("compare", TRACE, "--systems", "fiddler,balanced", "--option", "spill_bits=5")
+    assert [one["why"] for one in found["refused"]] == ["spill_bits must be one of 1, 2, 3, 4, got 5"]
+    usual, *measured = (
+        told("compare", TRACE, "--systems", "context_aware", *words)["rows"][0]["loss"]
+        for words in ((), replicas, (*replicas, "--policy-option", "losses=absolute"))
+    )
+    assert len({usual, *measured}) == 3, "each by its own table"
 
 
 REPLICAS = ROOT / "models" / "tiny-mixtral-replicas"

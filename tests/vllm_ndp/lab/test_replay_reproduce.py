@@ -30,6 +30,15 @@ def test_every_row_is_the_golden_one(name):
     golden, found = json.loads(GOLDEN.read_text())[name], rows_of(name)
     assert [row[:2] for row in found] == [row[:2] for row in golden]
     assert [row[2] for row in found] == pytest.approx([row[2] for row in golden], rel=1e-6, nan_ok=True)
+    assert [row.published for row in MADE[name]().rows if row.published is not None] == pytest.approx(PUBLISHED[name])
+
+
+PUBLISHED = {
+    "paper": [8.7, 11.2, 8.9, 11.5] * 9 + [5, 8] * 6,
+    "cxl-expert": [805, 1270, 48, 21300, 213, 4800],
+    "hobbit, of a trace": [1.38, 5, 67, 30, 3],
+    "freetoken": [17.2, 30.7, 33.2, 27.8, 12.753 / 14.896, 12.753 / 14.896],
+}
 
 
 def find(result: Reproduction, name: str, quantity: str) -> Row:
