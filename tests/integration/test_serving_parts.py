@@ -8,6 +8,7 @@ import shlex
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi import FastAPI
 from paths import ROOT
@@ -30,7 +31,15 @@ from vllm_ndp.integration.report import (
 )
 from vllm_ndp.integration.serving.metrics import COUNTERS, DEVICE_UP, HISTOGRAMS, NdpMetrics, NdpStats
 from vllm_ndp.integration.serving.routes import NdpEndpoints, addresses
-from vllm_ndp.integration.serving.status import FinishedRequests, _predicted_loss, made_of
+from vllm_ndp.integration.serving.status import (
+    FinishedRequests,
+    _carrier,
+    _memory,
+    _predicted_loss,
+    made_of,
+    plan_in_force,
+    running,
+)
 from vllm_ndp.layer.split import PAIR_KINDS
 
 pytestmark = pytest.mark.vllm
@@ -156,7 +165,8 @@ def test_the_report_of_a_pipeline_is_the_sum_of_its_stages_each_by_its_layers():
         ),
         ({"hot_experts": 4}, None, "unknown: the replicas do not say"),
         ({"hot_experts": 4, "avg_bits": {"max_loss": 0.01}}, 0.010001, "0.01 nats a token"),
-        ({"hot_experts": 4}, 0.01, "0.01 nats a token"),
+        ({"hot_experts": 4}, 0.01, "0.01 nats a token .* less by single pairs"),
+        ({"hot_experts": 4, "debug": {"bits_for": "batch"}}, 0.01, "0.01 nats a token[^;]*$"),
         ({"hot_experts": 4, "avg_bits": {"max_loss": 0.001}}, 0.01, "0.01 nats a token .* above the max_loss of 0.001"),
     ],
 )
@@ -166,6 +176,39 @@ def test_the_startup_table_gives_the_true_reason_where_no_loss_is_predicted(
     row = _predicted_loss(NdpSettings.from_mapping(settings), 8, nats)
     assert re.match(said, row) if said else row == ""
     assert ("above the max_loss" in row) == ("above" in said)
+
+
+def test_what_goes_on_is_told_as_json_has_it() -> None:
+    hot = np.array([[1, 1, 0], [1, 0, 0]], np.bool_)
+    replanner: Any = SimpleNamespace(epoch=0, placement=SimpleNamespace(hot=hot, warm=~hot & False))
+    nothing_planned = {"epoch": 0, "hot_experts": 1.5, "warm_experts": 0, "avg_bits": None}
+    assert plan_in_force(replanner, []) == nothing_planned
+    sizes = {"prompt_len": 3, "num_output_tokens": 1}
+    known: Any = {name: SimpleNamespace(request_id=name, prefilled=name == "b", **sizes) for name in "ab"}
+    assert [(one["id"], one["phase"]) for one in running(SimpleNamespace(requests=known))] == [  # type: ignore[arg-type]
+        ("a", "prefill"),
+        ("b", "decode"),
+    ]
+    clients = [SimpleNamespace(uses_shared_memory=shares) for shares in (True, False)]
+    said = [_carrier(SimpleNamespace(clients=some)) for some in (clients[:1], clients[1:], clients)]  # type: ignore[arg-type]
+    assert said == ["shared memory", "sockets", "shared memory or sockets"]
+    held = {"hot_bytes": 3000, "staging_bytes": 1000, "kv_cache_bytes": 2000, "sidecar_bytes": 0, "device_bytes": 0}
+    assert _memory(held).startswith("hot slots 4 kB + KV cache 2 kB = 6 kB")
+
+
+def app_of(quantization: str, api_key: list[str] | None, answers: list[Any]) -> FastAPI:
+    """A server whose workers give these answers."""
+
+    async def collective_rpc(name: str, args: tuple[str, ...]) -> list[Any]:
+        return answers
+
+    config, app = SimpleNamespace(model_config=SimpleNamespace(quantization=quantization)), FastAPI()
+    app.state.engine_client = SimpleNamespace(
+        vllm_config=config, engine_core=SimpleNamespace(), collective_rpc=collective_rpc
+    )
+    app.state.args = SimpleNamespace(api_key=api_key, uds="a socket")
+    NdpEndpoints().attach_router(app)
+    return app
 
 
 @pytest.mark.parametrize(
@@ -183,21 +226,24 @@ def test_an_endpoint_plugin_adds_the_routes_to_servers_of_this_plugin_only_and_r
 ):
     """With a server's `app` in the scope, where a router of Starlette raises and leaves the answer to the server."""
 
-    async def collective_rpc(name: str, args: tuple[str, ...]) -> list[Any]:
-        return []
-
-    config, app = SimpleNamespace(model_config=SimpleNamespace(quantization=quantization)), FastAPI()
-    app.state.engine_client = SimpleNamespace(
-        vllm_config=config, engine_core=SimpleNamespace(), collective_rpc=collective_rpc
-    )
-    app.state.args = SimpleNamespace(api_key=["secret"], uds="a socket")
-    NdpEndpoints().attach_router(app)
+    app = app_of(quantization, ["secret"], [])
     with TestClient(app) as client:
         answer = client.request(method, path, headers={"Authorization": "Bearer secret"})
     assert answer.status_code == status
     if kind:
         error = {"message": f"{kind}: {method} {path}", "type": kind, "param": None, "code": status}
         assert answer.json()["error"] == error
+        assert ("GET" in answer.headers.get("allow", "")) == (status == 405)
+
+
+def test_paths_below_a_proxys_prefix_are_ours_too_and_behind_a_key_of_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    app = app_of("ndp", None, [{"finished": {}, "running": ["cmpl-x-0-1"]}])
+    with TestClient(app, root_path="/llm") as client:
+        assert client.get("/llm/ndp", follow_redirects=False).headers["location"] == "/llm/ndp/"
+        assert client.get("/llm/v1/ndp/requests/x").status_code == 401
+        answer = client.get("/llm/v1/ndp/requests/x", headers={"Authorization": "Bearer secret"})
+    assert answer.json() == {"id": "x", "finished": {}, "running": ["cmpl-x-0-1"]}
 
 
 def test_a_request_without_a_time_is_in_no_histogram():
