@@ -185,12 +185,12 @@ def test_what_goes_on_is_told_as_json_has_it() -> None:
     assert plan_in_force(replanner, []) == nothing_planned
     sizes = {"prompt_len": 3, "num_output_tokens": 1}
     known: Any = {name: SimpleNamespace(request_id=name, prefilled=name == "b", **sizes) for name in "ab"}
-    assert [(one["id"], one["phase"]) for one in running(SimpleNamespace(requests=known))] == [  # type: ignore[arg-type]
+    assert [(one["id"], one["phase"]) for one in running(SimpleNamespace(requests=known))] == [
         ("a", "prefill"),
         ("b", "decode"),
     ]
     clients = [SimpleNamespace(uses_shared_memory=shares) for shares in (True, False)]
-    said = [_carrier(SimpleNamespace(clients=some)) for some in (clients[:1], clients[1:], clients)]  # type: ignore[arg-type]
+    said = [_carrier(SimpleNamespace(clients=some)) for some in (clients[:1], clients[1:], clients)]
     assert said == ["shared memory", "sockets", "shared memory or sockets"]
     held = {"hot_bytes": 3000, "staging_bytes": 1000, "kv_cache_bytes": 2000, "sidecar_bytes": 0, "device_bytes": 0}
     assert _memory(held).startswith("hot slots 4 kB + KV cache 2 kB = 6 kB")
