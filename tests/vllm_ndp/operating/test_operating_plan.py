@@ -21,6 +21,7 @@ from ndp_device.timing.public_models import PUBLIC_MODELS
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.cost_model.costs import Costs
+from vllm_ndp.cost_model.gpu_timing import StepClock
 from vllm_ndp.lab.compare import compare
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.operating.proposal import Proposal, propose
@@ -200,6 +201,18 @@ def test_what_is_no_model_is_refused_in_one_sentence(
     with pytest.raises(ConfigError, match=says) as refused:
         source_named(name.replace("{tmp}", str(tmp_path)))
     assert "\n" not in str(refused.value)
+
+
+def test_expected_simulated_speed_lies_between_two_widths_by_its_share_and_a_prompts_is_one_step_of_the_clock() -> None:
+    costs = Costs(load_hardware("h100-ndp512"), source_named("mixtral-8x7b").model)
+    two, quarter, three = (simulated(costs, 0, bits, 1, 96).decode_step_ps for bits in (2.0, 2.25, 3.0))
+    assert quarter == pytest.approx(0.75 * two + 0.25 * three, rel=1e-6)
+    clock, rows = StepClock(costs.gpu), 96
+    clock.begin_step(rows, rows, sum(range(1, rows + 1)), [(0, rows)])
+    for _ in range(costs.shape.num_layers):
+        clock.begin_layer()
+        clock.end_layer(streamed_experts=costs.shape.num_experts, streamed_pairs=rows * costs.shape.top_k)
+    assert simulated(costs, 0, 3.0, 1, rows).prefill_ps == clock.end_step(1).total_ps
 
 
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "olmoe"])
