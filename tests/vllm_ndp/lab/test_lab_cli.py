@@ -148,6 +148,8 @@ def test_what_a_command_would_ignore_is_refused_and_what_one_system_refuses_is_t
         for words in ((), replicas, (*replicas, "--policy-option", "losses=absolute"))
     )
     assert len({usual, *measured}) == 3, "each by its own table"
+    served = [told("arrivals", TRACE, "--requests", "1", *words)["hosts"] for words in ((), replicas)]
+    assert served[0] != served[1]
 
 
 REPLICAS = ROOT / "models" / "tiny-mixtral-replicas"
