@@ -205,10 +205,10 @@ def stated_form(
 
 
 def stated_method(model_dir: Path, config: Mapping[str, Any]) -> str:
-    """quant_method of config.json, or of what lies beside it; empty where nothing is stated, or nothing readable."""
+    """quant_method of config.json, or of what lies beside it, spelled as vLLM spells it; empty where none is stated."""
     given = _with_settings(model_dir, config).get("quantization_config")
     method = given.get("quant_method") if isinstance(given, Mapping) else None
-    return method if isinstance(method, str) else ""
+    return method.lower().replace("compressed_tensors", "compressed-tensors") if isinstance(method, str) else ""
 
 
 def _settings(given: object, name: str) -> Settings:

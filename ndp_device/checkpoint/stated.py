@@ -194,7 +194,7 @@ class Settings(msgspec.Struct):
         labels = {self.checkpoint_format, (self.version or "gemm").lower()}
         is_known = labels <= {None, "gptq", "gptq_v2", "gemm"} and "llm_compressor" not in (self.packing_format or "")
         size = group or gcd(*columns)
-        is_known &= not (in_order and one.actorder)
+        is_known &= not (in_order and group and one.actorder and not one.in_order)
         return StoredForm("int4", size) if is_known and size % 8 == 0 else None
 
     def _of_every_expert(self) -> Weights | None:

@@ -101,7 +101,9 @@ class Proposal:
         option, sizing = self.ways[0].option, self.sizing
         num_experts = sizing.model.num_experts
         settings: dict[str, Any] = {"replicas": REPLICAS} if self.needs_replicas else {}
-        settings |= {"hot_experts": option.num_hot, "avg_bits": option.avg_bits}
+        settings["hot_experts"] = option.num_hot
+        if self.needs_replicas:
+            settings["avg_bits"] = option.avg_bits
         if sizing.gpu_bytes is None:
             settings |= settings_of(sizing, option)
         if 0 < option.num_hot < num_experts and option.widest < DEFAULT_OFFLOAD_BITS:

@@ -198,12 +198,14 @@ class Sizing:
         """
         attentions = [layer.attention for layer in self.model.decoder]
         kinds = Counter((a.kv_values, a.state_values, a.window) for a in attentions if a.kv_values or a.state_values)
+        if not kinds:
+            return 0, 0
         of_token = self.model.dtype_bytes * max(values for values, _, _ in kinds)
         windows = {window for _, _, window in kinds}
         if len(windows) == 1 and not self.model.state_bytes:
             return KV_BLOCK * self.model.kv_bytes, self._blocks(KV_BLOCK, *windows)
         state = _STATE_ITEM_BYTES * max(state for _, state, _ in kinds)
-        tokens = KV_BLOCK * max(1, ceil_div(state, of_token * KV_BLOCK))
+        tokens = KV_BLOCK * max(1, ceil_div(state, of_token * KV_BLOCK)) if of_token else 0
         group, most = min(kinds.values()), max(kinds.values())
         group = most if most < _NEARLY_ALIKE * group else group
         blocks = 0
@@ -211,7 +213,7 @@ class Sizing:
             wider, rest = divmod(of_token, self.model.dtype_bytes * values) if values else (1, 0)
             own = self._blocks(tokens * (1 if rest else wider), window) if values else _STATES
             blocks += ceil_div(count, group) * own
-        return of_token * tokens * group, blocks
+        return (of_token * tokens or state) * group, blocks
 
     def _blocks(self, tokens: int, window: int) -> int:
         """Blocks of so many tokens for a request. A layer with a window keeps what vLLM's SlidingWindowSpec does: the
@@ -293,6 +295,8 @@ class Sizing:
         hot, form = {"hot experts": self.hot(num_hot)}, None if self.gpu_bytes is None else self.replica_form
         codes = None if form is None or form.bits != widest else self.codes(form)
         on_device = self.replicas(widest) if codes is None else codes
+        if num_hot == self.model.num_experts:
+            on_device = 0
         return self._option(num_hot, widest, FULL_PRECISION_BITS, hot, on_device, keeps_codes=codes is not None)
 
     def in_slots(self, bits: int) -> Option | None:
@@ -336,7 +340,8 @@ class Sizing:
         )
 
     def options(self) -> Iterator[Option]:
-        """For each width, from the widest down: the most hot experts that fit in a GPU; on a CPU every expert in slots.
+        """Every expert in full precision, if a GPU holds them; else for each width, from the widest down: the most hot
+        experts that fit in a GPU; on a CPU every expert in slots.
 
         In slots prompts compute experts as decode does. Beside a device a prompt reads every cold expert's full
         precision from the checkpoint. What is stored in 8 bits is served so, without a loss, where it fits.
@@ -344,12 +349,13 @@ class Sizing:
         has_bytes = self.gpu_bytes is None and self.stored_form is not None and self.stored_form.bits == BYTE_BITS
         if has_bytes and (exact := self.in_slots(BYTE_BITS)) is not None:
             yield exact
+        if self.gpu_bytes is not None and (hot := self.option(self.model.num_experts, WIDTHS[-1])) is not None:
+            yield hot
+            return
         for widest in reversed(WIDTHS):
             best = self.in_slots(widest) if self.gpu_bytes is None else self._hottest(widest)
             if best is not None:
                 yield best
-            if best is not None and not best.is_in_slots and best.num_hot == self.model.num_experts:
-                return  # no width is read
 
     def _hottest(self, widest: int) -> Option | None:
         smallest = self.option(0, widest)

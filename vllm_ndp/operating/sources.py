@@ -107,7 +107,7 @@ def source_named(name: str) -> CheckpointSource:
 
 def _with_limits(source: CheckpointSource, directory: Path, config: Mapping[str, Any]) -> CheckpointSource:
     classes = config.get("architectures")
-    on_cpu = unserved_on_cpu(classes if isinstance(classes, list) else ())
+    on_cpu = unserved_on_cpu([one for one in classes if isinstance(one, str)] if isinstance(classes, list) else [])
     return replace(source, unserved=why_unserved(directory, config), unserved_on_cpu=on_cpu)
 
 
@@ -183,7 +183,7 @@ def _of_config(name: str, path: Path, served_as: str, read_from: str) -> Checkpo
 
 def _as_served(model: WholeModel) -> WholeModel:
     """Change the dtype to the one that vLLM takes by itself: 16 bits for a checkpoint of 32, or of FP8."""
-    return replace(model, dtype="bfloat16") if model.dtype not in ("bfloat16", "float16") else model
+    return replace(model, dtype="bfloat16") if model.dtype.startswith(("float32", "float8")) else model
 
 
 # -- a hub of models ---------------------------------------------------------------------------------------------------

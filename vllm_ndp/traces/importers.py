@@ -88,7 +88,8 @@ def trace_of(
     for one in choices:
         if not one.name:
             sequences += _cut(one, settings)
-            blanks["tokens behind the last whole sequence"] = len(one.ids) % settings.sequence_len
+            behind = "tokens behind the last whole sequence"
+            blanks[behind] = blanks.get(behind, 0) + len(one.ids) % settings.sequence_len
             continue
         prompt_len = settings.prompt_len if one.prompt_len is None else one.prompt_len
         sequences.append(_sequence(one, slice(None), min(prompt_len, len(one.ids))))

@@ -25,7 +25,7 @@ from vllm_ndp.cost_model.gpu_timing import StepClock
 from vllm_ndp.lab.compare import compare
 from vllm_ndp.lab.options import CompareSettings
 from vllm_ndp.operating.proposal import Proposal, propose
-from vllm_ndp.operating.sizing import GB, KV_BLOCK, Sizing, human, parse_bytes
+from vllm_ndp.operating.sizing import DEVICE_BYTES, GB, KV_BLOCK, Sizing, human, parse_bytes
 from vllm_ndp.operating.sources import CheckpointSource, longest_context, source_named
 from vllm_ndp.operating.speed import Measured, measure, simulated
 from vllm_ndp.traces.synthetic import read_routing, synthetic_trace
@@ -353,10 +353,35 @@ def test_plan_prints_no_line_that_the_server_refuses(
         assert (said["serve"] is None, said["advice"].startswith(words)) == (is_refused, is_refused)
 
 
-def test_no_replicas_are_asked_for_where_every_expert_is_hot() -> None:
-    proposed = proposal("mixtral-8x7b", 141 * GB, 64 * GB)
-    assert (proposed.quantize_line(), len(proposed.ways)) == (None, 1)
-    assert "replicas" not in proposed.serve_line()
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"quantization_config": {"quant_method": "compressed_tensors"}},
+        {"quantization_config": {"quant_method": "GPTQ", "bits": 4, "group_size": 32}},
+        {"architectures": [["MixtralForCausalLM"], {}]},
+        {"architectures": "MixtralForCausalLM"},
+    ],
+)
+def test_plan_prints_a_line_for_what_vllm_reads_in_other_words(tmp_path: Path, changed: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((TINY / "config.json").read_text()) | changed))
+    assert planned(str(tmp_path))["serve"].startswith("vllm serve")
+
+
+@pytest.mark.parametrize("host", [64 * GB, 4 * GB])
+def test_no_replicas_are_asked_for_where_every_expert_is_hot(host: int) -> None:
+    """Nor is there room for them: 4 GB were refused, and 10 warned of 1 bit."""
+    proposed = proposal("mixtral-8x7b", 141 * GB, host)
+    assert (proposed.quantize_line(), len(proposed.ways), proposed.too_few_bits) == (None, 1, "")
+    assert not {"replicas", "avg_bits"} & given_by(shlex.split(proposed.serve_line())).keys()
+    assert proposed.ways[0].option.host["device"] == DEVICE_BYTES
+
+
+def test_layers_that_all_keep_a_state_have_two_of_each_request(tmp_path: Path) -> None:
+    """The first two layers of Qwen3-Next; plan divided by zero."""
+    config = PUBLIC_MODELS["qwen3-next"].config | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said, model = planned(str(tmp_path)), source_named(str(tmp_path)).model
+    assert said["kv_bytes_per_request"] == 2 * (4 // model.dtype_bytes) * model.state_bytes
 
 
 def test_a_config_that_says_how_experts_are_stored_is_mapped_at_that_size() -> None:

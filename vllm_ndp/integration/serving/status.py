@@ -115,7 +115,7 @@ def _predicted_loss(settings: NdpSettings, num_experts: int, nats: float | None)
     most = settings.max_loss
     if nats is None or most is None or nats <= _ROUNDED * most:
         return said
-    return f"{said}; above the max_loss of {most:g}, which these replicas do not reach: set more hot_experts"
+    return f"{said}; above the max_loss of {most:g}, which needs more hot_experts, or wider replicas or slots"
 
 
 def _of_device(link: DeviceLink, device: DeviceView, settings: NdpSettings) -> dict[str, Any]:
