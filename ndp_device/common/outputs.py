@@ -19,11 +19,14 @@ class Output:
 
     files: tuple[str, ...] | None = None
     """Patterns of names; none of them: the folder must be empty or absent. None: a file, which must be absent."""
+    endings: tuple[str, ...] = ()
+    """That a file's name may have; none of them: any."""
 
 
 _OF_A_SET = ("config.json", "manifest.json")
 """Files by which a folder is a whole that no single file may be put into."""
 A_NEW_FILE = Output()
+A_NEW_TABLE = Output(endings=(".parquet", ".csv", ".md"))
 A_NEW_FOLDER = Output(())
 REPLICAS = Output(("manifest.json", "experts-*.safetensors", ".*.unfinished", "README.md", ".cache", ".gitattributes"))
 """A replica set, whole or begun, from a hub or not."""
@@ -65,3 +68,5 @@ def check_outputs(outputs: Iterable[tuple[Path, Output]], inputs: Iterable[Path]
             raise ConfigError(f"{path} is there already and would be written over: give another name")
         elif not place.parent.is_dir():
             raise ConfigError(f"{path} cannot be used: there is no directory {place.parent}")
+        elif output.endings and path.suffix not in output.endings:
+            raise ConfigError(f"{path} must end with one of {', '.join(output.endings)}")

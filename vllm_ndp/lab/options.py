@@ -16,7 +16,7 @@ import typer
 
 from ndp_device.common.command_line import HardwareOption, Written, assignments
 from ndp_device.common.errors import ConfigError
-from ndp_device.common.outputs import A_NEW_FILE
+from ndp_device.common.outputs import A_NEW_FILE, A_NEW_TABLE
 from ndp_device.common.widths import DEFAULT_AVG_BITS
 from vllm_ndp.cli.shared import AvgBitsOption, hardware_values, integers, judge_bits
 
@@ -31,17 +31,8 @@ ARRIVALS = ("poisson", "bursty", "recorded", "steps", "together")
 EXECUTIONS = ("balanced", "paper")
 
 
-def _table(path: Path | None) -> Path | None:
-    """Refuse another ending before anything is computed."""
-    if path is not None and path.suffix not in (".parquet", ".csv", ".md"):
-        raise ConfigError(f"--out takes a .parquet, .csv or .md file, got {path}")
-    return path
-
-
 TableOption = Annotated[
-    Path | None,
-    A_NEW_FILE,
-    typer.Option("--out", help="Write rows to this .parquet, .csv or .md file.", callback=_table),
+    Path | None, A_NEW_TABLE, typer.Option("--out", help="Write rows to this .parquet, .csv or .md file.")
 ]
 PageOption = Annotated[Path | None, A_NEW_FILE, typer.Option("--html", help="Draw one page of plots into this file.")]
 HotOption = Annotated[int | None, typer.Option("--hot-experts", help="Hot experts per layer; default: half of them.")]

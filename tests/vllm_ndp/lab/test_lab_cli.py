@@ -61,7 +61,7 @@ def test_compare_prints_a_table_and_the_same_rows_as_a_file_and_json(tmp_path):
     assert "context_aware" in done.stdout
     assert "tokens/s" in done.stdout
     late = run("compare", TRACE, "--out", str(tmp_path / "t.txt"), code=2)
-    assert "--out takes a .parquet, .csv or .md file, got " in late.stderr
+    assert "must end with one of .parquet, .csv, .md" in late.stderr
     assert not late.stdout, "before anything is computed"
     assert float(rows[1]["over_paper"]) == pytest.approx(
         float(rows[1]["decode_tokens_per_s"]) / float(rows[0]["decode_tokens_per_s"]) - 1
