@@ -201,7 +201,8 @@ class Outcomes:
         self._outcomes: dict[str, set[str]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        for group in set(GROUPS).intersection(report.keywords):
+        known = set(GROUPS).intersection(report.keywords)
+        for group in known or (GROUPS if report.failed else ()):  # a process of tests ended, at whichever group
             self._outcomes.setdefault(group, set()).add(report.outcome)
 
     def whole(self) -> list[str]:
@@ -218,7 +219,8 @@ def run(groups: Sequence[str], options: Sequence[str]) -> int:
     """pytest's exit status."""
     outcomes, tests = Outcomes(), {str(path) for group in groups for path in marked(group)}
     status = pytest.main([*sorted(tests), "-m", " or ".join(groups), *options], plugins=[outcomes])
-    if {word for word in options if word.startswith("-")} <= WHOLE:
+    is_whole = {word for word in options if word.startswith("-")} <= WHOLE
+    if is_whole and status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         note_passed(outcomes.whole())
     return int(status)
 

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import long_tests
 import pytest
@@ -31,3 +32,13 @@ def test_a_group_is_due_until_it_passes_and_again_when_a_file_of_its_changes(
     assert long_tests.changed() == ["others"]
     (tmp_path / "source.py").write_text("one = 2\n")
     assert long_tests.changed() == ["ours", "others"]
+
+
+def test_no_group_has_passed_where_a_process_of_its_tests_ended() -> None:
+    """xdist reports such a test without its marks."""
+    outcomes, group = long_tests.Outcomes(), next(iter(long_tests.GROUPS))
+    parts: dict[str, Any] = {"nodeid": "a", "location": ("a", 1, "a"), "longrepr": None, "when": "call"}
+    outcomes.pytest_runtest_logreport(pytest.TestReport(**parts, keywords={group: 1}, outcome="passed"))
+    assert outcomes.whole() == [group]
+    outcomes.pytest_runtest_logreport(pytest.TestReport(**parts, keywords={}, outcome="failed"))
+    assert outcomes.whole() == []
