@@ -30,7 +30,6 @@ PREFETCHES = ("measured", "published")
 ARRIVALS = ("poisson", "bursty", "recorded", "steps", "together")
 EXECUTIONS = ("balanced", "paper")
 
-
 TableOption = Annotated[
     Path | None, A_NEW_TABLE, typer.Option("--out", help="Write rows to this .parquet, .csv or .md file.")
 ]

@@ -1,0 +1,77 @@
+"""How all experts are stored, as config.json alone says it: what `plan` knows before a download."""
+
+from typing import Any
+
+import pytest
+
+from ndp_device.checkpoint.opening import stated_form
+from ndp_device.checkpoint.values import MXFP4
+
+_OF_FOUR = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("stated", "is_kept"),
+    [
+        *(({"actorder": order}, order != "group") for order in (None, "static", "weight", "group")),
+        *(({"desc_act": True, "group_size": size}, size == -1) for size in (128, -1)),
+    ],
+)
+def test_codes_are_in_order_where_the_columns_are_or_have_one_scale(stated: dict[str, Any], is_kept: bool) -> None:
+    given = {"quant_method": "gptq", "bits": 4, **stated}
+    if "actorder" in stated:
+        groups = {"0": {"weights": _OF_FOUR | stated, "targets": ["Linear"]}}
+        given = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    config = {"quantization_config": given}
+    assert stated_form(None, config, 4096, 14336) is not None
+    assert (stated_form(None, config, 4096, 14336, in_order=True) is not None) == is_kept
+
+
+FLOAT8 = ("float8", 0)
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+_OF_LAYERS = {"weights": {"num_bits": 8, "type": "float"}, "targets": ["Linear"]}
+_COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        *([], "fp8", False, {"bits": "4"}, {"bits": 4, "group_size": 64}, {"quant_method": "higgs", "bits": 4}),
+        *({"quant_method": "exl2", "bits": 4.25}, _GPTQ | {"bits": 8}, _GPTQ | {"group_size": 1024}),
+        *(_GPTQ | {"checkpoint_format": "marlin"}, _GPTQ | {"dynamic": {"-:.*experts.*": {}}}),
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
+        {"quant_method": "fp8", "modules_to_not_convert": ["mlp.experts"]},
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:llm_compressor"},
+        {"quant_method": "modelopt", "quant_algo": "W8A8_SQ"},
+        _COMPRESSED | {"config_groups": {"0": _OF_LAYERS | {"targets": ["re:.*self_attn.*"]}}},
+        _COMPRESSED | {"config_groups": {"0": _OF_LAYERS, "1": _OF_LAYERS | {"targets": ["re:.*experts.*"]}}},
+        _COMPRESSED | {"config_groups": {"0": _OF_LAYERS}, "ignore": ["re:.*experts.*"]},
+    ],
+)
+def test_without_tensors_no_form_is_claimed_that_is_not_stated_of_all_experts(stated: Any) -> None:
+    assert stated_form(None, {"quantization_config": stated}, 2048, 768) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "form"),
+    [
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "mxfp4",
+                    "modules_to_not_convert": [
+                        *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+                    ],
+                }
+            },
+            MXFP4,
+        ),
+        ({"quantization_config": _GPTQ | {"checkpoint_format": "gptq", "desc_act": False}}, ("int4", 128)),
+        ({"quantization_config": _GPTQ | {"group_size": -1}}, ("int4", 256)),
+        ({"quantization_config": _COMPRESSED | {"config_groups": {"0": _OF_LAYERS}}}, ("float8", 0)),
+        ({"model_type": "deepseek_v4", "quantization_config": {"quant_method": "fp8"}}, MXFP4),
+        ({"model_type": "deepseek_v4", "quantization_config": {"quant_method": "fp8", "expert_dtype": "fp8"}}, FLOAT8),
+    ],
+)
+def test_the_form_that_is_stated_of_all_experts_is_known_without_tensors(config: dict[str, Any], form: Any) -> None:
+    assert stated_form(None, config, 2048, 768) == form
