@@ -1,12 +1,13 @@
 """Slots that hold replicas: what they hold, what they compute, and that every other slot's rule holds for them."""
 
+import sys
 from pathlib import Path
 
 import make_quantized_models
 import numpy as np
 import pytest
 import torch
-from engines import MODEL, REPLICAS
+from engines import MODEL, REPLICAS, ROOT, run_program
 from paths import resident_bytes_of
 
 from ndp_device.kernels.native import NativeKernel
@@ -93,3 +94,29 @@ def test_a_profile_run_computes_some_rows_only(kernel):
     out = slots.run_anything(x, torch.ones(40, 2), ids)
     assert (out[:16] != 0).any(dim=1).all()
     assert (out[16:] == 0).all()
+
+
+FILLED = """
+import os, sys
+from ndp_device.kernels.native import NativeKernel
+import sys
+from pathlib import Path
+from vllm_ndp.integration.host_replicas import ReplicaFill
+
+def anonymous_kb():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1])
+
+fill = ReplicaFill(Path(sys.argv[1]), None, 4, NativeKernel(), range(1))
+before = anonymous_kb()
+held = [fill.prepared(0, expert) for expert in range(128)]
+print((anonymous_kb() - before) * 1024 / sum(one.nbytes for one in held))
+"""
+
+
+def test_what_filling_slots_took_beside_them_is_given_back(tmp_path: Path) -> None:
+    """Of 15.7 GB of Qwen3-30B-A3B's codes 3 GB more were kept: its KV cache no longer fit, and a server was killed."""
+    maker = ROOT / "tests" / "checkpoints" / "make_real_size.py"
+    assert run_program(sys.executable, maker, "qwen3-30b-a3b", tmp_path / "m", "1", "64").returncode == 0
+    done = run_program(sys.executable, "-c", FILLED, tmp_path / "m")
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 1.1

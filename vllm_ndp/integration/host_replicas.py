@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.kept import default_cache_dir
+from ndp_device.common.machine_memory import give_memory_back
 from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, WIDTHS
 from ndp_device.experts.expert import FullExpert, QuantizedExpert, StoredExpert
 from ndp_device.kernels.native import NativeKernel
@@ -242,6 +243,7 @@ class ReplicaFill:
             self._checkpoint.check(layer)
             if expert == self._checkpoint.shape.num_experts - 1:
                 self._checkpoint.release()  # its codes were copied
+                give_memory_back()
             return prepared
         prepared = self.kernel.prepare(self._files.expert(layer, expert, bits))
         self._files.check(layer)

@@ -64,6 +64,7 @@ class NdpWorker(_Base):
             if beside := _allocated_bytes() - before:  # subtracted as weights, or as all that is no longer free (0.32)
                 self.model_runner.model_memory_usage += beside
             _make_room_for_the_stage_before(self.model_runner)
+            give_memory_back()  # before vLLM looks whether its KV cache fits
         except NdpError as error:
             if self.parallel_config.world_size > 1:  # what vLLM then says in the process above does not name the cause
                 say(f"rank {self.rank} cannot start: {error}")
