@@ -58,9 +58,17 @@ def serve(
     die_with_parent: Annotated[int | None, typer.Option(metavar="PID", help="End when this parent does.")] = None,
     private_dir: Annotated[Path | None, typer.Option(hidden=True, help="Remove it when the parent was killed.")] = None,
     model: Annotated[
-        Path | None, typer.Argument(metavar="MODEL", help="Checkpoint directory: full-precision experts.")
+        Path | None,
+        typer.Argument(
+            metavar="MODEL", help="Checkpoint directory: experts in full precision and, if it is quantized, as stored."
+        ),
     ] = None,
-    replicas: Annotated[Path | None, typer.Option(help="Replica directory: 1 to 4 bit experts.")] = None,
+    replicas: Annotated[
+        Path | None, typer.Option(help="Replica directory: 1 to 8 bit experts, in place of those as stored.")
+    ] = None,
+    codes: Annotated[
+        bool, typer.Option("--codes/--no-codes", help="Serve a quantized checkpoint's experts as it stores them.")
+    ] = True,
     cores: Annotated[str, typer.Option(help="Run on these processor cores only, such as 4,5,6.")] = "",
 ) -> None:
     """Load the experts and serve them until SIGTERM.
@@ -87,7 +95,8 @@ def serve(
         raise ConfigError("--keys and --insecure-loopback exclude each other: give one of them")
     transport = listen(address, Path(INSECURE_LOOPBACK) if insecure_loopback else keys)
     try:
-        handler = Handler.of_files(model, replicas, hardware, **assignments(set_, "--set", "section.field=value"))
+        overrides = assignments(set_, "--set", "section.field=value")
+        handler = Handler.of_files(model, replicas, hardware, codes=codes, **overrides)
         server = Server(transport, handler, parent=parent)
         ready = {"ready": True, "address": transport.address, "pid": os.getpid(), "incarnation": handler.incarnation}
         server.run(lambda: print_json(ready))

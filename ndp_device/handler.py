@@ -121,14 +121,17 @@ class Handler:
         model_dir: Path | None,
         replicas_dir: Path | None = None,
         hardware: str = "h100-ndp512",
+        *,
+        codes: bool = True,
         **overrides: object,
     ) -> Handler:
-        """model_dir: full-precision experts; replicas_dir: those of 1 to 8 bits. overrides: section.field = value."""
+        """model_dir: full-precision experts, and with codes those as it stores them; replicas_dir: those of 1 to 8
+        bits. overrides: section.field = value."""
         if hardware == NO_HARDWARE and overrides:
             raise ConfigError("hardware 'none' simulates nothing: leave --set out, or name a preset")
         simulated = None if hardware == NO_HARDWARE else load_hardware(hardware, **overrides)
         kernel = NativeKernel()
-        return cls(ExpertStore(model_dir, replicas_dir, kernel=kernel), kernel, simulated)
+        return cls(ExpertStore(model_dir, replicas_dir, kernel=kernel, codes=codes), kernel, simulated)
 
     def reply(
         self, client: bytes, frames: codec.Frames, damage: str | None = None, waited_us: int = 0

@@ -288,8 +288,19 @@ class NdpSettings:
 
     def only_width(self, num_experts: int) -> int | None:
         """The one width that experts run at, where all are in slots and none runs elsewhere; else None."""
-        alone = not self.is_joint and self.execution == "paper" and self.num_cold(num_experts) == 0
-        return self.slot_bits if alone and self.has_quantized_slots and self.warm_experts == 0 else None
+        has_all = self.slot_bits != FULL_PRECISION_BITS and self.resolve_hot_experts(num_experts) == num_experts
+        return self.slot_bits if has_all and not self.is_joint else None
+
+    def runs_only_at(self, bits: int, num_experts: int, *, in_slots: bool) -> bool:
+        """Whether experts run at this width, and below full precision at no other. in_slots: quantized GPU slots hold
+        replicas here."""
+        if self.is_joint or self.cold_precision == "full":
+            return False
+        widths: set[float | None] = {self.slot_bits} if in_slots and self.has_quantized_slots else set()
+        if self.num_cold(num_experts):
+            widths |= {self.avg_bits if self.max_loss is None else None}
+            widths |= set() if self.offload_bits is None else {self.offload_bits}
+        return widths == {bits}
 
     @property
     def is_joint(self) -> bool:

@@ -21,7 +21,6 @@ from ndp_device.calibration import data_free
 from ndp_device.calibration.job import JobProgress, KeptExperts, Work, run_job, say
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.names import DTYPES
-from ndp_device.checkpoint.values import CODE_BITS
 from ndp_device.common import machine_memory
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape
@@ -66,8 +65,7 @@ def build_data_free(
     checkpoint = CheckpointExperts(model_dir)
     bits = _checked_bits(bits)
     track_weights = {width: TRACK_WEIGHTS[width] for width in bits if width in WIDTHS}
-    stored = checkpoint.group_of_codes if tuple(bits) == (CODE_BITS,) else None
-    group_size = _checked_group_size(group_size or stored, checkpoint.shape)
+    group_size = _checked_group_size(group_size, checkpoint.shape)
     probe: dict[str, str | int | float] = {
         "inputs": "unit normal times the norm's weight",
         "rows": data_free.PROBE_ROWS,
@@ -84,10 +82,7 @@ def build_data_free(
         bits=bits,
         group_size=group_size,
         source="data-free",
-        solver={
-            "name": "as stored" if stored == group_size else "least-squares",
-            "track_weights": list(track_weights.values()),
-        },
+        solver={"name": "least-squares", "track_weights": list(track_weights.values())},
         calibration=probe,
     )
 

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from ndp_device.calibration import _fits
-from ndp_device.checkpoint.values import CODE_BITS
 from ndp_device.common.activation import Activation
 from ndp_device.common.widths import BYTE_BITS, loss_columns
 from ndp_device.experts.expert import (
@@ -55,19 +54,12 @@ def quantize_layer(
 ) -> LayerReplicas:
     """All experts of a layer; `advance` is called after each. with_bytes: at 8 bits too.
 
-    As many experts at once as there are cores and room: decoding and probing take one core each. Codes of 4 bits that
-    the checkpoint holds already are taken as they are, if 4 bits alone are wanted: without a second loss.
+    As many experts at once as there are cores and room: decoding and probing take one core each.
     """
     norm_weight, cores = checkpoint.norm_weight(layer), len(os.sched_getaffinity(0))
     at_once = max(1, min(cores, _ROOM_BYTES // (_COPIES * checkpoint.shape.expert_bytes)))
 
-    as_stored = not with_bytes and [*track_weights] == [CODE_BITS] and checkpoint.group_of_codes == group_size
-
     def made(expert: int) -> tuple[dict[int, QuantizedExpert], tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        if as_stored and (stored := checkpoint.as_replica(layer, expert)) is not None:
-            columns = loss_columns([stored.bits])
-            none = np.where(np.array(columns) == stored.bits, 0.0, np.nan)
-            return {stored.bits: stored}, (none, none)
         full = checkpoint.expert(layer, expert)
         checkpoint.refuse_large(layer, expert, full)
         by_width = []

@@ -188,18 +188,16 @@ def _of_gguf(tensors: Mapping[str, TensorInfo], name: str) -> dict[str, Packed]:
     return packed
 
 
-def stated_form(
-    model_dir: Path | None, config: Mapping[str, Any], *columns: int, in_order: bool = False
-) -> StoredForm | None:
+def stated_form(model_dir: Path | None, config: Mapping[str, Any], *columns: int) -> StoredForm | None:
     """How config.json, without a tensor, says that all experts are stored, where a kernel takes them so. model_dir:
-    where it lies; columns: of the experts' matrices; in_order: see form_of_experts."""
+    where it lies; columns: of the experts' matrices."""
     given = _with_settings(model_dir, config).get("quantization_config")
     inner = text_config(config)
     v4 = "fp4" if str(inner.get("model_type")).startswith("deepseek_v4") else None  # the rest of it is of FP8
     if isinstance(given, Mapping) and inner.get("expert_dtype", given.get("expert_dtype", v4)) == "fp4":
         return values.MXFP4
     try:
-        return None if given is None else _settings(given, "config.json").form_of_experts(*columns, in_order=in_order)
+        return None if given is None else _settings(given, "config.json").form_of_experts(*columns)
     except ConfigError:  # said where it is served
         return None
 

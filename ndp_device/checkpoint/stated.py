@@ -175,10 +175,9 @@ class Settings(msgspec.Struct):
         found = targets.get(module) or targets.get(named)
         return [group.weights for group in groups if group.weights is not None] if found is None else [found]
 
-    def form_of_experts(self, *columns: int, in_order: bool = False) -> StoredForm | None:
+    def form_of_experts(self, *columns: int) -> StoredForm | None:
         """How a kernel may take all experts, by what is stated alone; None where anything is said of some of them, or
-        of a way to store them that is not known here. columns: of their matrices. in_order: None too where the columns
-        of integers may lie in another order than the input."""
+        of a way to store them that is not known here. columns: of their matrices."""
         one = self._of_every_expert()
         if one is None or self.quant_method not in _METHODS:
             return None
@@ -194,7 +193,6 @@ class Settings(msgspec.Struct):
         labels = {self.checkpoint_format, (self.version or "gemm").lower()}
         is_known = labels <= {None, "gptq", "gptq_v2", "gemm"} and "llm_compressor" not in (self.packing_format or "")
         size = group or gcd(*columns)
-        is_known &= not (in_order and group and one.actorder and not one.in_order)
         return StoredForm("int4", size) if is_known and size % 8 == 0 else None
 
     def _of_every_expert(self) -> Weights | None:

@@ -53,6 +53,11 @@ class StoredForm(NamedTuple):
     def bits(self) -> int:
         return BYTE_BITS if self.numbers in _BYTES.values() else CODE_BITS
 
+    @property
+    def unit(self) -> int:
+        """Intermediate units that stay together where an expert is cut into parts; 1: as its blocks allow."""
+        return FP4_GROUP if self.numbers == "fp4" else self.group or 1
+
 
 MXFP4, NVFP4 = StoredForm("fp4", FP4_GROUP), StoredForm("fp4", NVFP4_GROUP)
 

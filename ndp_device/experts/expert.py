@@ -16,6 +16,8 @@ from ndp_device.common.widths import BYTE_BITS, FP4_BITS, FP4_GROUP, FULL_PRECIS
 
 MAX_BITS = 8
 """A code is one byte; replicas use 1 to 4 bits of it, or all."""
+_UNITS_PER_BYTE = 8  # of a bit plane
+_WITHIN_A_BLOCK = "an expert with scales of blocks cannot be cut into parts within a block: use whole experts"
 
 
 def pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
@@ -112,6 +114,15 @@ class QuantizedMatrix:
             return self
         scale, offset = (np.repeat(values, self.group_size // columns, 1) for values in (self.scale, self.offset))
         return replace(self, scale=scale, offset=offset, group_size=columns)
+
+    def at_columns(self, first: int, last: int) -> QuantizedMatrix:
+        """Columns between borders of groups. Raises ConfigError for columns in another order than that of the rows
+        before them: no replica has any."""
+        if self.perm is not None:
+            raise ConfigError("an expert whose w2 has an order of columns of its own cannot be cut into parts")
+        groups = slice(first // self.group_size, last // self.group_size)
+        planes = self.planes[:, :, first // _UNITS_PER_BYTE : last // _UNITS_PER_BYTE]
+        return replace(self, planes=planes, scale=self.scale[:, groups], offset=self.offset[:, groups])
 
     def above(self, other: QuantizedMatrix) -> QuantizedMatrix | None:
         """Both as one matrix; None where they differ in groups or in the order of their columns."""
@@ -256,9 +267,14 @@ class Fp4Matrix:
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes + (0 if self.of_rows is None else self.of_rows.nbytes)
 
-    def at_rows(self, rows: slice) -> Fp4Matrix:
+    def at_rows(self, rows: slice | NDArray[Any]) -> Fp4Matrix:
         """Some of its rows, in this order."""
         return Fp4Matrix(self.codes[rows], self.scales[rows], None if self.of_rows is None else self.of_rows[rows])
+
+    def at_columns(self, first: int, last: int) -> Fp4Matrix:
+        """Columns between borders of groups."""
+        groups = slice(first // self.group, last // self.group)
+        return replace(self, codes=self.codes[:, first // 2 : last // 2], scales=self.scales[:, groups])
 
     def above(self, other: Fp4Matrix) -> Fp4Matrix | None:
         """Both as one matrix; None where they have scales of two kinds."""
@@ -314,6 +330,15 @@ class ByteMatrix:
         places = slice(some.start // self.block[0], -(-some.stop // self.block[0]), some.step)
         return replace(self, codes=self.codes[rows], scale=self.scale[places])
 
+    def at_columns(self, first: int, last: int) -> ByteMatrix:
+        """Columns between borders of blocks. Raises ConfigError for others."""
+        codes, wide = self.codes[:, first:last], self.block[1]
+        if self.scale.shape[1] == 1:
+            return replace(self, codes=codes, block=(self.block[0], last - first))
+        if first % wide or last % wide:
+            raise ConfigError(_WITHIN_A_BLOCK)
+        return replace(self, codes=codes, scale=self.scale[:, first // wide : last // wide])
+
     def above(self, other: ByteMatrix) -> ByteMatrix | None:
         """Both as one matrix; None where they are of two kinds or differ in columns under one scale."""
         if (self.numbers, self.block[1]) != (other.numbers, other.block[1]):
@@ -356,12 +381,10 @@ class FullExpert(_Expert):
     activation: Activation = SILU
 
 
-Expert = QuantizedExpert | FullExpert
+Expert = QuantizedExpert | StoredExpert | FullExpert
 
 
 # -- one of several equal parts of every expert ------------------------------------------------------------------------
-
-_UNITS_PER_BYTE = 8  # of a bit plane
 
 
 @dataclass(frozen=True)
@@ -406,25 +429,16 @@ class Part:
         if isinstance(expert, FullExpert):
             w1, w3, w2 = expert.w1[first:last], expert.w3[first:last], expert.w2[:, first:last]
             return replace(expert, w1=w1, w3=w3, w2=w2, biases=biases)
-        rows = np.r_[first:last, intermediate + first : intermediate + last]
-        return replace(expert, w13=expert.w13.at_rows(rows), w2=_columns(expert.w2, first, last), biases=biases)
+        if isinstance(expert, ByteExpert):
+            gate, up = (one.at_rows(slice(first, last)) for one in (expert.w1, expert.w3))
+            if gate is None or up is None:
+                raise ConfigError(_WITHIN_A_BLOCK)
+            return replace(expert, w1=gate, w3=up, w2=expert.w2.at_columns(first, last), biases=biases)
+        rows, down = np.r_[first:last, intermediate + first : intermediate + last], expert.w2.at_columns(first, last)
+        return replace(expert, w13=expert.w13.at_rows(rows), w2=down, biases=biases)  # type: ignore[arg-type]
 
 
 WHOLE = Part()
-
-
-def _columns(matrix: QuantizedMatrix, first: int, last: int) -> QuantizedMatrix:
-    """Raises ConfigError for columns in another order than that of the rows before them: no file of ours has any."""
-    if matrix.perm is not None:
-        raise ConfigError("an expert whose w2 has an order of columns of its own cannot be cut into parts")
-    group = matrix.group_size
-    groups = slice(first // group, last // group)
-    return replace(
-        matrix,
-        planes=matrix.planes[:, :, first // _UNITS_PER_BYTE : last // _UNITS_PER_BYTE],
-        scale=matrix.scale[:, groups],
-        offset=matrix.offset[:, groups],
-    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

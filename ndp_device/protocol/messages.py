@@ -65,7 +65,8 @@ class ServedWidth(msgspec.Struct, frozen=True, array_like=True):
 class Served(msgspec.Struct, frozen=True):
     """Experts that a device serves, and the values behind its simulated times: the host plans from this.
 
-    The digests are empty where the device has no replicas; `group_size` is 1 then, `container` and `format` are empty.
+    The digests, `container` and `format` are empty where the device has no replicas. A width of 4 or 8 is then that of
+    the checkpoint's own codes.
     """
 
     num_layers: Count
@@ -73,12 +74,12 @@ class Served(msgspec.Struct, frozen=True):
     hidden_size: Count
     intermediate_size: Count
     widths: tuple[ServedWidth, ...]  # that every expert can be had at, rising
-    group_size: Count  # weights that share one scale
+    group_size: Count  # weights that share one scale; 1: a whole row or block, or nothing is quantized
     container: ShortText
     format: ShortText  # of the replica files, with its version
     replica_digest: ShortText  # of the bytes of all replicas: another calibration has another one
     loss_digest: ShortText  # of the loss table in them, which plans are made with
-    missing: Count  # of the 1 to 4 bit replicas of all experts, how many are not here
+    missing: Count  # of the 1 to 4 bit experts, how many are not here
     first_missing: tuple[Count, Count, Count] | None = None  # layer, expert, bits
     part: tuple[Count, Count] | msgspec.UnsetType = msgspec.UNSET  # as in Hello; `widths` are of this part
 

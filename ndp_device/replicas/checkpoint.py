@@ -120,18 +120,6 @@ class CheckpointExperts:
             return StoredForm("int4", math.gcd(*(form.group for form in forms if form is not None)))
         return forms.pop() if len(forms) == 1 else None
 
-    @property
-    def group_of_codes(self) -> int | None:
-        """Columns under one scale where all experts seem to be stored as replicas of 4 bits hold them; else None."""
-        return None if self._common_form is None or self.as_replica(0, 0) is None else self._common_form.group
-
-    def as_replica(self, layer: int, expert: int) -> QuantizedExpert | None:
-        """`as_stored` where files of replicas hold it: integers, and columns in the order of the input."""
-        stored = self.as_stored(layer, expert)
-        if not isinstance(stored, QuantizedExpert) or stored.w13.perm is not None or stored.w2.perm is not None:
-            return None
-        return stored
-
     def as_stored(self, layer: int, expert: int) -> QuantizedExpert | StoredExpert | None:
         """The expert whose codes of 4 or 8 bits and scales are the checkpoint's; None where it is stored in another
         way."""
@@ -156,6 +144,15 @@ class CheckpointExperts:
                 w13 = gate.above(up)
                 return None if w13 is None else QuantizedExpert(CODE_BITS, w13, down, biases, activation)
         return None
+
+    def codes(self, layer: int, expert: int) -> QuantizedExpert | StoredExpert:
+        """`as_stored`, where `stored_form` says that all experts are. Raises ReplicaError for one that is not."""
+        if (stored := self.as_stored(layer, expert)) is None:
+            raise ReplicaError(
+                f"{self._named(layer, expert)} is stored in another way than the first: make replicas with `vllm-ndp "
+                "quantize` and name them in 'replicas'"
+            )
+        return stored
 
     def refuse_large(self, layer: int, expert: int, full: FullExpert) -> None:
         """Raise ReplicaError for an expert whose replicas' scales would not fit into float16."""

@@ -1,7 +1,8 @@
 """(layer, expert, bits) -> expert prepared for one kernel.
 
-Widths 1 to 4 come from a replica directory, FULL_PRECISION_BITS from the checkpoint itself. The store prepares an
-expert at the first request, and keeps it while all experts together take no more than the packed replicas. An expert
+Widths 1 to 4 and 8 come from a replica directory, FULL_PRECISION_BITS from the checkpoint itself. Without replicas the
+checkpoint's own codes, where it holds any of 4 or 8 bits, are that width. The store prepares an expert at the first
+request, and keeps it while all experts together take no more than the packed ones. An expert of a replica directory
 shares its top bits between widths, but not all bits. So all widths of all experts would take two fifths more.
 
 If that is too much, the store first drops widths that no plan names. If more must go, it looks at experts prepared at
@@ -44,7 +45,10 @@ _log = logging.getLogger(__name__)
 class ExpertStore:
     """The experts a device can serve, or one part of each."""
 
-    def __init__(self, model_dir: Path | None, replicas_dir: Path | None, *, kernel: NativeKernel) -> None:
+    def __init__(
+        self, model_dir: Path | None, replicas_dir: Path | None, *, kernel: NativeKernel, codes: bool = True
+    ) -> None:
+        """codes: serve those of the checkpoint if there are no replicas."""
         if model_dir is None and replicas_dir is None:
             raise ConfigError("a device needs experts: give a model, --replicas, or both")
         digest = None if model_dir is None else model_digest(model_dir)
@@ -55,9 +59,12 @@ class ExpertStore:
             self.shape, self.model_digest = self._checkpoint.shape, digest
         elif self.replicas is not None:
             self.shape, self.model_digest = self.replicas.manifest.model, self.replicas.manifest.model_digest
-        self.widths = frozenset(self.replicas.manifest.bits if self.replicas else ()) | (
-            {FULL_PRECISION_BITS} if self._checkpoint else frozenset()
-        )
+        own = None if self._checkpoint is None or self.replicas is not None else self._checkpoint.stored_form
+        self.stored_form = own if codes else None
+        """Of experts that are served by the checkpoint's own codes; None: none are."""
+        quantized = () if self.stored_form is None else (self.stored_form.bits,)
+        full = () if self._checkpoint is None else (FULL_PRECISION_BITS,)
+        self.widths = frozenset({*(quantized if self.replicas is None else self.replicas.manifest.bits), *full})
         """That every expert can be had at."""
         self._begin(WHOLE)
 
@@ -66,6 +73,7 @@ class ExpertStore:
         self._bytes: dict[tuple[int, int, int], int] = {}
         self._prepared: dict[tuple[int, int, int], Any] = {}
         self._holders: Counter[int] = Counter()  # experts that keep a part, by the part's identity
+        self._stored_bytes = 0  # of all experts by their codes
         self.held_bytes = 0
         """Of the experts prepared so far, parts that widths share counted once."""
         self._now = _AHEAD
@@ -84,18 +92,29 @@ class ExpertStore:
 
     @property
     def replica_source(self) -> str:
-        """ "calibrated", "data-free", or "none" where only full-precision experts are served."""
-        return "none" if self.replicas is None else self.replicas.manifest.source
+        """ "calibrated", "data-free", "as stored" for the checkpoint's own codes, or "none"."""
+        if self.replicas is not None:
+            return self.replicas.manifest.source
+        return "none" if self.stored_form is None else "as stored"
 
     @property
     def group_size(self) -> int:
-        """Weights that share one scale; 1 where no replicas are served."""
-        return 1 if self.replicas is None else self.replicas.manifest.group_size
+        """Weights that share one scale; 1 where that is a whole row or block, or nothing quantized is served."""
+        if self.replicas is not None:
+            return self.replicas.manifest.group_size
+        return 1 if self.stored_form is None else self.stored_form.unit
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of all replicas, packed: what the device's DRAM holds. The checkpoint stays a map of the pool."""
-        return 0 if self.replicas is None else -(-self.replicas.num_bytes // self.part.count)
+        """Bytes of all replicas, packed, or of the checkpoint's codes as the kernel holds them: what the device's DRAM
+        holds. Experts in full precision stay a map of the pool."""
+        if self.replicas is not None:
+            return -(-self.replicas.num_bytes // self.part.count)
+        if self.stored_form is not None and not self._stored_bytes:
+            one = self._kernel.prepare(self.expert(0, 0, self.stored_form.bits))
+            num_experts = self.shape.num_layers * self.shape.num_experts
+            self._stored_bytes = num_experts * sum(num_bytes for _, num_bytes in self._kernel.parts(one))
+        return self._stored_bytes
 
     def prepared(self, bits: int) -> NDArray[np.bool_]:
         """[L, E]: which experts are ready at this width."""
@@ -139,7 +158,7 @@ class ExpertStore:
             self._check_source(layer, FULL_PRECISION_BITS)
 
     def _check_source(self, layer: int, bits: int) -> None:
-        source = self._checkpoint if bits == FULL_PRECISION_BITS else self.replicas
+        source = self._checkpoint if bits == FULL_PRECISION_BITS or self.replicas is None else self.replicas
         if source is not None:
             source.check(layer)
 
@@ -226,9 +245,11 @@ class ExpertStore:
     def _keep(self, key: tuple[int, int, int], prepared: Any) -> None:
         self._prepared[key] = prepared
         self._hold(prepared)
-        layer, _, bits = key
+        layer, expert, bits = key
         if self.replicas is not None and bits != FULL_PRECISION_BITS:
             self.replicas.release(layer)
+        if self.stored_form is not None and bits == self.stored_form.bits and expert == self.shape.num_experts - 1:
+            self._checkpoint.release()  # type: ignore[union-attr]  # the kernel has copied them
 
     def _forget(self, key: tuple[int, int, int]) -> None:
         layer, expert, bits = key
@@ -254,6 +275,8 @@ class ExpertStore:
         if exists and bits in self.widths:
             if bits == FULL_PRECISION_BITS and self._checkpoint is not None:
                 return self.part.of(self._checkpoint.expert(layer, expert))
+            if self.stored_form is not None and self._checkpoint is not None:
+                return self.part.of(self._checkpoint.codes(layer, expert))
             if self.replicas is not None:
                 return self.part.of(self.replicas.expert(layer, expert, bits))
         raise ReplicaError(

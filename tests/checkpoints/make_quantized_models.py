@@ -212,14 +212,15 @@ NEEDS: Mapping[str, str] = MappingProxyType(
 
 
 def make(name: str, out: Path) -> Path:
-    """Write the twin to out/NAME and the values it stands for to out/NAME-dequantized; returns the first."""
-    directory, plain = out / name, out / f"{name}-dequantized"
+    """Write the twin to out/NAME and the values it stands for to out/NAME-dequantized, and to out/NAME-exact with those
+    of experts not rounded to the family's dtype; returns the first."""
+    directory, plain, exact = (out / f"{name}{kind}" for kind in ("", "-dequantized", "-exact"))
     if (directory / "tokenizer_config.json").is_file():
         return directory
     family, quantize, settings = FORMATS[name]
     source = make_family_models.make(family, out)
     tensors = load_file(source / "model.safetensors")
-    stored, dequantized = dict(tensors), dict(tensors)
+    stored, dequantized, unrounded = dict(tensors), dict(tensors), dict(tensors)
     for tensor, weight in tensors.items():
         of_expert = ".experts." in tensor and not tensor.endswith("bias") and weight.ndim > 1
         of_linear = name.endswith("-all") and "_proj.weight" in tensor
@@ -228,7 +229,8 @@ def make(name: str, out: Path) -> Path:
             del stored[tensor]
             stored |= parts
             dequantized[tensor] = values.to(weight.dtype)
-    for to, contents in ((plain, dequantized), (directory, stored)):
+            unrounded[tensor] = values if of_expert else dequantized[tensor]
+    for to, contents in ((plain, dequantized), (exact, unrounded), (directory, stored)):
         shutil.copytree(source, to, dirs_exist_ok=True)
         save_file({key: value.contiguous() for key, value in contents.items()}, to / "model.safetensors")
     if name == "mixtral-fp8":  # vLLM wants whole names of what stays as it is

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import make_quantized_models
-import numpy as np
 import pytest
-import torch
-from engines import PROMPTS, altered, engine, greedy, replay_of, token_ids, trace_of
+from engines import PROMPTS, engine, greedy, replay_of, token_ids, trace_of
 from family_tokens import PENALTIES, PROMPT_COUNT, TOKENS
-from safetensors.torch import load_file
 from test_integration_families import Runs, models, noted, selected
+
+from vllm_ndp.integration.experts_pool import ExpertsPool
 
 __all__ = ["models"]
 pytestmark = pytest.mark.vllm
@@ -47,7 +46,7 @@ def ran(request: pytest.FixtureRequest, models: Path) -> tuple[Runs, Runs]:
 
 def runs_of(models: Path, names: Iterable[str], *words: str) -> tuple[Runs, Runs]:
     paths = {name: make_quantized_models.make(name, models) for name in names}
-    twins = {name: path.with_name(f"{path.name}-dequantized") for name, path in paths.items()}
+    twins = {name: path.with_name(f"{path.name}-exact") for name, path in paths.items()}
     return Runs(paths, "ndp", *words), Runs(twins, "stock", *words)
 
 
@@ -62,51 +61,35 @@ def test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin(ran: tuple[Ru
     assert totals["row_checks"] > 0 == totals["sidecar_mismatches"] == totals["fallback_pairs"]
 
 
+@pytest.mark.parametrize("hot", ["all", "half"])
 @pytest.mark.parametrize(
     ("name", "bits"), [("mixtral-awq", 4), ("gpt_oss-mxfp4", 4), ("mixtral-nvfp4", 4), ("mixtral-fp8", 8)]
 )
 def test_a_quantized_checkpoint_is_served_by_its_own_codes(
-    models: Path, monkeypatch: pytest.MonkeyPatch, name: str, bits: int
+    models: Path, monkeypatch: pytest.MonkeyPatch, name: str, bits: int, hot: str
 ) -> None:
-    """Nothing is written, and the run is replayed. Fitted again, its experts gave 1 to 9 of 16 tokens of a prompt."""
+    """Nothing is written, no expert is decoded, and the run is replayed. Half hot, nothing is said of widths, and the
+    device has the others. Fitted again, its experts gave 1 to 9 of 16 tokens of a prompt."""
     monkeypatch.setenv("NDP_CACHE_DIR", str(models / "cache"))
     path = make_quantized_models.make(name, models)
-    record = models / f"trace-{name}"
-    slots = {"hot_experts": 8, "slot_bits": bits, "avg_bits": 4.0, "execution": "paper", "record": str(record)}
-    twin = path.with_name(f"{path.name}-dequantized")
-    if bits == 8 or name == "mixtral-nvfp4":
-        twin = _unrounded(path, twin)
+    record, decoded = models / f"trace-{name}-{hot}", []
+    slots: dict[str, Any] = {"hot_experts": 4, "record": str(record)}
+    if hot == "all":
+        slots |= {"hot_experts": 8, "slot_bits": bits, "avg_bits": 4.0, "execution": "paper"}
+    take = ExpertsPool.expert
+    monkeypatch.setattr(ExpertsPool, "expert", lambda self, *which: decoded.append(which) or take(self, *which))
     found = {}
-    for side, model, settings in (("stock", twin, None), ("ours", path, slots)):
+    for side, model, settings in (("stock", path.with_name(f"{path.name}-exact"), None), ("ours", path, slots)):
         with engine(model, settings=settings, dtype="float32") as llm:
             found[side] = token_ids(greedy(llm, PROMPTS[:4], 16, **PENALTIES))
             told = llm.collective_rpc("ndp_status")[0] if settings else {}
+            totals = llm.collective_rpc("ndp_totals")[0] if settings else {}
+    assert (told["slot_bits"], totals["cold_pairs"] > 50, totals["fallback_pairs"]) == (bits, hot == "half", 0)
+    assert not decoded
     assert told["replicas"] == f"none: experts keep the checkpoint's codes of {bits} bits"
     assert not list((models / "cache").glob("replicas/*"))
     assert found["ours"] == found["stock"]
     assert replay_of(trace_of(record, path)).identical
-
-
-def _unrounded(quantized: Path, dequantized: Path) -> Path:
-    """The plain twin with its experts in float32: products of E4M3 and a float32 have more bits than bfloat16."""
-    from reference_kernel import from_fp4
-
-    from ndp_device.experts.expert import Fp4Matrix
-
-    tensors, plain = load_file(quantized / "model.safetensors"), dict[str, torch.Tensor]()
-    for name, scale in tensors.items():
-        if name.endswith("weight_scale_inv"):
-            codes = tensors[name.removesuffix("_scale_inv")].float()
-            blocks = codes.unflatten(0, (len(scale), -1)).unflatten(2, (scale.shape[1], -1))
-            plain[name.removesuffix("_scale_inv")] = (blocks * scale[:, None, :, None]).reshape(codes.shape)
-        if name.endswith("weight_global_scale"):
-            module = name.removesuffix("_global_scale")
-            codes, of_blocks = tensors[f"{module}_packed"], tensors[f"{module}_scale"].view(torch.uint8)
-            of_rows = np.full(len(codes), 1 / scale.item(), np.float32)
-            plain[module] = torch.from_numpy(from_fp4(Fp4Matrix(codes.numpy(), of_blocks.numpy(), of_rows)))
-    return altered(
-        dequantized.with_name(f"{dequantized.name}-unrounded"), dequantized, change=lambda to: to.update(plain)
-    )
 
 
 def test_linear_layers_for_which_vllm_has_no_kernel_here_are_served_by_their_values(
@@ -116,7 +99,7 @@ def test_linear_layers_for_which_vllm_has_no_kernel_here_are_served_by_their_val
     path = make_quantized_models.make("qwen3_moe-fp8-all", models)
     found = {}
     for side, settings in (("stock", None), ("ours", {"cold_precision": "full"})):
-        model = path if settings else path.with_name(f"{path.name}-dequantized")
+        model = path if settings else path.with_name(f"{path.name}-exact")
         with engine(model, settings=settings, dtype="float32") as llm:
             found[side] = token_ids(greedy(llm, PROMPTS[:4], 16, **PENALTIES))
     assert "no kernel here for linear layers stored as fp8: they are dequantized" in capfd.readouterr().err

@@ -82,6 +82,39 @@ def test_whoever_says_what_is_held_chooses_all_of_it(given: dict[str, Any], capf
     assert said(capfd) == []
 
 
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ({"hot_experts": 4}, {"avg_bits": 4, "slot_bits": 4}),
+        ({"hot_experts": 0}, {"avg_bits": 4}),
+        ({"hot_experts": 4, "slot_bits": 16}, {"avg_bits": 4}),
+        (
+            {"cold_precision": "full"},
+            {"cold_precision": "quantized", "execution": "paper", "avg_bits": 4, "slot_bits": 4},
+        ),
+        *(
+            ({"hot_experts": 4, **more}, {})
+            for more in (
+                *({"avg_bits": 3}, {"slot_bits": 2}, {"plan": "joint"}, {"policy": {"bit_rule": "mse"}}),
+                {"debug": {"offload_bits": 3}},
+            )
+        ),
+    ],
+)
+def test_beside_what_is_held_experts_have_the_checkpoints_own_width(
+    tmp_path_factory: pytest.TempPathFactory,
+    capfd: pytest.CaptureFixture[str],
+    given: dict[str, Any],
+    chosen: dict[str, Any],
+) -> None:
+    """They had 3 bits on average, of replicas that the first start made, or were decoded to 16."""
+    model = make_quantized_models.make("mixtral-awq", tmp_path_factory.getbasetemp() / "quantized")
+    config = configure(model=model, additional_config={"ndp": given})
+    assert config.additional_config == {"ndp": given | chosen}
+    (by_hand,) = said(capfd) or [""]
+    assert given_by(shlex.split(by_hand.partition("by hand: ")[2])) == chosen
+
+
 @pytest.mark.parametrize("given", [{"hot_experts": 4}, {"hardware": "h100-ndp512"}, {"slot_bits": 4}])
 def test_the_kv_cache_is_sized_whatever_else_is_said(given: dict[str, Any]) -> None:
     """For the requests that may run, and 256 MiB at least: vLLM would ask for 92 % of all memory, or not start."""

@@ -79,7 +79,6 @@ def plan(
         batch=asked.batch,
         stored_bytes=source.stored_bytes,
         stored_form=form,
-        replica_form=source.replica_form,
         linear_form=linear_form,
     )
     costs = Costs(load_hardware(hardware or nearest_card(sizing.gpu_bytes), **hardware_values(set_)), source.model)
@@ -153,8 +152,8 @@ def _print(proposal: Proposal) -> None:
         f"{best.read_bits:g} bits on average (--hardware names another). No time of this machine."
     )
     if proposal.is_as_stored:
-        replicas = "replicas are its own codes" if proposal.needs_replicas else "no replicas are needed"
-        console.print(f"Experts are served at {best.widest} bits as the checkpoint stores them: {replicas}.")
+        served = "Experts are served" if best.is_in_slots else "Experts that are not hot are served"
+        console.print(f"{served} at {best.widest} bits as the checkpoint stores them: no replicas are needed.")
     elif not proposal.needs_replicas:
         console.print("Every expert is hot: no replicas are needed.")
     if proposal.measured is not None:

@@ -77,8 +77,9 @@ class Costs:
     """GPUs that split each layer; they share the device."""
     slot_bits: int = FULL_PRECISION_BITS
     """Bits of hot experts in GPU memory."""
-    slot_stored_bytes: int | None = None
-    """Bytes of a hot expert in the checkpoint's own codes; None: it is a replica or in full precision."""
+    stored: tuple[int, int] | None = None
+    """Width at which experts run by the checkpoint's own codes, and bytes of one; None: those below full precision are
+    replicas."""
     has_bytes: bool = False
     """Whether replicas have 8 bits beside the nested widths."""
 
@@ -103,12 +104,14 @@ class Costs:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a hot expert in GPU memory."""
-        return self.replica_bytes(self.slot_bits) if self.slot_stored_bytes is None else self.slot_stored_bytes
+        return self.replica_bytes(self.slot_bits)
 
     def replica_bytes(self, bits: int) -> int:
         """Bytes that one read of an expert moves in the device's DRAM."""
         if bits == FULL_PRECISION_BITS:
             return self.shape.expert_bytes
+        if self.stored is not None and bits == self.stored[0]:
+            return self.stored[1]
         return expert_bytes(
             self.shape.hidden_size, self.shape.intermediate_size, bits, self.group_size, scales=self.scales
         )
@@ -120,7 +123,9 @@ class Costs:
 
     def stored_replica_bytes(self, widest: int = WIDTHS[-1]) -> int:
         """Bytes of one expert's nested replica: the planes of its widest width, scales and offsets of each; and of the
-        one at 8 bits."""
+        one at 8 bits. Or of the checkpoint's own codes."""
+        if self.stored is not None:
+            return self.stored[1]
         at_8 = self.replica_bytes(BYTE_BITS) if self.has_bytes else 0
         scales = self.replica_bytes(widest) - ceil_div(self.shape.weights_per_expert * widest, 8)
         return self.replica_bytes(widest) + (widest - WIDTHS[0]) * scales + at_8

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from ndp_device.checkpoint.values import StoredForm
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape
 from ndp_device.common.widths import FULL_PRECISION_BITS
@@ -39,17 +40,22 @@ class PlannedReplicas:
 
 @dataclass(frozen=True)
 class Requirements:
-    """Request to a device: `full_precision` experts, `quantized` ones from `replicas`, or none at all."""
+    """Request to a device: `full_precision` experts, `quantized` ones from `replicas` or as they are `stored`, or none
+    at all."""
 
     shape: ModelShape
     hardware: Hardware
     full_precision: bool = False
     quantized: bool = False
     replicas: PlannedReplicas | None = None  # None: the host has none of its own
+    stored: StoredForm | None = None
+    """Of the checkpoint's own codes, which the host plans with in place of replicas; None: it does not."""
 
     def check_part(self, part: Part) -> None:
         """Raise ConfigError where experts cannot be cut into such parts."""
-        group_size = self.replicas.group_size if self.quantized and self.replicas is not None else 1
+        group_size = 1 if self.stored is None else self.stored.unit
+        if self.quantized and self.replicas is not None:
+            group_size = self.replicas.group_size
         part.check(self.shape.intermediate_size, group_size)
 
     def check(self, address: str, welcome: msg.Welcome, part: Part = WHOLE) -> msg.Served:
@@ -79,7 +85,17 @@ class Requirements:
             )
         if self.full_precision and FULL_PRECISION_BITS not in served.expert_bytes:
             return "holds no checkpoint, needed for cold_precision 'full' or prefill 'split': start it with one"
-        return self._replica_difference(welcome, served) if self.quantized else ""
+        if not self.quantized:
+            return ""
+        if self.stored is None:
+            return self._replica_difference(welcome, served)
+        if served.replica_digest or self.stored.bits not in served.expert_bytes:
+            said = f"replicas {served.replica_digest:.12}" if served.replica_digest else "full precision alone"
+            return (
+                f"serves {said}, the host plans with the checkpoint's own codes of {self.stored.bits} bits: start it "
+                "with the checkpoint and without --replicas or --no-codes, or set 'replicas' to their directory"
+            )
+        return ""
 
     def _replica_difference(self, welcome: msg.Welcome, served: msg.Served) -> str:
         planned = self.replicas

@@ -58,6 +58,7 @@ class DeviceProcess:
         model_dir: Path | None,
         replicas_dir: Path | None,
         *,
+        codes: bool = True,
         hardware: str = "h100-ndp512",
         hardware_overrides: Mapping[str, object] | None = None,
         cores: Sequence[int] = (),
@@ -66,11 +67,13 @@ class DeviceProcess:
     ) -> DeviceProcess:
         """Start a device and wait until it listens. Raises DeviceUnavailable with its last words if it does not.
 
-        The device ends when this process does, not when the thread that calls this does.
+        The device ends when this process does, not when the thread that calls this does. codes: whether it serves those
+        of a quantized checkpoint, where it has no replicas.
         """
         arguments = ["--hardware", hardware]
         arguments += [] if model_dir is None else [str(model_dir)]
         arguments += [] if replicas_dir is None else ["--replicas", str(replicas_dir)]
+        arguments += [] if codes else ["--no-codes"]
         if cores:
             arguments += ["--cores", ",".join(map(str, cores))]
         for key, override in (hardware_overrides or {}).items():

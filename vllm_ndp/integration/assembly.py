@@ -18,7 +18,7 @@ import msgspec
 from ndp_device.common.errors import ConfigError
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.transport.sender_thread import SenderThread
-from vllm_ndp.integration import compat, host_replicas
+from vllm_ndp.integration import compat
 from vllm_ndp.integration.batch import RequestTracker
 from vllm_ndp.integration.cuda import limits, packet
 from vllm_ndp.integration.cuda.layer import FixedOutput, RunningStep
@@ -36,7 +36,6 @@ from vllm_ndp.integration.price_probe import Shared
 from vllm_ndp.integration.report import DEVICE_TIME
 from vllm_ndp.integration.waiting import StepThreads
 from vllm_ndp.layer.run import Run
-from vllm_ndp.planning.bitwidths import LossTable
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -123,15 +122,12 @@ class Assembly(WorkerFacts):
         hot = self.open_pool(replicas)
         opened.callback(hot.close)
         late_check = self.make_late_check()
-        losses = LossTable.nominal(shape.num_layers, shape.num_experts)
-        if replicas is not None:
-            losses = host_replicas.load_losses(replicas, self.layers, self.settings)
         shared = compat.shared_experts(runner.model)
         prices = measure_prices(self, hot, device, replicas, next(iter(shared.values()), None))
         setup, requests = msgspec.structs.replace(setup, prices=prices), RequestTracker()
         run = Run[str](
             setup,
-            self.planning.rules(losses),
+            self.planning.rules(self.losses(replicas)),
             costs,
             device.devices,
             self.tiers,

@@ -109,6 +109,7 @@ class DeviceMembers:
                 self.replicas,
                 hardware=settings.preset,
                 hardware_overrides=settings.hardware_overrides,
+                codes=self._requirements.stored is not None,
                 cores=self.cores,
             )
             address = process.address

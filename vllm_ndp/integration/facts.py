@@ -53,6 +53,7 @@ from vllm_ndp.layer.devices import copies_that_fit
 from vllm_ndp.layer.joint_rule import LIVE_WIDTHS
 from vllm_ndp.layer.setup import Planning, Setup
 from vllm_ndp.layer.tiers import Owners, Tiers
+from vllm_ndp.planning.bitwidths import LossTable
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -177,15 +178,24 @@ class WorkerFacts:
 
     @cached_property
     def serves_its_codes(self) -> bool:
-        """Whether every expert runs in slots by the codes that the checkpoint holds: without replicas."""
-        only = self.settings.only_width(self.pool.shape.num_experts)
-        return compat.on_cpu() and self.settings.replicas is None and only is not None and only == self.pool.code_bits
+        """Whether experts below full precision run by the codes that the checkpoint holds: without replicas."""
+        bits, settings = self.pool.code_bits, self.settings
+        only = partial(settings.runs_only_at, num_experts=self.pool.shape.num_experts, in_slots=compat.on_cpu())
+        return settings.replicas is None and bits is not None and only(bits)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether some experts are hot or cold as 1-4 bit replicas."""
-        needed = self.settings.needs_replicas(self.pool.shape.num_experts, in_slots=compat.on_cpu())
-        return needed and not self.serves_its_codes
+        """Whether some experts are hot or cold at 1 to 8 bits."""
+        return self.settings.needs_replicas(self.pool.shape.num_experts, in_slots=compat.on_cpu())
+
+    def losses(self, replicas: Path | None) -> LossTable:
+        """Of experts below full precision, by which plans are made."""
+        shape = self.pool.shape
+        if replicas is not None:
+            return host_replicas.load_losses(replicas, self.layers, self.settings)
+        if self.serves_its_codes and self.pool.code_bits is not None:
+            return LossTable.of_codes(shape.num_layers, shape.num_experts, self.pool.code_bits)
+        return LossTable.nominal(shape.num_layers, shape.num_experts)
 
     @cached_property
     def planning(self) -> Planning:
@@ -251,7 +261,7 @@ def agree_on_replicas(worker: WorkerFacts) -> PlannedReplicas | None:
     Raises ConfigError on the rank that differs from the leader.
     """
     planned = None
-    if worker.is_quantized:
+    if worker.is_quantized and not worker.serves_its_codes:
         num_experts = worker.pool.shape.num_experts
         find = partial(host_replicas.find_replicas, worker.settings, worker.model_dir, worker.digest, num_experts)
         if (replicas := worker.ranks.after_the_first(find)) is not None:
@@ -275,16 +285,18 @@ def open_device(
     replicas = None if planned is None else planned.directory
     if worker.ranks.leads:
         settings = worker.settings
-        # a device of our own that nobody asks would hold every replica a second time: it prepares them ahead
-        on_device = None if settings.only_width(worker.pool.model.num_experts) and not settings.running else replicas
+        # a device of our own that nobody asks would hold every expert a second time: it prepares them ahead
+        codes = worker.serves_its_codes
+        is_idle = settings.only_width(worker.pool.model.num_experts) is not None and (codes or not settings.running)
         requirements = Requirements(
             worker.pool.model,
             worker.hardware,
             full_precision=settings.cold_precision == "full" or settings.prefill == "split",
-            quantized=worker.is_quantized and on_device == replicas,
+            quantized=worker.is_quantized and not is_idle,
             replicas=planned,
+            stored=worker.pool.checkpoint.stored_form if codes and not is_idle else None,
         )
-        wants_prompts = worker.splits_prefill()
+        wants_prompts, on_device = worker.splits_prefill(), None if is_idle else replicas
         members = DeviceMembers(settings, requirements, worker.model_dir, worker.digest, on_device, cores)
         worker.opened.callback(members.close)
         setup = _make_setup(worker, members.served, planned, wants_prompts=wants_prompts)
@@ -306,6 +318,9 @@ def _make_setup(worker: WorkerFacts, served: Served, planned: PlannedReplicas | 
     if planned is not None:  # also where the device has none, since slots hold every expert
         sizes, group_size = (worker.pool.model.hidden_size, worker.pool.model.intermediate_size), planned.group_size
         widths = {bits: expert_bytes(*sizes, bits, group_size) for bits in planned.widths} | widths
+    stored_bits = (worker.pool.code_bits or 0) if worker.serves_its_codes else 0
+    if stored_bits:
+        widths = {stored_bits: worker.pool.stored_expert_bytes} | widths
     setup = Setup(
         preset=settings.preset,
         overrides=dict(settings.hardware_overrides),
@@ -326,7 +341,7 @@ def _make_setup(worker: WorkerFacts, served: Served, planned: PlannedReplicas | 
         num_devices=settings.num_devices,
         splits_experts=settings.splits_experts,
         slot_bits=settings.slot_bits,
-        slot_stored_bytes=worker.pool.stored_expert_bytes if worker.serves_its_codes else None,
+        stored_bits=stored_bits,
         joint_tiers=settings.joint_tiers,
     )
     if setup.num_devices == 1:
@@ -372,6 +387,7 @@ def _facts_of_prices(worker: WorkerFacts, hot: HotExperts, link: DeviceLink, set
         "dtype": str(hot.layers[0].held.w13.dtype),
         "stored": pool.stored_as,
         "group size": setup.group_size,
+        "as stored": setup.stored_bits,
         "parts": [worker.ranks.share.count, setup.num_devices if setup.splits_experts else 1],
         "kernels": [hot.layers[0].kernel_name, members.description.kernel, members.description.pe_mode],
         "cores": [sorted(compat.engine_cores()), members.cores],

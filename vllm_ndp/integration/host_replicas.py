@@ -22,7 +22,7 @@ from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.kept import default_cache_dir
 from ndp_device.common.machine_memory import give_memory_back
 from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, WIDTHS
-from ndp_device.experts.expert import FullExpert, QuantizedExpert, StoredExpert
+from ndp_device.experts.expert import FullExpert
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas import format as replica_format
 from ndp_device.replicas.checkpoint import CheckpointExperts
@@ -233,13 +233,31 @@ class ReplicaFill:
                 f"bits: run `vllm-ndp quantize` with --bits {wanted}"
             )
 
+    @property
+    def are_codes(self) -> bool:
+        """Whether they are the checkpoint's own."""
+        return self._files is None and self._bits != FULL_PRECISION_BITS
+
+    def stream(self, layer: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+        """Weighted sum over the pairs of each row of x [T, H], f32 [T, H]: one expert after the other, by their ids, of
+        which none is kept."""
+        total = torch.zeros(x.shape, dtype=torch.float32)
+        for expert in np.unique(pairs.experts).tolist():
+            of_it = pairs.experts == expert
+            rows = torch.from_numpy(pairs.rows[of_it])
+            some, each = x[rows].float().numpy(), np.arange(len(rows), dtype=np.int32)
+            weights = pairs.topk_weights[of_it].astype(np.float32, copy=False)
+            sums = self.kernel.execute(some, [self.prepared(layer, expert)], each, np.zeros_like(each), weights)
+            total.index_add_(0, rows, torch.from_numpy(sums))
+        return total
+
     def prepared(self, layer: int, expert: int, bits: int = 0) -> Any:
         """For the kernel. bits: 0 = those that every slot has."""
         layer, bits = self._layers[layer], bits or self._bits
         if bits == FULL_PRECISION_BITS:
             return self.kernel.prepare(self._checkpoint.expert(layer, expert))
         if self._files is None:
-            prepared = self.kernel.prepare(self._as_stored(layer, expert))
+            prepared = self.kernel.prepare(self._checkpoint.codes(layer, expert))
             self._checkpoint.check(layer)
             if expert == self._checkpoint.shape.num_experts - 1:
                 self._checkpoint.release()  # its codes were copied
@@ -249,16 +267,6 @@ class ReplicaFill:
         self._files.check(layer)
         self._files.release(layer)
         return prepared
-
-    def _as_stored(self, layer: int, expert: int) -> QuantizedExpert | StoredExpert:
-        stored = self._checkpoint.as_stored(layer, expert)
-        if stored is None:
-            raise ConfigError(
-                f"expert {expert} of layer {layer} is stored in another way than the first, which holds codes of "
-                f"{self._bits} bits in the order of its columns: make replicas with `vllm-ndp quantize --bits "
-                f"{self._bits}` and name them in 'replicas'"
-            )
-        return stored
 
 
 _SIDE = 512

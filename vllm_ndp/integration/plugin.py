@@ -51,7 +51,7 @@ def configure(vllm_config: VllmConfig) -> None:
         if refusals.is_brief():
             refusals.filter_log()
     settings = compat.check(vllm_config)
-    self_sizing.choose(vllm_config, settings)
+    settings = self_sizing.choose(vllm_config, settings)
     if settings.record is not None:
         require_writable(Path(settings.record))
     own_engines()

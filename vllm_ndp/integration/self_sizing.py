@@ -2,12 +2,14 @@
 
 `vllm serve MODEL --quantization ndp` on a machine without a GPU. The choice is written into vLLM's configuration as if
 a user had given it, so every process sees the same. The log says the choice, with the line that gives it by hand.
-Nothing is chosen for a user who gives one of LAYOUT, names a hardware or other devices, or has several workers.
+Nothing is chosen for a user who gives one of LAYOUT, names a hardware or other devices, or has several workers; but for
+the width of a quantized checkpoint's experts, which is that of its own codes.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +20,10 @@ from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError, NdpError
 from ndp_device.common.machine_memory import required_memory
 from ndp_device.common.widths import FULL_PRECISION_BITS
+from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import load_losses
 from vllm_ndp import __version__
-from vllm_ndp.config import NdpSettings
+from vllm_ndp.config import NdpSettings, as_options
 from vllm_ndp.integration import compat
 from vllm_ndp.integration.compat import model_dir
 from vllm_ndp.integration.host_replicas import cached_replicas
@@ -43,28 +46,64 @@ _WIDEST = 4
 """Bits of the experts that are measured."""
 
 
-def choose(vllm_config: VllmConfig, settings: NdpSettings) -> None:
-    """Write the choice into `vllm_config`. settings: in force so far."""
-    if not compat.on_cpu():
-        return
-    if settings.prices != "measured" or LAYOUT & set(settings.changed()):
-        _size_kv_cache(vllm_config, settings)
-        return
-    raw = vllm_config.additional_config.get("ndp") or {}
+def choose(vllm_config: VllmConfig, settings: NdpSettings) -> NdpSettings:
+    """Write the choice into `vllm_config`; returns the settings in force then. settings: in force so far."""
+    is_open = compat.on_cpu() and settings.prices == "measured" and not LAYOUT & set(settings.changed())
+    if not (is_open and _has_sized(vllm_config, settings)):
+        if chosen := _own_width(vllm_config, settings):
+            _write(vllm_config, chosen)
+        if compat.on_cpu():
+            _size_kv_cache(vllm_config, compat.settings_of(vllm_config))
+    return compat.settings_of(vllm_config)
+
+
+def _own_width(vllm_config: VllmConfig, settings: NdpSettings) -> dict[str, Any]:
+    """Settings by which experts run at the checkpoint's own codes; empty where it has none, or a user wants others."""
+    raw = _given(vllm_config)
+    wants_others = settings.is_joint or {"avg_bits", "replicas"} & raw.keys() or "bit_rule" in settings.policy_options
+    if wants_others or (form := CheckpointExperts(model_dir(vllm_config)).stored_form) is None:
+        return {}
+    chosen: dict[str, Any] = {"avg_bits": form.bits}
+    num_experts = vllm_config.model_config.get_num_experts()
+    if settings.cold_precision == "full":
+        chosen |= {"cold_precision": "quantized", "execution": "paper"}
+    is_whole = compat.on_cpu() and vllm_config.parallel_config.world_size == 1
+    if is_whole and "slot_bits" not in raw and settings.resolve_hot_experts(num_experts):
+        chosen["slot_bits"] = form.bits
+    told = NdpSettings.from_mapping({**raw, **chosen})
+    if not told.runs_only_at(form.bits, num_experts, in_slots=compat.on_cpu()):
+        return {}
+    words = shlex.join(as_options(chosen))
+    compat.say(f"experts below full precision run as the checkpoint stores them, at {form.bits} bits; by hand: {words}")
+    return chosen
+
+
+def _given(vllm_config: VllmConfig) -> dict[str, Any]:
+    additional = vllm_config.additional_config
+    return (additional.get("ndp") or {}) if isinstance(additional, dict) else {}
+
+
+def _write(vllm_config: VllmConfig, chosen: dict[str, Any]) -> None:
+    vllm_config.additional_config = {**vllm_config.additional_config, "ndp": _given(vllm_config) | chosen}
+
+
+def _has_sized(vllm_config: VllmConfig, settings: NdpSettings) -> bool:
+    """Size everything to this machine; False where that cannot be."""
+    raw = _given(vllm_config)
     try:
         size = _own_size(vllm_config, settings, settings.linear_bits if "linear_bits" in raw else LINEAR_BITS)
         chosen = {**raw, **size.settings}
         NdpSettings.from_mapping(chosen).require_use_of_prices(size.sizing.model.num_experts)
     except ConfigError as error:
         compat.say(f"not sized to this machine: {error}")
-        _size_kv_cache(vllm_config, settings)
-        return
+        return False
     if keeps_kv := _has_no_kv_cache(vllm_config):
         vllm_config.cache_config.kv_cache_memory_bytes = size.kv_cache_bytes
-    vllm_config.additional_config = {**vllm_config.additional_config, "ndp": chosen}
+    _write(vllm_config, size.settings)
     loss = _loss(NdpSettings.from_mapping(chosen), model_dir(vllm_config), size)
     for sentence in size.said(loss, with_kv=keeps_kv):
         compat.say(sentence)
+    return True
 
 
 def _has_no_kv_cache(vllm_config: VllmConfig) -> bool:
@@ -86,7 +125,8 @@ def _size_kv_cache(vllm_config: VllmConfig, settings: NdpSettings) -> None:
         return
     num_hot = settings.resolve_hot_experts(sizing.model.num_experts)
     is_full = settings.slot_bits == FULL_PRECISION_BITS
-    option = sizing.option(num_hot, _WIDEST) if is_full else sizing.in_slots(settings.slot_bits)
+    widest = _WIDEST if sizing.stored_form is None else sizing.stored_form.bits
+    option = sizing.option(num_hot, widest) if is_full else sizing.in_slots(settings.slot_bits)
     workers = vllm_config.parallel_config.world_size_across_dp
     size = kv_cache_bytes(sizing, option, max(vllm_config.scheduler_config.max_num_seqs // workers, 1))
     drafts = 1 if vllm_config.speculative_config is None else 2

@@ -105,8 +105,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Whether pairs are given to devices as if all were up: the host computes the same of them (`fallback`)."""
     slot_bits: int = 16
     """Bits of hot experts in GPU memory."""
-    slot_stored_bytes: int | None = None
-    """Bytes of one of them where slots hold the checkpoint's own codes; else None."""
+    stored_bits: int = 0
+    """Width at which experts run by the checkpoint's own codes, without a loss; 0: those below full precision are
+    replicas."""
     joint_tiers: str = ""
     """Tiers among which a joint plan chooses (layer/joint_rule.py), with + between; empty: plans are fixed."""
     prices: MeasuredPrices | None = None
@@ -129,7 +130,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             group_size=self.group_size,
             num_gpus=self.num_gpus,
             slot_bits=self.slot_bits,
-            slot_stored_bytes=self.slot_stored_bytes,
+            stored=(self.stored_bits, self.expert_bytes[self.stored_bits]) if self.stored_bits else None,
             has_bytes=BYTE_BITS in self.expert_bytes,
         )
 

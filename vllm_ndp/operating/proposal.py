@@ -61,21 +61,25 @@ class Proposal:
     def is_as_stored(self) -> bool:
         """Whether the recommended way serves quantized experts by the codes that the checkpoint stores."""
         option = self.ways[0].option
-        return option.keeps_codes and (option.is_in_slots or self.needs_replicas)
+        return option.keeps_codes and self._is_quantized
+
+    @property
+    def _is_quantized(self) -> bool:
+        option = self.ways[0].option
+        return option.is_in_slots or option.num_hot < self.sizing.model.num_experts
 
     @property
     def needs_replicas(self) -> bool:
-        """Not where slots take the codes, or hold every expert in full precision."""
-        option = self.ways[0].option
-        return not option.keeps_codes if option.is_in_slots else option.num_hot < self.sizing.model.num_experts
+        """Not where the checkpoint's codes are served, or every expert is hot in full precision."""
+        return self._is_quantized and not self.is_as_stored
 
     def quantize_line(self) -> str | None:
-        """The replicas of the recommended way: nested, so that they serve narrower widths too; of slots and of stored
-        codes, their own. None where it needs none."""
+        """The replicas of the recommended way: nested, so that they serve narrower widths too; of slots their own. None
+        where it needs none."""
         if not self.needs_replicas:
             return None
         option = self.ways[0].option
-        narrowest = option.widest if option.is_in_slots or option.keeps_codes else 1
+        narrowest = option.widest if option.is_in_slots else 1
         widths = ",".join(str(width) for width in range(narrowest, option.widest + 1))
         return shlex.join(["vllm-ndp", "quantize", self.source.served_as, "--out", REPLICAS, "--bits", widths])
 
@@ -102,7 +106,7 @@ class Proposal:
         num_experts = sizing.model.num_experts
         settings: dict[str, Any] = {"replicas": REPLICAS} if self.needs_replicas else {}
         settings["hot_experts"] = option.num_hot
-        if self.needs_replicas:
+        if self._is_quantized:
             settings["avg_bits"] = option.avg_bits
         if sizing.gpu_bytes is None:
             settings |= settings_of(sizing, option)
@@ -187,12 +191,10 @@ def propose(
 
 
 def _costs_of(costs: Costs, sizing: Sizing, option: Option) -> Costs:
-    if option.is_in_slots and option.keeps_codes and sizing.stored_form is not None:
-        one = bytes_as_stored(sizing.model.weights_per_expert, sizing.stored_form)
-        return replace(costs, slot_bits=option.slot_bits, slot_stored_bytes=one)
-    if option.keeps_codes and sizing.replica_form is not None:
-        return replace(costs, group_size=sizing.replica_form.group)
-    return replace(costs, slot_bits=option.slot_bits)
+    stored = None
+    if option.keeps_codes and sizing.stored_form is not None:
+        stored = option.widest, bytes_as_stored(sizing.model.weights_per_expert, sizing.stored_form)
+    return replace(costs, slot_bits=option.slot_bits, stored=stored)
 
 
 # -- the size that a server gives itself -------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class Option:
         """Beside a GPU: the plugin's default, or the widest width if that is less or keeps the codes. On CPU: the
         widest width, because memory holds it, its loss is least, and 4 bits take hardly longer than 3
         (docs/performance.md)."""
-        usual = DEFAULT_AVG_BITS if self.gpu and not self.keeps_codes else float(WIDTHS[-1])
+        usual = DEFAULT_AVG_BITS if self.gpu and not self.keeps_codes else float(BYTE_BITS)
         return min(usual, float(self.widest))
 
     @property
@@ -140,8 +140,6 @@ class Sizing:
     """Of the checkpoint's files; None where there are none."""
     stored_form: StoredForm | None = None
     """Of experts that may be served as the checkpoint stores them; None where they may not."""
-    replica_form: StoredForm | None = None
-    """Of those whose codes replicas of that width alone keep."""
     linear_bits: int | None = LINEAR_BITS
     """Of linear layers beside experts in slots; None: they stay as they are."""
     linear_form: StoredForm | None = None
@@ -292,7 +290,7 @@ class Sizing:
 
     def option(self, num_hot: int, widest: int) -> Option | None:
         """The parts of this K in full precision and of replicas of this width, or None where they do not fit."""
-        hot, form = {"hot experts": self.hot(num_hot)}, None if self.gpu_bytes is None else self.replica_form
+        hot, form = {"hot experts": self.hot(num_hot)}, self.stored_form
         codes = None if form is None or form.bits != widest else self.codes(form)
         on_device = self.replicas(widest) if codes is None else codes
         if num_hot == self.model.num_experts:
@@ -346,13 +344,11 @@ class Sizing:
         In slots prompts compute experts as decode does. Beside a device a prompt reads every cold expert's full
         precision from the checkpoint. What is stored in 8 bits is served so, without a loss, where it fits.
         """
-        has_bytes = self.gpu_bytes is None and self.stored_form is not None and self.stored_form.bits == BYTE_BITS
-        if has_bytes and (exact := self.in_slots(BYTE_BITS)) is not None:
-            yield exact
         if self.gpu_bytes is not None and (hot := self.option(self.model.num_experts, WIDTHS[-1])) is not None:
             yield hot
             return
-        for widest in reversed(WIDTHS):
+        has_bytes = self.stored_form is not None and self.stored_form.bits == BYTE_BITS
+        for widest in (*((BYTE_BITS,) if has_bytes else ()), *reversed(WIDTHS)):
             best = self.in_slots(widest) if self.gpu_bytes is None else self._hottest(widest)
             if best is not None:
                 yield best

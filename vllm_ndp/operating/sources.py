@@ -66,8 +66,6 @@ class CheckpointSource:
     """Of its files; None where there are none."""
     stored_form: StoredForm | None = None
     """How its experts are stored where they may be served so."""
-    replica_form: StoredForm | None = None
-    """The same where replicas of that width alone keep its codes."""
     linear_form: StoredForm | None = None
     """How most of its linear layers are stored where they may be served so."""
     longest: int | None = None
@@ -90,8 +88,7 @@ def source_named(name: str) -> CheckpointSource:
         read_from = "config.json and the headers of its tensors"
         experts, longest = CheckpointExperts(path), longest_context(read_config(path))
         model, form = _as_served(model_named(name)), experts.stored_form
-        kept = None if experts.group_of_codes is None else form
-        source = CheckpointSource(model, name, read_from, stored, form, kept, _linear_form(path, model), longest)
+        source = CheckpointSource(model, name, read_from, stored, form, _linear_form(path, model), longest)
         return _with_limits(source, path, read_config(path))
     if name.lower() in SHAPES:
         return _published(name.lower(), PUBLIC_MODELS[name.lower()].source)
@@ -174,10 +171,8 @@ def _of_config(name: str, path: Path, served_as: str, read_from: str) -> Checkpo
     dtype = next((str(one[key]) for one in (inner, config) for key in ("dtype", "torch_dtype") if one.get(key)), "")
     model = _as_served(replace(public_model(name, inner), dtype=dtype or "bfloat16"))
     columns = model.hidden_size, model.intermediate_size
-    form, kept = (stated_form(path.parent, config, *columns, in_order=in_order) for in_order in (False, True))
-    kept = kept if kept is not None and kept.numbers == "int4" else None
-    longest = longest_context(config)
-    source = CheckpointSource(model, served_as, read_from, stored_form=form, replica_form=kept, longest=longest)
+    form, longest = stated_form(path.parent, config, *columns), longest_context(config)
+    source = CheckpointSource(model, served_as, read_from, stored_form=form, longest=longest)
     return _with_limits(source, path.parent, config)
 
 

@@ -161,6 +161,12 @@ class LossTable:
         return self.nats * float((lost * self.layer_weights).sum())
 
     @classmethod
+    def of_codes(cls, num_layers: int, num_experts: int, bits: int) -> LossTable:
+        """Of a checkpoint whose own codes of so many bits are the only width: nothing is lost."""
+        none = np.zeros((num_layers, num_experts, len(WIDTHS)))
+        return cls(none, nats=0.0, at_8=none[:, :, 0] if bits == BYTE_BITS else None, dealt=(WIDTHS[-1],))
+
+    @classmethod
     def nominal(cls, num_layers: int, num_experts: int) -> LossTable:
         """The same loss for every expert, falling by LOSS_RATIO_PER_BIT: for replicas that were never calibrated."""
         steps = np.array([nominal_loss(bits) for bits in WIDTHS])

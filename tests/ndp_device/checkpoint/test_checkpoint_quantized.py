@@ -24,15 +24,13 @@ import make_quantized_models as quantized  # noqa: E402
 import quantized_writers as writers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from ndp_device.calibration.build import build_calibrated, build_data_free  # noqa: E402
-from ndp_device.calibration.data_free import dequantize  # noqa: E402
+from ndp_device.calibration.build import build_calibrated  # noqa: E402
 from ndp_device.checkpoint import values as decoders  # noqa: E402
 from ndp_device.checkpoint.files import TensorInfo, read_config  # noqa: E402
 from ndp_device.checkpoint.names import DTYPES  # noqa: E402
 from ndp_device.checkpoint.opening import stated_form, unpacked  # noqa: E402
 from ndp_device.checkpoint.values import Packed  # noqa: E402
 from ndp_device.common.errors import ConfigError, ReplicaError  # noqa: E402
-from ndp_device.common.widths import WIDTHS  # noqa: E402
 from ndp_device.experts.expert import ByteExpert, ByteMatrix, Fp4Expert, QuantizedExpert, to_float32  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
@@ -72,8 +70,6 @@ def test_every_expert_has_the_values_that_the_formats_own_library_makes(models: 
                 np.testing.assert_array_equal(values, to_float32(getattr(theirs, matrix), theirs.dtype))
     sizes = ours.shape.hidden_size, ours.shape.intermediate_size
     assert stated_form(directory, read_config(directory), *sizes) == ours.stored_form  # before a download
-    kept = stated_form(directory, read_config(directory), *sizes, in_order=True)
-    assert (None if kept is None or kept.numbers != "int4" else kept.group) == ours.group_of_codes
 
 
 @needs_auto_gptq
@@ -106,44 +102,11 @@ def test_fp8_has_torchs_values_for_every_byte_and_blocks_may_be_cut_off_at_the_e
     np.testing.assert_array_equal(packed.values(lambda name: stored[name], None), wanted.numpy())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mixtral-gptq",
-        "mixtral-awq",
-        "mixtral-compressed",
-        pytest.param("mixtral-auto_round", marks=_marks("mixtral-auto_round")),
-    ],
-)
-def test_codes_of_4_bits_become_replicas_of_4_bits_as_they_are(models: Path, tmp_path: Path, name: str) -> None:
-    """What differs is one rounding of a zero point times its scale to float16, and of a value to its own dtype."""
-    directory = quantized.make(name, models)
-    build_data_free(directory, tmp_path / "out", bits=(4,), show_progress=False)
-    replicas, checkpoint = ReplicaFiles(tmp_path / "out"), CheckpointExperts(directory)
-    assert replicas.manifest.solver["name"] == "as stored"
-    assert (replicas.manifest.group_size, np.nanmax(replicas.layer_losses(0)[1])) == (32, 0)
-    for layer, expert in ((0, 0), (checkpoint.shape.num_layers - 1, checkpoint.shape.num_experts - 1)):
-        full, replica = checkpoint.expert(layer, expert), replicas.expert(layer, expert, 4)
-        for mine, theirs in (
-            (dequantize(replica.w13), np.concatenate([full.w1, full.w3])),
-            (dequantize(replica.w2), full.w2),
-        ):
-            wanted = to_float32(np.ascontiguousarray(theirs), full.dtype)
-            np.testing.assert_allclose(mine, wanted, rtol=2e-3, atol=2e-3 * np.abs(wanted).max())
-            step = np.abs(wanted).max() / 8
-            assert np.abs(mine - wanted).max() < step / 50
-    other = build_data_free(directory, tmp_path / "other", bits=(4,), group_size=16, show_progress=False)
-    assert other.solver["name"] == "least-squares", "codes in other groups are no replica"
-    replicas = ReplicaFiles(tmp_path / "other")
-    assert (replicas.expert(0, 0, 4).w13.group_size, bool((replicas.layer_losses(0)[1][:, 3] > 0).all())) == (16, True)
-
-
 @pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "mixtral-mxfp4", "mixtral-nvfp4", "mixtral-nvfp4-modelopt"])
 def test_fp4_is_given_as_it_is_stored_and_stands_for_the_same_values(models: Path, name: str) -> None:
     """The values of NVFP4 that are given otherwise are these, rounded to 16 bits."""
     checkpoint, rounding = CheckpointExperts(quantized.make(name, models)), 2.0**-8 if "nvfp4" in name else 0
     assert checkpoint.stored_form == (decoders.NVFP4 if rounding else decoders.MXFP4)
-    assert checkpoint.group_of_codes is None  # no replica of integers holds it
     for layer, expert in ((0, 0), (checkpoint.shape.num_layers - 1, checkpoint.shape.num_experts - 1)):
         full, stored = checkpoint.expert(layer, expert), checkpoint.as_stored(layer, expert)
         assert isinstance(stored, Fp4Expert)
@@ -170,7 +133,6 @@ def test_8_bits_are_given_as_they_are_stored_and_stand_for_the_same_values(
     checkpoint = CheckpointExperts(quantized.make(name, models))
     assert checkpoint.stored_form == ("int8" if "int8" in name else "float8", columns)
     assert checkpoint.stored_form.bits == 8
-    assert checkpoint.group_of_codes is None
     for layer, expert in ((0, 0), (checkpoint.shape.num_layers - 1, checkpoint.shape.num_experts - 1)):
         full, stored = checkpoint.expert(layer, expert), checkpoint.as_stored(layer, expert)
         assert isinstance(stored, ByteExpert)
@@ -227,26 +189,6 @@ def test_a_byte_that_is_no_number_is_refused_with_its_tensor(models: Path, tmp_p
         CheckpointExperts(directory).as_stored(int(name.split(".")[2]), 1)
 
 
-def test_codes_in_another_order_than_their_columns_are_fitted_and_their_loss_is_measured(
-    models: Path, tmp_path: Path
-) -> None:
-    directory = tmp_path / "shuffled"
-    shutil.copytree(quantized.make("mixtral-gptq", models), directory)
-    tensors = load_file(directory / "model.safetensors")
-    for name in tensors:
-        if name.endswith("experts.1.w1.g_idx"):
-            tensors[name] = tensors[name].flip(0).contiguous()
-    save_file(tensors, directory / "model.safetensors")
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"]["desc_act"] = True
-    (directory / "config.json").write_text(json.dumps(config))
-    build_data_free(directory, tmp_path / "out", bits=(4,), show_progress=False)
-    losses = ReplicaFiles(tmp_path / "out").layer_losses(0)[1]
-    of_four = losses[:, WIDTHS.index(4)]
-    assert of_four[1] > 0
-    assert (np.delete(of_four, 1) == 0).all()
-
-
 def test_columns_in_the_order_of_their_loss_are_served_as_they_are_stored(models: Path, tmp_path: Path) -> None:
     """GPTQ with desc_act: gate and up, which read one input, in one order; down in its own."""
     directory = tmp_path / "in-order-of-loss"
@@ -267,7 +209,7 @@ def test_columns_in_the_order_of_their_loss_are_served_as_they_are_stored(models
     config["quantization_config"]["desc_act"] = True
     (directory / "config.json").write_text(json.dumps(config))
     checkpoint = CheckpointExperts(directory)
-    assert (checkpoint.stored_form, checkpoint.group_of_codes) == (decoders.StoredForm("int4", 32), None)
+    assert checkpoint.stored_form == decoders.StoredForm("int4", 32)
     full, stored = checkpoint.expert(1, 2), checkpoint.as_stored(1, 2)
     assert isinstance(stored, QuantizedExpert)
     for mine, theirs in ((stored.w13, np.concatenate([full.w1, full.w3])), (stored.w2, full.w2)):
@@ -299,7 +241,7 @@ def test_matrices_with_one_scale_a_row_are_served_in_the_groups_that_divide_the_
     inner, hidden = full.w1.shape
     assert inner != hidden
     group = math.gcd(inner, hidden)
-    assert (checkpoint.stored_form, checkpoint.group_of_codes) == (decoders.StoredForm("int4", group), group)
+    assert checkpoint.stored_form == decoders.StoredForm("int4", group)
     assert isinstance(stored, QuantizedExpert)
     for mine, theirs in ((stored.w13, np.concatenate([full.w1, full.w3])), (stored.w2, full.w2)):
         wanted = to_float32(np.ascontiguousarray(theirs), full.dtype)

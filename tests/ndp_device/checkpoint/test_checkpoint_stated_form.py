@@ -7,26 +7,6 @@ import pytest
 from ndp_device.checkpoint.opening import stated_form
 from ndp_device.checkpoint.values import MXFP4
 
-_OF_FOUR = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
-
-
-@pytest.mark.parametrize(
-    ("stated", "is_kept"),
-    [
-        *(({"actorder": order}, order != "group") for order in (None, "static", "weight", "group")),
-        *(({"desc_act": True, "group_size": size}, size == -1) for size in (128, -1)),
-    ],
-)
-def test_codes_are_in_order_where_the_columns_are_or_have_one_scale(stated: dict[str, Any], is_kept: bool) -> None:
-    given = {"quant_method": "gptq", "bits": 4, **stated}
-    if "actorder" in stated:
-        groups = {"0": {"weights": _OF_FOUR | stated, "targets": ["Linear"]}}
-        given = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
-    config = {"quantization_config": given}
-    assert stated_form(None, config, 4096, 14336) is not None
-    assert (stated_form(None, config, 4096, 14336, in_order=True) is not None) == is_kept
-
-
 FLOAT8 = ("float8", 0)
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 _OF_LAYERS = {"weights": {"num_bits": 8, "type": "float"}, "targets": ["Linear"]}

@@ -103,7 +103,9 @@ def test_slots_of_few_bits_are_what_is_resident_and_copies_bring_full_precision(
     assert costs.resident_ps(3, 5) == costs.gpu.experts_ps(3, 5, 3 * size)
     assert costs.gpu_expert_ps(5) == costs.gpu.growing_ps(1, 5, size)
     assert costs.gpu_expert_ps(5, num_bytes=2 * size) == costs.gpu.growing_ps(1, 5, 2 * size) > costs.gpu_expert_ps(5)
-    assert replace(costs, slot_stored_bytes=77).slot_bytes == 77
+    stored = replace(costs, stored=(4, 77))
+    assert (stored.slot_bytes, stored.replica_bytes(4), stored.stored_replica_bytes()) == (77, 77, 77)
+    assert stored.replica_bytes(3) == costs.replica_bytes(3)
     assert costs.copy_ps == pytest.approx(352_321_536 / 0.0256)
     assert costs.copy_opening_ps == 6_500_000
     assert costs.fetch_ps() == pytest.approx(6_500_000 + costs.copy_ps, abs=1)

@@ -35,11 +35,11 @@ def test_plans_are_made_by_the_rules_that_were_recorded(tmp_path: Path) -> None:
 
 
 def test_prices_are_of_the_hardware_the_groups_and_the_slots_that_were_recorded() -> None:
-    own = {"expert_bytes": {8: 1}, "num_gpus": 2, "slot_bits": 4, "slot_stored_bytes": 123}
+    own = {"expert_bytes": {4: 123, 8: 1}, "num_gpus": 2, "slot_bits": 4, "stored_bits": 4}
     costs, usual = (Setup(**SETUP | more).costs_of(MIXTRAL) for more in (own, {}))
     assert (costs.shape, costs.hardware.dram.kind, costs.group_size) == (MIXTRAL, "ideal", 32)
-    assert (costs.num_gpus, costs.slot_bits, costs.slot_stored_bytes, costs.has_bytes) == (2, 4, 123, True)
-    assert (usual.num_gpus, usual.slot_bits, usual.slot_stored_bytes, usual.has_bytes) == (1, 16, None, False)
+    assert (costs.num_gpus, costs.slot_bits, costs.slot_bytes, costs.has_bytes) == (2, 4, 123, True)
+    assert (usual.num_gpus, usual.slot_bits, usual.stored, usual.has_bytes) == (1, 16, None, False)
 
 
 def test_a_host_computes_where_it_was_told_to_or_a_joint_plan_may() -> None:

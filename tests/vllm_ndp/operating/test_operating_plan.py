@@ -305,24 +305,30 @@ def test_what_is_served_as_it_is_stored_needs_no_replicas(name: str, host: int, 
 
 
 @pytest.mark.parametrize(
-    ("host", "desc_act", "bits"), [("64GB", False, "4"), ("64GB", True, "1,2,3,4"), ("24GB", False, "1,2,3")]
+    ("host", "stored", "bits"),
+    [
+        ("64GB", {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True}, 4),
+        ("64GB", {"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
+        ("24GB", {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, 3),
+    ],
 )
-def test_beside_a_gpu_replicas_keep_codes_of_4_bits_where_they_fit(
-    tmp_path: Path, host: str, desc_act: bool, bits: str
+def test_beside_a_gpu_the_device_serves_the_checkpoints_codes_where_they_fit(
+    tmp_path: Path, host: str, stored: dict[str, Any], bits: int
 ) -> None:
-    """They were to be fitted again, and read at 3 bits. Columns in another order may not be kept."""
-    stored = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": desc_act}
+    """They were to be fitted again, and read at 3 bits."""
     config = PUBLIC_MODELS["mixtral-8x7b"].config | {"quantization_config": stored}
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = run_here("vllm-ndp", "plan", tmp_path, "--gpu-memory", "24GB", "--host-memory", host, "--json")
     said = json.loads(done.stdout)
-    assert said["quantize"].endswith(f"--bits {bits}")
-    assert (said["as_stored"], said["ways"][0]["avg_bits"]) == ((True, 4.0) if bits == "4" else (False, 3.0))
+    as_stored = bits != 3
+    assert (said["as_stored"], said["ways"][0]["avg_bits"]) == (as_stored, bits)
+    assert said["quantize"] is None if as_stored else said["quantize"].endswith("--bits 1,2,3")
     settings = NdpSettings.from_mapping(given_by(shlex.split(said["serve"])))
-    assert (settings.avg_bits, settings.replicas) == (said["ways"][0]["avg_bits"], "REPLICAS")
-    if bits == "4":
-        codes = 32 * 8 * 3 * 4096 * 14336 * (1 / 2 + 4 / 32)
-        assert said["ways"][0]["host_bytes"]["device"] == pytest.approx(codes, rel=2e-3)
+    assert (settings.avg_bits, settings.replicas) == (bits, None if as_stored else "REPLICAS")
+    if as_stored:
+        codes = 32 * 8 * 3 * 4096 * 14336 * (1 / 2 + 4 / 32 if bits == 4 else 1)
+        assert said["ways"][0]["host_bytes"]["device"] == pytest.approx(codes, rel=5e-3)
+        assert settings.runs_only_at(bits, 8, in_slots=False)
         at_3 = said["ways"][1]
         assert said["ways"][0]["simulated_tpot_us"] > at_3["simulated_tpot_us"] * (1 + (5 / 3.25 - 1) / 2)
 

@@ -89,7 +89,7 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar, kv_cache_bytes: int) -
         "record": settings.record,
         "unsimulated": worker.unsimulated,
         **({} if device.link is None else _of_device(device.link, device, settings)),
-        **({"replicas": _OWN_CODES.format(settings.slot_bits)} if facts.serves_its_codes else {}),
+        **({"replicas": _OWN_CODES.format(device.setup.stored_bits)} if facts.serves_its_codes else {}),
     }
 
 

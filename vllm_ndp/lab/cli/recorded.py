@@ -348,6 +348,8 @@ def losses_of_run(trace: Trace, replicas: Path | None) -> LossTable:
     is_identity = settings.get("cold_precision") == "full"
     if live is None or is_identity or not set(live.expert_bytes) - {FULL_PRECISION_BITS}:
         return LossTable.nominal(p.num_layers, p.num_experts)
+    if live.stored_bits and replicas is None:
+        return LossTable.of_codes(p.num_layers, p.num_experts, live.stored_bits)
     if replicas is None:
         used, all_widths = settings.get("replicas"), default_cache_dir(p.model_digest)
         only = default_cache_dir(f"{p.model_digest}-{settings.get('slot_bits')}")  # of a server with one width alone

@@ -1,0 +1,107 @@
+"""A device computes a quantized checkpoint's experts from its own codes: without replicas, and without another loss."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from reference_kernel import REFERENCE
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("torch")
+
+import make_quantized_models as quantized  # noqa: E402
+from caller import Caller  # noqa: E402
+
+from ndp_device.calibration.build import build_data_free  # noqa: E402
+from ndp_device.common.errors import ConfigError, ReplicaError  # noqa: E402
+from ndp_device.experts.expert import Part  # noqa: E402
+from ndp_device.handler import Handler  # noqa: E402
+from ndp_device.kernels.native import NativeKernel  # noqa: E402
+from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
+from ndp_device.replicas.store import ExpertStore  # noqa: E402
+from ndp_device.timing.spec import load_hardware  # noqa: E402
+
+KERNEL = NativeKernel()
+FORMS = {"gpt_oss-mxfp4": 4, "mixtral-nvfp4": 4, "mixtral-awq": 4, "mixtral-fp8": 8, "mixtral-int8": 8}
+"""And the bits of its codes."""
+ROWS = np.arange(3, dtype=np.int32)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("quantized")
+
+
+def stored(
+    models: Path, name: str, *, codes: bool = True, replicas: Path | None = None, kernel: Any = KERNEL
+) -> ExpertStore:
+    return ExpertStore(quantized.make(name, models), replicas, kernel=kernel, codes=codes)
+
+
+def outputs(store: ExpertStore, bits: int, layer: int = 1, expert: int = 2) -> NDArray[np.float32]:
+    """The expert on each of three rows, by the store's kernel."""
+    x = np.random.default_rng(3).standard_normal((len(ROWS), store.shape.hidden_size), np.float32)
+    prepared = [store.get(layer, expert, bits)]
+    return store._kernel.execute(x, prepared, ROWS, np.zeros_like(ROWS), np.ones(len(ROWS), np.float32))
+
+
+@pytest.mark.parametrize(("name", "bits"), FORMS.items())
+def test_an_expert_by_its_codes_is_the_one_that_they_stand_for(models: Path, name: str, bits: int) -> None:
+    """Values of NVFP4 and FP8 were rounded to bfloat16 where they are given in full precision."""
+    store = stored(models, name)
+    assert (store.widths, store.replica_source) == ({bits, 16}, "as stored")
+    full = outputs(store, 16)
+    np.testing.assert_allclose(outputs(store, bits), full, rtol=0, atol=1e-2 * np.abs(full).max())
+    codes = CheckpointExperts(quantized.make(name, models)).as_stored(1, 2)
+    assert codes is not None
+    assert store.expert_bytes(1, 2, bits) == codes.nbytes < store.expert_bytes(1, 2, 16) * (bits + 2) / 16
+
+
+@pytest.mark.parametrize(("name", "bits"), FORMS.items())
+def test_the_parts_of_an_expert_by_its_codes_add_up_to_it(models: Path, name: str, bits: int) -> None:
+    whole = stored(models, name, kernel=REFERENCE)  # ours rounds what comes between the products by its largest values
+    parts = [whole.of_part(Part(index, 3)) for index in range(3)]
+    size = whole.expert_bytes(0, 0, bits)
+    assert sum(part.expert_bytes(0, 0, bits) for part in parts) == pytest.approx(
+        size, rel=0.06
+    )  # biases, and scales of whole rows
+    added, wanted = np.sum([outputs(part, bits) for part in parts], axis=0), outputs(whole, bits)
+    np.testing.assert_allclose(added, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
+
+
+def test_a_part_whose_border_lies_within_a_scale_is_refused(models: Path) -> None:
+    store = stored(models, "gpt_oss-mxfp4")
+    count = store.shape.intermediate_size // 16
+    with pytest.raises(ConfigError, match="with 32 to a scale cannot be cut"):
+        store.of_part(Part(0, count))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "mixtral-fp8"])
+def test_all_of_them_are_prepared_ahead_within_what_the_device_says_to_hold(models: Path, name: str) -> None:
+    store, bits = stored(models, name), FORMS[name]
+    num_experts = store.shape.num_layers * store.shape.num_experts
+    while store.prepare_ahead():
+        pass
+    assert store.prepared(bits).sum() == num_experts
+    assert num_experts * store.expert_bytes(0, 0, bits) <= store.held_bytes == store.resident_bytes
+    assert not store.prepared(16).any()
+
+
+def test_replicas_take_the_place_of_codes_which_may_be_declined(models: Path, tmp_path: Path) -> None:
+    model = quantized.make("mixtral-awq", models)
+    build_data_free(model, tmp_path / "r", bits=(2,), show_progress=False)
+    assert stored(models, "mixtral-awq", replicas=tmp_path / "r").widths == {2, 16}
+    declined = stored(models, "mixtral-awq", codes=False)
+    assert (declined.widths, declined.replica_source, declined.resident_bytes) == ({16}, "none", 0)
+    with pytest.raises(ReplicaError, match=r"cannot be had at 4 bits"):
+        declined.get(0, 0, 4)
+
+
+def test_its_simulated_time_is_that_of_the_bytes_as_stored(models: Path) -> None:
+    store = stored(models, "gpt_oss-mxfp4")
+    caller = Caller(Handler(store, KERNEL, load_hardware("h100-ndp512")))
+    widths = {one.bits: one.expert_bytes for one in caller.handler._served.widths}
+    assert widths == {4: store.expert_bytes(0, 0, 4), 16: store.expert_bytes(0, 0, 16)}
+    assert caller.handler._served.group_size == 32
