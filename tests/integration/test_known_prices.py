@@ -72,6 +72,7 @@ RUN: dict[str, Any] = {
     "link.members.description.pe_mode": "int8",
     "link.members.cores": [3],
     "setup.group_size": 64,
+    "setup.stored_bits": 0,
     "setup.num_devices": 2,
     "setup.splits_experts": False,
 }

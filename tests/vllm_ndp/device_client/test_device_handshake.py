@@ -16,6 +16,7 @@ from until import until
 from ndp_device.calibration.build import build_data_free
 from ndp_device.checkpoint.files import tensor_header
 from ndp_device.checkpoint.opening import open_checkpoint
+from ndp_device.checkpoint.values import StoredForm
 from ndp_device.common import kept
 from ndp_device.common.errors import ConfigError, DeviceUnavailable
 from ndp_device.common.widths import FULL_PRECISION_BITS
@@ -120,6 +121,16 @@ def test_a_device_without_replicas_is_refused_where_cold_experts_are_quantized(s
     client = client_of(spawn(None), requirements(None, quantized=False, full_precision=True))
     client.connect(30)
     client.close()
+
+
+def test_a_device_with_replicas_or_full_precision_alone_is_refused_where_the_host_plans_with_the_checkpoints_codes(
+    spawn: Spawn,
+) -> None:
+    wanted = requirements(None, stored=StoredForm("int4", 32))
+    for device, serves in ((spawn(REPLICAS), "replicas "), (spawn(None), "full precision alone")):
+        sentence = refusal(device, wanted)
+        assert f"serves {serves}" in sentence
+        assert "the checkpoint's own codes of 4 bits: start it with the checkpoint and without --replicas" in sentence
 
 
 def test_a_device_without_checkpoint_is_refused_where_cold_experts_are_full(spawn: Spawn) -> None:

@@ -195,7 +195,7 @@ def test_what_is_stored_in_8_bits_is_served_so_where_it_fits() -> None:
     for gb, bits in ((64, 8), (40, 4)):
         sizing = Sizing(MODEL, gb * GB, stored_bytes=46_900_000_000, stored_form=FLOAT8)
         size = own_size(sizing, 1, replace(SLOW_READS, bits=bits))
-        assert size.settings == SLOTS | {"avg_bits": 4.0, "slot_bits": bits}
+        assert size.settings == SLOTS | {"avg_bits": float(bits), "slot_bits": bits}
     assert size_of(64 * GB, stored_bytes=46_900_000_000).settings["slot_bits"] == 4
 
 

@@ -326,7 +326,7 @@ def test_beside_a_gpu_the_device_serves_the_checkpoints_codes_where_they_fit(
     settings = NdpSettings.from_mapping(given_by(shlex.split(said["serve"])))
     assert (settings.avg_bits, settings.replicas) == (bits, None if as_stored else "REPLICAS")
     if as_stored:
-        codes = 32 * 8 * 3 * 4096 * 14336 * (1 / 2 + 4 / 32 if bits == 4 else 1)
+        codes = 32 * 8 * 3 * 4096 * 14336 * (1 / 2 + 4 / 32 if bits == 4 else 1 + 4 / 128)
         assert said["ways"][0]["host_bytes"]["device"] == pytest.approx(codes, rel=5e-3)
         assert settings.runs_only_at(bits, 8, in_slots=False)
         at_3 = said["ways"][1]
