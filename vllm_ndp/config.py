@@ -81,7 +81,8 @@ class NdpSettings:
     """Experts per layer kept on the GPU in full precision; None = half of them."""
     slot_bits: int = _one_of(FULL_PRECISION_BITS, PLAN_BITS)
     """Bits of hot experts: 16 = the checkpoint's own weights. With fewer bits, the same GPU memory holds more experts.
-    On CPU: 8, 4, 3, 2 or 1, from replicas. On a GPU: 8 (FP8) or 4, quantized on arrival for vLLM's own kernels."""
+    On CPU: 8, 4, 3, 2 or 1, from replicas or as the checkpoint stores them. On a GPU: 8 (FP8) or 4, quantized on
+    arrival for vLLM's own kernels."""
     linear_bits: int | None = _one_of(None, (8, 4))
     """Bits of the other linear layers on CPU: attention projections, dense and shared MLPs, the output matrix. 8 or 4:
     quantized at start-up; None = as in the checkpoint. Layers that the checkpoint stores quantized keep vLLM's
@@ -104,7 +105,8 @@ class NdpSettings:
     """`request`: each request has its own bits; `batch`: all running requests share one assignment. `auto`: one
     assignment from 4 running requests on, with half a bit more on average, which is faster and loses less."""
     cold_precision: str = _one_of("quantized", ("quantized", "full"))
-    """`quantized`: the device computes from 1-8 bit replicas; `full`: from the checkpoint (identity mode)."""
+    """`quantized`: the device computes from 1-8 bit replicas, or as the checkpoint stores them; `full`: from the
+    checkpoint (identity mode)."""
     execution: str = _one_of("auto", ("auto", "balanced", "paper"))
     """Where hot experts run in decode. `paper`: always on the GPU; `balanced`: on the device at `offload_bits` if that
     shortens the layer's simulated time; `auto`: balanced, unless nothing is quantized."""
@@ -120,9 +122,9 @@ class NdpSettings:
     last that a run on a GPU has passed (docs/gpu.md). On CPU only decode layers differ: `plain`, `asynchronous` or
     `thread`."""
     prefill: str = _one_of("auto", ("auto", "split", "streamed"))
-    """Where a prompt's cold experts run, in full precision. `streamed`: all on the GPU. `split`: the device computes so
-    many that both sides end together on the simulated hardware. `auto`: split if the engine runs on CPU and the
-    checkpoint holds plain experts, else streamed."""
+    """Where a prompt's cold experts run, in full precision or as stored. `streamed`: all on the GPU. `split`: the
+    device computes so many that both sides end together on the simulated hardware. `auto`: split if the engine runs on
+    CPU and experts run as they are stored, or are plain; else streamed."""
     policy: str = "prefill"
     """Placement policy by name; `prefill` is the paper's. Or {"name": NAME, OPTION: VALUE, ..}, by default of
     `prefill`."""

@@ -61,7 +61,7 @@ def test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin(ran: tuple[Ru
     assert totals["row_checks"] > 0 == totals["sidecar_mismatches"] == totals["fallback_pairs"]
 
 
-@pytest.mark.parametrize("hot", ["all", "half"])
+@pytest.mark.parametrize("hot", ["all", "half", "half, prompts split"])
 @pytest.mark.parametrize(
     ("name", "bits"), [("mixtral-awq", 4), ("gpt_oss-mxfp4", 4), ("mixtral-nvfp4", 4), ("mixtral-fp8", 8)]
 )
@@ -73,9 +73,13 @@ def test_a_quantized_checkpoint_is_served_by_its_own_codes(
     monkeypatch.setenv("NDP_CACHE_DIR", str(models / "cache"))
     path = make_quantized_models.make(name, models)
     record, decoded = models / f"trace-{name}-{hot}", []
-    slots: dict[str, Any] = {"hot_experts": 4, "record": str(record)}
+    slots: dict[str, Any] = {
+        "hot_experts": 4,
+        "record": str(record),
+        "prefill": "split" if "split" in hot else "streamed",
+    }
     if hot == "all":
-        slots |= {"hot_experts": 8, "slot_bits": bits, "avg_bits": 4.0, "execution": "paper"}
+        slots = {"hot_experts": 8, "slot_bits": bits, "avg_bits": 4.0, "execution": "paper", "record": str(record)}
     take = ExpertsPool.expert
     monkeypatch.setattr(ExpertsPool, "expert", lambda self, *which: decoded.append(which) or take(self, *which))
     found = {}
@@ -84,7 +88,8 @@ def test_a_quantized_checkpoint_is_served_by_its_own_codes(
             found[side] = token_ids(greedy(llm, PROMPTS[:4], 16, **PENALTIES))
             told = llm.collective_rpc("ndp_status")[0] if settings else {}
             totals = llm.collective_rpc("ndp_totals")[0] if settings else {}
-    assert (told["slot_bits"], totals["cold_pairs"] > 50, totals["fallback_pairs"]) == (bits, hot == "half", 0)
+    assert (told["slot_bits"], totals["cold_pairs"] > 50, totals["fallback_pairs"]) == (bits, hot != "all", 0)
+    assert (totals["prefill_device_pairs"] > 50) == ("split" in hot)
     assert not decoded
     assert told["replicas"] == f"none: experts keep the checkpoint's codes of {bits} bits"
     assert not list((models / "cache").glob("replicas/*"))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ndp_device.common.errors import DeviceError, DeviceUnavailable, ReplicaError
 from ndp_device.common.model_shape import ModelShape
-from ndp_device.common.widths import FLAG_OF_BITS, FULL_PRECISION_BITS
+from ndp_device.common.widths import FLAG_OF_BITS
 from ndp_device.transport.sender_thread import Order, SendOutcome
 from vllm_ndp.device_client.client import DeviceClient
 from vllm_ndp.device_client.connection import ExecuteResult
@@ -215,7 +215,7 @@ class DeviceLink:
         if self._setup.spill_bits:
             widths[hot] |= FLAG_OF_BITS[self._setup.spill_bits]
         if self._setup.splits_prefill:  # of hot experts, too: the rule may look at rows alone
-            widths |= FLAG_OF_BITS[FULL_PRECISION_BITS]
+            widths |= FLAG_OF_BITS[self._setup.prompt_bits]
         self._installing = epoch = epoch + 1  # nothing is installed in a device's epoch 0
         with contextlib.suppress(DeviceUnavailable, DeviceError):  # the client installs it when the device is back
             self.client.begin_install_plan(epoch, self._of_model(widths))

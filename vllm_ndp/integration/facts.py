@@ -216,7 +216,7 @@ class WorkerFacts:
             reason = "every expert is hot"
         elif settings.num_devices > 1:
             reason = "several devices do not share the experts of prompts"
-        elif not self.pool.checkpoint.lies_in_place:
+        elif not (self.pool.checkpoint.lies_in_place or self.serves_its_codes):
             reason = "experts do not lie row by row in this checkpoint, so the device would keep copies of them"
         if settings.prefill == "split" and reason:
             raise ConfigError(f"ndp setting 'prefill' is 'split', but {reason}: use 'auto' or 'streamed'")
@@ -291,7 +291,7 @@ def open_device(
         requirements = Requirements(
             worker.pool.model,
             worker.hardware,
-            full_precision=settings.cold_precision == "full" or settings.prefill == "split",
+            full_precision=settings.cold_precision == "full" or (settings.prefill == "split" and not codes),
             quantized=worker.is_quantized and not is_idle,
             replicas=planned,
             stored=worker.pool.checkpoint.stored_form if codes and not is_idle else None,
@@ -321,6 +321,7 @@ def _make_setup(worker: WorkerFacts, served: Served, planned: PlannedReplicas | 
     stored_bits = (worker.pool.code_bits or 0) if worker.serves_its_codes else 0
     if stored_bits:
         widths = {stored_bits: worker.pool.stored_expert_bytes} | widths
+    prompt_bits = stored_bits or FULL_PRECISION_BITS
     setup = Setup(
         preset=settings.preset,
         overrides=dict(settings.hardware_overrides),
@@ -331,7 +332,7 @@ def _make_setup(worker: WorkerFacts, served: Served, planned: PlannedReplicas | 
         activation_bytes=worker.vllm_config.model_config.dtype.itemsize,
         spill_bits=settings.resolve_offload_bits(worker.pool.model.num_experts, widths),
         device_hosts=settings.device_hosts,
-        splits_prefill=wants_prompts and FULL_PRECISION_BITS in served.expert_bytes,
+        splits_prefill=wants_prompts and prompt_bits in served.expert_bytes,
         same_without=settings.fallback == "same",
         num_gpus=ranks.size,
         whole_experts=ranks.holds_whole_experts,
@@ -403,6 +404,7 @@ def _asked_of_probe(worker: WorkerFacts, setup: Setup) -> WantedPrices:
         tiers = [tier for tier in settings.joint_tiers.split("+") if tier != "device"]
         engine = set(LIVE_WIDTHS["gpu"]) & {*served, FULL_PRECISION_BITS}
     device_widths = [bits for bits in served if bits in REPLICA_WIDTHS and worker.is_quantized]
-    if FULL_PRECISION_BITS in served and (setup.splits_prefill or settings.cold_precision == "full"):
+    prompts = setup.splits_prefill and setup.prompt_bits == FULL_PRECISION_BITS
+    if FULL_PRECISION_BITS in served and (prompts or settings.cold_precision == "full"):
         device_widths.append(FULL_PRECISION_BITS)
     return WantedPrices(settings.slot_bits, sorted(engine), tiers, device_widths)

@@ -185,6 +185,11 @@ class QuantizedSlots(HotSlots):
         self._low = kernel
         self._experts[slot] = prepared
 
+    def prepared_of(self, expert: int) -> Any | None:
+        """What the kernel reads of this expert; None where it is in no slot."""
+        slot = int(self.where[expert])
+        return self._experts[slot] if slot >= 0 else None
+
     def run(self, x: torch.Tensor, pairs: SlotPairs | None) -> torch.Tensor:
         if pairs is None:
             return torch.zeros_like(x)
@@ -238,16 +243,19 @@ class ReplicaFill:
         """Whether they are the checkpoint's own."""
         return self._files is None and self._bits != FULL_PRECISION_BITS
 
-    def stream(self, layer: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-        """Weighted sum over the pairs of each row of x [T, H], f32 [T, H]: one expert after the other, by their ids, of
-        which none is kept."""
+    def stream(self, layer: int, x: torch.Tensor, pairs: Pairs, slots: HotSlots) -> torch.Tensor:
+        """Weighted sum over the pairs of each row of x [T, H], f32 [T, H]: one expert after the other, by their ids.
+        What is in no slot is made for this call."""
+        assert isinstance(slots, QuantizedSlots)
         total = torch.zeros(x.shape, dtype=torch.float32)
         for expert in np.unique(pairs.experts).tolist():
             of_it = pairs.experts == expert
             rows = torch.from_numpy(pairs.rows[of_it])
             some, each = x[rows].float().numpy(), np.arange(len(rows), dtype=np.int32)
             weights = pairs.topk_weights[of_it].astype(np.float32, copy=False)
-            sums = self.kernel.execute(some, [self.prepared(layer, expert)], each, np.zeros_like(each), weights)
+            if (prepared := slots.prepared_of(expert)) is None:
+                prepared = self.prepared(layer, expert)
+            sums = self.kernel.execute(some, [prepared], each, np.zeros_like(each), weights)
             total.index_add_(0, rows, torch.from_numpy(sums))
         return total
 

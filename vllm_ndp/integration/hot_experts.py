@@ -266,7 +266,7 @@ class HotExperts(Migrator):
         Where slots hold the checkpoint's own codes, experts that pass through are computed by theirs.
         """
         if self._replicas is not None and self._replicas.are_codes:
-            return self._replicas.stream(layer, x, pairs)
+            return self._replicas.stream(layer, x, pairs, self.layers[layer])
         if (owners := self.tiers.owners) is not None:
             mine = owners.streaming(layer)[pairs.experts] == self.tiers.rank
             pairs = Pairs.of(pairs.rows[mine], pairs.experts[mine], pairs.topk_weights[mine])
@@ -275,5 +275,5 @@ class HotExperts(Migrator):
     def stream_whole(self, layer: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor:
         """The same of whole experts, for pairs that no other rank computes: one share after the other."""
         if self._replicas is not None and self._replicas.are_codes:
-            return self._replicas.stream(layer, x, pairs)
+            return self._replicas.stream(layer, x, pairs, self.layers[layer])
         return self.streamer.run(layer, x, pairs, self.layers[layer], {}, self.pool.shares)

@@ -22,6 +22,7 @@ class Splitter:
         weighs_input: bool,
         gathers_prompts: bool,
         prompts_anywhere: bool,
+        prompt_bits: int,
         owners: Sequence[NDArray[np.int64]],  # [L] of [E]
         hot_bits: Sequence[NDArray[np.uint8]],  # [L] of [E]
         bytes_of_width: Sequence[int],  # [256], or none

@@ -3,8 +3,9 @@
     layer = attention + max( shared and hot experts | streamed experts | device )
 
 To stream an expert costs one copy, however few rows need it; what the device takes for it grows with its rows. So the
-experts that would take the device longest are streamed, the others stay where they are, in full precision on either
-side. A pure function of integers, so the live plugin and every replay split alike.
+experts that would take the device longest are streamed, the others stay where they are, without a loss on either
+side: in full precision, or by the checkpoint's own codes. A pure function of integers, so the live plugin and every
+replay split alike.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class PrefillSplit:
     costs: Costs
     prices: Prices | None = None
     """Prices of this machine; None: those of the simulated hardware."""
+    bits: int = FULL_PRECISION_BITS
+    """Width at which the device computes prompts."""
 
     def of_counts(
         self,
@@ -74,13 +77,13 @@ class PrefillSplit:
         """
         if not len(ids):
             return ids
-        already = np.zeros_like(rows)  # rows of these experts that are there in full precision anyway
+        already = np.zeros_like(rows)  # rows of these experts that are there at this width anyway
         beside_ps, opening_ps = 0, self._opening_ps
         if decode_experts is not None and decode_bits is not None and len(decode_experts):
             beside_ps, opening_ps = self._decode_ps(decode_experts, decode_bits), 0
-            full = decode_experts[decode_bits == FULL_PRECISION_BITS]
-            already = np.bincount(full, minlength=int(ids[-1]) + 1)[ids]
-        device_ps = self._full_ps(rows, already)
+            alike = decode_experts[decode_bits == self.bits]
+            already = np.bincount(alike, minlength=int(ids[-1]) + 1)[ids]
+        device_ps = self._added_ps(rows, already)
         order = np.argsort(-device_ps, kind="stable")
         pairs = np.cumsum(rows[order])
         too_many = int(pairs[-1]) - self.most_pairs + (0 if decode_experts is None else len(decode_experts))
@@ -100,9 +103,9 @@ class PrefillSplit:
         """Most pairs of one message, if each is of another row: float32 rows come back."""
         return min(_MOST_ROWS, _MOST_BYTES // (4 * self.costs.shape.hidden_size + PAIR_BYTES) - 1)
 
-    def _full_ps(self, rows: NDArray[np.int64], already: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Time that experts with so many rows [N] beyond those already there add to a command, in full precision."""
-        together, alone = (self._experts_ps(FULL_PRECISION_BITS, count) for count in (rows + already, already))
+    def _added_ps(self, rows: NDArray[np.int64], already: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Time that experts with so many rows [N] beyond those already there add to a command."""
+        together, alone = (self._experts_ps(self.bits, count) for count in (rows + already, already))
         return together - alone + rows * self._pair_ps
 
     def _decode_ps(self, experts: NDArray[np.int64], bits: NDArray[np.uint8]) -> int:

@@ -90,7 +90,7 @@ class Run(Generic[K]):
         each: Sequence[Balancer | DevicesBalancer] | None = None
         if balancer is not None:
             each = [balancer] * len(tiers.where) if devices is None else devices.balancers(balancer, counted_on)
-        prompts = PrefillSplit(costs, prices) if setup.splits_prefill else None
+        prompts = PrefillSplit(costs, prices, setup.prompt_bits) if setup.splits_prefill else None
         self.splitter = self.make_splitter(top_k, balancers=each, prompts=prompts, **layout)
         self.streamed: NDArray[np.bool_] = np.zeros(tiers.where.shape, np.bool_)
         """Experts that the prefill rows of the running step streamed [L, E]."""

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ndp_device.common.model_shape import WholeModel
-from ndp_device.common.widths import BYTE_BITS
+from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS
 from ndp_device.timing.spec import Hardware, load_hardware
 from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.prices import MeasuredPrices
@@ -112,6 +112,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Tiers among which a joint plan chooses (layer/joint_rule.py), with + between; empty: plans are fixed."""
     prices: MeasuredPrices | None = None
     """Measured prices that plans are made by; None: simulated prices."""
+
+    @property
+    def prompt_bits(self) -> int:
+        """Width at which the device computes prompts: without a loss."""
+        return self.stored_bits or FULL_PRECISION_BITS
 
     @cached_property
     def hardware(self) -> Hardware:

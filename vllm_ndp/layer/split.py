@@ -127,10 +127,10 @@ class Splitter:
         self.notes = False
         self._no_bits: NDArray[np.uint8] = np.zeros(tiers.where.shape, np.uint8)
         gpus = [] if tiers.gpus is None else list(tiers.gpus)
-        anywhere = prompts is not None and prompts.prices is not None
+        anywhere, prompt_bits = (False, 0) if prompts is None else (prompts.prices is not None, prompts.bits)
         widths = ([], []) if bytes_of_width is None else (list(tiers.hot_bits), bytes_of_width.tolist())
         self.native = _split.Splitter(
-            list(tiers.where), top_k, aliases, weighs_input, gathers_prompts, anywhere, gpus, *widths
+            list(tiers.where), top_k, aliases, weighs_input, gathers_prompts, anywhere, prompt_bits, gpus, *widths
         )
         none = [False] * len(tiers.where)
         self._rules = none if balancers is None else [self._rule(each) for each in balancers]

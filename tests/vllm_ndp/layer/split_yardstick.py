@@ -77,6 +77,8 @@ def split(
         where[asked & np.isin(ids, there)] = DEVICE
     applied = np.ones_like(layer.weights) if weighs_input else layer.weights
     widths = np.where(decode & (where == DEVICE), planned, 16).astype(np.uint8)
+    if prompts is not None:
+        widths[~decode & (where == DEVICE)] = prompts.bits
     gathered = (where >= 0) & ~decode & gathers_prompts
     sides = where == DEVICE, where == WARM, (where == STREAM) | gathered
     device, warm, stream = (_pairs(side, ids, widths, applied) for side in sides)

@@ -90,11 +90,14 @@ def test_decode_rows_in_the_message_leave_less_of_the_device_to_prompts() -> Non
     assert 0 < len(beside) < len(alone)
 
 
-def test_an_expert_that_decode_rows_ask_for_in_full_precision_costs_its_added_rows_only() -> None:
+@pytest.mark.parametrize("bits", [16, 4])
+def test_an_expert_that_decode_rows_ask_for_at_the_same_width_costs_its_added_rows_only(bits: int) -> None:
     """Two rows more of an expert read for two are free; two rows of another one are a read of their own."""
-    split = PrefillSplit(MIXTRAL)
-    added = split._full_ps(np.array([2, 2]), np.array([2, 0]))
+    split = PrefillSplit(MIXTRAL, bits=bits)
+    added = split._added_ps(np.array([2, 2]), np.array([2, 0]))
     assert added[0] == 2 * split._pair_ps < added[1]
+    others = PrefillSplit(MIXTRAL, bits=20 - bits)._added_ps(np.array([2]), np.array([0]))
+    assert (added[1] > others[0]) == (bits == 16)
 
 
 def test_what_one_message_holds_is_bounded() -> None:
@@ -128,15 +131,16 @@ def test_the_division_of_a_prompt_is_the_best_that_one_message_holds(data) -> No
     )
     hidden_size = ((64 << 20) // (most + 1) - PAIR_BYTES) // 4
     costs: Any = SimpleNamespace(shape=SimpleNamespace(hidden_size=hidden_size))
-    split, ids = PrefillSplit(costs, prices), np.arange(len(rows))
+    split, ids = PrefillSplit(costs, prices, data.draw(st.sampled_from([2, 16]))), np.arange(len(rows))
     assert split.most_pairs == most
     of_decode = np.array([e for e, _ in decode], np.int64), np.array([bits for _, bits in decode], np.uint8)
     there = split.of_counts(ids, rows, *of_decode)
 
     groups = {group: decode.count(group) for group in decode}
-    full = [groups.get((expert, 16), 0) for expert in ids.tolist()]
+    known = [groups.get((expert, split.bits), 0) for expert in ids.tolist()]
     added = [
-        expert_ps(16, int(n) + known) - expert_ps(16, known) + 2 * int(n) for n, known in zip(rows, full, strict=True)
+        expert_ps(split.bits, int(n) + there) - expert_ps(split.bits, there) + 2 * int(n)
+        for n, there in zip(rows, known, strict=True)
     ]
     order = sorted(ids.tolist(), key=lambda expert: -added[expert])
     message = opening + 2

@@ -120,7 +120,7 @@ def cases(draw: st.DrawFn) -> Case:
         random.permutation(ENTRIES)[:num_rows],
         costs,
         None if kind == "none" else balancers,
-        draw(st.sampled_from([PrefillSplit(costs), PrefillSplit(costs, prices), None])),
+        draw(st.sampled_from([PrefillSplit(costs), PrefillSplit(costs, prices, 4), None])),
         draw(st.booleans()),
         draw(st.booleans()),
         draw(st.booleans()),

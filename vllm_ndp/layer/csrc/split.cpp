@@ -29,7 +29,7 @@ namespace {
 constexpr int32_t kDevice = -1, kWarm = -2, kElsewhere = -3, kStream = -4;
 constexpr int64_t kAliasPairs = 32;    // with more, hot pairs are listed, not aliased: docs/log/kernels.md
 constexpr int64_t kWidths = 32;        // bits of a pair lie below
-constexpr uint8_t kFullPrecision = 16;  // of prompts
+constexpr uint8_t kFullPrecision = 16;
 constexpr uint8_t kNested = 4;           // widest replica whose first planes are the narrower ones
 // What pairs are counted as, as split.PAIR_KINDS: of decode rows, then of prompt rows.
 enum Kind { kHot, kSpilled, kByHost, kCold, kFallback, kPrompt, kPromptDevice, kPromptFallback, kKinds };
@@ -143,9 +143,9 @@ class Splitter {
     // where [L] of i32 [E]: a slot of this worker, or kDevice, kWarm, kElsewhere; read in every call, whoever writes it.
     // owners [L] of i64 [E]: the GPU that holds each hot expert whole, -1 where none does; empty: each has a part of all.
     // hot_bits [L] of u8 [E] and bytes_of_width [256]: of hot experts where each has a width of its own; empty: all have
-    // one. gathers_prompts and prompts_anywhere: see split.Splitter.
+    // one. gathers_prompts and prompts_anywhere: see split.Splitter. prompt_bits: at which the device computes them.
     Splitter(std::vector<In<int32_t, 1>> where, int64_t top_k, bool aliases, bool weighs_input, bool gathers_prompts,
-             bool prompts_anywhere, std::vector<In<int64_t, 1>> owners, std::vector<In<uint8_t, 1>> hot_bits,
+             bool prompts_anywhere, uint8_t prompt_bits, std::vector<In<int64_t, 1>> owners, std::vector<In<uint8_t, 1>> hot_bits,
              std::vector<int64_t> bytes_of_width)
         : where_(std::move(where)),
           gpu_of_(std::move(owners)),
@@ -155,7 +155,9 @@ class Splitter {
           aliases_(aliases),
           weighs_input_(weighs_input),
           gathers_prompts_(gathers_prompts),
-          prompts_anywhere_(prompts_anywhere) {
+          prompts_anywhere_(prompts_anywhere),
+          prompt_bits_(prompt_bits) {
+        want(prompt_bits < kWidths, "prompt_bits must lie in 0..31");
         want(!where_.empty() && top_k_ > 0, "a layer and an expert per row at least are needed");
         num_experts_ = where_[0].shape(0);
         check(where_);
@@ -507,7 +509,7 @@ class Splitter {
     }
 
     uint8_t width_of(int64_t row, int32_t expert, bool decode, float weight) const {
-        if (!decode) return kFullPrecision;
+        if (!decode) return prompt_bits_;
         const uint8_t bits = planned(row, expert, weight);
         return bits || moved_.empty() ? bits : prices_.offload_bits;
     }
@@ -617,6 +619,7 @@ class Splitter {
     std::vector<In<uint8_t, 1>> hot_bits_;
     std::vector<int64_t> bytes_of_width_;
     int64_t top_k_, num_experts_ = 0, capacity_ = 0;
+    uint8_t prompt_bits_;
     bool aliases_, weighs_input_, gathers_prompts_, prompts_anywhere_;  // weighs_input: the rows come weighed, so what they give is added as it is
     Prices prices_;
     HostPrices host_;
@@ -693,7 +696,7 @@ NB_MODULE(_split, m) {
         .def(nb::init<std::vector<In<int32_t, 1>>, int64_t, bool, bool, bool, bool, std::vector<In<int64_t, 1>>,
                       std::vector<In<uint8_t, 1>>, std::vector<int64_t>>(),
              nb::arg("where"), nb::arg("top_k"), nb::arg("aliases"), nb::arg("weighs_input"),
-             nb::arg("gathers_prompts"), nb::arg("prompts_anywhere"), nb::arg("owners"), nb::arg("hot_bits"), nb::arg("bytes_of_width"))
+             nb::arg("gathers_prompts"), nb::arg("prompts_anywhere"), nb::arg("prompt_bits"), nb::arg("owners"), nb::arg("hot_bits"), nb::arg("bytes_of_width"))
         .def("note_into", &Splitter::note_into, nb::arg("ids"), nb::arg("weights"))
         .def("price", &Splitter::price, nb::arg("offload_bits"), nb::arg("beside"), nb::arg("gpu_ps"),
              nb::arg("message_ps"), nb::arg("device_ps"), nb::arg("shared_ps"))
