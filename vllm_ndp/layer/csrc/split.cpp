@@ -619,8 +619,8 @@ class Splitter {
     std::vector<In<uint8_t, 1>> hot_bits_;
     std::vector<int64_t> bytes_of_width_;
     int64_t top_k_, num_experts_ = 0, capacity_ = 0;
-    uint8_t prompt_bits_;
     bool aliases_, weighs_input_, gathers_prompts_, prompts_anywhere_;  // weighs_input: the rows come weighed, so what they give is added as it is
+    uint8_t prompt_bits_;
     Prices prices_;
     HostPrices host_;
     std::optional<Out<int32_t, 1>> pairs_, slots_;  // [T * k]: where each pair runs; slots of the hot ones
@@ -693,10 +693,11 @@ NB_MODULE(_split, m) {
     m.def("add_rows", &add_rows, nb::arg("out"), nb::arg("num_rows"), nb::arg("sums"), nb::arg("rows"),
           nb::arg("bfloat16"));
     nb::class_<Splitter>(m, "Splitter")
-        .def(nb::init<std::vector<In<int32_t, 1>>, int64_t, bool, bool, bool, bool, std::vector<In<int64_t, 1>>,
-                      std::vector<In<uint8_t, 1>>, std::vector<int64_t>>(),
+        .def(nb::init<std::vector<In<int32_t, 1>>, int64_t, bool, bool, bool, bool, uint8_t,
+                      std::vector<In<int64_t, 1>>, std::vector<In<uint8_t, 1>>, std::vector<int64_t>>(),
              nb::arg("where"), nb::arg("top_k"), nb::arg("aliases"), nb::arg("weighs_input"),
-             nb::arg("gathers_prompts"), nb::arg("prompts_anywhere"), nb::arg("prompt_bits"), nb::arg("owners"), nb::arg("hot_bits"), nb::arg("bytes_of_width"))
+             nb::arg("gathers_prompts"), nb::arg("prompts_anywhere"), nb::arg("prompt_bits"), nb::arg("owners"),
+             nb::arg("hot_bits"), nb::arg("bytes_of_width"))
         .def("note_into", &Splitter::note_into, nb::arg("ids"), nb::arg("weights"))
         .def("price", &Splitter::price, nb::arg("offload_bits"), nb::arg("beside"), nb::arg("gpu_ps"),
              nb::arg("message_ps"), nb::arg("device_ps"), nb::arg("shared_ps"))
