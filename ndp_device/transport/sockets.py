@@ -152,7 +152,7 @@ MAX_UNHEARD_BYTES = 256 << 20
 """Most memory that this process may gain while a connection pours in bytes of which no message comes."""
 
 _LOOK_S, _CALM_LOOK_S = 0.005, 0.02
-_SEEN_POURING = 3  # looks at unread bytes since a message was heard, before a connection can be the cause
+_SEEN_READ = 3  # looks at bytes that are being read since a message was heard, to be taken for the cause
 _log = logging.getLogger(__name__)
 
 
@@ -168,36 +168,38 @@ class Bounds:
     def __init__(self, heard_ns: Mapping[int, int], end: Callable[[int], object]) -> None:
         """heard_ns: descriptor of each connection -> when a message of it was last heard. end: ends one."""
         self._heard_ns, self._end = heard_ns, end
-        self._pouring: dict[
-            int, tuple[int, int, int]
-        ] = {}  # descriptor -> last heard, bytes unread, looks that saw some
+        self._pouring: dict[int, tuple[int, int, int]] = {}
+        """Descriptor -> last heard, bytes unread, looks at others since there were fewer: libzmq reads."""
         self._calm_bytes = _private_bytes()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ndp-bounds", daemon=True)
         self._thread.start()
 
     def look(self) -> None:
-        """End the connection that was seen most, if the memory gained since none was seen is too much."""
+        """End the connection that was read most, if the memory gained since nothing was unread is too much.
+
+        What only grows is not read, since libzmq's queue of whole messages is full: no memory goes to it. So are a
+        host's doorbells, while the device prepares the experts of a plan.
+        """
         before, self._pouring = self._pouring, {}
         for fd, heard_ns in list(self._heard_ns.items()):
             unread = num_unread(fd)
             heard_before_ns, unread_before, times = before.get(fd, (heard_ns, 0, 0))
             if heard_ns != heard_before_ns:
                 continue
-            # as many as before: libzmq may have stopped reading, its queue of whole messages is full
-            times += unread not in (0, unread_before)
-            if times:
+            times += unread < unread_before or (times > 0 and unread > unread_before)
+            if unread or times:
                 self._pouring[fd] = heard_ns, unread, times
         now_bytes = _private_bytes()
         self._calm_bytes = min(self._calm_bytes, now_bytes) if self._pouring else now_bytes
         if now_bytes - self._calm_bytes <= MAX_UNHEARD_BYTES or not self._pouring:
             return
         fd, (_, _, times) = max(self._pouring.items(), key=lambda seen: seen[1][2])
-        if times >= _SEEN_POURING:
+        if times >= _SEEN_READ:
             _log.warning("a host was sent away: its message has no end")
             self._end(fd)
             del self._pouring[fd]
-        give_memory_back()  # of those that were ended before
+            give_memory_back()  # of those that were ended before
 
     def close(self) -> None:
         self._closing.set()

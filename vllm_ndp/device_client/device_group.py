@@ -98,10 +98,10 @@ class DeviceGroup:
             with contextlib.suppress(DeviceUnavailable, DeviceError):  # it installs the plan when it is back
                 client.begin_install_plan(epoch, np.where(self._holds(device), replicas, 0).astype(np.uint8))
 
-    def finish_install_plan(self) -> list[tuple[int, int, int]]:
+    def finish_install_plan(self, patience_s: float | None = None) -> list[tuple[int, int, int]]:
         for client in self.clients:
             with contextlib.suppress(DeviceUnavailable, DeviceError):
-                client.finish_install_plan()
+                client.finish_install_plan(patience_s)
         return self.missing
 
     def activate_plan(self, epoch: int) -> bool:

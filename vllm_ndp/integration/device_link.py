@@ -220,13 +220,14 @@ class DeviceLink:
         with contextlib.suppress(DeviceUnavailable, DeviceError):  # the client installs it when the device is back
             self.client.begin_install_plan(epoch, self._of_model(widths))
 
-    def wait_installed(self) -> None:
-        """Before the first message under a plan: wait until the device has prepared what the plan names."""
+    def wait_installed(self, patience_s: float | None = None) -> None:
+        """Before the first message under a plan: wait until the device has prepared what the plan names. patience_s:
+        as DeviceClient.finish_install_plan takes it."""
         if self._installing is None:
             return
         epoch, self._installing = self._installing, None
         with contextlib.suppress(DeviceUnavailable, DeviceError):
-            self.client.finish_install_plan()
+            self.client.finish_install_plan(patience_s)
         self.client.activate_plan(epoch)
         if self.client.missing:
             layer, expert, bits = self.client.missing[0]

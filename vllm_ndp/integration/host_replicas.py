@@ -247,17 +247,16 @@ class ReplicaFill:
         """Weighted sum over the pairs of each row of x [T, H], f32 [T, H]: one expert after the other, by their ids.
         What is in no slot is made for this call."""
         assert isinstance(slots, QuantizedSlots)
-        total = torch.zeros(x.shape, dtype=torch.float32)
+        total = np.zeros(x.shape, np.float32)
         for expert in np.unique(pairs.experts).tolist():
             of_it = pairs.experts == expert
-            rows = torch.from_numpy(pairs.rows[of_it])
-            some, each = x[rows].float().numpy(), np.arange(len(rows), dtype=np.int32)
+            rows = pairs.rows[of_it]  # distinct
+            some, each = x[torch.from_numpy(rows)].float().numpy(), np.arange(len(rows), dtype=np.int32)
             weights = pairs.topk_weights[of_it].astype(np.float32, copy=False)
             if (prepared := slots.prepared_of(expert)) is None:
                 prepared = self.prepared(layer, expert)
-            sums = self.kernel.execute(some, [prepared], each, np.zeros_like(each), weights)
-            total.index_add_(0, rows, torch.from_numpy(sums))
-        return total
+            total[rows] += self.kernel.execute(some, [prepared], each, np.zeros_like(each), weights)
+        return torch.from_numpy(total)
 
     def prepared(self, layer: int, expert: int, bits: int = 0) -> Any:
         """For the kernel. bits: 0 = those that every slot has."""

@@ -6,6 +6,7 @@ one epoch from its first layer to its last.
 
 from __future__ import annotations
 
+import math
 import zlib
 
 import numpy as np
@@ -34,11 +35,14 @@ class PlanRunner:
 
     def start(self) -> None:
         """Fill the slots with the first placement; whatever cannot be read is said at start-up."""
-        hot = self.run.planner.placement.hot
+        hot, link, setup = self.run.planner.placement.hot, self._device.link, self._device.setup
+        has_prompts = link is not None and setup.splits_prefill
+        if link is not None and has_prompts:
+            link.begin_install(self.run.planner.epoch, np.zeros(hot.shape, np.uint8), hot)  # prompts come before a plan
         self._hot.place(self.run.planner.placement)
         self._hot.wait_for_all()
-        if (link := self._device.link) is not None and self._device.setup.splits_prefill:
-            link.begin_install(self.run.planner.epoch, np.zeros(hot.shape, np.uint8), hot)  # prompts come before a plan
+        if link is not None and has_prompts and setup.stored_bits:  # the device makes them all, which takes seconds
+            link.wait_installed(math.inf)
 
     def replan(self) -> dict[str, TrackedRequest]:
         """Make new plans if a prefill has ended whose request is still there. Returns the requests that got one.

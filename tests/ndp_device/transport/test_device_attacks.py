@@ -110,6 +110,27 @@ def test_a_message_without_an_end_costs_its_connection(device: Device, frame: by
         assert most < before + 2 * sockets.MAX_UNHEARD_BYTES
 
 
+@pytest.mark.parametrize(
+    ("unread", "ends"),
+    [([2, 4, 6, 8, 10, 12, 14], False), ([9, 9, 9, 9, 9, 9, 9], False), ([9, 4, 0, 7, 2, 8, 3], True)],
+    ids=["doorbells", "held back", "poured"],
+)
+def test_a_host_whose_bytes_are_not_read_is_kept_while_the_device_takes_memory_for_its_plan(
+    monkeypatch: pytest.MonkeyPatch, unread: list[int], *, ends: bool
+) -> None:
+    """A device that prepared 700 MB of experts for a plan sent the host that waited for it away."""
+    ended: list[int] = []
+    bounds = sockets.Bounds({7: 1}, ended.append)
+    bounds.close()  # looks by itself no longer
+    memory = iter(range(0, 1 << 40, 100 << 20))
+    monkeypatch.setattr(sockets, "_private_bytes", lambda: next(memory))
+    bounds.look()
+    for each in unread:
+        monkeypatch.setattr(sockets, "num_unread", lambda fd, each=each: each)
+        bounds.look()
+    assert ended[:1] == ([7] if ends else [])
+
+
 def test_memory_of_hosts_that_have_gone_is_the_systems_again(device: Device) -> None:
     """glibc keeps freed memory for itself. Held by whole pages: what unread parts of messages took."""
     assert_serves(device)
