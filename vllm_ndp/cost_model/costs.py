@@ -99,7 +99,11 @@ class Costs:
 
     @cached_property
     def gpu(self) -> GpuModel:
-        return GpuModel(self.hardware, self.shape, self.num_gpus, slot_bytes=self.slot_bytes)
+        bits, num_bytes = self.stored or (0, 0)
+        streamed_bytes = num_bytes if bits == self.slot_bits else 0  # prompts are computed as slots are
+        return GpuModel(
+            self.hardware, self.shape, self.num_gpus, slot_bytes=self.slot_bytes, streamed_bytes=streamed_bytes
+        )
 
     @property
     def slot_bytes(self) -> int:

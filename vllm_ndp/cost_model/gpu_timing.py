@@ -127,6 +127,8 @@ class GpuModel:
     slot_bytes: int = 0
     """Bytes of a hot expert in GPU memory; 0: full precision. Widening narrow experts on the way to the arrays costs
     nothing, as everywhere in the lab."""
+    streamed_bytes: int = 0
+    """Bytes of an expert that comes for a prompt; 0: full precision."""
     whole_experts: bool = False
     """Each GPU holds some of the hot experts whole, and not a part of each."""
     decode: str = "decode"
@@ -286,7 +288,7 @@ class GpuModel:
         """Experts that come over PCIe to be computed at once on the GPU: copy and compute overlap."""
         if num_cold_experts == 0:
             return 0
-        num_bytes = num_cold_experts * self.shape.expert_bytes
+        num_bytes = num_cold_experts * (self.streamed_bytes or self.shape.expert_bytes)
         compute = self.roofline_ps(num_bytes, 2 * self.shape.weights_per_expert * pairs)
         return max(bulk_ps(self.hardware.link, num_bytes), compute)
 

@@ -106,6 +106,9 @@ def test_slots_of_few_bits_are_what_is_resident_and_copies_bring_full_precision(
     stored = replace(costs, stored=(4, 77))
     assert (stored.slot_bytes, stored.replica_bytes(4), stored.stored_replica_bytes()) == (77, 77, 77)
     assert stored.replica_bytes(3) == costs.replica_bytes(3)
+    of_link = COSTS.streamed_ps(7, 9) / COSTS.shape.expert_bytes
+    assert replace(costs, stored=(4, size)).streamed_ps(7, 9) == pytest.approx(of_link * size, rel=0.1)
+    assert replace(costs, stored=(4, size), slot_bits=16).streamed_ps(7, 9) == COSTS.streamed_ps(7, 9)
     assert costs.copy_ps == pytest.approx(352_321_536 / 0.0256)
     assert costs.copy_opening_ps == 6_500_000
     assert costs.fetch_ps() == pytest.approx(6_500_000 + costs.copy_ps, abs=1)
