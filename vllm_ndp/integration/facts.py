@@ -319,8 +319,9 @@ def _make_setup(worker: WorkerFacts, served: Served, planned: PlannedReplicas | 
         sizes, group_size = (worker.pool.model.hidden_size, worker.pool.model.intermediate_size), planned.group_size
         widths = {bits: expert_bytes(*sizes, bits, group_size) for bits in planned.widths} | widths
     stored_bits = (worker.pool.code_bits or 0) if worker.serves_its_codes else 0
+    stored_bytes = worker.pool.stored_expert_bytes if stored_bits else 0
     if stored_bits:
-        widths = {stored_bits: worker.pool.stored_expert_bytes} | widths
+        widths = {stored_bits: stored_bytes} | widths
     prompt_bits = stored_bits or FULL_PRECISION_BITS
     setup = Setup(
         preset=settings.preset,
@@ -343,6 +344,7 @@ def _make_setup(worker: WorkerFacts, served: Served, planned: PlannedReplicas | 
         splits_experts=settings.splits_experts,
         slot_bits=settings.slot_bits,
         stored_bits=stored_bits,
+        stored_bytes=stored_bytes,
         joint_tiers=settings.joint_tiers,
     )
     if setup.num_devices == 1:

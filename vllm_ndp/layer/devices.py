@@ -185,7 +185,8 @@ class Devices:
 
 def of_part(costs: Costs, num_parts: int) -> Costs:
     """The costs of experts that have 1/num_parts of their intermediate units: what a device takes for its part."""
-    return replace(costs, shape=replace(costs.shape, intermediate_size=costs.shape.intermediate_size // num_parts))
+    shape = replace(costs.shape, intermediate_size=costs.shape.intermediate_size // num_parts)
+    return replace(costs, shape=shape, stored=costs.stored and (costs.stored[0], ceil_div(costs.stored[1], num_parts)))
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     stored_bits: int = 0
     """Width at which experts run by the checkpoint's own codes, without a loss; 0: those below full precision are
     replicas."""
+    stored_bytes: int = 0
+    """Of a whole expert by them, also where each of several devices has a part of it."""
     joint_tiers: str = ""
     """Tiers among which a joint plan chooses (layer/joint_rule.py), with + between; empty: plans are fixed."""
     prices: MeasuredPrices | None = None
@@ -135,7 +137,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             group_size=self.group_size,
             num_gpus=self.num_gpus,
             slot_bits=self.slot_bits,
-            stored=(self.stored_bits, self.expert_bytes[self.stored_bits]) if self.stored_bits else None,
+            stored=(self.stored_bits, self.stored_bytes) if self.stored_bits else None,
             has_bytes=BYTE_BITS in self.expert_bytes,
         )
 

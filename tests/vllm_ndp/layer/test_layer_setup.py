@@ -8,6 +8,7 @@ import pytest
 
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.cost_model.costs import model_named
+from vllm_ndp.layer.devices import of_part
 from vllm_ndp.layer.setup import Planning, Setup
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
@@ -35,10 +36,12 @@ def test_plans_are_made_by_the_rules_that_were_recorded(tmp_path: Path) -> None:
 
 
 def test_prices_are_of_the_hardware_the_groups_and_the_slots_that_were_recorded() -> None:
-    own = {"expert_bytes": {4: 123, 8: 1}, "num_gpus": 2, "slot_bits": 4, "stored_bits": 4}
+    parts = {"num_devices": 3, "splits_experts": True}  # each reads 41 bytes
+    own = {"expert_bytes": {4: 41, 8: 1}, "num_gpus": 2, "slot_bits": 4, "stored_bits": 4, "stored_bytes": 123} | parts
     costs, usual = (Setup(**SETUP | more).costs_of(MIXTRAL) for more in (own, {}))
     assert (costs.shape, costs.hardware.dram.kind, costs.group_size) == (MIXTRAL, "ideal", 32)
     assert (costs.num_gpus, costs.slot_bits, costs.slot_bytes, costs.has_bytes) == (2, 4, 123, True)
+    assert of_part(costs, 3).replica_bytes(4) == 41
     assert (usual.num_gpus, usual.slot_bits, usual.stored, usual.has_bytes) == (1, 16, None, False)
 
 
