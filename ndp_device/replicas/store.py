@@ -129,11 +129,18 @@ class ExpertStore:
         key = (layer, expert, bits)
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = self._kernel.prepare(self.expert(layer, expert, bits))
-            self._check_source(layer, bits)
-            self._keep(key, prepared)
+            prepared = self._prepare(key, self.expert(*key))
         self._now += 1
         self._used[bits][layer, expert] = self._now
+        return prepared
+
+    def _prepare(self, key: tuple[int, int, int], expert: Expert) -> Any:
+        """Its size is noted, too: to read a checkpoint's codes again takes longer than to prepare them."""
+        layer, _, bits = key
+        self._bytes[key] = expert.nbytes
+        prepared = self._kernel.prepare(expert)
+        self._check_source(layer, bits)
+        self._keep(key, prepared)
         return prepared
 
     def get_all(self, layer: int, experts: Sequence[int], bits: Sequence[int]) -> tuple[list[Any], list[int]]:
@@ -180,10 +187,14 @@ class ExpertStore:
             if self._used[bits][layer, expert]:
                 self._ahead += 1
                 continue
+            key = (layer, expert, bits)
             try:
-                if self.held_bytes + self.expert_bytes(layer, expert, bits) > self.resident_bytes:
+                found = None if key in self._bytes else self.expert(*key)
+                size = self._bytes[key] if found is None else found.nbytes
+                if self.held_bytes + size > self.resident_bytes:
+                    self._bytes[key] = size
                     return False
-                self.get(layer, expert, bits)
+                self._prepare(key, self.expert(*key) if found is None else found)
                 self._used[bits][layer, expert] = _AHEAD
             except Exception as error:
                 _log.warning("expert %d of layer %d cannot be prepared at %d bits: %s", expert, layer, bits, error)
