@@ -126,7 +126,7 @@ def _size_kv_cache(vllm_config: VllmConfig, settings: NdpSettings) -> None:
     num_hot = settings.resolve_hot_experts(sizing.model.num_experts)
     is_full = settings.slot_bits == FULL_PRECISION_BITS
     widest = _WIDEST if sizing.stored_form is None else sizing.stored_form.bits
-    option = sizing.option(num_hot, widest) if is_full else sizing.in_slots(settings.slot_bits)
+    option = sizing.option(num_hot, widest) if is_full else sizing.in_slots(settings.slot_bits, num_hot)
     workers = vllm_config.parallel_config.world_size_across_dp
     size = kv_cache_bytes(sizing, option, max(vllm_config.scheduler_config.max_num_seqs // workers, 1))
     drafts = 1 if vllm_config.speculative_config is None else 2

@@ -297,12 +297,15 @@ class Sizing:
             on_device = 0
         return self._option(num_hot, widest, FULL_PRECISION_BITS, hot, on_device, keeps_codes=codes is not None)
 
-    def in_slots(self, bits: int) -> Option | None:
-        """The parts of every expert at this width in slots, beside a device without work."""
+    def in_slots(self, bits: int, num_hot: int | None = None) -> Option | None:
+        """The parts of every expert at this width in slots, beside a device without work. num_hot: in slots, beside a
+        device that has all of them."""
         num_experts, form = self.model.num_experts, self.stored_form
+        num_hot = num_experts if num_hot is None else num_hot
         codes = None if form is None or form.bits != bits else self.codes(form)
-        slots = {"experts in slots": self.replicas(bits, (bits,)) if codes is None else codes}
-        return self._option(num_experts, bits, bits, slots, 0, keeps_codes=codes is not None)
+        every, there = (self.replicas(bits, (bits,)), self.replicas(WIDTHS[-1])) if codes is None else (codes, codes)
+        slots, on_device = {"experts in slots": every * num_hot // num_experts}, there if num_hot < num_experts else 0
+        return self._option(num_hot, bits, bits, slots, on_device, keeps_codes=codes is not None)
 
     def _option(
         self,

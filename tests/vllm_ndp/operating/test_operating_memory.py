@@ -221,6 +221,20 @@ def test_experts_in_slots_count_as_the_kernel_holds_what_is_stored(form: StoredF
     assert option.host["experts in slots"] == pytest.approx(experts * held / (3 * hidden * inner), rel=1e-3)
 
 
+@pytest.mark.parametrize("form", [FLOAT8, None])
+def test_beside_some_experts_in_slots_the_device_holds_all_of_them(form: StoredForm | None) -> None:
+    """Half hot, slots and device were counted as one copy: the KV cache took the room of the other half."""
+    sizing, bits = Sizing(MODEL, 256 * GB, stored_form=form), 4 if form is None else form.bits
+    half, every = sizing.in_slots(bits, MODEL.num_experts // 2), sizing.in_slots(bits)
+    beside = sizing.option(0, bits)
+    assert half is not None
+    assert every is not None
+    assert beside is not None
+    assert half.host["experts in slots"] == every.host["experts in slots"] // 2
+    assert (half.host["device"], half.num_hot) == (beside.host["device"], MODEL.num_experts // 2)
+    assert every.host["device"] < half.host["device"]
+
+
 def test_a_small_machine_gets_narrower_replicas_and_a_smaller_one_a_sentence() -> None:
     assert [size_of(gb * GB).option.widest for gb in (64, 26, 20)] == [4, 3, 2]
     with pytest.raises(ConfigError, match=r"does not fit: .* of host memory"):
