@@ -34,6 +34,30 @@ def test_what_is_recorded_says_what_is_in_force():
 
 
 @pytest.mark.parametrize(
+    ("changed", "in_slots", "alone"),
+    [
+        ({}, False, True),
+        ({"avg_bits": 3.5}, False, False),
+        ({"max_loss": 0.1}, False, False),
+        ({"offload_bits": 4}, False, True),
+        ({"offload_bits": 2}, False, False),
+        ({"cold_precision": "full"}, False, False),
+        ({"slot_bits": 8}, False, True),  # a GPU's slots are quantized on arrival
+        ({"slot_bits": 8}, True, False),
+        ({"slot_bits": 4}, True, True),
+        ({"slot_bits": 4, "avg_bits": 2.0}, True, False),
+        ({"slot_bits": 4, "avg_bits": 2.0, "hot_experts": 8}, True, True),  # nothing is cold
+        ({"hot_experts": 8}, True, False),
+    ],
+)
+def test_experts_run_at_one_width_where_no_setting_names_another(
+    changed: dict[str, object], in_slots: bool, alone: bool
+):
+    settings = NdpSettings(**{"avg_bits": 4.0, "hot_experts": 2} | changed)
+    assert settings.runs_only_at(4, 8, in_slots=in_slots) is alone
+
+
+@pytest.mark.parametrize(
     ("wrong", "near"),
     [
         ("hot_expert", "hot_experts"),

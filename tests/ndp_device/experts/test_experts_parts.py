@@ -15,7 +15,18 @@ from ndp_device.calibration.data_free import round_to_bytes
 from ndp_device.common.activation import GPT_OSS
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.widths import PLAN_BITS
-from ndp_device.experts.expert import WHOLE, Biases, Expert, FullExpert, Part, QuantizedExpert, pack, to_float32
+from ndp_device.experts.expert import (
+    WHOLE,
+    Biases,
+    ByteExpert,
+    ByteMatrix,
+    Expert,
+    FullExpert,
+    Part,
+    QuantizedExpert,
+    pack,
+    to_float32,
+)
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.store import ExpertStore
 
@@ -75,6 +86,34 @@ def test_a_border_within_a_scale_or_a_byte_is_refused(units: int, group: int, co
         ConfigError, match=f"experts of {units} units with {group} to a scale cannot be cut into {count}"
     ):
         Part(0, count).check(units, group)
+
+
+def byte_expert(rows: int, columns: int) -> ByteExpert:
+    """256 units of 64 inputs; rows of w1 and w3, and columns of w2, under one scale."""
+
+    def matrix(shape: tuple[int, int], block: tuple[int, int]) -> ByteMatrix:
+        scales = np.ones((-(-shape[0] // block[0]), -(-shape[1] // block[1])), np.float32)
+        return ByteMatrix("int8", np.ones(shape, np.uint8), scales, block)
+
+    into = matrix((256, 64), (rows, 64))
+    return ByteExpert(into, into, matrix((64, 256), (64, columns)))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(128, 64), (64, 128)])
+def test_a_border_within_a_block_is_refused_by_the_parts_on_both_its_sides(rows: int, columns: int) -> None:
+    expert = byte_expert(rows, columns)
+    assert Part(1, 2).of(expert).w2.shape == (64, 128)
+    for index in (1, 3) if rows == 128 else range(4):
+        with pytest.raises(ConfigError, match="cannot be cut into parts within a block"):
+            Part(index, 4).of(expert)
+
+
+def test_an_expert_with_an_order_of_columns_of_its_own_is_refused() -> None:
+    expert = STORE.expert(0, 0, 4)
+    assert isinstance(expert, QuantizedExpert)
+    order = np.arange(expert.w2.shape[1], dtype=np.int32)[::-1].copy()
+    with pytest.raises(ConfigError, match="an order of columns of its own cannot be cut"):
+        Part(0, 2).of(replace(expert, w2=replace(expert.w2, perm=order)))
 
 
 @pytest.mark.parametrize(("index", "count"), [(2, 2), (0, 0), (-1, 2)])

@@ -1,5 +1,7 @@
 """A device computes a quantized checkpoint's experts from its own codes: without replicas, and without another loss."""
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +73,11 @@ def test_the_parts_of_an_expert_by_its_codes_add_up_to_it(models: Path, name: st
     np.testing.assert_allclose(added, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
 
 
-def test_a_part_whose_border_lies_within_a_scale_is_refused(models: Path) -> None:
-    store = stored(models, "gpt_oss-mxfp4")
+@pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "mixtral-nvfp4"])
+def test_a_part_whose_border_lies_within_what_the_kernel_reads_under_one_scale_is_refused(
+    models: Path, name: str
+) -> None:
+    store = stored(models, name)
     count = store.shape.intermediate_size // 16
     with pytest.raises(ConfigError, match="with 32 to a scale cannot be cut"):
         store.of_part(Part(0, count))
@@ -110,10 +115,39 @@ def test_codes_are_read_once(models: Path, monkeypatch: pytest.MonkeyPatch, ahea
     assert read == once
 
 
+@pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "mixtral-fp8"])
+def test_a_part_says_to_hold_its_share_alone_whoever_asked_the_whole_before(models: Path, name: str) -> None:
+    whole = stored(models, name)
+    size = whole.resident_bytes
+    for index in range(3):
+        assert whole.of_part(Part(index, 3)).resident_bytes == pytest.approx(size / 3, rel=0.1)
+
+
+def test_each_layers_codes_are_given_back_to_the_pool_once_they_are_copied(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, given_back = stored(models, "mixtral-fp8"), []
+    monkeypatch.setattr(CheckpointExperts, "release", lambda _: given_back.append(int(store.prepared(8).sum())))
+    while store.prepare_ahead():
+        pass
+    assert len(given_back) == store.shape.num_layers
+
+
+def test_a_checkpoint_that_changed_is_not_computed_from(models: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(quantized.make("mixtral-awq", models), tmp_path / "m")
+    store = ExpertStore(model, None, kernel=KERNEL)
+    for file in model.glob("*.safetensors"):
+        os.utime(file, ns=(1, 1))
+    with pytest.raises(ReplicaError, match="changed"):
+        store.get(0, 0, 4)
+
+
 def test_replicas_take_the_place_of_codes_which_may_be_declined(models: Path, tmp_path: Path) -> None:
     model = quantized.make("mixtral-awq", models)
     build_data_free(model, tmp_path / "r", bits=(2,), show_progress=False)
-    assert stored(models, "mixtral-awq", replicas=tmp_path / "r").widths == {2, 16}
+    fitted = stored(models, "mixtral-awq", replicas=tmp_path / "r")
+    assert (fitted.widths, fitted.replica_source) == ({2, 16}, "data-free")
+    assert fitted.expert(0, 0, 2).bits == 2
     declined = stored(models, "mixtral-awq", codes=False)
     assert (declined.widths, declined.replica_source, declined.resident_bytes) == ({16}, "none", 0)
     with pytest.raises(ReplicaError, match=r"cannot be had at 4 bits"):

@@ -16,7 +16,7 @@ from until import until
 from ndp_device.calibration.build import build_data_free
 from ndp_device.checkpoint.files import tensor_header
 from ndp_device.checkpoint.opening import open_checkpoint
-from ndp_device.checkpoint.values import StoredForm
+from ndp_device.checkpoint.values import NVFP4, StoredForm
 from ndp_device.common import kept
 from ndp_device.common.errors import ConfigError, DeviceUnavailable
 from ndp_device.common.widths import FULL_PRECISION_BITS
@@ -131,6 +131,33 @@ def test_a_device_with_replicas_or_full_precision_alone_is_refused_where_the_hos
         sentence = refusal(device, wanted)
         assert f"serves {serves}" in sentence
         assert "the checkpoint's own codes of 4 bits: start it with the checkpoint and without --replicas" in sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codes", [True, False])
+def test_a_device_serves_a_checkpoints_codes_unless_it_is_told_not_to(tmp_path: Path, codes: bool) -> None:
+    pytest.importorskip("torch")
+    from make_quantized_models import make
+
+    model = make("mixtral-awq", tmp_path)
+    device = DeviceProcess.spawn(model, None, codes=codes)
+    wanted = Requirements(open_checkpoint(model).shape, HARDWARE, quantized=True, stored=StoredForm("int4", 32))
+    try:
+        if not codes:
+            assert "serves full precision alone, the host plans with the checkpoint's own" in refusal(device, wanted)
+        client = client_of(device, wanted if codes else dataclasses.replace(wanted, quantized=False))
+        served = wanted.check("here", client.connect(30)) if codes else client.connect(30).served
+        assert served.expert_bytes.keys() == ({4, FULL_PRECISION_BITS} if codes else {FULL_PRECISION_BITS})
+        client.close()
+    finally:
+        device.terminate()
+
+
+def test_parts_are_cut_at_the_borders_of_the_checkpoints_own_scales() -> None:
+    wanted = requirements(None, stored=NVFP4)
+    wanted.check_part(Part(0, 8))  # 256 units, 32 of them under what the kernel reads as one
+    with pytest.raises(ConfigError, match="experts of 256 units with 32 to a scale cannot be cut into 16"):
+        wanted.check_part(Part(0, 16))
 
 
 def test_a_device_without_checkpoint_is_refused_where_cold_experts_are_full(spawn: Spawn) -> None:
