@@ -86,6 +86,7 @@ def test_whoever_says_what_is_held_chooses_all_of_it(given: dict[str, Any], capf
     ("given", "chosen"),
     [
         ({"hot_experts": 4}, {"avg_bits": 4, "slot_bits": 4}),
+        ({"hot_experts": 4, "replicas": None}, {"avg_bits": 4, "slot_bits": 4}),
         ({"hot_experts": 0}, {"avg_bits": 4}),
         ({"hot_experts": 4, "slot_bits": 16}, {"avg_bits": 4}),
         (

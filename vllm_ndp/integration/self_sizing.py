@@ -60,8 +60,12 @@ def choose(vllm_config: VllmConfig, settings: NdpSettings) -> NdpSettings:
 def _own_width(vllm_config: VllmConfig, settings: NdpSettings) -> dict[str, Any]:
     """Settings by which experts run at the checkpoint's own codes; empty where it has none, or a user wants others."""
     raw = _given(vllm_config)
-    wants_others = settings.is_joint or {"avg_bits", "replicas"} & raw.keys() or "bit_rule" in settings.policy_options
-    if wants_others or (form := CheckpointExperts(model_dir(vllm_config)).stored_form) is None:
+    wants_others = settings.is_joint or "avg_bits" in raw or "bit_rule" in settings.policy_options
+    if (
+        wants_others
+        or settings.replicas is not None
+        or (form := CheckpointExperts(model_dir(vllm_config)).stored_form) is None
+    ):
         return {}
     chosen: dict[str, Any] = {"avg_bits": form.bits}
     num_experts = vllm_config.model_config.get_num_experts()
