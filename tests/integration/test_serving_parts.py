@@ -166,6 +166,7 @@ def test_the_report_of_a_pipeline_is_the_sum_of_its_stages_each_by_its_layers():
         ({"hot_experts": 4}, None, "unknown: the replicas do not say"),
         ({"hot_experts": 4, "avg_bits": {"max_loss": 0.01}}, 0.010001, "0.01 nats a token"),
         ({"hot_experts": 4}, 0.01, "0.01 nats a token .* less by single pairs"),
+        ({"hot_experts": 4, "avg_bits": 4}, 0.0, "0 nats a token$"),
         ({"hot_experts": 4, "debug": {"bits_for": "batch"}}, 0.01, "0.01 nats a token[^;]*$"),
         ({"hot_experts": 4, "avg_bits": {"max_loss": 0.001}}, 0.01, "0.01 nats a token .* above the max_loss of 0.001"),
     ],

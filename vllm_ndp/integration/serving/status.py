@@ -106,6 +106,8 @@ def _predicted_loss(settings: NdpSettings, num_experts: int, nats: float | None)
     """Empty where nothing is quantized."""
     if not settings.needs_replicas(num_experts):
         return ""
+    if nats == 0:  # the checkpoint's own codes
+        return "0 nats a token"
     if settings.is_joint:
         return "known for each plan, which is made from a prompt: `predicted_nats` of its report"
     if settings.losses != "relative":
