@@ -291,7 +291,7 @@ class NdpSettings:
     def only_width(self, num_experts: int) -> int | None:
         """The one width that experts run at, where all are in slots and none runs elsewhere; else None."""
         has_all = self.slot_bits != FULL_PRECISION_BITS and self.resolve_hot_experts(num_experts) == num_experts
-        return self.slot_bits if has_all and not self.is_joint else None
+        return self.slot_bits if has_all else None  # never by a joint plan: its slots have no width of their own
 
     def runs_only_at(self, bits: int, num_experts: int, *, in_slots: bool) -> bool:
         """Whether experts run at this width, and below full precision at no other. in_slots: quantized GPU slots hold

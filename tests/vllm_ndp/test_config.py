@@ -48,6 +48,7 @@ def test_what_is_recorded_says_what_is_in_force():
         ({"slot_bits": 4, "avg_bits": 2.0}, True, False),
         ({"slot_bits": 4, "avg_bits": 2.0, "hot_experts": 8}, True, True),  # nothing is cold
         ({"hot_experts": 8}, True, False),
+        ({"plan": "joint"}, False, False),
     ],
 )
 def test_experts_run_at_one_width_where_no_setting_names_another(
@@ -55,6 +56,14 @@ def test_experts_run_at_one_width_where_no_setting_names_another(
 ):
     settings = NdpSettings(**{"avg_bits": 4.0, "hot_experts": 2} | changed)
     assert settings.runs_only_at(4, 8, in_slots=in_slots) is alone
+
+
+@pytest.mark.parametrize(
+    ("changed", "width"),
+    [({}, 4), ({"slot_bits": 8}, 8), ({"hot_experts": 7}, None), ({"slot_bits": 16}, None)],
+)
+def test_a_server_has_one_width_where_slots_of_it_hold_every_expert(changed: dict[str, object], width: int | None):
+    assert NdpSettings(**{"slot_bits": 4, "hot_experts": 8} | changed).only_width(8) == width
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,9 @@ def test_a_runs_losses_are_of_the_replicas_given_else_used_else_of_the_cache(
     monkeypatch.setattr(recorded, "losses", lambda trace, replicas, kind: (replicas.name, kind))
     monkeypatch.setattr(kept, "default_cache_dir", lambda name: tmp_path / name)
 
-    def of(given: Path | None = None, expert_bytes: dict[int, int] | None = None, **settings: Any) -> Any:
+    def of(
+        given: Path | None = None, expert_bytes: dict[int, int] | None = None, stored_bits: int = 0, **settings: Any
+    ) -> Any:
         live = Setup(
             preset="h100-ndp512",
             overrides={},
@@ -212,6 +214,7 @@ def test_a_runs_losses_are_of_the_replicas_given_else_used_else_of_the_cache(
             expert_bytes=expert_bytes or {3: 1, 16: 1},
             group_size=32,
             activation_bytes=2,
+            stored_bits=stored_bits,
         )
         own = {"policy_options": {"losses": "absolute"}, "slot_bits": 4} | settings
         provenance = msgspec.structs.replace(trace.provenance, live=live, model_digest="d", settings=own)
@@ -227,3 +230,6 @@ def test_a_runs_losses_are_of_the_replicas_given_else_used_else_of_the_cache(
     for without in ({"cold_precision": "full"}, {"expert_bytes": {16: 1}}):
         assert np.array_equal(of(**without).mse, LossTable.nominal(4, 8).mse)
     assert np.array_equal(recorded.losses_of_run(trace, None).mse, LossTable.nominal(4, 8).mse)
+    as_stored: dict[str, Any] = {"expert_bytes": {8: 1, 16: 1}, "stored_bits": 8}
+    assert (of(**as_stored).widths, of(**as_stored).nats) == ((4, 8), 0.0)
+    assert of(Path("given"), **as_stored) == ("given", "absolute")

@@ -101,6 +101,17 @@ def test_measured_prices_decide_who_leaves_for_the_device_of_hot_experts_and_of_
         assert len(split_of(run, 6, 7, prompt=True).device.experts) == sent
 
 
+@pytest.mark.parametrize(("stored_bits", "bits"), [(0, 16), (4, 4)])
+def test_the_device_computes_prompts_without_a_loss(stored_bits: int, bits: int) -> None:
+    stored = {"stored_bits": stored_bits, "stored_bytes": 10**6} if stored_bits else {}
+    run = run_of(splits_prefill=True, prices=prices(1), **stored)
+    found = split_of(run, 6, 7, prompt=True)
+    assert found.device.bits.tolist() == [bits, bits]
+    price = MeasuredPrices((1, 2), prices(1).experts | {f"device:{bits}": (10**15, 10**15)}, 16, (1, 2), (1, 2), 1, 1)
+    run = run_of(splits_prefill=True, prices=price, **stored)
+    assert not split_of(run, 6, 7, prompt=True).device.experts.size, "by the price of that width"
+
+
 def test_the_hosts_cpu_is_paid_for_warm_experts() -> None:
     run = run_of(warm_experts=2)
     found = split_of(run, 2, 3)

@@ -71,6 +71,19 @@ def test_plans_use_the_widths_that_the_replicas_have(widths: tuple[int, ...], ru
             assert (plan.bits[placement.cold] == widths[-1]).all()
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rule", [*GAINS, "uniform", "layers", "pairs"])
+def test_a_checkpoints_own_codes_are_the_one_width_of_every_plan_and_lose_nothing(bits: int, rule: str) -> None:
+    score, _ = random_model(11, 3, 7)
+    score = replace(score, weights=np.random.default_rng(3).random((3, 7, 5), np.float32) if rule == "pairs" else None)
+    loss, placement = LossTable.of_codes(3, 7, bits), top_experts(score.values, 2)
+    policy = ScoredPolicy("prefill", lambda stats, told: score, PolicySettings(bit_rule=rule))
+    plan = policy.assign(score, placement, loss, Budget(2, float(bits)))
+    assert (plan.bits[placement.cold] == bits).all()
+    assert loss.nats == loss.mse.sum() == 0
+    assert not {1, 2, 3} & set(loss.widths)
+
+
 @pytest.mark.parametrize("gain", GAINS)
 @pytest.mark.parametrize("cold", range(1, 7))
 @pytest.mark.parametrize("widths", [one for one in SUBSETS if len(one) > 1])
