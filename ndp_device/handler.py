@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Collection
@@ -47,6 +48,10 @@ small, high enough to be rare."""
 
 _PREPARED_BESIDE_OTHERS = 4
 """Experts, by a plan, while another host computes and waits meanwhile. The others are prepared when first asked for."""
+
+_MOST_PREPARING_S = 30.0
+"""Seconds of preparation that a host waits for when it installs a plan. The rest is prepared ahead, or when first asked
+for: a whole checkpoint's codes may take a slow core minutes, and a host waits one."""
 
 MAX_PARTS = 8
 """Most different parts at a time: each of n parts takes 1/n of the memory of whole experts."""
@@ -269,7 +274,10 @@ class Handler:
         for bits in store.widths:
             store.ask_again(bits, (replicas & prepared & FLAG_OF_BITS[bits]) != 0)
         unprepared = listed(replicas & ~prepared & ~missing)
+        until_s = time.monotonic() + _MOST_PREPARING_S
         for layer, expert, bits in unprepared[: _PREPARED_BESIDE_OTHERS if others_wait else None]:
+            if time.monotonic() > until_s:
+                break
             try:
                 store.get(layer, expert, bits)
             except ReplicaError as error:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from reference_kernel import REFERENCE
 from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS
 
+from ndp_device import handler as of_handler
 from ndp_device.common.errors import ConfigError, DeviceError, NdpError
 from ndp_device.common.widths import PLAN_BITS
 from ndp_device.experts.expert import WHOLE, Part
@@ -63,11 +64,14 @@ def test_every_width_of_every_expert_is_summed_with_its_gate(
         assert not y[4].any()  # no pair
 
 
-def test_while_others_compute_a_plan_prepares_little_and_the_rest_when_it_is_asked_for(
-    handler: Handler, model_dir: Path, replicas_dir: Path
+@pytest.mark.parametrize("others_compute", [True, False])
+def test_beside_others_or_too_long_a_plan_prepares_little_and_the_rest_when_it_is_asked_for(
+    handler: Handler, model_dir: Path, replicas_dir: Path, monkeypatch: pytest.MonkeyPatch, *, others_compute: bool
 ) -> None:
-    """A plan with everything in it kept every other host waiting until all of it was prepared."""
-    handler.others_compute = lambda client: True
+    """A plan with everything in it kept every host waiting until all of it was prepared: its own lost the device."""
+    handler.others_compute = lambda client: others_compute
+    if not others_compute:
+        monkeypatch.setattr(of_handler, "_MOST_PREPARING_S", -1.0)
     caller = Caller(handler).ready()
     assert sum(int(handler.store_of(WHOLE, ()).prepared(bits).sum()) for bits in PLAN_BITS) <= 4
     tensors = pairs([0] * EXPERTS, list(range(EXPERTS)), [2] * EXPERTS)

@@ -2,7 +2,8 @@
 
 That computes what a device would, or hot slots of 1 to 8 bits. A slot of 4 bits takes about a quarter of one in 16, so
 the same GPU memory holds more experts. A joint plan may give every hot expert a width of its own. Experts of 16 bits
-are then read from the checkpoint as it lies in memory. Experts that stream are in full precision as ever.
+are then read from the checkpoint as it lies in memory. Experts that stream are in full precision, unless slots hold the
+checkpoint's own codes.
 """
 
 from __future__ import annotations
