@@ -9,7 +9,7 @@ from engines import MODEL, PROMPTS, device_processes, engine, greedy
 
 from ndp_device.checkpoint.files import model_digest
 from vllm_ndp.config import NdpSettings
-from vllm_ndp.integration.host_replicas import find_replicas
+from vllm_ndp.integration.host_replicas import find_replicas, load_losses
 from vllm_ndp.layer.split import DECODE_KINDS
 
 pytestmark = pytest.mark.vllm
@@ -57,6 +57,17 @@ def test_the_first_start_builds_replicas_loudly_and_the_second_one_uses_them(
     assert find_replicas(NdpSettings(), MODEL, model_digest(MODEL), 8) == manifest.parent
     assert "no replicas given" not in capfd.readouterr().err
     assert manifest.stat().st_mtime_ns == built_at
+
+
+@pytest.mark.parametrize("settings", [{"avg_bits": 8}, {"debug": {"offload_bits": 8}}])
+def test_replicas_that_are_built_have_the_widths_that_settings_ask_for(
+    settings: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("NDP_CACHE_DIR", str(tmp_path))
+    asked = NdpSettings.from_mapping(settings)
+    replicas = find_replicas(asked, MODEL, model_digest(MODEL), 8)
+    assert replicas is not None
+    assert load_losses(replicas, range(4), asked).widths == (1, 2, 3, 4, 8)
 
 
 def test_an_engine_that_has_ended_leaves_none_of_its_layers_in_memory():

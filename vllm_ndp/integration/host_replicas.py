@@ -64,7 +64,7 @@ def find_replicas(settings: NdpSettings, model_dir: Path, digest: str, num_exper
             f"no replicas given for {model_dir.name}: building data-free ones{widths} once in {cached} "
             "(`vllm-ndp quantize` makes better ones from calibration text)"
         )
-        build_data_free(model_dir, cached, bits=WIDTHS if only is None else (only,))
+        build_data_free(model_dir, cached, bits=sorted({*WIDTHS, *_asked(settings)}) if only is None else (only,))
     return cached
 
 
@@ -82,6 +82,12 @@ def _is_whole(directory: Path, digest: str) -> bool:
     return True
 
 
+def _asked(settings: NdpSettings) -> set[int]:
+    """Widths that replicas must have."""
+    eight = BYTE_BITS if settings.avg_bits == BYTE_BITS else None
+    return {bits for bits in (settings.offload_bits, eight) if bits is not None}
+
+
 def load_losses(replicas: Path, layers: range, settings: NdpSettings) -> LossTable:
     """Load the losses of the MoE layers that this worker runs. Plans use the widths that the replicas have.
 
@@ -90,8 +96,7 @@ def load_losses(replicas: Path, layers: range, settings: NdpSettings) -> LossTab
     there = read_manifest(replicas).bits
     dealt = [bits for bits in there if bits in WIDTHS]
     asked = settings.avg_bits
-    wanted = {bits for bits in (settings.offload_bits, BYTE_BITS if asked == BYTE_BITS else None) if bits is not None}
-    if missing := sorted(wanted - set(there)):
+    if missing := sorted(_asked(settings) - set(there)):
         raise ConfigError(
             f"the replicas in {replicas} have {list(there)} bits, and these settings need {missing} too: run "
             f"`vllm-ndp quantize` with --bits {','.join(map(str, sorted({*there, *missing})))}, or ask for those"
