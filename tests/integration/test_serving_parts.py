@@ -34,6 +34,7 @@ from vllm_ndp.integration.serving.routes import NdpEndpoints, addresses
 from vllm_ndp.integration.serving.status import (
     FinishedRequests,
     _carrier,
+    _cold,
     _memory,
     _predicted_loss,
     made_of,
@@ -177,6 +178,13 @@ def test_the_startup_table_gives_the_true_reason_where_no_loss_is_predicted(
     row = _predicted_loss(NdpSettings.from_mapping(settings), 8, nats)
     assert re.match(said, row) if said else row == ""
     assert ("above the max_loss" in row) == ("above" in said)
+
+
+def test_the_startup_table_gives_bits_of_cold_experts_where_there_are_any() -> None:
+    told = {"avg_bits": 8.0, "policy": "prefill", "max_loss": None, "predicted_loss": "0 nats a token"}
+    assert _cold(told | {"cold_experts": 6, "joint_tiers": ""}) == "8 bits on average, by prefill"
+    assert _cold(told | {"cold_experts": 0, "joint_tiers": "gpu+device"})
+    assert _cold(told | {"cold_experts": 0, "joint_tiers": ""}) == ""
 
 
 def test_what_goes_on_is_told_as_json_has_it() -> None:

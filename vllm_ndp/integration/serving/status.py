@@ -186,15 +186,20 @@ def _memory(status: dict[str, Any]) -> str:
     return f"{listed} = {human(sum(parts.values()))}, beside the model's other weights and the programs"
 
 
+def _cold(status: dict[str, Any]) -> str:
+    has_average = status["predicted_loss"] and status["max_loss"] is None
+    may_be = status["cold_experts"] or status["joint_tiers"]
+    return f"{status['avg_bits']:g} bits on average, by {status['policy']}" if has_average and may_be else ""
+
+
 def rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     """In words; none where there is nothing to say."""
     given = ", ".join(f"{name}={value}" for name, value in status["settings"].items())
-    quantized = f"{status['avg_bits']:g} bits on average, by {status['policy']}"
     every = [
         ("settings in force", given or "none beside defaults"),
         ("experts per layer", f"{_tiers(status)}; in {status['moe_layers']} of {status['model_layers']} MoE layers"),
         ("memory", _memory(status)),
-        ("cold experts", quantized if status["predicted_loss"] and status["max_loss"] is None else ""),
+        ("cold experts", _cold(status)),
         ("replicas", status["replicas"]),
         ("device", _device(status)),
         ("simulated hardware", _hardware(status)),
