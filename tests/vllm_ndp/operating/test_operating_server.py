@@ -63,6 +63,8 @@ class Answering(BaseHTTPRequestHandler):
             said = json.dumps({"data": [{"id": "m", "root": str(MODEL), "max_model_len": LONGEST}]}).encode()
         elif self.server.answer is not None:
             status, said = self.server.answer
+        elif len(body["prompt"]) + body["max_tokens"] > LONGEST:
+            status, said = 400, b"too long"
         else:
             said = json.dumps(self.server.completed(body)).encode()
         self.send_response(status)
@@ -128,7 +130,7 @@ def test_a_key_goes_to_paths_below_v1_alone_and_the_address_may_end_in_it(stand_
         (404, b"no  such\npage", r"answers 404 \(no such page\)"),
         (500, b"", r"answers 500 \(Internal Server Error\)"),
         (200, b"<html>", "answers no JSON"),
-        (200, b'{"choices": [{"token_ids": [8]}]}', "was to generate 2 given tokens and generated others"),
+        (200, b'{"choices": [{"token_ids": [2, 8]}]}', "was to generate 2 given tokens and generated others"),
     ],
 )
 def test_what_a_server_refuses_is_one_sentence(stand_in: StandIn, status: int, said: bytes, sentence: str) -> None:
