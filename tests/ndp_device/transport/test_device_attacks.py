@@ -131,6 +131,19 @@ def test_a_host_whose_bytes_are_not_read_is_kept_while_the_device_takes_memory_f
     assert ended[:1] == ([7] if ends else [])
 
 
+def test_a_host_whose_messages_are_heard_whole_is_kept_however_much_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard_ns, ended = {7: 1}, list[int]()
+    bounds = sockets.Bounds(heard_ns, ended.append)
+    bounds.close()  # looks by itself no longer
+    memory = iter(range(0, 1 << 40, 100 << 20))
+    monkeypatch.setattr(sockets, "_private_bytes", lambda: next(memory))
+    for each in [9, 4, 0, 7, 2, 8, 3]:
+        monkeypatch.setattr(sockets, "num_unread", lambda fd, each=each: each)
+        heard_ns[7] += 1
+        bounds.look()
+    assert not ended
+
+
 def test_memory_of_hosts_that_have_gone_is_the_systems_again(device: Device) -> None:
     """glibc keeps freed memory for itself. Held by whole pages: what unread parts of messages took."""
     assert_serves(device)
