@@ -30,6 +30,9 @@ def test_a_host_that_is_killed_leaves_neither_its_device_nor_the_private_directo
 @pytest.mark.vllm
 def test_demo_shows_a_table() -> None:
     """As a program, with its JSON: test_smoke_demo.py."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()  # that of an engine which failed in a test before
     done = run_here("vllm-ndp", "demo", "--tokens", "2")
     assert done.returncode == 0, done.stderr
     assert "8 requests in one batch; cold experts computed by process" in done.stdout
