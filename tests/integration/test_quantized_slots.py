@@ -97,10 +97,9 @@ def test_a_profile_run_computes_some_rows_only(kernel):
 
 
 FILLED = """
-import os, sys
-from ndp_device.kernels.native import NativeKernel
 import sys
 from pathlib import Path
+from ndp_device.kernels.native import NativeKernel
 from vllm_ndp.integration.host_replicas import ReplicaFill
 
 def anonymous_kb():
