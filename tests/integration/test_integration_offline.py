@@ -8,6 +8,7 @@ import pytest
 from engines import MODEL, PROMPTS, device_processes, engine, greedy
 
 from ndp_device.checkpoint.files import model_digest
+from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.host_replicas import find_replicas, load_losses
 from vllm_ndp.layer.split import DECODE_KINDS
@@ -68,6 +69,16 @@ def test_replicas_that_are_built_have_the_widths_that_settings_ask_for(
     replicas = find_replicas(asked, MODEL, model_digest(MODEL), 8)
     assert replicas is not None
     assert load_losses(replicas, range(4), asked).widths == (1, 2, 3, 4, 8)
+
+
+def test_no_replicas_are_built_for_a_loss_that_only_calibrated_ones_can_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("NDP_CACHE_DIR", str(tmp_path))
+    asked = NdpSettings.from_mapping({"avg_bits": {"max_loss": 0.1}})
+    with pytest.raises(ConfigError, match="quantize` with --calibration"):
+        find_replicas(asked, MODEL, model_digest(MODEL), 8)
+    assert not list(tmp_path.rglob("*"))
 
 
 def test_an_engine_that_has_ended_leaves_none_of_its_layers_in_memory():

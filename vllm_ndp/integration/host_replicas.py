@@ -49,6 +49,7 @@ def find_replicas(settings: NdpSettings, model_dir: Path, digest: str, num_exper
 
     Where the setting names none, it is the one in the cache. If that is empty, data-free replicas are built there for
     an embedded device. A running device has its own, which replicas made here could only differ from: None.
+    Raises ConfigError where they would be built for a budget that data-free ones cannot keep.
     """
     from ndp_device.calibration.build import build_data_free
 
@@ -58,6 +59,11 @@ def find_replicas(settings: NdpSettings, model_dir: Path, digest: str, num_exper
     if not _is_whole(cached, digest):  # none yet, or an earlier build was stopped: the builder keeps what is whole
         if settings.running:
             return None
+        if settings.max_loss is not None:
+            raise ConfigError(
+                "ndp setting 'avg_bits' is {'max_loss': ...}, and no replicas are given that say what a loss costs: "
+                "make them by `vllm-ndp quantize` with --calibration, name them in 'replicas', or ask for bits"
+            )
         only = settings.only_width(num_experts)
         widths = "" if only is None else f" at {only} bits"
         say(
