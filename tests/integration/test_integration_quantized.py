@@ -99,6 +99,30 @@ def test_a_quantized_checkpoint_is_served_by_its_own_codes(
     assert replay_of(trace_of(record, path)).identical
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("qwen3_moe-compressed-all", {"tensor_parallel_size": 2}),
+        ("gpt_oss-mxfp4", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("gpt_oss-mxfp4", {"pipeline_parallel_size": 2}),
+    ],
+)
+def test_ranks_and_stages_have_their_cold_experts_by_the_checkpoints_codes(
+    models: Path, name: str, layout: dict[str, Any]
+) -> None:
+    path, record = make_quantized_models.make(name, models), models / f"trace-{name}-{len(layout)}-{min(layout)}"
+    options = layout | {"dtype": "float32", "distributed_executor_backend": "mp"}
+    with engine(path, settings={"hot_experts": 4, "record": str(record)}, **options) as llm:
+        ours = token_ids(greedy(llm, PROMPTS[:4], 16, **PENALTIES))
+        told, totals = llm.collective_rpc("ndp_status"), llm.collective_rpc("ndp_totals")
+    assert ours == stock_tokens(path.with_name(f"{path.name}-exact"))
+    assert {one["replicas"] for one in told} == {"none: experts keep the checkpoint's codes of 4 bits"}
+    assert all(one["cold_pairs"] > 50 and one["fallback_pairs"] == 0 for one in totals)
+    traces = [record / "stage-0", record / "stage-1"] if "pipeline_parallel_size" in layout else [record]
+    assert all(replay_of(trace_of(trace, path)).identical for trace in traces)
+
+
 @cache
 def stock_tokens(model: Path) -> list[list[int]]:
     with engine(model, settings=None, dtype="float32") as llm:
