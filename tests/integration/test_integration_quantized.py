@@ -5,12 +5,15 @@ plain twin. gpt-oss in MXFP4 by default; `make test-families` runs all and notes
 """
 
 import importlib.util
+import os
+import signal
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import make_quantized_models
+import numpy as np
 import pytest
 from engines import PROMPTS, engine, greedy, replay_of, token_ids, trace_of
 from family_tokens import PENALTIES, PROMPT_COUNT, TOKENS
@@ -99,28 +102,44 @@ def test_a_quantized_checkpoint_is_served_by_its_own_codes(
     assert replay_of(trace_of(record, path)).identical
 
 
+RANKS = {"tensor_parallel_size": 2}
+WHOLE_EXPERTS = RANKS | {"enable_expert_parallel": True}
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "layout", "settings"),
     [
-        ("qwen3_moe-compressed-all", {"tensor_parallel_size": 2}),
-        ("gpt_oss-mxfp4", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
-        ("gpt_oss-mxfp4", {"pipeline_parallel_size": 2}),
+        ("qwen3_moe-compressed-all", RANKS, {"hot_experts": 8}),
+        ("qwen3_moe-fp8-all", RANKS, {"hot_experts": 16}),
+        ("gpt_oss-mxfp4", WHOLE_EXPERTS, {"hot_experts": 3, "prefill": "streamed"}),
+        ("gpt_oss-mxfp4", {"pipeline_parallel_size": 2}, {"hot_experts": 4}),
     ],
 )
-def test_ranks_and_stages_have_their_cold_experts_by_the_checkpoints_codes(
-    models: Path, name: str, layout: dict[str, Any]
+def test_ranks_and_stages_have_their_experts_by_the_checkpoints_codes(
+    models: Path, name: str, layout: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    path, record = make_quantized_models.make(name, models), models / f"trace-{name}-{len(layout)}-{min(layout)}"
+    """The leader computes whole experts once the device is gone."""
+    path, bits = make_quantized_models.make(name, models), 8 if "fp8" in name else 4
+    record = models / f"trace-{name}-{'-'.join(layout)}"
     options = layout | {"dtype": "float32", "distributed_executor_backend": "mp"}
-    with engine(path, settings={"hot_experts": 4, "record": str(record)}, **options) as llm:
+    stock, has_cold = stock_tokens(path.with_name(f"{path.name}-exact")), settings["hot_experts"] < 16
+    with engine(path, settings=settings | {"record": str(record)}, **options) as llm:
         ours = token_ids(greedy(llm, PROMPTS[:4], 16, **PENALTIES))
         told, totals = llm.collective_rpc("ndp_status"), llm.collective_rpc("ndp_totals")
-    assert ours == stock_tokens(path.with_name(f"{path.name}-exact"))
-    assert {one["replicas"] for one in told} == {"none: experts keep the checkpoint's codes of 4 bits"}
-    assert all(one["cold_pairs"] > 50 and one["fallback_pairs"] == 0 for one in totals)
+        if has_cold:
+            os.kill(told[0]["device_pid"], signal.SIGKILL)
+            assert token_ids(greedy(llm, PROMPTS[:4], 16, **PENALTIES)) == stock
+            assert llm.collective_rpc("ndp_totals")[0]["fallback_pairs"] > 0
+    assert ours == stock
+    says = f"none: experts keep the checkpoint's codes of {bits} bits"
+    assert [(one["slot_bits"], one["replicas"]) for one in told] == [(bits, says)] * 2
+    assert all((one["cold_pairs"] > 50) == has_cold and one["fallback_pairs"] == 0 for one in totals)
     traces = [record / "stage-0", record / "stage-1"] if "pipeline_parallel_size" in layout else [record]
-    assert all(replay_of(trace_of(trace, path)).identical for trace in traces)
+    for replayed in (replay_of(trace_of(trace, path)) for trace in traces):
+        with_device = slice(totals[0]["steps"])
+        assert replayed.plan_mismatches == 0 < len(replayed.step_ps[with_device])
+        assert np.array_equal(replayed.step_ps[with_device], replayed.recorded_step_ps[with_device])
 
 
 @cache

@@ -5,6 +5,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import make_family_models
@@ -15,7 +16,8 @@ from given_options import given_by
 from test_integration_refusals import configure
 
 from ndp_device.common.errors import ConfigError
-from vllm_ndp.integration import self_sizing
+from vllm_ndp.config import NdpSettings
+from vllm_ndp.integration import compat, self_sizing
 from vllm_ndp.integration.experts_pool import ExpertsPool, ExpertWeights
 from vllm_ndp.lab.cli.recorded import losses_of_run
 from vllm_ndp.operating import speed
@@ -114,6 +116,34 @@ def test_beside_what_is_held_experts_have_the_checkpoints_own_width(
     assert config.additional_config == {"ndp": given | chosen}
     (by_hand,) = said(capfd) or [""]
     assert given_by(shlex.split(by_hand.partition("by hand: ")[2])) == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "settings", "have_parts"),
+    [
+        ("qwen3_moe-compressed-all", (2, False), {}, True),
+        ("qwen3_moe-compressed-all", (4, False), {}, False),  # 64 units in groups of 32
+        ("qwen3_moe-compressed-all", (4, True), {}, True),
+        ("qwen3_moe-compressed-all", (2, False), {"avg_bits": 3.0}, False),
+        ("qwen3_moe-compressed-all", (2, False), {"replicas": str(REPLICAS)}, False),
+        ("qwen3_moe-compressed-all", (1, False), {"replicas": str(REPLICAS)}, True),
+        ("mixtral-awq", (2, False), {}, False),  # 96 units in groups of 32
+    ],
+)
+def test_ranks_have_parts_of_slots_where_codes_can_be_cut_for_them(
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    ranks: tuple[int, bool],
+    settings: dict[str, Any],
+    have_parts: bool,
+) -> None:
+    model = make_quantized_models.make(name, tmp_path_factory.getbasetemp() / "quantized")
+    parallel = SimpleNamespace(tensor_parallel_size=ranks[0], enable_expert_parallel=ranks[1])
+    config: Any = SimpleNamespace(
+        parallel_config=parallel, model_config=SimpleNamespace(model=str(model)), load_config=None
+    )
+    asked = NdpSettings.from_mapping({"hot_experts": 4, "slot_bits": 4, "avg_bits": 4.0} | settings)
+    assert compat.has_parts_of_slots(config, asked) == have_parts
 
 
 @pytest.mark.parametrize("given", [{"hot_experts": 4}, {"hardware": "h100-ndp512"}, {"slot_bits": 4}])

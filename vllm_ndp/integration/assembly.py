@@ -36,6 +36,7 @@ from vllm_ndp.integration.price_probe import Shared
 from vllm_ndp.integration.report import DEVICE_TIME
 from vllm_ndp.integration.waiting import StepThreads
 from vllm_ndp.layer.run import Run
+from vllm_ndp.layer.tiers import slots_per_gpu
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,7 +89,9 @@ class Assembly(WorkerFacts):
         """Take vLLM's module of a MoE layer whose weights would be ready; the name that its operator is called by."""
         settings, num_experts = self.settings, self.pool.shape.num_experts
         index = compat.moe_index(module, self.pool.layout, self.ranks.share) - self.layers.start
-        num_quantized = settings.resolve_hot_experts(num_experts) if settings.has_quantized_slots else 0
+        holders = self.ranks.size if self.ranks.holds_whole_experts else 1
+        num_hot = slots_per_gpu(settings.resolve_hot_experts(num_experts), holders)
+        num_quantized = num_hot if settings.has_quantized_slots else 0
         if settings.is_joint:
             num_quantized = num_experts
         bits = settings.slot_bits
@@ -205,7 +208,8 @@ class Assembly(WorkerFacts):
                 f"ndp setting 'slot_bits' is {self.settings.slot_bits}, which needs the replicas in this process too: "
                 "name their directory in 'replicas'"
             )
-        return ReplicaFill(self.model_dir, replicas, self.settings.slot_bits, self.kernel, self.layers)
+        share = self.ranks.share
+        return ReplicaFill(self.model_dir, replicas, self.settings.slot_bits, self.kernel, self.layers, share)
 
     def make_host(self) -> HostExperts | None:
         """None where this rank's CPU computes no experts: of several ranks the leader's computes them, whole. Raises

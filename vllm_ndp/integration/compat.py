@@ -22,6 +22,7 @@ from ndp_device.common.activation import GPT_OSS, Activation, activation_named
 from ndp_device.common.errors import ConfigError
 from ndp_device.common.model_shape import ModelShape
 from ndp_device.experts.expert import Part
+from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.timing.spec import Hardware, load_hardware
 from vllm_ndp.config import DEBUG, TOP, NdpSettings
@@ -107,8 +108,8 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         (parallel.pipeline_parallel_size > 1 and "prior" in settings.policy_options,
          "a prior of the whole model beside pipeline parallelism, where each stage plans for its own layers: drop "
          "'prior' from 'policy'"),
-        (settings.has_quantized_slots and parallel.tensor_parallel_size > 1,
-         f"{quantized} beside tensor or expert parallelism, since replicas are not cut for ranks: "
+        (settings.has_quantized_slots and not has_parts_of_slots(vllm_config, settings),
+         f"{quantized} beside tensor or expert parallelism, since replicas and blocks of codes are not cut for ranks: "
          "drop --tensor-parallel-size, or that setting"),
         (settings.is_joint and not on_cpu(),
          f"'plan' {settings.plan!r} on CUDA, where vLLM's kernels run all slots of a layer at one width: drop it, or "
@@ -184,6 +185,27 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         # sizes and headers only; the device reads and hashes every byte when it starts
         ReplicaFiles(Path(settings.replicas), model_digest=model_digest(directory), check_contents=False)
     return settings
+
+
+def has_parts_of_slots(vllm_config: VllmConfig, settings: NdpSettings) -> bool:
+    """Whether each rank can hold its part of quantized slots: of the checkpoint's codes, at borders of scales."""
+    parallel = vllm_config.parallel_config
+    if parallel.tensor_parallel_size == 1:
+        return True
+    if not on_cpu() or settings.replicas is not None:
+        return False
+    checkpoint = CheckpointExperts(model_dir(vllm_config))
+    form, shape = checkpoint.stored_form, checkpoint.shape
+    if form is None or not settings.runs_only_at(form.bits, shape.num_experts, in_slots=True):
+        return False
+    count = 1 if parallel.enable_expert_parallel else parallel.tensor_parallel_size
+    last = Part(count - 1, count)
+    try:
+        last.check(shape.intermediate_size, form.unit)
+        last.of(checkpoint.codes(0, 0))
+    except ConfigError:
+        return False
+    return True
 
 
 def _refuse_uneven_shares(shape: ModelShape, num_ranks: int, *, whole: bool) -> None:

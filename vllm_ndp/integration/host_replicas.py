@@ -23,7 +23,7 @@ from ndp_device.common.errors import ConfigError, ReplicaError
 from ndp_device.common.kept import default_cache_dir
 from ndp_device.common.machine_memory import give_memory_back
 from ndp_device.common.widths import BYTE_BITS, FULL_PRECISION_BITS, WIDTHS
-from ndp_device.experts.expert import FullExpert
+from ndp_device.experts.expert import WHOLE, FullExpert, Part
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas import format as replica_format
 from ndp_device.replicas.checkpoint import CheckpointExperts
@@ -235,11 +235,19 @@ class QuantizedSlots(HotSlots):
 class ReplicaFill:
     """Experts for quantized slots, each at a width."""
 
-    def __init__(self, model_dir: Path, replicas: Path | None, bits: int, kernel: NativeKernel, layers: range) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        replicas: Path | None,
+        bits: int,
+        kernel: NativeKernel,
+        layers: range,
+        share: Part = WHOLE,
+    ) -> None:
         """replicas: None where the checkpoint holds codes of that width. bits: where a slot is not told its own.
-        layers: of the model, which this worker counts from 0."""
+        layers: of the model, which this worker counts from 0. share: of each expert, which only codes are cut into."""
         self._checkpoint, self._files = CheckpointExperts(model_dir), None
-        self._bits, self.kernel, self._layers = bits, kernel, layers
+        self._bits, self.kernel, self._layers, self._share = bits, kernel, layers, share
         if replicas is None:
             return
         self._files = ReplicaFiles(replicas, model_digest=model_digest(model_dir), once=True)
@@ -255,28 +263,32 @@ class ReplicaFill:
         """Whether they are the checkpoint's own."""
         return self._files is None and self._bits != FULL_PRECISION_BITS
 
-    def stream(self, layer: int, x: torch.Tensor, pairs: Pairs, slots: HotSlots) -> torch.Tensor:
+    def stream(
+        self, layer: int, x: torch.Tensor, pairs: Pairs, slots: HotSlots, *, whole: bool = False
+    ) -> torch.Tensor:
         """Weighted sum over the pairs of each row of x [T, H], f32 [T, H]: one expert after the other, by their ids.
-        What is in no slot is made for this call."""
+        What is in no slot is made for this call. whole: of whole experts, and not of this worker's share of each."""
         assert isinstance(slots, QuantizedSlots)
+        share = WHOLE if whole else self._share
         total = np.zeros(x.shape, np.float32)
         for expert in np.unique(pairs.experts).tolist():
             of_it = pairs.experts == expert
             rows = pairs.rows[of_it]  # distinct
             some, each = x[torch.from_numpy(rows)].float().numpy(), np.arange(len(rows), dtype=np.int32)
             weights = pairs.topk_weights[of_it].astype(np.float32, copy=False)
-            if (prepared := slots.prepared_of(expert)) is None:
-                prepared = self.prepared(layer, expert)
+            prepared = slots.prepared_of(expert) if share == self._share else None
+            if prepared is None:
+                prepared = self.prepared(layer, expert, share=share)
             total[rows] += self.kernel.execute(some, [prepared], each, np.zeros_like(each), weights)
         return torch.from_numpy(total)
 
-    def prepared(self, layer: int, expert: int, bits: int = 0) -> Any:
-        """For the kernel. bits: 0 = those that every slot has."""
+    def prepared(self, layer: int, expert: int, bits: int = 0, *, share: Part | None = None) -> Any:
+        """For the kernel. bits: 0 = those that every slot has. share: of the expert; None: this worker's."""
         layer, bits = self._layers[layer], bits or self._bits
         if bits == FULL_PRECISION_BITS:
             return self.kernel.prepare(self._checkpoint.expert(layer, expert))
         if self._files is None:
-            prepared = self.kernel.prepare(self._checkpoint.codes(layer, expert))
+            prepared = self.kernel.prepare((share or self._share).of(self._checkpoint.codes(layer, expert)))
             self._checkpoint.check(layer)
             if expert == self._checkpoint.shape.num_experts - 1:
                 self._checkpoint.release()  # its codes were copied

@@ -265,15 +265,16 @@ class HotExperts(Migrator):
         The sum is of this worker's share of each expert, or of its share of the experts; all ranks add up to the whole.
         Where slots hold the checkpoint's own codes, experts that pass through are computed by theirs.
         """
-        if self._replicas is not None and self._replicas.are_codes:
-            return self._replicas.stream(layer, x, pairs, self.layers[layer])
         if (owners := self.tiers.owners) is not None:
             mine = owners.streaming(layer)[pairs.experts] == self.tiers.rank
             pairs = Pairs.of(pairs.rows[mine], pairs.experts[mine], pairs.topk_weights[mine])
+        if self._replicas is not None and self._replicas.are_codes:
+            return self._replicas.stream(layer, x, pairs, self.layers[layer])
         return self.streamer.run(layer, x, pairs, self.layers[layer], keep, [self.pool.share])
 
     def stream_whole(self, layer: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-        """The same of whole experts, for pairs that no other rank computes: one share after the other."""
+        """The same of whole experts, for pairs that no other rank computes: in full precision one share after the
+        other."""
         if self._replicas is not None and self._replicas.are_codes:
-            return self._replicas.stream(layer, x, pairs, self.layers[layer])
+            return self._replicas.stream(layer, x, pairs, self.layers[layer], whole=True)
         return self.streamer.run(layer, x, pairs, self.layers[layer], {}, self.pool.shares)

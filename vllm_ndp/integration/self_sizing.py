@@ -71,10 +71,11 @@ def _own_width(vllm_config: VllmConfig, settings: NdpSettings) -> dict[str, Any]
     num_experts = vllm_config.model_config.get_num_experts()
     if settings.cold_precision == "full":
         chosen |= {"cold_precision": "quantized", "execution": "paper"}
-    is_whole = compat.on_cpu() and vllm_config.parallel_config.world_size == 1
-    if is_whole and "slot_bits" not in raw and settings.resolve_hot_experts(num_experts):
-        chosen["slot_bits"] = form.bits
     told = NdpSettings.from_mapping({**raw, **chosen})
+    if compat.on_cpu() and "slot_bits" not in raw and settings.resolve_hot_experts(num_experts):
+        in_slots = NdpSettings.from_mapping({**raw, **chosen, "slot_bits": form.bits})
+        if compat.has_parts_of_slots(vllm_config, in_slots):
+            told, chosen["slot_bits"] = in_slots, form.bits
     if not told.runs_only_at(form.bits, num_experts, in_slots=compat.on_cpu()):
         return {}
     words = shlex.join(as_options(chosen))
