@@ -88,6 +88,8 @@ class ExpertStore:
         part.check(self.shape.intermediate_size, self.group_size)
         other = copy.copy(self)
         other._begin(part)
+        if part != WHOLE and self.stored_form is not None:
+            other.expert(0, 0, self.stored_form.bits)  # its blocks or its order of columns may forbid it
         return other
 
     @property

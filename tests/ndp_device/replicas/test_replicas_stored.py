@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import make_quantized_models as quantized  # noqa: E402
 from caller import Caller  # noqa: E402
 
 from ndp_device.calibration.build import build_data_free  # noqa: E402
-from ndp_device.common.errors import ConfigError, ReplicaError  # noqa: E402
+from ndp_device.common.errors import ConfigError, DeviceError, ReplicaError  # noqa: E402
 from ndp_device.experts.expert import Part  # noqa: E402
 from ndp_device.handler import Handler  # noqa: E402
 from ndp_device.kernels.native import NativeKernel  # noqa: E402
+from ndp_device.protocol import messages as msg  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.store import ExpertStore  # noqa: E402
 from ndp_device.timing.spec import load_hardware  # noqa: E402
@@ -81,6 +83,27 @@ def test_a_part_whose_border_lies_within_what_the_kernel_reads_under_one_scale_i
     count = store.shape.intermediate_size // 16
     with pytest.raises(ConfigError, match="with 32 to a scale cannot be cut"):
         store.of_part(Part(0, count))
+
+
+def test_a_part_that_an_expert_as_stored_does_not_have_is_refused_and_leaves_the_device_as_it_was(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPTQ with `desc_act`: its order of columns shows only in the expert itself. Afterwards no host could ask what the
+    device is."""
+    take = CheckpointExperts.codes
+
+    def reordered(self: CheckpointExperts, *which: int) -> Any:
+        expert: Any = take(self, *which)
+        order = np.arange(expert.w2.shape[1], dtype=np.int32)[::-1].copy()
+        return replace(expert, w2=replace(expert.w2, perm=order))
+
+    monkeypatch.setattr(CheckpointExperts, "codes", reordered)
+    caller = Caller(Handler(stored(models, "mixtral-awq"), KERNEL, None))
+    before = caller.ask(msg.Describe)
+    with pytest.raises(DeviceError, match=r"bad_request: .* an order of columns of its own cannot be cut"):
+        caller.hello(part=(1, 3))
+    after = caller.ask(msg.Describe)
+    assert (after.resident_bytes, after.num_sessions) == (before.resident_bytes, 0)
 
 
 @pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "mixtral-fp8"])
