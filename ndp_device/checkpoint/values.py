@@ -117,7 +117,7 @@ class Packed:
         has_powers = self.scale_dtype in ("U8", "F8_E8M0") and self.parts.keys() == {"codes", "scale"}
         if has_powers and group == FP4_GROUP:
             return MXFP4
-        return NVFP4 if self.scale_dtype == "F8_E4M3" and "zero" not in self.parts and group == NVFP4_GROUP else None
+        return NVFP4 if self.scale_dtype == "F8_E4M3" and group == NVFP4_GROUP else None
 
     def codes(self, read: Read, index: int | None) -> StoredMatrix | None:
         """The same as it is stored; None where a kernel cannot take it so. Raises ReplicaError for a byte or a scale
@@ -134,9 +134,9 @@ class Packed:
         scale, zero, words = whole.scale, whole.zero, whole.words[:, : one.shape[1] // 8]
         perm = None
         if whole.group_of is not None:
-            perm = np.argsort(whole.group_of, kind="stable").astype(np.int32)
-            if not np.array_equal(whole.group_of[perm], np.arange(one.shape[1]) // max(one.block)):  # of several sizes
+            if scale.shape[1] * max(one.block) != one.shape[1]:  # groups of several sizes
                 return None
+            perm = np.argsort(whole.group_of, kind="stable").astype(np.int32)
             nibbles = _unpack_stream(words, CODE_BITS)[:, perm]
             words = np.ascontiguousarray(nibbles[:, ::2] | nibbles[:, 1::2] << 4).view("<i4")
         with np.errstate(over="ignore"):

@@ -274,6 +274,97 @@ def test_integers_of_4_bits_become_numbers_of_16_as_numpy_computes_them(dtype: s
         assert np.isnan(to_float32(got, {"BF16": "bfloat16", "F16": "float16"}[dtype])[~is_number]).all()
 
 
+@pytest.mark.parametrize(
+    ("packed", "form"),
+    [
+        ((decoders.scaled, "e4m3", "F32", (128, 128), 256), ("float8", 0)),
+        ((decoders.scaled, "e4m3", "F32", (1, 64), 256), ("float8", 64)),
+        ((decoders.scaled, "int8", "F32", (1, 64), 64), ("int8", 0)),
+        ((decoders.scaled, "int8 of 127", "F32", (1, 64), 64), None),
+        ((decoders.scaled, "fp4", "F8_E4M3", (1, 16), 64), decoders.NVFP4),
+        ((decoders.scaled, "fp4", "F8_E4M3", (1, 16), 48), None),
+        ((decoders.scaled, "fp4", "F8_E4M3", (1, 32), 64), None),
+        ((decoders.scaled, "fp4", "F8_E8M0", (1, 32), 64), decoders.MXFP4),
+        ((decoders.scaled, "fp4", "F8_E8M0", (1, 16), 64), None),
+        ((decoders.gptq, "", "F16", (1, 24), 96), ("int4", 24)),
+        ((decoders.awq, "", "F16", (24, 1), 96), ("int4", 24)),
+        ((decoders.words, "", "F16", (1, 12), 96), None),
+        ((decoders.words, "", "F16", (1, 64), 96), None),
+        ((decoders.four_bit, "", "F32", (1, 1), 96), None),
+    ],
+)
+def test_what_a_kernel_takes_as_it_is_stored_follows_from_codes_scales_and_blocks(packed: Any, form: Any) -> None:
+    decode, elements, scale_dtype, block, columns = packed
+    parts = {part: part for part in ("codes", "scale")}
+    one = Packed(decode, (256, columns), "BF16", parts, elements, scale_dtype, block=block)
+    assert one.stored_form == form
+    if elements in ("e4m3", "int8"):
+        assert replace(one, parts=parts | {"zero": "zero"}).stored_form is None
+    if decode is not decoders.scaled:
+        assert replace(one, bits=3).stored_form is None
+
+
+@pytest.mark.parametrize(
+    ("scale", "zero_point", "is_taken"), [(0.5, 7, True), (1 / 3, 7, False), (7e4, 7, False), (6e4, 7, False)]
+)
+def test_integers_are_served_as_they_are_stored_where_no_scale_or_offset_would_be_rounded_away(
+    scale: float, zero_point: int, is_taken: bool
+) -> None:
+    """A third is no number of 16 bits; 7 times 60000 is infinite as one. Such a checkpoint is served by its values."""
+    rng = np.random.default_rng(0)
+    stored = {
+        "codes": rng.integers(-(1 << 31), 1 << 31, (8, 4), np.int32),
+        "scale": np.full((8, 1), scale, np.float32),
+        "zero": np.full((1, 1), zero_point * 0x11111111, np.uint32).view(np.int32),
+        "shape": np.array([8, 32]),
+    }
+    packed = Packed(decoders.words, (8, 32), "F32", {role: role for role in stored}, block=(1, 32))
+    found = packed.codes(stored.__getitem__, None)
+    assert (found is not None) == is_taken
+    if found is not None:
+        np.testing.assert_array_equal(reference_kernel.weights_of(found), packed.values(stored.__getitem__, None))
+
+
+@pytest.mark.parametrize(
+    ("scale_dtype", "byte", "of_all", "is_taken"),
+    [
+        *(("F8_E8M0", 120, {}, True), ("F8_E8M0", 0xFF, {}, False)),
+        *(("F8_E4M3", 0x31, {"factor": 3.0}, True), ("F8_E4M3", 0x31, {"divisor": 3.0}, True)),
+        *(("F8_E4M3", 0x7F, {"factor": 3.0}, False), ("F8_E4M3", 0xB1, {"factor": 3.0}, False)),
+        *(("F8_E4M3", 0x31, {"factor": math.inf}, False), ("F8_E4M3", 0x31, {"divisor": 0.0}, False)),
+    ],
+)
+def test_fp4_is_given_as_it_is_stored_where_every_scale_is_a_number_and_none_is_negative(
+    scale_dtype: str, byte: int, of_all: dict[str, float], is_taken: bool
+) -> None:
+    group = 32 if scale_dtype == "F8_E8M0" else 16
+    scale = np.full((4, 64 // group), 0x30, np.uint8)
+    scale[2, 1] = byte
+    stored = {"codes": np.arange(128, dtype=np.uint8).reshape(4, 32), "scale": scale}
+    stored |= {role: np.array([number], np.float32) for role, number in of_all.items()}
+    names = {role: role for role in stored}
+    packed = Packed(decoders.scaled, (4, 64), "F32", names, "fp4", scale_dtype, block=(1, group))
+    found = packed.codes(stored.__getitem__, None)
+    assert (found is not None) == is_taken
+    if found is not None:
+        wanted = packed.values(stored.__getitem__, None)
+        np.testing.assert_allclose(reference_kernel.weights_of(found), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("elements", ["e4m3", "int8"])
+def test_8_bits_under_a_scale_that_is_no_number_are_refused(elements: str) -> None:
+    """The byte of E4M3's NaN is 127 among whole numbers."""
+    stored = {"codes": np.full((4, 64), 0x7F, np.uint8), "scale": np.ones((4, 1), np.float32)}
+    packed = Packed(decoders.scaled, (4, 64), "F32", {role: role for role in stored}, elements, block=(1, 64))
+    if elements == "int8":
+        found = packed.codes(stored.__getitem__, None)
+        assert found is not None
+        assert (reference_kernel.weights_of(found) == 127).all()
+        stored["scale"][3] = np.inf
+    with pytest.raises(ReplicaError, match="codes holds NaN or infinity"):
+        packed.codes(stored.__getitem__, None)
+
+
 def test_columns_that_are_no_whole_words_or_groups_are_decoded_all_the_same() -> None:
     """36 columns of FP4 in groups of 16; and a group of 48 that nobody states, whose columns all name the first."""
     rng, codes = np.random.default_rng(0), np.random.default_rng(1).integers(0, 256, (4, 18), np.uint8)
@@ -296,6 +387,8 @@ def test_columns_that_are_no_whole_words_or_groups_are_decoded_all_the_same() ->
     np.testing.assert_array_equal(
         packed.values(stored.__getitem__, None), ((numbers - 8) * of_first).astype(np.float16)
     )
+    for group_of in (np.zeros(48), np.arange(48) >= 16):  # one of several sizes that a kernel does not take
+        assert packed.codes((stored | {"group_of": group_of.astype(np.int32)}).__getitem__, None) is None
 
 
 def _is_experts(name: str) -> bool:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from paths import MODEL, ROOT
-from reference_kernel import REFERENCE, unpack
+from reference_kernel import REFERENCE, unpack, weights_of
 
 from ndp_device.calibration.data_free import round_to_bytes
 from ndp_device.common.activation import GPT_OSS
@@ -21,9 +21,12 @@ from ndp_device.experts.expert import (
     ByteExpert,
     ByteMatrix,
     Expert,
+    Fp4Expert,
+    Fp4Matrix,
     FullExpert,
     Part,
     QuantizedExpert,
+    QuantizedMatrix,
     pack,
     to_float32,
 )
@@ -37,8 +40,8 @@ X = np.random.default_rng(5).standard_normal((3, STORE.shape.hidden_size), np.fl
 
 def computed(expert: Expert, kernel: Any) -> NDArray[np.float32]:
     """The expert on every row of X, with gate 1."""
-    rows = np.arange(len(X), dtype=np.int32)
-    return kernel.execute(X, [kernel.prepare(expert)], rows, np.zeros_like(rows), np.ones(len(X), np.float32))
+    rows, x = np.arange(len(X), dtype=np.int32), np.ascontiguousarray(X[:, : expert.w2.shape[0]])
+    return kernel.execute(x, [kernel.prepare(expert)], rows, np.zeros_like(rows), np.ones(len(X), np.float32))
 
 
 def at_8_bits(full: Expert) -> QuantizedExpert:
@@ -63,13 +66,14 @@ def test_the_parts_of_one_expert_add_up_to_it(kernel: Any, bits: int, count: int
     np.testing.assert_allclose(added, whole, rtol=0, atol=2e-6 * np.abs(whole).max())
 
 
-def test_what_an_expert_adds_at_its_end_is_added_once() -> None:
+@pytest.mark.parametrize("form", ["full", "replica", "bytes"])
+def test_what_an_expert_adds_at_its_end_is_added_once(form: str) -> None:
     rng = np.random.default_rng(1)
-    full = STORE.expert(0, 0, 16)
-    assert isinstance(full, FullExpert)
-    hidden, units = full.w2.shape
+    plain: Any = byte_expert(64, 64) if form == "bytes" else STORE.expert(0, 0, 16 if form == "full" else 4)
+    hidden, units = plain.w2.shape
     biases = Biases(*(rng.standard_normal(size, np.float32) for size in (units, units, hidden)))
-    expert = replace(full, biases=biases, activation=GPT_OSS)
+    expert = replace(plain, biases=biases, activation=GPT_OSS)
+    assert expert.nbytes == plain.nbytes + 4 * (2 * units + hidden)
     added = np.sum([computed(Part(index, 2).of(expert), REFERENCE) for index in range(2)], axis=0)
     np.testing.assert_allclose(added, computed(expert, REFERENCE), rtol=1e-5, atol=1e-5)
 
@@ -97,6 +101,35 @@ def byte_expert(rows: int, columns: int) -> ByteExpert:
 
     into = matrix((256, 64), (rows, 64))
     return ByteExpert(into, into, matrix((64, 256), (64, columns)))
+
+
+def test_an_expert_reads_the_bytes_of_its_codes_and_of_every_scale() -> None:
+    """32 units of 64 inputs in FP4, two codes a byte: scales of 32 columns, or of 16 and of each row in float32."""
+    for group, of_row in ((32, 0), (16, 4)):
+        w13, w2 = (
+            Fp4Matrix(
+                np.zeros((rows, columns // 2), np.uint8),
+                np.zeros((rows, columns // group), np.uint8),
+                np.ones(rows, np.float32) if of_row else None,
+            )
+            for rows, columns in ((64, 64), (64, 32))
+        )
+        weights = 3 * 32 * 64
+        assert Fp4Expert(w13, w2).nbytes == weights // 2 + weights // group + of_row * (64 + 64)
+    assert byte_expert(64, 128).nbytes == 3 * 256 * 64 + 4 * (4 + 4 + 2)
+
+
+def test_matrices_of_codes_in_smaller_groups_are_the_same_and_lie_above_others_of_such_groups_only() -> None:
+    rng = np.random.default_rng(2)
+    scale, offset = (rng.standard_normal((3, 2)).astype(np.float16) for _ in range(2))
+    wide = QuantizedMatrix(4, rng.integers(0, 256, (4, 3, 8), np.uint8), scale, offset, 32)
+    narrow = wide.in_groups_of(8)
+    assert narrow.group_size == 8
+    np.testing.assert_array_equal(weights_of(narrow), weights_of(wide))
+    assert wide.above(narrow) is None
+    both = wide.above(wide.at_rows(slice(1, 2)))
+    assert both is not None
+    np.testing.assert_array_equal(weights_of(both), weights_of(wide)[[0, 1, 2, 1]])
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(128, 64), (64, 128)])
