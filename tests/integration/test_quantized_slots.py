@@ -9,11 +9,15 @@ import pytest
 import torch
 from engines import MODEL, REPLICAS, ROOT, run_program
 from paths import resident_bytes_of
+from reference_kernel import REFERENCE
 
+from ndp_device.experts.expert import Part
 from ndp_device.kernels.native import NativeKernel
+from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.store import ExpertStore
 from vllm_ndp.integration.host_replicas import QuantizedSlots, ReplicaFill
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, SlotPairs, SlotWeights
+from vllm_ndp.layer.split import Pairs
 from vllm_ndp.layer.tiers import Tiers
 
 pytestmark = pytest.mark.vllm
@@ -78,6 +82,49 @@ def test_a_checkpoint_whose_codes_were_copied_takes_no_memory_beside_its_slots(k
     for expert in range(EXPERTS):
         put(empty(1), fill, 0, expert)
         assert (resident_bytes_of(path / "model.safetensors") == 0) == (expert == EXPERTS - 1)
+
+
+def test_an_expert_that_is_wanted_at_another_width_leaves_its_slot_at_once(kernel):
+    slots, fill = empty(2), ReplicaFill(MODEL, REPLICAS, 4, kernel, range(4))
+    wanted = np.arange(EXPERTS) < 2
+    assert slots.exchange(wanted, np.full(EXPERTS, 4, np.uint8)) == [(0, 0), (1, 1)]
+    for expert in (0, 1):
+        put(slots, fill, expert, expert)
+    both = slots.num_bytes
+    assert slots.exchange(wanted, np.array([4, 2] + [4] * 6, np.uint8)) == [(1, 1)]
+    assert (slots.where.tolist(), slots.num_bytes) == ([0] + [-1] * 7, both // 2)
+    assert [slots.bits_of(expert) for expert in range(3)] == [4, 2, 0]
+
+
+@pytest.mark.parametrize("name", ["mixtral-mxfp4", "mixtral-fp8"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_prompt_rows_of_experts_as_stored_add_up_over_ranks_whatever_slots_hold(
+    kernel, tmp_path: Path, name: str, whole: bool
+) -> None:
+    """On each of three ranks a part of every expert, one of them in a slot; or on one rank all of those that it got."""
+    path, bits = make_quantized_models.make(name, tmp_path), 8 if "8" in name else 4
+    checkpoint, generator = CheckpointExperts(path), np.random.default_rng(1)
+    x = generator.standard_normal((5, checkpoint.shape.hidden_size)).astype(np.float32)
+    experts = np.array([3, 0, 1, 3, 2, 1, 3])
+    pairs = Pairs.of(np.array([0, 0, 1, 2, 2, 4, 4]), experts, generator.random(7, np.float32))
+    wanted = np.zeros_like(x)
+    for row, expert, weight in zip(pairs.rows, experts, pairs.topk_weights, strict=True):
+        wanted[row] += weight * REFERENCE.prepare(checkpoint.codes(LAYER, expert))(x[row])
+    total = torch.zeros(x.shape)
+    for part in [Part(0, 3)] if whole else [Part(index, 3) for index in range(3)]:
+        fill, slots, made = ReplicaFill(path, None, bits, kernel, range(LAYER, 2), part), empty(1), list[int]()
+        slots.migrate(0, 3, lambda to, at, fill=fill, slots=slots: slots.put(at, kernel, fill.prepared(0, 3)))
+        prepared = fill.prepared
+        fill.prepared = lambda layer, expert, made=made, of=prepared, **more: (
+            made.append(expert)
+            or of(  # type: ignore[method-assign]
+                layer, expert, **more
+            )
+        )
+        total += fill.stream(0, torch.from_numpy(x), pairs, slots, whole=whole)
+        assert made == ([0, 1, 2, 3] if whole else [0, 1, 2]), "what a slot holds of it is not made again"
+    np.testing.assert_allclose(total.numpy(), wanted, rtol=0, atol=2e-2 * np.abs(wanted).max())
+    assert not total[3].any()
 
 
 def test_before_the_first_placement_a_profile_run_gives_nothing():

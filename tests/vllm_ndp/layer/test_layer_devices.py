@@ -80,6 +80,8 @@ def test_rows_of_an_expert_count_by_the_passes_that_they_take() -> None:
     """Four rows share a pass of the arrays: 8 rows of one expert are as much as two experts with a row each."""
     found = mixtral_on(2, 2).route_groups(0, {(0, 3): 8, (1, 3): 4, (2, 3): 1}, (True, True))
     assert found[1, 3] == found[2, 3] != found[0, 3]
+    found = mixtral_on(2, 2).route_groups(0, {(0, 3): 4, (1, 3): 1, (2, 3): 1, (3, 3): 1}, (True, True))
+    assert sum(found.values()) == 2, "a pass each, two on each device"
 
 
 @settings(max_examples=40)

@@ -126,6 +126,11 @@ def test_a_joint_plan_reads_each_hot_expert_at_its_width_and_knows_how_many_devi
     assert split_of(run, one, other).hot_bytes == run.costs.bytes_of_width[widths].sum() < 2 * SHAPE.expert_bytes
     joint: Any = run.planner.rules.joint
     assert joint.__self__._menu(1).num_devices == 2
+    request = Request()
+    run.end_prefills([("a", request, prompt_of(6, 7))], lambda: [request])
+    found = run.replan({"a": request})
+    assert found.change is not None
+    assert found.moved_bytes == found.change.moved_bytes is not None, "and copies as many bytes as those have"
 
 
 def hot(run: Run[str]) -> list[int]:

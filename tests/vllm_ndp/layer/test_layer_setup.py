@@ -42,6 +42,8 @@ def test_prices_are_of_the_hardware_the_groups_and_the_slots_that_were_recorded(
     assert (costs.shape, costs.hardware.dram.kind, costs.group_size) == (MIXTRAL, "ideal", 32)
     assert (costs.num_gpus, costs.slot_bits, costs.slot_bytes, costs.has_bytes) == (2, 4, 123, True)
     assert of_part(costs, 3).replica_bytes(4) == 41
+    whole_slots = Setup(**SETUP | own | {"slot_bits": 16}).costs_of(MIXTRAL)
+    assert (whole_slots.slot_bytes, whole_slots.replica_bytes(4)) == (MIXTRAL.expert_bytes, 123)
     assert (usual.num_gpus, usual.slot_bits, usual.stored, usual.has_bytes) == (1, 16, None, False)
 
 
