@@ -405,7 +405,7 @@ class Sizing:
         """Advice for a user who does not need what is proposed; else empty."""
         if self.gpu_bytes is None:
             return self.without_plugin(self.kv_cache)
-        base = sum(self._engine.values()) - self.model.expert_bytes + GPU_PROGRAM_BYTES
+        base = GPU_PROGRAM_BYTES + self.other_weights + self.kv_cache + self.activations
         if base + self.all_experts <= self._room:
             return (
                 "Everything fits into GPU memory in full precision: stock vLLM serves it without a device, and faster"

@@ -297,5 +297,7 @@ def test_what_is_said_holds_the_line_that_says_it_by_hand() -> None:
     # 64 tokens touch all 8 experts of a layer; only the last one meets the output matrix
     first_s = 32 * 8 * 36e-3 + MODEL.beside_weights / 8e9 + MODEL.head_weights / 16e9 + 32 * 4e-3
     assert f"the first token of a prompt of 64 after {first_s:.2g} s" in expected
+    assert "takes 6.00 ms for an expert at 4 bits)" in expected
+    assert "the checkpoint's 24 GB are read" in size_of(64 * GB, stored_bytes=24 * GB).said(None, with_kv=True)[0]
     assert "unknown before the replicas are built" in size.said(None, with_kv=False)[1]
     assert "--kv-cache" not in size.said(None, with_kv=False)[2]

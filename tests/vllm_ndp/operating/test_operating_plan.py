@@ -4,9 +4,12 @@ test_integration_programs.py holds the same bytes against running engines.
 """
 
 import json
+import re
 import shlex
+from bisect import bisect_left
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +27,18 @@ from vllm_ndp.cost_model.costs import Costs
 from vllm_ndp.cost_model.gpu_timing import StepClock
 from vllm_ndp.lab.compare import compare
 from vllm_ndp.lab.options import CompareSettings
+from vllm_ndp.operating import sources
 from vllm_ndp.operating.proposal import Proposal, propose
-from vllm_ndp.operating.sizing import DEVICE_BYTES, GB, KV_BLOCK, Sizing, human, parse_bytes
+from vllm_ndp.operating.sizing import (
+    DEVICE_BYTES,
+    GB,
+    GPU_PROGRAM_BYTES,
+    GPU_SHARE,
+    KV_BLOCK,
+    Sizing,
+    human,
+    parse_bytes,
+)
 from vllm_ndp.operating.sources import CheckpointSource, longest_context, source_named
 from vllm_ndp.operating.speed import Measured, measure, simulated
 from vllm_ndp.traces.synthetic import read_routing, synthetic_trace
@@ -140,8 +153,8 @@ def test_a_user_who_needs_no_device_is_told_so() -> None:
     assert stored.advice.startswith("The checkpoint fits into GPU memory as it is stored: stock vLLM serves it")
     on_cpu = Sizing(source_named("mixtral-8x7b").model, 128 * GB, stored_bytes=93_405_585_408)
     assert on_cpu.advice.startswith("Stock vLLM would lose nothing")
-    smaller, quantized, unknown = {"host_bytes": 64 * GB}, {"stored_bytes": 24 * GB}, {"stored_bytes": None}
-    assert {replace(on_cpu, **changed).advice for changed in (smaller, quantized, unknown)} == {""}
+    smaller, fp8, unknown = {"host_bytes": 64 * GB}, {"stored_bytes": 50 * GB}, {"stored_bytes": None}
+    assert {replace(on_cpu, **changed).advice for changed in (smaller, fp8, unknown)} == {""}
 
 
 @pytest.mark.parametrize(("text", "num_bytes"), [("24GB", 24 * GB), ("1.5 GiB", 3 << 29), ("512mb", 512_000_000)])
@@ -483,3 +496,132 @@ def test_the_simulated_card_is_the_one_whose_memory_is_nearest() -> None:
         assert planned("Mixtral-8x7B", "--gpu-memory", memory)["hardware"] == card
     assert planned("mixtral-8x7b", "--gpu-memory", "24GB", "--hardware", "h100-ndp512")["hardware"] == "h100-ndp512"
     assert planned("mixtral-8x7b")["hardware"] == "h100-ndp512"
+
+
+# -- parts and figures, by hand ----------------------------------------------------------------------------------------
+
+
+EXPERT_WEIGHTS, OTHER_BYTES = 3 * 4096 * 14336, sizing_of("mixtral-8x7b").other_weights
+"""Of Mixtral-8x7B."""
+
+
+@pytest.mark.parametrize(("form", "bytes_of_weight"), [(None, 2), (StoredForm("float8", 0), 33 / 32)])
+def test_what_the_host_has_left_keeps_that_share_of_the_files_at_hand(
+    form: StoredForm | None, bytes_of_weight: float
+) -> None:
+    sizing = replace(sizing_of("mixtral-8x7b"), stored_form=form)
+    option, roomy = sizing.option(1, 4), replace(sizing, host_bytes=1000 * GB).option(1, 4)
+    assert option is not None
+    assert roomy is not None
+    left = 64 * GB - sum(option.host.values())
+    assert option.pool_cached == pytest.approx(left / (32 * 8 * EXPERT_WEIGHTS * bytes_of_weight), rel=1e-6)
+    assert roomy.pool_cached == 1
+
+
+@pytest.mark.parametrize(("batch", "context", "tokens"), [(4, 8192, 2048), (4, 100, 400)])
+def test_activations_are_of_the_tokens_that_a_step_has_and_logits_of_every_request(
+    batch: int, context: int, tokens: int
+) -> None:
+    row = 6 * 4096 + 2 * (2 * 14336 + 4096)
+    assert sizing_of("mixtral-8x7b", batch=batch, context=context).activations == tokens * row * 2 + 8 * batch * 32000
+
+
+def test_a_sidecar_has_whole_blocks_of_every_request() -> None:
+    assert sizing_of("mixtral-8x7b", context=129, batch=3).sidecar == 3 * 256 * 32 * 2 * 6
+
+
+@pytest.mark.parametrize(("num_hot", "exchanged"), [(2, 2), (6, 2)])
+def test_a_prompt_streams_what_is_cold_and_exchanges_no_more_than_that(num_hot: int, exchanged: int) -> None:
+    sizing = sizing_of("mixtral-8x7b", gpu=141 * GB)
+    option, of_all = sizing.option(num_hot, 4), 32 * 2 * EXPERT_WEIGHTS
+    assert option is not None
+    streamed = (8 - num_hot) * of_all
+    assert [*sizing.moved(option).values()] == [OTHER_BYTES + num_hot * of_all, streamed, exchanged * of_all]
+    in_slots = sizing_of("mixtral-8x7b", gpu=None).in_slots(4)
+    assert in_slots is not None
+    assert [*sizing.moved(in_slots).values()] == [OTHER_BYTES + in_slots.host["experts in slots"]]
+
+
+@pytest.mark.parametrize(
+    ("bytes_of_weight", "form", "said"),
+    [
+        (2, None, "Everything fits"),
+        (33 / 32, StoredForm("float8", 0), "The checkpoint fits"),
+        (1 / 2 + 4 / 128, None, "All experts fit into GPU memory at 4 bits"),
+    ],
+)
+def test_stock_vllm_is_named_from_the_byte_on_that_it_needs(
+    bytes_of_weight: float, form: StoredForm | None, said: str
+) -> None:
+    """It has no staging slot and no sidecar: they were counted, and a GPU that it just fits was not told of it."""
+    sizing = replace(sizing_of("mixtral-8x7b"), stored_form=form)
+    needs = GPU_PROGRAM_BYTES + OTHER_BYTES + sizing.kv_cache + sizing.activations
+    needs += round(32 * 8 * EXPERT_WEIGHTS * bytes_of_weight)
+    enough, few = (replace(sizing, gpu_bytes=int(needs / GPU_SHARE) + more) for more in (2, -2))
+    assert [one.advice.startswith(said) for one in (enough, few)] == [True, False]
+
+
+def test_stock_vllm_on_a_cpu_is_named_from_the_byte_on_that_it_needs() -> None:
+    sizing = Sizing(source_named("mixtral-8x7b").model, 128 * GB, stored_bytes=93_405_585_408)
+    whole = 484_000_000 + 890_000_000 + OTHER_BYTES + 32 * 8 * 2 * EXPERT_WEIGHTS + 4096 * 131072
+    assert f"its {human(whole)} fit" in replace(sizing, host_bytes=whole).advice
+    assert replace(sizing, host_bytes=whole - 1).advice == ""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "place"), [(None, 4 * GB, "host"), (80 * GB, 4 * GB, "host"), (4 * GB, 64 * GB, "gpu")]
+)
+def test_a_refusal_names_the_least_memory_that_would_do(gpu: int | None, host: int, place: str) -> None:
+    sizing = sizing_of("mixtral-8x7b", gpu=gpu, host=host)
+    least = bisect_left(
+        range(100 * GB), True, key=lambda held: any(replace(sizing, **{f"{place}_bytes": held}).options())
+    )
+    needs = least if place == "host" else int(least * GPU_SHARE)
+    with pytest.raises(
+        ConfigError, match=f" it needs {re.escape(human(needs))} of {place} memory".replace("gpu", "GPU")
+    ):
+        sizing.require()
+
+
+def test_no_step_has_fewer_tokens_than_requests() -> None:
+    """vLLM refuses --max-num-batched-tokens below --max-num-seqs."""
+    words = proposal(str(TINY), None, 64 * GB, context=64, batch=3000).serve_options()
+    assert (words[words.index("--max-num-seqs") + 1], words[words.index("--max-num-batched-tokens") + 1]) == (
+        "3000",
+        "3000",
+    )
+
+
+def test_figures_of_a_way_have_the_units_of_their_names() -> None:
+    source = source_named(str(TINY))
+    sizing, costs = Sizing(source.model, 8 * GB), Costs(load_hardware(), source.model)
+    proposed = propose(source, sizing, costs, measured)
+    way = proposed.as_dict()["ways"][0]
+    step_s = measured(4).decode_step_s(source.model, sizing.linear_layers, sizing.head)
+    assert way["measured_tpot_ms_at_best"] == pytest.approx(1e3 * step_s, abs=1e-3)
+    assert way["simulated_tpot_us"] == pytest.approx(1e6 / way["simulated_decode_tokens_per_s"], rel=1e-3)
+    assert way["simulated_ttft_us"] == proposed.ways[0].simulated.prefill_ps / 1e6
+    assert (way["mapped_bytes"], way["moved_bytes"]["read at start-up"] > 0) == (0, True)
+
+
+def test_beside_a_gpu_this_machine_expects_no_time_of_its_own() -> None:
+    source = source_named("mixtral-8x7b")
+    sizing = Sizing(source.model, 64 * GB, 24 * GB)
+    probed = propose(source, sizing, Costs(load_hardware(), source.model), lambda _: measured(3))
+    assert {(way.measured_decode_step_s, way.measured_first_token_s) for way in probed.ways} == {(None, None)}
+
+
+@pytest.mark.parametrize(("more", "found"), [(0, False), (1, True)])
+def test_the_form_of_linear_layers_is_that_of_most_of_them(
+    monkeypatch: pytest.MonkeyPatch, more: int, found: bool
+) -> None:
+    model, form = source_named(str(TINY)).model, StoredForm("int4", 32)
+    packed = SimpleNamespace(weights_by_form={StoredForm("float8", 0): 1, form: model.beside_weights // 2 + more})
+    monkeypatch.setattr(sources, "PackedLinears", lambda _: packed)
+    assert source_named(str(TINY)).linear_form == (form if found else None)
+
+
+def test_a_config_that_names_no_dtype_is_planned_in_bfloat16(tmp_path: Path) -> None:
+    config = {key: value for key, value in json.loads((TINY / "config.json").read_text()).items() if "dtype" not in key}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert source_named(str(tmp_path)).model.dtype == "bfloat16"
