@@ -2,9 +2,11 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
+from in_this_process import run_here
 
 from vllm_ndp.cli import engine
 
@@ -21,3 +23,26 @@ def test_verify_fails_where_a_token_or_a_row_of_the_log_differs(
         with pytest.raises(typer.Exit) as ended:
             engine.verify(Path("m"), None, 1)
         assert ended.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "asked"),
+    [
+        ("demo", "m --replicas r --hot-experts 3 --avg-bits 2.5 --tokens 7", (Path("m"), Path("r"), 3, 2.5, 7)),
+        ("verify", "m --hot-experts 3 --tokens 7", (Path("m"), 3, 7)),
+        (
+            "record",
+            "m --prompts p --out o --hot-experts 3 --avg-bits 2.5 --tokens 7 --batch 5",
+            (Path("m"), Path("p"), Path("o"), 3, 2.5, 7, 5),
+        ),
+    ],
+)
+def test_options_reach_what_starts_vllm_in_its_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, words: str, asked: tuple[Any, ...]
+) -> None:
+    told: list[tuple[Any, ...]] = []
+    result = {"tokens_total": 1, "tokens_identical": 1, "sidecar_mismatches": 0}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(engine, "_commands", lambda: SimpleNamespace(**{name: lambda *of: told.append(of) or result}))
+    assert run_here("vllm-ndp", name, *words.split()).returncode == 0
+    assert told == [asked]
