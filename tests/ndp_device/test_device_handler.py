@@ -14,7 +14,7 @@ from reference_kernel import REFERENCE
 from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS
 
 from ndp_device import handler as of_handler
-from ndp_device.common.errors import ConfigError, DeviceError, NdpError
+from ndp_device.common.errors import ConfigError, DeviceError, NdpError, ReplicaError
 from ndp_device.common.widths import PLAN_BITS
 from ndp_device.experts.expert import WHOLE, Part
 from ndp_device.handler import MAX_PARTS, MAX_SESSIONS, Handler
@@ -85,19 +85,24 @@ def test_no_pairs_and_no_rows_are_legal_and_give_zeros(handler: Handler) -> None
     assert caller.execute(pairs([], [], [], num_rows=0))[1].shape == (0, HIDDEN)
 
 
+@pytest.mark.parametrize("size", [2, 4])
 def test_simulated_time_is_what_the_device_model_says_for_the_works_in_order(
-    handler: Handler, model_dir: Path, replicas_dir: Path
+    handler: Handler, model_dir: Path, replicas_dir: Path, size: int
 ) -> None:
+    """Of rows in bfloat16 or float32."""
     store = ExpertStore(model_dir, replicas_dir, kernel=REFERENCE)
     model = DeviceModel(load_hardware("h100-ndp512"))
     caller = Caller(handler).ready()
     for submit_ps in (0, 1_000, 5_000_000):
-        result, _ = caller.execute(pairs([0, 1, 1], [2, 2, 0], [3, 3, 1]), submit_ps=submit_ps, layer=1)
+        tensors = pairs([0, 1, 1], [2, 2, 0], [3, 3, 1])
+        if size == 2:
+            tensors["x"] = (tensors["x"].view(np.uint32) >> 16).astype(np.uint16)
+        result, _ = caller.execute(tensors, submit_ps=submit_ps, layer=1)
         work = Work(
             hidden_size=HIDDEN,
             intermediate_size=INTERMEDIATE,
-            bytes_in=2 * HIDDEN * 4 + 3 * 13,
-            bytes_out=2 * HIDDEN * 4,
+            bytes_in=2 * HIDDEN * size + 3 * 13,
+            bytes_out=2 * HIDDEN * size,
             experts=(
                 (3, 2, store.expert_bytes(1, 2, 3)),
                 (1, 1, store.expert_bytes(1, 0, 1)),
@@ -200,12 +205,43 @@ def test_only_what_the_active_plan_names_is_served(handler: Handler) -> None:
 def test_a_device_without_replicas_says_which_widths_are_missing(model_dir: Path) -> None:
     handler = Handler.of_files(model_dir)
     caller = Caller(handler)
-    assert caller.hello().served.first_missing == (0, 0, 1)
+    served = caller.hello().served
+    assert (served.first_missing, served.missing) == ((0, 0, 1), LAYERS * EXPERTS * 4)
     np.testing.assert_array_equal(caller.install(1), ALL & 0b01111)
     caller.ask(msg.ActivatePlan, epoch=1)
     caller.execute(pairs([0], [0], [16]))
     with pytest.raises(DeviceError, match="not_loaded"):
         caller.execute(pairs([0], [0], [4]))
+
+
+def test_what_cannot_be_read_for_a_plan_is_said_at_every_width_and_not_served_under_it(
+    handler: Handler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = handler.store_of(WHOLE, ())
+    get, caller = store.get, Caller(handler)
+
+    def damaged(layer: int, expert: int, bits: int) -> Any:
+        if (layer, expert) == (0, 1) and bits in (2, 3):
+            raise ReplicaError("its bytes are gone")
+        return get(layer, expert, bits)
+
+    monkeypatch.setattr(store, "get", damaged)
+    caller.hello()
+    missing = caller.install(1)
+    assert (int(missing[0, 1]), int(missing.astype(int).sum())) == (0b00110, 0b00110)
+    caller.ask(msg.ActivatePlan, epoch=1)
+    monkeypatch.setattr(store, "get", get)
+    caller.execute(pairs([0], [1], [4]))
+    with pytest.raises(DeviceError, match="not_loaded"):
+        caller.execute(pairs([0], [1], [3]))
+
+
+def test_memory_is_offered_to_the_host_that_asks_for_it(handler: Handler) -> None:
+    asked = list[bytes]()
+    handler.offer_memory = asked.append
+    Caller(handler, b"a").hello()
+    Caller(handler, b"b").hello(wants_slots=True)
+    assert asked == [b"b"]
 
 
 def test_epochs_only_rise_and_only_the_active_one_is_served(handler: Handler) -> None:
@@ -359,6 +395,19 @@ def test_sessions_about_parts_add_up_to_one_about_whole_experts_each_with_times_
         experts=tuple((bits, 1, welcomes[0].served.expert_bytes[bits]) for expert, bits in ((0, 4), (1, 16), (2, 2))),
     )
     assert [result.timing for result, _ in answers] == [DeviceModel(load_hardware("h100-ndp512")).execute(work, 0)] * 3
+
+
+def test_plans_about_whole_experts_keep_no_part_of_them_in_memory(divisible: Handler) -> None:
+    """Nor the other way around: a host's plan that names everything is of the experts of its own session."""
+    Caller(divisible, b"whole").ready()
+    caller, one = Caller(divisible, b"part"), np.zeros_like(ALL)
+    one[0, 0] = 1
+    caller.hello(part=(0, 3))
+    for epoch, plan in enumerate((ALL, one, one), 1):
+        caller.install(epoch, plan, expected_epoch=epoch - 1)
+        caller.ask(msg.ActivatePlan, epoch=epoch)
+    store = divisible.store_of(Part(0, 3), ())
+    assert 0 < store.held_bytes <= store.resident_bytes
 
 
 def test_parts_that_cannot_be_are_refused_and_what_nobody_asks_for_makes_room(divisible: Handler) -> None:

@@ -55,6 +55,8 @@ def test_it_ends_before_the_memory_of_the_packed_replicas_is_exceeded_and_drives
     before = store.get(0, 0, 4)
     monkeypatch.setattr(type(store), "resident_bytes", before.nbytes + store.expert_bytes(0, 0, 3))
     assert prepared_ahead(store) == 1
+    monkeypatch.setattr(store, "expert", None)
+    assert not prepared_ahead(store), "and what has no room is read once"
     assert store.get(0, 0, 4) is before
 
 
@@ -66,7 +68,9 @@ def test_what_was_never_asked_for_is_forgotten_first(store: ExpertStore, monkeyp
     assert store.get(0, 0, 3) is asked
 
 
-def test_a_plan_finds_there_what_was_prepared_and_asking_makes_it_as_good_as_any(store: ExpertStore) -> None:
+def test_a_plan_finds_there_what_was_prepared_and_asking_makes_it_as_good_as_any(
+    store: ExpertStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     handler = handler_over(store)
     while handler.prepare_ahead():
         pass
@@ -77,6 +81,12 @@ def test_a_plan_finds_there_what_was_prepared_and_asking_makes_it_as_good_as_any
     caller.hello()
     caller.install(1, np.where(ready, AT_THREE_BITS, 0).astype(np.uint8))
     assert store._kernel.num_prepared == count
+    first = np.zeros_like(ready)
+    first[0, 0] = True
+    caller.install(2, np.where(first, AT_THREE_BITS, 0).astype(np.uint8))
+    monkeypatch.setattr(type(store), "resident_bytes", store.expert_bytes(0, 0, 3))
+    store.trim({})
+    assert (store.prepared(3) == first).all(), "the first one would be forgotten first"
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -12,6 +12,7 @@ from small_checkpoint import EXPERTS, LAYERS, write_small_checkpoint
 from stepping_kernel import SteppingKernel
 
 from ndp_device.calibration.build import build_data_free
+from ndp_device.common.errors import ReplicaError
 from ndp_device.handler import Handler
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.mapped import MappedFile
@@ -29,10 +30,14 @@ def every_width(store: ExpertStore) -> dict[tuple[int, int, int], Any]:
     return {key: store.get(*key) for key in keys}
 
 
-def test_more_than_the_packed_replicas_is_forgotten_longest_unused_first(store: ExpertStore) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_more_than_the_packed_replicas_is_forgotten_longest_unused_first(store: ExpertStore, at_once: bool) -> None:
     before = every_width(store)
     first, latest = (0, 0, 1), (0, 0, 2)
-    store.get(*latest)
+    if at_once:
+        store.get_all(0, [0], [2])
+    else:
+        store.get(*latest)
     assert store.trim({}) > 0
     assert store.held_bytes <= store.resident_bytes
     assert store.get(*latest) is before[latest]
@@ -62,6 +67,13 @@ def test_asking_again_for_many_at_once_is_asking_for_each(store: ExpertStore) ->
     assert len(kept) == len(before) - forgotten
     assert {(0, expert, bits) for expert in range(EXPERTS) for bits in (1, 2)} <= set(kept)
     assert sum(before[key].nbytes for key in kept) == store.held_bytes <= store.resident_bytes
+
+
+@pytest.mark.parametrize("place", [(-1, 0), (0, -1), (LAYERS, 0), (0, EXPERTS)])
+def test_an_expert_that_the_model_does_not_have_is_refused(store: ExpertStore, place: tuple[int, int]) -> None:
+    for bits in (3, 16):
+        with pytest.raises(ReplicaError, match=f"expert {place[1]} of layer {place[0]} cannot be had"):
+            store.get(*place, bits)
 
 
 # -- masked widths: of the native kernel, over shapes that it stores without padding --------------------------------
