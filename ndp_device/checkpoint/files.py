@@ -31,8 +31,8 @@ WHOLE = "model.safetensors"
 MAX_LISTING_BYTES = 3 * MAX_EXPERTS_IN_ALL * 128
 """Most bytes of a file that names every matrix of every expert, in lines of 128 bytes: an index, a config.json."""
 _SHARD = re.compile(r"(.*)-(\d{1,6})-of-(\d{1,6})(\.\w+)")
-_BESIDE = re.compile(r"(adapter_|consolidated|optimizer).*|(.*[-_.])?(mmproj|imatrix)[-_.].*")
-"""Files that stand beside a checkpoint: adapters, a second copy in another layout, states of training, other parts."""
+_BESIDE = re.compile(r"(\.|adapter_|consolidated|optimizer).*|(.*[-_.])?(mmproj|imatrix)[-_.].*")
+"""Beside a checkpoint: hidden files, adapters, a second copy in another layout, states of training, other parts."""
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit: the safetensors library neither writes nor reads a longer header."""
 _BYTES_PER_VALUE = 6

@@ -308,7 +308,7 @@ def test_a_missing_shard_is_named_with_an_index_and_without(tmp_path: Path) -> N
     assert {name: info.file.name for name, info in read_headers(tmp_path).items()} == index["weight_map"]
 
 
-BESIDE = ["adapter_model", "consolidated", "optimizer", "model.fp16", "aux", "model-00001-of-00001.lora"]
+BESIDE = ["._model", "adapter_model", "consolidated", "optimizer", "model.fp16", "aux", "model-00001-of-00001.lora"]
 """Files that people keep beside a checkpoint's own."""
 
 
@@ -349,6 +349,8 @@ def test_what_llama_cpp_keeps_beside_a_model_is_not_of_it(name: str) -> None:
 @pytest.mark.parametrize("name", ["weights", "consolidated", "pytorch_model-00001-of-00001"])
 def test_a_checkpoint_may_have_any_name_that_no_other_file_has(tmp_path: Path, name: str) -> None:
     write(tmp_path / f"{name}.safetensors", "tensor")
+    if name == "weights":  # macOS puts such a file beside each on a foreign disk; vLLM skips hidden files
+        (tmp_path / f"._{name}.safetensors").write_bytes(b"\0\5\x16\7")
     assert list(read_headers(tmp_path)) == ["tensor"]
 
 
