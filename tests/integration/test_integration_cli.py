@@ -6,12 +6,16 @@ That the installed programs end as the functions called here is held by test_com
 import io
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
-from engines import MODEL, altered, run_program
+from engines import MODEL, REPLICAS, altered, run_program
 from in_this_process import run_here
 from until import until
+
+from ndp_device.common.errors import ConfigError
 
 
 def test_a_host_that_is_killed_leaves_neither_its_device_nor_the_private_directory():
@@ -94,3 +98,108 @@ def test_a_model_that_vllm_does_not_serve_is_one_sentence_with_its_reason(
     assert says in said
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+# -- what is counted of a run, beside a pretended vLLM -----------------------------------------------------------------
+
+
+class PretendedLLM:
+    """Answers every prompt with the same tokens, or as it was told, and keeps how it was made."""
+
+    made: list[dict[str, Any]]
+
+    def __init__(self, answers: list[list[list[int]]], totals: list[dict[str, int]]) -> None:
+        """answers: token ids of each prompt, by pass; totals: by call."""
+        self._answers, self._totals = iter(answers), iter(totals)
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+
+    def generate(self, prompts: list[str], *_: Any, **__: Any) -> list[Any]:
+        return [
+            SimpleNamespace(
+                prompt_token_ids=[0] * 3,
+                outputs=[SimpleNamespace(token_ids=tokens, text="said")],
+                kv_transfer_params={"ndp": REPORT | {"hot_pairs": 3 * (at == 0)}},
+            )
+            for at, tokens in enumerate(next(self._answers))
+        ]
+
+    def collective_rpc(self, name: str) -> list[dict[str, Any]]:
+        return [STATUS if name == "ndp_status" else next(self._totals)]
+
+
+REPORT = {"cold_pairs": 1, "fallback_pairs": 0, "avg_bits": 2.5, "output_tokens": 4}
+REPORT |= {"measured_ttft_ms": 7.0, "measured_tpot_ms": 5.0, "simulated_ttft_us": 3.0, "simulated_tpot_us": 2.0}
+STATUS = {"plugin_active": True, "device_pid": 8, "engine_pid": 9, "moe_layers": 4, "experts": 8, "hot_experts": 2}
+STATUS |= {"hardware": "h", "pe_mode": "p"}
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *engines: PretendedLLM) -> list[dict[str, Any]]:
+    """How each of these is asked for, once it is."""
+    from vllm_ndp.integration import commands
+
+    asked, left = list[dict[str, Any]](), iter(engines)
+    monkeypatch.setattr(commands, "import_vllm", lambda: None)
+    monkeypatch.setattr(commands, "quiet_llm", lambda model, **how: asked.append(how) or next(left))
+    return asked
+
+
+@pytest.mark.vllm
+def test_verify_counts_every_token_of_every_pass_and_every_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_ndp.integration.commands import verify
+
+    same = [[1, 2, 3]] * 8
+    other = [[1, 2, 4], *same[1:]]
+    totals = [{"sidecar_mismatches": of, "row_checks": 10, "cold_pairs": 7, "fallback_pairs": 1} for of in (0, 2)]
+    stock, eager, compiled = (
+        PretendedLLM(*of) for of in (([same, other], []), ([same, other], totals[:1]), ([same, same], totals[1:]))
+    )
+    asked = pretend(monkeypatch, stock, eager, compiled)
+    result = verify(MODEL, 3, 3)
+    assert (result["tokens_identical"], result["tokens_total"]) == (4 * 24 - 1, 4 * 24)
+    assert result["modes"]["eager, prefix cache"] == "23/24"
+    assert [result[key] for key in totals[0]] == [2, 20, 14, 2]
+    assert [how["enforce_eager"] for how in asked] == [True, True, False]
+    settings = {"cold_precision": "full", "hot_experts": 3}
+    assert [how.get("additional_config") for how in asked] == [None, {"ndp": settings}, {"ndp": settings}]
+
+
+@pytest.mark.vllm
+def test_demo_counts_what_its_prompts_did_and_not_its_warm_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from vllm_ndp.integration.commands import demo
+
+    pairs = {"hot_pairs": 5, "cold_pairs": 6, "fallback_pairs": 7}
+    after = {"hot_pairs": 15, "cold_pairs": 26, "fallback_pairs": 37}
+    asked = pretend(monkeypatch, PretendedLLM([[[1]], [[1, 2, 3, 4]] * 8], [pairs, after]))
+    told = demo(MODEL, None, 2, 2.5, 4)
+    assert [told[name] for name in pairs] == [10, 20, 30]
+    assert (told["tokens"], told["requests"], told["avg_bits"]) == (8 * 4, 8, 2.5)
+    assert (told["measured_tpot_ms"], told["simulated_tpot_us"]) == (5.0, 2.0)
+    assert asked[0]["additional_config"]["ndp"]["replicas"] == str(REPLICAS)  # beside the model
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "said" in line]
+    cells = [[word for word in row if word not in "│┃|%"] for row in rows]
+    assert cells[0][:8] == ["python", "75", "1", "2.50", "7.0", "5.00", "3.0", "2.0"]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("hot", "in_force"), [(None, 8), (0, 0)])
+def test_record_keeps_every_prompt_and_routes_only_unless_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hot: int | None, in_force: int
+) -> None:
+    from vllm_ndp.integration.commands import record
+
+    (tmp_path / "prompts").write_text("one\nline\n\n \n\ntwo\n")
+    answers = PretendedLLM([[[1, 2], [1, 2, 3]]], [{"steps": 4, "sidecar_mismatches": 1}])
+    asked = pretend(monkeypatch, answers)
+    told = record(MODEL, tmp_path / "prompts", tmp_path / "out", hot, 2.5, 3, 5)
+    assert [told[name] for name in ("requests", "prompt_tokens", "tokens", "steps", "sidecar_mismatches")] == [
+        *(2, 6, 5, 4, 1)
+    ]
+    settings = asked[0]["additional_config"]["ndp"]
+    assert (settings["hot_experts"], settings["record"], asked[0]["max_num_seqs"]) == (
+        *(in_force, str(tmp_path / "out"), 5),
+    )
+    (tmp_path / "prompts").write_text(" \n\n\n")
+    with pytest.raises(ConfigError, match="holds no prompt"):
+        record(MODEL, tmp_path / "prompts", tmp_path / "out", hot, 2.5, 3, 5)

@@ -1,5 +1,7 @@
 """`vllm-ndp verify` says by its exit code whether the plugin is stock vLLM."""
 
+import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,3 +48,32 @@ def test_options_reach_what_starts_vllm_in_its_order(
     monkeypatch.setattr(engine, "_commands", lambda: SimpleNamespace(**{name: lambda *of: told.append(of) or result}))
     assert run_here("vllm-ndp", name, *words.split()).returncode == 0
     assert told == [asked]
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_options_reach_lm_eval_and_a_late_device_is_said(monkeypatch: pytest.MonkeyPatch, late: int) -> None:
+    told: list[Any] = []
+    counts = {"decode_scored": 5, "fallback_pairs": late}
+
+    def server(asked: Any, **how: Any) -> Any:
+        told.append((asked, how))
+        return SimpleNamespace(counts=counts, server=SimpleNamespace(model="m"))
+
+    def evaluate(_: Any, *what: Any, **how: Any) -> dict[str, Any]:
+        told.append((what, how))
+        return {"a": {"acc": 0.5}}
+
+    harness = SimpleNamespace(NdpServer=server, evaluate=evaluate)
+    monkeypatch.setitem(sys.modules, "vllm_ndp.operating.lm_eval_model", harness)
+    monkeypatch.setattr("vllm_ndp.operating.server.ScoringServer", lambda *of: of)
+    words = "--tasks a,,b --limit 9 --fewshot 2 --include d --decode-from 7 --concurrent 3 --tokenizer t --api-key k"
+    done = run_here("vllm-ndp", "lm-eval", "http://x", *words.split())
+    assert told == [
+        (("http://x", "k"), {"decode_from": 7, "concurrent": 3, "tokenizer": "t"}),
+        ((["a", "b"],), {"include": Path("d"), "limit": 9, "num_fewshot": 2}),
+    ]
+    assert (
+        json.loads(done.stdout.splitlines()[-1])
+        == {"tasks": {"a": {"acc": 0.5}}, "model": "m", "decode_from": 7} | counts
+    )
+    assert ("3 pairs were computed in full precision" in done.stderr) == bool(late)

@@ -24,6 +24,7 @@ def test_a_person_gets_a_table_and_a_program_one_object(tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     assert [re.sub(r"\D", "", line)[:1] for line in shown.stdout.splitlines() if "%" in line] == ["1", "2"]
     done = run_quantize(MODEL, "--out", tmp_path / "out", "--bits", "1,2", "--json")
+    assert ["nothing to do" in one.stderr for one in (shown, done)] == [False, True]
     summary = json.loads(done.stdout)
     assert f"{100 * summary['relative_loss']['1']:.2f} %" in shown.stdout
     assert summary["experts"] == 32

@@ -2,15 +2,19 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from in_this_process import run_here
 from paths import ROOT
 
 from ndp_device.common.errors import ConfigError
+from vllm_ndp.cli import traces
 from vllm_ndp.cli.shared import integers
 from vllm_ndp.traces import importers
+from vllm_ndp.traces.format import PHASES
 from vllm_ndp.traces.trace import Trace
 
 
@@ -44,6 +48,17 @@ def test_every_setting_of_an_import_reaches_it_under_its_own_name(
     run_here("vllm-ndp", "trace-import", ROOT / "README.md", *words)
     settings = importers.ImportSettings("m", num_experts=9, sequence_len=40, prompt_len=30, top_k=3)
     assert told == [ROOT / "README.md", "npz", settings]
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_an_import_without_a_decode_token_is_said_to_be_of_no_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, phase: str
+) -> None:
+    read = SimpleNamespace(phase=np.array([PHASES.index(phase)]))
+    monkeypatch.setattr(importers, "import_trace", lambda *_: read)
+    monkeypatch.setattr(traces, "_save", lambda *_: None)
+    done = run_here("vllm-ndp", "trace-import", ROOT / "README.md", "--out", tmp_path / "t", "--format", "npz")
+    assert ("0 decode tokens" in done.stderr) == (phase == "prefill")
 
 
 def test_a_whole_number_may_be_the_least_and_no_less() -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from in_this_process import run_here
@@ -178,6 +179,15 @@ def test_a_failed_check_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.Mon
     done = run_here("vllm-ndp", "doctor", "--no-bandwidth")
     assert done.returncode == 1
     assert "set NDP_CACHE_DIR" in done.stdout
+
+
+@pytest.mark.parametrize(("state", "code"), [("ok", 0), ("skipped", 0), ("warn", 0), ("fail", 1)])
+def test_only_a_failure_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, state: Any, code: int) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda *_, **__: [Check("one", state, "found", "fix")])
+    done = run_here("vllm-ndp", "doctor", "--json")
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["ok"]) == (code, not code)
+    assert (told["failed"], told["warned"]) == (["one"] * code, ["one"] * (state == "warn"))
 
 
 def test_the_metadata_that_vllms_cpu_wheel_lacks_is_a_wheel_that_pip_installs(tmp_path: Path) -> None:

@@ -280,7 +280,7 @@ def test_a_prompts_rows_meet_every_matrix_but_the_output_matrix() -> None:
 
 
 def measured(bits: int) -> Measured:
-    return Measured(1e10, 1e-5, 1e-5, 2e-5, 1e10, 1e-3, 1e-3, bits, "x")
+    return Measured(1e10, 1e-5, 1e-5, 2e10, 1e10, 1e-3, 1e-3, bits, "x")
 
 
 def proposal(name: str, gpu: int | None, host: int, **demand: Any) -> Proposal:
@@ -411,7 +411,7 @@ def test_a_config_that_says_how_experts_are_stored_is_mapped_at_that_size() -> N
 
 def test_the_command_says_so_and_prints_one_line_to_start() -> None:
     done = run_here("vllm-ndp", "plan", "gpt-oss-20b", "--host-memory", "24GB")
-    assert "served at 4 bits as the checkpoint stores them: no replicas are needed" in done.stdout
+    assert "Experts are served at 4 bits as the checkpoint stores them: no replicas are needed" in done.stdout
     assert [line.split()[1:3] for line in done.stdout.splitlines() if line[0] == "$"] == [["vllm", "serve"]]
     said = planned("gpt-oss-20b")
     assert (said["as_stored"], said["quantize"], said["ways"][0]["read_bits"]) == (True, None, 4)
@@ -625,3 +625,53 @@ def test_a_config_that_names_no_dtype_is_planned_in_bfloat16(tmp_path: Path) -> 
     config = {key: value for key, value in json.loads((TINY / "config.json").read_text()).items() if "dtype" not in key}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert source_named(str(tmp_path)).model.dtype == "bfloat16"
+
+
+def cells_of(shown: str) -> list[list[str]]:
+    """Of the table of ways."""
+    rows = [re.split("[│┃|]", line)[1:-1] for line in shown.splitlines() if " bit (" in line]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def test_the_table_of_ways_shows_the_figures_of_the_json() -> None:
+    words = ("mixtral-8x7b", "--gpu-memory", "24GB", "--host-memory", "64GB")
+    shown, ways = run_here("vllm-ndp", "plan", *words).stdout, planned(*words)["ways"]
+    assert cells_of(shown) == [
+        [
+            f"{way['widest_bits']} bit ({way['read_bits']:g})",
+            f"{way['hot_experts']} of 8",
+            str(way["kv_tokens_left"]),
+            f"{100 * way['pool_cached']:.0f} %",
+            f"{way['simulated_tpot_us']:.1f}",
+            f"{way['simulated_decode_tokens_per_s']:.1f}",
+            f"{way['simulated_ttft_us'] / 1e3:.2f}",
+        ]
+        for way in ways
+    ]
+    assert "Up to 4 bits are read at 3 on average" in shown
+    assert "loss is at most that of up to 3." in " ".join(shown.split())
+    assert "mapped, page cache" in shown
+
+
+def test_a_probe_is_of_what_is_stored_and_shown_in_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    def probe(_: Any, bits: int, *, form: StoredForm, linear_form: StoredForm | None) -> Measured:
+        told.append((bits, form, linear_form))
+        return measured(bits)
+
+    monkeypatch.setattr("vllm_ndp.operating.speed.measure", probe)
+    shown = run_here("vllm-ndp", "plan", "gpt-oss-20b", "--host-memory", "24GB", "--probe").stdout
+    assert told == [(4, source_named("gpt-oss-20b").stored_form, None)]
+    assert "10 GB/s read; one expert at 4 bits 0.010 ms (x)." in shown
+    sizing = sizing_of("gpt-oss-20b", gpu=None)
+    step_s = measured(4).decode_step_s(sizing.model, sizing.linear_layers, sizing.head)
+    assert (cells_of(shown)[0][1], cells_of(shown)[0][-1]) == ("32 of 32 at 4", f"{1e3 * step_s:.2f}")
+    assert "mapped, page cache" not in shown
+
+
+def test_plan_says_how_many_bytes_the_files_have() -> None:
+    """Not how many the model has as it is served."""
+    shown = run_here("vllm-ndp", "plan", TINY, "--host-memory", "8GB").stdout
+    stored = (TINY / "model.safetensors").stat().st_size
+    assert f"{human(stored)} as stored, " in " ".join(shown.split())
