@@ -3,13 +3,17 @@
 import gc
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from engines import MODEL, PROMPTS, device_processes, engine, greedy
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import NdpSettings
+from vllm_ndp.integration import host_replicas
 from vllm_ndp.integration.host_replicas import find_replicas, load_losses
 from vllm_ndp.layer.split import DECODE_KINDS
 
@@ -79,6 +83,56 @@ def test_no_replicas_are_built_for_a_loss_that_only_calibrated_ones_can_keep(
     with pytest.raises(ConfigError, match="quantize` with --calibration"):
         find_replicas(asked, MODEL, model_digest(MODEL), 8)
     assert not list(tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "there", "widths", "name"),
+    [
+        ({"hot_experts": 4}, "", [1, 2, 3, 4], "digest"),
+        ({"hot_experts": 8, "slot_bits": 2}, "", (2,), "digest-2"),
+        ({"hot_experts": 8, "slot_bits": 2}, "digest-2", None, "digest-2"),
+        ({"hot_experts": 8, "slot_bits": 2}, "digest", None, "digest"),
+        ({"hot_experts": 4, "devices": ["ipc:///tmp/device"]}, "", None, ""),
+        ({"hot_experts": 4, "devices": ["ipc:///tmp/device"]}, "digest", None, "digest"),
+    ],
+)
+def test_replicas_are_made_once_of_the_widths_that_run_and_for_no_running_device(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], there: str, widths: object, name: str
+) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(host_replicas, "default_cache_dir", Path)
+    monkeypatch.setattr(host_replicas, "_is_whole", lambda directory, _: str(directory) == there)
+    monkeypatch.setattr("ndp_device.calibration.build.build_data_free", lambda *_, bits: made.append(bits))
+    found = find_replicas(NdpSettings.from_mapping(settings), MODEL, "digest", 8)
+    assert (found, made) == (Path(name) if name else None, [] if widths is None else [widths])
+
+
+def test_the_losses_of_a_worker_are_of_its_layers_and_of_widths_that_replicas_have(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    measured, asked = np.full((4, 8, 5), np.nan), list[object]()
+    measured[:, :, [1, 2]] = np.arange(1, 5)[:, None, None] * [0.2, 0.1]
+
+    def load(*of: object) -> tuple[object, ...]:
+        asked.append(of)
+        return measured, np.arange(4.0), None
+
+    monkeypatch.setattr(host_replicas, "read_manifest", lambda _: SimpleNamespace(bits=(2, 3)))
+    monkeypatch.setattr(host_replicas.replica_format, "load_losses", load)
+    settings = NdpSettings.from_mapping({"avg_bits": 2, "policy": {"losses": "absolute"}})
+    for losses in ("absolute", "relative"):
+        settings = NdpSettings.from_mapping({"avg_bits": 2, "policy": {"losses": losses}})
+        table = load_losses(MODEL, range(1, 3), settings)
+        assert asked.pop() == (MODEL, losses)
+    assert (table.mse[:, 0, 1].tolist(), table.layer_weights.tolist()) == ([0.4, 0.6000000000000001], [1.0, 2.0])
+    assert table.widths == (2, 3)
+    assert "the widest replicas" not in capfd.readouterr().err
+    load_losses(MODEL, range(4), NdpSettings(avg_bits=3.5))
+    assert "avg_bits is 3.5, and the widest replicas have 3 bits: cold experts read 3" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match=r"'avg_bits' is 1\.5, and the narrowest .* have 2 bits: ask for 2 or more"):
+        load_losses(MODEL, range(4), NdpSettings(avg_bits=1.5))
+    with pytest.raises(ConfigError, match=r"need \[8\] too: run `vllm-ndp quantize` with --bits 2,3,8"):
+        load_losses(MODEL, range(4), NdpSettings(avg_bits=8))
 
 
 def test_an_engine_that_has_ended_leaves_none_of_its_layers_in_memory():

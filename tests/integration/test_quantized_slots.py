@@ -11,11 +11,12 @@ from engines import MODEL, REPLICAS, ROOT, run_program
 from paths import resident_bytes_of
 from reference_kernel import REFERENCE
 
+from ndp_device.common.errors import ConfigError
 from ndp_device.experts.expert import Part
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.store import ExpertStore
-from vllm_ndp.integration.host_replicas import QuantizedSlots, ReplicaFill
+from vllm_ndp.integration.host_replicas import HostExperts, QuantizedSlots, ReplicaFill
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, SlotPairs, SlotWeights
 from vllm_ndp.layer.split import Pairs
 from vllm_ndp.layer.tiers import Tiers
@@ -141,6 +142,29 @@ def test_a_profile_run_computes_some_rows_only(kernel):
     out = slots.run_anything(x, torch.ones(40, 2), ids)
     assert (out[:16] != 0).any(dim=1).all()
     assert (out[16:] == 0).all()
+
+
+def test_a_fill_makes_experts_of_the_layers_of_its_worker_at_the_width_that_a_slot_asks_for(kernel) -> None:
+    fill, store = ReplicaFill(MODEL, REPLICAS, 4, kernel, range(2, 4)), ExpertStore(MODEL, REPLICAS, kernel=kernel)
+    x, one, weight = np.ones((1, HIDDEN), np.float32), np.zeros(1, np.int32), np.ones(1, np.float32)
+    for bits, made in ((4, fill.prepared(1, 5)), (2, fill.prepared(1, 5, 2)), (16, fill.prepared(1, 5, 16))):
+        given, wanted = (kernel.execute(x, [expert], one, one, weight) for expert in (made, store.get(3, 5, bits)))
+        assert np.array_equal(given, wanted)
+    assert [ReplicaFill(MODEL, None, bits, kernel, range(4)).are_codes for bits in (4, 16)] == [True, False]
+    assert not fill.are_codes
+    with pytest.raises(ConfigError, match=r"'slot_bits' is 8, the replicas .* with --bits 1,2,3,4,8"):
+        ReplicaFill(MODEL, REPLICAS, 8, kernel, range(4))
+
+
+def test_the_hosts_experts_are_those_of_its_layers_at_the_widths_of_their_pairs(kernel) -> None:
+    host, store = HostExperts(MODEL, REPLICAS, kernel, range(2, 4)), ExpertStore(MODEL, REPLICAS, kernel=kernel)
+    x = np.random.default_rng(0).standard_normal((2, HIDDEN)).astype(np.float32)
+    local, weights = np.array([0, 0, 1], np.int32), np.array([0.25, 0.5, 2], np.float32)
+    of = [(6, 16), (6, 2), (1, 4)]
+    experts, bits = np.array(of).T
+    pairs = Pairs(np.arange(2), local, experts.astype(np.int32), bits.astype(np.uint8), weights)
+    wanted = kernel.execute(x, [store.get(3, *one) for one in of], local, np.arange(3, dtype=np.int32), weights)
+    assert np.array_equal(host.execute(1, x, pairs), wanted)
 
 
 FILLED = """

@@ -10,11 +10,13 @@ from typing import Any
 
 import make_family_models
 import make_quantized_models
+import numpy as np
 import pytest
 from engines import PROMPTS, REPLICAS, ROOT, engine, greedy, replay_of, run_program, trace_of
 from given_options import given_by
 from test_integration_refusals import configure
 
+from ndp_device.checkpoint.values import StoredForm
 from ndp_device.common.errors import ConfigError
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration import compat, self_sizing
@@ -77,7 +79,13 @@ def test_a_server_that_is_told_nothing_sizes_itself_and_says_the_line(capfd: pyt
     assert said(capfd) == []
 
 
-@pytest.mark.parametrize("given", [{"hot_experts": 2}, {"hardware": "h100-ndp512"}, {"cold_precision": "full"}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"hot_experts": 2}, {"hardware": "h100-ndp512"}, {"cold_precision": "full"}),
+        *({"debug": {"prices": "simulated"}}, {"debug": {"offload_bits": 3}}),
+    ],
+)
 def test_whoever_says_what_is_held_chooses_all_of_it(given: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     config = configure(additional_config={"ndp": given})
     assert config.additional_config == {"ndp": given}
@@ -156,6 +164,109 @@ def test_the_kv_cache_is_sized_whatever_else_is_said(given: dict[str, Any]) -> N
     assert few.cache_config.kv_cache_memory_bytes == 256 << 20
     asked = configure(additional_config={"ndp": TOLD | given}, gpu_memory_utilization=0.5)
     assert asked.cache_config.kv_cache_memory_bytes is None
+
+
+def configured(model: Path, **parts: Any) -> Any:
+    """What of vLLM's configuration is read here."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model=str(model), max_model_len=77),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=99, max_num_seqs=8),
+        **{"load_config": None, "additional_config": {}, "speculative_config": None, **parts},
+    )
+
+
+def test_a_server_is_sized_for_its_own_limits_and_by_codes_unless_replicas_take_their_place(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    model = make_quantized_models.make("qwen3_moe-compressed-all", tmp_path_factory.getbasetemp() / "quantized")
+    config, source = configured(model), source_named(str(model))
+    assert source.stored_form is not None
+    assert source.linear_form is not None
+    for replicas, form in ((None, source.stored_form), (str(REPLICAS), None)):
+        sizing = self_sizing._one_request(config, NdpSettings(replicas=replicas), 8)
+        assert (sizing.context, sizing.step_tokens, sizing.linear_bits) == (77, 99, 8)
+        assert (sizing.stored_form, sizing.linear_form) == (form, source.linear_form)
+    assert self_sizing._own_width(config, NdpSettings(replicas=str(REPLICAS))) == {}
+
+
+@pytest.mark.parametrize(("name", "bits"), [("qwen3_moe-compressed-all", 4), ("mixtral-fp8", 8)])
+def test_what_is_measured_is_kept_by_the_forms_and_the_width_it_is_of(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, name: str, bits: int
+) -> None:
+    model = make_quantized_models.make(name, tmp_path_factory.getbasetemp() / "quantized")
+    told: list[Any] = []
+
+    def find(_: Any, facts: Any, measure: Any) -> Any:
+        told.extend((facts, measure.args[1:]))
+        raise ConfigError("as the test wants it")
+
+    monkeypatch.setattr(self_sizing, "find_or_measure", find)
+    with pytest.raises(ConfigError, match="as the test wants it"):
+        self_sizing._own_size(configured(model), NdpSettings(), 8)
+    source = source_named(str(model))
+    forms = source.stored_form, source.linear_form
+    assert [told[0][key] for key in ("stored", "linear")] == [form and [*form] for form in forms]
+    assert (told[0]["bits"], told[1]) == (bits, (bits, *forms))
+
+
+@pytest.mark.parametrize(
+    ("workers", "drafts", "requests"), [(1, None, 8), (3, None, 2), (16, None, 1), (2, object(), 2 * 4)]
+)
+@pytest.mark.parametrize("form", [None, StoredForm("float8", 0)])
+def test_a_worker_has_the_kv_cache_of_its_share_of_requests_and_drafts_one_more(
+    monkeypatch: pytest.MonkeyPatch, workers: int, drafts: object, requests: int, form: StoredForm | None
+) -> None:
+    """Beside the experts of the setting, at the width that they are served at."""
+    seen: list[Any] = []
+
+    def size(_: Any, option: Any, batch: int) -> int:
+        seen.append((option.num_hot, option.widest))
+        return batch << 30
+
+    sizing = Sizing(source_named("mixtral-8x7b").model, 256 * GB, stored_form=form)
+    monkeypatch.setattr(self_sizing, "_one_request", lambda *_: sizing)
+    monkeypatch.setattr(self_sizing, "_has_no_kv_cache", lambda _: True)
+    monkeypatch.setattr(self_sizing, "kv_cache_bytes", size)
+    parallel, cache = SimpleNamespace(world_size_across_dp=workers), SimpleNamespace(kv_cache_memory_bytes=None)
+    config = configured(ROOT, parallel_config=parallel, cache_config=cache, speculative_config=drafts)
+    self_sizing._size_kv_cache(config, NdpSettings(hot_experts=2))
+    assert cache.kv_cache_memory_bytes == requests << 30
+    assert seen == [(2, 4 if form is None else 8)]
+
+
+def test_vllms_own_variable_says_how_large_the_kv_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import CacheConfig
+
+    config: Any = SimpleNamespace(cache_config=CacheConfig())
+    assert self_sizing._has_no_kv_cache(config)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    assert not self_sizing._has_no_kv_cache(config)
+
+
+@pytest.mark.parametrize(
+    ("form", "bits", "given", "loss"),
+    [
+        (None, 4, {"slot_bits": 4}, (0.2 + 0.6) / 2),
+        (None, 1, {"slot_bits": 1}, (0.5 + 0.6) / 2),
+        (None, 8, {}, (0.01 + 0.02) / 2),
+        (StoredForm("int4", 32), 4, {"slot_bits": 4}, 0.0),
+        (StoredForm("float8", 0), 4, {"slot_bits": 4}, (0.2 + 0.6) / 2),
+        (StoredForm("int4", 32), 4, {"slot_bits": 4, "replicas": "r"}, (0.2 + 0.6) / 2),
+    ],
+)
+def test_the_loss_that_is_said_is_of_the_width_and_of_what_is_served(
+    monkeypatch: pytest.MonkeyPatch, form: StoredForm | None, bits: int, given: dict[str, Any], loss: float
+) -> None:
+    """Where replicas lack a width, that of the next narrower one; codes as stored lose nothing."""
+    none = np.nan
+    losses = np.array([[[0.5, 0.4, 0.3, 0.2, 0.01], [0.6, none, none, none, 0.02]]])
+    monkeypatch.setattr(self_sizing, "load_losses", lambda *_: (losses, None, None))
+    monkeypatch.setattr(self_sizing, "cached_replicas", lambda *_: Path("r"))
+    monkeypatch.setattr(self_sizing, "model_digest", lambda _: "")
+    sizing = SimpleNamespace(stored_form=form, model=SimpleNamespace(num_experts=8))
+    size: Any = SimpleNamespace(option=SimpleNamespace(widest=bits), sizing=sizing)
+    settings = NdpSettings.from_mapping({"hot_experts": 8, "avg_bits": 4} | given)
+    assert self_sizing._loss(settings, ROOT, size) == pytest.approx(loss)
 
 
 def test_a_machine_is_measured_for_its_cores_and_for_what_a_row_and_a_prompt_choose(
