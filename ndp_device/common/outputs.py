@@ -42,7 +42,7 @@ def require_own_folder(folder: Path, output: Output = A_NEW_FOLDER) -> None:
     for path in sorted(folder.iterdir()):
         if not any(fnmatchcase(path.name, pattern) for pattern in output.files or ()):
             raise ConfigError(
-                f"{folder} is not empty: {path.name} in it is none of the files that are written, give another folder"
+                f"{folder} is not empty: {path.name} lies in it and is not continued, give another folder"
             )
 
 

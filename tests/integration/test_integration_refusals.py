@@ -37,7 +37,7 @@ def configure(model: Path = MODEL, *, additional_config: dict[str, Any] | None =
         ({"replicas": "/no/such/directory"}, "/no/such/directory does not exist: run vllm-ndp quantize"),
         ({"record": "/dev/null/trace"}, "no trace can be written to /dev/null/trace: Not a directory; choose a"),
         ({"record": "/proc/trace"}, "no trace can be written to /proc/trace: "),
-        ({"record": str(MODEL)}, "is not empty: README.md in it is none of the files that are written"),
+        ({"record": str(MODEL)}, "is not empty: README.md lies in it and is not continued"),
     ],
 )
 def test_impossible_settings_are_refused_before_loading(settings: dict[str, Any], wanted: str):

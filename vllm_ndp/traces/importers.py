@@ -396,7 +396,7 @@ def _requests(told: Told) -> Found:
     num_requests, num_tokens = ids.shape[:2]
     prompt = arrays.get("prompt_len", np.full(num_requests, num_tokens // 2))
     if prompt.shape != (num_requests,) or prompt.dtype.kind not in "iu" or not 0 <= prompt.min() <= prompt.max():
-        raise TraceError(f"prompt_len must hold {num_requests} numbers of tokens, got {prompt.dtype} {prompt.shape}")
+        raise TraceError(f"prompt_len must hold {num_requests} whole numbers of tokens, got {prompt.tolist()!r:.80}")
     if prompt.max() > num_tokens:
         raise TraceError(f"a prompt of {prompt.max()} tokens is longer than the {num_tokens} that were recorded")
     domain = arrays.get("domain", np.zeros(num_requests, np.int64))

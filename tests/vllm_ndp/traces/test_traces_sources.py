@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -248,6 +249,14 @@ def test_an_npz_may_tell_any_prompt_lengths_or_none(tmp_path, told, prompts):
     np.savez(tmp_path / "t.npz", idx=ids, w=np.full(ids.shape, 0.5, np.float16), **told)
     trace = import_trace(tmp_path / "t.npz", "npz", ImportSettings(num_experts=E))
     assert ([len(s.prompt_ids) for s in trace.sequences], trace.labels) == (prompts, ["0", "0"])
+
+
+@pytest.mark.parametrize("told", [[3, -1], [3]])
+def test_prompt_lengths_of_an_npz_that_cannot_be_are_shown(tmp_path, told):
+    ids = np.stack([routed(6, seed) for seed in range(2)])
+    np.savez(tmp_path / "t.npz", idx=ids, w=np.full(ids.shape, 0.5, np.float16), prompt_len=np.array(told))
+    with pytest.raises(TraceError, match=rf"must hold 2 whole numbers of tokens, got {re.escape(str(told))}"):
+        import_trace(tmp_path / "t.npz", "npz", ImportSettings(num_experts=E))
 
 
 @pytest.mark.parametrize("prompt_len", [0, 9, 10])
