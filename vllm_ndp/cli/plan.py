@@ -105,7 +105,7 @@ def _print(proposal: Proposal) -> None:
     count, stored = model.num_parameters, proposal.source.stored_bytes
     parameters = f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
     as_stored = "" if stored is None else f"{human(stored)} as stored, "
-    console = Console(width=118, highlight=False)
+    console = Console(width=118, highlight=False, markup=False, emoji=False)
     console.print(
         f"{model.name} ({proposal.source.read_from}): {parameters} parameters, {as_stored}"
         f"{human(sizing.checkpoint_bytes)} as {model.dtype}; {model.num_layers} MoE layers with {model.num_experts} "
@@ -216,11 +216,12 @@ def doctor(
 
 def _print_checks(checks: list[Check]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title="vllm-ndp doctor", title_justify="left")
     for name in ("check", "", "found", "what to do"):
         table.add_column(name)
     styles = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
     for check in checks:
-        table.add_row(check.name, f"[{styles[check.state]}]{check.state}[/]", check.found, check.fix)
+        table.add_row(check.name, Text(check.state, styles[check.state]), check.found, check.fix)
     print_table(table, width=118)

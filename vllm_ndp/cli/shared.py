@@ -75,7 +75,7 @@ def print_table(table: Table, *, width: int, expendable: Sequence[str] = (), els
     """
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else width)
+    console = Console(width=None if sys.stdout.isatty() else width, markup=False, emoji=False)  # [cpu] is a word
     unlimited = console.options.update(width=10_000)
     hidden: list[str] = []
     for header in expendable:

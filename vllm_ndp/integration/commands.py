@@ -139,7 +139,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _show(status: dict[str, Any], reports: list[dict[str, Any]], texts: list[str], seconds: float) -> None:
-    console = Console(width=118)
+    console = Console(width=118, markup=False, emoji=False)  # a model may write [/b]
     table = Table(
         title=f"{len(reports)} requests in one batch; cold experts computed by process {status['device_pid']}",
         title_justify="left",

@@ -183,11 +183,13 @@ def test_a_failed_check_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("state", "code"), [("ok", 0), ("skipped", 0), ("warn", 0), ("fail", 1)])
 def test_only_a_failure_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, state: Any, code: int) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda *_, **__: [Check("one", state, "found", "fix")])
+    monkeypatch.setattr(doctor, "examine", lambda *_, **__: [Check("one", state, "in [etc]", "install 'a[cpu]'")])
     done = run_here("vllm-ndp", "doctor", "--json")
     told = json.loads(done.stdout)
     assert (done.returncode, told["ok"]) == (code, not code)
     assert (told["failed"], told["warned"]) == (["one"] * code, ["one"] * (state == "warn"))
+    shown = run_here("vllm-ndp", "doctor").stdout
+    assert [words in shown for words in (state, "in [etc]", "install 'a[cpu]'")] == [True] * 3  # [cpu] was left out
 
 
 def test_the_metadata_that_vllms_cpu_wheel_lacks_is_a_wheel_that_pip_installs(tmp_path: Path) -> None:

@@ -181,6 +181,13 @@ def test_a_config_alone_gives_the_sizes_of_the_whole_checkpoint(tmp_path: Path) 
         assert replace(source_named(name).model, name=whole.name) == whole
 
 
+def test_a_directory_is_printed_by_its_whole_name(tmp_path: Path) -> None:
+    """What stood in brackets was left out, as a style."""
+    (tmp_path / "m[v2]").mkdir()
+    (tmp_path / "m[v2]" / "config.json").write_bytes((TINY / "config.json").read_bytes())
+    assert run_here("vllm-ndp", "plan", tmp_path / "m[v2]", "--host-memory", "8GB").stdout.startswith("m[v2] (")
+
+
 def test_the_config_of_a_public_shape_gives_its_sizes(tmp_path: Path) -> None:
     for name in ("deepseek-v2-lite", "gpt-oss-20b", "granite-4.0-h-tiny"):
         (tmp_path / "config.json").write_text(json.dumps(PUBLIC_MODELS[name].config))

@@ -215,7 +215,7 @@ def show(status: dict[str, Any]) -> None:
     table.add_column("value")
     for row in rows(status):
         table.add_row(*row)
-    Console(file=sys.stderr, width=100).print(table)
+    Console(file=sys.stderr, width=100, markup=False, emoji=False).print(table)
 
 
 # -- what goes on now --------------------------------------------------------------------------------------------------
