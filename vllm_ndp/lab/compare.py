@@ -405,8 +405,8 @@ def compare_all(
     if unused := set(range(len(traces))) - set(numbers):
         p = traces[min(unused)].provenance
         raise ConfigError(
-            f"no model of the grid has {p.num_experts} experts top-{p.top_k} as trace {min(unused) + 1} "
-            f"(of {p.model}): leave it out or name a model of its routing shape"
+            f"trace {min(unused) + 1} (of {p.model}, {p.num_experts} experts top-{p.top_k}) is for no model of the "
+            "grid: none has its routing shape, or a trace before it has the same; leave it out or name a model for it"
         )
     workloads = [Workload(trace, prior=prior) for trace in traces]
     refused: dict[tuple[int, str], None] = {}
