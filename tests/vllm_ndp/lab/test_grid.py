@@ -92,7 +92,7 @@ def test_where_nothing_can_be_replayed_the_first_reason_is_given(points, says):
 
 def test_traces_and_models_that_do_not_meet_are_refused():
     olmoe = synthetic_trace(read_routing("", "olmoe").settings("olmoe", num_requests=2, prompt_len=2, decode_len=1))
-    with pytest.raises(ConfigError, match=r"trace 2 \(of olmoe, 64 experts top-8\) is for no model of the grid"):
+    with pytest.raises(ConfigError, match=r"trace 2 \(of synthetic, 64 experts top-8\) is for no model of the grid"):
         compare_all([TRACE, olmoe], [SETTINGS])
     with pytest.raises(ConfigError, match=r"trace 2 .* or a trace before it has the same"):
         compare_all([TRACE, TRACE], [SETTINGS])
