@@ -124,23 +124,31 @@ def test_a_host_is_told_of_others_that_computed_lately_and_not_of_itself() -> No
 
 
 def test_how_long_a_request_lay_behind_others_is_told_with_it() -> None:
-    """Each answer takes 200 µs, and the handler drops what waited longer than its host waits for it."""
-    told: list[int] = []
+    """Each answer takes 200 µs, and the handler drops what waited longer than its host waits for it. Nobody waits for
+    the socket while a request does, and who asks without computing does not count as a host that does."""
+    told, behind, waits = list[int](), list[int](), list[int]()
     clock, arrives = SimpleNamespace(now_ns=0), [[request(b"a"), request(b"b"), request(b"a")]]
 
     def reply(client: bytes, frames: Any, damage: Any, waited_us: int) -> tuple[bytes, bytes]:
         told.append(waited_us)
+        behind.append(handler.queue_depth)
+        handler.num_executed += client == b"a"
         clock.now_ns += 200_000
         return b"", b""
 
-    transport = SimpleNamespace(
-        receive=lambda timeout_ms: arrives.pop() if arrives else [], send=lambda client, reply: None, offer_memory=None
-    )
+    def receive(timeout_ms: int) -> list[Received]:
+        waits.append(timeout_ms)
+        return arrives.pop() if arrives else []
+
+    transport = SimpleNamespace(receive=receive, send=lambda client, reply: None, offer_memory=None)
     clock.monotonic_ns = lambda: clock.now_ns
-    serving = server.Server(transport, SimpleNamespace(num_executed=0, reply=reply), clock=clock)  # type: ignore[arg-type]
-    while (received := serving.next_request(0)) is not None:
+    handler: Any = SimpleNamespace(num_executed=0, reply=reply)
+    serving = server.Server(transport, handler, clock=clock)  # type: ignore[arg-type]
+    while (received := serving.next_request(250)) is not None:
         serving.serve(received)
-    assert told == [0, 200, 400]
+    assert (told, behind, waits) == ([0, 200, 400], [2, 1, 0], [250, 0, 0, 250])
+    assert handler.others_compute(b"b")
+    assert not handler.others_compute(b"a")
 
 
 def test_a_host_that_asks_once_too_often_is_sent_away_with_the_reason() -> None:
