@@ -5,8 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from small_checkpoint import write_small_checkpoint
 
+from ndp_device.experts.expert import Part
+from vllm_ndp.config import NdpSettings
+from vllm_ndp.cost_model.costs import model_named
 from vllm_ndp.cost_model.prices import MeasuredPrices
 from vllm_ndp.integration import facts as of_worker
 from vllm_ndp.integration import price_probe
@@ -93,6 +97,77 @@ def test_a_run_that_differs_in_one_fact_has_prices_of_its_own(name: str, monkeyp
         for values in (RUN, RUN | {name: OTHERS.get(name, ["another"])})
     )
     assert price_probe._digest(one) != price_probe._digest(other)
+
+
+WORKER: dict[str, Any] = {
+    "settings": NdpSettings.from_mapping({"hot_experts": 2}),
+    "pool.model": SimpleNamespace(num_experts=8),
+    "pool.code_bits": 4,
+    "pool.stored_expert_bytes": 123,
+    "ranks.size": 2,
+    "ranks.holds_whole_experts": True,
+    "ranks.stage": Part(1, 3),
+    "layers": range(5, 9),
+    "shape": model_named("mixtral-8x7b"),
+    "planning": None,
+    "vllm_config.model_config.dtype": torch.bfloat16,
+}
+
+
+@pytest.mark.parametrize(
+    ("codes", "served", "widths", "prompts"),
+    [
+        (True, {4: 41, 16: 1000}, {4: 41, 16: 1000}, True),
+        (True, {16: 1000}, {4: 123, 16: 1000}, False),  # they are computed by their codes, or streamed
+        (False, {3: 31, 16: 1000}, {3: 31, 16: 1000}, True),
+        (False, {3: 31}, {3: 31}, False),
+    ],
+)
+def test_a_run_is_set_up_with_the_bytes_of_codes_and_prompts_where_the_device_has_their_width(
+    codes: bool, served: dict[int, int], widths: dict[int, int], prompts: bool
+) -> None:
+    """A device of several has a part of each expert, 41 bytes of 123."""
+    worker = spaces(WORKER | {"serves_its_codes": codes})
+    device: Any = SimpleNamespace(expert_bytes=served, group_size=32)
+    setup = of_worker._make_setup(worker, device, None, wants_prompts=True)
+    assert (setup.expert_bytes, setup.splits_prefill) == (widths, prompts)
+    assert (setup.stored_bits, setup.stored_bytes, setup.prompt_bits) == ((4, 123, 4) if codes else (0, 0, 16))
+    assert (setup.group_size, setup.activation_bytes, setup.num_gpus, setup.whole_experts) == (32, 2, 2, True)
+    assert (setup.stage, setup.num_stages, setup.first_layer, setup.num_devices) == (1, 3, 5, 1)
+    assert not of_worker._make_setup(worker, device, None, wants_prompts=False).splits_prefill
+
+
+def test_slots_hold_replicas_that_the_device_lacks() -> None:
+    """4 bits of 3 * 64 * 64 weights, and 4 bytes for each 32 of them; what the device has is as it says."""
+    sizes = SimpleNamespace(num_experts=8, hidden_size=64, intermediate_size=64)
+    worker = spaces(WORKER | {"serves_its_codes": False, "pool.model": sizes})
+    device: Any = SimpleNamespace(expert_bytes={2: 77, 16: 1000}, group_size=1)
+    planned: Any = SimpleNamespace(widths=(2, 4), group_size=32)
+    setup = of_worker._make_setup(worker, device, planned, wants_prompts=True)
+    weights = 3 * 64 * 64
+    assert setup.expert_bytes == {2: 77, 4: weights // 2 + 4 * weights // 32, 16: 1000}
+    assert setup.group_size == 32
+
+
+@pytest.mark.parametrize(
+    ("settings", "served", "wanted"),
+    [
+        ({}, {4: 1, 16: 1}, ((), ["gpu"], [4])),
+        ({"splits_prefill": True}, {2: 1, 3: 1, 16: 1}, ((), ["gpu"], [2, 3, 16])),
+        ({"splits_prefill": True, "stored_bits": 4}, {4: 1, 16: 1}, ((), ["gpu"], [4])),
+        ({"slot_bits": 4}, {4: 1}, ((4,), ["gpu"], [4])),
+        ({"cold_precision": "full"}, {16: 1}, ((), ["gpu"], [16])),
+    ],
+)
+def test_the_widths_that_prices_are_measured_for_are_those_that_run(
+    settings: dict[str, Any], served: dict[int, int], wanted: tuple[Any, list[str], list[int]]
+) -> None:
+    settings = {"hot_experts": 2} | settings
+    setup: Any = SimpleNamespace(expert_bytes=served, splits_prefill=settings.pop("splits_prefill", False))
+    setup.prompt_bits = settings.pop("stored_bits", 16)
+    worker = spaces({"settings": NdpSettings.from_mapping(settings), "is_quantized": set(served) != {16}})
+    asked = of_worker._asked_of_probe(worker, setup)
+    assert (tuple(asked.engine_widths), asked.tiers, asked.device_widths) == wanted
 
 
 def test_the_experts_of_a_stage_are_checked_in_their_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
