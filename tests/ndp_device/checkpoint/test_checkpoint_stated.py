@@ -13,6 +13,7 @@ from ndp_device.calibration.build import build_data_free
 from ndp_device.checkpoint.files import TensorInfo, read_config
 from ndp_device.checkpoint.names import DTYPES
 from ndp_device.checkpoint.opening import _with_settings, unpacked
+from ndp_device.checkpoint.stated import Entry, Settings, Transform, TransformConfig, Transforms
 from ndp_device.common.errors import ConfigError, NdpError, ReplicaError
 from ndp_device.experts.expert import to_float32
 from ndp_device.replicas.checkpoint import CheckpointExperts
@@ -540,3 +541,20 @@ def test_each_matrix_is_read_by_its_own_algorithm() -> None:
 def test_an_algorithm_that_is_missing_or_not_read_is_refused(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         read(settings, E4M3, weight="F8_E4M3")
+
+
+def test_what_is_said_of_a_module_goes_before_what_is_said_of_all_and_an_exempt_one_has_nothing_of_its_own() -> None:
+    """GPTQ's `dynamic`: the first pattern that matches, "-:" for what is left as it is."""
+    own = {"+:.*experts": Entry(bits=8, sym=False), "-:.*gate": Entry(bits=2, sym=False)}
+    settings = Settings(bits=4, sym=True, dynamic=own)
+    found = [settings.of(module)[0] for module in ("a.experts.0", "a.gate", "a.attn")]
+    assert [(one.num_bits, one.symmetric) for one in found] == [(8, False), (4, True), (4, True)]
+
+
+@pytest.mark.parametrize(
+    ("location", "turns"), [("input", True), ("output", True), ("weight_input", False), ("weight_output", False)]
+)
+def test_what_is_turned_in_the_file_is_not_turned_while_it_runs(location: str, turns: bool) -> None:
+    of_linears = Transforms([Transform(["Linear"], ["re:.*gate"], location)])
+    settings = Settings(transform_config=TransformConfig({"0": of_linears}))
+    assert (settings.turns("a.experts.0"), settings.turns("a.gate")) == (turns, False)

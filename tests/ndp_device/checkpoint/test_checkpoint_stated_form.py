@@ -11,6 +11,9 @@ FLOAT8 = ("float8", 0)
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 _OF_LAYERS = {"weights": {"num_bits": 8, "type": "float"}, "targets": ["Linear"]}
 _COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+_ROWS_OF_INT8 = _COMPRESSED | {"format": "int-quantized"}
+_OF_INT8 = {"weights": {"num_bits": 8, "type": "int", "symmetric": True}, "targets": ["Linear"]}
+_TURNED = {"config_groups": {"0": {"apply": [{"targets": ["Linear"], "location": "input"}]}}}
 
 
 @pytest.mark.parametrize(
@@ -26,6 +29,11 @@ _COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
         _COMPRESSED | {"config_groups": {"0": _OF_LAYERS | {"targets": ["re:.*self_attn.*"]}}},
         _COMPRESSED | {"config_groups": {"0": _OF_LAYERS, "1": _OF_LAYERS | {"targets": ["re:.*experts.*"]}}},
         _COMPRESSED | {"config_groups": {"0": _OF_LAYERS}, "ignore": ["re:.*experts.*"]},
+        _COMPRESSED | {"config_groups": {"0": _OF_LAYERS}, "transform_config": _TURNED},
+        _COMPRESSED | {"config_groups": {"0": {"weights": {"num_bits": 4, "type": "float", "group_size": 64}}}},
+        _ROWS_OF_INT8 | {"config_groups": {"0": {"weights": {"num_bits": 8, "type": "int", "symmetric": False}}}},
+        {"quant_method": "modelopt", "quant_algo": "FP8", "quantized_layers": {"model": {"quant_algo": "NVFP4"}}},
+        _GPTQ | {"group_size": 4},
     ],
 )
 def test_without_tensors_no_form_is_claimed_that_is_not_stated_of_all_experts(stated: Any) -> None:
@@ -49,6 +57,9 @@ def test_without_tensors_no_form_is_claimed_that_is_not_stated_of_all_experts(st
         ({"quantization_config": _GPTQ | {"checkpoint_format": "gptq", "desc_act": False}}, ("int4", 128)),
         ({"quantization_config": _GPTQ | {"group_size": -1}}, ("int4", 256)),
         ({"quantization_config": _COMPRESSED | {"config_groups": {"0": _OF_LAYERS}}}, ("float8", 0)),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, ("float8", 0)),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, ("float8", 64)),
+        ({"quantization_config": _ROWS_OF_INT8 | {"config_groups": {"0": _OF_INT8}}}, ("int8", 0)),
         ({"model_type": "deepseek_v4", "quantization_config": {"quant_method": "fp8"}}, MXFP4),
         ({"model_type": "deepseek_v4", "quantization_config": {"quant_method": "fp8", "expert_dtype": "fp8"}}, FLOAT8),
     ],
