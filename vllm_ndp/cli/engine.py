@@ -12,10 +12,18 @@ import typer
 
 from ndp_device.common.command_line import command, print_json
 from ndp_device.common.errors import ConfigError, NdpError
-from ndp_device.common.widths import DEFAULT_AVG_BITS
-from vllm_ndp.cli.shared import AvgBitsOption, CheckpointArgument, OutOption
+from vllm_ndp.cli.shared import CheckpointArgument, OutOption, judge_bits
 
 app = typer.Typer()
+
+
+ServedBitsOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Average bits of cold experts; default: 3, or as a quantized checkpoint stores them.",
+        callback=lambda bits: None if bits is None else judge_bits(bits),
+    ),
+]
 
 
 @command(
@@ -30,7 +38,7 @@ def demo(
         Path | None, typer.Option(help="Replica directory; default: MODEL-replicas if there is one.")
     ] = None,
     hot_experts: Annotated[int, typer.Option(help="Hot experts per layer.")] = 2,
-    avg_bits: AvgBitsOption = DEFAULT_AVG_BITS,
+    avg_bits: ServedBitsOption = None,
     tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens to generate per prompt.")] = 48,
 ) -> None:
     """Serve a few prompts and show both clocks.
@@ -71,7 +79,7 @@ def record(
     hot_experts: Annotated[
         int | None, typer.Option(help="Hot experts per layer; default: all, which records routing only.")
     ] = None,
-    avg_bits: AvgBitsOption = DEFAULT_AVG_BITS,
+    avg_bits: ServedBitsOption = None,
     tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to generate per prompt.")] = 128,
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="Sequences that run at once.")] = 8,
 ) -> None:

@@ -76,14 +76,14 @@ PROMPTS = {
 }
 
 
-def demo(model: Path, replicas: Path | None, hot_experts: int, avg_bits: float, tokens: int) -> dict[str, Any]:
+def demo(model: Path, replicas: Path | None, hot_experts: int, avg_bits: float | None, tokens: int) -> dict[str, Any]:
     """The whole journey in one command, printed so that a person sees what happened where."""
     shape = open_checkpoint(model).shape
-    NdpSettings(hot_experts=hot_experts, avg_bits=avg_bits).resolve_hot_experts(shape.num_experts)
+    settings = _settings(hot_experts, avg_bits)
+    NdpSettings.from_mapping(settings).resolve_hot_experts(shape.num_experts)
     beside = model.with_name(model.name + "-replicas")
     if replicas is None and (beside / "manifest.json").exists():
         replicas = beside
-    settings: dict[str, Any] = {"hot_experts": hot_experts, "avg_bits": avg_bits, "hardware": DEFAULT_HARDWARE}
     if replicas is not None:
         settings["replicas"] = str(replicas.resolve())
     began = time.perf_counter()
@@ -181,17 +181,24 @@ def _show(status: dict[str, Any], reports: list[dict[str, Any]], texts: list[str
 
 
 def record(
-    model: Path, prompts_file: Path, out: Path, hot_experts: int | None, avg_bits: float, tokens: int, batch: int
+    model: Path,
+    prompts_file: Path,
+    out: Path,
+    hot_experts: int | None,
+    avg_bits: float | None,
+    tokens: int,
+    batch: int,
 ) -> dict[str, Any]:
     """Run prompts and keep every routing decision as a trace, as a server does with the setting `record`.
 
-    By default every expert is hot, so that the run is stock vLLM's arithmetic and the trace holds routing only. With
-    hot experts given it holds placements, bits and simulated times as well.
+    By default every expert is hot, so that the run is stock vLLM's arithmetic, or that of a quantized checkpoint's
+    own codes, and the trace holds routing only. With hot experts given it holds placements, bits and simulated times
+    as well.
     """
     shape = open_checkpoint(model).shape
     hot = shape.num_experts if hot_experts is None else hot_experts
-    NdpSettings(hot_experts=hot, avg_bits=avg_bits).resolve_hot_experts(shape.num_experts)
-    settings = {"hot_experts": hot, "avg_bits": avg_bits, "hardware": DEFAULT_HARDWARE, "record": str(out.resolve())}
+    settings = _settings(hot, avg_bits) | {"record": str(out.resolve())}
+    NdpSettings.from_mapping(settings).resolve_hot_experts(shape.num_experts)
     prompts = _read_prompts(prompts_file)
     found = f"{len(prompts)} prompt{'s' * (len(prompts) > 1)}"
     print(f"vllm-ndp: {prompts_file} holds {found} (blank lines stand between them)", file=sys.stderr)
@@ -221,6 +228,12 @@ def record(
         "sidecar_mismatches": totals["sidecar_mismatches"],
         "measured_seconds": round(seconds, 3),
     }
+
+
+def _settings(hot_experts: int, avg_bits: float | None) -> dict[str, Any]:
+    """None: the plugin's default, by which a quantized checkpoint's experts run as stored."""
+    asked = {} if avg_bits is None else {"avg_bits": avg_bits}
+    return {"hot_experts": hot_experts, "hardware": DEFAULT_HARDWARE, **asked}
 
 
 def _read_prompts(path: Path) -> list[str]:

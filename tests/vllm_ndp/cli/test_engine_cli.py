@@ -31,6 +31,8 @@ def test_verify_fails_where_a_token_or_a_row_of_the_log_differs(
     ("name", "words", "asked"),
     [
         ("demo", "m --replicas r --hot-experts 3 --avg-bits 2.5 --tokens 7", (Path("m"), Path("r"), 3, 2.5, 7)),
+        ("demo", "m", (Path("m"), None, 2, None, 48)),  # by the plugin's default width, also of quantized checkpoints
+        ("record", "m --prompts p --out o", (Path("m"), Path("p"), Path("o"), None, None, 128, 8)),
         ("verify", "m --hot-experts 3 --tokens 7", (Path("m"), 3, 7)),
         (
             "record",
