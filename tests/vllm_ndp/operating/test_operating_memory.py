@@ -18,7 +18,7 @@ from ndp_device.common.machine_memory import memory_found, process_memory
 from ndp_device.kernels.native import NativeKernel
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.operating.proposal import OwnSize, own_size
-from vllm_ndp.operating.sizing import GB, KV_BLOCK, Sizing, bytes_as_stored, human
+from vllm_ndp.operating.sizing import ENGINE_BYTES, GB, KV_BLOCK, SERVER_BYTES, Sizing, bytes_as_stored, human
 from vllm_ndp.operating.sources import source_named
 from vllm_ndp.operating.speed import Measured, random_expert
 
@@ -203,7 +203,9 @@ def test_where_full_precision_fits_a_server_that_loses_nothing_is_named() -> Non
     """93.4 GB of weights beside vLLM's programs; a checkpoint of 4 bits has nothing in full precision to lose."""
     said = {gb: size_of(gb * GB, stored_bytes=93_405_585_408).said(0.03, with_kv=True)[1] for gb in (64, 95, 128)}
     assert [gb for gb, line in said.items() if "Stock vLLM would lose nothing" in line] == [128]
-    assert "GB fit, too (leave out --quantization ndp)" in said[128]
+    size = size_of(128 * GB, stored_bytes=93_405_585_408)
+    whole = size.sizing.checkpoint_bytes + ENGINE_BYTES + SERVER_BYTES + size.kv_cache_bytes  # that it is to have
+    assert f"its {human(whole)} fit, too (leave out --quantization ndp)" in said[128]
     assert "Stock" not in size_of(128 * GB, stored_bytes=24_000_000_000).said(0.03, with_kv=True)[1]
 
 

@@ -611,6 +611,16 @@ def test_figures_of_a_way_have_the_units_of_their_names() -> None:
     assert (way["mapped_bytes"], way["moved_bytes"]["read at start-up"] > 0) == (0, True)
 
 
+def test_experts_in_narrower_slots_are_read_in_less_simulated_time() -> None:
+    steps = [way.simulated.decode_step_ps for way in proposal("mixtral-8x7b", None, 64 * GB).ways]
+    assert len(steps) == len(set(steps)) == 4
+    assert steps == sorted(steps, reverse=True)
+    beside = proposal("mixtral-8x7b", 24 * GB, 64 * GB)
+    costs, option = Costs(load_hardware(), beside.sizing.model), beside.ways[0].option
+    assert option.widest == 4
+    assert beside.ways[0].simulated == simulated(costs, option.num_hot, 3.0, 1, 4096)  # what is read on average
+
+
 def test_beside_a_gpu_this_machine_expects_no_time_of_its_own() -> None:
     source = source_named("mixtral-8x7b")
     sizing = Sizing(source.model, 64 * GB, 24 * GB)
