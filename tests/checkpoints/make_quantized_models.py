@@ -46,7 +46,7 @@ def compressed(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
     from compressed_tensors.compressors import pack_to_int32
 
     codes, scale = _symmetric(weight)
-    values = (codes * scale.repeat_interleave(GROUP, 1).float()).half()
+    values = codes * scale.repeat_interleave(GROUP, 1).float()
     stored = {"packed": pack_to_int32(codes.to(torch.int8), 4), "scale": scale, "shape": torch.tensor(weight.shape)}
     return {f"{name}_{part}": value for part, value in stored.items()}, values
 
@@ -64,7 +64,7 @@ def gptq(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
     packer.pack(linear, scale.clone(), zero.clone(), group_of.to(torch.int32))
     base = name.removesuffix("weight")
     stored = {f"{base}{part}": getattr(packer, part).contiguous() for part in ("qweight", "qzeros", "g_idx")}
-    return stored | {f"{base}scales": packer.scales.half()}, packer(torch.eye(columns)).T.half()
+    return stored | {f"{base}scales": packer.scales.half()}, packer(torch.eye(columns)).T
 
 
 def awq(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
@@ -83,7 +83,7 @@ def awq(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
         return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
 
     stored = {"qweight": words(codes.T), "qzeros": words(zero.T), "scales": scale.T.contiguous()}
-    return {f"{base}{part}": value for part, value in stored.items()}, ((codes - shift) * spread).half()
+    return {f"{base}{part}": value for part, value in stored.items()}, (codes - shift) * spread
 
 
 def _symmetric(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,7 +228,8 @@ def make(name: str, out: Path) -> Path:
             parts, values = quantize(tensor, weight)
             del stored[tensor]
             stored |= parts
-            dequantized[tensor] = values.to(weight.dtype)
+            read_as = torch.bfloat16 if "fp" in name else torch.float16
+            dequantized[tensor] = values.to(read_as).to(weight.dtype)
             unrounded[tensor] = values if of_expert else dequantized[tensor]
     for to, contents in ((plain, dequantized), (exact, unrounded), (directory, stored)):
         shutil.copytree(source, to, dirs_exist_ok=True)

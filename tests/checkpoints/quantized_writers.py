@@ -1,9 +1,10 @@
 """One matrix in each of the newer quantized formats, and its values, by the packages that write or define them.
 
 Each writer takes a name that ends in `weight` and a matrix [N, C], and returns the tensors that a checkpoint stores and
-the values that the format's own package reads from them: compressed-tensors, bitsandbytes, auto-round, llama.cpp's
-gguf, torch's types for the scales of powers of two. modelopt's files are compressed-tensors' with other names: it has
-no package for a processor, and its layout is vLLM's (model_executor/layers/quantization/modelopt.py).
+the values that the format's own package reads from them, in float32 or as the package rounds them: compressed-tensors,
+bitsandbytes, auto-round, llama.cpp's gguf, torch's types for the scales of powers of two. modelopt's files are
+compressed-tensors' with other names: it has no package for a processor, and its layout is vLLM's
+(model_executor/layers/quantization/modelopt.py).
 """
 
 from collections.abc import Callable
@@ -80,7 +81,7 @@ def modelopt_nvfp4(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
     values = _unpacked_fp4(codes).unflatten(1, (-1, 16)) * (scale.float() * factor)[..., None]
     tensors = {name: codes, f"{name}_scale": scale, f"{name}_scale_2": factor}
     tensors[f"{name.removesuffix('weight')}input_scale"] = torch.tensor(0.5)
-    return tensors, values.flatten(1).bfloat16()
+    return tensors, values.flatten(1)
 
 
 def deepseek_mxfp4(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
@@ -105,7 +106,7 @@ def fp8_blocks(*, powers: bool) -> Quantize:
             of_scale = f"{name.removesuffix('weight')}scale"
         spread = scale.float()[:, None, :, None]
         stored = (blocks / spread).to(torch.float8_e4m3fn)
-        values = (stored.float() * spread).reshape(weight.shape).bfloat16()
+        values = (stored.float() * spread).reshape(weight.shape)
         return {name: stored.reshape(weight.shape), of_scale: scale}, values
 
     return quantize
@@ -116,7 +117,7 @@ def modelopt_fp8(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
     scale = (weight.float().abs().amax() / 448).reshape(())
     stored = (weight.float() / scale).to(torch.float8_e4m3fn)
     tensors = {name: stored, f"{name}_scale": scale, f"{name.removesuffix('weight')}input_scale": torch.tensor(0.5)}
-    return tensors, (stored.float() * scale).bfloat16()
+    return tensors, stored.float() * scale
 
 
 def auto_round(bits: int, *, less_one: bool) -> Quantize:
