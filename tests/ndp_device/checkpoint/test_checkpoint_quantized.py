@@ -149,10 +149,11 @@ def test_rows_of_8_bits_keep_their_scales_or_are_not_given() -> None:
         (4, slice(4, 8), [1]),
         (8, slice(4, 8), [0]),
         (8, slice(1, None, 2), [0]),
+        (3, slice(None), [0, 1, 2]),
         (4, slice(2, 8), None),
         (4, slice(1, None, 2), None),
     ):
-        scale = np.arange(8 // of_rows, dtype=np.float32)[:, None]
+        scale = np.arange(-(-8 // of_rows), dtype=np.float32)[:, None]
         found = ByteMatrix("int8", codes, scale, (of_rows, 8)).at_rows(rows)
         assert (found is None) == (wanted is None), (of_rows, rows)
         if found is not None:
