@@ -46,7 +46,7 @@ def assembly_on_gpu(gpu: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) 
     layout = SimpleNamespace(activations=(), moe_index=None)
     made.pool = SimpleNamespace(shape=shape, model=shape, layout=layout, activation_of=lambda layer: None)  # type: ignore[assignment]
     made.ranks, made.layers = SimpleNamespace(share=None), range(2)  # type: ignore[assignment]
-    made.tiers = SimpleNamespace(where=np.zeros((2, 8)), without_slot=np.zeros((2, 8)))  # type: ignore[assignment]
+    made.tiers = Tiers(2, 8)
     made.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=32))  # type: ignore[assignment]
     return made
 

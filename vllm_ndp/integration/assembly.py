@@ -89,8 +89,8 @@ class Assembly(WorkerFacts):
         """Take vLLM's module of a MoE layer whose weights would be ready; the name that its operator is called by."""
         settings, num_experts = self.settings, self.pool.shape.num_experts
         index = compat.moe_index(module, self.pool.layout, self.ranks.share) - self.layers.start
-        holders = self.ranks.size if self.ranks.holds_whole_experts else 1
-        num_hot = slots_per_gpu(settings.resolve_hot_experts(num_experts), holders)
+        owners = self.tiers.owners
+        num_hot = slots_per_gpu(settings.resolve_hot_experts(num_experts), owners.num_gpus if owners else 1)
         num_quantized = num_hot if settings.has_quantized_slots else 0
         if settings.is_joint:
             num_quantized = num_experts
