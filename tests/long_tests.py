@@ -114,6 +114,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/integration/one_engine.py",
         "tests/integration/test_integration_devices.py",
         "tests/integration/test_integration_layouts.py",
+        "tests/integration/test_integration_quantized.py",
         "tests/integration/test_integration_replicas_of_engines.py",
         "vllm_ndp/integration/[a-z]*.py",
         "vllm_ndp/integration/serving/*.py",
