@@ -119,7 +119,7 @@ class QuantizedMatrix:
         """Columns between borders of groups. Raises ConfigError for columns in another order than that of the rows
         before them: no replica has any."""
         if self.perm is not None:
-            raise ConfigError("an expert whose w2 has an order of columns of its own cannot be cut into parts")
+            raise ConfigError("an expert whose w2 has an order of columns of its own cannot be cut: use whole experts")
         groups = slice(first // self.group_size, last // self.group_size)
         planes = self.planes[:, :, first // _UNITS_PER_BYTE : last // _UNITS_PER_BYTE]
         return replace(self, planes=planes, scale=self.scale[:, groups], offset=self.offset[:, groups])

@@ -248,6 +248,8 @@ class ReplicaFill:
         layers: of the model, which this worker counts from 0. share: of each expert, which only codes are cut into."""
         self._checkpoint, self._files = CheckpointExperts(model_dir), None
         self._bits, self.kernel, self._layers, self._share = bits, kernel, layers, share
+        # else every rank would add whole experts
+        assert share == WHOLE or (replicas is None and bits != FULL_PRECISION_BITS)
         if replicas is None:
             return
         self._files = ReplicaFiles(replicas, model_digest=model_digest(model_dir), once=True)

@@ -26,7 +26,7 @@ from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.host_replicas import QuantizedSlots, ReplicaFill
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotWeights
 from vllm_ndp.layer.split import Pairs
-from vllm_ndp.layer.tiers import Tiers
+from vllm_ndp.layer.tiers import Tiers, slots_per_gpu
 from vllm_ndp.planning.plan import Placement
 
 Move = Callable[[], None]
@@ -213,7 +213,8 @@ class HotExperts(Migrator):
         whether experts move beside the step."""
         self.pool, self.tiers, self.layers, self.streamer = pool, tiers, layers, streamer
         self._replicas = replicas
-        only_at_start = replicas is not None and len(layers[0].expert_in) == tiers.where.shape[1]  # later, steps run
+        all_of_them = slots_per_gpu(tiers.where.shape[1], tiers.owners.num_gpus if tiers.owners else 1)
+        only_at_start = replicas is not None and len(layers[0].expert_in) == all_of_them  # later, steps run
         super().__init__(cores if beside else (), threads=max(len(cores), 1) if only_at_start else 1)
         self._maps: torch.Tensor | None = None  # [L, E] on a GPU: each layer's is a row, so that one copy brings all
         if layers[0].expert_map.device.type != "cpu":
@@ -260,7 +261,7 @@ class HotExperts(Migrator):
         return self.layers[layer].slots_to_keep(own & ~hot, own)
 
     def stream(self, layer: int, x: torch.Tensor, pairs: Pairs, keep: Mapping[int, int]) -> torch.Tensor:
-        """Weighted sum over the pairs of each row in full precision from the pool, f32 [T, H]. keep: expert -> slot.
+        """Weighted sum over the pairs of each row from the pool, f32 [T, H]. keep: expert -> slot.
 
         The sum is of this worker's share of each expert, or of its share of the experts; all ranks add up to the whole.
         Where slots hold the checkpoint's own codes, experts that pass through are computed by theirs.
