@@ -126,6 +126,17 @@ def test_beside_what_is_held_experts_have_the_checkpoints_own_width(
     assert given_by(shlex.split(by_hand.partition("by hand: ")[2])) == chosen
 
 
+def test_hot_experts_that_ranks_cannot_hold_as_stored_are_decoded_and_it_is_said(
+    tmp_path_factory: pytest.TempPathFactory, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which these are is the next test's question: no tiny model has blocks that ranks would cut."""
+    monkeypatch.setattr(compat, "has_parts_of_slots", lambda config, settings: settings.slot_bits == 16)
+    model = make_quantized_models.make("mixtral-awq", tmp_path_factory.getbasetemp() / "quantized")
+    config = configure(model=model, additional_config={"ndp": {"hot_experts": 4}})
+    assert config.additional_config == {"ndp": {"hot_experts": 4, "avg_bits": 4}}
+    assert "at 4 bits; hot ones are decoded, as ranks would cut blocks of codes" in said(capfd)[0]
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "settings", "have_parts"),
     [

@@ -71,15 +71,18 @@ def _own_width(vllm_config: VllmConfig, settings: NdpSettings) -> dict[str, Any]
     num_experts = vllm_config.model_config.get_num_experts()
     if settings.cold_precision == "full":
         chosen |= {"cold_precision": "quantized", "execution": "paper"}
-    told = NdpSettings.from_mapping({**raw, **chosen})
+    told, decoded = NdpSettings.from_mapping({**raw, **chosen}), ""
     if compat.on_cpu() and "slot_bits" not in raw and settings.resolve_hot_experts(num_experts):
         in_slots = NdpSettings.from_mapping({**raw, **chosen, "slot_bits": form.bits})
         if compat.has_parts_of_slots(vllm_config, in_slots):
             told, chosen["slot_bits"] = in_slots, form.bits
+        else:
+            decoded = "; hot ones are decoded, as ranks would cut blocks of codes: --enable-expert-parallel does not"
     if not told.runs_only_at(form.bits, num_experts, in_slots=compat.on_cpu()):
         return {}
     words = shlex.join(as_options(chosen))
-    compat.say(f"experts below full precision run as the checkpoint stores them, at {form.bits} bits; by hand: {words}")
+    stored = f"experts below full precision run as the checkpoint stores them, at {form.bits} bits"
+    compat.say(f"{stored}{decoded}; by hand: {words}")
     return chosen
 
 
